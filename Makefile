@@ -1,0 +1,59 @@
+# Every target sets up what it needs: Python >= 3.11 and make are enough.
+#
+#   PYTHON=python3.13   makes the environment; one that is there keeps its own Python
+#   VENV=.venv          where the environment lives
+#   ARGS="..."          handed on to the command
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
+
+# Stops with a sentence where $(1) is no Python, or one too old.
+check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	|| { echo "sparsejax needs Python 3.11 or newer; '$(1)' is" \
+	"'`$(1) --version 2>&1 | tail -n 1`'." \
+	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types bench clean
+.DELETE_ON_ERROR:
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.installed-demo  ## train a model with a large embedding table
+	@$(BIN)/python -m sparsejax.demo $(ARGS)
+
+test: $(VENV)/.installed-tests  ## all tests, the slow ones and the doctests too
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## pyright
+	@$(BIN)/pyright --pythonpath $(BIN)/python $(ARGS)
+
+bench: $(VENV)/.installed-bench  ## python -m benchmarks
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove environments, caches and builds
+	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
+	find sparsejax tests benchmarks -name __pycache__ -prune -exec rm -rf {} + \
+		2>/dev/null || true
+
+$(VENV)/.made:
+	@$(call check_python,$(PYTHON))
+	@echo "Making $(VENV) with `$(PYTHON) --version 2>&1`"
+	@$(PYTHON) -m venv $(VENV)
+	@$(call check_python,$(BIN)/python)
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/.made
+	@echo "Installing sparsejax[$*] into $(VENV)"
+	@$(INSTALL) -e '.[$*]'
+	@touch $@

@@ -1,0 +1,106 @@
+"""What every test runs under.
+
+The environment is set before JAX is imported: 8 devices made of the CPU, so that
+sharding is tested everywhere. What the caller has set wins, so
+`JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs on a GPU.
+
+Each test runs with strict dtype and rank promotion: the library may not widen a type
+or broadcast a rank by accident. Tests that run other people's models carry the
+marker `loose_promotion`.
+"""
+
+import os
+import pathlib
+import zlib
+
+
+# One code module per program: the tests compile thousands of small ones, in several
+# processes at once, and splitting them over threads only costs.
+_XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": 8,
+    "--xla_cpu_parallel_codegen_split_count": 1,
+}
+
+
+def _set_environment():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "")
+    for name, value in _XLA_FLAGS.items():
+        if name not in flags:
+            flags = f"{flags} {name}={value}"
+    os.environ["XLA_FLAGS"] = flags.strip()
+
+
+_set_environment()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+_TESTS = pathlib.Path(__file__).parent
+_SHARED_DATA = _TESTS.parent.parent / "shared" / "data"
+
+# The first run of an example compiles, so time limits say nothing.
+hypothesis.settings.register_profile("sparsejax", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("sparsejax")
+
+
+# ------------------------------------------------------------------ collection
+
+
+def pytest_collection_modifyitems(items):
+    """Doctests are collected from the package only, not from the tests' helpers."""
+    items[:] = [
+        item
+        for item in items
+        if not (isinstance(item, pytest.DoctestItem) and _TESTS in item.path.parents)
+    ]
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+    if item.get_closest_marker("multidevice") and jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+
+
+# ------------------------------------------------------------------ fixtures
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion(request):
+    if request.node.get_closest_marker("loose_promotion"):
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def getkey(request):
+    """A function that gives a new PRNG key at each call, the same ones every run."""
+    key = jax.random.key(zlib.crc32(request.node.nodeid.encode()) >> 1)
+    count = 0
+
+    def next_key():
+        nonlocal count
+        count += 1
+        return jax.random.fold_in(key, count)
+
+    return next_key
+
+
+@pytest.fixture
+def x64():
+    """Runs the test with 64-bit types."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def shared_data():
+    """The folder of real data sets, which some machines have beside the repository."""
+    if not _SHARED_DATA.is_dir():
+        pytest.skip("the optional data sets (../shared/data) are not here")
+    return _SHARED_DATA
