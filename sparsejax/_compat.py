@@ -1,0 +1,111 @@
+"""The only file that knows what JAX looks like inside, or which version runs.
+
+Everything here is either re-exported under a stable name or a small function whose
+body differs between jax 0.10.2 and newer releases. Nothing else in the package imports
+`jax.extend`, `jax.interpreters` or `jax._src`.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import core as _core, source_info_util as _source_info
+from jax._src.shard_map import shard_map_p as shard_map_p
+from jax.extend import core as _jex_core
+from jax.extend.core import primitives as primitives
+
+
+Literal = _jex_core.Literal
+Primitive = _jex_core.Primitive
+pvary_p = _core.pvary_p
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))
+
+# Frames of the library are never what a user wants to see. The demo is a user.
+for _name in os.listdir(_PACKAGE):
+    if _name not in ("demo.py", "__pycache__"):
+        _source_info.register_exclusion(os.path.join(_PACKAGE, _name))
+
+
+def trace(fun, *args) -> tuple[Any, list[Any]]:
+    """`fun`, which returns a flat list, as `(open jaxpr, consts)`."""
+    return open_jaxpr(jax.make_jaxpr(fun)(*args))
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A jaxpr, closed or open, as `(open jaxpr, consts)`.
+
+    jax 0.10.2 has a class for each; later a `Jaxpr` carries its own consts.
+    """
+    consts = getattr(jaxpr, "consts", None)
+    return getattr(jaxpr, "jaxpr", jaxpr), list(consts or ())
+
+
+def sub_jaxpr_is_callable(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr."""
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def is_ref_type(aval: Any) -> bool:
+    """Whether `aval` is a mutable reference (`jax.new_ref`), not an array."""
+    return hasattr(aval, "inner_aval")
+
+
+def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Runs one equation on other inputs, as `eval_jaxpr` does; always a list."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Whatever is bound inside keeps the equation's source line, scope and settings."""
+    stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    with _source_info.user_context(traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def user_line(eqn: Any, enclosing: str | None = None) -> str:
+    """`file:line` of the innermost frame that is the user's own.
+
+    Frames of JAX and of this package never count. Where only frames of installed
+    packages are left (a flax layer inside a scan, say), the line of the equation around
+    this one says more, so that is taken if it is known.
+    """
+    installed = None
+    for frame in _source_info.user_frames(eqn.source_info.traceback):
+        name = frame.file_name
+        if not any(part in name for part in _INSTALLED):
+            return f"{_shorten(name)}:{frame.start_line}"
+        installed = installed or f"{name}:{frame.start_line}"
+    return enclosing or installed or "an unknown line"
+
+
+def _shorten(name: str) -> str:
+    here = os.getcwd() + os.sep
+    return name.removeprefix(here)
+
+
+def scan_split(params: dict[str, Any]) -> tuple[int, int]:
+    """Numbers of constants and of carried values among a scan's inputs."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def varying_axes(x: Any) -> frozenset:
+    """Manual mesh axes over which `x` differs inside `shard_map` (empty elsewhere)."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset(getattr(kind, "varying", ()))
+
+
+def explicit_spec(x: Any) -> tuple[Any, ...]:
+    """How `x` is laid out over explicit mesh axes: a PartitionSpec's parts, or ()."""
+    spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
+    return spec if any(part is not None for part in spec) else ()

@@ -1,0 +1,207 @@
+"""Reading and writing rows of arrays by id: the few idioms everything else uses.
+
+One rule for ids, here and everywhere above: an id outside `[0, height)` is no row.
+It is never wrapped and never clamped; reading it gives zeros, writing it does nothing.
+Types and shapes are settled here too, so that 'int32 unless the height needs more' is
+written once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+
+def x64_enabled() -> bool:
+    """Whether JAX keeps 64-bit types."""
+    return jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
+    """`dtype` if it can hold `height` (the empty slot's id), else int32 or int64."""
+    for candidate in (dtype, jnp.int32):
+        if height <= jnp.iinfo(candidate).max:
+            return jnp.dtype(candidate)
+    if not x64_enabled():
+        raise ValueError(
+            f"a table of {height} rows needs int64 ids: set jax_enable_x64, or split it"
+        )
+    return jnp.dtype(jnp.int64)
+
+
+def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
+    """Ids as a JAX or NumPy array of integers, or a TypeError that names `call`."""
+    if not isinstance(ids, np.ndarray):
+        try:
+            ids = np.asarray(ids) if isinstance(ids, np.generic) else jnp.asarray(ids)
+        except OverflowError:  # a list with an int that no id of 32 bits can be
+            ids = np.asarray(ids)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{call}: {name} must be an array of integers, got an object of type "
+                f"{type(ids).__name__}. Make an int32 array of it."
+            ) from None
+    if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
+        ids = ids.astype(jnp.int32)  # [] has no type of its own
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(
+            f"{call}: {name} must be integers, got {ids.dtype} of shape {ids.shape}. "
+            "Cast them with .astype(jnp.int32)."
+        )
+    return ids
+
+
+def saturate(ids: Any) -> Any:
+    """64-bit NumPy ids within 32 bits where x64 is off: JAX alone would wrap them."""
+    wide = isinstance(ids, np.ndarray) and ids.dtype.kind in "iu"
+    if not wide or ids.itemsize < 8 or x64_enabled():
+        return ids
+    lowest, highest = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    return np.clip(ids, max(lowest, np.iinfo(ids.dtype).min), highest).astype(np.int32)
+
+
+def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
+    """Ids as a signed array of a type that holds `height`; out of range stays so."""
+    ids = jnp.asarray(saturate(as_integers(call, ids, name)))
+    wide = index_dtype(height)
+    if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
+        # A large unsigned id must not turn into a small or negative signed one.
+        limit = np.array(min(height, jnp.iinfo(ids.dtype).max), ids.dtype)
+        ids = jnp.minimum(ids, limit)
+    elif jnp.iinfo(ids.dtype).bits > jnp.iinfo(wide).bits:
+        ids = jnp.clip(ids, scalar(-1, ids), scalar(height, ids))
+    return ids.astype(wide)
+
+
+def as_array(x: Any) -> Any:
+    """NumPy arrays and frameworks' variables as JAX arrays, anything else as it is."""
+    if isinstance(x, jax.Array):
+        return x
+    known = isinstance(x, np.ndarray) or hasattr(x, "__jax_array__")
+    return jnp.asarray(x) if known else x
+
+
+def scalar(value: int, like: Any) -> Any:
+    """`value` in the type of `like`, so that strict type promotion is content."""
+    return np.array(value, like.dtype)
+
+
+def in_range(ids: jax.Array, height: int) -> jax.Array:
+    """Which ids name a row of `[0, height)`."""
+    return (ids >= 0) & (ids < scalar(height, ids))
+
+
+def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
+    """`values` where `keep` (their leading axes) holds, zeros elsewhere."""
+    keep = keep.reshape(keep.shape + (1,) * (values.ndim - keep.ndim))
+    return jnp.where(keep, values, jnp.zeros((), values.dtype))
+
+
+def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """`table[ids]`, zeros for ids that are out of range."""
+    if table.shape[0] == 0:  # from which JAX gathers nothing, not even zeros
+        return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+    return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    """`table` with `values` added to rows `ids` (duplicates add up)."""
+    return table.at[ids].add(values, mode="drop", wrap_negative_indices=False)
+
+
+def set_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    """`table` with rows `ids` replaced; the ids in range are unique."""
+    return table.at[ids].set(values, mode="drop", wrap_negative_indices=False)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """The type sums of `dtype` are held in: at least float32 for floats."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(dtype)
+
+
+def promote(*dtypes: Any) -> Any:
+    """The common type of `dtypes`, also where the user forbids implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
+
+
+def merge_plan(
+    rows: jax.Array, height: int, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where each of `rows` goes when duplicates are merged.
+
+    Args:
+      rows: integer `[n]`, every value in `[0, height]`; `height` means none.
+      height: number of rows of the table.
+      capacity: slots of the result.
+
+    Returns:
+      `(unique [capacity], slot int32[n], count int32[])`: the distinct rows ascending
+      and then `height`; the place of each of `rows` among them (`capacity` where it
+      has none); how many distinct rows there are, also when they do not all fit.
+    """
+    n = rows.shape[0]
+    empty = scalar(height, rows)
+    ordered, order = lax.sort((rows, lax.iota(jnp.int32, n)), num_keys=1)
+    first = jnp.concatenate([jnp.ones((min(n, 1),), bool), ordered[1:] != ordered[:-1]])
+    first &= ordered != empty
+    place = jnp.cumsum(first, dtype=jnp.int32) - 1
+    place = jnp.where(ordered == empty, np.int32(capacity), place)
+    place = jnp.minimum(place, np.int32(capacity))
+    unique = set_rows(jnp.full((capacity,), empty, rows.dtype), place, ordered)
+    # Back to the order of the slots: adding in that order keeps sums reproducible and
+    # saves gathering the values into sorted order.
+    slot = set_rows(jnp.zeros((n,), jnp.int32), order, place)
+    return unique, slot, jnp.sum(first, dtype=jnp.int32)
+
+
+def find_slots(
+    sorted_rows: jax.Array, ids: jax.Array, height: int
+) -> tuple[jax.Array, jax.Array]:
+    """`(slot, stored)` of each id among ascending `sorted_rows`, by binary search."""
+    last = sorted_rows.shape[0] - 1
+    if last < 0:
+        return jnp.zeros(ids.shape, jnp.int32), jnp.zeros(ids.shape, bool)
+    named = in_range(ids, height)  # before the cast, which may be to a narrower type
+    ids = jnp.where(named, ids, scalar(0, ids)).astype(sorted_rows.dtype)
+    slot = jnp.searchsorted(sorted_rows, ids).astype(jnp.int32)
+    slot = jnp.minimum(slot, np.int32(last))
+    return slot, named & (sorted_rows[slot] == ids)
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether the value of `x` can be looked at now."""
+    return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
+
+
+def check_capacity(call: str, capacity: Any) -> int:
+    """`capacity` as an int, or an error that names `call`."""
+    known = is_concrete(capacity) or isinstance(capacity, (int, np.integer))
+    if known and np.ndim(capacity) == 0 and capacity >= 0 and int(capacity) == capacity:
+        return int(capacity)
+    raise ValueError(
+        f"{call}: capacity must be a static, non-negative int, got {capacity!r}"
+    )
+
+
+def report_overflow(call: str, values: jax.Array, count: Any, capacity: int) -> Any:
+    """Raises if `count > capacity`; inside jit, where it cannot, `values` turn NaN."""
+    if is_concrete(count):
+        if int(count) > capacity:
+            raise ValueError(
+                f"{call}: {int(count)} distinct rows do not fit into capacity="
+                f"{capacity}. Give at least {int(count)}, or leave capacity out."
+            )
+        return values
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        raise ValueError(
+            f"{call}: capacity={capacity} may be too small, and inside jit "
+            f"{values.dtype} values have no NaN to report it with. Leave capacity out, "
+            "or ask for return_overflow=True."
+        )
+    return jnp.where(count > capacity, jnp.array(jnp.nan, values.dtype), values)
