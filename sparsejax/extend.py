@@ -1,0 +1,71 @@
+"""Semi-public: teach sparsejax a primitive of yours.
+
+`value_and_grad` walks the traced program and asks, for every equation that a table goes
+into, the rule of that equation's primitive. A primitive without a rule uses the whole
+table, so the table's gradient is dense (or, under `tables=`, a `DensifyError`). With a
+rule it can read rows (`ctx.read`) or pass the table on (`ref.then`).
+
+This module keeps its names from release to release where JAX's own internals allow it;
+`sparsejax.transform.interpreter` explains the contract a rule has to keep.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from sparsejax.transform.interpreter import (
+    RuleContext as RuleContext,
+    register_rule as _register_rule,
+)
+from sparsejax.transform.liveness import register_flow as register_flow
+from sparsejax.transform.table import TableRef as TableRef
+
+
+def register_rule(*primitives: Any) -> Callable[[Callable], Callable]:
+    """Registers how a primitive reads rows of a table, or passes it on. A decorator.
+
+    The rule is called as `rule(ctx, *inputs, **params)`, with the equation's parameters
+    and its inputs, at least one of which is a `TableRef`. It returns what the primitive
+    returns (a list if that has multiple results), or `NotImplemented`, which makes this
+    a use of the whole table. It may branch on shapes and types, not on values.
+
+    - `ctx.read(ref, ids)` gives the rows `[*ids.shape, *ref.content]`, and their
+      cotangents become the sparse gradient. An id out of range gets no gradient.
+    - `ref.then(fn)` is the table with `fn` applied to each row; change `shape=`,
+      `dtype=` or `row_axis=` along with it.
+    - `ctx.dense(x)` is the whole array, which makes the gradient dense.
+
+    Args:
+      *primitives: `jax.extend.core.Primitive` objects, or their names. A later rule for
+        the same primitive takes the place of the earlier one.
+
+    Returns:
+      A decorator that returns the rule unchanged.
+
+    Raises:
+      TypeError: no primitive, or something that is neither a primitive nor a name.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> from jax.extend.core.primitives import rev_p
+      >>> @sj.extend.register_rule(rev_p)
+      ... def reverse_content(ctx, ref, *, dimensions):
+      ...     if ref.row_axis != 0 or 0 in dimensions:
+      ...         return NotImplemented
+      ...     return ref.then(lambda rows: jnp.flip(rows, dimensions))
+      >>> loss = lambda t: jnp.sum(jnp.flip(t, 1)[jnp.array([3])] * jnp.arange(2.0))
+      >>> sj.grad(loss)(jnp.ones((9, 2))).values
+      Array([[1., 0.]], dtype=float32)
+
+    References:
+      Quax, `quax.register`; Oryx, `oryx.core.interpreters.harvest`.
+    """
+    for primitive in primitives:
+        if not isinstance(primitive, str) and not hasattr(primitive, "bind"):
+            raise TypeError(
+                "sparsejax.extend.register_rule: takes primitives (jax.extend.core."
+                f"Primitive) or their names, got {primitive!r}. Write it with "
+                "parentheses: @register_rule(my_p)."
+            )
+    if not primitives:
+        raise TypeError("sparsejax.extend.register_rule: needs at least one primitive")
+    return _register_rule(*primitives)

@@ -1,0 +1,128 @@
+"""`explain`: which leaves get a sparse gradient, where they are read, and why not."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from sparsejax._rows import SelectedRows
+from sparsejax.transform.plan import Leaf, make_plan, trace_call
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafExplanation:
+    """What `explain` found about one leaf.
+
+    Args:
+      name: how the user would write it, e.g. `params['table']`.
+      shape, dtype: of the leaf.
+      sparse: whether its gradient is a SelectedRows.
+      rows_read: rows read, duplicates counted; the capacity of the gradient.
+      reads: `(rows, "file:line")` of each read.
+      reason: why it is not sparse; empty if it is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sparse: bool
+    rows_read: int
+    reads: tuple[tuple[int, str], ...]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """The answer of `explain`: prints as a table, `leaves` holds it as data."""
+
+    leaves: tuple[LeafExplanation, ...]
+
+    def __getitem__(self, name: str) -> LeafExplanation:
+        for leaf in self.leaves:
+            if leaf.name == name:
+                return leaf
+        raise KeyError(f"no leaf {name!r}; there are {[x.name for x in self.leaves]}")
+
+    def __repr__(self) -> str:
+        head = ("leaf", "shape", "gradient", "rows read", "where, or why not")
+        table: list[tuple[str, ...]] = [head]
+        for leaf in self.leaves:
+            notes = [f"{rows} at {where}" for rows, where in leaf.reads]
+            if not leaf.sparse:
+                notes = [f"dense: {leaf.reason}"] + [f"reads {note}" for note in notes]
+            shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+            kind = "SelectedRows" if leaf.sparse else "dense"
+            share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else "-"
+            table.append((leaf.name, shape, kind, share, notes[0] if notes else ""))
+            table += [("", "", "", "", note) for note in notes[1:]]
+        widths = [max(len(row[k]) for row in table) for k in range(4)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[4]]).rstrip()
+            for row in table
+        ]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def explain(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    tables: Any = None,
+) -> Callable[..., Explanation]:
+    """Tells what `value_and_grad(fun)` does with each leaf, without computing anything.
+
+    Args:
+      fun, argnums, has_aux, tables: as for `sparsejax.value_and_grad`. A leaf that
+        `tables=` insists on and that cannot be sparse is explained, not raised.
+
+    Returns:
+      A function of the same arguments that returns an `Explanation`. It prints as a
+      table: each leaf, whether its gradient is SelectedRows or dense, how many rows are
+      read where (file:line), and why not sparse. Arguments may be
+      `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      TypeError: a leaf that cannot be differentiated, or an output that is no scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> def loss(params, ids):
+      ...     rows = params["table"][ids]
+      ...     return jnp.sum(rows @ params["w"])
+      >>> params = {"table": jnp.ones((100, 2)), "w": jnp.ones((2, 3))}
+      >>> found = sj.explain(loss)(params, jnp.array([1, 2]))
+      >>> found["params['table']"].sparse, found["params['table']"].rows_read
+      (True, 2)
+      >>> found["params['w']"].reason.split(" at ")[0]
+      '`dot_general`'
+
+    References:
+      The notice that is missing elsewhere when a sparse gradient becomes dense.
+    """
+
+    @functools.wraps(fun)
+    def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
+        call = trace_call(
+            fun, argnums, has_aux, tables, args, kwargs, "sparsejax.explain"
+        )
+        make_plan(call, strict=False)
+        return Explanation(tuple(_describe(leaf) for leaf in call.leaves))
+
+    return explain_fun
+
+
+def _describe(leaf: Leaf) -> LeafExplanation:
+    shape = leaf.value.shape if hasattr(leaf.value, "shape") else jnp.shape(leaf.value)
+    given = isinstance(leaf.value, SelectedRows)
+    return LeafExplanation(
+        leaf.name,
+        tuple(shape),
+        jnp.result_type(leaf.value.dtype if given else leaf.value).name,
+        leaf.sparse,
+        leaf.rows_read,
+        tuple((site.num_rows, site.where) for site in leaf.sites),
+        leaf.reason,
+    )

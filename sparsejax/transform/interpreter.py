@@ -1,0 +1,344 @@
+"""The walk: run a traced program again, with tables that are read by rows.
+
+A function of tables and other arrays is traced to a jaxpr and that jaxpr is run, one
+equation after the other, in an environment where a table is a `TableRef` instead of an
+array. An equation without a `TableRef` among its inputs is bound unchanged. For the
+others there is a rule per primitive, which may
+
+- *read rows*: `ctx.read(ref, ids)` gives the rows and notes that they were read;
+- *pass the table on*: return `ref.then(...)`, another row-wise view of it;
+- decline with `NotImplemented`, as does a primitive that has no rule. Then the whole
+  table is used, which is a dense use.
+
+The same walk serves twice. Collecting (under `jax.eval_shape`, so that nothing is
+computed) it finds out which rows are read how often, and which uses are dense.
+Planting, it hands every read a zero *delta* of the shape of what was read; the gradient
+with respect to the deltas is the sparse gradient, and the ids read are its rows.
+`sparsejax.transform.grad` does both and packages the result.
+
+Sharp edges:
+
+- Reads are numbered in program order, and both runs must number them alike. A rule may
+  therefore branch on types, shapes and liveness, never on values.
+- Control flow runs its body as a walk of its own, with `Reads` of its own; what they
+  are is remembered by the `path` of the equation, since the second run must know how
+  many deltas to hand into the body before it has walked it.
+- Only reads that the loss is differentiated through count (`ctx.live`). A dense use
+  that is not differentiated gets the plain array; it hinders nothing.
+- The interpreter knows no primitive by name: see `rules.py`, `control_flow.py`,
+  `shard.py`, and `sparsejax.extend.register_rule` for yours.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _compat, _ids
+from sparsejax.transform.liveness import Liveness
+from sparsejax.transform.table import TableRef, gather_rows, plant
+
+
+Rule = Callable[..., Any]
+_RULES: dict[Any, Rule] = {}
+
+
+def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
+    """Registers a rule for primitives, given as objects or by name."""
+
+    def register(rule: Rule) -> Rule:
+        for primitive in primitives:
+            _RULES[primitive] = rule
+        return rule
+
+    return register
+
+
+class Site(NamedTuple):
+    """One place where rows of a table are read.
+
+    Args:
+      table: which table.
+      lead: static shape of the ids; a loop puts its length in front.
+      where: `file:line`.
+      axes: manual mesh axes over which the rows read differ.
+      spec: how they are laid out over explicit mesh axes, a PartitionSpec's parts.
+    """
+
+    table: int
+    lead: tuple[int, ...]
+    where: str
+    axes: frozenset = frozenset()
+    spec: tuple = ()
+
+    def in_loop(self, length: int) -> "Site":
+        """The same reads, once for every step of a loop."""
+        spec = (None, *self.spec) if self.spec else ()
+        return self._replace(lead=(length, *self.lead), spec=spec)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows read here."""
+        return math.prod(self.lead)
+
+
+class DenseUse(NamedTuple):
+    """One place where a whole table is used and differentiated."""
+
+    table: int
+    primitive: str
+    where: str
+    why: str
+
+
+class Reads:
+    """The reads of one program (or of one body in it), in order.
+
+    Args:
+      deltas: one zero array `[*lead, *row_shape]` a read, when planting; None when
+        collecting.
+    """
+
+    def __init__(self, deltas: Sequence[jax.Array] | None = None):
+        self.sites: list[Site] = []
+        self.ids: list[jax.Array] = []
+        self._deltas = None if deltas is None else list(deltas)
+
+    @property
+    def planting(self) -> bool:
+        """Whether there are deltas to plant."""
+        return self._deltas is not None
+
+    def take(self, count: int) -> list[jax.Array]:
+        """The next `count` deltas; none when collecting."""
+        if self._deltas is None:
+            return []
+        at = len(self.sites)
+        return self._deltas[at : at + count]
+
+    def add(self, sites: Sequence[Site], ids: Sequence[jax.Array]) -> None:
+        """Notes reads, with their ids when planting."""
+        self.sites.extend(sites)
+        self.ids.extend(ids)
+
+    def below(self, deltas: Sequence[jax.Array]) -> "Reads":
+        """Reads for a body: planting `deltas`, or collecting as this one does."""
+        return Reads(deltas if self.planting else None)
+
+
+@dataclasses.dataclass
+class Run:
+    """What the walks of one program share.
+
+    Args:
+      heights: number of rows of each table.
+      below: by the path of a control-flow equation, the reads of its body or bodies.
+      dense: the dense uses that were met.
+      sites: all reads, once they have been collected.
+    """
+
+    heights: Sequence[int]
+    liveness: Liveness = dataclasses.field(default_factory=Liveness)
+    below: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    dense: list[DenseUse] = dataclasses.field(default_factory=list)
+    sites: tuple[Site, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleContext:
+    """What a rule is given beside the inputs and parameters of its equation.
+
+    Args:
+      live: for each output of the equation, whether the loss is differentiated
+        through it.
+      where: the user's `file:line`.
+    """
+
+    run: Run
+    reads: Reads
+    eqn: Any
+    live: tuple[bool, ...]
+    where: str
+    path: tuple
+    _producer: Callable[[int], Any]
+
+    def read(self, ref: TableRef, ids: jax.Array, valid: Any = None) -> jax.Array:
+        """Reads rows: the view's rows at `ids`, differentiated if the loss is.
+
+        Args:
+          ref: the view that is read.
+          ids: integers of any shape. An id outside `[0, V)` reads the nearest row and
+            gets no gradient.
+          valid: optional bool of the same shape; a read that is not valid gets no
+            gradient either.
+
+        Returns:
+          `[*ids.shape, *ref.content]`.
+        """
+        shape = jnp.shape(ids)
+        ids = _ids.as_ids("RuleContext.read", ids, ref.height).reshape(-1)
+        rows = gather_rows(ref.array, ids)
+        if any(self.live) and not ref.stopped and ids.size:
+            ok = _ids.in_range(ids, ref.height)
+            if valid is not None:
+                ok &= jnp.reshape(valid, -1)
+            named = jnp.where(ok, ids, _ids.scalar(ref.height, ids))
+            rows = self._plant(ref, rows, named)
+        rows = ref.view(rows)
+        return rows.reshape(shape + rows.shape[1:])
+
+    def _plant(self, ref: TableRef, rows: jax.Array, ids: jax.Array) -> jax.Array:
+        axes = _compat.varying_axes(rows)
+        spec = _compat.explicit_spec(rows)
+        site = Site(ref.index, ids.shape, self.where, axes, spec)
+        if self.reads.planting:
+            (delta,) = self.reads.take(1)
+            rows = plant(rows, delta)
+            self.reads.add([site], [ids])
+        else:
+            self.reads.add([site], [])
+        return rows
+
+    def dense(
+        self, x: Any, why: str = "is not a read of whole rows", live: bool = True
+    ) -> Any:
+        """The whole table as an array (what is not a table comes back as it is).
+
+        If the loss is differentiated through this equation (and through what `live`
+        stands for) that is a dense use, and the table gets no sparse gradient.
+        """
+        if not isinstance(x, TableRef):
+            return x
+        if live and any(self.live) and not x.stopped:
+            if self.reads.planting:
+                raise AssertionError(
+                    "sparsejax: a table with a dense use was planned as sparse; a rule "
+                    f"for {self.eqn.primitive.name} branches on values. This is a bug."
+                )
+            use = DenseUse(x.index, self.eqn.primitive.name, self.where, why)
+            if use not in self.run.dense:
+                self.run.dense.append(use)
+        return x.materialize()
+
+    def producer(self, position: int) -> tuple[Any, list[Any]] | None:
+        """The equation that made input number `position`, with its input values.
+
+        None where it comes from outside this program. For rules that must know how an
+        operand came about (a broadcast scalar, say).
+        """
+        return self._producer(position)
+
+    def walk(self, jaxpr: Any, args: Sequence[Any], reads=None, **options) -> list[Any]:
+        """Walks a sub-program of the equation.
+
+        Args:
+          jaxpr: open or closed.
+          args: arrays and TableRefs.
+          reads: those of a body of its own, or none to inline it here.
+          **options: `live` (of its outputs; default, this equation's) and `branch`
+            (a number that tells several bodies of one equation apart).
+
+        Returns:
+          list of outputs, arrays and TableRefs.
+        """
+        inner, consts = _compat.open_jaxpr(jaxpr)
+        return walk(
+            self.run,
+            self.reads if reads is None else reads,
+            inner,
+            [*consts, *args],
+            options.get("live", self.live),
+            path=(*self.path, options.get("branch", 0)),
+            where=self.where,
+        )
+
+
+def walk(
+    run: Run,
+    reads: Reads,
+    jaxpr: Any,
+    args: Sequence[Any],
+    live: Sequence[bool],
+    *,
+    path: tuple = (),
+    where: str | None = None,
+) -> list[Any]:
+    """Runs `jaxpr` on `[*consts, *args]`, some of which may be TableRefs."""
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), args))
+    made: dict[Any, Any] = {}
+    live_variables = run.liveness.variables(jaxpr, live)
+
+    def value(atom: Any) -> Any:
+        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+    for number, eqn in enumerate(jaxpr.eqns):
+        inputs = [value(v) for v in eqn.invars]
+        with _compat.equation_context(eqn):
+            if any(isinstance(x, TableRef) for x in inputs):
+
+                def producer(position: int, eqn=eqn):
+                    atom = eqn.invars[position]
+                    if isinstance(atom, _compat.Literal) or atom not in made:
+                        return None
+                    return made[atom], [value(v) for v in made[atom].invars]
+
+                refs = any(
+                    _compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars)
+                )
+                ctx = RuleContext(
+                    run,
+                    reads,
+                    eqn,
+                    (True,)
+                    if refs
+                    else tuple(v in live_variables for v in eqn.outvars),
+                    _compat.user_line(eqn, where),
+                    (*path, number),
+                    producer,
+                )
+                outputs = _apply_rule(ctx, inputs)
+            else:
+                outputs = _compat.bind(eqn, inputs)
+        for v, x in zip(eqn.outvars, outputs):
+            env[v] = x
+            made[v] = eqn
+    return [value(v) for v in jaxpr.outvars]
+
+
+def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
+    eqn = ctx.eqn
+    rule = _RULES.get(eqn.primitive) or _RULES.get(eqn.primitive.name)
+    before = len(ctx.reads.sites)
+    outputs = NotImplemented if rule is None else rule(ctx, *inputs, **eqn.params)
+    if outputs is NotImplemented:
+        if len(ctx.reads.sites) != before:
+            raise TypeError(
+                f"sparsejax: the rule for {eqn.primitive.name} read rows and then "
+                "returned NotImplemented. Decide before the first ctx.read."
+            )
+        return _compat.bind(eqn, [ctx.dense(x) for x in inputs])
+    if not eqn.primitive.multiple_results:
+        outputs = [outputs]
+    _check_outputs(eqn, outputs)
+    return list(outputs)
+
+
+def _check_outputs(eqn: Any, outputs: Sequence[Any]) -> None:
+    """A rule of somebody's own may be wrong; say so here, not three equations later."""
+    expected = [v.aval for v in eqn.outvars]
+    if len(outputs) != len(expected):
+        raise TypeError(
+            f"sparsejax: the rule for {eqn.primitive.name} returned {len(outputs)} "
+            f"outputs, the primitive has {len(expected)}."
+        )
+    for x, aval in zip(outputs, expected):
+        found = tuple(x.shape) if isinstance(x, TableRef) else np.shape(x)
+        if hasattr(aval, "shape") and found != tuple(aval.shape):
+            raise TypeError(
+                f"sparsejax: the rule for {eqn.primitive.name} returned shape {found}, "
+                f"the primitive gives {tuple(aval.shape)}."
+            )

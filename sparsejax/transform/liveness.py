@@ -1,0 +1,74 @@
+"""Which variables of a program the loss is differentiated through.
+
+A table use counts only if its result reaches the loss along floating-point values: what
+is stopped, only compared, or only returned as aux is not a differentiated use. The
+analysis runs backwards over a jaxpr and errs on the safe side: a variable it calls dead
+has a zero gradient, a variable it calls live may still have one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from sparsejax import _compat
+
+
+# primitive (or its name) -> flow(liveness, eqn, out) -> for each input, is it live
+Flow = Callable[["Liveness", Any, tuple[bool, ...]], Sequence[bool]]
+_FLOWS: dict[Any, Flow] = {}
+
+
+def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
+    """Says which inputs of a primitive are live when these outputs are."""
+
+    def register(flow: Flow) -> Flow:
+        for primitive in primitives:
+            _FLOWS[primitive] = flow
+        return flow
+
+    return register
+
+
+class Liveness:
+    """Answers, with a memory, for all jaxprs of one traced program."""
+
+    def __init__(self):
+        self._known: dict[Any, tuple[Any, set[Any]]] = {}
+
+    def variables(self, jaxpr: Any, out: Sequence[bool]) -> set[Any]:
+        """The live variables of `jaxpr`, given which of its outputs are."""
+        key = id(jaxpr), tuple(out)
+        if key not in self._known:
+            # Keeping the jaxpr keeps its id from being given to another one.
+            self._known[key] = jaxpr, self._walk(jaxpr, out)
+        return self._known[key][1]
+
+    def inputs(self, jaxpr: Any, out: Sequence[bool]) -> tuple[bool, ...]:
+        """Which inputs of `jaxpr` are live."""
+        live = self.variables(jaxpr, out)
+        return tuple(v in live for v in jaxpr.invars)
+
+    def _walk(self, jaxpr: Any, out: Sequence[bool]) -> set[Any]:
+        live = {
+            v for v, is_live in zip(jaxpr.outvars, out) if is_live and _can_be_live(v)
+        }
+        for eqn in reversed(jaxpr.eqns):
+            outs = tuple(v in live for v in eqn.outvars)
+            if any(_compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+                outs = (True,) * len(outs)  # a write to a reference is seen elsewhere
+            elif not any(outs):
+                continue
+            flow = _FLOWS.get(eqn.primitive) or _FLOWS.get(eqn.primitive.name)
+            ins = flow(self, eqn, outs) if flow else (True,) * len(eqn.invars)
+            for v, is_live in zip(eqn.invars, ins):
+                if is_live and _can_be_live(v):
+                    live.add(v)
+        return live
+
+
+def _can_be_live(v: Any) -> bool:
+    if isinstance(v, _compat.Literal):
+        return False
+    dtype = getattr(v.aval, "dtype", None)
+    return dtype is None or jnp.issubdtype(dtype, jnp.inexact)

@@ -1,0 +1,102 @@
+"""The rule for `shard_map` with replicated tables.
+
+Every device reads rows of its own copy. The deltas are laid out like the reads: sharded
+over the mesh axes along which the rows that were read differ, replicated over the
+others (there every device has the same rows and the same cotangent, which counts once).
+So the gradient has `devices x n` slots, and nothing of the table's size is exchanged.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from sparsejax import _compat
+from sparsejax.transform.interpreter import RuleContext, Site, register_rule
+from sparsejax.transform.table import RowFunction, TableRef, vary
+
+
+@register_rule(_compat.shard_map_p)
+def _shard_map_rule(
+    ctx: RuleContext,
+    *inputs: Any,
+    jaxpr: Any,
+    mesh: Any,
+    in_specs: Sequence[Any],
+    out_specs: Sequence[Any],
+    check_vma: bool,
+    newly_manual_axes: frozenset,
+    **_: Any,
+) -> list[Any]:
+    manual = frozenset(newly_manual_axes)
+    inputs = tuple(
+        x if _is_replicated(spec) else ctx.dense(x, "splits it over devices")
+        for x, spec in zip(inputs, in_specs)
+    )
+    places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
+    refs = [x for x in inputs if isinstance(x, TableRef)]
+    below = ctx.run.below.get(ctx.path, ())
+    specs = [PartitionSpec(tuple(sorted(s.axes & manual)) or None) for s in below]
+    found: list[Site] = []
+
+    def run(arrays, packed, deltas):
+        tables = iter([_unpack(ref, *new) for ref, new in zip(refs, packed)])
+        rest = iter(arrays)
+        args = [next(tables if isinstance(x, TableRef) else rest) for x in inputs]
+        pairs = zip(deltas, below)
+        reads = ctx.reads.below([d.reshape(s.lead + d.shape[1:]) for d, s in pairs])
+        outs = ctx.walk(jaxpr, args, reads)
+        # Without vma types nothing tells along which axes reads differ: assume all.
+        found[:] = [s if check_vma else s._replace(axes=manual) for s in reads.sites]
+        ids = [i.reshape(-1) for i in reads.ids]
+        if check_vma:
+            ids = [vary(i, site.axes) for i, site in zip(ids, found)]
+        outs = [ctx.dense(o, "returns it", live) for o, live in zip(outs, ctx.live)]
+        return outs, ids
+
+    deltas = [
+        delta.reshape((-1, *delta.shape[1:])) for delta in ctx.reads.take(len(below))
+    ]
+    outs, ids = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=([in_specs[i] for i in places], PartitionSpec(), specs),
+        out_specs=(list(out_specs), specs),
+        axis_names=manual,
+        check_vma=check_vma,
+    )([inputs[i] for i in places], [_pack(ref) for ref in refs], deltas)
+    ctx.run.below[ctx.path] = tuple(found)
+    ctx.reads.add([_from_outside(site, mesh, manual) for site in found], ids)
+    return outs
+
+
+def _from_outside(site: Site, mesh: Any, manual: frozenset) -> Site:
+    """A site as seen around the `shard_map`: the reads of all devices, flat."""
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes))
+    across = tuple(sorted(site.axes & manual))
+    types = dict(zip(mesh.axis_names, mesh.axis_types))
+    return Site(
+        site.table,
+        (math.prod(sizes[axis] for axis in across) * site.num_rows,),
+        site.where,
+        site.axes - manual,
+        (across,) if any(types[a] == AxisType.Explicit for a in across) else (),
+    )
+
+
+def _is_replicated(spec: Any) -> bool:
+    return all(part is None for part in spec)
+
+
+def _pack(ref: TableRef) -> Any:
+    """The arrays a ref holds: a `shard_map` body must not close over them."""
+    return ref.array, [step.operands for step in ref.steps]
+
+
+def _unpack(ref: TableRef, array: Any, operands: Sequence[Any]) -> TableRef:
+    """`ref` with the arrays it holds replaced by what came in."""
+    steps = tuple(RowFunction(s.fn, tuple(o)) for s, o in zip(ref.steps, operands))
+    return dataclasses.replace(ref, array=array, steps=steps)

@@ -1,0 +1,128 @@
+"""TableRef: a table that has not been read yet, and planting a delta into a read.
+
+While the interpreter walks a program, a table travels as a `TableRef` instead of an
+array. A ref stands for a *row-wise view* of the table: an array `X` with one axis that
+runs over the table's rows, such that the slice of `X` at row r depends on `table[r]`
+alone. Casts, scalings, reshapes and transposes that keep rows whole lead from one view
+to another without touching any row; they are applied to the rows that are read.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsejax import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFunction:
+    """`fn(rows [n, ...], *operands) -> [n, ...]`, acting on each row by itself.
+
+    Operands are kept apart from `fn` so that a ref can be handed into a `shard_map`,
+    whose body must not close over arrays from outside.
+    """
+
+    fn: Callable[..., jax.Array]
+    operands: tuple[Any, ...] = ()
+
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        return self.fn(rows, *self.operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRef:
+    """A row-wise view of table number `index`.
+
+    Args:
+      index: which of the tables of this transformation.
+      array: the table itself, `[V, ...]`.
+      shape: shape of the view.
+      dtype: type of the view.
+      row_axis: the axis of the view that runs over the table's rows.
+      stopped: whether a `stop_gradient` lies between table and view: reads of it are
+        not differentiated.
+      steps: what leads from rows of the table `[n, *array.shape[1:]]` to rows of the
+        view `[n, *content]`, where `content` is `shape` without `row_axis`.
+    """
+
+    index: int
+    array: jax.Array
+    shape: tuple[int, ...]
+    dtype: Any
+    row_axis: int = 0
+    stopped: bool = False
+    steps: tuple[RowFunction, ...] = ()
+
+    @classmethod
+    def of(cls, index: int, array: jax.Array) -> "TableRef":
+        """The table as it is."""
+        return cls(index, array, tuple(array.shape), array.dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the view."""
+        return len(self.shape)
+
+    @property
+    def height(self) -> int:
+        """V, the number of rows."""
+        return self.array.shape[0]
+
+    @property
+    def content(self) -> tuple[int, ...]:
+        """Shape of one row of the view."""
+        return self.shape[: self.row_axis] + self.shape[self.row_axis + 1 :]
+
+    def then(self, fn: Callable[..., jax.Array], *operands: Any, **changes) -> Any:
+        """The view after one more row function; `changes` are fields that change."""
+        step = RowFunction(fn, operands)
+        return dataclasses.replace(self, steps=(*self.steps, step), **changes)
+
+    def view(self, rows: jax.Array) -> jax.Array:
+        """Rows of the table `[n, ...]` as rows of the view `[n, *content]`."""
+        for step in self.steps:
+            rows = step(rows)
+        return rows
+
+    def materialize(self) -> jax.Array:
+        """The whole view as an array: all V rows."""
+        return jnp.moveaxis(self.view(self.array), 0, self.row_axis)
+
+
+@jax.custom_vjp
+def plant(rows: jax.Array, delta: jax.Array) -> jax.Array:
+    """`rows`; differentiating it sends the rows' cotangent to `delta` as well.
+
+    Written as a rule, not as `rows + delta`, so that nothing is added (and `-0.0` stays
+    what it is) while `delta` costs nothing in the forward pass. The cotangent goes to
+    `rows` too: an outer derivative of the same program sees the table they came from.
+    """
+    del delta
+    return rows
+
+
+def _plant_fwd(rows, delta):
+    del delta
+    return rows, None
+
+
+def _plant_bwd(_, cotangent):
+    return cotangent, cotangent
+
+
+plant.defvjp(_plant_fwd, _plant_bwd)
+
+
+def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """`table[ids]` for flat ids; those out of range read the nearest row."""
+    return table.at[ids].get(mode="clip", wrap_negative_indices=False)
+
+
+def vary(x: jax.Array, axes: frozenset) -> jax.Array:
+    """`x`, marked as varying over the manual mesh `axes` it is not yet varying over."""
+    missing = axes - _compat.varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x

@@ -1,0 +1,558 @@
+"""Programs that read a table by rows, each in a way JAX users do.
+
+A program is `fun(table [V, D], w, ids int[n]) -> scalar`; `w` is a dense parameter of
+shape [D]. `PROGRAMS` must come out sparse; `DENSE` must come out dense, and a
+`DensifyError` where `tables=` insists.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+
+V, D, N = 211, 4, 5
+
+
+def _loss(rows, w):
+    return jnp.sum(jnp.sin(rows * w))
+
+
+PROGRAMS = {}
+DENSE = {}
+
+
+def sparse(fun):
+    PROGRAMS[fun.__name__] = fun
+    return fun
+
+
+def dense(fun):
+    DENSE[fun.__name__] = fun
+    return fun
+
+
+# -- every form of gather --------------------------------------------------------------
+
+
+@sparse
+def index(table, w, ids):
+    return _loss(table[ids], w)
+
+
+@sparse
+def index_out_of_range(table, w, ids):
+    return _loss(table[ids * 60], w)
+
+
+@sparse
+def index_negative(table, w, ids):
+    return _loss(table[ids - 3], w)
+
+
+@sparse
+def index_2d(table, w, ids):
+    return _loss(table[jnp.stack([ids, ids[::-1]])], w)
+
+
+@sparse
+def index_scalar(table, w, ids):
+    return _loss(table[ids[0]], w)
+
+
+@sparse
+def index_python_int(table, w, ids):
+    return _loss(table[5] + table[-1], w)
+
+
+@sparse
+def index_slices(table, w, ids):
+    return _loss(table[3:9:2], w) + _loss(table[:2], w) + _loss(table[ids, :], w)
+
+
+@sparse
+def index_none(table, w, ids):
+    return _loss(table[None, ids], w) + _loss(table[ids, None], w)
+
+
+@sparse
+def index_numpy(table, w, ids):
+    return _loss(table[np.array([1, 1, 7])], w)
+
+
+@sparse
+def index_uint8(table, w, ids):
+    return _loss(table[ids.astype(jnp.uint8)], w)
+
+
+@sparse
+def index_int16(table, w, ids):
+    return _loss(table[ids.astype(jnp.int16)], w)
+
+
+@sparse
+def take(table, w, ids):
+    return _loss(jnp.take(table, ids, axis=0), w)
+
+
+@sparse
+def take_modes(table, w, ids):
+    far = ids * 60 - 20
+    return sum(
+        _loss(jnp.take(table, far, axis=0, mode=mode, fill_value=0.0), w)
+        for mode in ("fill", "clip", "wrap")
+    )
+
+
+@sparse
+def at_get(table, w, ids):
+    far = ids * 60 - 20
+    out = table.at[far].get(mode="fill", fill_value=2.0)
+    return _loss(out, w) + _loss(table.at[far].get(mode="promise_in_bounds"), w)
+
+
+@sparse
+def at_get_drop_negative(table, w, ids):
+    out = table.at[ids - 3].get(
+        mode="fill", fill_value=0.0, wrap_negative_indices=False
+    )
+    return _loss(out, w)
+
+
+@sparse
+def lax_gather_windows(table, w, ids):
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=(0, 2), collapsed_slice_dims=(), start_index_map=(0,)
+    )
+    out = lax.gather(table, ids[:, None] * 30, dims, slice_sizes=(3, D), mode="clip")
+    return _loss(out, w) + _loss(
+        lax.gather(
+            table,
+            ids[:, None] * 30,
+            dims,
+            slice_sizes=(3, D),
+            mode="fill",
+            fill_value=1.0,
+        ),
+        w,
+    )
+
+
+@sparse
+def lax_gather_two_starts(table, w, ids):
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(1, 0)
+    )
+    starts = jnp.stack([(ids > 20).astype(ids.dtype), ids], axis=1)
+    a = lax.gather(table, starts, dims, (1, D), mode="fill", fill_value=0.5)
+    return _loss(a, w) + _loss(lax.gather(table, starts, dims, (1, D), mode="clip"), w)
+
+
+@sparse
+def vmapped_index(table, w, ids):
+    return _loss(jax.vmap(lambda i: table[i])(ids), w)
+
+
+@sparse
+def vmapped_vmapped_index(table, w, ids):
+    two = jnp.stack([ids, ids + 1])
+    return _loss(jax.vmap(jax.vmap(lambda i: table[i]))(two), w)
+
+
+@sparse
+def vmapped_out_axis(table, w, ids):
+    out = jax.vmap(lambda i: table[i], out_axes=1)(ids)
+    return _loss(out.T, w)
+
+
+@sparse
+def vmapped_take(table, w, ids):
+    two = jnp.stack([ids, ids + 1])
+    return _loss(jax.vmap(lambda i: jnp.take(table, i, axis=0))(two), w)
+
+
+@sparse
+def vmapped_dynamic_slice(table, w, ids):
+    out = jax.vmap(lambda i: lax.dynamic_slice(table, (i * 30, i * 0), (2, D)))(ids)
+    return _loss(out, w)
+
+
+@sparse
+def dynamic_slice(table, w, ids):
+    out = lax.dynamic_slice(table, (ids[0] * 30, ids[0]), (3, D))
+    return _loss(out, w) + _loss(lax.dynamic_slice_in_dim(table, 209, 4, 0), w)
+
+
+@sparse
+def dynamic_index(table, w, ids):
+    return _loss(lax.dynamic_index_in_dim(table, ids[1], 0), w)
+
+
+@sparse
+def lax_map(table, w, ids):
+    return jnp.sum(lax.map(lambda i: _loss(table[i], w), ids))
+
+
+@sparse
+def lax_map_batched(table, w, ids):
+    return jnp.sum(lax.map(lambda i: _loss(table[i], w), ids, batch_size=2))
+
+
+# -- the table passed on ---------------------------------------------------------------
+
+
+@sparse
+def cast(table, w, ids):
+    return _loss(table.astype(jnp.float32)[ids].astype(w.dtype), w)
+
+
+@sparse
+def cast_bfloat16_take(table, w, ids):
+    return _loss(jnp.take(table.astype(jnp.bfloat16), ids, axis=0).astype(w.dtype), w)
+
+
+@sparse
+def scaled(table, w, ids):
+    return _loss((table * 3.0)[ids], w) + _loss((2.0 * table / jnp.sum(w))[ids], w)
+
+
+@sparse
+def scaled_by_parameter(table, w, ids):
+    return _loss((table * w[0])[ids] + (-table)[ids], w)
+
+
+@sparse
+def scaled_by_row_vector(table, w, ids):
+    return _loss((table * w + w)[ids], w)
+
+
+@sparse
+def reshaped(table, w, ids):
+    out = table.reshape(V, 2, D // 2)[ids]
+    return _loss(out.reshape(N, D), w)
+
+
+@sparse
+def expanded(table, w, ids):
+    return _loss(table[None][0, ids], w) + _loss(table[:, None, :][ids][:, 0], w)
+
+
+@sparse
+def squeezed(table, w, ids):
+    return _loss(jnp.squeeze(table[:, None], 1)[ids], w)
+
+
+@sparse
+def transposed(table, w, ids):
+    return _loss(table.T[:, ids].T, w) + _loss(table.T.T[ids], w)
+
+
+@sparse
+def elementwise(table, w, ids):
+    return _loss(jnp.tanh(table)[ids], w) + _loss((table**2)[ids], w)
+
+
+@sparse
+def copied(table, w, ids):
+    return _loss(table.copy()[ids], w) + _loss(jnp.array(table)[ids], w)
+
+
+@sparse
+def barrier(table, w, ids):
+    table, w = lax.optimization_barrier((table, w))
+    return _loss(table[ids], w)
+
+
+@sparse
+def named(table, w, ids):
+    return _loss(checkpoint_name(table, "t")[ids], w)
+
+
+@sparse
+def stopped_beside(table, w, ids):
+    stopped = lax.stop_gradient(table)
+    return _loss(table[ids], w) + jnp.sum(stopped**2) + _loss(stopped[ids], w)
+
+
+@sparse
+def compared_beside(table, w, ids):
+    big = jnp.sum(table > 0.5)
+    return _loss(table[ids], w) * big + jnp.argmax(table)
+
+
+@sparse
+def rows_stopped(table, w, ids):
+    return _loss(table[ids], w) + jnp.sum(lax.stop_gradient(table[ids + 1]))
+
+
+@sparse
+def jitted(table, w, ids):
+    return jax.jit(lambda t: _loss(t[ids], w))(table)
+
+
+@sparse
+def jitted_cast_out(table, w, ids):
+    return _loss(jax.jit(lambda t: t * 2.0)(table)[ids], w)
+
+
+@sparse
+def jitted_twice(table, w, ids):
+    inner = jax.jit(lambda t, i: t[i])
+    return jax.jit(lambda t: _loss(inner(t, ids) + inner(t, ids + 1), w))(table)
+
+
+@sparse
+def named_scope(table, w, ids):
+    with jax.named_scope("embed"):
+        return _loss(table[ids], w)
+
+
+# -- control flow ----------------------------------------------------------------------
+
+
+@sparse
+def scanned(table, w, ids):
+    return lax.scan(lambda c, i: (c + _loss(table[i], w), None), 0.0, ids)[0]
+
+
+@sparse
+def scanned_reverse_outputs(table, w, ids):
+    def step(c, i):
+        row = table[i] * c
+        return c * 0.9 + 0.01 * jnp.sum(row), row
+
+    c, rows = lax.scan(step, jnp.ones((), w.dtype), ids, reverse=True, unroll=2)
+    return c + _loss(rows, w)
+
+
+@sparse
+def scanned_carry(table, w, ids):
+    def step(carry, i):
+        total, t = carry
+        return (total + _loss(t[i], w), t), None
+
+    return lax.scan(step, (jnp.zeros((), w.dtype), table), ids)[0][0]
+
+
+@sparse
+def scanned_chain(table, w, ids):
+    def step(h, i):
+        return jnp.tanh(h * w + table[i]), None
+
+    return jnp.sum(lax.scan(step, jnp.zeros((D,), w.dtype), ids)[0])
+
+
+@sparse
+def scanned_nested(table, w, ids):
+    def outer(c, i):
+        def inner(c, j):
+            return c + _loss(table[i + j], w), None
+
+        return lax.scan(inner, c, jnp.arange(3))[0] + _loss(table[i], w), None
+
+    return lax.scan(outer, jnp.zeros((), w.dtype), ids)[0]
+
+
+@sparse
+def fori(table, w, ids):
+    def body(k, c):
+        return c + _loss(table[ids[k]], w)
+
+    return lax.fori_loop(0, N, body, jnp.zeros((), w.dtype))
+
+
+@sparse
+def branch(table, w, ids):
+    return lax.cond(
+        ids[0] > 50,
+        lambda: _loss(table[ids], w),
+        lambda: _loss(table[ids[:2]], w) + _loss(table[ids[0]] * 2.0, w),
+    )
+
+
+@sparse
+def branch_without(table, w, ids):
+    return lax.cond(
+        ids[0] > 10, lambda t: _loss(t[ids], w), lambda t: 0.0 * w[0], table
+    )
+
+
+@sparse
+def switch(table, w, ids):
+    branches = [
+        lambda t: _loss(t[ids[:1]], w),
+        lambda t: jnp.sum(w),
+        lambda t: lax.scan(lambda c, i: (c + _loss(t[i], w), None), w[0], ids)[0],
+    ]
+    return sum(lax.switch(ids[k] % 3, branches, table) for k in range(3))
+
+
+@sparse
+def branch_in_scan(table, w, ids):
+    def step(c, i):
+        add = lax.cond(
+            i % 2 == 0, lambda: _loss(table[i], w), lambda: _loss(table[i] ** 2, w)
+        )
+        return c + add, None
+
+    return lax.scan(step, jnp.zeros((), w.dtype), ids)[0]
+
+
+@sparse
+def scan_in_branch(table, w, ids):
+    def loop():
+        return lax.scan(lambda c, i: (c + _loss(table[i], w), None), w[0], ids)[0]
+
+    return lax.cond(jnp.sum(ids) > 0, loop, lambda: w[1])
+
+
+@sparse
+def checkpointed(table, w, ids):
+    return jax.checkpoint(lambda t, w: _loss(t[ids], w))(table, w)
+
+
+@sparse
+def checkpointed_policy(table, w, ids):
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(lambda t: _loss(t[ids] @ jnp.outer(w, w), w), policy=policy)(
+        table
+    )
+
+
+@sparse
+def checkpointed_scan(table, w, ids):
+    @jax.checkpoint
+    def step(c, i):
+        return c + _loss(table[i], w) * c, None
+
+    return lax.scan(step, jnp.ones((), w.dtype), ids)[0]
+
+
+@sparse
+def while_beside(table, w, ids):
+    k, _ = lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + jnp.sum(c[1])), (0, table)
+    )
+    return _loss(table[ids], w) * k
+
+
+@jax.custom_jvp
+def _twice(x):
+    return 2.0 * x
+
+
+_twice.defjvps(lambda t, ans, x: 3.0 * t)
+
+
+@jax.custom_vjp
+def _half(x):
+    return 0.5 * x
+
+
+_half.defvjp(lambda x: (0.5 * x, None), lambda _, g: (0.25 * g,))
+
+
+@sparse
+def custom_jvp_rows(table, w, ids):
+    return _loss(_twice(table[ids]), w) + _loss(jax.nn.relu(table[ids]), w)
+
+
+@sparse
+def custom_vjp_rows(table, w, ids):
+    return _loss(_half(table[ids]), w)
+
+
+@sparse
+def many_reads(table, w, ids):
+    a, b = table[ids], jnp.take(table, ids + 1, axis=0)
+    return _loss(a, w) + jnp.sum(a * b) + _loss(table[ids[0]] * 1.5, w)
+
+
+# -- dense uses ------------------------------------------------------------------------
+
+
+@dense
+def tied(table, w, ids):
+    return jnp.sum(table[ids] @ table.T)
+
+
+@dense
+def summed(table, w, ids):
+    return jnp.sum(table**2) + _loss(table[ids], w)
+
+
+@dense
+def columns(table, w, ids):
+    return jnp.sum(table[ids, :2])
+
+
+@dense
+def elements(table, w, ids):
+    return jnp.sum(jnp.sin(table[ids, ids % D]))
+
+
+@dense
+def custom_jvp_table(table, w, ids):
+    return _loss(_twice(table)[ids], w)
+
+
+@dense
+def custom_vjp_table(table, w, ids):
+    return _loss(_half(table)[ids], w)
+
+
+@dense
+def scanned_over(table, w, ids):
+    return lax.scan(lambda c, row: (c + _loss(row, w), None), 0.0 * w[0], table)[0]
+
+
+@dense
+def carried_and_changed(table, w, ids):
+    def step(t, i):
+        return t * 0.9, _loss(t[i], w)
+
+    return jnp.sum(lax.scan(step, table, ids)[1])
+
+
+@dense
+def written(table, w, ids):
+    return _loss(table.at[ids].set(0.0)[ids + 1], w)
+
+
+@dense
+def masked_gradient(table, w, ids):
+    mask = (jnp.arange(V) % 2 == 0)[:, None]
+    return _loss(jnp.where(mask, lax.stop_gradient(table), table)[ids], w)
+
+
+@dense
+def merged_rows(table, w, ids):
+    both = jnp.concatenate([jnp.zeros((1, D), table.dtype), table])
+    return _loss(both[ids], w)
+
+
+@dense
+def one_hot(table, w, ids):
+    return _loss(jax.nn.one_hot(ids, V, dtype=table.dtype) @ table, w)
+
+
+@dense
+def through_reference(table, w, ids):
+    ref = jax.new_ref(table)
+    return _loss(ref[...][ids], w)
+
+
+@dense
+def returned_by_branch(table, w, ids):
+    t = lax.cond(ids[0] > 50, lambda: table, lambda: 2.0 * table)
+    return _loss(t[ids], w)
+
+
+def arguments(seed=0, dtype=jnp.float32):
+    """`(table, w, ids)` with duplicates among the ids."""
+    k1, k2 = jax.random.split(jax.random.key(seed))
+    table = jax.random.normal(k1, (V, D), dtype)
+    w = jax.random.normal(k2, (D,), dtype)
+    ids = (jnp.array([11, 60, 11, 3, 90]) + 7 * seed) % (V - 1)
+    return table, w, ids.astype(jnp.int32)
