@@ -145,18 +145,19 @@ def merge_plan(
       and then `height`; the place of each of `rows` among them (`capacity` where it
       has none); how many distinct rows there are, also when they do not all fit.
     """
-    n = rows.shape[0]
     empty = scalar(height, rows)
-    ordered, order = lax.sort((rows, lax.iota(jnp.int32, n)), num_keys=1)
-    first = jnp.concatenate([jnp.ones((min(n, 1),), bool), ordered[1:] != ordered[:-1]])
+    # The ids alone are sorted, and each is then found again by binary search: on
+    # XLA:CPU that is faster than sorting pairs (see benchmarks/NOTES.md).
+    ordered = lax.sort(rows, is_stable=False)
+    first = jnp.ones(rows.shape, bool).at[1:].set(ordered[1:] != ordered[:-1])
     first &= ordered != empty
     place = jnp.cumsum(first, dtype=jnp.int32) - 1
     place = jnp.where(ordered == empty, np.int32(capacity), place)
     place = jnp.minimum(place, np.int32(capacity))
     unique = set_rows(jnp.full((capacity,), empty, rows.dtype), place, ordered)
-    # Back to the order of the slots: adding in that order keeps sums reproducible and
-    # saves gathering the values into sorted order.
-    slot = set_rows(jnp.zeros((n,), jnp.int32), order, place)
+    # In the order of the slots: adding in that order keeps sums reproducible and saves
+    # gathering the values into sorted order.
+    slot = take_rows(place, jnp.searchsorted(ordered, rows))
     return unique, slot, jnp.sum(first, dtype=jnp.int32)
 
 

@@ -153,9 +153,18 @@ class RuleContext:
     """What a rule is given beside the inputs and parameters of its equation.
 
     Args:
+      run, reads: what the walk shares, and the reads of this program.
+      eqn: the equation.
       live: for each output of the equation, whether the loss is differentiated
         through it.
       where: the user's `file:line`.
+      path: where the equation stands in the program.
+
+    Example:
+      >>> import sparsejax as sj
+      >>> @sj.extend.register_rule("my_lookup")
+      ... def my_lookup_rule(ctx, table, ids, **params):
+      ...     return ctx.read(table, ids)
     """
 
     run: Run

@@ -20,7 +20,25 @@ _FLOWS: dict[Any, Flow] = {}
 
 
 def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
-    """Says which inputs of a primitive are live when these outputs are."""
+    """Says which inputs of a primitive are live when these outputs are. A decorator.
+
+    Without it all inputs are taken to be live as soon as one output is, which is always
+    right, but may count a use of a table that is not differentiated.
+
+    Args:
+      *primitives: primitive objects, or their names. The function is called as
+        `flow(liveness, eqn, out)` and returns a bool for each input;
+        `liveness.inputs(jaxpr, out)` answers for a jaxpr inside.
+
+    Returns:
+      A decorator that returns the function unchanged.
+
+    Example:
+      >>> import sparsejax as sj
+      >>> @sj.extend.register_flow("my_masked_lookup")
+      ... def only_the_table(liveness, eqn, out):
+      ...     return (any(out), False)
+    """
 
     def register(flow: Flow) -> Flow:
         for primitive in primitives:

@@ -111,6 +111,7 @@ def trace_call(
     dynamic = [isinstance(x, (jax.Array, np.ndarray)) for x in rest]
     first = len(inputs)
     inputs += [x for x, d in zip(rest, dynamic) if d]
+    inputs = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in inputs]
     after: dict[str, Any] = {}
 
     def flat(*xs):

@@ -58,7 +58,7 @@ def _gather_rule(
         for k, d in enumerate(dims.start_index_map):
             if d != axis:  # taken whole, so any other start would be out of range
                 valid &= indices[..., k] == 0
-    ids = inside[..., None] + np.arange(width, dtype=start.dtype)
+    ids = inside[..., None] + _steps(width, inside.ndim + 1, inside.dtype)
     rows = ctx.read(ref, ids, jnp.broadcast_to(valid[..., None], ids.shape))
     # [*batch, width, *content] -> [*batch, *operand's axes] -> without collapsed ones
     rows = jnp.moveaxis(rows, len(batch), len(batch) + axis)
@@ -86,7 +86,7 @@ def _dynamic_slice_rule(
     start = _ids.as_ids("dynamic_slice", starts[axis], ref.height)
     last = _ids.scalar(ref.height - width, start)
     start = jnp.clip(start, _ids.scalar(0, start), last)
-    rows = ctx.read(ref, start + np.arange(width, dtype=start.dtype))
+    rows = ctx.read(ref, start[None] + _steps(width, 1, start.dtype))
     return jnp.moveaxis(rows, 0, axis)
 
 
@@ -114,6 +114,11 @@ _MODES = (
 
 def _whole_rows(ref: TableRef, sizes: Sequence[int]) -> bool:
     return all(sizes[d] == ref.shape[d] for d in range(ref.ndim) if d != ref.row_axis)
+
+
+def _steps(width: int, ndim: int, dtype: Any) -> np.ndarray:
+    """`0, 1, ..., width - 1` along the last of `ndim` axes."""
+    return np.arange(width, dtype=dtype).reshape((1,) * (ndim - 1) + (width,))
 
 
 def _fill(fill_value: Any, dtype: Any) -> jax.Array:

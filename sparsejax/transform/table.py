@@ -47,6 +47,14 @@ class TableRef:
         not differentiated.
       steps: what leads from rows of the table `[n, *array.shape[1:]]` to rows of the
         view `[n, *content]`, where `content` is `shape` without `row_axis`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from sparsejax.extend import TableRef
+      >>> ref = TableRef.of(0, jnp.ones((5, 2)))
+      >>> doubled = ref.then(lambda rows: 2 * rows)
+      >>> doubled.shape, doubled.content, doubled.view(jnp.ones((1, 2)))
+      ((5, 2), (2,), Array([[2., 2.]], dtype=float32))
     """
 
     index: int

@@ -1,0 +1,206 @@
+"""What several test files need: how a check is made is written once, here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparsejax as sj
+
+
+# ------------------------------------------------------------------ numbers
+
+_TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+
+
+def assert_trees_close(actual, expected, *, rtol=None, atol=None):
+    """Equal trees: structure, shapes and dtypes exactly, floats to rounding.
+
+    NaN equals NaN. Tolerances follow from the dtype unless they are given.
+    """
+    actual_def, expected_def = (jax.tree.structure(t) for t in (actual, expected))
+    assert actual_def == expected_def, f"{actual_def} is not {expected_def}"
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected)
+    ):
+        name = jax.tree_util.keystr(path)
+        a, e = np.asarray(a), np.asarray(e)
+        assert a.dtype == e.dtype, f"{name}: {a.dtype} is not {e.dtype}"
+        assert a.shape == e.shape, f"{name}: {a.shape} is not {e.shape}"
+        tolerance = _TOLERANCE.get(a.dtype.name)
+        if tolerance is None:  # integers and booleans
+            np.testing.assert_array_equal(a, e, err_msg=name)
+            continue
+        np.testing.assert_allclose(
+            a.astype(np.float64),
+            e.astype(np.float64),
+            rtol=tolerance if rtol is None else rtol,
+            atol=tolerance if atol is None else atol,
+            err_msg=name,
+        )
+
+
+def assert_same_bits(actual, expected):
+    """Equal arrays bit by bit: dtype, shape, signs of zeros and NaN too."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == expected.tobytes()
+
+
+# ------------------------------------------------------------------ rows
+
+
+def in_range(rows, height):
+    rows = np.asarray(rows).astype(object)  # Python's ints, which never wrap
+    return ((rows >= 0) & (rows < height)).astype(bool)
+
+
+def dense(rows, values, height):
+    """What SelectedRows(rows, values, height) means, by NumPy in float64."""
+    rows, values = np.asarray(rows), np.asarray(values)
+    wide = np.float64 if jnp.issubdtype(values.dtype, jnp.floating) else values.dtype
+    out = np.zeros((height, *values.shape[1:]), wide)
+    keep = in_range(rows, height)
+    np.add.at(out, rows[keep].astype(np.int64), values[keep].astype(wide))
+    return out
+
+
+def dense_rows(array, ids):
+    """Rows of a NumPy array, zeros where the id is out of range."""
+    ids = np.asarray(ids)
+    keep = in_range(ids, array.shape[0])
+    out = np.zeros((*ids.shape, *array.shape[1:]), array.dtype)
+    out[keep] = array[ids[keep].astype(np.int64)]
+    return out
+
+
+def make_rows(rows, height, row_shape=(3,), dtype=np.float32, seed=0, garbage=np.nan):
+    """A SelectedRows with values that float32 sums exactly, NaN in its empty slots."""
+    rows = np.asarray(rows)
+    rng = np.random.default_rng(seed)
+    values = rng.integers(-8, 9, (len(rows), *row_shape)).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        values[~in_range(rows, height)] = garbage
+    return sj.SelectedRows(rows, jnp.asarray(values), height), values
+
+
+# ------------------------------------------------------------------ programs
+
+
+@functools.cache
+def jitted(f):
+    """`jax.jit(f)`, the same one each time, so that it compiles once for a shape."""
+    return jax.jit(f)
+
+
+def run_jitted(f, ids, *args):
+    """`f(ids, *args)` under jit, which cuts ids of 64 bits that are an argument."""
+    if ids.itemsize == 8 and jnp.zeros(()).itemsize == 4:  # not under x64
+        return jax.jit(lambda *args: f(ids, *args))(*args)
+    return jitted(f)(ids, *args)
+
+
+def sub_jaxprs(eqn):
+    """The jaxprs among an equation's parameters, open ones, on every JAX release."""
+    for leaf in jax.tree.leaves(
+        eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    ):
+        leaf = getattr(leaf, "jaxpr", leaf)
+        if hasattr(leaf, "eqns"):
+            yield leaf
+
+
+def all_eqns(jaxpr):
+    """Every equation of a jaxpr and of the jaxprs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in sub_jaxprs(eqn):
+            yield from all_eqns(inner)
+
+
+def eqns_of(f, *args):
+    """Every equation of `f`'s program, as `jax.make_jaxpr` shows it."""
+    jaxpr = jax.make_jaxpr(f)(*args)
+    return list(all_eqns(getattr(jaxpr, "jaxpr", jaxpr)))
+
+
+def _heights(args):
+    """The longest first axis among the arguments: their tables'."""
+    is_rows = lambda x: hasattr(x, "height")
+    leaves = jax.tree.leaves(args, is_leaf=is_rows)
+    return {max(x.height if is_rows(x) else (*np.shape(x), 0)[0] for x in leaves)}
+
+
+def assert_no_dense(f, *args, allow=(), heights=None):
+    """Nothing of a table's size arises in `f(*args)`.
+
+    An equation's output is of a table's size if one of its axes is a table's height,
+    or if it has as many elements as an argument with so many rows. Take a prime for
+    the height, and larger than all else.
+
+    Args:
+      f: the function, traced by `jax.make_jaxpr`.
+      *args: its arguments.
+      allow: names of primitives that may have such an output: those that write in
+        place where their operand is donated, as `("scatter", "scatter-add")`.
+      heights: the tables' numbers of rows; the longest first axis among `args`, if
+        left out.
+    """
+    heights = set(_heights(args) if heights is None else heights)
+    assert heights and min(heights) > 0, "no table among the arguments"
+    shapes = [np.shape(x) for x in jax.tree.leaves(args)]
+    sizes = {int(np.prod(s)) for s in shapes if s and s[0] in heights}
+
+    def is_dense(shape):
+        return bool(heights & set(shape)) or int(np.prod(shape)) in sizes
+
+    for eqn in eqns_of(f, *args):
+        if eqn.primitive.name in allow:
+            continue
+        # What a call, a loop or a branch hands out is judged where it arises. What a
+        # loop stacks, or a map over it, has another shape, and is judged here.
+        seen = {v.aval.shape for j in sub_jaxprs(eqn) for v in j.outvars}
+        for var in eqn.outvars:
+            shape = getattr(var.aval, "shape", ())
+            assert not is_dense(shape) or shape in seen, (
+                f"{eqn.primitive.name} makes {var.aval}, which is of a table's size "
+                f"(heights {sorted(heights)}):\n{eqn}"
+            )
+
+
+def assert_in_place(f, *args, donate=0):
+    """Compiled, `f` makes no second array of argument `donate`'s shape.
+
+    All that has that shape is the argument and, in place, the result.
+    """
+    jitted = jax.jit(f, donate_argnums=donate)
+    compiled = jitted.lower(*args).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None
+    table = args[donate]
+    assert memory.alias_size_in_bytes >= table.nbytes, "the table was not donated"
+    assert memory.temp_size_in_bytes < table.nbytes, (
+        f"{memory.temp_size_in_bytes} bytes of temporaries: a copy of the table, which "
+        f"has {table.nbytes}?"
+    )
+    shape = f"[{','.join(map(str, table.shape))}]"
+    copies = [
+        line.strip()
+        for line in text.splitlines()
+        if shape in line.split("(")[0] and " copy(" in line
+    ]
+    assert not copies, copies
+
+
+class count_traces:  # lower case: it is called like a function
+    """`f`, with `.count`: how often Python ran it, which under jit is once a trace."""
+
+    def __init__(self, f):
+        self.f = f
+        self.count = 0
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        return self.f(*args, **kwargs)

@@ -1,0 +1,246 @@
+"""The surface of value_and_grad, grad and explain: arguments, errors, the table."""
+
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+
+
+IDS = jnp.array([3, 1, 3])
+
+
+def _params():
+    return {"table": jnp.ones((40, 2)), "w": jnp.arange(2.0), "b": 0.5}
+
+
+def _loss(params, ids, scale=1.0):
+    rows = params["table"][ids] * params["w"][None, :]
+    return scale * jnp.sum(jnp.sin(rows)) + params["b"]
+
+
+def _assert_same(sparse, dense):
+    is_rows = lambda x: isinstance(x, sj.SelectedRows)
+    sparse = jax.tree.map(
+        lambda x: x.to_dense() if is_rows(x) else x, sparse, is_leaf=is_rows
+    )
+    assert jax.tree.structure(sparse) == jax.tree.structure(dense)
+    for a, b in zip(jax.tree.leaves(sparse), jax.tree.leaves(dense)):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert jnp.result_type(a) == jnp.result_type(b)
+
+
+# -- arguments -------------------------------------------------------------------------
+
+
+def test_tree_of_parameters():
+    value, g = sj.value_and_grad(_loss)(_params(), IDS, scale=2.0)
+    want_value, want = jax.value_and_grad(_loss)(_params(), IDS, scale=2.0)
+    np.testing.assert_allclose(value, want_value)
+    assert isinstance(g["table"], sj.SelectedRows)
+    _assert_same(g, want)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (0, 2), (2, 0), [1, 2], (-1, 0)])
+def test_argnums(argnums):
+    def fun(table, w, other):
+        return jnp.sum(table[IDS] * w[None, :]) + jnp.sum(other[IDS[:1]] ** 2)
+
+    args = jnp.ones((40, 2)), jnp.arange(2.0), jnp.ones((30, 4))
+    got = sj.grad(fun, argnums)(*args)
+    want = jax.grad(fun, argnums)(*args)
+    assert isinstance(got, tuple) == isinstance(want, tuple)
+    _assert_same(got, want)
+
+
+def test_has_aux():
+    fun = lambda t: (jnp.sum(t[IDS]), (t[IDS], "text", None, 3))
+    (value, aux), g = sj.value_and_grad(fun, has_aux=True)(jnp.ones((40, 2)))
+    assert value == 6.0 and aux[1:] == ("text", None, 3)
+    g2, aux2 = sj.grad(fun, has_aux=True)(jnp.ones((40, 2)))
+    np.testing.assert_array_equal(aux[0], aux2[0])
+    _assert_same(g, g2.to_dense())
+
+
+def test_static_arguments_pass_through():
+    def fun(table, ids, k, name, activation, flag, nothing):
+        assert isinstance(k, int) and isinstance(name, str) and nothing is None
+        assert flag is True
+        return jnp.sum(activation(table[ids][:k]))
+
+    args = jnp.ones((40, 2)), IDS, 2, "x", jnp.tanh, True, None
+    assert sj.grad(fun)(*args).capacity == 3
+
+
+def test_keyword_arguments_and_closures():
+    table = jnp.ones((40, 2))
+    fun = lambda t, *, ids: jnp.sum(t[ids] * table[ids])
+    assert sj.grad(fun)(table, ids=IDS).capacity == 3
+
+
+def test_numpy_and_python_inputs():
+    fun = lambda t, s: s * jnp.sum(t[np.array([1])])
+    g, gs = sj.grad(fun, (0, 1))(np.ones((40, 2), np.float32), 2.0)
+    _assert_same(g, jax.grad(fun)(jnp.ones((40, 2)), 2.0))
+    assert gs == 2.0
+
+
+def test_looks_like_the_function():
+    def fun(table, ids):
+        """My loss."""
+
+    assert sj.value_and_grad(fun).__name__ == "fun"
+    assert sj.grad(fun).__doc__ == "My loss."
+    for ours, theirs in ((sj.grad, jax.grad), (sj.value_and_grad, jax.value_and_grad)):
+        names = list(inspect.signature(ours).parameters)
+        assert names == ["fun", "argnums", "has_aux", "tables"]
+        assert names[:3] == list(inspect.signature(theirs).parameters)[:3]
+
+
+def test_partial_and_decorated_functions():
+    fun = functools.partial(_loss, scale=3.0)
+    _assert_same(sj.grad(fun)(_params(), IDS), jax.grad(fun)(_params(), IDS))
+    fun = jax.jit(_loss)
+    _assert_same(sj.grad(fun)(_params(), IDS), jax.grad(fun)(_params(), IDS))
+
+
+def test_dense_leaves_are_bit_identical_to_jax():
+    table, w = jnp.ones((40, 2)), jnp.linspace(0.0, 1.0, 12).reshape(6, 2)
+
+    def fun(w, table):
+        return jnp.sum(jnp.tanh(table[IDS] @ w.T))
+
+    np.testing.assert_array_equal(sj.grad(fun)(w, table), jax.grad(fun)(w, table))
+
+
+# -- tables= ---------------------------------------------------------------------------
+
+
+def test_tables_as_prefix_and_callable():
+    params = _params()
+    prefix = {"table": True, "w": None, "b": False}
+    by_path = lambda path, leaf: path[-1].key == "table" and leaf.ndim == 2
+    for tables in (prefix, by_path, {"table": True, "w": False, "b": None}):
+        g = sj.grad(_loss, tables=tables)(params, IDS)
+        assert isinstance(g["table"], sj.SelectedRows)
+        _assert_same(g, jax.grad(_loss)(params, IDS))
+    g = sj.grad(_loss, tables=False)(params, IDS)
+    assert isinstance(g["table"], jax.Array)
+    g = sj.grad(_loss, tables={"table": False, "w": None, "b": None})(params, IDS)
+    assert isinstance(g["table"], jax.Array)
+    g, _ = sj.grad(lambda t, w: jnp.sum(t[IDS] * w), (0, 1), tables=(False, None))(
+        params["table"], 2.0
+    )
+    assert isinstance(g, jax.Array)
+
+
+def test_tables_that_cannot_be():
+    params = _params()
+    with pytest.raises(sj.DensifyError, match=r"params\['b'\].*scalar has no rows"):
+        sj.grad(_loss, tables={"table": True, "w": False, "b": True})(params, IDS)
+    with pytest.raises(sj.DensifyError, match=r"real floating point"):
+        sj.grad(lambda t: jnp.sum(jnp.abs(t[IDS])), tables=True)(
+            jnp.ones((40, 2), jnp.complex64)
+        )
+    with pytest.raises(ValueError, match="prefix"):
+        sj.grad(_loss, tables={"tble": True})(params, IDS)
+    with pytest.raises(TypeError, match="True, False, None"):
+        sj.grad(_loss, tables="table")(params, IDS)
+
+
+def test_densify_error_says_what_and_where():
+    def loss(params, ids):
+        logits = params["emb"]["table"][ids] @ params["emb"]["table"].T
+        return jnp.sum(logits)
+
+    params = {"emb": {"table": jnp.ones((40, 2))}}
+    line = inspect.getsourcelines(loss)[1] + 1
+    with pytest.raises(sj.DensifyError) as error:
+        sj.grad(loss, tables=True)(params, IDS)
+    text = str(error.value)
+    assert isinstance(error.value, NotImplementedError)
+    assert "params['emb']['table']" in text
+    assert f"test_grad.py:{line}" in text
+    assert re.search(r"`(dot_general|transpose)`", text)
+    assert "40 rows" in text and "Two ways out" in text
+
+
+# -- errors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: sj.grad(_loss)(IDS, IDS), TypeError, "params.*int32"),
+        (lambda: sj.grad(_loss)("x", IDS), TypeError, "params.*str"),
+        (lambda: sj.grad(_loss, 3)(_params(), IDS), ValueError, "argnums=3.*4 pos"),
+        (lambda: sj.grad(_loss, "0")(_params(), IDS), TypeError, "argnums"),
+        (lambda: sj.grad(lambda t: t)(jnp.ones(3)), TypeError, r"scalar.*\(3,\)"),
+        (lambda: sj.grad(lambda t: (t, 1))(1.0), TypeError, "has_aux=True"),
+        (lambda: sj.grad(lambda t: t, has_aux=True)(1.0), TypeError, r"\(loss, aux\)"),
+        (lambda: sj.grad(lambda t: jnp.int32(1))(1.0), TypeError, "int32"),
+        (lambda: sj.grad(lambda t: None)(1.0), TypeError, "scalar"),
+    ],
+)
+def test_errors(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+# -- explain ---------------------------------------------------------------------------
+
+
+def _three_tables(params, ids):
+    rows = params["sparse"][ids]
+    logits = rows @ params["tied"].T + params["tied"][ids] @ params["tied"].T
+    return jnp.sum(logits) + jnp.sum(params["tiny"][ids % 4])
+
+
+def test_explain_sparse_tied_and_tiny():
+    params = {
+        "sparse": jnp.ones((1000, 2)),
+        "tied": jnp.ones((1000, 2)),
+        "tiny": jnp.ones((4, 2)),
+        "bias": jnp.ones(3),
+    }
+    found = sj.explain(_three_tables)(params, IDS)
+    first = inspect.getsourcelines(_three_tables)[1]
+    sparse, tied = found["params['sparse']"], found["params['tied']"]
+    tiny, bias = found["params['tiny']"], found["params['bias']"]
+    assert sparse.sparse and sparse.rows_read == 3
+    assert sparse.reads[0][1].endswith(f"test_grad.py:{first + 1}")
+    assert not tied.sparse and f"test_grad.py:{first + 2}" in tied.reason
+    assert not tiny.sparse and "3 of 4 rows" in tiny.reason
+    assert not bias.sparse and "rank" in bias.reason
+    text = str(found)
+    assert text == repr(found)
+    lines = text.splitlines()
+    assert [w in lines[0] for w in ("leaf", "gradient", "rows read")] == [True] * 3
+    (line,) = [x for x in lines if x.startswith("params['sparse']")]
+    assert "SelectedRows" in line and f"test_grad.py:{first + 1}" in line
+    (line,) = [x for x in lines if x.startswith("params['tied']")]
+    assert "dense" in line and f"test_grad.py:{first + 2}" in line
+    with pytest.raises(KeyError, match="no leaf"):
+        found["params['other']"]
+
+
+def test_explain_agrees_with_grad_and_never_raises_for_tables():
+    params = _params()
+    found = sj.explain(_loss, tables=True)(params, IDS)
+    assert found["params['table']"].sparse
+    assert "scalar has no rows" in found["params['b']"].reason
+    spec = jax.eval_shape(lambda p: p, params)
+    spec["b"] = jax.ShapeDtypeStruct((), jnp.float32)
+    assert sj.explain(_loss)(spec, IDS)["params['table']"].sparse
+
+
+def test_explain_names_tuples_of_arguments():
+    fun = lambda table, other: jnp.sum(table[IDS]) + jnp.sum(other)
+    found = sj.explain(fun, (1, 0))(jnp.ones((40, 2)), jnp.ones((40, 2)))
+    assert [leaf.name for leaf in found.leaves] == ["other", "table"]
+    assert [leaf.sparse for leaf in found.leaves] == [False, True]

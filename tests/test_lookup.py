@@ -1,0 +1,486 @@
+"""lookup, against a loop over Python ints in NumPy and against `jax.grad`."""
+
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from cases import ID_CASES, names
+from helpers import assert_no_dense, assert_same_bits, assert_trees_close, run_jitted
+
+
+V, D = 7, 3
+NAN = float("nan")
+
+
+# ------------------------------------------------------------------ the oracle
+
+
+@functools.cache
+def fill_of(dtype):
+    return np.asarray(jnp.take(jnp.zeros((1,), dtype), 9, mode="fill"))
+
+
+def oracle(table, ids, mode="fill", padding_id=None, max_norm=None, stored=None):
+    """One id after the other, as Python ints, which neither wrap nor overflow."""
+    table, ids = np.asarray(table), np.asarray(ids)
+    height = table.shape[0]
+    out = np.zeros((ids.size, *table.shape[1:]), table.dtype)
+    for i, id_ in enumerate(ids.reshape(-1).tolist()):
+        if padding_id is not None and id_ == padding_id:
+            continue
+        if mode == "clip":
+            id_ = min(max(id_, 0), height - 1)
+        if 0 <= id_ < height and (stored is None or id_ in stored):
+            out[i] = table[id_]
+            norm = 0 if max_norm is None else np.sqrt(np.sum(np.float64(out[i]) ** 2))
+            if max_norm is not None and norm > max_norm:
+                out[i] = out[i] * (max_norm / norm)
+        elif mode != "zero":
+            out[i] = fill_of(table.dtype)
+    return out.reshape(*ids.shape, *table.shape[1:])
+
+
+def table_of(height, row_shape=(D,), dtype: Any = np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray((rng.normal(size=(height, *row_shape)) * 4).astype(dtype))
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"mode": "fill"},
+    {"mode": "clip"},
+    {"mode": "zero"},
+    {"padding_id": -1},
+    {"padding_id": 4},
+    {"padding_id": 4, "mode": "clip"},
+    {"padding_id": -1, "mode": "clip"},
+    {"padding_id": 2**31, "mode": "clip"},
+    {"padding_id": 7, "mode": "zero"},
+    {"padding_id": 2**63 - 1},
+    {"padding_id": -(2**70)},
+    {"max_norm": 2.0},
+    {"max_norm": 2, "padding_id": 2, "mode": "zero"},
+)
+
+
+# ------------------------------------------------------------------ values
+
+
+def every_option(ids, table):
+    return [sj.lookup(table, ids, **options) for options in OPTIONS]
+
+
+@pytest.mark.parametrize("case", ID_CASES, ids=names(ID_CASES))
+def test_every_option_on_every_case(case):
+    table, ids = table_of(case.height), case.padded
+    for options, got in zip(OPTIONS, run_jitted(every_option, ids, table)):
+        want = oracle(table, ids, **options)
+        np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=str(options))
+        assert got.dtype == table.dtype
+        if "max_norm" not in options:  # then nothing is computed
+            assert_same_bits(np.nan_to_num(got), np.nan_to_num(want))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
+def test_every_option_with_64_bit_types(dtype, x64):
+    huge = {"int32": -1, "uint32": 2**32 - 1, "int64": 2**32 + 2, "uint64": 2**64 - 1}
+    ids = np.array([4, 0, 4, huge[dtype], 7, 2], dtype)
+    table = table_of(V)
+    for options, got in zip(OPTIONS, run_jitted(every_option, ids, table)):
+        np.testing.assert_allclose(got, oracle(table, ids, **options), rtol=1e-6)
+        assert got.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("row_shape", [(), (1,), (2, 3), (2, 1, 2), (0,)])
+def test_tables_of_any_rank(row_shape):
+    table = table_of(V, row_shape)
+    ids = np.array([[4, 0, 9], [-1, 4, 2]], np.int32)
+    for options, got in zip(OPTIONS, run_jitted(every_option, ids, table)):
+        want = oracle(table, ids, **options)
+        np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=str(options))
+        assert got.shape == ids.shape + row_shape
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float16", "float64", "complex64", "int8", "int32", "uint8", "bool"],
+)
+def test_tables_of_any_dtype(dtype, x64):
+    table = jnp.asarray(np.arange(V * D).reshape(V, D) % 5, dtype)
+    ids = np.array([4, 0, 9, -1, 4], np.int32)
+    kept = [o for o in OPTIONS if "max_norm" not in o]
+    run = jax.jit(lambda t: [sj.lookup(t, ids, **o) for o in kept])
+    for options, got in zip(kept, run(table)):
+        assert got.dtype == dtype
+        assert_trees_close(got, jnp.asarray(oracle(table, ids, **options)), rtol=0)
+
+
+def test_ids_of_a_type_that_cannot_hold_the_height():
+    table = table_of(300)
+    ids = np.array([0, 255, 44], np.uint8)
+    np.testing.assert_array_equal(sj.lookup(table, ids), table[np.array([0, 255, 44])])
+    assert not sj.lookup(table, ids, padding_id=300).any(where=False)
+    got = sj.lookup(table, ids, padding_id=255)
+    assert not got[1].any() and got[0].any()
+
+
+def test_padding_out_of_the_types_range_is_no_padding():
+    ids = jnp.array([0, 255], jnp.uint8)
+    table = table_of(V)
+    for padding_id in (-1, 256, 2**80):
+        got = sj.lookup(table, ids, padding_id=padding_id)
+        assert_same_bits(got[0], table[0])
+        assert np.isnan(got[1]).all()
+
+
+@pytest.mark.parametrize("ids", [[], [[]], [[], []], np.zeros((0, 3)), ()])
+def test_no_ids(ids):
+    every: list[Any] = [*OPTIONS, {"mode": "error"}]
+    for options in every:
+        read = lambda t, options=options: sj.lookup(t, ids, **options)
+        for height in (V, 0):
+            table = jax.ShapeDtypeStruct((height, D), jnp.float32)
+            assert jax.eval_shape(read, table).shape == (*np.shape(ids), D)
+
+
+def test_ids_as_python_ints_and_lists():
+    table = table_of(V)
+    assert_same_bits(sj.lookup(table, 4), table[4])
+    assert_same_bits(sj.lookup(table, [[4], [0]]), table[np.array([[4], [0]])])
+    far = sj.lookup(np.asarray(table), [2**40 + 4, np.int64(-(2**40))], mode="clip")
+    assert_same_bits(far, table[np.array([6, 0])])
+    assert_same_bits(sj.lookup(table, np.int64(2**40 + 4), mode="clip"), table[6])
+    inside = jax.jit(lambda t, i: sj.lookup(t, [i, i + 1]))(table, 2)
+    assert_same_bits(inside, table[2:4])
+
+
+def test_a_table_without_rows():
+    empty = jnp.zeros((0, D))
+    ids = jnp.array([0, -1])
+    assert np.isnan(sj.lookup(empty, ids)).all()
+    assert not sj.lookup(empty, ids, mode="zero").any()
+    assert sj.lookup(empty, ids, padding_id=-1)[1].tolist() == [0] * D
+    with pytest.raises(ValueError, match=r"shape \(0, 3\): it has no row to clip to"):
+        sj.lookup(empty, ids, mode="clip")
+
+
+def test_padding_is_not_read():
+    table = table_of(V).at[3].set(jnp.nan)
+    for mode in ("fill", "clip", "zero"):
+        got = sj.lookup(table, jnp.array([3, 2]), mode=mode, padding_id=3)
+        assert not got[0].any()
+        assert_same_bits(got[1], table[2])
+
+
+# ------------------------------------------------------------------ the program
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_one_gather_of_the_table_itself(options):
+    table, ids = jnp.ones((1009, 4)), jnp.array([1, 2])
+    f = functools.partial(sj.lookup, **options)
+    assert_no_dense(f, table, ids)
+    for t, i in ((table, ids), (table[:, 0], ids), (table, ids[0]), (table, ids[None])):
+        jaxpr = jax.make_jaxpr(f)(t, i)
+        argument = jaxpr.jaxpr.invars[0]
+        readers = [e for e in jaxpr.jaxpr.eqns if argument in e.invars]
+        assert [e.primitive.name for e in readers] == ["gather"]
+        assert readers[0].invars[0] is argument
+        assert "FILL_OR_DROP" in str(readers[0].params["mode"])
+
+
+def test_nothing_of_the_tables_size_in_error_mode_and_from_selected_rows():
+    table, ids = jnp.ones((1009, 4)), jnp.array([1, 2])
+    assert_no_dense(functools.partial(sj.lookup, mode="error"), table, ids)
+    pulled = sj.SelectedRows(ids, jnp.ones((2, 4)), 1009)
+    for options in OPTIONS:
+        assert_no_dense(functools.partial(sj.lookup, **options), pulled, ids)
+
+
+def test_vmap_and_scan():
+    table, ids = table_of(V), jnp.array([[4, 0, 9], [-1, 4, 2]])
+    f = functools.partial(sj.lookup, padding_id=2, max_norm=3.0)
+    want = oracle(table, ids, padding_id=2, max_norm=3.0)
+    rows = jax.jit(jax.vmap(f, (None, 0)))(table, ids)
+    np.testing.assert_allclose(rows, want, rtol=1e-6)
+    tables = np.stack([table, 2 * np.asarray(table)])
+    both = jax.jit(jax.vmap(f))(tables, ids)
+    for got, t, i in zip(both, tables, ids):
+        wanted = oracle(t, i, padding_id=2, max_norm=3.0)
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    scan = lambda t, ids: jax.lax.scan(lambda c, i: (c, f(t, i)), 0, ids)[1]
+    np.testing.assert_allclose(jax.jit(scan)(table, ids), want, rtol=1e-6)
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def natural(table, ids, padding_id):
+    """What one would write by hand."""
+    ok = (ids >= 0) & (ids < table.shape[0]) & (ids != padding_id)
+    rows = table[jnp.where(ok, ids, 0)]
+    return jnp.where(ok.reshape(ok.shape + (1,) * (rows.ndim - ok.ndim)), rows, 0.0)
+
+
+@pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
+def test_gradients_are_those_of_the_natural_expression(row_shape):
+    table = table_of(V, row_shape)
+    ids = jnp.array([[4, 0, 4, 2], [9, -1, 2, 6]])
+    weights = table_of(8, row_shape, seed=1).reshape(ids.shape + row_shape)
+    by_hand = lambda t: jnp.sum(jnp.sin(natural(t, ids, 2)) * weights)
+    want = jax.jit(jax.grad(by_hand))(table)
+
+    def loss(t, read):
+        return jnp.nansum(jnp.sin(read(t, ids)) * weights)
+
+    for mode in ("fill", "zero"):
+        read = functools.partial(sj.lookup, mode=mode, padding_id=2)
+        assert_trees_close(jax.jit(jax.grad(loss), static_argnums=1)(table, read), want)
+    assert not want[2].any()
+
+
+def test_clipped_ids_give_their_gradient_to_the_nearest_row():
+    ids = jnp.array([-5, 9, 100, 3, 2])
+    f = lambda t: jnp.sum(sj.lookup(t, ids, mode="clip", padding_id=100))
+    assert jax.grad(f)(table_of(V))[:, 0].tolist() == [1, 0, 1, 1, 0, 0, 1]
+
+
+def test_padding_gets_no_gradient_in_any_mode():
+    ids = jnp.array([3, 3, 2])
+    total = lambda t, mode: jnp.sum(sj.lookup(t, ids, mode=mode, padding_id=3))
+    for mode in ("fill", "clip", "zero"):
+        f = functools.partial(total, mode=mode)
+        assert jax.grad(f)(table_of(V))[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0]
+
+
+def test_check_grads(x64):
+    table = table_of(V, dtype=np.float64)
+    ids = jnp.array([[4, 0, 4], [2, 6, 9]])
+
+    def f(t):
+        plain = sj.lookup(t, ids, mode="zero")
+        return plain, sj.lookup(t, ids, mode="clip", padding_id=0, max_norm=3.0)
+
+    check_grads(jax.jit(f), (table,), order=2)
+    rows = jnp.array([4, 0, 4, V])
+    pull = lambda v: sj.SelectedRows(rows, v, V)
+    g = lambda v: sj.lookup(pull(v), ids, mode="zero", max_norm=3.0, padding_id=6)
+    check_grads(jax.jit(g), (table[:4],), order=1)
+
+
+# ------------------------------------------------------------------ max_norm
+
+
+def test_max_norm():
+    table = jnp.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [6.0, -8.0], [-0.0, 0.0]])
+    got = sj.lookup(table, jnp.array([0, 1, 2, 3, 4, 9]), max_norm=5)
+    assert_same_bits(got[:3], table[:3])  # a norm of 5 is not more than 5
+    assert_same_bits(got[4], table[4])
+    assert_trees_close(got[3], jnp.array([3.0, -4.0]))
+    assert np.isnan(got[5]).all()
+
+
+def test_max_norm_is_over_all_axes_of_a_row():
+    table = table_of(V, (2, 3))
+    got = sj.lookup(table, jnp.arange(V), max_norm=1e-3)
+    norms = jnp.sqrt(jnp.sum(got**2, axis=(1, 2)))
+    np.testing.assert_allclose(norms, 1e-3, rtol=1e-5)
+    scalars = sj.lookup(jnp.array([-4.0, 0.5, 3.0]), jnp.arange(3), max_norm=2.0)
+    assert scalars.tolist() == [-2, 0.5, 2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_max_norm_of_narrow_rows_is_taken_in_float32(dtype):
+    # The sum of squares is beyond float16, and 1 is lost beside it in bfloat16.
+    table = jnp.full((1, 1024), 16, dtype)
+    assert_same_bits(sj.lookup(table, [0], max_norm=512.0), table)
+    got = sj.lookup(table, [0], max_norm=256.0)
+    assert got.dtype == dtype and (got == 8).all()
+
+
+def test_gradients_of_max_norm_are_finite():
+    table = jnp.array([[3.0, 4.0], [0.0, 0.0], [jnp.nan, 0.0], [jnp.inf, 1.0]])
+    ids = jnp.array([0, 1, 9, 1])
+
+    def loss(t, ids):
+        rows = sj.lookup(t, ids, max_norm=1.0)
+        return jnp.sum(jnp.where(jnp.isnan(rows), 0, rows))
+
+    grad = jax.jit(jax.grad(loss))(table, ids)
+    # Of x / |x| the gradient is (g - u (u.g)) / |x|, with u = (0.6, 0.8), g = (1, 1).
+    want = np.array([[0.16 / 5, -0.12 / 5], [2, 2], [0, 0], [0, 0]], np.float32)
+    np.testing.assert_allclose(grad, want, atol=1e-7)
+    along = lambda t, v: jax.jvp(lambda t: jax.grad(loss)(t, ids), (t,), (v,))[1]
+    second = jax.jit(along)(table, jnp.ones_like(table))
+    assert np.isfinite(second[:2]).all()
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    st.lists(st.floats(-100, 100, width=32), min_size=V * D, max_size=V * D),
+    st.sampled_from([0.5, 1.0, 30.0]),
+)
+def test_max_norm_bounds_and_keeps(values, max_norm):
+    table = jnp.array(values, jnp.float32).reshape(V, D)
+    got = np.asarray(sj.lookup(table, jnp.arange(V), max_norm=max_norm), np.float64)
+    plain = np.asarray(table, np.float64)
+    norms, clipped = (np.linalg.norm(x, axis=1) for x in (plain, got))
+    assert (clipped <= max_norm * (1 + 1e-6)).all()
+    kept = norms < max_norm * (1 - 1e-6)
+    np.testing.assert_array_equal(got[kept], plain[kept])
+    np.testing.assert_allclose(
+        got * norms[:, None], plain * clipped[:, None], rtol=1e-5, atol=1e-9
+    )
+
+
+# ------------------------------------------------------------------ errors in ids
+
+OUT_OF_RANGE = (
+    r"sparsejax\.lookup: 2 of 4 ids are out of range, the first is 9 and the table has "
+    r"7 rows\. Correct the ids"
+)
+
+
+def test_error_mode_made_a_value():
+    table = table_of(V)
+    f = functools.partial(sj.lookup, mode="error", padding_id=-1)
+    checked = jax.jit(checkify.checkify(f))
+    error, rows = checked(table, jnp.array([[4, 9], [-2, 0]]))
+    with pytest.raises(checkify.JaxRuntimeError, match=OUT_OF_RANGE):
+        error.throw()
+    np.testing.assert_array_equal(rows, oracle(table, [[4, 9], [-2, 0]]))
+
+    error, rows = checked(table, jnp.array([[4, 6], [-1, 0]]))
+    assert error.get() is None
+    want = oracle(table, [[4, 6], [-1, 0]], padding_id=-1)
+    np.testing.assert_array_equal(rows, want)
+
+
+def test_error_mode_under_grad_vmap_and_scan():
+    table, ids = table_of(V), jnp.array([[4, 9], [-1, 0]])
+    read = functools.partial(sj.lookup, mode="error")
+    grad = checkify.checkify(jax.grad(lambda t, i: jnp.nansum(read(t, i))))
+    error, grads = jax.jit(grad)(table, ids)
+    assert "2 of 4 ids are out of range" in str(error.get())
+    assert grads[:, 0].tolist() == [1, 0, 0, 0, 1, 0, 0]
+    error, _ = jax.jit(checkify.checkify(jax.vmap(read, (None, 0))))(table, ids)
+    assert "1 of 2 ids are out of range" in str(error.get())
+    scan = lambda t, ids: jax.lax.scan(lambda c, i: (c, read(t, i)), 0, ids)
+    error, _ = jax.jit(checkify.checkify(scan))(table, ids)
+    assert "the first is 9" in str(error.get())
+
+
+def test_error_mode_raises_at_once_outside_jit():
+    with pytest.raises(checkify.JaxRuntimeError, match="1 of 1 ids .* first is -3"):
+        sj.lookup(table_of(V), -3, mode="error")
+    assert sj.lookup(table_of(V), [[6]], mode="error").shape == (1, 1, D)
+
+
+def test_error_mode_that_nobody_made_a_value():
+    f = jax.jit(functools.partial(sj.lookup, mode="error"))
+    with pytest.raises(ValueError, match="check which was not functionalized"):
+        f(table_of(V), jnp.array([1]))
+
+
+# ------------------------------------------------------------------ SelectedRows
+
+
+@pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
+def test_a_pulled_part_of_a_table(row_shape):
+    rows = jnp.array([4, 0, 4, V, 6])
+    values = table_of(5, row_shape).at[3].set(jnp.nan)  # an empty slot's
+    pulled = sj.SelectedRows(rows, values, V)
+    ids = np.array([[4, 0, 2], [9, -1, 7]], np.int32)
+    for options, got in zip(OPTIONS, run_jitted(every_option, ids, pulled)):
+        want = oracle(pulled.to_dense(), ids, stored={0, 4, 6}, **options)
+        np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=str(options))
+    integers = pulled.map(lambda v: jnp.nan_to_num(v).astype(jnp.int16))
+    want = oracle(integers.to_dense(), ids, stored={0, 4, 6})
+    np.testing.assert_array_equal(sj.lookup(integers, ids), want)
+
+
+def test_a_row_that_was_not_pulled_is_an_error():
+    pulled = sj.SelectedRows(jnp.array([4, 0]), jnp.ones((2, D)), V)
+    read = functools.partial(sj.lookup, mode="error", padding_id=-1)
+    error, _ = jax.jit(checkify.checkify(read))(pulled, jnp.array([4, -1, 2, 3]))
+    message = r"2 of 4 ids name a row that the SelectedRows does not store, the first "
+    with pytest.raises(checkify.JaxRuntimeError, match=message + "is 2 and its hei"):
+        error.throw()
+    assert read(pulled, [4, -1, 0])[:, 0].tolist() == [1, 0, 1]
+
+
+def test_gradient_of_a_pulled_part():
+    rows = jnp.array([4, 0, 4, V])
+    ids = jnp.array([4, 4, 0, 2, -1])
+
+    def loss(pulled):
+        return jnp.nansum(sj.lookup(pulled, ids) * 2.0)
+
+    pulled = sj.SelectedRows(rows, jnp.ones((4, D)), V)
+    grad = jax.jit(jax.grad(loss, allow_int=True))(pulled)
+    assert grad.values[:, 0].tolist() == [4, 2, 4, 0]
+
+
+# ------------------------------------------------------------------ wrong arguments
+
+
+def test_errors():
+    table, ids = table_of(V), jnp.array([1])
+    call = r"sparsejax\.lookup: "
+
+    def fails(kind, match, *args, **kwargs):
+        with pytest.raises(kind, match=f"{call}.*{match}"):
+            sj.lookup(*args, **kwargs)
+
+    fails(TypeError, "table must be a JAX or NumPy array.*type list", [[1.0]], ids)
+    fails(TypeError, ".*type dict.*lookup\\(params", {"t": table}, ids)
+    fails(ValueError, r"at least one axis, got shape \(\)", jnp.float32(1), ids)
+    floats = ids.astype(float)
+    fails(TypeError, r"ids must be integers, got float32.*astype", table, floats)
+    fails(TypeError, "ids must be integers, got bool", table, ids > 0)
+    fails(TypeError, "ids must be an array of integers.*type str", table, "1")
+    fails(TypeError, "array of integers.*type NoneType", table, None)
+    fails(TypeError, "array of integers.*type list", table, [[1], [1, 2]])
+    fails(TypeError, "ids must be integers, got object", table, [2**80])
+    four = "one of 'fill', 'clip', 'zero' and 'error', got 'wrap'"
+    fails(ValueError, four, table, ids, mode="wrap")
+    fails(ValueError, "got None", table, ids, mode=None)
+    for bad in (1.0, "1", [1]):
+        fails(TypeError, "padding_id must be a static int", table, ids, padding_id=bad)
+    for bad in (0, -1.0, NAN):
+        fails(ValueError, "max_norm must be a positive", table, ids, max_norm=bad)
+    for bad in ("x", [1.0], 1j):
+        fails(TypeError, "max_norm must be a static number", table, ids, max_norm=bad)
+    ints = table.astype(jnp.int32)
+    fails(TypeError, "needs a table of floats, got int32", ints, ids, max_norm=1.0)
+    with pytest.raises(TypeError, match="padding_id must be a static int.*traced"):
+        jax.jit(lambda p: sj.lookup(table, ids, padding_id=p))(1)
+    with pytest.raises(TypeError, match="max_norm must be a static number.*traced"):
+        jax.jit(lambda m: sj.lookup(table, ids, max_norm=m))(1.0)
+    with pytest.raises(TypeError):
+        positional: Any = sj.lookup
+        positional(table, ids, "fill")
+
+
+def test_static_numbers_of_any_kind():
+    table, ids = table_of(V), jnp.array([1, 2])
+    want = sj.lookup(table, ids, padding_id=2, max_norm=2.0)
+    for padding_id in (np.int64(2), np.uint8(2), jnp.int32(2)):
+        for max_norm in (2, np.float32(2), jnp.float32(2), np.float64(2)):
+            options: Any = {"padding_id": padding_id, "max_norm": max_norm}
+            assert_same_bits(sj.lookup(table, ids, **options), want)
+
+
+def test_a_variable_of_a_framework():
+    nnx = pytest.importorskip("flax.nnx")
+    table = table_of(V)
+    assert_same_bits(sj.lookup(nnx.Param(table), [1, 2]), table[1:3])

@@ -1,0 +1,111 @@
+"""lazy inside flax's and equinox's training loops, unmodified."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_same_bits, assert_trees_close
+from optimizers import LR
+from sparsejax.optim import lazy
+
+
+pytestmark = pytest.mark.loose_promotion
+
+V, D = 23, 5
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LR))
+TX = lazy(INNER)
+
+
+def _rows(table):
+    values = jnp.arange(4.0 * D).reshape(4, D)
+    return sj.SelectedRows(jnp.array([3, 1, 3, V]), values, table.shape[0])
+
+
+def _check(old, new, expected):
+    assert_trees_close(new, expected)
+    others = np.delete(np.arange(V), [1, 3])
+    assert_same_bits(np.asarray(new)[others], np.asarray(old)[others])
+
+
+def test_flax_train_state():
+    linen = pytest.importorskip("flax.linen")
+    train_state = pytest.importorskip("flax.training.train_state")
+    model = linen.Embed(V, D)
+    params = model.init(jax.random.key(0), jnp.array([0]))
+    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=TX)
+    dense = state.replace(tx=INNER)
+    table = params["params"]["embedding"]
+    rows = _rows(table)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for _ in range(2):
+        state = step(state, {"params": {"embedding": rows}})
+        dense = step(dense, {"params": {"embedding": rows.to_dense()}})
+    assert state.step == 2
+    _check(table, state.params["params"]["embedding"], dense.params["params"]["embedding"])
+    assert_trees_close(state.opt_state, dense.opt_state)
+
+
+def _nnx_model():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(V, D, rngs=rngs)
+            self.dense = nnx.Linear(D, 2, rngs=rngs)
+
+    return nnx, Model(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_nnx_optimizer(jitted):
+    nnx, model = _nnx_model()
+    _, dense_model = _nnx_model()
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    dense_optimizer = nnx.Optimizer(dense_model, INNER, wrt=nnx.Param)
+    table = model.embed.embedding[...]
+    rows = _rows(table)
+
+    def grads_of(model, table_grad):
+        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+        embedding = grads["embed"]["embedding"]
+        grads["embed"]["embedding"] = embedding.replace(table_grad)
+        return grads
+
+    def step(model, optimizer, rows):
+        optimizer.update(model, grads_of(model, rows))
+
+    if jitted:
+        step = nnx.jit(step)
+    for _ in range(2):
+        step(model, optimizer, rows)
+        step(dense_model, dense_optimizer, rows.to_dense())
+    _check(table, model.embed.embedding[...], dense_model.embed.embedding[...])
+    assert_trees_close(
+        nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(dense_model))
+    )
+    assert optimizer.step[...] == 2
+
+
+def test_equinox_module():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.Embedding(V, D, key=jax.random.key(0))
+    rows = _rows(model.weight)
+    grads = eqx.tree_at(lambda m: m.weight, model, rows)
+    params = eqx.filter(model, eqx.is_array)
+    state = TX.init(params)
+    assert_trees_close(state, INNER.init(params))
+
+    @eqx.filter_jit
+    def step(model, state, grads):
+        params = eqx.filter(model, eqx.is_array)
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(model, updates), state
+
+    new, state = step(model, state, grads)
+    expected, _ = INNER.update(
+        eqx.tree_at(lambda m: m.weight, model, rows.to_dense()), INNER.init(params)
+    )
+    _check(model.weight, new.weight, model.weight + expected.weight)

@@ -1,0 +1,459 @@
+"""lazy(tx) on rows equals tx on the whole table with the other rows put back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_same_bits, assert_trees_close
+from optimizers import CLIPPED_LAST, LR, SEPARABLE
+from sparsejax.optim import global_norm, lazy
+
+
+# optax itself relies on implicit promotion; the last test is about our own code.
+pytestmark = pytest.mark.loose_promotion
+
+V, D = 23, 5  # no other leaf has an axis of 23
+ADAM = lazy(optax.adam(LR))  # what is found out about it is found out once
+
+
+def _params(dtype=jnp.float32):
+    key = jax.random.key(0)
+    return {
+        "bias": jnp.ones((D,), dtype),
+        "cube": jax.random.normal(key, (V, 2, 3), dtype),
+        "table": jax.random.normal(key, (V, D), dtype),
+    }
+
+
+def _rows(seed, row_shape, dtype=jnp.float32, n=9):
+    """Duplicates, an empty slot with NaN in it, and another one named -1."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, V, n)
+    rows[1], rows[4], rows[6] = rows[0], V, -1
+    values = rng.standard_normal((n, *row_shape)).astype(np.float32)
+    values[4] = np.nan
+    return sj.SelectedRows(jnp.asarray(rows), jnp.asarray(values).astype(dtype), V)
+
+
+def _grads(step, dtype=jnp.float32):
+    return {
+        "bias": jnp.full((D,), 0.1 * (step + 1), dtype),
+        "cube": _rows(10 + step, (2, 3), dtype),
+        "table": _rows(step, (D,), dtype),
+    }
+
+
+def _is_rows(x):
+    return isinstance(x, sj.SelectedRows)
+
+
+def _dense(grads):
+    return jax.tree.map(
+        lambda g: g.to_dense() if _is_rows(g) else g, grads, is_leaf=_is_rows
+    )
+
+
+def _touched(grads):
+    touched = {}
+    for name in ("cube", "table"):
+        rows = np.asarray(grads[name].rows)
+        mask = np.zeros(V, bool)
+        mask[rows[(rows >= 0) & (rows < V)]] = True
+        touched[name] = mask
+    return touched
+
+
+def _keep_untouched(old, new, grads):
+    """`new` with the rows that were not touched put back to `old`."""
+    touched = _touched(grads)
+
+    def choose(path, before, after):
+        if np.shape(before)[:1] != (V,):
+            return after
+        key = jax.tree_util.keystr(path)
+        mask = touched["cube" if "cube" in key else "table"]
+        return jnp.where(mask.reshape((V,) + (1,) * (after.ndim - 1)), after, before)
+
+    return jax.tree_util.tree_map_with_path(choose, old, new)
+
+
+def _assert_untouched_bits(old, new, grads):
+    touched = _touched(grads)
+    compared = 0
+    for (path, before), after in zip(
+        jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
+    ):
+        if np.shape(before)[:1] == (V,):
+            key = jax.tree_util.keystr(path)
+            mask = ~touched["cube" if "cube" in key else "table"]
+            assert_same_bits(np.asarray(after)[mask], np.asarray(before)[mask])
+            compared += 1
+    return compared
+
+
+def _steps(tx, count=None):
+    @jax.jit
+    def sparse(params, state, grads):
+        if count is not None:
+            count.append(1)
+        updates, state = lifted.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def dense(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    lifted = lazy(tx)
+    return lifted, sparse, dense
+
+
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_equals_the_dense_run_with_other_rows_put_back(name):
+    tx, traces = SEPARABLE[name](), []
+    lifted, sparse, dense = _steps(tx, traces)
+    params = dense_params = _params()
+    state = dense_state = lifted.init(params)
+    assert_trees_close(state, tx.init(params), rtol=0, atol=0)
+
+    for step in range(10):
+        grads = _grads(step)
+        new_params, new_state = sparse(params, state, grads)
+        _assert_untouched_bits((params, state), (new_params, new_state), grads)
+        params, state = new_params, new_state
+        if step < 4:
+            moved, moved_state = dense(dense_params, dense_state, _dense(grads))
+            dense_params = _keep_untouched(dense_params, moved, grads)
+            dense_state = _keep_untouched(dense_state, moved_state, grads)
+            assert_trees_close(params, dense_params, rtol=2e-4, atol=2e-5)
+            assert_trees_close(state, dense_state, rtol=2e-4, atol=2e-5)
+    assert len(traces) == 1
+    assert all(jnp.all(jnp.isfinite(p)) for p in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", CLIPPED_LAST)
+def test_a_clip_after_momentum_sees_the_rows_read(name):
+    tx = lazy(CLIPPED_LAST[name]())
+    params = _params()
+    state = tx.init(params)
+    for step in range(3):
+        updates, state = tx.update(_grads(step), state, params)
+        assert np.isclose(global_norm(updates), 0.1, rtol=1e-5)
+
+
+def test_empty_slots_take_no_part():
+    """Adam's or adagrad's update of an empty slot must not weigh in a later clip."""
+    rows = sj.SelectedRows(jnp.array([3, V, V, V]), jnp.full((4, D), jnp.nan), V)
+    one = sj.SelectedRows(jnp.array([3]), jnp.ones((1, D)), V)
+    grads = rows.map(lambda v: v.at[0].set(1.0))
+    for inner in (
+        optax.adagrad(LR, initial_accumulator_value=0.0, eps=0.0),
+        optax.rmsprop(LR, eps=0.0),
+        optax.adam(LR, eps=0.0),
+    ):
+        # With eps = 0 an empty slot is 0 / 0 inside: nothing of it may come out.
+        tx = lazy(inner)
+        params = jnp.ones((V, D))
+        updates, state = tx.update(grads, tx.init(params), params)
+        few, few_state = tx.update(one, tx.init(params), params)
+        assert_trees_close(updates.to_dense(), few.to_dense())
+        assert_trees_close(state, few_state)
+    tx = lazy(optax.chain(optax.adagrad(LR), optax.clip_by_global_norm(0.01)))
+    updates, state = tx.update(grads, tx.init(params), params)
+    few, few_state = tx.update(one, tx.init(params), params)
+    assert_trees_close(updates.to_dense(), few.to_dense())
+
+
+def test_counts_advance_without_rows():
+    tx = ADAM
+    params = {"table": jnp.ones((V, D)), "bias": jnp.ones(D)}
+    none = sj.SelectedRows(jnp.zeros((0,), jnp.int32), jnp.zeros((0, D)), V)
+    grads = {"table": none, "bias": jnp.ones(D)}
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert updates["table"].capacity == 0
+    assert optax.tree_utils.tree_get(state, "count") == 1
+    assert_same_bits(optax.apply_updates(params, updates)["table"], params["table"])
+    assert not np.allclose(updates["bias"], 0)
+
+
+def test_a_table_read_as_a_whole():
+    """More slots than rows, all rows touched: the dense update."""
+    tx = optax.adam(LR)
+    rows = jnp.arange(3 * V) % V
+    grads = sj.SelectedRows(rows, jnp.ones((3 * V, D)), V)
+    params = jnp.ones((V, D))
+    updates, state = lazy(tx).update(grads, tx.init(params), params)
+    assert updates.capacity == V
+    expected, expected_state = tx.update(grads.to_dense(), tx.init(params), params)
+    assert_trees_close(updates.to_dense(), expected)
+    assert_trees_close(state, expected_state)
+
+
+def test_dense_gradients_are_updated_densely():
+    tx, params = optax.adam(LR), _params()
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates = lazy(tx).update(grads, tx.init(params), params)
+    assert_trees_close(updates, tx.update(grads, tx.init(params), params))
+    mixed = {**grads, "table": sj.SelectedRows(jnp.arange(V), grads["table"], V)}
+    mixed_updates, state = lazy(tx).update(mixed, tx.init(params), params)
+    assert_trees_close(_dense(mixed_updates), updates[0])
+    assert_trees_close(state, updates[1])
+
+
+def test_clips_by_the_norm_of_merged_rows():
+    tx = lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    grads = {
+        "bias": jnp.array([4.0]),
+        "table": sj.SelectedRows(jnp.array([1, 1, V]), jnp.array([1.0, 2.0, 9.0]), V),
+    }
+    params = {"bias": jnp.zeros(1), "table": jnp.zeros(V)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert np.isclose(updates["bias"][0], -4 / 5)
+    assert np.isclose(updates["table"].to_dense()[1], -3 / 5)
+
+
+def test_bfloat16_duplicates_are_summed_in_float32():
+    values = jnp.array([1.0, *([2**-9] * 16)], jnp.bfloat16)[:, None]
+    grads = sj.SelectedRows(jnp.full(17, 2), values, V)
+    params = jnp.zeros((V, 1), jnp.bfloat16)
+    tx = lazy(optax.sgd(1.0))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates.dtype == jnp.bfloat16
+    assert updates.to_dense()[2, 0] == -(1 + 2**-5)  # one by one they would vanish
+
+
+def test_bfloat16_tables_keep_their_type():
+    tx = optax.adamw(LR)
+    params = _params(jnp.bfloat16)
+    lifted, sparse, dense = _steps(tx)
+    state = lifted.init(params)
+    grads = _grads(0, jnp.bfloat16)
+    new_params, new_state = sparse(params, state, grads)
+    assert jax.tree.map(lambda x: x.dtype, new_state) == jax.tree.map(
+        lambda x: x.dtype, state
+    )
+    expected, expected_state = dense(params, state, _dense(grads))
+    assert_trees_close(new_params, _keep_untouched(params, expected, grads))
+    assert_trees_close(new_state, _keep_untouched(state, expected_state, grads))
+
+
+def test_without_params():
+    tx = lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LR)))
+    params, grads = _params(), _grads(0)
+    state = tx.init(params)
+    with_params = tx.update(grads, state, params)
+    assert_trees_close(_dense(tx.update(grads, state)), _dense(with_params))
+
+
+def test_holes_in_the_tree():
+    params = {"table": jnp.ones((V, D)), "frozen": jnp.ones((V, D)), "none": None}
+    grads = {"table": _rows(0, (D,)), "frozen": optax.MaskedNode(), "none": None}
+    tx = lazy(
+        optax.masked(optax.adam(LR), {"table": True, "frozen": False, "none": True})
+    )
+    state = tx.init(params)
+    params["frozen"] = optax.MaskedNode()
+    for weights in (params, None):
+        updates, _ = tx.update(grads, state, weights)
+        assert updates["frozen"] == optax.MaskedNode()
+        assert updates["none"] is None
+        assert _is_rows(updates["table"])
+
+
+def test_two_tables_of_one_height_and_a_square_one():
+    """Which state leaf follows which table is not told by shapes."""
+    params = {"a": jnp.ones((D, D)), "b": jnp.ones((D, D)), "c": jnp.ones((D,))}
+    tx = ADAM
+    state = tx.init(params)
+    one = lambda r: sj.SelectedRows(jnp.array([r]), jnp.ones((1, D)), D)
+    grads = {"a": one(1), "b": one(3), "c": jnp.ones(D)}
+    _, new = tx.update(grads, state, params)
+    moved = lambda x: np.flatnonzero(np.any(np.atleast_2d(x) != 0, axis=-1)).tolist()
+    assert moved(new[0].mu["a"]) == [1]
+    assert moved(new[0].mu["b"]) == [3]
+    assert np.all(new[0].mu["c"] != 0)
+
+
+def test_extra_arguments_are_passed_on():
+    tx = lazy(optax.polyak_sgd())
+    params, grads = _params(), _grads(0)
+    state = tx.init(params)
+    updates, _ = tx.update(grads, state, params, value=1.0)
+    expected, _ = optax.polyak_sgd().update(_dense(grads), state, params, value=1.0)
+    assert_trees_close(_dense(updates), expected)
+    # What takes none ignores them.
+    tx = lazy(optax.sgd(LR))
+    tx.update(grads, tx.init(params), params, value=1.0)
+
+
+# ------------------------------------------------------------------ composition
+
+
+def test_chains_of_lazies():
+    clip, adam = optax.clip_by_global_norm(0.1), optax.adam(LR)
+    chained = optax.chain(lazy(clip), lazy(adam))
+    whole = lazy(optax.chain(clip, adam))
+    params, grads = _params(), _grads(0)
+    updates, state = chained.update(grads, chained.init(params), params)
+    expected, expected_state = whole.update(grads, whole.init(params), params)
+    assert_trees_close(_dense(updates), _dense(expected))
+    assert_trees_close(state, expected_state)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda tx: optax.chain(tx),
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.partition(
+            {"rows": tx, "rest": optax.sgd(LR)},
+            {"bias": "rest", "cube": "rows", "table": "rows"},
+        ),
+        lambda tx: optax.masked(tx, True),
+        lambda tx: lazy(tx),
+        lambda tx: optax.inject_hyperparams(lambda lr: lazy(optax.adam(lr)))(LR),
+    ],
+    ids=["chain", "apply_if_finite", "partition", "masked", "lazy", "inject"],
+)
+def test_lazy_inside_of_other_transformations(outer):
+    outside, inside = outer(lazy(optax.adam(LR))), outer(optax.adam(LR))
+    # apply_if_finite looks at every number, those of empty slots too.
+    params, grads = _params(), jax.tree.map(jnp.nan_to_num, _grads(0))
+    state = outside.init(params)
+    updates, new_state = jax.jit(outside.update)(grads, state, params)
+    expected, _ = inside.update(_dense(grads), inside.init(params), params)
+    # One step from a fresh state: untouched rows do not move in the dense run either.
+    for name in params:
+        got = updates[name].to_dense() if _is_rows(updates[name]) else updates[name]
+        assert_trees_close(got, expected[name])
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+
+
+def test_partition_runs_tables_and_dense_leaves_differently():
+    labels = {"bias": "dense", "cube": "dense", "table": "sparse"}
+    tx = optax.partition({"sparse": optax.adagrad(LR), "dense": optax.lamb(LR)}, labels)
+    params, grads = _params(), _grads(0)
+    grads["cube"] = grads["cube"].to_dense()
+    lifted = lazy(tx)
+    state = lifted.init(params)
+    updates, new = lifted.update(grads, state, params)
+    expected, dense_new = tx.update(_dense(grads), state, params)
+    assert_trees_close(_dense(updates), expected)
+    assert_trees_close(new, dense_new)
+
+
+# ------------------------------------------------------------------ transformations
+
+
+def test_init_is_the_transformations_own():
+    tx, params = optax.adam(LR), _params()
+    expected = tx.init(params)
+    assert_trees_close(jax.jit(lazy(tx).init)(params), expected)
+    shapes = jax.eval_shape(lazy(tx).init, params)
+    assert shapes == jax.eval_shape(tx.init, params)
+    state = lazy(tx).init(params)
+    assert optax.tree_utils.tree_get(state, "mu")["table"].shape == (V, D)
+    state = optax.tree_utils.tree_set(state, count=jnp.asarray(7, jnp.int32))
+    _, state = lazy(tx).update(_grads(0), state, params)
+    assert optax.tree_utils.tree_get(state, "count") == 8
+
+
+def test_tree_map_params():
+    tx = ADAM
+    state = tx.init(_params())
+    doubled = optax.tree_utils.tree_map_params(tx, lambda x: x + 1, state)
+    assert np.all(doubled[0].mu["table"] == 1) and doubled[0].count == 0
+
+
+def test_shapes_are_known_before_data():
+    tx, params = ADAM, _params()
+    update = lambda g, s, p: tx.update(g, s, p)
+    updates, state = jax.eval_shape(update, _grads(0), tx.init(params), params)
+    assert _is_rows(updates["table"])
+    assert updates["table"].shape == (V, D) and updates["table"].capacity == 9
+    assert isinstance(updates["table"].values, jax.ShapeDtypeStruct)
+    assert state[0].mu["table"].shape == (V, D)
+
+
+def test_in_scan():
+    tx, params = ADAM, _params()
+    grads = [_grads(step) for step in range(3)]
+    state = tx.init(params)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+
+    def body(carry, grads):
+        updates, state = tx.update(grads, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    scanned, _ = jax.jit(lambda c, g: jax.lax.scan(body, c, g))(
+        (params, state), stacked
+    )
+    carry = params, state
+    for g in grads:
+        carry, _ = body(carry, g)
+    assert_trees_close(scanned, carry)
+
+
+def test_under_vmap():
+    """Several models at once, each with rows of its own."""
+    tx, params = ADAM, _params()["table"]
+    grads = [_rows(seed, (D,)) for seed in range(3)]
+    state = tx.init(params)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+    step = lambda g: optax.apply_updates(params, tx.update(g, state, params)[0])
+    for i, one in enumerate(jax.vmap(step)(stacked)):
+        assert_trees_close(one, step(grads[i]))
+
+
+def test_numpy_state_from_a_checkpoint():
+    tx, params, grads = ADAM, _params(), _grads(0)
+    state = tx.init(params)
+    restored = jax.tree.map(np.asarray, state)
+    expected = tx.update(grads, state, params)
+    got = tx.update(grads, restored, jax.tree.map(np.asarray, params))
+    assert_trees_close(_dense(got), _dense(expected))
+
+
+def test_learning_rate_may_change_between_transformations():
+    params, grads = _params(), _grads(0)
+    state = lazy(optax.adam(LR)).init(params)
+    _, state = lazy(optax.adam(LR)).update(grads, state, params)
+    updates, _ = lazy(optax.adam(LR / 2)).update(grads, state, params)
+    expected, _ = lazy(optax.adam(LR)).update(grads, state, params)
+    assert_trees_close(_dense(updates)["table"] * 2, _dense(expected)["table"])
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "clip_by_global_norm"])
+def test_own_code_promotes_nothing(name):
+    """Only optax runs with implicit promotion here."""
+    tx = SEPARABLE[name]()
+
+    def loosely(f):
+        def g(*args):
+            with (
+                jax.numpy_dtype_promotion("standard"),
+                jax.numpy_rank_promotion("allow"),
+            ):
+                return f(*args)
+
+        return g
+
+    tx = lazy(optax.GradientTransformation(loosely(tx.init), loosely(tx.update)))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for dtype in (jnp.float32, jnp.bfloat16):
+            params = _params(dtype)
+            state = tx.init(params)
+            updates, state = jax.jit(tx.update)(_grads(0, dtype), state, params)
+            optax.apply_updates(params, updates)
+
+
+def test_int64_ids(x64):
+    params = {"table": jnp.ones((V, D), jnp.float32)}
+    rows = sj.SelectedRows(jnp.array([3, V, 3]), jnp.ones((3, D), jnp.float32), V)
+    assert rows.rows.dtype == jnp.int64
+    updates, state = ADAM.update({"table": rows}, ADAM.init(params), params)
+    assert updates["table"].rows.dtype == jnp.int64
+    assert updates["table"].dtype == state[0].mu["table"].dtype == jnp.float32

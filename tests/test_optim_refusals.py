@@ -1,0 +1,152 @@
+"""What lazy refuses at update, and what the messages say."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import sparsejax as sj
+from optimizers import LR
+from sparsejax.optim import lazy
+
+
+pytestmark = pytest.mark.loose_promotion
+
+V, D = 23, 5
+ADAM = lazy(optax.adam(LR))
+PARAMS = {"bias": jnp.zeros(D), "emb": {"table": jnp.ones((V, D))}}
+
+
+def _grads(rows=None):
+    if rows is None:
+        rows = sj.SelectedRows(jnp.array([1, 2]), jnp.ones((2, D)), V)
+    return {"bias": jnp.ones(D), "emb": {"table": rows}}
+
+
+@pytest.mark.parametrize(
+    "not_one", [jnp.sin, lambda x: x, optax.adam, optax.linear_schedule(0, 1, 2)]
+)
+def test_functions_are_no_transformations(not_one):
+    with pytest.raises(
+        TypeError, match="lazy: takes an optax transformation.*sparsify"
+    ):
+        lazy(not_one)
+
+
+def test_things_are_no_transformations():
+    with pytest.raises(TypeError, match="such as optax.adam.*got float"):
+        lazy(0.1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: jax.tree.map(lambda x: x * 0.5, g),
+        lambda g: jax.tree.map(lambda x: x.astype(jnp.bfloat16), g),
+        lambda g: optax.scale(0.5).update(g, optax.EmptyState())[0],
+        lambda g: jax.tree.map(lambda x: optax.MaskedNode(), g),
+    ],
+)
+def test_changed_ids(change):
+    changed = _grads(change(_grads()["emb"]["table"]))
+    message = (
+        r"grads\['emb'\]\['table'\].*row ids too.*SelectedRows.map.*inside of lazy"
+    )
+    for update in (ADAM.update, jax.jit(ADAM.update)):
+        with pytest.raises(TypeError, match=message):
+            update(changed, ADAM.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        sj.SelectedRows(jnp.array([1]), jnp.ones((1, D)), V + 1),
+        sj.SelectedRows(jnp.array([1]), jnp.ones((1, D + 1)), V),
+        sj.SelectedRows(jnp.array([1]), jnp.ones((1, D, 1)), V),
+    ],
+)
+def test_other_shapes(rows):
+    message = r"grads\['emb'\]\['table'\] is a SelectedRows of shape .* \(23, 5\)"
+    with pytest.raises(ValueError, match=message):
+        ADAM.update(_grads(rows), ADAM.init(PARAMS), PARAMS)
+
+
+def test_other_height_than_the_state():
+    rows = sj.SelectedRows(jnp.array([1]), jnp.ones((1, D)), V + 1)
+    with pytest.raises(ValueError, match="the state does not go with these gradients"):
+        ADAM.update(_grads(rows), ADAM.init(PARAMS))
+
+
+def test_state_of_another_tree():
+    state = ADAM.init({"bias": jnp.zeros(D)})
+    with pytest.raises(ValueError, match="leaves instead of.*lazy.tx..init"):
+        ADAM.update(_grads(), state, PARAMS)
+
+
+def test_gradients_of_another_tree():
+    with pytest.raises(ValueError, match="trees of other structure"):
+        ADAM.update(_grads(), ADAM.init(PARAMS), PARAMS["emb"])
+
+
+def test_pulled_tables():
+    rows = _grads()["emb"]["table"]
+    with pytest.raises(
+        TypeError, match=r"params\['emb'\]\['table'\] is itself a Selec"
+    ):
+        ADAM.init(_grads(rows))
+    with pytest.raises(
+        TypeError, match=r"params\['emb'\]\['table'\].*hand in its .val"
+    ):
+        ADAM.update(_grads(rows), ADAM.init(PARAMS), _grads(rows))
+    # The way that the message names.
+    params = rows.values
+    updates, _ = ADAM.update(rows.values, ADAM.init(params), params)
+    assert updates.shape == params.shape
+
+
+LABELS = {"kernel": "dense", "table": "sparse"}
+
+
+def test_a_leaf_that_cannot_be_lifted():
+    transforms = {"sparse": optax.adam(LR), "dense": optax.lamb(LR)}
+    tx = lazy(optax.partition(transforms, LABELS))
+    params = {"kernel": jnp.ones((9, 4)), "table": jnp.ones((V, D))}
+    state = tx.init(params)
+    rows = lambda p: sj.SelectedRows(jnp.array([1]), jnp.ones((1, p.shape[1])), len(p))
+    good = {"kernel": jnp.ones((9, 4)), "table": rows(params["table"])}
+    tx.update(good, state, params)
+    message = r"grads\['kernel'\], which has a SelectedRows gradient.*trust_ratio.*lamb"
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ValueError, match=message):
+            update({**good, "kernel": rows(params["kernel"])}, state, params)
+
+
+def test_a_state_that_follows_in_another_way():
+    """Rows in the second axis, and a structure that depends on their number."""
+
+    def transposed(params):
+        return jax.tree.map(lambda p: jnp.zeros(p.shape[::-1]), params)
+
+    def one_leaf_a_row(params):
+        return [jnp.zeros(D) for _ in range(params["table"].shape[0])]
+
+    update = lambda updates, state, params=None: (updates, state)
+    for init, why in [
+        (transposed, r"state leaf \['table'\] of shape .* does not have one row for"),
+        (
+            one_leaf_a_row,
+            "its state has another structure when the table has more rows",
+        ),
+    ]:
+        tx = lazy(optax.GradientTransformation(init, update))
+        with pytest.raises(ValueError, match=why):
+            tx.init({"table": jnp.ones((V, D))})
+
+
+def test_refused_under_tracing_too():
+    tx = lazy(optax.lamb(LR))
+    for init in (jax.jit(tx.init), lambda p: jax.eval_shape(tx.init, p)):
+        with pytest.raises(ValueError, match="scale_by_trust_ratio"):
+            init(PARAMS)
+    with pytest.raises(ValueError, match="optax.partition"):
+        tx.update(_grads(), optax.lamb(LR).init(PARAMS), PARAMS)

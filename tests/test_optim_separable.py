@@ -1,0 +1,170 @@
+"""Which transformations may be lifted, and by what name the others are refused."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from optimizers import CLIPPED_LAST, LR, REFUSED, SEPARABLE
+from sparsejax.optim import is_row_separable, lazy
+
+
+PARAMS = {"table": jnp.zeros((50, 6)), "bias": jnp.zeros(6)}
+ACCEPTED = {**SEPARABLE, **CLIPPED_LAST}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_separable(name):
+    assert is_row_separable(ACCEPTED[name]())
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_at_init(name):
+    make, named = REFUSED[name]
+    tx = make()
+    assert not is_row_separable(tx)
+    # Wide enough for what factors second moments; lookahead wants its own parameters.
+    params = jnp.zeros((300, 130))
+    with pytest.raises(ValueError, match=f"sparsejax.optim.lazy: .*{named}"):
+        lazy(tx).init({"table": params, "bias": jnp.zeros(130)})
+
+
+@pytest.mark.parametrize("junk", [None, 5, "adam", lambda x: x, optax.adam, optax])
+def test_is_row_separable_never_raises(junk):
+    assert not is_row_separable(junk)
+    assert not is_row_separable(junk, {"table": jnp.zeros((3, 2))})
+
+
+def test_transformations_that_raise_are_not_separable():
+    def update(updates, state, params=None):
+        raise RuntimeError("no such thing")
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    assert not is_row_separable(tx)
+    with pytest.raises(ValueError, match="cannot be run on rows.*no such thing"):
+        lazy(tx).init(PARAMS)
+
+
+def _user(update, init=lambda params: ()):
+    return optax.GradientTransformation(init, update)
+
+
+def mean_over_rows(updates, state, params=None):
+    return jax.tree.map(lambda g: g - jnp.mean(g, axis=0), updates), state
+
+
+def largest_row(updates, state, params=None):
+    largest = [jnp.max(jnp.abs(p)) for p in jax.tree.leaves(params)]
+    return updates, jnp.maximum(state, jnp.max(jnp.stack(largest)))
+
+
+def test_users_own_transformations_are_judged_and_named():
+    tx = optax.chain(optax.adam(LR), _user(mean_over_rows))
+    with pytest.raises(ValueError, match="mean_over_rows: the updates of the rows"):
+        lazy(tx).init(PARAMS)
+    tx = _user(largest_row, lambda params: jnp.zeros(()))
+    with pytest.raises(ValueError, match="largest_row: its state .* of all rows"):
+        lazy(tx).init(PARAMS)
+
+
+def test_extra_arguments_are_filled_in():
+    def update(updates, state, params=None, *, loss, **extra_args):
+        return jax.tree.map(lambda g: -loss * g, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    assert is_row_separable(optax.chain(optax.clip(1.0), tx))
+    assert is_row_separable(optax.polyak_sgd())
+    assert is_row_separable(
+        optax.chain(optax.adam(LR), optax.contrib.reduce_on_plateau())
+    )
+
+
+LABELS = {"table": "sparse", "kernel": "dense"}
+TREE = {"table": jnp.zeros((50, 6)), "kernel": jnp.zeros((80, 6))}
+
+
+def _partition(sparse, dense, labels=None):
+    return optax.partition({"sparse": sparse, "dense": dense}, labels or LABELS)
+
+
+def test_judged_leaf_by_leaf():
+    tx = _partition(optax.adam(LR), optax.lamb(LR))
+    assert is_row_separable(tx, TREE)
+    assert not is_row_separable(tx)  # needs this tree
+    assert not is_row_separable(_partition(optax.lamb(LR), optax.lars(LR)), TREE)
+    # The kernel has more rows, and what follows sees both.
+    clipped = optax.chain(tx, optax.clip_by_global_norm(1.0))
+    assert is_row_separable(clipped, TREE)
+    # A gradient may be held back where it is dense.
+    tx = _partition(optax.adam(LR), optax.apply_every(2))
+    assert is_row_separable(tx, TREE)
+
+
+def test_the_partition_to_blame_is_the_tables():
+    tx = _partition(optax.lamb(LR), optax.sm3(LR))
+    params = {"table": jnp.zeros((90, 6)), "kernel": jnp.zeros((80, 6))}
+    with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+        lazy(tx).init(params)
+
+
+def test_labels_may_be_a_function():
+    labels = lambda params: {k: LABELS[k] for k in params}
+    assert is_row_separable(_partition(optax.adam(LR), optax.lamb(LR), labels), TREE)
+
+
+def test_rank_one_counts_only_where_nothing_has_more():
+    # The bias could be lifted, the table could not: nobody reads a bias by rows.
+    tx = optax.partition(
+        {"no": optax.lamb(LR), "yes": optax.adam(LR)}, {"table": "no", "bias": "yes"}
+    )
+    assert not is_row_separable(tx, PARAMS)
+    assert is_row_separable(optax.adam(LR), {"bias": jnp.zeros(7)})
+    assert not is_row_separable(optax.lamb(LR), {"bias": jnp.zeros(7)})
+
+
+def test_judged_from_shapes_alone():
+    shapes = jax.eval_shape(lambda: TREE)
+    assert is_row_separable(_partition(optax.adam(LR), optax.lamb(LR)), shapes)
+    assert not is_row_separable(optax.lamb(LR), shapes)
+
+
+def test_judged_the_same_in_any_trace():
+    seen = []
+
+    def f(x):
+        seen.append(
+            (is_row_separable(optax.adam(2.0)), is_row_separable(optax.lamb(2.0)))
+        )
+        return jnp.sum(x)
+
+    jax.jit(f)(jnp.ones(3))
+    jax.vmap(f)(jnp.ones((2, 3)))
+    jax.grad(f)(jnp.ones(3))
+    jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones((2, 3)))
+    assert set(seen) == {(True, False)}
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_judged_the_same_in_shard_map(kind):
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("x")))
+    seen = []
+
+    def f(x):
+        seen.append(is_row_separable(optax.adam(3.0)))
+        return x
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(f, in_specs=jax.P("x"), out_specs=jax.P("x")))(x)
+        seen.append(is_row_separable(optax.adam(4.0)))
+    assert seen and all(seen)
+
+
+def test_many_leaves_cost_little():
+    # A compiler drops the arithmetic of leaves that are not tried.
+    params = {f"dense_{i}": jnp.zeros((3 + i % 5, 4)) for i in range(100)}
+    params["table"] = jnp.zeros((1000, 8))
+    assert is_row_separable(optax.chain(optax.clip(1.0), optax.adamw(LR)), params)

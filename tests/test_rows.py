@@ -1,0 +1,643 @@
+"""SelectedRows and concatenate, against the dense array that they stand for."""
+
+import functools
+import operator
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from cases import ROW_CASES, names
+from helpers import (
+    assert_same_bits,
+    assert_trees_close,
+    dense,
+    dense_rows,
+    in_range,
+    make_rows,
+)
+
+
+V = 7
+WIDE = [case for case in ROW_CASES if case.ids.dtype.itemsize >= 4]
+each_case = pytest.mark.parametrize("case", WIDE, ids=names(WIDE))
+
+
+# ------------------------------------------------------------------ every operation
+
+SOME_IDS = (3, 0, 0, 6, 100, -1, 2)
+
+
+def every_operation(a, array):
+    """All that a SelectedRows can do, as one program."""
+    ids = jnp.array(SOME_IDS)
+    merged, overflow = a.coalesce(capacity=2, return_overflow=True)
+    return {
+        "to_dense": a.to_dense(),
+        "coalesce": a.coalesce().to_dense(),
+        "coalesce wide": a.coalesce(capacity=a.capacity + 3).to_dense(),
+        "coalesce short": merged.get(merged.rows),
+        "overflow": overflow,
+        "get": a.get(ids),
+        "get matrix": a.get(ids[:6].reshape(3, 2)),
+        "get scalar": a.get(3),
+        "find": a.find(ids)[1],
+        "retain": a.retain(ids).to_dense(),
+        "map": a.map(lambda v: v * 2).to_dense(),
+        "astype": a.astype(jnp.float16).to_dense(),
+        "neg": (-a).to_dense(),
+        "scaled": (a * 2).to_dense(),
+        "scaled left": (jnp.float32(2) * a).to_dense(),
+        "divided": (a / 2).to_dense(),
+        "product": (a * (a + a)).to_dense(),
+        "a + a": (a + a).to_dense(),
+        "a - a * 3": (a - a * 3).to_dense(),
+        "array + a": array + a,
+        "a + array": a + array,
+        "array - a": array - a,
+        "a - array": a - array,
+        "concatenate": sj.concatenate([a, a, -a]).to_dense(),
+        "num_rows": a.num_rows(),
+    }
+
+
+jitted = jax.jit(every_operation)
+
+
+def every_operation_dense(rows, values, height, array):
+    d = dense(rows, values, height)
+    ids = np.array(SOME_IDS)
+    keep = in_range(rows, height)
+    named = np.unique(np.asarray(rows)[keep].astype(np.int64))
+    short = np.append(named, [height] * 2)[:2]
+    retained = np.isin(np.arange(height), ids).reshape(-1, *[1] * (d.ndim - 1))
+    return {
+        "to_dense": d,
+        "coalesce": d,
+        "coalesce wide": d,
+        "coalesce short": dense_rows(d, short),
+        "overflow": np.int32(max(len(named) - 2, 0)),
+        "get": dense_rows(d, ids),
+        "get matrix": dense_rows(d, ids[:6].reshape(3, 2)),
+        "get scalar": dense_rows(d, 3),
+        "find": np.isin(ids, named),
+        "retain": np.where(retained, d, 0),
+        "map": 2 * d,
+        "astype": d.astype(np.float16),
+        "neg": -d,
+        "scaled": 2 * d,
+        "scaled left": 2 * d,
+        "divided": d / 2,
+        "product": d * (d + d),
+        "a + a": d + d,
+        "a - a * 3": d - d * 3,
+        "array + a": array + d,
+        "a + array": array + d,
+        "array - a": array - d,
+        "a - array": d - array,
+        "concatenate": d,
+        "num_rows": np.int32(keep.sum()),
+    }
+
+
+def assert_all_equal(actual, expected):
+    items = expected.items() if isinstance(expected, dict) else enumerate(expected)
+    for name, want in items:
+        got = np.asarray(actual[name])
+        np.testing.assert_array_equal(got, want.astype(got.dtype), err_msg=str(name))
+        assert got.shape == want.shape, name
+
+
+@each_case
+def test_every_operation(case):
+    rows, height = case.padded, case.height
+    a, values = make_rows(rows, height)
+    array = np.arange(height * 3, dtype=np.float32).reshape(a.shape)
+    expected = every_operation_dense(rows, values, height, array)
+    assert_all_equal(jitted(a, jnp.asarray(array)), expected)
+
+
+@pytest.mark.parametrize("row_shape", [(), (1,), (2, 3), (0,)])
+def test_every_operation_on_rows_of_any_rank(row_shape):
+    rows = np.array([4, 0, 4, 7, -1, 2])
+    a, values = make_rows(rows, V, row_shape)
+    array = np.ones((V, *row_shape), np.float32)
+    expected = every_operation_dense(rows, values, V, array)
+    assert_all_equal(jitted(a, jnp.asarray(array)), expected)
+    assert a.shape == (V, *row_shape) and a.ndim == 1 + len(row_shape)
+
+
+def test_outside_jit_and_with_numpy():
+    rows = [4, 0, 4, 7]
+    a, values = make_rows(rows, V)
+    d, array = dense(rows, values, V), np.ones((V, 3), np.float32)
+    equal = np.testing.assert_array_equal
+    equal(a.to_dense(), d)
+    equal(a.coalesce().to_dense(), d)
+    equal(a.get([4, -1, 3]), dense_rows(d, [4, -1, 3]))
+    equal(a.retain(np.array(4)).to_dense(), np.where(np.arange(V)[:, None] == 4, d, 0))
+    equal((a * np.float32(2) + a).to_dense(), 3 * d)
+    for got, want in ((array + a, array + d), (a - array, d - array)):
+        equal(got, want)
+        assert isinstance(got, jax.Array)
+
+
+def test_every_operation_with_64_bit_ids(x64):
+    rows = np.array([4, 0, 4, 7, -1, 2**32 + 2], np.int64)
+    a, values = make_rows(rows, V)
+    assert a.rows.dtype == np.int64 and a.dtype == np.float32
+    array = jnp.ones((V, 3), jnp.float32)
+    actual = jitted(a, array)
+    assert_all_equal(actual, every_operation_dense(rows, values, V, np.asarray(array)))
+    floats = {k: x.dtype for k, x in actual.items() if k not in ("find", "astype")}
+    counts = floats.pop("num_rows"), floats.pop("overflow")
+    assert set(counts) == {np.dtype(np.int32)}
+    assert set(floats.values()) == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("ids_dtype", ["int8", "int16", "uint8", "uint32"])
+def test_ids_of_narrow_and_unsigned_types(ids_dtype):
+    rows = np.array([44, 3, 44, 120, 100], ids_dtype)
+    a, values = make_rows(rows, 100)
+    d = dense(rows, values, 100)
+    # 300 is 44 to an int8 or uint8.
+    ids = jnp.array([300, 44, -1, 3, 256 + 44, 99])
+
+    @jax.jit
+    def run(a):
+        some, none = a.retain(ids), a.retain([300])
+        return a.to_dense(), a.get(ids), some.to_dense(), none.to_dense(), a.num_rows()
+
+    assert_all_equal(run(a), (d, dense_rows(d, ids), d, 0 * d, np.int32(3)))
+
+
+def test_ids_too_narrow_for_the_height_are_widened():
+    a = sj.SelectedRows(jnp.array([255, 3], jnp.uint8), jnp.ones((2,)), 300)
+    assert a.rows.dtype == jnp.int32
+    assert a.coalesce().rows.tolist() == [3, 255]
+    kept = sj.SelectedRows(jnp.array([254, 3], jnp.uint8), jnp.ones((2,)), 255)
+    assert kept.rows.dtype == jnp.uint8
+    assert kept.coalesce(4).rows.tolist() == [3, 254, 255, 255]
+
+
+def test_numpy_ids_of_64_bits_are_never_cut():
+    rows = np.array([2**40 + 1, 2, -(2**40) + 3], np.int64)
+    a = sj.SelectedRows(rows, jnp.ones((3, 2)), V)
+    assert a.num_rows() == 1
+    assert a.get(np.array([2**40 + 2, 2])).tolist() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("capacity,height", [(0, V), (0, 0), (3, 0)])
+def test_nothing_stored(capacity, height):
+    rows = jnp.full((capacity,), height)
+    a = sj.SelectedRows(rows, jnp.full((capacity, 2), jnp.nan), height)
+    assert a.num_rows() == 0 and a.capacity == capacity
+    assert_trees_close(a.to_dense(), jnp.zeros((height, 2)))
+    assert a.coalesce().capacity == 0
+    assert_trees_close(a.get([0, 5]), jnp.zeros((2, 2)))
+    assert_trees_close(a.retain([0]).to_dense(), a.to_dense())
+    assert_trees_close(jnp.ones((height, 2)) + a, jnp.ones((height, 2)))
+    assert sj.SelectedRows([], jnp.ones((0, 2)), height).rows.dtype == jnp.int32
+
+
+# ------------------------------------------------------------------ properties
+
+SLOTS = 6
+ids_strategy = st.lists(st.integers(-2, V + 2), min_size=SLOTS, max_size=SLOTS)
+seeds = st.integers(0, 2**16)
+
+
+@functools.cache
+def properties():
+    """One program, compiled once for all examples."""
+
+    def run(a, b, ids):
+        c = a.coalesce()
+        return {
+            "dense": a.to_dense(),
+            "merged": c,
+            "twice": c.coalesce(),
+            "get": a.get(ids),
+            "retain": a.retain(ids).to_dense(),
+            "sum": (a + b).to_dense(),
+            "difference": (a - b).to_dense(),
+            "product": (a * b).to_dense(),
+            "onto": b.to_dense() + a,
+        }
+
+    return jax.jit(run)
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(ids_strategy, ids_strategy, ids_strategy, seeds)
+def test_properties(rows_a, rows_b, ids, seed):
+    a, va = make_rows(rows_a, V, seed=seed)
+    b, vb = make_rows(rows_b, V, seed=seed + 1)
+    da, db = dense(rows_a, va, V), dense(rows_b, vb, V)
+    out = properties()(a, b, jnp.array(ids))
+    equal = np.testing.assert_array_equal
+
+    equal(out["dense"], da)
+    equal(out["get"], dense_rows(da, ids))
+    equal(out["retain"], np.where(np.isin(np.arange(V), ids)[:, None], da, 0))
+    equal(out["sum"], da + db)
+    equal(out["difference"], da - db)
+    equal(out["product"], da * db)
+    equal(out["onto"], da + db)
+
+    named = sorted({r for r in rows_a if 0 <= r < V})
+    merged = out["merged"]
+    equal(merged.rows, named + [V] * (merged.capacity - len(named)))
+    equal(merged.values, dense_rows(da, merged.rows))
+    assert_trees_close(out["twice"], merged, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------ coalesce
+
+
+def test_coalesce_keeps_rows_whose_sum_is_zero():
+    a = sj.SelectedRows(jnp.array([2, 2, 5]), jnp.array([1.0, -1.0, 0.0]), V)
+    assert a.coalesce().rows.tolist() == [2, 5, V]
+    assert a.coalesce().num_rows() == 2
+
+
+def test_coalesce_gives_equal_bits():
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.integers(0, 5, 200))
+    values = jnp.asarray(rng.normal(size=(200, 3)), jnp.float32)
+    a = sj.SelectedRows(rows, values, 5)
+    first = jax.jit(sj.SelectedRows.coalesce)(a)
+    for _ in range(3):
+        again = jax.jit(lambda a: a.coalesce())(a)
+        assert_same_bits(again.values, first.values)
+    # Summed in the order of the slots.
+    expected = np.zeros((5, 3), np.float32)
+    np.add.at(expected, np.asarray(rows), np.asarray(values))
+    assert_same_bits(first.values, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_duplicates_of_narrow_floats_are_summed_in_float32(dtype):
+    # One by one, 256 + 1 is 256 in bfloat16, and 2048 + 1 is 2048 in float16.
+    big = 256 if dtype == "bfloat16" else 2048
+    values = jnp.array([big] + [1] * big, dtype)[:, None]
+    a = sj.SelectedRows(jnp.zeros((big + 1,), jnp.int32), values, 2)
+
+    @jax.jit
+    def sums(a):
+        zeros = jnp.zeros(a.shape, dtype)
+        return a.coalesce().values, a.to_dense(), a.get([0]), zeros + a, a - zeros
+
+    for got in sums(a):
+        assert got.dtype == dtype and got[0, 0] == 2 * big
+    table = jnp.full((2, 1), big, dtype)
+    assert (table + a)[0, 0] == 3 * big
+
+
+def test_float32_updates_of_a_bfloat16_table_round_once():
+    table = jnp.ones((3, 2), jnp.bfloat16)
+    a = sj.SelectedRows(jnp.array([1, 1, 1, 3]), jnp.full((4, 2), 2.0**-9), 3)
+    out = table + a
+    assert out.dtype == jnp.bfloat16
+    expected = (table.astype(jnp.float32) + a.to_dense()).astype(jnp.bfloat16)
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "float64", "complex64"])
+def test_other_dtypes_stay(dtype, x64):
+    values = jnp.array([[1], [2], [3]], dtype)
+    a = sj.SelectedRows(jnp.array([1, 0, 1]), values, 3)
+    zeros = jnp.zeros((3, 1), dtype)
+    for got in jax.jit(lambda a: (a.to_dense(), zeros + a, a.coalesce().to_dense()))(a):
+        assert got.dtype == dtype
+        assert got[:, 0].tolist() == [2, 4, 0]
+    assert (a * 2).dtype == dtype
+
+
+OVERFLOW = r"coalesce: 3 distinct rows do not fit into capacity=2\. Give at least 3"
+
+
+def test_coalesce_overflow():
+    rows = jnp.array([4, 0, 6, 4, V])
+    a = sj.SelectedRows(rows, jnp.ones((5, 2)), V)
+    with pytest.raises(ValueError, match=OVERFLOW):
+        a.coalesce(capacity=2)
+    inside = jax.jit(lambda a: a.coalesce(capacity=2))(a)
+    assert np.isnan(inside.values).all() and inside.rows.tolist() == [0, 4]
+    assert np.isfinite(jax.jit(lambda a: a.coalesce(capacity=3))(a).values).all()
+
+    left, overflow = a.coalesce(capacity=2, return_overflow=True)
+    assert overflow.dtype == jnp.int32 and overflow == 1
+    assert left.rows.tolist() == [0, 4]
+    assert left.values.tolist() == [[1, 1], [2, 2]]
+    _, none = a.coalesce(capacity=3, return_overflow=True)
+    assert none == 0
+    empty, all_of_them = a.coalesce(capacity=0, return_overflow=True)
+    assert all_of_them == 3 and empty.capacity == 0
+
+
+def test_overflow_of_integers_cannot_be_told_inside_jit():
+    a = sj.SelectedRows(jnp.array([4, 0]), jnp.ones((2, 2), jnp.int32), V)
+    with pytest.raises(ValueError, match="int32 values have no NaN.*return_overflow"):
+        jax.jit(lambda a: a.coalesce(capacity=1))(a)
+    with pytest.raises(ValueError, match="do not fit"):
+        a.coalesce(capacity=1)
+    out, overflow = jax.jit(lambda a: a.coalesce(1, return_overflow=True))(a)
+    assert out.rows.tolist() == [0] and overflow == 1
+
+
+@pytest.mark.parametrize("capacity", [-1, 2.5, "3", [3]])
+def test_capacity_must_be_a_static_int(capacity):
+    a = sj.SelectedRows(jnp.array([1]), jnp.ones((1,)), V)
+    with pytest.raises(ValueError, match="coalesce: capacity must be a static"):
+        a.coalesce(capacity=capacity)
+    with pytest.raises(ValueError, match="from_dense: capacity must be a static"):
+        sj.SelectedRows.from_dense(jnp.ones((3,)), capacity=capacity)
+
+
+def test_capacity_cannot_be_traced():
+    a = sj.SelectedRows(jnp.array([1]), jnp.ones((1,)), V)
+    with pytest.raises(ValueError, match="capacity must be a static"):
+        jax.jit(lambda a, n: a.coalesce(capacity=n))(a, 1)
+    int_: Any = np.int64(4)
+    assert a.coalesce(capacity=int_).capacity == 4
+
+
+# ------------------------------------------------------------------ from_dense
+
+
+def test_from_dense():
+    x = jnp.array([[0.0, 0.0], [0.0, 2.0], [0.0, 0.0], [jnp.nan, 0.0]])
+    a = sj.SelectedRows.from_dense(x)
+    assert a.rows.tolist() == [1, 3] and a.height == 4
+    assert_trees_close(a.to_dense(), x)
+
+    inside = jax.jit(sj.SelectedRows.from_dense)(x)
+    assert inside.rows.tolist() == [1, 3, 4, 4]
+    assert_trees_close(inside.to_dense(), x)
+
+    wide = sj.SelectedRows.from_dense(x, capacity=3)
+    assert wide.rows.tolist() == [1, 3, 4] and wide.values[2].tolist() == [0, 0]
+    with pytest.raises(ValueError, match="from_dense: 2 distinct rows do not fit"):
+        sj.SelectedRows.from_dense(x, capacity=1)
+    short = jax.jit(lambda x: sj.SelectedRows.from_dense(x, capacity=1))(x)
+    assert np.isnan(short.values).all()
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 2, 3), (0, 3), (5, 0)])
+def test_from_dense_of_other_shapes(shape):
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 3
+    a = sj.SelectedRows.from_dense(x)
+    assert a.shape == shape
+    np.testing.assert_array_equal(a.to_dense(), x)
+
+
+def test_from_dense_of_a_scalar():
+    with pytest.raises(ValueError, match="a scalar has no rows"):
+        sj.SelectedRows.from_dense(jnp.float32(1))
+
+
+# ------------------------------------------------------------------ empty slots
+
+
+def test_empty_slots_may_hold_anything():
+    rows = np.array([4, V, 0, -1, 4, V + 5])
+    array = jnp.ones((V, 3))
+    clean = jitted(make_rows(rows, V, garbage=0)[0], array)
+    for garbage in (np.nan, np.inf, 3e38):
+        assert_trees_close(jitted(make_rows(rows, V, garbage=garbage)[0], array), clean)
+
+
+def test_empty_slots_get_no_gradient():
+    a, _ = make_rows(np.array([4, V, 0, -1, 4]), V)
+    x = jnp.arange(V * 3, dtype=jnp.float32).reshape(V, 3)
+
+    def loss(values):
+        b = sj.SelectedRows(a.rows, values, V)
+        parts = (
+            (x + b) * x,
+            b.coalesce().map(jnp.sin).to_dense(),
+            b.get(jnp.array([4, 9])),
+            b.retain([4]).to_dense(),
+        )
+        return sum(jnp.sum(part) for part in parts)
+
+    grad = jax.jit(jax.grad(loss))(a.values)
+    assert np.isfinite(grad).all()
+    assert (grad[np.array([1, 3])] == 0).all() and (grad[0] != 0).all()
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def test_python_sum():
+    a, values = make_rows([4, 0, 4], V)
+    d = dense([4, 0, 4], values, V)
+    total: Any = sum([a, a, a])
+    np.testing.assert_array_equal(total.to_dense(), 3 * d)
+    np.testing.assert_array_equal((a - 0).to_dense(), d)
+    np.testing.assert_array_equal((0 - a).to_dense(), -d)
+    np.testing.assert_array_equal((0.0 + a).to_dense(), d)
+
+
+@pytest.mark.parametrize(
+    "scalar", [3, 2.0, np.float32(3), np.int32(3), jnp.float32(3), np.array(3.0)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_scalars_do_not_widen(scalar, dtype, x64):
+    values = jnp.array([[1.0], [2.0], [4.0]], dtype)
+    a = sj.SelectedRows(jnp.array([1, 0, 1]), values, V)
+    plain = np.array([1.0, 2.0, 4.0])
+    for got, want in (
+        (a * scalar, plain * float(scalar)),
+        (a / scalar, plain / float(scalar)),
+    ):
+        assert_trees_close(got.values[:, 0], jnp.asarray(want, dtype))
+    assert (scalar * a).dtype == dtype
+
+
+def test_traced_scalars():
+    a, values = make_rows([4, 0, 4], V)
+    got = jax.jit(lambda a, s: s * a / s * s)(a, jnp.float32(2))
+    np.testing.assert_array_equal(got.to_dense(), 2 * dense([4, 0, 4], values, V))
+
+
+def test_sums_and_products_promote():
+    a = sj.SelectedRows(jnp.array([1, 1]), jnp.ones((2, 1), jnp.bfloat16), 3)
+    b = sj.SelectedRows(jnp.array([1], jnp.int8), jnp.ones((1, 1), jnp.float32), 3)
+    assert (a + b).dtype == jnp.float32 and (a * b).dtype == jnp.float32
+    assert (a + b).to_dense()[:, 0].tolist() == [0, 3, 0]
+    assert (a * b).to_dense()[:, 0].tolist() == [0, 2, 0]
+    assert (b - a).to_dense()[:, 0].tolist() == [0, -1, 0]
+    # An array keeps its type, as with array.at[...].add.
+    assert (jnp.ones((3, 1), jnp.bfloat16) + b).dtype == jnp.bfloat16
+    assert (jnp.ones((3, 1), jnp.float32) - a).dtype == jnp.float32
+
+
+def test_concatenate():
+    a, va = make_rows([4, 0, 4], V)
+    b, vb = make_rows([V, 2], V, seed=1)
+    c = sj.concatenate((a, b))
+    assert c.capacity == 5 and c.rows.tolist() == [4, 0, 4, V, 2]
+    np.testing.assert_array_equal(
+        c.to_dense(), dense([4, 0, 4], va, V) + dense([V, 2], vb, V)
+    )
+    assert sj.concatenate([a]) is a
+    wide = sj.concatenate([a, b.astype(jnp.bfloat16)])
+    assert wide.dtype == jnp.float32
+
+
+def test_arithmetic_errors():
+    a, _ = make_rows([4, 0], V)
+    other, _ = make_rows([4, 0], V + 1)
+    array = jnp.ones((V, 3))
+    raises = lambda kind, match: pytest.raises(kind, match=match)
+    for op in (operator.add, operator.sub):
+        for thing in ("x", None, [1]):
+            with raises(TypeError, "unsupported operand|can only concatenate"):
+                op(a, thing)
+            with raises(TypeError, "unsupported operand|can only concatenate"):
+                op(thing, a)
+        with raises(TypeError, r"adding a scalar would change all 7 rows.*to_dense"):
+            op(a, 1)
+        with raises(TypeError, "adding a scalar"):
+            op(jnp.float32(1), a)
+        with raises(ValueError, r"\(7, 3\) and \(8, 3\) differ"):
+            op(a, other)
+        with raises(ValueError, r"array \+ SelectedRows: shapes \(3,\) and \(7, 3\)"):
+            op(jnp.ones((3,)), a)
+    with raises(TypeError, r"array of shape \(7, 3\): only scalars scale"):
+        _ = a * array
+    with raises(TypeError, "only scalars scale"):
+        _ = array * a
+    with raises(TypeError, "only scalars scale"):
+        _ = a / array
+    with raises(ValueError, "differ"):
+        _ = a * other
+    for numerator in (1, array, a):
+        with raises(TypeError, r"infinite there.*\.map"):
+            _ = numerator / a
+    for op in (operator.mul, operator.truediv):
+        with raises(TypeError, "unsupported operand|can't multiply"):
+            op(a, "x")
+    with raises(ValueError, "needs at least one SelectedRows"):
+        sj.concatenate([])
+    with raises(TypeError, "found .*Array.*from_dense"):
+        sj.concatenate([a, array])
+    with raises(ValueError, r"concatenate: shapes \(7, 3\) and \(8, 3\) differ"):
+        sj.concatenate([a, other])
+
+
+# ------------------------------------------------------------------ making one
+
+
+def test_maker_errors():
+    values = jnp.ones((2, 3))
+    make_: Any = sj.SelectedRows
+    with pytest.raises(TypeError, match=r"rows must be integers.*float32.*use \.map"):
+        make_(jnp.array([1.0, 2.0]), values, V)
+    with pytest.raises(TypeError, match="rows must be integers.*bool"):
+        make_(jnp.array([True, False]), values, V)
+    with pytest.raises(ValueError, match=r"\(2, 1\) and \(2, 3\).*jax\.vmap"):
+        make_(jnp.ones((2, 1), jnp.int32), values, V)
+    with pytest.raises(ValueError, match=r"\(3,\) and \(2, 3\)"):
+        make_(jnp.array([1, 2, 3]), values, V)
+    with pytest.raises(ValueError, match="rows must have shape"):
+        make_(jnp.array([1]), jnp.float32(1), V)
+    with pytest.raises(TypeError, match="height must be an int, got 7.5"):
+        make_(jnp.array([1, 2]), values, 7.5)
+    with pytest.raises(ValueError, match="height must not be negative, got -1"):
+        make_(jnp.array([1, 2]), values, -1)
+    with pytest.raises(TypeError, match="height must be an int"):
+        jax.jit(lambda h: make_(jnp.array([1, 2]), values, h))(7)
+    with pytest.raises(ValueError, match="needs int64 ids: set jax_enable_x64"):
+        make_(jnp.array([1, 2]), values, 2**31)
+
+
+def test_a_height_beyond_32_bits(x64):
+    a = sj.SelectedRows(jnp.array([2**33, 2**33, 5]), jnp.ones((3, 1)), 2**33 + 2)
+    assert a.coalesce().rows.tolist() == [5, 2**33, 2**33 + 2]
+    assert a.get([2**33, 2**33 + 1, 2**33 + 2])[:, 0].tolist() == [2, 0, 0]
+    small = sj.SelectedRows(jnp.array([5], jnp.int32), jnp.ones((1, 1)), 2**33)
+    assert small.rows.dtype == jnp.int64
+
+
+def test_errors_of_get_retain_and_map():
+    a, _ = make_rows([4, 0], V)
+    with pytest.raises(TypeError, match=r"SelectedRows\.get: ids must be integers"):
+        a.get(jnp.array([1.0]))
+    with pytest.raises(TypeError, match=r"SelectedRows\.retain: ids must be integers"):
+        a.retain([1.0])
+    with pytest.raises(ValueError, match=r"must keep the first axis, 2 slots.*\(3,\)"):
+        a.map(lambda v: v[0])
+    assert a.get([]).shape == (0, 3)
+    assert a.retain([]).num_rows() == 0
+    assert a.map(lambda v: v[:, 0]).shape == (V,)
+
+
+def test_nothing_densifies_silently():
+    a: Any = make_rows([4, 0], V)[0]
+    for f in (np.asarray, jnp.asarray, np.array, np.ravel, jnp.array):
+        with pytest.raises(TypeError, match=r"shape \(7, 3\).*call \.to_dense\(\)"):
+            f(a)
+    for f in (jnp.sum, jnp.sin, np.sin, lambda a: np.ones((V, 3)) @ a, operator.abs):
+        with pytest.raises(TypeError):
+            f(a)
+    with pytest.raises(TypeError):
+        a[0]
+    with pytest.raises(TypeError):
+        list(a)
+
+
+def test_repr():
+    a = sj.SelectedRows(jnp.array([4, V, 0]), jnp.ones((3, 2)), V)
+    assert repr(a) == (
+        "SelectedRows(rows=[4 - 0], values=float32[3,2], height=7, num_rows=2)"
+    )
+    long = sj.SelectedRows(jnp.arange(20), jnp.ones((20,)), 99)
+    assert "rows=[0 1 2 3 4 5 6 7 ...]" in repr(long)
+    spec = jax.eval_shape(lambda a: a, a)
+    assert repr(spec) == ("SelectedRows(rows=int32[3], values=float32[3,2], height=7)")
+    seen = []
+    jax.jit(lambda a: seen.append(repr(a)))(a)
+    assert seen == [repr(spec)]
+    placeholders = jax.tree.map(lambda _: None, a)
+    assert repr(placeholders) == "SelectedRows(rows=None, values=None, height=7)"
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def test_gradients(x64):
+    rng = np.random.default_rng(0)
+    rows = jnp.array([4, 0, 4, V, 2, -1])
+    values = jnp.asarray(rng.normal(size=(6, 2)))
+    array = jnp.asarray(rng.normal(size=(V, 2)))
+    ids = jnp.array([[4, 2], [9, 4]])
+    make_ = lambda v: sj.SelectedRows(rows, v, V)
+
+    def everything(v):
+        a = make_(v)
+        return (
+            a.to_dense(),
+            a.coalesce().values,
+            a.coalesce(4, return_overflow=True)[0].values,
+            a.coalesce(4).values,
+            a.get(ids),
+            a.retain(ids).values,
+            array + a,
+            array - a * 3,
+            (a * make_(v * 2)).values,
+            sj.concatenate([a, make_(2 * v)]).coalesce().values,
+            sj.SelectedRows.from_dense(v + 5, capacity=6).values,
+        )
+
+    check_grads(jax.jit(everything), (values,), order=1, modes=("fwd", "rev"))
+    square = lambda x, v: (x + make_(v) * make_(v)) ** 2
+    check_grads(jax.jit(square), (array, values), order=2)

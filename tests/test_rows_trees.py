@@ -1,0 +1,264 @@
+"""SelectedRows as a pytree: under JAX's transformations and in other libraries."""
+
+import copy
+import operator
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import (
+    assert_in_place,
+    assert_no_dense,
+    assert_trees_close,
+    count_traces,
+    dense,
+    make_rows,
+)
+
+
+V = 7
+apply_updates: Any = optax.apply_updates
+
+
+# ------------------------------------------------------------------ transformations
+
+
+def two_and_their_batch():
+    rows = [[4, 0, 4], [V, 1, 1]]
+    parts = [make_rows(r, V, seed=i)[0] for i, r in enumerate(rows)]
+    return parts, jax.tree.map(lambda *x: jnp.stack(x), *parts)
+
+
+def several_operations(a, array):
+    ids = jnp.array([3, 0, 4, 100, -1])
+    return {
+        "coalesce": a.coalesce(),
+        "get": a.get(ids),
+        "retain": a.retain(ids),
+        "sum": (a * 2 - a).to_dense(),
+        "product": a * a,
+        "added": array + a,
+        "num_rows": a.num_rows(),
+    }
+
+
+def test_vmap():
+    parts = [
+        make_rows(rows, V, seed=i)[0] for i, rows in enumerate([[4, 0, 4], [V, 1, 1]])
+    ]
+    batch = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    array = jnp.ones((V, 3))
+    got = jax.jit(jax.vmap(several_operations, (0, None)))(batch, array)
+    for i, part in enumerate(parts):
+        expected = jax.jit(several_operations)(part, array)
+        assert_trees_close(jax.tree.map(operator.itemgetter(i), got), expected)
+    # Overflow in one of a batch is that one's.
+    short = jax.vmap(lambda a: a.coalesce(capacity=1))(batch)
+    assert np.isnan(short.values[0]).all() and np.isfinite(short.values[1]).all()
+
+
+def test_scan():
+    parts = [
+        make_rows(rows, V, seed=i)[0] for i, rows in enumerate([[4, 0, 4], [V, 1, 1]])
+    ]
+    batch = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+
+    @jax.jit
+    def run(table, batch):
+        def body(carry, a):
+            table, last = carry
+            return (table + a, a.coalesce()), a.get([4, 1])
+
+        start = jax.tree.map(lambda x: x[0], batch)
+        return jax.lax.scan(body, (table, start), batch)
+
+    (table, last), got = run(jnp.zeros((V, 3)), batch)
+    assert_trees_close(table, parts[0].to_dense() + parts[1].to_dense())
+    assert_trees_close(last, parts[1].coalesce())
+    assert_trees_close(got, jnp.stack([p.get([4, 1]) for p in parts]))
+
+
+def test_cond_and_while():
+    a, values = make_rows([4, 0, 4], V)
+    d = dense([4, 0, 4], values, V)
+    pick = jax.jit(lambda p, a: jax.lax.cond(p, lambda a: a * 2, lambda a: -a, a))
+    np.testing.assert_array_equal(pick(True, a).to_dense(), 2 * d)
+    np.testing.assert_array_equal(pick(False, a).to_dense(), -d)
+    double = lambda a: jax.lax.fori_loop(0, 3, lambda _, a: a * 2.0, a)
+    np.testing.assert_array_equal(double(a).to_dense(), 8 * d)
+
+
+def test_one_trace_per_shape_and_height():
+    f = count_traces(lambda a: a.coalesce() * 2)
+    g = jax.jit(f)
+    for rows in ([4, 0], [1, V], [2, 2]):
+        g(make_rows(rows, V)[0])
+    assert f.count == 1
+    g(make_rows([4, 0], V + 1)[0])
+    assert f.count == 2
+
+
+def test_eval_shape():
+    a, _ = make_rows([4, 0, 4], V)
+    spec = jax.eval_shape(lambda a: (a + a).coalesce(capacity=4), a)
+    assert isinstance(spec, sj.SelectedRows)
+    assert spec.shape == (V, 3) and spec.capacity == 4 and spec.dtype == jnp.float32
+    assert isinstance(spec.values, jax.ShapeDtypeStruct)
+    struct = jax.ShapeDtypeStruct
+    made = sj.SelectedRows(struct((4,), jnp.int32), struct((4, 3), jnp.float32), V)
+    assert jax.tree.structure(made) == jax.tree.structure(a)
+    assert jax.eval_shape(lambda a: a.to_dense(), made).shape == (V, 3)
+
+
+def test_it_is_a_pytree():
+    a, _ = make_rows([4, 0, 4], V)
+    paths = jax.tree_util.tree_leaves_with_path({"t": a})
+    assert [jax.tree_util.keystr(p) for p, _ in paths] == ["['t'].rows", "['t'].values"]
+    leaves, treedef = jax.tree.flatten(a)
+    assert_trees_close(jax.tree.unflatten(treedef, leaves), a)
+    assert jax.tree.structure(a) != jax.tree.structure(make_rows([4, 0, 4], V + 1)[0])
+    # Code that rebuilds trees puts anything into them.
+    for placeholder in (object(), None, "x", 3):
+        rebuilt = jax.tree.unflatten(treedef, [placeholder] * 2)
+        assert rebuilt.rows is placeholder and rebuilt.height == V
+    with pytest.raises(TypeError, match="changed the ids too"):
+        jax.tree.map(lambda x: x.astype(float), a).map(lambda v: v)
+
+
+def test_it_is_frozen():
+    a, _ = make_rows([4, 0], V)
+    with pytest.raises(AttributeError):
+        a.height = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_pickle_and_copy():
+    a, _ = make_rows([4, V, 4], V)
+    for b in (pickle.loads(pickle.dumps(a)), copy.copy(a), copy.deepcopy(a)):
+        assert isinstance(b, sj.SelectedRows)
+        assert_trees_close(b, a)
+        assert (b.height, b.shape) == (a.height, a.shape)
+
+
+# ------------------------------------------------------------------ size and place
+
+BIG = 1009
+
+
+def test_nothing_of_the_tables_size():
+    rows = jnp.array([4, 0, 4, BIG])
+    a = sj.SelectedRows(rows, jnp.ones((4, 3)), BIG)
+    b = sj.SelectedRows(rows, jnp.ones((4, 3), jnp.bfloat16), BIG)
+
+    def run(a, b):
+        ids = jnp.array([1, 4])
+        product = (a * 2 + -b / 3) * a
+        return a.coalesce(), product, a.get(ids), a.retain(ids), a.num_rows()
+
+    assert_no_dense(run, a, b)
+    array = jnp.ones((BIG, 3))
+    assert_no_dense(operator.add, array, a, allow=("scatter-add",))
+    assert_no_dense(operator.sub, array.astype(jnp.bfloat16), b, allow=("scatter",))
+    with pytest.raises(AssertionError, match="of a table's size"):
+        assert_no_dense(lambda x, a: x + a.to_dense(), array, a)
+
+
+def test_added_in_place():
+    a = sj.SelectedRows(jnp.array([4, 0, 4, BIG]), jnp.ones((4, 3)), BIG)
+    assert_in_place(operator.add, jnp.ones((BIG, 3)), a)
+    assert_in_place(operator.sub, jnp.ones((BIG, 3)), a)
+    apply = lambda p, u: apply_updates({"t": p}, {"t": u})["t"]
+    assert_in_place(apply, jnp.ones((BIG, 3)), a)
+
+
+# ------------------------------------------------------------------ other libraries
+
+
+@pytest.mark.loose_promotion
+def test_optax_apply_updates():
+    a, values = make_rows([4, 0, V, 4], V)
+    params = {"table": jnp.ones((V, 3)), "bias": jnp.zeros((2,))}
+    updates = {"table": a, "bias": jnp.ones((2,))}
+    got = jax.jit(apply_updates)(params, updates)
+    np.testing.assert_array_equal(got["table"], 1 + dense([4, 0, V, 4], values, V))
+    assert got["bias"].tolist() == [1, 1]
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert apply_updates(half, updates)["table"].dtype == jnp.bfloat16
+
+
+def test_in_a_flax_struct():
+    struct = pytest.importorskip("flax.struct")
+    serialization = pytest.importorskip("flax.serialization")
+
+    @struct.dataclass
+    class State:
+        step: int
+        pulled: sj.SelectedRows
+
+    a, values = make_rows([4, 0, 4], V)
+    step = jax.jit(lambda s: s.replace(step=s.step + 1, pulled=s.pulled * 2))
+    state = step(State(0, a))
+    assert state.step == 1
+    want = 2 * dense([4, 0, 4], values, V)
+    np.testing.assert_array_equal(state.pulled.to_dense(), want)
+    # To flax's serialization it is a leaf, that goes through unharmed.
+    saved = serialization.to_state_dict(state)
+    restored = serialization.from_state_dict(State(0, a), saved)
+    assert_trees_close(restored.pulled, state.pulled)
+
+
+@pytest.mark.loose_promotion
+def test_in_a_flax_train_state():
+    train_state = pytest.importorskip("flax.training.train_state")
+    params = {"table": jnp.ones((V, 3))}
+    state = train_state.TrainState.create(
+        apply_fn=lambda p: p, params=params, tx=optax.identity()
+    )
+    a, values = make_rows([4, 0, 4], V)
+    state = jax.jit(lambda s, a: s.apply_gradients(grads={"table": a}))(state, a)
+    want = 1 + dense([4, 0, 4], values, V)
+    np.testing.assert_array_equal(state.params["table"], want)
+
+
+@pytest.mark.loose_promotion
+def test_in_an_equinox_module():
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        pulled: sj.SelectedRows
+        name: str
+
+    a, values = make_rows([4, 0, 4], V)
+    model = Model(a, "m")
+    double = eqx.filter_jit(lambda m: Model(m.pulled * 2, m.name))(model)
+    want = 2 * dense([4, 0, 4], values, V)
+    np.testing.assert_array_equal(double.pulled.to_dense(), want)
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    assert arrays.pulled.rows is None and rest.pulled.values is None
+    assert_trees_close(eqx.combine(arrays, rest).pulled, a)
+    grads = eqx.filter_grad(lambda m: jnp.sum(m.pulled.to_dense()))(model)
+    assert grads.pulled.values.tolist() == [[1.0] * 3] * 3
+    moved = eqx.tree_at(lambda m: m.pulled.values, model, jnp.zeros((3, 3)))
+    assert not moved.pulled.to_dense().any()
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.filterwarnings("ignore")  # what orbax warns of is not ours
+def test_orbax_round_trip(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    a, _ = make_rows([4, V, 4], V, garbage=0)
+    tree = {"grads": a, "step": jnp.int32(3)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", tree)
+        checkpointer.wait_until_finished()
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+        )
+        restored = checkpointer.restore(tmp_path / "state", like)
+    assert_trees_close(restored, tree)
+    assert restored["grads"].height == V

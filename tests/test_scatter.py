@@ -1,0 +1,478 @@
+"""scatter_assign and scatter_weighted_sum, against a loop and against Caffe2."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from cases import ID_CASES, names
+from helpers import (
+    assert_in_place,
+    assert_no_dense,
+    assert_same_bits,
+    assert_trees_close,
+    eqns_of,
+    run_jitted,
+)
+
+
+V, D = 7, 3
+each_case = pytest.mark.parametrize("case", ID_CASES, ids=names(ID_CASES))
+
+
+# ------------------------------------------------------------------ the oracles
+
+
+def flat(table, rows, values):
+    """Pairs of a row in range, as a Python int, and its values."""
+    rows = np.asarray(rows).reshape(-1).tolist()
+    values = np.asarray(values).reshape(len(rows), *table.shape[1:])
+    return [(r, v) for r, v in zip(rows, values) if 0 <= r < table.shape[0]]
+
+
+def assigned(table, rows, values):
+    """For each row of `table`, all that it may be afterwards."""
+    may_be = [[row] for row in np.asarray(table)]
+    for seen in range(len(may_be)):
+        named = [v for r, v in flat(table, rows, values) if r == seen]
+        may_be[seen] = named or may_be[seen]
+    return may_be
+
+
+def weighted_sum(table, w0, rows, *pairs):
+    out = np.asarray(table, np.float64).copy()
+    named = {r for r, _ in flat(table, rows, np.zeros((*rows.shape, *out.shape[1:])))}
+    for r in named:
+        out[r] *= w0
+    for values, weight in zip(pairs[::2], pairs[1::2]):
+        for r, v in flat(table, rows, np.asarray(values, np.float64)):
+            out[r] += weight * v
+    return out.astype(np.asarray(table).dtype)
+
+
+def integers(shape, dtype: Any = np.float32, seed=0):
+    """Values that float32 sums exactly."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(dtype)
+
+
+# ------------------------------------------------------------------ scatter_assign
+
+
+def assign(rows, table, values):
+    return sj.scatter_assign(table, rows, values)
+
+
+@each_case
+def test_assign(case):
+    table, rows = integers((case.height, D)), case.padded
+    values = integers((*rows.shape, D), seed=1)
+    got = run_jitted(assign, rows, table, values)
+    assert got.dtype == np.float32
+    for row, may_be in zip(np.asarray(got), assigned(table, rows, values)):
+        assert any(np.array_equal(row, x) for x in may_be)
+
+
+@pytest.mark.parametrize("row_shape", [(), (1,), (2, 3), (0,)])
+def test_assign_rows_of_any_rank(row_shape):
+    table, values = integers((V, *row_shape)), integers((2, 2, *row_shape), seed=1)
+    rows = np.array([[4, 0], [7, 2]])
+    want = table.copy()
+    want[[4, 0, 2]] = values.reshape(4, *row_shape)[[0, 1, 3]]
+    assert_same_bits(sj.scatter_assign(table, rows, values), want)
+    assert_same_bits(sj.scatter_assign(table, 4, values[0, 0])[4], values[0, 0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "bool", "complex64"])
+def test_assign_keeps_the_tables_dtype(dtype):
+    table = jnp.zeros((V, D), dtype)
+    values = jnp.ones((2, D), jnp.int32)
+    got = sj.scatter_assign(table, [4, V], values)
+    assert got.dtype == dtype
+    assert_same_bits(got, table.at[4].set(values[0].astype(dtype)))
+
+
+def test_assign_takes_what_is_there_bit_by_bit():
+    table = jnp.array([[-0.0, jnp.nan], [jnp.inf, 1e-45], [1.0, 2.0]])
+    values = jnp.array([[-0.0, jnp.nan], [jnp.nan, jnp.nan]])
+    got = sj.scatter_assign(table, jnp.array([2, -1]), values)
+    assert_same_bits(got[:2], table[:2])
+    assert_same_bits(got[2], values[0])
+
+
+def test_assign_differentiates(x64):
+    table, values = jnp.asarray(integers((V, D), np.float64)), integers((4, D))
+    values = jnp.asarray(values, jnp.float64)
+    rows = jnp.array([4, 0, V, 2])
+    f = lambda t, v: sj.scatter_assign(t, rows, v) ** 2
+    check_grads(jax.jit(f), (table, values), order=2)
+    # Of duplicates the one that won has the gradient.
+    rows = jnp.array([4, 4, 0, -1])
+    got, vjp = jax.vjp(lambda v: sj.scatter_assign(table, rows, v), values)
+    (grad,) = vjp(jnp.ones_like(got))
+    assert sorted(grad[:2, 0].tolist()) == [0, 1] and grad[2:, 0].tolist() == [1, 0]
+    assert_same_bits(got[4], values[int(jnp.argmax(grad[:2, 0]))])
+
+
+# ------------------------------------------------------------------ weighted sum
+
+
+def weighted_sums(rows, t, v1, v2):
+    return (
+        sj.scatter_weighted_sum(t, 0.5, rows, v1, 2.0, v2, -3.0),
+        sj.scatter_weighted_sum(t, 1, rows, v1, 2.0),
+        sj.scatter_weighted_sum(t, 1.0, rows, v1, -1),
+        sj.scatter_weighted_sum(t, 0, rows, v2, 1),
+        sj.scatter_weighted_sum(t, -2, rows),
+    )
+
+
+@each_case
+def test_weighted_sum(case):
+    table, rows = integers((case.height, D)), case.padded
+    v1, v2 = (integers((*rows.shape, D), seed=s) for s in (1, 2))
+    want = (
+        weighted_sum(table, 0.5, rows, v1, 2, v2, -3),
+        weighted_sum(table, 1, rows, v1, 2),
+        weighted_sum(table, 1, rows, v1, -1),
+        weighted_sum(table, 0, rows, v2, 1),
+        weighted_sum(table, -2, rows),
+    )
+    for got, expected in zip(run_jitted(weighted_sums, rows, table, v1, v2), want):
+        np.testing.assert_array_equal(got, expected)
+        assert got.dtype == np.float32
+
+
+@pytest.mark.parametrize("row_shape", [(), (1,), (2, 3), (0,)])
+def test_weighted_sum_rows_of_any_rank(row_shape):
+    table, values = integers((V, *row_shape)), integers((2, 2, *row_shape), seed=1)
+    rows = np.array([[4, 0], [7, 4]])
+    run = jax.jit(sj.scatter_weighted_sum)
+    got = run(table, 0.5, rows, values, 2.0)
+    np.testing.assert_array_equal(got, weighted_sum(table, 0.5, rows, values, 2))
+    got = run(table, 2.0, np.array(4), values[0, 0], 2.0)
+    want = weighted_sum(table, 2, np.array(4), values[0, 0], 2)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "one", [1, 1.0, True, np.float32(1), np.ones((1,)), jnp.ones(()), jnp.int32(1)]
+)
+def test_weights_of_any_kind(one):
+    table, values = integers((V, D)), integers((3, D), seed=1)
+    rows = np.array([4, 0, 4])
+    want = weighted_sum(table, 1, rows, values, 1)
+    got = sj.scatter_weighted_sum(table, one, rows, values, one)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("w0", [1, 0.5])
+@pytest.mark.parametrize("values_dtype", ["bfloat16", "float32"])
+def test_sums_of_bfloat16_are_rounded_once(w0, values_dtype):
+    # One by one, 256 + 1 is 256 in bfloat16.
+    table = jnp.full((2, 1), 256, jnp.bfloat16)
+    values = jnp.ones((256, 1), values_dtype)
+    rows = jnp.zeros((256,), jnp.int32)
+    run = jax.jit(lambda t, v: sj.scatter_weighted_sum(t, w0, rows, v, 1.0))
+    got = run(table, values)
+    assert got.dtype == jnp.bfloat16
+    assert got[:, 0].tolist() == [256 * w0 + 256, 256]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "float64", "complex64"])
+def test_weighted_sum_keeps_the_tables_dtype(dtype, x64):
+    table = jnp.full((V, D), 3, dtype)
+    rows = jnp.array([4, 0, 4])
+    values = jnp.ones((3, D), dtype)
+    for w0 in (1, 2):
+        run = jax.jit(lambda t, v, w0=w0: sj.scatter_weighted_sum(t, w0, rows, v, 4))
+        got = run(table, values)
+        assert got.dtype == dtype
+        assert got[:, 0].tolist() == [3 * w0 + 4, 3, 3, 3, 3 * w0 + 8, 3, 3]
+    single = sj.scatter_weighted_sum(
+        jnp.ones((V, D), jnp.float32), 0.5, rows, jnp.ones((3, D)), np.float64(2)
+    )
+    assert single.dtype == jnp.float32
+
+
+def test_dropped_rows_may_hold_anything():
+    table = jnp.ones((V, D))
+    values = jnp.full((4, D), jnp.nan).at[0].set(1.0)
+    rows = jnp.array([4, V, -1, 2**31 - 1])
+    for w0 in (1, 0.5):
+        got = sj.scatter_weighted_sum(table, w0, rows, values, 2.0)
+        assert_trees_close(got, table.at[4].set(w0 + 2))
+
+
+def test_other_rows_stay_bit_by_bit():
+    table = jnp.array([[-0.0], [jnp.nan], [1e-45], [3.0]])
+    got = sj.scatter_weighted_sum(table, 0.1, jnp.array([3]), jnp.ones((1, 1)), 1.0)
+    assert_same_bits(got[:3], table[:3])
+
+
+ids = st.lists(st.integers(-2, V + 2), min_size=5, max_size=5)
+weights = st.integers(-4, 4)
+run_weighted_sum = jax.jit(sj.scatter_weighted_sum)
+
+
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(ids, weights, weights, weights, st.integers(0, 2**16))
+def test_weighted_sum_of_any_rows(rows, w0, w1, w2, seed):
+    rows = np.array(rows, np.int32)
+    table = integers((V, D), seed=seed)
+    v1, v2 = (integers((5, D), seed=seed + s) for s in (1, 2))
+    args = rows, v1, np.float32(w1), v2, np.float32(w2)
+    got = run_weighted_sum(table, np.float32(w0), *args)
+    np.testing.assert_array_equal(got, weighted_sum(table, w0, *args))
+
+
+def test_weighted_sum_differentiates(x64):
+    rng = np.random.default_rng(0)
+    table, v1, v2 = (jnp.asarray(rng.normal(size=(n, 2))) for n in (V, 4, 4))
+    rows = jnp.array([4, 0, 4, V])
+
+    def f(t, w0, v1, w1, v2, w2):
+        return (
+            sj.scatter_weighted_sum(t, w0, rows, v1, w1, v2, w2) ** 2,
+            sj.scatter_weighted_sum(t, 1, rows, v1, w1) ** 2,
+        )
+
+    w = jnp.float64(1.5)
+    check_grads(jax.jit(f), (table, 0.5 * w, v1, w, v2, -w), order=1)
+    grad = jax.jit(jax.grad(lambda t: jnp.sum(f(t, 0.5, v1, w, v2, -w)[0])))(table)
+    natural = lambda t: jnp.sum(
+        (t.at[jnp.array([4, 0])].multiply(0.5).at[rows].add(w * v1 - w * v2)) ** 2
+    )
+    assert_trees_close(grad, jax.jit(jax.grad(natural))(table))
+
+
+# ------------------------------------------------------------------ the program
+
+BIG = 1009
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+def test_in_place(dtype):
+    table = jnp.ones((BIG, 4), dtype)
+    rows, values = jnp.array([4, 0, 4, BIG]), jnp.ones((4, 4), dtype)
+    half: Any = 2 if dtype == "int32" else 0.5
+    programs = (
+        sj.scatter_assign,
+        lambda t, r, v: sj.scatter_weighted_sum(t, half, r, v, 2, v, 3),
+        lambda t, r, v: sj.scatter_weighted_sum(t, 1, r, v, 2),
+    )
+    for f in programs:
+        assert_no_dense(f, table, rows, values, allow=("scatter", "scatter-add"))
+        big = [
+            e
+            for e in eqns_of(f, table, rows, values)
+            if any(getattr(v.aval, "shape", ()) == table.shape for v in e.outvars)
+        ]
+        assert len([e for e in big if e.primitive.name.startswith("scatter")]) == 1
+        assert_in_place(f, table, rows, values)
+
+
+def test_vmap_and_scan():
+    table = jnp.asarray(integers((V, D)))
+    rows = jnp.array([[4, 0], [4, 4], [V, 2]])
+    values = jnp.asarray(integers((3, 2, D), seed=1))
+    f = jax.jit(lambda t, r, v: sj.scatter_weighted_sum(t, 0.5, r, v, 2.0))
+    want = jnp.stack([f(table, r, v) for r, v in zip(rows, values)])
+    got = jax.jit(jax.vmap(f, (None, 0, 0)))(table, rows, values)
+    assert_trees_close(got, want)
+    tables = jnp.stack([table, table + 1, table + 2])
+    want = jnp.stack([f(t, r, v) for t, r, v in zip(tables, rows, values)])
+    assert_trees_close(jax.jit(jax.vmap(f))(tables, rows, values), want)
+
+    def body(t, x):
+        return sj.scatter_assign(f(t, *x), x[0][:1], x[1][:1]), None
+
+    scanned, _ = jax.jit(lambda t, r, v: jax.lax.scan(body, t, (r, v)))(
+        table, rows, values
+    )
+    looped = table
+    for r, v in zip(rows, values):
+        looped, _ = body(looped, (r, v))
+    assert_trees_close(scanned, looped)
+
+
+# ------------------------------------------------------------------ Caffe2
+# What its operators answered (torch 1.10.2): inputs in their order, then the output.
+
+
+def array(shape, numbers):
+    return np.array(numbers.split(), np.float32).reshape(shape)
+
+
+CAFFE2 = {
+    "ScatterAssign/int32_dup": (
+        array(
+            (6, 2),
+            "-1.2038554 0.14947219 1.2986445 -0.75936383 0.47616518 "
+            "1.2441292 -1.3066499 -1.8876108 -0.084004804 0.6103694 "
+            "1.4934865 -1.8777049",
+        ),
+        np.array([4, 1, 4], np.int32),
+        array(
+            (3, 2),
+            "-1.7521168 -1.8525052 1.412655 -1.3710433 -0.8088813 -0.29185134",
+        ),
+        array(
+            (6, 2),
+            "-1.2038554 0.14947219 1.412655 -1.3710433 0.47616518 "
+            "1.2441292 -1.3066499 -1.8876108 -0.8088813 -0.29185134 "
+            "1.4934865 -1.8777049",
+        ),
+    ),
+    "ScatterAssign/int64": (
+        array(
+            (6, 2),
+            "1.2050664 0.99427843 0.6447434 -1.3451623 0.53623855 "
+            "-1.8295145 -0.33189926 0.087493785 -1.4310125 1.9184021 "
+            "-1.0316234 -1.5598909",
+        ),
+        np.array([4, 1, 0], np.int64),
+        array(
+            (3, 2),
+            "1.0161738 0.011512002 -0.4455191 -1.9642348 -0.813933 -1.5083576",
+        ),
+        array(
+            (6, 2),
+            "-0.813933 -1.5083576 -0.4455191 -1.9642348 0.53623855 "
+            "-1.8295145 -0.33189926 0.087493785 1.0161738 0.011512002 "
+            "-1.0316234 -1.5598909",
+        ),
+    ),
+    "ScatterWeightedSum/int32": (
+        array(
+            (6, 2),
+            "1.3484286 -0.66756123 -1.6258551 -0.64858377 -0.53492045 "
+            "0.65726954 -0.10799158 -1.3666563 1.8959767 0.67761326 "
+            "0.47902226 -1.8733336",
+        ),
+        np.array([0.5], np.float32),
+        np.array([4, 1, 0], np.int32),
+        array(
+            (3, 2),
+            "0.39764857 -0.5346176 -0.37199062 1.0643725 -0.5509648 -1.1194439",
+        ),
+        np.array([-2.0], np.float32),
+        array(
+            (3, 2),
+            "-0.23027079 0.45156285 -1.6460555 -1.3576566 -1.3474944 0.342672",
+        ),
+        np.array([3.0], np.float32),
+        array(
+            (6, 2),
+            "-2.2663395 2.933123 -5.007113 -6.5260067 -0.53492045 "
+            "0.65726954 -0.10799158 -1.3666563 -0.53812116 2.7627304 "
+            "0.47902226 -1.8733336",
+        ),
+    ),
+    "ScatterWeightedSum/int32_dup_w0": (
+        array(
+            (6, 2),
+            "-1.0749236 0.91213644 0.19159329 -1.4285946 0.5015255 "
+            "-0.48908183 -1.2925284 0.35923162 0.0020644625 -0.06771445 "
+            "-0.13977267 0.7996494",
+        ),
+        np.array([0.5], np.float32),
+        np.array([4, 1, 4], np.int32),
+        array((3, 2), "1.4764313 0.49972537 1.59141 -1.7697581 1.9759434 1.4801384"),
+        np.array([-2.0], np.float32),
+        array(
+            (6, 2),
+            "-1.0749236 0.91213644 -3.0870235 2.825219 0.5015255 "
+            "-0.48908183 -1.2925284 0.35923162 -6.904233 -3.9766562 "
+            "-0.13977267 0.7996494",
+        ),
+    ),
+    "ScatterWeightedSum/int32_dup_w0_is_1": (
+        array(
+            (6,),
+            "1.3905467 -0.618173 -1.5782751 0.005270751 -0.43463287 0.08970623",
+        ),
+        np.array([1.0], np.float32),
+        np.array([4, 1, 4], np.int32),
+        array((3,), "-0.44649622 1.4428936 1.5199956"),
+        np.array([-2.0], np.float32),
+        array(
+            (6,),
+            "1.3905467 -3.5039601 -1.5782751 0.005270751 -2.5816317 0.08970623",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in CAFFE2 if "Assign" in n])
+def test_caffe2_scatter_assign(name, x64):
+    table, rows, values, want = CAFFE2[name]
+    got = np.asarray(jax.jit(sj.scatter_assign)(table, rows, values))
+    for i, (row, may_be) in enumerate(zip(got, assigned(table, rows, values))):
+        # Of duplicates the last wins there; here it is not said which.
+        assert np.array_equal(may_be[-1], want[i])
+        assert any(np.array_equal(row, x) for x in may_be)
+
+
+@pytest.mark.parametrize("name", [n for n in CAFFE2 if "WeightedSum" in n])
+def test_caffe2_scatter_weighted_sum(name):
+    *args, want = CAFFE2[name]
+    table, w0, rows = args[:3]
+    for f in (sj.scatter_weighted_sum, jax.jit(sj.scatter_weighted_sum)):
+        got = np.asarray(f(*args))
+        # It scales a row once for each time that it is named, we do so once.
+        times = np.bincount(rows, minlength=len(table))
+        more = (w0**times - np.where(times, w0, 1)).astype(np.float32)
+        more = more.reshape(-1, *[1] * (table.ndim - 1)) * table
+        np.testing.assert_allclose(got + more, want, rtol=1e-5, atol=1e-6)
+        assert not more.any() or "dup_w0" in name
+
+
+# ------------------------------------------------------------------ wrong arguments
+
+
+def test_errors_of_assign():
+    table, rows, values = jnp.ones((V, D)), jnp.array([1, 2]), jnp.ones((2, D))
+
+    def fails(kind, match, *args):
+        with pytest.raises(kind, match=rf"sparsejax\.scatter_assign: .*{match}"):
+            sj.scatter_assign(*args)
+
+    pulled = sj.SelectedRows(rows, values, V)
+    fails(TypeError, r"type SelectedRows.*add to it with \+", pulled, rows, values)
+    fails(TypeError, "table must be a JAX or NumPy array.*list", [[1.0]], rows, values)
+    fails(ValueError, "at least one axis", jnp.float32(1), rows, values)
+    fails(TypeError, "rows must be integers, got float32", table, values[:, 0], values)
+    fails(ValueError, r"shape \(2, 3\).*got \(3,\)", table, rows, values[0])
+    fails(ValueError, r"shape \(1, 2, 3\).*got \(2, 3\)", table, rows[None], values)
+    fails(ValueError, r"got \(\).*broadcast_to", table, rows, 1.0)
+    ints = table.astype(jnp.int32)
+    fails(TypeError, "values of type float32 and a table of int32", ints, rows, values)
+    fails(TypeError, "complex64.*float32", table, rows, values.astype(jnp.complex64))
+
+
+def test_errors_of_weighted_sum():
+    table, rows, v = jnp.ones((V, D)), jnp.array([1, 2]), jnp.ones((2, D))
+
+    def fails(kind, match, *args):
+        with pytest.raises(kind, match=rf"sparsejax\.scatter_weighted_sum: .*{match}"):
+            sj.scatter_weighted_sum(*args)
+
+    pulled = sj.SelectedRows(rows, v, V)
+    fails(TypeError, "type SelectedRows", pulled, 1, rows, v, 1)
+    fails(ValueError, "pairs of values and weights, got 1 arg", table, 1, rows, v)
+    fails(ValueError, r"w0, rows, v1, w1", table, 1, rows, v, 1, v)
+    fails(ValueError, r"values v2 must have shape \(2, 3\)", table, 1, rows, v, 1, 1, v)
+    fails(ValueError, r"weight w1 must be a scalar.*\(2, 3\)", table, 1, rows, v, v)
+    fails(ValueError, r"weight w0 must be a scalar.*\(2,\)", table, v[:, 0], rows)
+    fails(TypeError, "rows must be integers", table, 1, v[:, 0], v, 1)
+    ints, w = table.astype(jnp.int32), v.astype(jnp.int32)
+    fails(TypeError, "values v1 of type float32", ints, 1, rows, v, 1)
+    fails(TypeError, "weight w1 of type float32 and a table", ints, 1, rows, w, 0.5)
+    fails(TypeError, "weight w0 of type float32 and a table", ints, 0.5, rows, w, 1)

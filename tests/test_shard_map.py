@@ -1,0 +1,106 @@
+"""Replicated tables inside `shard_map`, and the transformation inside it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+
+
+pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+IDS = jnp.array([3, 7, 3, 9, 11, 150, 7, 1])
+W = jnp.arange(1.0, 5.0)
+
+
+def _table():
+    return jax.random.normal(jax.random.key(0), (200, 4))
+
+
+def _psum(mesh, vma):
+    def body(t, i):
+        return lax.psum(jnp.sum(jnp.sin(t[i] * W)), "x")
+
+    return body, (P(), P("x")), P()
+
+
+def _psum_both(mesh, vma):
+    def body(t, i):
+        return lax.psum(jnp.sum(jnp.sin(t[i] * W)), ("x", "y"))
+
+    return body, (P(), P(("x", "y"))), P()
+
+
+def _rows_out(mesh, vma):
+    def body(t, i):
+        return jnp.sin((2 * t.astype(jnp.float32))[i] * W)
+
+    return body, (P(), P("x")), P("x")
+
+
+def _control_flow(mesh, vma):
+    def body(t, i):
+        @jax.checkpoint
+        def step(c, k):
+            even = lambda: jnp.sum(jnp.sin(t[k] * W))
+            return c + lax.cond(k % 2 == 0, even, lambda: jnp.sum(t[k] ** 2)), None
+
+        start = jnp.sum(i) * 0.0
+        return lax.psum(lax.scan(step, start, i)[0], "x")
+
+    return body, (P(), P("x")), P()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("case", [_psum, _psum_both, _rows_out, _control_flow])
+def test_replicated_table(case, vma, axis_type):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    body, in_specs, out_specs = case(mesh, vma)
+
+    def loss(t, ids):
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=vma
+        )
+        return jnp.sum(mapped(3.0 * t, ids) ** 2)
+
+    with jax.set_mesh(mesh):
+        t = jax.device_put(_table(), NamedSharding(mesh, P()))
+        ids = jax.device_put(IDS, NamedSharding(mesh, in_specs[1]))
+        want = jax.jit(jax.grad(loss))(t, ids)
+        g = jax.jit(sj.grad(loss, tables=True))(t, ids)
+        assert isinstance(g, sj.SelectedRows)
+        np.testing.assert_allclose(g.to_dense(), want, rtol=2e-5, atol=1e-5)
+        # With vma types a read counts once, however many devices repeat it.
+        assert g.capacity == (8 if vma or case is _psum_both else 16)
+
+
+@pytest.mark.parametrize("vma", [True, False])
+def test_inside_shard_map(vma):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+    def body(t, i):
+        t = lax.pcast(t, ("x",), to="varying") if vma else t
+        g = sj.grad(lambda t: jnp.sum(jnp.sin(t[i] * W)), tables=True)(t)
+        return g.rows, g.values
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"), check_vma=vma
+    )
+    g = sj.SelectedRows(*jax.jit(mapped)(_table(), IDS), height=200)
+    want = jax.grad(lambda t: jnp.sum(jnp.sin(t[IDS] * W)))(_table())
+    np.testing.assert_allclose(g.to_dense(), want, rtol=1e-5)
+
+
+def test_sharded_table_is_dense_use():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+    def loss(t):
+        body = lambda t: lax.psum(jnp.sum(t[:2] ** 2), "x")
+        return jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(t)
+
+    np.testing.assert_allclose(sj.grad(loss)(_table()), jax.grad(loss)(_table()))
+    with pytest.raises(sj.DensifyError, match="splits it over devices"):
+        sj.grad(loss, tables=True)(_table())

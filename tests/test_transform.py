@@ -1,0 +1,251 @@
+"""Every way of reading rows gives the gradient `jax.grad` gives, sparse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from helpers import assert_no_dense
+from programs import DENSE, PROGRAMS, V, arguments
+
+
+pytestmark = pytest.mark.loose_promotion
+close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+to_dense = jax.vmap(lambda g: g.to_dense())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equals_jax_grad(name, x64):
+    fun = PROGRAMS[name]
+    args = arguments(dtype=jnp.float64)
+    value, (want, want_w) = jax.value_and_grad(fun, (0, 1))(*args)
+    for transform in (lambda f: f, jax.jit):
+        got, (g, g_w) = transform(sj.value_and_grad(fun, (0, 1)))(*args)
+        assert isinstance(g, sj.SelectedRows)
+        assert g.dtype == want.dtype and g.shape == want.shape
+        close(got, value)
+        close(g.to_dense(), want)
+        close(g_w, want_w)
+        # Empty slots come out as zeros.
+        assert not np.any(np.asarray(g.values)[np.asarray(g.rows) == V])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_under_vmap_and_scan(name, x64):
+    fun = PROGRAMS[name]
+    table, w, _ = arguments(dtype=jnp.float64)
+    ids = jnp.stack([arguments(seed)[2] for seed in range(3)])
+    tables = jnp.stack([table, 2 * table, -table])
+    sparse, dense = sj.grad(fun, tables=True), jax.grad(fun)
+    want = jax.vmap(dense, (0, None, 0))(tables, w, ids)
+    close(to_dense(jax.vmap(sparse, (0, None, 0))(tables, w, ids)), want)
+
+    def step(carry, xs):
+        return carry, sparse(xs[0], w, xs[1])
+
+    close(to_dense(jax.lax.scan(step, 0, (tables, ids))[1]), want)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_second_order(name, x64):
+    fun = PROGRAMS[name]
+    table, w, ids = arguments(dtype=jnp.float64)
+
+    def norm(grad):
+        return lambda t: jnp.sum(jnp.sin(grad(t, w, ids)))
+
+    sparse = lambda *args: sj.grad(fun, tables=True)(*args).to_dense()
+    close(jax.grad(norm(sparse))(table), jax.grad(norm(jax.grad(fun)))(table))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_array_of_the_tables_size(name):
+    if name in MAKES_TABLES:
+        pytest.skip(MAKES_TABLES[name])
+    args = arguments()
+    assert_no_dense(sj.value_and_grad(PROGRAMS[name], (0, 1)), *args)
+
+
+# Programs that themselves compute something of the table's size beside the reads.
+MAKES_TABLES = {
+    "stopped_beside": "squares the whole stopped table",
+    "compared_beside": "compares the whole table",
+    "while_beside": "carries the whole table through a while loop",
+    "scaled_by_row_vector": "JAX broadcasts the vector to the table's shape",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_shapes_are_known_before_data(name):
+    fun = sj.grad(PROGRAMS[name])
+    spec = jax.eval_shape(fun, *arguments())
+    got = fun(*arguments())
+    assert isinstance(spec, sj.SelectedRows)
+    assert spec.height == got.height and spec.capacity == got.capacity
+    for a, b in zip(jax.tree.leaves(spec), jax.tree.leaves(got)):
+        assert isinstance(a, jax.ShapeDtypeStruct)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_uses(name, x64):
+    fun = DENSE[name]
+    args = arguments(dtype=jnp.float64)
+    g = sj.grad(fun)(*args)
+    assert isinstance(g, jax.Array)
+    np.testing.assert_array_equal(g, jax.grad(fun)(*args))
+    with pytest.raises(sj.DensifyError, match=r"programs\.py:\d+") as error:
+        sj.grad(fun, tables=True)(*args)
+    for part in ("table", "Two ways out", "register_rule", "tables="):
+        assert part in str(error.value)
+
+
+# -- what counts as a read -------------------------------------------------------------
+
+
+def _rows_read(fun, *args, **kwargs):
+    (leaf, *_) = sj.explain(fun, **kwargs)(*args).leaves
+    return leaf.rows_read
+
+
+TABLE = jnp.ones((40, 3))
+
+
+def test_capacity_is_the_number_of_reads():
+    ids = jnp.arange(4)
+
+    def loop(t):
+        return jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, ids)[0]
+
+    def choose(t):
+        few = lambda: t[ids[:1]].sum()
+        many = lambda: t[ids].sum() + t[0].sum()
+        return jax.lax.cond(ids[0] > 0, few, many)
+
+    def nested(t):
+        return jax.lax.scan(lambda c, i: (c + choose(t), None), 0.0, jnp.arange(2))[0]
+
+    assert _rows_read(lambda t: t[ids].sum() + t[3].sum() + t[2:5].sum(), TABLE) == 8
+    assert _rows_read(loop, TABLE) == 4
+    assert _rows_read(choose, TABLE) == 5
+    assert _rows_read(nested, TABLE) == 10
+
+
+def test_branch_not_taken_leaves_empty_slots():
+    def fun(t, i):
+        return jax.lax.cond(i > 0, lambda: t[jnp.arange(3)].sum(), lambda: t[7].sum())
+
+    g = sj.grad(fun)(TABLE, 0)
+    np.testing.assert_array_equal(g.rows, [7, 40, 40])
+    np.testing.assert_array_equal(g.values[1:], 0)
+    np.testing.assert_array_equal(sj.grad(fun)(TABLE, 1).rows, [0, 1, 2])
+
+
+def test_auto_mode_stops_at_a_quarter():
+    fun = lambda t, ids: t[ids].sum()
+    assert isinstance(sj.grad(fun)(TABLE, jnp.arange(10)), sj.SelectedRows)
+    assert isinstance(sj.grad(fun)(TABLE, jnp.arange(11)), jax.Array)
+    g = sj.grad(fun, tables=True)(TABLE, jnp.arange(11))
+    assert isinstance(g, sj.SelectedRows) and g.capacity == 11
+    assert "quarter" in sj.explain(fun)(TABLE, jnp.arange(11)).leaves[0].reason
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda t: jnp.float32(0.0),
+        lambda t: jax.lax.stop_gradient(t).sum(),
+        lambda t: jax.lax.stop_gradient(t[3]).sum(),
+        lambda t: t[jnp.zeros((0,), int)].sum(),
+        lambda t: (t[jnp.array([1])] > 0).sum().astype(float),
+    ],
+)
+def test_no_differentiated_read(fun):
+    np.testing.assert_array_equal(sj.grad(fun)(TABLE), jnp.zeros((40, 3)))
+    g = sj.grad(fun, tables=True)(TABLE)
+    assert isinstance(g, sj.SelectedRows)
+    assert g.capacity == 0 and g.shape == (40, 3)
+
+
+def test_aux_is_not_differentiated():
+    def fun(t, ids):
+        return t[ids].sum(), {"norm": jnp.sum(t**2), "table": t, "name": "x", "k": 3}
+
+    g, aux = sj.grad(fun, has_aux=True, tables=True)(TABLE, jnp.array([1, 1]))
+    assert g.capacity == 2
+    assert aux["name"] == "x" and aux["k"] == 3
+    np.testing.assert_allclose(aux["norm"], 120.0)
+    np.testing.assert_array_equal(aux["table"], TABLE)
+
+
+def test_rank_one_and_three():
+    vector, cube = jnp.arange(30.0), jnp.ones((30, 2, 3))
+    loss = lambda t: jnp.sum(t[jnp.array([4, 4])] ** 2)
+    assert isinstance(sj.grad(loss)(vector), jax.Array)
+    g = sj.grad(loss, tables=True)(vector)
+    np.testing.assert_array_equal(g.to_dense(), jax.grad(loss)(vector))
+    g = sj.grad(loss)(cube)
+    assert g.values.shape == (2, 2, 3)
+    np.testing.assert_array_equal(g.to_dense(), jax.grad(loss)(cube))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_types(dtype):
+    table = jnp.ones((40, 3), dtype)
+    loss = lambda t: jnp.sum(t[jnp.array([4, 5])].astype(jnp.float32) ** 2)
+    g = sj.grad(loss)(table)
+    assert g.dtype == dtype
+    np.testing.assert_array_equal(g.to_dense(), jax.grad(loss)(table))
+
+
+def test_every_lookup_mode_is_a_read():
+    ids = jnp.array([[3, -1, 39], [40, 3, 5]])
+    for mode in ("fill", "clip", "zero"):
+
+        def loss(t, mode=mode):
+            rows = sj.lookup(t, ids, mode=mode, padding_id=5, max_norm=1.0)
+            return jnp.nansum(rows**3)
+
+        g = sj.grad(loss, tables=True)(TABLE)
+        assert g.capacity == 6
+        want = jax.grad(loss)(TABLE)
+        np.testing.assert_allclose(g.to_dense(), want, rtol=1e-6)
+        assert 5 not in np.asarray(g.rows)
+
+
+def test_forward_over_reverse(x64):
+    table, w, ids = arguments(dtype=jnp.float64)
+    fun = PROGRAMS["scanned_chain"]
+    tangent = jnp.sin(table)
+    sparse = lambda t: sj.grad(fun, tables=True)(t, w, ids).to_dense()
+    dense = lambda t: jax.grad(fun)(t, w, ids)
+    for a, b in zip(
+        jax.jvp(sparse, (table,), (tangent,)), jax.jvp(dense, (table,), (tangent,))
+    ):
+        close(a, b)
+
+
+def test_effects_and_randomness_are_kept(capfd):
+    def fun(t, key):
+        jax.debug.print("seen {x}", x=t[3, 0])
+        keep = jax.random.bernoulli(key, 0.5, (3,))
+        return jnp.sum(t[jnp.array([1])] * keep)
+
+    key = jax.random.key(3)
+    g = sj.grad(fun)(TABLE, key)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen 1.0") == 1
+    np.testing.assert_array_equal(g.to_dense(), jax.grad(fun)(TABLE, key))
+
+
+def test_pulled_rows_as_a_table():
+    pulled = sj.SelectedRows(jnp.array([7, 2, 40]), jnp.ones((3, 2)), 40)
+
+    def loss(params, ids):
+        return jnp.sum(sj.lookup(params["t"], ids, mode="zero") ** 2)
+
+    g = sj.grad(loss)({"t": pulled}, jnp.array([2, 7, 2]))["t"]
+    assert isinstance(g, sj.SelectedRows)
+    np.testing.assert_array_equal(g.rows, pulled.rows)
+    np.testing.assert_array_equal(g.values, [[2.0, 2.0], [4.0, 4.0], [0.0, 0.0]])
