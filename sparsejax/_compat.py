@@ -81,14 +81,9 @@ def user_line(eqn: Any, enclosing: str | None = None) -> str:
     for frame in _source_info.user_frames(eqn.source_info.traceback):
         name = frame.file_name
         if not any(part in name for part in _INSTALLED):
-            return f"{_shorten(name)}:{frame.start_line}"
+            return f"{name}:{frame.start_line}"
         installed = installed or f"{name}:{frame.start_line}"
     return enclosing or installed or "an unknown line"
-
-
-def _shorten(name: str) -> str:
-    here = os.getcwd() + os.sep
-    return name.removeprefix(here)
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:

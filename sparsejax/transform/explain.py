@@ -51,9 +51,9 @@ class Explanation:
         for leaf in self.leaves:
             notes = [f"{rows} at {where}" for rows, where in leaf.reads]
             if not leaf.sparse:
-                notes = [f"dense: {leaf.reason}"] + [f"reads {note}" for note in notes]
+                notes = [f"not sparse: {leaf.reason}"] + [f"reads {note}" for note in notes]
             shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-            kind = "SelectedRows" if leaf.sparse else "dense"
+            kind = "sparse" if leaf.sparse else "dense"
             share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else "-"
             table.append((leaf.name, shape, kind, share, notes[0] if notes else ""))
             table += [("", "", "", "", note) for note in notes[1:]]

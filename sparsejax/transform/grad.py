@@ -73,7 +73,7 @@ def value_and_grad(
       >>> params = {"table": jnp.ones((100, 2)), "w": jnp.array(3.0)}
       >>> value, grads = sj.value_and_grad(loss)(params, jnp.array([7, 4, 7]))
       >>> grads["table"]
-      SelectedRows(shape=(100, 2), dtype=float32, capacity=3, num_rows=3, rows=[7 4 7])
+      SelectedRows(rows=[7 4 7], values=float32[3,2], height=100, num_rows=3)
       >>> grads["w"]
       Array(6., dtype=float32, weak_type=True)
 
