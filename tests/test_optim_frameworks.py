@@ -44,7 +44,9 @@ def test_flax_train_state():
         state = step(state, {"params": {"embedding": rows}})
         dense = step(dense, {"params": {"embedding": rows.to_dense()}})
     assert state.step == 2
-    _check(table, state.params["params"]["embedding"], dense.params["params"]["embedding"])
+    _check(
+        table, state.params["params"]["embedding"], dense.params["params"]["embedding"]
+    )
     assert_trees_close(state.opt_state, dense.opt_state)
 
 
@@ -109,3 +111,31 @@ def test_equinox_module():
         eqx.tree_at(lambda m: m.weight, model, rows.to_dense()), INNER.init(params)
     )
     _check(model.weight, new.weight, model.weight + expected.weight)
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_shard_map(kind):
+    """Each device has a part of the table, of the state, and rows of its own."""
+    parts = 8
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((parts,), ("x",), axis_types=(kind,))
+    spec = jax.P("x")
+    put = lambda x: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    table = jnp.arange(float(parts * V * D)).reshape(parts * V, D)
+    rows = jnp.tile(jnp.array([3, 1, 3, V]), parts)
+    values = jnp.ones((4 * parts, D))
+    tx = lazy(optax.adagrad(LR))
+
+    def step(table, rows, values):
+        state = tx.init(table)
+        updates, state = tx.update(sj.SelectedRows(rows, values, V), state, table)
+        return optax.apply_updates(table, updates), state[0].sum_of_squares
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(step, in_specs=spec, out_specs=spec)
+        new, squares = jax.jit(mapped)(put(table), put(rows), put(values))
+    part, squares_of_part = step(table[:V], rows[:4], values[:4])
+    new, squares = np.asarray(new), np.asarray(squares)
+    assert_trees_close(new[:V], np.asarray(part))
+    assert_trees_close(squares, np.tile(squares_of_part, (parts, 1)))

@@ -1,0 +1,156 @@
+"""The optimizers that the tests of `sparsejax.optim` run over.
+
+`SEPARABLE` may be lifted to rows, `REFUSED` may not, and says by which words the
+message names what is to blame. Each entry makes a new transformation.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+
+LR = 0.1
+SCHEDULE = optax.linear_schedule(LR, 0.01, 5)
+
+
+def user_written():
+    """State in a dict: a [V] and a [V, 1] leaf, a [D] vector, a count, a hole."""
+
+    def init(params):
+        rows = lambda p: jnp.zeros(p.shape[:1], jnp.float32)
+        column = lambda p: jnp.full((*p.shape[:1], 1), 0.5, jnp.float32)
+        vector = lambda p: jnp.arange(p.shape[-1], dtype=jnp.float32)
+        return {
+            "rows": jax.tree.map(rows, params),
+            "column": jax.tree.map(column, params),
+            "vector": jax.tree.map(vector, params),
+            "count": (jnp.zeros((), jnp.int32), None),
+        }
+
+    def update(updates, state, params=None):
+        del params
+        mean = lambda g: jnp.mean(g * g, axis=tuple(range(1, g.ndim)))
+        rows = jax.tree.map(lambda g, s: s + mean(g), updates, state["rows"])
+        column = jax.tree.map(
+            lambda g, s: 0.9 * s + mean(g)[:, None], updates, state["column"]
+        )
+        wide = lambda s, g: s.reshape(s.shape[:1] + (1,) * (g.ndim - 1))
+        updates = jax.tree.map(
+            lambda g, r, c: -LR * g / jnp.sqrt(wide(r, g) + wide(c, g)),
+            updates,
+            rows,
+            column,
+        )
+        count, none = state["count"]
+        new = {"rows": rows, "column": column, "vector": state["vector"]}
+        return updates, {**new, "count": (count + 1, none)}
+
+    return optax.GradientTransformation(init, update)
+
+
+SEPARABLE = {
+    "sgd": lambda: optax.sgd(LR),
+    "momentum": lambda: optax.sgd(LR, momentum=0.9),
+    "nesterov": lambda: optax.sgd(LR, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(LR),
+    "adam_bfloat16_mu": lambda: optax.adam(LR, mu_dtype=jnp.bfloat16),
+    "adamw": lambda: optax.adamw(LR, weight_decay=0.1),
+    "amsgrad": lambda: optax.amsgrad(LR),
+    "adamax": lambda: optax.adamax(LR),
+    "adamaxw": lambda: optax.adamaxw(LR),
+    "nadam": lambda: optax.nadam(LR),
+    "nadamw": lambda: optax.nadamw(LR),
+    "radam": lambda: optax.radam(LR),
+    "adagrad": lambda: optax.adagrad(LR, initial_accumulator_value=0.3),
+    "rmsprop": lambda: optax.rmsprop(LR, initial_scale=0.2),
+    "rmsprop_centered": lambda: optax.rmsprop(LR, centered=True, momentum=0.9),
+    "adadelta": lambda: optax.adadelta(LR),
+    "yogi": lambda: optax.yogi(LR),
+    "adabelief": lambda: optax.adabelief(LR),
+    "lion": lambda: optax.lion(LR),
+    "novograd": lambda: optax.novograd(LR),
+    "sign_sgd": lambda: optax.sign_sgd(LR),
+    "signum": lambda: optax.signum(LR),
+    "rprop": lambda: optax.rprop(LR),
+    "adan": lambda: optax.adan(LR),
+    "optimistic": lambda: optax.optimistic_gradient_descent(LR),
+    "adopt": lambda: contrib.adopt(LR),
+    "ademamix": lambda: contrib.ademamix(LR),
+    "madgrad": lambda: contrib.madgrad(LR),
+    "schedule_free": lambda: contrib.schedule_free_sgd(LR, b1=0.9),
+    "clip": lambda: optax.chain(optax.clip(0.1), optax.adam(LR)),
+    "clip_by_global_norm": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adam(LR)
+    ),
+    "centralize": lambda: optax.chain(optax.centralize(), optax.adam(LR)),
+    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(LR)),
+    "schedule": lambda: optax.adam(SCHEDULE),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(SCHEDULE),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(LR), 3),
+    "masked_decay": lambda: optax.adamw(
+        LR, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    ),
+    "named_chain": lambda: optax.named_chain(
+        ("clip", optax.clip(1.0)), ("adam", optax.adam(LR))
+    ),
+    "ema": lambda: optax.chain(optax.ema(0.9), optax.scale(-LR)),
+    "user_written": user_written,
+}
+
+# Separable by its parts: the densely run clip sees rows that lifting leaves alone.
+CLIPPED_LAST = {
+    "adam_clip": lambda: optax.chain(optax.adam(LR), optax.clip_by_global_norm(0.1)),
+    "adamw_clip": lambda: optax.chain(
+        optax.adamw(LR, weight_decay=0.5), optax.clip_by_global_norm(0.1)
+    ),
+    "injected_adamw_clip": lambda: optax.inject_hyperparams(
+        lambda learning_rate: CLIPPED_LAST["adamw_clip"]()
+    )(LR),
+}
+
+REFUSED = {
+    "lamb": (lambda: optax.lamb(LR), "scale_by_trust_ratio .*lamb"),
+    "lars": (lambda: optax.lars(LR), "scale_by_trust_ratio .*lars"),
+    "fromage": (lambda: optax.fromage(LR), "scale_by_trust_ratio .*fromage"),
+    "injected_lamb": (
+        lambda: optax.inject_hyperparams(optax.lamb)(LR),
+        "scale_by_trust_ratio",
+    ),
+    "adaptive_grad_clip": (
+        lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(LR)),
+        "adaptive_grad_clip",
+    ),
+    "adafactor": (lambda: optax.adafactor(LR), "adafactor"),
+    "muon": (lambda: contrib.muon(LR), "scale_by_muon"),
+    "clip_by_block_rms": (
+        lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(LR)),
+        "clip_by_block_rms",
+    ),
+    "flatten": (lambda: optax.flatten(optax.adam(LR)), "flatten"),
+    "lbfgs": (lambda: optax.lbfgs(), "lbfgs"),
+    "prodigy": (lambda: contrib.prodigy(), "prodigy"),
+    "dadapt_adamw": (lambda: contrib.dadapt_adamw(), "dadapt_adamw"),
+    "dog": (lambda: contrib.dog(), "dog"),
+    "dowg": (lambda: contrib.dowg(), "dowg"),
+    "sm3": (lambda: optax.sm3(LR), "sm3"),
+    "momo": (lambda: contrib.momo(), "momo"),
+    "mechanize": (lambda: contrib.mechanize(optax.sgd(LR)), "mechanize"),
+    "multi_steps": (
+        lambda: optax.MultiSteps(optax.adam(LR), 4),
+        "MultiSteps: it holds gradients back",
+    ),
+    "multi_steps_transformation": (
+        lambda: optax.MultiSteps(optax.adam(LR), 4).gradient_transformation(),
+        "MultiSteps: it holds gradients back",
+    ),
+    "apply_every": (
+        lambda: optax.chain(optax.apply_every(4), optax.adam(LR)),
+        "apply_every: it holds gradients back",
+    ),
+    "add_noise": (
+        lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(LR)),
+        "add_noise",
+    ),
+    "lookahead": (lambda: optax.lookahead(optax.sgd(LR), 5, 0.5), "lookahead"),
+}
