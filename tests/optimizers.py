@@ -1,4 +1,4 @@
-"""The optimizers that the tests of `sparsejax.optim` run over.
+"""The optimizers that the tests of `sparsejax.optim` run over, and a small problem.
 
 `SEPARABLE` may be lifted to rows, `REFUSED` may not, and says by which words the
 message names what is to blame. Each entry makes a new transformation.
@@ -6,8 +6,11 @@ message names what is to blame. Each entry makes a new transformation.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
+
+import sparsejax as sj
 
 
 LR = 0.1
@@ -154,3 +157,46 @@ REFUSED = {
     ),
     "lookahead": (lambda: optax.lookahead(optax.sgd(LR), 5, 0.5), "lookahead"),
 }
+
+
+# ------------------------------------------------------------------ the problem
+
+V, D = 23, 5  # no other leaf has an axis of 23
+
+
+def make_params(dtype=jnp.float32, cube=False):
+    numbers = np.random.default_rng(7)
+    shapes = {"bias": (D,), "table": (V, D), **({"cube": (V, 2, 3)} if cube else {})}
+    return {
+        name: jnp.asarray(numbers.standard_normal(shape), dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def row_gradient(seed, row_shape, dtype=jnp.float32, n=9):
+    """Duplicates, an empty slot with NaN in it, and another one named -1."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, V, n)
+    rows[1], rows[4], rows[6] = rows[0], V, -1
+    values = rng.standard_normal((n, *row_shape)).astype(np.float32)
+    values[4] = np.nan
+    return sj.SelectedRows(jnp.asarray(rows), jnp.asarray(values).astype(dtype), V)
+
+
+def make_grads(step, dtype=jnp.float32, cube=False):
+    grads = {
+        "bias": jnp.asarray(np.full(D, 0.1 * (step + 1)), dtype),
+        "table": row_gradient(step, (D,), dtype),
+    }
+    return {**grads, "cube": row_gradient(10 + step, (2, 3), dtype)} if cube else grads
+
+
+def is_rows(x):
+    return isinstance(x, sj.SelectedRows)
+
+
+def to_dense(grads):
+    """The tree with each SelectedRows as the array it stands for."""
+    return jax.tree.map(
+        lambda g: g.to_dense() if is_rows(g) else g, grads, is_leaf=is_rows
+    )

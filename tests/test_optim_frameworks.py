@@ -1,5 +1,9 @@
 """lazy inside flax's and equinox's training loops, unmodified."""
 
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import jax
 import jax.numpy as jnp
 import numpy as np

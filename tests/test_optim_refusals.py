@@ -1,5 +1,9 @@
 """What lazy refuses at update, and what the messages say."""
 
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import jax
 import jax.numpy as jnp
 import optax

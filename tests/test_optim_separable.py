@@ -1,5 +1,9 @@
 """Which transformations may be lifted, and by what name the others are refused."""
 
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
 import jax
 import jax.numpy as jnp
 import optax

@@ -47,7 +47,7 @@ def _merged(leaf: Any) -> jax.Array:
         return leaf
     if not jnp.issubdtype(leaf.rows.dtype, jnp.integer):
         raise TypeError(
-            f"sparsejax.optim.global_norm: a SelectedRows has {leaf.rows.dtype} rows. A "
-            "tree-wide function has changed its ids too: use SelectedRows.map there."
+            f"sparsejax.optim.global_norm: a SelectedRows has {leaf.rows.dtype} rows. "
+            "A tree-wide function has changed its ids too: use SelectedRows.map there."
         )
     return leaf.coalesce().values  # zeros in its empty slots

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 
 
 # Wrappers that do nothing to rows themselves: by rows wherever their parts are.
@@ -20,6 +21,9 @@ TRANSPARENT = frozenset(
     "chain named_chain partition masked with_extra_args_support inject_hyperparams "
     "apply_if_finite conditionally_transform conditionally_mask lazy".split()
 )
+
+# Wrappers that look at which leaf it is.
+BY_LEAF = frozenset(["partition", "masked"])
 
 # What a short run does not show, by its state: (its name, why it cannot be lifted).
 _HOLDS_BACK = (
@@ -92,6 +96,16 @@ def descendants(tx: Any) -> list[Any]:
     return seen
 
 
+def treats_leaves_alike(tx: Any) -> bool:
+    """Whether all leaves are treated alike, as far as is known: optax, and no masks."""
+
+    def is_plain(part):
+        module = getattr(part.update, "__module__", None) or ""
+        return module.split(".")[0] == "optax" and name(part) not in BY_LEAF
+
+    return all(map(is_plain, descendants(tx)))
+
+
 def required_extra_args(tx: Any) -> set[str]:
     """Names of the extra arguments that some part's update cannot do without."""
     names = set()
@@ -106,12 +120,16 @@ def required_extra_args(tx: Any) -> set[str]:
 def holds_tracer(tx: Any) -> bool:
     """Whether a part of `tx` was made of values that are being traced."""
     functions = [f for part in descendants(tx) for f in (part.init, part.update)]
-    return any(isinstance(x, jax.core.Tracer) for f in functions for x in _held(f))
+    return any(isinstance(x, Tracer) for f in functions for x in _held(f))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two transformations are one: parts of a chain are made anew each time."""
+    return a.init == b.init and a.update == b.update
 
 
 def _among(parts: list[Any], tx: Any) -> bool:
-    # Parts of a chain are put together anew each time, so `is` would not do.
-    return any(p.init == tx.init and p.update == tx.update for p in parts)
+    return any(same(part, tx) for part in parts)
 
 
 def children_at(tx: Any, treedef: Any, specs: Any, leaf: int) -> list[Any]:

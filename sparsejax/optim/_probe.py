@@ -65,8 +65,20 @@ def probe(
     Raises:
       Whatever `tx` raises on trees of that kind.
     """
+    try:
+        with _defaults():
+            return _probe(tx, treedef, specs, tables)
+    except Exception:
+        if jax.default_backend() == "cpu":
+            raise
+    # A part may hold arrays that live on an accelerator, and cannot be run elsewhere.
+    with _defaults(anywhere=True):
+        return _probe(tx, treedef, specs, tables)
+
+
+def _probe(tx, treedef, specs, tables):
     small = _small(specs, tables)
-    with _defaults(), np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
         following = _follow.follow(tx.init, treedef, small, tables)
         kept_back = _parts.not_lifted(following.state, following.owners)
         reasons = {**following.blocked, **kept_back}
@@ -83,17 +95,20 @@ def probe(
 
 
 @contextlib.contextmanager
-def _defaults() -> Iterator[None]:
-    """JAX's own defaults, whatever the caller has set, and the CPU if there is one."""
+def _defaults(anywhere: bool = False) -> Iterator[None]:
+    """JAX's own defaults, whatever the caller has set, on the CPU if there is one."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_follow.without_mesh())
+        stack.enter_context(jax.disable_jit(False))
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         stack.enter_context(jax.numpy_rank_promotion("allow"))
         stack.enter_context(jax.debug_nans(False))
         stack.enter_context(jax.debug_infs(False))
         stack.enter_context(jax.transfer_guard("allow"))
-        with contextlib.suppress(RuntimeError):  # JAX may be set up without a CPU
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        if not anywhere and jax.default_backend() != "cpu":
+            with contextlib.suppress(RuntimeError):  # JAX may be set up without a CPU
+                device = jax.local_devices(backend="cpu")[0]
+                stack.enter_context(jax.default_device(device))
         yield
 
 

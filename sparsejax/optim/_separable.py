@@ -11,7 +11,11 @@ from sparsejax._rows import SelectedRows
 from sparsejax.optim import _follow, _parts, _probe
 
 
+MOST_TRIED = 8  # leaves tried at init, those with most rows
+MOST_REMEMBERED = 32  # trees of parameters for one transformation
+
 _GENERIC = jax.ShapeDtypeStruct((_probe.ROWS, 130), jnp.float32)
+_LEAF = jax.tree.structure(0)
 
 
 class Reason(NamedTuple):
@@ -32,8 +36,9 @@ def is_row_separable(tx: Any, params: Any = None) -> bool:
     `U, S' = tx(G, S, W)`, it asks whether `tx(G[R], S[R], W[R]) = U[R], S'[R]`: whether
     no row's step depends on rows that were not read. This is what
     `sparsejax.optim.lazy` relies on. It is found out by running `tx` on a small table,
-    for a few steps with the same rows and a few with changing rows, so no list of
-    names is needed and your own transformations are judged as well.
+    for a few steps with the same rows and a few with changing rows, so your own
+    transformations are judged as well. Only what so short a run does not show is known
+    by its state (MultiSteps, apply_every, prodigy and a few more).
 
     True for sgd (with momentum), adam, adamw, adagrad, rmsprop, adadelta, yogi, lion,
     radam, novograd and their like, with clipping, schedules, masks and
@@ -68,7 +73,7 @@ def is_row_separable(tx: Any, params: Any = None) -> bool:
             return _is_separable_alone(tx)
         leaves, treedef = flatten(params)
         specs = tuple(map(_follow.spec, leaves))
-        return Verdicts(tx, blame_part=False).refusal(treedef, specs) is None
+        return Verdicts(tx).refusal(treedef, specs) is None
     except Exception:
         return False
 
@@ -82,94 +87,116 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 class Verdicts:
     """What is known about lifting `tx`, found out once for each tree of parameters."""
 
-    def __init__(self, tx: Any, blame_part: bool = True):
-        self._judge_now = functools.partial(judge, tx, blame_part=blame_part)
-        self._found = remember(lambda treedef, specs: {})
+    def __init__(self, tx: Any):
+        self._tx = tx
+        self._trials = {}
+        # Then a table can be tried without the rest of the tree, however large that is.
+        self._alone = _parts.treats_leaves_alike(tx)
 
-    def refusal(self, treedef: Any, specs: tuple[Any, ...]) -> Reason | None:
-        """Why no leaf can be lifted, or None if some leaf can be (or none is there)."""
+    def refusal(self, treedef: Any, specs: Sequence[Any]) -> tuple[int, Any] | None:
+        """A table and why it cannot be lifted, or None if some leaf can be."""
         arrays = [i for i, s in enumerate(specs) if _is_float_array(s)]
         tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
         tables.sort(key=lambda i: specs[i].shape[0], reverse=True)
-        if not tables:
-            return None
-        # In a large tree the leaf with most rows decides, except for a partition; then,
-        # the others at once, and at last a few alone, if one keeps another from it.
-        first, rest = (tables, []) if len(tables) <= 8 else (tables[:1], tables[1:])
-        for group in filter(None, (first, rest)):
-            if len(self._judge(treedef, specs, group)) < len(group):
-                return None
-        if len(tables) > 1:
-            for table in tables[:8]:
-                if not self._judge(treedef, specs, [table]):
-                    return None
-        return self._judge(treedef, specs, tables[:1])[tables[0]]
+        tried = tables[:MOST_TRIED]
+        failed = self.failures(treedef, specs, tried)
+        some_not_tried = len(tables) > len(tried) and not self._alone
+        if len(failed) < len(tried) or some_not_tried or not tables:
+            return None  # update judges again, the leaves that are read by rows
+        return tables[0], failed[tables[0]]
 
-    def reasons(
-        self, treedef: Any, specs: tuple[Any, ...], tables: Sequence[int]
-    ) -> dict[int, Reason]:
+    def failures(
+        self, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
+    ) -> dict[int, Any]:
         """Why tables cannot be lifted, none because of another one."""
-        failed = self._judge(treedef, specs, tables)
-        if len(tables) == 1 or not failed:
+        if self._alone:
+            kinds = {t: self._on(_LEAF, [_kind(specs[t])]) for t in tables}
+            failed = {t: trials.failures(self._tx, [0]) for t, trials in kinds.items()}
+            return {t: found[0] for t, found in failed.items() if found}
+        trials = self._on(treedef, specs)
+        new = [t for t in tables if t not in trials.lifted]
+        failed = trials.failures(self._tx, new)
+        if len(new) > 1:
+            alone = [trials.failures(self._tx, [t]) for t in failed]
+            failed = {t: why for found in alone for t, why in found.items()}
+        trials.lifted.update(set(new) - set(failed))
+        return failed
+
+    def blame(self, treedef: Any, specs: Sequence[Any], table: int, why: Any) -> Reason:
+        """The innermost part of the transformation that cannot be lifted."""
+        if self._alone:
+            treedef, specs, table = _LEAF, [_kind(specs[table])], 0
+        return self._on(treedef, specs).blame(self._tx, table, why)
+
+    def _on(self, treedef: Any, specs: Sequence[Any]) -> "_Trials":
+        key = _hashable(treedef), tuple(specs)
+        if key not in self._trials:
+            if len(self._trials) >= MOST_REMEMBERED:
+                del self._trials[next(iter(self._trials))]
+            self._trials[key] = _Trials(treedef, tuple(specs))
+        return self._trials[key]
+
+
+class _Trials:
+    """What was found out about a transformation and its parts on one tree."""
+
+    def __init__(self, treedef: Any, specs: tuple[Any, ...]):
+        self._tree = treedef, specs
+        self._failed = []  # (transformation, tables, failures): parts may have no hash
+        self.lifted = set()
+
+    def failures(self, tx: Any, tables: Sequence[int]) -> dict[int, Any]:
+        """Why tables cannot be lifted together, for those that cannot."""
+        for part, tried, failed in self._failed:
+            if tried == list(tables) and _parts.same(part, tx):
+                return failed
+        failed = self._try(tx, tables) if tables else {}
+        self._failed.append((tx, list(tables), failed))
+        return failed
+
+    def _try(self, tx: Any, tables: Sequence[int]) -> dict[int, Any]:
+        if _parts.holds_tracer(tx):
+            return {}  # made inside a trace, as inject_hyperparams does: no numbers
+        try:
+            failed, shared = _probe.probe(tx, *self._tree, tables)
+        except Exception as error:
+            message = str(error).strip().split("\n")[0]
+            message = f"{type(error).__name__}: {message}"
+            shared = f"it cannot be run on rows of a table ({message})"
+        if shared:
+            return dict.fromkeys(tables, shared)
+        if _parts.name(tx) not in _parts.TRANSPARENT:
             return failed
-        alone = [self._judge(treedef, specs, [t]) for t in failed]
-        return {t: reason for found in alone for t, reason in found.items()}
+        # What only puts parts together is by rows if each of them is, even where the
+        # whole is not: after decoupled weight decay, a clip by global norm sees the
+        # decay of all rows if run densely, and of the rows read if lifted.
+        return {t: why for t, why in failed.items() if self._fails_in_a_part(tx, t)}
 
-    def _judge(
-        self, treedef: Any, specs: tuple[Any, ...], tables: Sequence[int]
-    ) -> dict[int, Reason]:
-        found = self._found(treedef, specs)
-        new = [t for t in tables if t not in found]
-        failed = self._judge_now(treedef, specs, new) if new else {}
-        for table in new:
-            if len(new) == 1 or table not in failed:
-                found[table] = failed.get(table)
-        return {t: r for t in tables if (r := failed.get(t) or found.get(t))}
+    def _fails_in_a_part(self, tx: Any, table: int) -> bool:
+        parts = _parts.children_at(tx, *self._tree, table)
+        return not parts or any(self.failures(part, [table]) for part in parts)
 
-
-def judge(
-    tx: Any,
-    treedef: Any,
-    specs: Sequence[Any],
-    tables: Sequence[int],
-    blame_part: bool = True,
-) -> dict[int, Reason]:
-    """Why tables cannot be lifted together, for those that cannot.
-
-    Where the whole fails its parts are judged, to blame the innermost one that fails
-    (which takes time, and is left out without `blame_part`). If none does, a chain is
-    taken to be by rows as its parts are: after decoupled weight decay, a clip by global
-    norm sees the decay of all rows if run densely, and of the rows read if lifted.
-    """
-    if _parts.holds_tracer(tx):
-        return {}  # made inside a trace (inject_hyperparams around lazy): no numbers
-    may_be_by_parts = _parts.name(tx) in _parts.TRANSPARENT
-    try:
-        failed, shared = _probe.probe(tx, treedef, specs, tables)
-    except Exception as error:
-        message = str(error).strip().split("\n")[0]
-        shared = (
-            f"it cannot be run on rows of a table ({type(error).__name__}: {message})"
-        )
-    if shared:
-        failed, may_be_by_parts = dict.fromkeys(tables, shared), False
-
-    reasons = {}
-    for table, why in failed.items():
+    def blame(self, tx: Any, table: int, why: Any) -> Reason:
+        """The innermost part of `tx` that cannot be lifted, and why."""
         if isinstance(why, tuple):  # the part is known already
-            reasons[table] = Reason(*why)
-            continue
-        if not (blame_part or may_be_by_parts):
-            reasons[table] = Reason(_parts.name(tx), why)
-            continue
-        parts = _parts.children_at(tx, treedef, specs, table)
-        inner = (judge(part, treedef, specs, [table], blame_part) for part in parts)
-        found = next(filter(None, inner), None)
-        if found:
-            reasons[table] = found[table]
-        elif not (parts and may_be_by_parts):
-            reasons[table] = Reason(_parts.name(tx), why)
-    return reasons
+            return Reason(*why)
+        for part in _parts.children_at(tx, *self._tree, table):
+            failed = self.failures(part, [table])
+            if failed:
+                return self.blame(part, table, failed[table])
+        return Reason(_parts.name(tx), why)
+
+
+def _kind(spec: Any) -> Any:
+    return jax.ShapeDtypeStruct((_probe.ROWS, *spec.shape[1:]), spec.dtype)
+
+
+def _hashable(treedef: Any) -> Any:
+    try:
+        hash(treedef)
+    except TypeError:  # static data of a user's own node may have no hash
+        return str(treedef)
+    return treedef
 
 
 def _is_float_array(spec: Any) -> bool:
@@ -196,5 +223,4 @@ def remember(function: Callable, size: int = 32) -> Callable:
 def _is_separable_alone(tx: Any) -> bool:
     if not _parts.is_transformation(tx):
         return False
-    leaves, treedef = flatten(_GENERIC)
-    return Verdicts(tx, blame_part=False).refusal(treedef, tuple(leaves)) is None
+    return not _Trials(_LEAF, (_GENERIC,)).failures(tx, [0])

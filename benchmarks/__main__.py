@@ -1,0 +1,30 @@
+"""`python -m benchmarks [NAME] [OPTIONS]`: runs one of the benchmarks.
+
+Without a name it is the first one, `embedding_step`; its `--help` tells the options.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+
+NAMES = ("embedding_step",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark that the first argument names; the rest are its options."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    name, rest = NAMES[0], argv
+    if argv and not argv[0].startswith("-"):
+        name, *rest = argv
+    if name not in NAMES:
+        print(
+            f"benchmarks: there is no benchmark {name!r}; there is {', '.join(NAMES)}",
+            file=sys.stderr,
+        )
+        return 2
+    return importlib.import_module(f"benchmarks.{name}").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

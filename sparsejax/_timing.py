@@ -1,0 +1,121 @@
+"""Timing programs fairly on a machine that does other things as well.
+
+- They take turns, ours, theirs, ours, theirs, ..., so that whatever else the machine
+  does hits both; what is reported are medians and the ratio of the medians.
+- Compiling is apart.
+- A turn begins when the process has come to rest: a program may still be giving back
+  gigabytes of temporaries after its results are there. Then comes a run that is not
+  timed, which brings the caches into the state that this program leaves them in, as it
+  is in a training loop. Then comes the run that is timed.
+- A run starts with new inputs that are already on the device, and ends when its results
+  are there.
+- The state is handed from the one to the other: every step donates it and gives the
+  next one. So there is one copy of tables that may fill most of the memory, and both
+  sides work on the very same pages.
+"""
+
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Compiled(NamedTuple):
+    """A compiled program, and what compiling it told.
+
+    Args:
+      run: the program.
+      seconds: what tracing, lowering and compiling took.
+      temp_bytes: the most memory its temporaries take, -1 where the backend does not
+        tell.
+    """
+
+    run: Callable[..., Any]
+    seconds: float
+    temp_bytes: int
+
+
+def compile_apart(jitted: Any, *args: Any) -> Compiled:
+    """Compiles a jitted function for `args`, arrays or their shapes."""
+    start = time.perf_counter()
+    compiled = jitted.lower(*args).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return Compiled(compiled, seconds, getattr(memory, "temp_size_in_bytes", -1))
+
+
+def alternate(
+    programs: Mapping[str, Callable[..., Any]],
+    state: Any,
+    inputs: Callable[[], Any],
+    *,
+    repeats: int,
+    seconds: float = float("inf"),
+) -> tuple[dict[str, list[float]], Any]:
+    """Lets programs take turns, again and again, and takes the times.
+
+    Args:
+      programs: by name, `(state, inputs) -> (state, result)`. They may donate `state`.
+      state: what the first program gets; the others get what the one before returned.
+      inputs: makes new inputs, called before each run and outside of what is timed.
+      repeats: how often each program is timed, at most.
+      seconds: no new round after so many seconds, once each has been timed 3 times.
+
+    Returns:
+      Seconds of each timed run, by name; and the last state.
+    """
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    began = time.perf_counter()
+    for number in range(repeats):
+        if number >= 3 and time.perf_counter() - began > seconds:
+            break
+        for name, program in programs.items():
+            wait_for_rest()
+            state, _ = _timed(program, state, inputs)
+            state, taken = _timed(program, state, inputs)
+            times[name].append(taken)
+    return times, state
+
+
+def _timed(program: Callable, state: Any, inputs: Callable) -> tuple[Any, float]:
+    given = jax.block_until_ready(inputs())
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(program(state, given))
+    return state, time.perf_counter() - start
+
+
+def wait_for_rest(most: float = 5.0) -> None:
+    """Returns when no thread of this process is at work, or after `most` seconds."""
+    step = 0.002
+    for _ in range(int(most / step)):
+        before = time.process_time()
+        time.sleep(step)
+        if time.process_time() - before < step / 4:
+            return
+
+
+def median_ms(times: Sequence[float]) -> float:
+    """The median, in milliseconds."""
+    return 1e3 * statistics.median(times)
+
+
+def free_bytes() -> int | None:
+    """Memory that can be had without swapping, or None where nobody tells."""
+    limits = []
+    try:
+        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(int(line.split()[1]) * 1024)
+        group = pathlib.Path("/sys/fs/cgroup")  # a container's own limit
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            stat = (group / "memory.stat").read_text().split()
+            cache = int(stat[stat.index("inactive_file") + 1])
+            limits.append(int(limit) - used + cache)
+    except (OSError, ValueError):
+        pass  # another system, or no such limit
+    return min(limits) if limits else None

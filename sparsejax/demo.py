@@ -1,0 +1,342 @@
+"""`python -m sparsejax.demo`: word vectors from a text, with sparse gradients.
+
+Skip-gram with negative sampling: two tables of vectors, one for words and one for the
+words near them, are trained to tell the pairs of the text from pairs drawn at random.
+A step reads some thousand rows of both, and costs what it reads, however many rows
+there are: the gradients are SelectedRows, and any optimizer of optax is lifted to them.
+A table at the end shows what that is worth.
+
+All of it is the library's public API. The model is `loss_fn`, the step `make_step`.
+
+References: Mikolov et al., 2013, "Distributed Representations of Words and Phrases and
+their Compositionality".
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparsejax as sj
+from sparsejax import _demo_files, _demo_options, _demo_plot, _demo_text, _timing
+from sparsejax._demo_options import OPTIMIZERS, Config
+from sparsejax._demo_progress import progress_bar
+from sparsejax._demo_text import Corpus, UserError
+
+
+Params = dict[str, jax.Array]
+
+_SUBSAMPLING = 1e-3  # words more frequent than this are thinned out
+_CHUNK = 32  # steps in one call
+_NEIGHBOURS = 6
+_KNOWN_FROM = 10
+_TIMED_DIM = 32
+_TIMED_PAIRS = 1024
+_TIMED_ROWS = (10**4, 10**5, 10**6)
+_TIMED_ROWS_BIG = (*_TIMED_ROWS, 10**7)
+
+
+# ------------------------------------------------------------------ the model
+
+
+def init_params(key: jax.Array, size: int, dim: int) -> Params:
+    """The two tables, `[V, D]` each, begun as word2vec begins them."""
+    words = jax.random.uniform(key, (size, dim), minval=-0.5, maxval=0.5) / dim
+    return {"words": words, "contexts": jnp.zeros((size, dim))}
+
+
+def loss_fn(params: Params, pairs: jax.Array, negatives: jax.Array) -> jax.Array:
+    """The loss of negative sampling, summed over the batch.
+
+    `sum_i [ -log s(w_i . c_i) - sum_k log s(-w_i . c_ik) ]`, s the logistic function.
+
+    Args:
+      params: the tables.
+      pairs: int `[B, 2]`, words and their neighbours.
+      negatives: int `[B, K]`, words drawn at random.
+    """
+    words = sj.lookup(params["words"], pairs[:, 0], mode="clip")
+    others = jnp.concatenate([pairs[:, 1:], negatives], axis=1)
+    contexts = sj.lookup(params["contexts"], others, mode="clip")
+    logits = jnp.einsum("bd,bkd->bk", words, contexts)
+    return jnp.sum(optax.sigmoid_binary_cross_entropy(logits, _is_first(logits)))
+
+
+def _is_first(logits: jax.Array) -> jax.Array:
+    """1 in the first column, that of the true neighbours, 0 in the others."""
+    return jnp.zeros_like(logits).at[:, 0].set(1.0)
+
+
+def make_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Callable:
+    """`(state, (pairs, negatives)) -> (state, loss)`, state being parameters and tx's.
+
+    Args:
+      tx: with `value_and_grad` JAX's any optax transformation, else a lazy one.
+      value_and_grad: `jax.value_and_grad` or `sj.value_and_grad`.
+    """
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = value_and_grad(loss_fn)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return step
+
+
+def make_train(step: Callable, negative_table: np.ndarray, negatives: int) -> Callable:
+    """`(state, key, int32[steps, B, 2]) -> (state, losses)`: many steps in one call."""
+    table = jnp.asarray(negative_table)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train(state, key, batches):
+        def one(state, xs):
+            pairs, key = xs
+            shape = (pairs.shape[0], negatives)
+            drawn = table[jax.random.randint(key, shape, 0, table.size)]
+            return step(state, (pairs, drawn))
+
+        keys = jax.random.split(key, batches.shape[0])
+        state, losses = jax.lax.scan(one, state, (batches, keys))
+        return state, losses / batches.shape[1]
+
+    return train
+
+
+# ------------------------------------------------------------------ training
+
+
+class Trained(NamedTuple):
+    """What training gives: the tables, and the loss over the words that were read."""
+
+    params: Params
+    words_read: list[float]
+    losses: list[float]
+
+
+def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any]):
+    """Trains word vectors.
+
+    Args:
+      config: the settings.
+      corpus: the text.
+      report: called after each call of the device with the words read so far and the
+        mean loss of a pair.
+
+    Returns:
+      `Trained`.
+    """
+    rng = np.random.default_rng(config.seed)
+    init_key, key = jax.random.split(jax.random.key(config.seed))
+    keep = _demo_text.keep_probability(corpus, _SUBSAMPLING)
+    words_in_all = corpus.tokens.size * config.epochs
+    pairs_in_all = _demo_text.expected_pairs(corpus, keep, config.window)
+    pairs_in_all = max(1.0, pairs_in_all * config.epochs)
+
+    steps = math.ceil(pairs_in_all / config.batch_size)
+    tx = sj.optim.lazy(make_optimizer(config, steps))
+    # Insisted upon: a short text has so few words that a step reads most of them.
+    # Left alone, value_and_grad then finds the dense gradient cheaper, and is right.
+    value_and_grad = functools.partial(sj.value_and_grad, tables=True)
+    table = _demo_text.negative_table(corpus.counts)
+    run = make_train(make_step(tx, value_and_grad), table, config.negatives)
+
+    params = init_params(init_key, len(corpus.words), config.dim)
+    state = (params, tx.init(params))
+    pairs = _demo_text.all_skip_grams(corpus, keep, config.window, config.epochs, rng)
+    words_read, losses, done = [], [], 0
+    for number, chunk in enumerate(
+        _demo_text.batches(pairs, config.batch_size, _CHUNK)
+    ):
+        state, loss = run(state, jax.random.fold_in(key, number), jnp.asarray(chunk))
+        loss = float(jnp.mean(loss))
+        if not math.isfinite(loss):
+            raise UserError(
+                "the loss is no longer a number: take a lower --learning-rate than "
+                f"{config.rate:g}"
+            )
+        done += chunk.shape[0] * chunk.shape[1]
+        words_read.append(min(done / pairs_in_all, 1.0) * words_in_all)
+        losses.append(loss)
+        report(words_read[-1], loss)
+    if not losses:
+        raise UserError(
+            "the text is too short: no two of its frequent words are near each other. "
+            "Take a longer text or a lower --min-count"
+        )
+    return Trained(state[0], words_read, losses)
+
+
+def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
+    """The optimizer, with a learning rate that falls to zero in so many steps."""
+    schedule = optax.linear_schedule(config.rate, config.rate * 1e-3, steps)
+    return OPTIMIZERS[config.optimizer][0](schedule)
+
+
+# ------------------------------------------------------------------ what came out
+
+
+def nearest(vectors: np.ndarray, of: int, number: int) -> list[int]:
+    """The words whose vectors have the greatest cosine with that of a word."""
+    units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    order = np.argsort(-(units @ units[of]), kind="stable")
+    return [int(i) for i in order if i != of][:number]
+
+
+def print_neighbours(corpus: Corpus, vectors: np.ndarray, number: int = 12) -> None:
+    """Frequent words, and what the model found to be used like them."""
+    print("\nNearest neighbours (cosine):")
+    # A word that occurs a few times has hardly moved from where it began.
+    known = int(np.sum(corpus.counts >= _KNOWN_FROM)) or len(corpus.words)
+    chosen = [i for i in _demo_text.content_words(corpus, number) if i < known]
+    width = max(len(corpus.words[i]) for i in chosen)
+    for i in chosen:
+        near = (corpus.words[j] for j in nearest(vectors[:known], i, _NEIGHBOURS))
+        print(f"  {corpus.words[i]:{width}}  {', '.join(near)}")
+
+
+def save(config: Config, corpus: Corpus, vectors: np.ndarray) -> None:
+    """`--save`."""
+    assert config.save is not None
+    settings = dataclasses.asdict(config) | {"learning_rate": config.rate}
+    _demo_files.save_vectors(config.save, corpus.words, vectors, settings)
+    print(f"Saved {len(corpus.words):,} vectors to {config.save}")
+
+
+def draw(config: Config, corpus: Corpus, trained: Trained, vectors: np.ndarray) -> None:
+    """`--plot`."""
+    assert config.plot is not None
+    shown = _demo_text.content_words(corpus, 150)
+    title = (
+        f"{len(corpus.words):,} words in {config.dim} dimensions, {config.epochs} "
+        f"epochs of {config.optimizer}"
+    )
+    words = [corpus.words[i] for i in shown]
+    _demo_plot.plot(
+        config.plot, trained.words_read, trained.losses, words, vectors[shown], title
+    )
+    print(f"Drew {config.plot}")
+
+
+# ------------------------------------------------------------------ the timing table
+
+
+def print_timing(config: Config) -> None:
+    """Times a step of this model with larger tables, sparse and dense in turns."""
+    reads = _TIMED_PAIRS * (2 + config.negatives)
+    print(
+        f"\nOne training step of this model, {_TIMED_PAIRS:,} pairs with "
+        f"{config.negatives} negatives ({reads:,} rows read),\ntwo tables of "
+        f"{_TIMED_DIM} dimensions, {config.optimizer}; medians:\n\n"
+        "  rows of a table  sparsejax  optax, dense  times faster"
+    )
+    for rows in _TIMED_ROWS_BIG if config.big else _TIMED_ROWS:
+        print(f"  {rows:15,}  {_timing_line(config, rows)}", flush=True)
+    print(
+        "\nA table of which a step reads more than a quarter is left to the dense "
+        "update, which is cheaper then."
+    )
+
+
+def _timing_line(config: Config, rows: int) -> str:
+    tx = OPTIMIZERS[config.optimizer][0](config.rate)
+
+    def make_state():
+        params = init_params(jax.random.key(0), rows, _TIMED_DIM)
+        return params, tx.init(params)
+
+    shapes = jax.eval_shape(make_state)
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)]
+    needed = sum(sizes) + 4 * max(sizes)  # both dense gradients and both updates
+    free = _timing.free_bytes()
+    if free is not None and needed > 0.9 * free:
+        return f"left out: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+
+    rng = np.random.default_rng(config.seed)
+
+    def batch():
+        ids = rng.integers(0, rows, (_TIMED_PAIRS, 2 + config.negatives), np.int32)
+        return jnp.asarray(ids[:, :2]), jnp.asarray(ids[:, 2:])
+
+    state = jax.jit(make_state)()
+    programs = {}
+    for name, optimizer, value_and_grad in (
+        ("ours", sj.optim.lazy(tx), sj.value_and_grad),
+        ("dense", tx, jax.value_and_grad),
+    ):
+        step = jax.jit(make_step(optimizer, value_and_grad), donate_argnums=0)
+        programs[name] = _timing.compile_apart(step, state, batch()).run
+    times, _ = _timing.alternate(programs, state, batch, repeats=25, seconds=4.0)
+    ours, dense = (_timing.median_ms(times[name]) for name in ("ours", "dense"))
+    return f"{ours:6.1f} ms  {dense:9.1f} ms  {dense / ours:11.1f}×"
+
+
+# ------------------------------------------------------------------ all of it
+
+
+def check_memory(config: Config, size: int) -> None:
+    """A `UserError` where tables of so many words do not fit into memory."""
+    needed = (
+        4 * config.dim * (6 * size + 8 * config.batch_size * (2 + config.negatives))
+    )
+    free = _timing.free_bytes()
+    if free is not None and needed > free:
+        raise UserError(
+            f"{size:,} words in {config.dim} dimensions need {needed / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} GB are free: lower --dim, --max-vocab or --batch-size"
+        )
+
+
+def run(config: Config) -> None:
+    """The whole demo."""
+    _demo_options.check(config)
+    text = _demo_text.read_text(config.text)
+    corpus = _demo_text.make_corpus(text, config.min_count, config.max_vocab)
+    check_memory(config, len(corpus.words))
+    source = config.text or "Python's help texts"
+    print(
+        f"{source}: {corpus.tokens.size:,} words, {len(corpus.words):,} different ones "
+        f"that occur {config.min_count} times or more",
+        flush=True,
+    )
+    total = corpus.tokens.size * config.epochs
+    with progress_bar(total, config.quiet) as report:
+        trained = train(config, corpus, report)
+    last = float(np.mean(trained.losses[-10:]))
+    print(f"Loss of a pair: {trained.losses[0]:.3f} at first, {last:.3f} in the end")
+    vectors = np.asarray(trained.params["words"])
+    if config.save:
+        save(config, corpus, vectors)
+    if config.plot:
+        draw(config, corpus, trained, vectors)
+    print_neighbours(corpus, vectors)
+    if config.timing:
+        print_timing(config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo with command-line arguments; returns the exit code."""
+    try:
+        run(_demo_options.parse(argv))
+    except UserError as e:
+        print(f"sparsejax.demo: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sparsejax.demo: interrupted before the end", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

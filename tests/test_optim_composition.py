@@ -1,0 +1,184 @@
+"""lazy inside of other transformations, and under JAX's."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from helpers import assert_trees_close
+from optimizers import (
+    LR,
+    D,
+    V,
+    is_rows,
+    make_grads,
+    make_params,
+    row_gradient,
+    to_dense,
+)
+from sparsejax.optim import lazy
+
+
+pytestmark = pytest.mark.loose_promotion
+
+ADAM = lazy(optax.adam(LR))
+
+
+# ------------------------------------------------------------------ composition
+
+
+def test_chains_of_lazies():
+    clip, adam = optax.clip_by_global_norm(0.1), optax.adam(LR)
+    chained = optax.chain(lazy(clip), lazy(adam))
+    whole = lazy(optax.chain(clip, adam))
+    params, grads = make_params(), make_grads(0)
+    updates, state = chained.update(grads, chained.init(params), params)
+    expected, expected_state = whole.update(grads, whole.init(params), params)
+    assert_trees_close(to_dense(updates), to_dense(expected))
+    assert_trees_close(state, expected_state)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda tx: optax.chain(tx),
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.partition(
+            {"rows": tx, "rest": optax.sgd(LR)},
+            {"bias": "rest", "table": "rows"},
+        ),
+        lambda tx: optax.masked(tx, True),
+        lambda tx: lazy(tx),
+        lambda tx: optax.inject_hyperparams(lambda lr: lazy(optax.adam(lr)))(LR),
+    ],
+    ids=["chain", "apply_if_finite", "partition", "masked", "lazy", "inject"],
+)
+def test_lazy_inside_of_other_transformations(outer):
+    outside, inside = outer(lazy(optax.adam(LR))), outer(optax.adam(LR))
+    # apply_if_finite looks at every number, those of empty slots too.
+    params, grads = make_params(), jax.tree.map(jnp.nan_to_num, make_grads(0))
+    state = outside.init(params)
+    updates, new_state = jax.jit(outside.update)(grads, state, params)
+    expected, _ = inside.update(to_dense(grads), inside.init(params), params)
+    # One step from a fresh state: untouched rows do not move in the dense run either.
+    for name in params:
+        got = updates[name].to_dense() if is_rows(updates[name]) else updates[name]
+        assert_trees_close(got, expected[name])
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+
+
+def test_partition_runs_tables_and_dense_leaves_differently():
+    labels = {"bias": "dense", "cube": "dense", "table": "sparse"}
+    tx = optax.partition({"sparse": optax.adagrad(LR), "dense": optax.lamb(LR)}, labels)
+    params, grads = make_params(cube=True), make_grads(0, cube=True)
+    grads["cube"] = grads["cube"].to_dense()
+    lifted = lazy(tx)
+    state = lifted.init(params)
+    updates, new = lifted.update(grads, state, params)
+    expected, dense_new = tx.update(to_dense(grads), state, params)
+    assert_trees_close(to_dense(updates), expected)
+    assert_trees_close(new, dense_new)
+
+
+# ------------------------------------------------------------------ transformations
+
+
+def test_init_is_the_transformations_own():
+    tx, params = optax.adam(LR), make_params()
+    expected = tx.init(params)
+    assert_trees_close(jax.jit(lazy(tx).init)(params), expected)
+    shapes = jax.eval_shape(lazy(tx).init, params)
+    assert shapes == jax.eval_shape(tx.init, params)
+    state = lazy(tx).init(params)
+    assert optax.tree_utils.tree_get(state, "mu")["table"].shape == (V, D)
+    state = optax.tree_utils.tree_set(state, count=jnp.asarray(7, jnp.int32))
+    _, state = lazy(tx).update(make_grads(0), state, params)
+    assert optax.tree_utils.tree_get(state, "count") == 8
+
+
+def test_tree_map_params():
+    tx = ADAM
+    state = tx.init(make_params())
+    doubled = optax.tree_utils.tree_map_params(tx, lambda x: x + 1, state)
+    assert np.all(doubled[0].mu["table"] == 1) and doubled[0].count == 0
+
+
+def test_shapes_are_known_before_data():
+    tx, params = ADAM, make_params()
+    update = lambda g, s, p: tx.update(g, s, p)
+    updates, state = jax.eval_shape(update, make_grads(0), tx.init(params), params)
+    assert is_rows(updates["table"])
+    assert updates["table"].shape == (V, D) and updates["table"].capacity == 9
+    assert isinstance(updates["table"].values, jax.ShapeDtypeStruct)
+    assert state[0].mu["table"].shape == (V, D)
+
+
+def test_in_scan():
+    tx, params = ADAM, make_params()
+    grads = [make_grads(step) for step in range(3)]
+    state = tx.init(params)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+
+    def body(carry, grads):
+        updates, state = tx.update(grads, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    scanned, _ = jax.jit(lambda c, g: jax.lax.scan(body, c, g))(
+        (params, state), stacked
+    )
+    carry = params, state
+    for g in grads:
+        carry, _ = body(carry, g)
+    assert_trees_close(scanned, carry)
+
+
+def test_under_vmap():
+    """Several models at once, each with rows of its own."""
+    tx, params = ADAM, make_params()["table"]
+    grads = [row_gradient(seed, (D,)) for seed in range(3)]
+    state = tx.init(params)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+    step = lambda g: optax.apply_updates(params, tx.update(g, state, params)[0])
+    for i, one in enumerate(jax.vmap(step)(stacked)):
+        assert_trees_close(one, step(grads[i]))
+
+
+def test_numpy_state_from_a_checkpoint():
+    tx, params, grads = ADAM, make_params(), make_grads(0)
+    state = tx.init(params)
+    restored = jax.tree.map(np.asarray, state)
+    expected = tx.update(grads, state, params)
+    got = tx.update(grads, restored, jax.tree.map(np.asarray, params))
+    assert_trees_close(to_dense(got), to_dense(expected))
+
+
+def test_learning_rate_may_change_between_transformations():
+    params, grads = make_params(), make_grads(0)
+    state = lazy(optax.adam(LR)).init(params)
+    _, state = lazy(optax.adam(LR)).update(grads, state, params)
+    updates, _ = lazy(optax.adam(LR / 2)).update(grads, state, params)
+    expected, _ = lazy(optax.adam(LR)).update(grads, state, params)
+    assert_trees_close(to_dense(updates)["table"] * 2, to_dense(expected)["table"])
+
+
+@pytest.mark.parametrize("make", [jax.disable_jit, jax.checking_leaks, jax.debug_nans])
+def test_under_jaxs_settings(make):
+    """A fresh transformation each time: judging runs under them, too."""
+    tx, params = lazy(optax.rmsprop(LR, eps=0.0)), jnp.ones((V, D))
+    grads = sj.SelectedRows(jnp.array([1, 1, V]), jnp.ones((3, D)), V)
+    with make(True) if make is not jax.checking_leaks else make():
+        updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+        assert updates.num_rows() == 1 and jnp.all(updates.to_dense()[1] < 0)
+
+
+def test_a_table_without_rows():
+    params = {"table": jnp.zeros((0, D)), "bias": jnp.ones(D)}
+    rows = sj.SelectedRows(jnp.array([0, 1]), jnp.ones((2, D)), 0)
+    grads = {"table": rows, "bias": jnp.ones(D)}
+    updates, state = ADAM.update(grads, ADAM.init(params), params)
+    assert updates["table"].shape == (0, D) and state[0].count == 1
