@@ -6,15 +6,21 @@ body differs between jax 0.10.2 and newer releases. Nothing else in the package 
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import core as _core, source_info_util as _source_info
+from jax._src import (
+    core as _core,
+    dispatch as _dispatch,
+    source_info_util as _source_info,
+)
 from jax._src.shard_map import shard_map_p as shard_map_p
 from jax.extend import core as _jex_core
 from jax.extend.core import primitives as primitives
+from jax.interpreters import ad as _ad, batching as _batching, mlir as _mlir
 
 
 Literal = _jex_core.Literal
@@ -104,3 +110,55 @@ def explicit_spec(x: Any) -> tuple[Any, ...]:
     """How `x` is laid out over explicit mesh axes: a PartitionSpec's parts, or ()."""
     spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
     return spec if any(part is not None for part in spec) else ()
+
+
+def is_laid_out(x: Any) -> bool:
+    """Whether the type of `x` says how a mesh lays it out, or that it is varying."""
+    mesh = getattr(jax.typeof(x).sharding, "mesh", None)
+    return bool(getattr(mesh, "axis_names", ()))
+
+
+def linear_primitive(
+    name: str,
+    reference: Callable[..., jax.Array],
+    platforms: Mapping[str, Callable[..., jax.Array]],
+) -> Callable[..., jax.Array]:
+    """`reference` as one primitive, lowered otherwise on some platforms.
+
+    The platform is chosen when a program is lowered, and no branch shows in a jaxpr.
+    Under `vmap`, and for tangents, `reference` takes its place.
+
+    Args:
+      name: of the primitive.
+      reference: a function of arrays, linear in the first of them, whose others are
+        not differentiated.
+      platforms: by platform, a function that gives the same.
+
+    Returns:
+      The function that binds the primitive.
+    """
+    p = Primitive(name)
+    p.def_impl(functools.partial(_dispatch.apply_primitive, p))
+
+    def abstract(*avals):
+        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        out = jax.eval_shape(reference, *specs)
+        return _core.ShapedArray(out.shape, out.dtype)
+
+    def jvp(primals, tangents):
+        out = p.bind(*primals)
+        if isinstance(tangents[0], _ad.Zero):
+            return out, _ad.Zero.from_primal_value(out)
+        return out, reference(tangents[0], *primals[1:])
+
+    def batch(args, dims):
+        return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
+
+    p.def_abstract_eval(abstract)
+    _ad.primitive_jvps[p] = jvp
+    _batching.primitive_batchers[p] = batch
+    _mlir.register_lowering(p, _mlir.lower_fun(reference, multiple_results=False))
+    for platform, lowering in platforms.items():
+        rule = _mlir.lower_fun(lowering, multiple_results=False)
+        _mlir.register_lowering(p, rule, platform=platform)
+    return p.bind

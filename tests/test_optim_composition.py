@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import sparsejax as sj
 from helpers import assert_trees_close
 from optimizers import (
     LR,

@@ -225,7 +225,7 @@ class _Run:
             for t, whole, part in zip(self.tables, updates, cut_updates):
                 if kind == "same" and not _close(whole[rows], part):
                     reasons.setdefault(t, UPDATES_DIFFER)
-                moved = weights[t] + whole
+                moved = (weights[t] + whole).astype(weights[t].dtype)
                 weights[t] = moved if kind == "same" else _put(weights[t], rows, moved)
             for k in self.kept:
                 put_back = kind == "other" and self.owners[k] is not None
@@ -236,7 +236,7 @@ class _Run:
         updates, kept = update(grads, state, weights)
         new = list(state)
         for k, leaf in zip(self.kept, kept):
-            new[k] = _host(leaf)
+            new[k] = _host(leaf).astype(state[k].dtype)
         return [_host(u) for u in updates], new
 
 

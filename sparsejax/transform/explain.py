@@ -51,7 +51,9 @@ class Explanation:
         for leaf in self.leaves:
             notes = [f"{rows} at {where}" for rows, where in leaf.reads]
             if not leaf.sparse:
-                notes = [f"not sparse: {leaf.reason}"] + [f"reads {note}" for note in notes]
+                notes = [f"not sparse: {leaf.reason}"] + [
+                    f"reads {note}" for note in notes
+                ]
             shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
             kind = "sparse" if leaf.sparse else "dense"
             share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else "-"

@@ -39,8 +39,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _compat, _ids
+from sparsejax._read import read_rows
 from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.table import TableRef, gather_rows, plant
+from sparsejax.transform.table import TableRef, plant
 
 
 Rule = Callable[..., Any]
@@ -190,7 +191,7 @@ class RuleContext:
         """
         shape = jnp.shape(ids)
         ids = _ids.as_ids("RuleContext.read", ids, ref.height).reshape(-1)
-        rows = gather_rows(ref.array, ids)
+        rows = read_rows(ref.array, ids)
         if any(self.live) and not ref.stopped and ids.size:
             ok = _ids.in_range(ids, ref.height)
             if valid is not None:

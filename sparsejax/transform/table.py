@@ -125,11 +125,6 @@ def _plant_bwd(_, cotangent):
 plant.defvjp(_plant_fwd, _plant_bwd)
 
 
-def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """`table[ids]` for flat ids; those out of range read the nearest row."""
-    return table.at[ids].get(mode="clip", wrap_negative_indices=False)
-
-
 def vary(x: jax.Array, axes: frozenset) -> jax.Array:
     """`x`, marked as varying over the manual mesh `axes` it is not yet varying over."""
     missing = axes - _compat.varying_axes(x)
