@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax._timing import (
+from sparsejax.demo._timing import (
     Compiled as Compiled,
     alternate as alternate,
     compile_apart as compile_apart,

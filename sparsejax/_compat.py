@@ -32,7 +32,7 @@ _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packa
 
 # Frames of the library are never what a user wants to see. The demo is a user.
 for _name in os.listdir(_PACKAGE):
-    if _name not in ("demo.py", "__pycache__"):
+    if _name not in ("demo", "__pycache__"):
         _source_info.register_exclusion(os.path.join(_PACKAGE, _name))
 
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("benchmarks")  # a source distribution has none
 
 from benchmarks import __main__, embedding_step as step, timing  # noqa: E402
-from sparsejax import _timing  # noqa: E402
+from sparsejax.demo import _timing  # noqa: E402
 
 
 # optax's own schedules and moments promote types.

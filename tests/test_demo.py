@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
-from sparsejax import (
-    _demo_files,
-    _demo_options,
-    _demo_plot,
-    _demo_progress,
-    _demo_text,
+from sparsejax import demo
+from sparsejax.demo import (
+    _files,
+    _options,
+    _plot,
+    _progress,
+    _text,
     _timing,
-    demo,
+    _train,
 )
 
 
@@ -54,14 +55,14 @@ def no_training(monkeypatch):
     def train(*args):
         pytest.fail("it trained first and complained then")
 
-    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(_train, "train", train)
 
 
 # ------------------------------------------------------------------ end to end
 
 
 def test_end_to_end(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "_TIMED_ROWS", (50, 40_000))
+    monkeypatch.setattr(_train, "_TIMED_ROWS", (50, 40_000))
     save, picture = tmp_path / "vectors.npz", tmp_path / "picture.png"
     argv = ["--text", text, *QUICK, "--save", str(save), "--plot", str(picture)]
     argv.remove("--no-timing")
@@ -99,7 +100,7 @@ def test_a_seed_makes_it_reproducible(text, tmp_path):
 def test_trains_as_dense_optax_does(name):
     """SGD keeps no state, so sparse and dense are one thing; Adam starts as one."""
     vocabulary, steps = 50, 6 if name == "sgd" else 1
-    tx = _demo_options.OPTIMIZERS[name][0](0.05)
+    tx = _options.OPTIMIZERS[name][0](0.05)
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, vocabulary, (steps, 32, 2)).astype(np.int32)
     table = np.arange(vocabulary, dtype=np.int32)
@@ -109,8 +110,8 @@ def test_trains_as_dense_optax_does(name):
         ("sparse", sj.optim.lazy(tx), insist),
         ("dense", tx, jax.value_and_grad),
     ):
-        params = demo.init_params(jax.random.key(1), vocabulary, 8)
-        train = demo.make_train(demo.make_step(optimizer, value_and_grad), table, 3)
+        params = _train.init_params(jax.random.key(1), vocabulary, 8)
+        train = _train.make_train(_train.make_step(optimizer, value_and_grad), table, 3)
         state = (params, optimizer.init(params))
         (params, _), losses = train(state, jax.random.key(2), pairs)
         runs[how] = (np.asarray(losses), params)
@@ -124,23 +125,23 @@ def test_trains_as_dense_optax_does(name):
 
 
 def test_both_tables_get_sparse_gradients():
-    params = demo.init_params(jax.random.key(0), 20, 4)
+    params = _train.init_params(jax.random.key(0), 20, 4)
     pairs = np.zeros((8, 2), np.int32)
     negatives = np.zeros((8, 3), np.int32)
-    grads = sj.grad(demo.loss_fn, tables=True)(params, pairs, negatives)
+    grads = sj.grad(_train.loss_fn, tables=True)(params, pairs, negatives)
     assert {k: g.capacity for k, g in grads.items()} == {"words": 8, "contexts": 32}
 
 
-@pytest.mark.parametrize("name", _demo_options.OPTIMIZERS)
+@pytest.mark.parametrize("name", _options.OPTIMIZERS)
 def test_every_optimizer_can_be_lifted(name):
-    config = _demo_options.Config(optimizer=name)
-    assert sj.optim.is_row_separable(demo.make_optimizer(config, 10))
+    config = _options.Config(optimizer=name)
+    assert sj.optim.is_row_separable(_train.make_optimizer(config, 10))
 
 
 def test_neighbours_are_words_of_the_same_contexts(capsys):
     vectors = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.0, 2.0]])
-    assert demo.nearest(vectors, 0, 1) == [1]
-    assert demo.nearest(vectors, 2, 2) == [3, 1]
+    assert _train.nearest(vectors, 0, 1) == [1]
+    assert _train.nearest(vectors, 2, 2) == [3, 1]
 
 
 # ------------------------------------------------------------------ mistakes
@@ -254,7 +255,7 @@ def test_too_little_memory(text, capsys, monkeypatch, no_training):
 
 def test_a_timing_that_needs_too_much_memory_is_left_out(capsys, monkeypatch):
     monkeypatch.setattr(_timing, "free_bytes", lambda: 1000)
-    demo.print_timing(_demo_options.Config(big=True))
+    _train.print_timing(_options.Config(big=True))
     assert capsys.readouterr().out.count("left out: needs") == 4
 
 
@@ -333,7 +334,7 @@ def test_interrupted(text, capsys, monkeypatch):
     def train(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(_train, "train", train)
     assert demo.main(["--text", text, *QUICK]) == 130
     assert capsys.readouterr().err == "sparsejax.demo: interrupted before the end\n"
 
@@ -342,7 +343,7 @@ def test_a_link_keeps_pointing_to_the_file(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_bytes(b"old")
     link.symlink_to(target)
-    with _demo_files.atomic_write(str(link)) as file:
+    with _files.atomic_write(str(link)) as file:
         file.write(b"new")
     assert link.is_symlink() and target.read_bytes() == b"new"
 
@@ -352,7 +353,7 @@ def test_a_link_keeps_pointing_to_the_file(tmp_path):
 
 def test_without_tqdm_there_are_lines(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with _demo_progress.progress_bar(100, quiet=False) as report:
+    with _progress.progress_bar(100, quiet=False) as report:
         report(10.0, 2.5)
         report(100.0, 1.5)
     err = capsys.readouterr().err
@@ -360,7 +361,7 @@ def test_without_tqdm_there_are_lines(capsys, monkeypatch):
 
 
 def test_quiet_is_quiet(capsys):
-    with _demo_progress.progress_bar(100, quiet=True) as report:
+    with _progress.progress_bar(100, quiet=True) as report:
         report(100.0, 1.5)
     assert capsys.readouterr() == ("", "")
 
@@ -381,10 +382,10 @@ def test_it_can_be_imported_without_its_extras():
 
 
 def test_the_default_text_is_english_prose():
-    corpus = _demo_text.make_corpus(_demo_text.read_text(None), 5, 10**6)
+    corpus = _text.make_corpus(_text.read_text(None), 5, 10**6)
     assert corpus.words[0] == "the"
     assert corpus.tokens.size > 40_000 and len(corpus.words) > 1000
-    words = {corpus.words[i] for i in _demo_text.content_words(corpus, 20)}
+    words = {corpus.words[i] for i in _text.content_words(corpus, 20)}
     assert {"class", "function", "exception"} <= words
     assert "the" not in words
 
@@ -394,45 +395,45 @@ def test_texts_plain_and_packed(name, tmp_path):
     content = "größe naïve слово".encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if "packed" in name else content)
-    assert _demo_text.read_text(str(path)) == "größe naïve слово"
+    assert _text.read_text(str(path)) == "größe naïve слово"
 
 
 def test_corpus_numbers_words_by_frequency():
-    corpus = _demo_text.make_corpus("Bee ant bee, a cow ant BEE! dog", 2, 10)
+    corpus = _text.make_corpus("Bee ant bee, a cow ant BEE! dog", 2, 10)
     assert corpus.words == ["bee", "ant"]
     assert corpus.counts.tolist() == [3, 2]
     assert corpus.tokens.tolist() == [0, 1, 0, 1, 0]
-    assert _demo_text.make_corpus("aa bb cc dd", 1, 2).words == ["aa", "bb"]
+    assert _text.make_corpus("aa bb cc dd", 1, 2).words == ["aa", "bb"]
 
 
 def test_skip_grams_are_neighbours_both_ways():
     rng = np.random.default_rng(0)
     tokens = np.arange(6, dtype=np.int32)
-    pairs = _demo_text.skip_grams(tokens, np.ones(6), 1, rng)
+    pairs = _text.skip_grams(tokens, np.ones(6), 1, rng)
     expected = {(i, i + 1) for i in range(5)} | {(i + 1, i) for i in range(5)}
     assert {tuple(p) for p in pairs.tolist()} == expected
-    wide = _demo_text.skip_grams(tokens, np.ones(6), 3, rng)
+    wide = _text.skip_grams(tokens, np.ones(6), 3, rng)
     assert np.abs(wide[:, 0] - wide[:, 1]).max() <= 3
-    assert len(_demo_text.skip_grams(tokens[:1], np.ones(6), 3, rng)) == 0
+    assert len(_text.skip_grams(tokens[:1], np.ones(6), 3, rng)) == 0
 
 
 def test_frequent_words_are_thinned_out():
-    corpus = _demo_text.make_corpus("often " * 999 + "rare " * 1, 1, 10)
-    keep = _demo_text.keep_probability(corpus, 1e-3)
+    corpus = _text.make_corpus("often " * 999 + "rare " * 1, 1, 10)
+    keep = _text.keep_probability(corpus, 1e-3)
     assert keep[1] == 1 and 0.03 < keep[0] < 0.04
     tokens = np.zeros(20_000, np.int32)
-    pairs = _demo_text.skip_grams(tokens, np.array([0.5]), 4, np.random.default_rng(0))
+    pairs = _text.skip_grams(tokens, np.array([0.5]), 4, np.random.default_rng(0))
     assert abs(len(pairs) / (20_000 * 0.5 * 5) - 1) < 0.05  # as expected_pairs says
 
 
 def test_negatives_are_drawn_by_dampened_frequency():
-    table = _demo_text.negative_table(np.array([16, 1]), size=900)
+    table = _text.negative_table(np.array([16, 1]), size=900)
     assert np.bincount(table).tolist() == [800, 100]  # 16 ** 0.75 == 8
 
 
 def test_batches_use_every_pair():
     pairs = np.arange(22, dtype=np.int32).reshape(11, 2)
-    chunks = list(_demo_text.batches(iter([pairs[:7], pairs[7:]]), 2, 2))
+    chunks = list(_text.batches(iter([pairs[:7], pairs[7:]]), 2, 2))
     assert [c.shape for c in chunks] == [(2, 2, 2), (2, 2, 2), (2, 2, 2)]
     flat = np.concatenate([c.reshape(-1, 2) for c in chunks])
     np.testing.assert_array_equal(flat[:11], pairs)
@@ -442,6 +443,6 @@ def test_principal_axes_are_those_of_greatest_variance():
     rng = np.random.default_rng(0)
     angle = rng.uniform(-1, 1, 30)
     vectors = np.stack([np.cos(angle), 0.01 * rng.normal(size=30), np.sin(angle)], 1)
-    points = _demo_plot.principal_axes(5 * vectors)
+    points = _plot.principal_axes(5 * vectors)
     assert abs(np.corrcoef(points[:, 0], np.sin(angle))[0, 1]) > 0.99
     assert points[:, 0].var() > points[:, 1].var()

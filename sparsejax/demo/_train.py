@@ -26,10 +26,10 @@ import numpy as np
 import optax
 
 import sparsejax as sj
-from sparsejax import _demo_files, _demo_options, _demo_plot, _demo_text, _timing
-from sparsejax._demo_options import OPTIMIZERS, Config
-from sparsejax._demo_progress import progress_bar
-from sparsejax._demo_text import Corpus, UserError
+from sparsejax.demo import _files, _options, _plot, _text, _timing
+from sparsejax.demo._options import OPTIMIZERS, Config
+from sparsejax.demo._progress import progress_bar
+from sparsejax.demo._text import Corpus, UserError
 
 
 Params = dict[str, jax.Array]
@@ -136,9 +136,9 @@ def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any])
     """
     rng = np.random.default_rng(config.seed)
     init_key, key = jax.random.split(jax.random.key(config.seed))
-    keep = _demo_text.keep_probability(corpus, _SUBSAMPLING)
+    keep = _text.keep_probability(corpus, _SUBSAMPLING)
     words_in_all = corpus.tokens.size * config.epochs
-    pairs_in_all = _demo_text.expected_pairs(corpus, keep, config.window)
+    pairs_in_all = _text.expected_pairs(corpus, keep, config.window)
     pairs_in_all = max(1.0, pairs_in_all * config.epochs)
 
     steps = math.ceil(pairs_in_all / config.batch_size)
@@ -146,16 +146,14 @@ def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any])
     # Insisted upon: a short text has so few words that a step reads most of them.
     # Left alone, value_and_grad then finds the dense gradient cheaper, and is right.
     value_and_grad = functools.partial(sj.value_and_grad, tables=True)
-    table = _demo_text.negative_table(corpus.counts)
+    table = _text.negative_table(corpus.counts)
     run = make_train(make_step(tx, value_and_grad), table, config.negatives)
 
     params = init_params(init_key, len(corpus.words), config.dim)
     state = (params, tx.init(params))
-    pairs = _demo_text.all_skip_grams(corpus, keep, config.window, config.epochs, rng)
+    pairs = _text.all_skip_grams(corpus, keep, config.window, config.epochs, rng)
     words_read, losses, done = [], [], 0
-    for number, chunk in enumerate(
-        _demo_text.batches(pairs, config.batch_size, _CHUNK)
-    ):
+    for number, chunk in enumerate(_text.batches(pairs, config.batch_size, _CHUNK)):
         state, loss = run(state, jax.random.fold_in(key, number), jnp.asarray(chunk))
         loss = float(jnp.mean(loss))
         if not math.isfinite(loss):
@@ -196,7 +194,7 @@ def print_neighbours(corpus: Corpus, vectors: np.ndarray, number: int = 12) -> N
     print("\nNearest neighbours (cosine):")
     # A word that occurs a few times has hardly moved from where it began.
     known = int(np.sum(corpus.counts >= _KNOWN_FROM)) or len(corpus.words)
-    chosen = [i for i in _demo_text.content_words(corpus, number) if i < known]
+    chosen = [i for i in _text.content_words(corpus, number) if i < known]
     width = max(len(corpus.words[i]) for i in chosen)
     for i in chosen:
         near = (corpus.words[j] for j in nearest(vectors[:known], i, _NEIGHBOURS))
@@ -207,20 +205,20 @@ def save(config: Config, corpus: Corpus, vectors: np.ndarray) -> None:
     """`--save`."""
     assert config.save is not None
     settings = dataclasses.asdict(config) | {"learning_rate": config.rate}
-    _demo_files.save_vectors(config.save, corpus.words, vectors, settings)
+    _files.save_vectors(config.save, corpus.words, vectors, settings)
     print(f"Saved {len(corpus.words):,} vectors to {config.save}")
 
 
 def draw(config: Config, corpus: Corpus, trained: Trained, vectors: np.ndarray) -> None:
     """`--plot`."""
     assert config.plot is not None
-    shown = _demo_text.content_words(corpus, 150)
+    shown = _text.content_words(corpus, 150)
     title = (
         f"{len(corpus.words):,} words in {config.dim} dimensions, {config.epochs} "
         f"epochs of {config.optimizer}"
     )
     words = [corpus.words[i] for i in shown]
-    _demo_plot.plot(
+    _plot.plot(
         config.plot, trained.words_read, trained.losses, words, vectors[shown], title
     )
     print(f"Drew {config.plot}")
@@ -297,9 +295,9 @@ def check_memory(config: Config, size: int) -> None:
 
 def run(config: Config) -> None:
     """The whole demo."""
-    _demo_options.check(config)
-    text = _demo_text.read_text(config.text)
-    corpus = _demo_text.make_corpus(text, config.min_count, config.max_vocab)
+    _options.check(config)
+    text = _text.read_text(config.text)
+    corpus = _text.make_corpus(text, config.min_count, config.max_vocab)
     check_memory(config, len(corpus.words))
     source = config.text or "Python's help texts"
     print(
@@ -325,7 +323,7 @@ def run(config: Config) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo with command-line arguments; returns the exit code."""
     try:
-        run(_demo_options.parse(argv))
+        run(_options.parse(argv))
     except UserError as e:
         print(f"sparsejax.demo: {e}", file=sys.stderr)
         return 2
@@ -336,7 +334,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

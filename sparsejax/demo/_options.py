@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import optax
 
-from sparsejax import _demo_files, _demo_plot
-from sparsejax._demo_text import UserError
+from sparsejax.demo import _files, _plot
+from sparsejax.demo._text import UserError
 
 
 # Each with the learning rate that suits a loss summed over the batch. It falls to zero
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str] | None) -> Config:
 def check(config: Config) -> None:
     """Finds out before the work what could fail after it."""
     if config.save:
-        _demo_files.check_target("--save", config.save, [config.text])
+        _files.check_target("--save", config.save, [config.text])
     if config.plot:
-        _demo_plot.check(config.plot)
-        _demo_files.check_target("--plot", config.plot, [config.text, config.save])
+        _plot.check(config.plot)
+        _files.check_target("--plot", config.plot, [config.text, config.save])

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsejax._demo_files import atomic_write
-from sparsejax._demo_text import UserError
+from sparsejax.demo._files import atomic_write
+from sparsejax.demo._text import UserError
 
 
 _FORMATS = (".png", ".pdf", ".svg")

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax._demo_text import UserError
+from sparsejax.demo._text import UserError
 
 
 def check_target(option: str, path: str, inputs: Sequence[str | None]) -> None:
