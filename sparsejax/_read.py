@@ -22,6 +22,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     Returns:
       `[n, ...]`, of the table's dtype.
     """
+    table, ids = jnp.asarray(table), jnp.asarray(ids)
     # Arrays that a mesh lays out carry it in their types, which XLA's gather knows.
     if _compat.is_laid_out(table) or _compat.is_laid_out(ids):
         return xla.read_rows(table, ids)

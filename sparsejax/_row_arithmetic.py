@@ -154,6 +154,13 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
             f"array + SelectedRows: shapes {array.shape} and {rows.shape} differ; "
             "there is no broadcasting of a SelectedRows."
         )
+    if not jnp.issubdtype(rows.rows.dtype, jnp.integer):
+        raise TypeError(
+            f"array + SelectedRows: its rows are {rows.rows.dtype}, not integers: a "
+            "function over the whole tree (jax.tree.map, or an optax transformation "
+            "outside of sparsejax.optim.lazy) has changed its ids too. Use "
+            "SelectedRows.map for the values, and put transformations inside lazy(...)."
+        )
     wide = _ids.accumulator_dtype(_ids.promote(array.dtype, rows.dtype))
     if wide == array.dtype:
         return _ids.add_rows(array, rows.safe_rows(), rows.values.astype(wide))

@@ -641,3 +641,10 @@ def test_gradients(x64):
     check_grads(jax.jit(everything), (values,), order=1, modes=("fwd", "rev"))
     square = lambda x, v: (x + make_(v) * make_(v)) ** 2
     check_grads(jax.jit(square), (array, values), order=2)
+
+
+def test_ids_that_a_tree_wide_function_changed_are_told():
+    rows = sj.SelectedRows([1], jnp.ones((1, 2)), 4)
+    halved = jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, rows)
+    with pytest.raises(TypeError, match=r"not integers.*lazy"):
+        jnp.ones((4, 2)) + halved

@@ -99,11 +99,11 @@ class Verdicts:
         tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
         tables.sort(key=lambda i: specs[i].shape[0], reverse=True)
         tried = tables[:MOST_TRIED]
-        failed = self.failures(treedef, specs, tried)
         some_not_tried = len(tables) > len(tried) and not self._alone
-        if len(failed) < len(tried) or some_not_tried or not tables:
-            return None  # update judges again, the leaves that are read by rows
-        return tables[0], failed[tables[0]]
+        if some_not_tried or not tables:
+            return None  # update judges the leaves that are read by rows
+        failed = self.failures(treedef, specs, tried)
+        return (tables[0], failed[tables[0]]) if len(failed) == len(tried) else None
 
     def failures(
         self, treedef: Any, specs: Sequence[Any], tables: Sequence[int]

@@ -1,0 +1,65 @@
+"""Reading rows: every lowering gives what the reference gives, in every transform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from sparsejax._lowerings import cpu, xla
+from sparsejax._read import read_rows
+
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32]
+IDS = [[3], [0, 5, 5, 2], [6, 7, 100, -1, -100], [-1], []]
+
+
+def _table(dtype, shape=(7, 3)):
+    values = jnp.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        values = values.at[2].set(jnp.array([jnp.nan, jnp.inf, -0.0], dtype))
+    return values
+
+
+def _same(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ids", IDS)
+def test_equals_the_reference(ids, dtype):
+    table, ids = _table(dtype), jnp.asarray(ids, jnp.int32)
+    want = xla.read_rows(table, ids)
+    for read in (read_rows, jax.jit(read_rows), cpu.read_rows, jax.jit(cpu.read_rows)):
+        _same(read(table, ids), want)
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 3)])
+def test_ranks(shape):
+    table, ids = (
+        jnp.arange(np.prod(shape, dtype=float)).reshape(shape),
+        jnp.array([6, 1]),
+    )
+    _same(jax.jit(read_rows)(table, ids), xla.read_rows(table, ids))
+
+
+def test_under_vmap_and_derivatives(x64):
+    table, ids = jnp.sin(jnp.arange(21.0)).reshape(7, 3), jnp.array([[4, 4], [0, 6]])
+    for axes in ((None, 0), (0, 0), (0, None)):
+        t = jnp.stack([table, -table]) if axes[0] == 0 else table
+        i = ids if axes[1] == 0 else ids[0]
+        _same(jax.vmap(read_rows, axes)(t, i), jax.vmap(xla.read_rows, axes)(t, i))
+    fun = lambda t: jnp.sum(jnp.sin(read_rows(t, ids[0])))
+    want = lambda t: jnp.sum(jnp.sin(xla.read_rows(jnp.asarray(t), ids[0])))
+    np.testing.assert_allclose(jax.grad(fun)(table), jax.grad(want)(table))
+    check_grads(fun, (table,), 2)
+
+
+def test_no_branch_and_no_table_shows_in_the_jaxpr():
+    jaxpr = jax.make_jaxpr(lambda t, i: read_rows(t, i))(
+        jnp.ones((50, 3)), jnp.arange(4)
+    )
+    assert "cond" not in str(jaxpr) and "read_rows" in str(jaxpr)
