@@ -148,7 +148,7 @@ def linear_primitive(
     def jvp(primals, tangents):
         out = p.bind(*primals)
         if isinstance(tangents[0], _ad.Zero):
-            return out, _ad.Zero.from_primal_value(out)
+            return out, _ad.Zero(jax.typeof(out).to_tangent_aval())
         return out, reference(tangents[0], *primals[1:])
 
     def batch(args, dims):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import ShapedArray
 from jax.extend.core import Primitive  # noqa: TID251
 from jax.interpreters import mlir  # noqa: TID251
 
@@ -15,9 +16,7 @@ def _new_primitive(name):
     p = Primitive(name)
     impl = lambda table, ids: 2.0 * table[ids]
     p.def_impl(impl)
-    p.def_abstract_eval(
-        lambda t, i: jax.core.ShapedArray(i.shape + t.shape[1:], t.dtype)
-    )
+    p.def_abstract_eval(lambda t, i: ShapedArray(i.shape + t.shape[1:], t.dtype))
     mlir.register_lowering(p, mlir.lower_fun(impl, multiple_results=False))
     return p
 

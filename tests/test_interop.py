@@ -1,6 +1,7 @@
 """The two-word change on models nobody here wrote: flax linen, flax nnx, equinox."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +63,8 @@ def _equinox():
     eqx = pytest.importorskip("equinox")
 
     class Model(eqx.Module):
-        embed: eqx.nn.Embedding
-        head: eqx.nn.MLP
+        embed: Any
+        head: Any
 
         def __init__(self, key):
             self.embed = eqx.nn.Embedding(V, D, key=key)

@@ -647,4 +647,4 @@ def test_ids_that_a_tree_wide_function_changed_are_told():
     rows = sj.SelectedRows([1], jnp.ones((1, 2)), 4)
     halved = jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, rows)
     with pytest.raises(TypeError, match=r"not integers.*lazy"):
-        jnp.ones((4, 2)) + halved
+        operator.add(jnp.ones((4, 2)), halved)
