@@ -46,8 +46,7 @@ def register_rule(*primitives: Any) -> Callable[[Callable], Callable]:
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
-      >>> from jax.extend.core.primitives import rev_p
-      >>> @sj.extend.register_rule(rev_p)
+      >>> @sj.extend.register_rule("rev")
       ... def reverse_content(ctx, ref, *, dimensions):
       ...     if ref.row_axis != 0 or 0 in dimensions:
       ...         return NotImplemented
