@@ -226,6 +226,17 @@ def test_forward_over_reverse(x64):
         close(a, b)
 
 
+def test_sparse_gradient_of_a_sparse_gradient(x64):
+    table, w, ids = arguments(dtype=jnp.float64)
+    fun = PROGRAMS["index"]
+    penalty = lambda t: jnp.sum(sj.grad(fun, tables=True)(t, w, ids).values ** 3)
+    g = jax.jit(sj.grad(penalty, tables=True))(table)
+    assert isinstance(g, sj.SelectedRows)
+    rows = lambda r: jnp.sum(jnp.sin(r * w))
+    want = jax.grad(lambda t: jnp.sum(jax.grad(rows)(t[ids]) ** 3))(table)
+    close(g.to_dense(), want)
+
+
 def test_effects_and_randomness_are_kept(capfd):
     def fun(t, key):
         jax.debug.print("seen {x}", x=t[3, 0])

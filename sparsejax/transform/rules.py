@@ -105,6 +105,14 @@ def _slice_rule(
     return jnp.moveaxis(ctx.read(ref, ids), 0, axis)
 
 
+@register_rule("read_rows")
+def _read_rows_rule(ctx: RuleContext, ref: Any, ids: Any) -> Any:
+    # Our own read: a gradient taken by sparsejax inside the function has planted it.
+    if ref.row_axis != 0:
+        return NotImplemented
+    return ctx.read(ref, jnp.clip(ids, _ids.scalar(0, ids), ref.height - 1))
+
+
 _MODES = (
     lax.GatherScatterMode.CLIP,
     lax.GatherScatterMode.FILL_OR_DROP,
