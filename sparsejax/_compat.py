@@ -50,11 +50,6 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), list(consts or ())
 
 
-def sub_jaxpr_is_callable(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr."""
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
-
-
 def is_ref_type(aval: Any) -> bool:
     """Whether `aval` is a mutable reference (`jax.new_ref`), not an array."""
     return hasattr(aval, "inner_aval")

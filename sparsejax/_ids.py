@@ -100,6 +100,17 @@ def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
     return jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 
+def fill_value(dtype: Any) -> np.ndarray:
+    """What `jnp.take` writes for an index that is out of range."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.array(np.nan, dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return np.array(True)
+    limits = jnp.iinfo(dtype)
+    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    return np.array(limits.max if unsigned else limits.min, dtype)
+
+
 def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """`table[ids]`, zeros for ids that are out of range."""
     if table.shape[0] == 0:  # from which JAX gathers nothing, not even zeros

@@ -9,7 +9,6 @@ too. So whoever walks the jaxpr sees which rows were read, and nothing of the ta
 size but the table.
 """
 
-import math
 import operator
 from typing import Any
 
@@ -224,18 +223,7 @@ def read_rows(
         complaint = _NOT_PULLED if partial else _BAD_IDS
         _check_none(complaint.format(call=call), bad, ids, height)
     bad = bad.reshape(bad.shape + (1,) * (rows.ndim - bad.ndim))
-    return jnp.where(bad, _fill_value(rows.dtype), rows)
-
-
-def _fill_value(dtype: Any) -> np.ndarray:
-    """What `jnp.take` writes for an index that is out of range."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return np.array(math.nan, dtype)
-    if jnp.issubdtype(dtype, jnp.bool_):
-        return np.array(True)
-    limits = jnp.iinfo(dtype)
-    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
-    return np.array(limits.max if unsigned else limits.min, dtype)
+    return jnp.where(bad, _ids.fill_value(rows.dtype), rows)
 
 
 def _check_none(complaint: str, bad: jax.Array, ids: jax.Array, height: int) -> None:

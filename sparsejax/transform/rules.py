@@ -130,14 +130,9 @@ def _steps(width: int, ndim: int, dtype: Any) -> np.ndarray:
 
 
 def _fill(fill_value: Any, dtype: Any) -> jax.Array:
-    if fill_value is None:  # as lax.gather: NaN, or the type's extreme
-        if jnp.issubdtype(dtype, jnp.inexact):
-            fill_value = np.nan
-        elif jnp.issubdtype(dtype, jnp.signedinteger):
-            fill_value = jnp.iinfo(dtype).min
-        else:
-            fill_value = True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
-    return jnp.array(fill_value, dtype)
+    return jnp.array(
+        _ids.fill_value(dtype) if fill_value is None else fill_value, dtype
+    )
 
 
 # -- passing the table on: one operand, each row by itself -----------------------------
