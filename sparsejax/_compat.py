@@ -120,7 +120,6 @@ def linear_primitive(
 ) -> Callable[..., jax.Array]:
     """`reference` as one primitive, lowered otherwise on some platforms.
 
-    The platform is chosen when a program is lowered, and no branch shows in a jaxpr.
     Under `vmap`, and for tangents, `reference` takes its place.
 
     Args:
@@ -132,13 +131,6 @@ def linear_primitive(
     Returns:
       The function that binds the primitive.
     """
-    p = Primitive(name)
-    p.def_impl(functools.partial(_dispatch.apply_primitive, p))
-
-    def abstract(*avals):
-        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        out = jax.eval_shape(reference, *specs)
-        return _core.ShapedArray(out.shape, out.dtype)
 
     def jvp(primals, tangents):
         out = p.bind(*primals)
@@ -149,6 +141,80 @@ def linear_primitive(
     def batch(args, dims):
         return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
 
+    p = _primitive(name, reference, platforms, jvp, batch)
+    return p.bind
+
+
+def multilinear_primitive(
+    name: str,
+    reference: Callable[..., jax.Array],
+    platforms: Mapping[str, Callable[..., jax.Array]],
+    transposes: Mapping[int, Callable[..., jax.Array]],
+    batch: Callable[..., jax.Array],
+) -> Callable[..., jax.Array]:
+    """`reference` as one primitive that is differentiated as itself.
+
+    Args:
+      name: of the primitive.
+      reference: a function of arrays and of static keywords, linear in each of the
+        arrays that `transposes` names.
+      platforms: by platform, a function that gives the same.
+      transposes: by position of an array, `f(cotangent, like, *args, **static)`: the
+        cotangent of that array, whose shape and type are those of `like`; its own place
+        in `args` is None.
+      batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
+        in front; `axes` are the mapped axes, or None.
+
+    Returns:
+      The function that binds the primitive.
+    """
+
+    def jvp(primals, tangents, **static):
+        out = p.bind(*primals, **static)
+        total = _ad.Zero(jax.typeof(out).to_tangent_aval())
+        for k in transposes:
+            if k < len(primals) and not isinstance(tangents[k], _ad.Zero):
+                args = [*primals[:k], tangents[k], *primals[k + 1 :]]
+                total = _ad.add_tangents(total, p.bind(*args, **static))
+        return out, total
+
+    def transpose(cotangent, *args, **static):
+        (k,) = (i for i, x in enumerate(args) if _ad.is_undefined_primal(x))
+        like, result = args[k].aval, [None] * len(args)
+        if isinstance(cotangent, _ad.Zero):
+            result[k] = _ad.Zero(like)
+            return result
+        known = [None if i == k else x for i, x in enumerate(args)]
+        result[k] = transposes[k](cotangent, like, *known, **static)
+        return result
+
+    def batched(args, dims, **static):
+        return batch(p.bind, args, dims, **static), 0
+
+    p = _primitive(name, reference, platforms, jvp, batched)
+    _ad.primitive_transposes[p] = transpose
+    return p.bind
+
+
+def _primitive(
+    name: str,
+    reference: Callable[..., jax.Array],
+    platforms: Mapping[str, Callable[..., jax.Array]],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+) -> Any:
+    """A primitive of one output, its platform chosen when a program is lowered.
+
+    So no branch over platforms shows in a jaxpr.
+    """
+    p = Primitive(name)
+    p.def_impl(functools.partial(_dispatch.apply_primitive, p))
+
+    def abstract(*avals, **static):
+        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        out = jax.eval_shape(functools.partial(reference, **static), *specs)
+        return _core.ShapedArray(out.shape, out.dtype)
+
     p.def_abstract_eval(abstract)
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
@@ -156,4 +222,4 @@ def linear_primitive(
     for platform, lowering in platforms.items():
         rule = _mlir.lower_fun(lowering, multiple_results=False)
         _mlir.register_lowering(p, rule, platform=platform)
-    return p.bind
+    return p

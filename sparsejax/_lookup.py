@@ -205,9 +205,7 @@ def read_rows(
     height = table.shape[0]
     wanted = ids
     if mode == "clip":
-        if height == 0 and ids.size:
-            raise ValueError(_NOTHING_TO_CLIP_TO.format(call=call, shape=table.shape))
-        wanted = jnp.clip(ids, 0, max(height - 1, 0))
+        wanted = clip_ids(call, table, ids)
     if padding is not None:
         wanted = jnp.where(padding, _ids.scalar(height, ids), wanted)
 
@@ -220,22 +218,31 @@ def read_rows(
         return rows  # zeros where nothing was read
     bad = ~found if padding is None else ~(found | padding)
     if mode == "error":
-        complaint = _NOT_PULLED if partial else _BAD_IDS
-        _check_none(complaint.format(call=call), bad, ids, height)
+        check_none(call, table, bad, ids)
     bad = bad.reshape(bad.shape + (1,) * (rows.ndim - bad.ndim))
     return jnp.where(bad, _ids.fill_value(rows.dtype), rows)
 
 
-def _check_none(complaint: str, bad: jax.Array, ids: jax.Array, height: int) -> None:
+def clip_ids(call: str, table: Any, ids: jax.Array) -> jax.Array:
+    """`ids`, those out of range replaced by that of the nearest row of `table`."""
+    height = table.shape[0]
+    if height == 0 and ids.size:
+        raise ValueError(_NOTHING_TO_CLIP_TO.format(call=call, shape=table.shape))
+    return jnp.clip(ids, 0, max(height - 1, 0))
+
+
+def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
+    """An error, through `checkify`, where any of `ids` is `bad`."""
     if ids.size == 0:
         return  # no ids, of which argmax could not name the first
+    complaint = _NOT_PULLED if isinstance(table, SelectedRows) else _BAD_IDS
     checkify.check(
         ~jnp.any(bad),
-        complaint,
+        complaint.format(call=call),
         bad=jnp.sum(bad, dtype=jnp.int32),
         total=np.array(ids.size),
         first=ids.reshape(-1)[jnp.argmax(bad.reshape(-1))],
-        height=np.array(height),
+        height=np.array(table.shape[0]),
     )
 
 

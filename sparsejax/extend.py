@@ -30,6 +30,8 @@ def register_rule(*primitives: Any) -> Callable[[Callable], Callable]:
 
     - `ctx.read(ref, ids)` gives the rows `[*ids.shape, *ref.content]`, and their
       cotangents become the sparse gradient. An id out of range gets no gradient.
+    - `ctx.combine(ref, ids, out, spread)` notes rows of which only a linear combination
+      `out` is left; they need not be an array.
     - `ref.then(fn)` is the table with `fn` applied to each row; change `shape=`,
       `dtype=` or `row_axis=` along with it.
     - `ctx.dense(x)` is the whole array, which makes the gradient dense.

@@ -41,7 +41,7 @@ import numpy as np
 from sparsejax import _compat, _ids
 from sparsejax._read import read_rows
 from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.table import TableRef, plant
+from sparsejax.transform.table import TableRef, plant, plant_combined
 
 
 Rule = Callable[..., Any]
@@ -191,27 +191,63 @@ class RuleContext:
         """
         shape = jnp.shape(ids)
         ids = _ids.as_ids("RuleContext.read", ids, ref.height).reshape(-1)
-        rows = read_rows(ref.array, ids)
-        if any(self.live) and not ref.stopped and ids.size:
-            ok = _ids.in_range(ids, ref.height)
-            if valid is not None:
-                ok &= jnp.reshape(valid, -1)
-            named = jnp.where(ok, ids, _ids.scalar(ref.height, ids))
-            rows = self._plant(ref, rows, named)
+        rows = self._plant(ref, read_rows(ref.array, ids), ids, valid)
         rows = ref.view(rows)
         return rows.reshape(shape + rows.shape[1:])
 
-    def _plant(self, ref: TableRef, rows: jax.Array, ids: jax.Array) -> jax.Array:
-        axes = _compat.varying_axes(rows)
-        spec = _compat.explicit_spec(rows)
+    def combine(
+        self,
+        ref: TableRef,
+        ids: jax.Array,
+        combined: jax.Array,
+        spread: Callable[..., jax.Array],
+        *operands: jax.Array,
+    ) -> jax.Array:
+        """Notes rows that were read, but of which only a linear combination is left.
+
+        The rows themselves need then be no array of the program.
+
+        Args:
+          ref: the table that was read, not a view that changes its rows.
+          ids: integers of any shape. An id outside `[0, V)` gets no gradient.
+          combined: what was made of the rows at `ids`, linear in them.
+          spread: `spread(cotangent, *operands)`, the transpose: from the cotangent of
+            `combined` that of the rows, `[*ids.shape, *row]`.
+          *operands: arrays that `spread` needs.
+
+        Returns:
+          `combined`, differentiated if the loss is.
+        """
+        ids = _ids.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
+        shape = (*ids.shape, *ref.array.shape[1:])
+        flat = lambda ct, *xs: spread(ct, *xs).reshape(shape).astype(ref.dtype)
+        return self._plant(ref, combined, ids, None, flat, operands)
+
+    def _plant(
+        self,
+        ref: TableRef,
+        out: jax.Array,
+        ids: jax.Array,
+        valid: Any = None,
+        spread: Callable[..., jax.Array] | None = None,
+        operands: Sequence[jax.Array] = (),
+    ) -> jax.Array:
+        """`out`, made of the rows at flat `ids`, with a delta for them planted."""
+        if not any(self.live) or ref.stopped or not ids.size:
+            return out
+        axes, spec = _compat.varying_axes(out), _compat.explicit_spec(out)
         site = Site(ref.index, ids.shape, self.where, axes, spec)
-        if self.reads.planting:
-            (delta,) = self.reads.take(1)
-            rows = plant(rows, delta)
-            self.reads.add([site], [ids])
-        else:
+        if not self.reads.planting:
             self.reads.add([site], [])
-        return rows
+            return out
+        ok = _ids.in_range(ids, ref.height)
+        if valid is not None:
+            ok &= jnp.reshape(valid, -1)
+        (delta,) = self.reads.take(1)
+        self.reads.add([site], [jnp.where(ok, ids, _ids.scalar(ref.height, ids))])
+        if spread is None:
+            return plant(out, delta)
+        return plant_combined(spread, out, delta, *operands)
 
     def dense(
         self, x: Any, why: str = "is not a read of whole rows", live: bool = True

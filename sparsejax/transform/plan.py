@@ -17,12 +17,12 @@ import numpy as np
 
 from sparsejax import _compat
 from sparsejax._rows import SelectedRows
-from sparsejax.transform import control_flow, errors, rules, shard
+from sparsejax.transform import bags, control_flow, errors, rules, shard
 from sparsejax.transform.interpreter import DenseUse, Reads, Run, Site, walk
 from sparsejax.transform.table import TableRef
 
 
-del control_flow, rules, shard  # imported for the rules they register
+del bags, control_flow, rules, shard  # imported for the rules they register
 
 # Measured on CPU: a sorted, merged row update and a dense one cost about the same where
 # a quarter of the rows is read. See benchmarks/NOTES.md.

@@ -8,6 +8,7 @@ to another without touching any row; they are applied to the rows that are read.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,33 @@ def _plant_bwd(_, cotangent):
 
 
 plant.defvjp(_plant_fwd, _plant_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def plant_combined(
+    spread: Callable[..., jax.Array],
+    combined: jax.Array,
+    delta: jax.Array,
+    *operands: jax.Array,
+) -> jax.Array:
+    """`plant`, where only a linear combination of the rows is left.
+
+    The cotangent that goes to `delta`, the rows', is `spread(cotangent, *operands)`.
+    """
+    del spread, delta, operands
+    return combined
+
+
+def _combined_fwd(spread, combined, delta, *operands):
+    del spread, delta
+    return combined, operands
+
+
+def _combined_bwd(spread, operands, cotangent):
+    return cotangent, spread(cotangent, *operands), *(None for _ in operands)
+
+
+plant_combined.defvjp(_combined_fwd, _combined_bwd)
 
 
 def vary(x: jax.Array, axes: frozenset) -> jax.Array:
