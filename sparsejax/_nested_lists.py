@@ -1,0 +1,241 @@
+"""Segments as Python's nested lists, and as text.
+
+All of it is NumPy, on numbers that are known: a level of a million elements is
+flattened, or cut, at once, with no Python loop over elements.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _elements, _segment_numbers
+
+
+_NOT_LISTS = (
+    "{call}: expected a list of segments, each a list or an array of elements, got "
+    "{found}. A list for each segment is needed, also of one element or of none."
+)
+_MIXED = (
+    "{call}: lists and numbers, or lists and dicts, side by side: {found}. Elements of "
+    "one level are all numbers, all lists, or all dicts."
+)
+_NOT_NUMBERS = (
+    "{call}: elements must be numbers that are known, and that {dtype} can hold, got "
+    "{found}. Inside jit, where they are not known, use from_lengths."
+)
+_KEYS = (
+    "{call}: the keys of a map must be integers, got {found}. For several values an "
+    "element give a dict of nested lists, not a list of dicts."
+)
+_UNEQUAL = (
+    "{call}: {name!r} has segments of other lengths than {other!r}. The parts of a "
+    "dict cut their elements alike."
+)
+_UNKNOWN = (
+    "{call}: inside jit the values are not known, and lists cannot hold tracers. "
+    "Return the SegmentTensor from the jitted function and call .to_lists() there."
+)
+# How many segments, and how many elements of each, a repr shows: flat, and nested.
+_SHOWN, _SHOWN_NESTED = 8, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One level of nested lists: the elements of all segments, and their lengths.
+
+    `values` is a NumPy array, a Level whose segments are the elements, or a dict of
+    such.
+    """
+
+    values: Any
+    lengths: np.ndarray
+
+
+# ------------------------------------------------------------------ from lists
+
+
+def read(call: str, lists: Any, dtype: Any) -> Level:
+    """The levels of nested lists, or of a dict of them; `dtype` is of the innermost."""
+    if isinstance(lists, dict):
+        return _join(call, {k: read(call, v, dtype) for k, v in lists.items()})
+    if not isinstance(lists, (list, tuple)) and not _is_array(lists):
+        raise TypeError(_NOT_LISTS.format(call=call, found=_name(lists)))
+    segments = list(lists)
+    kinds = {_kind(s) for s in _one_of_each_type(segments)}
+    if kinds == {"dict"}:
+        return _read_maps(call, segments, dtype)
+    if "dict" in kinds:
+        raise TypeError(_MIXED.format(call=call, found=_names(segments)))
+    if "number" in kinds:
+        found = next(_name(s) for s in segments if _kind(s) == "number")
+        raise TypeError(_NOT_LISTS.format(call=call, found=f"{found} for a segment"))
+    lengths = np.fromiter(map(len, segments), np.int64, len(segments))
+    if "array" in kinds:
+        return Level(_join_arrays(call, segments, dtype), lengths)
+    items = list(itertools.chain.from_iterable(segments))
+    kinds = {_kind(x) == "number" for x in _one_of_each_type(items)}
+    if kinds == {False}:
+        return Level(read(call, items, dtype), lengths)
+    if len(kinds) > 1:
+        raise TypeError(_MIXED.format(call=call, found=_names(items)))
+    return Level(_as_numbers(call, items, dtype), lengths)
+
+
+def _read_maps(call: str, maps: list, dtype: Any) -> Level:
+    for kind in set(map(type, itertools.chain.from_iterable(maps))):
+        if not issubclass(kind, (int, np.integer)) or kind is bool:
+            raise TypeError(_KEYS.format(call=call, found=kind.__name__))
+    keys = read(call, [list(m) for m in maps], None)
+    of_keys = read(call, [list(m.values()) for m in maps], dtype)
+    name = "ids" if isinstance(of_keys.values, Level) else "value"
+    return Level({"key": keys.values, name: of_keys.values}, keys.lengths)
+
+
+def _join(call: str, parts: dict) -> Level:
+    if not parts:
+        raise TypeError(_NOT_LISTS.format(call=call, found="an empty dict"))
+    (first, level), *others = parts.items()
+    for name, other in others:
+        if not np.array_equal(other.lengths, level.lengths):
+            raise ValueError(_UNEQUAL.format(call=call, name=name, other=first))
+    return Level({name: part.values for name, part in parts.items()}, level.lengths)
+
+
+def _join_arrays(call: str, segments: list, dtype: Any) -> np.ndarray:
+    # Of a batch of arrays some may be empty lists, which have no type of their own.
+    typed = [s for s in segments if len(s) or _is_array(s)]
+    try:
+        joined = np.concatenate([np.asarray(s) for s in typed])
+    except ValueError as error:
+        raise TypeError(_MIXED.format(call=call, found=error)) from None
+    return _as_numbers(call, joined, dtype)
+
+
+def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
+    if dtype is None and len(items) == 0 and not _is_array(items):
+        dtype = np.int32  # no elements at all: of lists, most are of ids
+    try:
+        x = np.asarray(items, dtype)
+    except (TypeError, ValueError, OverflowError, jax.errors.JAXTypeError):
+        x = np.zeros((), object)
+    if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)):
+        name = "JAX" if dtype is None else np.dtype(dtype).name
+        found = _names(items)
+        raise TypeError(_NOT_NUMBERS.format(call=call, dtype=name, found=found))
+    x = _elements.narrow(call, x, "lists")
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, jax.Array)) and x.ndim > 0
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, dict):
+        return "dict"
+    if isinstance(x, (list, tuple)):
+        return "list"
+    return "array" if _is_array(x) else "number"
+
+
+def _one_of_each_type(items: list) -> list:
+    """One item of each type, and all arrays, among which ranks differ."""
+    seen = dict(zip(map(type, items), items))
+    if any(issubclass(kind, (np.ndarray, jax.Array)) for kind in seen):
+        return items
+    return list(seen.values())
+
+
+def _name(x: Any) -> str:
+    return f"an object of type {type(x).__name__}"
+
+
+def _names(items: Any) -> str:
+    return " and ".join(sorted({type(x).__name__ for x in items}))
+
+
+# ------------------------------------------------------------------ to lists
+
+
+def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
+    """The elements of each segment as lists, for each array of `values`."""
+    known = [segment_ids, *jax.tree.leaves(values)]
+    if not all(map(_segment_numbers.is_known, known)):
+        raise TypeError(_UNKNOWN.format(call=call))
+    ids = np.asarray(segment_ids)
+    ends = np.cumsum(np.bincount(ids, minlength=num_segments + 1)[:num_segments])
+    bounds = [0, *ends.tolist()]
+    order = None if (ids[1:] >= ids[:-1]).all() else np.argsort(ids, kind="stable")
+
+    def cut(items):
+        return [items[a:b] for a, b in zip(bounds, bounds[1:])]
+
+    def cut_array(x):
+        x = np.asarray(x)
+        return cut((x if order is None else x[order]).tolist())
+
+    def cut_lists(lists):
+        return cut(lists if order is None else [lists[i] for i in order.tolist()])
+
+    def cut_nested(x):
+        is_list = lambda node: isinstance(node, list)
+        return jax.tree.map(cut_lists, x.to_lists(), is_leaf=is_list)
+
+    return _elements.map_leaves(cut_array, cut_nested, values)
+
+
+# ------------------------------------------------------------------ as text
+
+
+def show(values: Any, segment_ids: Any, num_segments: int) -> str:
+    """`values` by segments, those that are not known by type and shape."""
+    leaves = _elements.leaves_with_path(values)
+    if not leaves:
+        return repr(values)
+    parts = [_show_leaf(x, segment_ids, num_segments) for _, x in leaves]
+    if len(leaves) == 1 and not leaves[0][0]:
+        return ", ".join(parts[0])
+    names = [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves]
+    shown = [f"{name}: {' '.join(part)}" for name, part in zip(names, parts)]
+    return "{" + ", ".join(shown) + "}"
+
+
+def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
+    """The segments of `x` and its type; its type and shape where it is not known."""
+    innermost = x
+    while _elements.is_nested(innermost):
+        innermost = innermost.values
+    if len(jax.tree.leaves(innermost)) != 1 or not hasattr(innermost, "dtype"):
+        return [repr(x)]
+    arrays = [segment_ids, *jax.tree.leaves(x)]
+    if not all(_segment_numbers.is_known(a) and a.ndim == 1 for a in arrays):
+        return [_spec(x) if x is innermost else repr(x)]
+    room = _SHOWN if x is innermost else _SHOWN_NESTED
+    ids = np.asarray(segment_ids)
+    shown = [_show_segment(x, ids, k, room) for k in range(min(num_segments, room))]
+    return [_brackets(shown, num_segments > room), innermost.dtype.name]
+
+
+def _show_segment(x: Any, ids: np.ndarray, k: int, room: int) -> str:
+    at = np.flatnonzero(ids == k)
+    if _elements.is_nested(x):
+        inner = np.asarray(x.segment_ids)
+        shown = [_show_segment(x.values, inner, i, room) for i in at[:room]]
+    else:
+        elements = np.asarray(x)[at[:room]].tolist()
+        shown = [f"{e:g}" if isinstance(e, float) else str(e) for e in elements]
+    return _brackets(shown, at.size > room)
+
+
+def _brackets(shown: list[str], more: bool) -> str:
+    return f"[{' '.join([*shown, '...'] if more else shown)}]"
+
+
+def _spec(x: Any) -> str:
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return repr(x)
+    return f"{np.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"

@@ -1,0 +1,284 @@
+"""Lengths, offsets, segment ids and ranges, each from the others, against NumPy."""
+
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from helpers import assert_trees_close
+
+
+# What Caffe2's operators answered: (function, argument, more arguments, answer).
+IDS = [0, 1, 1, 1, 3, 3]
+GAPS = [0, 0, 1, 5, 5]
+CAFFE2 = {
+    "LengthsToSegmentIds/basic": (
+        sj.lengths_to_segment_ids,
+        [1, 3, 0, 2],
+        (),
+        [0, 1, 1, 1, 3, 3],
+    ),
+    "LengthsToSegmentIds/one": (sj.lengths_to_segment_ids, [5], (), [0] * 5),
+    "LengthsToOffsets/lead_trail_include_last": (
+        sj.lengths_to_offsets,
+        [0, 2, 0, 3, 0],
+        (),
+        [0, 0, 2, 2, 5, 5],
+    ),
+    "LengthsToRanges/lead_trail": (
+        sj.lengths_to_ranges,
+        [0, 2, 0, 3, 0],
+        (),
+        [[0, 0], [0, 2], [2, 0], [2, 3], [5, 0]],
+    ),
+    "SegmentIdsToLengths/basic": (sj.segment_ids_to_lengths, IDS, (), [1, 3, 0, 2]),
+    "SegmentIdsToLengths/one_with_data": (
+        sj.segment_ids_to_lengths,
+        [0, 0, 0],
+        (7,),
+        [3, 0, 0, 0, 0, 0, 0],
+    ),
+    "SegmentIdsToLengths/lead_gap_with_data": (
+        sj.segment_ids_to_lengths,
+        [2, 2, 4],
+        (7,),
+        [0, 0, 2, 0, 1, 0, 0],
+    ),
+    "SegmentIdsToLengths/int64": (
+        sj.segment_ids_to_lengths,
+        np.array(GAPS, np.int64),
+        (),
+        [2, 1, 0, 0, 0, 2],
+    ),
+    "SegmentIdsToLengths/empty": (sj.segment_ids_to_lengths, [], (), []),
+    "SegmentIdsToRanges/basic_with_data": (
+        sj.segment_ids_to_ranges,
+        IDS,
+        (7,),
+        [[0, 1], [1, 3], [4, 0], [4, 2], [0, 0], [0, 0], [0, 0]],
+    ),
+    "SegmentIdsToRanges/one": (sj.segment_ids_to_ranges, [0, 0, 0], (), [[0, 3]]),
+    "SegmentIdsToRanges/lead_gap": (
+        sj.segment_ids_to_ranges,
+        [2, 2, 4],
+        (),
+        [[0, 0], [0, 0], [0, 2], [2, 0], [2, 1]],
+    ),
+    "SegmentIdsToRanges/int64": (
+        sj.segment_ids_to_ranges,
+        np.array(GAPS, np.int64),
+        (),
+        [[0, 2], [2, 1], [3, 0], [3, 0], [3, 0], [3, 2]],
+    ),
+    "SegmentIdsToRanges/int64_with_data": (
+        sj.segment_ids_to_ranges,
+        np.array(GAPS, np.int64),
+        (7,),
+        [[0, 2], [2, 1], [3, 0], [3, 0], [3, 0], [3, 2], [0, 0]],
+    ),
+}
+
+# What is no int, and so not for a type checker to see.
+HALF: Any = 2.5
+TEXT: Any = "3"
+
+lengths_of_five = st.lists(st.integers(0, 4), min_size=5, max_size=5)
+
+
+@functools.cache
+def traced(f, *static):
+    """`f` under jit, compiled once."""
+    return jax.jit(lambda x: f(x, *static))
+
+
+@pytest.mark.parametrize("name", CAFFE2)
+def test_agrees_with_caffe2(name):
+    f, x, more, want = CAFFE2[name]
+    got = f(x, *more)
+    assert got.dtype == jnp.int32
+    assert got.tolist() == want
+
+
+@pytest.mark.parametrize(
+    "f, shape",
+    [
+        (sj.lengths_to_segment_ids, (0,)),
+        (sj.segment_ids_to_lengths, (0,)),
+        (sj.lengths_to_offsets, (1,)),
+        (sj.lengths_to_ranges, (0, 2)),
+        (sj.segment_ids_to_ranges, (0, 2)),
+    ],
+)
+def test_of_nothing(f, shape):
+    got = f([])
+    assert got.shape == shape and got.dtype == jnp.int32 and not got.any()
+
+
+def test_offsets_of_no_segment_are_a_zero():
+    assert sj.offsets_to_lengths([0]).shape == (0,)
+
+
+# ------------------------------------------------------------------ against NumPy
+
+
+@hypothesis.given(lengths_of_five)
+def test_each_from_the_others(lengths):
+    ids = sj.lengths_to_segment_ids(lengths)
+    offsets = sj.lengths_to_offsets(lengths)
+    np.testing.assert_array_equal(ids, np.repeat(np.arange(5), lengths))
+    np.testing.assert_array_equal(offsets, np.cumsum([0, *lengths]))
+    np.testing.assert_array_equal(sj.segment_ids_to_lengths(ids, 5), lengths)
+    np.testing.assert_array_equal(sj.offsets_to_lengths(offsets), lengths)
+    want = np.stack([np.cumsum([0, *lengths])[:-1], lengths], axis=1)
+    np.testing.assert_array_equal(sj.lengths_to_ranges(lengths), want)
+    # Only where empty segments at the end begin is told in two ways, as by Caffe2.
+    want[want[:, 0] == sum(lengths)] = 0
+    np.testing.assert_array_equal(sj.segment_ids_to_ranges(ids, 5), want)
+
+
+@hypothesis.given(lengths_of_five)
+def test_under_jit_as_outside(lengths):
+    lengths = jnp.array(lengths, jnp.int32)
+    ids = sj.lengths_to_segment_ids(lengths, 20)
+    offsets = sj.lengths_to_offsets(lengths)
+    for f, x, *static in [
+        (sj.lengths_to_segment_ids, lengths, 20),
+        (sj.lengths_to_offsets, lengths),
+        (sj.lengths_to_ranges, lengths),
+        (sj.offsets_to_lengths, offsets),
+        (sj.segment_ids_to_lengths, ids, 5),
+        (sj.segment_ids_to_ranges, ids, 5),
+    ]:
+        assert_trees_close(traced(f, *static)(x), f(x, *static))
+
+
+@hypothesis.given(st.lists(st.integers(-2, 7), min_size=9, max_size=9))
+def test_ids_out_of_range_count_nowhere(ids):
+    ids = np.array(ids, np.int32)
+    want = [int((ids == k).sum()) for k in range(5)]
+    assert sj.segment_ids_to_lengths(ids, 5).tolist() == want
+    count = traced(sj.segment_ids_to_lengths, 5)
+    assert count(ids).tolist() == want
+    # In ranges they count nowhere either, but take their places.
+    ids.sort()
+    ranges = sj.segment_ids_to_ranges(ids, 5)
+    assert ranges[:, 1].tolist() == want
+    for k, (begin, length) in enumerate(ranges.tolist()):
+        assert (ids[begin : begin + length] == k).all()
+    assert_trees_close(traced(sj.segment_ids_to_ranges, 5)(ids), ranges)
+
+
+def test_vmap():
+    lengths = jnp.array([[2, 0, 1], [0, 0, 0], [1, 1, 4]], jnp.int32)
+    ids = jax.vmap(lambda x: sj.lengths_to_segment_ids(x, 6))(lengths)
+    for row, want in zip(ids, lengths):
+        assert_trees_close(row, sj.lengths_to_segment_ids(want, 6))
+    back = jax.vmap(lambda x: sj.segment_ids_to_lengths(x, 3))(ids)
+    assert_trees_close(back, lengths)
+    ranges = jax.vmap(lambda x: sj.segment_ids_to_ranges(x, 3))(ids)
+    assert ranges[2].tolist() == [[0, 1], [1, 1], [2, 4]]
+
+
+def test_ranges_of_unsorted_ids_under_jit_say_so():
+    got = traced(sj.segment_ids_to_ranges, 3)(jnp.array([1, 0, 2]))
+    assert (got == -1).all()
+
+
+def test_elements_beyond_total_under_jit_are_left_out():
+    cut = traced(sj.lengths_to_segment_ids, 3)(jnp.array([2, 2, 1], jnp.int32))
+    assert cut.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint32])
+def test_types_of_integers(dtype):
+    lengths = np.array([1, 0, 2], dtype)
+    for f in sj.lengths_to_offsets, sj.lengths_to_ranges, sj.lengths_to_segment_ids:
+        assert f(lengths).dtype == jnp.int32
+        assert_trees_close(f(lengths), f(lengths.astype(np.int32)))
+    # A small type must not overflow in its sums, or its ids.
+    many = np.full(200, 100, dtype)
+    assert sj.lengths_to_offsets(many)[-1] == 20_000
+    assert traced(sj.lengths_to_offsets)(many)[-1] == 20_000
+    assert traced(sj.lengths_to_segment_ids, 20_000)(many)[-1] == 199
+
+
+def test_x64(x64):
+    lengths = jnp.array([1, 0, 2])
+    assert lengths.dtype == jnp.int64
+    wide = [sj.lengths_to_offsets, sj.lengths_to_ranges, sj.offsets_to_lengths]
+    for f in wide:
+        for g in f, jax.jit(f):
+            assert g(jnp.array([0, 1, 3])).dtype == jnp.int64
+            assert g(jnp.array([0, 1, 3], jnp.int32)).dtype == jnp.int32
+    assert sj.lengths_to_offsets(jnp.array([2**31, 1])).tolist() == [
+        0,
+        2**31,
+        2**31 + 1,
+    ]
+    ids = sj.lengths_to_segment_ids(lengths)
+    assert ids.dtype == sj.segment_ids_to_lengths(ids).dtype == jnp.int32
+    assert sj.segment_ids_to_ranges(jnp.array([0, 2])).dtype == jnp.int32
+    # Ids beyond 32 bits are out of range and must not wrap into it.
+    for f in sj.segment_ids_to_lengths, traced(sj.segment_ids_to_lengths, 2):
+        more = () if f is not sj.segment_ids_to_lengths else (2,)
+        assert f(jnp.array([0, 2**32, 1, -(2**32)]), *more).tolist() == [1, 1]
+
+
+# ------------------------------------------------------------------ wrong input
+
+
+@pytest.mark.parametrize(
+    "call, error, match",
+    [
+        (lambda: sj.lengths_to_segment_ids([1.5]), TypeError, "lengths must be integ"),
+        (
+            lambda: sj.segment_ids_to_lengths([[1], [2, 3]]),
+            TypeError,
+            "must be an array of in",
+        ),
+        (lambda: sj.lengths_to_offsets([[1, 2]]), ValueError, r"one axis, \[K\]"),
+        (lambda: sj.lengths_to_offsets(3), ValueError, r"got shape \(\)"),
+        (lambda: sj.offsets_to_lengths([[0]]), ValueError, r"one axis, \[K \+ 1\]"),
+        (lambda: sj.segment_ids_to_lengths([[0]]), ValueError, r"one axis, \[n\]"),
+        (lambda: sj.lengths_to_ranges([1, -2]), ValueError, "got -2 for segment 1"),
+        (lambda: sj.offsets_to_lengths([]), ValueError, "K . 1 entries .*, got none"),
+        (lambda: sj.offsets_to_lengths([0, 3, 2]), ValueError, "2 after 3 at pos.* 2"),
+        (lambda: sj.lengths_to_segment_ids([2], -1), ValueError, "total .* got -1"),
+        (lambda: sj.lengths_to_segment_ids([2], HALF), TypeError, "total .* got 2.5"),
+        (lambda: sj.lengths_to_segment_ids([2, 3], 4), ValueError, "5, more than tota"),
+        (lambda: sj.segment_ids_to_lengths([0], -3), ValueError, "non-neg.*, got -3"),
+        (lambda: sj.segment_ids_to_lengths([0], TEXT), TypeError, "static.*, got '3'"),
+        (lambda: sj.segment_ids_to_ranges([1, 0]), ValueError, "sorted, got 0 after 1"),
+        (lambda: sj.lengths_to_offsets([2**30] * 2), ValueError, "sum to 2147483648"),
+    ],
+)
+def test_refuses(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize(
+    "f, match",
+    [
+        (sj.lengths_to_segment_ids, "Pass total="),
+        (sj.segment_ids_to_lengths, "Pass num_segments="),
+        (sj.segment_ids_to_ranges, "Pass num_segments="),
+    ],
+)
+def test_under_jit_sizes_must_be_given(f, match):
+    with pytest.raises(
+        ValueError, match=f"sparsejax.{f.__name__}: inside jit.*{match}"
+    ):
+        jax.eval_shape(f, jax.ShapeDtypeStruct((3,), jnp.int32))
+
+
+def test_sizes_must_not_be_traced():
+    f = lambda ids, k: sj.segment_ids_to_lengths(ids, k)
+    with pytest.raises(TypeError, match="cannot be an argument that is traced"):
+        jax.eval_shape(f, jnp.zeros(3, jnp.int32), 3)

@@ -1,0 +1,223 @@
+"""from_lists, to_lists and repr: segments as Python's lists, and as text."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from helpers import assert_trees_close
+
+
+make = sj.SegmentTensor
+
+ints = st.integers(-(2**31), 2**31 - 1)
+floats = st.floats(width=32, allow_nan=False)
+flags = st.booleans()
+
+
+def nested(elements, depth):
+    for _ in range(depth):
+        elements = st.lists(elements, max_size=4)
+    return elements
+
+
+def depth_of(x):
+    """How deep a list is, as far as its elements tell."""
+    return 1 + max(map(depth_of, x), default=0) if isinstance(x, list) else 0
+
+
+# ------------------------------------------------------------------ there and back
+
+
+@hypothesis.given(
+    st.one_of(*(nested(e, d) for e in (ints, floats, flags) for d in (2, 3, 4)))
+)
+@hypothesis.settings(max_examples=60)
+def test_round_trip(lists):
+    x = make.from_lists(lists)
+    assert x.num_segments == len(lists)
+    assert x.lengths.tolist() == [len(s) for s in lists]
+    assert x.to_lists() == lists
+    inner, depth = x, 1
+    while isinstance(inner, sj.SegmentTensor):
+        inner, depth = inner.values, depth + 1
+    # Where no list has an element, it is as deep as the lists are.
+    assert depth == max(depth_of(lists), 2)
+    assert_trees_close(make.from_lists(x.to_lists()), x)
+    roomy = make.from_lists(lists, capacity=(30, None, 70))
+    assert roomy.capacity == 30 and roomy.to_lists() == lists
+
+
+@hypothesis.given(
+    st.lists(
+        st.dictionaries(st.integers(-5, 5), st.lists(ints, max_size=3), max_size=3),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_maps(maps):
+    hypothesis.assume(any(maps))
+    x = make.from_lists(maps)
+    want = {
+        "key": [list(m) for m in maps],
+        "ids": [list(m.values()) for m in maps],
+    }
+    assert x.to_lists() == want
+    assert_trees_close(make.from_lists(want), x)
+
+
+def test_maps_of_numbers_and_maps_inside():
+    """`{1: 0.4, 3: 0.7}` of Caffe2's document: ids and a score for each."""
+    x = make.from_lists([{1: 0.4, 3: 0.7}, {}, {2: 0.5}])
+    assert x.values["key"].dtype == jnp.int32
+    assert x.to_lists()["key"] == [[1, 3], [], [2]]
+    assert_trees_close(x.values["value"], jnp.array([0.4, 0.7, 0.5]))
+    x = make.from_lists([[{1: [5]}, {}], [{2: [], 3: [6, 7]}]])
+    assert x.to_lists() == {
+        "key": [[[1], []], [[2, 3]]],
+        "ids": [[[[5]], []], [[[], [6, 7]]]],
+    }
+
+
+def test_a_segment_may_be_an_array():
+    parts = [np.array([10, 11]), [], jnp.array([101]), np.zeros(0, np.int64)]
+    x = make.from_lists(parts)
+    assert x.values.dtype == jnp.int32
+    assert x.to_lists() == [[10, 11], [], [101], []]
+    # Rows of an array are elements, and not looked into.
+    x = make.from_lists([np.ones((2, 3), np.float32), np.zeros((0, 3), np.float32)])
+    assert x.values.shape == (2, 3) and x.lengths.tolist() == [2, 0]
+    assert x.to_lists() == [[[1, 1, 1], [1, 1, 1]], []]
+    assert make.from_lists(np.arange(6).reshape(2, 3)).to_lists() == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
+    x = make.from_lists([[np.array([1, 2]), np.array([3])], [np.array([4])]])
+    assert x.to_lists() == [[[1, 2], [3]], [[4]]]
+    # An element may be a scalar of NumPy's or JAX's.
+    assert make.from_lists([[np.int8(3), jnp.int32(4)], [5]]).to_lists() == [
+        [3, 4],
+        [5],
+    ]
+    assert make.from_lists([(1, 2), (3,)]).to_lists() == [[1, 2], [3]]
+
+
+def test_types():
+    for lists, dtype in [
+        ([[1], []], jnp.int32),
+        ([[], []], jnp.int32),
+        ([[1, 2.5]], jnp.float32),
+        ([[True]], jnp.bool_),
+        ([np.array([1.0])], jnp.float32),
+        ([np.array([1], np.uint8), []], jnp.uint8),
+    ]:
+        assert make.from_lists(lists).values.dtype == dtype
+    for dtype in jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint32:
+        x = make.from_lists([[1, 2], [3]], dtype=dtype)
+        assert x.values.dtype == dtype and x.to_lists() == [[1, 2], [3]]
+    x = make.from_lists([[2**32 - 1]], dtype=jnp.uint32)
+    assert x.to_lists() == [[2**32 - 1]]
+    x = make.from_lists([{1: [2]}, {3: [4]}], dtype=jnp.float32)
+    assert x.values["key"].dtype == jnp.int32
+    assert x.values["ids"].values.dtype == jnp.float32
+
+
+def test_of_unsorted_segments_with_empty_elements():
+    inner = make.from_lists([[1], [2, 3], [], [4]])
+    ids = jnp.array([1, -1, 1, 0])
+    x = make.from_segment_ids({"a": jnp.arange(4.0), "b": inner}, ids, 3)
+    assert x.to_lists() == {
+        "a": [[3.0], [0.0, 2.0], []],
+        "b": [[[4]], [[1], []], []],
+    }
+
+
+# ------------------------------------------------------------------ wrong input
+
+
+@pytest.mark.parametrize(
+    "lists, error, match",
+    [
+        ([1, 2, 3], TypeError, "got an object of type int for a segment"),
+        (7, TypeError, "list of segments.*got an object of type int"),
+        ("abc", TypeError, "got an object of type str"),
+        ([[1], 2], TypeError, "got an object of type int for a segment"),
+        ([["a"]], TypeError, "must be numbers .*JAX can hold, got str"),
+        ([[1, None]], TypeError, "got NoneType and int"),
+        ([[1, [2]]], TypeError, "side by side: int and list"),
+        ([[[1], [2]], [3]], TypeError, "side by side: int and list"),
+        ([[1], {2: 3}], TypeError, "side by side: dict and list"),
+        ([{1: [2], 3: 4}], TypeError, "side by side: int and list"),
+        ([{"a": 1}], TypeError, "keys of a map must be integers, got str"),
+        ([{True: 1}], TypeError, "keys of a map must be integers, got bool"),
+        ({}, TypeError, "got an empty dict"),
+        ({"a": [[1]], "b": [[1, 2]]}, ValueError, "'b' has segments of other .* 'a'"),
+        ([np.ones(2), np.ones((2, 2))], TypeError, "side by side: all the input"),
+        ([[2**31]], ValueError, "lists goes from 2147483648 .*beyond int32"),
+        ([[2**70]], TypeError, "must be numbers .*got int"),
+    ],
+)
+def test_refuses(lists, error, match):
+    with pytest.raises(error, match=f"SegmentTensor.from_lists: .*{match}"):
+        make.from_lists(lists)
+
+
+def test_refuses_types_and_capacities():
+    with pytest.raises(TypeError, match="that int8 can hold, got int"):
+        make.from_lists([[300]], dtype=jnp.int8)
+    for capacity in -1, (3, -1):
+        with pytest.raises(ValueError, match="capacity must be .* got"):
+            make.from_lists([[1]], capacity=capacity)
+    with pytest.raises(TypeError, match="capacity must be .* got 1.5"):
+        make.from_lists([[1]], capacity=1.5)
+    with pytest.raises(TypeError, match="Inside jit.*use from_lengths"):
+        jax.eval_shape(lambda x: make.from_lists([[x, x]]).values, 1.0)
+
+
+# ------------------------------------------------------------------ as text
+
+
+def test_repr():
+    x = make.from_lists([[10, 11], [101], []], capacity=5)
+    text = "SegmentTensor([[10 11] [101] []], int32, num_segments=3, capacity=5)"
+    assert repr(x) == text
+    x = make.from_lists([[[10, 11], [101]], []])
+    assert "([[[10 11] [101]] []], int32, num_segments=2, capacity=2)" in repr(x)
+    x = make.from_lists([{1: [10, 11], 3: [101]}, {1: [7]}])
+    want = "({ids: [[[10 11] [101]] [[7]]] int32, key: [[1 3] [1]] int32}, num_s"
+    assert want in repr(x)
+    x = make.from_lists([[0.5, 1e-9, 3.0], [-2.25]])
+    assert "([[0.5 1e-09 3] [-2.25]], float32, " in repr(x)
+    assert "([[True]], bool, " in repr(make.from_lists([[True]]))
+    assert "[[1234567]]" in repr(make.from_lists([[1234567]]))
+    many = make.from_lengths(np.arange(200), [20] * 10)
+    assert "([[0 1 2 3 4 5 6 7 ...] [20 " in repr(many)
+    assert " ...] ...], int32, num_segments=10, capacity=200)" in repr(many)
+    deep = repr(make.from_lengths(many, [9, 1]))
+    assert deep.startswith("SegmentTensor([[[0 1 2 3 ...] [20 21 22 23 ...] ")
+    assert len(deep) < 200
+
+
+def test_repr_of_what_has_no_values():
+    x = make.from_lists([[1, 2], [3]])
+    rows = make.from_lengths(jnp.ones((3, 2)), [2, 1])
+    assert repr(rows) == "SegmentTensor(float32[3,2], num_segments=2, capacity=3)"
+    seen = []
+    jax.jit(lambda x: seen.append(repr(x)))(x)
+    jax.eval_shape(lambda x: seen.append(repr(x)), x)
+    seen.append(repr(jax.eval_shape(lambda x: x, x)))
+    assert set(seen) == {"SegmentTensor(int32[3], num_segments=2, capacity=3)"}
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), x)
+    assert "(int32[2,3], num_segments=2, capacity=" in repr(stacked)
+    jax.vmap(lambda x: seen.append(repr(x)))(stacked)
+    assert seen[-1] == seen[0]
+    # JAX also puts placeholders there.
+    structure = jax.tree.structure(x)
+    odd = jax.tree.unflatten(structure, [None, None])
+    assert repr(odd) == "SegmentTensor(None, num_segments=2, capacity=None)"
+    assert "num_segments=2" in repr(jax.tree.map(lambda a: a.shape, x))
+    nested = jax.eval_shape(lambda: make.from_lists([[[1], []]]))
+    assert repr(nested).count("SegmentTensor(") == 2

@@ -1,0 +1,673 @@
+"""SegmentTensor: its makers and views, against nested lists and NumPy."""
+
+import functools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import sparse as jax_sparse
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from helpers import assert_same_bits, assert_trees_close
+
+
+make = sj.SegmentTensor
+
+# The batch of Caffe2's document on sparse operations, in all its representations.
+LISTS = [[1, 2, 3], [2, 4, 6, 7], [3, 6]]
+VALUES = np.array([1, 2, 3, 2, 4, 6, 7, 3, 6], np.int32)
+LENGTHS = np.array([3, 4, 2], np.int32)
+SORTED_IDS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 2], np.int32)
+UNSORTED = (
+    np.array([4, 1, 3, 6, 3, 2, 7, 2, 6], np.int32),
+    np.array([1, 0, 2, 1, 0, 1, 1, 0, 2], np.int32),
+)
+PADDED = np.array([[1, 2, 3, -1], [2, 4, 6, 7], [3, 6, -1, -1]], np.int32)
+MULTI_HOT = np.array(
+    [[0, 1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0, 1, 1], [0, 0, 0, 1, 0, 0, 1, 0]],
+    np.int32,
+)
+MAKERS = {
+    "lengths": lambda as_array: make.from_lengths(as_array(VALUES), as_array(LENGTHS)),
+    "offsets": lambda as_array: make.from_offsets(
+        as_array(VALUES), as_array(np.array([0, 3, 7, 9]))
+    ),
+    "sorted ids": lambda as_array: make.from_segment_ids(
+        as_array(VALUES), as_array(SORTED_IDS), 3, is_sorted=True
+    ),
+    "padded": lambda as_array: make.from_padded(as_array(PADDED)),
+    "multi-hot": lambda as_array: make.from_multi_hot(as_array(MULTI_HOT)),
+    "lists": lambda as_array: make.from_lists([as_array(np.array(s)) for s in LISTS]),
+    "csr": lambda as_array: make.from_csr(
+        as_array(np.array([0, 3, 7, 9])), as_array(VALUES)
+    ),
+}
+
+
+# What is no int, and so not for a type checker to see.
+HALF: Any = 2.5
+TEXT: Any = "8"
+
+
+@functools.cache
+def traced(f):
+    return jax.jit(f)
+
+
+def lists_of(x):
+    """The segments as lists, by a plain loop."""
+    lists = [[] for _ in range(x.num_segments)]
+    for value, k in zip(np.asarray(x.values).tolist(), np.asarray(x.segment_ids)):
+        if 0 <= k < x.num_segments:
+            lists[k].append(value)
+    return lists
+
+
+def check(x, lists):
+    """`x` is these segments, in whichever order its elements are."""
+    assert isinstance(x, sj.SegmentTensor)
+    assert lists_of(x) == lists
+    assert x.num_segments == len(lists)
+    assert x.capacity == x.values.shape[0] == x.segment_ids.shape[0]
+    assert x.segment_ids.dtype == x.lengths.dtype == x.offsets.dtype == jnp.int32
+    assert x.lengths.tolist() == [len(s) for s in lists]
+    assert x.offsets.tolist() == np.cumsum([0, *map(len, lists)]).tolist()
+    if x.is_sorted:
+        assert (np.diff(x.segment_ids) >= 0).all()
+
+
+# ------------------------------------------------------------------ representations
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_every_representation_to_every_other(maker, as_array):
+    x = MAKERS[maker](as_array)
+    check(x, LISTS)
+    assert x.is_sorted and x.values.dtype == jnp.int32
+    assert isinstance(x.values, jax.Array) and isinstance(x.segment_ids, jax.Array)
+    assert_trees_close(x.values, VALUES)
+    assert_trees_close(x.segment_ids, SORTED_IDS)
+    assert_trees_close(x.to_padded(), PADDED)
+    assert_trees_close(x.to_multi_hot(8), MULTI_HOT)
+    assert x.to_lists() == LISTS
+
+
+def test_unsorted_segment_ids():
+    values, ids = UNSORTED
+    x = make.from_segment_ids(values, ids, 3)
+    want = [[1, 3, 2], [4, 6, 2, 7], [3, 6]]
+    check(x, want)
+    assert not x.is_sorted
+    assert x.to_lists() == want
+    assert_trees_close(x.to_multi_hot(8), MULTI_HOT)
+    assert x.to_padded().tolist() == [[1, 3, 2, -1], [4, 6, 2, 7], [3, 6, -1, -1]]
+    assert x.sort().is_sorted
+    check(x.sort(), want)
+
+
+def test_ids_with_scores():
+    """`{1: 0.4, 3: 0.7}`: one tree of two arrays, cut alike."""
+    values = {"id": jnp.array([1, 3, 2, 3, 5]), "score": jnp.arange(5.0)}
+    x = make.from_lengths(values, [2, 3])
+    assert x.to_lists() == {
+        "id": [[1, 3], [2, 3, 5]],
+        "score": [[0.0, 1.0], [2.0, 3.0, 4.0]],
+    }
+    padded = x.to_padded(filler=0)
+    assert padded["id"].tolist() == [[1, 3, 0], [2, 3, 5]]
+    assert padded["score"].tolist() == [[0, 1, 0], [2, 3, 4]]
+
+
+def test_list_of_maps_of_lists():
+    """Caffe2's `LIST<MAP<INT, LIST<INT>>>`, by hand and from lists."""
+    ids = make.from_lengths([10, 11, 101, 11, 50, 102, 103], [2, 1, 1, 1, 2])
+    values = {"key": jnp.array([1, 3, 1, 2, 3]), "ids": ids}
+    x = make.from_lengths(values, [2, 3])
+    assert x.to_lists() == {
+        "key": [[1, 3], [1, 2, 3]],
+        "ids": [[[10, 11], [101]], [[11], [50], [102, 103]]],
+    }
+    maps = [{1: [10, 11], 3: [101]}, {1: [11], 2: [50], 3: [102, 103]}]
+    assert_trees_close(make.from_lists(maps), x)
+    assert_trees_close(make.from_lists(x.to_lists()), x)
+    # The embedding of an example: the sum over its features of the mean of their ids.
+    table = jnp.arange(200.0)
+    means = sj.segment_mean(table[ids.values], ids.segment_ids, ids.num_segments)
+    sums = sj.segment_sum(means, x.segment_ids, x.num_segments)
+    assert sums.tolist() == [10.5 + 101, 11 + 50 + 102.5]
+
+
+def test_rows_as_elements():
+    values = jnp.arange(8.0).reshape(4, 2)
+    x = make.from_lengths(values, [1, 0, 3])
+    padded = x.to_padded(2)
+    assert padded.shape == (3, 2, 2)
+    assert padded.tolist() == [[[0, 1], [-1, -1]], [[-1, -1]] * 2, [[2, 3], [4, 5]]]
+    # Elements are whole: one with a filler in it is one.
+    padded = jnp.array([[[0, -1], [-1, -1]], [[-1, -1], [5, 6]]])
+    assert make.from_padded(padded).to_lists() == [[[0, -1]], [[5, 6]]]
+
+
+def test_padded_with_holes_and_other_fillers():
+    holes = np.array([[-1, 5, -1], [0, -1, 2]], np.int32)
+    check(make.from_padded(holes), [[5], [0, 2]])
+    check(make.from_padded(holes, filler=5), [[-1, -1], [0, -1, 2]])
+    floats = np.array([[np.nan, 5.0], [0.0, np.nan]], np.float32)
+    check(make.from_padded(floats, filler=np.nan), [[5.0], [0.0]])
+    x = make.from_lists([[1.0], []])
+    assert np.isnan(np.asarray(x.to_padded(filler=np.nan))[1]).all()
+    flags = make.from_lists([[True], []]).to_padded(filler=False)
+    assert flags.dtype == bool and flags.tolist() == [[True], [False]]
+    assert make.from_lists([[1, 2], [3]]).to_padded(1, 0).tolist() == [[1], [3]]
+
+
+def test_csr_of_scipy_and_bcsr():
+    dense = np.array([[0, 2.5, 0], [0, 0, 0], [1, 0, 3]], np.float32)
+    want = {"index": [[1], [], [0, 2]], "value": [[2.5], [], [1.0, 3.0]]}
+    scipy_sparse = pytest.importorskip("scipy.sparse")
+    matrix = scipy_sparse.csr_array(dense)
+    x = make.from_csr(matrix)
+    assert x.to_lists() == want
+    assert x.values["value"].dtype == jnp.float32
+    parts = matrix.indptr, matrix.indices, matrix.data
+    assert_trees_close(make.from_csr(*parts), x)
+    back = (x.values["value"], x.values["index"], x.offsets)
+    back = scipy_sparse.csr_array(back, dense.shape)
+    np.testing.assert_array_equal(back.todense(), dense)
+    # BCSR has room for more than it holds, which then is empty here.
+    data, index = np.append(matrix.data, [0, 0]), np.append(matrix.indices, [3, 3])
+    parts = jnp.asarray(data), jnp.asarray(index), jnp.asarray(matrix.indptr)
+    x = make.from_csr(jax_sparse.BCSR(parts, shape=(3, 3)))
+    assert x.to_lists() == want and x.capacity == 5
+    for wrong in matrix.tocsc(), matrix.tobsr():
+        with pytest.raises(ValueError, match="convert it with .tocsr"):
+            make.from_csr(wrong)
+
+
+def test_multi_hot_counts():
+    """Caffe2's SegmentOneHot/basic, and an id twice, which that does not count."""
+    x = make.from_lengths(np.array([1, 3, 0]), [2, 0, 1])
+    assert x.to_multi_hot(4).tolist() == [[0, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]]
+    x = make.from_lists([[1, 1, 5, -1], [0]])
+    assert x.to_multi_hot(3).tolist() == [[0, 2, 0], [1, 0, 0]]
+    counts = np.array([[0, 2, 1], [0, 0, 0], [3, 0, 0]])
+    assert make.from_multi_hot(counts).to_multi_hot(3).tolist() == counts.tolist()
+    flags = traced(make.from_multi_hot)(jnp.array(counts > 0))
+    check(flags, [[1, 2], [], [0]])
+    assert flags.capacity == 9
+
+
+# ------------------------------------------------------------------ any segments
+
+
+@hypothesis.given(
+    st.lists(st.integers(-3, 9), min_size=9, max_size=9),
+    st.integers(0, 4),
+    st.booleans(),
+)
+def test_segment_ids_out_of_range_and_in_any_order(ids, num_segments, as_jax):
+    values = np.arange(len(ids), dtype=np.int32)
+    given = jnp.array(ids, jnp.int32) if as_jax else np.array(ids, np.int64)
+    x = make.from_segment_ids(values, given, num_segments)
+    want = [[i for i, k in enumerate(ids) if k == j] for j in range(num_segments)]
+    check(x, want)
+    assert all(0 <= k <= num_segments for k in x.segment_ids)
+    assert x.to_lists() == want
+    check(x.sort(), want)
+    assert x.sort().capacity == len(ids)
+
+
+segments = st.lists(
+    st.lists(st.integers(0, 9), max_size=4), min_size=4, max_size=4
+).map(lambda s: (s, np.concatenate([*s, np.full(16 - sum(map(len, s)), 99)])))
+
+
+@hypothesis.given(segments)
+@hypothesis.settings(max_examples=30)
+def test_under_jit_as_outside(given):
+    """All conversions in one program, of padded input: one shape, one compilation."""
+    lists, values = given
+
+    @traced_once
+    def convert(values, lengths):
+        x = make.from_lengths(values, lengths)
+        shuffled = make.from_segment_ids(values[::-1], x.segment_ids[::-1], 4)
+        padded = x.to_padded(4)
+        return {
+            "lengths": x,
+            "capacity": make.from_lengths(values, lengths, capacity=20),
+            "offsets": make.from_offsets(values, sj.lengths_to_offsets(lengths)),
+            "padded": make.from_padded(padded),
+            "multi-hot": x.to_multi_hot(7),
+            "as padded": padded,
+            "cut": x.to_padded(2),
+            "shuffled": shuffled,
+            "sorted": shuffled.sort(),
+            "shuffled as padded": shuffled.to_padded(4),
+        }
+
+    lengths = [len(s) for s in lists]
+    got = convert(values.astype(np.int32), np.array(lengths, np.int32))
+    for name in "lengths", "capacity", "offsets", "padded":
+        check(got[name], lists)
+    backwards = [s[::-1] for s in lists]
+    check(got["shuffled"], backwards)
+    check(got["sorted"], backwards)
+    pad = lambda s, n: (s + [-1] * 4)[:n]
+    assert got["as padded"].tolist() == [pad(s, 4) for s in lists]
+    assert got["cut"].tolist() == [pad(s, 2) for s in lists]
+    assert got["shuffled as padded"].tolist() == [pad(s, 4) for s in backwards]
+    want = [[s.count(v) for v in range(7)] for s in lists]
+    assert got["multi-hot"].tolist() == want
+    assert got["capacity"].capacity == 20
+
+
+_JITTED = {}
+
+
+def traced_once(f):
+    """`jax.jit(f)` of the first function of that name: hypothesis defines many."""
+    return _JITTED.setdefault(f.__name__, jax.jit(f))
+
+
+def test_no_segments_and_no_elements():
+    check(make.from_lists([]), [])
+    check(make.from_lengths(np.zeros(0, np.int32), [0, 0]), [[], []])
+    check(make.from_lengths(np.arange(3), []), [])
+    check(make.from_padded(np.zeros((2, 0), np.int32)), [[], []])
+    check(make.from_padded(np.zeros((2, 0), np.int32), capacity=3), [[], []])
+    x = make.from_lists([[], []])
+    assert x.to_padded().shape == (2, 0) and x.to_padded(2).tolist() == [[-1, -1]] * 2
+    assert x.to_multi_hot(3).tolist() == [[0, 0, 0]] * 2
+    assert x.sort() is x and x.to_lists() == [[], []]
+
+
+# ------------------------------------------------------------------ capacity
+
+
+def test_capacity_adds_empty_elements():
+    for x in (
+        make.from_lengths(VALUES, LENGTHS, capacity=12),
+        make.from_offsets(VALUES, [0, 3, 7, 9], capacity=12),
+        make.from_padded(PADDED, capacity=12),
+        make.from_multi_hot(MULTI_HOT, capacity=12),
+        make.from_lists(LISTS, capacity=12),
+        make.from_csr([0, 3, 7, 9], VALUES, capacity=12),
+    ):
+        check(x, LISTS)
+        assert x.capacity == 12
+        assert x.segment_ids[9:].tolist() == [3, 3, 3]
+        assert x.to_lists() == LISTS
+        assert_trees_close(x.to_padded(), PADDED)
+    # Elements beyond the lengths are empty already, and may be cut.
+    x = make.from_lengths(np.append(VALUES, [77, 77]), LENGTHS)
+    check(x, LISTS)
+    check(make.from_lengths(x.values, LENGTHS, capacity=9), LISTS)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: make.from_lengths(VALUES, LENGTHS, capacity=8),
+        lambda: make.from_offsets(VALUES, [0, 3, 7, 9], capacity=8),
+        lambda: make.from_padded(PADDED, capacity=8),
+        lambda: make.from_multi_hot(MULTI_HOT, capacity=8),
+        lambda: make.from_lists(LISTS, capacity=8),
+        lambda: make.from_csr([0, 3, 7, 9], VALUES, capacity=8),
+    ],
+)
+def test_too_small_a_capacity_says_what_is_needed(call):
+    with pytest.raises(ValueError, match="9 elements do not fit into capacity=8"):
+        call()
+
+
+def test_overflow_under_jit_shows():
+    values = jnp.arange(4.0)
+    cut = traced(functools.partial(make.from_lengths, capacity=3))
+    fits = cut(values, jnp.array([1, 2]))
+    assert fits.to_lists() == [[0.0], [1.0, 2.0]]
+    assert np.isnan(cut(values, jnp.array([1, 3])).values).all()
+    # So do numbers that cannot be right.
+    for lengths in ([4, 1], [5, -1]):
+        x = traced(make.from_lengths)(values, jnp.array(lengths))
+        assert np.isnan(x.values).all()
+    for offsets in ([0, 2, 5], [1, 2, 3], [0, 3, 2]):
+        x = traced(make.from_offsets)(values, jnp.array(offsets))
+        assert np.isnan(x.values).all()
+    # Integers have no NaN, but beside a float that tells they will do.
+    both = {"id": jnp.arange(4), "score": values}
+    x = cut(both, jnp.array([4]))
+    assert np.isnan(x.values["score"]).all()
+    padded = jnp.array([[1.0, -1.0], [2.0, 3.0]])
+    small = jax.jit(functools.partial(make.from_padded, capacity=2))(padded)
+    assert np.isnan(small.values).all()
+
+
+def test_overflow_that_could_not_show_is_refused_under_jit():
+    ids, lengths = jnp.arange(4), jnp.array([1, 2])
+    match = "integers have no NaN to report it with. Give at least 4"
+    for f, *args in [
+        (functools.partial(make.from_lengths, capacity=3), ids, lengths),
+        (functools.partial(make.from_padded, capacity=3), jnp.zeros((2, 2), int)),
+        (functools.partial(make.from_multi_hot, capacity=3), jnp.zeros((2, 2), bool)),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(f, *args)
+    # Of lengths that are wrong themselves the result still tells.
+    x = traced(make.from_lengths)(ids, jnp.array([3, 3]))
+    assert x.lengths.tolist() == [3, 1]
+
+
+# ------------------------------------------------------------------ nesting
+
+NESTED = [[[10, 11], [101]], [], [[11], [], [102, 103, 104]]]
+
+
+def test_nested():
+    x = make.from_lists(NESTED)
+    assert x.lengths.tolist() == [2, 0, 3]
+    assert isinstance(x.values, sj.SegmentTensor)
+    assert x.values.lengths.tolist() == [2, 1, 1, 0, 3]
+    assert x.to_lists() == NESTED
+    want = -np.ones((3, 3, 3), np.int32)
+    for i, elements in enumerate(NESTED):
+        for j, ids in enumerate(elements):
+            want[i, j, : len(ids)] = ids
+    assert_trees_close(x.to_padded(), want)
+    sizes = jax.jit(lambda x: x.to_padded((3, 2)))(x)
+    assert_trees_close(sizes, want[:, :, :2])
+
+
+def test_nested_moves_as_a_whole():
+    inner = make.from_lists([[1, 2], [], [3], [4, 5, 6]])
+    x = make.from_segment_ids({"ids": inner, "key": np.arange(4)}, [2, 0, -1, 2], 3)
+    want = {"ids": [[[]], [], [[1, 2], [4, 5, 6]]], "key": [[1], [], [0, 3]]}
+    assert x.to_lists() == want
+    assert x.sort().to_lists() == want
+    assert x.sort().values["ids"].is_sorted
+    assert jax.jit(lambda x: x.sort())(x).to_lists() == want
+    unsorted = make.from_segment_ids(inner.values, inner.segment_ids, 4)
+    x = make.from_segment_ids(unsorted, x.segment_ids, 3)
+    assert x.sort().to_lists() == want["ids"]
+    # Empty elements are added, and cut, as empty segments.
+    for capacity in 6, 3:
+        x = make.from_lengths(inner, [2, 1], capacity=capacity)
+        assert x.to_lists() == [[[1, 2], []], [[3]]]
+        assert x.capacity == x.values.num_segments == capacity
+
+
+def test_nested_is_made_and_moved_under_jit():
+    inner = make.from_lists([[1, 2], [], [3], [4, 5, 6]])
+
+    @jax.jit
+    def f(inner, lengths):
+        x = make.from_lengths({"ids": inner, "w": jnp.ones(4)}, lengths, capacity=5)
+        return x, x.values["ids"].to_padded(2)
+
+    x, padded = f(inner, jnp.array([1, 2]))
+    assert x.to_lists() == {"ids": [[[1, 2]], [[], [3]]], "w": [[1.0], [1.0, 1.0]]}
+    assert padded.tolist() == [[1, 2], [-1, -1], [3, -1], [4, 5], [-1, -1]]
+    x, _ = f(inner, jnp.array([3, 3]))
+    assert np.isnan(x.values["w"][:4]).all()
+
+
+def test_capacities_of_levels():
+    x = make.from_lists(NESTED, capacity=(8, 9))
+    assert x.capacity == x.values.num_segments == 8
+    assert x.values.capacity == 9
+    assert x.to_lists() == NESTED
+    assert make.from_lists(NESTED, capacity=8).values.capacity == 7
+    assert make.from_lists(NESTED, capacity=(None, 9)).values.capacity == 9
+    for capacity, need in ((4, 5), ((8, 6), 7)):
+        with pytest.raises(ValueError, match=f"{need} elements do not fit"):
+            make.from_lists(NESTED, capacity=capacity)
+
+
+# ------------------------------------------------------------------ transformations
+
+
+def test_is_a_pytree():
+    x = make.from_lists(NESTED, capacity=6)
+    leaves, structure = jax.tree.flatten(x)
+    assert len(leaves) == 3
+    assert_trees_close(jax.tree.unflatten(structure, leaves), x)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(x)]
+    assert paths == [".values.values", ".values.segment_ids", ".segment_ids"]
+    for odd in None, object():
+        y = jax.tree.unflatten(structure, [odd] * 3)
+        assert y.segment_ids is odd and y.num_segments == 3
+    spec = jax.eval_shape(lambda x: x, x)
+    assert spec.capacity == 6 and spec.is_sorted
+    assert jax.jit(lambda x: x)(x).to_lists() == NESTED
+    with pytest.raises(TypeError, match="call .to_padded"):
+        np.asarray(x)
+
+
+def test_vmap_over_a_batch():
+    batch = [[[1, 2], [3]], [[], [4, 5, 6]]]
+    parts = [make.from_lists(lists, capacity=4) for lists in batch]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    f = lambda x: (x.lengths, x.offsets, x.to_padded(3), x.to_multi_hot(7))
+    got = jax.vmap(f)(stacked)
+    for i, part in enumerate(parts):
+        assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), f(part))
+    made = jax.vmap(make.from_lengths)(stacked.values, got[0])
+    assert_trees_close(made, stacked)
+    turned = jax.vmap(lambda v, k: make.from_segment_ids(v, 1 - k, 2).sort())(
+        stacked.values, stacked.segment_ids
+    )
+    first = jax.tree.map(lambda x: x[0], turned)
+    assert first.to_lists() == [[3], [1, 2]]
+
+
+def test_scan():
+    batch = [[[1, 2], [3]], [[], [4, 5, 6]]]
+    parts = [make.from_lists(lists, capacity=4) for lists in batch]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+
+    def step(last, x):
+        return x, (last.lengths, x.to_padded(3))
+
+    last, (lengths, padded) = jax.lax.scan(step, parts[1], stacked)
+    assert last.to_lists() == batch[1]
+    assert lengths.tolist() == [[0, 3], [2, 1]]
+    assert_trees_close(padded[0], parts[0].to_padded(3))
+
+
+def test_gradients_of_values(x64):
+    values = np.linspace(-0.9, 1.3, 5)
+    ids = jnp.array([1, 0, 1, -1, 2])
+    weights = np.arange(12.0).reshape(3, 4)
+
+    @jax.jit
+    def f(values):
+        x = make.from_segment_ids(values, ids, 3)
+        y = make.from_lengths(x.sort().values, jnp.array([1, 2, 1]), capacity=7)
+        z = make.from_padded(y.to_padded(4))
+        return jnp.sum((y.to_padded(4) * weights) ** 2) + jnp.sum(z.values**3)
+
+    check_grads(f, (values,), order=1, modes=("fwd", "rev"))
+    grad = jax.grad(f)(values)
+    assert grad[3] == 0 and (np.delete(grad, 3) != 0).all()
+    # And with respect to a SegmentTensor, whose ids have none.
+    x = make.from_lengths(values, [2, 3])
+    loss = lambda x: jnp.sum(x.to_padded(3, 0.0) ** 2)
+    grads = jax.grad(loss, allow_int=True)(x)
+    assert_trees_close(grads.values, jnp.asarray(2 * values))
+    assert grads.segment_ids.dtype == jax.dtypes.float0
+
+
+def test_nothing_flows_out_of_empty_elements():
+    """A NaN in an empty element changes neither values nor gradients."""
+    lengths = jnp.array([1, 1])
+
+    def f(values):
+        x = make.from_lengths(values, lengths, capacity=5)
+        return jnp.sum(x.to_padded(2, 0.0) ** 2)
+
+    value, grad = jax.value_and_grad(f)(jnp.array([1.0, 2.0, jnp.nan]))
+    assert value == 5 and grad.tolist() == [2, 4, 0]
+
+
+def test_values_keep_their_type():
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint32, bool):
+        x = make.from_lengths(jnp.array([1, 0, 1], dtype), [1, 2], capacity=4)
+        filler = False if dtype is bool else 0
+        assert x.values.dtype == x.to_padded(filler=filler).dtype == dtype
+    same = make.from_lengths(jnp.array([-0.0, jnp.nan]), [2])
+    assert_same_bits(same.values, np.array([-0.0, np.nan], np.float32))
+
+
+def test_x64(x64):
+    x = make.from_lengths(np.array([2**40, 1]), np.array([1, 1]))
+    assert x.values.dtype == jnp.int64 and x.values[0] == 2**40
+    check(x, [[2**40], [1]])
+    ids = jnp.array([2**32, 1, -(2**32)])
+    for f in make.from_segment_ids, jax.jit(make.from_segment_ids, static_argnums=2):
+        check(f(jnp.arange(3), ids, 2), [[], [1]])
+    assert make.from_lists([[1.5]]).values.dtype == jnp.float64
+    assert make.from_padded(PADDED).values.dtype == jnp.int32
+    narrow = make.from_lengths(jnp.ones(2, jnp.float32), [2])
+    assert narrow.to_padded().dtype == narrow.sort().values.dtype == jnp.float32
+
+
+# ------------------------------------------------------------------ wrong input
+
+
+@pytest.mark.parametrize(
+    "call, error, match",
+    [
+        (
+            lambda: make(VALUES, SORTED_IDS[:8], 3),
+            ValueError,
+            "9 elements and seg",
+        ),
+        (lambda: make(VALUES, [SORTED_IDS], 3), ValueError, r"one axis.*\(1, 9\)"),
+        (lambda: make(VALUES, SORTED_IDS / 2, 3), TypeError, "segment_ids must be int"),
+        (lambda: make(VALUES, SORTED_IDS, -3), ValueError, "non-negative int, got -3"),
+        (lambda: make(VALUES, SORTED_IDS, HALF), TypeError, "static, .*int, got 2.5"),
+        (lambda: make(VALUES, UNSORTED[1], 3, True), ValueError, "sorted, got 0 after"),
+        (lambda: make([1, 2], [-1, 0], 3, True), ValueError, "Leave is_sorted out"),
+        (lambda: make("ab", [0], 1), TypeError, "values must be an array, got .* str"),
+        (lambda: make({"a": 1}, [0], 1), ValueError, r"values\['a'\] is a scalar"),
+        (
+            lambda: make({"a": VALUES, "b": VALUES[:2]}, SORTED_IDS, 3),
+            ValueError,
+            r"values\['b'\] has 2 elements and segment_ids has 9",
+        ),
+        (
+            lambda: make.from_lengths({"a": VALUES, "b": VALUES[:2]}, LENGTHS),
+            ValueError,
+            r"values\['b'\] has 2 elements and values\['a'\] has 9",
+        ),
+        (
+            lambda: (
+                make.from_lengths(make.from_lists(LISTS), [1, 1]).capacity
+                and make.from_segment_ids(make.from_lists(LISTS), [0, 0], 1)
+            ),
+            ValueError,
+            "values has 3 elements and segment_ids has 2",
+        ),
+        (lambda: make.from_lengths({}, [1]), ValueError, "values hold no array"),
+        (
+            lambda: make.from_lengths(VALUES, [10]),
+            ValueError,
+            "10 elements, .* 9",
+        ),
+        (
+            lambda: make.from_lengths(VALUES, [-1]),
+            ValueError,
+            "must not be neg",
+        ),
+        (lambda: make.from_lengths(VALUES, LENGTHS, capacity=-1), ValueError, "got -1"),
+        (
+            lambda: make.from_lengths([[1], [2, 3]], [2]),
+            TypeError,
+            "to .*from_lists",
+        ),
+        (lambda: make.from_lengths([2**40], [1]), ValueError, "beyond int32"),
+        (
+            lambda: make.from_lengths(np.array([2**40]), [1]),
+            ValueError,
+            "values goes from 1099511627776 .*beyond int32",
+        ),
+        (lambda: make.from_offsets(VALUES, [1, 9]), ValueError, "begin with 0, got 1"),
+        (lambda: make.from_offsets(VALUES, [0, 3, 2]), ValueError, "must not decrease"),
+        (lambda: make.from_offsets(VALUES, []), ValueError, "K . 1 entries"),
+        (lambda: make.from_offsets(VALUES, [0, 10]), ValueError, "10 elements"),
+        (lambda: make.from_padded(VALUES), ValueError, r"must have shape \[S, L\]"),
+        (lambda: make.from_padded(3), ValueError, "padded is a scalar"),
+        (lambda: make.from_padded(PADDED, filler=0.5), ValueError, "0.5 is no int32"),
+        (lambda: make.from_padded(PADDED > 0), ValueError, "filler=-1 is no bool"),
+        (lambda: make.from_padded(PADDED, filler="a"), ValueError, "filler='a' is no"),
+        (
+            lambda: make.from_padded(PADDED, capacity=HALF),
+            ValueError,
+            "static, non-neg",
+        ),
+        (lambda: make.from_multi_hot(VALUES), ValueError, r"\[S, V\].*shape \(9,\)"),
+        (lambda: make.from_multi_hot(PADDED), ValueError, "got -1, which is negative"),
+        (
+            lambda: make.from_multi_hot(PADDED * 1.0),
+            ValueError,
+            "Weights .*from_csr",
+        ),
+        (lambda: make.from_csr(VALUES), TypeError, "no indices, and ndarray is no CSR"),
+        (lambda: make.from_csr([0, 1], [1.5]), TypeError, "indices must be integers"),
+        (
+            lambda: make.from_csr([[0, 1]], [[1]]),
+            ValueError,
+            r"\(1, 2\): a batch",
+        ),
+        (lambda: make.from_lists(LISTS).to_padded(-2), ValueError, "max_length .* -2"),
+        (
+            lambda: make.from_lists(LISTS).to_padded(HALF),
+            TypeError,
+            "max_length .* 2.5",
+        ),
+        (lambda: make.from_lists(LISTS).to_padded(2, "a"), ValueError, "is no int32"),
+        (lambda: make.from_lists(LISTS).to_multi_hot(-1), ValueError, "num_ids .* -1"),
+        (
+            lambda: make.from_lists(LISTS).to_multi_hot(TEXT),
+            TypeError,
+            "num_ids .* '8'",
+        ),
+        (
+            lambda: make.from_lists([[1.0]]).to_multi_hot(8),
+            TypeError,
+            "be integers",
+        ),
+        (
+            lambda: make.from_lists(NESTED).to_multi_hot(8),
+            TypeError,
+            "Make a Segm",
+        ),
+    ],
+)
+def test_refuses(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_refuses_under_jit_what_it_cannot_know():
+    x = make.from_lists(LISTS)
+    with pytest.raises(ValueError, match="longest segment is not known.*max_length="):
+        jax.eval_shape(lambda x: x.to_padded(), x)
+    with pytest.raises(TypeError, match="call .to_lists.. there"):
+        jax.eval_shape(lambda x: x.to_lists(), x)
+    with pytest.raises(ValueError, match="Pass booleans, multi_hot > 0"):
+        jax.eval_shape(make.from_multi_hot, MULTI_HOT)
+    with pytest.raises(TypeError, match="num_segments must be a static"):
+        jax.eval_shape(make.from_segment_ids, VALUES, SORTED_IDS, 3)
+    one = jnp.ones((1, 2), int)
+    batch = jax_sparse.BCSR((one, one, one), shape=(1, 1, 2))
+    with pytest.raises(ValueError, match="Use jax.vmap"):
+        make.from_csr(batch)
+    with pytest.raises(TypeError, match="a matrix and indices"):
+        make.from_csr(batch, VALUES)
