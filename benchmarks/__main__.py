@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 
-NAMES = ("embedding_step",)
+NAMES = ("embedding_step", "bag", "segment")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
