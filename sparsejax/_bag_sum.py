@@ -44,7 +44,7 @@ def bag_sum(
     Returns:
       `[B or num_bags, ...]`, in the accumulator's type: float32 for narrower floats.
     """
-    static = dict(
+    static: dict[str, Any] = dict(
         segmented=segment_ids is not None,
         weighted=weights is not None,
         num_bags=ids.shape[0] if num_bags is None else num_bags,

@@ -180,7 +180,8 @@ def multilinear_primitive(
 
     def transpose(cotangent, *args, **static):
         (k,) = (i for i, x in enumerate(args) if _ad.is_undefined_primal(x))
-        like, result = args[k].aval, [None] * len(args)
+        like = args[k].aval
+        result: list[Any] = [None] * len(args)
         if isinstance(cotangent, _ad.Zero):
             result[k] = _ad.Zero(like)
             return result

@@ -14,11 +14,12 @@ import pathlib
 import zlib
 
 
-# One code module per program: the tests compile thousands of small ones, in several
-# processes at once, and splitting them over threads only costs.
+# The tests compile thousands of small programs, in several processes at once: optimizing
+# their machine code takes longer than it saves, and so does splitting it over threads.
 _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": 8,
     "--xla_cpu_parallel_codegen_split_count": 1,
+    "--xla_backend_optimization_level": 0,
 }
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import sparsejax as sj
+
 
 V, D, N = 211, 4, 5
 
@@ -467,6 +469,58 @@ def custom_vjp_rows(table, w, ids):
 def many_reads(table, w, ids):
     a, b = table[ids], jnp.take(table, ids + 1, axis=0)
     return _loss(a, w) + jnp.sum(a * b) + _loss(table[ids[0]] * 1.5, w)
+
+
+# -- bags ------------------------------------------------------------------------------
+
+
+def _pairs(ids):
+    """Two bags a row, some ids of which are padding or out of range."""
+    return jnp.stack([ids, ids + 1, jnp.where(ids > 50, -1, ids)], axis=1)
+
+
+@sparse
+def bag_fixed(table, w, ids):
+    weights = jnp.tanh(w[0] * jnp.arange(1, 16)).reshape(5, 3)
+    kwargs = dict(mode="zero", weights=weights, combiner="sqrtn")
+    return _loss(sj.embedding_bag(table, _pairs(ids), **kwargs), w)
+
+
+@sparse
+def bag_ragged(table, w, ids):
+    st = sj.SegmentTensor.from_padded(_pairs(ids), filler=-1, capacity=15)
+    return _loss(sj.embedding_bag(table, st, combiner="mean"), w)
+
+
+@sparse
+def bag_max(table, w, ids):
+    kwargs = dict(padding_id=-1, combiner="max", max_norm=0.5)
+    return _loss(sj.embedding_bag(table, _pairs(ids), **kwargs), w)
+
+
+@sparse
+def bag_vmapped(table, w, ids):
+    one = lambda i, v: sj.embedding_bag(table, i, i % 2, 2, weights=v)
+    weights = jnp.tanh(w[0] * jnp.arange(1, 16)).reshape(5, 3)
+    return _loss(jax.vmap(one)(jnp.abs(_pairs(ids)), weights), w)
+
+
+@sparse
+def bag_of_a_view(table, w, ids):
+    view = (2.0 * table).reshape(V, 2, D // 2)
+    out = sj.embedding_bag(view, _pairs(ids), mode="zero", weights=jnp.ones((5, 3)))
+    return _loss(out.reshape(N, D), w)
+
+
+@sparse
+def bag_in_control_flow(table, w, ids):
+    def step(total, i):
+        small = lambda: sj.embedding_bag(table, i[None], mode="zero")
+        large = lambda: sj.embedding_bag(table, i, i % 2, 1)
+        return total + _loss(lax.cond(i[0] > 20, small, large), w), None
+
+    body = jax.checkpoint(step)
+    return lax.scan(body, jnp.zeros((), w.dtype), _pairs(ids))[0]
 
 
 # -- dense uses ------------------------------------------------------------------------

@@ -1,0 +1,540 @@
+"""embedding_bag: every combiner and layout, against rows and masks."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import checkify
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from helpers import assert_in_place, assert_no_dense, count_traces, eqns_of
+from sparsejax._bag_sum import bag_sum
+from sparsejax._lowerings import cpu_bag, xla
+
+
+COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp")
+V, D = 23, 3
+
+
+def _oracle(table, ids, member, weights, combiner):
+    """Of ids `[n]` and `member[b, i]`, whether element i is in bag b."""
+    rows = jnp.take(table, ids, axis=0, mode="fill")[None]
+    w = jnp.ones(ids.shape, table.dtype) if weights is None else weights
+    w = jnp.where(member, w[None], 0)
+    mask = member[:, :, None]
+    some = jnp.any(member, 1)[:, None]
+    if combiner in ("max", "min", "logsumexp"):
+        reduce = {"max": jnp.max, "min": jnp.min, "logsumexp": jax.nn.logsumexp}
+        lowest = np.inf if combiner == "min" else -np.inf
+        x = jnp.where(mask | ~some[:, :, None], rows, lowest)
+        return jnp.where(some, reduce[combiner](x, axis=1), 0)
+    total = jnp.sum(jnp.where(mask, w[:, :, None] * rows, 0), axis=1)
+    if combiner == "sum":
+        return total
+    by = jnp.sum(w if combiner == "mean" else w * w, axis=1, keepdims=True)
+    by = jnp.where(by == 0, 1, by)
+    return total / (by if combiner == "mean" else jnp.sqrt(by))
+
+
+def _table(dtype=jnp.float64):
+    return jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), dtype)
+
+
+def _layouts():
+    """`name -> (call(table, weights, **options), ids [n], member [B, n])`."""
+    rng = np.random.default_rng(1)
+    found = {}
+    padded = rng.integers(0, V, (4, 11)).astype(np.int32)
+    padded[2, 3:], padded[3], padded[0, 1] = -1, -1, padded[0, 0]
+    member = np.repeat(np.eye(4, dtype=bool), 11, axis=1) & (padded.reshape(-1) >= 0)
+
+    def fixed(table, weights, **options):
+        w = None if weights is None else weights.reshape(4, 11)
+        return sj.embedding_bag(table, padded, weights=w, padding_id=-1, **options)
+
+    found["fixed"] = fixed, padded.reshape(-1), member
+    ids = rng.integers(0, V, 60).astype(np.int32)
+    for name, bags, kwargs in (
+        ("sorted", np.sort(rng.integers(-2, 6, 60)), {"indices_are_sorted": True}),
+        ("unsorted", rng.integers(-2, 6, 60), {}),
+        ("tiny", np.sort(rng.integers(0, 60, 60)), {"indices_are_sorted": True}),
+        ("one", np.zeros(60, np.int32), {"indices_are_sorted": True}),
+    ):
+        count = 60 if name == "tiny" else 5
+        bags = bags.astype(np.int32)
+
+        def segmented(table, weights, bags=bags, count=count, kwargs=kwargs, **options):
+            return sj.embedding_bag(
+                table, ids, bags, count, weights=weights, **kwargs, **options
+            )
+
+        found[name] = segmented, ids, bags == np.arange(count)[:, None]
+    lengths = np.array([9, 0, 20, 1])
+    st = sj.SegmentTensor.from_lengths(ids[:30], lengths, capacity=40)
+    member = np.asarray(st.segment_ids) == np.arange(4)[:, None]
+
+    def segments(table, weights, **options):
+        return sj.embedding_bag(table, st, weights=weights, **options)
+
+    found["segments"] = segments, np.resize(ids[:30], 40), member
+    return found
+
+
+LAYOUTS = _layouts()
+
+
+# ------------------------------------------------------------------ values, gradients
+
+
+@pytest.mark.parametrize(
+    ("layout", "weighted"),
+    [(layout, False) for layout in LAYOUTS]
+    + [(layout, True) for layout in ("fixed", "sorted", "unsorted")],
+)
+def test_equals_the_oracle(layout, weighted, x64):
+    call, ids, member = LAYOUTS[layout]
+    table, weights = _table(), None
+    if weighted:
+        weights = jnp.asarray(np.random.default_rng(2).normal(size=ids.shape))
+    combiners = COMBINERS[:3] if weighted else COMBINERS
+    if weights is not None:
+        weights = jnp.where(member.any(0), weights, jnp.nan)  # never used
+    clean = None if weights is None else jnp.where(member.any(0), weights, 0)
+
+    def ours(table, weights):
+        return [call(table, weights, combiner=c) for c in combiners]
+
+    def want(table, weights):
+        return [
+            _oracle(table, jnp.maximum(ids, 0), jnp.asarray(member), weights, c)
+            for c in combiners
+        ]
+
+    def run(transform, f, *args, **kwargs):
+        def loss(table, weights):
+            out = f(table, weights)
+            return sum(jnp.sum(jnp.sin(x)) for x in out), out
+
+        step = transform(loss, (0, 1)[: 1 + weighted], has_aux=True, **kwargs)
+        (_, out), grads = jax.jit(step)(*args)
+        return out, grads
+
+    out, grads = run(jax.value_and_grad, want, table, clean)
+    for transform in (jax.value_and_grad, sj.value_and_grad):
+        sparse = transform is sj.value_and_grad
+        kwargs = {"tables": (True, False)[: 1 + weighted]} if sparse else {}
+        got, (g, *g_weights) = run(transform, ours, table, weights, **kwargs)
+        for a, b in zip(got, out):
+            assert a.dtype == jnp.float64
+            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+        if sparse:
+            assert g.capacity == len(combiners) * ids.size
+            g = g.to_dense()
+        for a, b in zip((g, *g_weights), grads):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_derivatives(x64):
+    ids, bags = jnp.array([3, 0, 3, 9]), jnp.array([1, 0, 1, 1])
+    weights = jnp.linspace(0.5, 1.5, 4)
+
+    @jax.jit
+    def bag(table, weights):
+        kwargs: dict[str, Any] = dict(weights=weights, combiner="mean")
+        flat = sj.embedding_bag(table, ids, bags, 2, **kwargs)
+        return flat + sj.embedding_bag(
+            table, ids.reshape(2, 2), weights=weights.reshape(2, 2)
+        )
+
+    check_grads(bag, (_table(), weights), 2)
+
+
+def test_lowerings_give_what_the_reference_gives():
+    rng = np.random.default_rng(3)
+    table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
+
+    def compare(ids, bags=None, count=None, is_sorted=False):
+        count = ids.shape[0] if bags is None else count
+        for weights in (None, jnp.asarray(rng.normal(size=ids.shape), jnp.float32)):
+            rest = [x for x in (bags, weights) if x is not None]
+            static: dict[str, Any] = dict(
+                segmented=bags is not None,
+                weighted=weights is not None,
+                num_bags=count,
+                indices_are_sorted=is_sorted,
+            )
+            a = jax.jit(functools.partial(cpu_bag.bag_sum, **static))(table, ids, *rest)
+            b = jax.jit(functools.partial(xla.bag_sum, **static))(table, ids, *rest)
+            assert a.shape == b.shape == (count, D) and a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+    for length in (1, 2, 17):
+        compare(jnp.asarray(rng.integers(-3, V + 3, (5, length)), jnp.int32))
+    for n, count in ((40, 3), (100, 30), (64, 64), (200, 2), (30, 1)):
+        ids = jnp.asarray(rng.integers(-3, V + 3, n), jnp.int32)
+        bags = rng.integers(-1, count + 2, n).astype(np.int32)
+        compare(ids, jnp.asarray(np.sort(bags)), count, is_sorted=True)
+        if count == 3:
+            compare(ids, jnp.asarray(bags), count)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_narrow_types_are_summed_in_float32(dtype):
+    table = jnp.full((4, 2), 0.01, dtype)
+    ids = jnp.zeros((1, 3000), jnp.int32)
+    for combiner, want in (("sum", 3000), ("mean", 1), ("sqrtn", 3000**0.5)):
+        for out in (
+            sj.embedding_bag(table, ids, combiner=combiner),
+            sj.embedding_bag(table, ids[0], ids[0], 1, combiner=combiner),
+        ):
+            assert out.dtype == dtype
+            exact = float(table[0, 0]) * want
+            error = 2 * float(jnp.finfo(dtype).eps) + 1e-4
+            np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=error)
+
+
+def test_float32_stays_float32_under_x64(x64):
+    table = _table(jnp.float32)
+    weights = jnp.ones((4, 11), jnp.float64)
+    for combiner in COMBINERS:
+        w = weights if combiner in COMBINERS[:3] else None
+        out = sj.embedding_bag(
+            table, jnp.zeros((4, 11), jnp.int64), weights=w, combiner=combiner
+        )
+        assert out.dtype == jnp.float32
+
+
+def test_integer_tables():
+    table = jnp.arange(12).reshape(6, 2)
+    ids, bags = jnp.array([5, 0, 3]), jnp.array([1, 1, 0])
+    bag = lambda **options: sj.embedding_bag(table, ids, bags, 3, **options)
+    np.testing.assert_array_equal(bag(), [[6, 7], [10, 12], [0, 0]])
+    assert bag().dtype == bag(combiner="max").dtype == jnp.int32
+    np.testing.assert_array_equal(bag(combiner="max"), [[6, 7], [10, 11], [0, 0]])
+    half = bag(weights=jnp.full(3, 0.5))
+    assert half.dtype == bag(combiner="mean").dtype == jnp.float32
+    np.testing.assert_array_equal(half, [[3, 3.5], [5, 6], [0, 0]])
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 2, 3)])
+def test_tables_of_other_ranks(shape):
+    table = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    ids = jnp.array([[0, 6], [2, 2]])
+    want = table[ids].sum(1)
+    np.testing.assert_allclose(sj.embedding_bag(table, ids), want, rtol=1e-6)
+    flat = sj.embedding_bag(table, ids.reshape(-1), jnp.array([0, 0, 1, 1]), 2)
+    np.testing.assert_allclose(flat, want, rtol=1e-6)
+    grad = sj.grad(lambda t: jnp.sum(sj.embedding_bag(t, ids) ** 2), tables=True)
+    dense = jax.grad(lambda t: jnp.sum(t[ids].sum(1) ** 2))(table)
+    np.testing.assert_allclose(grad(table).to_dense(), dense, rtol=1e-6)
+
+
+def test_more_axes_of_bags():
+    table = _table(jnp.float32)
+    ids = jnp.arange(24).reshape(2, 3, 4) % V
+    weights = jnp.linspace(0, 1, 24).reshape(2, 3, 4)
+    out = sj.embedding_bag(table, ids, weights=weights)
+    want = jnp.einsum("abld,abl->abd", table[ids], weights)
+    np.testing.assert_allclose(out, want, rtol=1e-5)
+    assert sj.embedding_bag(table, ids, combiner="none").shape == (2, 3, 4, D)
+
+
+# ------------------------------------------------------------------ modes, padding
+
+
+def test_modes():
+    table = jnp.arange(1.0, 9.0).reshape(4, 2)
+    ids = jnp.array([[0, 9], [1, -2], [2, 3]])
+    bag = lambda **options: sj.embedding_bag(table, ids, **options)
+    nan = [[np.nan] * 2] * 2
+    np.testing.assert_array_equal(bag(), [*nan, [12, 14]])
+    np.testing.assert_array_equal(bag(mode="zero"), [[1, 2], [3, 4], [12, 14]])
+    np.testing.assert_array_equal(bag(mode="clip"), [[8, 10], [4, 6], [12, 14]])
+    # what reads zeros is an element all the same
+    mean = bag(mode="zero", combiner="mean")
+    np.testing.assert_array_equal(mean, [[0.5, 1], [1.5, 2], [6, 7]])
+    np.testing.assert_array_equal(bag(padding_id=9, combiner="max")[0], [1, 2])
+    for combiner in COMBINERS:
+        flat = sj.embedding_bag(
+            table,
+            ids.reshape(-1),
+            jnp.array([0, 0, 1, 1, 2, 2]),
+            3,
+            combiner=combiner,
+        )
+        np.testing.assert_allclose(flat, bag(combiner=combiner), rtol=1e-6)
+        assert np.isnan(flat[:2]).all() and np.isfinite(flat[2]).all()
+
+
+def test_a_row_out_of_range_leaves_the_others_their_gradients():
+    table = jnp.arange(1.0, 9.0).reshape(4, 2)
+    loss = lambda t: jnp.sum(sj.embedding_bag(t, jnp.array([[0, 9], [2, 3]])))
+    want = jax.grad(lambda t: jnp.sum(jnp.take(t, jnp.array([0, 9, 2, 3]), axis=0)))
+    np.testing.assert_array_equal(jax.grad(loss)(table), want(table))
+    sparse = sj.grad(loss, tables=True)(table)
+    np.testing.assert_array_equal(sparse.to_dense(), want(table))
+    np.testing.assert_array_equal(sparse.rows, [0, 4, 2, 3])
+
+
+def test_mode_error():
+    table = jnp.ones((4, 2))
+    call = lambda ids: sj.embedding_bag(table, ids, mode="error", padding_id=-1)
+    np.testing.assert_array_equal(call(jnp.array([[0, -1]])), [[1, 1]])
+    with pytest.raises(checkify.JaxRuntimeError, match="embedding_bag: 1 of 2 ids"):
+        call(jnp.array([[0, 4]]))
+    for combiner in ("sum", "max"):
+        bag = functools.partial(sj.embedding_bag, mode="error", combiner=combiner)
+        error, _ = jax.jit(checkify.checkify(bag))(table, jnp.array([[0, 4]]))
+        assert "the first is 4 and the table has 4 rows" in error.get()
+    bags = jnp.array([0, 1])  # an id of no bag is not read
+    sj.embedding_bag(table, jnp.array([3, 99]), bags, 1, mode="error")
+
+
+def test_what_is_skipped_may_hold_anything():
+    table = jnp.ones((4, 2)).at[3].set(jnp.nan)
+    weights = jnp.array([[2.0, jnp.nan, jnp.inf]])
+    ids = jnp.array([[0, -1, -1]])
+
+    def loss(table, weights):
+        out = [
+            sj.embedding_bag(
+                table, ids, weights=weights, padding_id=-1, combiner=combiner
+            )
+            for combiner in ("sum", "mean", "sqrtn")
+        ]
+        return sum(jnp.sum(x) for x in out)
+
+    value, (g, g_w) = jax.value_and_grad(loss, (0, 1))(table, weights)
+    np.testing.assert_allclose(value, 4 + 2 + 2)
+    assert np.isfinite(g).all() and np.isfinite(g_w).all()
+
+
+def test_nothing_to_reduce():
+    table = jnp.ones((4, 2))
+    none = jnp.zeros((0,), jnp.int32)
+    for combiner in COMBINERS:
+        for out, count in (
+            (sj.embedding_bag(table, none, none, 3, combiner=combiner), 3),
+            (sj.embedding_bag(table, none, none, combiner=combiner), 0),
+            (sj.embedding_bag(table, none.reshape(2, 0), combiner=combiner), 2),
+            (sj.embedding_bag(table, none.reshape(0, 2), combiner=combiner), 0),
+        ):
+            np.testing.assert_array_equal(out, np.zeros((count, 2)))
+    empty = jnp.ones((0, 2))
+    out = sj.embedding_bag(empty, jnp.array([[3, 4]]), mode="zero")
+    np.testing.assert_array_equal(out, [[0, 0]])
+
+
+def test_max_norm_and_pulled_rows():
+    table = _table(jnp.float32)
+    ids, bags = jnp.array([1, 7, 7, 20]), jnp.array([0, 0, 1, 1])
+    options: dict[str, Any] = dict(max_norm=0.7, combiner="mean")
+    norm = jax.jit(lambda t: sj.embedding_bag(t, ids, bags, 2, **options))
+    rows = sj.lookup(table, ids, max_norm=0.7)
+    want = jnp.stack([rows[:2].mean(0), rows[2:].mean(0)])
+    np.testing.assert_allclose(norm(table), want, rtol=1e-5)
+    pulled = sj.SelectedRows(
+        jnp.array([20, 1, 7, V]), table[jnp.array([20, 1, 7, 0])], V
+    )
+    np.testing.assert_allclose(norm(pulled), want, rtol=1e-5)
+    loss = lambda t: jnp.sum(norm(t) ** 2)
+    g = sj.grad(loss)(pulled)
+    np.testing.assert_array_equal(g.rows, pulled.rows)
+    np.testing.assert_allclose(g.to_dense(), jax.grad(loss)(table), rtol=1e-4)
+
+
+# ------------------------------------------------------------------ vmap, programs
+
+
+@pytest.mark.parametrize(
+    "axes", [(None, 0, 0, 0), (0, 0, None, None), (None, 0, None, 0)]
+)
+def test_under_vmap(axes):
+    rng = np.random.default_rng(5)
+    table = jnp.asarray(rng.normal(size=(3, V, D)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, V, (3, 20)), jnp.int32)
+    bags = jnp.asarray(np.sort(rng.integers(-1, 4, (3, 20)), axis=1), jnp.int32)
+    weights = jnp.asarray(rng.normal(size=(3, 20)), jnp.float32)
+    args = [x if a == 0 else x[0] for x, a in zip((table, ids, bags, weights), axes)]
+
+    def segmented(t, i, b, w):
+        return sj.embedding_bag(t, i, b, 3, weights=w, indices_are_sorted=True)
+
+    def fixed(t, i, b, w):
+        del b
+        return sj.embedding_bag(t, i.reshape(4, 5), weights=w.reshape(4, 5))
+
+    for f in (segmented, fixed):
+        got = jax.jit(jax.vmap(f, axes))(*args)
+        for k in range(3):
+            one = f(*(x[k] if a == 0 else x for x, a in zip(args, axes)))
+            np.testing.assert_allclose(got[k], one, rtol=1e-5, atol=1e-5)
+
+
+def test_under_shard_map():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    table = _table(jnp.float32)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, V, (8, 4)), jnp.int32)
+
+    def loss(t):
+        local = lambda t, i: sj.embedding_bag(t, i, combiner="mean")
+        split = jax.shard_map(
+            local, mesh=mesh, in_specs=(spec(), spec("x")), out_specs=spec("x")
+        )
+        out = split(t, ids)
+        return jnp.sum(jnp.sin(out))
+
+    want = jax.grad(lambda t: jnp.sum(jnp.sin(t[ids].mean(1))))(table)
+    got = jax.jit(sj.grad(loss, tables=True))(table)
+    np.testing.assert_allclose(got.to_dense(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_rows_read_are_no_array():
+    table, ids = jnp.ones((5000, 16)), jnp.zeros((32, 24), jnp.int32)
+    rows = ids.size * 16
+
+    def largest(f, *args):
+        return max(
+            (np.prod(v.aval.shape) for e in eqns_of(f, *args) for v in e.outvars),
+            default=0,
+        )
+
+    def temporaries(f, *args):
+        memory = jax.jit(f).lower(*args).compile().memory_analysis()
+        return memory.temp_size_in_bytes if memory else 0
+
+    ones = jnp.ones(ids.shape)
+    for combiner, weights in (("sum", None), ("mean", None), ("sqrtn", ones)):
+        bag = functools.partial(sj.embedding_bag, weights=weights, combiner=combiner)
+        assert largest(bag, table, ids) < rows
+        assert temporaries(bag, table, ids) < rows
+
+    def loss(table, ids, weights):
+        return jnp.sum(sj.embedding_bag(table, ids, weights=weights) ** 2)
+
+    # The sparse gradient has a row for each id, but is an output, no temporary.
+    for transform in (sj.value_and_grad, jax.value_and_grad):
+        assert temporaries(transform(loss), table, ids, ones) < rows
+    assert_no_dense(sj.value_and_grad(loss), table, ids, ones)
+
+
+def test_a_step_is_in_place_and_compiles_once():
+    tx = sj.optim.lazy(optax.sgd(0.1))
+    table = jnp.ones((4000, 8))
+
+    def loss(table, ids, bags):
+        return jnp.sum(sj.embedding_bag(table, ids, bags, 6, combiner="mean") ** 2)
+
+    def step(table, ids, bags):
+        g = sj.grad(loss)(table, ids, bags)
+        updates, _ = tx.update(g, tx.init(table), table)
+        return optax.apply_updates(table, updates)
+
+    batch = jnp.arange(30) * 7, jnp.arange(30) // 5
+    assert_in_place(step, table, *batch)
+    counted = count_traces(step)
+    jitted = jax.jit(counted)
+    for shift in range(3):
+        table = jitted(table, batch[0] + shift, batch[1] % (shift + 1))
+    assert counted.count == 1
+
+
+# ------------------------------------------------------------------ wrong input
+
+
+TABLE = jnp.ones((4, 2))
+IDS = jnp.array([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sj.embedding_bag(TABLE, IDS), ValueError, r"shape \(3,\) without"),
+        (
+            lambda: sj.embedding_bag(TABLE, IDS[None], IDS),
+            ValueError,
+            "segment_ids was passed as well",
+        ),
+        (
+            lambda: sj.embedding_bag(TABLE, IDS[None], num_segments=2),
+            ValueError,
+            "num_segments was passed as well",
+        ),
+        (
+            lambda: sj.embedding_bag(TABLE, IDS, IDS, 3, combiner="avg"),
+            ValueError,
+            "combiner must be one of 'sum', 'mean'",
+        ),
+        (
+            lambda: sj.embedding_bag(
+                TABLE, IDS, IDS, 3, combiner="max", weights=jnp.ones(3)
+            ),
+            ValueError,
+            "weights are for the combiners",
+        ),
+        (
+            lambda: sj.embedding_bag(TABLE, IDS, IDS, 3, weights=jnp.ones(2)),
+            ValueError,
+            r"the shape of ids, \(3,\)",
+        ),
+        (
+            lambda: sj.embedding_bag(TABLE, IDS, IDS, 3, weights=IDS > 1),
+            TypeError,
+            "weights must be real numbers, got bool",
+        ),
+        (lambda: sj.embedding_bag(TABLE, IDS, IDS, 3, mode="wrap"), ValueError, "mode"),
+        (
+            lambda: sj.embedding_bag(TABLE, TABLE[:3, 0], IDS, 3),
+            TypeError,
+            "ids must be",
+        ),
+        (lambda: sj.embedding_bag("t", IDS, IDS, 3), TypeError, "table must be"),
+        (lambda: sj.embedding_bag(TABLE, IDS, IDS[:2], 3), ValueError, "segment_ids"),
+        (
+            lambda: jax.jit(lambda i: sj.embedding_bag(TABLE, i, i))(IDS),
+            ValueError,
+            "num_segments was left out",
+        ),
+        (
+            lambda: sj.embedding_bag(TABLE > 0, IDS, IDS, 3, combiner="logsumexp"),
+            TypeError,
+            "needs a table of real floats",
+        ),
+        (
+            lambda: sj.embedding_bag(
+                TABLE,
+                sj.SegmentTensor.from_lengths({"ids": IDS}, jnp.array([3])),
+            ),
+            TypeError,
+            "one array of ids, got dict",
+        ),
+        (
+            lambda: sj.embedding_bag(
+                TABLE, sj.SegmentTensor.from_lengths(IDS, jnp.array([3])), IDS
+            ),
+            ValueError,
+            "segment_ids",
+        ),
+    ],
+)
+def test_wrong_input(call, error, message):
+    with pytest.raises(error, match=message) as found:
+        call()
+    assert "sparsejax.embedding_bag" in str(found.value)
+
+
+def test_bag_sum_of_a_laid_out_table_is_plain():
+    """Explicit meshes carry layouts in types, which the primitive does not know."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec
+    with jax.set_mesh(mesh):
+        ids = jnp.zeros((4, 3), jnp.int32)
+        table = jax.device_put(jnp.ones((6, 2)), jax.NamedSharding(mesh, spec()))
+        names = {e.primitive.name for e in eqns_of(bag_sum, table, ids)}
+    assert "bag_sum" not in names
