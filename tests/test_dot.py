@@ -1,0 +1,279 @@
+"""dot, against NumPy's product of the dense matrices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCSR
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_trees_close, eqns_of
+
+
+S, C, D = 4, 97, 3
+LENGTHS = np.array([3, 0, 5, 2])
+# A duplicate in a row, and one across rows.
+INDEX = np.array([5, 96, 5, 0, 1, 2, 96, 7, 5, 50])
+
+
+def integers(shape, dtype=np.float32, seed=0):
+    """Values whose products and sums float32 holds exactly."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(dtype)
+
+
+VALUE = integers(10, seed=1)
+DENSE = integers((C, D), seed=2)
+LEFT = integers((S, D), seed=3)
+
+
+def matrix(index=INDEX, value=VALUE, lengths=LENGTHS, columns=C):
+    """The matrix as a NumPy array."""
+    out = np.zeros((len(lengths), columns), np.result_type(value, np.float32))
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    ok = (index >= 0) & (index < columns)
+    np.add.at(out, (rows[ok], index[ok]), value[ok])
+    return out
+
+
+def make_csr(index=INDEX, value=VALUE, lengths=LENGTHS):
+    elements = {"index": jnp.asarray(index), "value": jnp.asarray(value)}
+    return sj.SegmentTensor.from_lengths(elements, lengths)
+
+
+def transposed(csr, dense, columns=C):
+    return sj.dot(csr, dense, transpose=True, num_columns=columns)
+
+
+# ------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("row_shape", [(), (D,), (2, 2), (0,)])
+def test_dense_of_any_rank(row_shape):
+    dense = integers((C, *row_shape))
+    want = np.tensordot(matrix(), dense, 1)
+    assert_trees_close(sj.dot(make_csr(), dense), want)
+    dense = integers((S, *row_shape))
+    got = transposed(make_csr(), dense)
+    assert isinstance(got, sj.SelectedRows) and got.shape == (C, *row_shape)
+    assert_trees_close(got.to_dense(), np.tensordot(matrix().T, dense, 1))
+    assert got.rows.tolist() == INDEX.tolist()  # a slot each, not merged
+
+
+def test_scipy_and_bcsr():
+    sparse = pytest.importorskip("scipy.sparse")
+    want = matrix()
+    bcsr = BCSR.fromdense(jnp.asarray(want), nse=20)
+    matrices = [sparse.csr_matrix(want), sparse.csr_array(want), bcsr]
+    for csr in matrices:
+        assert_trees_close(sj.dot(csr, DENSE), want @ DENSE)
+        got = sj.dot(csr, LEFT, transpose=True)
+        assert got.height == C
+        assert_trees_close(got.to_dense(), want.T @ LEFT)
+        with pytest.raises(ValueError, match=r"num_columns=96, but csr has shape"):
+            sj.dot(csr, LEFT, transpose=True, num_columns=96)
+    assert_trees_close(jax.jit(sj.dot)(bcsr, DENSE), want @ DENSE)
+    for other in (sparse.csc_matrix(want), sparse.coo_matrix(want)):
+        with pytest.raises(TypeError, match=r"\.tocsr\(\)"):
+            sj.dot(other, DENSE)
+
+
+def test_columns_out_of_range_and_empty_elements_count_nothing():
+    """Whatever they hold, in values and in gradients."""
+    index = np.array([5, -1, C, 2**31 - 1, 0, 3, -7, 3])
+    value = np.array([2, np.nan, np.inf, 1, 3, np.nan, np.nan, np.nan], np.float32)
+    lengths = np.array([2, 3, 0])  # the last three elements belong to no segment
+    csr = make_csr(index, value, lengths)
+    dense = np.full((C, D), np.nan, np.float32)
+    dense[[0, 5]] = [[1, 2, 3], [4, 5, 6]]
+    want = np.array([[8, 10, 12], [3, 6, 9], [0, 0, 0]], np.float32)
+    assert_trees_close(sj.dot(csr, dense), want)
+
+    def f(dense, value):
+        return jnp.sum(sj.dot(make_csr(index, value, lengths), dense))
+
+    grads = jax.grad(f, (0, 1))(jnp.asarray(dense), jnp.asarray(value))
+    want = np.zeros((C, D), np.float32)
+    want[5], want[0] = 2, 3
+    assert_trees_close(grads[0], want)
+    assert_trees_close(grads[1], np.array([15, 0, 0, 0, 6, 0, 0, 0], np.float32))
+
+    dense = integers((3, D))
+    got = transposed(csr, dense)
+    want = np.zeros((C, D), np.float32)
+    want[5], want[0] = 2 * dense[0], 3 * dense[1]
+    assert_trees_close(got.to_dense(), want)
+    assert got.rows.tolist() == [5, C, C, C, 0, C, C, C]
+
+
+def test_elements_in_any_order():
+    order = np.random.default_rng(0).permutation(10)
+    segments = np.repeat(np.arange(S), LENGTHS)[order]
+    elements = {"index": INDEX[order], "value": VALUE[order]}
+    csr = sj.SegmentTensor.from_segment_ids(elements, segments, S)
+    assert_trees_close(sj.dot(csr, DENSE), matrix() @ DENSE)
+    assert_trees_close(transposed(csr, LEFT).to_dense(), matrix().T @ LEFT)
+
+
+def test_a_matrix_without_elements():
+    csr = make_csr(INDEX[:0], VALUE[:0], np.zeros(S, int))
+    assert_trees_close(sj.dot(csr, DENSE), np.zeros((S, D), np.float32))
+    assert transposed(csr, LEFT).capacity == 0
+    csr = make_csr(INDEX[:0], VALUE[:0], np.zeros(0, int))
+    assert sj.dot(csr, DENSE).shape == (0, D)
+    assert sj.dot(csr, DENSE[:0], num_columns=0).shape == (0, D)
+
+
+def test_dense_may_be_selected_rows():
+    rows, values = np.array([96, 5, C, 5, 7]), integers((5, D), seed=4)
+    values[2] = np.nan
+    part = sj.SelectedRows(rows, values, C)
+    want = matrix() @ np.asarray(part.to_dense())
+    assert_trees_close(sj.dot(make_csr(), part), want)
+    assert_trees_close(jax.jit(sj.dot)(make_csr(), part), want)
+    left = sj.SelectedRows(np.array([2, 0, 2, S]), integers((4, D), seed=5), S)
+    want = matrix().T @ np.asarray(left.to_dense())
+    assert_trees_close(transposed(make_csr(), left).to_dense(), want)
+
+
+@pytest.mark.parametrize(
+    ("value", "dense", "result"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float32", "float32"),
+        ("int8", "float16", "float16"),
+        ("int32", "int8", "int32"),
+        ("float32", "bool", "float32"),
+    ],
+)
+def test_dtypes(value, dense, result):
+    csr = make_csr(value=VALUE.astype(value))
+    dense = jnp.asarray(DENSE).astype(dense)
+    want = matrix() @ np.asarray(dense, np.float32)
+    got = sj.dot(csr, dense)
+    assert got.dtype == result
+    assert_trees_close(got, jnp.asarray(want).astype(result))
+    assert transposed(csr, dense[:S]).dtype == result
+
+
+def test_narrow_types_are_summed_wide():
+    n = 600
+    value = jnp.full((n,), 1 / 256, jnp.bfloat16)
+    csr = make_csr(np.zeros(n, int), value, np.array([n]))
+    got = sj.dot(csr, jnp.ones((1,), jnp.bfloat16))
+    assert float(got[0]) == float(jnp.bfloat16(n / 256))
+
+
+def test_x64(x64):
+    csr = make_csr(INDEX.astype(np.int64), VALUE)
+    assert sj.dot(csr, DENSE).dtype == jnp.float32
+    assert transposed(csr, LEFT).dtype == jnp.float32
+    assert sj.dot(csr, DENSE.astype(np.float64)).dtype == jnp.float64
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def test_differentiates(x64):
+    value, dense, left = (jnp.asarray(x, jnp.float64) for x in (VALUE, DENSE, LEFT))
+    f = lambda v, d: sj.dot(make_csr(value=v), d)
+    check_grads(jax.jit(f), (value, dense), order=1)
+    f = lambda v, d: transposed(make_csr(value=v), d).values
+    check_grads(jax.jit(f), (value, left), order=1)
+
+
+def test_gradient_is_row_sparse():
+    weights = jnp.asarray(integers((S, D), seed=6))
+
+    def loss(dense):
+        return jnp.sum(weights * sj.dot(make_csr(), dense) ** 2)
+
+    value, grad = sj.value_and_grad(loss)(jnp.asarray(DENSE))
+    want_value, want = jax.value_and_grad(loss)(jnp.asarray(DENSE))
+    assert isinstance(grad, sj.SelectedRows)
+    assert grad.rows.tolist() == INDEX.tolist()
+    assert_trees_close((value, grad.to_dense()), (want_value, want))
+    assert_no_dense(sj.grad(loss), jnp.asarray(DENSE))
+
+
+def test_dense_is_read_by_one_gather():
+    f = lambda dense: sj.dot(make_csr(), dense)
+    shape = DENSE.shape
+    reads = [e for e in eqns_of(f, DENSE) if shape in [v.aval.shape for v in e.invars]]
+    assert sum(e.primitive.name == "gather" for e in reads) == 1
+    assert_no_dense(f, DENSE)
+
+
+def test_vmap_and_scan():
+    batch = jnp.stack([jnp.asarray(DENSE), -2 * jnp.asarray(DENSE)])
+    want = np.stack([matrix() @ d for d in np.asarray(batch)])
+    assert_trees_close(jax.vmap(lambda d: sj.dot(make_csr(), d))(batch), want)
+    values = jnp.stack([jnp.asarray(VALUE), jnp.asarray(VALUE) * 3])
+    csrs = jax.vmap(lambda v: make_csr(value=v))(values)
+    want = np.stack([matrix() @ DENSE, 3 * matrix() @ DENSE])
+    assert_trees_close(jax.vmap(lambda c: sj.dot(c, DENSE))(csrs), want)
+    _, got = jax.lax.scan(lambda carry, c: (carry, sj.dot(c, DENSE)), 0, csrs)
+    assert_trees_close(got, want)
+
+
+@pytest.mark.multidevice
+def test_rows_of_the_matrix_on_several_devices():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=auto)
+    index, value, lengths = jnp.arange(16) % 5, jnp.arange(16.0), jnp.arange(16) % 2 * 2
+
+    def dot(index, value, lengths, dense):
+        return sj.dot(make_csr(index, value, lengths), dense)
+
+    specs = (P("rows"), P("rows"), P("rows"), P())
+    sharded = jax.shard_map(dot, mesh=mesh, in_specs=specs, out_specs=P("rows"))
+    dense = jnp.asarray(DENSE)
+    loss = lambda f, d: jnp.sum(f(index, value, lengths, d) ** 2)
+    got = jax.jit(sj.grad(lambda d: loss(sharded, d)))(dense)
+    assert isinstance(got, sj.SelectedRows)
+    assert_trees_close(got.to_dense(), jax.jit(jax.grad(lambda d: loss(dot, d)))(dense))
+
+
+def test_kind_and_capacity_are_known_before_data():
+    got = jax.eval_shape(transposed, make_csr(), LEFT)
+    assert isinstance(got, sj.SelectedRows)
+    assert (got.shape, got.capacity) == ((C, D), 10)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_refusals():
+    csr = make_csr()
+    ids = sj.SegmentTensor.from_lengths(INDEX, LENGTHS)
+    other = sj.SegmentTensor.from_lengths({"index": INDEX}, LENGTHS)
+    wide = make_csr(value=np.ones((10, 2), np.float32))
+    floats = make_csr(index=INDEX.astype(np.float32))
+    for bad, error, text in [
+        ((matrix(), DENSE), TypeError, "SegmentTensor with values"),
+        ((ids, DENSE), TypeError, "value=jnp.ones"),
+        ((other, DENSE), TypeError, r"got \['index'\]"),
+        ((wide, DENSE), ValueError, r"\(10,\) and \(10, 2\)"),
+        ((floats, DENSE), TypeError, "csr's index must be integers"),
+        ((make_csr(value=VALUE > 0), DENSE > 0), TypeError, "both booleans"),
+        ((csr, "dense"), TypeError, "dense must be"),
+        ((csr, 1.0), TypeError, "dense must be"),
+        ((csr, jnp.ones(())), ValueError, "a scalar"),
+    ]:
+        with pytest.raises(error, match=f"sparsejax.dot: .*{text}"):
+            sj.dot(*bad)
+    with pytest.raises(ValueError, match="Pass num_columns"):
+        sj.dot(csr, LEFT, transpose=True)
+    with pytest.raises(ValueError, match=r"csr is \[4, 98\].*must be 98"):
+        sj.dot(csr, DENSE, num_columns=98)
+    with pytest.raises(ValueError, match=r"csr.T is \[98, 4\].*must be 4"):
+        sj.dot(csr, DENSE, transpose=True, num_columns=98)
+    columns: Any
+    for columns in (-1, 2.0, "97"):
+        with pytest.raises(ValueError, match="num_columns must be a static"):
+            sj.dot(csr, DENSE, num_columns=columns)
+    with pytest.raises(ValueError, match="num_columns must be a static"):
+        jax.jit(transposed)(csr, LEFT, C)

@@ -1,0 +1,193 @@
+"""unique and partition, against NumPy."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from helpers import assert_same_bits, jitted
+
+
+N = 12  # ids of one shape compile once
+ids_of = st.lists(
+    st.integers(-4, 5) | st.sampled_from([-(2**31), 2**31 - 1]), min_size=N, max_size=N
+)
+
+
+def check_unique(ids, capacity, got):
+    """All that `unique` promises, from NumPy's."""
+    ids = np.asarray(ids)
+    largest = np.iinfo(ids.dtype).max
+    want = np.unique(ids)
+    kept = want[:capacity]
+    out, inverse, count = (np.asarray(x) for x in got)
+    assert (out.dtype, inverse.dtype, count.dtype) == (ids.dtype, np.int32, np.int32)
+    assert int(count) == len(want)
+    padding = [largest] * (capacity - len(kept))
+    assert out.tolist() == [*kept.tolist(), *padding]
+    assert inverse.shape == ids.shape
+    slots = {value: i for i, value in enumerate(kept.tolist())}
+    want_inverse = [slots.get(value, capacity) for value in ids.reshape(-1).tolist()]
+    assert inverse.reshape(-1).tolist() == want_inverse
+
+
+def unique(ids, capacity):
+    return jitted_unique[capacity](ids)
+
+
+jitted_unique = {
+    capacity: jax.jit(lambda ids, capacity=capacity: sj.unique(ids, capacity))
+    for capacity in (0, 4, N, 20)
+}
+
+
+# ------------------------------------------------------------------ unique
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(ids=ids_of, capacity=st.sampled_from(list(jitted_unique)))
+def test_unique(ids, capacity):
+    ids = np.array(ids, np.int32)
+    check_unique(ids, capacity, unique(ids, capacity))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_unique_keeps_the_type(dtype):
+    limits = np.iinfo(dtype)
+    ids = np.array([[3, limits.max, 3], [limits.min, 7, limits.max]], dtype)
+    for capacity in (2, 4, 9):
+        check_unique(ids, capacity, sj.unique(ids, capacity))
+
+
+def test_unique_of_64_bits(x64):
+    ids = np.array([2**40, -1, 2**40, 2**63 - 1, -(2**50), 5])
+    check_unique(ids, 6, sj.unique(ids, 6))
+    check_unique(ids, 3, sj.unique(jnp.asarray(ids), 3))
+
+
+def test_64_bit_ids_are_never_cut():
+    ids = np.array([5, 2**31 - 1, 5, -(2**31)])
+    assert ids.dtype == np.int64
+    out, inverse, _ = sj.unique(ids, 4)
+    assert np.array_equal(np.asarray(out)[np.asarray(inverse)], ids)
+    for bad in (np.array([0, 2**31]), [2**40], np.array([2**33], np.uint64)):
+        with pytest.raises(ValueError, match="jax_enable_x64"):
+            sj.unique(bad, 2)
+        with pytest.raises(ValueError, match="jax_enable_x64"):
+            sj.partition(bad, 2)
+
+
+def test_unique_of_none():
+    for ids in ([], np.zeros((2, 0), int)):
+        out, inverse, count = sj.unique(ids, 2)
+        assert out.tolist() == [2**31 - 1] * 2 and int(count) == 0
+        assert inverse.shape == np.shape(ids)
+
+
+def test_what_does_not_fit_reads_nothing():
+    """The use that the docstring shows: one read for each distinct id."""
+    table = jnp.arange(10.0)
+    out, inverse, count = sj.unique(jnp.array([7, 3, 7, 9]), 2)
+    assert int(count) == 3
+    rows = sj.lookup(sj.lookup(table, out), inverse)
+    assert rows.tolist()[:3] == [7, 3, 7] and np.isnan(rows[3])
+
+
+def test_unique_maps_over_a_batch():
+    ids = jnp.array([[3, 3, 1], [2, 9, 2]])
+    got = jax.vmap(lambda x: sj.unique(x, 4))(ids)
+    for i in range(2):
+        check_unique(ids[i], 4, [x[i] for x in got])
+
+
+def test_unique_refuses():
+    capacity: Any
+    for capacity in (-1, 2.5, None):
+        with pytest.raises(ValueError, match="unique: capacity must be"):
+            sj.unique([1, 2], capacity)
+    with pytest.raises(ValueError, match="unique: capacity must be"):
+        jax.jit(sj.unique)(jnp.array([1, 2]), 2)
+    with pytest.raises(TypeError, match="unique: ids must be integers"):
+        sj.unique(jnp.ones(3), 3)
+
+
+# ------------------------------------------------------------------ partition
+
+
+def check_partition(ids, num_parts, got):
+    ids = np.asarray(ids).reshape(-1)
+    assert got.num_segments == num_parts and got.capacity == ids.size and got.is_sorted
+    part = ids.astype(object) % num_parts  # Python's integers and Python's remainder
+    position = np.concatenate([np.flatnonzero(part == p) for p in range(num_parts)])
+    assert got.lengths.tolist() == [int(np.sum(part == p)) for p in range(num_parts)]
+    assert got.values["position"].dtype == np.int32
+    assert got.values["position"].tolist() == position.tolist()
+    assert_same_bits(got.values["id"], ids[position.astype(int)])
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(ids=ids_of, num_parts=st.sampled_from([1, 3, 8]))
+def test_partition(ids, num_parts):
+    ids = np.array(ids, np.int32)
+    check_partition(ids, num_parts, jitted(_PARTITIONS[num_parts])(ids))
+
+
+_PARTITIONS = {
+    parts: lambda ids, parts=parts: sj.partition(ids, parts) for parts in (1, 3, 8)
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_partition_into_more_parts_than_the_type_holds(dtype):
+    limits = np.iinfo(dtype)
+    ids = np.array([[3, limits.max], [limits.min, 7]], dtype)
+    check_partition(ids, 300, sj.partition(ids, 300))
+
+
+def test_partition_into_very_many_parts():
+    """More parts times ids than 32 bits count."""
+    ids = np.array([2**30, 5, -1, 0, 5, 2**29], np.int32)
+    got = sj.partition(ids, 2**29)
+    assert got.values["position"].tolist() == [0, 3, 5, 1, 4, 2]
+    assert got.values["id"].tolist() == [2**30, 0, 2**29, 5, 5, -1]
+    assert got.segment_ids.tolist() == [0, 0, 0, 5, 5, 2**29 - 1]
+
+
+def test_partition_of_64_bits(x64):
+    ids = np.array([2**40, -1, 2**40 + 1, 2**63 - 1, -(2**50), 5])
+    check_partition(ids, 7, sj.partition(ids, 7))
+
+
+def test_partition_of_none():
+    assert sj.partition([], 3).lengths.tolist() == [0, 0, 0]
+
+
+def test_partition_there_and_back():
+    """The uses that the docstring shows."""
+    ids = jnp.array([4, 7, -1, 6])
+    parts = sj.partition(ids, 2)
+    position = parts.values["position"]
+    assert ids[position].tolist() == parts.values["id"].tolist()
+    answers = parts.values["id"] * 10
+    assert jnp.zeros_like(answers).at[position].set(answers).tolist() == [
+        40,
+        70,
+        -10,
+        60,
+    ]
+
+
+def test_partition_refuses():
+    num_parts: Any
+    for num_parts in (0, -1, 2.0, None):
+        with pytest.raises(ValueError, match="partition: num_parts must be"):
+            sj.partition([1, 2], num_parts)
+    with pytest.raises(ValueError, match="partition: num_parts must be"):
+        jax.jit(sj.partition)(jnp.array([1, 2]), 2)
+    with pytest.raises(TypeError, match="partition: ids must be integers"):
+        sj.partition(jnp.ones(3), 3)
