@@ -1,7 +1,7 @@
 """dot: a sparse matrix in rows (CSR) times a dense one, with a row-sparse gradient.
 
-Invariant, as in `_lookup`: `dense` is read by one gather, whose operand is `dense`
-itself, and an element that counts nothing is out of range for that gather too. So the
+Invariant, as in `_lookup`: `dense` is read once, by one primitive whose operand is
+`dense` itself, and an element that counts nothing is out of range for it too. So the
 gradient of `dense` has the rows that the matrix names, and no others.
 """
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _ids, _lookup
+from sparsejax._bag_sum import bag_sum
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
@@ -121,13 +122,22 @@ def dot(
     counts = _ids.in_range(index, shape[1]) & _ids.in_range(segment_ids, shape[0])
     # What counts nothing may hold anything, in all three.
     index = jnp.where(counts, index, _ids.scalar(shape[1], index))
-    segment_ids = jnp.where(counts, segment_ids, _ids.scalar(shape[0], segment_ids))
     dtype = _ids.promote(value.dtype, dense.dtype)
     if dtype == jnp.bool_:
         raise TypeError(_BOOLEANS.format(call=_CALL))
     wide = _ids.accumulator_dtype(dtype)
     value = _ids.zero_unless(counts, value).astype(wide)
 
+    in_one = isinstance(dense, jax.Array) and wide == _ids.accumulator_dtype(
+        dense.dtype
+    )
+    if in_one and not transpose:  # a row of the result is a bag of weighted rows
+        is_sorted = csr.is_sorted
+        out = bag_sum(
+            dense, index, value, segment_ids, rows, indices_are_sorted=is_sorted
+        )
+        return out.astype(dtype)
+    segment_ids = jnp.where(counts, segment_ids, _ids.scalar(shape[0], segment_ids))
     read, write = (segment_ids, index) if transpose else (index, segment_ids)
     products = _lookup.read_rows(_CALL, dense, read, None, "zero").astype(wide)
     products *= value.reshape(value.shape + (1,) * (products.ndim - 1))
