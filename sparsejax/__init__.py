@@ -13,13 +13,59 @@ those rows of weights and optimizer state are touched.
 import importlib.metadata as _metadata
 
 from sparsejax import extend as extend, optim as optim
+from sparsejax._bag import embedding_bag as embedding_bag
+from sparsejax._conversions import (
+    lengths_to_offsets as lengths_to_offsets,
+    lengths_to_ranges as lengths_to_ranges,
+    lengths_to_segment_ids as lengths_to_segment_ids,
+    offsets_to_lengths as offsets_to_lengths,
+    segment_ids_to_lengths as segment_ids_to_lengths,
+    segment_ids_to_ranges as segment_ids_to_ranges,
+)
+from sparsejax._dot import dot as dot
 from sparsejax._lookup import lookup as lookup
+from sparsejax._pack import (
+    pack_segments as pack_segments,
+    unpack_segments as unpack_segments,
+)
+from sparsejax._reduce import (
+    segment_mean as segment_mean,
+    segment_prod as segment_prod,
+    segment_sqrtn as segment_sqrtn,
+    segment_sum as segment_sum,
+)
+from sparsejax._reduce_counts import (
+    segment_all as segment_all,
+    segment_any as segment_any,
+    segment_count as segment_count,
+)
+from sparsejax._reduce_exp import (
+    segment_log_softmax as segment_log_softmax,
+    segment_logmeanexp as segment_logmeanexp,
+    segment_logsumexp as segment_logsumexp,
+    segment_softmax as segment_softmax,
+)
+from sparsejax._reduce_extremes import (
+    segment_argmax as segment_argmax,
+    segment_argmin as segment_argmin,
+    segment_max as segment_max,
+    segment_min as segment_min,
+)
+from sparsejax._reduce_moments import (
+    segment_normalize as segment_normalize,
+    segment_std as segment_std,
+    segment_var as segment_var,
+)
+from sparsejax._reduce_scan import segment_cumsum as segment_cumsum
+from sparsejax._reduce_top_k import segment_top_k as segment_top_k
 from sparsejax._row_arithmetic import concatenate as concatenate
 from sparsejax._rows import SelectedRows as SelectedRows
 from sparsejax._scatter import (
     scatter_assign as scatter_assign,
     scatter_weighted_sum as scatter_weighted_sum,
 )
+from sparsejax._segments import SegmentTensor as SegmentTensor
+from sparsejax._unique import partition as partition, unique as unique
 from sparsejax.transform import (
     DensifyError as DensifyError,
     explain as explain,

@@ -88,8 +88,8 @@ def embedding_bag(
     - `"logsumexp"`: `out[b] = log sum exp(x_i)`
     - `"none"`: the rows themselves, as `sparsejax.lookup` gives them
 
-    A bag without elements gives zeros, whatever the combiner, and so does a mean or
-    sqrtn whose weights sum up to 0. Differentiable in `table` and `weights`; under
+    A bag without elements gives zeros, whatever the combiner, and so do a mean whose
+    weights sum up to 0 and a sqrtn whose weights are all 0. Differentiable in `table` and `weights`; under
     `sparsejax.grad` the gradient of the table is a SelectedRows of a row for each id.
 
     Args:

@@ -24,7 +24,23 @@ MAX_LINES = 400
 
 # Whatever else is called `_x` at the top is a part of one of the two.
 TYPES = {"_rows", "_segments"}
-OPERATIONS = {"_lookup", "_scatter", "_reduce", "_bag", "_dot", "_lowerings"}
+OPERATIONS = {
+    "_lookup",
+    "_scatter",
+    "_reduce",
+    "_reduce_args",
+    "_reduce_counts",
+    "_reduce_exp",
+    "_reduce_extremes",
+    "_reduce_moments",
+    "_reduce_scan",
+    "_reduce_top_k",
+    "_bag",
+    "_dot",
+    "_pack",
+    "_unique",
+    "_lowerings",
+}
 CORE_PACKAGES = {"transform", "optim"}
 PACKAGES = {"nn", "data", "store", "parallel", "desc"}
 

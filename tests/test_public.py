@@ -7,12 +7,46 @@ import sparsejax as sj
 
 NAMES = {
     # types
+    "SegmentTensor",
     "SelectedRows",
     "concatenate",
+    # conversions
+    "lengths_to_offsets",
+    "lengths_to_ranges",
+    "lengths_to_segment_ids",
+    "offsets_to_lengths",
+    "segment_ids_to_lengths",
+    "segment_ids_to_ranges",
     # operations
+    "dot",
+    "embedding_bag",
     "lookup",
+    "pack_segments",
+    "partition",
     "scatter_assign",
     "scatter_weighted_sum",
+    "segment_all",
+    "segment_any",
+    "segment_argmax",
+    "segment_argmin",
+    "segment_count",
+    "segment_cumsum",
+    "segment_log_softmax",
+    "segment_logmeanexp",
+    "segment_logsumexp",
+    "segment_max",
+    "segment_mean",
+    "segment_min",
+    "segment_normalize",
+    "segment_prod",
+    "segment_softmax",
+    "segment_sqrtn",
+    "segment_std",
+    "segment_sum",
+    "segment_top_k",
+    "segment_var",
+    "unique",
+    "unpack_segments",
     # transformations
     "DensifyError",
     "explain",
@@ -44,7 +78,26 @@ def test_names():
         "register_rule",
     }
     optim = {n for n in _public(sj.optim) if not inspect.ismodule(getattr(sj.optim, n))}
-    assert optim == {"global_norm", "is_row_separable", "lazy"}
+    assert optim == {
+        "accumulate",
+        "adagrad",
+        "dynamic_loss_scale",
+        "exact",
+        "exact_value_and_grad",
+        "flush_weight_decay",
+        "ftrl",
+        "global_norm",
+        "group_adagrad",
+        "is_lazy_exact",
+        "is_row_separable",
+        "lazy",
+        "partial_rowwise_lamb",
+        "row_count_adam",
+        "rounding",
+        "rowwise_adagrad",
+        "rowwise_adam",
+        "weight_decay",
+    }
 
 
 def test_version():

@@ -1,0 +1,326 @@
+"""What all segment reductions share: their arguments, and adding up and spreading.
+
+A reduction is a function of one array and of `Segments`, which say where each of its
+elements (its first axis) belongs. `over_segments` checks the user's arguments once and
+calls that function for the array, or for each array of a SegmentTensor.
+
+Invariant: an id outside `[0, count)` is no segment, and its element may hold anything,
+NaN too. What is scattered drops by itself; whatever is computed elementwise and may be
+differentiated goes through `members_only` first, since the gradient of a product with a
+dropped element is `0 * NaN`.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _ids
+from sparsejax._segments import SegmentTensor
+
+
+_TWICE = (
+    "{call}: data is a SegmentTensor, which brings its own segments, and {name} was "
+    "passed as well. Leave it out, or pass data.values and ids."
+)
+_NESTED = (
+    "{call}: the values of the SegmentTensor hold another one at values{path}. Reduce "
+    "that one first: its reduction has one row for each element out here."
+)
+_NO_IDS = (
+    "{call}: segment_ids are missing. Pass the segment of each element, or a "
+    "SegmentTensor as data."
+)
+_NOT_AN_ARRAY = (
+    "{call}: data must be an array or a SegmentTensor, got an object of type {found}. "
+    "Map over the arrays of a tree with jax.tree.map, or make a SegmentTensor of it."
+)
+_NO_AXIS = "{call}: data must have at least one axis, the elements; got a scalar."
+_IDS_SHAPE = (
+    "{call}: segment_ids must have shape [n], one id for each of the n elements along "
+    "data's first axis, got {found} for data of shape {shape}."
+)
+_UNKNOWN_COUNT = (
+    "{call}: num_segments was left out, and inside jit, or under vmap over the ids, it "
+    "cannot be found from their values. Pass num_segments, a static int."
+)
+_BAD_COUNT = "{call}: num_segments must be a static, non-negative int, got {found!r}."
+_ONE_HOT = (
+    "{call}: mode={found!r} is not for segments. Use 'drop' or 'clip', or leave it out."
+)
+_KIND = "{call}: data must be {want}, got {found}. {todo}"
+_EMPTY = (
+    "{call}: empty must be a scalar that the result's type, {want}, can hold, got "
+    "{found}."
+)
+_WEIGHTS_SHAPE = (
+    "{call}: weights must have shape [n], one for each element of data: {want}, got "
+    "{found}."
+)
+_WEIGHTS_KIND = (
+    "{call}: weights must be real numbers, integers or floats, got {found}. Cast them "
+    "with .astype(jnp.float32)."
+)
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+_BOOL_TODO = "Compare first, as in data != 0."
+_NUMBER_TODO = "Cast it with .astype(jnp.int32); segment_any and segment_all take bool."
+
+
+# ------------------------------------------------------------------ arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Which segment each element belongs to.
+
+    Args:
+      ids: signed integer `[n]`; outside `[0, count)` an element is in no segment.
+      count: the number of segments.
+      is_sorted: whether `ids` never decrease. Those out of range count here too, so
+        nothing may move them past the others.
+      is_unique: whether no two elements share a segment.
+    """
+
+    ids: jax.Array
+    count: int
+    is_sorted: bool = False
+    is_unique: bool = False
+
+    @property
+    def static(self) -> tuple[int, bool, bool]:
+        """All but the ids, for a `custom_jvp`, which takes no other dataclass."""
+        return self.count, self.is_sorted, self.is_unique
+
+    @property
+    def inside(self) -> jax.Array:
+        """Which elements belong to a segment, bool `[n]`."""
+        return _ids.in_range(self.ids, self.count)
+
+
+def over_segments(
+    call: str,
+    data: Any,
+    segment_ids: Any,
+    num_segments: Any,
+    indices_are_sorted: bool,
+    f: Callable[..., Any],
+    *arrays: jax.Array,
+    out_sharding: Any = None,
+    **options: Any,
+) -> Any:
+    """`f(array, segments, *arrays)` of `data`, or of each array of a SegmentTensor."""
+    values, segments = split(
+        call, data, segment_ids, num_segments, indices_are_sorted, **options
+    )
+
+    def one(path, x):
+        if isinstance(x, SegmentTensor):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(_NESTED.format(call=call, path=name))
+        x = _as_data(call, x)
+        if out_sharding is None:
+            return f(x, segments, *arrays)
+
+        # What types say of the layout is for the result alone; inside, XLA decides.
+        def of_ids(x, ids, *arrays):
+            return f(x, dataclasses.replace(segments, ids=ids), *arrays)
+
+        auto: Any = jax.sharding.auto_axes(of_ids, out_sharding=out_sharding)
+        return auto(x, segments.ids, *arrays)
+
+    is_leaf = lambda x: isinstance(x, SegmentTensor)
+    return jax.tree_util.tree_map_with_path(one, values, is_leaf=is_leaf)
+
+
+def split(
+    call: str,
+    data: Any,
+    segment_ids: Any,
+    num_segments: Any,
+    indices_are_sorted: bool,
+    *,
+    mode: Any = None,
+    unique_indices: bool = False,
+) -> tuple[Any, Segments]:
+    """The values, an array or a SegmentTensor's tree, and their segments; checked."""
+    is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
+    if isinstance(data, SegmentTensor):
+        # Whatever the mode: its empty elements belong to no segment.
+        given = {"segment_ids": segment_ids, "num_segments": num_segments}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(_TWICE.format(call=call, name=name))
+        is_sorted |= data.is_sorted
+        return data.values, Segments(
+            data.segment_ids, data.num_segments, is_sorted, is_unique
+        )
+    data = _as_data(call, data)
+    if segment_ids is None:
+        raise ValueError(_NO_IDS.format(call=call))
+    ids = _ids.as_integers(call, segment_ids, "segment_ids")
+    if ids.shape != data.shape[:1]:
+        raise ValueError(
+            _IDS_SHAPE.format(call=call, found=ids.shape, shape=data.shape)
+        )
+    count = _as_count(call, ids, num_segments)
+    ids = _ids.as_ids(call, ids, count, "segment_ids")
+    mode = lax.GatherScatterMode.from_any(mode)
+    if mode is lax.GatherScatterMode.ONE_HOT:
+        raise ValueError(_ONE_HOT.format(call=call, found=mode))
+    if mode is lax.GatherScatterMode.CLIP:
+        is_unique = False  # several may go to the last segment
+        ids = jnp.clip(ids, _ids.scalar(0, ids), _ids.scalar(max(count - 1, 0), ids))
+    return data, Segments(ids, count, is_sorted, is_unique)
+
+
+def _as_data(call: str, data: Any) -> jax.Array:
+    try:
+        data = jnp.asarray(data)
+    except (TypeError, ValueError):
+        raise TypeError(
+            _NOT_AN_ARRAY.format(call=call, found=type(data).__name__)
+        ) from None
+    if data.ndim == 0:
+        raise ValueError(_NO_AXIS.format(call=call))
+    return data
+
+
+def _as_count(call: str, ids: Any, num_segments: Any) -> int:
+    """The number of segments: as given, else one more than the largest id."""
+    if num_segments is None:
+        if not _ids.is_concrete(ids):
+            raise ValueError(_UNKNOWN_COUNT.format(call=call))
+        return max(int(np.asarray(ids).max()) + 1, 0) if ids.size else 0
+    try:
+        count = operator.index(num_segments)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(_BAD_COUNT.format(call=call, found=num_segments))
+    return count
+
+
+def as_floats(call: str, data: jax.Array) -> jax.Array:
+    """`data` in the type its reduction is computed in: integers become float32."""
+    if jnp.issubdtype(data.dtype, jnp.complexfloating):
+        found, want = data.dtype, "real numbers"
+        raise TypeError(_KIND.format(call=call, want=want, found=found, todo=""))
+    if jnp.issubdtype(data.dtype, jnp.floating):
+        return data.astype(_ids.accumulator_dtype(data.dtype))
+    return data.astype(jnp.float32)
+
+
+def float_dtype(dtype: Any) -> Any:
+    """The type of a mean of `dtype`: itself for floats, float32 for the rest."""
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+
+
+def check_kind(call: str, data: jax.Array, is_bool: bool) -> None:
+    """An error unless `data` are booleans, or are none."""
+    if (data.dtype == jnp.bool_) != is_bool:
+        want, todo = ("boolean", _BOOL_TODO) if is_bool else ("numbers", _NUMBER_TODO)
+        raise TypeError(_KIND.format(call=call, want=want, found=data.dtype, todo=todo))
+
+
+def as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
+    """`weights`, one for each element of `data`, as an array `[n]`."""
+    weights = jnp.asarray(weights)
+    if weights.shape != data.shape[:1]:
+        raise ValueError(
+            _WEIGHTS_SHAPE.format(call=call, want=data.shape[:1], found=weights.shape)
+        )
+    if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
+        raise TypeError(_WEIGHTS_KIND.format(call=call, found=weights.dtype))
+    return weights
+
+
+# ------------------------------------------------------------------ operations
+
+
+def beside(x: jax.Array, ndim: int) -> jax.Array:
+    """`x` with axes of length 1 after its own, `ndim` in all."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+
+
+def members_only(x: jax.Array, segments: Segments) -> jax.Array:
+    """`x`, with zeros in the elements that belong to no segment."""
+    return _ids.zero_unless(segments.inside, x)
+
+
+def scatter(method: str, start: Any, x: jax.Array, segments: Segments) -> jax.Array:
+    """Each segment's `start`, combined with its elements by `.at[].add`, `.max`, ..."""
+    out = jnp.full((segments.count, *x.shape[1:]), start, x.dtype)
+    return getattr(out.at[segments.ids], method)(
+        x,
+        mode="drop",
+        wrap_negative_indices=False,
+        indices_are_sorted=segments.is_sorted,
+        unique_indices=segments.is_unique,
+    )
+
+
+def add_up(x: jax.Array, segments: Segments) -> jax.Array:
+    """Sums of `x` in each segment, `[count, ...]`, in the type of `x`."""
+    return scatter("add", 0, x, segments)
+
+
+def count_elements(segments: Segments) -> jax.Array:
+    """How many elements each segment has, int32 `[count]`."""
+    return add_up(jnp.ones(segments.ids.shape, jnp.int32), segments)
+
+
+def spread(rows: jax.Array, segments: Segments) -> jax.Array:
+    """For each element its segment's row, zeros where it has none, `[n, ...]`."""
+    if segments.count == 0:  # JAX gathers nothing from no rows, not even zeros
+        return jnp.zeros((*segments.ids.shape, *rows.shape[1:]), rows.dtype)
+    return rows.at[segments.ids].get(
+        mode="fill",
+        fill_value=0,
+        wrap_negative_indices=False,
+        indices_are_sorted=segments.is_sorted,
+        unique_indices=segments.is_unique,
+    )
+
+
+def divide(total: jax.Array, by: jax.Array) -> jax.Array:
+    """`total / by`, where `by` has one number a row; 0 where that is zero."""
+    none = by == 0
+    by = jnp.where(none, jnp.ones((), by.dtype), by).astype(total.dtype)
+    return _ids.zero_unless(~none, total / beside(by, total.ndim))
+
+
+def as_empty(call: str, empty: Any, dtype: Any) -> jax.Array:
+    """`empty` as a scalar of the result's type, or an error."""
+    value = jnp.asarray(empty)
+    # Of two types promoted together the result's kind must win: no float in integers.
+    kind = [k for k in _KINDS if jnp.issubdtype(_ids.promote(value, dtype), k)]
+    if value.ndim or not jnp.issubdtype(dtype, kind[0]):
+        found = f"{value.dtype} of shape {value.shape}"
+        raise TypeError(_EMPTY.format(call=call, want=dtype, found=found))
+    return value.astype(dtype)
+
+
+def fill(call: str, out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array:
+    """`out`, with `empty` in the rows that are `missing`."""
+    return jnp.where(beside(missing, out.ndim), as_empty(call, empty, out.dtype), out)
+
+
+def fill_empty(call: str, out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
+    """`out`, a row a segment, with `empty`, if any, for segments of no element."""
+    if empty is None:
+        return out
+    return fill(call, out, count_elements(segments) == 0, empty)
+
+
+def fill_others(call: str, out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
+    """`out`, a row an element, with `empty`, if any, for elements of no segment."""
+    if empty is None:
+        return out
+    return fill(call, out, ~segments.inside, empty)

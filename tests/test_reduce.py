@@ -1,0 +1,412 @@
+"""segment_*: values, against loops in NumPy and against jax.ops."""
+
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import reductions
+import sparsejax as sj
+from helpers import assert_trees_close, count_traces
+from reductions import REDUCTIONS, SHAPE_KEEPING, SMOOTH, ours
+
+
+S, N = 4, 9
+IDS = np.array([3, -1, 0, 0, 3, 7, 3, 0, 2**31 - 1], np.int32)  # 1 and 2 are empty
+NAMESAKES = ("sum", "prod", "max", "min")
+
+
+def floats(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def assert_all_close(actual, expected):
+    expected = {
+        name: jax.tree.map(
+            lambda a, e: np.asarray(e, np.asarray(a).dtype), actual[name], value
+        )
+        for name, value in expected.items()
+    }
+    assert_trees_close(actual, expected, rtol=2e-5, atol=2e-6)
+
+
+def check_all(x, ids, w, num_segments):
+    """Every reduction of these, unsorted and sorted, is the loop's."""
+    expected = reductions.all_by_numpy(x, ids, w, num_segments)
+    assert_all_close(reductions.all_of(num_segments, False)(x, ids, w), expected)
+    order = np.argsort(ids, kind="stable")
+    x, ids, w = x[order], ids[order], w[order]
+    expected = reductions.all_by_numpy(x, ids, w, num_segments)
+    assert_all_close(reductions.all_of(num_segments, True)(x, ids, w), expected)
+
+
+# ------------------------------------------------------------------ against loops
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(st.data())
+def test_all_reductions_are_their_loops(data):
+    any_id = st.one_of(st.integers(0, S - 1), st.integers(-3, S + 2), st.just(1))
+    ids = data.draw(st.lists(any_id, min_size=N, max_size=N))
+    # Few values, so that there are ties, exactly summed.
+    eighths = st.integers(-16, 16).map(lambda i: i / 8)
+    x = data.draw(st.lists(eighths, min_size=2 * N, max_size=2 * N))
+    w = data.draw(st.lists(st.integers(0, 3), min_size=N, max_size=N))
+    check_all(
+        np.array(x, np.float32).reshape(N, 2),
+        np.array(ids, np.int32),
+        np.array(w, np.float32),
+        S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_segments"),
+    [([], S), ([], 0), ([0, -1, 5], 0), ([0] * 5, 1), ([2], S)],
+    ids=["no_elements", "nothing", "no_segments", "one_segment", "one_element"],
+)
+def test_small_shapes(ids, num_segments):
+    ids = np.array(ids, np.int32)
+    x, w = floats((len(ids), 2)), np.ones(len(ids), np.float32)
+    check_all(x, ids, w, num_segments)
+
+
+def test_many_segments():
+    rng = np.random.default_rng(0)
+    n, num_segments = 200_000, 100_000
+    ids = rng.integers(-5, num_segments + 5, n)
+    x = rng.integers(-4, 5, n).astype(np.float32)
+    kept, to = (
+        x[(ids >= 0) & (ids < num_segments)],
+        ids[(ids >= 0) & (ids < num_segments)],
+    )
+    total, top = np.zeros(num_segments, np.float32), np.full(num_segments, -np.inf)
+    np.add.at(total, to, kept)
+    np.maximum.at(top, to, kept)
+    np.testing.assert_array_equal(sj.segment_sum(x, ids, num_segments), total)
+    np.testing.assert_array_equal(sj.segment_max(x, ids, num_segments), top)
+    count = np.bincount(to, minlength=num_segments)
+    np.testing.assert_array_equal(sj.segment_count(x, ids, num_segments), count)
+
+
+@pytest.mark.parametrize("shape", [(N,), (N, 2, 3), (N, 0)])
+def test_axes_of_data(shape):
+    x = floats(shape)
+    expected = {name: reductions.oracle(name, x, IDS, S) for name in SMOOTH}
+    assert_all_close(reductions.smooth_of(S)(x, IDS), expected)
+    if shape[-1]:
+        for out, expected in zip(
+            sj.segment_top_k(x, IDS, S, k=2), reductions.top_k(x, IDS, S, 2)
+        ):
+            assert_trees_close(out, expected)
+
+
+# ------------------------------------------------------------------ against jax.ops
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, np.uint32, np.complex64])
+def test_calls_of_jax_ops_are_served(name, dtype):
+    x = np.arange(1, 2 * N + 1).reshape(N, 2).astype(dtype)
+    namesake = getattr(jax.ops, f"segment_{name}")
+    for ids, options in (
+        (IDS, {}),
+        (np.sort(IDS), {"indices_are_sorted": True}),
+        (np.arange(N), {"unique_indices": True, "mode": "drop"}),
+        (IDS, {"mode": "clip", "bucket_size": 4}),
+        (IDS, {"mode": jax.lax.GatherScatterMode.FILL_OR_DROP}),
+    ):
+        expected = namesake(x, ids, num_segments=S, **options)
+        assert_trees_close(ours(name)(x, ids, num_segments=S, **options), expected)
+    ids = np.array([0, 3, -1, 3, 0, 0, 1, 1, -7])
+    assert_trees_close(ours(name)(x, segment_ids=ids), namesake(x, segment_ids=ids))
+
+
+def test_max_and_min_of_booleans_are_those_of_jax_ops():
+    x = np.array([True, False, True, False, False])
+    ids = np.array([0, 0, 2, 3, -1])
+    for name in ("max", "min"):
+        expected = getattr(jax.ops, f"segment_{name}")(x, ids, 5)
+        assert_trees_close(ours(name)(x, ids, 5), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int64, np.uint64])
+def test_ids_of_any_integer_type(dtype):
+    large = np.iinfo(dtype).max
+    ids = np.array([3, 0, large, large - 1, 2], dtype)
+    x = jnp.ones((5,))
+    assert sj.segment_sum(x, ids, S).tolist() == [1, 0, 1, 1]
+    assert sj.segment_sum(x[:2], ids[:2]).tolist() == [1, 0, 0, 1]
+
+
+# ------------------------------------------------------------------ dtypes
+
+
+def test_integers_keep_their_type_and_means_are_float32():
+    x = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9], np.int16)
+    out = reductions.smooth_of(S)(x, IDS)
+    for name, value in out.items():
+        same = name in ("sum", "prod", "max", "min", "cumsum")
+        assert value.dtype == (np.int16 if same else np.float32), name
+        if not same:
+            expected = reductions.oracle(name, x, IDS, S)
+            np.testing.assert_allclose(value, expected, 1e-5, 1e-6, err_msg=name)
+    values, positions = sj.segment_top_k(x, IDS, S, k=1)
+    assert (values.dtype, positions.dtype) == (np.int16, np.int32)
+    limits = np.iinfo(np.int16)
+    assert (out["max"][1], out["min"][1]) == (limits.min, limits.max)
+    # A mean is of floats, and does not run over.
+    assert sj.segment_mean(np.full(9, limits.max), np.zeros(9, int))[0] == limits.max
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_floats_of_16_bits_are_summed_in_float32(dtype):
+    ids = np.zeros(4096, np.int32)
+
+    @jax.jit
+    def f(x):
+        total, mean = sj.segment_sum(x, ids, 1), sj.segment_mean(x, ids, 1)
+        running = sj.segment_cumsum(x, ids, 1, indices_are_sorted=True)
+        ties = jax.grad(lambda x: sj.segment_max(x, ids, 1)[0])(x)
+        return total[0], mean[0], running[-1], jnp.sum(ties.astype(jnp.float32))
+
+    out = f(jnp.ones((4096,), dtype))
+    assert [float(x) for x in out] == [4096, 1, 4096, 1]
+    assert [x.dtype for x in out[:3]] == [dtype] * 3
+    x = jnp.asarray(floats((N,)), dtype)
+    for name, out in reductions.smooth_of(S)(x, IDS).items():
+        assert out.dtype == dtype, name
+        expected = reductions.oracle(name, x, IDS, S)
+        np.testing.assert_allclose(
+            out.astype(jnp.float32), expected, rtol=2e-2, atol=2e-2, err_msg=name
+        )
+
+
+def test_types_under_x64(x64):
+    x = floats((N,))
+    for dtype in (np.float32, np.float64):
+        out = reductions.smooth_of(S)(x.astype(dtype), IDS.astype(np.int64))
+        for name, value in out.items():
+            assert value.dtype == dtype, name
+            expected = reductions.oracle(name, x, IDS, S)
+            rtol = {"float32": 2e-5, "float64": 1e-7}[value.dtype.name]
+            np.testing.assert_allclose(value, expected, rtol, 0.1 * rtol, err_msg=name)
+    assert sj.segment_mean(np.arange(N), IDS, S).dtype == np.float32
+    for name in ("argmax", "argmin", "count"):
+        assert ours(name)(x, IDS, S).dtype == np.int32
+    w = np.ones(N, np.float64)
+    assert sj.segment_sum(x, IDS, S, weights=w).dtype == np.float32
+    assert sj.segment_sum(np.arange(N), IDS, S, weights=w).dtype == np.float64
+
+
+# ------------------------------------------------------------------ empty and weights
+
+
+def test_empty_takes_the_place_of_every_default():
+    x = floats((N, 2))
+    expected = {
+        **{name: reductions.reduced(name, x, IDS, S, -7.0) for name in REDUCTIONS},
+        **{
+            name: reductions.shape_kept(name, x, IDS, S, -7.0) for name in SHAPE_KEEPING
+        },
+    }
+    assert_all_close(reductions.smooth_of(S, empty=-7.0)(x, IDS), expected)
+    for name in ("argmax", "argmin"):
+        assert ours(name)(x, IDS, S, empty=-1)[1].tolist() == [-1, -1]
+    assert sj.segment_count(x, IDS, S, empty=-1).tolist() == [3, -1, -1, 3]
+    assert sj.segment_any(x > 9, IDS, S, empty=True).tolist()[1] == [True, True]
+    assert not sj.segment_all(x < 9, IDS, S, empty=False)[1].any()
+    values, _ = sj.segment_top_k(x[:, 0], IDS, S, k=4, empty=-jnp.inf)
+    assert np.isinf(values).sum(axis=1).tolist() == [1, 4, 4, 1]
+
+
+def test_empty_may_be_traced():
+    f = jax.jit(lambda e: sj.segment_max(jnp.ones((1,)), jnp.array([1]), 2, empty=e))
+    assert f(jnp.float32(3)).tolist() == [3, 1]
+
+
+def test_weights_that_sum_to_zero_give_empty():
+    x, ids = jnp.array([1.0, 3.0, 5.0]), jnp.array([0, 0, 1])
+    w = jnp.array([2.0, -2.0, 0.0])
+    out = sj.segment_mean(x, ids, 3, weights=w, empty=-1.0)
+    assert out.tolist() == [-1, -1, -1]
+    # The weights' squares do not sum to zero.
+    out = sj.segment_sqrtn(x, ids, 3, weights=w, empty=-1.0)
+    np.testing.assert_allclose(out, [-4 / np.sqrt(8), -1, -1], rtol=1e-6)
+    assert sj.segment_sum(x, ids, 3, weights=w, empty=-1.0).tolist() == [-4, 0, -1]
+
+
+def test_weights_of_integers():
+    x, ids = jnp.array([1, 3, 5]), jnp.array([0, 0, 1])
+    out = sj.segment_sum(x, ids, weights=jnp.array([2, 1, 0]))
+    assert out.dtype == jnp.int32 and out.tolist() == [5, 0]
+    out = sj.segment_sum(x, ids, weights=jnp.array([0.5, 1.0, 0.0]))
+    assert out.dtype == jnp.float32 and out.tolist() == [3.5, 0]
+    out = sj.segment_mean(x, ids, weights=jnp.array([1, 3, 1]))
+    assert out.dtype == jnp.float32 and out.tolist() == [2.5, 5]
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def test_infinities_and_nan():
+    inf, nan = np.inf, np.nan
+    x = np.array([-inf, -inf, inf, 1.0, -inf, 1.0, nan, 1.0], np.float32)
+    ids = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    out = reductions.all_of(S, True)(x, ids, np.ones(8, np.float32))
+    for name, expected in {
+        "logsumexp": [-inf, inf, 1, nan],
+        "softmax": [0, 0, nan, nan, 0, 1, nan, nan],
+        "log_softmax": [-inf, -inf, nan, nan, -inf, 0, nan, nan],
+        "max": [-inf, inf, 1, nan],
+        "min": [-inf, 1, -inf, nan],
+        "argmax": [0, 2, 5, 6],
+        "argmin": [0, 3, 4, 6],
+        "cumsum": [-inf, -inf, inf, inf, -inf, -inf, nan, nan],
+    }.items():
+        np.testing.assert_array_equal(out[name], expected, err_msg=name)
+    np.testing.assert_array_equal(out["logmeanexp"][:2], [-inf, inf])
+    values, positions = out["top_k"]
+    np.testing.assert_array_equal(values[:, 0], [-inf, inf, 1, nan])
+    assert positions[:, 0].tolist() == [0, 0, 1, 0]
+
+
+def test_large_numbers_cost_no_digits():
+    x = np.array([1e5, 1e5 + 1, 300.0, -300.0], np.float32)
+    ids = np.array([0, 0, 1, 1])
+    sigmoid = 1 / (1 + np.exp(-1.0))
+    out = sj.segment_softmax(x, ids)
+    np.testing.assert_allclose(out, [1 - sigmoid, sigmoid, 1, 0], rtol=1e-6)
+    out = sj.segment_log_softmax(x, ids)
+    np.testing.assert_allclose(
+        out, np.log([1 - sigmoid, sigmoid, 1, np.exp(-600)]), 1e-6
+    )
+    grad = jax.grad(lambda x: jnp.sum(sj.segment_logsumexp(x, ids, 2)))(x)
+    np.testing.assert_allclose(grad, [1 - sigmoid, sigmoid, 1, 0], rtol=1e-6)
+    np.testing.assert_allclose(sj.segment_var(x, ids), [0.25, 90_000], rtol=1e-6)
+
+
+def test_ties_of_top_k_come_in_order():
+    x, ids = jnp.array([2, 7, 7, 7, 2]), jnp.array([1, 1, 1, 0, 1])
+    values, positions = sj.segment_top_k(x, ids, k=4)
+    assert values.tolist() == [[7, 0, 0, 0], [7, 7, 2, 2]]
+    assert positions.tolist() == [[0, -1, -1, -1], [1, 2, 0, 3]]
+
+
+# ------------------------------------------------------------------ SegmentTensor
+
+
+def segments(values, is_sorted=False):
+    ids = np.sort(IDS) if is_sorted else IDS
+    ids = np.where((ids < 0) & is_sorted, S, ids)  # empty elements come last
+    return sj.SegmentTensor.from_segment_ids(
+        values, np.sort(ids) if is_sorted else ids, S, is_sorted=is_sorted
+    )
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_a_segment_tensor_brings_its_segments(is_sorted):
+    x = floats((N, 2))
+    data = segments(jnp.asarray(x), is_sorted)
+    ids = np.asarray(data.segment_ids)
+    out = jax.jit(lambda st: {name: ours(name)(st) for name in SMOOTH})(data)
+    assert_all_close(out, {name: reductions.oracle(name, x, ids, S) for name in SMOOTH})
+    assert sj.segment_count(data).tolist() == [3, 0, 0, 3]
+    expected = reductions.position(x, ids, S, np.argmax)
+    assert_trees_close(sj.segment_argmax(data), expected)
+
+
+def test_each_array_of_a_tree_of_values_is_reduced():
+    x = jnp.asarray(floats((N, 2)))
+    data = segments({"a": x, "b": [x[:, 0]]} | {"b": x[:, 0]})
+    out = sj.segment_mean(data)
+    assert_trees_close(out["a"], sj.segment_mean(x, IDS, S))
+    assert_trees_close(out["b"], sj.segment_mean(x[:, 0], IDS, S))
+    assert sj.segment_count(data).tolist() == [3, 0, 0, 3]
+
+
+def test_a_nested_segment_tensor_is_refused():
+    inner = sj.SegmentTensor.from_lengths(jnp.arange(9), np.ones(N, int))
+    data = segments({"key": jnp.arange(N), "ids": inner})
+    with pytest.raises(ValueError, match=r"values\['ids'\]. Reduce that one first"):
+        sj.segment_sum(data)
+    assert sj.segment_count(data).tolist() == [3, 0, 0, 3]
+
+
+# ------------------------------------------------------------------ jit and arguments
+
+
+def test_num_segments_is_found_outside_of_jit_only():
+    x = jnp.ones((3,))
+    assert sj.segment_sum(x, jnp.array([0, 4, 1])).shape == (5,)
+    assert sj.segment_sum(x, [0, 4, 1]).shape == (5,)
+    assert sj.segment_sum(x, jnp.array([-1, -4, -1])).shape == (0,)
+    assert sj.segment_sum(x[:0], []).shape == (0,)
+    assert jax.jit(lambda x: sj.segment_sum(x, np.array([0, 4, 1])))(x).shape == (5,)
+    with pytest.raises(ValueError, match="segment_sum: num_segments was left out"):
+        jax.jit(sj.segment_sum)(x, jnp.array([0, 4, 1]))
+
+
+def test_one_compilation_serves_all_ids():
+    f = count_traces(lambda x, ids: sj.segment_max(x, ids, S))
+    g = jax.jit(f)
+    for seed in range(3):
+        g(floats((N,), seed), jnp.asarray(np.roll(IDS, seed)))
+    assert f.count == 1
+
+
+def test_shapes_are_known_before_data():
+    x = jax.ShapeDtypeStruct((N, 2), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((N,), jnp.int32)
+    for name, out in jax.eval_shape(reductions.smooth_of(S), x, ids).items():
+        shape = (S, 2) if name in REDUCTIONS else (N, 2)
+        assert (out.shape, out.dtype) == (shape, jnp.bfloat16)
+
+
+HALF: Any = 0.5
+X = jnp.ones((3, 2))
+I = jnp.array([0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sj.segment_sum(X), ValueError, "segment_sum: segment_ids are missing"),
+        (lambda: sj.segment_sum(X, I[:2]), ValueError, r"\[n\], one id for each"),
+        (lambda: sj.segment_sum(X, X), TypeError, "segment_ids must be integers"),
+        (lambda: sj.segment_sum({"a": X}, I), TypeError, "data must be an array or a"),
+        (lambda: sj.segment_sum(X[0, 0], I), ValueError, "at least one axis"),
+        (lambda: sj.segment_sum(X > 0, I), TypeError, "data must be numbers, got bool"),
+        (lambda: sj.segment_any(X, I), TypeError, "must be boolean, got float32"),
+        (lambda: sj.segment_sum(X, I, -1), ValueError, "non-negative int, got -1"),
+        (lambda: sj.segment_sum(X, I, HALF), ValueError, "negative int, got 0.5"),
+        (lambda: sj.segment_sum(X, I, mode="one_hot"), ValueError, "Use 'drop' or"),
+        (lambda: sj.segment_max(X, I, empty=X), TypeError, "must be a scalar"),
+        (lambda: sj.segment_argmax(X, I, empty=0.5), TypeError, "int32, can hold"),
+        (lambda: sj.segment_mean(X, I, weights=X), ValueError, r"have shape \[n\]"),
+        (lambda: sj.segment_mean(X, I, weights=I > 0), TypeError, "weights must be"),
+        (
+            lambda: sj.segment_softmax(X.astype(complex), I),
+            TypeError,
+            "must be real numbers",
+        ),
+        (lambda: sj.segment_normalize(X, I, eps=0), ValueError, "positive number"),
+        (lambda: sj.segment_top_k(X, I, k=-1), ValueError, "static, non-negative"),
+        (lambda: sj.segment_top_k(X, I, k=HALF), ValueError, "static, non-negative"),
+    ],
+)
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_ids_beside_a_segment_tensor_are_refused():
+    data = segments(jnp.zeros(N))
+    with pytest.raises(ValueError, match="brings its own segments, and segment_ids"):
+        sj.segment_softmax(data, I)
+    with pytest.raises(ValueError, match="own segments, and num_segments"):
+        sj.segment_softmax(data, num_segments=S)

@@ -1,0 +1,253 @@
+"""segment_*: derivatives, vmap, and that what is in no segment never shows."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import reductions
+import sparsejax as sj
+from helpers import assert_trees_close
+from reductions import SMOOTH, WEIGHTED, ours
+
+
+# Small: what costs is compiling, which grows with each doubling of N.
+S, N = 3, 7
+IDS = np.array([2, -1, 0, 2, 5, 0, 2], np.int32)  # 1 is empty
+
+
+def floats(shape, seed=0, dtype: Any = np.float64):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def garbage(x, ids):
+    """`x` with NaN and infinity in the elements of no segment."""
+    outside = ((ids < 0) | (ids >= S)).reshape(-1, *(1,) * (x.ndim - 1))
+    bad = jnp.where(jnp.arange(len(x)) % 2 == 0, jnp.nan, jnp.inf).astype(x.dtype)
+    return jnp.where(outside, bad.reshape(outside.shape), x)
+
+
+def smooth(x, w, ids, is_sorted=False):
+    """All that is differentiable, of data and weights."""
+    options = {"indices_are_sorted": is_sorted}
+    out = {name: ours(name)(x, ids, S, **options) for name in SMOOTH}
+    for name in WEIGHTED:
+        out[f"weighted {name}"] = ours(name)(x, ids, S, weights=w, **options)
+    out["top_k"] = sj.segment_top_k(x, ids, S, k=2, **options)[0]
+    # An empty segment's maximum is infinite, and no difference of it a number.
+    return jax.tree.map(lambda y: jnp.where(jnp.isfinite(y), y, 0), out)
+
+
+def loss(x, w, ids, is_sorted=False):
+    """One number of them all."""
+    return sum(jnp.sum(jnp.sin(y)) for y in smooth(x, w, ids, is_sorted).values())
+
+
+@functools.partial(jax.jit, static_argnames="is_sorted")
+def gradients(x, w, ids, is_sorted=False):
+    return jax.grad(loss, (0, 1))(x, w, ids, is_sorted)
+
+
+@jax.jit
+def curvature(x, w, ids):
+    """The gradients' derivative in some direction."""
+    f = lambda x, w: jax.grad(loss, (0, 1))(x, w, ids)
+    return jax.jvp(f, (x, w), (jnp.cos(x), jnp.sin(w)))[1]
+
+
+# ------------------------------------------------------------------ derivatives
+
+
+def test_gradients_of_first_and_second_order(x64):
+    f = jax.jit(functools.partial(smooth, ids=IDS))
+    args = floats((N, 1)), floats((N,), 1) + 3
+    check_grads(f, args, order=2, rtol=1e-5, atol=1e-5)
+
+
+def test_elements_of_no_segment_never_show(x64):
+    x, w = floats((N, 2)), floats((N,), 1) + 3
+    outside = (IDS < 0) | (IDS >= S)
+    x, w = jnp.where(outside[:, None], 0, x), jnp.where(outside, 0, w)
+    bad_x, bad_w = garbage(x, IDS), garbage(w, IDS)
+    expected = gradients(x, w, IDS)
+    assert_trees_close(gradients(bad_x, bad_w, IDS), expected)
+    assert_trees_close(curvature(bad_x, bad_w, IDS), curvature(x, w, IDS))
+    assert_trees_close(smooth(bad_x, bad_w, IDS), smooth(x, w, IDS))
+    # Sorted, the same elements have the same gradients.
+    order = np.argsort(IDS, kind="stable")
+    actual = gradients(bad_x[order], bad_w[order], IDS[order], is_sorted=True)
+    assert_trees_close(actual, jax.tree.map(lambda y: y[order], expected))
+
+
+def test_products_with_zeros_have_all_derivatives(x64):
+    # No zero, one, two, and the elements of a segment apart from one another.
+    ids = np.array([0, 1, 1, 2, 0, 2, 2, -1])
+    x = jnp.array([2.0, 0.0, 3.0, 0.0, 5.0, 0.0, 7.0, 0.0])
+
+    def apart(x):
+        return jnp.stack([jnp.prod(x[np.flatnonzero(ids == s)]) for s in range(3)])
+
+    def derivatives(f):
+        all_of = (jax.jacrev, jax.jacfwd, jax.hessian)
+        return jax.jit(lambda x: [derivative(f)(x) for derivative in all_of])(x)
+
+    ours_ = functools.partial(sj.segment_prod, segment_ids=ids, num_segments=3)
+    assert_trees_close(derivatives(ours_), derivatives(apart))
+
+
+def test_ties_share_the_gradient_evenly_as_in_jnp():
+    x = jnp.array([1.0, 5.0, 5.0, 2.0, 5.0, 2.0])
+    ids = jnp.array([0, 0, 0, 1, 0, 1])
+    third, half = 1 / 3, 1 / 2
+    for name, sign in (("max", 1), ("min", -1)):
+        f = lambda x, g=ours(name), s=sign: s * g(s * x, ids, 2)
+        expected = [[0, third, third, 0, third, 0], [0, 0, 0, half, 0, half]]
+        for derivative in (jax.jacrev, jax.jacfwd):
+            np.testing.assert_allclose(jax.jit(derivative(f))(x), expected, rtol=1e-6)
+    whole = jax.grad(lambda x: sj.segment_max(x, jnp.zeros(6, int), 1)[0])(x)
+    np.testing.assert_allclose(whole, jax.grad(jnp.max)(x), rtol=1e-6)
+    nan = jax.grad(lambda x: sj.segment_max(x, ids, 2)[0])(x.at[0].set(jnp.nan))
+    assert nan.tolist() == [1, 0, 0, 0, 0, 0]
+
+
+def test_segments_of_minus_infinity_have_no_gradient():
+    x = jnp.array([-jnp.inf, -jnp.inf, 1.0, -jnp.inf])
+    ids = jnp.array([0, 0, 1, 1])
+
+    for name in ("logsumexp", "logmeanexp", "softmax"):
+        f = lambda x, g=ours(name): (
+            g(x, ids, 3) @ jnp.arange(1.0, len(g(x, ids, 3)) + 1)
+        )
+        gradient, curved = jax.jvp(jax.grad(f), (x,), (jnp.ones(4),))
+        np.testing.assert_array_equal(gradient[:2], [0, 0], err_msg=name)
+        assert np.isfinite(gradient).all() and np.isfinite(curved).all(), name
+
+
+def test_a_deviation_of_zero_has_gradient_zero():
+    ids = jnp.array([0, 0, 1])
+    f = lambda x: jnp.sum(sj.segment_std(x, ids, 3))
+    assert jax.grad(f)(jnp.array([2.0, 2.0, 5.0])).tolist() == [0, 0, 0]
+    f = lambda w: jnp.sum(sj.segment_sqrtn(jnp.ones(3), ids, 3, weights=w))
+    assert jax.grad(f)(jnp.array([1.0, 1.0, 0.0]))[2] == 0
+
+
+def test_top_k_hands_its_gradient_to_what_it_took():
+    x, ids = floats((N, 2), dtype=np.float32), jnp.asarray(IDS)
+    _, positions = reductions.top_k(x, IDS, S, 2)
+    gradient = jax.grad(lambda x: jnp.sum(sj.segment_top_k(x, ids, S, k=2)[0]))(x)
+    expected = np.zeros(x.shape, np.float32)
+    for s, where in enumerate(reductions.members(IDS, S)):
+        for c in range(2):
+            taken = positions[s, :, c]
+            expected[where[taken[taken >= 0]], c] = 1
+    np.testing.assert_array_equal(gradient, expected)
+
+
+# ------------------------------------------------------------------ vmap, shard_map
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0)])
+def test_vmap_over_data_ids_and_both(axes):
+    x_axis, ids_axis = axes
+    x = [garbage(floats((N, 2), seed, np.float32), IDS) for seed in range(3)]
+    ids = [np.roll(IDS, k) for k in range(3)]
+    x = x if x_axis is not None else [x[0]] * 3
+    ids = ids if ids_axis is not None else [ids[0]] * 3
+    w = jnp.ones(N)
+
+    f = reductions.all_of(S, False)
+    together = jax.jit(jax.vmap(f, in_axes=(*axes, None)))(
+        x[0] if x_axis is None else jnp.stack(x, x_axis),
+        ids[0] if ids_axis is None else np.stack(ids, ids_axis),
+        w,
+    )
+    one_by_one = [f(x, ids, w) for x, ids in zip(x, ids)]
+    expected = jax.tree.map(lambda *ys: jnp.stack(ys), *one_by_one)
+    assert_trees_close(together, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_of_gradients():
+    ids = np.stack([np.roll(IDS, k) for k in range(3)])
+    x = jnp.stack([garbage(floats((N, 2), k, np.float32), ids[k]) for k in range(3)])
+    w = jnp.ones((N,))
+    together = jax.vmap(gradients, in_axes=(0, None, 0))(x, w, ids)
+    one_by_one = [gradients(x[k], w, ids[k]) for k in range(3)]
+    expected = jax.tree.map(lambda *ys: jnp.stack(ys), *one_by_one)
+    assert_trees_close(together, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.multidevice
+def test_parts_of_segments_are_put_together_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = floats((32, 2), dtype=np.float32)
+    ids = jnp.asarray(np.random.default_rng(1).integers(-1, S + 1, 32))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("i"), P("i")), out_specs=(P(), P())
+    )
+    def parts(x, ids):
+        total = jax.lax.psum(sj.segment_sum(x, ids, S), "i")
+        top = jax.lax.pmax(jax.lax.stop_gradient(sj.segment_max(x, ids, S)), "i")
+        return total, top
+
+    total, top = jax.jit(parts)(x, ids)
+    assert_trees_close(total, sj.segment_sum(x, ids, S), atol=1e-6)
+    assert_trees_close(top, sj.segment_max(x, ids, S))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(parts(x, ids)[0]))))(x)
+    expected = jax.grad(lambda x: jnp.sum(jnp.square(sj.segment_sum(x, ids, S))))(x)
+    assert_trees_close(gradient, expected, atol=1e-5)
+
+
+@pytest.mark.multidevice
+def test_columns_are_reduced_apart_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = floats((N, 8), dtype=np.float32)
+    f = lambda x, ids: (
+        sj.segment_top_k(x, ids, S, k=2),
+        sj.segment_softmax(x, ids, S)[None],
+    )
+    columns = jax.shard_map(
+        f, mesh=mesh, in_specs=(P(None, "i"), P()), out_specs=P(None, None, "i")
+    )
+    assert_trees_close(jax.jit(columns)(x, IDS), f(x, IDS))
+
+
+@pytest.mark.multidevice
+def test_mesh_axes_that_types_carry():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x, w = floats((16, 2), dtype=np.float32), floats((16,), 1, np.float32)
+    ids = jnp.arange(16) % S
+    with jax.set_mesh(mesh):
+        laid_out = [jax.device_put(y, jax.NamedSharding(mesh, P("i"))) for y in (x, w)]
+
+        @jax.jit
+        def f(x, w, ids):
+            out = sj.segment_sum(x, ids, S, weights=w, out_sharding=P())
+            return out, sj.segment_max(x, ids, S, out_sharding=P())
+
+        total, top = f(*laid_out, jax.device_put(ids, jax.NamedSharding(mesh, P("i"))))
+    assert_trees_close(total, sj.segment_sum(x, ids, S, weights=w), atol=1e-6)
+    assert_trees_close(top, sj.segment_max(x, ids, S))
+
+
+# ------------------------------------------------------------------ with tables
+
+
+@pytest.mark.parametrize("name", ["mean", "max", "logsumexp"])
+def test_a_table_read_through_a_reduction_has_a_sparse_gradient(name):
+    table = floats((101, 3), dtype=np.float32)
+    ids, segment_ids = jnp.array([3, 9, 3, 50, 2, 100, 1]), jnp.asarray(IDS)
+
+    def loss(table):
+        rows = sj.lookup(table, ids)
+        out = ours(name)(rows, segment_ids, S, empty=0.5)
+        return jnp.sum(jnp.sin(out))
+
+    gradient = jax.jit(sj.grad(loss))(table)
+    assert isinstance(gradient, sj.SelectedRows)
+    assert_trees_close(gradient.to_dense(), jax.grad(loss)(table), atol=1e-6)
