@@ -28,7 +28,7 @@ BY_LEAF = frozenset(["partition", "masked"])
 # What a short run does not show, by its state: (its name, why it cannot be lifted).
 _HOLDS_BACK = (
     "it holds gradients back and emits them at a later step, which would have to reach "
-    "rows that are not read again (accumulate the SelectedRows gradients instead)"
+    "rows that are not read again (sparsejax.optim.accumulate does, by rows)"
 )
 _OF_MOMENTUM = "its step is made of the momentum of all rows, also of those not read"
 _OF_DISTANCE = "its step size is made of sums over all rows, also of those not read"

@@ -236,7 +236,8 @@ class _Run:
         updates, kept = update(grads, state, weights)
         new = list(state)
         for k, leaf in zip(self.kept, kept):
-            new[k] = _host(leaf).astype(state[k].dtype)
+            leaf, dtype = _host(leaf), state[k].dtype
+            new[k] = leaf if leaf.dtype == dtype else leaf.astype(dtype)  # keys cannot
         return [_host(u) for u in updates], new
 
 
