@@ -1,0 +1,324 @@
+"""accumulate: one step on the mean of k gradients, held by rows."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_same_bits, assert_trees_close, count_traces
+from optimizers import (
+    LR,
+    D,
+    V,
+    is_rows,
+    make_grads,
+    make_params,
+    row_gradient,
+    to_dense,
+)
+from sparsejax.optim import accumulate, lazy
+
+
+pytestmark = pytest.mark.loose_promotion
+
+ADAM = lazy(optax.adam(LR))  # what is found out about it is found out once
+
+
+def _mean(grads):
+    """One large batch: what the gradients of several come to."""
+    return {
+        "bias": sum(g["bias"] for g in grads) / len(grads),
+        "table": sj.concatenate([g["table"] for g in grads]) / len(grads),
+    }
+
+
+# ------------------------------------------------------------------ the mean
+
+
+@pytest.mark.parametrize(
+    "capacity", [20, 10 * V, {"table": 20, "bias": None}, {"table": V, "bias": D}]
+)
+def test_equals_one_large_batch(capacity):
+    tx, k = accumulate(ADAM, 3, capacity), 3
+    update = count_traces(tx.update)
+    step = jax.jit(update)
+    params = expected = make_params()
+    state, inner = tx.init(params), ADAM.init(params)
+    for first in range(0, 9, k):
+        grads = [make_grads(first + i) for i in range(k)]
+        for i, g in enumerate(grads):
+            old = params, state.inner_opt_state
+            updates, state = step(g, state, params)
+            params = optax.apply_updates(params, updates)
+            if i < k - 1:  # nothing has moved, not by a bit
+                assert updates["table"].num_rows() == 0
+                jax.tree.map(assert_same_bits, (params, state.inner_opt_state), old)
+        updates, inner = ADAM.update(_mean(grads), inner, expected)
+        expected = optax.apply_updates(expected, updates)
+        assert_trees_close(params, expected)
+        assert_trees_close(state.inner_opt_state, inner)
+    assert update.count == 1
+    assert state.mini_step == state.overflow == 0 and state.gradient_step == 3
+
+
+def test_equals_multi_steps():
+    """optax.MultiSteps on dense gradients, where lazy is exact."""
+    tx = accumulate(lazy(optax.adagrad(LR)), 2, 20)
+    dense = optax.MultiSteps(optax.adagrad(LR), 2)
+    params = expected = make_params()
+    state, dense_state = tx.init(params), dense.init(params)
+    step, dense_step = jax.jit(tx.update), jax.jit(dense.update)
+    for i in range(4):
+        updates, state = step(make_grads(i), state, params)
+        params = optax.apply_updates(params, updates)
+        of_dense = to_dense(make_grads(i))
+        updates, dense_state = dense_step(of_dense, dense_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        assert_trees_close(params, expected)
+        assert state.mini_step == dense_state.mini_step
+        assert state.gradient_step == dense_state.gradient_step
+
+
+def test_k_may_follow_a_schedule():
+    tx = accumulate(lazy(optax.sgd(1.0)), lambda step: jnp.where(step == 0, 1, 2), 4)
+    params = jnp.zeros((V, 1))
+    state = tx.init(params)
+    moved, update = [], jax.jit(tx.update)
+    for row in range(5):
+        grad = sj.SelectedRows(jnp.array([row]), jnp.ones((1, 1)), V)
+        updates, state = update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+        moved.append(params[:5, 0].tolist())
+    assert moved[0] == [-1, 0, 0, 0, 0] == moved[1]
+    assert moved[2] == [-1, -0.5, -0.5, 0, 0] == moved[3]
+    assert moved[4] == [-1, -0.5, -0.5, -0.5, -0.5]
+
+
+def test_sums_are_held_in_float32():
+    """In bfloat16, 1 + 2^-9 is 1, and 2^-9 a hundred times over is not seen."""
+    tx = accumulate(lazy(optax.sgd(1.0)), 4, 8)
+    params = {"table": jnp.zeros((V, 1), jnp.bfloat16), "b": jnp.zeros(1, jnp.bfloat16)}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for value in (1.0, 2**-9, 2**-9, 2**-8):
+        value = jnp.full((1, 1), value, jnp.bfloat16)
+        grads = {"table": sj.SelectedRows(jnp.array([2]), value, V), "b": value[0]}
+        updates, state = update(grads, state, params)
+    assert updates["table"].values[0, 0] == updates["b"][0] == -(1 + 2**-7) / 4
+
+
+def test_dense_and_sparse_gradients_of_one_leaf():
+    """A leaf with a slot for each row takes both."""
+    tx = accumulate(lazy(optax.sgd(1.0)), 3, V)
+    params = jnp.zeros((V, D))
+    sparse, dense = row_gradient(0, (D,)), jnp.ones((V, D))
+    expected = -(2 * sparse.to_dense() + dense) / 3
+    update = jax.jit(tx.update)
+    for order in ((dense, sparse, sparse), (sparse, sparse, dense)):
+        state = tx.init(params)
+        for grad in order:
+            updates, state = update(grad, state, params)
+        assert is_rows(updates) == is_rows(order[-1])
+        got = updates.to_dense() if is_rows(updates) else updates
+        assert_trees_close(got, expected)
+
+
+# ------------------------------------------------------------------ overflow
+
+
+def test_overflow_is_counted_and_rows_held_are_right():
+    tx = accumulate(lazy(optax.sgd(1.0)), 2, 3)
+    params = jnp.zeros((V, 1))
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+
+    def gradient(*rows):
+        rows = jnp.array([*rows, V])  # an empty slot is no row
+        return sj.SelectedRows(rows, jnp.ones((len(rows), 1)), V)
+
+    _, state = step(gradient(9, 5, 9, 9), state, params)
+    assert state.overflow == 0
+    updates, state = step(gradient(9, 1, 2, 3), state, params)
+    # One slot was free: 1 has it, 2 and 3 are left out, 9 and 5 have their whole sums.
+    assert state.overflow == 2
+    assert updates.num_rows() == 3
+    moved = -2 * updates.to_dense()[:, 0]
+    assert [moved[r] for r in (9, 5, 1, 2, 3)] == [4, 1, 1, 0, 0]
+    # The next round begins with all slots free.
+    _, state = step(gradient(20, 21, 22, 22), state, params)
+    assert state.overflow == 2
+    _, state = step(gradient(0, 1, 2, 3), state, params)
+    assert state.overflow == 6
+
+
+def test_what_a_slot_held_before_does_not_come_back():
+    tx = accumulate(lazy(optax.sgd(1.0)), 2, 3)
+    params = jnp.zeros((V, 1))
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    bad = sj.SelectedRows(jnp.array([4, 5]), jnp.full((2, 1), jnp.nan), V)
+    good = sj.SelectedRows(jnp.array([7, V]), jnp.array([[1.0], [jnp.nan]]), V)
+    for grad in (bad, bad, good, good):
+        updates, state = step(grad, state, params)
+    assert_same_bits(updates.to_dense()[7], jnp.array([-1.0]))
+    assert jnp.all(jnp.isfinite(updates.to_dense()))
+
+
+# ------------------------------------------------------------------ under JAX
+
+BIG, WIDE, SLOTS, N = 200_003, 64, 3001, 1024
+
+
+def _program():
+    tx = accumulate(lazy(optax.adam(LR)), 4, {"table": SLOTS, "bias": None})
+
+    def step(params, state, rows, values):
+        grads = {"table": sj.SelectedRows(rows, values, BIG), "bias": jnp.ones(WIDE)}
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    table = jax.ShapeDtypeStruct((BIG, WIDE), jnp.float32)
+    params = {"table": table, "bias": jax.ShapeDtypeStruct((WIDE,), jnp.float32)}
+    rows = jax.ShapeDtypeStruct((N,), jnp.int32)
+    values = jax.ShapeDtypeStruct((N, WIDE), jnp.float32)
+    return step, (params, jax.eval_shape(tx.init, params), rows, values)
+
+
+def test_in_place():
+    """Neither tables nor the buffer are copied, on either branch of the step."""
+    step, args = _program()
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    for height in (BIG, SLOTS):
+        assert not re.findall(rf"= f32\[{height},{WIDE}\]\S* copy\(", text)
+    assert memory.temp_size_in_bytes < 0.1 * 4 * BIG * WIDE
+    assert memory.alias_size_in_bytes >= 3 * 4 * BIG * WIDE + 4 * SLOTS * WIDE
+
+
+def test_nothing_of_the_tables_size_arises():
+    step, args = _program()
+    assert_no_dense(step, *args, allow=("scatter", "scatter-add"), heights={BIG})
+
+
+def test_in_scan_and_from_a_checkpoint():
+    tx, params = accumulate(ADAM, 2, 20), make_params()
+    grads = [make_grads(i) for i in range(4)]
+
+    def body(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    carry = params, tx.init(params)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+    scanned, _ = jax.jit(lambda c, g: jax.lax.scan(body, c, g))(carry, stacked)
+    # Numbers of NumPy at the first step: outside of jit nothing makes arrays of them.
+    carry, _ = body(jax.tree.map(np.asarray, carry), grads[0])
+    for g in grads[1:]:
+        carry, _ = jax.jit(body)(jax.tree.map(np.asarray, carry), g)
+    assert_trees_close(scanned, carry)
+
+
+def test_shapes_are_known_before_data_and_ids_may_be_wide(x64):
+    tx = accumulate(ADAM, 2, 4)
+    params = {"table": jnp.ones((V, D), jnp.float32), "none": None}
+    rows = sj.SelectedRows(jnp.array([3, V, 3]), jnp.ones((3, D), jnp.float32), V)
+    assert rows.rows.dtype == jnp.int64
+    grads = {"table": rows, "none": None}
+    shapes = jax.eval_shape(tx.update, grads, tx.init(params), params)
+    assert shapes[0]["table"].shape == (V, D) and shapes[0]["table"].capacity == 4
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    known = [(s.shape, s.dtype) for s in jax.tree.leaves(shapes)]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves((updates, state))] == known
+    assert updates["table"].dtype == state.acc_grads["table"].dtype == jnp.float32
+
+
+@pytest.mark.multidevice
+def test_in_shard_map():
+    """Each device accumulates for its part of the table."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = accumulate(lazy(optax.sgd(1.0)), 2, 2)
+
+    def run(table, rows, values):
+        state = tx.init(table)
+        for _ in range(2):
+            grad = sj.SelectedRows(rows, values, len(table))
+            updates, state = tx.update(grad, state, table)
+            table = optax.apply_updates(table, updates)
+        return table
+
+    specs = (jax.P("x"),) * 3
+    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=jax.P("x")))
+    table = run(jnp.zeros((24, 1)), jnp.arange(8) % 2, jnp.ones((8, 1)))
+    moved = np.asarray(table).reshape(8, 3)
+    np.testing.assert_array_equal(moved, -np.eye(3)[np.arange(8) % 2])
+
+
+def test_extra_arguments_are_passed_on():
+    tx = accumulate(lazy(optax.polyak_sgd()), 1, 20)
+    params, grads = make_params(), make_grads(0)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, value=1.0)
+    inner = lazy(optax.polyak_sgd())
+    expected, _ = jax.jit(inner.update)(grads, inner.init(params), params, value=1.0)
+    assert_trees_close(to_dense(updates), to_dense(expected))
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("every_k", [0, -1, 1.5, None, True])
+def test_k_is_a_positive_int(every_k):
+    with pytest.raises(ValueError, match="every_k must be a positive int or a functi"):
+        accumulate(ADAM, every_k, 8)
+
+
+@pytest.mark.parametrize("capacity", [0, 2.5, {"table": -1, "bias": None}])
+def test_capacity_is_positive(capacity):
+    with pytest.raises(ValueError, match="capacity must be a positive int, or a tree"):
+        accumulate(ADAM, 2, capacity).init(make_params())
+
+
+def test_capacity_of_another_tree():
+    with pytest.raises(ValueError, match="does not go with these params"):
+        accumulate(ADAM, 2, {"tables": 4}).init(make_params())
+
+
+def test_what_is_no_transformation():
+    with pytest.raises(TypeError, match="accumulate: takes.*lazy.*got function"):
+        accumulate(lambda x: x, 2, 8)
+
+
+def test_too_few_slots_for_a_dense_gradient():
+    tx, params = accumulate(ADAM, 2, 4), make_params()
+    grads = to_dense(make_grads(0))
+    with pytest.raises(
+        ValueError, match=r"grads\['table'\] has a dense.*23 rows.*4 sl"
+    ):
+        jax.jit(tx.update)(grads, tx.init(params), params)
+
+
+def test_rows_without_slots():
+    tx, params = accumulate(ADAM, 2, {"table": None, "bias": None}), make_params()
+    with pytest.raises(
+        ValueError, match=r"grads\['table'\] has a SelectedRows.*an int"
+    ):
+        tx.update(make_grads(0), tx.init(params), params)
+    # One int gives slots to what has rank 2; a tree gives them to what it names.
+    params = jnp.zeros(V)
+    grad = sj.SelectedRows(jnp.array([2]), jnp.ones(1), V)
+    for capacity, tree in ((4, [params]), ({"a": None}, {"a": params})):
+        tx = accumulate(ADAM, 1, capacity)
+        grads = jax.tree.map(lambda _: grad, tree)
+        with pytest.raises(ValueError, match="no slots"):
+            tx.update(grads, tx.init(tree), tree)
+    tx, tree = accumulate(ADAM, 1, {"a": 4}), {"a": params}
+    updates, _ = jax.jit(tx.update)({"a": grad}, tx.init(tree), tree)
+    assert updates["a"].num_rows() == 1

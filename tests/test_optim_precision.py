@@ -1,0 +1,368 @@
+"""rounding, dynamic_loss_scale, and state in types of 16 bits."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_same_bits, assert_trees_close
+from optimizers import LR, V, make_grads, make_params, to_dense
+from sparsejax.optim import accumulate, dynamic_loss_scale, lazy, rounding
+from sparsejax.optim._rounding import _key, _round
+
+
+pytestmark = pytest.mark.loose_promotion
+
+ADAM, SGD = lazy(optax.adam(LR)), lazy(optax.sgd(1.0))
+NARROW = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+
+
+def _train(tx, params, grads):
+    """The last parameters and state of one jitted loop over stacked gradients."""
+
+    def body(carry, g):
+        updates, state = tx.update(g, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), None
+
+    carry = params, tx.init(params)
+    return jax.jit(lambda c, g: jax.lax.scan(body, c, g))(carry, grads)[0]
+
+
+def _stack(trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+def _as_float32(grads):
+    return {name: g.astype(jnp.float32) for name, g in grads.items()}
+
+
+# ------------------------------------------------------------------ rounding numbers
+
+
+@NARROW
+def test_rounding_at_random_is_unbiased(dtype):
+    """4096 draws: the mean of a neighbour is within 5 of its standard deviations."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(300) * 10.0 ** rng.integers(-4, 4, 300)
+    x = x.astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), 4096)
+    draw = jax.jit(jax.vmap(lambda key: _round(jnp.asarray(x), dtype, key)))
+    drawn = np.asarray(draw(keys)).astype(np.float64)
+    low, high = drawn.min(axis=0), drawn.max(axis=0)
+    nearest = np.asarray(jnp.asarray(x).astype(dtype))
+    # Only the two neighbours, one of which is the nearest.
+    assert np.all((drawn == low) | (drawn == high))
+    assert np.all((low <= x) & (x <= high) & ((nearest == low) | (nearest == high)))
+    gap = high - low
+    chance = (x - low) / np.where(gap == 0, 1, gap)
+    deviation = gap * np.sqrt(chance * (1 - chance) / len(keys))
+    error = np.abs(drawn.mean(axis=0) - x)
+    assert np.all(error <= 5 * deviation + 1e-12)
+    assert np.median(error[gap > 0] / gap[gap > 0]) > 1e-4  # a draw, not a formula
+    # Rounded to nearest, they are off by a quarter of the gap on average.
+    assert np.mean(np.abs(nearest - x)[gap > 0] / gap[gap > 0]) > 0.2
+
+
+@NARROW
+def test_what_rounding_at_random_keeps(dtype):
+    limit = float(jnp.finfo(dtype).max)
+    exact = jnp.array([0.0, -0.0, 1.0, -1.5, limit, -limit, jnp.inf, -jnp.inf, jnp.nan])
+    got = _round(exact, dtype, jax.random.key(1))
+    assert_same_bits(got, exact.astype(dtype))
+    # What is too large becomes the largest number, as long as it is one.
+    above = jnp.full(100, min(limit * 1.0005, 3.4e38), jnp.float32)
+    assert jnp.all(_round(above, dtype, jax.random.key(2)) == limit)
+
+
+@NARROW
+def test_the_table_gets_the_rounded_weights_bits(dtype):
+    """old + (new - old) is new, over many exponents and both signs."""
+    rng = np.random.default_rng(1)
+    old = rng.standard_normal((V, 64)) * 10.0 ** rng.integers(-2, 3, (V, 64))
+    factor = rng.choice([1e-4, 0.1, 1.0, 2.5, 30.0], (V, 64))
+    table = jnp.asarray(old, dtype)
+    grad = jnp.asarray(old * factor * rng.standard_normal((V, 64)), jnp.float32)
+    new = np.asarray(table, np.float32) - np.asarray(grad)
+    # See the module: a weight may fall to a 4,096th part, not to less, in one step.
+    grad = jnp.where(jnp.abs(new) * 2**12 < jnp.abs(table), 0, grad)
+    tx = rounding(SGD, master=True)
+    for g in (grad, sj.SelectedRows(jnp.arange(V)[::-1], grad[::-1], V)):
+        updates, state = jax.jit(tx.update)(g, tx.init(table), table)
+        expected = (table.astype(jnp.float32) - grad).astype(dtype)
+        assert_same_bits(optax.apply_updates(table, updates), expected)
+        assert_same_bits(state.master.astype(dtype), expected)
+
+
+# ------------------------------------------------------------------ training
+
+
+def test_small_updates_arrive_in_expectation():
+    """64 steps of 2^-11 from 1, where bfloat16 has steps of 2^-8."""
+    table = jnp.ones((V, 512), jnp.bfloat16)
+    values = jnp.full((64, 3, 512), 2**-12, jnp.bfloat16)  # row 4 twice, summed
+    rows = jnp.tile(jnp.array([4, V, 4]), (64, 1))
+    grads = sj.SelectedRows.tree_unflatten(V, (rows, values))
+    stuck, _ = _train(SGD, table, grads)
+    assert jnp.all(stuck == 1)
+    trained, state = _train(rounding(SGD, 3), table, grads)
+    moved = 1 - np.asarray(trained[4], np.float64)
+    # 64 draws of 1/8: 8 steps of 2^-8 on average, with a deviation of 2.65.
+    assert abs(moved.mean() - 2**-5) < 4 * 2.65 * 2**-8 / np.sqrt(512)
+    assert 2 < moved.std() / 2**-8 < 3.3
+    assert_same_bits(np.delete(trained, 4, axis=0), np.delete(table, 4, axis=0))
+    assert state.step == 64
+
+
+def test_masters_train_as_float32_does():
+    wide = make_params(cube=True)
+    # Numbers of bfloat16 in either run, so that both start from the same.
+    narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), wide)
+    narrow["cube"] = wide["cube"]  # stays as it is
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), narrow)
+    grads = [make_grads(i, jnp.bfloat16, cube=True) for i in range(5)]
+    as_float32 = _stack(list(map(_as_float32, grads)))
+    for g in grads:
+        g["cube"] = g["cube"].astype(jnp.float32)
+    params, state = _train(rounding(ADAM, master=True), narrow, _stack(grads))
+    expected, inner = _train(ADAM, wide, as_float32)
+    assert state.master["cube"] is None
+    for name in ("bias", "table"):
+        assert_trees_close(state.master[name], expected[name])
+        assert_same_bits(params[name], state.master[name].astype(jnp.bfloat16))
+    assert_trees_close(params["cube"], expected["cube"])
+    assert_trees_close(state.inner_state, inner)
+
+
+def test_state_is_float32_unless_asked_otherwise():
+    params, grads = make_params(jnp.bfloat16), make_grads(0, jnp.bfloat16)
+    for mu_dtype, expected in ((None, jnp.float32), (jnp.bfloat16, jnp.bfloat16)):
+        tx = rounding(lazy(optax.adam(LR, mu_dtype=mu_dtype)), 0)
+        state = tx.init(params)
+        updates, new = jax.eval_shape(tx.update, grads, state, params)
+        assert optax.tree_utils.tree_get(new, "mu")["table"].dtype == expected
+        assert optax.tree_utils.tree_get(new, "nu")["table"].dtype == jnp.float32
+        assert updates["table"].dtype == updates["bias"].dtype == jnp.float32
+        assert new == jax.eval_shape(lambda state=state: state)
+
+
+def test_updates_with_duplicates_are_merged_before_rounding():
+    """Of a transformation that is not lazy's: the row is rounded once."""
+    plain = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (-g, s))
+    table = jnp.ones((V, 1), jnp.bfloat16)
+    grad = sj.SelectedRows(jnp.array([2, 2, 5]), jnp.full((3, 1), 2**-9), V)
+    tx = rounding(plain, master=True)
+    updates, state = jax.jit(tx.update)(grad, tx.init(table), table)
+    assert state.master[2, 0] == 1 - 2**-8 and state.master[5, 0] == 1 - 2**-9
+    assert optax.apply_updates(table, updates)[2, 0] == 1 - 2**-8
+
+
+BIG, WIDE, N = 200_003, 64, 512
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_costs_what_the_rows_cost(master):
+    tx = dynamic_loss_scale(rounding(ADAM, 0, master=master))
+
+    def step(params, state, rows, values):
+        updates, state = tx.update(sj.SelectedRows(rows, values, BIG), state, params)
+        return optax.apply_updates(params, updates), state
+
+    # Not bfloat16: XLA:CPU of jaxlib 0.10.2 scatters into a float32 copy of that.
+    params = jax.ShapeDtypeStruct((BIG, WIDE), jnp.float16)
+    rows = jax.ShapeDtypeStruct((N,), jnp.int32)
+    values = jax.ShapeDtypeStruct((N, WIDE), jnp.float16)
+    args = params, jax.eval_shape(tx.init, params), rows, values
+    assert_no_dense(step, *args, allow=("scatter", "scatter-add"), heights={BIG})
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+    copies = re.findall(rf"= b?f\d\d\[{BIG},{WIDE}\]\S* copy\(", compiled.as_text())
+    assert not copies
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 0.1 * 2 * BIG * WIDE
+    # The table of 2 bytes a number; two moments and a master of 4.
+    assert memory.alias_size_in_bytes >= (2 + 4 * (2 + master)) * BIG * WIDE
+
+
+# ------------------------------------------------------------------ loss scaling
+
+
+def _overflowing(dtype=jnp.float16):
+    """Two slots of one row, each finite in float16, their sum not."""
+    values = jnp.array([[4e4], [4e4], [jnp.nan]], dtype)
+    return sj.SelectedRows(jnp.array([3, 3, V]), values, V)
+
+
+def test_apply_if_finite_inside_of_lazy_sees_merged_rows():
+    table, grad = jnp.ones((V, 1), jnp.float16), _overflowing()
+    tx = lazy(optax.apply_if_finite(optax.adam(LR), 5))
+    updates, state = jax.jit(tx.update)(grad, tx.init(table), table)
+    assert state.total_notfinite == 1
+    assert_same_bits(optax.apply_updates(table, updates), table)
+
+
+def test_rows_are_unscaled_and_summed_in_float32():
+    table, grad = jnp.zeros((V, 1)), _overflowing()
+    tx = dynamic_loss_scale(SGD, 2.0**15)
+    updates, state = jax.jit(tx.update)(grad, tx.init(table), table)
+    assert state.skipped == 0
+    expected = -2 * float(jnp.float16(4e4)) / 2**15
+    assert updates.to_dense()[3, 0] == expected
+    # And what would vanish in float16 once unscaled does not.
+    tiny = grad.map(lambda v: jnp.full_like(v, 2**-14))
+    updates, _ = jax.jit(tx.update)(tiny, tx.init(table), table)
+    assert updates.to_dense()[3, 0] == -(2**-28)
+
+
+@pytest.mark.parametrize("bad", ["table", "bias"])
+def test_a_step_that_is_not_finite_is_left_out(bad):
+    tx = dynamic_loss_scale(ADAM, 4.0, growth_interval=2)
+    params, step = make_params(), jax.jit(tx.update)
+    state = tx.init(params)
+    scales = []
+    for i in range(8):
+        grads = make_grads(i)
+        if i in (1, 2, 3):
+            grads[bad] = grads[bad] + jnp.inf if bad == "bias" else -_infinite(grads)
+        updates, new = step(grads, state, params)
+        if i in (1, 2, 3):
+            moved = optax.apply_updates(params, updates)
+            jax.tree.map(assert_same_bits, moved, params)
+            jax.tree.map(assert_same_bits, new.inner_state, state.inner_state)
+            assert updates["table"].num_rows() == 0
+        params, state = optax.apply_updates(params, updates), new
+        scales.append(float(state.scale))
+    assert scales == [4, 2, 1, 1, 1, 2, 2, 4]  # never below 1
+    assert state.skipped == 3 and state.inner_state[0].count == 5
+
+
+def _infinite(grads):
+    return grads["table"].map(lambda v: v.at[0].set(jnp.inf))
+
+
+def test_the_scale_cancels():
+    """Scaled gradients give the training that plain ones give."""
+    tx, params = dynamic_loss_scale(ADAM, 1024.0), make_params()
+    grads, table = make_grads(0), make_grads(0)["table"]
+    scaled = {"table": table * 1024, "bias": grads["bias"] * 1024}
+    got, _ = jax.jit(tx.update)(scaled, tx.init(params), params)
+    expected, _ = jax.jit(ADAM.update)(grads, ADAM.init(params), params)
+    assert_trees_close(to_dense(got), to_dense(expected))
+
+
+def test_all_of_it_together(dtype=jnp.float16):
+    """Types of the state stay, so that a loop can carry it; weights move as they do."""
+    tx = dynamic_loss_scale(accumulate(rounding(ADAM, 0, master=True), 2, 20), 8.0)
+    params = make_params(dtype)
+    grads = [make_grads(i, dtype) for i in range(4)]
+    scaled = [{"table": g["table"] * 8, "bias": g["bias"] * 8} for g in grads]
+    trained, state = _train(tx, params, _stack(scaled))
+    masters = state.inner_state.inner_opt_state.master
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    plain = accumulate(ADAM, 2, 20)
+    expected, _ = _train(plain, wide, _stack(list(map(_as_float32, grads))))
+    assert_trees_close(masters, expected, rtol=2e-4, atol=2e-4)
+    assert jax.tree.map(lambda p: p.dtype, trained) == {"bias": dtype, "table": dtype}
+
+
+def test_a_donated_step_runs():
+    """Parameters and state as `init` gives them share no buffer."""
+    tx = lazy(optax.contrib.schedule_free_sgd(LR))  # its state has the weights in it
+    tx = dynamic_loss_scale(accumulate(rounding(tx, 0, master=True), 1, 20))
+    params, grads = make_params(jnp.float16), make_grads(0, jnp.float16)
+
+    def step(params, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    carry = params, tx.init(params)
+    (params, state) = jax.jit(step, donate_argnums=(0, 1))(*carry)
+    assert carry[0]["table"].is_deleted() and params["table"].dtype == jnp.float16
+    assert state.inner_state.gradient_step == 1
+
+
+def test_narrow_leaves_without_rounding_keep_their_types():
+    for tx in (dynamic_loss_scale(ADAM, 1.0), accumulate(ADAM, 2, 20)):
+        params = make_params(jnp.float16)
+        grads = _stack([make_grads(i, jnp.float16) for i in range(2)])
+        train = lambda p, g, tx=tx: _train(tx, p, g)  # a scan refuses other types
+        _, state = jax.eval_shape(train, params, grads)
+        assert optax.tree_utils.tree_get(state, "mu")["bias"].dtype == jnp.float16
+
+
+def test_own_code_promotes_nothing():
+    """Only optax runs with implicit promotion here."""
+
+    def loosely(f):
+        def g(*args):
+            with (
+                jax.numpy_dtype_promotion("standard"),
+                jax.numpy_rank_promotion("allow"),
+            ):
+                return f(*args)
+
+        return g
+
+    adam = optax.adam(LR)
+    adam = optax.GradientTransformation(loosely(adam.init), loosely(adam.update))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        tx = rounding(lazy(adam), 0, master=True)
+        tx = dynamic_loss_scale(accumulate(tx, 2, 20))
+        params = {**make_params(jnp.bfloat16), "none": None}
+        grads = {**make_grads(0, jnp.bfloat16), "none": None}
+        add = lambda p, *args: p["table"] + tx.update(*args, p)[0]["table"]
+        table = jax.eval_shape(add, params, grads, tx.init(params))
+        assert table.dtype == jnp.bfloat16
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_rounding_needs_a_key_or_a_master():
+    with pytest.raises(
+        ValueError, match="rounding: needs rounding_key=.*or master=Tru"
+    ):
+        rounding(ADAM)
+
+
+@pytest.mark.parametrize("key", [None, 0.5, jnp.ones(2), jnp.zeros((3, 2), jnp.uint32)])
+def test_rounding_needs_one_key(key):
+    with pytest.raises(TypeError, match="rounding_key must be one PRNG key or an int"):
+        rounding(ADAM, [key])
+
+
+def test_the_same_key_in_other_words():
+    """And each gives the same bits each time, another one others."""
+    x = jnp.linspace(0, 1, 500)
+    words = (3, np.int32(3), jax.random.key(3), jax.random.PRNGKey(3))
+    first, *others = (_round(x, jnp.bfloat16, _key(key)) for key in words)
+    for other in others:
+        assert_same_bits(other, first)
+    assert not jnp.array_equal(_round(x, jnp.bfloat16, _key(4)), first)
+
+
+def test_rounding_needs_params():
+    tx = rounding(ADAM, 0)
+    with pytest.raises(ValueError, match="rounding: update needs params"):
+        tx.update(make_grads(0), tx.init(make_params()))
+
+
+@pytest.mark.parametrize("make", [lambda x: rounding(x, 0), dynamic_loss_scale])
+def test_what_is_no_transformation(make):
+    with pytest.raises(TypeError, match=r"takes.*lazy\(optax.adam.*got float"):
+        make(0.1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"initial_scale": 0.5}, {"factor": 1.0}, {"growth_interval": 0}]
+)
+def test_numbers_of_the_loss_scale(wrong):
+    with pytest.raises(ValueError, match="wants initial_scale >= 1, factor > 1"):
+        dynamic_loss_scale(ADAM, **wrong)
