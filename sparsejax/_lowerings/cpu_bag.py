@@ -1,10 +1,10 @@
-"""bag_sum for XLA:CPU, whose scatter-add and whose lone gather are slow.
+"""bag_sum for XLA:CPU, where a gather that stands alone is slow.
 
 A gather followed by a sum is not fused there: the rows read are an array, written and
-read again, and adding them up by segment takes as long again. A sum of a few gathers is
-one vectorised loop that writes each bag once (see benchmarks/NOTES.md). So
+read again. A sum of a few gathers is one vectorised loop that writes each bag once (see
+benchmarks/NOTES.md). So
 
-- a fixed bag is added up a few columns at a time;
+- a fixed bag is added up 16 columns at a time;
 - bags of any size, their elements in order, are cut into *pieces* of at most 8
   elements. Pieces are fixed bags, and few enough that adding up their sums by segment
   is cheap; however long one bag is, there are never more than `n / 8` and one for each
@@ -20,7 +20,7 @@ from sparsejax import _ids
 from sparsejax._lowerings import xla
 
 
-_COLUMNS = 8
+_COLUMNS, _PIECE = 16, 8
 
 
 def bag_sum(
@@ -35,7 +35,7 @@ def bag_sum(
     """What `xla.bag_sum` gives, to rounding."""
     weights = rest[-1] if weighted else None
     if not segmented and ids.size and ids.shape[1] > 1:
-        return _sum_columns(table, ids, weights)
+        return _sum_fixed(table, ids, weights)
     length = _piece_length(ids.size, num_bags) if segmented else 1
     if length == 1:
         return xla.bag_sum(
@@ -53,40 +53,64 @@ def bag_sum(
     return _sum_pieces(table, ids, weights, segment_ids, num_bags, length)
 
 
-def _sum_columns(
+def _sum_fixed(
     table: jax.Array, ids: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
-    """Sums of fixed bags `[B, L]`, a few columns at a time.
+    """Sums of fixed bags `[B, L]`.
 
-    In a loop of at least two steps, so that XLA cannot fuse the gathers with whatever
-    reads the sums: together with a division or a root they would not be vectorised.
+    Ids are mostly all in range, and it is quicker to see that first than to look at
+    each number that is read. The conditional has another use: XLA cannot fuse the
+    gathers with whatever reads the sums. Together with a division or a root they would
+    not be vectorised.
     """
-    bags, length = ids.shape
+    rest = () if weights is None else (weights,)
+
+    def add(read):
+        def add_blocks(table, ids, *rest):
+            first = ids.shape[1] % _COLUMNS
+            cut = lambda at, width: [
+                lax.dynamic_slice_in_dim(x, at, width, 1) for x in (ids, *rest)
+            ]
+            total = _add_columns(read, table, *cut(0, first))
+            return lax.fori_loop(
+                0,
+                ids.shape[1] // _COLUMNS,
+                lambda k, total: _add_columns(
+                    read, table, *cut(first + k * _COLUMNS, _COLUMNS), total=total
+                ),
+                total,
+            )
+
+        return add_blocks
+
+    every = jnp.all(_ids.in_range(ids, table.shape[0]))
+    return lax.cond(every, add(_read_all), add(xla.weighted_rows), table, ids, *rest)
+
+
+def _add_columns(read, table, ids, weights=None, *, total=None) -> jax.Array:
+    """`total`, zeros if left out, and the rows of each column of ids added to it."""
     wide = _ids.accumulator_dtype(table.dtype)
-    width = min(_COLUMNS, -(-length // 2))
-    steps = -(-length // width)
-    beyond = ((0, 0), (0, steps * width - length))
-    ids = jnp.pad(ids, beyond, constant_values=table.shape[0])
-    if weights is not None:
-        weights = jnp.pad(weights, beyond)
+    for j in range(ids.shape[1]):
+        w = None if weights is None else weights[:, j]
+        rows = read(table, ids[:, j], w, wide)
+        total = rows if total is None else total + rows
+    if total is None:
+        return jnp.zeros((ids.shape[0], *table.shape[1:]), wide)
+    return total
 
-    def add(k, total):
-        block = lambda x: lax.dynamic_slice_in_dim(x, k * width, width, 1)
-        columns = block(ids)
-        w = None if weights is None else block(weights)
-        for j in range(width):
-            column = None if w is None else w[:, j]
-            total += xla.weighted_rows(table, columns[:, j], column, wide)
-        return total
 
-    zeros = jnp.zeros((bags, *table.shape[1:]), wide)
-    return lax.fori_loop(0, steps, add, zeros)
+def _read_all(table, ids, weights, dtype) -> jax.Array:
+    """`xla.weighted_rows` for ids all of which are in range."""
+    rows = xla.read_rows(table, ids).astype(dtype)
+    if weights is None:
+        return rows
+    return rows * weights.reshape(ids.shape + (1,) * (table.ndim - 1))
 
 
 def _piece_length(elements: int, num_bags: int) -> int:
     """As long as pieces may be without most of them being emptier than full."""
     average = elements // max(num_bags, 1)
-    return max(p for p in (1, 2, 4, _COLUMNS) if p <= max(average, 1))
+    return max(p for p in (1, 2, 4, _PIECE) if p <= max(average, 1))
 
 
 def _sum_pieces(
@@ -116,9 +140,8 @@ def _sum_pieces(
     inside = at < end[:, None]
     at = jnp.where(inside, at, 0)
     ids = jnp.where(inside, ids[at], _ids.scalar(table.shape[0], ids))
-    if weights is not None:
-        weights = weights[at]
-    sums = _sum_columns(table, ids, weights)
+    rest = () if weights is None else (weights[at],)
+    sums = _add_columns(xla.weighted_rows, table, ids, *rest)
     return jax.ops.segment_sum(sums, bag, num_bags, indices_are_sorted=True)
 
 
