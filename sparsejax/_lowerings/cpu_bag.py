@@ -72,14 +72,15 @@ def _sum_fixed(
                 lax.dynamic_slice_in_dim(x, at, width, 1) for x in (ids, *rest)
             ]
             total = _add_columns(read, table, *cut(0, first))
-            return lax.fori_loop(
-                0,
-                ids.shape[1] // _COLUMNS,
-                lambda k, total: _add_columns(
-                    read, table, *cut(first + k * _COLUMNS, _COLUMNS), total=total
-                ),
-                total,
-            )
+            if ids.shape[1] < _COLUMNS:
+                return total
+
+            def add_block(k, total):
+                block = cut(first + k * _COLUMNS, _COLUMNS)
+                return _add_columns(read, table, *block, total=total)
+
+            steps = ids.shape[1] // _COLUMNS
+            return lax.fori_loop(0, steps, add_block, total)
 
         return add_blocks
 
