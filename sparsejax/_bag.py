@@ -39,9 +39,17 @@ _TWO_LAYOUTS = (
     "ids [n] with segment_ids, or leave it out."
 )
 _NESTED_IDS = (
-    "{call}: the values of the SegmentTensor must be one array of ids, got {found}. "
-    "Pass ids of one feature: st.from_segment_ids(st.values['ids'], st.segment_ids, "
-    "st.num_segments)."
+    "{call}: the values of the SegmentTensor must be one array of ids, got {found}. A "
+    "SegmentTensor inside of it goes in by itself, embedding_bag(table, "
+    "st.values['ids']), and has a bag for each element out here; one of several arrays "
+    "as SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments)."
+)
+_RAGGED_IDS = (
+    "{call}: ids are lists of different lengths. Make bags of them: "
+    "embedding_bag(table, SegmentTensor.from_lists(ids))."
+)
+_BOOL_TABLE = (
+    "{call}: table must be of numbers, got bool. Cast it with .astype(jnp.int32)."
 )
 _NO_WEIGHTS = (
     "{call}: weights are for the combiners 'sum', 'mean' and 'sqrtn', got "
@@ -50,6 +58,10 @@ _NO_WEIGHTS = (
 _WEIGHTS_SHAPE = (
     "{call}: weights must have the shape of ids, {want}, one number for each, got "
     "{found}."
+)
+_SEGMENT_WEIGHTS = (
+    "{call}: weights must be an array, got a SegmentTensor. Pass weights.values: they "
+    "go with the values of ids, one by one."
 )
 _WEIGHTS_KIND = (
     "{call}: weights must be real numbers, got {found}. Cast them with "
@@ -89,8 +101,9 @@ def embedding_bag(
     - `"none"`: the rows themselves, as `sparsejax.lookup` gives them
 
     A bag without elements gives zeros, whatever the combiner, and so do a mean whose
-    weights sum up to 0 and a sqrtn whose weights are all 0. Differentiable in `table` and `weights`; under
-    `sparsejax.grad` the gradient of the table is a SelectedRows of a row for each id.
+    weights sum up to 0 and a sqrtn whose weights are all 0. Differentiable in `table`
+    and `weights`; under `sparsejax.grad` the gradient of the table is a SelectedRows of
+    a row for each id.
 
     Args:
       table: `[V, ...]`, as in `sparsejax.lookup`: an array, or a SelectedRows.
@@ -138,6 +151,8 @@ def embedding_bag(
       `embedding_lookup_sparse` (`sqrtn`, weights).
     """
     table = _lookup.as_table(_CALL, table)
+    if table.dtype == jnp.bool_:
+        raise TypeError(_BOOL_TABLE.format(call=_CALL))
     _lookup.check_mode(_CALL, mode)
     max_norm = _lookup.check_max_norm(_CALL, max_norm, table.dtype)
     combiner = _check_combiner(combiner, weights, table)
@@ -165,6 +180,10 @@ def embedding_bag(
             found = type(ids.values).__name__
             raise TypeError(_NESTED_IDS.format(call=_CALL, found=found))
     else:
+        if isinstance(ids, (list, tuple)):
+            lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
+            if len(lengths) > 1:
+                raise TypeError(_RAGGED_IDS.format(call=_CALL))
         ids = _ids.as_integers(_CALL, ids)
         if segment_ids is None or ids.ndim != 1:
             return _padded(ids, segment_ids, num_segments, table, reduce)
@@ -232,6 +251,8 @@ def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
 
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
     """`weights` in the shape of `ids`, in the type sums of `dtype` are held in."""
+    if isinstance(weights, SegmentTensor):
+        raise TypeError(_SEGMENT_WEIGHTS.format(call=_CALL))
     weights = jnp.asarray(weights)
     if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
         weights = weights.reshape(ids.shape)  # as the ids were

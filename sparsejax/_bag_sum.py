@@ -56,7 +56,7 @@ def bag_sum(
     # Arrays that a mesh lays out carry it in their types, which XLA's gather knows.
     laid_out = any(_compat.is_laid_out(x) for x in args)
     plain = laid_out or not jnp.issubdtype(table.dtype, jnp.floating)
-    if plain or table.shape[0] == 0 or ids.size == 0:
+    if plain or 0 in (table.shape[0], ids.size, static["num_bags"]):
         return xla.bag_sum(*args, **static)
     return _bind(*args, **static)
 

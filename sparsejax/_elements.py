@@ -163,10 +163,10 @@ def resize(values: Any, n: int) -> Any:
         more = xp.zeros((n - x.shape[0], *x.shape[1:]), x.dtype)
         return xp.concatenate([x, more])
 
-    return map_leaves(resize_array, lambda x: x.resize_segments(n), values)
+    return map_leaves(resize_array, lambda x: x._resize_segments(n), values)
 
 
 def take(values: Any, order: Any) -> Any:
     """The elements `order`, a permutation."""
     take_array = lambda x: _ids.take_rows(x, jnp.asarray(order))
-    return map_leaves(take_array, lambda x: x.take_segments(order), values)
+    return map_leaves(take_array, lambda x: x._take_segments(order), values)

@@ -24,8 +24,16 @@ _MIXED = (
     "one level are all numbers, all lists, or all dicts."
 )
 _NOT_NUMBERS = (
-    "{call}: elements must be numbers that are known, and that {dtype} can hold, got "
-    "{found}. Inside jit, where they are not known, use from_lengths."
+    "{call}: elements must be numbers that are known, got {found}. Inside jit, where "
+    "they are not known, use from_lengths."
+)
+_DO_NOT_FIT = (
+    "{call}: {dtype} cannot hold all elements, which go from {low} to {high}. Give a "
+    "wider dtype, leave it out, or map the values to smaller ones."
+)
+_NO_WHOLE_NUMBERS = (
+    "{call}: dtype={dtype} would cut the fractions of elements of type {found}. Round "
+    "them first, or leave dtype out."
 )
 _KEYS = (
     "{call}: the keys of a map must be integers, got {found}. For several values an "
@@ -119,15 +127,29 @@ def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
     if dtype is None and len(items) == 0 and not _is_array(items):
         dtype = np.int32  # no elements at all: of lists, most are of ids
     try:
-        x = np.asarray(items, dtype)
+        x = np.asarray(items)
     except (TypeError, ValueError, OverflowError, jax.errors.JAXTypeError):
         x = np.zeros((), object)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)):
-        name = "JAX" if dtype is None else np.dtype(dtype).name
-        found = _names(items)
-        raise TypeError(_NOT_NUMBERS.format(call=call, dtype=name, found=found))
+        raise TypeError(_NOT_NUMBERS.format(call=call, found=_names(items)))
+    if dtype is not None:
+        x = _cast(call, x, np.dtype(dtype))
     x = _elements.narrow(call, x, "lists")
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+
+
+def _cast(call: str, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`x` in `dtype`; an error where an integer would wrap or a fraction be cut."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return x.astype(dtype)
+    if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)) and x.size:
+        found = x.dtype.name
+        raise TypeError(_NO_WHOLE_NUMBERS.format(call=call, dtype=dtype, found=found))
+    limits = jnp.iinfo(dtype)
+    if x.size and (x.min() < limits.min or x.max() > limits.max):
+        low, high = x.min(), x.max()
+        raise ValueError(_DO_NOT_FIT.format(call=call, dtype=dtype, low=low, high=high))
+    return x.astype(dtype)
 
 
 def _is_array(x: Any) -> bool:
@@ -212,7 +234,8 @@ def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
     if len(jax.tree.leaves(innermost)) != 1 or not hasattr(innermost, "dtype"):
         return [repr(x)]
     arrays = [segment_ids, *jax.tree.leaves(x)]
-    if not all(_segment_numbers.is_known(a) and a.ndim == 1 for a in arrays):
+    known = all(_segment_numbers.is_known(a) and a.ndim == 1 for a in arrays)
+    if not known or jax.dtypes.float0 in [a.dtype for a in arrays]:
         return [_spec(x) if x is innermost else repr(x)]
     room = _SHOWN if x is innermost else _SHOWN_NESTED
     ids = np.asarray(segment_ids)

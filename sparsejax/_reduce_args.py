@@ -47,7 +47,8 @@ _IDS_SHAPE = (
 )
 _UNKNOWN_COUNT = (
     "{call}: num_segments was left out, and inside jit, or under vmap over the ids, it "
-    "cannot be found from their values. Pass num_segments, a static int."
+    "cannot be found from their values (sparsejax.value_and_grad traces as jit does). "
+    "Pass num_segments, a static int."
 )
 _BAD_COUNT = "{call}: num_segments must be a static, non-negative int, got {found!r}."
 _ONE_HOT = (

@@ -20,7 +20,7 @@ class _Segments(Protocol):
     ): ...
 
     @classmethod
-    def make_unchecked(
+    def _make_unchecked(
         cls, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool
     ) -> Self: ...
 
@@ -48,8 +48,9 @@ def from_lengths(
       ValueError: `lengths` are negative, or sum to more than there are elements or than
         `capacity`. Inside `jit`, where that is not known, floats among the values come
         out as NaN then. Integers have no NaN: with them a `capacity` less than the
-        number of elements is refused there, and lengths that sum to more cut the last
-        segments, so that `.lengths` differ from `lengths`.
+        number of elements is refused there, and lengths that sum to more, or negative
+        ones, cut the elements otherwise: `.lengths` then differ from `lengths`. Check
+        numbers that come from outside before they enter `jit`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -270,7 +271,7 @@ def from_csr(
 
 def _build(cls: type[T], values: Any, segment_ids: Any, num_segments: int) -> T:
     """Of what is checked, and sorted."""
-    return cls.make_unchecked(values, segment_ids, num_segments, True)
+    return cls._make_unchecked(values, segment_ids, num_segments, True)
 
 
 def _in_order(

@@ -12,9 +12,9 @@ Invariants, which every maker sees to:
   so everything works under `jit`. So is `is_sorted`: the ids never decrease, and the
   empty elements come last.
 
-Sharp edges: `jax.tree.map` over a SegmentTensor also visits its segment ids. A batch
-of them, stacked, is for `jax.vmap` and `jax.lax.scan`; outside of these its properties
-mean nothing.
+Sharp edges: `jax.tree.map` over a SegmentTensor also visits its segment ids; `.map`
+does not. A batch of them, stacked, is for `jax.vmap` and `jax.lax.scan`; outside of
+these its properties mean nothing.
 """
 
 import dataclasses
@@ -84,6 +84,8 @@ class SegmentTensor:
       >>> st.lengths
       Array([1, 2], dtype=int32)
 
+    `jax.tree.map` over a SegmentTensor also changes its segment ids: use `.map`.
+
     References:
       Caffe2, Sparse Operations; TensorFlow, `tf.RaggedTensor`; TorchRec,
       `JaggedTensor`.
@@ -119,7 +121,7 @@ class SegmentTensor:
         )
 
     @classmethod
-    def make_unchecked(
+    def _make_unchecked(
         cls, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool
     ) -> "SegmentTensor":
         """For makers, which have checked: NumPy's arrays become JAX's, no more."""
@@ -182,6 +184,30 @@ class SegmentTensor:
         raise TypeError(_NO_SILENT_DENSE)
 
     # -- other forms of the same -------------------------------------------------
+
+    def map(self, f: Any) -> "SegmentTensor":
+        """`f` of each array of the values; the segments stay as they are.
+
+        `jax.tree.map` would change the segment ids as well.
+
+        Args:
+          f: from an array `[n, ...]` to one of as many elements. Arrays of nested
+            segments, too, are handed to it.
+
+        Raises:
+          ValueError: `f` gives another number of elements.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.SegmentTensor.from_lists([[1, 2], [3]]).map(lambda ids: ids * 2)
+          SegmentTensor([[2 4] [6]], int32, num_segments=2, capacity=3)
+        """
+        call = "SegmentTensor.map"
+        values = _elements.map_leaves(f, lambda x: x.map(f), self.values)
+        _elements.check_count(call, values, self.capacity, "the SegmentTensor")
+        return self._make_unchecked(
+            values, self.segment_ids, self.num_segments, self.is_sorted
+        )
 
     def to_padded(self, max_length: Any = None, filler: Any = -1) -> Any:
         """Rows of one length, filled up with `filler`.
@@ -302,22 +328,22 @@ class SegmentTensor:
         order = _segment_numbers.stable_order(self.segment_ids)
         values = _elements.take(self.values, order)
         ids = _layouts.gather(_segment_numbers.as_known(self.segment_ids), order)
-        return self.make_unchecked(values, ids, self.num_segments, True)
+        return self._make_unchecked(values, ids, self.num_segments, True)
 
     # -- as elements of another SegmentTensor ------------------------------------
 
-    def resize_segments(self, n: int) -> "SegmentTensor":
+    def _resize_segments(self, n: int) -> "SegmentTensor":
         """n segments: empty ones added, or the last ones cut."""
         kept = _ids.scalar(min(n, self.num_segments), self.segment_ids)
         none = _ids.scalar(n, self.segment_ids)
         ids = jnp.where(self.segment_ids < kept, self.segment_ids, none)
-        return self.make_unchecked(self.values, ids, n, self.is_sorted)
+        return self._make_unchecked(self.values, ids, n, self.is_sorted)
 
-    def take_segments(self, order: Any) -> "SegmentTensor":
+    def _take_segments(self, order: Any) -> "SegmentTensor":
         """The segments `order`, a permutation; sorted if this is."""
         place = jnp.argsort(jnp.asarray(order)).astype(self.segment_ids.dtype)
         named = _ids.in_range(self.segment_ids, self.num_segments)
         ids = _ids.take_rows(place, self.segment_ids)
         ids = jnp.where(named, ids, _ids.scalar(self.num_segments, ids))
-        moved = self.make_unchecked(self.values, ids, self.num_segments, False)
+        moved = self._make_unchecked(self.values, ids, self.num_segments, False)
         return moved.sort() if self.is_sorted else moved

@@ -43,7 +43,8 @@ def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     Returns:
       `(out [capacity], inverse int32[*ids.shape], count int32[])`. `out` has the type
       of `ids`; its slots from `count` on hold the largest value of that type, which no
-      table has as a row. `count` is the true number of distinct ids: where it is
+      table has as a row if it is of 32 bits (cast narrower ids before, and look up with
+      another mode than "clip"). `count` is the true number of distinct ids: where it is
       greater than `capacity`, the greatest ids are left out of `out`, and `inverse` of
       those is `capacity`, a slot out of range.
 

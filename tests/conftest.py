@@ -14,8 +14,8 @@ import pathlib
 import zlib
 
 
-# The tests compile thousands of small programs, in several processes at once: optimizing
-# their machine code takes longer than it saves, and so does splitting it over threads.
+# The tests compile thousands of small programs, in several processes at once. To
+# optimize their machine code takes longer than it saves, and so do threads for it.
 _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": 8,
     "--xla_cpu_parallel_codegen_split_count": 1,

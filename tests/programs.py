@@ -5,6 +5,8 @@ shape [D]. `PROGRAMS` must come out sparse; `DENSE` must come out dense, and a
 `DensifyError` where `tables=` insists.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -482,7 +484,7 @@ def _pairs(ids):
 @sparse
 def bag_fixed(table, w, ids):
     weights = jnp.tanh(w[0] * jnp.arange(1, 16)).reshape(5, 3)
-    kwargs = dict(mode="zero", weights=weights, combiner="sqrtn")
+    kwargs: dict[str, Any] = dict(mode="zero", weights=weights, combiner="sqrtn")
     return _loss(sj.embedding_bag(table, _pairs(ids), **kwargs), w)
 
 
@@ -494,7 +496,7 @@ def bag_ragged(table, w, ids):
 
 @sparse
 def bag_max(table, w, ids):
-    kwargs = dict(padding_id=-1, combiner="max", max_norm=0.5)
+    kwargs: dict[str, Any] = dict(padding_id=-1, combiner="max", max_norm=0.5)
     return _loss(sj.embedding_bag(table, _pairs(ids), **kwargs), w)
 
 

@@ -325,6 +325,10 @@ def test_nothing_to_reduce():
             (sj.embedding_bag(table, none.reshape(0, 2), combiner=combiner), 0),
         ):
             np.testing.assert_array_equal(out, np.zeros((count, 2)))
+    lost = jnp.array([-1, -1])  # ids, but no bag
+    for combiner in COMBINERS:
+        out = sj.embedding_bag(table, jnp.array([1, 2]), lost, combiner=combiner)
+        assert out.shape == (0, 2)
     empty = jnp.ones((0, 2))
     out = sj.embedding_bag(empty, jnp.array([[3, 4]]), mode="zero")
     np.testing.assert_array_equal(out, [[0, 0]])
@@ -502,7 +506,9 @@ IDS = jnp.array([0, 1, 2])
             "num_segments was left out",
         ),
         (
-            lambda: sj.embedding_bag(TABLE > 0, IDS, IDS, 3, combiner="logsumexp"),
+            lambda: sj.embedding_bag(
+                TABLE.astype(jnp.int32), IDS, IDS, 3, combiner="logsumexp"
+            ),
             TypeError,
             "needs a table of real floats",
         ),
@@ -513,6 +519,23 @@ IDS = jnp.array([0, 1, 2])
             ),
             TypeError,
             "one array of ids, got dict",
+        ),
+        (
+            lambda: sj.embedding_bag(TABLE, [[1, 2], [3]]),
+            TypeError,
+            "SegmentTensor.from_lists",
+        ),
+        (
+            lambda: sj.embedding_bag(
+                TABLE, IDS, IDS, 3, weights=sj.SegmentTensor.from_lists([[1.0], [2.0]])
+            ),
+            TypeError,
+            "Pass weights.values",
+        ),
+        (
+            lambda: sj.embedding_bag(TABLE > 0, IDS, IDS, 3),
+            TypeError,
+            "must be of numbers, got bool",
         ),
         (
             lambda: sj.embedding_bag(

@@ -166,8 +166,6 @@ def test_refuses(lists, error, match):
 
 
 def test_refuses_types_and_capacities():
-    with pytest.raises(TypeError, match="that int8 can hold, got int"):
-        make.from_lists([[300]], dtype=jnp.int8)
     for capacity in -1, (3, -1):
         with pytest.raises(ValueError, match="capacity must be .* got"):
             make.from_lists([[1]], capacity=capacity)
@@ -221,3 +219,31 @@ def test_repr_of_what_has_no_values():
     assert "num_segments=2" in repr(jax.tree.map(lambda a: a.shape, x))
     nested = jax.eval_shape(lambda: make.from_lists([[[1], []]]))
     assert repr(nested).count("SegmentTensor(") == 2
+
+
+@pytest.mark.parametrize(
+    ("lists", "dtype", "error", "message"),
+    [
+        ([np.array([2**33 + 5]), np.array([1])], jnp.int32, ValueError, "wider dtype"),
+        ([[300]], jnp.int8, ValueError, "from 300 to 300"),
+        ([[-1]], jnp.uint8, ValueError, "cannot hold"),
+        ([[1.7]], jnp.int32, TypeError, "cut the fractions"),
+    ],
+)
+def test_a_dtype_that_cannot_hold_the_elements(lists, dtype, error, message):
+    with pytest.raises(error, match=message):
+        sj.SegmentTensor.from_lists(lists, dtype=dtype)
+
+
+def test_map_leaves_the_segments_as_they_are():
+    st = sj.SegmentTensor.from_lists([[[1, 2], [3]], [[4]]])
+    twice = st.map(lambda x: 2 * x)
+    assert twice.to_lists() == [[[2, 4], [6]], [[8]]]
+    with pytest.raises(ValueError, match=r"SegmentTensor\.map: values has 2 elements"):
+        sj.SegmentTensor.from_lists([[1, 2], [3]]).map(lambda x: x[:2])
+
+
+def test_repr_of_a_gradient_of_integers():
+    st = sj.SegmentTensor(jnp.arange(3.0), jnp.array([0, 0, 1]), 2)
+    loss = lambda s: jnp.sum(sj.segment_sum(s))
+    assert "num_segments=2" in repr(jax.grad(loss, allow_int=True)(st))

@@ -1,7 +1,8 @@
 """Timing programs fairly on a machine that does other things as well.
 
-- They take turns, ours, theirs, ours, theirs, ..., so that whatever else the machine
-  does hits both; what is reported are medians and the ratio of the medians.
+- They take turns, so that whatever else the machine does hits all of them, in another
+  order in each round, since a program leaves caches and threads to the one after it;
+  what is reported are medians and the ratio of the medians.
 - Compiling is apart.
 - A turn begins when the process has come to rest: a program may still be giving back
   gigabytes of temporaries after its results are there. Then comes a run that is not
@@ -15,6 +16,7 @@
 """
 
 import pathlib
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +74,9 @@ def alternate(
     for number in range(repeats):
         if number >= 3 and time.perf_counter() - began > seconds:
             break
-        for name, program in programs.items():
+        order = list(programs.items())
+        random.Random(number).shuffle(order)
+        for name, program in order:
             wait_for_rest()
             state, _ = _timed(program, state, inputs)
             state, taken = _timed(program, state, inputs)

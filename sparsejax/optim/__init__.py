@@ -1,8 +1,11 @@
 """Optimizers whose step costs what the batch touches.
 
 `lazy` lifts any row-separable optax transformation to SelectedRows gradients;
-`is_row_separable` says which are; `global_norm` is the norm over trees with
-SelectedRows in them.
+`is_row_separable` says which are, and `is_lazy_exact` where leaving the other rows
+alone is no approximation. `exact` trains as dense gradients do where it is one.
+`ftrl`, `rowwise_adagrad` and others are what optax has none of; `accumulate`,
+`rounding` and `dynamic_loss_scale` go around them. `global_norm` is the norm over trees
+with SelectedRows in them.
 """
 
 from sparsejax.optim._accumulate import accumulate as accumulate

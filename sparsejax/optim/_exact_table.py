@@ -60,12 +60,13 @@ def catch_up(table: Table, ids: jax.Array, step: jax.Array) -> Table:
     if not table.model.columns:
         return table
     book = _read_book(read_rows(table.book, ids))
-    moments = [read_rows(m, ids) for m in table.moments]
-    weights = _advance(table, read_rows(table.weights, ids), moments, book, step)
+    old = [read_rows(x, ids) for x in (table.weights, *table.moments)]
+    weights = _advance(table, old[0], old[1:], book, step)
     # The same step either way. But now the book is written after moments are read, and
     # whoever writes moments reads the book first.
-    some = weights[(slice(None), *(0,) * (weights.ndim - 1))]
-    steps = jnp.where(some == some, jnp.maximum(step, book.weights_step), step)
+    steps = jnp.maximum(step, book.weights_step)
+    for x in old:
+        steps = _after(x, steps, step)
     present = _write_book(steps, book.moments_step, table.now)
     # Duplicates write the same thing twice. To merge them first would cost more.
     return table._replace(
@@ -96,21 +97,28 @@ def present(
 ) -> Present:
     """The rows of a gradient; `moments` are theirs, as stored."""
     book = _read_book(read_rows(table.book, rows.rows))
-    faded = _faded(table.model, moments, step - book.moments_step)
     if not table.model.columns:
+        faded = _faded(table.model, moments, step - book.moments_step)
         return Present(faded, None, np.int32(0), book.moments_step)
     late = rows.filled() & (book.weights_step < step)
     wide = _ids.accumulator_dtype(table.weights.dtype)
 
     def correct():
-        old = read_rows(table.weights, rows.rows)
-        new = _advance(table, old, moments, book, step)
+        # Read once more, here where it is rarely needed: what is read outside then
+        # goes into the arithmetic of `tx` without being written down for this.
+        old, *stored = (
+            read_rows(x, rows.rows) for x in (table.weights, *table.moments)
+        )
+        new = _advance(table, old, stored, book, step)
         return _ids.zero_unless(late, new.astype(wide) - old.astype(wide))
 
     def nothing():
         return jnp.zeros((rows.capacity, *table.weights.shape[1:]), wide)
 
     correction = lax.cond(jnp.any(late), correct, nothing)
+    # No step is after the present, so this changes nothing but the order.
+    since = _after(correction, book.moments_step, jnp.minimum(book.moments_step, step))
+    faded = _faded(table.model, moments, step - since)
     count = jnp.sum(late, dtype=jnp.int32)
     return Present(faded, correction, count, book.weights_step)
 
@@ -176,6 +184,12 @@ def _advance(
     return _exact_drift.advance(
         table.model, weights, moments, since, gap, book.then, table.now
     )
+
+
+def _after(x: jax.Array, steps: jax.Array, same: jax.Array) -> jax.Array:
+    """`steps`, which are the `same`, but not before `x` has been computed."""
+    some = x[(slice(None), *(0,) * (x.ndim - 1))]
+    return jnp.where(some == some, steps, same)
 
 
 def _faded(model: Model, moments: Sequence[jax.Array], gap: jax.Array) -> list[Any]:

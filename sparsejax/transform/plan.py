@@ -108,7 +108,9 @@ def trace_call(
         leaves.append(leaf)
     others = [None if i in numbers else arg for i, arg in enumerate(args)]
     rest, rest_tree = jax.tree_util.tree_flatten((others, kwargs))
-    dynamic = [isinstance(x, (jax.Array, np.ndarray)) for x in rest]
+    # `explain` and `eval_shape` may have shapes in the place of arrays.
+    kinds = jax.Array, np.ndarray, jax.ShapeDtypeStruct
+    dynamic = [isinstance(x, kinds) for x in rest]
     first = len(inputs)
     inputs += [x for x, d in zip(rest, dynamic) if d]
     inputs = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in inputs]

@@ -1,0 +1,518 @@
+"""exact(tx) on the rows that are read equals tx on dense gradients."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_same_bits
+from sparsejax.optim import _exact_drift, _exact_model, exact, exact_value_and_grad
+from sparsejax.optim._exact_probe import Rows, Twin
+
+
+# optax itself relies on implicit promotion; the last test is about our own code.
+pytestmark = pytest.mark.loose_promotion
+
+V, D, N, STEPS = 211, 4, 4, 300
+SPARSE = {"table": True, "weights": None}
+# Compiling is what these tests take their time for.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+# ------------------------------------------------------------------ the problem
+
+
+def make_params(dtype=jnp.float32):
+    rng = np.random.default_rng(3)
+    return {
+        "table": jnp.asarray(0.1 * rng.standard_normal((V, D)), dtype),
+        "weights": jnp.ones(D, dtype),
+    }
+
+
+def make_batches(steps=STEPS):
+    """Zipf's ids: some rows are read at every other step, some never, some once."""
+    rng = np.random.default_rng(5)
+    share = 1 / np.arange(1, V + 1)
+    ids = rng.choice(V, (steps, N), p=share / share.sum())
+    targets = rng.standard_normal((steps, N))
+    return jnp.asarray(ids.astype(np.int32)), jnp.asarray(targets.astype(np.float32))
+
+
+def loss_fn(params, ids, targets):
+    return jnp.mean((params["table"][ids] @ params["weights"] - targets) ** 2)
+
+
+def train_dense(tx, params, batches):
+    def step(carry, batch):
+        params, state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    return jit(lambda p, b: jax.lax.scan(step, (p, tx.init(p)), b))(params, batches)
+
+
+def exact_step(tx, carry, batch, loss=loss_fn):
+    params, state = carry
+    both = exact_value_and_grad(loss, tx, tables=SPARSE)
+    (loss, grads), params, state = both(params, state, *batch)
+    updates, state = tx.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), loss
+
+
+def train_exact(tx, params, batches):
+    tx = exact(tx, tables={"table": True, "weights": False})
+
+    @jit
+    def run(params, batches):
+        step = functools.partial(exact_step, tx)
+        carry, losses = jax.lax.scan(step, (params, tx.init(params)), batches)
+        return tx.flush(*carry), losses
+
+    return run(params, batches)
+
+
+def relative(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
+
+
+COSINE = optax.cosine_decay_schedule(0.01, STEPS)
+WARMUP = optax.warmup_cosine_decay_schedule(0.0, 0.01, 50, STEPS)
+DENSE_EQUIVALENT = {
+    "nesterov": lambda: optax.sgd(0.02, momentum=0.9, nesterov=True),
+    "decayed_momentum": lambda: optax.chain(
+        optax.trace(0.9),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(optax.linear_schedule(0.02, 0.0, STEPS)),
+    ),
+    "decayed_sgd": lambda: optax.chain(
+        optax.add_decayed_weights(0.1), optax.sgd(optax.linear_schedule(0.1, 0, STEPS))
+    ),
+    "rmsprop": lambda: optax.rmsprop(0.01, initial_scale=0.1),
+    "rmsprop_momentum": lambda: optax.rmsprop(1e-3, momentum=0.9, centered=True),
+    "adam": lambda: optax.adam(0.01),
+    # eps as large as the moments, which the interpolation must see; fast decay.
+    "adam_large_eps": lambda: optax.adam(0.01, b1=0.8, b2=0.95, eps=0.05),
+    "adamw_cosine": lambda: optax.adamw(COSINE, weight_decay=0.3),
+    "clipped_injected_adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.inject_hyperparams(optax.adamw)(WARMUP, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DENSE_EQUIVALENT)
+def test_equals_dense_training(name):
+    tx, batches = DENSE_EQUIVALENT[name](), make_batches()
+    (dense, dense_state), dense_losses = train_dense(tx, make_params(), batches)
+    (params, state), losses = train_exact(tx, make_params(), batches)
+    np.testing.assert_allclose(losses, dense_losses, rtol=1e-5)
+    assert relative(params["table"], dense["table"]) < 1e-5
+    assert relative(params["weights"], dense["weights"]) < 1e-5
+    assert int(state.stale) == 0 and int(state.step) == STEPS
+    assert jax.tree.structure(state.inner) == jax.tree.structure(dense_state)
+    for ours, theirs in zip(jax.tree.leaves(state.inner), jax.tree.leaves(dense_state)):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert relative(ours, theirs) < 2e-5
+
+
+def test_lazy_is_another_algorithm():
+    # What all the comparisons above would find if nothing were caught up.
+    tx, batches = optax.adam(0.01), make_batches(80)
+    (dense, _), _ = train_dense(tx, make_params(), batches)
+    lazy = sj.optim.lazy(tx)
+
+    def step(carry, batch):
+        params, state = carry
+        grads = sj.grad(loss_fn, tables=SPARSE)(params, *batch)
+        updates, state = lazy.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = make_params()
+    run = jit(lambda p, s, b: jax.lax.scan(step, (p, s), b)[0])
+    (params, _) = run(params, lazy.init(params), batches)
+    assert relative(params["table"], dense["table"]) > 0.01
+
+
+# ------------------------------------------------------------------ the bound
+
+
+@pytest.mark.parametrize("options", [{}, {"b1": 0.8, "b2": 0.95, "nesterov": True}])
+def test_error_bound_of_the_drift(options, x64):
+    """In float64, where rounding does not hide it, over all v and many gaps."""
+    tx = optax.adam(0.01, **options)
+    specs, treedef = (jax.ShapeDtypeStruct((9, 9), jnp.float64),), jax.tree.structure(0)
+    model = _exact_model.find(tx, treedef, specs, 0)
+    twin = Twin(tx, treedef, specs, {0: model.leaves})
+    roots = np.concatenate([[0], np.logspace(-12, 2, 85)])
+    length = 200
+
+    @jit
+    def run(clock):
+        def later(x):
+            return x + clock if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+        state = [later(x) for x in twin.init(len(roots))]
+        zero, one = jnp.zeros(len(roots)), jnp.ones(len(roots))
+        first = Rows(zero, (one, jnp.asarray(roots) ** 2))
+        then = _exact_drift.future(twin, {0: model}, state, None)[0]
+
+        def step(carry, _):
+            state, rows = carry
+            _, rows, state = twin.step(state, rows)
+            now = _exact_drift.future(twin, {0: model}, state, {0: then})[0]
+            return (state, rows), (rows[0].weights, now)
+
+        _, (stepped, now) = jax.lax.scan(step, (state, {0: first}), length=length)
+        since, gaps = jnp.zeros(len(roots), jnp.int32), jnp.arange(1, length + 1)
+        each = jnp.broadcast_to(then, (len(roots), *then.shape))
+        closed = jax.vmap(
+            lambda gap, now: _exact_drift.advance(
+                model, zero, first.moments, since, since + gap, each, now
+            )
+        )(gaps.astype(jnp.int32), now)
+        future = _exact_drift.moved(model, first.moments, since, each.T, zero.dtype)
+        return jnp.max(jnp.abs(closed - stepped) / jnp.abs(future), axis=1)
+
+    early = np.asarray(run(1))
+    # F at the start and F at the end are each off by at most the bound; the rest of
+    # the sum, which is left out, by TAIL.
+    assert np.max(early) <= 2 * model.bound + 2 * _exact_drift.TAIL
+    assert np.max(early) > 0.05 * model.bound  # and the bound is not idle
+    if not options:
+        assert model.horizon == 176 and model.terms == 10
+        late = np.asarray(run(100))
+        assert np.max(late) < 3e-8
+
+
+# ------------------------------------------------------------------ rows and clocks
+
+MOMENTUM = exact(optax.sgd(0.5, momentum=0.5))
+
+
+def gradient(rows):
+    """Ones at `rows`; always of five slots, so that it is compiled for only once."""
+    rows = np.array([*rows, *[V] * (5 - len(rows))])
+    return {
+        "table": sj.SelectedRows(jnp.asarray(rows), jnp.ones((5, D)), V),
+        "weights": jnp.ones(D),
+    }
+
+
+def to_dense(grads):
+    is_rows = lambda x: isinstance(x, sj.SelectedRows)
+    return jax.tree.map(
+        lambda g: g.to_dense() if is_rows(g) else g, grads, is_leaf=is_rows
+    )
+
+
+def make_apply(tx):
+    @jit
+    def apply(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return apply
+
+
+CATCH_UP, APPLY, FLUSH = (
+    jit(MOMENTUM.catch_up),
+    make_apply(MOMENTUM),
+    jit(MOMENTUM.flush),
+)
+APPLY_DENSE = make_apply(optax.sgd(0.5, momentum=0.5))
+
+
+def run_both(steps):
+    """Exact training, and dense training on the same gradients, step by step."""
+    params, dense = make_params(), make_params()
+    state, dense_state = MOMENTUM.init(params), optax.sgd(0.5, momentum=0.5).init(dense)
+    for grads, ids in steps:
+        if ids is ...:
+            params, state = MOMENTUM.catch_up(params, state, {"table": ...})
+        elif ids is not None:
+            ids = jnp.asarray([*ids, *[-1] * (5 - len(ids))])
+            params, state = CATCH_UP(params, state, {"table": ids})
+        params, state = APPLY(params, state, grads)
+        dense, dense_state = APPLY_DENSE(dense, dense_state, to_dense(grads))
+    return params, state, dense
+
+
+def test_other_rows_keep_their_bits():
+    params, state, _ = run_both([(gradient([3, 5]), [3, 5]), (gradient([5]), [5])])
+    before = params, state.inner, state.books
+    ids = jnp.array([[3, 3], [-1, V], [7, 3]])
+    params, state = CATCH_UP(params, state, {"table": ids, "weights": None})
+    others = np.setdiff1d(np.arange(V), [3, 7])
+    assert_same_bits(params["table"][others], before[0]["table"][others])
+    assert_same_bits(state.books[0][others], before[2][0][others])
+    for new, old in zip(jax.tree.leaves(state.inner), jax.tree.leaves(before[1])):
+        assert_same_bits(new, old)  # moments wait until they are needed
+    assert not np.array_equal(params["table"][3], before[0]["table"][3])
+    assert_same_bits(params["table"][7], before[0]["table"][7])  # had no momentum
+    # Once up to date, nothing moves any more.
+    again, _ = CATCH_UP(params, state, {"table": ids, "weights": None})
+    assert_same_bits(again["table"], params["table"])
+
+
+def test_flush_in_between_and_dense_gradients():
+    everywhere = {"table": 0.1 * jnp.ones((V, D)), "weights": jnp.ones(D)}
+    steps = [
+        (gradient([3, 5]), [3, 5]),
+        (gradient([5, 5, V, -1]), [5]),
+        (everywhere, ...),
+        (gradient([0]), [0]),
+        (everywhere, None),  # update brings the rest up to date by itself
+        (gradient([3]), [3, 4]),
+    ]
+    params, state, dense = run_both(steps)
+    flushed, state = FLUSH(params, state)
+    assert relative(flushed["table"], dense["table"]) < 1e-6
+    again, state = FLUSH(flushed, state)
+    assert_same_bits(again["table"], flushed["table"])
+    params, state = CATCH_UP(again, state, {"table": jnp.array([4, -1, -1, -1, -1])})
+    params, state = APPLY(params, state, gradient([4]))
+    assert int(state.stale) == 0 and int(state.step) == 7
+    assert np.array_equal(np.asarray(state.books[0])[:2, 1], [6, 6])
+
+
+def test_rows_not_caught_up_are_counted_and_put_right():
+    # These gradients do not depend on the weights, so the result is dense training's.
+    steps = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
+    steps += [(gradient([3, 3, 5, 9, V]), None), (gradient([3]), [3])]
+    params, state, dense = run_both(steps)
+    assert int(state.stale) == 2  # rows 3 and 9; 5 had been updated the step before
+    flushed, _ = FLUSH(params, state)
+    assert relative(flushed["table"], dense["table"]) < 1e-6
+
+
+def test_hyperparameters_set_by_hand():
+    make = optax.inject_hyperparams(optax.sgd, static_args="nesterov")
+    inner = make(learning_rate=0.1, momentum=0.8)
+    tx, params, dense = exact(inner), make_params(), make_params()
+    state, dense_state = tx.init(params), inner.init(dense)
+    apply, apply_dense, flush = make_apply(tx), make_apply(inner), jit(tx.flush)
+    for number in range(9):
+        if number == 5:
+            state.inner.hyperparams["learning_rate"] = jnp.asarray(0.01)
+            dense_state.hyperparams["learning_rate"] = jnp.asarray(0.01)
+            params, state = flush(params, state)
+        grads = gradient([number % 3, number])
+        params, state = apply(params, state, grads)
+        dense, dense_state = apply_dense(dense, dense_state, to_dense(grads))
+    params, _ = flush(params, state)
+    assert relative(params["table"], dense["table"]) < 1e-6
+
+
+def test_another_optimizer_for_each_leaf():
+    labels = {"table": "rmsprop", "other": "momentum", "weights": "frozen"}
+    inner = optax.partition(
+        {
+            "rmsprop": optax.rmsprop(0.1, momentum=0.5),
+            "momentum": optax.sgd(0.1, momentum=0.9),
+            "frozen": optax.set_to_zero(),
+        },
+        labels,
+    )
+    params = {**make_params(), "other": jnp.ones((V, 2))}
+    tx = exact(inner)
+    state, dense, dense_state = tx.init(params), params, inner.init(params)
+    assert len(state.books) == 2
+    apply, apply_dense = make_apply(tx), make_apply(inner)
+    for rows in ([3, 5], [5], [6], [3]):
+        grads = gradient(rows)
+        other = grads["table"].rows + 1, grads["table"].values[:, :2]
+        grads["other"] = sj.SelectedRows(*other, V)
+        params, state = apply(params, state, grads)
+        dense, dense_state = apply_dense(dense, dense_state, to_dense(grads))
+    params, _ = tx.flush(params, state)
+    for name in params:
+        assert relative(params[name], dense[name]) < 1e-6
+
+
+def test_bfloat16_tables():
+    tx, batches = optax.sgd(0.02, momentum=0.9), make_batches(40)
+    (params, state), losses = train_exact(tx, make_params(jnp.bfloat16), batches)
+    (dense, _), _ = train_dense(tx, make_params(), batches)
+    assert params["table"].dtype == jnp.bfloat16
+    assert state.books[0].dtype == jnp.float32
+    assert relative(params["table"], dense["table"]) < 0.03
+    assert np.all(np.isfinite(np.asarray(losses, np.float32)))
+
+
+# ------------------------------------------------------------------ refusals
+
+REFUSED = {
+    "amsgrad": (lambda: optax.amsgrad(0.1), "scale_by_amsgrad: .*nu_max"),
+    "lion": (lambda: optax.lion(0.1), "scale_by_lion"),
+    "lamb": (lambda: optax.lamb(0.1), "scale_by_trust_ratio"),
+    "coupled_decay": (
+        lambda: optax.chain(
+            optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)
+        ),
+        "add_decayed_weights, trace, .*one after the other",
+    ),
+    "clipped_after": (
+        lambda: optax.chain(optax.trace(0.9), optax.clip_by_global_norm(1.0)),
+        "trace, clip_by_global_norm, one after the other",
+    ),
+    "apply_if_finite": (
+        lambda: optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
+        "apply_if_finite: .*notfinite_count.* depends on what the gradients were",
+    ),
+    "no_eps": (lambda: optax.adam(0.1, eps=0.0), "eps must not be 0"),
+    "too_slow": (lambda: optax.sgd(0.1, momentum=0.9999), "too slowly"),
+    "never": (lambda: optax.sgd(0.1, momentum=1.0), "does not fade"),
+    "by_rows": (lambda: sj.optim.rowwise_adagrad(0.1), "not of the table's shape"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name):
+    make, words = REFUSED[name]
+    with pytest.raises(ValueError, match=f"params\\['table'\\].*{words}.*lazy"):
+        exact(make()).init(make_params())
+
+
+def test_what_is_wrong_is_said():
+    params = make_params()
+    with pytest.raises(TypeError, match="takes an optax transformation"):
+        exact(lambda x: x)
+    with pytest.raises(ValueError, match="no table"):
+        exact(optax.sgd(0.1)).init({"bias": jnp.ones(3)})
+    with pytest.raises(ValueError, match="tables= names .*'count'"):
+        exact(optax.sgd(0.1), tables=True).init({"count": jnp.ones(3, jnp.int32)})
+    state = MOMENTUM.init(params)
+    with pytest.raises(ValueError, match="update needs the parameters"):
+        MOMENTUM.update(gradient([1]), state)
+    with pytest.raises(TypeError, match="takes the state that its own init"):
+        MOMENTUM.catch_up(params, state.inner, {"table": jnp.array([1])})
+    with pytest.raises(ValueError, match="ids name .*'tabel'"):
+        MOMENTUM.catch_up(params, state, {"tabel": jnp.array([1])})
+    with pytest.raises(TypeError, match="catch_up: ids must be integers"):
+        MOMENTUM.catch_up(params, state, {"table": jnp.array([1.0])})
+    tx = exact(optax.sgd(0.1), tables=lambda path, leaf: leaf.ndim == 1)
+    with pytest.raises(ValueError, match=r"grads\['table'\].*says that it is no table"):
+        tx.update(gradient([1]), tx.init(params), params)
+
+
+# ------------------------------------------------------------------ the cost
+
+
+def linear_loss(params, ids, targets):
+    return jnp.mean(params["table"][ids] @ params["weights"] * targets)
+
+
+def test_step_is_by_rows_and_in_place():
+    # Nothing that is read to catch up is needed for the gradient of a linear loss, so
+    # that alone does not tell XLA to read before it writes.
+    tx = exact(optax.adamw(COSINE, weight_decay=0.1), tables=SPARSE)
+    height = 20_011
+    params = {"table": jnp.zeros((height, 8)), "weights": jnp.ones(8)}
+    state = jit(tx.init)(params)
+    batch = jnp.array([5, 3, 5]), jnp.ones(3)
+    mu, nu = state.inner[0].mu["table"], state.inner[0].nu["table"]
+
+    def flat(table, mu, nu, book):
+        adam, *rest = state.inner
+        adam = adam._replace(mu={**adam.mu, "table": mu}, nu={**adam.nu, "table": nu})
+        full = state._replace(inner=(adam, *rest), books=(book,))
+        carry = {**params, "table": table}, full
+        (new, after), _ = exact_step(tx, carry, batch, linear_loss)
+        adam = after.inner[0]
+        return new["table"], adam.mu["table"], adam.nu["table"], after.books[0]
+
+    arrays = params["table"], mu, nu, state.books[0]
+    assert_no_dense(flat, *arrays, allow=("scatter", "scatter-add"))
+    donated = jax.jit(flat, donate_argnums=(0, 1, 2, 3)).lower(*arrays).compile()
+    memory, text = donated.memory_analysis(), donated.as_text()
+    assert memory is not None and text is not None
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in arrays)
+    assert memory.temp_size_in_bytes < params["table"].nbytes / 2
+    assert not [
+        line
+        for line in text.splitlines()
+        if f"[{height}," in line.split("(")[0] and " copy(" in line
+    ]
+
+
+# ------------------------------------------------------------------ reading the ids
+
+
+def test_ids_are_read_from_the_trace():
+    tx = MOMENTUM
+    params, state, _ = run_both([(gradient([*range(5)]), None)] * 2)
+    behind = np.asarray(state.books[0])[:, 1]
+
+    def loss(params, ids, scale):
+        def body(total, i):
+            total += jnp.sum(sj.lookup(params["table"], i, mode="zero") ** 2)
+            return total, None
+
+        total, _ = jax.lax.scan(body, 0.0, ids.reshape(3, 1))
+        total += jax.lax.cond(
+            scale > 0, lambda: jnp.sum(params["table"][20 + ids[0]]), lambda: 0.0
+        )
+        best = jnp.argmax(params["table"][30 + ids], axis=-1)
+        return total * params["weights"][0], best
+
+    ids = jnp.array([1, 30, V])
+    both = exact_value_and_grad(loss, tx, has_aux=True, tables=SPARSE)
+    (((value, aux), grads), after, new) = jit(both)(params, state, ids, 2.0)
+    steps = np.asarray(new.books[0])[:, 1]
+    assert set(np.flatnonzero(steps != behind)) == {21, 30, 31, 60}
+    expected, _ = CATCH_UP(params, state, {"table": jnp.array([1, 21, 30, 31, 60])})
+    assert_same_bits(after["table"], expected["table"])
+    (value, aux), grads = sj.value_and_grad(loss, 0, True, tables=SPARSE)(
+        expected, ids, 2.0
+    )
+    assert isinstance(grads["table"], sj.SelectedRows) and aux.shape == (3,)
+    assert np.isfinite(value)
+
+
+def test_ids_made_of_rows_are_refused():
+    params, state, _ = run_both([(gradient([3]), None)])
+
+    def hops(params, ids):
+        best = jnp.argmax(params["table"][ids], axis=-1)
+        return jnp.sum(params["table"][best])
+
+    both = exact_value_and_grad(hops, MOMENTUM, tables=SPARSE)
+    with pytest.raises(ValueError, match="params\\['table'\\] .*computed from rows"):
+        both(params, state, jnp.array([3]))
+    with pytest.raises(TypeError, match="takes what .*exact"):
+        exact_value_and_grad(hops, optax.sgd(0.1))
+
+
+def test_a_table_used_as_a_whole_is_brought_up_to_date():
+    steps = [(gradient([3, 5]), None), (gradient([5]), [5])]
+    params, state, dense = run_both(steps)
+    loss = lambda params: jnp.sum(params["table"] ** 2)
+    (value, _), params, _ = exact_value_and_grad(loss, MOMENTUM)(params, state)
+    assert relative(params["table"], dense["table"]) < 1e-6
+    np.testing.assert_allclose(value, loss(dense), rtol=1e-6)
+
+
+def test_own_code_promotes_nothing():
+    params, state, _ = run_both([(gradient([3, 5]), None), (gradient([5]), [5])])
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+
+        @jit
+        def step(params, state, ids, grads):
+            caught, state = MOMENTUM.catch_up(params, state, {"table": ids})
+            flushed, state = MOMENTUM.flush(caught, state)
+            return MOMENTUM.update(grads, state, flushed)
+
+        updates, state = step(params, state, jnp.array([3]), gradient([3, 4]))
+    assert state.books[0].dtype == jnp.float32 and int(state.stale) == 0
+    assert updates["table"].capacity == 5
