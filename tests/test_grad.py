@@ -244,3 +244,11 @@ def test_explain_names_tuples_of_arguments():
     found = sj.explain(fun, (1, 0))(jnp.ones((40, 2)), jnp.ones((40, 2)))
     assert [leaf.name for leaf in found.leaves] == ["other", "table"]
     assert [leaf.sparse for leaf in found.leaves] == [False, True]
+
+
+def test_explain_takes_shapes_for_all_arguments():
+    shapes = jax.ShapeDtypeStruct
+    fun = lambda t, batch: jnp.sum(sj.embedding_bag(t, batch["ids"]))
+    batch = {"ids": shapes((2, 3), jnp.int32)}
+    (leaf,) = sj.explain(fun)(shapes((60, 2), jnp.float32), batch).leaves
+    assert leaf.sparse and leaf.rows_read == 6
