@@ -163,7 +163,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
       Sparse Stochastic Gradient Descent"; Langford et al., 2009); here for moments too.
     """
     if not _parts.is_transformation(tx):
-        found = _lazy._describe(tx)
+        found = _lazy.describe(tx)
         raise TypeError(_NOT_A_TRANSFORMATION.format(found=found))
     planned = _exact_plan.Planner(CALL, tx, tables)
     follow = _separable.remember(functools.partial(_follow.follow, tx.init))
@@ -198,10 +198,10 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         if params is None:
             raise ValueError(_NEEDS_PARAMS)
         leaves, treedef = _separable.flatten(grads)
-        weights = _lazy._weights(grads, treedef, params)
+        weights = _lazy.weights_of(grads, treedef, params)
         assert weights is not None
         sparse = [i for i, g in enumerate(leaves) if isinstance(g, SelectedRows)]
-        _lazy._check(grads, leaves, weights, sparse)
+        _lazy.check_gradients(grads, leaves, weights, sparse)
         params = treedef.unflatten(weights)
         _, _, plan = planned(params)
         tables = _tables(plan, weights, state)
@@ -220,10 +220,12 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         weights = treedef.flatten_up_to(params)
 
         # Rows of the others.
-        merged = {i: _lazy._coalesce(leaves[i]) for i in sparse}
+        merged = {i: _lazy.merge_duplicates(leaves[i]) for i in sparse}
         specs = tuple(map(_follow.spec, weights))
         owners = follow(treedef, specs, tuple(merged)).owners
-        cut = _lazy._cut(tx.init, treedef, leaves, weights, state.inner, owners, merged)
+        cut = _lazy.cut_rows(
+            tx.init, treedef, leaves, weights, state.inner, owners, merged
+        )
         rows_grads, rows_state, rows_weights = cut
         moments = jax.tree.leaves(rows_state)
         rows_weights = treedef.flatten_up_to(rows_weights)
@@ -246,9 +248,9 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         for i, correction in corrections.items():
             updates[i] = _plus(updates[i], correction)
         for i, rows in merged.items():
-            updates[i] = _lazy._update_of(rows, updates[i], leaves[i])
+            updates[i] = _lazy.update_of(rows, updates[i], leaves[i])
 
-        new = _lazy._put_back(state.inner, new, owners, merged)
+        new = _lazy.put_back(state.inner, new, owners, merged)
         step, future = step + 1, plan.future(new, state.now)
         for (i, table), now in zip(tables.items(), future):
             if i in merged:
@@ -325,7 +327,7 @@ def _plus(x: jax.Array, correction: jax.Array) -> jax.Array:
 
 def _named(params: Any, ids: Any) -> dict[int, Any]:
     """The ids of each leaf that has some."""
-    paths = _lazy._paths(params, "")
+    paths = _lazy.leaf_paths(params, "")
     found = {}
     for path, named in jax.tree_util.tree_leaves_with_path(ids):
         path = jax.tree_util.keystr(path)
@@ -337,6 +339,6 @@ def _named(params: Any, ids: Any) -> dict[int, Any]:
 
 
 def _refusal(plan: Plan, tree: Any, name: str, leaf: int) -> ValueError:
-    where, reason = _lazy._paths(tree, name)[leaf], plan.why_not(leaf)
+    where, reason = _lazy.leaf_paths(tree, name)[leaf], plan.why_not(leaf)
     error = _exact_plan.NOT_EXACT.format(call=CALL, where=where, reason=reason)
     return ValueError(error)

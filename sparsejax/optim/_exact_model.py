@@ -71,7 +71,7 @@ def find(tx: Any, treedef: Any, specs: Sequence[Any], table: int) -> Model:
       table: which leaf.
     """
     try:
-        with _probe._defaults(), np.errstate(all="ignore"):
+        with _probe.jax_defaults(), np.errstate(all="ignore"):
             return _find(tx, treedef, specs, table)
     except NotExactError:
         raise
@@ -317,7 +317,7 @@ def _verify(twin: Twin, table: int, model: Model) -> None:
 def _compiled(function: Callable, *args: Any) -> Callable:
     """`function`, compiled, so that it runs on numbers wherever it is called."""
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-    run = _probe._compile(jax.jit(function), *specs)
+    run = _probe.compile_probe(jax.jit(function), *specs)
     return lambda *args: jax.tree.map(np.asarray, run(*args))
 
 

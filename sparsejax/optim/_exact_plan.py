@@ -94,7 +94,7 @@ class Planner:
             raise ValueError(_NO_TABLE.format(call=self._call))
         if lost and (insists or not plan.models):
             where, reason = (
-                _lazy._paths(params, "params")[lost[0]],
+                _lazy.leaf_paths(params, "params")[lost[0]],
                 plan.refused[lost[0]],
             )
             error = NOT_EXACT.format(call=self._call, where=where, reason=reason)
@@ -119,7 +119,7 @@ class Planner:
             )
         for i, wish in enumerate(wishes):
             if wish and not fit[i]:
-                where, found = _lazy._paths(params, "params")[i], specs[i]
+                where, found = _lazy.leaf_paths(params, "params")[i], specs[i]
                 error = _NO_FLOATS.format(call=self._call, where=where, found=found)
                 raise ValueError(error)
         return tuple(i for i, wish in enumerate(wishes) if wish), True

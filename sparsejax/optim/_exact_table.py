@@ -129,7 +129,7 @@ def stamp(
     """Notes that rows, so far of steps `before`, are of `step`, with F `now`."""
     steps = jnp.maximum(before, step)
     book = _write_book(steps, steps, now)
-    return table._replace(book=_lazy._write(table.book, rows, book), now=now)
+    return table._replace(book=_lazy.write_rows(table.book, rows, book), now=now)
 
 
 def stamp_all(table: Table, now: Any, step: jax.Array) -> Table:

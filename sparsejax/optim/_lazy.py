@@ -132,7 +132,7 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
       `Adam(lazy_mode=True)`; MXNet, `lazy_update`.
     """
     if not _parts.is_transformation(tx):
-        raise TypeError(_NOT_A_TRANSFORMATION.format(found=_describe(tx)))
+        raise TypeError(_NOT_A_TRANSFORMATION.format(found=describe(tx)))
     inner = optax.with_extra_args_support(tx)
     # What is found out about `tx` depends on shapes only and is found out once.
     verdicts = _separable.Verdicts(tx)
@@ -140,7 +140,7 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
 
     def init(params):
         leaves, treedef = _separable.flatten(params)
-        for where, leaf in zip(_paths(params, "params"), leaves):
+        for where, leaf in zip(leaf_paths(params, "params"), leaves):
             if isinstance(leaf, SelectedRows):
                 raise TypeError(_PULLED.format(where=where))
         specs = tuple(map(_follow.spec, leaves))
@@ -157,24 +157,24 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
         tables = [i for i, g in enumerate(leaves) if isinstance(g, SelectedRows)]
         if not tables:
             return inner.update(grads, state, params, **extra_args)
-        weights = _weights(grads, treedef, params)
-        _check(grads, leaves, weights, tables)
+        weights = weights_of(grads, treedef, params)
+        check_gradients(grads, leaves, weights, tables)
 
         specs = tuple(_follow.spec(w) for w in weights or leaves)
         for refused in verdicts.failures(treedef, specs, tables).items():
             reason = verdicts.blame(treedef, specs, *refused)
-            where = _paths(grads, "grads")[refused[0]]
+            where = leaf_paths(grads, "grads")[refused[0]]
             what = f"{where}, which has a SelectedRows gradient,"
             raise ValueError(_NOT_SEPARABLE.format(what=what, reason=reason))
         owners = follow(treedef, specs, tuple(tables)).owners
 
-        merged = {i: _coalesce(leaves[i]) for i in tables}
-        cut = _cut(tx.init, treedef, leaves, weights, state, owners, merged)
+        merged = {i: merge_duplicates(leaves[i]) for i in tables}
+        cut = cut_rows(tx.init, treedef, leaves, weights, state, owners, merged)
         updates, new_state = inner.update(*cut, **extra_args)
         updates = treedef.flatten_up_to(updates)
         for i, rows in merged.items():
-            updates[i] = _update_of(rows, updates[i], leaves[i])
-        return treedef.unflatten(updates), _put_back(state, new_state, owners, merged)
+            updates[i] = update_of(rows, updates[i], leaves[i])
+        return treedef.unflatten(updates), put_back(state, new_state, owners, merged)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -182,12 +182,14 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
 # ------------------------------------------------------------------ the lift
 
 
-def _coalesce(rows: SelectedRows) -> SelectedRows:
+def merge_duplicates(rows: SelectedRows) -> SelectedRows:
     # At least one slot, so that no reduction inside `tx` meets an empty array.
     return rows.coalesce(capacity=max(1, min(rows.capacity, rows.height)))
 
 
-def _cut(init, treedef, leaves, weights, state, owners, merged) -> tuple[Any, Any, Any]:
+def cut_rows(
+    init, treedef, leaves, weights, state, owners, merged
+) -> tuple[Any, Any, Any]:
     """Gradients, state and weights with rows in the place of tables."""
     state_leaves, state_treedef = jax.tree.flatten(state)
     _check_state(state_leaves, owners, merged)
@@ -224,7 +226,7 @@ def _read(table: Any, rows: SelectedRows, otherwise: jax.Array) -> jax.Array:
     return jnp.where(filled, read, otherwise.astype(read.dtype))
 
 
-def _write(table: Any, rows: SelectedRows, values: jax.Array) -> jax.Array:
+def write_rows(table: Any, rows: SelectedRows, values: jax.Array) -> jax.Array:
     """The table with these rows, which are distinct and ascending, replaced."""
     table = jnp.asarray(table)
     if not rows.height:
@@ -245,16 +247,16 @@ def _write(table: Any, rows: SelectedRows, values: jax.Array) -> jax.Array:
     )
 
 
-def _put_back(state, new_state, owners, merged) -> Any:
+def put_back(state, new_state, owners, merged) -> Any:
     """The new state, tables in it being the old ones with new rows."""
     leaves, treedef = jax.tree.flatten(new_state)
     for k, (owner, old) in enumerate(zip(owners, jax.tree.leaves(state))):
         if owner is not None:
-            leaves[k] = _write(old, merged[owner], leaves[k])
+            leaves[k] = write_rows(old, merged[owner], leaves[k])
     return treedef.unflatten(leaves)
 
 
-def _update_of(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
+def update_of(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
     """What `tx` made of the rows, nothing in empty slots, as many slots as asked."""
     values = _ids.zero_unless(rows.filled(), values)
     slots = min(grad.capacity, grad.height)
@@ -264,7 +266,7 @@ def _update_of(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any
 # ------------------------------------------------------------------ checks
 
 
-def _weights(grads: Any, treedef: Any, params: Any) -> list[Any] | None:
+def weights_of(grads: Any, treedef: Any, params: Any) -> list[Any] | None:
     if params is None:
         return None
     try:
@@ -273,10 +275,10 @@ def _weights(grads: Any, treedef: Any, params: Any) -> list[Any] | None:
         raise ValueError(_OTHER_TREE.format(error=error)) from None
 
 
-def _check(grads, leaves, weights, tables: Sequence[int]) -> None:
+def check_gradients(grads, leaves, weights, tables: Sequence[int]) -> None:
     for i in tables:
         rows, values = leaves[i].rows, leaves[i].values
-        where = lambda i=i: _paths(grads, "grads")[i]
+        where = lambda i=i: leaf_paths(grads, "grads")[i]
         dtype = getattr(rows, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
             found = type(rows).__name__ if dtype is None else dtype
@@ -287,7 +289,7 @@ def _check(grads, leaves, weights, tables: Sequence[int]) -> None:
         if weights is None:
             continue
         if isinstance(weights[i], SelectedRows):
-            raise TypeError(_PULLED.format(where=_paths(grads, "params")[i]))
+            raise TypeError(_PULLED.format(where=leaf_paths(grads, "params")[i]))
         expected = np.shape(weights[i])
         if leaves[i].shape != expected:
             found = leaves[i].shape
@@ -309,13 +311,13 @@ def _check_state(state_leaves, owners, merged) -> None:
             raise ValueError(_OTHER_STATE.format(found=found))
 
 
-def _paths(tree: Any, name: str) -> list[str]:
+def leaf_paths(tree: Any, name: str) -> list[str]:
     is_leaf = lambda x: isinstance(x, SelectedRows) or _follow.is_leaf(x)
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [name + jax.tree_util.keystr(path) for path, _ in paths]
 
 
-def _describe(x: Any) -> str:
+def describe(x: Any) -> str:
     if callable(x):
         return f"the function {getattr(x, '__name__', type(x).__name__)}"
     return f"{type(x).__name__}"

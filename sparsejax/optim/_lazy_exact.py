@@ -66,7 +66,7 @@ def is_lazy_exact(tx: Any, params: Any = None) -> bool:
             return _separable.is_row_separable(tx) and not moving(tx)
         leaves, treedef = _separable.flatten(params)
         specs = tuple(map(_follow.spec, leaves))
-        arrays = [i for i, s in enumerate(specs) if _separable._is_float_array(s)]
+        arrays = [i for i, s in enumerate(specs) if _separable.is_float_array(s)]
         tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
         failed = _separable.Verdicts(tx).failures(treedef, specs, tables)
         lifted = [i for i in tables if i not in failed]
@@ -95,8 +95,8 @@ def moving(
     Raises:
       Whatever `tx` raises on trees of that kind.
     """
-    with _probe._defaults(), np.errstate(all="ignore"):
-        small = _probe._small(specs, tables)
+    with _probe.jax_defaults(), np.errstate(all="ignore"):
+        small = _probe.small_tree(specs, tables)
         following = _follow.follow(tx.init, treedef, small, tables)
         return _walk(tx, treedef, small, tables, following)
 
@@ -112,15 +112,17 @@ def _walk(tx, treedef, specs, tables, following) -> list[str]:
         return [updates[t] for t in tables], jax.tree.leaves(state)
 
     numbers = np.random.default_rng(0)
-    weights = [_probe._random(numbers, s) for s in specs]
+    weights = [_probe.random_array(numbers, s) for s in specs]
     init = jax.jit(lambda w: jax.tree.leaves(tx.init(treedef.unflatten(w))))
-    state = [_probe._host(leaf) for leaf in _probe._compile(init, specs)(weights)]
-    run = _probe._compile(jax.jit(update), specs, following.state, specs)
+    state = [
+        _probe.to_host(leaf) for leaf in _probe.compile_probe(init, specs)(weights)
+    ]
+    run = _probe.compile_probe(jax.jit(update), specs, following.state, specs)
     paths, state_treedef = jax.tree_util.tree_flatten_with_path(following.state)
     moved, changed = False, set()
-    direction = [_probe._random(numbers, s) for s in specs]
+    direction = [_probe.random_array(numbers, s) for s in specs]
     for step, scale in enumerate(_probe.SCALES):
-        grads = [_probe._gradient(numbers, d, scale) for d in direction]
+        grads = [_probe.random_gradient(numbers, d, scale) for d in direction]
         resting = np.arange(_probe.ROWS) % 3 != step % 3
         for t in tables:
             grads[t][resting] = 0
@@ -128,7 +130,7 @@ def _walk(tx, treedef, specs, tables, following) -> list[str]:
         for t, update_of_t in zip(tables, map(np.asarray, updates)):
             moved |= bool(np.any(update_of_t[resting] != 0))
             weights[t] = (weights[t] + update_of_t).astype(weights[t].dtype)
-        new = [_probe._host(leaf) for leaf in new]
+        new = [_probe.to_host(leaf) for leaf in new]
         for k, owner in enumerate(following.owners):
             if owner is not None and not _same(state[k][resting], new[k][resting]):
                 changed.add(k)

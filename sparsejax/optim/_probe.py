@@ -66,18 +66,18 @@ def probe(
       Whatever `tx` raises on trees of that kind.
     """
     try:
-        with _defaults():
+        with jax_defaults():
             return _probe(tx, treedef, specs, tables)
     except Exception:
         if jax.default_backend() == "cpu":
             raise
     # A part may hold arrays that live on an accelerator, and cannot be run elsewhere.
-    with _defaults(anywhere=True):
+    with jax_defaults(anywhere=True):
         return _probe(tx, treedef, specs, tables)
 
 
 def _probe(tx, treedef, specs, tables):
-    small = _small(specs, tables)
+    small = small_tree(specs, tables)
     with np.errstate(all="ignore"):
         following = _follow.follow(tx.init, treedef, small, tables)
         kept_back = _parts.not_lifted(following.state, following.owners)
@@ -95,7 +95,7 @@ def _probe(tx, treedef, specs, tables):
 
 
 @contextlib.contextmanager
-def _defaults(anywhere: bool = False) -> Iterator[None]:
+def jax_defaults(anywhere: bool = False) -> Iterator[None]:
     """JAX's own defaults, whatever the caller has set, on the CPU if there is one."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_follow.without_mesh())
@@ -119,7 +119,7 @@ def _walks(steps: int) -> list[tuple[list[np.ndarray], str]]:
     return [([some] * steps, "same"), (alternating, "other")]
 
 
-def _small(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
+def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
     """Shapes to try it on: tables of `ROWS` rows, large dense leaves made smaller."""
     small = []
     for i, spec in enumerate(specs):
@@ -164,14 +164,16 @@ class _Run:
         state = [leaf for _, leaf in paths]
 
         numbers = np.random.default_rng(0)
-        self.weights = [_random(numbers, s) for s in specs]
+        self.weights = [random_array(numbers, s) for s in specs]
         init = jax.jit(lambda weights: jax.tree.leaves(tx.init(self.tree(weights))))
-        self.state = [_host(leaf) for leaf in _compile(init, specs)(self.weights)]
+        self.state = [
+            to_host(leaf) for leaf in compile_probe(init, specs)(self.weights)
+        ]
         update = jax.jit(self._update_of(tx))
-        self.whole = _compile(update, specs, state, specs)
+        self.whole = compile_probe(update, specs, state, specs)
         few = np.arange(TOUCHED)
         cut, cut_state = self.cut(specs, few), self.cut_state(state, few)
-        self.part = _compile(update, cut, cut_state, cut)
+        self.part = compile_probe(update, cut, cut_state, cut)
 
     def _update_of(self, tx):
         extra_args = dict.fromkeys(_parts.required_extra_args(tx), np.float32(1))
@@ -201,10 +203,10 @@ class _Run:
         """Compares step by step, adds to `reasons`, returns what fails for all."""
         numbers = np.random.default_rng(1)
         # Always in about the same direction, or estimates of a distance stay at zero.
-        direction = [_random(numbers, s) for s in self.specs]
+        direction = [random_array(numbers, s) for s in self.specs]
         weights, state = list(self.weights), list(self.state)
         for scale, rows in zip(SCALES, rows_of_step):
-            dense = [_gradient(numbers, d, scale) for d in direction]
+            dense = [random_gradient(numbers, d, scale) for d in direction]
             for t in self.tables:
                 outside = np.ones(ROWS, bool)
                 outside[rows] = False
@@ -236,12 +238,12 @@ class _Run:
         updates, kept = update(grads, state, weights)
         new = list(state)
         for k, leaf in zip(self.kept, kept):
-            leaf, dtype = _host(leaf), state[k].dtype
+            leaf, dtype = to_host(leaf), state[k].dtype
             new[k] = leaf if leaf.dtype == dtype else leaf.astype(dtype)  # keys cannot
-        return [_host(u) for u in updates], new
+        return [to_host(u) for u in updates], new
 
 
-def _compile(function, *specs):
+def compile_probe(function, *specs):
     lowered = function.lower(*specs)
     try:
         return lowered.compile(compiler_options=QUICKLY)
@@ -255,7 +257,7 @@ def _rows(x, rows):
     return x[rows]
 
 
-def _random(numbers, spec):
+def random_array(numbers, spec):
     if _follow.is_leaf(spec):
         return spec
     if not jnp.issubdtype(spec.dtype, jnp.inexact):
@@ -263,14 +265,14 @@ def _random(numbers, spec):
     return numbers.standard_normal(spec.shape).astype(spec.dtype)
 
 
-def _gradient(numbers, direction, scale):
+def random_gradient(numbers, direction, scale):
     if _follow.is_leaf(direction):
         return direction
     new = 0.5 * numbers.standard_normal(direction.shape) + direction
     return (scale * new).astype(direction.dtype)
 
 
-def _host(x: Any) -> Any:
+def to_host(x: Any) -> Any:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return x if is_key else np.asarray(x)
 

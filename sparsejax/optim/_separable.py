@@ -95,7 +95,7 @@ class Verdicts:
 
     def refusal(self, treedef: Any, specs: Sequence[Any]) -> tuple[int, Any] | None:
         """A table and why it cannot be lifted, or None if some leaf can be."""
-        arrays = [i for i, s in enumerate(specs) if _is_float_array(s)]
+        arrays = [i for i, s in enumerate(specs) if is_float_array(s)]
         tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
         tables.sort(key=lambda i: specs[i].shape[0], reverse=True)
         tried = tables[:MOST_TRIED]
@@ -199,7 +199,7 @@ def _hashable(treedef: Any) -> Any:
     return treedef
 
 
-def _is_float_array(spec: Any) -> bool:
+def is_float_array(spec: Any) -> bool:
     if _follow.is_leaf(spec) or not spec.shape:
         return False
     return jnp.issubdtype(spec.dtype, jnp.inexact)
