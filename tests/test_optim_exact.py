@@ -516,3 +516,22 @@ def test_own_code_promotes_nothing():
         updates, state = step(params, state, jnp.array([3]), gradient([3, 4]))
     assert state.books[0].dtype == jnp.float32 and int(state.stale) == 0
     assert updates["table"].capacity == 5
+
+
+def test_state_may_be_donated_from_the_first_step_on():
+    tx = exact(optax.adamw(1e-2), tables=SPARSE)
+    params = make_params()
+    ids, targets = (x[:3] for x in make_batches(3))
+
+    @functools.partial(jit, donate_argnums=(0, 1))
+    def step(params, state, *batch):
+        found = exact_value_and_grad(loss_fn, tx)(params, state, *batch)
+        (_, grads), params, state = found
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    params, state = step(params, state, ids[0], targets[0])
+    params, state = tx.flush(params, state)
+    params, state = step(params, state, ids[1], targets[1])
+    assert int(state.step) == 2 and np.isfinite(params["table"]).all()

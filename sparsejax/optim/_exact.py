@@ -172,12 +172,13 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
     def init(params):
         leaves, _, plan = planned(params)
         inner = tx.init(params)
-        zero = jnp.zeros((), jnp.int32)
+        # Each an array of its own: no buffer can be donated twice.
+        step, stale = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         heights = [leaves[i].shape[0] for i in plan.models]
         # Jitted, since it is many small operations.
         now = tuple(jax.jit(lambda inner: plan.future(inner, None))(inner))
         books = tuple(map(_exact_table.new_book, heights, now))
-        return ExactState(inner, zero, zero, books, now)
+        return ExactState(inner, step, stale, books, now)
 
     def catch_up(params, state, ids):
         leaves, treedef, plan = planned(params)
