@@ -40,6 +40,7 @@ import pytest  # noqa: E402
 
 
 _TESTS = pathlib.Path(__file__).parent
+_MOST_BYTES = 2 << 30
 _SHARED_DATA = _TESTS.parent.parent / "shared" / "data"
 
 # The first run of an example compiles, so time limits say nothing.
@@ -76,6 +77,22 @@ def _strict_promotion(request):
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bounded_memory():
+    """Drops compiled programs once they fill gigabytes: the tests make thousands."""
+    yield
+    if _resident_bytes() > _MOST_BYTES:
+        jax.clear_caches()
+
+
+def _resident_bytes():
+    try:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # another system
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
