@@ -172,6 +172,23 @@ def merge_plan(
     return unique, slot, jnp.sum(first, dtype=jnp.int32)
 
 
+def stable_order(keys: jax.Array, limit: int) -> jax.Array:
+    """The positions that sort `keys`, equal ones in their order, int32 `[n]`.
+
+    Args:
+      keys: integer `[n]`, every value in `[0, limit)`.
+      limit: static.
+    """
+    n = keys.size
+    if limit * n > jnp.iinfo(jnp.int32).max:
+        return jnp.argsort(keys, stable=True).astype(jnp.int32)
+    # Key and position as one number: XLA:CPU sorts single numbers several times as fast
+    # as pairs, and no two are equal.
+    position = lax.iota(jnp.int32, n)
+    packed = keys.astype(jnp.int32) * np.int32(n) + position
+    return lax.sort(packed, is_stable=False) % np.int32(max(n, 1))
+
+
 def find_slots(
     sorted_rows: jax.Array, ids: jax.Array, height: int
 ) -> tuple[jax.Array, jax.Array]:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsejax import _ids
 from sparsejax._segments import SegmentTensor
@@ -112,7 +111,7 @@ def partition(ids: Any, num_parts: int) -> SegmentTensor:
     wide = _ids.index_dtype(num_parts, flat.dtype)
     part = jnp.remainder(flat.astype(wide), np.array(num_parts, wide))
     part = part.astype(_ids.index_dtype(num_parts))
-    position = _stable_order(part, num_parts)
+    position = _ids.stable_order(part, num_parts)
     values = {"id": flat[position], "position": position}
     segment_ids = part[position]
     return SegmentTensor.from_segment_ids(
@@ -135,17 +134,6 @@ def _keys(call: str, ids: Any) -> jax.Array:
             )
         ids = ids.astype(limits.dtype)
     return jnp.asarray(ids)
-
-
-def _stable_order(part: jax.Array, num_parts: int) -> jax.Array:
-    """The positions that sort `part`, equal ones in their order, int32."""
-    n = part.size
-    if num_parts * n > jnp.iinfo(jnp.int32).max:
-        return jnp.argsort(part, stable=True).astype(jnp.int32)
-    # Part and position as one number: XLA:CPU sorts single numbers several times as
-    # fast as pairs, and no two are equal.
-    position = lax.iota(jnp.int32, n)
-    return lax.sort(part * np.int32(n) + position, is_stable=False) % np.int32(n)
 
 
 def _check_parts(num_parts: Any) -> int:
