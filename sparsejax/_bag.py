@@ -15,7 +15,13 @@ import jax.numpy as jnp
 
 from sparsejax import _ids, _lookup
 from sparsejax._bag_sum import bag_sum
-from sparsejax._reduce_args import Segments, add_up, beside, over_segments
+from sparsejax._reduce_args import (
+    Segments,
+    add_up,
+    beside,
+    float_dtype,
+    over_segments,
+)
 from sparsejax._reduce_exp import segment_logsumexp
 from sparsejax._reduce_extremes import segment_max, segment_min
 from sparsejax._segments import SegmentTensor
@@ -268,9 +274,7 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
 
 def _sum_dtype(dtype: Any) -> Any:
     """The type of weighted sums and means of `dtype`."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return _ids.accumulator_dtype(dtype)
-    return jnp.dtype(jnp.float32)
+    return _ids.accumulator_dtype(float_dtype(dtype))
 
 
 # ------------------------------------------------------------------ sums

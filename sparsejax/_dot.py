@@ -5,7 +5,6 @@ Invariant, as in `_lookup`: `dense` is read once, by one primitive whose operand
 gradient of `dense` has the rows that the matrix names, and no others.
 """
 
-import operator
 from typing import Any
 
 import jax
@@ -99,7 +98,9 @@ def dot(
       MXNet, `sparse.dot` (`transpose_a`, row-sparse gradient).
     """
     if num_columns is not None:
-        num_columns = _check_columns(num_columns)
+        num_columns = _ids.static_int(
+            num_columns, 0, _COLUMNS_TYPE.format(call=_CALL, found=num_columns)
+        )
     csr, num_columns = _as_csr(csr, num_columns)
     index, value, segment_ids = _elements(csr)
     dense = _as_dense(dense)
@@ -148,16 +149,6 @@ def dot(
 
 
 # ------------------------------------------------------------------ private
-
-
-def _check_columns(num_columns: Any) -> int:
-    try:
-        found = operator.index(num_columns)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
-        found = -1
-    if found < 0:
-        raise ValueError(_COLUMNS_TYPE.format(call=_CALL, found=num_columns))
-    return found
 
 
 def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | None]:

@@ -6,6 +6,7 @@ Types and shapes are settled here too, so that 'int32 unless the height needs mo
 written once.
 """
 
+import operator
 from typing import Any
 
 import jax
@@ -216,6 +217,17 @@ def check_capacity(call: str, capacity: Any) -> int:
     raise ValueError(
         f"{call}: capacity must be a static, non-negative int, got {capacity!r}"
     )
+
+
+def static_int(x: Any, least: int, complaint: str) -> int:
+    """`x` as an int of at least `least`; else, tracers too, a ValueError."""
+    try:
+        found = operator.index(x)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise ValueError(complaint)
+    return found
 
 
 def report_overflow(call: str, values: jax.Array, count: Any, capacity: int) -> Any:

@@ -4,7 +4,6 @@ Both only move elements, by one gather an array whose indices are computed from 
 lengths; so their gradients move them back.
 """
 
-import operator
 from typing import Any
 
 import jax
@@ -78,7 +77,9 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
     nested = jax.tree.leaves(st.values, is_leaf=_is_segments)
     if any(_is_segments(leaf) for leaf in nested):
         raise TypeError(_NESTED.format(call=_PACK))
-    max_length = _check_length(max_length)
+    max_length = _ids.static_int(
+        max_length, 0, _MAX_LENGTH.format(call=_PACK, found=max_length)
+    )
     if not st.is_sorted:
         st = st.sort()
     column = lax.iota(jnp.int32, max_length)[None, :]
@@ -149,13 +150,3 @@ def unpack_segments(padded: Any, lengths: Any) -> SegmentTensor:
 
 def _is_segments(x: Any) -> bool:
     return isinstance(x, SegmentTensor)
-
-
-def _check_length(max_length: Any) -> int:
-    try:
-        found = operator.index(max_length)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
-        found = -1
-    if found < 0:
-        raise ValueError(_MAX_LENGTH.format(call=_PACK, found=max_length))
-    return found

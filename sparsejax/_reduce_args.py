@@ -11,7 +11,6 @@ dropped element is `0 * NaN`.
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +69,8 @@ _WEIGHTS_KIND = (
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
-_BOOL_TODO = "Compare first, as in data != 0."
-_NUMBER_TODO = "Cast it with .astype(jnp.int32); segment_any and segment_all take bool."
+_WANT_BOOL = "Compare first, as in data != 0."
+_WANT_NUMBER = "Cast it with .astype(jnp.int32); segment_any and segment_all take bool."
 
 
 # ------------------------------------------------------------------ arguments
@@ -199,13 +198,8 @@ def _as_count(call: str, ids: Any, num_segments: Any) -> int:
         if not _ids.is_concrete(ids):
             raise ValueError(_UNKNOWN_COUNT.format(call=call))
         return max(int(np.asarray(ids).max()) + 1, 0) if ids.size else 0
-    try:
-        count = operator.index(num_segments)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise ValueError(_BAD_COUNT.format(call=call, found=num_segments))
-    return count
+    complaint = _BAD_COUNT.format(call=call, found=num_segments)
+    return _ids.static_int(num_segments, 0, complaint)
 
 
 def as_floats(call: str, data: jax.Array) -> jax.Array:
@@ -226,7 +220,7 @@ def float_dtype(dtype: Any) -> Any:
 def check_kind(call: str, data: jax.Array, is_bool: bool) -> None:
     """An error unless `data` are booleans, or are none."""
     if (data.dtype == jnp.bool_) != is_bool:
-        want, todo = ("boolean", _BOOL_TODO) if is_bool else ("numbers", _NUMBER_TODO)
+        want, todo = ("boolean", _WANT_BOOL) if is_bool else ("numbers", _WANT_NUMBER)
         raise TypeError(_KIND.format(call=call, want=want, found=data.dtype, todo=todo))
 
 

@@ -1,7 +1,6 @@
 """segment_top_k: the k largest elements of each segment."""
 
 import math
-import operator
 from typing import Any
 
 import jax
@@ -69,12 +68,7 @@ def segment_top_k(
     References:
       Caffe2, `LengthsTopK`; `jax.lax.top_k`.
     """
-    try:
-        number = operator.index(k)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(_BAD_K.format(call=_CALL, found=k))
+    number = _ids.static_int(k, 0, _BAD_K.format(call=_CALL, found=k))
 
     def top_k(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
         return _top_k(x, segments, number, empty)

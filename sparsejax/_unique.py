@@ -4,7 +4,6 @@ Ids here are keys of any integer type, hashes and negative numbers too, of which
 table says what is out of range. So none is dropped and none is cut to 32 bits.
 """
 
-import operator
 from typing import Any
 
 import jax
@@ -106,7 +105,9 @@ def partition(ids: Any, num_parts: int) -> SegmentTensor:
     References:
       Caffe2, `Partition`.
     """
-    num_parts = _check_parts(num_parts)
+    num_parts = _ids.static_int(
+        num_parts, 1, _PARTS.format(call=_PARTITION, found=num_parts)
+    )
     flat = _keys(_PARTITION, ids).reshape(-1)
     wide = _ids.index_dtype(num_parts, flat.dtype)
     part = jnp.remainder(flat.astype(wide), np.array(num_parts, wide))
@@ -134,13 +135,3 @@ def _keys(call: str, ids: Any) -> jax.Array:
             )
         ids = ids.astype(limits.dtype)
     return jnp.asarray(ids)
-
-
-def _check_parts(num_parts: Any) -> int:
-    try:
-        found = operator.index(num_parts)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
-        found = 0
-    if found < 1:
-        raise ValueError(_PARTS.format(call=_PARTITION, found=num_parts))
-    return found
