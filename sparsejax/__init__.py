@@ -12,7 +12,12 @@ those rows of weights and optimizer state are touched.
 
 import importlib.metadata as _metadata
 
-from sparsejax import extend as extend, optim as optim
+from sparsejax import (
+    desc as desc,
+    extend as extend,
+    optim as optim,
+    viz as viz,
+)
 from sparsejax._bag import embedding_bag as embedding_bag
 from sparsejax._conversions import (
     lengths_to_offsets as lengths_to_offsets,

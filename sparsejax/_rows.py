@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids, _row_arithmetic
+from sparsejax import _html, _ids, _row_arithmetic
 
 
 _NO_SILENT_DENSE = (
@@ -156,6 +156,8 @@ class SelectedRows:
             f"SelectedRows(rows=[{' '.join(shown)}], values={values}, "
             f"height={self.height}, num_rows={filled.sum()})"
         )
+
+    _repr_html_ = _html.rows
 
     # -- to and from dense -------------------------------------------------------
 

@@ -27,6 +27,7 @@ import numpy as np
 from sparsejax import (
     _conversions,
     _elements,
+    _html,
     _ids,
     _layouts,
     _nested_lists,
@@ -179,6 +180,8 @@ class SegmentTensor:
         shown = _nested_lists.show(self.values, self.segment_ids, self.num_segments)
         n = self.capacity if hasattr(self.segment_ids, "shape") else self.segment_ids
         return f"SegmentTensor({shown}, num_segments={self.num_segments}, capacity={n})"
+
+    _repr_html_ = _html.segments
 
     def __array__(self, *args, **kwargs):
         raise TypeError(_NO_SILENT_DENSE)

@@ -42,7 +42,7 @@ OPERATIONS = {
     "_lowerings",
 }
 CORE_PACKAGES = {"transform", "optim"}
-PACKAGES = {"nn", "data", "store", "parallel", "desc"}
+PACKAGES = {"nn", "data", "store", "parallel", "desc", "viz"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize(

@@ -53,8 +53,10 @@ NAMES = {
     "grad",
     "value_and_grad",
     # packages
+    "desc",
     "extend",
     "optim",
+    "viz",
 }
 
 

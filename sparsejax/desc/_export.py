@@ -1,0 +1,73 @@
+"""Registers our types, and the states of optimizers, for `jax.export`.
+
+An exported function is saved with the structure of its arguments and results, each
+node of it by a registered name. With these, a whole training step can be exported,
+saved, and run in another process that has no code of the model:
+
+    exported = jax.export.export(jax.jit(step), platforms=("cpu", "cuda", "tpu"))
+    data = exported(params, opt_state, batch).serialize()
+
+    import sparsejax                                          # elsewhere
+    step = jax.export.deserialize(data).call
+"""
+
+import json
+import types
+
+import jax.export
+import optax
+
+from sparsejax import optim
+from sparsejax._rows import SelectedRows
+from sparsejax._segments import SegmentTensor
+
+
+def register_all() -> None:
+    """Registers what `import sparsejax` brings along."""
+    for kind in (SelectedRows, SegmentTensor):
+        jax.export.register_pytree_node_serialization(
+            kind,
+            serialized_name=f"sparsejax.{kind.__name__}",
+            serialize_auxdata=_to_json,
+            deserialize_auxdata=_from_json,
+        )
+    for name, module in (
+        ("sparsejax.optim", optim),
+        ("optax", optax),
+        ("optax.contrib", optax.contrib),
+    ):
+        for kind in _named_tuples(module):
+            try:
+                jax.export.register_namedtuple_serialization(
+                    kind, serialized_name=f"{name}.{kind.__name__}"
+                )
+            except ValueError:
+                # Registered already: by the program under a name of its own, which then
+                # is the one to use; or here, as optax has it in two modules.
+                continue
+
+
+def _named_tuples(module: types.ModuleType) -> list[type]:
+    """The states of a module's public transformations, and of its sub-modules."""
+    modules = [module] + [
+        x
+        for x in vars(module).values()
+        if isinstance(x, types.ModuleType) and x.__name__.startswith(module.__name__)
+    ]
+    found = {
+        x.__name__: x
+        for m in modules
+        for x in vars(m).values()
+        if isinstance(x, type) and issubclass(x, tuple) and hasattr(x, "_fields")
+        if x.__module__.startswith(module.__name__)
+    }
+    return [found[name] for name in sorted(found)]
+
+
+def _to_json(static: object) -> bytes:
+    return json.dumps(static).encode()
+
+
+def _from_json(data: bytes) -> object:
+    static = json.loads(data)
+    return tuple(static) if isinstance(static, list) else static

@@ -1,0 +1,167 @@
+"""VarDesc: name, kind, type and dimensions of a variable, known before any data."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparsejax._rows import SelectedRows
+from sparsejax._segments import SegmentTensor
+
+
+LOD_TENSOR = "LOD_TENSOR"
+SELECTED_ROWS = "SELECTED_ROWS"
+UNKNOWN = -1
+# The path of a variable that is no part of a tree.
+BARE = "value"
+
+_NAMES = (
+    "sparsejax.desc.describe: names must be one name for each of the {count} variables "
+    "of the tree ({paths}), or a function of the path, got {found}."
+)
+_SAME_NAME = (
+    "sparsejax.desc.describe: {name!r} is the name of more than one variable. Names "
+    "tell variables apart: hand in others as names=."
+)
+_NO_ARRAY = (
+    "sparsejax.desc.describe: {name} is a {found}, of which no type and shape are "
+    "known. Variables are arrays, jax.ShapeDtypeStruct, SelectedRows, SegmentTensor."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class VarDesc:
+    """What is known of a variable before any data.
+
+    Args:
+      name: str.
+      type: "LOD_TENSOR", an array, its first axis cut into segments where `lod_level`
+        is not 0; or "SELECTED_ROWS".
+      data_type: str, the name of the NumPy dtype: "float32", "bfloat16", ...
+      dims: ints. -1 is a dimension that only the data tell. Of SelectedRows these are
+        the dimensions of the whole table, `[height, ...]`.
+      lod_level: int, how deep segments are nested; 0 is a plain array.
+      persistable: bool, whether the variable outlives a step, as parameters do.
+
+    Example:
+      >>> import sparsejax as sj
+      >>> sj.desc.VarDesc("w", "LOD_TENSOR", "float32", (-1, 640)).dims
+      (-1, 640)
+
+    References:
+      PaddlePaddle, design of `VarDesc`.
+    """
+
+    name: str
+    type: str
+    data_type: str
+    dims: tuple[int, ...]
+    lod_level: int = 0
+    persistable: bool = False
+
+
+def describe(
+    tree: Any,
+    names: Sequence[str] | Callable[[str], str] | None = None,
+    *,
+    persistable: bool | Callable[[str], bool] = False,
+) -> list[VarDesc]:
+    """What is known of every variable of a tree before any data.
+
+    A SelectedRows is one variable. A SegmentTensor is one for each array in its values,
+    whose first dimension, the number of elements, is -1: it is known with the data.
+
+    Args:
+      tree: pytree of arrays, `jax.ShapeDtypeStruct`s, SelectedRows and SegmentTensors,
+        such as what `jax.eval_shape` gives. Symbolic dimensions (`jax.export.
+        symbolic_shape`) are unknown, -1.
+      names: one name for each variable, in the order of the tree; or a function from a
+        variable's path to its name. By default the path, as `layers.0.kernel`.
+      persistable: bool, or a function from a name to a bool.
+
+    Returns:
+      List of `VarDesc`, in the order of the tree.
+
+    Raises:
+      TypeError: a leaf that is no array.
+      ValueError: too few names, too many, or twice the same.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> tree = {
+      ...     "grad": sj.SelectedRows(jnp.array([3]), jnp.ones((1, 8)), height=100),
+      ...     "ids": sj.SegmentTensor.from_lists([[1, 2], [3]]),
+      ... }
+      >>> for desc in sj.desc.describe(tree):
+      ...     print(desc.name, desc.type, desc.data_type, desc.dims, desc.lod_level)
+      grad SELECTED_ROWS float32 (100, 8) 0
+      ids LOD_TENSOR int32 (-1,) 1
+
+    References:
+      PaddlePaddle, design of `VarDesc` and of `SelectedRows`.
+    """
+    found = _variables(tree, "", 0)
+    paths = [path for path, _, _ in found]
+    if names is None:
+        names = paths
+    elif callable(names):
+        names = [names(path) for path in paths]
+    else:
+        names = [names] if isinstance(names, str) else list(names)
+        if len(names) != len(paths) or not all(isinstance(n, str) for n in names):
+            raise ValueError(
+                _NAMES.format(count=len(paths), paths=", ".join(paths), found=names)
+            )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(_SAME_NAME.format(name=name))
+    keep = persistable if callable(persistable) else lambda _: persistable
+    return [
+        _describe_one(name, value, level, bool(keep(name)))
+        for name, (_, value, level) in zip(names, found)
+    ]
+
+
+def _variables(tree: Any, prefix: str, level: int) -> list[tuple[str, Any, int]]:
+    """Path, value and depth of each variable."""
+    is_leaf = lambda x: isinstance(x, SelectedRows | SegmentTensor)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    found = []
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = ".".join(part for part in (prefix, name) if part)
+        if isinstance(leaf, SegmentTensor):
+            found += _variables(leaf.values, name, level + 1)
+        else:
+            found.append((name or BARE, leaf, level))
+    return found
+
+
+def _describe_one(name: str, value: Any, level: int, persistable: bool) -> VarDesc:
+    if not isinstance(value, SelectedRows) and not hasattr(value, "dtype"):
+        if not isinstance(value, bool | int | float | complex):
+            raise TypeError(_NO_ARRAY.format(name=name, found=type(value).__name__))
+        value = jax.eval_shape(lambda: jax.numpy.asarray(value))
+    dims = [_dim(d) for d in value.shape]
+    if level:
+        dims[0] = UNKNOWN
+    kind = SELECTED_ROWS if isinstance(value, SelectedRows) else LOD_TENSOR
+    data_type = _name_of(value.dtype)
+    return VarDesc(name, kind, data_type, tuple(dims), level, persistable)
+
+
+def _dim(d: Any) -> int:
+    """A dimension, -1 where it is a symbol of `jax.export` or None."""
+    try:
+        return int(d)
+    except Exception:  # jax.export raises an error of its own, which is not public
+        return UNKNOWN
+
+
+def _name_of(dtype: Any) -> str:
+    try:
+        return np.dtype(dtype).name
+    except TypeError:  # a type of JAX's own, such as key<fry>
+        return str(dtype)

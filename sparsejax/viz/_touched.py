@@ -1,0 +1,139 @@
+"""rows_touched: how many rows each step reads, and how unevenly."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from sparsejax._rows import SelectedRows
+from sparsejax._segments import SegmentTensor
+
+
+_MISSING = (
+    "sparsejax.viz.rows_touched: needs matplotlib, which is not installed: pip install "
+    "'sparsejax[viz]'."
+)
+_NO_STEPS = "sparsejax.viz.rows_touched: there are no steps: steps is empty."
+_NO_IDS = (
+    "sparsejax.viz.rows_touched: step {step} must be integer ids, a SegmentTensor of "
+    "them, or a SelectedRows, got {found}."
+)
+_ROWS = "sparsejax.viz.rows_touched: num_rows must be a positive int, got {found!r}."
+
+_BLUE, _ORANGE = "#2b6cb0", "#c05621"  # to be seen on light and on dark
+_INK = "#7a8490"
+
+
+def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any:
+    """Draws the rows that each step touches, and the skew of the reads.
+
+    On the left, for each step, ids read and distinct rows among them, which is what a
+    step costs, beside the number of rows of the table, which is what a dense step
+    costs. On the right, the share of all reads that go to the most popular rows.
+
+    Args:
+      steps: for each step its ids (integers of any shape, or a SegmentTensor of them)
+        or a gradient (SelectedRows). Ids out of range are left out.
+      num_rows: int, the number of rows of the table.
+      title: str, a line above.
+
+    Returns:
+      `matplotlib.figure.Figure`, which notebooks show; `.savefig(path)` writes it.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      TypeError: a step that has no ids.
+      ValueError: no steps, or no rows.
+
+    Example:
+      >>> import numpy as np, sparsejax as sj
+      >>> steps = np.random.default_rng(0).zipf(1.3, size=(20, 512))
+      >>> figure = sj.viz.rows_touched(steps, num_rows=100_000)
+      >>> [axes.get_title() for axes in figure.axes]
+      ['Rows touched per step', 'Skew of the reads']
+
+    References:
+      Naumov et al., "Deep Learning Recommendation Model" (2019), on skewed reads.
+    """
+    if not isinstance(num_rows, int | np.integer) or num_rows <= 0:
+        raise ValueError(_ROWS.format(found=num_rows))
+    ids = [_ids_of(k, step, num_rows) for k, step in enumerate(steps)]
+    if not ids:
+        raise ValueError(_NO_STEPS)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(_MISSING) from error
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure.patch.set_alpha(0)
+    left, right = figure.subplots(1, 2)
+    _draw_steps(left, ids, int(num_rows))
+    _draw_skew(right, np.concatenate(ids), int(num_rows))
+    if title:
+        figure.suptitle(title, color=_INK)
+    return figure
+
+
+def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
+    if isinstance(x, SegmentTensor):
+        filled = np.asarray(x.segment_ids) < x.num_segments
+        x = np.asarray(x.values)[filled] if hasattr(x.values, "dtype") else x.values
+    elif isinstance(x, SelectedRows):
+        x = x.rows
+    found = f"a {type(x).__name__}" if isinstance(x, dict) else ""
+    ids = np.asarray(x) if not found else np.zeros(())
+    if found or not np.issubdtype(ids.dtype, np.integer):
+        found = found or f"{ids.dtype} of shape {ids.shape}"
+        raise TypeError(_NO_IDS.format(step=step, found=found))
+    ids = ids.reshape(-1)
+    return ids[(ids >= 0) & (ids < num_rows)]
+
+
+def _draw_steps(axes: Any, ids: list[np.ndarray], num_rows: int) -> None:
+    number = np.arange(len(ids))
+    read = [len(x) for x in ids]
+    distinct = [len(np.unique(x)) for x in ids]
+    marks = {"marker": "o", "markersize": 3} if len(ids) < 60 else {}
+    axes.plot(number, read, color=_ORANGE, label="ids read", **marks)
+    axes.plot(number, distinct, color=_BLUE, label="distinct rows", **marks)
+    axes.axhline(num_rows, color=_INK, ls="--", lw=1, label="rows of the table")
+    axes.set_yscale("log")
+    axes.set_ylim(max(0.7, min(distinct) / 2), num_rows * 2)
+    _finish(axes, "Rows touched per step", "step", "rows")
+    axes.legend(frameon=False, labelcolor=_INK, fontsize=9)
+
+
+def _draw_skew(axes: Any, ids: np.ndarray, num_rows: int) -> None:
+    counts = np.sort(np.bincount(ids, minlength=1))[::-1]
+    share = 100 * np.cumsum(counts) / max(1, counts.sum())
+    popular = 100 * np.arange(1, len(share) + 1) / num_rows
+    axes.plot(popular, share, color=_BLUE)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 103)
+    one = math.ceil(num_rows / 100)
+    if len(share):
+        at = share[min(one, len(share)) - 1]
+        axes.plot([100 * one / num_rows], [at], "o", color=_ORANGE)
+        axes.annotate(
+            f"top 1 % of rows: {at:.0f} % of reads",
+            (100 * one / num_rows, at),
+            xytext=(-8, -44),
+            textcoords="offset points",
+            ha="right",
+            color=_ORANGE,
+            fontsize=9,
+        )
+    _finish(axes, "Skew of the reads", "% of rows, most popular first", "% of reads")
+
+
+def _finish(axes: Any, title: str, x: str, y: str) -> None:
+    axes.patch.set_alpha(0)
+    axes.set_title(title, color=_INK, fontsize=11)
+    axes.set_xlabel(x, color=_INK)
+    axes.set_ylabel(y, color=_INK)
+    axes.tick_params(colors=_INK, which="both")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_INK)

@@ -1,0 +1,307 @@
+"""VarDesc, its wire format, SelectedRows in files, and what is inferred before data."""
+
+import dataclasses
+import pathlib
+import re
+import struct
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export
+
+import sparsejax as sj
+from sparsejax.desc import _messages
+
+
+PROTO = pathlib.Path(sj.desc.__file__).parent / "var_desc.proto"
+
+
+def spec(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rows(dtype=jnp.float32, height=6):
+    return sj.SelectedRows(jnp.array([4, height, 1]), jnp.ones((3, 2), dtype), height)
+
+
+# ------------------------------------------------------------------ describe
+
+
+def test_describe_names_kinds_and_dims():
+    nested = sj.SegmentTensor.from_lists([[[10, 11], [101]], [[11], [50], [102]]])
+    keyed = sj.SegmentTensor.from_lengths(
+        {"key": jnp.ones(3), "ids": sj.SegmentTensor.from_lists([[1], [2, 3], []])},
+        jnp.array([1, 2]),
+    )
+    tree = {
+        "a": jnp.ones((2, 3), jnp.bfloat16),
+        "b": [spec(4, dtype=jnp.int8), 1.5],
+        "grad": rows(),
+        "keyed": keyed,
+        "nested": nested,
+    }
+    found = [
+        (d.name, d.type, d.data_type, d.dims, d.lod_level)
+        for d in sj.desc.describe(tree)
+    ]
+    assert found == [
+        ("a", "LOD_TENSOR", "bfloat16", (2, 3), 0),
+        ("b.0", "LOD_TENSOR", "int8", (4,), 0),
+        ("b.1", "LOD_TENSOR", "float32", (), 0),
+        ("grad", "SELECTED_ROWS", "float32", (6, 2), 0),
+        ("keyed.ids", "LOD_TENSOR", "int32", (-1,), 2),
+        ("keyed.key", "LOD_TENSOR", "float32", (-1,), 1),
+        ("nested", "LOD_TENSOR", "int32", (-1,), 2),
+    ]
+
+
+def test_describe_unknown_dimensions_and_names():
+    (batch,) = export.symbolic_shape("batch")
+    tree = (jax.ShapeDtypeStruct((batch, 640), jnp.float32), spec(3))
+    one, two = sj.desc.describe(
+        tree, ["image", "w"], persistable=lambda name: name == "w"
+    )
+    assert (one.name, one.dims, one.persistable) == ("image", (-1, 640), False)
+    assert (two.name, two.dims, two.persistable) == ("w", (3,), True)
+    assert [d.name for d in sj.desc.describe(tree, "x.{}".format)] == ["x.0", "x.1"]
+    assert sj.desc.describe(spec(3), ["w"], persistable=True)[0].persistable
+
+
+def test_describe_refuses():
+    with pytest.raises(ValueError, match="one name for each of the 2 variables.*a, b"):
+        sj.desc.describe({"a": spec(1), "b": spec(1)}, ["x"])
+    with pytest.raises(ValueError, match="'x' is the name of more than one"):
+        sj.desc.describe({"a": spec(1), "b": spec(1)}, ["x", "x"])
+    with pytest.raises(TypeError, match="a.0 is a str"):
+        sj.desc.describe({"a": ["table"]})
+
+
+# ------------------------------------------------------------------ the wire format
+
+
+def test_proto_file_is_what_is_declared():
+    """The .proto file and the declaration made to the library say the same."""
+    text = re.sub(r"//.*", "", PROTO.read_text())
+    types = dict(re.findall(r"(\w+) = (\d+);", text.split("message")[0]))
+    messages = {}
+    for name, body in re.findall(r"^message (\w+) {(.*?)^}", text, re.M | re.S):
+        field = r"(required|optional|repeated) (\w+) (\w+) = (\d+)"
+        messages[name] = re.findall(field, body)
+    declared = _messages.message_types()
+    assert set(declared) == set(messages)
+    for name, fields in messages.items():
+        found = {f.name: f for f in declared[name].DESCRIPTOR.fields}
+        assert len(found) == len(fields)
+        for label, kind, field, number in fields:
+            mine = found[field]
+            assert mine.number == int(number)
+            assert mine.is_required == (label == "required")
+            assert mine.is_repeated == (label == "repeated")
+            named = mine.message_type or mine.enum_type
+            scalars = {mine.TYPE_STRING: "string", mine.TYPE_BOOL: "bool"}
+            scalars |= {mine.TYPE_INT32: "int32", mine.TYPE_INT64: "int64"}
+            assert (named.name if named else scalars[mine.type]) == kind
+    enum = declared["TensorDesc"].DESCRIPTOR.fields_by_name["data_type"].enum_type
+    assert {v.name: str(v.number) for v in enum.values} == types
+    assert {"LOD_TENSOR": 0, "SELECTED_ROWS": 1} == dict(
+        (n, int(k))
+        for n, k in re.findall(r"([A-Z_]+) = (\d);", text.split("VarType")[1])
+    )
+
+
+@pytest.mark.parametrize("data_type", sorted(_messages.DATA_TYPES))
+def test_bytes_and_back(data_type):
+    for desc in (
+        sj.desc.VarDesc("a.é", "LOD_TENSOR", data_type, (-1, 2**40), 2, True),
+        sj.desc.VarDesc("g", "SELECTED_ROWS", data_type, (), 0, False),
+    ):
+        data = sj.desc.to_bytes(desc)
+        assert sj.desc.from_bytes(data) == desc
+        message = _messages.message_types()["VarDesc"].FromString(data)
+        assert message.SerializeToString(deterministic=True) == data
+
+
+def test_bytes_by_hand():
+    """Every field by the rules of the wire format: tag, length, varint."""
+    tensor = (
+        b"\x08\x05" + b"\x10" + b"\xff" * 9 + b"\x01" + b"\x10\x80\x05"
+    )  # [-1, 640]
+    lod = b"\x0a" + bytes([len(tensor)]) + tensor + b"\x10\x01"
+    want = b"\x0a\x01x\x10\x00\x1a" + bytes([len(lod)]) + lod + b"\x28\x01"
+    desc = sj.desc.VarDesc("x", "LOD_TENSOR", "float32", (-1, 640), 1, True)
+    assert sj.desc.to_bytes(desc) == want
+
+
+def test_bytes_refuse():
+    good = sj.desc.VarDesc("x", "LOD_TENSOR", "float32", (2,))
+    with pytest.raises(TypeError, match=r"\[to_bytes\(desc\) for desc in"):
+        sj.desc.to_bytes([good])  # pyright: ignore[reportArgumentType]
+    for changes, message in (
+        ({"data_type": "uint16"}, "x has data type uint16"),
+        ({"type": "TABLE"}, "x is of type 'TABLE', which is none of LOD_TENSOR"),
+        ({"dims": (-2,)}, "dims of x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sj.desc.to_bytes(dataclasses.replace(good, **changes))
+    with pytest.raises(ValueError, match="3 bytes are no VarDesc .without type"):
+        sj.desc.from_bytes(b"\x0a\x01x")
+    without = b"\x0a\x01x\x10\x01"
+    with pytest.raises(ValueError, match="SELECTED_ROWS and has no selected_rows_desc"):
+        sj.desc.from_bytes(without)
+    with pytest.raises(ValueError, match="without selected_rows_desc.data_type"):
+        sj.desc.from_bytes(without + b"\x22\x02\x08\x63")
+
+
+def test_without_protobuf(monkeypatch):
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    _messages.message_types.cache_clear()
+    with pytest.raises(ImportError, match=r"pip install 'sparsejax\[desc\]'"):
+        sj.desc.to_bytes(sj.desc.VarDesc("x", "LOD_TENSOR", "float32", (2,)))
+
+
+# ------------------------------------------------------------------ files
+
+# What PaddlePaddle 2.6.2 writes for rows [4, 1] of height 6, all values 1.
+PADDLE = bytes.fromhex(
+    "00000000 0200000000000000 0400000000000000 0100000000000000 0600000000000000"
+    "00000000 06000000 080510021002 0000803f 0000803f 0000803f 0000803f"
+)
+
+
+def test_paddle_bytes_load_and_save_identically(tmp_path):
+    path = tmp_path / "paddle"
+    path.write_bytes(PADDLE)
+    loaded = sj.desc.load_selected_rows(path)
+    np.testing.assert_array_equal(loaded.rows, [4, 1])
+    assert loaded.shape == (6, 2) and loaded.dtype == jnp.float32
+    again = tmp_path / "again"
+    sj.desc.save_selected_rows(again, loaded)
+    assert again.read_bytes() == PADDLE
+    sj.desc.save_selected_rows(again, rows())  # an empty slot is not written
+    assert again.read_bytes() == PADDLE
+
+
+@pytest.mark.parametrize("suffix", ["", ".npz"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_files_and_back(tmp_path, suffix, dtype):
+    path = tmp_path / f"rows{suffix}"
+    values = jnp.arange(12).reshape(2, 3, 2).astype(dtype)
+    sj.desc.save_selected_rows(path, sj.SelectedRows(jnp.array([7, 7]), values, 2**20))
+    back = sj.desc.load_selected_rows(path)
+    assert back.shape == (2**20, 3, 2) and back.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(back.rows, [7, 7])
+    np.testing.assert_array_equal(np.asarray(back.values), np.asarray(values))
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_files_keep_64_bits(tmp_path):
+    values = np.array([[1 / 3]])
+    data = struct.pack("<IQqqI", 0, 1, 2, 5, 0) + b"\x06\0\0\0\x08\x06\x10\x01\x10\x01"
+    path = tmp_path / "wide"
+    path.write_bytes(data + values.tobytes())
+    sj.desc.save_selected_rows(tmp_path / "again", sj.desc.load_selected_rows(path))
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
+def test_files_without_rows(tmp_path):
+    empty = sj.SelectedRows(jnp.array([9]), jnp.ones((1, 2)), 9)
+    sj.desc.save_selected_rows(tmp_path / "empty", empty)
+    assert sj.desc.load_selected_rows(tmp_path / "empty").values.shape == (0, 2)
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path):
+    path = tmp_path / "rows"
+    sj.desc.save_selected_rows(path, rows())
+    bad = sj.SelectedRows(jnp.array([1]), jnp.ones((1, 2), jnp.uint16), 6)
+    with pytest.raises(ValueError, match="uint16"):
+        sj.desc.save_selected_rows(path, bad)
+    assert path.read_bytes() == PADDLE and len(list(tmp_path.iterdir())) == 1
+
+
+def test_files_refuse(tmp_path):
+    with pytest.raises(TypeError, match="takes a SelectedRows, got ndarray"):
+        sj.desc.save_selected_rows(tmp_path / "x", np.ones(3))  # pyright: ignore
+    with pytest.raises(FileNotFoundError):
+        sj.desc.load_selected_rows(tmp_path / "nothing")
+    path = tmp_path / "bad"
+    for data, why in (
+        (b"\x01" + PADDLE[1:], "it is of version 1"),
+        (PADDLE[:20], "it ends after 20 bytes, within the rows"),
+        (PADDLE[:-1], "within the values"),
+        (PADDLE + b"!", "1 bytes are left over"),
+        (PADDLE[:44] + b"\x03\0\0\0" + PADDLE[48:], "its TensorDesc does not parse"),
+        (b"hello, this is text", "it is of version"),
+        (b"", "it ends after 0 bytes, within its version"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=f"bad is not a SelectedRows.*{why}"):
+            sj.desc.load_selected_rows(path)
+    np.savez(tmp_path / "other.npz", x=1)
+    with pytest.raises(ValueError, match="it has the arrays x, not rows"):
+        sj.desc.load_selected_rows(tmp_path / "other.npz")
+
+
+# ------------------------------------------------------------------ infer
+
+
+def loss(params, ids, scale):
+    read = sj.lookup(params["table"], ids)
+    return jnp.sum(read @ params["w"]) * scale
+
+
+def test_infer_says_which_gradients_are_sparse():
+    params = {"table": spec(10**9, 8), "w": spec(8)}
+    found = sj.desc.infer(loss, params, spec(32, dtype=jnp.int32), 2)
+    assert [(d.name, d.type, d.dims) for d in (*found.outputs, *found.gradients)] == [
+        ("out", "LOD_TENSOR", ()),
+        ("table@GRAD", "SELECTED_ROWS", (10**9, 8)),
+        ("w@GRAD", "LOD_TENSOR", (8,)),
+    ]
+    few = sj.desc.infer(loss, params | {"table": spec(40, 8)}, jnp.arange(32), 2.0)
+    assert few.gradients[0].type == "LOD_TENSOR"  # most rows are read
+
+
+def test_infer_agrees_with_the_gradients():
+    params = {"table": jnp.ones((100, 2)), "w": jnp.ones(2)}
+    ids = jnp.array([7, 4, 7])
+    grads = sj.grad(loss)(params, ids, 1.0)
+    names = lambda path: path + "@GRAD"
+    assert sj.desc.infer(loss, params, ids, 1.0).gradients == sj.desc.describe(
+        grads, names
+    )
+
+
+def test_infer_several_arguments_aux_and_steps():
+    def with_aux(table, other, ids):
+        read = table[ids]
+        return jnp.sum(read) + jnp.sum(other), {"read": read}
+
+    args = spec(100, 2), spec(3), spec(4, dtype=jnp.int32)
+    found = sj.desc.infer(with_aux, *args, argnums=(0, 1), has_aux=True)
+    assert [d.name for d in found.outputs] == ["out.0", "out.1.read"]
+    assert [(d.name, d.type) for d in found.gradients] == [
+        ("table@GRAD", "SELECTED_ROWS"),
+        ("other@GRAD", "LOD_TENSOR"),
+    ]
+    one = sj.desc.infer(with_aux, *args, has_aux=True)
+    assert [d.name for d in one.gradients] == ["table@GRAD"]
+
+    tx = sj.optim.lazy(optax.sgd(0.1))
+
+    def step(params, state, ids):
+        updates, state = tx.update(sj.grad(loss)(params, ids, 1.0), state, params)
+        return updates, state
+
+    params = {"table": spec(100, 2), "w": spec(2)}
+    state = jax.eval_shape(tx.init, params)
+    found = sj.desc.infer(step, params, state, args[2])
+    assert found.gradients == []
+    assert [(d.name, d.type) for d in found.outputs] == [
+        ("out.0.table", "SELECTED_ROWS"),
+        ("out.0.w", "LOD_TENSOR"),
+    ]
+    assert "100x2" in str(found) and str(found).startswith("name")

@@ -1,0 +1,72 @@
+"""Pictures of reads, and of programs before and after the rewrite."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+
+
+STEPS = [np.array([[3, 3], [7, 99]]), np.array([7, -1, 5]), np.array([], int)]
+
+
+def lines(axes):
+    return {line.get_label(): line.get_ydata() for line in axes.get_lines()}
+
+
+def test_rows_touched_counts(tmp_path):
+    figure = sj.viz.rows_touched(STEPS, num_rows=10, title="three steps")
+    steps, skew = figure.axes
+    drawn = lines(steps)
+    np.testing.assert_array_equal(drawn["ids read"], [3, 2, 0])
+    np.testing.assert_array_equal(drawn["distinct rows"], [2, 2, 0])
+    assert set(drawn["rows of the table"]) == {10}
+    share = skew.get_lines()[0].get_ydata()
+    np.testing.assert_allclose(share[:3], [40, 80, 100])  # rows 3 and 7 twice, 5 once
+    figure.savefig(tmp_path / "touched.png")
+    assert (tmp_path / "touched.png").stat().st_size > 10_000
+
+
+def test_rows_touched_of_segments_and_gradients():
+    baskets = sj.SegmentTensor.from_lists([[1, 2], [2]], capacity=9)
+    rows = sj.SelectedRows(jnp.array([4, 10, 4]), jnp.ones((3, 2)), height=10)
+    figure = sj.viz.rows_touched([baskets, rows], num_rows=10)
+    np.testing.assert_array_equal(lines(figure.axes[0])["ids read"], [3, 2])
+
+
+def test_rows_touched_refuses(monkeypatch):
+    for steps, rows, error, message in (
+        ([], 10, ValueError, "there are no steps"),
+        (STEPS, 0, ValueError, "num_rows must be a positive int, got 0"),
+        ([np.ones(3)], 10, TypeError, r"step 0 must be integer ids.*float64 of shape"),
+        ([{"a": 1}], 10, TypeError, "step 0.*got a dict"),
+    ):
+        with pytest.raises(error, match=message):
+            sj.viz.rows_touched(steps, rows)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'sparsejax\[viz\]'"):
+        sj.viz.rows_touched(STEPS, 10)
+
+
+def loss(params, ids):
+    return jnp.sum(sj.lookup(params["table"], ids) @ params["w"])
+
+
+def test_compare_counts_arrays_as_large_as_the_table():
+    spec = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    params = {"table": spec(1000, 8), "w": spec(8)}
+    ids = jax.ShapeDtypeStruct((4,), jnp.int32)
+    diff = sj.viz.compare(loss, params, ids)
+    assert diff.tables == ("bf16[1000,8]",)
+    made = [line.split(" = ")[1].split("[")[0] for line in diff.large(diff.before)]
+    assert made[-1] == "scatter-add" and not diff.large(diff.after)
+    assert str(diff).startswith("arrays as large as a table (bf16[1000,8])")
+    assert "+++ sparsejax.grad" in str(diff)
+    page = diff._repr_html_()
+    assert page.count("<span") == len(made) and "bf16[1000,8]" in page
+
+    dense = sj.viz.compare(loss, params | {"table": spec(8, 8)}, ids)
+    assert dense.tables == () and "there is none" in dense.summary()
