@@ -116,6 +116,7 @@ def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """`table[ids]`, zeros for ids that are out of range."""
     if table.shape[0] == 0:  # from which JAX gathers nothing, not even zeros
         return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+    table = jnp.asarray(table)  # a batch outside of jit may be NumPy's
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 

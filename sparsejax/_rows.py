@@ -106,16 +106,16 @@ class SelectedRows:
 
     # -- pytree ------------------------------------------------------------------
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Children with their keys."""
         keys = jax.tree_util.GetAttrKey("rows"), jax.tree_util.GetAttrKey("values")
         return tuple(zip(keys, (self.rows, self.values))), self.height
 
     @classmethod
-    def tree_unflatten(cls, height, children):
+    def tree_unflatten(cls, static: Any, children: Any):
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
-        self.__dict__.update(rows=children[0], values=children[1], height=height)
+        self.__dict__.update(rows=children[0], values=children[1], height=static)
         return self
 
     # -- what it is --------------------------------------------------------------

@@ -309,7 +309,7 @@ class SegmentTensor:
         call = "SegmentTensor.to_multi_hot"
         num_ids = _segment_numbers.static_int(call, num_ids, _NUM_IDS)
         values = self.values
-        if not isinstance(values, jax.Array) or values.ndim != 1:
+        if not isinstance(values, (jax.Array, np.ndarray)) or values.ndim != 1:
             raise TypeError(_ONE_ARRAY.format(call=call, found=repr(self)))
         ids = _ids.as_ids(call, values, num_ids, "values")
         shape = self.num_segments, num_ids

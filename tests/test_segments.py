@@ -671,3 +671,20 @@ def test_refuses_under_jit_what_it_cannot_know():
         make.from_csr(batch)
     with pytest.raises(TypeError, match="a matrix and indices"):
         make.from_csr(batch, VALUES)
+
+
+def test_parts_may_be_numpy_arrays():
+    """As a loader's batches have them: every view works outside of jit too."""
+    ours = sj.SegmentTensor.from_lists([[1, 2], [], [3]], capacity=5)
+    theirs = jax.tree.map(np.asarray, ours)
+    for view in (
+        lambda st: st.to_padded(),
+        lambda st: st.lengths,
+        lambda st: st.offsets,
+        lambda st: st.to_multi_hot(4),
+        lambda st: st.sort().values,
+        lambda st: sj.segment_max(st),
+        lambda st: sj.pack_segments(st, 2),
+    ):
+        np.testing.assert_array_equal(view(theirs), view(ours))
+    assert theirs.to_lists() == ours.to_lists() and repr(theirs) == repr(ours)

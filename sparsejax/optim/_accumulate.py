@@ -25,6 +25,7 @@ from jax import lax
 from sparsejax import _ids
 from sparsejax._rows import SelectedRows
 from sparsejax.optim import _conditional, _follow, _parts, _separable
+from sparsejax.optim._table_rows import check_on_one_device
 
 
 CALL = "sparsejax.optim.accumulate"
@@ -145,6 +146,7 @@ def accumulate(
 
     def update(updates, state, params=None, **extra_args):
         grads, treedef = _separable.flatten(updates)
+        check_on_one_device(CALL, grads)
         # jnp.asarray: a state from a checkpoint may be of NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
         overflow = jnp.asarray(state.overflow)

@@ -22,7 +22,7 @@ import optax
 
 from sparsejax import _ids
 from sparsejax._rows import SelectedRows
-from sparsejax.optim import _follow
+from sparsejax.optim import _follow, _placement
 from sparsejax.optim._lazy import lazy
 
 
@@ -55,7 +55,11 @@ def both_kinds(
         tx = lifted if any(map(is_rows, leaves)) else by_rows
         return tx.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init, update_either)
+    @functools.wraps(init)
+    def init_beside(params):
+        return _placement.init_beside(init, params)
+
+    return optax.GradientTransformationExtraArgs(init_beside, update_either)
 
 
 # ------------------------------------------------------------------ trees

@@ -82,4 +82,5 @@ def _nothing(spec: Any) -> Any:
     if not isinstance(spec, SelectedRows):
         return jnp.zeros(spec.shape, spec.dtype)
     rows = jnp.full(spec.rows.shape, spec.height, spec.rows.dtype)
-    return SelectedRows(rows, _nothing(spec.values), spec.height)
+    # Of whichever kind: a subclass has more that is static.
+    return jax.tree.structure(spec).unflatten([rows, _nothing(spec.values)])

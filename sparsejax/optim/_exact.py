@@ -38,6 +38,11 @@ from sparsejax.optim import (
 )
 from sparsejax.optim._exact_plan import Plan
 from sparsejax.optim._exact_table import Table
+from sparsejax.optim._table_rows import (
+    check_on_one_device,
+    merge_duplicates,
+    update_of,
+)
 
 
 CALL = "sparsejax.optim.exact"
@@ -199,6 +204,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         if params is None:
             raise ValueError(_NEEDS_PARAMS)
         leaves, treedef = _separable.flatten(grads)
+        check_on_one_device(CALL, leaves)
         weights = _lazy.weights_of(grads, treedef, params)
         assert weights is not None
         sparse = [i for i, g in enumerate(leaves) if isinstance(g, SelectedRows)]
@@ -221,7 +227,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         weights = treedef.flatten_up_to(params)
 
         # Rows of the others.
-        merged = {i: _lazy.merge_duplicates(leaves[i]) for i in sparse}
+        merged = {i: merge_duplicates(leaves[i]) for i in sparse}
         specs = tuple(map(_follow.spec, weights))
         owners = follow(treedef, specs, tuple(merged)).owners
         cut = _lazy.cut_rows(
@@ -249,7 +255,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         for i, correction in corrections.items():
             updates[i] = _plus(updates[i], correction)
         for i, rows in merged.items():
-            updates[i] = _lazy.update_of(rows, updates[i], leaves[i])
+            updates[i] = update_of(rows, updates[i], leaves[i])
 
         new = _lazy.put_back(state.inner, new, owners, merged)
         step, future = step + 1, plan.future(new, state.now)

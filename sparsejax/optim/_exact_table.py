@@ -23,8 +23,9 @@ from jax import lax
 from sparsejax import _ids
 from sparsejax._read import read_rows
 from sparsejax._rows import SelectedRows
-from sparsejax.optim import _exact_drift, _lazy
+from sparsejax.optim import _exact_drift
 from sparsejax.optim._exact_drift import Model
+from sparsejax.optim._table_rows import write_into
 
 
 _CLOCKS = 4  # columns in front of F
@@ -129,7 +130,7 @@ def stamp(
     """Notes that rows, so far of steps `before`, are of `step`, with F `now`."""
     steps = jnp.maximum(before, step)
     book = _write_book(steps, steps, now)
-    return table._replace(book=_lazy.write_rows(table.book, rows, book), now=now)
+    return table._replace(book=write_into(rows, table.book, book), now=now)
 
 
 def stamp_all(table: Table, now: Any, step: jax.Array) -> Table:

@@ -25,10 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsejax import _ids
-from sparsejax._read import read_rows
 from sparsejax._rows import SelectedRows
-from sparsejax.optim import _follow, _parts, _separable
+from sparsejax.optim import _follow, _parts, _placement, _separable
+from sparsejax.optim._table_rows import (
+    merge_duplicates,
+    read_into,
+    update_of,
+    write_into,
+)
 
 
 CALL = "sparsejax.optim.lazy"
@@ -149,7 +153,7 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
             reason = verdicts.blame(treedef, specs, *refused)
             what = "this optimizer"
             raise ValueError(_NOT_SEPARABLE.format(what=what, reason=reason))
-        return tx.init(params)
+        return _placement.init_beside(tx.init, params)
 
     def update(updates, state, params=None, **extra_args):
         grads = updates
@@ -182,11 +186,6 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
 # ------------------------------------------------------------------ the lift
 
 
-def merge_duplicates(rows: SelectedRows) -> SelectedRows:
-    # At least one slot, so that no reduction inside `tx` meets an empty array.
-    return rows.coalesce(capacity=max(1, min(rows.capacity, rows.height)))
-
-
 def cut_rows(
     init, treedef, leaves, weights, state, owners, merged
 ) -> tuple[Any, Any, Any]:
@@ -196,7 +195,7 @@ def cut_rows(
     grads = [merged[i].values if i in merged else g for i, g in enumerate(leaves)]
     if weights is not None:
         weights = [
-            _read(w, merged[i], jnp.zeros_like(grads[i])) if i in merged else w
+            read_into(merged[i], w, jnp.zeros_like(grads[i])) if i in merged else w
             for i, w in enumerate(weights)
         ]
     if any(owner is not None for owner in owners):
@@ -208,42 +207,11 @@ def cut_rows(
         fresh = jax.tree.leaves(init(treedef.unflatten(untouched)))
         for k, owner in enumerate(owners):
             if owner is not None:
-                state_leaves[k] = _read(state_leaves[k], merged[owner], fresh[k])
+                state_leaves[k] = read_into(merged[owner], state_leaves[k], fresh[k])
     return (
         treedef.unflatten(grads),
         state_treedef.unflatten(state_leaves),
         None if weights is None else treedef.unflatten(weights),
-    )
-
-
-def _read(table: Any, rows: SelectedRows, otherwise: jax.Array) -> jax.Array:
-    """Rows of a table, `otherwise` in empty slots."""
-    if not rows.height:
-        return otherwise
-    read = read_rows(jnp.asarray(table), rows.rows)
-    filled = rows.filled().reshape((-1,) + (1,) * (read.ndim - 1))
-    # A barrier between this and the arithmetic was measured on XLA:CPU: no difference.
-    return jnp.where(filled, read, otherwise.astype(read.dtype))
-
-
-def write_rows(table: Any, rows: SelectedRows, values: jax.Array) -> jax.Array:
-    """The table with these rows, which are distinct and ascending, replaced."""
-    table = jnp.asarray(table)
-    if not rows.height:
-        return table
-    # Empty slots get ids of their own beyond the end. XLA may then be told that ids are
-    # unique, and needs no atomic writes where it runs in parallel.
-    ids = rows.rows
-    unique = rows.height + rows.capacity <= jnp.iinfo(ids.dtype).max
-    if unique:
-        beyond = jnp.arange(rows.capacity, dtype=ids.dtype)
-        ids = ids + jnp.where(rows.filled(), _ids.scalar(0, ids), beyond)
-    return table.at[ids].set(
-        values.astype(table.dtype),
-        mode="drop",
-        wrap_negative_indices=False,
-        indices_are_sorted=True,
-        unique_indices=unique,
     )
 
 
@@ -252,15 +220,8 @@ def put_back(state, new_state, owners, merged) -> Any:
     leaves, treedef = jax.tree.flatten(new_state)
     for k, (owner, old) in enumerate(zip(owners, jax.tree.leaves(state))):
         if owner is not None:
-            leaves[k] = write_rows(old, merged[owner], leaves[k])
+            leaves[k] = write_into(merged[owner], old, leaves[k])
     return treedef.unflatten(leaves)
-
-
-def update_of(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
-    """What `tx` made of the rows, nothing in empty slots, as many slots as asked."""
-    values = _ids.zero_unless(rows.filled(), values)
-    slots = min(grad.capacity, grad.height)
-    return SelectedRows(rows.rows[:slots], values[:slots], rows.height)
 
 
 # ------------------------------------------------------------------ checks

@@ -22,12 +22,27 @@ from sparsejax.transform.interpreter import (
     register_rule,
 )
 from sparsejax.transform.liveness import Liveness, register_flow
-from sparsejax.transform.table import TableRef, vary
+from sparsejax.transform.table import TableRef, everywhere, lay_out, vary
 
 
 _RETURNED = "returns it whole"
+_CALLS: dict[str, Any] = {}
 
 # -- programs that are simply called ---------------------------------------------------
+
+
+def register_call(name: str) -> Any:
+    """Registers a rule for jitted functions of a name, which must be one of its own.
+
+    The rule is called as `rule(ctx, *inputs)` and takes the place of walking the body,
+    unless it returns `NotImplemented`.
+    """
+
+    def register(rule: Any) -> Any:
+        _CALLS[name] = rule
+        return rule
+
+    return register
 
 
 @register_rule(p.jit_p)
@@ -40,6 +55,10 @@ def _jit_rule(
     name: str = "jit",
     **_: Any,
 ) -> list[Any]:
+    rule = _CALLS.get(name)
+    outputs = NotImplemented if rule is None else rule(ctx, *inputs)
+    if outputs is not NotImplemented:
+        return outputs
     # Inlined: rebuilding it would compile anew at every call outside jit, and inside
     # jit XLA inlines it anyway. What it asks of shardings is kept.
     args = _constrain(inputs, in_shardings)
@@ -224,7 +243,8 @@ def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]
         delta, start = deltas[site.table], at[site.table]
         at[site.table] = start + site.num_rows
         piece = delta[start : start + site.num_rows]
-        pieces.append(piece.reshape(site.lead + delta.shape[1:]))
+        piece = piece.reshape(site.lead + delta.shape[1:])
+        pieces.append(lay_out(piece, site.spec, site.mesh))
     return pieces
 
 
@@ -233,7 +253,8 @@ def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
     height = ctx.run.heights[shared.table]
     dtype = _ids.index_dtype(height)
     pairs = zip(reads.sites, reads.ids)
-    mine = [i.reshape(-1) for s, i in pairs if s.table == shared.table]
+    # Branches must agree on the layout too, over explicit mesh axes.
+    mine = [everywhere(i).reshape(-1) for s, i in pairs if s.table == shared.table]
     rest = shared.num_rows - sum(i.size for i in mine)
     empty = jnp.full((rest,), height, dtype)
     mine = [vary(i, shared.axes) for i in (*mine, empty)]

@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from sparsejax import _compat, _ids
+from sparsejax import _ids
 from sparsejax._rows import SelectedRows
 from sparsejax.transform.interpreter import Reads, Site, walk
 from sparsejax.transform.plan import (
@@ -19,7 +18,7 @@ from sparsejax.transform.plan import (
     make_plan,
     trace_call,
 )
-from sparsejax.transform.table import TableRef, vary
+from sparsejax.transform.table import TableRef, everywhere, lay_out, vary
 
 
 def value_and_grad(
@@ -170,7 +169,10 @@ def _differentiate(
     for number, leaf in enumerate(tables):
         mine = [k for k, site in enumerate(sites) if site.table == number]
         grads[leaf.position] = _package(
-            leaf, [ids[k] for k in mine], [cotangents[k] for k in mine]
+            leaf,
+            [ids[k] for k in mine],
+            [cotangents[k] for k in mine],
+            [sites[k] for k in mine],
         )
     return (
         loss,
@@ -182,27 +184,28 @@ def _differentiate(
 def _zero_delta(site: Site, leaf: Leaf) -> jax.Array:
     shape = site.lead + jnp.shape(leaf.value)[1:]
     delta = vary(jnp.zeros(shape, jnp.result_type(leaf.value)), site.axes)
-    return jax.reshard(delta, PartitionSpec(*site.spec)) if site.spec else delta
+    return lay_out(delta, site.spec, site.mesh)
 
 
 def _package(
-    leaf: Leaf, ids: Sequence[jax.Array], cotangents: Sequence[jax.Array]
+    leaf: Leaf,
+    ids: Sequence[jax.Array],
+    cotangents: Sequence[jax.Array],
+    sites: Sequence[Site],
 ) -> SelectedRows:
     """One SelectedRows of all the reads of a table."""
     height, *row = jnp.shape(leaf.value)
+    if ids and all(site.kind for site in sites):
+        dtype = jnp.result_type(leaf.value)
+        return sites[0].kind.package(row, dtype, ids, cotangents, sites)
     if not ids:
         rows = jnp.zeros((0,), _ids.index_dtype(height))
         return SelectedRows(
             rows, jnp.zeros((0, *row), jnp.result_type(leaf.value)), height
         )
-    rows = [_everywhere(i).reshape(-1) for i in ids]
-    values = [_everywhere(c).reshape((-1, *row)) for c in cotangents]
+    rows = [everywhere(i).reshape(-1) for i in ids]
+    values = [everywhere(c).reshape((-1, *row)) for c in cotangents]
     if len(rows) > 1:
         rows, values = [jnp.concatenate(rows)], [jnp.concatenate(values)]
     filled = _ids.in_range(rows[0], height)
     return SelectedRows(rows[0], _ids.zero_unless(filled, values[0]), height)
-
-
-def _everywhere(x: jax.Array) -> jax.Array:
-    """What is sharded over explicit mesh axes, gathered: each copy needs all of it."""
-    return jax.reshard(x, PartitionSpec()) if _compat.explicit_spec(x) else x

@@ -67,7 +67,8 @@ class Site(NamedTuple):
       lead: static shape of the ids; a loop puts its length in front.
       where: `file:line`.
       axes: manual mesh axes over which the rows read differ.
-      spec: how they are laid out over explicit mesh axes, a PartitionSpec's parts.
+      spec: how explicit axes of `mesh` lay them out, a PartitionSpec's parts, or ().
+      kind: how gradients of such reads are packaged, see `RuleContext.combine`.
     """
 
     table: int
@@ -75,6 +76,8 @@ class Site(NamedTuple):
     where: str
     axes: frozenset = frozenset()
     spec: tuple = ()
+    mesh: Any = None
+    kind: Any = None
 
     def in_loop(self, length: int) -> "Site":
         """The same reads, once for every step of a loop."""
@@ -202,6 +205,7 @@ class RuleContext:
         combined: jax.Array,
         spread: Callable[..., jax.Array],
         *operands: jax.Array,
+        kind: Any = None,
     ) -> jax.Array:
         """Notes rows that were read, but of which only a linear combination is left.
 
@@ -214,6 +218,10 @@ class RuleContext:
           spread: `spread(cotangent, *operands)`, the transpose: from the cotangent of
             `combined` that of the rows, `[*ids.shape, *row]`.
           *operands: arrays that `spread` needs.
+          kind: static, for gradients that are more than a SelectedRows: where all reads
+            of a table have one, `kind.package(row_shape, dtype, ids, cotangents,
+            sites)` of the first makes its gradient, whatever fraction of the rows is
+            read.
 
         Returns:
           `combined`, differentiated if the loss is.
@@ -221,7 +229,7 @@ class RuleContext:
         ids = _ids.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
         shape = (*ids.shape, *ref.array.shape[1:])
         flat = lambda ct, *xs: spread(ct, *xs).reshape(shape).astype(ref.dtype)
-        return self._plant(ref, combined, ids, None, flat, operands)
+        return self._plant(ref, combined, ids, None, flat, operands, kind)
 
     def _plant(
         self,
@@ -231,12 +239,14 @@ class RuleContext:
         valid: Any = None,
         spread: Callable[..., jax.Array] | None = None,
         operands: Sequence[jax.Array] = (),
+        kind: Any = None,
     ) -> jax.Array:
         """`out`, made of the rows at flat `ids`, with a delta for them planted."""
         if not any(self.live) or ref.stopped or not ids.size:
             return out
         axes, spec = _compat.varying_axes(out), _compat.explicit_spec(out)
-        site = Site(ref.index, ids.shape, self.where, axes, spec)
+        mesh = jax.typeof(out).sharding.mesh if spec else None
+        site = Site(ref.index, ids.shape, self.where, axes, spec, mesh, kind)
         if not self.reads.planting:
             self.reads.add([site], [])
             return out

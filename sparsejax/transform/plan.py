@@ -234,6 +234,8 @@ def _decide(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
         return True
     elif not leaf.sites:
         leaf.reason = "no differentiated read"
+    elif all(site.kind for site in leaf.sites):
+        return True
     elif leaf.rows_read > MAX_FRACTION * shape[0]:
         leaf.reason = (
             f"reads {leaf.rows_read} of {shape[0]} rows, more than a quarter, where "

@@ -84,6 +84,7 @@ def _from_outside(site: Site, mesh: Any, manual: frozenset) -> Site:
         site.where,
         site.axes - manual,
         (across,) if any(types[a] == AxisType.Explicit for a in across) else (),
+        mesh,
     )
 
 

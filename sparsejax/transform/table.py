@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sparsejax import _compat
 
@@ -151,6 +152,17 @@ def _combined_bwd(spread, operands, cotangent):
 
 
 plant_combined.defvjp(_combined_fwd, _combined_bwd)
+
+
+def everywhere(x: jax.Array) -> jax.Array:
+    """What is sharded over explicit mesh axes, gathered: each copy needs all of it."""
+    spec = _compat.explicit_spec(x)
+    return lay_out(x, (None,) * len(spec), jax.typeof(x).sharding.mesh)
+
+
+def lay_out(x: jax.Array, spec: tuple, mesh: Any) -> jax.Array:
+    """`x` laid out over explicit mesh axes; no `spec` says nothing."""
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec))) if spec else x
 
 
 def vary(x: jax.Array, axes: frozenset) -> jax.Array:
