@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from sparsejax._replace import replacing
 from sparsejax.demo._text import UserError
 
 
@@ -30,7 +31,7 @@ def check_target(option: str, path: str, inputs: Sequence[str | None]) -> None:
                 raise UserError(f"{path} may not be written to: {remedy}")
         if any(other and _same_file(path, other) for other in inputs):
             raise UserError(f"{path} is named for two things: {remedy}")
-        temporary, _ = _names(path)
+        temporary = _beside(path)
         with open(temporary, "xb"):
             pass
         os.unlink(temporary)
@@ -45,21 +46,14 @@ def atomic_write(path: str) -> Iterator[BinaryIO]:
 
     Whatever goes wrong before that, an interrupt too, leaves an older file as it is.
     """
-    temporary, final = _names(path)
     try:
-        with open(temporary, "xb") as file:
+        with replacing(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, final)
     except OSError as e:
         raise UserError(
             f"cannot write {path} ({e.strerror or e}): nothing was changed there, name "
             "another place"
         ) from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
 
 
 def save_vectors(
@@ -75,13 +69,12 @@ def save_vectors(
         )
 
 
-def _names(path: str) -> tuple[str, str]:
-    """Where to write first, and where that goes then: what a link points to."""
-    final = os.path.realpath(path)
-    folder, name = os.path.split(final)
+def _beside(path: str) -> str:
+    """A name in the folder that the file is in, where a link points to."""
+    folder, name = os.path.split(os.path.realpath(path))
     if not name or path.endswith(os.sep):
         raise OSError(0, "it is not the name of a file")
-    return os.path.join(folder, f".{name}.{os.getpid()}.tmp"), final
+    return os.path.join(folder, f".{name}.{os.getpid()}.tmp")
 
 
 def _same_file(path: str, other: str) -> bool:

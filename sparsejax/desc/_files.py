@@ -1,7 +1,5 @@
 """SelectedRows in files: PaddlePaddle's binary layout, and NumPy's .npz."""
 
-import contextlib
-import os
 import pathlib
 import struct
 from typing import Any
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _ids
+from sparsejax._replace import replacing
 from sparsejax._rows import SelectedRows
 from sparsejax.desc import _messages
 
@@ -73,7 +72,7 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
     values = np.ascontiguousarray(np.asarray(selected_rows.values)[filled])
     path = pathlib.Path(path)
     if path.suffix == ".npz":
-        with _replacing(path) as file:
+        with replacing(path) as file:
             # NumPy has no file format for bfloat16 and its like: bytes and a name.
             np.savez(
                 file,
@@ -86,7 +85,7 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
     desc = _messages.message_types()["TensorDesc"]()
     _messages.fill_tensor(desc, "the values", values.dtype.name, values.shape)
     message = desc.SerializeToString(deterministic=True)
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(struct.pack("<IQ", _VERSION_0, len(rows)))
         file.write(rows.tobytes())
         file.write(struct.pack("<qIi", selected_rows.height, _VERSION_0, len(message)))
@@ -189,17 +188,3 @@ def _read_paddle(data: bytes, path: pathlib.Path) -> tuple[np.ndarray, np.ndarra
 
 def _is_foreign(values: np.ndarray) -> bool:
     return values.dtype.kind == "V"
-
-
-@contextlib.contextmanager
-def _replacing(path: pathlib.Path):
-    """A new file that takes the place of `path` once it is whole."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(new, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
