@@ -1,0 +1,128 @@
+"""Making a table of what `KVStore.init` was given."""
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _ids
+from sparsejax.store import _layout
+from sparsejax.store._memory import MappedFile, Memory
+from sparsejax.store._optimizer import Optimizer
+from sparsejax.store._table import Table, arrays_of
+
+
+_NOT_A_SHAPE = (
+    "{call}: table {name!r} needs a shape, as a tuple of ints, or an array of weights, "
+    "got {found}."
+)
+_NO_ROWS = (
+    "{call}: table {name!r} must have at least one axis, the rows, got shape {shape}."
+)
+_NOT_NUMBERS = (
+    "{call}: table {name!r} is to be {dtype}; an optimizer needs real floating point. "
+    "Use tx=None for a table that is only read."
+)
+_WIDE = (
+    "{call}: table {name!r} is to be {dtype}, which JAX cuts to 32 bits here. Set "
+    "jax_enable_x64, or ask for a type of 32 bits or less."
+)
+_BOTH = (
+    "{call}: table {name!r} has an array and an initializer. The array holds the first "
+    "weights of all rows: leave one of the two out."
+)
+_NOT_A_FUNCTION = (
+    "{call}: initializer must be a function (key, shape, dtype) -> array, such as "
+    "jax.nn.initializers.normal(0.01), got {found!r}."
+)
+_TOO_HIGH = (
+    "{call}: an initializer tells 2**32 rows apart, and table {name!r} has {height}."
+)
+_NOT_A_SEED = "{call}: seed must be an int or a PRNG key, got {found!r}."
+_FILE_IS_THERE = (
+    "{call}: {path} is there already, and table {name!r} comes with an array. Give the "
+    "shape to open the file as it is, or another path."
+)
+
+
+def make_table(
+    call: str,
+    name: str,
+    shape_or_array: Any,
+    tx: Any,
+    path: str | os.PathLike | None,
+    initializer: Callable[..., Any] | None,
+    seed: Any,
+    dtype: Any,
+) -> Table:
+    """The table, in memory or in its file; arguments as in `KVStore.init`."""
+    shape, array = _shape_or_array(call, name, shape_or_array)
+    dtype = np.dtype(dtype if array is None else array.dtype)
+    _check(call, name, shape, dtype, tx)
+    if initializer is not None:
+        if array is not None:
+            raise ValueError(_BOTH.format(call=call, name=name))
+        if not callable(initializer):
+            raise TypeError(_NOT_A_FUNCTION.format(call=call, found=initializer))
+        if shape[0] > 1 << 32:
+            raise ValueError(_TOO_HIGH.format(call=call, name=name, height=shape[0]))
+    if path is not None and array is not None and os.path.exists(path):
+        raise ValueError(_FILE_IS_THERE.format(call=call, path=path, name=name))
+    key = _layout.encode_key(_key(call, seed))
+
+    optimizer = None if tx is None else Optimizer(tx, shape, dtype)
+    specs = arrays_of(shape, dtype, optimizer)
+    initial = {} if array is None else {0: array}
+    if optimizer is not None:
+        rest = optimizer.init_rest(np.zeros((1, *shape[1:]), dtype))
+        initial |= dict(enumerate(rest, len(specs) - len(rest)))
+    given = array is not None
+    if path is None:
+        memory = Memory(specs, initial)
+    else:
+        header = _layout.describe(
+            shape, dtype, optimizer, key, given=given, initialized=bool(initializer)
+        )
+        memory = MappedFile(call, path, specs, initial, header, name)
+        given = memory.found["given"]
+    return Table(name, shape, dtype, optimizer, initializer, key, given, memory)
+
+
+def _shape_or_array(call: str, name: str, x: Any) -> tuple[tuple[int, ...], Any]:
+    if isinstance(x, (tuple, list)):
+        if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in x):
+            raise TypeError(_NOT_A_SHAPE.format(call=call, name=name, found=x))
+        return tuple(int(n) for n in x), None
+    if not isinstance(x, (np.ndarray, jax.Array)):
+        found = f"an object of type {type(x).__name__}"
+        raise TypeError(_NOT_A_SHAPE.format(call=call, name=name, found=found))
+    return x.shape, np.asarray(x)
+
+
+def _check(
+    call: str, name: str, shape: tuple[int, ...], dtype: np.dtype, tx: Any
+) -> None:
+    if not shape:
+        raise ValueError(_NO_ROWS.format(call=call, name=name, shape=shape))
+    _ids.index_dtype(shape[0])  # there must be an id for each row
+    if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(_NOT_NUMBERS.format(call=call, name=name, dtype=dtype))
+    parts = 2 if dtype.kind == "c" else 1
+    if dtype.itemsize > 4 * parts and not _ids.x64_enabled():
+        raise ValueError(_WIDE.format(call=call, name=name, dtype=dtype))
+
+
+def _key(call: str, seed: Any) -> jax.Array:
+    if isinstance(seed, (int, np.integer)):
+        return jax.random.key(int(seed))
+    dtype = getattr(seed, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if math.prod(seed.shape) == 1:
+            return seed.reshape(())
+    elif dtype == np.uint32:  # a key of the older kind
+        return jax.random.wrap_key_data(jnp.asarray(seed))
+    raise TypeError(_NOT_A_SEED.format(call=call, found=seed))

@@ -1,0 +1,114 @@
+"""Ids as a store takes them: distinct rows in ascending order, on the host.
+
+Rows of one pull are read in ascending order, which walks through memory in one
+direction, and capacities are powers of two, so that a step that is compiled for a
+capacity is compiled a few times only, however many rows its batches name.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from sparsejax import _ids
+
+
+LEAST_CAPACITY = 8
+MODES = ("error", "drop")
+
+_UNKNOWN_MODE = (
+    "{call}: mode must be 'error' or 'drop', got {found!r}. 'drop' leaves out ids that "
+    "are out of range, such as a padding id of -1."
+)
+_BAD_IDS = (
+    "{call}: {bad} of {total} ids for table {name!r} are out of range, the first is "
+    "{first} and the table has {height} rows. Correct the ids, or ask for mode='drop'."
+)
+_TOO_MANY = (
+    "{call}: {count} distinct rows of table {name!r} do not fit into "
+    "capacity={capacity}. Give capacity={count} or more, or leave it out."
+)
+
+
+def distinct_rows(
+    call: str, name: str, ids: Any, height: int, mode: str = "error"
+) -> np.ndarray:
+    """The rows that `ids` name, each once, ascending, in the type of a slot's id."""
+    if mode not in MODES:
+        raise ValueError(_UNKNOWN_MODE.format(call=call, found=mode))
+    ids = np.asarray(_ids.as_integers(call, ids)).reshape(-1)
+    dtype = _ids.index_dtype(height)
+    if ids.size and (ids.min() < 0 or ids.max() >= height):
+        good = (ids >= 0) & (ids < height)
+        if mode == "error":
+            raise ValueError(
+                _BAD_IDS.format(
+                    call=call,
+                    bad=int(np.sum(~good)),
+                    total=ids.size,
+                    name=name,
+                    first=int(ids[np.argmin(good)]),
+                    height=height,
+                )
+            )
+        ids = ids[good]
+    return _unique_of_sorted(np.sort(ids.astype(dtype)))
+
+
+def slots_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """A gradient's rows, each once, and where its slots go among them.
+
+    Returns:
+      `(distinct, places, capacity)`: the rows ascending; for each slot its place among
+      them, int32, `capacity` where it names no row; a bucket that holds them.
+    """
+    filled = (rows >= 0) & (rows < height)
+    count = int(np.count_nonzero(filled))
+    head = rows[:count]
+    if filled[:count].all() and (head[1:] > head[:-1]).all():  # merged already
+        capacity = bucket(count)
+        places = np.full(rows.shape, capacity, np.int32)
+        places[:count] = np.arange(count, dtype=np.int32)
+        return head.astype(_ids.index_dtype(height)), places, capacity
+    safe = np.where(filled, rows, height).astype(_ids.index_dtype(height))
+    distinct = _unique_of_sorted(np.sort(safe[filled]))
+    capacity = bucket(distinct.size)
+    places = np.searchsorted(distinct, safe).astype(np.int32)
+    places[~filled] = capacity
+    return distinct, places, capacity
+
+
+def bucket(count: int) -> int:
+    """The power of two that holds `count` rows."""
+    return max(LEAST_CAPACITY, 1 << (max(count, 1) - 1).bit_length())
+
+
+def capacity_for(
+    call: str, name: str, count: int, height: int, capacity: int | None
+) -> int:
+    """Slots for `count` rows; an error if the number asked for is too small."""
+    if capacity is None:
+        return min(bucket(count), max(1, height))
+    capacity = _ids.check_capacity(call, capacity)
+    if count > capacity:
+        raise ValueError(
+            _TOO_MANY.format(call=call, count=count, name=name, capacity=capacity)
+        )
+    return capacity
+
+
+def members(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Which of `rows` are among `others`; both distinct and ascending."""
+    if not rows.size or not others.size:
+        return np.zeros(rows.shape, bool)
+    place = np.searchsorted(others, rows)
+    np.minimum(place, others.size - 1, out=place)
+    return others[place] == rows
+
+
+def _unique_of_sorted(ids: np.ndarray) -> np.ndarray:
+    if ids.size < 2:
+        return ids
+    first = np.empty(ids.shape, bool)
+    first[0] = True
+    np.not_equal(ids[1:], ids[:-1], out=first[1:])
+    return ids[first]

@@ -1,0 +1,400 @@
+"""KVStore: named row-sparse tables in host memory or files, pulled and pushed."""
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsejax import _ids
+from sparsejax._rows import SelectedRows
+from sparsejax.store import _prefetch, _saving
+from sparsejax.store._gradient import whole_gradient
+from sparsejax.store._line import Line
+from sparsejax.store._make import make_table
+from sparsejax.store._part import EXACT, make_part, pull
+from sparsejax.store._progress import reporter
+from sparsejax.store._stats import TableStats, stats_of
+from sparsejax.store._table import Table
+
+
+_CALL = "sparsejax.store.KVStore"
+
+_NOT_A_NAME = "{call}: the name of a table is a string, got {found!r}."
+_TAKEN = (
+    "{call}: there is a table {name!r} already. Choose another name, or push to the "
+    "one that is there."
+)
+_UNKNOWN = "{call}: there is no table {name!r}; there is {known}. Call init first."
+_CLOSED = "{call}: this store is closed."
+_WHICH_TABLE = (
+    "{call}: ids_of must return {{name: ids}} in a store of several tables, which has "
+    "{known}; it returned {found}."
+)
+_DEPTH = "{call}: depth must be an int that is not negative, got {found!r}."
+
+
+class KVStore:
+    """Named tables in host memory or in files, whose rows are pulled and pushed.
+
+    A table of V rows stays on the host, with its optimizer's state. A step pulls the
+    rows that its batch names onto the device, as a SelectedRows, and pushes their
+    gradient; the store then runs the optimizer on those rows of weights and state,
+    exactly as `sparsejax.optim.lazy` would on the device:
+
+      W[R], S[R] := step(W[R], S[R], g)      R the rows of the gradient g
+
+    so the device holds what a batch names, whatever V is.
+
+    A pulled SelectedRows takes the place of the table in `sparsejax.lookup`,
+    `embedding_bag` and the layers of `sparsejax.nn`, and `sparsejax.value_and_grad`
+    with respect to it gives a SelectedRows with the same rows, to be pushed. Rows that
+    were not pulled read NaN. (`jax.grad` takes no ids: hand it `pulled.values`.)
+
+    One thread at a time works on a store; calls from several wait for each other. Each
+    table has its own transformation, so clipping by global norm sees one table's rows.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
+      >>> store = sj.store.KVStore()
+      >>> store.init("words", (1_000_000, 2), optax.sgd(0.5))
+      >>> @jax.jit
+      ... def step(params, ids):
+      ...     loss = lambda p: jnp.sum((sj.lookup(p["words"], ids) - 1.0) ** 2)
+      ...     return sj.value_and_grad(loss)(params)
+      >>> ids = jnp.array([70_000, 2, 70_000])
+      >>> loss, grads = step({"words": store.pull("words", ids)}, ids)
+      >>> store.push("words", grads["words"])
+      >>> store.pull("words", ids, capacity=2).values
+      Array([[1., 1.],
+             [2., 2.]], dtype=float32)
+
+    References:
+      MXNet, `KVStore` (`init`, `push`, `row_sparse_pull`); Li et al., 2014, "Scaling
+      Distributed Machine Learning with the Parameter Server".
+    """
+
+    def __init__(self):
+        self._tables: dict[str, Table] = {}
+        self._line = Line()
+        self._flights = _prefetch.Flights()
+        self._closed = False
+
+    # -- tables -----------------------------------------------------------------------
+
+    def init(
+        self,
+        name: str,
+        shape_or_array: Any,
+        tx: Any,
+        *,
+        path: str | os.PathLike | None = None,
+        initializer: Callable[..., Any] | None = None,
+        seed: Any = 0,
+        dtype: Any = np.float32,
+    ) -> None:
+        """Makes a table, or opens the file of one.
+
+        Args:
+          name: of the table.
+          shape_or_array: `[V, ...]`, the shape as a tuple, or the first weights of all
+            rows, which are copied.
+          tx: an optax transformation that is row-separable, bare or inside of
+            `sparsejax.optim.lazy`; None for a table that is only read.
+          path: of a memory-mapped file that holds weights and state, and stays when the
+            process ends. A file that is there is opened, and must be of this shape,
+            type, optimizer state and seed.
+
+            Writes go to the file as the system sees fit; `flush` waits for the disk. A
+            process killed in the middle of a push leaves of that push any part: some
+            rows new and some old, a row's weights new and its state old, the count of
+            steps old. Rows of other pushes are whole, and so is the file. If the
+            machine itself stops, any of what was written since the last `flush` may be
+            lost. `save` has no such window.
+          initializer: `(key, shape, dtype) -> array`, such as those of
+            `jax.nn.initializers`, for rows that are touched for the first time. It gets
+            a key for each row, made of `seed` and the row's id, and the shape
+            `(1, *row)`; so a row starts the same in whatever order rows are touched.
+            Left out, rows start as zeros.
+          seed: int or PRNG key of the initializer.
+          dtype: of the weights, where a shape is given.
+
+        Raises:
+          TypeError, ValueError: an argument is none of these; `tx` is not row-separable
+            (the message names the part); a file of another table.
+          RuntimeError: the file is in use by another store.
+        """
+        call = f"{_CALL}.init"
+        self._check_open(call)
+        if not isinstance(name, str):
+            raise TypeError(_NOT_A_NAME.format(call=call, found=name))
+        if name in self._tables:
+            raise ValueError(_TAKEN.format(call=call, name=name))
+        table = make_table(
+            call, name, shape_or_array, tx, path, initializer, seed, dtype
+        )
+        self._do(call, lambda: self._tables.update({name: table}))
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the tables, in the order they were made."""
+        return tuple(self._tables)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def __repr__(self) -> str:
+        tables = (
+            f"{name}: {t.dtype.name}[{','.join(map(str, t.shape))}]"
+            for name, t in self._tables.items()
+        )
+        return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
+
+    # -- pull and push ----------------------------------------------------------------
+
+    def pull(
+        self, name: str, ids: Any, *, capacity: int | None = None, mode: str = "error"
+    ) -> SelectedRows:
+        """The rows that `ids` name, on the device.
+
+        Args:
+          name: of the table.
+          ids: integers of any type and shape.
+          capacity: slots of the result; the next power of two (at most V) if left out,
+            so that a jitted step is compiled a few times only. Static: the same number
+            for each batch, and it is compiled once.
+          mode: what to do with ids out of range: "error", or "drop" for leaving them
+            out, such as a padding id of -1.
+
+        Returns:
+          SelectedRows of height V: each row once, ids ascending, and then empty slots
+          with `rows == V` and zeros.
+
+        Raises:
+          KeyError: no such table.
+          TypeError: `ids` are not integers.
+          ValueError: ids out of range; more rows than `capacity` (the message says how
+            many).
+        """
+        call = f"{_CALL}.pull"
+        table = self._table(call, name)
+
+        return self._do(call, lambda: pull(call, table, ids, capacity, mode))
+
+    def row_sparse_pull(self, name: str, row_ids: Any) -> SelectedRows:
+        """The rows that `row_ids` name, and no empty slots: MXNet's operation.
+
+        As `pull`, with as many slots as there are distinct rows. That number is part of
+        the result's shape: in a loop, a jitted step would be compiled for each.
+        """
+        call = f"{_CALL}.row_sparse_pull"
+        table = self._table(call, name)
+
+        return self._do(call, lambda: pull(call, table, row_ids, EXACT, "error"))
+
+    def push(self, name: str, grads: Any) -> None:
+        """Has the optimizer make one step with a gradient.
+
+        Slots with the same row mean their sum, merged as `SelectedRows.coalesce` does;
+        rows that are not named keep their weights and state. Between `prefetch`'s
+        batches the gradient is put in line and not waited for, so that it may still be
+        computed; do not donate it. What goes wrong then is raised by the next call.
+
+        Args:
+          name: of the table.
+          grads: SelectedRows of the table's shape, or a list of them, which are summed.
+
+        Raises:
+          KeyError: no such table.
+          TypeError, ValueError: no SelectedRows, or of another shape.
+        """
+        call = f"{_CALL}.push"
+        table = self._table(call, name)
+        gradient = whole_gradient(call, table, grads)
+
+        def work():
+            began = time.perf_counter()
+            forward = lambda rows, new: self._flights.pushed(name, rows, new)
+            table.step(np.asarray(gradient.rows), gradient.values, forward)
+            table.counts.push_seconds += time.perf_counter() - began
+
+        self._line.later(work)
+
+    def prefetch(
+        self,
+        batches: Iterable[Any],
+        ids_of: Callable[[Any], Any],
+        *,
+        depth: int = 1,
+        capacity: int | Mapping[str, int] | None = None,
+        mode: str = "error",
+    ) -> Generator[tuple[Any, Any]]:
+        """Batches with their rows, pulled while the step before is running.
+
+        Gives bit for bit what pulling each batch's rows as it comes would give: all
+        that was pushed before a batch is asked for is in its rows. A thread of the
+        store reads the rows that the step under way did not pull, waits for the step's
+        gradients, and forwards the rows they change. Between batches `push` returns at
+        once; a step may push nothing, once or often, to any table. Other calls wait for
+        the pushes before them.
+
+        Args:
+          batches: iterable of anything; the next ones are taken from it early.
+          ids_of: `batch -> {name: ids}`, or ids alone in a store of one table.
+          depth: how many batches are prepared ahead; 0 prepares none.
+          capacity: as in `pull`, or one for each table by name.
+          mode: as in `pull`.
+
+        Returns:
+          An iterator of `(batch, {name: SelectedRows})`, or `(batch, SelectedRows)`
+          where `ids_of` gives ids alone. Closing it early ends the thread. Errors of
+          `batches` and `ids_of` come when it is the batch's turn.
+
+        Raises:
+          ValueError: depth is negative; at a batch, what `pull` raises.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("words", (1000, 2), optax.sgd(1.0))
+          >>> batches = [jnp.array([7, 2]), jnp.array([7, 9])]
+          >>> for ids, words in store.prefetch(batches, lambda ids: ids, capacity=2):
+          ...     store.push("words", words.map(jnp.ones_like))
+          >>> words.values
+          Array([[-1., -1.],
+                 [ 0.,  0.]], dtype=float32)
+        """
+        call = f"{_CALL}.prefetch"
+        self._check_open(call)
+        complaint = _DEPTH.format(call=call, found=depth)
+        depth = _ids.static_int(depth, 0, complaint)
+
+        def only(ids):
+            names = self.names()
+            if len(names) != 1:
+                found = type(ids).__name__
+                raise TypeError(
+                    _WHICH_TABLE.format(call=call, known=names, found=found)
+                )
+            return names[0]
+
+        def part(name, ids):
+            slots = capacity.get(name) if isinstance(capacity, Mapping) else capacity
+            return make_part(call, self._table(call, name), ids, slots, mode)
+
+        return _prefetch.prefetch(
+            self._line, self._flights, batches, ids_of, only, part, depth
+        )
+
+    # -- all rows ---------------------------------------------------------------------
+
+    def pull_all(self, name: str, *, progress: Any = False) -> np.ndarray:
+        """The weights of all rows, `[V, ...]`, in host memory; nothing is touched.
+
+        Args:
+          name: of the table.
+          progress: True for lines on stderr, or a function of (rows done, rows in all).
+        """
+        call = f"{_CALL}.pull_all"
+        table = self._table(call, name)
+        report = reporter(call, progress)
+
+        def work():
+            out = np.empty(table.shape, table.dtype)
+            for rows in table.chunks():
+                table.whole(rows, out[rows[0] : rows[-1] + 1])
+                report(int(rows[-1]) + 1, table.height)
+            return out
+
+        return self._do(call, work)
+
+    def save(self, path: str | os.PathLike, *, progress: Any = False) -> None:
+        """Writes all tables to a file, weights and state.
+
+        The file is written beside `path` and takes its place when it is whole and on
+        the disk. Killed at any moment, `path` holds what it held before or all that is
+        saved now. Of tables that were not given as arrays only the rows touched are
+        written.
+
+        Args:
+          path: of the file; its directory is there.
+          progress: True for lines on stderr, or a function of (rows done, rows in all),
+            state counted as rows as well.
+        """
+        call = f"{_CALL}.save"
+        report = reporter(call, progress)
+        self._do(call, lambda: _saving.save(path, self._tables, report))
+
+    def load(self, path: str | os.PathLike, *, progress: Any = False) -> None:
+        """Reads what `save` wrote into this store's tables.
+
+        A file has no functions in it: call `init` for each table first, with the shape,
+        the optimizer and the initializer it was saved with. Its seed comes with the
+        file, so that rows not touched yet start as they would have.
+
+        Args:
+          path: of the file.
+          progress: as in `save`.
+
+        Raises:
+          FileNotFoundError: no such file.
+          ValueError: no file of a store, one that was cut off, or of other tables.
+            Nothing has been changed then.
+        """
+        call = f"{_CALL}.load"
+        report = reporter(call, progress)
+
+        def work():
+            self._flights.reloaded()
+            _saving.load(call, path, self._tables, report)
+
+        self._do(call, work)
+
+    # -- the store as a whole ---------------------------------------------------------
+
+    def stats(self) -> dict[str, TableStats]:
+        """For each table its size and what was done with it."""
+        call = f"{_CALL}.stats"
+        tables = self._tables.items()
+        return self._do(call, lambda: {name: stats_of(table) for name, table in tables})
+
+    def flush(self) -> None:
+        """Waits until memory-mapped tables are on the disk, and all pushes are done."""
+        tables = self._tables.values()
+        self._do(f"{_CALL}.flush", lambda: [t.memory.flush() for t in tables])
+
+    def close(self) -> None:
+        """Flushes, gives memory and files back, and ends the store."""
+        if self._closed:
+            return
+
+        def work():
+            for table in self._tables.values():
+                table.close()
+            self._closed = True
+
+        self._do(f"{_CALL}.close", work)
+
+    def __enter__(self) -> "KVStore":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    # -- inside -----------------------------------------------------------------------
+
+    def _do(self, call: str, work: Callable[[], Any]) -> Any:
+        self._check_open(call)
+        return self._line.call(work)
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ValueError(_CLOSED.format(call=call))
+
+    def _table(self, call: str, name: Any) -> Table:
+        self._check_open(call)
+        try:
+            return self._tables[name]
+        except (KeyError, TypeError):
+            known = self.names()
+            raise KeyError(_UNKNOWN.format(call=call, name=name, known=known)) from None

@@ -1,0 +1,446 @@
+"""sj.store.KVStore: pull, push and the first touch, against the table on the device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_same_bits, assert_trees_close, count_traces, make_rows
+from sparsejax.store import _rows_wanted as wanted
+
+
+# optax's own schedules and moments promote types.
+pytestmark = pytest.mark.loose_promotion
+
+V, D = 60, 5
+NORMAL = jax.nn.initializers.normal(0.1)
+
+
+def weights(seed=0, shape=(V, D), dtype: Any = np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def store_of(array, tx, **options):
+    store = sj.store.KVStore()
+    store.init("t", array, tx, **options)
+    return store
+
+
+# ------------------------------------------------------------------ pull
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.uint32, np.int64])
+def test_pull_gives_each_row_once_ascending(dtype):
+    table = weights()
+    store = store_of(table, None)
+    pulled = store.pull("t", np.array([[9, 2], [9, 40]], dtype))
+    assert isinstance(pulled.rows, jax.Array) and pulled.rows.dtype == jnp.int32
+    np.testing.assert_array_equal(pulled.rows, [2, 9, 40] + [V] * 5)
+    assert_same_bits(pulled.values[:3], table[[2, 9, 40]])
+    assert not np.asarray(pulled.values[3:]).any()
+    assert pulled.height == V
+    assert store.pull("t", jnp.array([3]), capacity=4).capacity == 4
+    assert store.pull("t", []).num_rows() == 0
+
+
+def test_capacities_are_few():
+    found = {wanted.capacity_for("f", "t", n, 10**6, None) for n in range(5000)}
+    assert found == {8 << k for k in range(11)}
+    assert wanted.capacity_for("f", "t", 9, 10, None) == 10  # never above the height
+
+
+def test_row_sparse_pull_has_no_empty_slots():
+    table = weights()
+    pulled = store_of(table, None).row_sparse_pull("t", jnp.array([[5, 1], [5, 5]]))
+    np.testing.assert_array_equal(pulled.rows, [1, 5])
+    assert_same_bits(pulled.values, table[[1, 5]])
+
+
+@pytest.mark.parametrize(
+    "ids, rows",
+    [
+        # MXNet 1.9.1: kv.row_sparse_pull gives the rows asked for, sorted, each once.
+        ([1, 3], [1, 3]),
+        ([3, 1, 3, 1], [1, 3]),
+        ([[0, 4], [4, 2]], [0, 2, 4]),
+    ],
+)
+def test_row_sparse_pull_as_mxnet(ids, rows):
+    table = np.arange(15, dtype=np.float32).reshape(5, 3)
+    pulled = store_of(table, None).row_sparse_pull("t", np.array(ids))
+    np.testing.assert_array_equal(pulled.rows, rows)
+    np.testing.assert_array_equal(pulled.values, table[rows])
+
+
+def test_ids_out_of_range():
+    store = store_of(weights(), None)
+    message = (
+        r"2 of 4 ids for table 't' are out of range, the first is -1 and .* 60 row"
+    )
+    with pytest.raises(ValueError, match=message):
+        store.pull("t", np.array([3, -1, 60, 2]))
+    pulled = store.pull("t", np.array([3, -1, 60, 2]), mode="drop")
+    np.testing.assert_array_equal(pulled.rows[:3], [2, 3, V])
+    with pytest.raises(ValueError, match="out of range"):
+        store.pull("t", np.array([2**63 + 5], np.uint64))
+
+
+def test_what_pull_refuses():
+    store = store_of(weights(), None)
+    with pytest.raises(ValueError, match="3 distinct rows .* Give capacity=3 or more"):
+        store.pull("t", jnp.array([1, 2, 3, 3]), capacity=2)
+    with pytest.raises(TypeError, match="ids must be integers, got float32"):
+        store.pull("t", jnp.array([1.0]))
+    with pytest.raises(ValueError, match="mode must be 'error' or 'drop'"):
+        store.pull("t", jnp.array([1]), mode="clip")
+    with pytest.raises(KeyError, match="no table 'u'; there is .'t'"):
+        store.pull("u", jnp.array([1]))
+
+
+@pytest.mark.parametrize("shape", [(V,), (V, 2, 3), (V, 0)])
+def test_rows_of_any_rank(shape):
+    table = weights(shape=shape)
+    store = store_of(table, optax.sgd(1.0))
+    grad = sj.SelectedRows([4, 4], jnp.ones((2, *shape[1:])), V)
+    store.push("t", grad)
+    table[4] -= 2
+    np.testing.assert_allclose(store.pull_all("t"), table)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_types(dtype):
+    table = weights().astype(dtype)
+    tx = sj.optim.rowwise_adagrad(0.1)
+    store = store_of(table, tx)
+    grad, _ = make_rows([3, 9, 3], V, (D,), dtype, seed=1)
+    store.push("t", grad)
+    updates, _ = jax.jit(tx.update)(
+        grad, tx.init(jnp.asarray(table)), jnp.asarray(table)
+    )
+    new = np.asarray(optax.apply_updates(jnp.asarray(table), updates))
+    assert_same_bits(store.pull("t", [3, 9], capacity=2).values, new[[3, 9]])
+
+
+# ------------------------------------------------------------------ push
+
+TRANSFORMATIONS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(optax.cosine_decay_schedule(0.1, 20)),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "ftrl": lambda: sj.optim.ftrl(0.5, l1=0.01, l2=0.01),
+    "rowwise_adagrad": lambda: sj.optim.rowwise_adagrad(0.1),
+    "hyperparams": lambda: optax.inject_hyperparams(optax.rmsprop)(learning_rate=0.1),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_push_is_lazy_on_the_device_bit_by_bit(name):
+    tx = TRANSFORMATIONS[name]()
+    lifted = sj.optim.lazy(tx)
+    store = store_of(weights(), lifted if name == "adam" else tx)
+
+    @jax.jit
+    def step(table, state, grad):
+        updates, state = lifted.update(grad, state, table)
+        return optax.apply_updates(table, updates), state
+
+    table = jnp.asarray(weights())
+    state = lifted.init(table)
+    rng = np.random.default_rng(1)
+    for _ in range(6):
+        rows = rng.integers(-1, V + 1, 16)  # duplicates, and empty slots of NaN
+        grad, _ = make_rows(rows, V, (D,), seed=int(rng.integers(100)))
+        grad = grad.map(lambda v: v / 7)
+        table, state = step(table, state, grad)
+        store.push("t", grad)
+        ids = rng.integers(0, V, 9)
+        assert_same_bits(store.pull("t", ids).get(ids), np.asarray(table)[ids])
+    assert_same_bits(store.pull_all("t"), table)
+    kept = store._tables["t"]
+    leaves = [*kept.by_row, *kept.rest]
+    named = sorted(jax.tree.leaves(state), key=lambda x: np.shape(x)[:1] != (V,))
+    assert len(leaves) == len(named)
+    touched = kept.touched.astype(bool)
+    for mine, theirs in zip(leaves, named):
+        if mine.shape[:1] == (V,):
+            mine, theirs = mine[touched], np.asarray(theirs)[touched]
+        assert_same_bits(mine, theirs)
+
+
+def loss(params, ids, targets):
+    return jnp.sum(params["w"] * (sj.lookup(params["t"], ids) - targets) ** 2)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_training_on_pulled_rows_is_training_on_the_table(name):
+    tx = sj.optim.lazy(TRANSFORMATIONS[name]())
+    store = store_of(weights(), tx)
+
+    traced = count_traces(sj.value_and_grad(loss, tables={"t": True, "w": False}))
+    whole = jax.jit(sj.value_and_grad(loss, tables={"t": True, "w": False}))
+    pulled = jax.jit(traced)
+    update = jax.jit(tx.update)
+    table, w = jnp.asarray(weights()), jnp.array(0.5)
+    state = tx.init(table)
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        ids = jnp.asarray(rng.integers(0, V, (3, 4)))
+        targets = jnp.asarray(rng.standard_normal((3, 4, D)), jnp.float32)
+        expected, grads = whole({"t": table, "w": w}, ids, targets)
+        updates, state = update(grads["t"], state, table)
+        table = optax.apply_updates(table, updates)
+
+        rows = store.pull("t", ids, capacity=12)
+        value, mine = pulled({"t": rows, "w": w}, ids, targets)
+        assert_same_bits(value, expected)
+        assert isinstance(mine["t"], sj.SelectedRows)
+        assert_same_bits(mine["t"].rows, rows.rows)
+        assert_trees_close(mine["w"], grads["w"])
+        store.push("t", mine["t"])
+    assert_same_bits(store.pull_all("t"), table)
+    assert traced.count == 1
+
+
+def test_a_pulled_table_in_bags_and_by_values():
+    table = weights()
+    ids = jnp.array([[3, 8, 8], [50, 3, 1]])
+    rows = store_of(table, None).pull("t", ids)
+    bags = lambda t: jnp.sum(sj.embedding_bag(t, ids, combiner="mean") ** 3)
+    value, grad = sj.value_and_grad(bags)(rows)
+    expected, dense = jax.value_and_grad(bags)(jnp.asarray(table))
+    assert_trees_close(value, expected)
+    assert_trees_close(grad.to_dense(), dense)
+    # jax.grad takes the values alone.
+    of_values = lambda v: bags(sj.SelectedRows(rows.rows, v, rows.height))
+    assert_trees_close(jax.grad(of_values)(rows.values), grad.values)
+    assert np.isnan(sj.lookup(rows, jnp.array([2]))).all()  # not pulled
+
+
+def test_a_list_of_gradients_is_summed():
+    parts = [
+        make_rows(r, V, (D,), seed=k)[0] for k, r in enumerate([[3, 5], [5, 9, V]])
+    ]
+    one, other = (
+        store_of(weights(), optax.adam(0.1)),
+        store_of(weights(), optax.adam(0.1)),
+    )
+    one.push("t", parts)
+    other.push("t", sj.concatenate(parts))
+    assert_same_bits(one.pull_all("t"), other.pull_all("t"))
+    assert one.stats()["t"].pushes == 1
+
+
+def test_nothing_pushed_moves_nothing_but_the_count():
+    store = store_of(weights(), optax.adam(0.1))
+    store.push("t", sj.SelectedRows([V, -1], jnp.full((2, D), jnp.nan), V))
+    assert_same_bits(store.pull_all("t"), weights())
+    (count,) = store._tables["t"].rest
+    assert count == 1
+
+
+def test_what_push_refuses():
+    store = store_of(weights(), optax.sgd(0.1))
+    store.init("fixed", weights(), None)
+    rows = sj.SelectedRows([1], jnp.ones((1, D)), V)
+    with pytest.raises(ValueError, match="'fixed' was made with tx=None"):
+        store.push("fixed", rows)
+    with pytest.raises(TypeError, match="must be a SelectedRows .* got ArrayImpl"):
+        store.push("t", jnp.ones((V, D)))
+    with pytest.raises(
+        ValueError, match=r"has shape \(61, 5\), and the table \(60, 5\)"
+    ):
+        store.push("t", sj.SelectedRows([1], jnp.ones((1, D)), V + 1))
+    with pytest.raises(TypeError, match="rows of type float32, not integers"):
+        store.push("t", jax.tree.map(lambda x: x * 0.5, rows))
+    with pytest.raises(ValueError, match="an empty list"):
+        store.push("t", [])
+    assert_same_bits(store.pull_all("t"), weights())
+
+
+# ------------------------------------------------------------------ init
+
+
+def test_refused_transformations_are_named():
+    store = sj.store.KVStore()
+    with pytest.raises(ValueError, match="scale_by_trust_ratio .what makes lamb"):
+        store.init("t", (V, D), optax.lamb(0.1))
+    with pytest.raises(TypeError, match="takes an optax transformation"):
+        store.init("t", (V, D), lambda x: x)
+    assert "t" not in store
+
+
+def test_a_state_leaf_as_long_as_the_table_is_not_taken_for_rows():
+    # A count for each column, of which there are as many as rows.
+    init: Any = lambda p: (jnp.zeros(p.shape[1:]), jnp.zeros_like(p))
+    update: Any = lambda g, s, p=None: (-g, (s[0] + 1, s[1] + g))
+    tx = optax.GradientTransformation(init, update)
+    store = store_of(weights(shape=(4, 4)), tx)
+    store.push("t", sj.SelectedRows([2], jnp.ones((1, 4)), 4))
+    kept = store._tables["t"]
+    np.testing.assert_array_equal(kept.rest[0], np.ones(4))
+    np.testing.assert_array_equal(kept.by_row[0].sum(1), [0, 0, 4, 0])
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"name": 3}, TypeError, "name of a table is a string, got 3"),
+        ({"shape": ()}, ValueError, "at least one axis"),
+        ({"shape": "10"}, TypeError, "needs a shape.* got an object of type str"),
+        ({"shape": (10, -1)}, TypeError, "needs a shape"),
+        ({"dtype": np.int32}, TypeError, "int32; an optimizer needs real floating"),
+        ({"dtype": np.float64}, ValueError, "float64, which JAX cuts to 32 bits"),
+        ({"initializer": 0.1}, TypeError, "initializer must be a function"),
+        (
+            {"shape": weights(), "initializer": NORMAL},
+            ValueError,
+            "leave one of the two",
+        ),
+        (
+            {"initializer": NORMAL, "seed": "a"},
+            TypeError,
+            "seed must be an int or a PRNG",
+        ),
+    ],
+)
+def test_what_init_refuses(arguments, error, message):
+    arguments = {"name": "t", "shape": (10, 2), "tx": optax.sgd(0.1)} | arguments
+    name, shape, tx = (arguments.pop(k) for k in ("name", "shape", "tx"))
+    store = sj.store.KVStore()
+    with pytest.raises(error, match=message):
+        store.init(name, shape, tx, **arguments)
+    assert store.names() == ()
+
+
+def test_names_and_closing():
+    with sj.store.KVStore() as store:
+        store.init("a", (3, 2), None)
+        store.init("b", (4,), None, dtype=np.int32)
+        assert store.names() == ("a", "b") and "a" in store and 3 not in store
+        assert repr(store) == "KVStore(a: float32[3,2], b: int32[4])"
+        with pytest.raises(ValueError, match="there is a table 'a' already"):
+            store.init("a", (3, 2), None)
+    assert repr(store) == "KVStore(closed)"
+    store.close()
+    for use in (store.stats, lambda: store.pull("a", [1]), lambda: store.save("x")):
+        with pytest.raises(ValueError, match="this store is closed"):
+            use()
+
+
+# ------------------------------------------------------------------ the first touch
+
+
+def test_rows_start_the_same_in_any_order():
+    rng = np.random.default_rng(0)
+    stores = [sj.store.KVStore() for _ in range(3)]
+    for store in stores:
+        store.init("t", (1000, 3), optax.adagrad(0.1), initializer=NORMAL, seed=7)
+    for store in stores[:2]:  # batches of other sizes and orders
+        for size in rng.integers(1, 200, 12):
+            store.pull("t", rng.integers(0, 1000, size))
+    all_rows = [store.pull_all("t") for store in stores]
+    assert_same_bits(all_rows[0], all_rows[1])
+    assert_same_bits(all_rows[0], all_rows[2])
+    assert abs(all_rows[0].std() - 0.1) < 0.01
+    assert stores[2].stats()["t"].touched_rows == 0  # pull_all touches nothing
+    everything = stores[2].pull("t", np.arange(1000), capacity=1000)
+    assert_same_bits(everything.values, all_rows[0])
+
+
+def test_seeds_and_keys():
+    def first(seed):
+        store = store_of((50, 3), None, initializer=NORMAL, seed=seed)
+        return store.pull_all("t")
+
+    assert_same_bits(first(3), first(jax.random.key(3)))
+    assert_same_bits(first(3), first(jax.random.PRNGKey(3)))
+    assert (first(3) != first(4)).all()
+
+
+def test_an_initializer_with_fans():
+    fans = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+    rows = store_of((4000, 16), None, initializer=fans).pull_all("t")
+    assert abs(rows.std() - 0.25) < 0.01  # flax's own for embeddings: 1 / sqrt(16)
+
+
+def test_the_state_of_a_row_starts_with_the_row():
+    # Lookahead's slow weights are a copy of the weights.
+    init: Any = lambda p: p * 1
+    update: Any = lambda g, s, p=None: (-g, s)
+    tx = optax.chain(
+        optax.GradientTransformation(init, update),
+        optax.adagrad(1.0, initial_accumulator_value=0.5),
+    )
+    store = store_of((200, 3), tx, initializer=NORMAL)
+    start = store.pull_all("t")
+    grad, _ = make_rows([7, 150], 200)
+    store.push("t", grad)
+    store.pull("t", [9])
+    first, sums = store._tables["t"].by_row
+    assert_same_bits(first[[7, 9, 150]], start[[7, 9, 150]])
+    assert_trees_close(sums[9], np.full(3, 0.5, np.float32))
+    assert (sums[[7, 150]] >= 0.5).all() and not sums[8].any()
+    assert store.stats()["t"].touched_rows == 3
+
+
+def test_stats_count():
+    store = store_of((V, D), optax.adam(0.1))
+    store.pull("t", [1, 2, 2])
+    store.push("t", make_rows([2, 9], V, (D,))[0])
+    stats = store.stats()["t"]
+    assert stats[:2] == (V, 3) and stats.bytes == V * D * 4 * 3 + V + 4
+    assert (stats.pulls, stats.pulled_rows) == (1, 2)
+    assert (stats.pushes, stats.pushed_rows) == (1, 2)
+    assert stats.pulled_rows_per_second > 0 and stats.pushed_rows_per_second > 0
+    assert store_of((3,), None).stats()["t"].pulled_rows_per_second == 0
+
+
+def test_pull_all_reports():
+    store, seen = store_of((100_000, 1), None), []
+    store.pull_all("t", progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(65536, 100_000), (100_000, 100_000)]
+    with pytest.raises(TypeError, match="progress must be True, False or a function"):
+        store.pull_all("t", progress="yes")
+
+
+# ------------------------------------------------------------------ types of 64 bits
+
+
+def test_under_x64(x64):
+    table = weights()
+    store = store_of(table, optax.adagrad(0.1))
+    store.init("wide", weights(dtype=np.float64), optax.adam(0.1))
+    ids = jnp.array([2, 7])
+    assert ids.dtype == jnp.int64
+    for name, dtype in (("t", jnp.float32), ("wide", jnp.float64)):
+        pulled = store.pull(name, ids)
+        assert pulled.dtype == dtype
+        grad = sj.grad(lambda t: jnp.sum(sj.lookup(t, ids) ** 2))(pulled)
+        assert grad.dtype == dtype
+        store.push(name, grad)
+        assert store.pull(name, ids).dtype == dtype
+
+
+# ------------------------------------------------------------------ meshes
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_under_a_mesh(axis_type):
+    axis_types = (jax.sharding.AxisType[axis_type],)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=axis_types)
+    with jax.set_mesh(mesh):
+        store = store_of((V, D), optax.adagrad(0.1), initializer=NORMAL)
+        start = store.pull_all("t")
+        sharded = jax.NamedSharding(mesh, jax.P("x"))
+        values = jax.device_put(np.ones((8, D), np.float32), sharded)
+        store.push("t", sj.SelectedRows(np.arange(8), values, V))
+        pulled = store.pull("t", np.arange(9))
+    assert (np.asarray(pulled.values)[:8] < start[:8]).all()
+    assert_same_bits(pulled.values[8], start[8])
+    assert not pulled.values.committed  # goes along with arrays of any placement
