@@ -1,0 +1,108 @@
+"""The arguments of a DataLoader, checked when it is made."""
+
+import logging
+import operator
+from typing import Any
+
+import numpy as np
+
+from sparsejax.data._dataset import ArrayDataset
+from sparsejax.data._order import Order
+
+
+CALL = "sparsejax.data.DataLoader"
+LOG = logging.getLogger("sparsejax.data")
+
+_NO_GRAIN = (
+    "sparsejax.data.DataLoader needs grain, which is not installed. "
+    "pip install 'sparsejax[data]' brings it."
+)
+_INT = "{call}: {name} must be an int of at least {least}, got {found!r}."
+_BOOL = "{call}: {name} must be True or False, got {found!r}."
+_SHARD = (
+    "{call}: shard must be (index, count) with 0 <= index < count, got {found!r}. In a "
+    "job of several processes: (jax.process_index(), jax.process_count())."
+)
+_NO_BATCH = (
+    "{call}: {rows} rows on {count} shard(s) make no full batch of {size}. Take a "
+    "smaller batch_size, or drop_remainder=False."
+)
+_PADDED = (
+    "%s: %d rows do not divide into batches of %d%s, so each epoch ends with %d row(s) "
+    "of padding, zeros and empty rows that look like data. mask=True marks them (for "
+    "x, y, mask in loader), drop_remainder=True leaves the rest out of the epoch, and "
+    "drop_remainder=False says that this is meant."
+)
+_MASK_KEY = (
+    "{call}: mask=True puts the mask under the key 'mask', and the data set has such a "
+    "column. Rename it."
+)
+
+
+def import_grain() -> Any:
+    """The module, or an error that says how to get it."""
+    try:
+        import grain
+    except ImportError:
+        raise ImportError(_NO_GRAIN) from None
+    return grain
+
+
+def as_int(name: str, found: Any, least: int, call: str = CALL) -> int:
+    """An int of at least `least`, or an error."""
+    try:
+        value = operator.index(found)
+    except TypeError:
+        value = least - 1
+    if value < least:
+        raise ValueError(_INT.format(call=call, name=name, least=least, found=found))
+    return value
+
+
+def as_bool(name: str, found: Any, call: str = CALL) -> bool:
+    """True or False, or an error."""
+    if not isinstance(found, (bool, np.bool_)):
+        raise TypeError(_BOOL.format(call=call, name=name, found=found))
+    return bool(found)
+
+
+def as_shard(found: Any) -> tuple[int, int]:
+    """(index, count), or an error."""
+    try:
+        index, count = map(operator.index, found)
+    except (TypeError, ValueError):
+        index, count = 0, 0
+    if not 0 <= index < count:
+        raise ValueError(_SHARD.format(call=CALL, found=found))
+    return index, count
+
+
+def check_batches(order: Order) -> None:
+    """An error if an epoch has no batch."""
+    if not len(order):
+        raise ValueError(
+            _NO_BATCH.format(
+                call=CALL,
+                rows=order.num_rows,
+                count=order.shard[1],
+                size=order.batch_size,
+            )
+        )
+
+
+def warn_of_padding(order: Order) -> None:
+    """Says in the log that there is padding, where nobody has asked for it."""
+    count = order.shard[1]
+    padding = len(order) * order.batch_size * count - order.num_rows
+    if padding:
+        shards = f" on {count} shards" if count > 1 else ""
+        LOG.warning(_PADDED, CALL, order.num_rows, order.batch_size, shards, padding)
+
+
+def as_mask(mask: Any, dataset: ArrayDataset) -> bool:
+    """Whether batches have a mask."""
+    mask = as_bool("mask", mask)
+    taken = dataset.join([None] * len(dataset.columns))
+    if mask and isinstance(taken, dict) and "mask" in taken:
+        raise ValueError(_MASK_KEY.format(call=CALL))
+    return mask

@@ -1,0 +1,234 @@
+"""Data sets in memory: rows by number, of one column or of several side by side."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparsejax.data import _columns
+
+
+_NO_COLUMN = (
+    "sparsejax.data.ArrayDataset: give at least one column: an array, a scipy CSR "
+    "matrix, a SegmentTensor or a list of rows; or a dict of them."
+)
+_LENGTHS = (
+    "sparsejax.data.ArrayDataset: {name} has {found} rows and {first} has {want}. All "
+    "columns of a data set have a row for each example."
+)
+_BOTH = (
+    "sparsejax.data.ArrayDataset: a dict of columns stands alone, got {n} arguments. "
+    "Put all columns into the dict."
+)
+_KEY = "{call}: rows are named by an int or a slice, got {found!r} of type {kind}."
+_OUT = "{call}: row {found} of {n} rows. Rows are numbered from 0; -1 is the last."
+_NO_SEQUENCE = (
+    "sparsejax.data.SimpleDataset: data must be a sequence, with len() and indexing, "
+    "got an object of type {found}. list(...) makes one of an iterable."
+)
+_ITEMS_DIFFER = (
+    "{call}: item {at} of the data set is {found}, and item 0 is {first}. All items "
+    "must have the same parts: tuples of one length, or dicts of the same keys."
+)
+
+
+class SimpleDataset:
+    """Items in a sequence, as they are.
+
+    Args:
+      data: anything with `len()` and indexing by int: a list of `(ids, label)`.
+
+    A `DataLoader` reads each item as one row of one or several columns: numbers and
+    arrays of one shape stack; lists, arrays that differ in length, and scipy rows
+    become SegmentTensors.
+
+    Raises:
+      TypeError: `data` is no sequence.
+
+    Example:
+      >>> import sparsejax as sj
+      >>> dataset = sj.data.SimpleDataset([([7, 9], 1), ([8], 0), ([], 1)])
+      >>> len(dataset), dataset[0], dataset[1:]
+      (3, ([7, 9], 1), [([8], 0), ([], 1)])
+
+    References:
+      MXNet Gluon, `gluon.data.SimpleDataset`.
+    """
+
+    def __init__(self, data: Sequence[Any]):
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            raise TypeError(_NO_SEQUENCE.format(found=type(data).__name__))
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, key: int | slice) -> Any:
+        return self._data[_as_key("SimpleDataset", key, len(self))]
+
+    def __repr__(self) -> str:
+        return f"SimpleDataset({len(self)} rows)"
+
+
+class ArrayDataset:
+    """Columns side by side: row i of the data set is row i of each.
+
+    Args:
+      *columns: each one of these, with n rows:
+        an array `[n, ...]`, NumPy's, JAX's or a memory-mapped one;
+        a scipy CSR matrix `[n, C]`, of which a row is a matrix `[1, C]`;
+        a SegmentTensor of n segments, nested too, of which a row is the elements;
+        a list with a list or an array of numbers for each row, of any lengths.
+        Or one dict of columns.
+
+    `dataset[i]` is row i, a tuple where there are several columns and a dict where
+    there is a dict. `dataset[a:b]` has the same structure, each column being cut.
+
+    Raises:
+      TypeError: a column is none of these.
+      ValueError: the columns differ in rows, or there is none.
+
+    Example:
+      >>> import numpy as np, sparsejax as sj
+      >>> baskets, labels = [[7, 9], [8], []], np.array([1.0, 0.0, 1.0])
+      >>> dataset = sj.data.ArrayDataset(baskets, labels)
+      >>> len(dataset), dataset[0]
+      (3, (array([7, 9]), np.float64(1.0)))
+      >>> sj.data.ArrayDataset({"basket": baskets, "label": labels})[1:]["basket"]
+      [[8], []]
+
+    References:
+      MXNet Gluon, `gluon.data.ArrayDataset`.
+    """
+
+    def __init__(self, *columns: Any):
+        call = "sparsejax.data.ArrayDataset"
+        if not columns:
+            raise ValueError(_NO_COLUMN)
+        self._keys: list[Any] | None = None
+        maps = [column for column in columns if isinstance(column, Mapping)]
+        if maps:
+            if len(columns) > 1:
+                raise TypeError(_BOTH.format(n=len(columns)))
+            self._keys, columns = list(maps[0]), tuple(maps[0].values())
+            if not columns:
+                raise ValueError(_NO_COLUMN)
+        self._single = self._keys is None and len(columns) == 1
+        named = zip(self.names(len(columns)), columns)
+        self._columns = [_columns.as_column(call, data, name) for name, data in named]
+        for name, column in zip(self.names(), self._columns):
+            if len(column) != len(self):
+                first = self.names()[0]
+                raise ValueError(
+                    _LENGTHS.format(
+                        name=name, found=len(column), first=first, want=len(self)
+                    )
+                )
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, key: int | slice) -> Any:
+        key = _as_key("ArrayDataset", key, len(self))
+        return self.join([_columns.get(column, key) for column in self._columns])
+
+    def __repr__(self) -> str:
+        kinds = {_columns.Array: "array", _columns.Ragged: "ragged"}
+        shown = (f"{n}: {kinds[type(c)]}" for n, c in zip(self.names(), self._columns))
+        return f"ArrayDataset({len(self)} rows, {', '.join(shown)})"
+
+    # -- for the loader ----------------------------------------------------------
+
+    @property
+    def columns(self) -> list[Any]:
+        """The columns, in order."""
+        return self._columns
+
+    def names(self, n: int | None = None) -> list[str]:
+        """What messages call each column."""
+        if self._keys is not None:
+            return [repr(key) for key in self._keys]
+        n = len(self._columns) if n is None else n
+        return [f"column {i}" for i in range(n)]
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Something for each column, in the structure of an item."""
+        if self._keys is not None:
+            return dict(zip(self._keys, parts))
+        return parts[0] if self._single else tuple(parts)
+
+    def split(self, call: str, item: Any) -> list[Any]:
+        """The inverse of `join`; a KeyError or ValueError where it does not fit."""
+        if self._keys is not None:
+            return [item[key] for key in self._keys]
+        parts = [item] if self._single else list(item)
+        if len(parts) != len(self._columns):
+            raise ValueError(f"{call}: {len(parts)} for {len(self._columns)} columns")
+        return parts
+
+
+def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
+    """`dataset` as columns: a sequence of items is read, and turned on its side."""
+    if isinstance(dataset, ArrayDataset):
+        return dataset
+    items = [dataset[i] for i in range(len(dataset))]
+    if not items:
+        return ArrayDataset(np.zeros(0, np.float32))
+    first = items[0]
+    if not isinstance(first, (tuple, dict)):
+        return ArrayDataset(_stack(items))
+    keys = first.keys() if isinstance(first, dict) else range(len(first))
+    for at, item in enumerate(items):
+        same = type(item) is type(first) and len(item) == len(first)
+        if not same or isinstance(item, dict) and item.keys() != keys:
+            raise ValueError(
+                _ITEMS_DIFFER.format(
+                    call=call, at=at, found=_parts(item), first=_parts(first)
+                )
+            )
+    columns = {key: _stack([item[key] for item in items]) for key in keys}
+    if isinstance(first, dict):
+        return ArrayDataset(columns)
+    # A tuple of one is still a tuple, which the positional form cannot say.
+    made = ArrayDataset(*columns.values())
+    made._single = False
+    return made
+
+
+# ------------------------------------------------------------------ private
+
+
+def _parts(item: Any) -> str:
+    if isinstance(item, dict):
+        return f"a dict of {sorted(map(repr, item))}"
+    if isinstance(item, tuple):
+        return f"a tuple of {len(item)}"
+    return f"a {type(item).__name__}"
+
+
+def _stack(rows: list[Any]) -> Any:
+    """Rows as one column: arrays of one shape are stacked, scipy rows put together."""
+    if all(hasattr(row, "tocsr") for row in rows):
+        import scipy.sparse
+
+        return scipy.sparse.vstack(rows, format="csr")
+    arrays = all(hasattr(row, "shape") and hasattr(row, "dtype") for row in rows)
+    if arrays and len({np.shape(row) for row in rows}) == 1:
+        return np.stack([np.asarray(row) for row in rows])
+    return [np.asarray(row) for row in rows] if arrays else rows
+
+
+def _as_key(kind: str, key: Any, n: int) -> int | slice:
+    call = f"sparsejax.data.{kind}"
+    if isinstance(key, slice):
+        return key
+    try:
+        place = operator.index(key)
+    except TypeError:
+        raise TypeError(
+            _KEY.format(call=call, found=key, kind=type(key).__name__)
+        ) from None
+    if not -n <= place < n:
+        raise IndexError(_OUT.format(call=call, found=place, n=n))
+    return place % n

@@ -1,0 +1,234 @@
+"""Words into ids: by a hash, or by a vocabulary. Id 0 is for what has no id of its own.
+
+Words come as a matrix of bytes, a row a word, with their lengths: all words of a column
+are worked on at once, a byte of each at a time.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsejax.data import _arguments, _csv_lines
+
+
+_BUCKETS = (
+    "sparsejax.data.HashIds: num_buckets must be an int of at least 2, or one for each "
+    "column, got {found!r}. Id 0 is for missing words, so one bucket holds none."
+)
+_COLUMNS = (
+    "{call}: num_buckets has {found} entries and the file {want} columns of categories."
+)
+_OTHER_COLUMNS = (
+    "{call}: the vocabulary is of {found} columns and the file has {want} columns of "
+    "categories."
+)
+_MASK = (1 << 64) - 1
+
+
+class Words(NamedTuple):
+    """Words of one column: uint8 `[n, L]`, zeros behind each, and lengths `[n]`."""
+
+    text: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class HashIds:
+    """Ids of categories by a hash: no pass over the data, and words may share an id.
+
+    The id of a word in column c is `1 + mix(fnv1a(word, salt(seed, c))) mod (B - 1)`,
+    and 0 where it is missing. It is the same in every process and on every machine; two
+    columns give the same word different ids.
+
+    Args:
+      num_buckets: int B, rows of a table, or one for each column.
+      seed: int, another one gives other collisions.
+
+    Raises:
+      ValueError: fewer than two buckets.
+
+    Example:
+      >>> import sparsejax as sj
+      >>> encoder = sj.data.HashIds(1000)
+      >>> encoder.encode(0, [b"68fd1e64", b"", b"05db9164", b"68fd1e64"])
+      array([184,   0, 633, 184], dtype=int32)
+      >>> encoder.sizes(2)
+      [1000, 1000]
+
+    References:
+      Weinberger et al., 2009, "Feature Hashing for Large Scale Multitask Learning";
+      Fowler, Noll, Vo, FNV-1a; Appleby, MurmurHash3 (the finalizer).
+    """
+
+    num_buckets: int | Sequence[int]
+    seed: int = 0
+
+    def __post_init__(self):
+        for size in np.atleast_1d(np.asarray(self.num_buckets, object)):
+            whole = isinstance(size, (int, np.integer))
+            if not whole or not 2 <= size <= np.iinfo(np.int32).max:
+                raise ValueError(_BUCKETS.format(found=self.num_buckets))
+        _arguments.as_int("seed", self.seed, 0, "sparsejax.data.HashIds")
+
+    def sizes(self, num_columns: int) -> list[int]:
+        """How many ids each column has: rows of its table."""
+        if isinstance(self.num_buckets, (int, np.integer)):
+            return [int(self.num_buckets)] * num_columns
+        found = [int(size) for size in self.num_buckets]
+        if len(found) != num_columns:
+            call = "sparsejax.data.HashIds"
+            raise ValueError(
+                _COLUMNS.format(call=call, found=len(found), want=num_columns)
+            )
+        return found
+
+    def encode(self, column: int, words: Any) -> np.ndarray:
+        """The ids of words, int32 `[n]`.
+
+        Args:
+          column: int, which column they are of.
+          words: a sequence of bytes or strings.
+        """
+        sizes = self.num_buckets
+        size = sizes if isinstance(sizes, (int, np.integer)) else sizes[column]
+        words = as_words(words)
+        salt = _mix_int(_mix_int(self.seed + 1) + column)
+        # FNV-1a: exclusive or with a byte, then times a prime, modulo 2^64.
+        state = np.full(len(words.lengths), 0xCBF29CE484222325 ^ salt, np.uint64)
+        for place in range(words.text.shape[1]):
+            step = (state ^ words.text[:, place]) * np.uint64(0x100000001B3)
+            state = np.where(place < words.lengths, step, state)
+        ids = _mix(state) % np.uint64(int(size) - 1) + np.uint64(1)
+        return np.where(words.lengths > 0, ids, np.uint64(0)).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Ids of categories by a list: each word its own, the most frequent one first.
+
+    Id 0 is for words that are not in the list, and for missing ones. `build` makes it.
+
+    Args:
+      words: for each column its words, an array of bytes in ascending order.
+      ids: for each column the ids of these words, int32, from 1 on.
+
+    Example:
+      >>> import os, tempfile, sparsejax as sj
+      >>> path = os.path.join(tempfile.mkdtemp(), "clicks.csv")
+      >>> with open(path, "w") as file:
+      ...     _ = file.write("1,a\\n0,b\\n1,b\\n0,\\n")
+      >>> found = sj.data.Vocabulary.build(path, num_numbers=0, num_ids=1)
+      >>> found.sizes(1), found.encode(0, [b"b", b"a", b"new", b""])
+      ([3], array([1, 2, 0, 0], dtype=int32))
+    """
+
+    words: Sequence[np.ndarray]
+    ids: Sequence[np.ndarray]
+
+    @classmethod
+    def build(
+        cls,
+        path: str | os.PathLike | Iterable,
+        *,
+        num_numbers: int = 13,
+        num_ids: int = 26,
+        label: bool = True,
+        separator: str = "auto",
+        header: bool = False,
+        min_count: int = 1,
+        max_size: int | None = None,
+        progress: bool = False,
+    ) -> "Vocabulary":
+        """The words of a file, or of several, by how often they occur.
+
+        Args:
+          path: a file, or a list of files that have the same columns.
+          num_numbers, num_ids, label, separator, header, progress: of `read_csv_ids`.
+          min_count: int, words that occur less often are left out.
+          max_size: int, the greatest number of ids of a column, 0 included.
+
+        Raises:
+          ValueError: as `read_csv_ids`.
+        """
+        call = "sparsejax.data.Vocabulary.build"
+        layout = _csv_lines.Layout(call, num_numbers, num_ids, label, separator, header)
+        least = _arguments.as_int("min_count", min_count, 1, call)
+        if max_size is not None:
+            max_size = _arguments.as_int("max_size", max_size, 1, call)
+        one = isinstance(path, (str, bytes, os.PathLike))
+        counts: list[dict[bytes, int]] = [{} for _ in range(num_ids)]
+        for file in [path] if one else path:
+            for table in _csv_lines.read(file, layout, progress):
+                for column, own in enumerate(counts):
+                    words = _as_bytes(Words(*table.words(column)))
+                    for word, n in zip(*np.unique(words, return_counts=True)):
+                        own[word] = own.get(word, 0) + int(n)
+        made = [_ranked(own, least, max_size) for own in counts]
+        return cls([words for words, _ in made], [ids for _, ids in made])
+
+    def sizes(self, num_columns: int | None = None) -> list[int]:
+        """How many ids each column has, 0 included: rows of its table."""
+        if num_columns not in (None, len(self.words)):
+            call, found = "sparsejax.data.Vocabulary", len(self.words)
+            raise ValueError(
+                _OTHER_COLUMNS.format(call=call, found=found, want=num_columns)
+            )
+        return [len(words) + 1 for words in self.words]
+
+    def encode(self, column: int, words: Any) -> np.ndarray:
+        """The ids of words, int32 `[n]`; as of `HashIds.encode`."""
+        found = _as_bytes(as_words(words))
+        known, ids = self.words[column], self.ids[column]
+        if not len(known):
+            return np.zeros(len(found), np.int32)
+        place = np.minimum(np.searchsorted(known, found), len(known) - 1)
+        return np.where(known[place] == found, ids[place], np.int32(0))
+
+
+def as_words(words: Any) -> Words:
+    """A sequence of bytes or strings as a matrix; what is one already stays."""
+    if isinstance(words, Words):
+        return words
+    texts = [word.encode() if isinstance(word, str) else word for word in words]
+    lengths = np.array([len(text) for text in texts], np.int64)
+    width = int(lengths.max(initial=0))
+    joined = b"".join(text.ljust(width, b"\0") for text in texts)
+    return Words(np.frombuffer(joined, np.uint8).reshape(len(texts), width), lengths)
+
+
+# ------------------------------------------------------------------ private
+
+
+def _as_bytes(words: Words) -> np.ndarray:
+    """Words as NumPy's strings of bytes, which sort and compare."""
+    n, width = words.text.shape
+    if not width:
+        return np.zeros(n, "S1")
+    return np.ascontiguousarray(words.text).view(f"S{width}").reshape(n)
+
+
+def _ranked(
+    counts: dict[bytes, int], least: int, most: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Words ascending, and their ids: 1 for the most frequent, equals in order."""
+    kept = [(-n, word) for word, n in counts.items() if n >= least and word]
+    ranked = [word for _, word in sorted(kept)]
+    if most is not None:
+        ranked = ranked[: most - 1]
+    words = np.array(ranked, "S") if ranked else np.zeros(0, "S1")
+    order = np.argsort(words)
+    return words[order], (order + 1).astype(np.int32)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """MurmurHash3's finalizer: each bit of the result depends on each of x."""
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
+    return x ^ (x >> np.uint64(33))
+
+
+def _mix_int(x: int) -> int:
+    return int(_mix(np.array([x & _MASK], np.uint64))[0])

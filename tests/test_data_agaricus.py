@@ -1,0 +1,68 @@
+"""Mushrooms: libsvm files to a trained model, through the loader and CSR layers."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+
+
+@pytest.fixture
+def mushrooms(shared_data):
+    folder = shared_data / "agaricus"
+    train, train_labels = sj.data.read_libsvm(folder / "agaricus.txt.train")
+    test, test_labels = sj.data.read_libsvm(
+        folder / "agaricus.txt.test", zero_based=False, num_features=train.shape[1]
+    )
+    return (train, train_labels), (test, test_labels)
+
+
+MODELS = {
+    "logistic regression": lambda n: sj.nn.Dense(
+        1, n, kernel_init=jax.nn.initializers.zeros
+    ),
+    "factorization machine": lambda n: sj.nn.FactorizationMachine(n, 4),
+}
+# FTRL forgets initial weights, so of a machine it trains the linear part alone.
+CASES = {
+    "ftrl": ("logistic regression", lambda: sj.optim.ftrl(20.0, l1=1.0)),
+    "adagrad": ("logistic regression", lambda: optax.adagrad(1.0)),
+    "machine": ("factorization machine", lambda: optax.adagrad(0.1)),
+}
+
+
+@pytest.mark.loose_promotion  # optax's adagrad
+@pytest.mark.parametrize("case", CASES)
+def test_mushrooms_are_told_apart(mushrooms, case):
+    (rows, labels), (test, test_labels) = mushrooms
+    assert rows.shape == (6513, 126) and test.shape == (1611, 126)
+    model, make = CASES[case]
+    layer = MODELS[model](rows.shape[1])
+    tx = sj.optim.lazy(make())
+    params = layer.init(jax.random.key(0))
+    state = tx.init(params)
+
+    def loss(params, x, y):
+        score = layer(params, x).reshape(y.shape)
+        return optax.sigmoid_binary_cross_entropy(score, y).mean()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, x, y):
+        grads = sj.grad(loss)(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    loader = sj.data.DataLoader(
+        sj.data.ArrayDataset(rows, labels), 64, shuffle=True, drop_remainder=True
+    )
+    for _ in range(10):
+        for x, y in loader:
+            params, state = step(params, state, x, y)
+    score = np.asarray(layer(params, test)).reshape(-1)
+    assert np.mean((score > 0) == (test_labels > 0.5)) == 1.0
+    assert float(loss(params, test, test_labels)) < 0.01
+    if case == "ftrl":
+        assert np.mean(np.asarray(params["kernel"]) == 0.0) > 0.75

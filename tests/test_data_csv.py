@@ -1,0 +1,192 @@
+"""Click logs: labels, numbers, categories by hash or vocabulary."""
+
+import gzip
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from sparsejax.data import _text_files
+
+
+ROWS = [
+    ["1", "5", "", "-3", "68fd1e64", "80e26c9b", ""],
+    ["0", "", "2.5", "1e3", "05db9164", "", "fb936136"],
+    ["1", "7", "0", "12", "68fd1e64", "f0cf0024", "fb936136"],
+]
+LAYOUT: Any = dict(num_numbers=3, num_ids=3)
+
+
+def _file(tmp_path, rows, separator="\t", end="\n", name="clicks.txt"):
+    path = tmp_path / name
+    path.write_bytes("".join(separator.join(row) + end for row in rows).encode())
+    return path
+
+
+def _hash(word, column, size, seed=0):
+    """The id of a word, written out once more with Python's integers."""
+    mask = (1 << 64) - 1
+
+    def mix(x):
+        x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & mask
+        x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & mask
+        return x ^ x >> 33
+
+    state = 0xCBF29CE484222325 ^ mix((mix(seed + 1) + column) & mask)
+    for byte in word:
+        state = (state ^ byte) * 0x100000001B3 & mask
+    return 1 + mix(state) % (size - 1) if word else 0
+
+
+@pytest.mark.parametrize("separator", ["\t", ","])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_rows_become_columns(tmp_path, separator, end):
+    path = _file(tmp_path, ROWS, separator, end)
+    data = sj.data.read_csv_ids(path, 1000, **LAYOUT)
+    assert data["label"].tolist() == [1, 0, 1]
+    expected = [[5, np.nan, -3], [np.nan, 2.5, 1000], [7, 0, 12]]
+    np.testing.assert_array_equal(data["numbers"], np.array(expected, np.float32))
+    hashed = [[_hash(w.encode(), c, 1000) for c, w in enumerate(r[4:])] for r in ROWS]
+    assert data["ids"].tolist() == hashed
+    assert {name: x.dtype.name for name, x in data.items()} == {
+        "label": "float32",
+        "numbers": "float32",
+        "ids": "int32",
+    }
+    filled = sj.data.read_csv_ids(path, 1000, missing=-1.0, **LAYOUT)
+    assert filled["numbers"][0].tolist() == [5, -1, -3]
+
+
+def test_forms_of_files(tmp_path):
+    whole = sj.data.read_csv_ids(_file(tmp_path, ROWS), 1000, **LAYOUT)
+
+    def same(path, **options: Any):
+        data = sj.data.read_csv_ids(path, 1000, **LAYOUT, **options)
+        for name in data:
+            np.testing.assert_array_equal(data[name], whole[name])
+        return True
+
+    packed = tmp_path / "clicks.gz"
+    packed.write_bytes(gzip.compress(_file(tmp_path, ROWS).read_bytes()))
+    assert same(packed)
+    assert same(_file(tmp_path, [["a"] * 7, *ROWS]), header=True)
+    assert same(_file(tmp_path, ROWS, ";"), separator=";")
+    spaced = [ROWS[0], [], ROWS[1], ROWS[2]]
+    assert same(_file(tmp_path, spaced, end="\r\n"))
+    path = _file(tmp_path, ROWS)
+    path.write_bytes(path.read_bytes()[:-1])  # no newline at the end
+    assert same(path)
+    unlabelled = sj.data.read_csv_ids(
+        _file(tmp_path, [row[1:] for row in ROWS]), 1000, label=False, **LAYOUT
+    )
+    assert unlabelled.keys() == {"numbers", "ids"}
+    np.testing.assert_array_equal(unlabelled["ids"], whole["ids"])
+    empty = sj.data.read_csv_ids(_file(tmp_path, []), 1000)
+    assert [x.shape for x in empty.values()] == [(0,), (0, 13), (0, 26)]
+
+
+def test_parts_of_a_file(tmp_path, monkeypatch):
+    rows = [[str(i), str(i), f"w{i % 7}"] for i in range(50)]
+    path = _file(tmp_path, rows)
+    layout: Any = dict(num_numbers=1, num_ids=1)
+    whole = sj.data.read_csv_ids(path, 100, **layout)
+    for block in (20, 200):
+        monkeypatch.setattr(_text_files, "BLOCK", block)
+        parts = list(sj.data.iter_csv_ids(path, 100, chunk_rows=8, **layout))
+        assert [len(part["ids"]) for part in parts] == [8] * 6 + [2]
+        for name in whole:
+            joined = np.concatenate([part[name] for part in parts])
+            np.testing.assert_array_equal(joined, whole[name])
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (
+            [ROWS[0], ROWS[1][:6]],
+            ":2: found 6 fields, expected 7 .label, 3 numbers, 3 categories. with tabs",
+        ),
+        ([ROWS[0], ["x"]], ":2: found 1 field, expected 7"),
+        ([[], ROWS[0], [*ROWS[1], "x"]], ":3: found 8 fields"),
+        ([ROWS[0], ["0", "1", "abc", *ROWS[1][3:]]], ":2: found 'abc' in field 3, exp"),
+        ([["y", *ROWS[0][1:]]], ":1: found 'y' in field 1, expected a number, or noth"),
+        (
+            [[*ROWS[0][:-1], "x" * 2000]],
+            ":1: found a category of 2000 bytes",
+        ),
+    ],
+)
+def test_malformed_rows_are_named(tmp_path, rows, message):
+    path = _file(tmp_path, rows)
+    with pytest.raises(ValueError, match=f"{path}{message}"):
+        sj.data.read_csv_ids(path, 1000, **LAYOUT)
+
+
+def test_a_hash_is_the_same_in_every_process():
+    words = [f"{i:08x}".encode() for i in range(2000)]
+    encoder = sj.data.HashIds([50, 1000], seed=3)
+    for column, size in enumerate(encoder.sizes(2)):
+        ids = encoder.encode(column, words)
+        assert ids.tolist() == [_hash(w, column, size, 3) for w in words]
+        counts = np.bincount(ids, minlength=size)
+        assert counts[0] == 0 and len(counts) == size
+        # As even as a random assignment would be: chi squared, mean size - 2.
+        expected = len(words) / (size - 1)
+        chi = ((counts[1:] - expected) ** 2 / expected).sum()
+        assert abs(chi - (size - 2)) < 5 * np.sqrt(2 * size)
+    code = "import sparsejax as sj; print(sj.data.HashIds(1000).encode(1, ['abc'])[0])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) == _hash(b"abc", 1, 1000)
+
+
+def test_a_vocabulary_counts_and_cuts(tmp_path):
+    words = [["b", "x"], ["a", ""], ["b", "y"], ["c", "x"], ["a", ""], ["b", "z"]]
+    path = _file(tmp_path, words)
+    layout: Any = dict(label=False, num_numbers=0, num_ids=2)
+    build = sj.data.Vocabulary.build
+    full = build(path, **layout)
+    assert full.sizes() == [4, 4]
+    data = sj.data.read_csv_ids(path, full, **layout)
+    assert data["ids"].T.tolist() == [[1, 2, 1, 3, 2, 1], [1, 0, 2, 1, 0, 3]]
+    assert full.encode(1, [b"new", b"x", b"", "y", b"xx"]).tolist() == [0, 1, 0, 2, 0]
+    common = build(path, min_count=2, **layout)
+    assert common.sizes(2) == [3, 2]
+    assert build(path, max_size=2, **layout).sizes() == [2, 2]
+    twice = build([path, path], min_count=2, **layout)
+    assert twice.sizes() == full.sizes()
+    assert build(path, min_count=9, **layout).encode(0, [b"a"]).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "ids, options, error, message",
+    [
+        ("md5", {}, TypeError, "must be a HashIds, a Vocabulary, or an int"),
+        (1, {}, ValueError, "num_buckets must be an int of at least 2"),
+        (sj.data.HashIds([9, 9]), {}, ValueError, "2 entries and the file 3 columns"),
+        (9, dict(separator="ab"), ValueError, "separator must be 'auto' or one"),
+        (9, dict(num_ids=-1), ValueError, "num_ids must be an int of at least 0"),
+        (9, dict(header=1), TypeError, "header must be True or False"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, ids, options, error, message):
+    path = _file(tmp_path, ROWS)
+    with pytest.raises(error, match=message):
+        sj.data.read_csv_ids(path, ids, **{**LAYOUT, **options})
+    with pytest.raises(error, match=message):
+        sj.data.iter_csv_ids(path, ids, **{**LAYOUT, **options})
+
+
+def test_columns_go_into_a_loader(tmp_path):
+    data = sj.data.read_csv_ids(_file(tmp_path, ROWS), 1000, missing=0.0, **LAYOUT)
+    loader = sj.data.DataLoader(sj.data.ArrayDataset(data), 3)
+    (batch,) = loader
+    assert {name: x.shape for name, x in batch.items()} == {
+        "label": (3,),
+        "numbers": (3, 3),
+        "ids": (3, 3),
+    }

@@ -1,0 +1,463 @@
+"""Data sets and the loader: what a batch is, its capacity, its order, its place."""
+
+import json
+import pickle
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given, strategies as st
+
+import sparsejax as sj
+from helpers import count_traces
+from sparsejax.data import _capacity
+
+
+ANY: Any = 1.5  # no key, no sequence
+
+
+def _rows(n, longest=6, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 50, k).tolist() for k in rng.integers(0, longest + 1, n)]
+
+
+def _numbered(n, **options):
+    """A loader over the numbers 0 ... n - 1, and rows of that many elements."""
+    rows = [[i] * (i % 5) for i in range(n)]
+    dataset = sj.data.ArrayDataset(rows, np.arange(n, dtype=np.int32))
+    return sj.data.DataLoader(dataset, **options)
+
+
+def _seen(batches):
+    """The numbers of the rows in batches (ragged, number, mask), padding left out."""
+    return [int(i) for _, number, mask in batches for i in number[mask]]
+
+
+# ------------------------------------------------------------------ data sets
+
+
+def test_items_are_rows_of_each_column():
+    matrix = scipy.sparse.csr_matrix(np.array([[0, 2.0], [3, 0], [0, 0]]))
+    segments = sj.SegmentTensor.from_lists([[1, 2], [], [3]])
+    lists = [[4], [5, 6], []]
+    dense = np.arange(6.0).reshape(3, 2)
+    dataset = sj.data.ArrayDataset(matrix, segments, lists, dense)
+    assert len(dataset) == 3
+    row, ids, listed, numbers = dataset[-3]
+    assert row.shape == (1, 2) and row.toarray().tolist() == [[0.0, 2.0]]
+    assert ids.tolist() == [1, 2] and listed.tolist() == [4]
+    assert numbers.tolist() == [0.0, 1.0]
+    cut = dataset[1:]
+    assert cut[0].toarray().tolist() == [[3, 0], [0, 0]]
+    assert cut[1].to_lists() == [[], [3]]
+    assert cut[2] == [[5, 6], []]
+    assert cut[3].tolist() == [[2, 3], [4, 5]]
+
+
+def test_structures_of_items():
+    x = np.arange(3)
+    assert sj.data.ArrayDataset(x)[1] == 1
+    assert sj.data.ArrayDataset(x, x)[1] == (1, 1)
+    assert sj.data.ArrayDataset({"a": x})[1] == {"a": 1}
+    items = [(1, 2), (3, 4)]
+    dataset = sj.data.SimpleDataset(items)
+    assert dataset[-1] == (3, 4) and dataset[:1] == [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: sj.data.ArrayDataset(), ValueError, "at least one column"),
+        (lambda: sj.data.ArrayDataset([1, 2], [1]), ValueError, "column 1 has 1 rows"),
+        (lambda: sj.data.ArrayDataset({}, [1]), TypeError, "a dict of columns stands"),
+        (lambda: sj.data.ArrayDataset(np.array(["a"])), TypeError, "dtype <U1"),
+        (lambda: sj.data.ArrayDataset(np.float32(1)), ValueError, "is one number"),
+        (lambda: sj.data.ArrayDataset(np.ma.zeros(2)), TypeError, "masked array"),
+        (lambda: sj.data.ArrayDataset(object()), TypeError, "type object"),
+        (
+            lambda: sj.data.ArrayDataset(scipy.sparse.csc_matrix((2, 2))),
+            TypeError,
+            r"format csc.*\.tocsr",
+        ),
+        (
+            lambda: sj.data.ArrayDataset([[1], [[2]]]),
+            (TypeError, ValueError),
+            "cannot be read as one column",
+        ),
+        (lambda: sj.data.ArrayDataset(np.array([2**40])), ValueError, "jax_enable_x64"),
+        (lambda: sj.data.ArrayDataset([1, 2])[2], IndexError, "row 2 of 2 rows"),
+        (lambda: sj.data.ArrayDataset([1, 2])[ANY], TypeError, "int or a slice"),
+        (lambda: sj.data.SimpleDataset(ANY), TypeError, "must be a sequence"),
+        (
+            lambda: sj.data.DataLoader([(1, 2), (3,)], 2),
+            ValueError,
+            "item 1 of the data set is a tuple of 1",
+        ),
+    ],
+)
+def test_what_is_no_data_set(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+# ------------------------------------------------------------------ batches
+
+
+@given(
+    n=st.integers(1, 40),
+    batch_size=st.integers(1, 12),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_batches_hold_the_rows_they_say(n, batch_size, shuffle, seed):
+    rows, dense = _rows(n, seed=seed), np.random.default_rng(0).random((n, 2))
+    rng = np.random.default_rng(seed)
+    matrix = scipy.sparse.random(n, 7, 0.4, "csr", rng=rng)
+    columns = {"rows": rows, "csr": matrix, "dense": dense, "at": np.arange(n)}
+    dataset = sj.data.ArrayDataset(columns)
+    loader = sj.data.DataLoader(
+        dataset, batch_size, shuffle=shuffle, seed=seed, mask=True
+    )
+    seen, shapes = [], set()
+    for batch in loader:
+        mask = batch["mask"]
+        at = batch["at"][mask]
+        seen += at.tolist()
+        shapes.add(str([(type(x), x.shape, x.dtype) for x in jax.tree.leaves(batch)]))
+        lists = batch["rows"].to_lists()
+        assert lists[: len(at)] == [rows[i] for i in at]
+        assert not any(lists[len(at) :])
+        elements = batch["csr"].values
+        found = scipy.sparse.csr_matrix(
+            (elements["value"], elements["index"], np.asarray(batch["csr"].offsets)),
+            shape=(batch_size, 7),
+        )
+        expected = matrix[at].toarray().astype(np.float32)
+        np.testing.assert_array_equal(found.toarray()[: len(at)], expected)
+        np.testing.assert_array_equal(
+            batch["dense"][mask], dense[at].astype(np.float32)
+        )
+        assert not batch["dense"][~mask].any()
+    assert sorted(seen) == list(range(n))
+    assert len(shapes) == 1 and "numpy" in shapes.pop()
+
+
+def test_a_jitted_step_compiles_once():
+    step = count_traces(lambda ids, x: sj.segment_sum(ids).sum() + x.sum())
+    jitted = jax.jit(step)
+    loader = _numbered(50, batch_size=8, shuffle=True, drop_remainder=True)
+    for _ in range(3):
+        for ids, number in loader:
+            jitted(ids, number)
+    assert step.count == 1 and len(loader) == 6
+
+
+def test_nested_rows_have_a_capacity_for_each_level():
+    nested = [[[1, 2], [3]], [], [[4]], [[5, 6, 7], [8], [9]]]
+    column = sj.SegmentTensor.from_lists(nested)
+    loader = sj.data.DataLoader(sj.data.ArrayDataset(column), 2, shuffle=True)
+    assert loader.capacity == (5, 8)
+    for _ in range(3):
+        found = [row for batch in loader for row in batch.to_lists()]
+        assert sorted(map(str, found)) == sorted(map(str, nested))
+    given = sj.data.DataLoader(sj.data.ArrayDataset(nested), 2, capacity=(6, 9))
+    assert given.capacity == (6, 9)
+
+
+def test_items_of_a_sequence_become_columns():
+    items = [([1, 2], np.zeros(2), 1.5), ([3], np.ones(2), 2.5)]
+    for dataset in (items, sj.data.SimpleDataset(items)):
+        ids, array, number = next(iter(sj.data.DataLoader(dataset, 2)))
+        assert ids.to_lists() == [[1, 2], [3]]
+        assert array.tolist() == [[0, 0], [1, 1]] and number.tolist() == [1.5, 2.5]
+    matrix = scipy.sparse.csr_matrix(np.eye(3))
+    batch = next(iter(sj.data.DataLoader([matrix[i] for i in (2, 0)], 2)))
+    assert batch.values["index"].tolist() == [2, 0]
+    assert next(iter(sj.data.DataLoader([(7,), (8,)], 2)))[0].tolist() == [7, 8]
+
+
+def test_a_memory_map_is_read_by_rows(tmp_path):
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(12, dtype=np.float32).reshape(6, 2))
+    dataset = sj.data.ArrayDataset(np.load(path, mmap_mode="r"))
+    assert isinstance(dataset.columns[0].values, np.memmap)
+    batches = list(sj.data.DataLoader(dataset, 3))
+    np.testing.assert_array_equal(np.concatenate(batches), np.load(path))
+
+
+def test_batches_on_a_device():
+    device = jax.devices()[1]
+    ids, number = next(iter(_numbered(4, batch_size=2, device=device)))
+    assert ids.values.devices() == number.devices() == {device}
+
+
+def test_wide_types_follow_x64(x64):
+    dataset = sj.data.ArrayDataset(np.array([2**40, 1]), np.array([0.1, 0.2]))
+    big, wide = next(iter(sj.data.DataLoader(dataset, 2)))
+    assert big.dtype == np.int64 and big[0] == 2**40 and wide.dtype == np.float64
+
+
+# ------------------------------------------------------------------ what is padding
+
+
+def test_padding_is_marked_or_left_out_or_at_least_logged(caplog):
+    _numbered(10, batch_size=4)
+    assert "2 row(s) of padding" in caplog.text and "mask=True marks" in caplog.text
+    caplog.clear()
+    dropped = list(_numbered(10, batch_size=4, drop_remainder=True))
+    assert [number.tolist() for _, number in dropped] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    *_, (ids, number, mask) = _numbered(10, batch_size=4, mask=True)
+    assert mask.tolist() == [True, True, False, False]
+    assert number.tolist() == [8, 9, 0, 0] and ids.lengths.tolist() == [3, 4, 0, 0]
+    *_, last = _numbered(10, batch_size=4, drop_remainder=False)
+    assert len(last) == 2 and last[1].tolist() == [8, 9, 0, 0]
+    single = sj.data.DataLoader(sj.data.ArrayDataset(np.arange(3)), 2, mask=True)
+    assert [mask.tolist() for _, mask in single] == [[True, True], [True, False]]
+    assert not caplog.text
+    dataset = sj.data.ArrayDataset({"mask": np.arange(3)})
+    with pytest.raises(ValueError, match="Rename it"):
+        sj.data.DataLoader(dataset, 2, mask=True)
+
+
+# ------------------------------------------------------------------ capacity
+
+
+def test_auto_measures_the_batches_of_a_fixed_order():
+    loader = _numbered(40, batch_size=4)
+    sizes = [len(sum(([i] * (i % 5) for i in range(k, k + 4)), [])) for k in range(37)]
+    assert loader.capacity == max(sizes[::4])
+    assert "the largest batch" in repr(loader)
+
+
+@pytest.mark.parametrize("lengths", ["few long", "even", "zero"])
+def test_auto_holds_for_every_order(lengths):
+    rng = np.random.default_rng(0)
+    size = {
+        "few long": np.where(rng.random(4000) < 0.03, 90, rng.integers(0, 9, 4000)),
+        "even": rng.integers(10, 20, 400),
+        "zero": np.zeros(400, np.int64),
+    }[lengths]
+    loader = sj.data.DataLoader(
+        sj.data.ArrayDataset([[1] * int(k) for k in size]), 40, shuffle=True
+    )
+    drawn = [rng.choice(size, 40, replace=False).sum() for _ in range(1000)]
+    assert max(drawn) <= loader.capacity <= _capacity.largest(size, 40)
+    assert loader.capacity < _capacity.largest(size, 40) or lengths != "few long"
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    batch_size=st.integers(1, 5),
+    risk=st.sampled_from([0.3, 0.05, 1e-3]),
+)
+def test_the_tail_bound_holds_exactly(lengths, batch_size, risk):
+    """Against the distribution of the sum with replacement, which is the larger."""
+    lengths = np.array(lengths)
+    share = np.bincount(lengths) / len(lengths)
+    total = np.ones(1)
+    for _ in range(batch_size):
+        total = np.convolve(total, share)
+    bound = _capacity.tail_bound(lengths, batch_size, risk)
+    assert total[bound + 1 :].sum() <= risk + 1e-12
+
+
+def test_too_small_a_capacity_is_named():
+    message = (
+        "capacity=3 of column 0 is too small: batch 0 of epoch 0 has 6 elements, and "
+        "the largest of that epoch 10. Pass capacity=10, into which every batch fits, "
+    )
+    with pytest.raises(ValueError, match=message):
+        _numbered(40, batch_size=4, capacity=3)
+    with pytest.raises(ValueError, match=r"which takes 1\d\d here, or overflow"):
+        _numbered(400, batch_size=50, capacity=3, shuffle=True)
+    loader = _numbered(40, batch_size=4, capacity=14, shuffle=True)
+    with pytest.raises(ValueError, match=r"capacity=14 .* Pass capacity=16, "):
+        for _ in range(200):  # an epoch with a batch of more than 14 comes, and is met
+            first = iter(loader)  # with an error before its first batch
+    assert loader.get_state()["batch"] == 0 and first.get_state()["epoch"] > 0
+
+
+def test_what_does_not_fit_spills_into_a_second_size():
+    step = count_traces(lambda ids: ids.values.sum())
+    jitted = jax.jit(step)
+    loader = _numbered(40, batch_size=4, capacity=8, shuffle=True, overflow="spill")
+    assert (loader.capacity, loader.spill_capacity) == (8, 16)
+    capacities = []
+    for _ in range(5):
+        for ids, _ in loader:
+            jitted(ids)
+            capacities.append(ids.capacity)
+            assert (int(ids.lengths.sum()) > 8) == (ids.capacity == 16)
+    assert set(capacities) == {8, 16} and step.count == 2
+    auto = _numbered(400, batch_size=50, shuffle=True, overflow="spill")
+    assert auto.capacity < _numbered(400, batch_size=50, shuffle=True).capacity
+    assert auto.spill_capacity == 200
+    assert _numbered(8, batch_size=4, overflow="spill").spill_capacity is None
+
+
+def test_capacities_of_several_columns():
+    columns = {"a": [[1], [2, 3]], "b": [[4, 5, 6], []], "c": np.arange(2)}
+    dataset = sj.data.ArrayDataset(columns)
+    assert sj.data.DataLoader(dataset, 2).capacity == {"a": 3, "b": 3, "c": None}
+    given = sj.data.DataLoader(dataset, 2, capacity={"a": 7, "b": "auto", "c": None})
+    assert given.capacity == {"a": 7, "b": 3, "c": None}
+    assert sj.data.DataLoader(dataset, 2, capacity=9).capacity["b"] == 9
+    assert sj.data.DataLoader(sj.data.ArrayDataset(np.arange(2)), 2).capacity is None
+
+
+# ------------------------------------------------------------------ order, shards
+
+
+def test_each_epoch_has_its_order_and_a_seed_gives_it_again():
+    def epochs(seed):
+        loader = _numbered(30, batch_size=5, shuffle=True, seed=seed, mask=True)
+        return [_seen(loader) for _ in range(3)]
+
+    first = epochs(3)
+    assert first == epochs(3)
+    assert len({str(epoch) for epoch in [*first, *epochs(4)]}) == 6
+    # The numbers themselves: a saved place must mean the same rows for ever.
+    assert first[0][:8] == [27, 9, 29, 2, 12, 25, 0, 28]
+    assert first[1][:4] == [14, 12, 0, 9]
+
+
+def test_orders_know_nothing_of_the_users_random_numbers():
+    """Seed 0 gave the stream of default_rng(0): sorted by the data, unseen."""
+    for seed in (0, 7):
+        data = np.random.default_rng(seed).random(1000)
+        loader = sj.data.DataLoader(
+            sj.data.ArrayDataset(data), 1000, shuffle=True, seed=seed
+        )
+        (batch,) = loader
+        assert abs(np.corrcoef(batch, np.arange(1000))[0, 1]) < 0.15
+
+
+@pytest.mark.parametrize("n, count", [(24, 3), (25, 3), (3, 4), (7, 2)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_shards_are_disjoint_and_cover(n, count, shuffle):
+    loaders = [
+        _numbered(n, batch_size=2, shuffle=shuffle, mask=True, shard=(i, count))
+        for i in range(count)
+    ]
+    assert len({(len(loader), loader.capacity) for loader in loaders}) == 1
+    for _ in range(2):
+        parts = [_seen(loader) for loader in loaders]
+        assert sorted(sum(parts, [])) == list(range(n))
+    if n == 25:
+        dropping = [
+            _numbered(n, batch_size=2, drop_remainder=True, shard=(i, count))
+            for i in range(count)
+        ]
+        assert {len(list(loader)) for loader in dropping} == {4}
+
+
+# ------------------------------------------------------------------ the place
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_saved_place_resumes_exactly(num_workers):
+    options = dict(batch_size=4, shuffle=True, seed=5, mask=True)
+    whole = _numbered(22, num_workers=num_workers, **options)
+    expected = [_seen(whole) for _ in range(3)]
+    loader = _numbered(22, num_workers=num_workers, **options)
+    seen = _seen(loader)  # epoch 0
+    batches = iter(loader)
+    seen += _seen(next(batches) for _ in range(3))
+    state = json.loads(json.dumps(loader.get_state()))
+    assert state == batches.get_state() and state["epoch"] == 1 and state["batch"] == 3
+
+    for other in (0, 1):  # with any number of workers
+        again = _numbered(22, num_workers=other, **options)
+        again.set_state(state)
+        rest = _seen(again)
+        assert seen + rest == expected[0] + expected[1]
+        assert _seen(again) == expected[2]
+    iterator = iter(_numbered(22, **options))
+    iterator.set_state(state)
+    assert _seen(iterator) == rest
+    # At the end of an epoch the next one is due.
+    assert _seen(batches) == rest
+    assert (loader.get_state()["epoch"], loader.get_state()["batch"]) == (2, 0)
+    whole.set_state(batches.get_state())
+    assert _seen(whole) == expected[2]
+
+
+def test_a_place_among_other_rows_is_refused():
+    state = _numbered(20, batch_size=4, shuffle=True).get_state()
+    for options in (dict(batch_size=5), dict(batch_size=4, seed=1)):
+        with pytest.raises(ValueError, match="place means other rows here"):
+            _numbered(20, shuffle=True, **options).set_state(state)
+    loader = _numbered(20, batch_size=4, shuffle=True)
+    with pytest.raises(ValueError, match="what get_state"):
+        loader.set_state({"epoch": 1})
+    with pytest.raises(ValueError, match="batch 6 of an epoch of 5"):
+        loader.set_state({**state, "batch": 6})
+
+
+def test_batches_for_grain():
+    loader = _numbered(20, batch_size=4, shuffle=True, seed=1)
+    batches = loader.to_grain(epoch=1)
+    iter(loader)
+    expected = [number.tolist() for _, number in loader]
+    assert [number.tolist() for _, number in batches] == expected
+    copy = pickle.loads(pickle.dumps(batches))  # as its workers get it
+    assert copy[2][1].tolist() == expected[2]
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(batch_size=0), ValueError, "batch_size must be an int of at least 1"),
+        (dict(batch_size=2.0), ValueError, "batch_size must be an int"),
+        (dict(shuffle=1), TypeError, "shuffle must be True or False"),
+        (dict(seed=-1), ValueError, "seed must be an int of at least 0"),
+        (dict(num_workers=-1), ValueError, "num_workers must be an int"),
+        (dict(shard=(2, 2)), ValueError, "0 <= index < count"),
+        (dict(shard=3), ValueError, "0 <= index < count"),
+        (dict(overflow="drop"), ValueError, "'error' or 'spill'"),
+        (dict(capacity="x"), ValueError, "capacity must be 'auto'"),
+        (dict(capacity=-1), ValueError, "capacity must be a static, non-negative int"),
+        (dict(capacity=(1, 2)), ValueError, "column 1 is an array"),
+        (dict(capacity=((1, 2), None)), ValueError, r"1\s+level"),
+        (dict(batch_size=30, drop_remainder=True), ValueError, "no full batch of 30"),
+        (dict(mask=1, batch_size=3), TypeError, "mask must be True or False"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        _numbered(20, **{"batch_size": 4, **options})
+
+
+def test_what_is_no_data_is_refused():
+    with pytest.raises(TypeError, match="dataset must be an ArrayDataset"):
+        sj.data.DataLoader(iter([1]), 2)
+    with pytest.raises(ValueError, match="no rows"):
+        sj.data.DataLoader([], 2)
+
+
+def test_it_works_under_gradients():
+    loader = _numbered(16, batch_size=8, shuffle=True)
+    table = jnp.ones((50, 2))
+    ids, _ = next(iter(loader))
+    grad = sj.grad(lambda t: sj.embedding_bag(t, ids).sum(), tables=True)(table)
+    counts = np.bincount(ids.values[: int(ids.lengths.sum())], minlength=50)
+    expected = np.stack([counts, counts], 1).astype(np.float32)
+    np.testing.assert_array_equal(grad.to_dense(), expected)
+
+
+def test_what_is_not_installed_is_named(monkeypatch, tmp_path):
+    for name in ("grain", "tqdm"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
+    with pytest.raises(ImportError, match=r"needs grain.*sparsejax\[data\]"):
+        _numbered(4, batch_size=2)
+    path = tmp_path / "data.txt"
+    path.write_text("1 1:1\n")
+    with pytest.raises(ImportError, match="progress=True needs tqdm"):
+        sj.data.read_libsvm(path, progress=True)
