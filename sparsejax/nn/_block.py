@@ -1,0 +1,347 @@
+"""SparseBlock: a model whose tables stay in a store, which gives it the rows it needs.
+
+A table that is larger than the device cannot be a parameter. So a block says first,
+from the inputs alone, which rows it will read (`row_ids`); a driver pulls those and
+hands them in as `tables`, beside the dense `params` (`sparse_forward`). What comes back
+for a table is a gradient of the same rows, which is pushed.
+
+Invariant: `row_ids` runs on the host, outside of `jit`; `sparse_forward` is a pure
+function for inside. Between them nothing is shared but the inputs, so whatever
+`sparse_forward` reads and `row_ids` did not name was not pulled. A table that was not
+is an error (`NotPulledError`); a row that was not reads NaN, or is an error too under
+`mode="error"`.
+
+In place of pulled rows a table may be given as an array, all of it: a block then is an
+ordinary model, which is how the tests know what is right.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _ids
+
+
+_NOT_PULLED = (
+    "{owner}: the table {name!r} is used in sparse_forward, but it was not pulled; "
+    "pulled were {pulled}. Only what row_ids names is pulled: return {{{name!r}: ids}} "
+    "from {owner}.row_ids(inputs) too, with all the ids that sparse_forward reads."
+)
+_ORDINARY_LAYER = (
+    "{owner}: a table out of `tables` was given to an ordinary layer, which needs an "
+    "array ({error}). It is a SelectedRows: the rows of this batch, not the whole "
+    "table. Read it with sparsejax.lookup, embedding_bag or dot, or by a SparseBlock; "
+    "ordinary layers take what was read. Of {pulled}, `.values` are the rows as pulled."
+)
+_TABLES = (
+    "{owner}: tables must be a mapping of names to pulled rows (a SelectedRows) or "
+    "whole tables (an array), got {found}. store.pull(name, ids) gives the rows of one."
+)
+_TWO_TABLES = (
+    "{owner}.tables: two blocks use the name {name!r} for their table{why}. Give each "
+    "block a name of its own: SparseEmbedding(..., name='user'). To share one table, "
+    "use one block twice, or give both the same name and sizes."
+)
+
+
+class NotPulledError(KeyError):
+    """A table that `sparse_forward` uses, and that `row_ids` did not name.
+
+    Raised when `sparse_forward` is traced, before anything is computed. A row that was
+    not pulled, of a table that was, is another matter: it reads NaN, or is an error
+    under `mode="error"`.
+
+    Args:
+      message: which table, in which block, what was pulled, and what to do.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> block = sj.nn.SparseEmbedding(10, 2, name="item")
+      >>> try:
+      ...     block({}, {}, jnp.array([3]))
+      ... except sj.NotPulledError as e:
+      ...     print(str(e)[:70])
+      SparseEmbedding: the table 'item' is used in sparse_forward, but it wa
+
+    References:
+      MXNet's proposal for SparseBlock: a forward without its pull is an error.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError's own shows the message as a quoted key
+
+
+class _RowSparseTableError(TypeError):
+    """A TypeError that says already which table went where; not explained twice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSpec:
+    """What a block asks of the store: a table's shape, type and first values.
+
+    Args:
+      shape: `(num_rows, ...)`.
+      dtype: of the weights.
+      initializer: `(key, shape, dtype) -> array`, as those of `jax.nn.initializers`.
+        The store calls it for each row with shape `(1, ...)`, when that row is first
+        read. None for zeros.
+
+    Example:
+      >>> import sparsejax as sj
+      >>> sj.nn.TableSpec((1000, 8)).shape
+      (1000, 8)
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any = jnp.float32
+    initializer: Callable[..., Any] | None = None
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PulledTables(Mapping[str, Any]):
+    """The tables that were pulled, by name; any other name is a `NotPulledError`.
+
+    Args:
+      tables: a mapping of names to SelectedRows, or to arrays.
+      owner: str, the block they were pulled for, for the error.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=10)
+      >>> tables = sj.nn.PulledTables({"user": rows})
+      >>> list(tables), "item" in tables
+      (['user'], False)
+    """
+
+    def __init__(self, tables: Mapping[str, Any], owner: str = "SparseBlock"):
+        self._tables, self._owner = dict(tables), owner
+
+    def tree_flatten_with_keys(self):
+        """Children with their keys."""
+        names = tuple(self._tables)
+        keys = (jax.tree_util.DictKey(name) for name in names)
+        return tuple(zip(keys, self._tables.values())), (names, self._owner)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        """Rebuilds without checks: children may be anything JAX puts there."""
+        names, owner = static
+        return cls(dict(zip(names, children)), owner)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._tables:
+            pulled = sorted(self._tables) or "none"
+            raise NotPulledError(
+                _NOT_PULLED.format(owner=self._owner, name=name, pulled=pulled)
+            )
+        return self._tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __repr__(self) -> str:
+        return f"PulledTables({self._tables})"
+
+
+class SparseBlock(abc.ABC):
+    """A model, or a part of one, whose tables are row-sparse and live in a store.
+
+    A subclass says which rows it needs, and what it computes of them:
+
+      row_ids(inputs) -> {table name: ids}
+      sparse_forward(tables, params, inputs) -> outputs
+
+    `sparse_forward` is called through the block, `block(tables, params, inputs)`; there
+    `tables` is a `PulledTables`, where a name that was not pulled is an error. A frozen
+    dataclass whose fields are layers and other blocks need not say more: `tables()` and
+    `init(key)` come from its fields. Else override them.
+
+    Raises:
+      NotPulledError: by the call, a table that `row_ids` did not name.
+      TypeError: by the call, a table was given to a layer that needs an array.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp, optax, sparsejax as sj
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Likes(sj.nn.SparseBlock):
+      ...     user: sj.nn.SparseEmbedding = sj.nn.SparseEmbedding(9, 4, name="user")
+      ...     item: sj.nn.SparseEmbedding = sj.nn.SparseEmbedding(5, 4, name="item")
+      ...
+      ...     def row_ids(self, inputs):
+      ...         user, item = inputs
+      ...         return self.user.row_ids(user) | self.item.row_ids(item)
+      ...
+      ...     def sparse_forward(self, tables, params, inputs):
+      ...         user, item = inputs
+      ...         u = self.user(tables, params["user"], user)
+      ...         return jnp.sum(u * self.item(tables, params["item"], item), axis=-1)
+      >>> block, inputs = Likes(), (jnp.array([8]), jnp.array([2]))
+      >>> params = block.init(jax.random.key(0))
+      >>> store = sj.store.KVStore()
+      >>> for name, spec in block.tables().items():
+      ...     store.init(name, jnp.ones(spec.shape), optax.sgd(0.1))
+      >>> ids = block.row_ids(inputs)
+      >>> block({name: store.pull(name, ids[name]) for name in ids}, params, inputs)
+      Array([4.], dtype=float32)
+
+    References:
+      MXNet's proposal "Gluon Sparse API", `SparseBlock`.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        # However sparse_forward is called, its tables are checked. Only its own: what
+        # is inherited is wrapped already.
+        super().__init_subclass__(**kwargs)
+        if "sparse_forward" in vars(cls):
+            cls.sparse_forward = _checked(vars(cls)["sparse_forward"])
+
+    @abc.abstractmethod
+    def row_ids(self, inputs: Any) -> dict[str, Any]:
+        """The ids that `sparse_forward` will read of each table, integers of any shape.
+
+        Duplicates are fine, and so are ids out of range, which name no row.
+        """
+
+    @abc.abstractmethod
+    def sparse_forward(
+        self, tables: Mapping[str, Any], params: Any, inputs: Any
+    ) -> Any:
+        """The outputs, from pulled `tables`, dense `params` and `inputs`."""
+
+    def __call__(self, tables: Mapping[str, Any], params: Any, inputs: Any) -> Any:
+        return self.sparse_forward(tables, params, inputs)
+
+    def tables(self) -> dict[str, TableSpec]:
+        """The tables that a store has to hold, those of all blocks among the fields."""
+        found: dict[str, TableSpec] = {}
+        owners: dict[str, SparseBlock] = {}
+        for block in _blocks(self):
+            for name, spec in block.tables().items():
+                owner = owners.setdefault(name, block)
+                if found.setdefault(name, spec) != spec:
+                    why = f" of shapes {found[name].shape} and {spec.shape}"
+                elif owner is not block and getattr(type(block), "name", "") == name:
+                    why = ", because none was given"  # both have the class's default
+                else:
+                    continue
+                raise ValueError(
+                    _TWO_TABLES.format(owner=type(self).__name__, name=name, why=why)
+                )
+        return found
+
+    def init(self, key: jax.Array) -> Any:
+        """The dense parameters: of each field that is a layer, by the field's name."""
+        fields = _layer_fields(self)
+        keys = jax.random.split(key, max(len(fields), 1))
+        return {name: _init(x, k) for (name, x), k in zip(fields.items(), keys)}
+
+
+def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The union of several `row_ids`: ids of a table that is named twice are joined.
+
+    Args:
+      *row_ids: mappings of table names to ids, integers of any shape.
+
+    Returns:
+      dict of names to ids; `[n]` where they were joined, else as given.
+
+    Example:
+      >>> import numpy as np, sparsejax as sj
+      >>> merged = sj.nn.merge_row_ids({"item": np.array([[3, 1]])}, {"item": [3]})
+      >>> merged["item"].tolist()
+      [3, 1, 3]
+    """
+    merged: dict[str, Any] = {}
+    for ids_of in row_ids:
+        for name, ids in ids_of.items():
+            merged[name] = _join(name, merged[name], ids) if name in merged else ids
+    return merged
+
+
+# ------------------------------------------------------------------ private
+
+
+def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` on PulledTables, and with an explanation where an array was needed."""
+
+    @functools.wraps(forward)
+    def sparse_forward(self, tables, params, inputs):
+        owner = type(self).__name__
+        if not isinstance(tables, Mapping):
+            found = f"an object of type {type(tables).__name__}"
+            raise TypeError(_TABLES.format(owner=owner, found=found))
+        if not isinstance(tables, PulledTables):
+            tables = PulledTables(tables, owner)
+        try:
+            return forward(self, tables, params, inputs)
+        except TypeError as error:
+            known = isinstance(error, _RowSparseTableError)
+            if known or "SelectedRows" not in str(error):
+                raise
+            short = str(error).strip().splitlines()[0].rstrip(".")
+            raise _RowSparseTableError(
+                _ORDINARY_LAYER.format(owner=owner, error=short, pulled=sorted(tables))
+            ) from error
+
+    return sparse_forward
+
+
+def _layer_fields(block: Any) -> dict[str, Any]:
+    """Those fields of a dataclass that are layers, or lists or dicts of layers."""
+    if not dataclasses.is_dataclass(block):
+        return {}
+    fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
+    return {name: x for name, x in fields.items() if _is_layered(x)}
+
+
+def _is_layered(x: Any) -> bool:
+    if isinstance(x, Mapping):
+        x = tuple(x.values())
+    if isinstance(x, (list, tuple)):
+        return bool(x) and all(map(_is_layered, x))
+    return callable(getattr(x, "init", None)) and dataclasses.is_dataclass(x)
+
+
+def _init(x: Any, key: jax.Array) -> Any:
+    if isinstance(x, Mapping):
+        keys = jax.random.split(key, len(x))
+        return {name: _init(layer, k) for (name, layer), k in zip(x.items(), keys)}
+    if isinstance(x, (list, tuple)):
+        return [_init(layer, k) for layer, k in zip(x, jax.random.split(key, len(x)))]
+    return x.init(key)
+
+
+def _blocks(x: Any) -> Iterator[SparseBlock]:
+    """The blocks right below: among the fields, or in lists and dicts there."""
+    for field in _layer_fields(x).values():
+        yield from _flat(field)
+
+
+def _flat(x: Any) -> Iterator[SparseBlock]:
+    if isinstance(x, SparseBlock):
+        yield x
+    elif isinstance(x, Mapping):
+        for layer in x.values():
+            yield from _flat(layer)
+    elif isinstance(x, (list, tuple)):
+        for layer in x:
+            yield from _flat(layer)
+
+
+def _join(name: str, a: Any, b: Any) -> Any:
+    """Ids in one axis; NumPy's where both are known: nothing need be on a device."""
+    call = f"sparsejax.nn.merge_row_ids: table {name!r}"
+    a, b = _ids.as_integers(call, a), _ids.as_integers(call, b)
+    if not (_ids.is_concrete(a) and _ids.is_concrete(b)):
+        wide = _ids.promote(a.dtype, b.dtype)
+        return jnp.concatenate([x.reshape(-1).astype(wide) for x in (a, b)])
+    return np.concatenate([np.ravel(x).astype(np.int64) for x in (a, b)])

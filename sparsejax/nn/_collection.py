@@ -1,0 +1,386 @@
+"""EmbeddingCollection: many tables and features of them, read in a few gathers."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _ids, _lookup
+from sparsejax._scatter import scatter_assign
+from sparsejax.nn import _collection_fields as _fields, _features, _layer, _stacks
+
+
+_CALL = "sparsejax.nn.EmbeddingCollection"
+_UNREAD = (
+    "{call}: no feature reads {found}. Leave them out, or name a feature for each."
+)
+_IDS = "{call}: {name} must be a dict from features to their {name}, got {found}."
+_STRAY_WEIGHTS = "{call}: weights for {found}, of which no ids were given."
+_ROWS = "{call}: values must have shape {want}, a row for each id, got {found}."
+_TABLE = "{call}: table {name!r} must be an array of shape {want}, got {found}."
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class EmbeddingCollection:
+    """Named tables, and named features that read them, all in one call.
+
+    Tables of one width, type and kind of gradient are stacked in one array, and
+    features of one stack are read together where their shapes allow it: single ids (and
+    rows that are not reduced) by one gather, bags of one length by another, ragged bags
+    by a third. A model of 26 tables of one width that reads an id of each makes one
+    gather, and its gradient is one SelectedRows.
+
+    An id out of range of its own table is never a row of the next one: it reads what
+    the table's `mode` says.
+
+    Args:
+      tables: from names to an `Embedding` (its features are rows), an `EmbeddingBag`
+        (its features are bags), or `(num_embeddings, features)` for
+        `EmbeddingBag(num_embeddings, features)`. Kept as a tuple of pairs.
+      features: from names to the name of the feature's table, or to `(table,
+        combiner)`. Several may share a table. None for one feature of each table, under
+        the same name. Kept as a tuple of `(name, table, combiner)`.
+      stacked: False keeps every table an array of its own, under its own name.
+
+    Raises:
+      TypeError, ValueError: no such tables or features, or a table that no feature
+        reads.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> item = sj.nn.EmbeddingBag(9, 4, combiner="mean")
+      >>> layer = sj.nn.EmbeddingCollection(
+      ...     tables={"user": (100, 4), "item": item},
+      ...     features={"user": "user", "clicked": "item", "bought": "item"},
+      ... )
+      >>> params = layer.init(jax.random.key(0))
+      >>> {name: array.shape for name, array in params.items()}
+      {'float32_4': (109, 4)}
+      >>> ids = {
+      ...     "user": jnp.array([3, 99]),
+      ...     "clicked": sj.SegmentTensor.from_lists([[1, 2, 8], []]),
+      ...     "bought": jnp.array([8, 9]),
+      ... }
+      >>> out = layer(params, ids)
+      >>> out["clicked"][1], out["bought"][1]
+      (Array([0., 0., 0., 0.], dtype=float32),
+       Array([nan, nan, nan, nan], dtype=float32))
+
+    References:
+      TorchRec, `EmbeddingBagCollection`, `EmbeddingCollection`; FBGEMM, table-batched
+      embedding; keras-rs, `DistributedEmbedding` (table stacking).
+    """
+
+    tables: Any
+    features: Any = None
+    _: dataclasses.KW_ONLY
+    stacked: bool = True
+
+    def __post_init__(self):
+        tables = _fields.as_pairs("tables", self.tables, "layers or (rows, width)")
+        tables = tuple((name, _fields.as_layer(name, spec)) for name, spec in tables)
+        features = self.features
+        if features is None:
+            features = {name: name for name, _ in tables}
+        if isinstance(features, tuple) and all(map(_fields.is_triple, features)):
+            features = {name: (table, combiner) for name, table, combiner in features}
+        features = _fields.as_pairs("features", features, "tables")
+        layers = dict(tables)
+        features = tuple(
+            (name, *_fields.as_read(name, x, layers)) for name, x in features
+        )
+        if unread := sorted(layers.keys() - {table for _, table, _ in features}):
+            raise ValueError(_UNREAD.format(call=_CALL, found=unread))
+        _layer.check_bool(_CALL, "stacked", self.stacked)
+        _layer.set_fields(self, tables=tables, features=features)
+
+    def __repr__(self) -> str:
+        tables = ", ".join(f"{name!r}: {layer!r}" for name, layer in self.tables)
+        features = ", ".join(
+            f"{name!r}: ({table!r}, {combiner!r})"
+            for name, table, combiner in self.features
+        )
+        more = "" if self.stacked else ", stacked=False"
+        return f"EmbeddingCollection({{{tables}}}, {{{features}}}{more})"
+
+    @functools.cached_property
+    def _layout(self) -> Any:
+        return _stacks.arrange(self.tables, self.stacked)
+
+    @functools.cached_property
+    def _layers(self) -> dict[str, Any]:
+        return dict(self.tables)
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """The parameters: a stack `[sum of V, D]` for each width and type.
+
+        Each table is drawn by its own layer's initializer from a key of its own.
+
+        Args:
+          key: PRNG key.
+
+        Example:
+          >>> import jax, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2), "c": (9, 3)})
+          >>> params = layer.init(jax.random.key(0))
+          >>> {name: array.shape for name, array in params.items()}
+          {'float32_2': (12, 2), 'float32_3': (9, 3)}
+        """
+        keys = jax.random.split(key, len(self.tables))
+        made = {
+            name: layer.init(k)["embedding"]
+            for (name, layer), k in zip(self.tables, keys)
+        }
+        return self.stack(made)
+
+    def __call__(
+        self, params: Any, ids: Mapping[str, Any], weights: Any = None
+    ) -> dict[str, Any]:
+        """The embeddings of all features of a batch.
+
+        Args:
+          params: as `init` makes them. A stack may be a SelectedRows, of which the rows
+            that `row_ids` tells were pulled.
+          ids: from features to integers, each in any of these forms. `[B]`, an id an
+            example; `[B, L]`, bags filled up with the table's `padding_id`; a
+            SegmentTensor of ids, or of `{"index", "value"}`, whose values are weights.
+            Of a feature that is not reduced, any shape or a SegmentTensor. Features may
+            be left out.
+          weights: from features to numbers of the shape of their ids, for sum, mean and
+            sqrtn.
+
+        Returns:
+          A dict from the features of `ids` to `[B, D]`; of those that are not reduced
+          to `[*shape, D]`, or to a SegmentTensor of the rows.
+
+        Raises:
+          TypeError, ValueError: `params` are not this layer's, a feature is unknown, or
+            ids or weights are of a wrong kind or shape.
+          checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
+        """
+        arrays = self._arrays(params)
+        return _features.read_all(_CALL, arrays, self._prepare(ids, weights))
+
+    def row_ids(self, ids: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The rows of each stack that a batch reads, for pulling them from a store.
+
+        Args:
+          ids: as the call takes them.
+
+        Returns:
+          By stack, integers `[n]`; what reads no row is negative.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
+          >>> layer.row_ids({"a": jnp.array([4]), "b": jnp.array([0, 6, 7])})
+          {'float32_2': Array([ 4,  5, 11, -2], dtype=int32)}
+        """
+        found: dict[str, list[jax.Array]] = {}
+        for feature in self._prepare(ids, None):
+            found.setdefault(feature.key.stack, []).append(feature.rows.reshape(-1))
+        return {name: jnp.concatenate(rows) for name, rows in found.items()}
+
+    # -- one table ---------------------------------------------------------------
+
+    def place(self, table: str) -> tuple[str, int, int]:
+        """The stack of a table, and the rows `[start, stop)` that it has there.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)}).place("b")
+          ('float32_2', 5, 12)
+        """
+        place = self._place(table)
+        return place.stack, place.start, place.stop
+
+    def get_table(self, params: Any, table: str) -> Any:
+        """One table `[V, D]`; of gradients or pulled stacks, its part of their slots.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingCollection({"a": (50, 2), "b": (70, 2)})
+          >>> params = layer.init(jax.random.key(0))
+          >>> layer.get_table(params, "b").shape
+          (70, 2)
+          >>> ids = {"a": jnp.array([4]), "b": jnp.array([1])}
+          >>> loss = lambda p: sum(jnp.sum(x) for x in layer(p, ids).values())
+          >>> layer.get_table(sj.grad(loss)(params), "b")
+          SelectedRows(rows=[- 1], values=float32[2,2], height=70, num_rows=1)
+        """
+        place = self._place(table)
+        return _stacks.cut(self._arrays(params, dense=False)[place.stack], place)
+
+    def set_table(self, params: Any, table: str, values: Any) -> dict[str, Any]:
+        """`params` with another table.
+
+        Args:
+          params: as `init` makes them.
+          table: its name.
+          values: `[V, D]`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
+          >>> params = layer.init(jax.random.key(0))
+          >>> params = layer.set_table(params, "b", jnp.ones((7, 2)))
+          >>> layer(params, {"b": jnp.array([6])})["b"]
+          Array([[1., 1.]], dtype=float32)
+        """
+        place = self._place(table)
+        ids = jnp.arange(place.num_rows, dtype=_ids.index_dtype(place.num_rows))
+        return self.set_rows(params, table, ids, self._as_table(table, values))
+
+    def get_rows(self, params: Any, table: str, ids: Any) -> jax.Array:
+        """Rows of one table by id, as its layer reads them.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
+          >>> layer.get_rows(layer.init(jax.random.key(0)), "b", [6, 0]).shape
+          (2, 2)
+        """
+        layer, place = self._layers[self._known(table)], self._place(table)
+        stack = self._arrays(params)[place.stack]
+        rows = _stacks.translate(_CALL, layer, place, stack.shape[0], ids)
+        mode = "zero" if layer.mode == "zero" else "fill"
+        return _lookup.lookup(
+            stack,
+            rows,
+            mode=mode,
+            padding_id=_stacks.PADDING,
+            max_norm=layer.max_norm,
+        )
+
+    def set_rows(
+        self, params: Any, table: str, ids: Any, values: Any
+    ) -> dict[str, Any]:
+        """`params` with other rows of one table; ids out of range change nothing.
+
+        Args:
+          params: as `init` makes them.
+          table: its name.
+          ids: integers `[n]`; of equal ones any wins.
+          values: `[n, D]`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
+          >>> params = layer.init(jax.random.key(0))
+          >>> params = layer.set_rows(params, "a", [4, 5], jnp.ones((2, 2)))
+          >>> layer.get_rows(params, "a", [4])
+          Array([[1., 1.]], dtype=float32)
+        """
+        place = self._place(table)
+        stack = self._arrays(params, dense=False)[place.stack]
+        ids = _ids.as_ids(_CALL, ids, place.num_rows)
+        values = jnp.asarray(values).astype(stack.dtype)
+        if values.shape != (*ids.shape, *stack.shape[1:]):
+            want = (*ids.shape, *stack.shape[1:])
+            raise ValueError(_ROWS.format(call=_CALL, want=want, found=values.shape))
+        wide = _ids.index_dtype(stack.shape[0])
+        rows = ids.astype(wide) + jnp.array(place.start, wide)
+        own = _ids.in_range(ids, place.num_rows)
+        rows = jnp.where(own, rows, jnp.array(stack.shape[0], wide))
+        return {**params, place.stack: scatter_assign(stack, rows, values)}
+
+    def stack(self, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Parameters made of all tables by name.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
+          >>> tables = {"a": jnp.ones((5, 2)), "b": jnp.zeros((7, 2))}
+          >>> layer.stack(tables)["float32_2"].shape
+          (12, 2)
+        """
+        call = f"{_CALL}.stack"
+        tables = _layer.check_params(call, tables, [name for name, _ in self.tables])
+        arrays = {name: self._as_table(name, x) for name, x in tables.items()}
+        return {
+            name: jnp.concatenate([arrays[t] for t in stack.tables])
+            for name, stack in self._layout[0].items()
+        }
+
+    def unstack(self, params: Any) -> dict[str, Any]:
+        """All tables by name; of gradients their gradients.
+
+        Example:
+          >>> import jax, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
+          >>> tables = layer.unstack(layer.init(jax.random.key(0)))
+          >>> {name: array.shape for name, array in tables.items()}
+          {'a': (5, 2), 'b': (7, 2)}
+        """
+        return {name: self.get_table(params, name) for name, _ in self.tables}
+
+    def table_prefix(self) -> dict[str, bool | None]:
+        """What `sparsejax.value_and_grad(tables=)` is told of each stack.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)}).table_prefix()
+          {'float32_2': True}
+        """
+        return {name: stack.sparse_grad for name, stack in self._layout[0].items()}
+
+    # -- private -----------------------------------------------------------------
+
+    def _arrays(self, params: Any, dense: bool = True) -> dict[str, Any]:
+        """The stacks, checked; with `dense`, those of dense gradients marked so."""
+        stacks = self._layout[0]
+        params = _layer.check_params(_CALL, params, tuple(stacks))
+        return {
+            name: _layer.table_of(
+                _CALL, params, name, stack.shape, stack.sparse_grad if dense else None
+            )
+            for name, stack in stacks.items()
+        }
+
+    def _prepare(self, ids: Any, weights: Any) -> list[_features.Feature]:
+        weights = {} if weights is None else weights
+        for name, given in (("ids", ids), ("weights", weights)):
+            if not isinstance(given, Mapping):
+                found = f"an object of type {type(given).__name__}"
+                raise TypeError(_IDS.format(call=_CALL, name=name, found=found))
+            known = [name for name, _, _ in self.features]
+            for feature in given:
+                _fields.check_known("feature", feature, known)
+        if stray := sorted(weights.keys() - ids.keys()):
+            raise ValueError(_STRAY_WEIGHTS.format(call=_CALL, found=stray))
+        stacks, places = self._layout
+        return [
+            _features.prepare(
+                f"{_CALL}, feature {name!r}",
+                name,
+                self._layers[table],
+                combiner,
+                places[table],
+                stacks[places[table].stack],
+                ids[name],
+                weights.get(name),
+            )
+            for name, table, combiner in self.features
+            if name in ids
+        ]
+
+    def _known(self, table: Any) -> Any:
+        _fields.check_known("table", table, list(self._layers))
+        return table
+
+    def _place(self, table: Any) -> _stacks.Place:
+        return self._layout[1][self._known(table)]
+
+    def _as_table(self, name: str, values: Any) -> jax.Array:
+        layer = self._layers[name]
+        want = layer.num_embeddings, layer.features
+        values = _ids.as_array(values)
+        if not isinstance(values, jax.Array) or values.shape != want:
+            found = getattr(values, "shape", type(values).__name__)
+            raise ValueError(
+                _TABLE.format(call=_CALL, name=name, want=want, found=found)
+            )
+        return values.astype(layer.param_dtype)

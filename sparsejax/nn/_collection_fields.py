@@ -1,0 +1,60 @@
+"""What an EmbeddingCollection is made of: tables, and features that read them."""
+
+from typing import Any
+
+from sparsejax.nn._embedding import Embedding
+from sparsejax.nn._embedding_bag import EmbeddingBag, check_combiner
+
+
+CALL = "sparsejax.nn.EmbeddingCollection"
+
+_NAMED = (
+    "{call}: {field} must be a dict of names to {what}, of one at least, got {found!r}."
+)
+_SPEC = (
+    "{call}: table {name!r} must be an Embedding, an EmbeddingBag, or (num_embeddings, "
+    "features), got {found!r}."
+)
+_FEATURE = (
+    "{call}: feature {name!r} must be the name of its table, or (table, combiner), got "
+    "{found!r}."
+)
+_UNKNOWN = "{call}: there is no {kind} {found!r}; there are {known}."
+
+
+def as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
+    try:
+        pairs = tuple(dict(given).items())
+    except (TypeError, ValueError):
+        pairs = ()
+    if not pairs or not all(isinstance(name, str) for name, _ in pairs):
+        raise TypeError(_NAMED.format(call=CALL, field=field, what=what, found=given))
+    return pairs
+
+
+def as_layer(name: str, spec: Any) -> Any:
+    if isinstance(spec, (Embedding, EmbeddingBag)):
+        return spec
+    if isinstance(spec, (tuple, list)) and len(spec) == 2:
+        return EmbeddingBag(*spec)
+    raise TypeError(_SPEC.format(call=CALL, name=name, found=spec))
+
+
+def as_read(name: str, given: Any, layers: dict[str, Any]) -> tuple[str, str]:
+    """The table and the combiner of a feature."""
+    table, *rest = given if isinstance(given, (tuple, list)) and given else (given,)
+    if not isinstance(table, str) or len(rest) > 1:
+        raise TypeError(_FEATURE.format(call=CALL, name=name, found=given))
+    check_known("table", table, list(layers))
+    combiner = rest[0] if rest else getattr(layers[table], "combiner", "none")
+    return table, check_combiner(f"{CALL}, feature {name!r}", combiner)
+
+
+def is_triple(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 3
+
+
+def check_known(kind: str, name: Any, known: list[str]) -> None:
+    if name not in known:
+        shown = ", ".join(map(repr, known))
+        raise ValueError(_UNKNOWN.format(call=CALL, kind=kind, found=name, known=shown))

@@ -1,0 +1,198 @@
+"""FactorizationMachine: every pair of features, at the cost of each feature."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _ids
+from sparsejax.nn import _layer, _matrix
+
+
+_CALL = "sparsejax.nn.FactorizationMachine"
+_LINEAR_INIT: Any = jax.nn.initializers.zeros
+_FACTOR_INIT: Any = jax.nn.initializers.normal(0.01)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FactorizationMachine:
+    """A linear model and one of all pairs of features, of low rank.
+
+    With a row `v_c` of R factors for each feature c,
+
+      `out = bias + sum_c w_c x_c + sum_{c < d} <v_c, v_d> x_c x_d`
+
+    and the last sum is `(sum_c v_c x_c)^2 - sum_c (v_c x_c)^2`, halved and summed over
+    the R factors, so that it takes one pass over the features. For x in CSR only the
+    rows of `w` and `v` that x names are read, and under `sparsejax.grad` their
+    gradients are SelectedRows.
+
+    Args:
+      in_features: int C, columns of x.
+      rank: int R, factors of a feature.
+      outputs: int O for a result `[..., O]`, each output with weights and factors of
+        its own; None for one output and a result `[...]`.
+      use_bias: whether a bias is added.
+      use_linear: whether there is a linear part.
+      dtype: type of the result; None for the common one of x and the parameters.
+        Products and sums are formed in at least float32.
+      param_dtype: type of the parameters.
+      factor_init, linear_init, bias_init: initializers `(key, shape, dtype) -> array`.
+        With factors of zero their gradients are zero, too.
+      sparse_grad: what `sparsejax.nn.tables` says of weights and factors. None leaves
+        it to `sparsejax.grad`, True insists (x must be CSR then), False gives them the
+        dense gradient always.
+
+    Raises:
+      TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> ones = jax.nn.initializers.ones
+      >>> layer = sj.nn.FactorizationMachine(1000, 2, factor_init=ones)
+      >>> params = layer.init(jax.random.key(0))
+      >>> index, value = jnp.array([7, 3, 9]), jnp.array([1.0, 2.0, 5.0])
+      >>> elements = {"index": index, "value": value}
+      >>> x = sj.SegmentTensor.from_lengths(elements, jnp.array([2, 1]))
+      >>> layer(params, x)
+      Array([4., 0.], dtype=float32)
+      >>> sj.grad(lambda p: jnp.sum(layer(p, x)))(params)["factors"].rows
+      Array([7, 3, 9], dtype=int32)
+
+    References:
+      Rendle, 2010, "Factorization Machines".
+    """
+
+    in_features: int
+    rank: int
+    outputs: int | None = None
+    _: dataclasses.KW_ONLY
+    use_bias: bool = True
+    use_linear: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.dtype("float32")
+    factor_init: _layer.Initializer = _FACTOR_INIT
+    linear_init: _layer.Initializer = _LINEAR_INIT
+    bias_init: _layer.Initializer = _LINEAR_INIT
+    sparse_grad: bool | None = None
+
+    __repr__ = _layer.show
+
+    def __post_init__(self):
+        outputs, dtype = self.outputs, self.dtype
+        for name in ("use_bias", "use_linear"):
+            _layer.check_bool(_CALL, name, getattr(self, name))
+        _layer.check_bool(_CALL, "sparse_grad", self.sparse_grad, or_none=True)
+        for name in ("factor_init", "linear_init", "bias_init"):
+            _layer.check_initializer(_CALL, name, getattr(self, name))
+        if outputs is not None:
+            outputs = _layer.check_size(_CALL, "outputs", outputs)
+        _layer.set_fields(
+            self,
+            in_features=_layer.check_size(_CALL, "in_features", self.in_features),
+            rank=_layer.check_size(_CALL, "rank", self.rank),
+            outputs=outputs,
+            dtype=dtype if dtype is None else _layer.check_dtype(_CALL, "dtype", dtype),
+            param_dtype=_layer.check_dtype(_CALL, "param_dtype", self.param_dtype),
+        )
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """The parameters: `{"factors": [C, R], "linear": [C, 1], "bias": []}`.
+
+        With outputs, factors are `[C, O, R]`, weights `[C, O]`, and the bias is `[O]`.
+
+        Args:
+          key: PRNG key.
+
+        Example:
+          >>> import jax, sparsejax as sj
+          >>> layer = sj.nn.FactorizationMachine(30, 4)
+          >>> {k: v.shape for k, v in layer.init(jax.random.key(0)).items()}
+          {'factors': (30, 4), 'linear': (30, 1), 'bias': ()}
+        """
+        shapes = self._shapes()
+        keys = jax.random.split(key, 3)
+        inits = {
+            "factors": self.factor_init,
+            "linear": self.linear_init,
+            "bias": self.bias_init,
+        }
+        return {
+            name: inits[name](k, shapes[name], self.param_dtype)
+            for name, k in zip(inits, keys)
+            if name in shapes
+        }
+
+    def __call__(self, params: Any, x: Any) -> jax.Array:
+        """The prediction for each row of x.
+
+        Args:
+          params: as `init` makes them. Weights and factors may be SelectedRows, of
+            which the rows that x names were pulled; others read NaN.
+          x: numbers `[..., C]`. Or `[S, C]` in CSR, as in `sparsejax.nn.Dense`. A
+            feature that a row names twice is two features with the same weights, so the
+            pair of both counts.
+
+        Returns:
+          `[...]` or `[S]`, with outputs `[..., O]` or `[S, O]`.
+
+        Raises:
+          TypeError, ValueError: `params` are not this layer's, or `x` is no such matrix
+            or has other columns.
+        """
+        shapes = self._shapes()
+        params = _layer.check_params(_CALL, params, tuple(shapes))
+        table = lambda name: _layer.table_of(
+            _CALL, params, name, shapes[name], self.sparse_grad
+        )
+        x = _matrix.as_matrix(_CALL, x, self.in_features)
+        factors = table("factors")
+        dtype = _matrix.result_dtype(x, factors, self.dtype)
+        out = _pairs(x, factors, _ids.accumulator_dtype(dtype))
+        if self.use_linear:
+            linear = _matrix.multiply(_CALL, x, table("linear"), "linear", dtype)
+            out += linear.reshape(out.shape)
+        if self.use_bias:
+            bias = _layer.parameter(_CALL, params, "bias", shapes["bias"])
+            out += _layer.beside(bias, out)
+        return out.astype(dtype)
+
+    def table_prefix(self) -> dict[str, bool | None]:
+        """What `sparsejax.value_and_grad(tables=)` is told of each parameter.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.nn.FactorizationMachine(1000, 2, sparse_grad=True).table_prefix()
+          {'factors': True, 'linear': True, 'bias': False}
+        """
+        return {
+            name: False if name == "bias" else self.sparse_grad
+            for name in self._shapes()
+        }
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        own = () if self.outputs is None else (self.outputs,)
+        shapes: dict[str, tuple[int, ...]] = {
+            "factors": (self.in_features, *own, self.rank)
+        }
+        if self.use_linear:
+            # Rows of one number each: a table of rank 2 gets sparse gradients.
+            shapes["linear"] = (self.in_features, *(own or (1,)))
+        if self.use_bias:
+            shapes["bias"] = own
+        return shapes
+
+
+def _pairs(x: Any, factors: Any, dtype: Any) -> jax.Array:
+    """The sum over all pairs, in `dtype`, `[...]` or `[..., O]`."""
+    if isinstance(x, _matrix.Csr):
+        rows = _matrix.scale(x, _matrix.read(_CALL, x, factors), dtype)
+        both = _matrix.sum_segments(x, jnp.stack([rows, rows * rows], axis=1))
+        total, squares = both[:, 0], both[:, 1]
+    else:
+        v = _matrix.whole(_CALL, factors, "factors").astype(dtype)
+        x = x.astype(dtype)
+        total = jnp.tensordot(x, v, axes=1)
+        squares = jnp.tensordot(x * x, v * v, axes=1)
+    return 0.5 * jnp.sum(total * total - squares, axis=-1)

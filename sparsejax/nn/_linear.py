@@ -1,0 +1,156 @@
+"""Dense: a matrix of features, stored whole or by rows, times weights."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.nn import _layer, _matrix
+
+
+_CALL = "sparsejax.nn.Dense"
+_EXAMPLE = "Dense(features, in_features), or init(key, x) with an array"
+_KERNEL_INIT: Any = jax.nn.initializers.lecun_normal()
+_BIAS_INIT: Any = jax.nn.initializers.zeros
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Dense:
+    """A linear layer on arrays or on sparse rows, then with a row-sparse gradient.
+
+    `out = x @ kernel + bias`. For x in CSR only the rows of `kernel` that x names are
+    read, and under `sparsejax.grad` the kernel's gradient is a SelectedRows of them.
+    With `features=1` it is a logistic regression's.
+
+    Args:
+      features: int F, columns of the result.
+      in_features: int C, columns of x; None to take it from the x that `init` is given.
+      use_bias: whether a bias is added.
+      dtype: type of the result; None for the common one of x and the parameters.
+        Products and sums are formed in at least float32.
+      param_dtype: type of the parameters.
+      kernel_init, bias_init: initializers `(key, shape, dtype) -> array`.
+      sparse_grad: what `sparsejax.nn.tables` says of the kernel. None leaves it to
+        `sparsejax.grad`, True insists (x must be CSR then), False gives it the dense
+        gradient always.
+
+    Raises:
+      TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> layer = sj.nn.Dense(1, 1000, kernel_init=jax.nn.initializers.ones)
+      >>> params = layer.init(jax.random.key(0))
+      >>> index, value = jnp.array([7, 3, 7]), jnp.array([1.0, 2.0, 3.0])
+      >>> elements = {"index": index, "value": value}
+      >>> x = sj.SegmentTensor.from_lengths(elements, jnp.array([2, 1]))
+      >>> layer(params, x)
+      Array([[3.],
+             [3.]], dtype=float32)
+      >>> sj.grad(lambda p: jnp.sum(layer(p, x)))(params)["kernel"].rows
+      Array([7, 3, 7], dtype=int32)
+
+    References:
+      Gluon, `SparseLinear` of the sparse API's design; MXNet, `sparse.dot`.
+    """
+
+    features: int
+    in_features: int | None = None
+    _: dataclasses.KW_ONLY
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.dtype("float32")
+    kernel_init: _layer.Initializer = _KERNEL_INIT
+    bias_init: _layer.Initializer = _BIAS_INIT
+    sparse_grad: bool | None = None
+
+    __repr__ = _layer.show
+
+    def __post_init__(self):
+        columns, dtype = self.in_features, self.dtype
+        _layer.check_bool(_CALL, "use_bias", self.use_bias)
+        _layer.check_bool(_CALL, "sparse_grad", self.sparse_grad, or_none=True)
+        for name in ("kernel_init", "bias_init"):
+            _layer.check_initializer(_CALL, name, getattr(self, name))
+        if columns is not None:
+            columns = _layer.check_size(_CALL, "in_features", columns)
+        _layer.set_fields(
+            self,
+            features=_layer.check_size(_CALL, "features", self.features),
+            in_features=columns,
+            dtype=dtype if dtype is None else _layer.check_dtype(_CALL, "dtype", dtype),
+            param_dtype=_layer.check_dtype(_CALL, "param_dtype", self.param_dtype),
+        )
+
+    def init(self, key: jax.Array, x: Any = None) -> dict[str, jax.Array]:
+        """The parameters: `{"kernel": [C, F], "bias": [F]}`.
+
+        Args:
+          key: PRNG key.
+          x: an input, or its shape and dtype, from which C is taken where the layer
+            does not say it: an array, or a scipy CSR or BCSR matrix.
+
+        Raises:
+          ValueError: C is not known, or is another one than `in_features`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, sparsejax as sj
+          >>> params = sj.nn.Dense(4).init(jax.random.key(0), jnp.ones((2, 30)))
+          >>> params["kernel"].shape, params["bias"].shape
+          ((30, 4), (4,))
+        """
+        columns = self.in_features
+        if columns is None:
+            columns = _matrix.num_columns(f"{_CALL}.init", x, _EXAMPLE)
+            columns = _layer.check_size(f"{_CALL}.init", "in_features", columns)
+        kernel_key, bias_key = jax.random.split(key)
+        shape, dtype = (columns, self.features), self.param_dtype
+        params = {"kernel": self.kernel_init(kernel_key, shape, dtype)}
+        if self.use_bias:
+            params["bias"] = self.bias_init(bias_key, shape[1:], dtype)
+        return params
+
+    def __call__(self, params: Any, x: Any) -> jax.Array:
+        """`x @ kernel + bias`.
+
+        Args:
+          params: as `init` makes them. The kernel may be a SelectedRows, of which the
+            rows that x names were pulled; others read NaN.
+          x: numbers `[..., C]`. Or `[S, C]` in CSR: a SegmentTensor of a segment a row,
+            with values `{"index": int[n], "value": dtype[n]}`, or the indices alone
+            where all count one; a scipy CSR matrix; a BCSR. Duplicates count each; a
+            column out of `[0, C)` counts nothing.
+
+        Returns:
+          `[..., F]`, or `[S, F]`.
+
+        Raises:
+          TypeError, ValueError: `params` are not this layer's, or `x` is no such matrix
+            or has other columns.
+        """
+        names = ("kernel", "bias") if self.use_bias else ("kernel",)
+        params = _layer.check_params(_CALL, params, names)
+        columns = self.in_features
+        if columns is None:
+            columns = _layer.num_rows(_CALL, params, "kernel")
+        shape = columns, self.features
+        kernel = _layer.table_of(_CALL, params, "kernel", shape, self.sparse_grad)
+        x = _matrix.as_matrix(_CALL, x, columns)
+        dtype = _matrix.result_dtype(x, kernel, self.dtype)
+        out = _matrix.multiply(_CALL, x, kernel, "kernel", dtype)
+        if self.use_bias:
+            bias = _layer.parameter(_CALL, params, "bias", shape[1:])
+            out += _layer.beside(bias, out)
+        return out.astype(dtype)
+
+    def table_prefix(self) -> dict[str, bool | None]:
+        """What `sparsejax.value_and_grad(tables=)` is told of each parameter.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.nn.Dense(1, 1000, sparse_grad=True).table_prefix()
+          {'kernel': True, 'bias': False}
+        """
+        wish: dict[str, bool | None] = {"kernel": self.sparse_grad}
+        return {**wish, "bias": False} if self.use_bias else wish

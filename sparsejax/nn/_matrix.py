@@ -1,0 +1,209 @@
+"""Inputs of the layers that multiply a matrix of features: arrays, or rows of CSR."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _ids, _lookup
+from sparsejax._bag import embedding_bag
+from sparsejax._dot import dot
+from sparsejax._reduce import segment_sum
+from sparsejax._rows import SelectedRows
+from sparsejax._segments import SegmentTensor
+
+
+_NOT_A_MATRIX = (
+    "{call}: x must be an array of numbers [..., {columns}], or CSR: a SegmentTensor "
+    "with values {{'index', 'value'}} or of ids alone, a scipy CSR matrix or a BCSR; "
+    "got {found}."
+)
+_ELEMENTS = (
+    "{call}: the values of a SegmentTensor must be {{'index': int[n], 'value': "
+    "dtype[n]}}, or int[n] where all count one, got {found}."
+)
+_COLUMNS = (
+    "{call}: x has {found} columns (shape {shape}), and the weights have {columns} "
+    "rows: in_features."
+)
+_WHOLE_WEIGHTS = (
+    "{call}: params[{name!r}] is a SelectedRows, of which some rows are stored, and x "
+    "is an array, which multiplies all of them. Pass x as CSR, or the whole weights."
+)
+_UNKNOWN_COLUMNS = (
+    "{call}: the number of columns is not known: {found}. Say it: {example}."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Csr:
+    """A matrix by rows, as its elements; what is empty counts nothing, safely.
+
+    Args:
+      elements: SegmentTensor of `{"index", "value"}`, or of the indices alone.
+      index: integers `[n]`, `columns` for an element that counts nothing.
+      value: `[n]`, zero for those; None where all others count one.
+      columns: number of columns.
+    """
+
+    elements: SegmentTensor
+    index: jax.Array
+    value: jax.Array | None
+    columns: int
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def num_columns(call: str, x: Any, example: str) -> int:
+    """The number of columns, where `x` tells it; else an error."""
+    if x is None:
+        found = "in_features and x were both left out"
+    elif isinstance(x, SegmentTensor):
+        found = "a SegmentTensor knows its indices only"
+    else:
+        shape = x.shape if hasattr(x, "shape") else np.shape(x)
+        if shape:
+            return int(shape[-1])
+        found = "x is a scalar"
+    raise ValueError(_UNKNOWN_COLUMNS.format(call=call, found=found, example=example))
+
+
+def as_matrix(call: str, x: Any, columns: int) -> Any:
+    """`x` as an array `[..., columns]` or as `Csr`, or an error."""
+    shape = getattr(x, "shape", None)
+    if isinstance(x, SegmentTensor):
+        return _as_csr(call, x, columns)
+    if all(hasattr(x, name) for name in ("indptr", "indices", "data")):
+        if shape is not None and shape[-1] != columns:
+            raise ValueError(
+                _COLUMNS.format(
+                    call=call, found=shape[-1], shape=shape, columns=columns
+                )
+            )
+        return _as_csr(call, SegmentTensor.from_csr(x), columns)
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError):
+        found = f"an object of type {type(x).__name__}"
+        raise TypeError(
+            _NOT_A_MATRIX.format(call=call, columns=columns, found=found)
+        ) from None
+    real = jnp.issubdtype(array.dtype, jnp.floating)
+    if array.ndim == 0 or not (real or jnp.issubdtype(array.dtype, jnp.integer)):
+        found = f"{array.dtype} of shape {array.shape}"
+        raise TypeError(_NOT_A_MATRIX.format(call=call, columns=columns, found=found))
+    if array.shape[-1] != columns:
+        raise ValueError(
+            _COLUMNS.format(
+                call=call, found=array.shape[-1], shape=array.shape, columns=columns
+            )
+        )
+    return array
+
+
+def _as_csr(call: str, x: SegmentTensor, columns: int) -> Csr:
+    index, value = x.values, None
+    if isinstance(x.values, dict) and x.values.keys() == {"index", "value"}:
+        index, value = x.values["index"], x.values["value"]
+    fine = getattr(index, "ndim", None) == 1 and jnp.issubdtype(
+        index.dtype, jnp.integer
+    )
+    if fine and value is not None:
+        numbers = getattr(value, "dtype", jnp.bool_)
+        fine = getattr(value, "shape", None) == index.shape and any(
+            jnp.issubdtype(numbers, kind) for kind in (jnp.floating, jnp.integer)
+        )
+    if not fine:
+        raise TypeError(_ELEMENTS.format(call=call, found=_describe(x.values)))
+    index = _ids.as_ids(call, index, columns, "the index")
+    counts = _ids.in_range(index, columns) & _ids.in_range(
+        x.segment_ids, x.num_segments
+    )
+    index = jnp.where(counts, index, _ids.scalar(columns, index))
+    if value is not None:
+        value = _ids.zero_unless(counts, value)
+    return Csr(x, index, value, columns)
+
+
+def _is_vector(x: Any, kinds: tuple) -> bool:
+    if not isinstance(x, jax.Array) or x.ndim != 1:
+        return False
+    return any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
+
+
+def _describe(values: Any) -> str:
+    if isinstance(values, dict):
+        parts = (f"{k!r}: {_describe(v)}" for k, v in sorted(values.items()))
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(values, jax.Array):
+        return f"{values.dtype}{list(values.shape)}"
+    return type(values).__name__
+
+
+# ------------------------------------------------------------------ operations
+
+
+def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
+    """The type of `x @ weights`: `dtype`, or the common one of both."""
+    if dtype is not None:
+        return dtype
+    own = getattr(x, "value" if isinstance(x, Csr) else "dtype")
+    own = getattr(own, "dtype", own)
+    return weights.dtype if own is None else _ids.promote(own, weights.dtype)
+
+
+def multiply(call: str, x: Any, weights: Any, name: str, dtype: Any) -> jax.Array:
+    """`x @ weights`, `[..., *weights.shape[1:]]`, of `dtype` and formed in float32."""
+    wide = _ids.accumulator_dtype(dtype)
+    if not isinstance(x, Csr):
+        weights = whole(call, weights, name)
+        x, weights = x.astype(dtype), weights.astype(dtype)
+        return jnp.tensordot(x, weights, axes=1, preferred_element_type=wide)
+    if isinstance(weights, SelectedRows):
+        return sum_segments(x, scale(x, read(call, x, weights), wide))
+    segments, count = x.elements.segment_ids, x.elements.num_segments
+    is_sorted = x.elements.is_sorted
+    if x.value is None:
+        ids = SegmentTensor.tree_unflatten((count, is_sorted), (x.index, segments))
+        return embedding_bag(weights, ids, mode="zero").astype(wide)
+    values = {"index": x.index, "value": x.value.astype(wide)}
+    csr = SegmentTensor.tree_unflatten((count, is_sorted), (values, segments))
+    return dot(csr, weights).astype(wide)
+
+
+def read(call: str, x: Csr, weights: Any) -> jax.Array:
+    """The weights' row of each element, zeros for those that count nothing.
+
+    A row that a SelectedRows does not store reads NaN: nobody pulled it.
+    """
+    nothing = x.index == _ids.scalar(x.columns, x.index)
+    return _lookup.read_rows(call, weights, x.index, nothing, "fill")
+
+
+def sum_segments(x: Csr, rows: jax.Array) -> jax.Array:
+    """The sum of `rows`, one an element, over each row of the matrix."""
+    return segment_sum(
+        rows,
+        x.elements.segment_ids,
+        x.elements.num_segments,
+        indices_are_sorted=x.elements.is_sorted,
+    )
+
+
+def scale(x: Csr, rows: jax.Array, dtype: Any) -> jax.Array:
+    """`value * rows`, one row an element."""
+    rows = rows.astype(dtype)
+    if x.value is None:
+        return rows
+    value = x.value.astype(dtype)
+    return rows * value.reshape(value.shape + (1,) * (rows.ndim - 1))
+
+
+def whole(call: str, weights: Any, name: str) -> jax.Array:
+    """`weights` as an array, or an error if it is a SelectedRows."""
+    if isinstance(weights, SelectedRows):
+        raise TypeError(_WHOLE_WEIGHTS.format(call=call, name=name))
+    return weights

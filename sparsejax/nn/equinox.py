@@ -1,0 +1,70 @@
+"""The layers of `sparsejax.nn` as modules of equinox.
+
+`Layer(layer, key=...)` is an equinox module around any layer: its parameters are its
+leaves, its call is the layer's. `Embedding(..., key=...)` and its like make the layer
+as well. Inputs may have a batch axis, so `jax.vmap` is not needed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from sparsejax import nn
+from sparsejax.nn._layer import init_for
+
+
+class Layer(eqx.Module):
+    """An equinox module around a layer of `sparsejax.nn`, or one with its two methods.
+
+    Args:
+      layer: with `init(key) -> params` and `layer(params, *inputs)`; hashable.
+      *inputs: an input, for a layer whose sizes depend on it.
+      key: PRNG key.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> key = jax.random.key(0)
+      >>> model = sj.nn.equinox.Layer(sj.nn.Embedding(1000, 4), key=key)
+      >>> g = sj.grad(lambda model, ids: jnp.sum(model(ids)))(model, jnp.array([3, 7]))
+      >>> g.params["embedding"].rows
+      Array([3, 7], dtype=int32)
+
+    References:
+      equinox, `nn.Embedding`.
+    """
+
+    params: dict[str, Any]
+    layer: Any = eqx.field(static=True)
+
+    def __init__(self, layer: Any, *inputs: Any, key: jax.Array):
+        self.layer = layer
+        self.params = init_for(layer, key, *inputs[:1])
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """The layer's call, with the module's parameters."""
+        return self.layer(self.params, *inputs, **options)
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """`Embedding.attend`: scores of all rows."""
+        return self.layer.attend(self.params, query)
+
+
+def _constructor(kind: Any) -> Callable[..., Layer]:
+    def make(*args: Any, key: jax.Array, **fields: Any) -> Layer:
+        inputs = [fields.pop("x")] if "x" in fields else []
+        return Layer(kind(*args, **fields), *inputs, key=key)
+
+    make.__name__ = make.__qualname__ = kind.__name__
+    make.__doc__ = (
+        f"An equinox module of `sparsejax.nn.{kind.__name__}(*args, **fields)`."
+    )
+    return make
+
+
+Dense = _constructor(nn.Dense)
+Embedding = _constructor(nn.Embedding)
+EmbeddingBag = _constructor(nn.EmbeddingBag)
+EmbeddingCollection = _constructor(nn.EmbeddingCollection)
+FactorizationMachine = _constructor(nn.FactorizationMachine)

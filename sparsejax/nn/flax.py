@@ -1,0 +1,78 @@
+"""The layers of `sparsejax.nn` as modules of flax.linen.
+
+`Layer(layer)` is a linen module around any layer: its parameters are linen's, its call
+is the layer's. `Embedding(...)` and its like make the layer as well. For flax.nnx see
+`sparsejax.nn.nnx`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen
+
+from sparsejax import nn
+from sparsejax.nn._layer import init_for
+
+
+class Layer(linen.Module):
+    """A linen module around a layer of `sparsejax.nn`, or one with its two methods.
+
+    Args:
+      layer: with `init(key) -> params` and `layer(params, *inputs)`; hashable.
+      name: the module's, as linen takes it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> module = sj.nn.flax.Layer(sj.nn.Embedding(1000, 4))
+      >>> variables = module.init(jax.random.key(0), jnp.array([3]))
+      >>> variables["params"]["embedding"].shape
+      (1000, 4)
+      >>> loss = lambda variables, ids: jnp.sum(module.apply(variables, ids))
+      >>> g = sj.grad(loss)(variables, jnp.array([3, 7]))
+      >>> g["params"]["embedding"].rows
+      Array([3, 7], dtype=int32)
+
+    References:
+      flax, `linen.Embed`.
+    """
+
+    layer: Any
+
+    @linen.compact
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """The layer's call, with the module's parameters."""
+        if not self._names():
+            made = init_for(self.layer, self.make_rng("params"), *inputs[:1])
+            for name, value in made.items():
+                self.param(name, lambda _, value=value: value)
+        return self.layer(self._params(), *inputs, **options)
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """`Embedding.attend`: scores of all rows; after the table has been made."""
+        return self.layer.attend(self._params(), query)
+
+    def _names(self) -> list[str]:
+        return list(self.variables.get("params", {}))
+
+    def _params(self) -> dict[str, Any]:
+        return {name: self.get_variable("params", name) for name in self._names()}
+
+
+def _constructor(kind: Any) -> Callable[..., Layer]:
+    # A class of its own, since linen names modules after their classes.
+    module: Any = type(kind.__name__, (Layer,), {"__doc__": Layer.__doc__})
+
+    def make(*args: Any, name: str | None = None, **fields: Any) -> Layer:
+        return module(kind(*args, **fields), name=name)
+
+    make.__name__ = make.__qualname__ = kind.__name__
+    make.__doc__ = f"A linen module of `sparsejax.nn.{kind.__name__}(*args, **fields)`."
+    return make
+
+
+Dense = _constructor(nn.Dense)
+Embedding = _constructor(nn.Embedding)
+EmbeddingBag = _constructor(nn.EmbeddingBag)
+EmbeddingCollection = _constructor(nn.EmbeddingCollection)
+FactorizationMachine = _constructor(nn.FactorizationMachine)

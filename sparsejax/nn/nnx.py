@@ -1,0 +1,71 @@
+"""The layers of `sparsejax.nn` as modules of flax.nnx.
+
+`Layer(layer, rngs=...)` is an nnx module around any layer: its parameters are
+`nnx.Param`s, its call is the layer's. `Embedding(..., rngs=...)` and its like make the
+layer as well.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from sparsejax import nn
+from sparsejax.nn._layer import init_for
+
+
+class Layer(nnx.Module):
+    """An nnx module around a layer of `sparsejax.nn`, or one with its two methods.
+
+    Args:
+      layer: with `init(key) -> params` and `layer(params, *inputs)`; hashable.
+      *inputs: an input, for a layer whose sizes depend on it.
+      rngs: `nnx.Rngs`, of which `params` is used.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> from flax import nnx
+      >>> model = sj.nn.nnx.Layer(sj.nn.Embedding(1000, 4), rngs=nnx.Rngs(0))
+      >>> graph, state = nnx.split(model)
+      >>> loss = lambda state, ids: jnp.sum(nnx.merge(graph, state)(ids))
+      >>> g = sj.grad(loss)(state, jnp.array([3, 7]))
+      >>> g["params"]["embedding"].get_value().rows
+      Array([3, 7], dtype=int32)
+
+    References:
+      flax, `nnx.Embed`.
+    """
+
+    def __init__(self, layer: Any, *inputs: Any, rngs: nnx.Rngs):
+        self.layer = layer
+        made = init_for(layer, rngs.params(), *inputs[:1])
+        self.params = nnx.Dict({name: nnx.Param(x) for name, x in made.items()})
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """The layer's call, with the module's parameters."""
+        return self.layer(self._params(), *inputs, **options)
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """`Embedding.attend`: scores of all rows."""
+        return self.layer.attend(self._params(), query)
+
+    def _params(self) -> dict[str, Any]:
+        return {name: param.get_value() for name, param in self.params.items()}
+
+
+def _constructor(kind: Any) -> Callable[..., Layer]:
+    def make(*args: Any, rngs: nnx.Rngs, **fields: Any) -> Layer:
+        inputs = [fields.pop("x")] if "x" in fields else []
+        return Layer(kind(*args, **fields), *inputs, rngs=rngs)
+
+    make.__name__ = make.__qualname__ = kind.__name__
+    make.__doc__ = f"An nnx module of `sparsejax.nn.{kind.__name__}(*args, **fields)`."
+    return make
+
+
+Dense = _constructor(nn.Dense)
+Embedding = _constructor(nn.Embedding)
+EmbeddingBag = _constructor(nn.EmbeddingBag)
+EmbeddingCollection = _constructor(nn.EmbeddingCollection)
+FactorizationMachine = _constructor(nn.FactorizationMachine)

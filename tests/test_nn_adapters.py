@@ -1,0 +1,172 @@
+"""The layers as modules of flax and equinox: the same values and gradients."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_trees_close
+
+
+pytestmark = pytest.mark.loose_promotion  # optax's, and the frameworks' own
+V, D = 211, 4
+IDS = jnp.array([3, 7, 3, -1])
+LAYER = sj.nn.Embedding(V, D, padding_id=-1)
+TABLES = {"a": (150, D), "b": (61, D)}
+
+
+def _linen():
+    pytest.importorskip("flax.linen")
+    module = sj.nn.flax.Embedding(V, D, padding_id=-1)
+    params = module.init(jax.random.key(0), IDS)
+    return params, module.apply, lambda p: p["params"]["embedding"]
+
+
+def _nnx():
+    nnx = pytest.importorskip("flax.nnx")
+    graph, params = nnx.split(
+        sj.nn.nnx.Embedding(V, D, padding_id=-1, rngs=nnx.Rngs(0))
+    )
+    apply = lambda p, ids: nnx.merge(graph, p)(ids)
+    return params, apply, lambda p: p["params"]["embedding"].get_value()
+
+
+def _equinox():
+    pytest.importorskip("equinox")
+    model = sj.nn.equinox.Embedding(V, D, padding_id=-1, key=jax.random.key(0))
+    return model, lambda model, ids: model(ids), lambda model: model.params["embedding"]
+
+
+@pytest.mark.parametrize("make", [_linen, _nnx, _equinox])
+def test_same_values_gradients_and_training(make):
+    params, apply, table = make()
+    plain = {"embedding": table(params)}
+    np.testing.assert_array_equal(apply(params, IDS), LAYER(plain, IDS))
+    tx = sj.optim.lazy(optax.adagrad(0.1))
+
+    def train(f, params):
+        @jax.jit
+        def step(params, state, ids):
+            loss = lambda p: jnp.sum(jnp.sin(f(p, ids)))
+            grads = sj.grad(loss)(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, grads
+
+        state, grads = tx.init(params), params
+        for k in range(2):
+            params, state, grads = step(params, state, (IDS + k) % V)
+        return params, grads
+
+    (trained, grads), (want, want_grads) = train(apply, params), train(LAYER, plain)
+    assert isinstance(table(grads), sj.SelectedRows)
+    assert_trees_close(table(grads), want_grads["embedding"])
+    assert_trees_close(table(trained), want["embedding"])
+
+
+def test_linen_inside_a_model():
+    linen = pytest.importorskip("flax.linen")
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, ids, bags):
+            rows = sj.nn.flax.EmbeddingCollection(TABLES)({"a": ids, "b": ids})
+            bag = sj.nn.flax.EmbeddingBag(V, D, combiner="mean", name="bag")(bags)
+            x = jnp.concatenate([rows["a"], rows["b"], bag], axis=-1)
+            return sj.nn.flax.Dense(2)(x)
+
+    ids, bags = jnp.array([1, 2]), jnp.array([[1, 2], [3, 3]])
+    model = Model()
+    variables = jax.jit(model.init)(jax.random.key(0), ids, bags)
+    shapes = jax.tree.map(jnp.shape, variables["params"])
+    assert shapes == {
+        "EmbeddingCollection_0": {f"float32_{D}": (211, D)},
+        "bag": {"embedding": (V, D)},
+        "Dense_0": {"kernel": (3 * D, 2), "bias": (2,)},
+    }
+    loss = lambda variables: jnp.sum(
+        jnp.sin(jnp.asarray(model.apply(variables, ids, bags)))
+    )
+    g = jax.jit(sj.grad(loss))(variables)["params"]
+    assert isinstance(g["bag"]["embedding"], sj.SelectedRows)
+    assert isinstance(g["EmbeddingCollection_0"][f"float32_{D}"], sj.SelectedRows)
+    assert isinstance(g["Dense_0"]["kernel"], jax.Array)
+    # Drawn from another key, other parameters; a second call of a module shares them.
+    other = model.init(jax.random.key(1), ids, bags)["params"]["bag"]["embedding"]
+    assert np.any(other != variables["params"]["bag"]["embedding"])
+
+    class Tied(linen.Module):
+        @linen.compact
+        def __call__(self, ids):
+            embed = sj.nn.flax.Embedding(V, D)
+            return embed.attend(embed(ids) + embed(ids + 1))
+
+    variables = Tied().init(jax.random.key(0), ids)
+    assert len(jax.tree.leaves(variables)) == 1
+    assert jnp.shape(Tied().apply(variables, ids)) == (2, V)
+
+
+def test_sizes_that_depend_on_the_input():
+    nnx = pytest.importorskip("flax.nnx")
+    pytest.importorskip("equinox")
+    x = jnp.ones((2, 9))
+    module = sj.nn.flax.Dense(3, name="out")
+    kernel = module.init(jax.random.key(0), x)["params"]["kernel"]
+    assert kernel.shape == (9, 3)
+    assert sj.nn.nnx.Dense(3, x=x, rngs=nnx.Rngs(0))(x).shape == (2, 3)
+    assert sj.nn.equinox.Dense(3, x=x, key=jax.random.key(0))(x).shape == (2, 3)
+    with pytest.raises(ValueError, match="the number of columns is not known"):
+        sj.nn.nnx.Dense(3, rngs=nnx.Rngs(0))
+
+
+def test_every_layer_has_its_module():
+    nnx = pytest.importorskip("flax.nnx")
+    eqx = pytest.importorskip("equinox")
+    x, key = jnp.ones((2, 9)), jax.random.key(0)
+    for name, args, inputs in (
+        ("Dense", (3, 9), x),
+        ("FactorizationMachine", (9, 2), x),
+        ("Embedding", (V, D), IDS),
+        ("EmbeddingBag", (V, D), IDS[None]),
+        ("EmbeddingCollection", (TABLES,), {"a": IDS}),
+    ):
+        layer = getattr(sj.nn, name)(*args)
+        make = {k: getattr(getattr(sj.nn, k), name) for k in ("flax", "nnx", "equinox")}
+        linen = make["flax"](*args)
+        spec = jax.eval_shape(layer, jax.eval_shape(layer.init, key), inputs)
+        variables = linen.init(key, inputs)
+        assert jax.eval_shape(linen.apply, variables, inputs) == spec
+        assert linen.layer == layer
+        model = make["nnx"](*args, rngs=nnx.Rngs(0))
+        assert isinstance(model, nnx.Module)
+        model = make["equinox"](*args, key=key)
+        assert isinstance(model, eqx.Module) and model.layer == layer
+        assert eqx.filter_eval_shape(model, inputs) == spec
+
+
+def test_attend():
+    nnx = pytest.importorskip("flax.nnx")
+    pytest.importorskip("equinox")
+    key, query = jax.random.key(0), jnp.ones((2, D))
+    assert sj.nn.nnx.Embedding(V, D, rngs=nnx.Rngs(0)).attend(query).shape == (2, V)
+    assert sj.nn.equinox.Embedding(V, D, key=key).attend(query).shape == (2, V)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("flax", "flax"), ("nnx", "flax"), ("equinox", "equinox")]
+)
+def test_a_framework_that_is_missing_is_named(name, package, monkeypatch):
+    monkeypatch.delitem(sys.modules, f"sparsejax.nn.{name}", raising=False)
+    monkeypatch.delattr(sj.nn, name, raising=False)
+    for module in [m for m in sys.modules if m.split(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, module, None)
+    message = rf"sparsejax\.nn\.{name} needs {package}, which is not .*pip install"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        getattr(sj.nn, name)
+
+
+def test_what_is_not_there_is_an_attribute_error():
+    assert not hasattr(sj.nn, "torch")

@@ -1,0 +1,294 @@
+"""SparseBlock, SparseEmbedding, SparseLinear: what is pulled, read and refused.
+
+The oracle is the same block on whole tables, as arrays, with `jax.grad`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from jax.experimental import checkify
+from jax.experimental.sparse import BCSR
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_trees_close
+from sparsejax.nn import PulledTables, SparseBlock, SparseEmbedding, SparseLinear
+
+
+V, D = 11, 3
+
+
+def table(rows=V, columns=D, dtype=jnp.float32, seed=0):
+    values = np.random.default_rng(seed).integers(-8, 9, (rows, columns)) / 4
+    return jnp.asarray(values, dtype)
+
+
+def pull(block, inputs, whole, capacity=8):
+    """What a store would give for `row_ids`: sorted rows, then empty slots of NaN."""
+    pulled = {}
+    for name, ids in block.row_ids(inputs).items():
+        weights = np.asarray(whole[name])
+        ids = np.unique(np.asarray(ids))
+        ids = ids[(ids >= 0) & (ids < len(weights))]
+        rows = np.full(capacity, len(weights), np.int32)
+        rows[: len(ids)] = ids
+        values = np.full((capacity, *weights.shape[1:]), np.nan, np.float32)
+        values[: len(ids)] = weights[ids]
+        values = jnp.asarray(values, weights.dtype)
+        pulled[name] = sj.SelectedRows(rows, values, len(weights))
+    return pulled
+
+
+RAGGED = sj.SegmentTensor(jnp.array([7, 2, 99, 7]), jnp.array([0, 0, 3, 1]), 3)
+MATRIX = sp.csr_matrix(np.array([[0, 2, 0, 1], [0] * 4, [3, 0, 0, -1.0]], np.float32))
+ELEMENTS = {"index": jnp.array([3, 0, 1, 77]), "value": jnp.array([1.0, 2, 3, jnp.nan])}
+GARBAGE = sj.SegmentTensor(ELEMENTS, jnp.array([1, 0, 1, 2]), 2)
+
+embedding = functools.partial(SparseEmbedding, V, D, name="t")
+linear = functools.partial(SparseLinear, D, 4, name="t")
+CASES = {
+    "ids": (embedding(), jnp.array([[4, 0, 4], [10, 1, 4]])),
+    "padding": (embedding(padding_id=4), np.array([4, 0, 4])),
+    "max_norm": (embedding(max_norm=1.0), np.array([4, 0, 4], np.int8)),
+    "ragged": (embedding(mode="error"), RAGGED),
+    "scipy": (linear(), MATRIX),
+    "bcsr": (linear(use_bias=False), BCSR.from_scipy_sparse(MATRIX)),
+    "segments": (linear(mode="error"), GARBAGE),
+    "columns": (linear(), RAGGED.map(lambda ids: ids % 5)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pulled_rows_are_as_good_as_the_table(name):
+    block, inputs = CASES[name]
+    ((_, spec),) = block.tables().items()
+    whole = {"t": table(*spec.shape)}
+    params = jax.tree.map(lambda x: x + 1, block.init(jax.random.key(0)))
+    pulled = pull(block, inputs, whole)
+
+    def loss(tables, params):
+        out = block(tables, params, inputs)
+        if isinstance(out, sj.SegmentTensor):
+            out = sj.segment_sum(out)
+        return jnp.sum(out**2 * jnp.arange(1, out.size + 1.0).reshape(out.shape)), out
+
+    differentiate = checkify.checkify(
+        sj.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    )
+    error, ((_, out), (rows, grads)) = jax.jit(differentiate)(pulled, params)
+    error.throw()
+    oracle = checkify.checkify(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    _, ((_, want), (dense, want_grads)) = jax.jit(oracle)(whole, params)
+    assert_trees_close(out, want)
+    assert_trees_close(grads, want_grads)
+    np.testing.assert_array_equal(rows["t"].rows, pulled["t"].rows)
+    assert_trees_close(rows["t"].to_dense(), dense["t"])
+
+
+def test_row_ids():
+    """Padding, empty elements and what is out of range are not pulled."""
+    assert embedding().row_ids([3, 4])["t"].tolist() == [3, 4]
+    assert embedding(padding_id=4).row_ids(np.array([3, 4], np.uint8))[
+        "t"
+    ].tolist() == [3, -1]
+    assert embedding().row_ids(RAGGED)["t"].tolist() == [7, 2, -1, 7]
+    assert linear().row_ids(MATRIX)["t"].tolist() == [1, 3, 0, 3]
+    assert linear().row_ids(GARBAGE)["t"].tolist() == [3, 0, 1, -1]
+    for block, inputs in ((embedding(), RAGGED), (linear(), GARBAGE)):
+        traced = jax.jit(block.row_ids)(inputs)
+        assert_trees_close(np.int64(traced["t"]), np.int64(block.row_ids(inputs)["t"]))
+
+
+def test_rows_that_were_not_pulled():
+    rows = sj.SelectedRows(jnp.array([1, 11, 3]), jnp.ones((3, D)), V)
+    out = embedding()({"t": rows}, {}, jnp.array([1, 2, 3, 11, -1]))
+    assert np.isnan(out).all(axis=1).tolist() == [False, True, False, True, True]
+    few = sj.SelectedRows(jnp.array([0, 3]), jnp.ones((2, D)), 4)
+    params = linear().init(jax.random.key(0))
+    out = jax.jit(linear())({"t": few}, params, GARBAGE)
+    assert np.isnan(out).all(axis=1).tolist() == [False, True]  # of column 1
+    for block, rows, inputs in (
+        (embedding(mode="error"), rows, jnp.array([1, 2])),
+        (linear(mode="error"), few, GARBAGE),
+    ):
+        f = jax.jit(checkify.checkify(block))
+        message = f(({"t": rows}), params, inputs)[0].get()
+        assert message is not None
+        assert "1 of" in message and "does not store" in message
+
+
+# ------------------------------------------------------------------ own blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Towers(SparseBlock):
+    """Two tables, one of them used twice, and ordinary layers."""
+
+    item: SparseEmbedding = SparseEmbedding(V, D, name="item")
+    words: SparseLinear = SparseLinear(D, 4, name="words")
+    top: sj.nn.Dense = sj.nn.Dense(1, D)
+    fault: str = ""
+
+    def row_ids(self, inputs):
+        return sj.nn.merge_row_ids(
+            self.item.row_ids(inputs["seen"]),
+            self.item.row_ids(inputs["next"]),
+            {} if self.fault == "words" else self.words.row_ids(inputs["words"]),
+        )
+
+    def sparse_forward(self, tables, params, inputs):
+        item = functools.partial(self.item, tables, params["item"])
+        x = item(inputs["seen"]) * item(inputs["next"])
+        if self.fault == "array":
+            return jnp.dot(x, tables["item"])
+        if self.fault == "other":
+            raise TypeError("something else")
+        x += self.words(tables, params["words"], inputs["words"])
+        return self.top(params["top"], x)
+
+
+INPUTS = {"seen": jnp.array([3, 4]), "next": jnp.array([4, 0]), "words": GARBAGE}
+
+
+def test_a_block_of_blocks():
+    block, whole = Towers(), {"item": table(), "words": table(4)}
+    assert {n: s.shape for n, s in block.tables().items()} == {
+        "item": (V, D),
+        "words": (4, D),
+    }
+    params = block.init(jax.random.key(0))
+    assert params["item"] == {} and params["words"].keys() == {"bias"}
+    assert params["top"]["kernel"].shape == (D, 1)
+    pulled = pull(block, INPUTS, whole)
+    assert pulled["item"].rows.tolist()[:4] == [0, 3, 4, V]
+    want = block(whole, params, INPUTS)
+    assert_trees_close(jax.jit(block)(PulledTables(pulled), params, INPUTS), want)
+    # Inside of an ordinary model, as a function of parameters that it is.
+    model = lambda p, x: jnp.tanh(block(p["tables"], p["dense"], x))
+    got = model({"tables": pulled, "dense": params}, INPUTS)
+    assert_trees_close(got, jnp.tanh(want))
+    grown = [jnp.stack([x, x]) for x in (INPUTS["seen"], INPUTS["next"])]
+    batched = jax.vmap(
+        lambda seen, after: block(
+            pulled, params, INPUTS | {"seen": seen, "next": after}
+        )
+    )(*grown)
+    assert_trees_close(batched, jnp.stack([want, want]))
+    assert hash(block) == hash(Towers()) and block == Towers()
+
+
+def test_nothing_has_the_size_of_the_table():
+    block = SparseEmbedding(10_007, D, name="t")
+    rows = sj.SelectedRows(jnp.array([5, 9]), jnp.ones((2, D)), 10_007)
+    f = lambda t: jnp.sum(block(t, {}, jnp.array([5, 9, 5])))
+    assert_no_dense(sj.grad(f), {"t": rows}, heights=[10_007])
+
+
+def test_tables_of_fields():
+    @dataclasses.dataclass(frozen=True)
+    class Many(Towers):
+        more: Any = ()
+
+    def names(*more):
+        return list(Many(more=more).tables())
+
+    one, two = SparseEmbedding(V, D), SparseEmbedding(V, D)
+    assert names(one) == ["item", "words", "embedding"]
+    assert names({"a": one}, [one]) == names(one)
+    assert names(SparseEmbedding(V, D, name="item")) == ["item", "words"]  # shared
+    init = Many(more=({"a": one, "b": SparseLinear(2, 3)},)).init(jax.random.key(0))
+    assert init["more"][0]["a"] == {} and init["more"][0]["b"]["bias"].shape == (2,)
+    with pytest.raises(ValueError, match="because none was given. Give each block a"):
+        names(one, two)
+    with pytest.raises(ValueError, match=r"'item' .* shapes \(11, 3\) and \(11, 4\)"):
+        names(SparseEmbedding(V, D + 1, name="item"))
+
+
+def test_merge_row_ids():
+    merge = sj.nn.merge_row_ids
+    assert merge({"a": [1]}, {"b": [2]}) == {"a": [1], "b": [2]}
+    ids = merge(
+        {"a": np.array([[2**60, 3]], np.uint64)}, {"a": jnp.array([3])}, {"a": []}
+    )
+    assert isinstance(ids["a"], np.ndarray) and ids["a"].tolist() == [2**60, 3, 3]
+    joined = jax.jit(lambda x, y: merge({"a": x}, {"a": y}))
+    ids = joined(jnp.array([1], jnp.int8), jnp.array([[300]], jnp.int16))["a"]
+    assert ids.tolist() == [1, 300]
+    with pytest.raises(TypeError, match="merge_row_ids: table 'a': ids must be int"):
+        merge({"a": [1]}, {"a": [0.5]})
+
+
+# ------------------------------------------------------------------ errors
+
+
+def test_not_pulled():
+    block, whole = Towers(fault="words"), {"item": table(), "words": table(4)}
+    params = Towers().init(jax.random.key(0))
+    pulled = pull(block, INPUTS, whole)
+    said = (
+        r"Towers: the table 'words' is used in sparse_forward, but it was not pulled; "
+        r"pulled were \['item'\]. .* return \{'words': ids\} from Towers.row_ids"
+    )
+    for call in (block, block.sparse_forward, jax.jit(block)):
+        with pytest.raises(sj.NotPulledError, match=said):
+            call(pulled, params, INPUTS)
+    with pytest.raises(KeyError, match="pulled were none"):
+        embedding()({}, {}, jnp.array([1]))
+    tables = PulledTables(pulled)
+    assert "words" not in tables and tables.get("words") is None and len(tables) == 1
+    assert "SelectedRows" in repr(tables)
+
+
+def test_a_table_where_an_array_is_needed():
+    tables = {"item": table(), "words": table(4)}
+    params = Towers().init(jax.random.key(0))
+    block = Towers(fault="array")
+    with pytest.raises(TypeError, match="dot requires") as e:
+        block(pull(block, INPUTS, tables), params, INPUTS)
+    assert "Towers: a table out of `tables` was given to an ordinary" in str(e.value)
+    assert "lookup, embedding_bag or dot" in str(e.value)
+    rows = sj.SelectedRows(jnp.array([0]), jnp.ones((1, 1)), D)
+    with pytest.raises(TypeError, match="some rows are stored, and x is an array"):
+        sj.nn.Dense(1, D)({"kernel": rows, "bias": jnp.zeros(1)}, jnp.ones((2, D)))
+    with pytest.raises(TypeError, match="^something else$"):
+        Towers(fault="other")(tables, params, INPUTS)
+    whole: Any = jnp.ones((V, D))
+    with pytest.raises(TypeError, match="tables must be a mapping of names"):
+        embedding()(whole, {}, jnp.array([1]))
+
+
+def test_bad_arguments():
+    for make, said in (
+        (lambda: SparseEmbedding(0, 2), "num_embeddings must be a positive int"),
+        (lambda: SparseLinear(2, 1.5), "in_features must be a positive int"),  # type: ignore
+        (lambda: SparseEmbedding(3, 2, name=7), "name must be a string"),  # type: ignore
+        (lambda: SparseEmbedding(3, 2, mode="nan"), "mode must be one of"),
+        (lambda: SparseLinear(2, 3, param_dtype=jnp.int32), "param_dtype must be"),
+        (lambda: SparseEmbedding(3, 2, initializer=0.1), "initializer must be"),
+        (lambda: linear().row_ids(np.ones((2, 4))), "Pass CSR"),
+        (lambda: linear().row_ids(MATRIX[:, :2]), "x has 2 columns"),
+        (lambda: embedding().row_ids([0.5]), "must be integers"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            make()
+    assert repr(embedding(padding_id=0)) == (
+        "SparseEmbedding(11, 3, name='t', padding_id=0)"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_types(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        weights = {"t": table(4, D, dtype)}
+        block = linear(param_dtype=jnp.dtype(dtype))
+        csr = GARBAGE.map(lambda x: x.astype(dtype) if x.dtype == "float32" else x)
+        out = block(weights, block.init(jax.random.key(0)), csr)
+        assert out.dtype == dtype
+        ids = jnp.array([1, 3], jnp.uint8)
+        small = SparseEmbedding(4, D, name="t", param_dtype=jnp.dtype(dtype))
+        assert small(weights, {}, ids).dtype == dtype

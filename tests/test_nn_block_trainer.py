@@ -1,0 +1,346 @@
+"""Trainer: a block and a store train as whole tables on the device would."""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.sparse as sp
+from jax.experimental import checkify
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_same_bits, assert_trees_close
+from sparsejax.nn import SparseBlock, SparseEmbedding, SparseLinear, Trainer
+
+
+pytestmark = pytest.mark.loose_promotion  # optax's own arithmetic is
+
+V, D = 211, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Model(SparseBlock):
+    """An item by id, its words as CSR, and a small table on the device."""
+
+    item: SparseEmbedding = SparseEmbedding(V, D, name="item")
+    words: SparseLinear = SparseLinear(1, 53, name="words")
+    hour: sj.nn.Embedding = sj.nn.Embedding(24, D)
+
+    def row_ids(self, inputs):
+        ids, words, _ = inputs
+        return self.item.row_ids(ids) | self.words.row_ids(words)
+
+    def sparse_forward(self, tables, params, inputs):
+        ids, words, hour = inputs
+        item = self.item(tables, params["item"], ids)
+        out = jnp.sum(item * self.hour(params["hour"], hour), axis=-1)
+        return out + self.words(tables, params["words"], words)[:, 0]
+
+
+def loss_of(out, batch):
+    return jnp.mean((out - batch["y"]) ** 2)
+
+
+def batches(count, size=6, seed=0, most=V):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        words = (rng.random((size, 53)) < 0.04).astype(np.float32)
+        x = rng.integers(0, most, size), sp.csr_matrix(words), rng.integers(0, 24, size)
+        yield {"x": x, "y": rng.normal(size=size).astype(np.float32)}
+
+
+def trainer(tx=None, **options):
+    options = {"inputs": lambda batch: batch["x"], "key": 7} | options
+    block = options.pop("block", Model())
+    tx = optax.sgd(0.1) if tx is None else tx
+    return Trainer(block, sj.store.KVStore(), loss_of, tx, **options)
+
+
+def state_of(made):
+    tables = {name: made.store.pull_all(name) for name in made.store.names()}
+    return tables, made.params, made.opt_state
+
+
+# ------------------------------------------------------------------ training
+
+
+def test_trains_as_whole_tables_do():
+    """The oracle: dense gradients of dense tables, clipped together, with AdaGrad."""
+    tx = optax.adagrad(0.1)
+    made = trainer(tx, clip_norm=0.3)
+    tables, params, _ = state_of(made)
+    both = {"tables": jax.tree.map(jnp.asarray, tables), "params": params}
+    both = jax.tree.map(jnp.copy, both)
+    oracle = optax.chain(optax.clip_by_global_norm(0.3), tx)
+    state = oracle.init(both)
+
+    @jax.jit
+    def step(both, state, x, batch):
+        loss = lambda b: loss_of(made.block(b["tables"], b["params"], x), batch)
+        value, grads = jax.value_and_grad(loss)(both)
+        updates, state = oracle.update(grads, state)
+        return optax.apply_updates(both, updates), state, value
+
+    for batch in batches(4):
+        ids, words, hour = batch["x"]
+        words = sj.SegmentTensor.from_csr(words)
+        room = 64 - words.capacity
+        padded = jax.tree.map(lambda v, room=room: jnp.pad(v, (0, room)), words.values)
+        words = sj.SegmentTensor.from_lengths(padded, words.lengths)
+        both, state, want = step(both, state, (ids, words, hour), {"y": batch["y"]})
+        np.testing.assert_allclose(made.step(batch), want, rtol=1e-5)
+    tables, params, _ = state_of(made)
+    assert_trees_close(tables, jax.tree.map(np.asarray, both["tables"]))
+    assert_trees_close(params, both["params"])
+    assert made.steps == 4
+
+
+def test_prefetch_has_the_same_bits_and_compilations_are_few():
+    data = [*batches(3, most=9), *batches(3, seed=2)]
+    one, two = trainer(optax.adam(0.1)), trainer(optax.adam(0.1))
+    want = one.fit(data)
+    assert_same_bits(two.fit(iter(data), prefetch=2), want)
+    jax.tree.map(assert_same_bits, state_of(two), state_of(one))
+    stats = one.stats()
+    assert stats["capacities"] == {"item": 8, "words": 16}
+    # Elements and capacities come in powers of two, and never shrink.
+    assert one.compilations == two.compilations == stats["compilations"] <= 2
+    assert stats["steps"] == 6 and stats["store"]["item"].pushes == 6
+    count = one.compilations
+    one.fit(batches(3, most=3, seed=3))
+    assert one.compilations == count
+
+
+def test_whose_arrays_are_donated():
+    """Neither the caller's, nor twice one that the state shares with the parameters."""
+    params = {"w": jnp.ones(1), "b": np.float32(0)}
+    update: Any = lambda updates, state, params=None: (updates, state)
+    tx: Any = optax.GradientTransformation(lambda params: params, update)
+    block, loss = Scaled(V, D, name="item"), lambda out, batch: jnp.sum(out**2)
+    for _ in range(2):
+        store = sj.store.KVStore()
+        made = Trainer(block, store, loss, tx, params=params, table_tx=optax.sgd(0.1))
+        made.step((jnp.array([1]),))
+    assert float(params["w"][0]) == 1
+
+
+def test_fixed_capacity():
+    made = trainer(capacity={"item": 6, "words": 40})
+    made.fit(batches(2))
+    assert made.stats()["capacities"] == {"item": 6, "words": 40}
+    small = trainer(capacity=2)
+    for prefetch in (0, 1):
+        with pytest.raises(ValueError, match="do not fit into capacity=2"):
+            small.fit(batches(1), prefetch=prefetch)
+    assert small.steps == 0
+
+
+def test_nothing_is_updated_without_a_step():
+    made = trainer()
+    made.fit(batches(1))
+    before = jax.tree.map(np.array, state_of(made))
+    data = list(batches(2, seed=5))
+    losses = [float(loss_of(made.predict(batch), batch)) for batch in data]
+    np.testing.assert_allclose(made.evaluate(data), np.mean(losses), rtol=1e-5)
+    assert np.isnan(made.evaluate([]))
+    after = jax.tree.map(np.array, state_of(made))
+    jax.tree.map(assert_same_bits, after, before)
+
+
+def test_tables_on_the_device_too():
+    """A dense parameter may be a table: `tables=` with a lazy tx, the same numbers."""
+    wish = {"item": None, "words": None, "hour": {"embedding": True}}
+    tx = optax.adagrad(0.1)
+    one = trainer(tx)
+    two = trainer(sj.optim.lazy(tx), tables=wish, table_tx=tx)
+    np.testing.assert_allclose(one.fit(batches(2)), two.fit(batches(2)), rtol=1e-5)
+    assert_trees_close(two.params, one.params)
+
+
+def test_the_step_does_not_know_how_large_tables_are():
+    big = 1_000_003
+    made = trainer(block=Model(item=SparseEmbedding(big, D, name="item")))
+    (batch,) = batches(1)
+    ids, words, hour = batch["x"]
+    batch["x"] = ids, sj.SegmentTensor.from_csr(words), hour
+    pulled = {n: made.store.pull(n, i) for n, i in made.row_ids(batch).items()}
+    args = pulled, made.params, made.opt_state, batch
+    assert_no_dense(made._step, *args, heights=[big])
+
+
+# ------------------------------------------------------------------ checks
+
+
+def test_checked():
+    """A row that was not pulled is an error before anything is updated."""
+
+    class Forgetful(SparseEmbedding):
+        def row_ids(self, inputs):
+            return {"item": np.asarray(inputs[0])[:-1]}
+
+        def sparse_forward(self, tables, params, inputs):
+            return super().sparse_forward(tables, params, inputs[0])[:, 0]
+
+    block = Forgetful(V, D, name="item", mode="error")
+    made = trainer(block=block, checked=True, params={"unused": jnp.ones(2)})
+    ok = {"x": (jnp.array([3, 5, 3]),), "y": jnp.zeros(3)}
+    assert float(made.step(ok)) > 0
+    before = jax.tree.map(np.array, state_of(made))
+    bad = {"x": (jnp.array([3, 5, 7]),), "y": jnp.zeros(3)}
+    for call in (made.step, made.predict, lambda batch: made.evaluate([batch])):
+        with pytest.raises(checkify.JaxRuntimeError, match="the first is 7"):
+            call(bad)
+    jax.tree.map(assert_same_bits, jax.tree.map(np.array, state_of(made)), before)
+    assert made.steps == 1
+    # Without a mode, what was not pulled reads NaN, and the loss shows it.
+    loose = trainer(block=dataclasses.replace(block, mode="fill"))
+    assert np.isnan(loose.evaluate([bad]))
+
+
+def test_errors():
+    store, tx = sj.store.KVStore(), optax.sgd(0.1)
+    store.init("item", (5, D), tx)
+    rows = store.pull("item", [1])
+    block = SparseEmbedding(5, D, name="item")
+    for make, said in (
+        (lambda: Trainer(sj.nn.Dense(1, 2), store, loss_of, tx), "ordinary layer"),
+        (lambda: Trainer(Model(), store, loss_of, tx), r"has shape \(5, 4\), and Mod"),
+        (lambda: Trainer(block, store, loss_of, tx, clip_norm=0), "clip_norm must be"),
+        (
+            lambda: Trainer(block, store, loss_of, tx, params=[{"a": rows}]),
+            r"\[0\]\['a'\] is a SelectedRows, which is row-sparse",
+        ),
+        (
+            lambda: Trainer(block, store, loss_of, tx, params={"a": "item"}),
+            r"\['a'\] is the name of the store's table 'item'",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            make()
+
+    class Names:
+        """A block by its two methods alone."""
+
+        def __init__(self, ids):
+            self.ids = ids
+
+        def row_ids(self, inputs):
+            return self.ids
+
+        def sparse_forward(self, tables, params, inputs):
+            return jnp.sum(sj.lookup(tables["item"], inputs), axis=-1)
+
+    loss = lambda out, ids: jnp.sum(out)
+    made = Trainer(Names({"item": [1, 2]}), store, loss, tx)
+    assert float(made.step(jnp.array([1, 2]))) == 0
+    np.testing.assert_allclose(store.pull_all("item")[:3, 0], [0, -0.1, -0.1])
+    with pytest.raises(ValueError, match=r"names the table 'it', which .* has \['item"):
+        Trainer(Names({"it": [1]}), store, loss, tx).step(jnp.array([1]))
+    with pytest.raises(TypeError, match="must return a dict of table names to ids"):
+        Trainer(Names([1]), store, loss, tx).step(jnp.array([1]))
+    with pytest.raises(sj.NotPulledError, match="Names: the table 'item' is used"):
+        Trainer(Names({}), store, loss, tx).step(jnp.array([1]))
+
+
+# ------------------------------------------------------------------ saving
+
+
+def saved_kinds(tx):
+    """Leaves of the kinds that NumPy's files do not know: bfloat16, keys."""
+    params = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.float32(0.5)}
+    init = lambda params: {"tx": tx.init(params), "key": jax.random.key(3)}
+
+    def update(updates, state, params=None):
+        key = jax.random.split(state["key"])[0]
+        updates, inner = tx.update(updates, state["tx"], params)
+        return updates, {"tx": inner, "key": key}
+
+    return params, optax.GradientTransformation(init, update)
+
+
+class Scaled(SparseEmbedding):
+    """Of dense parameters of two types."""
+
+    def row_ids(self, inputs):
+        return super().row_ids(inputs[0])
+
+    def sparse_forward(self, tables, params, inputs):
+        rows = super().sparse_forward(tables, params, inputs[0])
+        return jnp.sum(rows, axis=-1) * params["w"].astype(jnp.float32)[0] + params["b"]
+
+
+def make_saved(key=7):
+    params, tx = saved_kinds(optax.adam(0.1))
+    block, table_tx = Scaled(V, D, name="item"), optax.adam(0.1)
+    return trainer(tx, block=block, params=params, table_tx=table_tx, key=key)
+
+
+def bits(made):
+    tables, params, state = state_of(made)
+    state = state | {"key": jax.random.key_data(state["key"])}
+    return jax.tree.map(np.array, (tables, params, state, made.steps))
+
+
+def test_resumes_bit_for_bit(tmp_path):
+    one, data = make_saved(), list(batches(6))
+    one.fit(data[:3])
+    one.save(tmp_path / "run")
+    kept = bits(one)
+    other = make_saved(key=8)  # other first values
+    other.load(tmp_path / "run")
+    jax.tree.map(assert_same_bits, bits(other), kept)
+    assert other.store.pull_all("item").shape == (V, D)  # all rows, pulled or not
+    assert_same_bits(other.fit(data[3:]), one.fit(data[3:]))
+    jax.tree.map(assert_same_bits, bits(other), bits(one))
+    with pytest.raises(FileNotFoundError, match="nothing was saved in"):
+        other.load(tmp_path)
+    model = trainer()
+    with pytest.raises(ValueError, match="another model or optimizer: .*'steps'|dense"):
+        model.load(tmp_path / "run")
+
+
+def test_a_crash_leaves_the_last_save(tmp_path, monkeypatch):
+    """Each of the files' replacements fails once; what is there is always whole."""
+    made, data = make_saved(), list(batches(5))
+    made.fit(data[:1])
+    made.save(tmp_path)
+    kept = bits(made)
+    made.fit(data[1:2])
+    replace, count = os.replace, 0
+    for failing in range(3):
+        count = 0
+
+        def crash(*args, failing=failing):
+            nonlocal count
+            count += 1
+            if count > failing:
+                raise OSError("no space left on device")
+            return replace(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", crash)
+            with pytest.raises(OSError, match="no space"):
+                made.save(tmp_path)
+        other = make_saved(key=8)
+        other.load(tmp_path)
+        jax.tree.map(assert_same_bits, bits(other), kept)
+    made.save(tmp_path)
+    other.load(tmp_path)
+    jax.tree.map(assert_same_bits, bits(other), bits(made))
+    assert len(list(tmp_path.iterdir())) == 3  # what is not current was removed
+
+
+def test_tables_start_by_the_key():
+    """First values follow from the key and the row alone, and are lazy."""
+    one, two, other = trainer(), trainer(), trainer(key=8)
+    ids: Any = jnp.array([200, 3])
+    a = one.store.pull("item", ids).get(ids)
+    two.store.pull("item", [200, 7, 9])
+    assert_same_bits(two.store.pull("item", ids).get(ids), a)
+    assert not np.array_equal(other.store.pull("item", ids).get(ids), a)
+    assert one.stats()["store"]["item"].touched_rows == 2
+    assert not one.store.pull_all("words").any()  # SparseLinear's own choice

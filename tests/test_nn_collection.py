@@ -1,0 +1,401 @@
+"""EmbeddingCollection, against one lookup or bag for each feature."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_trees_close, eqns_of
+
+
+B, D = 4, 3
+Bag, Embedding = sj.nn.EmbeddingBag, sj.nn.Embedding
+# Padding and modes differ, and the stack has a prime number of rows.
+TABLES = {
+    "user": (101, D),
+    "flag": Bag(2, D, mode="zero"),
+    "item": Bag(307, D, combiner="mean", padding_id=-1, mode="zero"),
+    "shop": Bag(43, D, mode="clip", padding_id=0),
+    "word": Embedding(146, D, padding_id=5),
+}
+FEATURES = {
+    "user": "user",
+    "flag": "flag",
+    "clicked": "item",
+    "bought": "item",
+    "seen": ("item", "max"),
+    "wished": ("item", "none"),
+    "shop": "shop",
+    "words": "word",
+}
+STACK = f"float32_{D}"
+HEIGHT = sum((101, 2, 307, 43, 146))
+LAYER = sj.nn.EmbeddingCollection(TABLES, FEATURES)
+
+
+def _segments(values, segment_ids, is_sorted=True):
+    return sj.SegmentTensor(jnp.array(values), jnp.array(segment_ids), B, is_sorted)
+
+
+def _ids() -> dict[str, Any]:
+    """Every form, with padding, empty slots and ids of the neighbour's rows."""
+    return {
+        "user": jnp.array([0, 100, 7, 7]),
+        "flag": jnp.array([0, 1, 2, -1]),
+        "clicked": jnp.array([[3, 9, -1], [306, -1, -1], [-1, -1, -1], [307, 3, -2]]),
+        "bought": _segments([3, 306, 400, -7, 5], [0, 0, 1, 4, 4]),
+        "seen": _segments([1, 5, 3, 2], [2, 0, 2, 4], is_sorted=False),
+        "wished": jnp.array([[[3, -1]], [[307, 9]], [[0, 0]], [[1, 2]]]),
+        "shop": jnp.array([[42, 43], [0, 0], [1, 0], [-3, 99]]),
+        "words": _segments([1, 5, 145, 9999], [0, 0, 3, 4]),
+    }
+
+
+def _layer_of(name):
+    table = FEATURES[name]
+    table, *rest = (table,) if isinstance(table, str) else table
+    spec = TABLES[table]
+    spec = Bag(*spec) if isinstance(spec, tuple) else spec
+    combiner = rest[0] if rest else getattr(spec, "combiner", "none")
+    return table, spec, combiner
+
+
+def _one_by_one(tables, ids, weights=None):
+    """What the call means: each feature by itself, from its own table."""
+    out = {}
+    for name, x in ids.items():
+        table, layer, combiner = _layer_of(name)
+        options: Any = dict(mode=layer.mode, padding_id=layer.padding_id)
+        rows = tables[table]
+        w = None if weights is None else weights.get(name)
+        if isinstance(x, sj.SegmentTensor) and combiner == "none":
+            out[name] = Embedding(*rows.shape, **options)({"embedding": rows}, x)
+        elif combiner == "none":
+            out[name] = sj.lookup(rows, x, **options)
+        else:
+            if isinstance(x, jax.Array) and x.ndim == 1:
+                x, w = x[:, None], None if w is None else w[:, None]
+            options |= dict(combiner=combiner, weights=w)
+            out[name] = sj.embedding_bag(rows, x, **options)
+    return out
+
+
+def _loss(out):
+    leaves = jax.tree.leaves({k: getattr(v, "values", v) for k, v in out.items()})
+    return sum(jnp.sum(jnp.sin(jnp.nan_to_num(x))) for x in leaves)
+
+
+def _gathers(f, *args):
+    """How often something reads rows: gathers of rows, and fused bags."""
+    names = [e.primitive.name for e in eqns_of(f, *args) if _is_wide(e)]
+    return sum(name in ("gather", "bag_sum") for name in names)
+
+
+def _is_wide(eqn):
+    shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
+    return shape == (HEIGHT, D)
+
+
+# ------------------------------------------------------------------ values
+
+
+def test_each_feature_is_read_from_its_own_table():
+    params = LAYER.init(jax.random.key(0))
+    assert {k: v.shape for k, v in params.items()} == {STACK: (HEIGHT, D)}
+    tables, ids = LAYER.unstack(params), _ids()
+    out = jax.jit(LAYER)(params, ids)
+    assert_trees_close(out, jax.jit(_one_by_one)(tables, ids))
+    # The same tables, each an array of its own.
+    apart = dataclasses.replace(LAYER, stacked=False)
+    assert_trees_close(jax.jit(apart)(tables, ids), out)
+    # Features may be left out, and come out as they do beside the others.
+    few = {name: ids[name] for name in ("words", "user")}
+    assert_trees_close(LAYER(params, few), {name: out[name] for name in few})
+    assert LAYER(params, {}) == {}
+
+
+def test_an_id_never_reads_the_neighbour():
+    layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
+    params = {"float32_2": jnp.arange(24.0).reshape(12, 2)}
+    for ids in (jnp.array([4, 5, 6, -1]), np.array([4, 5, 2**40, -(2**40)])):
+        out = layer(params, {"a": ids, "b": ids})
+        assert np.isnan(out["a"]).all(axis=1).tolist() == [False, True, True, True]
+        assert out["b"][0].tolist() == [18.0, 19.0]
+        assert np.isnan(out["b"][3]).all()
+    ids = jnp.array([4, 5, 255], jnp.uint8)
+    assert np.isnan(layer(params, {"a": ids})["a"]).all(axis=1).tolist() == [0, 1, 1]
+    empty = layer(params, {"a": jnp.zeros((2, 0), int), "b": jnp.zeros((0,), int)})
+    np.testing.assert_array_equal(empty["a"], np.zeros((2, 2)))
+    assert empty["b"].shape == (0, 2)
+    strict = sj.nn.EmbeddingCollection(
+        {"a": Embedding(5, 2, mode="error", padding_id=-1), "b": (7, 2)}
+    )
+    call = checkify.checkify(jax.jit(lambda ids: strict(params, {"a": ids})["a"]))
+    assert call(jnp.array([4, -1]))[0].get() is None
+    message = str(call(jnp.array([4, 5]))[0].get())
+    assert "feature 'a': 1 of 2 ids are out of range, the first is 5" in message
+    assert "the table has 5 rows" in message
+
+
+def test_as_few_gathers_as_shapes_allow():
+    params = LAYER.init(jax.random.key(0))
+    ids = _ids()
+    single = {name: jnp.arange(B) for name in FEATURES if name != "seen"}
+    assert _gathers(LAYER, params, single) == 1
+    # Rows and single ids; bags of 3 of the mean; ragged ones; a maximum; bags of 2.
+    assert _gathers(LAYER, params, ids) == 5
+    apart = dataclasses.replace(LAYER, stacked=False)
+    names = [
+        e.primitive.name for e in eqns_of(apart, apart.init(jax.random.key(0)), ids)
+    ]
+    assert names.count("bag_sum") == 3
+
+
+def test_weights():
+    params, ids = LAYER.init(jax.random.key(0)), _ids()
+    key = jax.random.key(1)
+    few = {name: ids[name] for name in ("user", "flag", "clicked", "bought")}
+    weights = {
+        name: jax.random.uniform(key, getattr(x, "values", x).shape)
+        for name, x in few.items()
+    }
+    weights["bought"] = weights["bought"].at[4].set(jnp.nan)  # of an empty slot
+    f = jax.jit(LAYER)
+    want = jax.jit(_one_by_one)(LAYER.unstack(params), few, weights)
+    assert_trees_close(f(params, few, weights), want)
+    st = few["bought"]
+    both = st.map(lambda x: x)
+    both = sj.SegmentTensor(
+        {"index": st.values, "value": weights["bought"]}, both.segment_ids, B, True
+    )
+    out = LAYER(params, {"bought": both})["bought"]
+    np.testing.assert_allclose(out, want["bought"], rtol=1e-6)
+    loss = lambda w: _loss(LAYER(params, few, {**weights, "clicked": w}))
+    plain = lambda w: _loss(
+        _one_by_one(LAYER.unstack(params), few, {**weights, "clicked": w})
+    )
+    got = jax.jit(jax.grad(loss))(weights["clicked"])
+    assert_trees_close(got, jax.jit(jax.grad(plain))(weights["clicked"]))
+
+
+def test_groups_of_width_and_type():
+    layer = sj.nn.EmbeddingCollection(
+        {
+            "a": Embedding(5, 2, dtype="float32", param_dtype="bfloat16"),
+            "b": Embedding(7, 2, param_dtype="bfloat16", max_norm=0.5),
+            "c": Embedding(9, 3, sparse_grad=False),
+            "d": Embedding(4, 3),
+        }
+    )
+    params = layer.init(jax.random.key(0))
+    assert {name: x.shape for name, x in params.items()} == {
+        "bfloat16_2": (12, 2),
+        "float32_3_dense": (9, 3),
+        "float32_3": (4, 3),
+    }
+    assert layer.table_prefix() == {
+        "bfloat16_2": True,
+        "float32_3_dense": False,
+        "float32_3": True,
+    }
+    ids = {name: jnp.array([[1], [3]]) for name in "abcd"}
+    out = layer(params, ids)
+    types = {name: x.dtype.name for name, x in out.items()}
+    assert types == {"a": "float32", "b": "bfloat16", "c": "float32", "d": "float32"}
+    norms = jnp.linalg.norm(out["b"].astype(jnp.float32), axis=-1)
+    assert np.all(norms <= 0.51)
+    loss = lambda p: _loss({k: v.astype(jnp.float32) for k, v in layer(p, ids).items()})
+    g = jax.eval_shape(sj.grad(loss, tables=sj.nn.tables(layer)), params)
+    kinds = {name: isinstance(x, sj.SelectedRows) for name, x in g.items()}
+    assert kinds == layer.table_prefix()
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def test_gradient_is_that_of_the_tables_one_by_one():
+    params, ids = LAYER.init(jax.random.key(0)), _ids()
+    loss = lambda params, ids: _loss(LAYER(params, ids))
+    plain = lambda tables, ids: _loss(_one_by_one(tables, ids))
+    g = jax.jit(sj.grad(loss))(params, ids)
+    # Two of two flags are read, but it is the stack that counts.
+    assert isinstance(g[STACK], sj.SelectedRows)
+    want = jax.jit(jax.grad(plain))(LAYER.unstack(params), ids)
+    parts = {k: v.to_dense() for k, v in LAYER.unstack(g).items()}
+    assert_trees_close(parts, want, rtol=1e-4, atol=1e-6)
+    of_jax = jax.jit(jax.grad(loss))(params, ids)
+    assert_trees_close(g[STACK].to_dense(), of_jax[STACK], rtol=1e-4, atol=1e-6)
+    assert_no_dense(sj.grad(loss), params, ids, heights=[HEIGHT])
+
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), ids)
+    over = jax.jit(jax.vmap(lambda ids: sj.grad(loss)(params, ids)[STACK].to_dense()))
+    assert_trees_close(over(two)[1], of_jax[STACK], rtol=1e-4, atol=1e-6)
+
+    def scanned(params):
+        add = lambda total, ids: (total + loss(params, ids), None)
+        return jax.lax.scan(add, jnp.zeros(()), two)[0]
+
+    g = jax.jit(sj.grad(scanned))(params)[STACK]
+    assert isinstance(g, sj.SelectedRows)
+    assert_trees_close(g.to_dense(), 2 * of_jax[STACK], rtol=1e-4, atol=1e-6)
+
+
+def test_numerical_gradients_and_wide_types(x64):
+    wide: Any = dict(param_dtype="float64", padding_id=0)
+    layer = sj.nn.EmbeddingCollection(
+        {"a": Bag(7, 2, combiner="sqrtn", **wide), "b": Embedding(5, 2, **wide)},
+        {"a": "a", "b": "b", "c": ("b", "logsumexp")},
+    )
+    ids = {
+        "a": sj.SegmentTensor.from_lists([[6, 1], [], [3]]),
+        "b": jnp.array([4, 0], jnp.int64),
+        "c": jnp.array([[1, 2], [0, 4]], jnp.uint8),
+    }
+    w = jnp.array([0.5, -2.0, 3.0])
+    params = layer.init(jax.random.key(0))
+    f = lambda params, w: _loss(layer(params, ids, {"a": w}))
+    check_grads(jax.jit(f), (params, w), 1, ["fwd", "rev"])
+    out = jax.eval_shape(LAYER, LAYER.init(jax.random.key(0)), _ids())
+    assert {x.dtype.name for x in jax.tree.leaves(out)} <= {"float32", "int32", "int64"}
+    assert {out[name].dtype.name for name in ("user", "clicked")} == {"float32"}
+
+
+def test_stacks_that_were_pulled():
+    params, ids = LAYER.init(jax.random.key(0)), _ids()
+    named = LAYER.row_ids(ids)
+    assert named.keys() == {STACK}
+    rows = jnp.where(named[STACK] < 0, HEIGHT, named[STACK])
+    rows = jnp.unique(rows, size=40, fill_value=HEIGHT)
+    values = sj.lookup(params[STACK], rows, mode="zero")
+    pulled = {STACK: sj.SelectedRows(rows, values, HEIGHT)}
+    f = jax.jit(LAYER)
+    assert_trees_close(f(pulled, ids), f(params, ids))
+    g = jax.jit(sj.grad(lambda p: _loss(LAYER(p, ids))))(pulled)[STACK]
+    np.testing.assert_array_equal(g.rows, rows)
+
+
+# ------------------------------------------------------------------ one table
+
+
+def test_tables_one_by_one():
+    params = LAYER.init(jax.random.key(0))
+    assert LAYER.place("item") == (STACK, 103, 410)
+    tables = LAYER.unstack(params)
+    assert_trees_close(LAYER.stack(tables), params)
+    new = jnp.full((2, D), 9.0)
+    changed = LAYER.set_table(params, "flag", new)
+    np.testing.assert_array_equal(LAYER.get_table(changed, "flag"), new)
+    for name in tables.keys() - {"flag"}:
+        np.testing.assert_array_equal(LAYER.get_table(changed, name), tables[name])
+    changed = LAYER.set_rows(params, "flag", jnp.array([1, 2, -1]), jnp.ones((3, D)))
+    other = np.asarray(changed[STACK] != params[STACK]).any(axis=1)
+    assert np.flatnonzero(other).tolist() == [102]
+    out = LAYER.get_rows(changed, "flag", jnp.array([[1, 2]]))
+    np.testing.assert_array_equal(out, [[[1.0] * D, [0.0] * D]])
+    part = sj.SelectedRows([101, 7, HEIGHT], jnp.ones((3, D)), HEIGHT)
+    with pytest.raises(TypeError, match="has no rows to overwrite"):
+        LAYER.set_table({STACK: part}, "flag", new)
+
+
+def test_tables_are_drawn_by_their_own_layers():
+    fill = lambda value: lambda key, shape, dtype: jnp.full(shape, value, dtype)
+    layer = sj.nn.EmbeddingCollection(
+        {"a": Bag(5, 2, init=fill(1.0)), "b": Bag(7, 2, init=fill(2.0)), "c": (6, 2)}
+    )
+    tables = layer.unstack(jax.jit(layer.init)(jax.random.key(0)))
+    assert np.all(tables["a"] == 1) and np.all(tables["b"] == 2)
+    assert np.unique(tables["c"]).size == 12
+
+
+# ------------------------------------------------------------------ as values
+
+
+def test_a_collection_is_static():
+    same = sj.nn.EmbeddingCollection(dict(TABLES), dict(FEATURES))
+    assert LAYER == same and hash(LAYER) == hash(same)
+    assert LAYER != dataclasses.replace(LAYER, stacked=False)
+    assert dataclasses.replace(LAYER, stacked=True) == LAYER
+    small = sj.nn.EmbeddingCollection({"a": (5, 2)}, {"x": ("a", "max")})
+    assert repr(small) == (
+        "EmbeddingCollection({'a': EmbeddingBag(5, 2)}, {'x': ('a', 'max')})"
+    )
+    f = jax.jit(lambda layer, p, ids: layer(p, ids), static_argnums=0)
+    out = f(small, small.init(jax.random.key(0)), {"x": jnp.array([1])})
+    assert out["x"].shape == (1, 2)
+
+
+Collection: Any = sj.nn.EmbeddingCollection
+WRONG_FIELDS = [
+    (lambda: Collection({}), "tables must be a dict of names to layers"),
+    (lambda: Collection(5), "tables must be a dict"),
+    (lambda: Collection({3: (5, 2)}), "tables must be a dict of names"),
+    (lambda: Collection({"a": 5}), r"table 'a' must be an Embedding.* got 5"),
+    (lambda: Collection({"a": (5, 0)}), "features must be a positive int, got 0"),
+    (lambda: Collection({"a": (5, 2)}, {}), "features must be a dict of names to tab"),
+    (lambda: Collection({"a": (5, 2)}, {"x": "b"}), "no table 'b'; there are 'a'"),
+    (lambda: Collection({"a": (5, 2)}, {"x": 3}), "feature 'x' must be the name of"),
+    (lambda: Collection({"a": (5, 2)}, {"x": ("a", "mode")}), "combiner must be one"),
+    (lambda: Collection({"a": (5, 2), "b": (5, 2)}, {"x": "a"}), r"reads \['b'\]"),
+    (lambda: Collection({"a": (5, 2)}, stacked=3), "stacked must be True or False"),
+    (lambda: Collection({"a": (2**30, 2), "b": (2**30, 2)}).place("a"), "needs int64"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG_FIELDS)
+def test_wrong_fields(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def _in_segments(values):
+    return sj.SegmentTensor(values, jnp.zeros(2, jnp.int32), 1)
+
+
+TWO = jnp.array([1, 2])
+WRONG_CALLS = [
+    (dict(ids=TWO), r"ids must be a dict from features to their ids, got .*Array"),
+    (dict(ids={"users": TWO}), "there is no feature 'users'; there are 'user', 'flag'"),
+    (dict(ids={"user": TWO * 1.0}), "feature 'user': ids must be integers, got float"),
+    (dict(ids={"user": _in_segments({"id": TWO})}), "one array of ids, or .* got dict"),
+    (dict(ids={"user": _in_segments(jnp.ones((2, 2), int))}), r"shape \[n\], got \(2,"),
+    (dict(ids={"user": TWO}, weights={"flag": TWO}), r"weights for \['flag'\], of wh"),
+    (dict(ids={"user": TWO}, weights=TWO), "weights must be a dict"),
+    (
+        dict(ids={"user": TWO}, weights={"user": jnp.ones(3)}),
+        r"the ids, \(2,\), one",
+    ),
+    (dict(ids={"user": TWO}, weights={"user": TWO > 0}), "real numbers, got bool"),
+    (dict(ids={"seen": TWO}, weights={"seen": TWO}), "got combiner='max'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_CALLS)
+def test_wrong_calls(options, message):
+    params = {STACK: jnp.zeros((HEIGHT, D))}
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"EmbeddingCollection.*{message}"
+    ):
+        LAYER(params, **options)
+
+
+def test_wrong_parameters():
+    params = {STACK: jnp.zeros((HEIGHT, D))}
+    with pytest.raises(TypeError, match=r"the names \['float32_3'\], got the names"):
+        LAYER({"embedding": params[STACK]}, {"user": TWO})
+    with pytest.raises(ValueError, match="parameters of another layer"):
+        LAYER({STACK: jnp.zeros((5, D))}, {"user": TWO})
+    for call in (LAYER.place, lambda t: LAYER.get_table(params, t)):
+        with pytest.raises(ValueError, match="no table 'users'; there are 'user'"):
+            call("users")
+    with pytest.raises(ValueError, match=r"'flag' must be an array of shape \(2, 3\)"):
+        LAYER.set_table(params, "flag", jnp.ones((3, 3)))
+    with pytest.raises(ValueError, match=r"values must have shape \(2, 3\), a row for"):
+        LAYER.set_rows(params, "flag", TWO, jnp.ones(3))
+    with pytest.raises(TypeError, match=r"stack: params must be the dict .*'flag'"):
+        LAYER.stack({"user": jnp.ones((101, D))})

@@ -1,0 +1,103 @@
+"""A DLRM of 26 tables trains through EmbeddingCollection; its benchmark, tiny."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_no_dense, count_traces
+
+
+pytest.importorskip("benchmarks")  # a source distribution has none
+
+from benchmarks import __main__, dlrm  # noqa: E402
+
+
+pytestmark = pytest.mark.loose_promotion  # optax's
+# As skewed as the real sizes: from 2 rows to as many as all the rest have.
+ROWS = (2, *dlrm.table_rows(1500))[:26]
+MODEL = dlrm.Model(ROWS, 4, bottom=(8,), top=(16,))
+
+
+def test_sizes_are_those_of_criteo():
+    rows = dlrm.table_rows(10**6)
+    assert len(rows) == 26 and min(rows) == 3 and rows.count(10**6) == 5
+    assert sum(dlrm.CARDINALITIES) == 33_762_577
+
+
+def test_trains_with_one_compilation():
+    assert len(ROWS) == 26
+    (stack,) = MODEL.layers["tables"].table_prefix()
+    clicks, tx = dlrm.Clicks(ROWS, 192), sj.optim.lazy(optax.adagrad(0.3))
+    step = count_traces(dlrm.make_step(MODEL, sj.value_and_grad, tx))
+    params = MODEL.init(jax.random.key(0))
+    height = params["tables"][stack].shape[0]
+    assert height == sum(ROWS)
+    state = params, tx.init(params)
+
+    # One gather of the stack, a sparse gradient in spite of the table of 2 rows, and
+    # nothing as high as the stack but the stack.
+    batch = clicks()
+    grad = sj.grad(lambda p, batch: dlrm.loss_fn(MODEL, p, batch))
+    spec = jax.eval_shape(grad, params, batch)["tables"][stack]
+    assert isinstance(spec, sj.SelectedRows) and spec.capacity == 26 * 192
+    assert_no_dense(grad, params, batch, heights=[height])
+
+    run = jax.jit(step, donate_argnums=0)
+    state, losses, rate = dlrm.train(run, state, clicks, 300)
+    assert step.count == 1
+    assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert np.mean(losses[-50:]) < dlrm.entropy(rate) - 0.01
+
+
+def test_all_sides_take_the_same_step():
+    tx, rows = optax.sgd(0.1), ROWS[:5]
+    model = dlrm.Model(rows, 4, bottom=(8,), top=(16,))
+    batch, params = dlrm.Clicks(rows, 16)(), model.init(jax.random.key(0))
+    collection = model.layers["tables"]
+    apart = dataclasses.replace(model, stacked=False)
+    tables = collection.unstack(params["tables"])
+
+    def step(model, value_and_grad, tx, params):
+        run = jax.jit(dlrm.make_step(model, value_and_grad, tx))
+        (params, _), loss = run((params, tx.init(params)), batch)
+        return params, loss
+
+    lazy = sj.optim.lazy(tx)
+    ours, loss = step(model, sj.value_and_grad, lazy, params)
+    dense, dense_loss = step(model, jax.value_and_grad, tx, params)
+    other, other_loss = step(
+        apart, sj.value_and_grad, lazy, {**params, "tables": tables}
+    )
+    np.testing.assert_allclose([loss, other_loss], dense_loss, rtol=1e-6)
+    other["tables"] = collection.stack(other["tables"])
+    for tree in (ours, other):
+        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(dense)):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_ids_are_skewed_and_in_range():
+    batch = dlrm.Clicks(ROWS, 500)()
+    for k, n in enumerate(ROWS):
+        ids = np.asarray(batch["ids"][f"C{k + 1}"])
+        assert ids.dtype == np.int32 and ids.min() >= 0 and ids.max() < n
+    most = np.unique(np.asarray(batch["ids"]["C2"]), return_counts=True)[1].max()
+    assert most > 500 * np.log(2) / np.log(ROWS[1]) / 2  # evenly it would be one or two
+    assert batch["dense"].shape == (500, 13) and 0.1 < jnp.mean(batch["clicked"]) < 0.6
+
+
+def test_command_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dlrm, "CARDINALITIES", (2, 9, 500))
+    out = tmp_path / "lines.jsonl"
+    argv = "dlrm --cap 20 --dim 2 --batch 8 --repeats 3 --train 2 --json".split()
+    assert __main__.main([*argv, str(out)]) == 0
+    text = capsys.readouterr().out
+    assert dlrm.HEADER in text and "entropy of the base rate" in text
+    record = json.loads(out.read_text())
+    assert record["ms"].keys() == {"ours", "apart", "dense"}
+    assert record["repeats"] == 3 and record["jax"] == jax.__version__

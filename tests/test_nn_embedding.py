@@ -1,0 +1,349 @@
+"""Embedding and EmbeddingBag, against plain jnp on the table."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_trees_close
+from sparsejax.nn import _embedding_bag
+
+
+V, D = 211, 3  # a prime that nothing else is
+IDS = jnp.array([[3, 7, -1], [V, 3, 5], [V - 1, 0, 7]])
+LAYER = sj.nn.Embedding(V, D, padding_id=-1, mode="zero")
+BAG = sj.nn.EmbeddingBag(V, D, padding_id=-1, mode="zero", combiner="mean")
+
+
+def _params(layer):
+    return layer.init(jax.random.key(0))
+
+
+def _plain(table, ids):
+    """`table[ids]`, zeros for what is out of range."""
+    inside = (ids >= 0) & (ids < V)
+    rows = table[jnp.where(inside, ids, 0)]
+    return jnp.where(inside[..., None], rows, jnp.zeros((), rows.dtype))
+
+
+def _plain_mean(table, ids):
+    """The mean of each bag; -1 is padding, V counts."""
+    count = jnp.sum(ids != -1, axis=-1, keepdims=True).astype(table.dtype)
+    return jnp.sum(_plain(table, ids), axis=-2) / count
+
+
+PLAIN = {"embedding": (LAYER, _plain), "bag": (BAG, _plain_mean)}
+
+
+# ------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_gradient_is_that_of_plain_jnp(name):
+    layer, f = PLAIN[name]
+    params = _params(layer)
+    loss = lambda params, ids: jnp.sum(jnp.sin(layer(params, ids)))
+    plain = lambda params, ids: jnp.sum(jnp.sin(f(params["embedding"], ids)))
+    np.testing.assert_allclose(
+        layer(params, IDS), f(params["embedding"], IDS), rtol=1e-5, atol=1e-6
+    )
+    want = jax.grad(plain)(params, IDS)["embedding"]
+    g = jax.jit(sj.grad(loss))(params, IDS)["embedding"]
+    assert isinstance(g, sj.SelectedRows) and g.capacity == IDS.size
+    assert_trees_close(g.to_dense(), want)
+    assert_no_dense(sj.grad(loss), params, IDS)
+
+    two = jnp.stack([IDS, IDS])
+    g = jax.vmap(lambda ids: sj.grad(loss)(params, ids)["embedding"].to_dense())(two)
+    assert_trees_close(g, jnp.stack([want, want]))
+
+    def scanned(params):
+        add = lambda total, ids: (total + loss(params, ids), None)
+        return jax.lax.scan(add, jnp.zeros(()), two)[0]
+
+    g = jax.jit(sj.grad(scanned))(params)["embedding"]
+    assert isinstance(g, sj.SelectedRows)
+    assert_trees_close(g.to_dense(), 2 * want)
+
+
+def test_numerical_gradients(x64):
+    options: Any = dict(param_dtype="float64", max_norm=0.7, padding_id=0)
+    layer = sj.nn.Embedding(V, D, **options)
+    bag = sj.nn.EmbeddingBag(V, D, combiner="sqrtn", **options)
+    ids, w = jnp.array([[3, 0], [7, 3]]), jnp.array([[0.5, 1.0], [-2.0, 3.0]])
+    params = _params(layer)
+    f = lambda p: jnp.sum(jnp.sin(layer(p, ids)))
+    check_grads(jax.jit(f), (params,), 1, ["fwd", "rev"])
+    f = lambda p, w: jnp.sum(jnp.sin(bag(p, ids, weights=w)))
+    check_grads(jax.jit(f), (params, w), 1, ["fwd", "rev"])
+
+
+def test_ids_of_any_rank_and_segments():
+    params = _params(LAYER)
+    table = params["embedding"]
+    for shape in ((), (4,), (2, 0), (1, 2, 3)):
+        ids = jnp.ones(shape, jnp.int32)
+        assert jax.eval_shape(LAYER, params, ids).shape == (*shape, D)
+    values = jnp.array([3, 7, 3, V + 9])
+    st = sj.SegmentTensor(values, jnp.array([1, 0, 1, 2]), 2)
+    out = LAYER(params, st)
+    assert isinstance(out, sj.SegmentTensor) and out.num_segments == 2
+    want = jnp.concatenate([table[values[:3]], jnp.zeros((1, D))])
+    np.testing.assert_array_equal(out.values, want)
+    # What is in no segment is no error, whatever its id.
+    strict = dataclasses.replace(LAYER, mode="error")
+    np.testing.assert_array_equal(strict(params, st).values, want)
+    with pytest.raises(checkify.JaxRuntimeError, match="1 of 2 ids are out of range"):
+        strict(params, jnp.array([V, 0]))
+
+
+def test_options_are_those_of_lookup():
+    table = jax.random.normal(jax.random.key(0), (V, D))
+    params, ids = {"embedding": table}, jnp.array([[5, -1], [V, 0]])
+    cases: list[dict[str, Any]] = [
+        dict(mode="clip"),
+        dict(mode="fill", padding_id=0),
+        dict(mode="zero", max_norm=0.5),
+    ]
+    for options in cases:
+        want = sj.lookup(table, ids, **options)
+        out = sj.nn.Embedding(V, D, **options)(params, ids)
+        np.testing.assert_array_equal(out, want)
+        out = sj.nn.EmbeddingBag(V, D, combiner="max", **options)(params, ids)
+        want = sj.embedding_bag(table, ids, combiner="max", **options)
+        np.testing.assert_array_equal(out, want)
+
+
+def test_every_combiner_is_known():
+    table, ids = jnp.ones((5, 2)), jnp.array([[1, 2]])
+    for combiner in _embedding_bag.COMBINERS:
+        out = sj.nn.EmbeddingBag(5, 2, combiner=combiner)({"embedding": table}, ids)
+        want = sj.embedding_bag(table, ids, combiner=combiner)
+        np.testing.assert_array_equal(out, want)
+    known = ", ".join(map(repr, _embedding_bag.COMBINERS))
+    with pytest.raises(ValueError, match=f"must be one of {known}, got 'median'"):
+        sj.embedding_bag(table, ids, combiner="median")
+
+
+def test_forms_of_bags():
+    layer = sj.nn.EmbeddingBag(V, D, combiner="sum", padding_id=-1)
+    params = _params(layer)
+    padded = jnp.array([[3, 7], [5, -1], [-1, -1]])
+    weights = jnp.array([[0.5, 2.0], [3.0, jnp.nan], [jnp.nan, jnp.nan]])
+    want = layer(params, padded, weights=weights)
+    table = params["embedding"]
+    first = 0.5 * table[3] + 2 * table[7]
+    rows = jnp.stack([first, 3 * table[5], jnp.zeros(D)])
+    np.testing.assert_allclose(want, rows, rtol=1e-5)
+    flat, ids = jnp.array([3, 7, 5, 9]), jnp.array([0, 0, 1, 3])
+    w = jnp.array([0.5, 2.0, 3.0, jnp.nan])
+    out = layer(params, flat, ids, 3, weights=w, indices_are_sorted=True)
+    np.testing.assert_allclose(out, want, rtol=1e-6)
+    st = sj.SegmentTensor(flat, ids, 3, True)
+    np.testing.assert_allclose(layer(params, st, weights=w), want, rtol=1e-6)
+    both = sj.SegmentTensor({"index": flat, "value": w}, ids, 3, True)
+    np.testing.assert_allclose(layer(params, both), want, rtol=1e-6)
+    with pytest.raises(ValueError, match="brings its own weights"):
+        layer(params, both, weights=w)
+
+
+def test_types_of_results():
+    for kind in (sj.nn.Embedding, sj.nn.EmbeddingBag):
+        layer = kind(V, D, dtype="float16", param_dtype="bfloat16")
+        params = _params(layer)
+        assert params["embedding"].dtype == jnp.bfloat16
+        assert layer(params, jnp.array([[1]])).dtype == jnp.float16
+
+
+def test_the_rows_are_cast_not_the_table():
+    layer = sj.nn.Embedding(V, D, dtype="bfloat16", mode="zero")
+    loss = lambda p: jnp.sum(layer(p, jnp.array([1, 2])).astype(jnp.float32))
+    assert_no_dense(sj.grad(loss), _params(layer))
+
+
+# ------------------------------------------------------------------ kinds of gradient
+
+
+def test_sparse_grad_false_is_dense_always():
+    for kind in (sj.nn.Embedding, sj.nn.EmbeddingBag):
+        layer = kind(V, D, sparse_grad=False)
+        params, ids = _params(layer), jnp.array([[3, 7]])
+        loss = lambda p, layer=layer, ids=ids: jnp.sum(jnp.sin(layer(p, ids)))
+        g = jax.jit(sj.grad(loss))(params)["embedding"]
+        assert isinstance(g, jax.Array)
+        assert_trees_close(g, jax.grad(loss)(params)["embedding"])
+        with pytest.raises(sj.DensifyError, match="dense_gradient"):
+            sj.grad(loss, tables=True)(params)
+        check_grads(loss, (params,), 1, ["fwd", "rev"], rtol=1e-2, atol=1e-2)
+        two = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+        g = jax.vmap(jax.grad(loss))(two)["embedding"]
+        assert_trees_close(g[1], jax.grad(loss)(params)["embedding"])
+        # Nothing of it is left when it is compiled.
+        lowered = jax.jit(layer).lower(params, ids).compile()
+        assert f"f32[{V},{D}]{{1,0}} copy(" not in str(lowered.as_text())
+
+
+@pytest.mark.multidevice
+def test_sparse_grad_false_over_a_mesh():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    layer, spec = sj.nn.Embedding(V, D, sparse_grad=False), jax.sharding.PartitionSpec
+
+    @jax.shard_map(mesh=mesh, in_specs=(spec(), spec("i")), out_specs=spec())
+    def loss(params, ids):
+        return jax.lax.psum(jnp.sum(layer(params, ids)), "i")
+
+    g = sj.grad(loss)(_params(layer), jnp.array([3, 7]))["embedding"]
+    assert isinstance(g, jax.Array)
+    assert np.flatnonzero(np.any(np.asarray(g) != 0, axis=1)).tolist() == [3, 7]
+
+
+def test_insisting():
+    layers = {"a": sj.nn.Embedding(20, D), "b": [sj.nn.EmbeddingBag(V, D)], "c": None}
+    layers["d"] = sj.nn.Embedding(V, D, sparse_grad=False)
+    wish = sj.nn.tables(layers)
+    assert wish == {
+        "a": {"embedding": True},
+        "b": [{"embedding": True}],
+        "c": None,
+        "d": {"embedding": False},
+    }
+    params = {
+        "a": _params(layers["a"]),
+        "b": [_params(layers["b"][0])],
+        "c": {"w": jnp.ones(D)},
+        "d": _params(layers["d"]),
+    }
+    ids = jnp.arange(9)
+
+    def loss(params):
+        a = layers["a"](params["a"], ids) * params["c"]["w"][None]
+        b = layers["b"][0](params["b"][0], ids[None])
+        return jnp.sum(a) + jnp.sum(b) + jnp.sum(layers["d"](params["d"], ids))
+
+    rows = lambda g: [isinstance(g[k], sj.SelectedRows) for k in ("embedding",)]
+    g = jax.eval_shape(sj.grad(loss), params)
+    assert rows(g["a"]) == [False]  # 9 of 20 rows are more than a quarter
+    g = jax.eval_shape(sj.grad(loss, tables=wish), params)
+    assert rows(g["a"]) == rows(g["b"][0]) == [True] and rows(g["d"]) == [False]
+
+
+def test_attend():
+    layer = sj.nn.Embedding(V, D)
+    params, query = _params(layer), jax.random.normal(jax.random.key(1), (2, 4, D))
+    want = jnp.einsum("abd,vd->abv", query, params["embedding"])
+    assert_trees_close(layer.attend(params, query), want)
+    half = dataclasses.replace(layer, dtype="bfloat16").attend(params, query)
+    assert half.dtype == jnp.bfloat16
+
+    def tied(params, ids):
+        logits = layer.attend(params, layer(params, ids))
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
+
+    g = sj.grad(tied)(params, jnp.array([3, 7]))["embedding"]
+    assert isinstance(g, jax.Array)  # all rows are scored
+    assert_trees_close(g, jax.grad(tied)(params, jnp.array([3, 7]))["embedding"])
+    for wrong in (jnp.ones((2, D + 1)), jnp.ones(D, jnp.int32), "query", jnp.ones(())):
+        with pytest.raises(TypeError, match=r"attend: query must be .*\[\.\.\., 3\]"):
+            layer.attend(params, wrong)
+
+
+def test_rows_that_were_pulled():
+    params = _params(LAYER)
+    ids = jnp.unique(IDS, size=10, fill_value=V)
+    rows = sj.SelectedRows(ids, sj.lookup(params["embedding"], ids, mode="zero"), V)
+    pulled = {"embedding": rows}
+    for layer in (LAYER, BAG):
+        f = lambda p, layer=layer: (x := layer(p, IDS), jnp.sum(jnp.sin(x)))[::-1]
+        g, out = jax.jit(sj.grad(f, has_aux=True))(pulled)
+        np.testing.assert_array_equal(g["embedding"].rows, rows.rows)
+        want, of_table = jax.jit(jax.grad(f, has_aux=True))(params)
+        np.testing.assert_allclose(out, of_table, rtol=1e-6)
+        assert_trees_close(g["embedding"].to_dense(), want["embedding"])
+    fill = dataclasses.replace(LAYER, mode="fill")
+    assert np.isnan(fill(pulled, jnp.array([99]))).all()
+    with pytest.raises(TypeError, match="attend: .* multiplies all of them"):
+        LAYER.attend(pulled, jnp.ones(D))
+
+
+# ------------------------------------------------------------------ as values
+
+
+def test_layers_are_static():
+    kinds: list[Any] = [sj.nn.Embedding, sj.nn.EmbeddingBag]
+    ones = jax.nn.initializers.ones
+    for kind in kinds:
+        layer = kind(V, D, padding_id=np.int64(0), param_dtype="float32")
+        assert layer == kind(V, D, padding_id=0)
+        assert hash(layer) == hash(kind(V, D, padding_id=0))
+        assert layer != kind(V, D)
+        drawn = kind(V, D, init=ones)
+        assert drawn == kind(V, D, initializer=ones) != kind(V, D)
+        again = dataclasses.replace(drawn, features=2)
+        assert (again.features, again.initializer) == (2, ones)
+        assert dataclasses.replace(drawn, init=jax.nn.initializers.zeros) != drawn
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            layer.features = 5
+        f = jax.jit(lambda layer, p, ids: layer(p, ids), static_argnums=0)
+        assert f(layer, _params(layer), jnp.array([[0]])).shape[-1] == D
+    layer = sj.nn.EmbeddingBag(V, D, combiner="mean", dtype="bfloat16", init=ones)
+    assert (
+        repr(layer)
+        == "EmbeddingBag(211, 3, combiner='mean', dtype=bfloat16, init=ones)"
+    )
+    table = _params(sj.nn.Embedding(2000, 64))["embedding"]
+    assert abs(float(jnp.mean(jnp.sum(table * table, axis=1))) - 1) < 0.02
+
+
+WRONG_FIELDS = [
+    (dict(num_embeddings=0), "num_embeddings must be a positive int, got 0"),
+    (dict(features=-2), "features must be a positive int, got -2"),
+    (dict(features=True), "features must be a positive int, got True"),
+    (dict(sparse_grad=None), "sparse_grad must be True or False, got None"),
+    (dict(dtype=int), "dtype must be a type of real floats"),
+    (dict(param_dtype="complex64"), "param_dtype must be a type of real floats"),
+    (dict(param_dtype="nonsense"), "param_dtype must be .* got 'nonsense'"),
+    (dict(init=3), r"init must be a function \(key, shape, dtype\)"),
+    (dict(padding_id=0.5), "padding_id must be a static int or None, got 0.5"),
+    (dict(max_norm=0), "max_norm must be a positive number, got 0"),
+    (dict(max_norm="1 metre"), "max_norm must be a static number"),
+    (dict(mode="wrap"), "mode must be one of 'fill', 'clip', 'zero' and 'error'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG_FIELDS)
+def test_wrong_fields(fields, message):
+    for kind in (sj.nn.Embedding, sj.nn.EmbeddingBag):
+        name = rf"sparsejax\.nn\.{kind.__name__}: "
+        with pytest.raises((TypeError, ValueError), match=name + message):
+            kind(**{"num_embeddings": 5, "features": 2, **fields})
+
+
+def test_unknown_combiner():
+    with pytest.raises(ValueError, match="combiner must be one of 'sum', .*'median'"):
+        sj.nn.EmbeddingBag(5, 2, combiner="median")
+
+
+def test_wrong_calls():
+    params = _params(LAYER)
+    for layer in (LAYER, BAG):
+        with pytest.raises(TypeError, match=r"dict that .*\.init\(key\) makes"):
+            layer(params["embedding"], IDS)
+        with pytest.raises(TypeError, match=r"got the names \['bias', 'embedding'\]"):
+            layer({**params, "bias": 1}, IDS)
+        with pytest.raises(ValueError, match="parameters of another layer"):
+            layer({"embedding": jnp.ones((V, D + 1))}, IDS)
+        with pytest.raises(TypeError, match="must be an array of shape"):
+            layer({"embedding": None}, IDS)
+        with pytest.raises(TypeError, match="ids must be integers, got float32"):
+            jax.jit(layer)(params, jnp.ones((2, 2)))
+    nested = sj.SegmentTensor({"ids": jnp.arange(2)}, jnp.arange(2), 2)
+    with pytest.raises(TypeError, match=r"must be one array of ids, got dict"):
+        LAYER(params, nested)
+    with pytest.raises(ValueError, match="which bag each id is in is not known"):
+        BAG(params, jnp.arange(3))

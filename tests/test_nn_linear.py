@@ -1,0 +1,398 @@
+"""Dense and FactorizationMachine: arrays and CSR, against plain jnp on dense arrays."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.sparse import BCSR
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from helpers import assert_no_dense, assert_trees_close, count_traces
+
+
+sparse = pytest.importorskip("scipy.sparse")
+
+C, S, CAPACITY = 211, 5, 24  # a prime that nothing else is
+NORMAL = jax.nn.initializers.normal(1.0)
+
+
+def _scipy(dtype: Any = np.float32):
+    return sparse.random(S, C, 0.015, "csr", dtype, np.random.default_rng(0))
+
+
+def _segments(matrix, is_sorted=True):
+    """The matrix with empty slots, in which anything stands."""
+    n = matrix.nnz
+    index = np.full(CAPACITY, 7, np.int32)
+    value = np.full(CAPACITY, np.nan, matrix.dtype)
+    rows = np.full(CAPACITY, S, np.int32)
+    index[:n], value[:n] = matrix.indices, matrix.data
+    rows[:n] = np.repeat(np.arange(S), np.diff(matrix.indptr))
+    index[n:] = np.resize([7, -3, C, C + 5], CAPACITY - n)
+    order = np.arange(CAPACITY)
+    if not is_sorted:
+        order = np.random.default_rng(1).permutation(CAPACITY)
+    values = {"index": jnp.asarray(index[order]), "value": jnp.asarray(value[order])}
+    return sj.SegmentTensor(values, jnp.asarray(rows[order]), S, is_sorted)
+
+
+def _forms(matrix):
+    bcsr = BCSR.from_scipy_sparse(matrix)
+    return {
+        "scipy": matrix,
+        "bcsr": bcsr,
+        "segments": _segments(matrix),
+        "unsorted": _segments(matrix, is_sorted=False),
+        "array": jnp.asarray(matrix.toarray()),
+    }
+
+
+LAYERS = {
+    "dense": sj.nn.Dense(3, C, bias_init=NORMAL),
+    "dense without bias": sj.nn.Dense(1, use_bias=False),
+    "fm": sj.nn.FactorizationMachine(
+        C, 4, factor_init=NORMAL, linear_init=NORMAL, bias_init=NORMAL
+    ),
+    "fm of 3": sj.nn.FactorizationMachine(
+        C, 2, 3, factor_init=NORMAL, linear_init=NORMAL, bias_init=NORMAL
+    ),
+    "fm of pairs": sj.nn.FactorizationMachine(
+        C, 2, use_bias=False, use_linear=False, factor_init=NORMAL
+    ),
+}
+
+
+def _params(layer):
+    if isinstance(layer, sj.nn.Dense):
+        return layer.init(jax.random.key(0), jnp.zeros((1, C)))
+    return layer.init(jax.random.key(0))
+
+
+def _plain(params, x):
+    """Both layers on an array, as their definitions say: all pairs, one by one."""
+    if "kernel" in params:
+        return x @ params["kernel"] + params.get("bias", jnp.zeros(()))
+    v = params["factors"]
+    w = params.get("linear", jnp.zeros((C, *(v.shape[1:-1] or (1,)))))
+    both = v if v.ndim == 3 else v[:, None]
+    inner = jnp.einsum("cor,dor->ocd", both, both)
+    pairs = jnp.einsum("sc,sd,ocd->so", x, x, jnp.triu(inner, 1))
+    out = x @ w + pairs + params.get("bias", jnp.zeros(()))
+    return out if v.ndim == 3 else out[:, 0]
+
+
+def _insist(layer):
+    return dataclasses.replace(layer, sparse_grad=True).table_prefix()
+
+
+def _dense(tree):
+    is_rows = lambda x: isinstance(x, sj.SelectedRows)
+    return jax.tree.map(
+        lambda x: x.to_dense() if is_rows(x) else x, tree, is_leaf=is_rows
+    )
+
+
+# ------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.loose_promotion  # of the plain function
+def test_every_form_of_input(name):
+    layer, matrix = LAYERS[name], _scipy()
+    params = _params(layer)
+    want = _plain(params, jnp.asarray(matrix.toarray()))
+    for form, x in _forms(matrix).items():
+        out = layer(params, x)
+        assert out.dtype == jnp.float32, form
+        np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5, err_msg=form)
+
+
+@pytest.mark.parametrize("name", ["dense", "fm", "fm of 3"])
+def test_ids_alone_count_one(name):
+    layer, matrix = LAYERS[name], _scipy()
+    params = _params(layer)
+    st = _segments(matrix)
+    ids = sj.SegmentTensor(st.values["index"], st.segment_ids, S, True)
+    ones = matrix.copy()
+    ones.data[:] = 1
+    np.testing.assert_allclose(
+        layer(params, ids), layer(params, ones), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_leading_axes():
+    x = jax.random.normal(jax.random.key(1), (2, 3, C))
+    for name, shape in (("dense", (2, 3, 3)), ("fm", (2, 3)), ("fm of 3", (2, 3, 3))):
+        layer = LAYERS[name]
+        out = layer(_params(layer), x)
+        assert out.shape == shape
+        one = layer(_params(layer), x[1, 2])
+        np.testing.assert_allclose(out[1, 2], one, rtol=1e-4, atol=1e-4)
+
+
+def test_a_feature_named_twice_is_two_features():
+    layer = sj.nn.FactorizationMachine(9, 2, factor_init=NORMAL)
+    params = layer.init(jax.random.key(0))
+    values = {"index": jnp.array([4, 4]), "value": jnp.array([2.0, 3.0])}
+    out = layer(params, sj.SegmentTensor.from_lengths(values, jnp.array([2])))
+    v = params["factors"][4]
+    np.testing.assert_allclose(out, [6 * jnp.sum(v * v)], rtol=1e-5)
+
+
+def test_types_of_results():
+    matrix = _scipy()
+    st = _segments(matrix)
+    for layer in (
+        sj.nn.Dense(2, C, dtype="float16"),
+        sj.nn.FactorizationMachine(C, 2, dtype="bfloat16", factor_init=NORMAL),
+    ):
+        params = _params(layer)
+        exact = jax.jit(dataclasses.replace(layer, dtype=None))(params, st)
+        for x in (st, jnp.asarray(matrix.toarray())):
+            out = jax.jit(layer)(params, x)
+            assert out.dtype == layer.dtype
+            out = out.astype(jnp.float32)
+            np.testing.assert_allclose(out, exact, rtol=0.05, atol=0.05)
+    layer = sj.nn.Dense(2, C, param_dtype="bfloat16")
+    params = layer.init(jax.random.key(0))
+    assert params["kernel"].dtype == params["bias"].dtype == jnp.bfloat16
+    spec = jax.ShapeDtypeStruct((1, C), jnp.bfloat16)
+    assert jax.eval_shape(layer, params, spec).dtype == jnp.bfloat16
+    assert jax.eval_shape(layer, params, st).dtype == jnp.float32  # the common type
+    counts = {**st.values, "value": jnp.ones(CAPACITY, jnp.int32)}
+    counts = sj.SegmentTensor(counts, st.segment_ids, S, True)
+    layer = sj.nn.Dense(2, C)
+    assert jax.eval_shape(layer, _params(layer), counts).dtype == jnp.float32
+
+
+def test_float32_stays_under_x64(x64):
+    matrix = _scipy()
+    for layer in (LAYERS["dense"], LAYERS["fm"]):
+        params = _params(layer)
+        assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
+        for x in (_segments(matrix), jnp.ones((2, C), jnp.int64)):
+            assert jax.eval_shape(layer, params, x).dtype == jnp.float32
+
+
+# ------------------------------------------------------------------ gradients
+
+
+@pytest.mark.parametrize("name", ["dense", "fm", "fm of 3"])
+@pytest.mark.loose_promotion
+def test_gradient_is_that_of_plain_jnp(name):
+    layer, matrix = LAYERS[name], _scipy()
+    params, x = _params(layer), _segments(matrix, is_sorted=False)
+    array = jnp.asarray(matrix.toarray())
+    loss = lambda params, x: jnp.sum(jnp.sin(layer(params, x)))
+    plain = lambda params, x: jnp.sum(jnp.sin(_plain(params, x)))
+    insisted = sj.grad(loss, tables=_insist(layer))
+    grad = jax.jit(insisted)
+    want = jax.jit(jax.grad(plain))(params, array)
+    g = grad(params, x)
+    tables = {k: v for k, v in g.items() if k != "bias"}
+    assert all(v.capacity == CAPACITY for v in tables.values())
+    assert_trees_close(_dense(g), want, rtol=1e-4, atol=1e-4)
+    of_jax = jax.jit(jax.grad(loss))(params, x)
+    assert_trees_close(of_jax, want, rtol=1e-4, atol=1e-4)
+    assert_no_dense(insisted, params, x)
+
+    two = jax.tree.map(lambda *xs: jnp.stack(xs), x, x)
+    mapped = jax.jit(jax.vmap(lambda x: _dense(insisted(params, x))))(two)
+    for k in range(2):
+        one = jax.tree.map(lambda x, k=k: x[k], mapped)
+        assert_trees_close(one, want, rtol=1e-4, atol=1e-4)
+
+    def scanned(params):
+        add = lambda total, x: (total + loss(params, x), None)
+        return jax.lax.scan(add, jnp.zeros(()), two)[0]
+
+    g = jax.jit(sj.grad(scanned, tables=_insist(layer)))(params)
+    twice = jax.tree.map(lambda x: 2 * x, want)
+    assert_trees_close(_dense(g), twice, rtol=1e-4, atol=2e-4)
+
+
+def test_numerical_gradients(x64):
+    matrix = _scipy(np.float64)
+    st = _segments(matrix)
+
+    def loss(layer, params, value):
+        x = sj.SegmentTensor({**st.values, "value": value}, st.segment_ids, S, True)
+        return jnp.sum(jnp.sin(layer(params, x)))
+
+    value = jnp.where(jnp.isnan(st.values["value"]), 0, st.values["value"])
+    for name in ("dense", "fm of 3"):
+        layer = dataclasses.replace(LAYERS[name], param_dtype="float64")
+        f = lambda *args, layer=layer: loss(layer, *args)
+        check_grads(jax.jit(f), (_params(layer), value), 1, ["fwd", "rev"])
+
+
+def test_sparse_grad_false_is_dense_always():
+    x = _segments(_scipy())
+    loss = lambda params, layer: jnp.sum(layer(params, x))
+    for layer in (sj.nn.Dense(1, C), LAYERS["fm"]):
+        layer = dataclasses.replace(layer, sparse_grad=False)
+        f = lambda params, layer=layer: loss(params, layer)
+        g = jax.eval_shape(sj.grad(f), _params(layer))
+        assert not any(isinstance(v, sj.SelectedRows) for v in g.values())
+        assert set(layer.table_prefix().values()) == {False}
+
+
+# ------------------------------------------------------------------ pulled rows
+
+
+@pytest.mark.parametrize("name", ["dense", "fm of 3"])
+def test_weights_that_were_pulled(name):
+    layer, x = LAYERS[name], _segments(_scipy())
+    params = _params(layer)
+    ids = jnp.unique(x.values["index"][: _scipy().nnz], size=20, fill_value=C)
+    pull = lambda w: sj.SelectedRows(ids, sj.lookup(w, ids, mode="zero"), C)
+    pulled = {k: v if k == "bias" else pull(v) for k, v in params.items()}
+    out = jax.jit(layer)(pulled, x)
+    want = jax.jit(layer)(params, x)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    loss = lambda params: jnp.sum(jnp.sin(layer(params, x)))
+    g, want = jax.jit(sj.grad(loss))(pulled), jax.jit(jax.grad(loss))(params)
+    assert_trees_close(_dense(g), want, rtol=1e-4, atol=1e-4)
+
+    # A row that nobody pulled is not zero, it is unknown.
+    without = lambda w: w.retain(ids[1:])
+    first = {k: v if k == "bias" else without(v) for k, v in pulled.items()}
+    missing = np.asarray(_scipy()[:, np.asarray(ids[:1])].toarray())[:, 0] != 0
+    bad = np.isnan(np.asarray(jax.jit(layer)(first, x)).reshape(S, -1)).all(axis=1)
+    np.testing.assert_array_equal(bad, missing)
+    with pytest.raises(TypeError, match="multiplies all of them"):
+        layer(pulled, jnp.ones((2, C)))
+
+
+# ------------------------------------------------------------------ training
+
+
+def test_a_click_model_trains_with_one_compilation():
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=C)
+    layer = sj.nn.Dense(1, C, kernel_init=jax.nn.initializers.zeros)
+    tx = sj.optim.lazy(sj.optim.ftrl(0.3, 0.01, l1=1e-4))
+
+    def batch(step):
+        index = np.random.default_rng(step).integers(0, C, (64, 3))
+        flat = np.append(index, np.full(step % 5, C + 9))[: 64 * 3 + 4]
+        flat = np.pad(flat, (0, 196 - flat.size), constant_values=-1)
+        rows = np.pad(np.repeat(np.arange(64), 3), (0, 4), constant_values=64)
+        ids = sj.SegmentTensor(jnp.asarray(flat), jnp.asarray(rows), 64, True)
+        return ids, jnp.asarray(truth[index].sum(1) > 0)
+
+    @count_traces
+    def step(params, state, x, y):
+        def loss(params):
+            logits = layer(params, x)[:, 0]
+            losses = optax.sigmoid_binary_cross_entropy(logits, y.astype(jnp.float32))
+            return jnp.mean(losses)
+
+        # 196 of 211 rows: a quarter is exceeded, so sparse must be asked for.
+        value, grads = sj.value_and_grad(loss, tables=_insist(layer))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = layer.init(jax.random.key(0))
+    state, jitted, losses = tx.init(params), jax.jit(step), []
+    for k in range(150):
+        params, state, value = jitted(params, state, *batch(k))
+        losses.append(float(value))
+    assert step.count == 1
+    x, y = batch(1000)
+    accuracy = np.mean((layer(params, x)[:, 0] > 0) == y)
+    assert losses[0] == pytest.approx(np.log(2), rel=1e-3)
+    assert np.mean(losses[-10:]) < 0.35 and accuracy > 0.88
+
+
+# ------------------------------------------------------------------ as values
+
+
+def test_layers_are_static():
+    layer = sj.nn.Dense(3, C)
+    assert layer == sj.nn.Dense(3, C, param_dtype=jnp.float32)
+    assert hash(layer) == hash(sj.nn.Dense(3, C))
+    assert layer != sj.nn.Dense(3, C, use_bias=False)
+    assert dataclasses.replace(layer, features=4).features == 4
+    f = jax.jit(lambda layer, params, x: layer(params, x), static_argnums=0)
+    params = layer.init(jax.random.key(0))
+    assert f(layer, params, jnp.ones((2, C))).shape == (2, 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layer.features = 5  # pyright: ignore[reportAttributeAccessIssue]
+    assert repr(sj.nn.Dense(3, dtype="bfloat16")) == "Dense(3, dtype=bfloat16)"
+    fm = sj.nn.FactorizationMachine(9, 2, 3, use_bias=False)
+    assert repr(fm) == "FactorizationMachine(9, 2, outputs=3, use_bias=False)"
+
+
+def test_columns_come_from_the_input():
+    layer = sj.nn.Dense(2)
+    key = jax.random.key(0)
+    spec: Any = jax.ShapeDtypeStruct((4, 9), jnp.float32)
+    for x, columns in ((jnp.ones((4, 9)), 9), (_scipy(), C), (spec, 9)):
+        assert layer.init(key, x)["kernel"].shape == (columns, 2)
+    for x in (None, _segments(_scipy()), jnp.ones(())):
+        with pytest.raises(ValueError, match=r"not known.*Dense\(features, in_feat"):
+            layer.init(key, x)
+
+
+DENSE, FM = sj.nn.Dense(2, C), sj.nn.FactorizationMachine(C, 2)
+WRONG_FIELDS = [
+    (lambda: sj.nn.Dense(0), "features must be a positive int, got 0"),
+    (lambda: sj.nn.Dense(2.5), "features must be a positive int"),  # pyright: ignore
+    (lambda: sj.nn.Dense(True), "features must be a positive int, got True"),
+    (lambda: sj.nn.Dense(2, -1), "in_features must be a positive int, got -1"),
+    (lambda: sj.nn.Dense(2, dtype=jnp.int32), "dtype must be a type of real floats"),
+    (lambda: sj.nn.Dense(2, param_dtype=None), "param_dtype must be a type of real"),
+    (lambda: sj.nn.Dense(2, kernel_init=1.0), "kernel_init must be a function"),  # pyright: ignore
+    (lambda: sj.nn.Dense(2, use_bias=1), "use_bias must be True or False, got 1"),  # pyright: ignore
+    (lambda: sj.nn.Dense(2, sparse_grad="no"), "sparse_grad must .* or None"),  # pyright: ignore
+    (lambda: sj.nn.FactorizationMachine(9, 0), "rank must be a positive int, got 0"),
+    (lambda: sj.nn.FactorizationMachine(9, 2, 0), "outputs must be a positive int"),
+    (lambda: sj.nn.FactorizationMachine(None, 2), "in_features must be a"),  # pyright: ignore
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG_FIELDS)
+def test_wrong_fields(make, message):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"sparsejax\.nn\.\w+: {message}"
+    ):
+        make()
+
+
+def _st(values):
+    n = jax.tree.leaves(values)[0].shape[0]
+    return sj.SegmentTensor(values, jnp.zeros(n, jnp.int32), 1)
+
+
+ONES = jnp.ones((2, C))
+WRONG_CALLS = [
+    (DENSE, lambda p: (p["kernel"], ONES), r"names \['bias', 'kernel'\], got an obj"),
+    (DENSE, lambda p: ({"w": 1}, ONES), r"got the names \['w'\]"),
+    (DENSE, lambda p: ({**p, "kernel": "k"}, ONES), "must be an array of shape"),
+    (DENSE, lambda p: ({**p, "kernel": jnp.ones((C, 3))}, ONES), r"another layer"),
+    (DENSE, lambda p: (p, jnp.ones((2, 5))), r"x has 5 columns .*have 211 rows"),
+    (DENSE, lambda p: (p, sparse.csr_matrix((2, 5))), "x has 5 columns"),
+    (DENSE, lambda p: (p, jnp.ones(())), r"must be an array of numbers \[..., 211\]"),
+    (DENSE, lambda p: (p, jnp.ones((2, C), bool)), r"got bool of shape \(2, 211\)"),
+    (DENSE, lambda p: (p, object()), "got an object of type object"),
+    (DENSE, lambda p: (p, _st(jnp.ones(3))), r"got float32\[3\]"),
+    (DENSE, lambda p: (p, _st({"id": jnp.arange(3)})), r"got \{'id': int32\[3\]\}"),
+    (FM, lambda p: (p, _st({"index": jnp.ones(3), "value": jnp.ones(3)})), "'index'"),
+    (FM, lambda p: ({"factors": p["factors"]}, ONES), r"\['bias', 'factors', 'linear'"),
+    (FM, lambda p: (p, jnp.ones((2, 5))), "x has 5 columns"),
+]
+
+
+@pytest.mark.parametrize(("layer", "args", "message"), WRONG_CALLS)
+def test_wrong_calls(layer, args, message):
+    params = _params(layer)
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"sparsejax\.nn\.\w+.*{message}"
+    ):
+        layer(*args(params))
