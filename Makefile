@@ -29,7 +29,7 @@ demo: $(VENV)/.installed-demo  ## train a model with a large embedding table
 	@$(BIN)/python -m sparsejax.demo $(ARGS)
 
 test: $(VENV)/.installed-tests  ## all tests, the slow ones and the doctests too
-	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
 	@$(BIN)/ruff check

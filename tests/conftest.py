@@ -9,6 +9,8 @@ or broadcast a rank by accident. Tests that run other people's models carry the
 marker `loose_promotion`.
 """
 
+import gc
+import importlib.metadata
 import os
 import pathlib
 import zlib
@@ -21,6 +23,11 @@ _XLA_FLAGS = {
     "--xla_cpu_parallel_codegen_split_count": 1,
     "--xla_backend_optimization_level": 0,
 }
+
+# jaxlib 0.10's emitters of fused loops take twice as long to compile as its older ones.
+# Releases without a choice between them stop at the flag, and test the new ones.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
 
 
 def _set_environment():
@@ -46,6 +53,10 @@ _SHARED_DATA = _TESTS.parent.parent / "shared" / "data"
 # The first run of an example compiles, so time limits say nothing.
 hypothesis.settings.register_profile("sparsejax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("sparsejax")
+
+# What JAX is made of is never garbage, and what it traces makes many objects.
+gc.freeze()
+gc.set_threshold(20_000, 20, 20)
 
 
 # ------------------------------------------------------------------ collection

@@ -1,6 +1,7 @@
 """What several test files need: how a check is made is written once, here."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -170,13 +171,23 @@ def assert_no_dense(f, *args, allow=(), heights=None):
             )
 
 
+def compile_as_users_do(lowered):
+    """`lowered.compile()`, for what is read off a program: memory, copies, its text.
+
+    Not by the emitters of loops that tests/conftest.py sets where it can.
+    """
+    is_set = "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", "")
+    options = {"xla_cpu_use_fusion_emitters": True} if is_set else None
+    return lowered.compile(compiler_options=options)
+
+
 def assert_in_place(f, *args, donate=0):
     """Compiled, `f` makes no second array of argument `donate`'s shape.
 
     All that has that shape is the argument and, in place, the result.
     """
     jitted = jax.jit(f, donate_argnums=donate)
-    compiled = jitted.lower(*args).compile()
+    compiled = compile_as_users_do(jitted.lower(*args))
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
     table = args[donate]

@@ -12,7 +12,13 @@ from jax.experimental import checkify
 from jax.test_util import check_grads
 
 import sparsejax as sj
-from helpers import assert_in_place, assert_no_dense, count_traces, eqns_of
+from helpers import (
+    assert_in_place,
+    assert_no_dense,
+    compile_as_users_do,
+    count_traces,
+    eqns_of,
+)
 from sparsejax._bag_sum import bag_sum
 from sparsejax._lowerings import cpu_bag, xla
 
@@ -410,7 +416,7 @@ def test_the_rows_read_are_no_array():
         )
 
     def temporaries(f, *args):
-        memory = jax.jit(f).lower(*args).compile().memory_analysis()
+        memory = compile_as_users_do(jax.jit(f).lower(*args)).memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
 
     ones = jnp.ones(ids.shape)

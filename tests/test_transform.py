@@ -1,12 +1,14 @@
 """Every way of reading rows gives the gradient `jax.grad` gives, sparse."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparsejax as sj
-from helpers import assert_no_dense
+from helpers import assert_no_dense, dense as dense_of
 from programs import DENSE, PROGRAMS, V, arguments
 
 
@@ -15,17 +17,58 @@ close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 to_dense = jax.vmap(lambda g: g.to_dense())
 
 
+@functools.cache
+def _eager(name):
+    """`sj.value_and_grad` of a program, one operation at a time."""
+    args = arguments(dtype=jnp.float64)
+    return sj.value_and_grad(PROGRAMS[name], (0, 1))(*args)
+
+
+@functools.cache
+def _compiled(name):
+    """Gradients of a program by sparsejax and by JAX, all compiled as one program."""
+    fun = PROGRAMS[name]
+    sparse, dense = sj.grad(fun, tables=True), jax.grad(fun)
+
+    def norm(grad, w, ids):
+        return lambda t: jnp.sum(jnp.sin(grad(t, w, ids)))
+
+    def both(table, w, ids, tables, batch):
+        def step(carry, xs):
+            return carry, sparse(xs[0], w, xs[1])
+
+        as_array = lambda *args: sparse(*args).to_dense()
+        vmapped = jax.vmap(sparse, (0, None, 0))(tables, w, batch)
+        return {
+            "grad": (
+                sj.value_and_grad(fun, (0, 1))(table, w, ids),
+                jax.value_and_grad(fun, (0, 1))(table, w, ids),
+            ),
+            "vmap": (
+                to_dense(vmapped),
+                to_dense(jax.lax.scan(step, 0, (tables, batch))[1]),
+                jax.vmap(dense, (0, None, 0))(tables, w, batch),
+            ),
+            "second": (
+                jax.grad(norm(as_array, w, ids))(table),
+                jax.grad(norm(dense, w, ids))(table),
+            ),
+        }
+
+    table, w, ids = arguments(dtype=jnp.float64)
+    batch = jnp.stack([arguments(seed)[2] for seed in range(3)])
+    tables = jnp.stack([table, 2 * table, -table])
+    return jax.jit(both)(table, w, ids, tables, batch)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_jax_grad(name, x64):
-    fun = PROGRAMS[name]
-    args = arguments(dtype=jnp.float64)
-    value, (want, want_w) = jax.value_and_grad(fun, (0, 1))(*args)
-    for transform in (lambda f: f, jax.jit):
-        got, (g, g_w) = transform(sj.value_and_grad(fun, (0, 1)))(*args)
+    jitted, (value, (want, want_w)) = _compiled(name)["grad"]
+    for got, (g, g_w) in (_eager(name), jitted):
         assert isinstance(g, sj.SelectedRows)
         assert g.dtype == want.dtype and g.shape == want.shape
         close(got, value)
-        close(g.to_dense(), want)
+        close(dense_of(g.rows, g.values, g.height), want)
         close(g_w, want_w)
         # Empty slots come out as zeros.
         assert not np.any(np.asarray(g.values)[np.asarray(g.rows) == V])
@@ -33,30 +76,14 @@ def test_equals_jax_grad(name, x64):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_under_vmap_and_scan(name, x64):
-    fun = PROGRAMS[name]
-    table, w, _ = arguments(dtype=jnp.float64)
-    ids = jnp.stack([arguments(seed)[2] for seed in range(3)])
-    tables = jnp.stack([table, 2 * table, -table])
-    sparse, dense = sj.grad(fun, tables=True), jax.grad(fun)
-    want = jax.vmap(dense, (0, None, 0))(tables, w, ids)
-    close(to_dense(jax.vmap(sparse, (0, None, 0))(tables, w, ids)), want)
-
-    def step(carry, xs):
-        return carry, sparse(xs[0], w, xs[1])
-
-    close(to_dense(jax.lax.scan(step, 0, (tables, ids))[1]), want)
+    vmapped, scanned, want = _compiled(name)["vmap"]
+    close(vmapped, want)
+    close(scanned, want)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_second_order(name, x64):
-    fun = PROGRAMS[name]
-    table, w, ids = arguments(dtype=jnp.float64)
-
-    def norm(grad):
-        return lambda t: jnp.sum(jnp.sin(grad(t, w, ids)))
-
-    sparse = lambda *args: sj.grad(fun, tables=True)(*args).to_dense()
-    close(jax.grad(norm(sparse))(table), jax.grad(norm(jax.grad(fun)))(table))
+    close(*_compiled(name)["second"])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -78,23 +105,28 @@ MAKES_TABLES = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_shapes_are_known_before_data(name):
-    fun = sj.grad(PROGRAMS[name])
-    spec = jax.eval_shape(fun, *arguments())
-    got = fun(*arguments())
-    assert isinstance(spec, sj.SelectedRows)
-    assert spec.height == got.height and spec.capacity == got.capacity
-    for a, b in zip(jax.tree.leaves(spec), jax.tree.leaves(got)):
-        assert isinstance(a, jax.ShapeDtypeStruct)
+    with jax.enable_x64(True):
+        _, (got, _) = _eager(name)
+        wide = jax.eval_shape(sj.grad(PROGRAMS[name]), *arguments(dtype=jnp.float64))
+    # And with 32-bit types: as many rows, by which only the types differ.
+    spec = jax.eval_shape(sj.grad(PROGRAMS[name]), *arguments())
+    assert isinstance(wide, sj.SelectedRows) and isinstance(spec, sj.SelectedRows)
+    assert spec.dtype == jnp.float32 and spec.rows.dtype == jnp.int32
+    for a in (wide, spec):
+        assert a.height == got.height and a.capacity == got.capacity
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(a))
+    for a, b, c in zip(*map(jax.tree.leaves, (wide, got, spec))):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert c.shape == b.shape
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_uses(name, x64):
     fun = DENSE[name]
     args = arguments(dtype=jnp.float64)
-    g = sj.grad(fun)(*args)
+    g, want = jax.jit(lambda *args: (sj.grad(fun)(*args), jax.grad(fun)(*args)))(*args)
     assert isinstance(g, jax.Array)
-    close(g, jax.grad(fun)(*args))
+    close(g, want)
     with pytest.raises(sj.DensifyError, match=r"programs\.py:\d+") as error:
         sj.grad(fun, tables=True)(*args)
     for part in ("table", "Two ways out", "register_rule", "tables="):
