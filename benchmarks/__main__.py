@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 
-NAMES = ("embedding_step", "bag", "segment", "exact_loss")
+NAMES = ("embedding_step", "bag", "segment", "exact_loss", "sharded", "dlrm", "store")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,9 +13,13 @@ those rows of weights and optimizer state are touched.
 import importlib.metadata as _metadata
 
 from sparsejax import (
+    data as data,
     desc as desc,
     extend as extend,
+    nn as nn,
     optim as optim,
+    parallel as parallel,
+    store as store,
     viz as viz,
 )
 from sparsejax._bag import embedding_bag as embedding_bag
@@ -71,6 +75,7 @@ from sparsejax._scatter import (
 )
 from sparsejax._segments import SegmentTensor as SegmentTensor
 from sparsejax._unique import partition as partition, unique as unique
+from sparsejax.nn._block import NotPulledError as NotPulledError
 from sparsejax.transform import (
     DensifyError as DensifyError,
     explain as explain,

@@ -52,10 +52,16 @@ NAMES = {
     "explain",
     "grad",
     "value_and_grad",
+    # errors
+    "NotPulledError",
     # packages
+    "data",
     "desc",
     "extend",
+    "nn",
     "optim",
+    "parallel",
+    "store",
     "viz",
 }
 
@@ -99,6 +105,21 @@ def test_names():
         "rowwise_adagrad",
         "rowwise_adam",
         "weight_decay",
+    }
+
+
+def test_names_of_data():
+    data = {n for n in _public(sj.data) if not inspect.ismodule(getattr(sj.data, n))}
+    assert data == {
+        "ArrayDataset",
+        "DataLoader",
+        "HashIds",
+        "SimpleDataset",
+        "Vocabulary",
+        "iter_csv_ids",
+        "read_csv_ids",
+        "read_libsvm",
+        "write_libsvm",
     }
 
 

@@ -1,0 +1,265 @@
+"""A training step over a mesh: tables by rows, by columns, or on every device.
+
+Each device has its own part of a batch of bags of ids. A step looks up, differentiates
+and updates with Adagrad. The sides are
+
+    ours       `sj.parallel.shard_rows`: rows are exchanged with their owners, the
+               capacity measured from a sample batch
+    rows       the same rows sharded over the mesh, left to XLA's partitioner (GSPMD)
+    columns    `sj.parallel.shard_columns`, which is left to it too
+    dense      a table on every device, the gradient all-reduced, optax on all rows
+
+and what is compared is what a device sends in a step, read from the compiled program,
+and the time of a step. The sides take turns, with other ids in every run; their losses
+are compared before they are timed.
+
+    python -m benchmarks sharded
+    python -m benchmarks sharded --check --json sharded.jsonl
+
+Devices are made of the CPU where there are no others: these share its cores, and what
+they exchange is a copy in memory. So times show what the work costs, and bytes what a
+network would add. `--check` asserts the claim on bytes, and exits with 1 where it does
+not hold.
+"""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+from benchmarks import timing
+
+
+SIDES = ("ours", "rows", "columns", "dense")
+BAG = 20
+MOST_DEVICES = 8
+# Of a device and a step; what is claimed at 4 devices, 100,000 rows, 32 columns and
+# 5,120 Zipf ids a device.
+CLAIMED_BYTES = 600_000
+CLAIMED_CASE = {"devices": 4, "rows": 100_000, "dim": 32, "ids": 5_120, "skew": "zipf"}
+
+
+def force_devices() -> None:
+    """Asks for devices made of the CPU; in time only before JAX has looked for any."""
+    name = "--xla_force_host_platform_device_count"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {name}={MOST_DEVICES}".strip()
+
+
+def make_mesh(devices: int) -> Mesh:
+    """A mesh of the first devices, left to the partitioner where nothing is said."""
+    kinds = (AxisType.Auto,)
+    return jax.make_mesh(
+        (devices,), ("x",), axis_types=kinds, devices=jax.devices()[:devices]
+    )
+
+
+# ------------------------------------------------------------------ the sides
+
+
+def make_step(lookup: Callable[..., Any], tx: Any, value_and_grad: Any) -> Any:
+    """`step(params, state, batch) -> (params, state, loss)`, as for one device."""
+
+    def loss_fn(params, batch):
+        rows = lookup(params["table"], batch["ids"], mode="zero")
+        bags = jnp.sum(rows.reshape(-1, BAG, rows.shape[-1]), axis=1)
+        return jnp.mean((jnp.tanh(bags) @ params["w"] - batch["y"]) ** 2)
+
+    def step(params, state, batch):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def make_side(
+    name: str, table: np.ndarray, mesh: Mesh, capacity: int
+) -> tuple[sj.parallel.DataParallelStep, Any]:
+    """A side's step over the mesh, and its parameters and state."""
+    lookup, tx = sj.lookup, sj.optim.lazy(optax.adagrad(0.05))
+    sparse = {"table": True, "w": False}  # also where a batch reads much of the table
+    value_and_grad = functools.partial(sj.value_and_grad, tables=sparse)
+    if name == "ours":
+        held = sj.parallel.shard_rows(table, mesh, "x")
+        lookup = functools.partial(sj.parallel.lookup, capacity=capacity)
+    elif name == "rows":
+        even = np.pad(table, [(0, -len(table) % mesh.size), (0, 0)])
+        held = jax.device_put(even, NamedSharding(mesh, P("x")))
+    elif name == "columns":
+        held = sj.parallel.shard_columns(table, mesh, "x")
+    else:
+        held = jax.device_put(table, NamedSharding(mesh, P()))
+        tx, value_and_grad = optax.adagrad(0.05), jax.value_and_grad
+    w = jax.device_put(np.ones(table.shape[1], np.float32), NamedSharding(mesh, P()))
+    params = {"table": held, "w": w}
+    step = make_step(lookup, tx, value_and_grad)
+    # It keeps every side's layout from step to step.
+    return sj.parallel.data_parallel(step, mesh, "x"), (params, tx.init(params))
+
+
+def make_batch(
+    args: argparse.Namespace, mesh: Mesh, rows: int, rng: np.random.Generator
+) -> dict[str, Any]:
+    """A batch as each kind of side wants it: split, or ids on every device."""
+    count = mesh.size * args.ids
+    ids = rng.zipf(1.2, count) if args.skew == "zipf" else rng.integers(0, rows, count)
+    batch = {
+        "ids": (ids % rows).astype(np.int32),
+        "y": rng.standard_normal(count // BAG, np.float32),
+    }
+    split = jax.device_put(batch, NamedSharding(mesh, P("x")))
+    whole = jax.device_put(batch["ids"], NamedSharding(mesh, P()))
+    return {"split": split, "ids on all": split | {"ids": whole}}
+
+
+# ------------------------------------------------------------------ measuring
+
+
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One record for each number of devices and of rows."""
+    for devices in args.devices:
+        for rows in args.rows:
+            yield measure(args, devices, rows)
+
+
+def measure(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]:
+    """Compiles the sides, compares and times them."""
+    mesh, rng = make_mesh(devices), np.random.default_rng(0)
+    table = rng.standard_normal((rows, args.dim), dtype=np.float32)
+    batch = functools.partial(make_batch, args, mesh, rows, rng)
+    first = batch()
+    abstract = jax.ShapeDtypeStruct(table.shape, table.dtype)
+    like = sj.parallel.shard_rows(abstract, mesh, "x")
+    capacity = sj.parallel.measure_capacity(like, first["split"]["ids"])
+
+    compiled, wires, state, losses, programs = {}, {}, {}, {}, {}
+    for name in args.sides:
+        run, state[name] = make_side(name, table, mesh, capacity)
+        kind = "ids on all" if name == "columns" else "split"
+        compiled[name] = timing.compile_apart(run, *state[name], first[kind])
+        wires[name] = sj.parallel.wire_bytes(compiled[name].run)
+        *state[name], losses[name] = compiled[name].run(*state[name], first[kind])
+        programs[name] = _program(name, kind, compiled[name].run)
+    for name, loss in losses.items():
+        np.testing.assert_allclose(
+            loss, losses[args.sides[0]], rtol=1e-4, err_msg=f"{name}: another loss"
+        )
+    times, _ = timing.alternate(
+        programs, state, batch, repeats=args.repeats, seconds=args.seconds
+    )
+    medians = {name: timing.median_ms(t) for name, t in times.items()}
+    return {
+        "benchmark": "sharded",
+        "devices": devices,
+        "rows": rows,
+        "dim": args.dim,
+        "ids": args.ids,
+        "skew": args.skew,
+        "capacity": capacity,
+        "wire": {name: wire.total for name, wire in wires.items()},
+        "wire_by_kind": {name: wire.by_kind for name, wire in wires.items()},
+        "ms": medians,
+        "ratio": {name: medians["ours"] / ms for name, ms in medians.items()}
+        if "ours" in medians
+        else {},
+        "spread": {name: timing.spread(t) for name, t in times.items()},
+        "compile_s": {name: c.seconds for name, c in compiled.items()},
+        "temp_mb": {name: c.temp_bytes / 1e6 for name, c in compiled.items()},
+    }
+
+
+def _program(name: str, kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`(states, batch) -> (states, loss)`, of all sides' states with this one's new."""
+
+    def program(states, batch):
+        *new, loss = run(*states[name], batch[kind])
+        return states | {name: new}, loss
+
+    return program
+
+
+def failures(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The claims that do not hold.
+
+    Columns send less than rows where a model, as this one, sums bags first; they hold
+    every row, and each device works on all ids.
+    """
+    wrong = []
+    for r in records:
+        sent = dict(r["wire"])
+        wire = sent.pop("ours", None)
+        sent.pop("columns", None)
+        if wire is None or r["skew"] != "zipf":
+            continue
+        claimed = all(r[key] == value for key, value in CLAIMED_CASE.items())
+        case = f"{r['devices']} devices, {r['rows']} rows: {wire:,} bytes sent"
+        if claimed and wire > CLAIMED_BYTES:
+            wrong.append(f"{case}, {CLAIMED_BYTES:,} claimed")
+        wrong += [f"{case}, {n} {b:,}" for n, b in sent.items() if wire > b]
+    return wrong
+
+
+# ------------------------------------------------------------------ command line
+
+
+HEADER = (
+    "devices       rows  side       sends (MB)  step (ms)  ours/side  compile (s)  "
+    "temporaries (MB)"
+)
+
+
+def lines(record: dict[str, Any]) -> Iterator[str]:
+    """The lines of the table for a record, one a side."""
+    for name, ms in record["ms"].items():
+        ratio = record["ratio"].get(name, float("nan"))
+        yield (
+            f"{record['devices']:7} {record['rows']:10}  {name:9}"
+            f" {record['wire'][name] / 1e6:11.3f} {ms:10.2f} {ratio:10.2f}"
+            f" {record['compile_s'][name]:12.2f} {record['temp_mb'][name]:17.2f}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; 1 if `--check` is given and a claim does not hold."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks sharded", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=(4, 8))
+    parser.add_argument("--rows", type=int, nargs="+", default=(10_000, 100_000, 10**6))
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--ids", type=int, default=5_120, help="of a device")
+    parser.add_argument("--skew", default="zipf", choices=("zipf", "uniform"))
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--repeats", type=int, default=15, help="timed runs, at most")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a case, about")
+    parser.add_argument("--json", metavar="FILE", help="append a JSON line a case")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
+    args = parser.parse_args(argv)
+    if args.ids % BAG:
+        parser.error(f"--ids must be a multiple of {BAG}, the ids of a bag")
+    force_devices()
+    machine = timing.machine()
+    print("  ".join(f"{key} {value}" for key, value in machine.items()))
+    print(f"rows of {args.dim} floats, {args.ids} {args.skew} ids a device; medians")
+    print(HEADER, flush=True)
+    records = []
+    for record in cases(args):
+        records.append(record)
+        print("\n".join(lines(record)), flush=True)
+        if args.json:
+            timing.append_json_line(args.json, record | machine)
+    wrong = failures(records) if args.check else []
+    for text in wrong:
+        print(f"does not hold: {text}", file=sys.stderr)
+    return 1 if wrong else 0

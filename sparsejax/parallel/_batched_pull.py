@@ -1,0 +1,185 @@
+"""batched_pull: a store's rows for all devices of a mesh, fetched once.
+
+The devices' parts of a batch name many rows more than once. Here they are put together
+first: each row is read from the store once, goes from the host to one device once, and
+from there to the others by an all-gather between devices.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from sparsejax import _ids
+from sparsejax._rows import SelectedRows
+from sparsejax.store import KVStore
+
+
+_CALL = "sparsejax.parallel.batched_pull"
+_NOT_A_STORE = (
+    _CALL
+    + ": store must be a sparsejax.store.KVStore, got an object of type {found}. A "
+    "sparsejax.parallel.SpreadStore has its own pull."
+)
+_NOT_A_MESH = "{call}: mesh must be a jax.sharding.Mesh, got an object of type {found}."
+_MANY_PROCESSES = (
+    _CALL
+    + ": there are {count} processes, and a KVStore holds the rows of one. Spread "
+    "them over the processes' memories: sparsejax.parallel.SpreadStore(mesh)."
+)
+
+
+def batched_pull(
+    store: KVStore,
+    name: str,
+    ids: Any,
+    mesh: Mesh,
+    *,
+    capacity: int | None = None,
+    mode: str = "error",
+) -> SelectedRows:
+    """The rows that all devices' ids name, read once from a store, on every device.
+
+    What `store.pull(name, ids)` gives, for a step over a mesh whose batch is split: a
+    row that several devices need is read once, and crosses from the host once.
+
+    Args:
+      store: a `sparsejax.store.KVStore`, in one process. Over several, see
+        `sparsejax.parallel.SpreadStore`.
+      name: of the table.
+      ids: integers of any shape, of all devices: an array, split over the mesh or not,
+        or a list with one for each device.
+      mesh: whose devices get the rows.
+      capacity: slots of the result, as in `KVStore.pull`.
+      mode: "error" or "drop", as in `KVStore.pull`.
+
+    Returns:
+      SelectedRows, each row once, ids ascending, the same on every device. It takes the
+      place of the table in a jitted step over the mesh; give the step's gradient to
+      `store.push`.
+
+    Raises:
+      TypeError: `store` or `mesh` is of another kind, or the ids are not integers.
+      KeyError: no such table.
+      ValueError: ids out of range, too small a `capacity`, or several processes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> store = sj.store.KVStore()
+      >>> store.init("words", (1_000_000, 2), optax.sgd(0.5))
+      >>> ids = [jnp.array([7, 2]), jnp.array([7, 9])]  # of two devices
+      >>> words = sj.parallel.batched_pull(store, "words", ids, mesh, capacity=3)
+      >>> words.rows, store.stats()["words"].pulled_rows
+      (Array([2, 7, 9], dtype=int32), 3)
+
+    References:
+      MXNet Gluon, `Trainer._row_sparse_pull` and `KVStore.row_sparse_pull` with a list
+      of row ids, one for each device.
+    """
+    if not isinstance(store, KVStore):
+        raise TypeError(_NOT_A_STORE.format(found=type(store).__name__))
+    check_mesh(_CALL, mesh)
+    if jax.process_count() > 1:
+        raise ValueError(_MANY_PROCESSES.format(count=jax.process_count()))
+    with on_the_host():
+        pulled = store.pull(name, own_ids(_CALL, ids), capacity=capacity, mode=mode)
+    rows, values = np.asarray(pulled.rows), np.asarray(pulled.values)
+    each = -(-len(rows) // mesh.size)
+    part = lambda k: values[k * each : (k + 1) * each]
+    found = to_all_devices(mesh, part, each, values, np.arange(len(rows)))
+    return SelectedRows(everywhere(mesh, rows), found, pulled.height)
+
+
+# ------------------------------------------------------------------ for SpreadStore
+
+
+def check_mesh(call: str, mesh: Any) -> None:
+    """An error that names `call` unless `mesh` is one of devices."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(_NOT_A_MESH.format(call=call, found=type(mesh).__name__))
+
+
+def own_ids(call: str, ids: Any) -> np.ndarray:
+    """The ids that this process knows, flat, on the host."""
+    if isinstance(ids, list | tuple) and any(np.ndim(x) for x in ids):
+        return np.concatenate([own_ids(call, x) for x in ids])
+    if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
+        shards = [np.asarray(s.data) for s in ids.addressable_shards]
+        ids = np.concatenate([shard.reshape(-1) for shard in shards])
+    return np.asarray(_ids.as_integers(call, ids)).reshape(-1)
+
+
+def on_the_host() -> Any:
+    """Where arrays made inside stay in the host's memory, if JAX knows of it."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS names accelerators only
+        return contextlib.nullcontext()
+
+
+def everywhere(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    """`x`, which all processes have, on every device."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback(x.shape, whole, lambda index: x[index])
+
+
+def to_all_devices(
+    mesh: Mesh,
+    part: Callable[[int], np.ndarray],
+    each: int,
+    like: np.ndarray,
+    slots: np.ndarray,
+) -> jax.Array:
+    """Rows that lie on the hosts, on every device.
+
+    Args:
+      mesh: N devices.
+      part: for the number of one of this process's devices in the mesh, the rows that
+        it takes, at most `each`.
+      each: int.
+      like: an array of rows of this kind.
+      slots: `[n]`, which of the `N * each` rows each of the result is; beyond: zeros.
+
+    Returns:
+      `[n, ...]`, replicated.
+    """
+    content, dtype = like.shape[1:], like.dtype
+    one_axis = _one_axis(mesh)
+    shape = (mesh.size * each, *content)
+
+    def padded(index):
+        out = np.zeros((each, *content), dtype)
+        rows = part((index[0].start or 0) // each)
+        out[: len(rows)] = rows
+        return out
+
+    layout = NamedSharding(one_axis, PartitionSpec("all"))
+    parts = jax.make_array_from_callback(shape, layout, padded)
+    return _gather(mesh)(parts, everywhere(one_axis, slots.astype(np.int32)))
+
+
+def _one_axis(mesh: Mesh) -> Mesh:
+    """The same devices in the same order, along one axis."""
+    return Mesh(mesh.devices.reshape(-1), ("all",), axis_types=(AxisType.Auto,))
+
+
+@functools.lru_cache(maxsize=16)
+def _gather(mesh: Mesh) -> Callable[..., jax.Array]:
+    def body(parts, slots):
+        return _ids.take_rows(lax.all_gather(parts, "all", tiled=True), slots)
+
+    specs: Sequence[PartitionSpec] = (PartitionSpec("all"), PartitionSpec())
+    mapped = jax.shard_map(
+        body,
+        mesh=_one_axis(mesh),
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,286 @@
+"""Checkpointer: orbax's checkpoints of trees in which tables are sharded.
+
+The tree is saved as a flat dictionary of arrays by their paths, each table as it lies
+on its devices, and beside it a page that says what is what: heights, layouts, types.
+Restored, a table may lie on another number of devices and in another layout; each
+device reads the rows that it owns (`_checkpoint_rows.py` says what that costs).
+
+Orbax does the rest: it copies to the host before `save` returns, writes in the
+background, and gives a checkpoint its name only once it is complete.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sparsejax.parallel._checkpoint_leaves import (
+    Leaf,
+    Saved,
+    differences,
+    flatten,
+    statics,
+    unflatten,
+)
+
+
+_CALL = "sparsejax.parallel.Checkpointer"
+_NO_ORBAX = _CALL + " needs orbax: pip install orbax-checkpoint"
+_NOTHING_THERE = (
+    "{call}: there is no checkpoint in {directory}. A save that was cut short leaves "
+    "none; is the directory right?"
+)
+_NO_SUCH_STEP = (
+    "{call}: there is no checkpoint of step {step} in {directory}. There are those of "
+    "{steps}."
+)
+_NOT_OURS = (
+    "{call}: step {step} in {directory} was not saved by this class. Restore it with "
+    "orbax's own CheckpointManager."
+)
+_OTHER_TREE = (
+    "{call}: the tree to restore into is not the one saved at step {step}: {found}. "
+    "Make `like` as the saved tree was made."
+)
+_NOT_LATER = (
+    "{call}: step {step} is not later than the latest one saved, {latest}. Count on "
+    "from latest_step(), or save to another directory."
+)
+_NO_DATA = (
+    "{call}: step {step} was saved without data=. Give it to save: a dictionary that "
+    "JSON can hold."
+)
+_BAD_DATA = (
+    "{call}: data must be a dictionary that JSON can hold: {error}. Make NumPy numbers "
+    "Python's with int() and arrays lists with .tolist()."
+)
+_READ_ONLY = "{call}: this Checkpointer was made with read_only=True."
+
+# The items of a checkpoint, and the form of the page.
+_ARRAYS, _PAGE, _FORMAT = "arrays", "sparsejax", 1
+
+
+class Checkpointer:
+    """Saves and restores trees of sharded tables, optimizer states and dense arrays.
+
+    What is saved on N devices is restored on M, in either layout, bit for bit: row r of
+    the table is row r afterwards, wherever it lies. Padding is never seen. A table
+    saved sharded may be restored as a plain array, and the other way round. No device
+    is given more than the rows it owns.
+
+    `save` returns when the values are on the host; writing goes on in the background,
+    and the arrays may be donated at once. (XLA:CPU has them on the host already, so the
+    step after a save works on a copy instead of in place.) A process that dies during a
+    save leaves the checkpoint before it as the latest.
+
+    Works on several processes, all of which call it alike and see one file system.
+
+    Args:
+      directory: where the checkpoints are; made if it is not there. What orbax takes,
+        `gs://` too.
+      max_to_keep: how many checkpoints to keep, the older ones are deleted; all of them
+        if left out.
+      read_only: for a process that only reads, beside the one that trains: it makes no
+        directory, and leaves a save that is under way alone.
+
+    Raises:
+      ImportError: orbax is not installed.
+
+    Example:
+      >>> import jax, numpy as np, tempfile, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> table = sj.parallel.shard_rows(np.ones((5, 2), np.float32), mesh, "x")
+      >>> with sj.parallel.Checkpointer(tempfile.mkdtemp()) as checkpoints:
+      ...     checkpoints.save(7, {"table": table}, data={"batch": 70})
+      ...     block = sj.parallel.shard_rows(
+      ...         jax.ShapeDtypeStruct((5, 2), np.float32), mesh, "x", layout="block"
+      ...     )
+      ...     restored = checkpoints.restore({"table": block})
+      ...     print(checkpoints.latest_step(), checkpoints.restore_data())
+      7 {'batch': 70}
+      >>> restored["table"]
+      ShardedTable(float32[5, 2], 1 x 5 rows over 'x', layout='block')
+
+    References:
+      Orbax, `CheckpointManager`; PyTorch, distributed checkpoint (resharding at load).
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        max_to_keep: int | None = None,
+        read_only: bool = False,
+    ):
+        path = os.fspath(directory)
+        self.directory = path if "://" in path else os.path.abspath(path)
+        self._read_only = read_only
+        self._orbax = orbax = _orbax()
+        options = orbax.CheckpointManagerOptions(
+            max_to_keep=max_to_keep,
+            read_only=read_only,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
+        )
+        self._manager = orbax.CheckpointManager(self.directory, options=options)
+
+    # -- saving ------------------------------------------------------------------
+
+    def save(
+        self, step: int, tree: Any, *, data: Mapping[str, Any] | None = None
+    ) -> None:
+        """Saves `tree` as of now; returns once it is copied to the host.
+
+        Args:
+          step: later than all that were saved before.
+          tree: any pytree of arrays, numbers, PRNG keys, ShardedTables, SelectedRows
+            and SegmentTensors.
+          data: what JSON can hold, such as a data loader's state. Of several processes
+            the first one's is kept.
+
+        Raises:
+          TypeError: a leaf of another kind, or data that JSON cannot hold.
+          ValueError: a step that is not later, or the checkpointer only reads. An error
+            of the save before this one is raised here as well.
+        """
+        call = f"{_CALL}.save"
+        if self._read_only:
+            raise ValueError(_READ_ONLY.format(call=call))
+        latest = self.latest_step()
+        if latest is not None and step <= latest:
+            raise ValueError(_NOT_LATER.format(call=call, step=step, latest=latest))
+        leaves = flatten(call, tree)
+        arrays = {n: leaf.to_save() for n, leaf in leaves.items() if not leaf.is_empty}
+        about = {
+            "format": _FORMAT,
+            "leaves": {name: leaf.to_json() for name, leaf in leaves.items()},
+            "statics": statics(tree),
+            "data": None if data is None else dict(data),
+        }
+        try:  # here, for in the background it would spoil a save that has begun
+            json.dumps(about["data"])
+        except (TypeError, ValueError) as error:
+            raise TypeError(_BAD_DATA.format(call=call, error=error)) from None
+        items = {_PAGE: self._orbax.args.JsonSave(about)}
+        if arrays:  # orbax saves no empty tree
+            items[_ARRAYS] = self._orbax.args.PyTreeSave(arrays)
+        self._manager.save(step, args=self._orbax.args.Composite(**items))
+
+    def wait(self) -> None:
+        """Returns once all that was saved is on disk; raises what went wrong there."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and lets go of the directory. Leaving a `with` block does the same."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    # -- what is there -----------------------------------------------------------
+
+    def latest_step(self) -> int | None:
+        """The latest step saved, or being saved; None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """The steps saved, and the one being saved, ascending."""
+        if self._read_only:  # another process goes on saving
+            self._manager.reload()
+        return sorted(self._manager.all_steps())
+
+    # -- restoring ---------------------------------------------------------------
+
+    def restore(self, like: Any, step: int | None = None) -> Any:
+        """The tree saved at `step`, laid out as `like`.
+
+        Args:
+          like: the tree as it is to be: of arrays, or of their abstract forms
+            (`jax.ShapeDtypeStruct`, `shard_rows` of one, what `jax.eval_shape` gives).
+            Its shardings say where things go: meshes and layouts may be others than
+            those saved. What has no sharding, or is not committed to a device, comes
+            back uncommitted, so that it goes with any mesh.
+          step: the latest if left out.
+
+        Returns:
+          A tree of the same structure; NumPy arrays and numbers stay what they are.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          ValueError: trees, heights, shapes or types differ; it says which.
+        """
+        call = f"{_CALL}.restore"
+        step, about = self._about(call, step)
+        leaves = flatten(call, like)
+        saved = {n: Saved.from_json(entry) for n, entry in about["leaves"].items()}
+        found = differences(saved, leaves, about["statics"], statics(like))
+        if found:
+            raise ValueError(_OTHER_TREE.format(call=call, step=step, found=found))
+        directory = os.path.join(self.directory, str(step), _ARRAYS)
+        values = self._restore_alike(step, saved, leaves)
+        for name, leaf in leaves.items():
+            if name not in values:
+                values[name] = leaf.read_rows(directory, name, saved[name])
+        values = {n: leaf.from_restored(values[n]) for n, leaf in leaves.items()}
+        return unflatten(like, values)
+
+    def restore_data(self, step: int | None = None) -> dict[str, Any]:
+        """What was given to `save` as `data`, at `step` or the latest."""
+        call = f"{_CALL}.restore_data"
+        step, about = self._about(call, step)
+        if about["data"] is None:
+            raise ValueError(_NO_DATA.format(call=call, step=step))
+        return about["data"]
+
+    def _about(self, call: str, step: int | None) -> tuple[int, dict[str, Any]]:
+        """The step, and the page beside its arrays."""
+        self._manager.wait_until_finished()
+        steps, directory = self.all_steps(), self.directory
+        if not steps:
+            raise FileNotFoundError(
+                _NOTHING_THERE.format(call=call, directory=directory)
+            )
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            raise FileNotFoundError(
+                _NO_SUCH_STEP.format(
+                    call=call, step=step, directory=directory, steps=steps
+                )
+            )
+        if not (self._manager.directory / str(step) / _PAGE).exists():
+            raise ValueError(
+                _NOT_OURS.format(call=call, step=step, directory=directory)
+            )
+        args = self._orbax.args
+        page = args.Composite(**{_PAGE: args.JsonRestore()})
+        found = self._manager.restore(step, args=page)[_PAGE]
+        return step, found
+
+    def _restore_alike(
+        self, step: int, saved: Mapping[str, Saved], leaves: Mapping[str, Leaf]
+    ) -> dict[str, Any]:
+        """The leaves that are no tables, now or then: orbax reads them."""
+        stored = [name for name, leaf in saved.items() if not leaf.is_empty]
+        alike = [n for n in stored if saved[n].rows is None and leaves[n].rows is None]
+        if not alike:
+            return {}
+        item = dict.fromkeys(stored, self._orbax.PLACEHOLDER)  # which is not read
+        how = dict.fromkeys(stored, self._orbax.RestoreArgs())
+        for name in alike:
+            item[name], how[name] = 0, leaves[name].restore_args(self._orbax)
+        args = self._orbax.args
+        wanted = args.PyTreeRestore(item=item, restore_args=how)
+        found = self._manager.restore(step, args=args.Composite(**{_ARRAYS: wanted}))
+        return {name: found[_ARRAYS][name] for name in alike}
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as orbax
+    except ImportError as error:
+        raise ImportError(_NO_ORBAX) from error
+    return orbax

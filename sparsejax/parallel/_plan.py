@@ -1,0 +1,380 @@
+"""plan: what each way to lay out a table costs, in memory and on the wire.
+
+With N devices, a table `[V, ...]` of rows of d bytes, n ids on each device and step,
+and U the distinct ones among a device's n (n where that is not known), a device holds
+
+    row-sharded         (d + s) ceil(V / N)     s: bytes of optimizer state a row
+    column-sharded      (d + s) V / N           state of other than the table's shape
+    replicated          (d + s) V               is on every device whole
+
+and sends in a step, lookup and update together,
+
+    row-sharded         2 (N - 1) C (d + 4)
+    column-sharded      2 n d (N - 1) / N + 3 (N - 1) 4 n
+    replicated-sparse   (N - 1) U (d + 4)
+    replicated-dense    2 V d (N - 1) / N
+
+Row-sharded, C is the capacity: rows for one owner, in one round; without skew a little
+more than U / N. Column-sharded, whole rows travel there and back, and XLA gathers ids
+for each of their three uses; each device works on all N n ids, in narrow rows. (A bag
+that is summed before it leaves its columns travels as one row, and ids that are on all
+devices from the start do not.)
+Replicated, ids and rows of the gradient go to all devices, or all of it is all-reduced.
+Ids have 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers.
+`sparsejax.parallel.wire_bytes` reads what a compiled step really sends.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from sparsejax import _ids
+from sparsejax.parallel._lookup import measure_capacity
+from sparsejax.parallel._owners import Owners
+from sparsejax.parallel._table import ShardedTable, check_axis, shard_rows
+from sparsejax.parallel._wire import format_table
+
+
+_CALL = "sparsejax.parallel.plan"
+LAYOUTS = (
+    "row-sharded",
+    "column-sharded",
+    "replicated-sparse",
+    "replicated-dense",
+)
+
+_NO_SHAPE = (
+    _CALL + ": {name} must be an array, a jax.ShapeDtypeStruct, a ShardedTable or a "
+    "shape as a tuple of ints, got an object of type {found}."
+)
+_NO_ROWS = _CALL + ": {name} must have at least one axis, its rows, got shape ()."
+_BAD_BATCH = (
+    _CALL + ": batch must be, for each table, the number of ids in a step (of all "
+    "devices together), or a sample of them as an array of integers; one for all "
+    "tables, or a tree like tables. For {name} it is {found}."
+)
+_OTHER_TREE = _CALL + ": batch must be a tree like tables: {error}"
+_BAD_BUDGET = (
+    _CALL + ": device_bytes must be a positive number of bytes or None, got {found!r}."
+)
+_TOO_LARGE = "too large for any layout: {need} of {budget} on a device"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a layout costs each device.
+
+    Args:
+      memory: int, bytes of the table and its optimizer state.
+      wire: int, bytes sent in a step.
+    """
+
+    memory: int
+    wire: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TablePlan:
+    """What `plan` found about one table.
+
+    Args:
+      name: how the user would write it, e.g. `tables['user']`.
+      shape, dtype: of the table.
+      ids: ids of a device in a step.
+      distinct: how many of them are distinct: the most of any device in the sample, or
+        `ids` where there is none.
+      capacity: of a row-sharded lookup; hand it to `sparsejax.parallel.lookup`.
+      costs: by layout; a layout that the shape does not allow is not there.
+      choice: the layout recommended.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    ids: int
+    distinct: int
+    capacity: int
+    costs: Mapping[str, Cost]
+    choice: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """The answer of `plan`: prints as a table, `tables` holds it as data.
+
+    Args:
+      tables: a `TablePlan` each.
+      num_devices: N.
+      device_bytes: the bytes that a device has for tables, None for no limit.
+    """
+
+    tables: tuple[TablePlan, ...]
+    num_devices: int
+    device_bytes: int | None
+
+    def __getitem__(self, name: str) -> TablePlan:
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise KeyError(f"no table {name!r}; there are {[t.name for t in self.tables]}")
+
+    @property
+    def total(self) -> Cost:
+        """What all tables cost a device, each in the layout recommended."""
+        chosen = [table.costs[table.choice] for table in self.tables]
+        return Cost(sum(c.memory for c in chosen), sum(c.wire for c in chosen))
+
+    def __repr__(self) -> str:
+        head = ("table", "shape", "ids", "distinct", *LAYOUTS, "choice")
+        rows = []
+        for table in self.tables:
+            cells = [_both(table.costs.get(layout)) for layout in LAYOUTS]
+            shape = f"{table.dtype}[{','.join(map(str, table.shape))}]"
+            counts = f"{table.ids:,}", f"{table.distinct:,}"
+            rows.append((table.name, shape, *counts, *cells, table.choice))
+        rows.append(("total", "", "", "", "", "", "", "", _both(self.total)))
+        where = f"{self.num_devices} devices; memory of a device, and what it sends"
+        limit = self.device_bytes
+        if limit is not None and self.total.memory > limit:
+            need = _size(self.total.memory)
+            where += "\n" + _TOO_LARGE.format(need=need, budget=_size(limit))
+        return format_table([head, *rows], right=range(2, 8)) + "\n" + where
+
+
+def plan(
+    tables: Any,
+    mesh: Mesh | AbstractMesh,
+    batch: Any,
+    *,
+    axis: str | Sequence[str] | None = None,
+    tx: Any = None,
+    device_bytes: int | None = None,
+) -> Plan:
+    """Estimates what each layout of each table costs, and recommends one.
+
+    Recommended is what sends least, and of equals what needs the least memory. Where
+    that does not fit `device_bytes`, tables go to layouts of less memory, those first
+    that free most for each byte sent. The formulas are in the page above this
+    function's source.
+
+    Args:
+      tables: a tree of arrays, `jax.ShapeDtypeStruct`s, ShardedTables, or shapes as
+        tuples of ints (of float32).
+      mesh: the mesh, or an `AbstractMesh`.
+      batch: for each table what a step reads of it, all devices together: the number of
+        ids, or a sample of them, of which duplicates and skew are measured (best, the
+        ids of a whole step, in its order). A tree like `tables`, or one for all.
+      axis: name of the mesh axis that tables and batch are split over, or a tuple of
+        names; all axes, if left out.
+      tx: the optax transformation whose state lies beside the tables; none, if left
+        out.
+      device_bytes: int, the bytes that each device has for tables and their state. Left
+        out, there is no limit.
+
+    Returns:
+      `Plan`, which prints as a table.
+
+    Raises:
+      TypeError: `mesh` or a table is of another kind.
+      ValueError: a table without rows, no such axis, or a batch that does not go with
+        the tables.
+
+    Example:
+      >>> import jax, numpy as np, sparsejax as sj
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
+      >>> tables = {"user": (100_000, 32), "country": (200, 32)}
+      >>> batch = {"user": np.arange(20_480) // 4, "country": 20_480}
+      >>> found = sj.parallel.plan(tables, mesh, batch)
+      >>> found["tables['user']"].choice, found["tables['country']"].choice
+      ('row-sharded', 'replicated-dense')
+      >>> found["tables['user']"].costs["replicated-dense"].wire
+      19200000
+
+    References:
+      TorchRec, `EmbeddingShardingPlanner`.
+    """
+    axis = check_axis(_CALL, mesh, mesh.axis_names if axis is None else axis)
+    if device_bytes is not None and not device_bytes > 0:
+        raise ValueError(_BAD_BUDGET.format(found=device_bytes))
+    names = (axis,) if isinstance(axis, str) else axis
+    devices = math.prod(mesh.shape[name] for name in names)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=_is_table)
+    specs = [_spec(_name(path), table) for path, table in paths]
+    reads = _reads(batch, treedef, len(specs))
+    found = [
+        _table_plan(_name(path), spec, read, mesh, axis, devices, tx)
+        for (path, _), spec, read in zip(paths, specs, reads)
+    ]
+    chosen = _fit(found, device_bytes)
+    return Plan(tuple(chosen), devices, device_bytes)
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _is_table(x: Any) -> bool:
+    if isinstance(x, ShardedTable):
+        return True
+    return isinstance(x, tuple) and all(isinstance(n, int | np.integer) for n in x)
+
+
+def _name(path: Any) -> str:
+    return "tables" + jax.tree_util.keystr(path)
+
+
+def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(table, tuple):
+        table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
+    if not (hasattr(table, "shape") and hasattr(table, "dtype")):
+        raise TypeError(_NO_SHAPE.format(name=name, found=type(table).__name__))
+    if not table.shape:
+        raise ValueError(_NO_ROWS.format(name=name))
+    return jax.ShapeDtypeStruct(tuple(table.shape), table.dtype)
+
+
+def _reads(batch: Any, treedef: Any, count: int) -> Sequence[Any]:
+    """For each table the number of ids, or a sample."""
+    if isinstance(batch, int | np.integer) or hasattr(batch, "dtype"):
+        return [batch] * count
+    try:
+        return treedef.flatten_up_to(batch)
+    except ValueError as error:
+        raise ValueError(_OTHER_TREE.format(error=error)) from None
+
+
+# ------------------------------------------------------------------ one table
+
+
+def _table_plan(
+    name: str,
+    spec: jax.ShapeDtypeStruct,
+    read: Any,
+    mesh: Any,
+    axis: Any,
+    devices: int,
+    tx: Any,
+) -> TablePlan:
+    table = shard_rows(spec, mesh, axis)
+    owners = Owners(mesh, table.axes, table.rows_per_shard)
+    sample = _sample(name, read)
+    here = -(-(read if sample is None else sample.size) // devices)
+    if sample is None:
+        distinct, capacity = min(here, spec.shape[0]), None
+    else:
+        distinct = _most_distinct(sample, devices, spec.shape[0])
+        capacity = measure_capacity(table, sample, margin=1.0)
+    capacity = owners.slots(here, capacity)
+    costs = _costs(spec, devices, here, distinct, capacity, tx)
+    choice = min(costs, key=lambda x: (costs[x].wire, costs[x].memory))
+    dtype = np.dtype(spec.dtype).name
+    return TablePlan(
+        name, tuple(spec.shape), dtype, here, distinct, capacity, costs, choice
+    )
+
+
+def _sample(name: str, read: Any) -> np.ndarray | None:
+    if hasattr(read, "dtype") and np.ndim(read):
+        return np.asarray(_ids.as_integers(_CALL, read, f"batch of {name}")).reshape(-1)
+    if isinstance(read, int | np.integer) and not isinstance(read, bool) and read >= 0:
+        return None
+    raise ValueError(_BAD_BATCH.format(name=name, found=repr(read)))
+
+
+def _most_distinct(sample: np.ndarray, devices: int, height: int) -> int:
+    """The most distinct ids in range that any device has, the sample cut evenly."""
+    here = -(-sample.size // devices)
+    parts = [sample[k * here : (k + 1) * here] for k in range(devices)]
+    kept = [part[(part >= 0) & (part < height)] for part in parts]
+    return max(np.unique(part).size for part in kept)
+
+
+def _costs(
+    spec: jax.ShapeDtypeStruct,
+    devices: int,
+    ids: int,
+    distinct: int,
+    capacity: int,
+    tx: Any,
+) -> dict[str, Cost]:
+    """What the page above says, in whole bytes."""
+    height, *content = spec.shape
+    row = math.prod(content) * np.dtype(spec.dtype).itemsize
+    id_bytes = 4 if height <= np.iinfo(np.int32).max else 8
+    others = devices - 1
+    like, aside = _state_bytes(spec, tx)
+    whole = height * row + like + aside
+    rows = math.ceil(height / devices)
+    wires = {
+        "row-sharded": 2 * others * capacity * (row + id_bytes),
+        "column-sharded": others * (3 * id_bytes * ids + 2 * ids * row // devices),
+        "replicated-sparse": others * distinct * (row + id_bytes),
+        "replicated-dense": 2 * height * row * others // devices,
+    }
+    memory = {
+        "row-sharded": whole * rows // max(height, 1),
+        "column-sharded": (height * row + like) // devices + aside,
+        "replicated-sparse": whole,
+        "replicated-dense": whole,
+    }
+    if not content or content[-1] % devices:
+        del wires["column-sharded"]
+    return {layout: Cost(memory[layout], wire) for layout, wire in wires.items()}
+
+
+def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
+    """Bytes of optimizer state of the table's own shape, and of other shapes."""
+    if tx is None:
+        return 0, 0
+    like = aside = 0
+    for leaf in jax.tree.leaves(jax.eval_shape(tx.init, spec)):
+        size = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        if leaf.shape == spec.shape:
+            like += size
+        elif leaf.shape[:1] == spec.shape[:1]:
+            aside += size
+    return like, aside
+
+
+# ------------------------------------------------------------------ all tables
+
+
+def _fit(tables: Sequence[TablePlan], budget: int | None) -> Sequence[TablePlan]:
+    """Choices of less memory, until all tables together fit; or as far as it goes."""
+    tables = list(tables)
+    while budget is not None:
+        over = sum(t.costs[t.choice].memory for t in tables) - budget
+        if over <= 0:
+            break
+        moves = [
+            (_price(t, layout, over), k, layout)
+            for k, t in enumerate(tables)
+            for layout in t.costs
+            if t.costs[layout].memory < t.costs[t.choice].memory
+        ]
+        if not moves:
+            break
+        _, k, layout = min(moves)
+        tables[k] = dataclasses.replace(tables[k], choice=layout)
+    return tables
+
+
+def _price(table: TablePlan, layout: str, over: int) -> float:
+    """Bytes sent more for each byte freed, of those that need to be freed."""
+    now, then = table.costs[table.choice], table.costs[layout]
+    return (then.wire - now.wire) / min(over, now.memory - then.memory)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def _both(cost: Cost | None) -> str:
+    return "-" if cost is None else f"{_size(cost.memory)}, {_size(cost.wire)}"

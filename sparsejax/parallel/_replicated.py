@@ -1,0 +1,200 @@
+"""psum and pmean: gradients of replicated tables exchanged as ids and rows.
+
+Every device has the whole table and reads its own part of the batch. A dense all-reduce
+of the gradient moves `2 V d (N - 1) / N` bytes (d: bytes of a row). The gradient of n
+rows that a device read is `SelectedRows(rows [n], values [n, ...])`, and because
+duplicates mean their sum, the sum over devices is all devices' slots one after the
+other: an all-gather of ids and rows, `(N - 1) n (d + 4)` bytes, which knows no V.
+
+Every device ends with the same slots in the same order, so that what an optimizer makes
+of them has the same bits everywhere, and replicas stay equal.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from sparsejax import _compat, _ids
+from sparsejax._rows import SelectedRows
+from sparsejax.parallel._rows import ShardedRows
+
+
+_UNBOUND = (
+    "sparsejax.parallel.{name}: there is no axis {axis!r} to sum over here. Call it "
+    "inside of jax.shard_map over a mesh with that axis, or in a step that "
+    "sparsejax.parallel.data_parallel runs over it."
+)
+_AT_OWNERS = (
+    "sparsejax.parallel.{name}: a gradient of a ShardedTable goes to the owners of its "
+    "rows by itself; it cannot be summed inside of a shard_map. Use sharded tables in "
+    "the global view, in a step that data_parallel or jax.jit runs."
+)
+
+# Set while `data_parallel` traces a step: the names of its axes and its mesh.
+_whole_batch: contextvars.ContextVar[tuple[tuple[str, ...], Any] | None] = (
+    contextvars.ContextVar("whole_batch", default=None)
+)
+
+
+def psum(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
+    """The sum over the devices of a mesh axis, of a tree with SelectedRows in it.
+
+    A SelectedRows becomes the slots of all devices one after the other, which is their
+    sum: ids and rows are gathered, and nothing of the table's size moves. Every other
+    leaf goes through `jax.lax.psum`. For use inside `jax.shard_map`, or `jax.vmap` with
+    an `axis_name`. Give `shard_map` `check_vma=False` if the tree has dense gradients
+    of replicated parameters: under `check_vma=True` JAX has summed those already, and
+    they would be added up again.
+
+    In a step that `data_parallel` runs, gradients are of the whole batch already, and
+    this only lays rows out on every device; all else stays as it is.
+
+    Args:
+      tree: a pytree of arrays and SelectedRows.
+      axis_name: name of a mesh axis, or a tuple of names.
+      capacity: int, the number of slots that each device sends of each SelectedRows,
+        after it has merged its duplicates. If the distinct rows of some device do not
+        fit, all devices send all their slots instead, so that no row is lost. Left out,
+        all slots are sent as they are. `sparsejax.parallel.plan` measures one.
+
+    Returns:
+      The tree, the same on every device. A SelectedRows of n slots has N * n, also
+      where fewer travelled; the rest is empty.
+
+    Raises:
+      ValueError: outside of `shard_map` and `data_parallel`, or a bad `capacity`.
+      TypeError: the gradient of a ShardedTable inside of `shard_map`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,))
+      >>> total = lambda g: sj.parallel.psum(g, "x")
+      >>> f = jax.shard_map(total, mesh=mesh, in_specs=P("x"), out_specs=P())
+      >>> f(sj.SelectedRows(jnp.array([7, 2]), jnp.ones((2, 3)), height=100))
+      SelectedRows(rows=[7 2], values=float32[2,3], height=100, num_rows=2)
+
+    References:
+      Horovod, `allreduce` of `tf.IndexedSlices`; PaddlePaddle, all-reduce of
+      SelectedRows.
+    """
+    return _all_reduce("psum", tree, axis_name, capacity, mean=False)
+
+
+def pmean(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
+    """The mean over the devices of a mesh axis, of a tree with SelectedRows in it.
+
+    `psum(tree) / N`, see `sparsejax.parallel.psum`. Where each device's loss is the
+    mean over its part of the batch, and the parts are equal, the mean of the gradients
+    is the gradient of the mean over the whole batch.
+
+    Args:
+      tree: a pytree of arrays and SelectedRows.
+      axis_name: name of a mesh axis, or a tuple of names.
+      capacity: as in `psum`.
+
+    Returns:
+      The tree, the same on every device.
+
+    Raises:
+      ValueError: outside of `shard_map` and `data_parallel`, or a bad `capacity`.
+      TypeError: the gradient of a ShardedTable inside of `shard_map`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,))
+      >>> f = lambda x: sj.parallel.pmean({"loss": jnp.mean(x)}, "x")
+      >>> jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P())(jnp.arange(3.0))
+      {'loss': Array(1., dtype=float32)}
+
+    References:
+      Horovod, `allreduce(op=Average)`; MXNet, `KVStore.pushpull`.
+    """
+    return _all_reduce("pmean", tree, axis_name, capacity, mean=True)
+
+
+@contextlib.contextmanager
+def whole_batch(axes: tuple[str, ...], mesh: Any) -> Iterator[None]:
+    """Inside, `psum` and `pmean` over `axes` are of values that are sums already."""
+    token = _whole_batch.set((axes, mesh))
+    try:
+        yield
+    finally:
+        _whole_batch.reset(token)
+
+
+# ------------------------------------------------------------------ the exchange
+
+
+def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool) -> Any:
+    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if capacity is not None:
+        capacity = _ids.check_capacity(f"sparsejax.parallel.{name}", capacity)
+    is_rows = lambda x: isinstance(x, SelectedRows)
+    try:
+        devices = lax.axis_size(axes)
+    except NameError:
+        within = _whole_batch.get()
+        if within is None or not set(axes) <= set(within[0]):
+            raise ValueError(_UNBOUND.format(name=name, axis=axis_name)) from None
+        spread = lambda x: _everywhere(x, *within, capacity) if is_rows(x) else x
+        return jax.tree.map(spread, tree, is_leaf=is_rows)
+
+    def reduce(x):
+        if isinstance(x, ShardedRows):
+            raise TypeError(_AT_OWNERS.format(name=name))
+        if is_rows(x):
+            total = _gather(x, axes, devices, capacity)
+            return total / devices if mean else total
+        return lax.pmean(x, axes) if mean else lax.psum(x, axes)
+
+    return jax.tree.map(reduce, tree, is_leaf=is_rows)
+
+
+def _gather(
+    x: SelectedRows, axes: tuple[str, ...], devices: int, capacity: int | None
+) -> SelectedRows:
+    """The slots of all devices, in the order of the devices."""
+    # What is gathered is the same on every device; where types tell, they say so.
+    told = _compat.varying_axes(x.rows) | _compat.varying_axes(x.values)
+    to = "invarying" if told else "varying"
+    gather = lambda y: lax.all_gather(y, axes, tiled=True, to=to)
+    if capacity is None or capacity >= x.capacity:
+        return SelectedRows(gather(x.rows), gather(x.values), x.height)
+    merged, overflow = x.coalesce(capacity, return_overflow=True)
+    rest = devices * (x.capacity - capacity)
+
+    def merged_rows():
+        rows, values = gather(merged.rows), gather(merged.values)
+        empty = jnp.full((rest,), x.height, rows.dtype)
+        nothing = jnp.zeros((rest, *values.shape[1:]), values.dtype)
+        return jnp.concatenate([rows, empty]), jnp.concatenate([values, nothing])
+
+    def all_rows():
+        return gather(x.rows), gather(x.values)
+
+    # All devices take the same branch, or they would wait for each other for ever.
+    rows, values = lax.cond(lax.pmax(overflow, axes) == 0, merged_rows, all_rows)
+    return SelectedRows(rows, values, x.height)
+
+
+def _everywhere(
+    x: SelectedRows, axes: tuple[str, ...], mesh: Any, capacity: int | None
+) -> SelectedRows:
+    """Slots that lie where the batch put them, on every device."""
+    devices = math.prod(mesh.shape[name] for name in axes)
+    if isinstance(x, ShardedRows) or x.capacity % devices:
+        return x  # at their owners, or too few to be split
+    gather = lambda x: _gather(x, axes, devices, capacity)
+    spec = PartitionSpec(axes)
+    return jax.shard_map(
+        gather, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
+    )(x)

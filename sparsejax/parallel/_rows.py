@@ -1,0 +1,245 @@
+"""ShardedRows: the gradient of a table whose rows are spread over devices.
+
+It comes in two states. As `sparsejax.value_and_grad` gives it, every slot lies on the
+device whose batch read it, and nothing has been sent. `coalesce` sends the slots to the
+owners of their rows and merges them there; then every owner has its own distinct rows,
+and reading or writing them moves nothing between devices.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _ids, _row_arithmetic
+from sparsejax._rows import SelectedRows
+from sparsejax.optim import _table_rows
+from sparsejax.parallel import _exchange
+from sparsejax.parallel._owners import Metrics, Owners, no_metrics, round_bytes
+
+
+_CAPACITY = (
+    "ShardedRows.coalesce: takes no capacity, got {found!r}. Each owner has a slot for "
+    "every row that it can be sent, so that none is lost."
+)
+_OTHER_SHAPE = (
+    "array + ShardedRows: shapes {found} and {want} differ. The rows stand for the "
+    "stored values of a ShardedTable: add them to table.values, or use "
+    "optax.apply_updates on trees."
+)
+_MERGED_ALREADY = (
+    "ShardedRows + ShardedRows: one of them is at its owners already. Add gradients "
+    "before they go through an optimizer or .coalesce()."
+)
+_OTHER_OWNERS = (
+    "ShardedRows + ShardedRows of shapes {a} and {b}: both must be gradients of tables "
+    "of one shape and layout on one mesh."
+)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ShardedRows(SelectedRows):
+    """A SelectedRows over the positions of a ShardedTable, spread over its devices.
+
+    Stands for the `[N * R, ...]` array of the table's stored values. As the child of a
+    ShardedTable it stands for the table's gradient or update in the order of ids:
+    `table.to_dense()`.
+
+    Args:
+      rows: positions, `N * R` for an empty slot.
+      values: a row for each slot.
+      height: `N * R`.
+      owners: who owns which rows.
+      slots: for the exchange, how many rows a device sends an owner in a round; None
+        once the rows are at their owners.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> table = sj.parallel.shard_rows(jnp.ones((9, 2)), mesh, "x")
+      >>> loss = lambda t: jnp.sum(sj.parallel.lookup(t, jnp.array([3, 3])))
+      >>> g = sj.grad(loss)(table)
+      >>> g.values.num_rows(), g.values.coalesce().num_rows()
+      (Array(2, dtype=int32), Array(1, dtype=int32))
+
+    References:
+      PaddlePaddle, `SelectedRows` sent to parameter servers.
+    """
+
+    owners: Owners
+    slots: int | None
+
+    @classmethod
+    def make(cls, rows: Any, values: Any, owners: Owners, slots: int | None) -> Any:
+        """Of parts that go together: there are no checks."""
+        return cls.tree_unflatten((owners.height, owners, slots), (rows, values))
+
+    def tree_flatten_with_keys(self):
+        """Children with their keys."""
+        children, height = super().tree_flatten_with_keys()
+        return children, (height, self.owners, self.slots)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        """Rebuilds without checks: children may be anything JAX puts there."""
+        self = object.__new__(cls)
+        self.__dict__.update(zip(("height", "owners", "slots"), static))
+        self.__dict__.update(rows=children[0], values=children[1])
+        return self
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the rows are distinct and at their owners."""
+        return self.slots is None
+
+    def coalesce(
+        self, capacity: int | None = None, *, return_overflow: bool = False
+    ) -> Any:
+        """The same array with each row once, at its owner: each owner's ascending."""
+        if capacity is not None:
+            raise ValueError(_CAPACITY.format(found=capacity))
+        merged = self
+        if self.slots is not None:
+            merged = _send(self)
+        return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
+
+    def find(self, ids) -> tuple[jax.Array, jax.Array]:
+        """Rows by position, and which are stored; for tests, it gathers all slots."""
+        return self.everywhere().find(ids)
+
+    def retain(self, ids) -> SelectedRows:
+        """Only the rows at these positions; for tests, it gathers all slots."""
+        return self.everywhere().retain(ids)
+
+    def everywhere(self) -> SelectedRows:
+        """The same slots as a plain SelectedRows, without owners."""
+        return SelectedRows(self.rows, self.values, self.height)
+
+    def map(self, f: Callable[[jax.Array], jax.Array]) -> "ShardedRows":
+        """The same positions with `f(values)`."""
+        values = self.everywhere().map(f).values
+        return ShardedRows.make(self.rows, values, self.owners, self.slots)
+
+    def metrics(self) -> Metrics:
+        """What sending these rows to their owners takes: rounds, bytes, overflow."""
+        if self.slots is None or not self.capacity:
+            return no_metrics()
+        wide = _ids.accumulator_dtype(self.dtype)
+        content = self.values.shape[1:]
+        sent = round_bytes(self.owners, self.slots, self.rows.dtype, wide, content)
+        return _exchange.needed(self.owners, self.slots, self.safe_rows(), sent)
+
+    def __add__(self, other):
+        if isinstance(other, ShardedRows):
+            return concatenate([self, other])
+        if _row_arithmetic.is_selected_rows(other) or np.ndim(other) == 0:
+            return _row_arithmetic.add(self.everywhere(), other)
+        return add_to(other, self)
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return self + _row_arithmetic.negative(other)
+
+    def __rsub__(self, other):
+        return -self + other
+
+
+# ------------------------------------------------------------------ at the owners
+
+
+def on_owners(rows: ShardedRows, f: Callable, *args: Any) -> jax.Array:
+    """`f(rows there, *args there)` at each owner.
+
+    Args:
+      rows: merged.
+      f: of a SelectedRows whose ids are the owner's row numbers, and of `args`.
+      *args: arrays, laid out as tables are.
+    """
+    owners = rows.owners
+
+    def body(positions, values, *args):
+        own = _exchange.local(owners, positions)
+        return f(SelectedRows(own, values, owners.rows), *args)
+
+    spec = owners.table_spec
+    into = (spec,) * (2 + len(args))
+    return owners.run(body, rows.rows, rows.values, *args, into=into, out=spec)
+
+
+# Jitted, since outside of `jit` a `shard_map` runs operation by operation.
+
+
+@jax.jit
+def _send(rows: ShardedRows) -> ShardedRows:
+    owners, slots = rows.owners, rows.slots or 1
+    at, values = _exchange.send(owners, slots, rows.safe_rows(), rows.values)
+    return ShardedRows.make(at, values, owners, None)
+
+
+@jax.jit
+def _add(table: jax.Array, rows: ShardedRows) -> jax.Array:
+    return on_owners(rows, lambda own, part: part + own, table)
+
+
+@jax.jit
+def _join(parts: Sequence[ShardedRows]) -> ShardedRows:
+    owners = parts[0].owners
+    dtype = _ids.promote(*(part.dtype for part in parts))
+    spec = owners.batch_spec
+    rows, values = (
+        owners.run(
+            lambda *xs: jnp.concatenate(xs), *xs, into=(spec,) * len(xs), out=spec
+        )
+        for xs in (
+            [part.rows for part in parts],
+            [part.values.astype(dtype) for part in parts],
+        )
+    )
+    slots = sum(part.slots or 0 for part in parts)
+    return ShardedRows.make(rows, values, owners, slots)
+
+
+def concatenate(parts: Sequence[ShardedRows]) -> ShardedRows:
+    """The sum of gradients, as one with all their slots, each where it was."""
+    owners = parts[0].owners
+    for part in parts:
+        if part.owners != owners or part.shape != parts[0].shape:
+            raise ValueError(_OTHER_OWNERS.format(a=parts[0].shape, b=part.shape))
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.is_merged for part in parts):
+        raise ValueError(_MERGED_ALREADY)
+    return _join(list(parts))
+
+
+def add_to(table: Any, rows: ShardedRows) -> jax.Array:
+    """`table + rows`, each owner adding its own."""
+    if np.shape(table) != rows.shape:
+        found, want = np.shape(table), rows.shape
+        raise ValueError(_OTHER_SHAPE.format(found=found, want=want))
+    return _add(jnp.asarray(table), rows.coalesce())
+
+
+@_table_rows.merge_duplicates.register
+def _merge(rows: ShardedRows) -> ShardedRows:
+    return rows.coalesce()
+
+
+@_table_rows.read_into.register
+def _read(rows: ShardedRows, table: Any, otherwise: jax.Array) -> jax.Array:
+    return on_owners(rows, _table_rows.read_into, jnp.asarray(table), otherwise)
+
+
+@_table_rows.write_into.register
+def _write(rows: ShardedRows, table: Any, values: jax.Array) -> jax.Array:
+    return on_owners(rows, _table_rows.write_into, jnp.asarray(table), values)
+
+
+@_table_rows.update_of.register
+def _update(rows: ShardedRows, values: jax.Array, grad: SelectedRows) -> Any:
+    del grad
+    values = _ids.zero_unless(rows.filled(), values)
+    return ShardedRows.make(rows.rows, values, rows.owners, None)

@@ -1,0 +1,242 @@
+"""SpreadStore: tables whose rows are spread over the memories of all processes.
+
+With P processes (hosts), process p holds the rows `id mod P == p` and their optimizer
+state in a `KVStore` of its own, as row `id // P` of it. A pull is three collectives of
+JAX and one local read:
+
+    ids     every process learns which rows the others want       process_allgather
+    rows    each reads those of its own rows that anyone wants    KVStore, once a row
+    values  to one device of the host, then to all devices        all_gather
+
+A gradient is on every device when a step is over, so a push sends nothing: each process
+takes out the rows that it holds. All processes must make the same calls in the same
+order, as with any collective.
+"""
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sparsejax import _ids
+from sparsejax._rows import SelectedRows
+from sparsejax.parallel._batched_pull import (
+    check_mesh,
+    everywhere,
+    on_the_host,
+    own_ids,
+    to_all_devices,
+)
+from sparsejax.store import KVStore, _rows_wanted as wanted
+
+
+_CALL = "sparsejax.parallel.SpreadStore"
+_UNKNOWN = "{call}: there is no table {name!r}; there is {known}. Call init first."
+_NOT_ROWS = (
+    "{call}: takes a SelectedRows, got an object of type {found}. The gradient of what "
+    "pull gave is one, by sparsejax.value_and_grad."
+)
+_OTHER_HEIGHT = (
+    "{call}: the gradient is of a table of {found} rows, {name!r} has {height}."
+)
+_NOT_SPREAD = (
+    "{call}: the mesh has no device of process {process}. Each process that holds rows "
+    "must be able to hand them over."
+)
+
+
+class SpreadStore:
+    """A `sparsejax.store.KVStore` spread over the memories of several processes.
+
+    Every process makes one, of the same mesh, and calls `init`, `pull` and `push` when
+    the others do. In one process it is a KVStore that serves many devices.
+
+    Args:
+      mesh: whose devices get the rows; with devices of every process.
+
+    Raises:
+      TypeError: `mesh` is no mesh.
+      ValueError: some process has no device in it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> store = sj.parallel.SpreadStore(mesh)
+      >>> store.init("words", (1_000_000, 2), optax.sgd(0.5))
+      >>> words = store.pull("words", jnp.array([7, 2, 7]))
+      >>> store.push("words", words.map(jnp.ones_like))
+      >>> store.pull("words", [7], capacity=1).values
+      Array([[-0.5, -0.5]], dtype=float32)
+
+    References:
+      Li et al., 2014, "Scaling Distributed Machine Learning with the Parameter Server";
+      MXNet, distributed `KVStore` with `row_sparse` values.
+    """
+
+    def __init__(self, mesh: Mesh):
+        check_mesh(_CALL, mesh)
+        self._mesh = mesh
+        self._count, self._process = jax.process_count(), jax.process_index()
+        owners = [device.process_index for device in mesh.devices.flat]
+        self._devices = [
+            np.flatnonzero(np.array(owners) == p) for p in range(self._count)
+        ]
+        for process, devices in enumerate(self._devices):
+            if not devices.size:
+                raise ValueError(_NOT_SPREAD.format(call=_CALL, process=process))
+        self._store = KVStore()
+        self._heights: dict[str, int] = {}
+
+    @property
+    def local(self) -> KVStore:
+        """This process's part: for `stats`, `flush`, `save` and `load` to a file of its
+        own, `close`. Row `id // P` of it is row `id` of the whole."""
+        return self._store
+
+    def init(
+        self,
+        name: str,
+        shape_or_array: Any,
+        tx: Any,
+        *,
+        path: str | os.PathLike | None = None,
+        seed: Any = 0,
+        **options: Any,
+    ) -> None:
+        """Makes a table, of which this process holds its rows.
+
+        Args:
+          name, shape_or_array, tx: as in `KVStore.init`, of the whole table.
+          path: of a memory-mapped file; over several processes its name gets
+            `.0-of-2`, `.1-of-2` and so on behind it.
+          seed: of the initializer. Over several processes each folds its own number in.
+          **options: `initializer` and `dtype`, as in `KVStore.init`.
+        """
+        is_shape = isinstance(shape_or_array, tuple)
+        shape = shape_or_array if is_shape else np.shape(shape_or_array)
+        height, process, count = int(shape[0]) if shape else 0, *self._place()
+        own = len(range(process, height, count))
+        part: Any = (own, *shape[1:]) if is_shape else shape_or_array[process::count]
+        if count > 1:
+            key = jax.random.key(seed) if isinstance(seed, int) else seed
+            seed = jax.random.fold_in(key, process)
+            if path is not None:
+                path = f"{os.fspath(path)}.{process}-of-{count}"
+        self._store.init(name, part, tx, path=path, seed=seed, **options)
+        self._heights[name] = height
+
+    def pull(
+        self, name: str, ids: Any, *, capacity: int | None = None, mode: str = "error"
+    ) -> SelectedRows:
+        """The rows that the ids of any process name, on every device of the mesh.
+
+        Args:
+          name: of the table.
+          ids: integers of any shape, those of this process's devices: an array, a
+            global array split over the mesh, or a list with one for each device.
+          capacity: slots of the result; the next power of two, if left out.
+          mode: "error" or "drop", as in `KVStore.pull`.
+
+        Returns:
+          SelectedRows of the whole table's height: each row once, ids ascending, then
+          empty slots with zeros; the same on every device.
+
+        Raises:
+          KeyError: no such table.
+          TypeError: `ids` are not integers.
+          ValueError: ids of any process out of range, or more rows than `capacity`;
+            raised in every process alike.
+        """
+        call = f"{_CALL}.pull"
+        height = self._height(call, name)
+        # As one sees them from here, so that all find the same fault in them.
+        ids = np.clip(own_ids(call, ids).astype(np.int64), -1, height)
+        ids = self._of_all(np.unique(ids).astype(_ids.index_dtype(height)))
+        rows = wanted.distinct_rows(call, name, ids, height, mode)
+        slots = wanted.capacity_for(call, name, rows.size, height, capacity)
+
+        process, count = self._place()
+        owner = rows % count
+        with on_the_host():
+            own = rows[owner == process] // count
+            values = np.asarray(self._store.row_sparse_pull(name, own).values)
+        # A power of two, so that what moves them is compiled a few times only.
+        shares = [np.sum(owner == p) / len(self._devices[p]) for p in range(count)]
+        each = wanted.bucket(int(np.ceil(max(shares))))
+        where = np.full(slots, self._mesh.size * each)
+        for p in range(count):
+            which = np.flatnonzero(owner == p)
+            number, offset = np.divmod(np.arange(which.size), each)
+            where[which] = self._devices[p][number] * each + offset
+
+        def part(device):
+            first = int(np.searchsorted(self._devices[process], device)) * each
+            return values[first : first + each]
+
+        found = to_all_devices(self._mesh, part, each, values, where)
+        out = np.full(slots, height, rows.dtype)
+        out[: rows.size] = rows
+        return SelectedRows(everywhere(self._mesh, out), found, height)
+
+    def push(self, name: str, grads: SelectedRows) -> None:
+        """Has the optimizer make one step with a gradient, each row where it lies.
+
+        Args:
+          name: of the table.
+          grads: SelectedRows of the whole table's height, such as the gradient of what
+            `pull` gave; the same in every process.
+
+        Raises:
+          KeyError: no such table.
+          TypeError, ValueError: no SelectedRows, or of another shape.
+        """
+        call = f"{_CALL}.push"
+        height = self._height(call, name)
+        if not isinstance(grads, SelectedRows):
+            raise TypeError(_NOT_ROWS.format(call=call, found=type(grads).__name__))
+        if grads.height != height:
+            found = grads.height
+            raise ValueError(
+                _OTHER_HEIGHT.format(call=call, found=found, name=name, height=height)
+            )
+        process, count = self._place()
+        rows, values = (self._whole(x) for x in (grads.rows, grads.values))
+        own = (rows >= 0) & (rows < height) & (rows % count == process)
+        part = len(range(process, height, count))
+        with on_the_host():
+            rows = np.where(own, rows // count, part).astype(rows.dtype)
+            # Every process makes the step, those without a row of it too: they count.
+            self._store.push(name, SelectedRows(rows, values, part))
+
+    # -- inside ------------------------------------------------------------------
+
+    def _place(self) -> tuple[int, int]:
+        return self._process, self._count
+
+    def _height(self, call: str, name: str) -> int:
+        if name not in self._heights:
+            known = tuple(self._heights)
+            raise KeyError(_UNKNOWN.format(call=call, name=name, known=known))
+        return self._heights[name]
+
+    def _of_all(self, ids: np.ndarray) -> np.ndarray:
+        """The ids of all processes."""
+        if self._count == 1:
+            return ids
+        sizes = multihost_utils.process_allgather(np.array(ids.size))
+        padded = np.zeros(wanted.bucket(int(np.max(sizes))), ids.dtype)
+        padded[: ids.size] = ids
+        found = np.asarray(multihost_utils.process_allgather(padded))
+        return np.concatenate([x[:n] for x, n in zip(found, sizes)])
+
+    def _whole(self, x: Any) -> np.ndarray:
+        """An array that is spread over processes, all of it on this host."""
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            if not x.is_fully_replicated:
+                whole = NamedSharding(self._mesh, PartitionSpec())
+                x = jax.jit(lambda x: x, out_shardings=whole)(x)
+            x = x.addressable_data(0)
+        return np.asarray(x)

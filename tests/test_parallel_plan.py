@@ -1,0 +1,162 @@
+"""plan: its formulas against compiled programs, what it measures and recommends."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+
+
+# optax itself relies on implicit promotion.
+pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+V, D, N, BATCH = 5_003, 8, 4, 256
+MESH = AbstractMesh((N,), ("x",))
+
+
+def make_ids():
+    rng = np.random.default_rng(0)
+    return (rng.zipf(1.2, BATCH) % V).astype(np.int32)
+
+
+def compiled_wire(layout, sample, capacity, distinct):
+    """What a step with this layout sends, read from the compiled program."""
+    mesh = jax.make_mesh(
+        (N,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N]
+    )
+    table, lookup, reduce = np.ones((V, D), np.float32), sj.lookup, lambda g: g
+    ids_spec, tables = P("x"), True
+    if layout == "row-sharded":
+        table = sj.parallel.shard_rows(table, mesh, "x")
+        lookup = lambda t, ids: sj.parallel.lookup(t, ids, capacity=capacity)
+    elif layout == "column-sharded":
+        table, ids_spec = sj.parallel.shard_columns(table, mesh, "x"), P()
+        whole = NamedSharding(mesh, P("x"))
+        lookup = lambda t, ids: jax.lax.with_sharding_constraint(
+            sj.lookup(t, ids), whole
+        )
+    elif layout == "replicated-sparse":
+        reduce = lambda g: sj.parallel.psum(g, "x", capacity=distinct)
+    else:
+        tables = False
+    tx = optax.sgd(0.1) if not tables else sj.optim.lazy(optax.sgd(0.1))
+
+    def step(params, state, ids):
+        loss = lambda t: jnp.sum(jnp.linalg.norm(lookup(t, ids), axis=1))
+        grads = reduce(sj.grad(loss, tables=tables)(params))
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = sj.parallel.data_parallel(step, mesh, "x")
+    ids = jax.device_put(sample, NamedSharding(mesh, ids_spec))
+    compiled = run.lower(table, tx.init(table), ids).compile()
+    return sj.parallel.wire_bytes(compiled, branch=min)
+
+
+# XLA gathers the ids of a column-sharded table three times, where it must.
+@pytest.mark.parametrize(
+    ("layout", "tolerance"),
+    [
+        ("row-sharded", 0.05),
+        ("column-sharded", 0.35),
+        ("replicated-sparse", 0.01),
+        ("replicated-dense", 0.01),
+    ],
+)
+def test_formulas_against_compiled_programs(layout, tolerance):
+    ids = make_ids()
+    (found,) = sj.parallel.plan((V, D), MESH, ids).tables
+    wire = compiled_wire(layout, ids, found.capacity, found.distinct)
+    assert wire.total == pytest.approx(found.costs[layout].wire, rel=tolerance), wire
+
+
+def test_memory_and_state():
+    # Both moments of Adam, and rowwise Adagrad's one number a row.
+    specs = {"a": jax.ShapeDtypeStruct((V, D), jnp.float32)}
+    found = sj.parallel.plan(specs, MESH, 100, tx=optax.adam(1e-3)).tables[0]
+    row = 3 * D * 4
+    assert found.costs["replicated-dense"].memory == V * row
+    assert found.costs["row-sharded"].memory == -(-V // N) * row
+    assert found.costs["column-sharded"].memory == V * row // N
+    tx = sj.optim.lazy(sj.optim.rowwise_adagrad(0.1))
+    found = sj.parallel.plan(specs, MESH, 100, tx=tx)["tables['a']"]
+    assert found.costs["column-sharded"].memory == V * D * 4 // N + V * 4
+
+
+def test_duplicates_and_skew_are_measured():
+    one_owner = np.arange(BATCH) * N % V  # as long as it does not wrap, owner 0
+    one_owner = one_owner[one_owner % N == 0][: BATCH // 2]
+    same = np.full(one_owner.size, 7)
+    tables = {"owner": (V, D), "same": (V, D), "even": (V, D)}
+    batch = {"owner": one_owner, "same": same, "even": np.arange(one_owner.size)}
+    found = sj.parallel.plan(tables, MESH, batch)
+    here = one_owner.size // N
+    measured = {t.name[8:-2]: (t.ids, t.distinct, t.capacity) for t in found.tables}
+    assert measured == {
+        "owner": (here, here, here),
+        "same": (here, 1, 1),
+        "even": (here, here, here // N),
+    }
+    assert found["tables['owner']"].choice == "column-sharded"
+    assert found["tables['same']"].choice == "replicated-sparse"
+    assert found["tables['even']"].choice == "row-sharded"
+
+
+def test_recommendations_and_memory_limits():
+    tables = {"big": (10**8, 64), "odd": (10**6, 30), "small": (50, 64)}
+    mesh = AbstractMesh((2, 4), ("a", "b"))
+    found = sj.parallel.plan(tables, mesh, np.arange(8_192) // 2)
+    assert found.num_devices == 8
+    choices = [t.choice for t in found.tables]
+    assert choices == ["row-sharded", "row-sharded", "replicated-dense"]
+    assert "column-sharded" not in found["tables['odd']"].costs
+    assert found.total.wire == sum(t.costs[t.choice].wire for t in found.tables)
+    found = sj.parallel.plan(tables, mesh, 8_192, axis="a")
+    assert (found.num_devices, found.tables[0].ids) == (2, 4_096)
+
+    # Two tables that are best replicated; with room for one, one of them is cut.
+    tables = {"a": (1_000, 16), "b": (1_000, 32)}
+    sizes = 1_000 * 16 * 4, 1_000 * 32 * 4
+    free = sj.parallel.plan(tables, MESH, {"a": 4_000, "b": 40_000})
+    assert {t.choice for t in free.tables} == {"replicated-dense"}
+    limit = sizes[1] + sizes[0] // 2
+    tight = sj.parallel.plan(
+        tables, MESH, {"a": 4_000, "b": 40_000}, device_bytes=limit
+    )
+    assert [t.choice for t in tight.tables] == ["row-sharded", "replicated-dense"]
+    assert tight.total.memory <= limit
+    none = sj.parallel.plan(tables, MESH, 4_000, device_bytes=100)
+    assert "too large for any layout" in repr(none)
+
+
+def test_prints_as_a_table():
+    ids = np.arange(4 * 5_120) // 2
+    found = sj.parallel.plan({"user": (100_000, 32)}, MESH, ids)
+    head, rule, user, total, where = repr(found).splitlines()
+    assert head.split()[:4] == ["table", "shape", "ids", "distinct"]
+    assert set(rule) == {"-"}
+    assert user.startswith("tables['user']  float32[100000,32]  5,120     2,560")
+    assert "12.8 MB, 19.2 MB" in user and user.endswith("row-sharded")
+    assert total.startswith("total") and where.startswith("4 devices")
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="an object of type str"):
+        sj.parallel.plan({"a": "x"}, MESH, 3)
+    with pytest.raises(ValueError, match="at least one axis"):
+        sj.parallel.plan({"a": jnp.ones(())}, MESH, 3)
+    with pytest.raises(ValueError, match="For tables it is -1"):
+        sj.parallel.plan((8, 2), MESH, -1)
+    with pytest.raises(ValueError, match="a tree like tables"):
+        sj.parallel.plan({"a": (8, 2)}, MESH, {"b": 3})
+    with pytest.raises(ValueError, match="device_bytes must be a positive"):
+        sj.parallel.plan((8, 2), MESH, 3, device_bytes=0)
+    with pytest.raises(ValueError, match="The axes of this mesh are"):
+        sj.parallel.plan((8, 2), MESH, 3, axis="y")
+    with pytest.raises(TypeError, match="must be integers"):
+        sj.parallel.plan((8, 2), MESH, np.ones(3))

@@ -1,0 +1,291 @@
+"""Replicated tables: gradients exchanged as ids and rows, and data_parallel."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOptionalMemberAccess=false
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+from helpers import assert_same_bits, assert_trees_close, make_rows
+
+
+# optax itself relies on implicit promotion.
+pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+V, D, N, BATCH = 4_999, 8, 4, 32
+
+
+def make_mesh(shape=(N,), names=("x",), kind=AxisType.Auto):
+    kinds = (kind,) * len(names)
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+
+
+def slots(per_device, seed=0):
+    """Rows of all devices in a row: duplicates, empty slots with NaN in them."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 12, N * per_device).astype(np.int32)
+    rows[::5] = V
+    rows[3] = -1
+    return make_rows(rows, V, (D,))[0]
+
+
+# ------------------------------------------------------------------ psum and pmean
+
+
+@pytest.mark.parametrize("capacity", [None, 9, 2])
+@pytest.mark.parametrize("vma", [True, False])
+def test_sum_over_devices(vma, capacity):
+    # At 2 slots the distinct rows of a device do not fit, and all slots are sent.
+    mesh = make_mesh()
+    g = slots(10)
+
+    def both(g):
+        total = sj.parallel.psum(g, "x", capacity=capacity)
+        return total, sj.parallel.pmean({"t": g}, "x", capacity=capacity)
+
+    mapped = jax.jit(
+        jax.shard_map(both, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=vma)
+    )
+    total, mean = mapped(g)
+    assert total.capacity == N * 10
+    np.testing.assert_array_equal(total.to_dense(), g.to_dense())
+    np.testing.assert_array_equal(mean["t"].to_dense(), g.to_dense() / N)
+    for shard in total.values.addressable_shards:  # replicas stay equal
+        assert_same_bits(shard.data, total.values)
+    if capacity is None:
+        found = sj.parallel.wire_bytes(mapped.lower(g).compile())
+        assert found.by_kind == {"all-gather": (N - 1) * 10 * (4 + 4 * D)}
+    if capacity == 9:
+        found = sj.parallel.wire_bytes(mapped.lower(g).compile(), branch=min)
+        assert found.by_kind["all-gather"] == (N - 1) * 9 * (4 + 4 * D)
+
+
+def test_trees_two_axes_and_narrow_types():
+    mesh = make_mesh((2, 2), ("a", "b"))
+    g = slots(6).astype(jnp.bfloat16)
+    w = jnp.arange(8.0)
+
+    def reduce(g, w):
+        tree = {"t": g, "w": w, "n": 1, "none": None}
+        return sj.parallel.psum(tree, ("a", "b")), sj.parallel.pmean(w, "b")
+
+    axes = P(("a", "b"))
+    total, mean = jax.shard_map(
+        reduce, mesh=mesh, in_specs=axes, out_specs=(P(), P("a")), check_vma=False
+    )(g, w)
+    assert total["t"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(total["t"].to_dense(), g.to_dense())
+    np.testing.assert_array_equal(total["w"], w.reshape(4, 2).sum(0))
+    assert int(total["n"]) == 4 and total["none"] is None
+    np.testing.assert_array_equal(mean, w.reshape(2, 2, 2).mean(1).reshape(4))
+
+
+@pytest.mark.parametrize("capacity", [None, 5])
+def test_over_an_axis_of_vmap(capacity):
+    g = slots(10)
+    sum_up = lambda rows, values: sj.parallel.psum(
+        sj.SelectedRows(rows, values, V), "i", capacity=capacity
+    )
+    found = jax.vmap(sum_up, axis_name="i", out_axes=None)(
+        g.rows.reshape(N, 10), g.values.reshape(N, 10, D)
+    )
+    np.testing.assert_array_equal(found.to_dense(), g.to_dense())
+
+
+def test_errors_of_psum():
+    with pytest.raises(ValueError, match="there is no axis 'x' to sum over here"):
+        sj.parallel.psum(slots(3), "x")
+    with pytest.raises(ValueError, match="parallel.pmean: capacity must be a static"):
+        sj.parallel.pmean(slots(3), "x", capacity=-1)
+
+    def at_owners(values):
+        table = sj.parallel.shard_rows(np.ones((8, 2), np.float32), make_mesh(), "x")
+        loss = lambda t: jnp.sum(sj.parallel.lookup(t, jnp.arange(4)))
+        return sj.parallel.psum(sj.grad(loss, tables=True)(table), "x")
+
+    with pytest.raises((TypeError, ValueError), match="shard_map"):
+        jax.shard_map(at_owners, mesh=make_mesh(), in_specs=P("x"), out_specs=P())(
+            jnp.ones(8)
+        )
+
+
+# ------------------------------------------------------------------ data_parallel
+
+
+def loss_fn(params, batch):
+    bags = sj.embedding_bag(params["table"], batch["ids"], mode="zero")
+    rows = jnp.tanh(bags @ params["w"])
+    return jnp.mean((rows[:, 0] - batch["y"]) ** 2)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    return {
+        "table": jnp.asarray(rng.standard_normal((V, D), np.float32)),
+        "w": jnp.asarray(rng.standard_normal((D, 2), np.float32)),
+    }
+
+
+def make_batch(seed):
+    rng = np.random.default_rng(seed)
+    ids = (rng.zipf(1.3, (BATCH, 5)) % V).astype(np.int32)
+    ids[0] = [7, 7, V, -1, 3]
+    return {"ids": ids, "y": rng.standard_normal(BATCH, np.float32)}
+
+
+def make_step(tx, reduce=lambda grads: grads, value_and_grad=sj.value_and_grad):
+    def step(params, state, batch):
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(reduce(grads), state, params)
+        return optax.apply_updates(params, updates), state, {"loss": loss}
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("capacity", "kind"),
+    [
+        ("no call", AxisType.Explicit),  # what jax.make_mesh gives
+        (None, AxisType.Auto),
+        (8, AxisType.Explicit),
+    ],
+)
+def test_data_parallel_equals_one_device(capacity, kind):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
+    expected = make_params(), tx.init(make_params())
+    dense = jax.jit(make_step(tx, value_and_grad=jax.value_and_grad))
+    lifted = sj.optim.lazy(tx)
+    found = make_params(), lifted.init(make_params())
+    reduce = lambda grads: sj.parallel.pmean(grads, "x", capacity=capacity)
+    step = make_step(lifted) if capacity == "no call" else make_step(lifted, reduce)
+    ours = sj.parallel.data_parallel(step, make_mesh(kind=kind), "x")
+    for seed in range(3):
+        *expected, metrics = dense(*expected, make_batch(seed))
+        before = found[0]["table"]
+        *found, found_metrics = ours(*found, make_batch(seed))
+        assert_trees_close(found_metrics, metrics)
+        assert before.is_deleted() or seed == 0  # given away
+    assert_trees_close(tuple(found), tuple(expected))
+    for leaf in jax.tree.leaves(found):
+        assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == N
+
+    compiled = ours.lower(*found, make_batch(0)).compile()
+    table = V * D * 4
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * table
+    wire = sj.parallel.wire_bytes(compiled, branch=min).by_kind
+    ids, rows = 4 * BATCH * 5, 4 * BATCH * 5 * D
+    if capacity == "no call":
+        assert wire["all-reduce"] <= 2 * rows * (N - 1) // N + 200
+        assert wire["all-gather"] <= ids * (N - 1) // N
+    elif capacity is None:
+        assert wire["all-gather"] == (ids + rows) * (N - 1) // N
+        assert wire["all-reduce"] <= 200  # loss and dense gradients
+    else:
+        assert wire["all-gather"] == (N - 1) * capacity * (4 + 4 * D)
+
+
+def test_by_hand_in_shard_map():
+    # What one writes without data_parallel: the gradient of each device's mean loss.
+    mesh, lifted = make_mesh(), sj.optim.lazy(optax.adagrad(0.1))
+    step = make_step(lifted, lambda grads: sj.parallel.pmean(grads, "x"))
+
+    def body(params, state, batch):
+        params, state, metrics = step(params, state, batch)
+        return params, state, lax.pmean(metrics["loss"], "x")
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P(), check_vma=False
+    )
+    params, tx = make_params(), optax.adagrad(0.1)
+    found = jax.jit(mapped)(params, lifted.init(params), make_batch(1))
+    dense = make_step(tx, value_and_grad=jax.value_and_grad)
+    expected = jax.jit(dense)(params, tx.init(params), make_batch(1))
+    assert_trees_close(found[:2], expected[:2])
+    assert_trees_close(found[2], expected[2]["loss"])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_tables_that_are_cut_stay_cut(kind):
+    mesh, tx = make_mesh(kind=kind), optax.adagrad(0.1)
+
+    def step_of(lookup, columns, tx, value_and_grad):
+        def loss_fn(params, batch):
+            rows = lookup(params["rows"], batch["ids"])
+            rows = rows + columns(params["columns"], batch["ids"])
+            return jnp.mean((jnp.sum(rows, (1, 2)) - batch["y"]) ** 2)
+
+        def step(params, state, batch):
+            loss, grads = value_and_grad(loss_fn)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        return step
+
+    table = np.asarray(make_params()["table"])
+    zero = lambda f: lambda t, ids: f(t, ids, mode="zero")
+    plain = zero(sj.lookup)
+    expected = {"rows": table, "columns": table}
+    expected = expected, tx.init(expected)
+    dense = jax.jit(step_of(plain, plain, tx, jax.value_and_grad))
+    lifted = sj.optim.lazy(tx)
+    found = {
+        "rows": sj.parallel.shard_rows(table, mesh, "x"),
+        "columns": sj.parallel.shard_columns(table, mesh, "x"),
+    }
+    found = found, lifted.init(found)
+    step = step_of(zero(sj.parallel.lookup), plain, lifted, sj.value_and_grad)
+    ours = sj.parallel.data_parallel(step, mesh, "x")
+    for seed in range(2):
+        *expected, loss = dense(*expected, make_batch(seed))
+        *found, found_loss = ours(*found, make_batch(seed))
+        np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
+    params = found[0] | {"rows": found[0]["rows"].to_dense()}
+    assert_trees_close(params, expected[0])
+    assert found[0]["rows"].values.sharding.spec == P("x")
+    assert found[0]["columns"].sharding.spec == P(None, "x")
+
+
+def test_what_is_split_and_what_stays():
+    mesh = make_mesh((2, 2), ("x", "y"))
+    seen = {}
+
+    def step(params, state, batch, scale):
+        jax.debug.inspect_array_sharding(
+            batch["ids"], callback=lambda s: seen.update(ids=s)
+        )
+        total = jnp.sum(batch["ids"]) * scale + jnp.sum(batch["odd"])
+        return jax.tree.map(lambda p: p + total, params), state
+
+    cut = NamedSharding(mesh, P(None, "y"))
+    params = {"a": jax.device_put(jnp.ones((3, 2)), cut), "b": np.ones(3, np.float32)}
+    run = sj.parallel.data_parallel(step, mesh, "x", donate=False)
+    batch = {"ids": np.ones((4, 3), np.float32), "odd": np.ones(3, np.float32)}
+    found, state = run(params, (), batch, 2.0)
+    assert state == ()
+    assert found["a"].sharding.spec == cut.spec
+    assert found["b"].sharding.is_fully_replicated
+    np.testing.assert_array_equal(found["b"], 1 + 2 * 12 + 3)
+    assert seen["ids"].shard_shape((4, 3)) == (2, 3)
+    assert not params["a"].is_deleted()
+
+
+def test_errors_of_data_parallel():
+    mesh = make_mesh()
+    run = lambda step: sj.parallel.data_parallel(step, mesh, "x")
+    with pytest.raises(TypeError, match="step must be a function"):
+        run(3)
+    with pytest.raises(ValueError, match="The axes of this mesh are"):
+        sj.parallel.data_parallel(make_step, mesh, "y")
+    with pytest.raises(TypeError, match="must return a tuple .* got tuple of 1"):
+        run(lambda p, s, b: (p,))(1.0, (), np.ones(4))
+    with pytest.raises(ValueError, match="returned opt_state of another structure"):
+        run(lambda p, s, b: (p, {}))(1.0, (), np.ones(4))
+    with pytest.raises(ValueError, match=r"leading axes are \[3, 10\]"):
+        run(lambda p, s, b: (p, s))(1.0, (), {"a": np.ones(10), "b": np.ones(3)})
