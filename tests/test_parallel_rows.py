@@ -251,6 +251,24 @@ def test_lookup_is_exact(where, layout, n, slots, mode):
         assert (int(metrics.overflow) > 0) == (int(metrics.rounds) > 1)
 
 
+def test_explicit_axes_lay_rows_out_as_ids():
+    mesh, axis = _mesh("4", AxisType.Explicit)  # and no jax.set_mesh
+    table = sj.parallel.shard_rows(_table(), mesh, axis)
+    look = jax.jit(lambda ids: sj.parallel.lookup(table, ids, mode="zero"))
+    bag = jax.jit(lambda ids: sj.parallel.embedding_bag(table, ids, mode="zero"))
+    for part in ("x", None):
+        ids = _place(mesh, IDS.reshape(8, 3), part, None)
+        rows, bags = look(ids), bag(ids)
+        want = sj.lookup(_table(), IDS.reshape(8, 3), mode="zero")
+        np.testing.assert_array_equal(rows, want)
+        np.testing.assert_allclose(bags, want.sum(1), rtol=1e-5, atol=1e-6)
+        assert rows.sharding.spec == P(part, None, None)
+        assert bags.sharding.spec == P(part, None)
+        # Sharded ids: nothing is gathered on the way.
+        text = look.lower(ids).compile().as_text() + bag.lower(ids).compile().as_text()
+        assert ("all-gather" in text) == (part is None)
+
+
 @pytest.mark.parametrize("height", [0, 1, 3, 8])
 def test_few_rows_and_no_ids(height):
     mesh, axis = _mesh("4")
