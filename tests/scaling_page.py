@@ -24,6 +24,8 @@ if __name__ == "__main__":  # before JAX is imported
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +79,8 @@ LAYOUTS = (
 
 def sent(layout):
     """What a device sends in a step of a layout, by its compiled program."""
-    mesh, table = make_mesh(N), np.zeros((V, D), np.float32)
+    mesh = make_mesh(N)
+    table: Any = np.zeros((V, D), np.float32)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
     ids, lookup, tx = put(sample(), "x"), sj.lookup, sj.optim.lazy(optax.adagrad(0.1))
     grad, reduce = functools.partial(sj.grad, tables=True), lambda g: g

@@ -333,7 +333,7 @@ def test_wrong_calls():
     params = _params(LAYER)
     for layer in (LAYER, BAG):
         with pytest.raises(TypeError, match=r"dict that .*\.init\(key\) makes"):
-            layer(params["embedding"], IDS)
+            layer([params["embedding"]], IDS)
         with pytest.raises(TypeError, match=r"got the names \['bias', 'embedding'\]"):
             layer({**params, "bias": 1}, IDS)
         with pytest.raises(ValueError, match="parameters of another layer"):
@@ -347,3 +347,19 @@ def test_wrong_calls():
         LAYER(params, nested)
     with pytest.raises(ValueError, match="which bag each id is in is not known"):
         BAG(params, jnp.arange(3))
+
+
+def test_the_table_alone_is_params_enough():
+    """As it is pulled from a store: the gradient then has the same rows."""
+    layer = sj.nn.Embedding(50, 2)
+    params = layer.init(jax.random.key(0))
+    ids = jnp.array([3, 7, 3])
+    bag = sj.nn.EmbeddingBag(50, 2)
+    table = params["embedding"]
+    np.testing.assert_array_equal(layer(table, ids), layer(params, ids))
+    np.testing.assert_array_equal(bag(table, ids[None]), bag(params, ids[None]))
+    pulled = sj.SelectedRows(jnp.array([3, 7]), table[jnp.array([3, 7])], 50)
+    np.testing.assert_array_equal(layer(pulled, ids), layer(params, ids))
+    gradient = sj.grad(lambda pulled: jnp.sum(layer(pulled, ids)))(pulled)
+    np.testing.assert_array_equal(gradient.rows, [3, 7])
+    np.testing.assert_array_equal(gradient.values, [[2, 2], [1, 1]])

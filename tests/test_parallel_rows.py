@@ -265,7 +265,8 @@ def test_explicit_axes_lay_rows_out_as_ids():
         assert rows.sharding.spec == P(part, None, None)
         assert bags.sharding.spec == P(part, None)
         # Sharded ids: nothing is gathered on the way.
-        text = look.lower(ids).compile().as_text() + bag.lower(ids).compile().as_text()
+        programs = (f.lower(ids).compile().as_text() for f in (look, bag))
+        text = "".join(map(str, programs))
         assert ("all-gather" in text) == (part is None)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _ids, _lookup
+from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
 
@@ -132,8 +133,8 @@ class Embedding:
         """The rows of `ids`.
 
         Args:
-          params: as `init` makes them. The table may be a SelectedRows, of which the
-            rows in `ids` were pulled; others count as out of range.
+          params: as `init` makes them, or the table alone. It may be a SelectedRows, of
+            which the rows in `ids` were pulled; others count as out of range.
           ids: integers of any shape; or a SegmentTensor of them.
 
         Returns:
@@ -265,6 +266,9 @@ def table_fields(
 
 def table_parameter(call: str, layer: Any, params: Any) -> Any:
     """The table of such a layer, its gradient dense if the layer says so."""
+    params = _ids.as_array(params)
+    if isinstance(params, (jax.Array, SelectedRows)):  # the only parameter there is
+        params = {"embedding": params}
     params = _layer.check_params(call, params, _NAMES)
     shape = layer.num_embeddings, layer.features
     return _layer.table_of(call, params, "embedding", shape, layer.sparse_grad)

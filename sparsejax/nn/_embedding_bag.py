@@ -126,8 +126,8 @@ class EmbeddingBag:
         """One row for each bag.
 
         Args:
-          params: as `init` makes them. The table may be a SelectedRows, of which the
-            rows in `ids` were pulled; others count as out of range.
+          params: as `init` makes them, or the table alone. It may be a SelectedRows, of
+            which the rows in `ids` were pulled; others count as out of range.
           ids: integers. `[..., L]`, each row a bag, filled up with `padding_id`; `[n]`
             with `segment_ids`; or a SegmentTensor of ids, or of `{"index", "value"}`,
             whose values are the weights.
