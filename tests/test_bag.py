@@ -18,6 +18,7 @@ from helpers import (
     compile_as_users_do,
     count_traces,
     eqns_of,
+    jitted,
 )
 from sparsejax._bag_sum import bag_sum
 from sparsejax._lowerings import cpu_bag, xla
@@ -48,7 +49,8 @@ def _oracle(table, ids, member, weights, combiner):
 
 
 def _table(dtype=jnp.float64):
-    return jnp.asarray(np.random.default_rng(0).normal(size=(V, D)), dtype)
+    table = np.random.default_rng(0).normal(size=(V, D))
+    return jnp.asarray(table.astype(dtype))
 
 
 def _layouts():
@@ -94,6 +96,21 @@ def _layouts():
 LAYOUTS = _layouts()
 
 
+def _loss(out):
+    return sum(jnp.sum(jnp.sin(x)) for x in out), out
+
+
+@functools.cache
+def _oracle_step(weighted):
+    """The oracles' values and gradients, one program for all the layouts."""
+
+    def loss(table, weights, ids, member):
+        combiners = COMBINERS[:3] if weighted else COMBINERS
+        return _loss([_oracle(table, ids, member, weights, c) for c in combiners])
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1)[: 1 + weighted], has_aux=True))
+
+
 # ------------------------------------------------------------------ values, gradients
 
 
@@ -104,50 +121,42 @@ LAYOUTS = _layouts()
 )
 def test_equals_the_oracle(layout, weighted, x64):
     call, ids, member = LAYOUTS[layout]
+    count, n = member.shape
     table, weights = _table(), None
     if weighted:
-        weights = jnp.asarray(np.random.default_rng(2).normal(size=ids.shape))
+        weights = np.random.default_rng(2).normal(size=ids.shape)
+        weights = np.where(member.any(0), weights, np.nan)  # never used
     combiners = COMBINERS[:3] if weighted else COMBINERS
-    if weights is not None:
-        weights = jnp.where(member.any(0), weights, jnp.nan)  # never used
-    clean = None if weights is None else jnp.where(member.any(0), weights, 0)
 
-    def ours(table, weights):
-        return [call(table, weights, combiner=c) for c in combiners]
+    # For the oracle, elements of no bag and bags of no element up to one shape.
+    more = (0, 60 - n)
+    padded = np.pad(np.maximum(ids, 0), more), np.pad(member, ((0, 60 - count), more))
+    clean = np.pad(np.where(member.any(0), weights, 0), more) if weighted else None
+    (_, out), grads = _oracle_step(weighted)(table, clean, *padded)
+    grads = [grads[0], *(g[:n] for g in map(np.asarray, grads[1:]))]
 
-    def want(table, weights):
-        return [
-            _oracle(table, jnp.maximum(ids, 0), jnp.asarray(member), weights, c)
-            for c in combiners
-        ]
+    def loss(table, weights):
+        return _loss([call(table, weights, combiner=c) for c in combiners])
 
-    def run(transform, f, *args, **kwargs):
-        def loss(table, weights):
-            out = f(table, weights)
-            return sum(jnp.sum(jnp.sin(x)) for x in out), out
-
-        step = transform(loss, (0, 1)[: 1 + weighted], has_aux=True, **kwargs)
-        (_, out), grads = jax.jit(step)(*args)
-        return out, grads
-
-    out, grads = run(jax.value_and_grad, want, table, clean)
     for transform in (jax.value_and_grad, sj.value_and_grad):
         sparse = transform is sj.value_and_grad
         kwargs = {"tables": (True, False)[: 1 + weighted]} if sparse else {}
-        got, (g, *g_weights) = run(transform, ours, table, weights, **kwargs)
-        for a, b in zip(got, out):
+        step = transform(loss, (0, 1)[: 1 + weighted], has_aux=True, **kwargs)
+        (_, got), (g, *g_weights) = jax.jit(step)(table, weights)
+        for a, b in zip(got, out, strict=True):
             assert a.dtype == jnp.float64
-            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+            assert a.shape == (count, D)
+            np.testing.assert_allclose(a, np.asarray(b)[:count], rtol=1e-10, atol=1e-10)
         if sparse:
             assert g.capacity == len(combiners) * ids.size
             g = g.to_dense()
-        for a, b in zip((g, *g_weights), grads):
+        for a, b in zip((g, *g_weights), grads, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_derivatives(x64):
     ids, bags = jnp.array([3, 0, 3, 9]), jnp.array([1, 0, 1, 1])
-    weights = jnp.linspace(0.5, 1.5, 4)
+    weights = np.linspace(0.5, 1.5, 4)
 
     @jax.jit
     def bag(table, weights):
@@ -174,8 +183,11 @@ def test_lowerings_give_what_the_reference_gives():
                 num_bags=count,
                 indices_are_sorted=is_sorted,
             )
-            a = jax.jit(functools.partial(cpu_bag.bag_sum, **static))(table, ids, *rest)
-            b = jax.jit(functools.partial(xla.bag_sum, **static))(table, ids, *rest)
+            both = lambda *args, static=static: (
+                cpu_bag.bag_sum(*args, **static),
+                xla.bag_sum(*args, **static),
+            )
+            a, b = jax.jit(both)(table, ids, *rest)
             assert a.shape == b.shape == (count, D) and a.dtype == b.dtype
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -191,119 +203,173 @@ def test_lowerings_give_what_the_reference_gives():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_narrow_types_are_summed_in_float32(dtype):
-    table = jnp.full((4, 2), 0.01, dtype)
-    ids = jnp.zeros((1, 3000), jnp.int32)
-    for combiner, want in (("sum", 3000), ("mean", 1), ("sqrtn", 3000**0.5)):
-        for out in (
-            sj.embedding_bag(table, ids, combiner=combiner),
-            sj.embedding_bag(table, ids[0], ids[0], 1, combiner=combiner),
-        ):
+    table = np.full((4, 2), 0.01, dtype)
+    ids = np.zeros((1, 3000), np.int32)
+    totals = {"sum": 3000, "mean": 1, "sqrtn": 3000**0.5}
+
+    @jax.jit
+    def run(table, ids):
+        both = (ids,), (ids[0], ids[0], 1)
+        bag = functools.partial(sj.embedding_bag, table)
+        return {c: [bag(*args, combiner=c) for args in both] for c in totals}
+
+    for combiner, outs in run(table, ids).items():
+        for out in outs:
             assert out.dtype == dtype
-            exact = float(table[0, 0]) * want
+            exact = float(table[0, 0]) * totals[combiner]
             error = 2 * float(jnp.finfo(dtype).eps) + 1e-4
-            np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=error)
+            np.testing.assert_allclose(np.float32(out), exact, rtol=error)
 
 
 def test_float32_stays_float32_under_x64(x64):
     table = _table(jnp.float32)
-    weights = jnp.ones((4, 11), jnp.float64)
+    ids = jnp.asarray(np.zeros((4, 11), np.int64))
+    weights = jnp.asarray(np.ones((4, 11), np.float64))
+    assert ids.dtype == jnp.int64
+    assert weights.dtype == jnp.float64
     for combiner in COMBINERS:
         w = weights if combiner in COMBINERS[:3] else None
-        out = sj.embedding_bag(
-            table, jnp.zeros((4, 11), jnp.int64), weights=w, combiner=combiner
+        bag = functools.partial(sj.embedding_bag, combiner=combiner)
+        out = jax.eval_shape(
+            lambda t, i, w, bag=bag: bag(t, i, weights=w), table, ids, w
         )
         assert out.dtype == jnp.float32
+    assert sj.embedding_bag(table, ids, weights=weights).dtype == jnp.float32
 
 
 def test_integer_tables():
-    table = jnp.arange(12).reshape(6, 2)
+    table = np.arange(12, dtype=np.int32).reshape(6, 2)
     ids, bags = jnp.array([5, 0, 3]), jnp.array([1, 1, 0])
-    bag = lambda **options: sj.embedding_bag(table, ids, bags, 3, **options)
-    np.testing.assert_array_equal(bag(), [[6, 7], [10, 12], [0, 0]])
-    assert bag().dtype == bag(combiner="max").dtype == jnp.int32
-    np.testing.assert_array_equal(bag(combiner="max"), [[6, 7], [10, 11], [0, 0]])
-    half = bag(weights=jnp.full(3, 0.5))
-    assert half.dtype == bag(combiner="mean").dtype == jnp.float32
+    bag = lambda table, **options: sj.embedding_bag(table, ids, bags, 3, **options)
+    out, top, half, mean = jax.jit(
+        lambda table, weights: (
+            bag(table),
+            bag(table, combiner="max"),
+            bag(table, weights=weights),
+            bag(table, combiner="mean"),
+        )
+    )(table, np.full(3, 0.5, np.float32))
+    np.testing.assert_array_equal(out, [[6, 7], [10, 12], [0, 0]])
+    np.testing.assert_array_equal(bag(table), out)
+    assert out.dtype == top.dtype == jnp.int32
+    np.testing.assert_array_equal(top, [[6, 7], [10, 11], [0, 0]])
+    assert half.dtype == mean.dtype == jnp.float32
     np.testing.assert_array_equal(half, [[3, 3.5], [5, 6], [0, 0]])
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 2, 3)])
 def test_tables_of_other_ranks(shape):
-    table = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    table = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     ids = jnp.array([[0, 6], [2, 2]])
-    want = table[ids].sum(1)
+    want = table[np.asarray(ids)].sum(1)
     np.testing.assert_allclose(sj.embedding_bag(table, ids), want, rtol=1e-6)
-    flat = sj.embedding_bag(table, ids.reshape(-1), jnp.array([0, 0, 1, 1]), 2)
+
+    @jax.jit
+    def run(table):
+        flat = sj.embedding_bag(table, ids.reshape(-1), jnp.array([0, 0, 1, 1]), 2)
+        grad = sj.grad(lambda t: jnp.sum(sj.embedding_bag(t, ids) ** 2), tables=True)
+        dense = jax.grad(lambda t: jnp.sum(t[ids].sum(1) ** 2))
+        return flat, grad(table).to_dense(), dense(table)
+
+    flat, sparse, dense = run(table)
     np.testing.assert_allclose(flat, want, rtol=1e-6)
-    grad = sj.grad(lambda t: jnp.sum(sj.embedding_bag(t, ids) ** 2), tables=True)
-    dense = jax.grad(lambda t: jnp.sum(t[ids].sum(1) ** 2))(table)
-    np.testing.assert_allclose(grad(table).to_dense(), dense, rtol=1e-6)
+    np.testing.assert_allclose(sparse, dense, rtol=1e-6)
 
 
 def test_more_axes_of_bags():
     table = _table(jnp.float32)
-    ids = jnp.arange(24).reshape(2, 3, 4) % V
-    weights = jnp.linspace(0, 1, 24).reshape(2, 3, 4)
-    out = sj.embedding_bag(table, ids, weights=weights)
-    want = jnp.einsum("abld,abl->abd", table[ids], weights)
+    ids = np.arange(24, dtype=np.int32).reshape(2, 3, 4) % V
+    weights = np.linspace(0, 1, 24, dtype=np.float32).reshape(2, 3, 4)
+    out, rows = jax.jit(
+        lambda table, weights: (
+            sj.embedding_bag(table, ids, weights=weights),
+            sj.embedding_bag(table, ids, combiner="none"),
+        )
+    )(table, weights)
+    want = np.einsum("abld,abl->abd", np.asarray(table)[ids], weights)
     np.testing.assert_allclose(out, want, rtol=1e-5)
-    assert sj.embedding_bag(table, ids, combiner="none").shape == (2, 3, 4, D)
+    assert rows.shape == (2, 3, 4, D)
 
 
 # ------------------------------------------------------------------ modes, padding
 
 
 def test_modes():
-    table = jnp.arange(1.0, 9.0).reshape(4, 2)
+    table = np.arange(1.0, 9.0, dtype=np.float32).reshape(4, 2)
     ids = jnp.array([[0, 9], [1, -2], [2, 3]])
-    bag = lambda **options: sj.embedding_bag(table, ids, **options)
-    nan = [[np.nan] * 2] * 2
-    np.testing.assert_array_equal(bag(), [*nan, [12, 14]])
-    np.testing.assert_array_equal(bag(mode="zero"), [[1, 2], [3, 4], [12, 14]])
-    np.testing.assert_array_equal(bag(mode="clip"), [[8, 10], [4, 6], [12, 14]])
-    # what reads zeros is an element all the same
-    mean = bag(mode="zero", combiner="mean")
-    np.testing.assert_array_equal(mean, [[0.5, 1], [1.5, 2], [6, 7]])
-    np.testing.assert_array_equal(bag(padding_id=9, combiner="max")[0], [1, 2])
-    for combiner in COMBINERS:
-        flat = sj.embedding_bag(
-            table,
-            ids.reshape(-1),
-            jnp.array([0, 0, 1, 1, 2, 2]),
-            3,
-            combiner=combiner,
+    bags = jnp.array([0, 0, 1, 1, 2, 2])
+    cases: dict[str, dict[str, Any]] = {
+        "fill": {},
+        "zero": {"mode": "zero"},
+        "clip": {"mode": "clip"},
+        "mean of zeros": {"mode": "zero", "combiner": "mean"},
+        "padded": {"padding_id": 9, "combiner": "max"},
+    }
+
+    @jax.jit
+    def run(table, ids):
+        bag = functools.partial(sj.embedding_bag, table, ids)
+        flat = functools.partial(sj.embedding_bag, table, ids.reshape(-1), bags, 3)
+        return (
+            {name: bag(**options) for name, options in cases.items()},
+            {c: (flat(combiner=c), bag(combiner=c)) for c in COMBINERS},
         )
-        np.testing.assert_allclose(flat, bag(combiner=combiner), rtol=1e-6)
+
+    named, combined = run(table, ids)
+    nan = [[np.nan] * 2] * 2
+    np.testing.assert_array_equal(sj.embedding_bag(table, ids), [*nan, [12, 14]])
+    np.testing.assert_array_equal(named["fill"], [*nan, [12, 14]])
+    np.testing.assert_array_equal(named["zero"], [[1, 2], [3, 4], [12, 14]])
+    np.testing.assert_array_equal(named["clip"], [[8, 10], [4, 6], [12, 14]])
+    # what reads zeros is an element all the same
+    mean = named["mean of zeros"]
+    np.testing.assert_array_equal(mean, [[0.5, 1], [1.5, 2], [6, 7]])
+    np.testing.assert_array_equal(np.asarray(named["padded"])[0], [1, 2])
+    for flat, fixed in combined.values():
+        np.testing.assert_allclose(flat, fixed, rtol=1e-6)
+        flat = np.asarray(flat)
         assert np.isnan(flat[:2]).all() and np.isfinite(flat[2]).all()
 
 
 def test_a_row_out_of_range_leaves_the_others_their_gradients():
-    table = jnp.arange(1.0, 9.0).reshape(4, 2)
+    table = np.arange(1.0, 9.0, dtype=np.float32).reshape(4, 2)
     loss = lambda t: jnp.sum(sj.embedding_bag(t, jnp.array([[0, 9], [2, 3]])))
-    want = jax.grad(lambda t: jnp.sum(jnp.take(t, jnp.array([0, 9, 2, 3]), axis=0)))
-    np.testing.assert_array_equal(jax.grad(loss)(table), want(table))
-    sparse = sj.grad(loss, tables=True)(table)
-    np.testing.assert_array_equal(sparse.to_dense(), want(table))
+    plain = lambda t: jnp.sum(jnp.take(t, jnp.array([0, 9, 2, 3]), axis=0))
+
+    @jax.jit
+    def run(table):
+        sparse = sj.grad(loss, tables=True)(table)
+        return jax.grad(plain)(table), jax.grad(loss)(table), sparse, sparse.to_dense()
+
+    want, got, sparse, dense = run(table)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(dense, want)
     np.testing.assert_array_equal(sparse.rows, [0, 4, 2, 3])
 
 
 def test_mode_error():
-    table = jnp.ones((4, 2))
+    table = jnp.asarray(np.ones((4, 2), np.float32))
     call = lambda ids: sj.embedding_bag(table, ids, mode="error", padding_id=-1)
     np.testing.assert_array_equal(call(jnp.array([[0, -1]])), [[1, 1]])
     with pytest.raises(checkify.JaxRuntimeError, match="embedding_bag: 1 of 2 ids"):
         call(jnp.array([[0, 4]]))
-    for combiner in ("sum", "max"):
-        bag = functools.partial(sj.embedding_bag, mode="error", combiner=combiner)
-        error, _ = jax.jit(checkify.checkify(bag))(table, jnp.array([[0, 4]]))
+
+    @jax.jit
+    def run(table, ids):
+        bag = functools.partial(sj.embedding_bag, mode="error")
+        bags = [functools.partial(bag, combiner=c) for c in ("sum", "max")]
+        return [checkify.checkify(bag)(table, ids)[0] for bag in bags]
+
+    for error in run(table, jnp.array([[0, 4]])):
         assert "the first is 4 and the table has 4 rows" in error.get()
     bags = jnp.array([0, 1])  # an id of no bag is not read
     sj.embedding_bag(table, jnp.array([3, 99]), bags, 1, mode="error")
 
 
 def test_what_is_skipped_may_hold_anything():
-    table = jnp.ones((4, 2)).at[3].set(jnp.nan)
-    weights = jnp.array([[2.0, jnp.nan, jnp.inf]])
+    table = np.ones((4, 2), np.float32)
+    table[3] = np.nan
+    weights = jnp.array([[2.0, np.nan, np.inf]])
     ids = jnp.array([[0, -1, -1]])
 
     def loss(table, weights):
@@ -315,50 +381,73 @@ def test_what_is_skipped_may_hold_anything():
         ]
         return sum(jnp.sum(x) for x in out)
 
-    value, (g, g_w) = jax.value_and_grad(loss, (0, 1))(table, weights)
+    value, (g, g_w) = jax.jit(jax.value_and_grad(loss, (0, 1)))(table, weights)
     np.testing.assert_allclose(value, 4 + 2 + 2)
     assert np.isfinite(g).all() and np.isfinite(g_w).all()
 
 
 def test_nothing_to_reduce():
-    table = jnp.ones((4, 2))
-    none = jnp.zeros((0,), jnp.int32)
-    for combiner in COMBINERS:
-        for out, count in (
-            (sj.embedding_bag(table, none, none, 3, combiner=combiner), 3),
-            (sj.embedding_bag(table, none, none, combiner=combiner), 0),
-            (sj.embedding_bag(table, none.reshape(2, 0), combiner=combiner), 2),
-            (sj.embedding_bag(table, none.reshape(0, 2), combiner=combiner), 0),
-        ):
-            np.testing.assert_array_equal(out, np.zeros((count, 2)))
-    lost = jnp.array([-1, -1])  # ids, but no bag
-    for combiner in COMBINERS:
-        out = sj.embedding_bag(table, jnp.array([1, 2]), lost, combiner=combiner)
-        assert out.shape == (0, 2)
-    empty = jnp.ones((0, 2))
+    table = np.ones((4, 2), np.float32)
+    none = np.zeros((0,), np.int32)
+    calls = {
+        (none.shape, 3): lambda bag: bag(none, none, 3),
+        (none.shape, 0): lambda bag: bag(none, none),
+        ((2, 0), 2): lambda bag: bag(none.reshape(2, 0)),
+        ((0, 2), 0): lambda bag: bag(none.reshape(0, 2)),
+        # ids, but no bag
+        ((2,), 0): lambda bag: bag(jnp.array([1, 2]), np.array([-1, -1], np.int32)),
+    }
+
+    @jax.jit
+    def run(table):
+        bags = [
+            functools.partial(sj.embedding_bag, table, combiner=c) for c in COMBINERS
+        ]
+        return [[call(bag) for bag in bags] for call in calls.values()]
+
+    for (_, count), outs in zip(calls, run(table), strict=True):
+        for out in outs:
+            np.testing.assert_array_equal(out, np.zeros((count, 2)), strict=True)
+    for (_, count), call in calls.items():
+        out = call(functools.partial(sj.embedding_bag, table))
+        np.testing.assert_array_equal(out, np.zeros((count, 2)))
+    empty = np.ones((0, 2), np.float32)
     out = sj.embedding_bag(empty, jnp.array([[3, 4]]), mode="zero")
     np.testing.assert_array_equal(out, [[0, 0]])
 
 
 def test_max_norm_and_pulled_rows():
-    table = _table(jnp.float32)
+    table = np.asarray(_table(jnp.float32))
     ids, bags = jnp.array([1, 7, 7, 20]), jnp.array([0, 0, 1, 1])
     options: dict[str, Any] = dict(max_norm=0.7, combiner="mean")
-    norm = jax.jit(lambda t: sj.embedding_bag(t, ids, bags, 2, **options))
-    rows = sj.lookup(table, ids, max_norm=0.7)
-    want = jnp.stack([rows[:2].mean(0), rows[2:].mean(0)])
-    np.testing.assert_allclose(norm(table), want, rtol=1e-5)
-    pulled = sj.SelectedRows(
-        jnp.array([20, 1, 7, V]), table[jnp.array([20, 1, 7, 0])], V
-    )
-    np.testing.assert_allclose(norm(pulled), want, rtol=1e-5)
+    norm = lambda t: sj.embedding_bag(t, ids, bags, 2, **options)
     loss = lambda t: jnp.sum(norm(t) ** 2)
-    g = sj.grad(loss)(pulled)
+    rows = np.array([20, 1, 7, V], np.int32)
+    pulled = sj.SelectedRows(rows, table[[20, 1, 7, 0]], V)
+
+    @jax.jit
+    def run(table, pulled):
+        read = sj.lookup(table, ids, max_norm=0.7)
+        g = sj.grad(loss)(pulled)
+        return read, norm(table), norm(pulled), g, g.to_dense(), jax.grad(loss)(table)
+
+    read, of_table, of_pulled, g, sparse, dense = run(table, pulled)
+    read = np.asarray(read)
+    want = np.stack([read[:2].mean(0), read[2:].mean(0)])
+    np.testing.assert_allclose(of_table, want, rtol=1e-5)
+    np.testing.assert_allclose(of_pulled, want, rtol=1e-5)
     np.testing.assert_array_equal(g.rows, pulled.rows)
-    np.testing.assert_allclose(g.to_dense(), jax.grad(loss)(table), rtol=1e-4)
+    np.testing.assert_allclose(sparse, dense, rtol=1e-4)
 
 
 # ------------------------------------------------------------------ vmap, programs
+
+
+def _both_layouts(table, ids, bags, weights):
+    return (
+        sj.embedding_bag(table, ids, bags, 3, weights=weights, indices_are_sorted=True),
+        sj.embedding_bag(table, ids.reshape(4, 5), weights=weights.reshape(4, 5)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -366,24 +455,18 @@ def test_max_norm_and_pulled_rows():
 )
 def test_under_vmap(axes):
     rng = np.random.default_rng(5)
-    table = jnp.asarray(rng.normal(size=(3, V, D)), jnp.float32)
-    ids = jnp.asarray(rng.integers(0, V, (3, 20)), jnp.int32)
-    bags = jnp.asarray(np.sort(rng.integers(-1, 4, (3, 20)), axis=1), jnp.int32)
-    weights = jnp.asarray(rng.normal(size=(3, 20)), jnp.float32)
+    table = rng.normal(size=(3, V, D)).astype(np.float32)
+    ids = rng.integers(0, V, (3, 20)).astype(np.int32)
+    bags = np.sort(rng.integers(-1, 4, (3, 20)), axis=1).astype(np.int32)
+    weights = rng.normal(size=(3, 20)).astype(np.float32)
     args = [x if a == 0 else x[0] for x, a in zip((table, ids, bags, weights), axes)]
-
-    def segmented(t, i, b, w):
-        return sj.embedding_bag(t, i, b, 3, weights=w, indices_are_sorted=True)
-
-    def fixed(t, i, b, w):
-        del b
-        return sj.embedding_bag(t, i.reshape(4, 5), weights=w.reshape(4, 5))
-
-    for f in (segmented, fixed):
-        got = jax.jit(jax.vmap(f, axes))(*args)
-        for k in range(3):
-            one = f(*(x[k] if a == 0 else x for x, a in zip(args, axes)))
-            np.testing.assert_allclose(got[k], one, rtol=1e-5, atol=1e-5)
+    outs = jax.jit(jax.vmap(_both_layouts, axes))(*args)
+    for k in range(3):
+        ones = jitted(_both_layouts)(
+            *(x[k] if a == 0 else x for x, a in zip(args, axes))
+        )
+        for got, one in zip(outs, ones, strict=True):
+            np.testing.assert_allclose(np.asarray(got)[k], one, rtol=1e-5, atol=1e-5)
 
 
 def test_under_shard_map():
@@ -400,13 +483,15 @@ def test_under_shard_map():
         out = split(t, ids)
         return jnp.sum(jnp.sin(out))
 
-    want = jax.grad(lambda t: jnp.sum(jnp.sin(t[ids].mean(1))))(table)
+    plain = lambda t: jnp.sum(jnp.sin(t[ids].mean(1)))
+    want = jax.jit(jax.grad(plain))(table)
     got = jax.jit(sj.grad(loss, tables=True))(table)
     np.testing.assert_allclose(got.to_dense(), want, rtol=1e-5, atol=1e-6)
 
 
 def test_the_rows_read_are_no_array():
-    table, ids = jnp.ones((5000, 16)), jnp.zeros((32, 24), jnp.int32)
+    table = jnp.asarray(np.ones((5000, 16), np.float32))
+    ids = jnp.asarray(np.zeros((32, 24), np.int32))
     rows = ids.size * 16
 
     def largest(f, *args):
@@ -419,7 +504,7 @@ def test_the_rows_read_are_no_array():
         memory = compile_as_users_do(jax.jit(f).lower(*args)).memory_analysis()
         return memory.temp_size_in_bytes if memory else 0
 
-    ones = jnp.ones(ids.shape)
+    ones = jnp.asarray(np.ones(ids.shape, np.float32))
     for combiner, weights in (("sum", None), ("mean", None), ("sqrtn", ones)):
         bag = functools.partial(sj.embedding_bag, weights=weights, combiner=combiner)
         assert largest(bag, table, ids) < rows
@@ -446,19 +531,19 @@ def test_a_step_is_in_place_and_compiles_once():
         updates, _ = tx.update(g, tx.init(table), table)
         return optax.apply_updates(table, updates)
 
-    batch = jnp.arange(30) * 7, jnp.arange(30) // 5
+    batch = np.arange(30, dtype=np.int32) * 7, np.arange(30, dtype=np.int32) // 5
     assert_in_place(step, table, *batch)
     counted = count_traces(step)
-    jitted = jax.jit(counted)
+    compiled = jax.jit(counted)
     for shift in range(3):
-        table = jitted(table, batch[0] + shift, batch[1] % (shift + 1))
+        table = compiled(table, batch[0] + shift, batch[1] % (shift + 1))
     assert counted.count == 1
 
 
 # ------------------------------------------------------------------ wrong input
 
 
-TABLE = jnp.ones((4, 2))
+TABLE = jnp.asarray(np.ones((4, 2), np.float32))
 IDS = jnp.array([0, 1, 2])
 
 
