@@ -149,6 +149,8 @@ def test_bytes_refuse():
             sj.desc.to_bytes(dataclasses.replace(good, **changes))
     with pytest.raises(ValueError, match="3 bytes are no VarDesc .without type"):
         sj.desc.from_bytes(b"\x0a\x01x")
+    with pytest.raises(TypeError, match="takes bytes.*got a str"):
+        sj.desc.from_bytes("x")  # pyright: ignore[reportArgumentType]
     without = b"\x0a\x01x\x10\x01"
     with pytest.raises(ValueError, match="SELECTED_ROWS and has no selected_rows_desc"):
         sj.desc.from_bytes(without)
@@ -287,6 +289,8 @@ def test_infer_several_arguments_aux_and_steps():
         ("table@GRAD", "SELECTED_ROWS"),
         ("other@GRAD", "LOD_TENSOR"),
     ]
+    with pytest.raises(TypeError, match="pass has_aux=True"):
+        sj.desc.infer(with_aux, *args)
     one = sj.desc.infer(with_aux, *args, has_aux=True)
     assert [d.name for d in one.gradients] == ["table@GRAD"]
 

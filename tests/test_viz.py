@@ -10,6 +10,7 @@ import pytest
 import sparsejax as sj
 
 
+ROWS = sj.SelectedRows(np.array([4, 10, 4]), np.ones((3, 2)), height=10)
 STEPS = [np.array([[3, 3], [7, 99]]), np.array([7, -1, 5]), np.array([], int)]
 
 
@@ -32,9 +33,15 @@ def test_rows_touched_counts(tmp_path):
 
 def test_rows_touched_of_segments_and_gradients():
     baskets = sj.SegmentTensor.from_lists([[1, 2], [2]], capacity=9)
-    rows = sj.SelectedRows(jnp.array([4, 10, 4]), jnp.ones((3, 2)), height=10)
-    figure = sj.viz.rows_touched([baskets, rows], num_rows=10)
+    figure = sj.viz.rows_touched([baskets, ROWS], num_rows=10)
     np.testing.assert_array_equal(lines(figure.axes[0])["ids read"], [3, 2])
+
+
+def test_rows_touched_of_a_table_that_fits_no_memory():
+    rng = np.random.default_rng(0)
+    steps = [rng.integers(0, 10**12, 5000) for _ in range(3)]
+    curve = sj.viz.rows_touched(steps, num_rows=10**12).axes[1].get_lines()[0]
+    assert len(curve.get_xdata()) <= 2000 and curve.get_ydata()[-1] == 100
 
 
 def test_rows_touched_refuses(monkeypatch):
@@ -43,6 +50,7 @@ def test_rows_touched_refuses(monkeypatch):
         (STEPS, 0, ValueError, "num_rows must be a positive int, got 0"),
         ([np.ones(3)], 10, TypeError, r"step 0 must be integer ids.*float64 of shape"),
         ([{"a": 1}], 10, TypeError, "step 0.*got a dict"),
+        ([ROWS], 11, ValueError, "SelectedRows of height 10, but num_rows is 11"),
     ):
         with pytest.raises(error, match=message):
             sj.viz.rows_touched(steps, rows)

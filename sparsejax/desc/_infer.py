@@ -11,6 +11,13 @@ from sparsejax.desc._var_desc import BARE, VarDesc, describe
 from sparsejax.transform import grad
 
 
+_HAS_AUX = (
+    "sparsejax.desc.infer: a pair whose first part is a float scalar comes out of the "
+    "function. If that is (loss, aux), pass has_aux=True, so that the gradients are "
+    "inferred too; if it is no loss, return a dict or a list."
+)
+
+
 class Inferred(NamedTuple):
     """What `infer` found; prints as a table.
 
@@ -66,7 +73,8 @@ def infer(
 
     Raises:
       DensifyError: `tables=` insists on a leaf that is not read by rows alone.
-      TypeError: an argument that `jax.eval_shape` or `sparsejax.grad` refuses.
+      TypeError: an argument that `jax.eval_shape` or `sparsejax.grad` refuses; or
+        `(loss, aux)` comes out without `has_aux=True`.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -85,6 +93,8 @@ def infer(
     """
     out = _eval_shape(fun, specs)
     outputs = describe(out, lambda path: _join("out", path))
+    if not has_aux and _is_loss_with_aux(out):
+        raise TypeError(_HAS_AUX)
     loss = out[0] if has_aux else out
     if not _is_loss(loss):
         return Inferred(outputs, [])
@@ -135,3 +145,7 @@ def _is_loss(x: Any) -> bool:
     return (
         hasattr(x, "dtype") and x.shape == () and jnp.issubdtype(x.dtype, jnp.floating)
     )
+
+
+def _is_loss_with_aux(x: Any) -> bool:
+    return type(x) is tuple and len(x) == 2 and _is_loss(x[0])

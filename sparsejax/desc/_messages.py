@@ -30,6 +30,7 @@ _DIM = (
     "sparsejax.desc.to_bytes: dims of {name} must be sizes, or -1 where unknown, got "
     "{found}."
 )
+_NO_BYTES = "sparsejax.desc.from_bytes: takes bytes, as to_bytes gives, got a {found}."
 _NOT_PARSED = "sparsejax.desc.from_bytes: these {count} bytes are no VarDesc ({error})."
 _NO_PART = (
     "sparsejax.desc.from_bytes: {name} is of type {kind} and has no {part}, the field "
@@ -114,6 +115,7 @@ def from_bytes(data: bytes) -> VarDesc:
 
     Raises:
       ImportError: the protobuf library is not installed.
+      TypeError: no bytes.
       ValueError: bytes that are no such message, or name an unknown data type.
 
     Example:
@@ -125,6 +127,8 @@ def from_bytes(data: bytes) -> VarDesc:
     References:
       PaddlePaddle, design of `VarDesc`; Protocol Buffers, encoding.
     """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(_NO_BYTES.format(found=type(data).__name__))
     message = parse("VarDesc", data, _NOT_PARSED)
     kind = {number: name for name, number in _KINDS.items()}[message.type]
     part = "selected_rows_desc" if kind == SELECTED_ROWS else "lod_desc"

@@ -19,10 +19,15 @@ _NO_IDS = (
     "sparsejax.viz.rows_touched: step {step} must be integer ids, a SegmentTensor of "
     "them, or a SelectedRows, got {found}."
 )
+_HEIGHT = (
+    "sparsejax.viz.rows_touched: step {step} is a SelectedRows of height {found}, but "
+    "num_rows is {want}."
+)
 _ROWS = "sparsejax.viz.rows_touched: num_rows must be a positive int, got {found!r}."
 
 _BLUE, _ORANGE = "#2b6cb0", "#c05621"  # to be seen on light and on dark
 _INK = "#7a8490"
+_POINTS = 2000
 
 
 def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any:
@@ -34,7 +39,8 @@ def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any
 
     Args:
       steps: for each step its ids (integers of any shape, or a SegmentTensor of them)
-        or a gradient (SelectedRows). Ids out of range are left out.
+        or a gradient (SelectedRows of that height). Ids out of range read no row and
+        are left out.
       num_rows: int, the number of rows of the table.
       title: str, a line above.
 
@@ -44,7 +50,7 @@ def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any
     Raises:
       ImportError: matplotlib is not installed.
       TypeError: a step that has no ids.
-      ValueError: no steps, or no rows.
+      ValueError: no steps, no rows, or a gradient of another table.
 
     Example:
       >>> import numpy as np, sparsejax as sj
@@ -80,6 +86,8 @@ def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
         filled = np.asarray(x.segment_ids) < x.num_segments
         x = np.asarray(x.values)[filled] if hasattr(x.values, "dtype") else x.values
     elif isinstance(x, SelectedRows):
+        if x.height != num_rows:
+            raise ValueError(_HEIGHT.format(step=step, found=x.height, want=num_rows))
         x = x.rows
     found = f"a {type(x).__name__}" if isinstance(x, dict) else ""
     ids = np.asarray(x) if not found else np.zeros(())
@@ -99,32 +107,43 @@ def _draw_steps(axes: Any, ids: list[np.ndarray], num_rows: int) -> None:
     axes.plot(number, distinct, color=_BLUE, label="distinct rows", **marks)
     axes.axhline(num_rows, color=_INK, ls="--", lw=1, label="rows of the table")
     axes.set_yscale("log")
-    axes.set_ylim(max(0.7, min(distinct) / 2), num_rows * 2)
+    axes.set_ylim(max(0.4, min(distinct) / 2), num_rows * 2)
     _finish(axes, "Rows touched per step", "step", "rows")
     axes.legend(frameon=False, labelcolor=_INK, fontsize=9)
 
 
 def _draw_skew(axes: Any, ids: np.ndarray, num_rows: int) -> None:
-    counts = np.sort(np.bincount(ids, minlength=1))[::-1]
+    _, counts = np.unique(ids, return_counts=True)  # not as many as the table has rows
+    counts = np.sort(counts)[::-1]
     share = 100 * np.cumsum(counts) / max(1, counts.sum())
     popular = 100 * np.arange(1, len(share) + 1) / num_rows
-    axes.plot(popular, share, color=_BLUE)
+    shown = _thinned(len(share))
+    axes.plot(popular[shown], share[shown], color=_BLUE)
     axes.set_xscale("log")
     axes.set_ylim(0, 103)
-    one = math.ceil(num_rows / 100)
     if len(share):
-        at = share[min(one, len(share)) - 1]
-        axes.plot([100 * one / num_rows], [at], "o", color=_ORANGE)
-        axes.annotate(
-            f"top 1 % of rows: {at:.0f} % of reads",
-            (100 * one / num_rows, at),
-            xytext=(-8, -44),
-            textcoords="offset points",
+        top = math.ceil(num_rows / 100)
+        at = share[min(top, len(share)) - 1]
+        axes.plot([100 * top / num_rows], [at], "o", color=_ORANGE)
+        rows = f"{top:,} rows" if top > 1 else "row"
+        # In the corner that a curve which only rises leaves free.
+        axes.text(
+            0.98,
+            0.04,
+            f"top {rows} ({100 * top / num_rows:.3g} %): {at:.0f} % of reads",
+            transform=axes.transAxes,
             ha="right",
             color=_ORANGE,
             fontsize=9,
         )
     _finish(axes, "Skew of the reads", "% of rows, most popular first", "% of reads")
+
+
+def _thinned(n: int) -> np.ndarray:
+    """At most `_POINTS` places of `n`, even on a logarithmic axis, with both ends."""
+    if n <= _POINTS:
+        return np.arange(n)
+    return np.unique(np.geomspace(1, n, _POINTS).astype(np.int64)) - 1
 
 
 def _finish(axes: Any, title: str, x: str, y: str) -> None:
