@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_trees_close
+from helpers import assert_same_bits, assert_trees_close, dense as dense_of
 from optimizers import (
     CLIPPED_LAST,
     LR,
@@ -31,6 +31,10 @@ from sparsejax.optim import global_norm, lazy
 pytestmark = pytest.mark.loose_promotion
 
 ADAM = lazy(optax.adam(LR))  # what is found out about it is found out once
+
+
+def ones(*shape):
+    return np.ones(shape, np.float32)
 
 
 def _touched(grads):
@@ -127,9 +131,10 @@ def test_a_clip_after_momentum_sees_the_rows_read(name):
 
 def test_empty_slots_take_no_part():
     """Neither in a later clip, nor with NaN where everything is zero."""
-    rows = sj.SelectedRows(jnp.array([3, V, V, V]), jnp.full((4, D), jnp.nan), V)
-    one = sj.SelectedRows(jnp.array([3]), jnp.ones((1, D)), V)
-    grads = rows.map(lambda v: v.at[0].set(1.0))
+    values = np.full((4, D), np.nan, np.float32)
+    values[0] = 1.0
+    grads = sj.SelectedRows(jnp.array([3, V, V, V]), values, V)
+    one = sj.SelectedRows(jnp.array([3]), ones(1, D), V)
     for inner in (
         optax.chain(optax.adagrad(LR), optax.clip_by_global_norm(0.01)),
         optax.rmsprop(LR, eps=0.0),
@@ -137,19 +142,23 @@ def test_empty_slots_take_no_part():
     ):
         # With eps = 0 an empty slot is 0 / 0 inside: nothing of it may come out.
         tx = lazy(inner)
-        params = jnp.ones((V, D))
-        update = jax.jit(tx.update)
-        updates, state = update(grads, tx.init(params), params)
-        few, few_state = update(one, tx.init(params), params)
-        assert_trees_close(updates.to_dense(), few.to_dense())
-        assert_trees_close(state, few_state)
+
+        @jax.jit
+        def run(grads, one, params, tx=tx):
+            found = []
+            for g in (grads, one):
+                updates, state = tx.update(g, tx.init(params), params)
+                found.append((updates.to_dense(), state))
+            return found
+
+        assert_trees_close(*run(grads, one, ones(V, D)))
 
 
 def test_counts_advance_without_rows():
     tx = ADAM
-    params = {"table": jnp.ones((V, D)), "bias": jnp.ones(D)}
-    none = sj.SelectedRows(jnp.zeros((0,), jnp.int32), jnp.zeros((0, D)), V)
-    grads = {"table": none, "bias": jnp.ones(D)}
+    params = {"table": ones(V, D), "bias": ones(D)}
+    none = sj.SelectedRows(np.zeros((0,), np.int32), ones(0, D), V)
+    grads = {"table": none, "bias": ones(D)}
     updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
     assert updates["table"].capacity == 0
     assert optax.tree_utils.tree_get(state, "count") == 1
@@ -160,23 +169,34 @@ def test_counts_advance_without_rows():
 def test_a_table_read_as_a_whole():
     """More slots than rows, all rows touched: the dense update."""
     tx = optax.adam(LR)
-    rows = jnp.arange(3 * V) % V
-    grads = sj.SelectedRows(rows, jnp.ones((3 * V, D)), V)
-    params = jnp.ones((V, D))
-    updates, state = jax.jit(ADAM.update)(grads, tx.init(params), params)
-    assert updates.capacity == V
-    expected, expected_state = tx.update(grads.to_dense(), tx.init(params), params)
-    assert_trees_close(updates.to_dense(), expected)
-    assert_trees_close(state, expected_state)
+    rows = np.arange(3 * V, dtype=np.int32) % V
+    grads, params = sj.SelectedRows(rows, ones(3 * V, D), V), ones(V, D)
+
+    @jax.jit
+    def run(grads, params):
+        state = tx.init(params)
+        updates, new = ADAM.update(grads, state, params)
+        assert updates.capacity == V
+        expected = tx.update(grads.to_dense(), state, params)
+        return (updates.to_dense(), new), expected
+
+    assert_trees_close(*run(grads, params))
 
 
 def test_dense_gradients_are_updated_densely():
     tx, params = optax.adam(LR), make_params()
-    grads = jax.tree.map(jnp.ones_like, params)
-    updates = ADAM.update(grads, tx.init(params), params)
-    assert_trees_close(updates, tx.update(grads, tx.init(params), params))
-    mixed = {**grads, "table": sj.SelectedRows(jnp.arange(V), grads["table"], V)}
-    mixed_updates, state = ADAM.update(mixed, tx.init(params), params)
+    grads = jax.tree.map(lambda p: ones(*p.shape), params)
+    rows = np.arange(V, dtype=np.int32)
+    mixed = {**grads, "table": sj.SelectedRows(rows, grads["table"], V)}
+
+    @jax.jit
+    def run(grads, mixed, params):
+        state = tx.init(params)
+        found = [f.update(grads, state, params) for f in (ADAM, tx)]
+        return found, ADAM.update(mixed, state, params)
+
+    (updates, expected), (mixed_updates, state) = run(grads, mixed, params)
+    assert_trees_close(updates, expected)
     assert_trees_close(to_dense(mixed_updates), updates[0])
     assert_trees_close(state, updates[1])
 
@@ -187,20 +207,28 @@ def test_clips_by_the_norm_of_merged_rows():
         "bias": jnp.array([4.0]),
         "table": sj.SelectedRows(jnp.array([1, 1, V]), jnp.array([1.0, 2.0, 9.0]), V),
     }
-    params = {"bias": jnp.zeros(1), "table": jnp.zeros(V)}
-    updates, _ = tx.update(grads, tx.init(params), params)
-    assert np.isclose(updates["bias"][0], -4 / 5)
-    assert np.isclose(updates["table"].to_dense()[1], -3 / 5)
+    params = {"bias": 0 * ones(1), "table": 0 * ones(V)}
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert np.isclose(np.asarray(updates["bias"])[0], -4 / 5)
+    table = updates["table"]
+    assert np.isclose(dense_of(table.rows, table.values, V)[1], -3 / 5)
 
 
 def test_bfloat16_duplicates_are_summed_in_float32():
-    values = jnp.array([1.0, *([2**-9] * 16)], jnp.bfloat16)[:, None]
-    grads = sj.SelectedRows(jnp.full(17, 2), values, V)
-    params = jnp.zeros((V, 1), jnp.bfloat16)
+    values = np.array([1.0, *([2**-9] * 16)], jnp.bfloat16)[:, None]
+    grads = sj.SelectedRows(np.full(17, 2, np.int32), values, V)
+    params = np.zeros((V, 1), jnp.bfloat16)
     tx = lazy(optax.sgd(1.0))
-    updates, _ = tx.update(grads, tx.init(params), params)
-    assert updates.dtype == jnp.bfloat16
-    assert updates.to_dense()[2, 0] == -(1 + 2**-5)  # one by one they would vanish
+
+    @jax.jit
+    def run(grads, params):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return updates, updates.to_dense()
+
+    updates, got = run(grads, params)
+    assert updates.dtype == got.dtype == jnp.bfloat16
+    # One by one they would vanish.
+    assert np.asarray(got)[2, 0] == -(1 + 2**-5)
 
 
 def test_bfloat16_tables_keep_their_type():
@@ -227,7 +255,7 @@ def test_without_params():
 
 
 def test_holes_in_the_tree():
-    params = {"table": jnp.ones((V, D)), "frozen": jnp.ones((V, D)), "none": None}
+    params = {"table": ones(V, D), "frozen": ones(V, D), "none": None}
     grads = {"table": row_gradient(0, (D,)), "frozen": optax.MaskedNode(), "none": None}
     tx = lazy(
         optax.masked(optax.adam(LR), {"table": True, "frozen": False, "none": True})
@@ -243,12 +271,12 @@ def test_holes_in_the_tree():
 
 def test_two_tables_of_one_height_and_a_square_one():
     """Which state leaf follows which table is not told by shapes."""
-    params = {"a": jnp.ones((D, D)), "b": jnp.ones((D, D)), "c": jnp.ones((D,))}
+    params = {"a": ones(D, D), "b": ones(D, D), "c": ones(D)}
     tx = ADAM
     state = tx.init(params)
-    one = lambda r: sj.SelectedRows(jnp.array([r]), jnp.ones((1, D)), D)
-    grads = {"a": one(1), "b": one(3), "c": jnp.ones(D)}
-    _, new = tx.update(grads, state, params)
+    one = lambda r: sj.SelectedRows(jnp.array([r]), ones(1, D), D)
+    grads = {"a": one(1), "b": one(3), "c": ones(D)}
+    _, new = jax.jit(tx.update)(grads, state, params)
     moved = lambda x: np.flatnonzero(np.any(np.atleast_2d(x) != 0, axis=-1)).tolist()
     assert moved(new[0].mu["a"]) == [1]
     assert moved(new[0].mu["b"]) == [3]
@@ -287,14 +315,21 @@ def test_own_code_promotes_nothing(name):
         for dtype in (jnp.float32, jnp.bfloat16):
             params = make_params(dtype)
             state = tx.init(params)
-            updates, state = jax.jit(tx.update)(make_grads(0, dtype), state, params)
-            optax.apply_updates(params, updates)
+
+            @jax.jit
+            def step(grads, state, params):
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            step(make_grads(0, dtype), state, params)
 
 
 def test_int64_ids(x64):
-    params = {"table": jnp.ones((V, D), jnp.float32)}
-    rows = sj.SelectedRows(jnp.array([3, V, 3]), jnp.ones((3, D), jnp.float32), V)
+    params = {"table": jnp.asarray(ones(V, D))}
+    rows = sj.SelectedRows(jnp.array([3, V, 3]), jnp.asarray(ones(3, D)), V)
     assert rows.rows.dtype == jnp.int64
-    updates, state = ADAM.update({"table": rows}, ADAM.init(params), params)
+    assert rows.dtype == jnp.float32
+    state = ADAM.init(params)
+    updates, state = jax.jit(ADAM.update)({"table": rows}, state, params)
     assert updates["table"].rows.dtype == jnp.int64
     assert updates["table"].dtype == state[0].mu["table"].dtype == jnp.float32

@@ -14,7 +14,12 @@ from programs import DENSE, PROGRAMS, V, arguments
 
 pytestmark = pytest.mark.loose_promotion
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
-to_dense = jax.vmap(lambda g: g.to_dense())
+
+
+def to_dense(g):
+    """The arrays that a batch of sparse gradients stands for."""
+    assert isinstance(g, sj.SelectedRows)
+    return np.stack([dense_of(r, v, V) for r, v in zip(g.rows, g.values)])
 
 
 @functools.cache
@@ -26,39 +31,48 @@ def _eager(name):
 
 @functools.cache
 def _compiled(name):
-    """Gradients of a program by sparsejax and by JAX, all compiled as one program."""
+    """Gradients of a program by sparsejax and by JAX, compiled as one program each."""
     fun = PROGRAMS[name]
-    sparse, dense = sj.grad(fun, tables=True), jax.grad(fun)
+    sparse = sj.grad(fun, tables=True)
 
-    def norm(grad, w, ids):
-        return lambda t: jnp.sum(jnp.sin(grad(t, w, ids)))
+    def second(grad, table):
+        """The gradient of a function of the gradient."""
+        return jax.grad(lambda t: jnp.sum(jnp.sin(grad(t))))(table)
 
-    def both(table, w, ids, tables, batch):
+    @jax.jit
+    def ours(table, w, ids, tables, batch):
         def step(carry, xs):
             return carry, sparse(xs[0], w, xs[1])
 
-        as_array = lambda *args: sparse(*args).to_dense()
-        vmapped = jax.vmap(sparse, (0, None, 0))(tables, w, batch)
         return {
-            "grad": (
-                sj.value_and_grad(fun, (0, 1))(table, w, ids),
-                jax.value_and_grad(fun, (0, 1))(table, w, ids),
-            ),
-            "vmap": (
-                to_dense(vmapped),
-                to_dense(jax.lax.scan(step, 0, (tables, batch))[1]),
-                jax.vmap(dense, (0, None, 0))(tables, w, batch),
-            ),
-            "second": (
-                jax.grad(norm(as_array, w, ids))(table),
-                jax.grad(norm(dense, w, ids))(table),
-            ),
+            "grad": sj.value_and_grad(fun, (0, 1))(table, w, ids),
+            "vmap": jax.vmap(sparse, (0, None, 0))(tables, w, batch),
+            "scan": jax.lax.scan(step, 0, (tables, batch))[1],
+            "second": second(lambda t: sparse(t, w, ids).to_dense(), table),
+        }
+
+    @jax.jit
+    def jaxs(table, w, ids):
+        return {
+            "grad": jax.value_and_grad(fun, (0, 1))(table, w, ids),
+            "second": second(lambda t: jax.grad(fun)(t, w, ids), table),
         }
 
     table, w, ids = arguments(dtype=jnp.float64)
-    batch = jnp.stack([arguments(seed)[2] for seed in range(3)])
-    tables = jnp.stack([table, 2 * table, -table])
-    return jax.jit(both)(table, w, ids, tables, batch)
+    batch = np.stack([arguments(seed)[2] for seed in range(3)])
+    tables = np.stack([table, 2 * np.asarray(table), -np.asarray(table)])
+    found = ours(table, w, ids, tables, batch)
+    want, *others = [jaxs(t, w, i) for t, i in zip(tables, batch)]
+    np.testing.assert_array_equal(batch[0], ids)
+    return {
+        "grad": (found["grad"], want["grad"]),
+        "vmap": (
+            to_dense(found["vmap"]),
+            to_dense(found["scan"]),
+            np.stack([x["grad"][1][0] for x in (want, *others)]),
+        ),
+        "second": (found["second"], want["second"]),
+    }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -141,11 +155,11 @@ def _rows_read(fun, *args, **kwargs):
     return leaf.rows_read
 
 
-TABLE = jnp.ones((40, 3))
+TABLE = jnp.asarray(np.ones((40, 3), np.float32))
 
 
 def test_capacity_is_the_number_of_reads():
-    ids = jnp.arange(4)
+    ids = jnp.array([0, 1, 2, 3])
 
     def loop(t):
         return jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, ids)[0]
@@ -176,11 +190,15 @@ def test_branch_not_taken_leaves_empty_slots():
 
 def test_auto_mode_stops_at_a_quarter():
     fun = lambda t, ids: t[ids].sum()
-    assert isinstance(sj.grad(fun)(TABLE, jnp.arange(10)), sj.SelectedRows)
-    assert isinstance(sj.grad(fun)(TABLE, jnp.arange(11)), jax.Array)
-    g = sj.grad(fun, tables=True)(TABLE, jnp.arange(11))
+    ten, eleven = np.arange(10, dtype=np.int32), np.arange(11, dtype=np.int32)
+    auto, forced = sj.grad(fun), sj.grad(fun, tables=True)
+    few, many, g = jax.jit(
+        lambda t, few, many: (auto(t, few), auto(t, many), forced(t, many))
+    )(TABLE, ten, eleven)
+    assert isinstance(few, sj.SelectedRows)
+    assert isinstance(many, jax.Array)
     assert isinstance(g, sj.SelectedRows) and g.capacity == 11
-    assert "quarter" in sj.explain(fun)(TABLE, jnp.arange(11)).leaves[0].reason
+    assert "quarter" in sj.explain(fun)(TABLE, eleven).leaves[0].reason
 
 
 @pytest.mark.parametrize(
@@ -194,7 +212,7 @@ def test_auto_mode_stops_at_a_quarter():
     ],
 )
 def test_no_differentiated_read(fun):
-    np.testing.assert_array_equal(sj.grad(fun)(TABLE), jnp.zeros((40, 3)))
+    np.testing.assert_array_equal(sj.grad(fun)(TABLE), np.zeros((40, 3)))
     g = sj.grad(fun, tables=True)(TABLE)
     assert isinstance(g, sj.SelectedRows)
     assert g.capacity == 0 and g.shape == (40, 3)
@@ -212,37 +230,57 @@ def test_aux_is_not_differentiated():
 
 
 def test_rank_one_and_three():
-    vector, cube = jnp.arange(30.0), jnp.ones((30, 2, 3))
+    vector, cube = np.arange(30, dtype=np.float32), np.ones((30, 2, 3), np.float32)
     loss = lambda t: jnp.sum(t[jnp.array([4, 4])] ** 2)
-    assert isinstance(sj.grad(loss)(vector), jax.Array)
-    g = sj.grad(loss, tables=True)(vector)
-    np.testing.assert_array_equal(g.to_dense(), jax.grad(loss)(vector))
-    g = sj.grad(loss)(cube)
-    assert g.values.shape == (2, 2, 3)
-    np.testing.assert_array_equal(g.to_dense(), jax.grad(loss)(cube))
+
+    @jax.jit
+    def run(vector, cube):
+        sparse = sj.grad(loss, tables=True)(vector), sj.grad(loss)(cube)
+        dense = jax.grad(loss)(vector), jax.grad(loss)(cube)
+        return sj.grad(loss)(vector), sparse, dense
+
+    auto, sparse, dense = run(vector, cube)
+    assert isinstance(auto, jax.Array)
+    assert sparse[1].values.shape == (2, 2, 3)
+    for g, want in zip(sparse, dense, strict=True):
+        assert isinstance(g, sj.SelectedRows)
+        np.testing.assert_array_equal(dense_of(g.rows, g.values, 30), want)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_types(dtype):
-    table = jnp.ones((40, 3), dtype)
+    table = np.ones((40, 3), dtype)
     loss = lambda t: jnp.sum(t[jnp.array([4, 5])].astype(jnp.float32) ** 2)
-    g = sj.grad(loss)(table)
+
+    @jax.jit
+    def run(table):
+        g = sj.grad(loss)(table)
+        return g, g.to_dense(), jax.grad(loss)(table)
+
+    g, got, want = run(table)
     assert g.dtype == dtype
-    np.testing.assert_array_equal(g.to_dense(), jax.grad(loss)(table))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_every_lookup_mode_is_a_read():
     ids = jnp.array([[3, -1, 39], [40, 3, 5]])
-    for mode in ("fill", "clip", "zero"):
 
-        def loss(t, mode=mode):
-            rows = sj.lookup(t, ids, mode=mode, padding_id=5, max_norm=1.0)
-            return jnp.nansum(rows**3)
+    def loss(t, mode):
+        rows = sj.lookup(t, ids, mode=mode, padding_id=5, max_norm=1.0)
+        return jnp.nansum(rows**3)
 
-        g = sj.grad(loss, tables=True)(TABLE)
+    @jax.jit
+    def run(t):
+        found = []
+        for mode in ("fill", "clip", "zero"):
+            f = functools.partial(loss, mode=mode)
+            found.append((sj.grad(f, tables=True)(t), jax.grad(f)(t)))
+        return found
+
+    for g, want in run(TABLE):
+        assert isinstance(g, sj.SelectedRows)
         assert g.capacity == 6
-        want = jax.grad(loss)(TABLE)
-        np.testing.assert_allclose(g.to_dense(), want, rtol=1e-6)
+        np.testing.assert_allclose(dense_of(g.rows, g.values, 40), want, rtol=1e-6)
         assert 5 not in np.asarray(g.rows)
 
 
@@ -252,9 +290,11 @@ def test_forward_over_reverse(x64):
     tangent = jnp.sin(table)
     sparse = lambda t: sj.grad(fun, tables=True)(t, w, ids).to_dense()
     dense = lambda t: jax.grad(fun)(t, w, ids)
-    for a, b in zip(
-        jax.jvp(sparse, (table,), (tangent,)), jax.jvp(dense, (table,), (tangent,))
-    ):
+    both = [
+        jax.jit(functools.partial(lambda f, t, d: jax.jvp(f, (t,), (d,)), f))
+        for f in (sparse, dense)
+    ]
+    for a, b in zip(*[f(table, tangent) for f in both]):
         close(a, b)
 
 

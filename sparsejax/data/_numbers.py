@@ -1,5 +1,7 @@
 """Numbers in a text, many at once: the decimal ones by NumPy, the others by Python."""
 
+import math
+
 import numpy as np
 
 
@@ -12,10 +14,13 @@ _DOT, _MINUS, _PLUS = (np.uint8(ord(c)) for c in ".-+")
 
 
 def parse_float(text: bytes) -> float:
-    """`float(text)`, but 1_000 is none; a ValueError where it is no number."""
+    """`float(text)`, but 1_000 is none, nor 1e999; a ValueError where it is none."""
     if b"_" in text:
         raise ValueError
-    return float(text)
+    number = float(text)
+    if math.isinf(number) and any(map(str.isdigit, text.decode())):
+        raise ValueError
+    return number
 
 
 def parse_int(text: bytes) -> int:
@@ -92,3 +97,22 @@ def read_floats(
         except ValueError:
             return out, i
     return out, None
+
+
+def cast(numbers: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, int | None]:
+    """The numbers in a dtype, and the place of the first that it does not hold.
+
+    Floats are rounded, but not to infinity; what an integer dtype does not hold exactly
+    it does not hold.
+
+    Args:
+      numbers: float64 `[n]`.
+      dtype: of numbers.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = numbers.astype(dtype)
+        if dtype.kind in "iu":
+            lost = out.astype(np.float64) != numbers
+        else:
+            lost = np.isinf(out) & np.isfinite(numbers)
+    return out, int(np.argmax(lost)) if lost.any() else None

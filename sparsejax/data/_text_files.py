@@ -7,6 +7,7 @@ import bz2
 import contextlib
 import gzip
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -15,7 +16,11 @@ from sparsejax._replace import replacing
 
 BLOCK = 8 << 20
 
-_CUT_SHORT = "{call}: {path} cannot be read to its end ({reason}): is it complete?"
+_DAMAGED = (
+    "{call}: {path} cannot be read to its end ({reason}): it is damaged or incomplete."
+)
+_PATH = "{call}: path must be a str or an os.PathLike, got {found!r}."
+_MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some programs write first
 _NO_TQDM = (
     "{call}: progress=True needs tqdm, which is not installed. pip install "
     "'sparsejax[data]' brings it."
@@ -29,18 +34,24 @@ class Block(NamedTuple):
     line: int
 
 
+def as_path(call: str, path: Any) -> Any:
+    """A path, or an error."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(_PATH.format(call=call, found=path))
+    return path
+
+
 def blocks(call: str, path: Any, progress: bool = False) -> Iterator[Block]:
     """The lines of a file, a block at a time; gzip and bzip2 are seen by their bytes.
 
     Args:
       call: for messages.
-      path: of the file.
+      path: of the file, as `as_path` lets it pass.
       progress: whether a bar on stderr says how much of the file was read.
 
     Raises:
-      OSError: it cannot be read, or ends too early.
+      OSError: it cannot be read, or is damaged, or ends too early.
     """
-    path = os.fspath(path)
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
         bar = None
@@ -58,8 +69,9 @@ def blocks(call: str, path: Any, progress: bool = False) -> Iterator[Block]:
         while True:
             try:
                 text = file.read(BLOCK)
-            except (EOFError, OSError) as e:
-                reason = _CUT_SHORT.format(call=call, path=path, reason=e)
+            except (EOFError, OSError, zlib.error) as e:
+                path = os.fspath(path)
+                reason = _DAMAGED.format(call=call, path=path, reason=e)
                 raise OSError(reason) from None
             if bar is not None:
                 bar.update(raw.tell() - bar.n)
@@ -69,6 +81,8 @@ def blocks(call: str, path: Any, progress: bool = False) -> Iterator[Block]:
                 continue
             whole = rest + (text[:end] if text else b"")
             rest = text[end:]
+            if line == 1:
+                whole = whole.removeprefix(_MARK)
             if whole:
                 whole = whole if whole.endswith(b"\n") else whole + b"\n"
                 yield Block(whole, line)
@@ -100,10 +114,10 @@ def refuse(path: Any, line: int, found: str, expected: str) -> NoReturn:
     raise ValueError(f"{os.fspath(path)}:{line}: found {found}, expected {expected}")
 
 
-def show(text: bytes) -> str:
+def show(text: bytes, most: int = 40) -> str:
     """A piece of a line, for a message."""
     shown = text.decode("utf-8", "backslashreplace")
-    return repr(shown if len(shown) <= 40 else shown[:37] + "...")
+    return repr(shown if len(shown) <= most else shown[: most - 3] + "...")
 
 
 def _tqdm(call: str) -> Any:

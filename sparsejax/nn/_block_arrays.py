@@ -9,6 +9,7 @@ import numpy as np
 from sparsejax import _ids
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
+from sparsejax.nn._matrix import Elements
 from sparsejax.optim._norm import global_norm
 
 
@@ -65,4 +66,5 @@ def _as_segments(x: Any, room: int) -> SegmentTensor:
     """A scipy CSR matrix, with room for so many elements."""
     index, value = np.zeros(room, x.indices.dtype), np.zeros(room, x.data.dtype)
     index[: x.nnz], value[: x.nnz] = x.indices[: x.nnz], x.data[: x.nnz]
-    return SegmentTensor.from_csr(x.indptr, index, value)
+    elements = SegmentTensor.from_csr(x.indptr, index, value)
+    return Elements.of(elements, int(x.shape[1]))  # which would be forgotten

@@ -84,8 +84,13 @@ class SparseEmbedding(SparseBlock):
         return {self.name: TableSpec(shape, self.param_dtype, self.initializer)}
 
     def row_ids(self, inputs: Any) -> dict[str, Any]:
-        """The ids, without padding."""
-        return {self.name: _without(*self._ids_of(inputs))}
+        """The ids; -1 for padding and for empty elements, which read no row.
+
+        An id out of range stays one. Under mode `"clip"` it is the id it is clipped to,
+        and under `"zero"` it reads no row either.
+        """
+        ids, skip = self._ids_of(inputs)
+        return {self.name: _named(ids, skip, self.num_embeddings, self.mode)}
 
     def sparse_forward(
         self, tables: Mapping[str, Any], params: Any, inputs: Any
@@ -172,14 +177,19 @@ class SparseLinear(SparseBlock):
         return {"bias": jnp.zeros(shape, self.param_dtype)} if self.use_bias else {}
 
     def row_ids(self, inputs: Any) -> dict[str, Any]:
-        """The columns that `inputs` has an element in."""
+        """The columns that `inputs` has an element in; -1 for empty elements.
+
+        Columns out of range as by `SparseEmbedding.row_ids`.
+        """
         csr = inputs  # not as `sparse_forward` takes it, which would use the device
         if not isinstance(csr, SegmentTensor):
             csr = self._as_csr(csr).elements
+        _matrix.check_columns(_LINEAR, csr, self.in_features)
         values = csr.values
         index = values["index"] if isinstance(values, dict) else values
         index = _known(_ids.as_integers(_LINEAR, index, "the index"))
-        return {self.name: _without(index, _empty(csr, index.ndim))}
+        skip = _empty(csr, index.ndim)
+        return {self.name: _named(index, skip, self.in_features, self.mode)}
 
     def sparse_forward(
         self, tables: Mapping[str, Any], params: Any, inputs: Any
@@ -190,7 +200,9 @@ class SparseLinear(SparseBlock):
         dtype = _matrix.result_dtype(csr, table, None)
         # `dot` means by a SelectedRows the array it stands for, zero where no row is
         # stored. Here a row that is not stored was forgotten, so it is read by `mode`.
-        nothing = csr.index == _ids.scalar(self.in_features, csr.index)
+        # So is a column out of range, for which `dot` has zeros too.
+        elements = csr.elements
+        nothing = ~_ids.in_range(elements.segment_ids, elements.num_segments)
         call = f"{_LINEAR} of the table {self.name!r}"
         rows = _lookup.read_rows(call, table, csr.index, nothing, self.mode)
         wide = _ids.accumulator_dtype(dtype)
@@ -200,7 +212,7 @@ class SparseLinear(SparseBlock):
         return out.astype(dtype)
 
     def _as_csr(self, inputs: Any) -> _matrix.Csr:
-        csr = _matrix.as_matrix(_LINEAR, inputs, self.in_features)
+        csr = _matrix.as_matrix(_LINEAR, inputs, self.in_features, skip_bad=False)
         if not isinstance(csr, _matrix.Csr):
             raise TypeError(_DENSE_INPUT.format(call=_LINEAR, shape=csr.shape))
         return csr
@@ -232,9 +244,33 @@ def _known(x: Any) -> Any:
     return np.asarray(x) if _ids.is_concrete(x) else x
 
 
-def _without(ids: Any, skip: Any) -> Any:
-    """`ids`, -1 where they are to be skipped: an id that names no row."""
-    if isinstance(ids, np.ndarray) and isinstance(skip, np.ndarray):
-        return np.where(skip, -1, ids.astype(np.int64)) if skip.any() else ids
-    signed = jnp.asarray(ids).astype(_ids.promote(ids.dtype, jnp.int8))
-    return jnp.where(skip, _ids.scalar(-1, signed), signed)
+def _named(ids: Any, skip: Any, height: int, mode: str) -> Any:
+    """What `row_ids` says of `ids`: -1 where no row is read, and no error.
+
+    A bad id of -1 becomes -2, so that the two can be told apart.
+    """
+    limits = jnp.iinfo(_ids.promote(ids.dtype, jnp.int8))
+    host = isinstance(ids, np.ndarray) and isinstance(skip, np.ndarray)
+    if host:
+        fine = not ids.size or (ids.min() >= 0 and ids.max() < height)
+        if fine and not skip.any():
+            return ids
+        limits, xp = np.iinfo(np.int64), np
+    else:
+        ids, xp = jnp.asarray(ids), jnp
+    if ids.dtype.kind == "u":  # a large one must not turn into a negative one
+        most = min(int(limits.max), int(jnp.iinfo(ids.dtype).max))
+        ids = xp.minimum(ids, np.array(most, ids.dtype))
+    ids = ids.astype(limits.dtype)
+    if mode == "clip":
+        last = min(height - 1, int(limits.max))
+        ids = xp.clip(ids, np.array(0, ids.dtype), np.array(last, ids.dtype))
+    else:
+        own = ids >= 0
+        if height <= limits.max:
+            own &= ids < np.array(height, ids.dtype)
+        minus_one = ids == np.array(-1, ids.dtype)
+        other = np.array(-1 if mode == "zero" else -2, ids.dtype)
+        change = ~own if mode == "zero" else minus_one
+        ids = xp.where(change, other, ids)
+    return xp.where(skip, np.array(-1, ids.dtype), ids)

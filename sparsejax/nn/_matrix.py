@@ -43,7 +43,8 @@ class Csr:
 
     Args:
       elements: SegmentTensor of `{"index", "value"}`, or of the indices alone.
-      index: integers `[n]`, `columns` for an element that counts nothing.
+      index: integers `[n]`, `columns` for an element that counts nothing. (Other ids
+        out of range are there only if `as_matrix` was told to leave them.)
       value: `[n]`, zero for those; None where all others count one.
       columns: number of columns.
     """
@@ -52,6 +53,35 @@ class Csr:
     index: jax.Array
     value: jax.Array | None
     columns: int
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Elements(SegmentTensor):
+    """The elements of a matrix whose number of columns is known.
+
+    A SegmentTensor in all but that: what is too wide for a layer is seen, in `jit` too.
+    """
+
+    columns: int
+
+    def tree_flatten_with_keys(self):
+        """Children with their keys."""
+        children, static = super().tree_flatten_with_keys()
+        return children, (*static, self.columns)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        """Rebuilds without checks: children may be anything JAX puts there."""
+        *own, columns = static
+        self = super().tree_unflatten(tuple(own), children)
+        self.__dict__["columns"] = columns
+        return self
+
+    @classmethod
+    def of(cls, elements: SegmentTensor, columns: int) -> "Elements":
+        """The elements of a matrix of so many columns."""
+        static = elements.num_segments, elements.is_sorted, columns
+        return cls.tree_unflatten(static, (elements.values, elements.segment_ids))
 
 
 # ------------------------------------------------------------------ arguments
@@ -71,19 +101,23 @@ def num_columns(call: str, x: Any, example: str) -> int:
     raise ValueError(_UNKNOWN_COLUMNS.format(call=call, found=found, example=example))
 
 
-def as_matrix(call: str, x: Any, columns: int) -> Any:
-    """`x` as an array `[..., columns]` or as `Csr`, or an error."""
+def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
+    """`x` as an array `[..., columns]` or as `Csr`, or an error.
+
+    Args:
+      call: who to name in errors.
+      x: what the user gave.
+      columns: that it must have.
+      skip_bad: whether a column out of range counts nothing, or stays as it is.
+    """
     shape = getattr(x, "shape", None)
     if isinstance(x, SegmentTensor):
-        return _as_csr(call, x, columns)
+        check_columns(call, x, columns)
+        return _as_csr(call, x, columns, skip_bad)
     if all(hasattr(x, name) for name in ("indptr", "indices", "data")):
         if shape is not None and shape[-1] != columns:
-            raise ValueError(
-                _COLUMNS.format(
-                    call=call, found=shape[-1], shape=shape, columns=columns
-                )
-            )
-        return _as_csr(call, SegmentTensor.from_csr(x), columns)
+            raise _other_columns(call, shape, columns)
+        return _as_csr(call, SegmentTensor.from_csr(x), columns, skip_bad)
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError):
@@ -96,15 +130,23 @@ def as_matrix(call: str, x: Any, columns: int) -> Any:
         found = f"{array.dtype} of shape {array.shape}"
         raise TypeError(_NOT_A_MATRIX.format(call=call, columns=columns, found=found))
     if array.shape[-1] != columns:
-        raise ValueError(
-            _COLUMNS.format(
-                call=call, found=array.shape[-1], shape=array.shape, columns=columns
-            )
-        )
+        raise _other_columns(call, array.shape, columns)
     return array
 
 
-def _as_csr(call: str, x: SegmentTensor, columns: int) -> Csr:
+def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
+    """An error where `x` is known to have other columns."""
+    if isinstance(x, Elements) and x.columns != columns:
+        raise _other_columns(call, (x.num_segments, x.columns), columns)
+
+
+def _other_columns(call: str, shape: tuple, columns: int) -> ValueError:
+    return ValueError(
+        _COLUMNS.format(call=call, found=shape[-1], shape=shape, columns=columns)
+    )
+
+
+def _as_csr(call: str, x: SegmentTensor, columns: int, skip_bad: bool) -> Csr:
     index, value = x.values, None
     if isinstance(x.values, dict) and x.values.keys() == {"index", "value"}:
         index, value = x.values["index"], x.values["value"]
@@ -119,9 +161,9 @@ def _as_csr(call: str, x: SegmentTensor, columns: int) -> Csr:
     if not fine:
         raise TypeError(_ELEMENTS.format(call=call, found=_describe(x.values)))
     index = _ids.as_ids(call, index, columns, "the index")
-    counts = _ids.in_range(index, columns) & _ids.in_range(
-        x.segment_ids, x.num_segments
-    )
+    counts = _ids.in_range(x.segment_ids, x.num_segments)
+    if skip_bad:
+        counts &= _ids.in_range(index, columns)
     index = jnp.where(counts, index, _ids.scalar(columns, index))
     if value is not None:
         value = _ids.zero_unless(counts, value)

@@ -27,37 +27,10 @@ import optax
 from jax.experimental import checkify
 
 from sparsejax._rows import SelectedRows
-from sparsejax.nn import _block_checkpoint
+from sparsejax.nn import _block_checkpoint, _trainer_args as _args
 from sparsejax.nn._block import PulledTables
 from sparsejax.nn._block_arrays import clip, copied, on_device, pad
 from sparsejax.transform import value_and_grad
-
-
-_CALL = "sparsejax.nn.Trainer"
-
-_NOT_A_BLOCK = (
-    "{call}: block must have row_ids(inputs) and sparse_forward(tables, params, "
-    "inputs), as a sparsejax.nn.SparseBlock has, got {found}. An ordinary layer does "
-    "not say which rows it needs: use SparseEmbedding or SparseLinear in its place, or "
-    "train it without a store, with sparsejax.value_and_grad and sparsejax.optim.lazy."
-)
-_TABLE_IN_PARAMS = (
-    "{call}: the dense parameter {path} is {found}, which is row-sparse: its rows are "
-    "owned by the store. Ordinary layers need arrays. Leave it out of params, name its "
-    "ids in row_ids, and read it from `tables` in sparse_forward."
-)
-_OTHER_SHAPE = (
-    "{call}: the store's table {name!r} has shape {found}, and {block} needs {want}."
-)
-_IDS_OF = (
-    "{call}: {block}.row_ids must return a dict of table names to ids, got {found}."
-)
-_NO_TABLE = (
-    "{call}: {block}.row_ids names the table {name!r}, which the store does not have; "
-    "it has {names}. Make it with store.init({name!r}, shape, tx), or say it in "
-    "{block}.tables()."
-)
-_CLIP = "{call}: clip_norm must be a positive number or None, got {found!r}."
 
 
 class Trainer:
@@ -86,10 +59,14 @@ class Trainer:
         together where their global norm is greater.
       checked: run under `checkify`, as blocks with `mode="error"` need it: an error is
         raised before anything is updated. Parameters are not donated then.
+      mode: what to do with ids out of range, as in `KVStore.pull`. "error" refuses the
+        batch before anything is updated; -1 in `row_ids` stands for no row, such as
+        padding, and is no error. "drop" leaves them out: they read what the block's own
+        mode says, which is NaN by default, and NaN in a loss spoils all parameters.
 
     Raises:
-      TypeError, ValueError: `block` is no block, a dense parameter is row-sparse, or
-        the store's table has another shape.
+      TypeError, ValueError: an argument is none of these, a dense parameter is
+        row-sparse, or the store's table has another shape or type or is read-only.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -121,25 +98,27 @@ class Trainer:
         capacity: int | Mapping[str, int] | None = None,
         clip_norm: float | None = None,
         checked: bool = False,
+        mode: str = "error",
     ):
-        self._name = type(block).__name__
-        for method in ("row_ids", "sparse_forward"):
-            if not callable(getattr(block, method, None)):
-                found = f"an object of type {self._name}"
-                raise TypeError(_NOT_A_BLOCK.format(call=_CALL, found=found))
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(_CLIP.format(call=_CALL, found=clip_norm))
-        if isinstance(key, (int, np.integer)):
-            key = jax.random.key(int(key))
+        _args.check_block(block)
+        _args.check_store(store)
+        _args.check_function("loss", "(outputs, batch) -> scalar", loss)
+        _args.check_tx(tx)
+        if inputs is not None:
+            _args.check_function("inputs", "of a batch, or None", inputs)
+        self._name, self._mode = type(block).__name__, _args.check_mode(mode)
         self.block, self.store, self._loss, self._tx = block, store, loss, tx
         self._inputs = (lambda batch: batch) if inputs is None else inputs
-        self._tables, self._clip_norm, self._checked = tables, clip_norm, checked
-        self._fixed, self._capacities = capacity, dict[str, int]()
+        self._clip_norm = _args.check_clip_norm(clip_norm)
+        self._tables, self._checked = tables, checked
+        self._capacities, self._heights = dict[str, int](), dict[str, int]()
         self._rooms: dict[int, int] = {}
+        key = _args.as_key(key)
         self._make_tables(key, tx if table_tx is None else table_tx)
+        self._fixed = _args.check_capacity(capacity, store)
         if params is None:
             params = block.init(key) if hasattr(block, "init") else {}
-        self._check_params(params)
+        _args.check_params(params, store)
         # Copies: each step donates them, and these arrays may be somebody else's.
         self.params = jax.tree.map(copied, params)
         self.opt_state = jax.tree.map(copied, tx.init(self.params))
@@ -184,6 +163,7 @@ class Trainer:
         Returns:
           float32 `[number of batches]`, the loss before each step.
         """
+        self._know(self.store.names())  # the store's thread must not ask the store
         made = (on_device(batch, self._rooms) for batch in batches)
         if not prefetch:
             losses = [self._update(batch, self._pull(batch)) for batch in made]
@@ -202,30 +182,24 @@ class Trainer:
         for batch in batches:
             batch = on_device(batch, self._rooms)
             args = self._grown(self._pull(batch)), self.params, batch
-            losses.append(self._result(self._run_loss(*args)))
+            losses.append(self._run(self._run_loss, *args))
         return float(np.mean([float(x) for x in losses])) if losses else float("nan")
 
     def predict(self, batch: Any) -> Any:
         """The block's outputs for a batch; nothing is updated."""
         batch = on_device(batch, self._rooms)
         args = self._grown(self._pull(batch)), self.params, batch
-        return self._result(self._run_forward(*args))
+        return self._run(self._run_forward, *args)
 
     def row_ids(self, batch: Any) -> dict[str, Any]:
         """What `block.row_ids` names for a batch, checked against the store."""
         ids = self.block.row_ids(self._inputs(batch))
-        if not isinstance(ids, Mapping):
-            found = f"an object of type {type(ids).__name__}"
-            raise TypeError(_IDS_OF.format(call=_CALL, block=self._name, found=found))
-        for name in ids:
-            if name not in self.store:
-                names = sorted(self.store.names())
-                raise ValueError(
-                    _NO_TABLE.format(
-                        call=_CALL, block=self._name, name=name, names=names
-                    )
-                )
-        return dict(ids)
+        ids = _args.check_named(self._name, self.store, ids)
+        self._know(ids)
+        if self._mode == "error":
+            for name, wanted in ids.items():
+                _args.check_ids(self._name, name, wanted, self._heights[name])
+        return ids
 
     # -- files --------------------------------------------------------------------
 
@@ -271,43 +245,28 @@ class Trainer:
 
     def _make_tables(self, key: jax.Array, table_tx: Any) -> None:
         wanted = self.block.tables() if hasattr(self.block, "tables") else {}
+        tx_of = _args.transformations(table_tx, wanted, self.store)
         for name, spec in wanted.items():
             if name in self.store:
-                found = self.store.pull(name, np.zeros(0, np.int32)).shape
-                if found != tuple(spec.shape):
-                    raise ValueError(
-                        _OTHER_SHAPE.format(
-                            call=_CALL,
-                            name=name,
-                            found=found,
-                            block=self._name,
-                            want=tuple(spec.shape),
-                        )
-                    )
+                _args.check_table(self._name, self.store, name, spec)
                 continue
-            tx = table_tx[name] if isinstance(table_tx, Mapping) else table_tx
             self.store.init(
                 name,
                 tuple(spec.shape),
-                tx,
+                tx_of(name),
                 initializer=spec.initializer,
                 dtype=spec.dtype,
                 seed=jax.random.fold_in(key, zlib.crc32(name.encode())),
             )
+        self._know(wanted)
 
-    def _check_params(self, params: Any) -> None:
-        is_rows = lambda x: isinstance(x, SelectedRows)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_rows):
-            found = None
-            if is_rows(leaf):
-                found = "a SelectedRows"
-            elif isinstance(leaf, str) and leaf in self.store:
-                found = f"the name of the store's table {leaf!r}"
-            if found is not None:
-                where = jax.tree_util.keystr(path)
-                raise TypeError(
-                    _TABLE_IN_PARAMS.format(call=_CALL, path=where, found=found)
-                )
+    def _know(self, names: Iterable[str]) -> None:
+        """Looks at tables that are new here: that they are trained, and their rows."""
+        for name in names:
+            if name not in self._heights:
+                _args.check_trained(self.store, name)
+                rows = self.store.pull(name, np.zeros(0, np.int32))
+                self._heights[name] = rows.height
 
     def _pull(self, batch: Any) -> dict[str, SelectedRows]:
         ids = self.row_ids(batch)
@@ -347,17 +306,17 @@ class Trainer:
         return loss, grads[0], optax.apply_updates(params, updates), opt_state
 
     def _update(self, batch: Any, pulled: Mapping[str, SelectedRows]) -> jax.Array:
-        done = self._run_step(self._grown(pulled), self.params, self.opt_state, batch)
-        loss, grads, self.params, self.opt_state = self._result(done)
+        args = self._grown(pulled), self.params, self.opt_state, batch
+        loss, grads, self.params, self.opt_state = self._run(self._run_step, *args)
         for name, rows in grads.items():
             self.store.push(name, rows)
         self.steps += 1
         return loss
 
-    def _result(self, done: Any) -> Any:
-        """What a compiled function gave; an error where it complained."""
+    def _run(self, function: Any, *args: Any) -> Any:
+        """What a compiled function gives; an error where it complained."""
         if not self._checked:
-            return done
-        error, out = done
+            return _args.explain_check(self._name, function, *args)
+        error, out = function(*args)
         error.throw()
         return out
