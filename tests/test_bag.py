@@ -131,7 +131,9 @@ def test_equals_the_oracle(layout, weighted, x64):
     # For the oracle, elements of no bag and bags of no element up to one shape.
     more = (0, 60 - n)
     padded = np.pad(np.maximum(ids, 0), more), np.pad(member, ((0, 60 - count), more))
-    clean = np.pad(np.where(member.any(0), weights, 0), more) if weighted else None
+    clean = None
+    if weights is not None:
+        clean = np.pad(np.where(member.any(0), weights, 0), more)
     (_, out), grads = _oracle_step(weighted)(table, clean, *padded)
     grads = [grads[0], *(g[:n] for g in map(np.asarray, grads[1:]))]
 
@@ -140,7 +142,9 @@ def test_equals_the_oracle(layout, weighted, x64):
 
     for transform in (jax.value_and_grad, sj.value_and_grad):
         sparse = transform is sj.value_and_grad
-        kwargs = {"tables": (True, False)[: 1 + weighted]} if sparse else {}
+        kwargs: dict[str, Any] = {}
+        if sparse:
+            kwargs["tables"] = (True, False)[: 1 + weighted]
         step = transform(loss, (0, 1)[: 1 + weighted], has_aux=True, **kwargs)
         (_, got), (g, *g_weights) = jax.jit(step)(table, weights)
         for a, b in zip(got, out, strict=True):
