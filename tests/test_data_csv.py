@@ -1,6 +1,7 @@
 """Click logs: labels, numbers, categories by hash or vocabulary."""
 
 import gzip
+import io
 import subprocess
 import sys
 from typing import Any
@@ -102,6 +103,100 @@ def test_parts_of_a_file(tmp_path, monkeypatch):
             np.testing.assert_array_equal(joined, whole[name])
 
 
+# ------------------------------------------------------------------ any order
+
+
+RATINGS = [
+    ["user", "item", "rating", "time"],
+    ["7", "3", "4.5", "99"],
+    ["8", "3", "", "5"],
+]
+PLACES: Any = {"label": 2, "ids": [0, 1]}
+NAMES: Any = {"ids": ("user", "item"), "label": "rating"}
+
+
+@pytest.mark.parametrize("columns", [PLACES, NAMES])
+def test_ratings_are_read_by_place_or_by_name(tmp_path, monkeypatch, columns):
+    path = _file(tmp_path, [[], *RATINGS], ",", "\r\n")
+    data = sj.data.read_csv_ids(path, 1000, columns=columns, header=True)
+    np.testing.assert_array_equal(data["label"], np.array([4.5, np.nan], np.float32))
+    hashed = [
+        [_hash(w.encode(), c, 1000) for c, w in enumerate(r[:2])] for r in RATINGS
+    ]
+    assert data["ids"].tolist() == hashed[1:] and data.keys() == {"label", "ids"}
+    known = sj.data.Vocabulary.build(path, columns=columns, header=True)
+    assert known.sizes() == [3, 2]
+    monkeypatch.setattr(_text_files, "BLOCK", 3)
+    parts = sj.data.iter_csv_ids(
+        path, known, columns=columns, header=True, chunk_rows=1
+    )
+    assert [part["ids"].tolist() for part in parts] == [[[1, 1]], [[2, 1]]]
+
+
+def test_fields_in_any_order(tmp_path):
+    whole = sj.data.read_csv_ids(_file(tmp_path, ROWS), 1000, **LAYOUT)
+    columns = {"ids": [4, 5, 6], "numbers": (3, 1), "label": np.int64(0)}
+    data = sj.data.read_csv_ids(_file(tmp_path, ROWS), 1000, columns=columns)
+    assert list(data) == ["label", "numbers", "ids"]
+    np.testing.assert_array_equal(data["numbers"], whole["numbers"][:, [2, 0]])
+    np.testing.assert_array_equal(data["ids"], whole["ids"])
+    turned = [[*row[4:], row[0]] for row in ROWS]
+    path = _file(tmp_path, [["a", "b", "c", "y"], *turned])
+    data = sj.data.read_csv_ids(path, 1000, columns={"ids": "c"})
+    assert data.keys() == {"ids"}
+    assert data["ids"].tolist() == [[_hash(r[6].encode(), 0, 1000)] for r in ROWS]
+    empty = sj.data.read_csv_ids(_file(tmp_path, []), 9, columns=NAMES)
+    assert {name: x.shape for name, x in empty.items()} == {
+        "label": (0,),
+        "ids": (0, 2),
+    }
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ([0, 1], "columns must be a dict of 'label', 'numbers' and 'ids'"),
+        ({"label": 2}, "columns must be a dict"),
+        ({"ids": 0, "user": 1}, "columns must be a dict"),
+        ({"ids": [0, -1]}, r"columns\['ids'\] must be a list of ints and strs"),
+        ({"ids": None}, r"columns\['ids'\] must be a list"),
+        ({"ids": 0, "label": [2]}, r"columns\['label'\] must be one int or str"),
+        ({"ids": [0, 4]}, ":1: found 4 fields, expected a field 4, counted from 0"),
+        ({"ids": "usr"}, ":1: found the names 'user, item, rating, time', exp.* 'usr'"),
+    ],
+)
+def test_columns_that_are_not_there(tmp_path, columns, message):
+    path = _file(tmp_path, RATINGS, ",")
+    where = f"{path}" if message.startswith(":") else ""
+    with pytest.raises(ValueError, match=where + message):
+        sj.data.read_csv_ids(path, 9, columns=columns)
+    with pytest.raises(ValueError, match=where + message):
+        sj.data.Vocabulary.build(path, columns=columns)
+
+
+def test_columns_stand_alone(tmp_path):
+    path = _file(tmp_path, [*RATINGS, ["1", "2", "3"]], ",")
+    with pytest.raises(ValueError, match="Leave these out"):
+        sj.data.read_csv_ids(path, 9, columns=PLACES, num_ids=2)
+    with pytest.raises(ValueError, match=r":4: found 3 fields, expected 4 \(as the"):
+        sj.data.read_csv_ids(path, 9, columns=NAMES)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_word(tmp_path, monkeypatch):
+    path = tmp_path / "marked.csv"
+    path.write_bytes(b"\xef\xbb\xbfa,b\n\xef\xbb\xbfa,b\n")
+    for block in (2, 100):
+        monkeypatch.setattr(_text_files, "BLOCK", block)
+        known = sj.data.Vocabulary.build(path, columns={"ids": 0})
+        assert known.words[0].tolist() == [b"a", b"\xef\xbb\xbfa"]
+    path.write_bytes(b"\xef\xbb\xbfuser,rating\nx,2\n")
+    data = sj.data.read_csv_ids(path, 9, columns={"ids": "user", "label": "rating"})
+    assert data["label"].tolist() == [2.0]
+
+
+# ------------------------------------------------------------------ refusals
+
+
 @pytest.mark.parametrize(
     "rows, message",
     [
@@ -113,6 +208,10 @@ def test_parts_of_a_file(tmp_path, monkeypatch):
         ([[], ROWS[0], [*ROWS[1], "x"]], ":3: found 8 fields"),
         ([ROWS[0], ["0", "1", "abc", *ROWS[1][3:]]], ":2: found 'abc' in field 3, exp"),
         ([["y", *ROWS[0][1:]]], ":1: found 'y' in field 1, expected a number, or noth"),
+        (
+            [["1", "1e39", *ROWS[0][2:]]],
+            ":1: found '1e39' in field 2, expected a number that float32 holds",
+        ),
         (
             [[*ROWS[0][:-1], "x" * 2000]],
             ":1: found a category of 2000 bytes",
@@ -166,19 +265,36 @@ def test_a_vocabulary_counts_and_cuts(tmp_path):
     "ids, options, error, message",
     [
         ("md5", {}, TypeError, "must be a HashIds, a Vocabulary, or an int"),
-        (1, {}, ValueError, "num_buckets must be an int of at least 2"),
+        (1, {}, ValueError, "num_buckets must be an int from 2 to 2147483647"),
         (sj.data.HashIds([9, 9]), {}, ValueError, "2 entries and the file 3 columns"),
         (9, dict(separator="ab"), ValueError, "separator must be 'auto' or one"),
         (9, dict(num_ids=-1), ValueError, "num_ids must be an int of at least 0"),
         (9, dict(header=1), TypeError, "header must be True or False"),
+        (2**31, {}, ValueError, "from 2 to 2147483647.* got 2147483648"),
+        (9, dict(missing="x"), TypeError, "missing must be a number, got 'x'"),
+        (9, dict(path=None), TypeError, "path must be a str or an os.PathLike, got N"),
+        (9, dict(path=io.BytesIO()), TypeError, "path must be a str .*BytesIO"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, ids, options, error, message):
-    path = _file(tmp_path, ROWS)
+    arguments = {"path": _file(tmp_path, ROWS), **LAYOUT, **options}
     with pytest.raises(error, match=message):
-        sj.data.read_csv_ids(path, ids, **{**LAYOUT, **options})
+        sj.data.read_csv_ids(ids=ids, **arguments)
     with pytest.raises(error, match=message):
-        sj.data.iter_csv_ids(path, ids, **{**LAYOUT, **options})
+        sj.data.iter_csv_ids(ids=ids, **arguments)
+
+
+@pytest.mark.parametrize("path", [None, [None], io.BytesIO()])
+def test_a_vocabulary_is_built_of_files(path):
+    with pytest.raises(TypeError, match=r"Vocabulary\.build: path must be a str"):
+        sj.data.Vocabulary.build(path)
+
+
+def test_a_row_of_one_field(tmp_path):
+    layout: Any = dict(label=False, num_numbers=0, num_ids=1)
+    path = _file(tmp_path, [["a"], [], ["a", "b"]], ",")
+    with pytest.raises(ValueError, match=":3: found 2 fields, expected 1"):
+        sj.data.read_csv_ids(path, 9, **layout)
 
 
 def test_columns_go_into_a_loader(tmp_path):

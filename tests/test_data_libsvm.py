@@ -34,8 +34,39 @@ def test_rows_labels_and_comments(tmp_path):
 def test_compressed_files(tmp_path, pack):
     X, y = sj.data.read_libsvm(_file(tmp_path, pack(PLAIN)))
     assert X.shape == (4, 4) and y.tolist() == [1.0, 0.0, -1.0, 1.5]
-    with pytest.raises(OSError, match="is it complete"):
+    with pytest.raises(OSError, match="is damaged or incomplete"):
         sj.data.read_libsvm(_file(tmp_path, pack(PLAIN * 50)[:-20]))
+
+
+def test_what_was_damaged_on_the_way(tmp_path):
+    packed = bytearray(gzip.compress(PLAIN * 50))
+    checksum, stream = bytearray(packed), bytearray(packed)
+    checksum[-6] ^= 1
+    stream[14:17] = b"\xff\xff\xff"
+    for text in (checksum, stream, packed + b"xx"):
+        with pytest.raises(OSError, match="is damaged or incomplete"):
+            sj.data.read_libsvm(_file(tmp_path, bytes(text)))
+
+
+def test_infinity_is_a_number_where_it_is_written(tmp_path):
+    X, y = sj.data.read_libsvm(_file(tmp_path, b"-inf 1:inf\n"), dtype=np.float16)
+    assert X.data.tolist() == [np.inf] and y.tolist() == [-np.inf]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(path=None), "path must be a str or an os.PathLike, got None"),
+        (dict(path=3), "path must be a str or an os.PathLike, got 3"),
+        (dict(dtype="foo"), "dtype must be a dtype of real numbers, got 'foo'"),
+        (dict(dtype=complex), "dtype must be a dtype of real numbers"),
+        (dict(dtype=None), "dtype must be a dtype of real numbers, got None"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, options, message):
+    path = _file(tmp_path, PLAIN)
+    with pytest.raises(TypeError, match=message):
+        sj.data.read_libsvm(**{"path": path, **options})
 
 
 def test_the_index_base(tmp_path):
@@ -85,6 +116,24 @@ def test_query_ids_and_several_labels(tmp_path):
         (b"1 qid:1 qid:2\n", {}, ":1: found 'qid:2'"),
         (b"1 1:1\n\n1 0:1\n", dict(zero_based=False), ":3: found index 0, expected"),
         (b"1 1:1\n#\n1 4:1\n", dict(num_features=3), ":3: found index 4, .* 1 to 3"),
+        (
+            b"1 1:1\n\n1 1:2 2:1e39\n",
+            {},
+            r":3: found 1e\+39, expected a value ",
+        ),
+        (
+            b"1\n2e39 1:1\n",
+            {},
+            r":2: found 2e\+39, expected a label ",
+        ),
+        (b"1,2\n,1,2e39\n", dict(multilabel=True), ":2: found '', expected labels"),
+        (
+            b"1,2\n1,2e39\n",
+            dict(multilabel=True),
+            r":2: found 2e\+39, expected a label",
+        ),
+        (b"1 1:1e400\n", {}, ":1: found '1e400', expected .* a number"),
+        (b"1 1:300\n", dict(dtype=np.int8), ":1: found 300, .* value that int8 holds"),
         (b"1 1:1\n", dict(num_features=0), "num_features must be a positive int"),
         (b"1 1:1\n", dict(zero_based="no"), "zero_based must be True, False or 'auto'"),
     ],

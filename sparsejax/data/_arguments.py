@@ -4,7 +4,9 @@ import logging
 import operator
 from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental.layout import Format
 
 from sparsejax.data._dataset import ArrayDataset
 from sparsejax.data._order import Order
@@ -22,6 +24,10 @@ _BOOL = "{call}: {name} must be True or False, got {found!r}."
 _SHARD = (
     "{call}: shard must be (index, count) with 0 <= index < count, got {found!r}. In a "
     "job of several processes: (jax.process_index(), jax.process_count())."
+)
+_DEVICE = (
+    "{call}: device must be a jax.Device or a sharding, or None to leave batches in "
+    "NumPy, got {found!r}. jax.devices('cpu')[0] is a device."
 )
 _NO_BATCH = (
     "{call}: {rows} rows on {count} shard(s) make no full batch of {size}. Take a "
@@ -75,6 +81,15 @@ def as_shard(found: Any) -> tuple[int, int]:
     if not 0 <= index < count:
         raise ValueError(_SHARD.format(call=CALL, found=found))
     return index, count
+
+
+def as_device(found: Any) -> Any:
+    """What `jax.device_put` takes, a tree of them too, or an error."""
+    kinds = jax.Device, jax.sharding.Sharding, jax.sharding.PartitionSpec, Format
+    leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, kinds))
+    if not all(isinstance(x, kinds) for x in leaves):
+        raise TypeError(_DEVICE.format(call=CALL, found=found))
+    return found
 
 
 def check_batches(order: Order) -> None:

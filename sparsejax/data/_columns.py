@@ -36,6 +36,11 @@ _UNEQUAL = (
     "rows that differ in length give a list or an array of numbers for each, of one "
     "type and depth."
 )
+_ONE_AND_ROWS = "row {at} is {found} and row 0 is {first}"
+_KEYS = (
+    "{call}: {name} is random keys, of which a batch is none. Give "
+    "jax.random.key_data(keys), which are numbers."
+)
 _MASKED = (
     "{call}: {name} is a masked array, and JAX has none. Fill it, with .filled(...), "
     "and give the mask as a column of its own."
@@ -100,6 +105,7 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
 def _of_array(call: str, data: Any, name: str) -> Array:
     if isinstance(data, np.ma.MaskedArray):
         raise TypeError(_MASKED.format(call=call, name=name))
+    _refuse_keys(call, data, name)
     values = np.asanyarray(data)  # a memory map stays one
     if values.ndim == 0:
         raise ValueError(_SCALAR.format(call=call, name=name))
@@ -120,7 +126,13 @@ def _of_array(call: str, data: Any, name: str) -> Array:
 
 def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
     first = data[0] if len(data) else 0
-    if not isinstance(first, (list, tuple, dict)) and np.ndim(first) == 0:
+    _refuse_keys(call, first, name)
+    if _is_number(first):
+        for at, row in enumerate(data):
+            if not _is_number(row):
+                found, one = type(row).__name__, type(first).__name__
+                reason = _ONE_AND_ROWS.format(at=at, found=found, first=one)
+                raise ValueError(_UNEQUAL.format(call=call, name=name, reason=reason))
         return _of_array(call, np.asarray(data), name)
     try:
         if all(isinstance(row, np.ndarray) for row in data):
@@ -134,6 +146,16 @@ def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
         raise type(e)(_UNEQUAL.format(call=call, name=name, reason=reason)) from None
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return Ragged(data, offsets, _of_array(call, values, name))
+
+
+def _is_number(row: Any) -> bool:
+    return not isinstance(row, (list, tuple, dict)) and np.ndim(row) == 0
+
+
+def _refuse_keys(call: str, data: Any, name: str) -> None:
+    keys = jax.dtypes.prng_key
+    if isinstance(data, jax.Array) and jax.numpy.issubdtype(data.dtype, keys):
+        raise TypeError(_KEYS.format(call=call, name=name))
 
 
 def _plain(row: Any) -> Any:

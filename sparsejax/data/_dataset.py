@@ -27,6 +27,14 @@ _NO_SEQUENCE = (
     "sparsejax.data.SimpleDataset: data must be a sequence, with len() and indexing, "
     "got an object of type {found}. list(...) makes one of an iterable."
 )
+_NOT_ITEMS = (
+    "{call}: got a dict, of which no item has a number. If it holds columns, "
+    "ArrayDataset(dict) makes a data set of them."
+)
+_COLUMNS_AS_ITEMS = (
+    "{call}: got a tuple with arrays in it. Arrays are the columns of a data set: "
+    "ArrayDataset(x, y) makes one of them; rows stand in a list."
+)
 _ITEMS_DIFFER = (
     "{call}: item {at} of the data set is {found}, and item 0 is {first}. All items "
     "must have the same parts: tuples of one length, or dicts of the same keys."
@@ -59,6 +67,7 @@ class SimpleDataset:
     def __init__(self, data: Sequence[Any]):
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise TypeError(_NO_SEQUENCE.format(found=type(data).__name__))
+        refuse_columns("sparsejax.data.SimpleDataset", data)
         self._data = data
 
     def __len__(self) -> int:
@@ -168,10 +177,19 @@ class ArrayDataset:
         return parts
 
 
+def refuse_columns(call: str, dataset: Any) -> None:
+    """An error for columns that stand where a sequence of items should."""
+    if isinstance(dataset, Mapping):
+        raise TypeError(_NOT_ITEMS.format(call=call))
+    if isinstance(dataset, tuple) and any(getattr(x, "shape", ()) for x in dataset):
+        raise TypeError(_COLUMNS_AS_ITEMS.format(call=call))
+
+
 def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
     """`dataset` as columns: a sequence of items is read, and turned on its side."""
     if isinstance(dataset, ArrayDataset):
         return dataset
+    refuse_columns(call, dataset)
     items = [dataset[i] for i in range(len(dataset))]
     if not items:
         return ArrayDataset(np.zeros(0, np.float32))

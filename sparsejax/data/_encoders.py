@@ -6,17 +6,18 @@ are worked on at once, a byte of each at a time.
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsejax.data import _arguments, _csv_lines
+from sparsejax.data import _arguments, _csv_layout, _csv_lines, _text_files
 
 
 _BUCKETS = (
-    "sparsejax.data.HashIds: num_buckets must be an int of at least 2, or one for each "
-    "column, got {found!r}. Id 0 is for missing words, so one bucket holds none."
+    "sparsejax.data.HashIds: num_buckets must be an int from 2 to 2147483647, or one "
+    "for each column, got {found!r}. Id 0 is for missing words, so one bucket holds "
+    "none; and ids have 32 bits."
 )
 _COLUMNS = (
     "{call}: num_buckets has {found} entries and the file {want} columns of categories."
@@ -24,6 +25,9 @@ _COLUMNS = (
 _OTHER_COLUMNS = (
     "{call}: the vocabulary is of {found} columns and the file has {want} columns of "
     "categories."
+)
+_PATHS = (
+    "{call}: path must be a str or an os.PathLike, or a list of them, got {found!r}."
 )
 _MASK = (1 << 64) - 1
 
@@ -44,11 +48,11 @@ class HashIds:
     columns give the same word different ids.
 
     Args:
-      num_buckets: int B, rows of a table, or one for each column.
+      num_buckets: int B, rows of a table, below 2^31, or one for each column.
       seed: int, another one gives other collisions.
 
     Raises:
-      ValueError: fewer than two buckets.
+      ValueError: fewer than two buckets, or too many.
 
     Example:
       >>> import sparsejax as sj
@@ -133,9 +137,10 @@ class Vocabulary:
         cls,
         path: str | os.PathLike | Iterable,
         *,
-        num_numbers: int = 13,
-        num_ids: int = 26,
+        num_numbers: int = _csv_layout.NUM_NUMBERS,
+        num_ids: int = _csv_layout.NUM_IDS,
         label: bool = True,
+        columns: Mapping[str, Any] | None = None,
         separator: str = "auto",
         header: bool = False,
         min_count: int = 1,
@@ -146,21 +151,23 @@ class Vocabulary:
 
         Args:
           path: a file, or a list of files that have the same columns.
-          num_numbers, num_ids, label, separator, header, progress: of `read_csv_ids`.
+          num_numbers, num_ids, label, columns, separator, header, progress: of
+            `read_csv_ids`.
           min_count: int, words that occur less often are left out.
           max_size: int, the greatest number of ids of a column, 0 included.
 
         Raises:
-          ValueError: as `read_csv_ids`.
+          TypeError, ValueError, OSError: as `read_csv_ids`.
         """
         call = "sparsejax.data.Vocabulary.build"
-        layout = _csv_lines.Layout(call, num_numbers, num_ids, label, separator, header)
+        layout = _csv_layout.as_layout(
+            call, num_numbers, num_ids, label, separator, header, columns
+        )
         least = _arguments.as_int("min_count", min_count, 1, call)
         if max_size is not None:
             max_size = _arguments.as_int("max_size", max_size, 1, call)
-        one = isinstance(path, (str, bytes, os.PathLike))
-        counts: list[dict[bytes, int]] = [{} for _ in range(num_ids)]
-        for file in [path] if one else path:
+        counts: list[dict[bytes, int]] = [{} for _ in range(layout.size("ids"))]
+        for file in _as_paths(call, path):
             for table in _csv_lines.read(file, layout, progress):
                 for column, own in enumerate(counts):
                     words = _as_bytes(Words(*table.words(column)))
@@ -200,6 +207,14 @@ def as_words(words: Any) -> Words:
 
 
 # ------------------------------------------------------------------ private
+
+
+def _as_paths(call: str, path: Any) -> list[Any]:
+    if isinstance(path, (str, bytes, os.PathLike)):
+        return [path]
+    if not isinstance(path, Iterable) or hasattr(path, "read"):
+        raise TypeError(_PATHS.format(call=call, found=path))
+    return [_text_files.as_path(call, file) for file in path]
 
 
 def _as_bytes(words: Words) -> np.ndarray:

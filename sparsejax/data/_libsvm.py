@@ -4,15 +4,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from sparsejax.data import _columns, _libsvm_lines, _text_files
+from sparsejax.data import _columns, _libsvm_lines, _numbers, _text_files
 
 
 _READ = "sparsejax.data.read_libsvm"
 _WRITE = "sparsejax.data.write_libsvm"
 _BASE = "{call}: zero_based must be {want}, got {found!r}."
 _FEATURES = "{call}: num_features must be a positive int or None, got {found!r}."
+_DTYPE = "{call}: dtype must be a dtype of real numbers, got {found!r}."
 _NOT_ROWS = (
     "{call}: X must be a scipy CSR matrix, an array [n, C], or a SegmentTensor with "
     "values {{'index', 'value'}}, got {found}."
@@ -47,7 +49,8 @@ def read_libsvm(
         may not have the first feature.
       num_features: int C, columns of the matrix. Left out, as many as the file shows,
         which for a test set may be fewer than for training.
-      dtype: of values and labels.
+      dtype: of values and labels, which it must hold: floats are rounded, but 1e39 is
+        no float32.
       multilabel: whether a line has any number of labels, with commas between.
       query_id: whether `qid:q` behind the label is returned as well; -1 where there is
         none.
@@ -59,9 +62,11 @@ def read_libsvm(
       of n arrays; qid int64 `[n]`. `ArrayDataset(X, y)` takes them as they are.
 
     Raises:
-      ValueError: a malformed line, an index that does not go with `zero_based` or
-        `num_features`: the message begins with file:line.
-      OSError: the file cannot be read, or is cut short.
+      TypeError: `path` or `dtype` is none.
+      ValueError: a malformed line, a number that `dtype` does not hold, an index that
+        does not go with `zero_based` or `num_features`: the message begins with
+        file:line.
+      OSError: the file cannot be read, or is damaged.
 
     Example:
       >>> import os, tempfile, sparsejax as sj
@@ -84,16 +89,18 @@ def read_libsvm(
     whole = isinstance(num_features, (int, np.integer)) and num_features > 0
     if num_features is not None and not whole:
         raise ValueError(_FEATURES.format(call=_READ, found=num_features))
-    dtype = np.dtype(dtype)
+    dtype, path = _as_dtype(dtype), _text_files.as_path(_READ, path)
     parts = []
     for block in _text_files.blocks(_READ, path, progress):
         rows = _libsvm_lines.read(path, block, multilabel)
+        labels = _cast_labels(path, rows, dtype)
         # Indices below 2^31 are kept in 32 bits, of which most files are made.
         narrow = rows.column.max(initial=0) < np.iinfo(np.int32).max
         parts.append(
             rows._replace(
                 column=rows.column.astype(np.int32) if narrow else rows.column,
-                value=rows.value.astype(dtype),
+                value=_cast(path, "value", rows.value, rows, rows.counts, dtype),
+                labels=labels,
             )
         )
 
@@ -122,9 +129,9 @@ def read_libsvm(
     shape = len(counts), columns
     matrix = scipy.sparse.csr_matrix((value, index - first, indptr), shape=shape)
     if multilabel:
-        labels: Any = [own.astype(dtype) for part in parts for own in part.labels]
+        labels: Any = [own for part in parts for own in part.labels]
     else:
-        labels = join("labels", np.zeros(0)).astype(dtype)
+        labels = join("labels", np.zeros(0, dtype))
     if not query_id:
         return matrix, labels
     return matrix, labels, join("query", np.zeros(0, np.int64))
@@ -205,9 +212,48 @@ def write_libsvm(
 # ------------------------------------------------------------------ private
 
 
+def _as_dtype(found: Any) -> np.dtype:
+    try:
+        dtype = np.dtype(found)
+    except TypeError:
+        dtype = np.dtype(object)
+    real = dtype.kind in "iuf" or jax.numpy.issubdtype(dtype, np.floating)
+    if found is None or not real:
+        raise TypeError(_DTYPE.format(call=_READ, found=found))
+    return dtype
+
+
+def _cast_labels(path: Any, rows: _libsvm_lines.Rows, dtype: np.dtype) -> Any:
+    """The labels in their dtype; for several a row, a list of arrays."""
+    if isinstance(rows.labels, np.ndarray):
+        counts = np.ones(len(rows.lines), np.int64)
+        return _cast(path, "label", rows.labels, rows, counts, dtype)
+    counts = np.array([len(own) for own in rows.labels], np.int64)
+    joined = np.concatenate([np.zeros(0), *rows.labels])
+    made = _cast(path, "label", joined, rows, counts, dtype)
+    return np.split(made, np.cumsum(counts)[:-1]) if len(counts) else []
+
+
+def _cast(
+    path: Any,
+    kind: str,
+    numbers: np.ndarray,
+    rows: _libsvm_lines.Rows,
+    counts: np.ndarray,
+    dtype: np.dtype,
+) -> np.ndarray:
+    """The numbers, `counts` of them in each row, in their dtype, or an error."""
+    out, fault = _numbers.cast(numbers, dtype)
+    if fault is not None:
+        row = int(np.searchsorted(np.cumsum(counts), fault, side="right"))
+        expected = f"a {kind} that {dtype} holds"
+        _text_files.refuse(path, rows.lines[row], f"{numbers[fault]:g}", expected)
+    return out
+
+
 def _elements(X: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Offsets, columns and values of the rows of X."""
-    if isinstance(X, np.ndarray) or hasattr(X, "__jax_array__") or _is_array(X):
+    if isinstance(X, (np.ndarray, jax.Array)) or hasattr(X, "__jax_array__"):
         X = np.asarray(X)
         if X.ndim != 2:
             found = f"an array of shape {X.shape}"
@@ -227,12 +273,6 @@ def _elements(X: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     index, value = values["index"].values, values["value"].values
     last = int(made.offsets[-1])
     return made.offsets, index[:last].astype(np.int64), value[:last]
-
-
-def _is_array(X: Any) -> bool:
-    import jax
-
-    return isinstance(X, jax.Array)
 
 
 def _texts(values: np.ndarray) -> Sequence[str]:

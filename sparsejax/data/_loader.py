@@ -139,7 +139,7 @@ class DataLoader:
         if drop_remainder is None and not self._mask:
             _arguments.warn_of_padding(self._order)
         self._num_workers = _arguments.as_int("num_workers", num_workers, 0)
-        self._device = device
+        self._device = _arguments.as_device(device)
         self._buckets = _buckets.measure(self._dataset, self._order, capacity, overflow)
         self._buckets.check(self._order, 0, self._order.rows(0))
         self._next = (0, 0)
