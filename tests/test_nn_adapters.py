@@ -1,6 +1,7 @@
 """The layers as modules of flax and equinox: the same values and gradients."""
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,22 @@ def test_every_layer_has_its_module():
         model = make["equinox"](*args, key=key)
         assert isinstance(model, eqx.Module) and model.layer == layer
         assert eqx.filter_eval_shape(model, inputs) == spec
+
+
+def test_wrong_arguments():
+    nnx = pytest.importorskip("flax.nnx")
+    pytest.importorskip("equinox")
+    bad: Any = 3
+    for call, said in (
+        (lambda: sj.nn.flax.Layer(bad), "flax.Layer: layer must be a layer .* got 3"),
+        (lambda: sj.nn.flax.Layer(sj.nn.Dense), "layer must be a layer .*class"),
+        (lambda: sj.nn.nnx.Layer(bad, rngs=nnx.Rngs(0)), "nnx.Layer: layer must be"),
+        (lambda: sj.nn.nnx.Embedding(V, D, rngs=bad), "rngs must be a .*Rngs, .* 3"),
+        (lambda: sj.nn.equinox.Layer(bad, key=jax.random.key(0)), "layer must be a"),
+        (lambda: sj.nn.equinox.Embedding(V, D, key=bad), "key must be one PRNG key"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            call()
 
 
 def test_attend():

@@ -335,6 +335,9 @@ WRONG_FIELDS = [
     (lambda: Collection({}), "tables must be a dict of names to layers"),
     (lambda: Collection(5), "tables must be a dict"),
     (lambda: Collection({3: (5, 2)}), "tables must be a dict of names"),
+    (lambda: Collection((("a", (3, 2)), ("a", (4, 2)))), "tables has the name 'a' tw"),
+    (lambda: Collection({"a": (3, 2)}, [("x", "a")] * 2), "features has the name 'x'"),
+    (lambda: Collection({"a": (3, 2)}, (("x", "a", "sum"),) * 2), "the name 'x' twice"),
     (lambda: Collection({"a": 5}), r"table 'a' must be an Embedding.* got 5"),
     (lambda: Collection({"a": (5, 0)}), "features must be a positive int, got 0"),
     (lambda: Collection({"a": (5, 2)}, {}), "features must be a dict of names to tab"),
@@ -397,5 +400,7 @@ def test_wrong_parameters():
         LAYER.set_table(params, "flag", jnp.ones((3, 3)))
     with pytest.raises(ValueError, match=r"values must have shape \(2, 3\), a row for"):
         LAYER.set_rows(params, "flag", TWO, jnp.ones(3))
-    with pytest.raises(TypeError, match=r"stack: params must be the dict .*'flag'"):
+    with pytest.raises(
+        TypeError, match=r"stack: tables must be a dict of all .*'flag'"
+    ):
         LAYER.stack({"user": jnp.ones((101, D))})

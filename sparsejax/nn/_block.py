@@ -50,6 +50,18 @@ _TWO_TABLES = (
 )
 
 
+_NOT_FIELDS = (
+    "{owner}: layers are kept in what is no dataclass field, {found}, so their tables "
+    "and parameters are not seen. Decorate it as a frozen dataclass with annotated "
+    "fields: @dataclasses.dataclass(frozen=True), then item: SparseEmbedding = "
+    "SparseEmbedding(...). Or override tables() and init(key)."
+)
+_MERGE = (
+    "sparsejax.nn.merge_row_ids: each argument must be a dict of table names to ids, "
+    "as row_ids gives it, got {found}."
+)
+
+
 class NotPulledError(KeyError):
     """A table that `sparse_forward` uses, and that `row_ids` did not name.
 
@@ -208,7 +220,9 @@ class SparseBlock(abc.ABC):
     def row_ids(self, inputs: Any) -> dict[str, Any]:
         """The ids that `sparse_forward` will read of each table, integers of any shape.
 
-        Duplicates are fine, and so are ids out of range, which name no row.
+        Duplicates are fine. -1 says of an element that it reads no row, as padding
+        does; any other id out of range names no row either, and is taken for a mistake
+        by `Trainer`.
         """
 
     @abc.abstractmethod
@@ -254,6 +268,9 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
       dict of names to ids; `[n]` where they were joined, else as given.
 
+    Raises:
+      TypeError: an argument is no mapping, or ids are not integers.
+
     Example:
       >>> import numpy as np, sparsejax as sj
       >>> merged = sj.nn.merge_row_ids({"item": np.array([[3, 1]])}, {"item": [3]})
@@ -262,7 +279,11 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for ids_of in row_ids:
+        if not isinstance(ids_of, Mapping):
+            found = f"an object of type {type(ids_of).__name__}"
+            raise TypeError(_MERGE.format(found=found))
         for name, ids in ids_of.items():
+            _ids.as_integers(f"sparsejax.nn.merge_row_ids: table {name!r}", ids)
             merged[name] = _join(name, merged[name], ids) if name in merged else ids
     return merged
 
@@ -297,9 +318,15 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _layer_fields(block: Any) -> dict[str, Any]:
     """Those fields of a dataclass that are layers, or lists or dicts of layers."""
-    if not dataclasses.is_dataclass(block):
-        return {}
-    fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
+    fields: dict[str, Any] = {}
+    if dataclasses.is_dataclass(block):
+        fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
+    known = getattr(block, "__dict__", {})
+    for kind in type(block).__mro__:
+        known = {**vars(kind), **known}
+    if stray := [n for n, x in known.items() if n not in fields and _is_layered(x)]:
+        owner, found = type(block).__name__, " and ".join(map(repr, stray))
+        raise TypeError(_NOT_FIELDS.format(owner=owner, found=found))
     return {name: x for name, x in fields.items() if _is_layered(x)}
 
 
@@ -308,6 +335,8 @@ def _is_layered(x: Any) -> bool:
         x = tuple(x.values())
     if isinstance(x, (list, tuple)):
         return bool(x) and all(map(_is_layered, x))
+    if isinstance(x, type):  # as annotations name
+        return False
     return callable(getattr(x, "init", None)) and dataclasses.is_dataclass(x)
 
 

@@ -249,15 +249,15 @@ def _named(ids: Any, skip: Any, height: int, mode: str) -> Any:
 
     A bad id of -1 becomes -2, so that the two can be told apart.
     """
-    limits = jnp.iinfo(_ids.promote(ids.dtype, jnp.int8))
-    host = isinstance(ids, np.ndarray) and isinstance(skip, np.ndarray)
-    if host:
+    xp: Any = np
+    if isinstance(ids, np.ndarray) and isinstance(skip, np.ndarray):
         fine = not ids.size or (ids.min() >= 0 and ids.max() < height)
         if fine and not skip.any():
             return ids
-        limits, xp = np.iinfo(np.int64), np
+        limits = np.iinfo(np.int64)
     else:
         ids, xp = jnp.asarray(ids), jnp
+        limits = jnp.iinfo(_ids.promote(ids.dtype, jnp.int8))
     if ids.dtype.kind == "u":  # a large one must not turn into a negative one
         most = min(int(limits.max), int(jnp.iinfo(ids.dtype).max))
         ids = xp.minimum(ids, np.array(most, ids.dtype))

@@ -20,6 +20,7 @@ _UNREAD = (
 _IDS = "{call}: {name} must be a dict from features to their {name}, got {found}."
 _STRAY_WEIGHTS = "{call}: weights for {found}, of which no ids were given."
 _ROWS = "{call}: values must have shape {want}, a row for each id, got {found}."
+_ALL_TABLES = "{call}: tables must be a dict of all tables, {want}, got {found}."
 _TABLE = "{call}: table {name!r} must be an array of shape {want}, got {found}."
 
 
@@ -86,7 +87,7 @@ class EmbeddingCollection:
         if features is None:
             features = {name: name for name, _ in tables}
         if isinstance(features, tuple) and all(map(_fields.is_triple, features)):
-            features = {name: (table, combiner) for name, table, combiner in features}
+            features = [(name, (table, combiner)) for name, table, combiner in features]
         features = _fields.as_pairs("features", features, "tables")
         layers = dict(tables)
         features = tuple(
@@ -129,7 +130,7 @@ class EmbeddingCollection:
           >>> {name: array.shape for name, array in params.items()}
           {'float32_2': (12, 2), 'float32_3': (9, 3)}
         """
-        keys = jax.random.split(key, len(self.tables))
+        keys = jax.random.split(_layer.check_key(_CALL, key), len(self.tables))
         made = {
             name: layer.init(k)["embedding"]
             for (name, layer), k in zip(self.tables, keys)
@@ -297,8 +298,14 @@ class EmbeddingCollection:
           >>> layer.stack(tables)["float32_2"].shape
           (12, 2)
         """
-        call = f"{_CALL}.stack"
-        tables = _layer.check_params(call, tables, [name for name, _ in self.tables])
+        want = sorted(self._layers)
+        if not isinstance(tables, Mapping) or set(tables) != set(want):
+            found = f"an object of type {type(tables).__name__}"
+            if isinstance(tables, Mapping):
+                found = f"the names {sorted(map(str, tables))}"
+            raise TypeError(
+                _ALL_TABLES.format(call=f"{_CALL}.stack", want=want, found=found)
+            )
         arrays = {name: self._as_table(name, x) for name, x in tables.items()}
         return {
             name: jnp.concatenate([arrays[t] for t in stack.tables])

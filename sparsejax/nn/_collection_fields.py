@@ -1,5 +1,6 @@
 """What an EmbeddingCollection is made of: tables, and features that read them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from sparsejax.nn._embedding import Embedding
@@ -19,16 +20,24 @@ _FEATURE = (
     "{call}: feature {name!r} must be the name of its table, or (table, combiner), got "
     "{found!r}."
 )
+_TWICE = (
+    "{call}: {field} has the name {found!r} twice. Give each a name of its own; "
+    "several features may read one table."
+)
 _UNKNOWN = "{call}: there is no {kind} {found!r}; there are {known}."
 
 
 def as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
     try:
-        pairs = tuple(dict(given).items())
+        named = dict(given)
+        pairs = tuple(named.items())
+        names = list(named if isinstance(given, Mapping) else (n for n, _ in given))
     except (TypeError, ValueError):
-        pairs = ()
+        pairs, names = (), []
     if not pairs or not all(isinstance(name, str) for name, _ in pairs):
         raise TypeError(_NAMED.format(call=CALL, field=field, what=what, found=given))
+    if twice := [name for name in dict(pairs) if names.count(name) > 1]:
+        raise ValueError(_TWICE.format(call=CALL, field=field, found=twice[0]))
     return pairs
 
 

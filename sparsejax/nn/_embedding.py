@@ -126,6 +126,7 @@ class Embedding:
           >>> sj.nn.Embedding(7, 2).init(jax.random.key(0))["embedding"].shape
           (7, 2)
         """
+        key = _layer.check_key(_CALL, key)
         shape = self.num_embeddings, self.features
         return {"embedding": self.initializer(key, shape, self.param_dtype)}
 

@@ -110,6 +110,7 @@ class EmbeddingBag:
           >>> sj.nn.EmbeddingBag(7, 2).init(jax.random.key(0))["embedding"].shape
           (7, 2)
         """
+        key = _layer.check_key(_CALL, key)
         shape = self.num_embeddings, self.features
         return {"embedding": self.initializer(key, shape, self.param_dtype)}
 

@@ -112,7 +112,7 @@ class FactorizationMachine:
           {'factors': (30, 4), 'linear': (30, 1), 'bias': ()}
         """
         shapes = self._shapes()
-        keys = jax.random.split(key, 3)
+        keys = jax.random.split(_layer.check_key(_CALL, key), 3)
         inits = {
             "factors": self.factor_init,
             "linear": self.linear_init,

@@ -29,6 +29,13 @@ _CALLABLE = (
     "jax.nn.initializers are, got {found!r}."
 )
 _CHOICE = "{call}: {name} must be True or False{more}, got {found!r}."
+_KEY = (
+    "{call}.init: key must be one PRNG key, as jax.random.key(0) makes it, got {found}."
+)
+_NO_LAYER = (
+    "{call}: layer must be a layer of sparsejax.nn, or one with init(key) and a call "
+    "(params, *inputs), got {found!r}."
+)
 _PARAMS = (
     "{call}: params must be the dict that {call}.init(key) makes, with the names "
     "{want}, got {found}."
@@ -104,6 +111,19 @@ def show(self: Any) -> str:
 # ------------------------------------------------------------------ parameters
 
 
+def check_key(call: str, key: Any) -> jax.Array:
+    """`key` as one PRNG key, new style or raw, or an error."""
+    key = _ids.as_array(key)
+    if isinstance(key, jax.Array):
+        new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim == 0 if new else (key.ndim == 1 and key.dtype == jnp.uint32):
+            return key
+        found = f"{key.dtype} of shape {key.shape}"
+    else:
+        found = f"{key!r}"
+    raise TypeError(_KEY.format(call=call, found=found))
+
+
 def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
     """`params`, a mapping with just these names, or an error."""
     if isinstance(params, Mapping) and set(params) == set(names):
@@ -157,6 +177,14 @@ def beside(bias: jax.Array, out: jax.Array) -> jax.Array:
 
 
 # ------------------------------------------------------------------ for frameworks
+
+
+def check_layer(call: str, layer: Any) -> Any:
+    """`layer`, if it has a layer's two methods, or an error."""
+    made = not isinstance(layer, type)
+    if made and callable(layer) and callable(getattr(layer, "init", None)):
+        return layer
+    raise TypeError(_NO_LAYER.format(call=call, found=layer))
 
 
 def init_for(layer: Any, key: jax.Array, *inputs: Any) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Dense:
         if columns is None:
             columns = _matrix.num_columns(f"{_CALL}.init", x, _EXAMPLE)
             columns = _layer.check_size(f"{_CALL}.init", "in_features", columns)
-        kernel_key, bias_key = jax.random.split(key)
+        kernel_key, bias_key = jax.random.split(_layer.check_key(_CALL, key))
         shape, dtype = (columns, self.features), self.param_dtype
         params = {"kernel": self.kernel_init(kernel_key, shape, dtype)}
         if self.use_bias:

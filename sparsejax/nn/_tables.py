@@ -3,6 +3,15 @@
 from typing import Any
 
 import jax
+import numpy as np
+
+from sparsejax._rows import SelectedRows
+
+
+_PARAMETERS = (
+    "sparsejax.nn.tables: layers must be a layer or a tree of layers, got one with an "
+    "object of type {found}: parameters, it seems. Pass the layers that made them."
+)
 
 
 def tables(layers: Any) -> Any:
@@ -21,6 +30,9 @@ def tables(layers: Any) -> Any:
       The tree with a dict of True, False and None in the place of each layer: a prefix
       of the parameters' tree.
 
+    Raises:
+      TypeError: an array, or a SelectedRows, is there: a parameter, not a layer.
+
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> layers = {"item": sj.nn.Embedding(10, 4), "out": sj.nn.Dense(1, 4)}
@@ -35,5 +47,11 @@ def tables(layers: Any) -> Any:
       >>> grad(params, jnp.arange(9))["item"]["embedding"].capacity
       9
     """
-    wish = lambda x: x.table_prefix() if hasattr(x, "table_prefix") else None
-    return jax.tree.map(wish, layers, is_leaf=lambda x: x is None)
+    stop = lambda x: x is None or isinstance(x, SelectedRows)
+    return jax.tree.map(_wish, layers, is_leaf=stop)
+
+
+def _wish(x: Any) -> Any:
+    if isinstance(x, (jax.Array, np.ndarray, SelectedRows)):
+        raise TypeError(_PARAMETERS.format(found=type(x).__name__))
+    return x.table_prefix() if hasattr(x, "table_prefix") else None

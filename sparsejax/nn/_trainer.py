@@ -247,8 +247,10 @@ class Trainer:
         wanted = self.block.tables() if hasattr(self.block, "tables") else {}
         tx_of = _args.transformations(table_tx, wanted, self.store)
         for name, spec in wanted.items():
+            self._heights[name] = spec.shape[0]
             if name in self.store:
                 _args.check_table(self._name, self.store, name, spec)
+                _args.check_trained(self.store, name)
                 continue
             self.store.init(
                 name,
@@ -258,13 +260,11 @@ class Trainer:
                 dtype=spec.dtype,
                 seed=jax.random.fold_in(key, zlib.crc32(name.encode())),
             )
-        self._know(wanted)
 
     def _know(self, names: Iterable[str]) -> None:
-        """Looks at tables that are new here: that they are trained, and their rows."""
+        """Asks the store for the rows of tables that are new here."""
         for name in names:
             if name not in self._heights:
-                _args.check_trained(self.store, name)
                 rows = self.store.pull(name, np.zeros(0, np.int32))
                 self._heights[name] = rows.height
 
@@ -306,6 +306,8 @@ class Trainer:
         return loss, grads[0], optax.apply_updates(params, updates), opt_state
 
     def _update(self, batch: Any, pulled: Mapping[str, SelectedRows]) -> jax.Array:
+        for name in pulled:
+            _args.check_trained(self.store, name)
         args = self._grown(pulled), self.params, self.opt_state, batch
         loss, grads, self.params, self.opt_state = self._run(self._run_step, *args)
         for name, rows in grads.items():

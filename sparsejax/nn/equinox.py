@@ -12,7 +12,10 @@ import equinox as eqx
 import jax
 
 from sparsejax import nn
-from sparsejax.nn._layer import init_for
+from sparsejax.nn._layer import check_key, check_layer, init_for
+
+
+_CALL = "sparsejax.nn.equinox.Layer"
 
 
 class Layer(eqx.Module):
@@ -39,8 +42,8 @@ class Layer(eqx.Module):
     layer: Any = eqx.field(static=True)
 
     def __init__(self, layer: Any, *inputs: Any, key: jax.Array):
-        self.layer = layer
-        self.params = init_for(layer, key, *inputs[:1])
+        self.layer = check_layer(_CALL, layer)
+        self.params = init_for(layer, check_key(_CALL, key), *inputs[:1])
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The layer's call, with the module's parameters."""

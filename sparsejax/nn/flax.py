@@ -12,7 +12,10 @@ import jax
 from flax import linen
 
 from sparsejax import nn
-from sparsejax.nn._layer import init_for
+from sparsejax.nn._layer import check_layer, init_for
+
+
+_CALL = "sparsejax.nn.flax.Layer"
 
 
 class Layer(linen.Module):
@@ -38,6 +41,10 @@ class Layer(linen.Module):
     """
 
     layer: Any
+
+    def __post_init__(self):
+        check_layer(_CALL, self.layer)
+        super().__post_init__()
 
     @linen.compact
     def __call__(self, *inputs: Any, **options: Any) -> Any:
