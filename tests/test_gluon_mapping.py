@@ -292,8 +292,9 @@ def test_recorded_parameters():
         assert_answers(got[0] if isinstance(got, list) else got, want)
     want = get("row_sparse_set_data", "outputs")["r"]
     store = run("kvstore.create")
+    store.init("w", (9, 3), None)
     data = np.full((9, 3), 3, np.float32)
-    run("Parameter.set_data", store=store, name="w", data=data, tx=None)
+    run("Parameter.set_data", store=store, name="w", data=data)
     assert_answers(store.row_sparse_pull("w", [1, 3]), want)
     assert_answers(run("Parameter.data", store=store, name="w"), data)
     # Before a backward there is no gradient, and of no reads an empty one.

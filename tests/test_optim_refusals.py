@@ -43,6 +43,24 @@ def test_things_are_no_transformations():
 
 
 @pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.partition({"t": tx, "d": optax.sgd(LR)}, lambda p: "t"),
+        lambda tx: optax.masked(tx, True),
+    ],
+)
+def test_exact_is_not_lifted(wrap):
+    """It would train on, wrongly: nobody would catch rows up."""
+    tx = wrap(sj.optim.exact(optax.sgd(LR, momentum=0.9)))
+    with pytest.raises(TypeError, match="lazy: sparsejax.optim.exact .*caught up"):
+        lazy(tx)
+    assert not sj.optim.is_row_separable(tx)
+    assert not sj.optim.is_row_separable(tx, PARAMS)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda g: jax.tree.map(lambda x: x * 0.5, g),

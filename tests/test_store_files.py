@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits, make_rows
+from sparsejax.store import _memory, _saving
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -101,6 +103,9 @@ def test_what_load_refuses(tmp_path):
         (content[:40], "ends within its header"),
         (content[:-1], "was cut off or changed"),
         (content + b"x", "was cut off or changed"),
+        (content[:18] + b"\xff" * 8 + content[26:], "ends within its header"),
+        (content[:40] + b"?" + content[41:], "its header is damaged"),
+        (content[:-900] + b"??" + content[-898:], "is damaged: .* checksum"),
     ]:
         (tmp_path / "wrong").write_bytes(wrong)
         other, start = new_store(), new_store()
@@ -124,6 +129,89 @@ def test_an_error_while_saving_leaves_the_old_file(tmp_path):
     assert path.read_bytes() == before and files(tmp_path) == ["store"]
     with pytest.raises(FileNotFoundError):
         store.save(tmp_path / "missing" / "store")
+
+
+def test_a_file_of_wrong_ids(tmp_path, monkeypatch):
+    store, path = new_store(), tmp_path / "store"
+    steps(store, range(2))
+    for wrong in ([5, 3], [3, V], [-1, 3]):
+        find = lambda x, wrong=wrong: np.array(wrong) if x.any() else np.zeros(0, int)
+        with monkeypatch.context() as patch:
+            patch.setattr(_saving.np, "flatnonzero", find)
+            patch.setattr(_saving.np, "take", lambda x, rows, **_: x[rows * 0])
+            store.save(path)
+        other, start = new_store(), new_store()
+        with pytest.raises(ValueError, match="rows of table 'lazy' are not"):
+            other.load(path)
+        same(other, start)
+
+
+def test_saving_over_a_mapped_table_is_refused(tmp_path):
+    path, other_path = tmp_path / "table", tmp_path / "other"
+    (tmp_path / "link").symlink_to(path)
+    with new_store(path=path) as store, new_store(path=other_path) as other:
+        steps(store, range(2))
+        before = store.pull_all("lazy")
+        for file in (path, other_path, tmp_path / "link"):
+            content = file.read_bytes()
+            with pytest.raises(ValueError, match="the file of a memory-mapped table"):
+                store.save(file)
+            assert file.read_bytes() == content
+        with pytest.raises(IsADirectoryError, match="KVStore.save: .* is a directory"):
+            store.save(tmp_path)
+        assert "lazy" in other
+    with new_store(path=path) as store:
+        assert_same_bits(store.pull_all("lazy"), before)
+
+
+def test_a_load_that_is_stopped(tmp_path):
+    """While the file is checked nothing changes; later on the tables are marked."""
+    store, path, table = new_store(), tmp_path / "store", tmp_path / "table"
+    steps(store, range(4))
+    seen = []
+    store.save(path)
+    store.load(path, progress=lambda *done: seen.append(done))
+    assert seen[-1][0] == seen[-1][1] == 2 * seen[len(seen) // 2 - 1][0]
+
+    def stop_at(count):
+        def progress(done, total):
+            if done >= count:
+                raise KeyboardInterrupt
+
+        return progress
+
+    with new_store(path=table) as other:
+        steps(other, range(10, 13))
+        other.flush()
+        with new_store() as start:
+            steps(start, range(10, 13))
+            with pytest.raises(KeyboardInterrupt):
+                other.load(path, progress=stop_at(1))
+            same(other, start)
+        with pytest.raises(KeyboardInterrupt):
+            other.load(path, progress=stop_at(seen[-1][0] // 2 + 1))
+        uses = [
+            lambda: other.pull("narrow", [1]),
+            lambda: other.pull_all("given"),
+            lambda: steps(other, [1]),
+            lambda: other.save(tmp_path / "no"),
+        ]
+        for use in uses:
+            with pytest.raises(RuntimeError, match="is half loaded.*Call load again"):
+                use()
+    with sj.store.KVStore() as other:
+        with pytest.raises(ValueError, match="init: .*table is half loaded.*Delete"):
+            other.init("lazy", (V, D), TX, initializer=NORMAL, seed=1, path=table)
+    table.unlink()
+    # Loaded once more, in the same store, nothing is left of the first try.
+    empty = new_store()
+    empty.save(tmp_path / "empty")
+    with new_store(path=table) as other:
+        with pytest.raises(KeyboardInterrupt):
+            other.load(path, progress=stop_at(seen[-1][0] // 2 + 1))
+        other.load(tmp_path / "empty")
+        same(other, empty)
+    new_store(path=table).close()  # the mark is gone
 
 
 # One process, so that JAX is started once. It forks a child that saves one version
@@ -281,6 +369,15 @@ def test_a_file_of_another_table_is_refused(tmp_path, change, message):
                     store.init("t", shape, tx, path=tmp_path / "table", **given)
             else:
                 store.init("t", shape, tx, path=tmp_path / "table", **given)
+
+
+def test_a_mapped_file_larger_than_the_disk(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(_memory.shutil, "disk_usage", lambda path: usage)
+    with sj.store.KVStore() as store:
+        with pytest.raises(OSError, match="init: .* file system has 1000 left"):
+            store.init("t", (V, D), TX, path=tmp_path / "table")
+    assert not files(tmp_path)
 
 
 def test_a_mapped_file_that_was_cut_off(tmp_path):

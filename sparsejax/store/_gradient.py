@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from sparsejax._row_arithmetic import concatenate
 from sparsejax._rows import SelectedRows
+from sparsejax.store._rows_wanted import check_not_traced
 from sparsejax.store._table import Table
 
 
@@ -28,6 +29,10 @@ _OTHER_SHAPE = (
     "{call}: the gradient for table {name!r} has shape {found}, and the table "
     "{expected}: height and row shape must be the table's."
 )
+_COMPLEX = (
+    "{call}: the gradient for table {name!r} is {found}, and the table {expected}. A "
+    "loss of real numbers has a real gradient: take .real of it, if that is meant."
+)
 
 
 def whole_gradient(call: str, table: Table, grads: Any) -> SelectedRows:
@@ -46,6 +51,14 @@ def whole_gradient(call: str, table: Table, grads: Any) -> SelectedRows:
             found = type(part.rows).__name__ if dtype is None else dtype
             raise TypeError(
                 _ROWS_CHANGED.format(call=call, name=table.name, found=found)
+            )
+        check_not_traced(call, table.name, "gradients", part.rows, part.values)
+        if jnp.issubdtype(part.dtype, jnp.complexfloating):
+            found, expected = part.dtype, table.dtype
+            raise TypeError(
+                _COMPLEX.format(
+                    call=call, name=table.name, found=found, expected=expected
+                )
             )
         if part.shape != table.shape:
             raise ValueError(

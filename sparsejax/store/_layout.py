@@ -6,6 +6,8 @@ or shape is refused and not reinterpreted.
 """
 
 import json
+import os
+import zlib
 from typing import Any, BinaryIO
 
 import jax
@@ -98,9 +100,12 @@ def decode_key(encoded: dict[str, Any]) -> jax.Array:
 
 
 def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
-    """The kind of file, the length of its description, and the description."""
+    """The kind of file, length and checksum of its description, and that."""
     text = json.dumps(header).encode()
-    file.write(magic + len(text).to_bytes(8, "little") + text)
+    length, checksum = len(text), zlib.crc32(text)
+    file.write(
+        magic + length.to_bytes(8, "little") + checksum.to_bytes(4, "little") + text
+    )
 
 
 def read_header(call: str, path: Any, file: BinaryIO, magic: bytes) -> dict[str, Any]:
@@ -109,11 +114,16 @@ def read_header(call: str, path: Any, file: BinaryIO, magic: bytes) -> dict[str,
         why = f"it does not begin with {magic!r}"
         raise ValueError(_NOT_OURS.format(call=call, path=path, why=why))
     length = int.from_bytes(file.read(8), "little")
-    text = file.read(length)
-    if len(text) != length:
+    checksum = int.from_bytes(file.read(4), "little")
+    if length > os.fstat(file.fileno()).st_size - file.tell():
         why = "it ends within its header"
         raise ValueError(_NOT_OURS.format(call=call, path=path, why=why))
-    return json.loads(text)
+    text = file.read(length)
+    header = json.loads(text) if zlib.crc32(text) == checksum else None
+    if not isinstance(header, dict):
+        why = "its header is damaged"
+        raise ValueError(_NOT_OURS.format(call=call, path=path, why=why))
+    return header
 
 
 def as_bytes(values: Any) -> memoryview:

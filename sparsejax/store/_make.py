@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from sparsejax import _ids
 from sparsejax.store import _layout
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._optimizer import Optimizer
+from sparsejax.store._rows_wanted import check_not_traced
 from sparsejax.store._table import Table, arrays_of
 
 
@@ -43,6 +45,23 @@ _TOO_HIGH = (
     "{call}: an initializer tells 2**32 rows apart, and table {name!r} has {height}."
 )
 _NOT_A_SEED = "{call}: seed must be an int or a PRNG key, got {found!r}."
+_NOT_CALLED = (
+    "{call}: the initializer of table {name!r} cannot be called as (key, shape, "
+    "dtype), here with shape {shape}: {error}"
+)
+_OTHER_ROWS = (
+    "{call}: the initializer of table {name!r} must give an array of the shape that it "
+    "is called with, {shape}, for one row; it gave {found}."
+)
+_NOT_OF_THE_KEY = (
+    "{call}: the initializer of table {name!r} gives values that JAX does not make, so "
+    "all rows would get the same ones: it is run once, traced, for all rows. Make them "
+    "with jax.random and the key, or jax.numpy where they are constant."
+)
+_OTHER_DTYPE = (
+    "{call}: table {name!r} comes with an array of {found}, and dtype={dtype}. Leave "
+    "dtype out, or cast the array."
+)
 _FILE_IS_THERE = (
     "{call}: {path} is there already, and table {name!r} comes with an array. Give the "
     "shape to open the file as it is, or another path."
@@ -60,8 +79,17 @@ def make_table(
     dtype: Any,
 ) -> Table:
     """The table, in memory or in its file; arguments as in `KVStore.init`."""
+    check_not_traced(call, name, "weights", shape_or_array)
     shape, array = _shape_or_array(call, name, shape_or_array)
-    dtype = np.dtype(dtype if array is None else array.dtype)
+    if array is None:
+        dtype = np.dtype(np.float32 if dtype is None else dtype)
+    elif dtype is None or np.dtype(dtype) == array.dtype:
+        dtype = array.dtype
+    else:
+        found, dtype = array.dtype, np.dtype(dtype)
+        raise ValueError(
+            _OTHER_DTYPE.format(call=call, name=name, found=found, dtype=dtype)
+        )
     _check(call, name, shape, dtype, tx)
     if initializer is not None:
         if array is not None:
@@ -72,7 +100,11 @@ def make_table(
             raise ValueError(_TOO_HIGH.format(call=call, name=name, height=shape[0]))
     if path is not None and array is not None and os.path.exists(path):
         raise ValueError(_FILE_IS_THERE.format(call=call, path=path, name=name))
-    key = _layout.encode_key(_key(call, seed))
+    key = _key(call, seed)
+    check_not_traced(call, name, "keys", key)
+    if initializer is not None:
+        _check_initializer(call, name, initializer, (1, *shape[1:]), dtype, key)
+    key = _layout.encode_key(key)
 
     optimizer = None if tx is None else Optimizer(tx, shape, dtype)
     specs = arrays_of(shape, dtype, optimizer)
@@ -108,12 +140,44 @@ def _check(
 ) -> None:
     if not shape:
         raise ValueError(_NO_ROWS.format(call=call, name=name, shape=shape))
-    _ids.index_dtype(shape[0])  # there must be an id for each row
+    try:
+        _ids.index_dtype(shape[0])  # there must be an id for each row
+    except ValueError as error:
+        raise ValueError(f"{call}: {error}") from None
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(_NOT_NUMBERS.format(call=call, name=name, dtype=dtype))
     parts = 2 if dtype.kind == "c" else 1
     if dtype.itemsize > 4 * parts and not _ids.x64_enabled():
         raise ValueError(_WIDE.format(call=call, name=name, dtype=dtype))
+
+
+def _check_initializer(
+    call: str,
+    name: str,
+    initializer: Callable[..., Any],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    key: jax.Array,
+) -> None:
+    """Tries it as it will be run: traced, for one row."""
+
+    def row(key):
+        made = initializer(key, shape, dtype)
+        if not isinstance(made, Tracer) and hasattr(made, "dtype"):
+            raise ValueError(_NOT_OF_THE_KEY.format(call=call, name=name))
+        return made
+
+    try:
+        made = jax.eval_shape(row, key)
+    except TypeError as error:
+        raise TypeError(
+            _NOT_CALLED.format(call=call, name=name, shape=shape, error=error)
+        ) from error
+    found = getattr(made, "shape", type(made).__name__)
+    if found != shape:
+        raise ValueError(
+            _OTHER_ROWS.format(call=call, name=name, shape=shape, found=found)
+        )
 
 
 def _key(call: str, seed: Any) -> jax.Array:

@@ -9,6 +9,7 @@ import math
 import mmap
 import os
 import pathlib
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ except ImportError:  # not a POSIX system: then nobody watches over a file
     fcntl: Any = None
 
 
-MAGIC = b"sparsejax table 1\n"
+MAGIC = b"sparsejax table 2\n"
 _PAGE = 4096
 _LARGE = 1 << 20
 
@@ -33,6 +34,24 @@ _IN_USE = (
     "memory-mapped table belongs to one store at a time: close the other one first."
 )
 _SHORT = "{call}: {path} has {found} bytes instead of {expected}: it was cut off."
+_HALF_LOADED = (
+    "{call}: {path} is half loaded: the process that loaded a saved store into it was "
+    "stopped before it was done. Delete the file, call init again, and then load."
+)
+_NO_SPACE = (
+    "{call}: {path} may grow to {size} bytes, and its file system has {free} left. "
+    "When that is full, writing to the table kills the process. Make room, or use "
+    "another file system."
+)
+
+
+def is_mapped_table(path: str | os.PathLike) -> bool:
+    """Whether a file is that of a memory-mapped table."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        # Whatever its version: it is somebody's table.
+        return file.read(len(MAGIC) - 2) == MAGIC[:-2]
 
 
 class Memory:
@@ -84,12 +103,17 @@ class MappedFile:
     ):
         path = pathlib.Path(path)
         self.path = os.fspath(path)
-        start = _round_up(len(MAGIC) + 8 + len(str(header)) * 2)
+        start = _round_up(len(MAGIC) + 12 + len(str(header)) * 2)
         offsets, end = [], start
         for spec in specs:
             offsets.append(end)
             end = _round_up(end + _size(spec))
         if not path.exists():
+            free = shutil.disk_usage(path.parent).free
+            if end > free:
+                raise OSError(
+                    _NO_SPACE.format(call=call, path=path, size=end, free=free)
+                )
             with replacing(path) as file:
                 _layout.write_header(file, MAGIC, header | {"start": start})
                 file.truncate(end)
@@ -101,6 +125,8 @@ class MappedFile:
             _lock(call, path, self._file)
             found = _layout.read_header(call, path, self._file, MAGIC)
             self.found = found
+            if found.get("loading"):
+                raise ValueError(_HALF_LOADED.format(call=call, path=path))
             fields = "shape", "dtype", "state", "initialized", "key"
             _layout.check_same(call, path, name, found, header, fields)
             size = os.fstat(self._file.fileno()).st_size
@@ -124,10 +150,11 @@ class MappedFile:
         ]
 
     def describe(self, header: dict[str, Any]) -> None:
-        """Writes another description of the table."""
+        """Writes another description of the table, to the disk."""
         self._file.seek(0)
         _layout.write_header(self._file, MAGIC, header | {"start": self._start})
         self._file.flush()
+        os.fsync(self._file.fileno())
 
     def flush(self) -> None:
         """Waits until all that was written is on the disk."""

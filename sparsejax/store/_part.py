@@ -10,7 +10,7 @@ from sparsejax.store import _rows_wanted as wanted
 from sparsejax.store._table import Table
 
 
-EXACT = -1  # a capacity: as many slots as there are rows
+EXACT: Any = object()  # a capacity: as many slots as there are rows
 
 
 class Part:
@@ -62,7 +62,7 @@ def make_part(
     began = time.perf_counter()
     rows = wanted.distinct_rows(call, table.name, ids, table.height, mode)
     slots = rows.size
-    if capacity != EXACT:
+    if capacity is not EXACT:
         slots = wanted.capacity_for(call, table.name, slots, table.height, capacity)
     part = Part(table, rows, slots)
     table.counts.pulls += 1

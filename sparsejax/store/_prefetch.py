@@ -82,6 +82,7 @@ def prefetch(
     only: Callable[[Any], str],
     make_part: Callable[[str, Any], Part],
     depth: int,
+    check_open: Callable[[], None],
 ) -> Generator[tuple[Any, Any]]:
     """The generator behind `KVStore.prefetch`.
 
@@ -91,6 +92,7 @@ def prefetch(
       only: the name of the only table, for ids that come without a name.
       make_part: makes of a table's ids a part; on the worker.
       depth: how many batches are prepared ahead.
+      check_open: an error if the store was closed between two batches.
     """
 
     owner = object()
@@ -130,6 +132,7 @@ def prefetch(
     line.enter()
     try:
         while True:
+            check_open()
             fill(1)
             if not ahead:
                 break

@@ -8,6 +8,7 @@ capacity is compiled a few times only, however many rows its batches name.
 from typing import Any
 
 import numpy as np
+from jax.core import Tracer
 
 from sparsejax import _ids
 
@@ -28,6 +29,18 @@ _TOO_MANY = (
     "capacity={capacity}. Give capacity={count} or more, or leave it out."
 )
 
+_TRACED = (
+    "{call}: table {name!r} is in the memory of the host, where {what} that are traced "
+    "by jit, vmap, grad or scan have no values. Call it outside: pull, hand the "
+    "SelectedRows to the jitted step, and push the gradient that comes out."
+)
+
+
+def check_not_traced(call: str, name: str, what: str, *arrays: Any) -> None:
+    """An error where arrays are traced: a store works outside of jit."""
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise TypeError(_TRACED.format(call=call, name=name, what=what))
+
 
 def distinct_rows(
     call: str, name: str, ids: Any, height: int, mode: str = "error"
@@ -35,7 +48,9 @@ def distinct_rows(
     """The rows that `ids` name, each once, ascending, in the type of a slot's id."""
     if mode not in MODES:
         raise ValueError(_UNKNOWN_MODE.format(call=call, found=mode))
-    ids = np.asarray(_ids.as_integers(call, ids)).reshape(-1)
+    ids = _ids.as_integers(call, ids)
+    check_not_traced(call, name, "ids", ids)
+    ids = np.asarray(ids).reshape(-1)
     dtype = _ids.index_dtype(height)
     if ids.size and (ids.min() < 0 or ids.max() >= height):
         good = (ids >= 0) & (ids < height)

@@ -9,14 +9,13 @@ import numpy as np
 
 from sparsejax import _ids
 from sparsejax._rows import SelectedRows
-from sparsejax.store import _prefetch, _saving
+from sparsejax.store import _all_rows, _prefetch, _saving
 from sparsejax.store._gradient import whole_gradient
-from sparsejax.store._line import Line
 from sparsejax.store._make import make_table
+from sparsejax.store._named import NamedTables
 from sparsejax.store._part import EXACT, make_part, pull
 from sparsejax.store._progress import reporter
 from sparsejax.store._stats import TableStats, stats_of
-from sparsejax.store._table import Table
 
 
 _CALL = "sparsejax.store.KVStore"
@@ -26,8 +25,6 @@ _TAKEN = (
     "{call}: there is a table {name!r} already. Choose another name, or push to the "
     "one that is there."
 )
-_UNKNOWN = "{call}: there is no table {name!r}; there is {known}. Call init first."
-_CLOSED = "{call}: this store is closed."
 _WHICH_TABLE = (
     "{call}: ids_of must return {{name: ids}} in a store of several tables, which has "
     "{known}; it returned {found}."
@@ -35,7 +32,7 @@ _WHICH_TABLE = (
 _DEPTH = "{call}: depth must be an int that is not negative, got {found!r}."
 
 
-class KVStore:
+class KVStore(NamedTables):
     """Named tables in host memory or in files, whose rows are pulled and pushed.
 
     A table of V rows stays on the host, with its optimizer's state. A step pulls the
@@ -75,12 +72,6 @@ class KVStore:
       Distributed Machine Learning with the Parameter Server".
     """
 
-    def __init__(self):
-        self._tables: dict[str, Table] = {}
-        self._line = Line()
-        self._flights = _prefetch.Flights()
-        self._closed = False
-
     # -- tables -----------------------------------------------------------------------
 
     def init(
@@ -92,7 +83,7 @@ class KVStore:
         path: str | os.PathLike | None = None,
         initializer: Callable[..., Any] | None = None,
         seed: Any = 0,
-        dtype: Any = np.float32,
+        dtype: Any = None,
     ) -> None:
         """Makes a table, or opens the file of one.
 
@@ -111,19 +102,21 @@ class KVStore:
             rows new and some old, a row's weights new and its state old, the count of
             steps old. Rows of other pushes are whole, and so is the file. If the
             machine itself stops, any of what was written since the last `flush` may be
-            lost. `save` has no such window.
+            lost. `save` has no such window. The file takes room as rows are touched;
+            where the disk is full by then, the system ends the process (SIGBUS).
           initializer: `(key, shape, dtype) -> array`, such as those of
             `jax.nn.initializers`, for rows that are touched for the first time. It gets
             a key for each row, made of `seed` and the row's id, and the shape
             `(1, *row)`; so a row starts the same in whatever order rows are touched.
             Left out, rows start as zeros.
           seed: int or PRNG key of the initializer.
-          dtype: of the weights, where a shape is given.
+          dtype: of the weights, where a shape is given; float32 if left out.
 
         Raises:
           TypeError, ValueError: an argument is none of these; `tx` is not row-separable
             (the message names the part); a file of another table.
           RuntimeError: the file is in use by another store.
+          OSError: less is free on the disk than the whole file may need.
         """
         call = f"{_CALL}.init"
         self._check_open(call)
@@ -135,20 +128,6 @@ class KVStore:
             call, name, shape_or_array, tx, path, initializer, seed, dtype
         )
         self._do(call, lambda: self._tables.update({name: table}))
-
-    def names(self) -> tuple[str, ...]:
-        """The names of the tables, in the order they were made."""
-        return tuple(self._tables)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tables
-
-    def __repr__(self) -> str:
-        tables = (
-            f"{name}: {t.dtype.name}[{','.join(map(str, t.shape))}]"
-            for name, t in self._tables.items()
-        )
-        return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
 
     # -- pull and push ----------------------------------------------------------------
 
@@ -251,6 +230,7 @@ class KVStore:
           `batches` and `ids_of` come when it is the batch's turn.
 
         Raises:
+          KeyError: a capacity for a table that is not there.
           ValueError: depth is negative; at a batch, what `pull` raises.
 
         Example:
@@ -268,6 +248,8 @@ class KVStore:
         self._check_open(call)
         complaint = _DEPTH.format(call=call, found=depth)
         depth = _ids.static_int(depth, 0, complaint)
+        for name in capacity if isinstance(capacity, Mapping) else ():
+            self._table(call, name)  # no other names, which would be ignored
 
         def only(ids):
             names = self.names()
@@ -283,7 +265,14 @@ class KVStore:
             return make_part(call, self._table(call, name), ids, slots, mode)
 
         return _prefetch.prefetch(
-            self._line, self._flights, batches, ids_of, only, part, depth
+            self._line,
+            self._flights,
+            batches,
+            ids_of,
+            only,
+            part,
+            depth,
+            lambda: self._check_open(call),
         )
 
     # -- all rows ---------------------------------------------------------------------
@@ -299,14 +288,33 @@ class KVStore:
         table = self._table(call, name)
         report = reporter(call, progress)
 
-        def work():
-            out = np.empty(table.shape, table.dtype)
-            for rows in table.chunks():
-                table.whole(rows, out[rows[0] : rows[-1] + 1])
-                report(int(rows[-1]) + 1, table.height)
-            return out
+        return self._do(call, lambda: _all_rows.pull_all(table, report))
 
-        return self._do(call, work)
+    def assign(self, name: str, weights: Any) -> None:
+        """Sets weights of rows; the state of the optimizer stays as it is.
+
+        Args:
+          name: of the table.
+          weights: SelectedRows of the table's shape, each row named once, or an array
+            `[V, ...]` of all rows. Cast to the table's type.
+
+        Raises:
+          KeyError: no such table.
+          TypeError, ValueError: weights of another shape; a row that is named twice.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("words", (1000, 2), None)
+          >>> store.assign("words", sj.SelectedRows([7], jnp.ones((1, 2)), 1000))
+          >>> store.pull("words", [6, 7], capacity=2).values
+          Array([[0., 0.],
+                 [1., 1.]], dtype=float32)
+        """
+        call = f"{_CALL}.assign"
+        table = self._table(call, name)
+        forward = lambda rows, new: self._flights.pushed(name, rows, new)
+        self._do(call, lambda: _all_rows.assign(call, table, weights, forward))
 
     def save(self, path: str | os.PathLike, *, progress: Any = False) -> None:
         """Writes all tables to a file, weights and state.
@@ -320,10 +328,15 @@ class KVStore:
           path: of the file; its directory is there.
           progress: True for lines on stderr, or a function of (rows done, rows in all),
             state counted as rows as well.
+
+        Raises:
+          IsADirectoryError: `path` is one.
+          ValueError: `path` is the file of a memory-mapped table, of any store.
+          RuntimeError: a table is half loaded, see `load`.
         """
         call = f"{_CALL}.save"
         report = reporter(call, progress)
-        self._do(call, lambda: _saving.save(path, self._tables, report))
+        self._do(call, lambda: _saving.save(call, path, self._tables, report))
 
     def load(self, path: str | os.PathLike, *, progress: Any = False) -> None:
         """Reads what `save` wrote into this store's tables.
@@ -334,12 +347,17 @@ class KVStore:
 
         Args:
           path: of the file.
-          progress: as in `save`.
+          progress: as in `save`; the rows are counted twice, checked and then read.
 
         Raises:
           FileNotFoundError: no such file.
-          ValueError: no file of a store, one that was cut off, or of other tables.
-            Nothing has been changed then.
+          ValueError: no file of a store, one that was cut off or damaged (each part has
+            a checksum), or of other tables. Nothing has been changed then.
+
+        The file is read twice, and nothing is changed until all of it is found to be
+        whole. Stopped while the rows are read for good, the tables are half loaded:
+        pulls, pushes and `save` raise RuntimeError until a `load` is done, and a mapped
+        file is refused by `init`.
         """
         call = f"{_CALL}.load"
         report = reporter(call, progress)
@@ -380,21 +398,3 @@ class KVStore:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
-
-    # -- inside -----------------------------------------------------------------------
-
-    def _do(self, call: str, work: Callable[[], Any]) -> Any:
-        self._check_open(call)
-        return self._line.call(work)
-
-    def _check_open(self, call: str) -> None:
-        if self._closed:
-            raise ValueError(_CLOSED.format(call=call))
-
-    def _table(self, call: str, name: Any) -> Table:
-        self._check_open(call)
-        try:
-            return self._tables[name]
-        except (KeyError, TypeError):
-            known = self.names()
-            raise KeyError(_UNKNOWN.format(call=call, name=name, known=known)) from None

@@ -25,6 +25,12 @@ from sparsejax.store import _buffers, _layout, _rows_wanted as wanted
 from sparsejax.store._optimizer import Optimizer, on_host
 
 
+_HALF_LOADED = (
+    "sparsejax.store: table {name!r} is half loaded: KVStore.load was stopped before "
+    "it was done. Call load again."
+)
+_CLOSED = "sparsejax.store: this store is closed, and with it table {name!r}."
+
 CHUNK = 1 << 16  # rows that are worked on at once where all rows are
 
 
@@ -62,6 +68,7 @@ class Table:
         count = sum(optimizer.by_row) if optimizer else 0
         self.by_row, self.rest = state[:count], state[count:]
         self.counts = Counts()
+        self.is_loading = self.is_closed = False
         self._is_zero = self._zero_leaves()
 
     def description(self) -> dict[str, Any]:
@@ -74,6 +81,13 @@ class Table:
             given=self.given,
             initialized=self.initializer is not None,
         )
+
+    def check_usable(self) -> None:
+        """An error where its rows are not there, or not all of them."""
+        if self.is_closed:
+            raise ValueError(_CLOSED.format(name=self.name))
+        if self.is_loading:
+            raise RuntimeError(_HALF_LOADED.format(name=self.name))
 
     # -- reading ----------------------------------------------------------------------
 
@@ -137,6 +151,7 @@ class Table:
 
     def touch(self, rows: np.ndarray) -> None:
         """Gives those of `rows` that never had any their first weights and state."""
+        self.check_usable()
         fresh = rows[np.take(self.touched, rows, mode="clip") == 0]
         if self.initializer is None and all(self._is_zero):
             self.touched[fresh] = 1  # all zeros, or given
@@ -192,7 +207,13 @@ class Table:
     def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
         """Sets what files say of it, also in its own file."""
         self.key, self.given = key, given
-        self.memory.describe(self.description())
+        mark = {"loading": True} if self.is_loading else {}
+        self.memory.describe(self.description() | mark)
+
+    def set_loading(self, loading: bool) -> None:
+        """Marks it as half loaded, also in its own file, or takes the mark away."""
+        self.is_loading = loading
+        self.describe_as(self.key, given=self.given)
 
     def _touched_chunks(self) -> Iterator[np.ndarray]:
         touched = np.flatnonzero(self.touched)
@@ -201,6 +222,7 @@ class Table:
 
     def whole(self, rows: np.ndarray, out: np.ndarray) -> None:
         """The weights of a run of rows, without touching those that were not."""
+        self.check_usable()
         out[...] = self.weights[rows[0] : rows[-1] + 1]
         if self.initializer is not None:
             fresh = self.touched[rows[0] : rows[-1] + 1] == 0
@@ -209,6 +231,7 @@ class Table:
 
     def close(self) -> None:
         """Lets go of the arrays."""
+        self.is_closed = True
         self.weights = self.touched = np.zeros((0,))
         self.by_row, self.rest = [], []
         self.memory.close()

@@ -1,0 +1,52 @@
+"""Tables by name, one of which is worked on at a time: what each call begins with."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sparsejax.store import _prefetch
+from sparsejax.store._line import Line
+from sparsejax.store._table import Table
+
+
+_UNKNOWN = "{call}: there is no table {name!r}; there is {known}. Call init first."
+_CLOSED = "{call}: this store is closed."
+
+
+class NamedTables:
+    """The tables of a store, until it is closed."""
+
+    def __init__(self):
+        self._tables: dict[str, Table] = {}
+        self._line = Line()
+        self._flights = _prefetch.Flights()
+        self._closed = False
+
+    def names(self) -> tuple[str, ...]:
+        """The names of the tables, in the order they were made."""
+        return tuple(self._tables)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def __repr__(self) -> str:
+        tables = (
+            f"{name}: {t.dtype.name}[{','.join(map(str, t.shape))}]"
+            for name, t in self._tables.items()
+        )
+        return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
+
+    def _do(self, call: str, work: Callable[[], Any]) -> Any:
+        self._check_open(call)
+        return self._line.call(work)
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ValueError(_CLOSED.format(call=call))
+
+    def _table(self, call: str, name: Any) -> Table:
+        self._check_open(call)
+        try:
+            return self._tables[name]
+        except (KeyError, TypeError):
+            known = self.names()
+            raise KeyError(_UNKNOWN.format(call=call, name=name, known=known)) from None
