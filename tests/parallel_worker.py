@@ -37,7 +37,7 @@ OPTIMIZERS = {
     "adagrad": optax.adagrad(0.1),
     "adam": optax.adam(0.1),
 }
-TABLE_STEP, BLOCK_STEP = 5, 6
+TABLE_STEP, BLOCK_STEP, STATE_STEP = 5, 6, 7
 CRASH_HEIGHT, CRASH_PATIENCE = 100_001, 60  # rows; seconds
 
 
@@ -77,6 +77,13 @@ def sharded_step(tx, params, state, ids, targets):
     return optax.apply_updates(params, updates), state, value
 
 
+def tables_of(state):
+    """The values of the tables in an optimizer's state."""
+    is_table = lambda x: isinstance(x, sj.parallel.ShardedTable)
+    leaves = jax.tree.leaves(state, is_leaf=is_table)
+    return [x.values for x in leaves if is_table(x)]
+
+
 # ------------------------------------------------------------------ many processes
 
 
@@ -102,7 +109,9 @@ def train(port, process, directory):
                 "table": sj.parallel.shard_rows(table, mesh, "x"),
                 "dense": jax.device_put(dense, repeated),
             }
-            state, losses = jax.jit(tx.init)(params), []
+            # Either way its state lies with the table.
+            init = tx.init if kind == "zipf" else jax.jit(tx.init)
+            state, losses = init(params), []
             for ids, targets in batches(kind):
                 params, state, value = step(params, state, share(ids), share(targets))
                 losses.append(float(value))
@@ -118,6 +127,15 @@ def train(port, process, directory):
         checkpoints.save(TABLE_STEP, trained, data={"batch": STEPS})
         as_block = checkpoints.restore(as_block)
         checkpoints.save(BLOCK_STEP, as_block)
+        checkpoints.save(STATE_STEP, (params, state))
+        # Into state that each process has for itself: it goes where the table goes.
+        nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+        found = checkpoints.restore((params, nowhere), STATE_STEP)[1]
+        assert len(tables_of(found)) == 2  # Adam's moments
+        for a, b in zip(tables_of(found), tables_of(state), strict=True):
+            assert a.sharding == params["table"].values.sharding
+            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+                assert np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes()
     jax.distributed.shutdown()
 
 

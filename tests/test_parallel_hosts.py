@@ -59,15 +59,6 @@ def _run_all(*argument_lists):
     assert codes == [0] * len(running), "\n\n".join(map(str, [codes, *said.values()]))
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """What the two processes saved."""
-    directory, port = tmp_path_factory.mktemp("hosts"), _free_port()
-    _run_all(*(["train", port, k, directory] for k in range(worker.PROCESSES)))
-    with sj.parallel.Checkpointer(directory, read_only=True) as found:
-        yield found
-
-
 def _like():
     """The tree that was saved, its tables as plain arrays on one device."""
     table, dense = map(jnp.asarray, worker.initial())
@@ -93,9 +84,8 @@ def _dense_step(tx, params, state, ids, targets):
     return keep_all(new_params, params), keep_all(new_state, state), value
 
 
-@pytest.mark.loose_promotion  # optax.adam on dense arrays
-@pytest.mark.parametrize("name", worker.OPTIMIZERS)
-def test_two_processes_train_like_one_device(checkpoints, name):
+def _check_training(checkpoints, name):
+    """What an optimizer made of each kind of ids, against one device."""
     trained = checkpoints.restore(_like(), step=worker.TABLE_STEP)
     tx = worker.OPTIMIZERS[name]
     step = jax.jit(functools.partial(_dense_step, tx))
@@ -106,17 +96,27 @@ def test_two_processes_train_like_one_device(checkpoints, name):
         for ids, targets in worker.batches(kind):
             params, state, value = step(params, state, ids, targets)
             losses.append(float(value))
-        found = trained[f"{name} {kind}"]
+        told = f"{name} {kind}"
+        found = trained[told]
         assert not np.allclose(params["table"], table)  # it did train
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-        close(found["losses"], losses, err_msg=kind)
-        close(found["params"]["table"], params["table"], err_msg=kind)
-        close(found["params"]["dense"], params["dense"], err_msg=kind)
+        close(found["losses"], losses, err_msg=told)
+        close(found["params"]["table"], params["table"], err_msg=told)
+        close(found["params"]["dense"], params["dense"], err_msg=told)
 
 
-def test_two_processes_restore_and_save_another_layout(checkpoints):
-    first = checkpoints.restore(_like(), step=worker.TABLE_STEP)
-    second = checkpoints.restore(_like(), step=worker.BLOCK_STEP)
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    assert checkpoints.restore_data(worker.TABLE_STEP) == {"batch": worker.STEPS}
+@pytest.mark.loose_promotion  # optax.adam on dense arrays
+def test_two_processes_train_like_one_device(tmp_path):
+    """One test, so that the processes run once, however many workers pytest has."""
+    port = _free_port()
+    _run_all(*(["train", port, k, tmp_path] for k in range(worker.PROCESSES)))
+    with sj.parallel.Checkpointer(tmp_path, read_only=True) as checkpoints:
+        for name in worker.OPTIMIZERS:
+            _check_training(checkpoints, name)
+        # They restored what they saved into the other layout, and saved that.
+        first = checkpoints.restore(_like(), step=worker.TABLE_STEP)
+        second = checkpoints.restore(_like(), step=worker.BLOCK_STEP)
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        assert checkpoints.restore_data(worker.TABLE_STEP) == {"batch": worker.STEPS}
+        assert checkpoints.latest_step() == worker.STATE_STEP

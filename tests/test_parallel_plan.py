@@ -160,3 +160,13 @@ def test_errors():
         sj.parallel.plan((8, 2), MESH, 3, axis="y")
     with pytest.raises(TypeError, match="must be integers"):
         sj.parallel.plan((8, 2), MESH, np.ones(3))
+    with pytest.raises(TypeError, match="mesh must be .* of type NoneType"):
+        sj.parallel.plan((8, 2), None, 5)
+    with pytest.raises(TypeError, match="tx must be an optax .* got 3"):
+        sj.parallel.plan((8, 2), MESH, 3, tx=3)
+    with pytest.raises(TypeError, match="device_bytes must be .* got '1GB'"):
+        sj.parallel.plan((8, 2), MESH, 3, device_bytes="1GB")
+    with pytest.raises(ValueError, match=r"tables\['a'\] has the shape \(-10, 2\)"):
+        sj.parallel.plan({"a": (-10, 2)}, MESH, 3)
+    with pytest.raises(ValueError, match="tables is empty, {}"):
+        sj.parallel.plan({}, MESH, 3)

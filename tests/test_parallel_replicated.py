@@ -104,6 +104,8 @@ def test_errors_of_psum():
         sj.parallel.psum(slots(3), "x")
     with pytest.raises(ValueError, match="parallel.pmean: capacity must be a static"):
         sj.parallel.pmean(slots(3), "x", capacity=-1)
+    with pytest.raises(ValueError, match="psum: capacity .* at least 1, .* got 0"):
+        sj.parallel.psum(slots(3), "x", capacity=0)
 
     def at_owners(values):
         table = sj.parallel.shard_rows(np.ones((8, 2), np.float32), make_mesh(), "x")
@@ -289,3 +291,11 @@ def test_errors_of_data_parallel():
         run(lambda p, s, b: (p, {}))(1.0, (), np.ones(4))
     with pytest.raises(ValueError, match=r"leading axes are \[3, 10\]"):
         run(lambda p, s, b: (p, s))(1.0, (), {"a": np.ones(10), "b": np.ones(3)})
+    with pytest.raises(ValueError, match=r"params as float32\[4\], .* float32\[\]"):
+        run(lambda p, s, b: (p + b, s))(1.0, (), np.ones(4, np.float32))
+    with pytest.raises(ValueError, match=r"params\['a'\] as float32\[\], .* int32\[\]"):
+        run(lambda p, s, b: ({"a": jnp.mean(b)}, s))(
+            {"a": jnp.int32(1)}, (), np.ones(4, np.float32)
+        )
+    with pytest.raises(ValueError, match=r"opt_state\[0\] as float32\[4\]"):
+        run(lambda p, s, b: (p, (b,)))(1.0, (2.0,), np.ones(4, np.float32))

@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import scaling_page as page
@@ -32,7 +34,7 @@ def number(cell):
 
 
 def run_block(code, name):
-    found = {"__name__": name}
+    found: dict[str, Any] = {"__name__": name}
     exec(compile(code, page.PAGE.name, "exec"), found)
     return found
 
@@ -62,6 +64,16 @@ def test_every_layout_has_its_row():
 def test_the_code_that_reads_a_program(capsys):
     run_block(BLOCKS[0], "wire")
     assert "all-to-all" in capsys.readouterr().out
+
+
+def test_gradients_of_two_batches_are_added():
+    (program,) = [code for code in BLOCKS if "accumulated_step" in code]
+    found = run_block(program, "accumulate")
+    expected = np.ones((1_000, 4), np.float32)
+    for ids in (found["first"], found["second"]):
+        np.add.at(expected, ids, -0.1 * 2 / (2 * ids.size * 4))
+    table = found["params"]["table"].to_dense()
+    np.testing.assert_allclose(table, expected, rtol=1e-6)
 
 
 # ------------------------------------------------------------------ many hosts

@@ -24,7 +24,7 @@ from jax import lax
 
 from sparsejax import _ids
 from sparsejax._rows import SelectedRows
-from sparsejax.optim import _conditional, _follow, _parts, _separable
+from sparsejax.optim import _conditional, _follow, _parts, _placement, _separable
 from sparsejax.optim._table_rows import check_on_one_device
 
 
@@ -133,6 +133,7 @@ def accumulate(
         every_k = _positive("every_k", every_k, more=" or a function of the step")
 
     def init(params):
+        _placement.check_none_spread(CALL, params)
         inner_state = tx.init(params)
         leaves, treedef = _separable.flatten(params)
         buffers = [_empty(*leaf) for leaf in zip(leaves, _slots(params, capacity))]

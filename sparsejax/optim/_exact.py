@@ -34,6 +34,7 @@ from sparsejax.optim import (
     _follow,
     _lazy,
     _parts,
+    _placement,
     _separable,
 )
 from sparsejax.optim._exact_plan import Plan
@@ -175,6 +176,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
     inner_update = optax.with_extra_args_support(tx).update
 
     def init(params):
+        _placement.check_none_spread(CALL, params)
         leaves, _, plan = planned(params)
         inner = tx.init(params)
         # Each an array of its own: no buffer can be donated twice.

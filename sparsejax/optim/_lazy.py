@@ -49,6 +49,11 @@ _NOT_SEPARABLE = (
     'for the dense leaves: lazy(optax.partition({{"table": optax.adam(1e-3), "dense": '
     "tx}}, labels)). sparsejax.optim.is_row_separable tells which are."
 )
+_EXACT = (
+    CALL + ": sparsejax.optim.exact takes SelectedRows itself, and rows have to be "
+    "caught up before they are read, which nobody does for it in here or in a store. "
+    "On the device use exact(tx) alone, with its catch_up and flush; else lazy(tx)."
+)
 _ROWS_CHANGED = (
     CALL + ": the gradient of {where} is a SelectedRows whose rows are {found}, not "
     "integers: a function over the whole tree (jax.tree.map, optax.scale, a mask) has "
@@ -109,8 +114,9 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
       same structure and the new state.
 
     Raises:
-      TypeError: `tx` is no transformation; at update, a SelectedRows whose ids are no
-        longer integers; a parameter that is itself a SelectedRows.
+      TypeError: `tx` is no transformation, or has `exact` in it; at update, a
+        SelectedRows whose ids are no longer integers; a parameter that is itself a
+        SelectedRows.
       ValueError: at init, no leaf can be lifted, because `tx` is not row-separable (the
         message names the part that is not); at update, the leaf of a SelectedRows
         cannot be, or its shape is not the table's.
@@ -137,6 +143,8 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
     """
     if not _parts.is_transformation(tx):
         raise TypeError(_NOT_A_TRANSFORMATION.format(found=describe(tx)))
+    if _separable.holds_exact(tx):
+        raise TypeError(_EXACT)
     inner = optax.with_extra_args_support(tx)
     # What is found out about `tx` depends on shapes only and is found out once.
     verdicts = _separable.Verdicts(tx)
@@ -157,6 +165,7 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
 
     def update(updates, state, params=None, **extra_args):
         grads = updates
+        _placement.check_beside(CALL, grads, params, state)
         leaves, treedef = _separable.flatten(grads)
         tables = [i for i, g in enumerate(leaves) if isinstance(g, SelectedRows)]
         if not tables:

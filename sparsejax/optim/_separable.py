@@ -14,6 +14,8 @@ from sparsejax.optim import _follow, _parts, _probe
 MOST_TRIED = 8  # leaves tried at init, those with most rows
 MOST_REMEMBERED = 32  # trees of parameters for one transformation
 
+_EXACT = "sparsejax.optim._exact"
+
 _GENERIC = jax.ShapeDtypeStruct((_probe.ROWS, 130), jnp.float32)
 _LEAF = jax.tree.structure(0)
 
@@ -43,8 +45,9 @@ def is_row_separable(tx: Any, params: Any = None) -> bool:
     True for sgd (with momentum), adam, adamw, adagrad, rmsprop, adadelta, yogi, lion,
     radam, novograd and their like, with clipping, schedules, masks and
     `inject_hyperparams` around them. False for what looks at all rows of a table:
-    lamb, lars, adafactor, muon, prodigy, sm3, lbfgs; for noise; and for what keeps
-    gradients for later: MultiSteps, apply_every.
+    lamb, lars, adafactor, muon, prodigy, sm3, lbfgs; for noise; for what keeps
+    gradients for later: MultiSteps, apply_every; and for `sparsejax.optim.exact`, which
+    takes SelectedRows itself.
 
     `optax.clip_by_global_norm` *after* adam counts as separable. Lifted, it clips by
     the norm over the rows that were read, without the momentum of the others.
@@ -69,6 +72,8 @@ def is_row_separable(tx: Any, params: Any = None) -> bool:
       TensorFlow Addons, `LazyAdam`; PyTorch, `SparseAdam`.
     """
     try:
+        if holds_exact(tx):
+            return False
         if params is None:
             return _is_separable_alone(tx)
         leaves, treedef = flatten(params)
@@ -76,6 +81,12 @@ def is_row_separable(tx: Any, params: Any = None) -> bool:
         return Verdicts(tx).refusal(treedef, specs) is None
     except Exception:
         return False
+
+
+def holds_exact(tx: Any) -> bool:
+    """Whether a part of `tx` is `exact`: by rows, but not without its catch_up."""
+    made_in = (getattr(p.update, "__module__", None) for p in _parts.descendants(tx))
+    return _EXACT in made_in
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from sparsejax import _bag, _compat, _ids, _lookup
 from sparsejax._reduce import segment_sum
 from sparsejax._segments import SegmentTensor
-from sparsejax.parallel._lookup import check_table, gather, owners_of
+from sparsejax.parallel._lookup import beside, check_table, gather, owners_of
 from sparsejax.parallel._owners import Owners
 from sparsejax.parallel._table import ShardedTable, gathered
 
@@ -108,7 +108,7 @@ def embedding_bag(
             found = np.shape(ids.values)
             raise ValueError(_NO_BAGS.format(call=_CALL, found=found, what=what))
         ids, segment_ids, num_segments = ids.values, ids.segment_ids, ids.num_segments
-    ids = _ids.as_integers(_CALL, ids)
+    ids = beside(_CALL, table, _ids.as_integers(_CALL, ids))
     _lookup.check_mode(_CALL, mode)
     if weights is not None:
         weights = jnp.asarray(weights)
@@ -185,7 +185,7 @@ def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
     """`[B, ...]` of rows `[B, L, ...]`, each device its own bags."""
 
     def body(rows, skip, *weights):
-        flat = rows.reshape(-1, *rows.shape[2:])
+        flat = rows.reshape(math.prod(rows.shape[:2]), *rows.shape[2:])
         return _reduce(flat, skip, weights, combiner)
 
     args = [rows, skip, *([] if weights is None else [weights])]
@@ -193,7 +193,7 @@ def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
         return body(*args)
     spec = owners.batch_spec
     out = owners.run(body, *args, into=(spec,) * len(args), out=spec)
-    return out.reshape(-1, *rows.shape[2:]) if combiner == "none" else out
+    return out.reshape(skip.size, *rows.shape[2:]) if combiner == "none" else out
 
 
 def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.Array:

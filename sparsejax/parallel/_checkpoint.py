@@ -9,11 +9,14 @@ Orbax does the rest: it copies to the host before `save` returns, writes in the
 background, and gives a checkpoint its name only once it is complete.
 """
 
+import contextlib
 import json
+import operator
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, SupportsIndex
 
+from sparsejax import _ids
 from sparsejax.parallel._checkpoint_leaves import (
     Leaf,
     Saved,
@@ -55,9 +58,24 @@ _BAD_DATA = (
     "Python's with int() and arrays lists with .tolist()."
 )
 _READ_ONLY = "{call}: this Checkpointer was made with read_only=True."
+_CLOSED = "{call}: this Checkpointer is closed. Make another one of {directory}."
+_BAD_STEP = (
+    "{call}: step must be an int of at least 0, got {found!r}. Make other numbers one "
+    "with int(step)."
+)
+_BAD_KEEP = (
+    _CALL + ": max_to_keep must be an int of at least 1, or None, got {found!r}."
+)
+_NO_DIRECTORY = _CALL + ": {directory} is a file. Give a directory."
+_NOT_SAVED = "{call}: orbax refused to save step {step} in {directory}."
+_DAMAGED = (
+    "{call}: step {step} in {directory} could not be read, it may be damaged or "
+    "incomplete: {error}. There are the steps {steps}."
+)
 
 # The items of a checkpoint, and the form of the page.
 _ARRAYS, _PAGE, _FORMAT = "arrays", "sparsejax", 1
+_MOST_SAID = 200  # characters of an error of orbax, which may print a whole spec
 
 
 class Checkpointer:
@@ -73,18 +91,24 @@ class Checkpointer:
     step after a save works on a copy instead of in place.) A process that dies during a
     save leaves the checkpoint before it as the latest.
 
+    Files that are cut short or missing are found at `restore`. Bytes that were changed
+    on the disk are not: checkpoints have no checksum of their values, and such a one
+    may restore as other numbers. Keep them on storage that checks what it holds.
+
     Works on several processes, all of which call it alike and see one file system.
 
     Args:
       directory: where the checkpoints are; made if it is not there. What orbax takes,
         `gs://` too.
-      max_to_keep: how many checkpoints to keep, the older ones are deleted; all of them
-        if left out.
+      max_to_keep: how many checkpoints to keep, at least 1; the older ones are deleted.
+        All are kept if left out.
       read_only: for a process that only reads, beside the one that trains: it makes no
         directory, and leaves a save that is under way alone.
 
     Raises:
       ImportError: orbax is not installed.
+      NotADirectoryError: there is a file of that name.
+      ValueError: `max_to_keep` is no int of at least 1.
 
     Example:
       >>> import jax, numpy as np, tempfile, sparsejax as sj
@@ -114,7 +138,12 @@ class Checkpointer:
     ):
         path = os.fspath(directory)
         self.directory = path if "://" in path else os.path.abspath(path)
-        self._read_only = read_only
+        if os.path.isfile(self.directory):
+            raise NotADirectoryError(_NO_DIRECTORY.format(directory=self.directory))
+        if max_to_keep is not None:
+            bad = _BAD_KEEP.format(found=max_to_keep)
+            max_to_keep = _ids.static_int(max_to_keep, 1, bad)
+        self._read_only, self._closed = read_only, False
         self._orbax = orbax = _orbax()
         options = orbax.CheckpointManagerOptions(
             max_to_keep=max_to_keep,
@@ -132,24 +161,32 @@ class Checkpointer:
         """Saves `tree` as of now; returns once it is copied to the host.
 
         Args:
-          step: later than all that were saved before.
+          step: int, later than all that were saved before.
           tree: any pytree of arrays, numbers, PRNG keys, ShardedTables, SelectedRows
             and SegmentTensors.
           data: what JSON can hold, such as a data loader's state. Of several processes
             the first one's is kept.
 
         Raises:
-          TypeError: a leaf of another kind, or data that JSON cannot hold.
-          ValueError: a step that is not later, or the checkpointer only reads. An error
-            of the save before this one is raised here as well.
+          TypeError: a leaf of another kind or without values (abstract, or traced by
+            `jit`), data that JSON cannot hold, or a step that is no int.
+          ValueError: a step that is not later, or the checkpointer only reads or is
+            closed. An error of the save before this one is raised here as well.
         """
         call = f"{_CALL}.save"
+        self._check_open(call)
+        step = _as_step(call, step)
         if self._read_only:
             raise ValueError(_READ_ONLY.format(call=call))
         latest = self.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(_NOT_LATER.format(call=call, step=step, latest=latest))
+        if data is not None and not isinstance(data, Mapping):
+            error = f"it is of type {type(data).__name__}"
+            raise TypeError(_BAD_DATA.format(call=call, error=error))
         leaves = flatten(call, tree)
+        for name, leaf in leaves.items():
+            leaf.check_has_values(call, name)
         arrays = {n: leaf.to_save() for n, leaf in leaves.items() if not leaf.is_empty}
         about = {
             "format": _FORMAT,
@@ -164,22 +201,37 @@ class Checkpointer:
         items = {_PAGE: self._orbax.args.JsonSave(about)}
         if arrays:  # orbax saves no empty tree
             items[_ARRAYS] = self._orbax.args.PyTreeSave(arrays)
-        self._manager.save(step, args=self._orbax.args.Composite(**items))
+        composite = self._orbax.args.Composite(**items)
+        if not self._manager.save(step, args=composite):
+            raise RuntimeError(
+                _NOT_SAVED.format(call=call, step=step, directory=self.directory)
+            )
 
     def wait(self) -> None:
         """Returns once all that was saved is on disk; raises what went wrong there."""
+        self._check_open(f"{_CALL}.wait")
         self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits, and lets go of the directory. Leaving a `with` block does the same."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._manager.wait_until_finished()
+        finally:
+            self._manager.close()
 
     def __enter__(self) -> "Checkpointer":
+        self._check_open(_CALL)
         return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ValueError(_CLOSED.format(call=call, directory=self.directory))
 
     # -- what is there -----------------------------------------------------------
 
@@ -189,6 +241,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """The steps saved, and the one being saved, ascending."""
+        self._check_open(f"{_CALL}.all_steps")
         if self._read_only:  # another process goes on saving
             self._manager.reload()
         return sorted(self._manager.all_steps())
@@ -202,16 +255,19 @@ class Checkpointer:
           like: the tree as it is to be: of arrays, or of their abstract forms
             (`jax.ShapeDtypeStruct`, `shard_rows` of one, what `jax.eval_shape` gives).
             Its shardings say where things go: meshes and layouts may be others than
-            those saved. What has no sharding, or is not committed to a device, comes
-            back uncommitted, so that it goes with any mesh.
-          step: the latest if left out.
+            those saved. A ShardedTable goes to the devices of its mesh, wherever its
+            values in `like` are. What else has no sharding, or is not committed to a
+            device, comes back uncommitted, so that it goes with any mesh.
+          step: int, the latest if left out.
 
         Returns:
           A tree of the same structure; NumPy arrays and numbers stay what they are.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          ValueError: trees, heights, shapes or types differ; it says which.
+          TypeError: `step` is no int.
+          ValueError: trees, heights, shapes or types differ; it says which. Or the
+            checkpoint is damaged (cut short, or without some of its files).
         """
         call = f"{_CALL}.restore"
         step, about = self._about(call, step)
@@ -221,10 +277,11 @@ class Checkpointer:
         if found:
             raise ValueError(_OTHER_TREE.format(call=call, step=step, found=found))
         directory = os.path.join(self.directory, str(step), _ARRAYS)
-        values = self._restore_alike(step, saved, leaves)
-        for name, leaf in leaves.items():
-            if name not in values:
-                values[name] = leaf.read_rows(directory, name, saved[name])
+        with self._reading(call, step):
+            values = self._restore_alike(step, saved, leaves)
+            for name, leaf in leaves.items():
+                if name not in values:
+                    values[name] = leaf.read_rows(directory, name, saved[name])
         values = {n: leaf.from_restored(values[n]) for n, leaf in leaves.items()}
         return unflatten(like, values)
 
@@ -238,6 +295,9 @@ class Checkpointer:
 
     def _about(self, call: str, step: int | None) -> tuple[int, dict[str, Any]]:
         """The step, and the page beside its arrays."""
+        self._check_open(call)
+        if step is not None:
+            step = _as_step(call, step)
         self._manager.wait_until_finished()
         steps, directory = self.all_steps(), self.directory
         if not steps:
@@ -257,8 +317,24 @@ class Checkpointer:
             )
         args = self._orbax.args
         page = args.Composite(**{_PAGE: args.JsonRestore()})
-        found = self._manager.restore(step, args=page)[_PAGE]
-        return step, found
+        with self._reading(call, step):
+            return step, self._manager.restore(step, args=page)[_PAGE]
+
+    @contextlib.contextmanager
+    def _reading(self, call: str, step: int) -> Iterator[None]:
+        """What goes wrong inside is told of the checkpoint."""
+        try:
+            yield
+        except (ValueError, OSError, KeyError) as error:
+            raise ValueError(
+                _DAMAGED.format(
+                    call=call,
+                    step=step,
+                    directory=self.directory,
+                    error=str(error)[:_MOST_SAID],
+                    steps=self.all_steps(),
+                )
+            ) from error
 
     def _restore_alike(
         self, step: int, saved: Mapping[str, Saved], leaves: Mapping[str, Leaf]
@@ -276,6 +352,20 @@ class Checkpointer:
         wanted = args.PyTreeRestore(item=item, restore_args=how)
         found = self._manager.restore(step, args=args.Composite(**{_ARRAYS: wanted}))
         return {name: found[_ARRAYS][name] for name in alike}
+
+
+def _as_step(call: str, step: Any) -> int:
+    """`step` as an int. Orbax takes others too, and then does not find them again."""
+    bad = _BAD_STEP.format(call=call, found=step)
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
+        raise TypeError(bad)
+    try:
+        found = operator.index(step)
+    except TypeError:  # an array that is no integer, or not one, or traced
+        raise TypeError(bad) from None
+    if found < 0:
+        raise ValueError(bad)
+    return found
 
 
 def _orbax() -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
+from sparsejax import _ids
 from sparsejax._rows import SelectedRows
 from sparsejax.parallel._checkpoint_rows import RowLayout, open_array, read_part
 from sparsejax.parallel._table import ShardedTable
@@ -23,6 +24,10 @@ from sparsejax.parallel._table import ShardedTable
 _BAD_LEAF = (
     "{call}: the leaf {name} is of type {found}. A checkpoint holds arrays, numbers "
     "and PRNG keys; leave other things out of the tree."
+)
+_NO_VALUES = (
+    "{call}: the leaf {name} is {what} and has no values. Save what it stands for, "
+    "outside of jax.jit."
 )
 _NO_DEVICES = (
     "{call}: the table {name} is laid out over an AbstractMesh, which has no devices. "
@@ -66,9 +71,15 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf(Saved):
-    """A leaf of a tree to save or to restore into; `value` holds a table's values."""
+    """A leaf of a tree to save or to restore into.
+
+    Args:
+      value: itself; of a table its values.
+      layout: of a table, how its rows lie over the devices of its mesh.
+    """
 
     value: Any
+    layout: NamedSharding | None = None
 
     @property
     def is_key(self) -> bool:
@@ -79,10 +90,22 @@ class Leaf(Saved):
     @property
     def sharding(self) -> Any:
         """Where it is to lie; None if it is to be uncommitted, or no JAX array."""
+        if self.layout is not None:
+            return self.layout
         sharding = getattr(self.value, "sharding", None)
         # What eval_shape gives over Explicit axes has no devices.
         placed = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
         return sharding if placed and getattr(self.value, "committed", True) else None
+
+    def check_has_values(self, call: str, name: str) -> None:
+        """Raises if it is abstract, or traced."""
+        if isinstance(self.value, jax.ShapeDtypeStruct):
+            what = "a jax.ShapeDtypeStruct"
+        elif isinstance(self.value, jax.Array) and not _ids.is_concrete(self.value):
+            what = "traced by jax.jit or another transformation"
+        else:
+            return
+        raise TypeError(_NO_VALUES.format(call=call, name=name, what=what))
 
     def to_save(self) -> Any:
         """As orbax takes it."""
@@ -139,9 +162,7 @@ def flatten(call: str, tree: Any) -> dict[str, Leaf]:
             if isinstance(x.mesh, AbstractMesh):
                 raise ValueError(_NO_DEVICES.format(call=call, name=name))
             rows, values = RowLayout(x.height, x.num_shards, x.layout), x.values
-            if isinstance(values, jax.ShapeDtypeStruct):
-                values = values.update(sharding=x.sharding)
-            leaves[name] = Leaf(x.shape, str(x.dtype), rows, values)
+            leaves[name] = Leaf(x.shape, str(x.dtype), rows, values, _layout(x))
         elif isinstance(x, _SCALARS):
             leaves[name] = Leaf((), type(x).__name__, None, x)
         elif isinstance(x, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
@@ -208,7 +229,25 @@ def differences(
     return "; ".join(sorted(found)[:_MOST_DIFFERENCES]) + more
 
 
+def _layout(table: ShardedTable) -> NamedSharding | None:
+    """How the table's rows are to lie: as it says, wherever its values are now.
+
+    State that a jitted `tx.init` made, say, may lie on one device. A NumPy array stays
+    one.
+    """
+    if isinstance(table.values, np.ndarray):
+        return None
+    found = getattr(table.values, "sharding", None)
+    if isinstance(found, NamedSharding) and found.mesh == table.mesh:
+        if found.is_equivalent_to(table.sharding, table.ndim):
+            return found  # written as it was, so that a jitted step finds it again
+    return table.sharding
+
+
 def _is_table(x: Any) -> bool:
-    """A table of one array; of SelectedRows or of nothing it is a node like any."""
+    """A table of one array with its rows. Of SelectedRows, of a number or of nothing it
+    is a node like any."""
     kinds = jax.Array | jax.ShapeDtypeStruct | np.ndarray
-    return isinstance(x, ShardedTable) and isinstance(x.values, kinds)
+    if not (isinstance(x, ShardedTable) and isinstance(x.values, kinds)):
+        return False
+    return x.values.shape[:1] == (x.num_shards * x.rows_per_shard,)

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _ids
 from sparsejax.parallel._table import check_axis, laid_out
+from sparsejax.parallel._table_parts import check_has_devices
 
 
 _CALL = "sparsejax.parallel.shard_columns"
@@ -66,7 +67,8 @@ def shard_columns(
 
     Raises:
       TypeError: `mesh` or `table` is of another kind.
-      ValueError: no such axis, fewer than two axes, or D does not divide evenly.
+      ValueError: no such axis, fewer than two axes, D does not divide evenly, or a
+        known array over an AbstractMesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -96,6 +98,8 @@ def shard_columns(
     sharding = NamedSharding(mesh, spec)
     if isinstance(table, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, table.dtype, sharding=sharding)
+    if isinstance(table, np.ndarray) or _ids.is_concrete(table):
+        check_has_devices(_CALL, mesh)
     if isinstance(table, np.ndarray):
         dtype = jax.dtypes.canonicalize_dtype(table.dtype)
         part = lambda index: np.asarray(table[index], dtype)

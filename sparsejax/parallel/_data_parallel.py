@@ -39,11 +39,19 @@ _OTHER_TREE = (
     _CALL + ": step returned {what} of another structure than it was given, {found} "
     "instead of {expected}. They replace each other from step to step."
 )
+_OTHER_LEAF = (
+    _CALL + ": step returned {name} as {found}, it was given {expected}. They replace "
+    "each other from step to step."
+)
 _NOTHING_TO_SPLIT = (
     _CALL + ": no array of the batch can be split over the {devices} devices along "
     "{axis!r}: the leading axes are {found}. Take a batch whose size is a multiple of "
     "{devices}, or pad it."
 )
+
+
+# What a step takes and returns.
+_KEPT = ("params", "opt_state")
 
 
 def data_parallel(
@@ -57,7 +65,9 @@ def data_parallel(
 
     `data_parallel(step, mesh, axis)(params, opt_state, batch)` is
     `step(params, opt_state, batch)`, up to rounding: no call in the step is needed.
-    Each device reads, and differentiates, its part of the batch. Dense gradients are
+    No axis is bound in it either: of collectives only `sparsejax.parallel.psum` and
+    `pmean` may be called there. Each device reads, and differentiates, its part of the
+    batch. Dense gradients are
     summed over devices; gradients of tables that are read by rows travel as ids and
     rows, whatever the tables' size.
 
@@ -76,14 +86,17 @@ def data_parallel(
       `DataParallelStep`, called like `step`. Parameters and state that are not on the
       mesh yet are put on all its devices; hand in at the next step what comes back.
       Arrays of the batch whose leading axis is a multiple of the number of devices are
-      split, others go to every device. Arrays that are on the mesh already, and tables
+      split, others go to every device, which changes the work of each and not the
+      result; so pad them all to one size. Without a batch every device does the same
+      work. Arrays that are on the mesh already, and tables
       of `shard_rows` and `shard_columns`, stay where they are. `.lower(...)` is that
       of the jitted step.
 
     Raises:
       TypeError: `step` is no function, or does not return such a tuple.
       ValueError: no such axis; nothing in the batch can be split; or the step returns
-        parameters or state of another structure.
+        parameters or state of another structure, or of other shapes, or parameters of
+        another dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -168,12 +181,8 @@ class DataParallelStep:
             if not isinstance(out, tuple) or len(out) < 2:
                 size = f" of {len(out)}" if isinstance(out, tuple) else ""
                 raise TypeError(_NOT_A_RESULT.format(found=type(out).__name__ + size))
-            for what, x, given in zip(("params", "opt_state"), out, treedef.children()):
-                found = jax.tree.structure(x)
-                if found != given:
-                    raise ValueError(
-                        _OTHER_TREE.format(what=what, found=found, expected=given)
-                    )
+            for what, x, given in zip(_KEPT, out, (params, opt_state)):
+                _check_alike(what, x, given)
             kept = jax.lax.with_sharding_constraint(
                 jax.tree.leaves(out[:2]), list(layouts)
             )
@@ -219,3 +228,22 @@ class DataParallelStep:
             return dataclasses.replace(x, mesh=self._mesh) if same else x
 
         return jax.tree.map(move, tree, is_leaf=is_table)
+
+
+def _check_alike(what: str, returned: Any, given: Any) -> None:
+    """Raises unless one can stand for the other at the next step.
+
+    State may come back in another dtype: some optimizers find theirs at the first step.
+    """
+    found, expected = jax.tree.structure(returned), jax.tree.structure(given)
+    if found != expected:
+        raise ValueError(_OTHER_TREE.format(what=what, found=found, expected=expected))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(given)
+    for (path, old), new in zip(leaves, jax.tree.leaves(returned)):
+        old, new = jax.typeof(old), jax.typeof(new)
+        if old.shape != new.shape or what == "params" and old.dtype != new.dtype:
+            name = what + jax.tree_util.keystr(path)
+            say = lambda x: f"{x.dtype.name}{list(x.shape)}"
+            raise ValueError(
+                _OTHER_LEAF.format(name=name, found=say(new), expected=say(old))
+            )

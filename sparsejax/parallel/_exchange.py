@@ -122,7 +122,7 @@ def read(
         def one(number, rows):
             asked = swap(owners, ids_of_round(owners, parts, slots, number))
             answers = _read_own(values, asked)
-            answers = swap(owners, answers).reshape(-1, *content)
+            answers = swap(owners, answers).reshape(owners.count * slots, *content)
             here = round_of == number
             at = jnp.where(here, place, np.int32(answers.shape[0]))
             got = _ids.take_rows(answers, at)

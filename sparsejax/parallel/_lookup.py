@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from sparsejax import _compat, _ids, _lookup
+from sparsejax._segments import SegmentTensor
 from sparsejax.parallel._owners import Metrics, Owners, no_metrics
 from sparsejax.parallel._rule import Reading, read_rows
 from sparsejax.parallel._table import ShardedTable, gathered
@@ -31,6 +32,23 @@ _INSIDE_SHARD_MAP = (
 _BAD_CAPACITY = (
     "{call}: capacity must be a static int of at least 1, 'auto' or None, got "
     "{found!r}."
+)
+_OTHER_DEVICES = (
+    "{call}: ids lie on {found}, and the table on {devices} devices of {mesh}. Put "
+    "them there: jax.device_put(ids, NamedSharding(mesh, PartitionSpec({axes})))."
+)
+_SEGMENTS = (
+    "{call}: ids are a SegmentTensor. Reduce the rows of each segment with "
+    "sparsejax.parallel.embedding_bag(table, ids), or look up ids.values for all rows."
+)
+_UNKNOWN_SAMPLE = (
+    "{call}: sample_ids must be known, and inside jit they are not yet. Measure "
+    "outside, and pass the int that it gives as capacity."
+)
+_NO_SAMPLE = "{call}: sample_ids has no ids. Pass those of one batch or of several."
+_BAD_MARGIN = (
+    "{call}: margin must be a positive number, got {found!r}; 1 is just enough for the "
+    "sample."
 )
 _AUTO_IN_JIT = (
     "{call}: capacity='auto' measures the ids, and inside jit they are not known yet. "
@@ -81,8 +99,10 @@ def lookup(
     Raises:
       TypeError: `table` is no ShardedTable, `ids` are not integers, or options of a
         wrong kind.
-      ValueError: unknown `mode`, a `capacity` below 1, "auto" inside `jit`, or a call
-        from inside a `shard_map` over the table's mesh.
+      ValueError: unknown `mode`, a `capacity` below 1, "auto" inside `jit`, ids on
+        other devices than the table, or a call from inside a `shard_map` over the
+        table's mesh. `jax.jvp` and `jax.linearize` through it are JAX's own TypeError:
+        there are derivatives in reverse mode only.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -98,7 +118,9 @@ def lookup(
       tables (prefetch by id); Lepikhin et al., 2020, "GShard" (dispatch by all_to_all).
     """
     check_table(_CALL, table, "lookup")
-    ids = _ids.as_integers(_CALL, ids)
+    if isinstance(ids, SegmentTensor):
+        raise TypeError(_SEGMENTS.format(call=_CALL))
+    ids = beside(_CALL, table, _ids.as_integers(_CALL, ids))
     _lookup.check_mode(_CALL, mode)
     padding = _lookup.padding_mask(_CALL, ids, padding_id)
     max_norm = _lookup.check_max_norm(_CALL, max_norm, table.dtype)
@@ -129,7 +151,8 @@ def measure_capacity(
 
     Raises:
       TypeError: `table` is no ShardedTable, or the ids are not integers.
-      ValueError: ids that are not known yet.
+      ValueError: ids that are not known yet, or none; a `margin` that is no positive
+        number.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -142,11 +165,16 @@ def measure_capacity(
     batches = sample_ids if isinstance(sample_ids, list | tuple) else [sample_ids]
     if all(np.ndim(batch) == 0 for batch in batches):
         batches = [np.asarray(batches)]
-    found = 0
+    if not isinstance(margin, (int, float, np.number)) or not 0 < margin < math.inf:
+        raise ValueError(_BAD_MARGIN.format(call=_MEASURE, found=margin))
+    found = count = 0
     for batch in batches:
         if not (_ids.is_concrete(batch) or isinstance(batch, list | tuple)):
-            raise ValueError(_AUTO_IN_JIT.format(call=_MEASURE))
-        found = max(found, _longest_part(table, _ids.as_integers(_MEASURE, batch)))
+            raise ValueError(_UNKNOWN_SAMPLE.format(call=_MEASURE))
+        batch = _ids.as_integers(_MEASURE, batch)
+        found, count = max(found, _longest_part(table, batch)), count + batch.size
+    if not count:
+        raise ValueError(_NO_SAMPLE.format(call=_MEASURE))
     return max(1, math.ceil(found * margin))
 
 
@@ -186,6 +214,25 @@ def check_table(call: str, table: Any, name: str) -> None:
     manual = [n for n in here.manual_axes if n in table.mesh.axis_names]
     if manual:
         raise ValueError(_INSIDE_SHARD_MAP.format(call=call, names=manual))
+
+
+def beside(call: str, table: ShardedTable, ids: Any) -> Any:
+    """Ids where the table's devices can take them, or an error that names `call`."""
+    mesh = table.mesh
+    is_array = isinstance(ids, jax.Array) and _ids.is_concrete(ids)
+    if not (isinstance(mesh, Mesh) and is_array and ids.committed):
+        return ids
+    here, there = ids.sharding.device_set, set(mesh.devices.flat)
+    if here == there:
+        return ids
+    if len(here) == 1 and here <= there:
+        return jax.device_put(ids, owners_of(table).sharding(PartitionSpec()))
+    names = ", ".join(map(repr, table.axes))
+    raise ValueError(
+        _OTHER_DEVICES.format(
+            call=call, found=ids.sharding, devices=len(there), mesh=mesh, axes=names
+        )
+    )
 
 
 def owners_of(table: ShardedTable) -> Owners:
@@ -255,6 +302,7 @@ def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> in
             raise ValueError(_AUTO_IN_JIT.format(call=call))
         return owners.slots(here, max(1, _longest_part(table, ids)))
     bad = _BAD_CAPACITY.format(call=call, found=capacity)
+    capacity = None if isinstance(capacity, bool) else capacity
     return owners.slots(here, _ids.static_int(capacity, 1, bad))
 
 

@@ -62,6 +62,9 @@ _OTHER_TREE = _CALL + ": batch must be a tree like tables: {error}"
 _BAD_BUDGET = (
     _CALL + ": device_bytes must be a positive number of bytes or None, got {found!r}."
 )
+_NO_TABLES = _CALL + ": tables is empty, {found!r}. Give at least one table."
+_BAD_SHAPE = _CALL + ": {name} has the shape {shape}. No axis can be negative."
+_NOT_A_TX = _CALL + ": tx must be an optax transformation or None, got {found!r}."
 _TOO_LARGE = "too large for any layout: {need} of {budget} on a device"
 
 
@@ -180,9 +183,9 @@ def plan(
       `Plan`, which prints as a table.
 
     Raises:
-      TypeError: `mesh` or a table is of another kind.
-      ValueError: a table without rows, no such axis, or a batch that does not go with
-        the tables.
+      TypeError: `mesh`, a table, `tx` or `device_bytes` is of another kind.
+      ValueError: no tables, one without rows or of a negative shape, no such axis, or a
+        batch that does not go with the tables.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -198,12 +201,16 @@ def plan(
     References:
       TorchRec, `EmbeddingShardingPlanner`.
     """
-    axis = check_axis(_CALL, mesh, mesh.axis_names if axis is None else axis)
-    if device_bytes is not None and not device_bytes > 0:
-        raise ValueError(_BAD_BUDGET.format(found=device_bytes))
+    all_axes = getattr(mesh, "axis_names", ())
+    axis = check_axis(_CALL, mesh, all_axes if axis is None else axis)
+    if tx is not None and not callable(getattr(tx, "init", None)):
+        raise TypeError(_NOT_A_TX.format(found=tx))
+    _check_budget(device_bytes)
     names = (axis,) if isinstance(axis, str) else axis
     devices = math.prod(mesh.shape[name] for name in names)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=_is_table)
+    if not paths:
+        raise ValueError(_NO_TABLES.format(found=tables))
     specs = [_spec(_name(path), table) for path, table in paths]
     reads = _reads(batch, treedef, len(specs))
     found = [
@@ -215,6 +222,13 @@ def plan(
 
 
 # ------------------------------------------------------------------ arguments
+
+
+def _check_budget(found: Any) -> None:
+    if isinstance(found, bool) or not isinstance(found, int | float | np.number | None):
+        raise TypeError(_BAD_BUDGET.format(found=found))
+    if found is not None and not found > 0:
+        raise ValueError(_BAD_BUDGET.format(found=found))
 
 
 def _is_table(x: Any) -> bool:
@@ -229,6 +243,8 @@ def _name(path: Any) -> str:
 
 def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
     if isinstance(table, tuple):
+        if any(n < 0 for n in table):
+            raise ValueError(_BAD_SHAPE.format(name=name, shape=table))
         table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
         raise TypeError(_NO_SHAPE.format(name=name, found=type(table).__name__))

@@ -31,6 +31,10 @@ _UNBOUND = (
     "inside of jax.shard_map over a mesh with that axis, or in a step that "
     "sparsejax.parallel.data_parallel runs over it."
 )
+_BAD_CAPACITY = (
+    "sparsejax.parallel.{name}: capacity must be a static int of at least 1, the slots "
+    "that each device sends, got {found!r}. Left out, all slots are sent."
+)
 _AT_OWNERS = (
     "sparsejax.parallel.{name}: a gradient of a ShardedTable goes to the owners of its "
     "rows by itself; it cannot be summed inside of a shard_map. Use sharded tables in "
@@ -54,15 +58,17 @@ def psum(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
     they would be added up again.
 
     In a step that `data_parallel` runs, gradients are of the whole batch already, and
-    this only lays rows out on every device; all else stays as it is.
+    this only lays rows out on every device; all else stays as it is. No axis is bound
+    there: `jax.lax.psum`, `pmean` and `axis_index` do not know its name.
 
     Args:
       tree: a pytree of arrays and SelectedRows.
       axis_name: name of a mesh axis, or a tuple of names.
-      capacity: int, the number of slots that each device sends of each SelectedRows,
-        after it has merged its duplicates. If the distinct rows of some device do not
-        fit, all devices send all their slots instead, so that no row is lost. Left out,
-        all slots are sent as they are. `sparsejax.parallel.plan` measures one.
+      capacity: int, at least 1, the number of slots that each device sends of each
+        SelectedRows, after it has merged its duplicates. If the distinct rows of some
+        device do not fit, all devices send all their slots instead, so that no row is
+        lost. Left out, all slots are sent as they are. `sparsejax.parallel.plan`
+        measures one.
 
     Returns:
       The tree, the same on every device. A SelectedRows of n slots has N * n, also
@@ -137,7 +143,8 @@ def whole_batch(axes: tuple[str, ...], mesh: Any) -> Iterator[None]:
 def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool) -> Any:
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if capacity is not None:
-        capacity = _ids.check_capacity(f"sparsejax.parallel.{name}", capacity)
+        bad = _BAD_CAPACITY.format(name=name, found=capacity)
+        capacity = _ids.static_int(capacity, 1, bad)
     is_rows = lambda x: isinstance(x, SelectedRows)
     try:
         devices = lax.axis_size(axes)

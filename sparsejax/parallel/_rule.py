@@ -8,6 +8,7 @@ gradient, of the table's size; it is the oracle.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,9 +48,10 @@ class Reading:
         owners, parts = self.owners, []
         for i, c, site in zip(ids, cotangents, sites):
             # A loop has put its length in front of the devices' parts.
-            loops = i.size // max(1, i.shape[-1])
-            rows = _by_device(owners, i.reshape(loops, -1))
-            values = _by_device(owners, c.reshape(loops, -1, *row))
+            here = i.shape[-1]
+            loops = i.size // max(1, here)
+            rows = _by_device(owners, i.reshape(loops, here))
+            values = _by_device(owners, c.reshape(loops, here, *row))
             values = _ids.zero_unless(_ids.in_range(rows, owners.height), values)
             slots = site.kind.slots * loops
             parts.append(ShardedRows.make(rows, values.astype(dtype), owners, slots))
@@ -61,7 +63,7 @@ def _by_device(owners: Owners, x: jax.Array) -> jax.Array:
     if x.shape[0] == 1:
         # Said aloud: left to itself, XLA may gather what a jitted gradient returns.
         return laid_out(x[0], owners.mesh, *owners.batch_spec)
-    flat = lambda part: part.reshape(-1, *part.shape[2:])
+    flat = lambda part: part.reshape(math.prod(part.shape[:2]), *part.shape[2:])
     spec = PartitionSpec(None, *owners.batch_spec)
     return owners.run(flat, x, into=(spec,), out=owners.batch_spec)
 
@@ -133,6 +135,6 @@ def _rule(reading: Reading, ctx: Any, ref: Any, positions: jax.Array) -> Any:
     rows = ctx.combine(ref, positions, rows, spread, kind=reading)
     rows = lay_out(rows, layout, reading.owners.mesh)
     if ref.steps:
-        rows = ref.view(rows.reshape(-1, *rows.shape[len(shape) :]))
+        rows = ref.view(rows.reshape(positions.size, *rows.shape[len(shape) :]))
         rows = rows.reshape(*shape, *rows.shape[1:])
     return [rows, *metrics]

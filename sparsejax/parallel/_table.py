@@ -19,10 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _compat, _ids
 from sparsejax._rows import SelectedRows
+from sparsejax.optim import _placement
+from sparsejax.parallel import _table_parts
+from sparsejax.parallel._table_arithmetic import Arithmetic
 
 
 _CALL = "sparsejax.parallel.shard_rows"
@@ -70,13 +74,16 @@ _NOT_A_TABLE = (
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ShardedTable:
+class ShardedTable(Arithmetic):
     """A `[height, ...]` table, its rows spread over the devices of a mesh.
 
     A pytree with one child, so that `tx.init`, `jax.jit` with donation, checkpoints and
     `optax.apply_updates` work on it leaf by leaf. `shard_rows` makes one;
     `sparsejax.parallel.lookup` and `embedding_bag` read it. Its gradient under
-    `sparsejax.value_and_grad` is a ShardedTable too, with ShardedRows as its child.
+    `sparsejax.value_and_grad` is a ShardedTable too, with ShardedRows as its child. Two
+    of one shape and layout are added with `+`, and scaled with `*` and `/` by numbers:
+    sum the gradients of several batches so, not by a function over all leaves, which
+    would add row numbers too.
 
     Args:
       values: `[N * R, ...]`, sharded over `axis`, in the order of positions; in
@@ -251,8 +258,8 @@ def shard_rows(
       table: `[V, ...]`, a JAX or NumPy array (a `np.memmap` too): each device's part is
         cut on the host, so that no device ever holds V rows. Inside `jit`, a traced
         array. A `jax.ShapeDtypeStruct` gives the table's abstract form. Or a function
-        `f(ids) -> rows [len(ids), ...]` of NumPy ids, called once for each part, for
-        tables larger than any one memory.
+        `f(ids) -> rows [len(ids), ...]` of NumPy ids, called for each part that has
+        rows, for tables larger than any one memory.
       mesh: as `jax.make_mesh` gives, its axes Auto or Explicit.
       axis: name of a mesh axis, or a tuple of names.
       layout: `"mod"` deals ids out in turn, so that frequent ids that are neighbours
@@ -264,7 +271,8 @@ def shard_rows(
 
     Raises:
       TypeError: `mesh` or `table` is of another kind.
-      ValueError: no such axis or layout, a scalar, or `height` missing.
+      ValueError: no such axis or layout, a scalar, `height` missing, rows of another
+        shape from `f`, or known rows over an AbstractMesh.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -283,10 +291,12 @@ def shard_rows(
     if callable(table):
         bad = _NO_HEIGHT.format(call=_CALL, found=height)
         whole = _ids.static_int(height, 0, bad)
-        return make(_from_function(table, make(None, whole)), whole)
+        values = _table_parts.from_function(_CALL, table, make(None, whole))
+        return make(values, whole)
     table = _ids.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
         raise TypeError(_NOT_A_TABLE.format(call=_CALL, found=type(table).__name__))
+    _table_parts.check_numbers(_CALL, table.dtype)
     shape = tuple(table.shape)
     if not shape:
         raise ValueError(_NO_ROWS.format(call=_CALL, shape=shape))
@@ -305,39 +315,10 @@ def shard_rows(
         return make(_inside_jit(table, empty), shape[0])
     host = table if isinstance(table, np.ndarray) else np.asarray(table)
     take = lambda ids: host[ids]
-    return make(_from_function(take, empty), shape[0])
+    return make(_table_parts.from_function(_CALL, take, empty), shape[0])
 
 
 # ------------------------------------------------------------------ making
-
-
-def _from_function(rows_of: Callable, table: ShardedTable) -> jax.Array:
-    """`values` of a table whose rows `rows_of` gives, made part by part on the host."""
-    per_shard = table.rows_per_shard
-    like = np.asarray(rows_of(np.zeros((0,), np.int64)))
-    dtype = jax.dtypes.canonicalize_dtype(like.dtype)
-
-    def part(index):
-        start, stop, _ = index[0].indices(table.num_shards * per_shard)
-        out = np.zeros((stop - start, *like.shape[1:]), dtype)
-        for shard in range(start // per_shard, stop // per_shard):
-            ids = _ids_of_shard(table, shard)
-            at = shard * per_shard - start
-            out[at : at + len(ids)] = rows_of(ids)
-        return out
-
-    shape = (table.num_shards * per_shard, *like.shape[1:])
-    spec = jax.ShapeDtypeStruct(shape, dtype)
-    sharding = dataclasses.replace(table, values=spec).sharding
-    return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
-
-
-def _ids_of_shard(table: ShardedTable, shard: int) -> np.ndarray:
-    """The ids that a part holds, in the order of their positions."""
-    if table.layout == "mod":
-        return np.arange(shard, table.height, table.num_shards)
-    first = shard * table.rows_per_shard
-    return np.arange(first, min(first + table.rows_per_shard, table.height))
 
 
 def _inside_jit(table: jax.Array, empty: ShardedTable) -> jax.Array:
@@ -391,3 +372,13 @@ def gathered(x: jax.Array) -> jax.Array:
     if not _compat.explicit_spec(x):
         return x
     return jax.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
+
+
+@_placement.layout_of.register
+def _layout_of(table: ShardedTable) -> NamedSharding | None:
+    """Of a traced table its own, whose array does not know it yet."""
+    if not isinstance(table.values, Tracer):
+        return _placement.layout_of(table.values)
+    # An optimizer also tries tables of other heights, which nothing is said of.
+    stored = table.num_shards * table.rows_per_shard
+    return table.sharding if table.values.shape[:1] == (stored,) else None
