@@ -182,7 +182,8 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
     if max_norm is None:
         return None
     try:
-        found = float(max_norm)
+        # A string that spells a number is no number.
+        found = float("" if isinstance(max_norm, str) else max_norm)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         kind = type(max_norm).__name__
         raise TypeError(

@@ -475,7 +475,7 @@ def test_errors():
         fails(TypeError, "padding_id must be a static int", table, ids, padding_id=bad)
     for bad in (0, -1.0, NAN):
         fails(ValueError, "max_norm must be a positive", table, ids, max_norm=bad)
-    for bad in ("x", [1.0], 1j):
+    for bad in ("x", "1", [1.0], 1j):
         fails(TypeError, "max_norm must be a static number", table, ids, max_norm=bad)
     ints = table.astype(jnp.int32)
     fails(TypeError, "needs a table of floats, got int32", ints, ids, max_norm=1.0)
