@@ -12,7 +12,8 @@ from sparsejax import _ids, _lookup
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _matrix
 from sparsejax.nn._block import SparseBlock, TableSpec
-from sparsejax.nn._embedding import TABLE_INIT, Embedding
+from sparsejax.nn._embedding import Embedding
+from sparsejax.nn._one_table import TABLE_INIT
 
 
 _EMBEDDING = "sparsejax.nn.SparseEmbedding"

@@ -1,27 +1,19 @@
 """Embedding: a table whose rows are looked up by id."""
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from sparsejax import _ids, _lookup
-from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
+from sparsejax.nn._one_table import TABLE_INIT, OneTable, table_fields
 
-
-# Rows of expected squared norm 1, as flax's.
-TABLE_INIT: Any = jax.nn.initializers.variance_scaling(
-    1.0, "fan_in", "normal", out_axis=0
-)
 
 _CALL = "sparsejax.nn.Embedding"
-_NAMES = ("embedding",)
 
-_PADDING = "{call}: padding_id must be a static int or None, got {found!r}."
 _SEGMENTS = (
     "{call}: the values of a SegmentTensor must be one array of ids, got {found}. Pass "
     "that part of them: st.values['ids'], with the same segment ids."
@@ -37,7 +29,7 @@ _WHOLE_TABLE = (
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
-class Embedding:
+class Embedding(OneTable):
     """A table of one row for each id.
 
     `out[i] = embedding[ids[i]]`, as `sparsejax.lookup` reads it. Under `sparsejax.grad`
@@ -114,21 +106,6 @@ class Embedding:
         _layer.set_fields(
             self, **table_fields(_CALL, num_embeddings, features, **fields)
         )
-
-    def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """The parameters: `{"embedding": [V, D]}`.
-
-        Args:
-          key: PRNG key.
-
-        Example:
-          >>> import jax, sparsejax as sj
-          >>> sj.nn.Embedding(7, 2).init(jax.random.key(0))["embedding"].shape
-          (7, 2)
-        """
-        key = _layer.check_key(_CALL, key)
-        shape = self.num_embeddings, self.features
-        return {"embedding": self.initializer(key, shape, self.param_dtype)}
 
     def __call__(self, params: Any, ids: Any) -> Any:
         """The rows of `ids`.
@@ -213,63 +190,3 @@ class Embedding:
         return jnp.tensordot(
             query, table, axes=(-1, -1), preferred_element_type=wide
         ).astype(dtype)
-
-    def table(self, params: Any) -> Any:
-        """The table among `params`, which are checked.
-
-        Example:
-          >>> import jax, sparsejax as sj
-          >>> layer = sj.nn.Embedding(5, 2)
-          >>> layer.table(layer.init(jax.random.key(0))).shape
-          (5, 2)
-        """
-        return table_parameter(_CALL, self, params)
-
-    def table_prefix(self) -> dict[str, bool | None]:
-        """What `sparsejax.value_and_grad(tables=)` is told of each parameter.
-
-        Example:
-          >>> import sparsejax as sj
-          >>> sj.nn.Embedding(5, 2).table_prefix()
-          {'embedding': True}
-        """
-        return {"embedding": self.sparse_grad}
-
-
-# ------------------------------------------------------------------ for EmbeddingBag
-
-
-def table_fields(
-    call: str, num_embeddings: Any, features: Any, **fields: Any
-) -> dict[str, Any]:
-    """The fields of a layer that has one table, checked."""
-    dtype, padding_id = fields["dtype"], fields["padding_id"]
-    param_dtype = _layer.check_dtype(call, "param_dtype", fields["param_dtype"])
-    _layer.check_bool(call, "sparse_grad", fields["sparse_grad"])
-    _lookup.check_mode(call, fields["mode"])
-    if padding_id is not None:
-        try:
-            padding_id = operator.index(padding_id)
-        except TypeError:
-            raise TypeError(_PADDING.format(call=call, found=padding_id)) from None
-    return dict(
-        num_embeddings=_layer.check_size(call, "num_embeddings", num_embeddings),
-        features=_layer.check_size(call, "features", features),
-        sparse_grad=fields["sparse_grad"],
-        dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
-        param_dtype=param_dtype,
-        padding_id=padding_id,
-        max_norm=_lookup.check_max_norm(call, fields["max_norm"], param_dtype),
-        mode=fields["mode"],
-        initializer=_layer.check_initializer(call, "init", fields["initializer"]),
-    )
-
-
-def table_parameter(call: str, layer: Any, params: Any) -> Any:
-    """The table of such a layer, its gradient dense if the layer says so."""
-    params = _ids.as_array(params)
-    if isinstance(params, (jax.Array, SelectedRows)):  # the only parameter there is
-        params = {"embedding": params}
-    params = _layer.check_params(call, params, _NAMES)
-    shape = layer.num_embeddings, layer.features
-    return _layer.table_of(call, params, "embedding", shape, layer.sparse_grad)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from sparsejax._bag import embedding_bag
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
-from sparsejax.nn._embedding import TABLE_INIT, table_fields, table_parameter
+from sparsejax.nn._one_table import TABLE_INIT, OneTable, table_fields
 
 
 COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp", "none")
@@ -23,7 +23,7 @@ _TWICE = (
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
-class EmbeddingBag:
+class EmbeddingBag(OneTable):
     """A table, of which bags of rows are read and each is reduced to one row.
 
     `out[b]` is the sum, the mean, ... of `embedding[ids[i]]` over the i of bag b, as
@@ -99,21 +99,6 @@ class EmbeddingBag:
             **table_fields(_CALL, num_embeddings, features, **fields),
         )
 
-    def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """The parameters: `{"embedding": [V, D]}`.
-
-        Args:
-          key: PRNG key.
-
-        Example:
-          >>> import jax, sparsejax as sj
-          >>> sj.nn.EmbeddingBag(7, 2).init(jax.random.key(0))["embedding"].shape
-          (7, 2)
-        """
-        key = _layer.check_key(_CALL, key)
-        shape = self.num_embeddings, self.features
-        return {"embedding": self.initializer(key, shape, self.param_dtype)}
-
     def __call__(
         self,
         params: Any,
@@ -162,27 +147,6 @@ class EmbeddingBag:
             indices_are_sorted=indices_are_sorted,
         )
         return out if self.dtype is None else out.astype(self.dtype)
-
-    def table(self, params: Any) -> Any:
-        """The table among `params`, which are checked.
-
-        Example:
-          >>> import jax, sparsejax as sj
-          >>> layer = sj.nn.EmbeddingBag(5, 2)
-          >>> layer.table(layer.init(jax.random.key(0))).shape
-          (5, 2)
-        """
-        return table_parameter(_CALL, self, params)
-
-    def table_prefix(self) -> dict[str, bool | None]:
-        """What `sparsejax.value_and_grad(tables=)` is told of each parameter.
-
-        Example:
-          >>> import sparsejax as sj
-          >>> sj.nn.EmbeddingBag(5, 2, sparse_grad=False).table_prefix()
-          {'embedding': False}
-        """
-        return {"embedding": self.sparse_grad}
 
 
 # ------------------------------------------------------------------ for collections

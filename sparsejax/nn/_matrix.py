@@ -170,12 +170,6 @@ def _as_csr(call: str, x: SegmentTensor, columns: int, skip_bad: bool) -> Csr:
     return Csr(x, index, value, columns)
 
 
-def _is_vector(x: Any, kinds: tuple) -> bool:
-    if not isinstance(x, jax.Array) or x.ndim != 1:
-        return False
-    return any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
-
-
 def _describe(values: Any) -> str:
     if isinstance(values, dict):
         parts = (f"{k!r}: {_describe(v)}" for k, v in sorted(values.items()))
