@@ -20,6 +20,7 @@ from sparsejax._reduce_args import (
     add_up,
     beside,
     float_dtype,
+    over,
     over_segments,
 )
 from sparsejax._reduce_exp import segment_logsumexp
@@ -323,7 +324,8 @@ def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
         by = bags.total(weights * weights if squared else weights)
     some = beside(by != 0, total.ndim)
     by = jnp.where(some, beside(by, total.ndim), 1)
-    return jnp.where(some, total.astype(dtype) / (jnp.sqrt(by) if squared else by), 0)
+    by = jnp.sqrt(by) if squared else by
+    return jnp.where(some, over(total.astype(dtype), by), 0)
 
 
 # ------------------------------------------------------------------ rows first
