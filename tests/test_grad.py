@@ -109,6 +109,23 @@ def test_partial_and_decorated_functions():
     _assert_same(sj.grad(fun)(_params(), IDS), jax.grad(fun)(_params(), IDS))
 
 
+@pytest.mark.parametrize("ids", [[7, -1], [7, 100], [7, 5]])
+def test_gradient_of_a_gradient_names_no_row_that_was_not_read(ids):
+    """An id out of range is an empty slot there too, not the nearest row."""
+    ids = jnp.array(ids)
+
+    def penalty(grad, norm, table):
+        read = lambda t: sj.lookup(t, ids, mode="zero", padding_id=-1)
+        return norm(grad(lambda t: jnp.sum(read(t) ** 2))(table)) ** 2
+
+    table = jnp.arange(200.0).reshape(100, 2)
+    sparse = sj.grad(lambda t: penalty(sj.grad, sj.optim.global_norm, t))(table)
+    dense = jax.grad(lambda t: penalty(jax.grad, jnp.linalg.norm, t))(table)
+    np.testing.assert_allclose(sparse.to_dense(), dense, rtol=1e-5)
+    in_range = (ids >= 0) & (ids < 100)
+    np.testing.assert_array_equal(sparse.rows, jnp.where(in_range, ids, 100))
+
+
 def test_dense_leaves_are_bit_identical_to_jax():
     table, w = jnp.ones((40, 2)), jnp.linspace(0.0, 1.0, 12).reshape(6, 2)
 

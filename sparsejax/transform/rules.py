@@ -59,7 +59,12 @@ def _gather_rule(
             if d != axis:  # taken whole, so any other start would be out of range
                 valid &= indices[..., k] == 0
     ids = inside[..., None] + _steps(width, inside.ndim + 1, inside.dtype)
-    rows = ctx.read(ref, ids, jnp.broadcast_to(valid[..., None], ids.shape))
+    everywhere = jnp.broadcast_to(valid[..., None], ids.shape)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        # What is read there is not used. An id that is no row's says so to a gradient
+        # of this gradient as well.
+        ids = jnp.where(everywhere, ids, _ids.scalar(ref.height, ids))
+    rows = ctx.read(ref, ids, everywhere)
     # [*batch, width, *content] -> [*batch, *operand's axes] -> without collapsed ones
     rows = jnp.moveaxis(rows, len(batch), len(batch) + axis)
     kept = [d for d in range(ref.ndim) if d not in dims.collapsed_slice_dims]
@@ -110,7 +115,7 @@ def _read_rows_rule(ctx: RuleContext, ref: Any, ids: Any) -> Any:
     # Our own read: a gradient taken by sparsejax inside the function has planted it.
     if ref.row_axis != 0:
         return NotImplemented
-    return ctx.read(ref, jnp.clip(ids, _ids.scalar(0, ids), ref.height - 1))
+    return ctx.read(ref, ids)
 
 
 _MODES = (
