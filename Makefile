@@ -19,7 +19,7 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test lint types docs notebooks bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -35,8 +35,15 @@ lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 
-types: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## pyright
-	@$(BIN)/pyright --pythonpath $(BIN)/python $(ARGS)
+types: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## pyright, on a user's script too
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --pythonpath $(BIN)/python $(ARGS)
+	@$(BIN)/python -m pytest -q tests/test_typing.py
+
+docs: $(VENV)/.installed-docs  ## the site, in build/site; a warning is an error
+	@$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site $(ARGS)
+
+notebooks: $(VENV)/.installed-notebooks  ## run the notebooks, keep what they show
+	@$(BIN)/python notebooks/execute.py $(ARGS)
 
 bench: $(VENV)/.installed-bench  ## python -m benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -218,7 +218,8 @@ def measure(rows: int, zipf: bool, tx: Any, seconds: float) -> dict[str, float]:
 
     def exact_step(carry, batch):
         both = sj.optim.exact_value_and_grad(click_loss, exact, tables=tables)
-        (loss, grads), params, state = both(*carry, batch)
+        params, state = carry
+        (loss, grads), params, state = both(params, state, batch)
         updates, state = exact.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 

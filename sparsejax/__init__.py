@@ -2,12 +2,61 @@
 
 Two words change in a training step::
 
-    loss, grads = sj.value_and_grad(loss_fn)(params, batch)   # for jax.value_and_grad
-    updates, state = tx.update(grads, state, params)          # tx = sj.optim.lazy(tx)
+    tx = sj.optim.lazy(tx)                                   # around optax's
+    loss, grads = sj.value_and_grad(loss_fn)(params, batch)  # in place of jax's
+    updates, state = tx.update(grads, state, params)
     params = optax.apply_updates(params, updates)
 
-The gradient of a table that the loss reads by rows is then a `SelectedRows`, and only
-those rows of weights and optimizer state are touched.
+The gradient of a table that the loss reads by rows is then a
+`SelectedRows`, and only those rows of weights and optimizer state are
+touched. `help(sj.value_and_grad)` has a whole program, and what is sparse
+and what is not.
+
+Gradients
+
+- `value_and_grad`, `grad`: JAX's, with SelectedRows for tables that are
+  read by rows.
+- `explain`: which leaves get a sparse gradient, and why the others do not.
+- `DensifyError`: what `tables=` insists on cannot be sparse.
+
+Rows of tables
+
+- `lookup`: rows by id; `embedding_bag`: looked up and reduced, bag by bag.
+- `SelectedRows`: rows of an array, by id; `concatenate`: the sum of
+  several.
+- `scatter_assign`, `scatter_weighted_sum`: write rows.
+- `unique`, `partition`: distinct ids; ids grouped by the shard that they go
+  to.
+- `dot`: CSR times dense.
+
+Lists of different lengths
+
+- `SegmentTensor`: elements in one axis, cut into segments of any lengths.
+- `segment_sum`, `segment_mean`, `segment_sqrtn`, `segment_prod`,
+  `segment_max`, `segment_min`, `segment_all`, `segment_any`,
+  `segment_count`, `segment_var`, `segment_std`, `segment_logsumexp`,
+  `segment_logmeanexp`: one result a segment.
+- `segment_softmax`, `segment_log_softmax`, `segment_normalize`,
+  `segment_cumsum`: one result an element.
+- `segment_argmax`, `segment_argmin`, `segment_top_k`: places.
+- `lengths_to_offsets`, `lengths_to_ranges`, `lengths_to_segment_ids`,
+  `offsets_to_lengths`, `segment_ids_to_lengths`, `segment_ids_to_ranges`:
+  from one form to another.
+- `pack_segments`, `unpack_segments`: to padded rows, and back.
+
+Packages, each with a page of its own, such as `help(sj.optim)`
+
+- `optim`: `lazy`, `exact`, and optimizers that optax does not have.
+- `nn`: layers, and models whose tables are in a store.
+- `data`: data sets, batches of static shape, readers of text files.
+- `store`: tables in host memory or a file, larger than the device.
+- `parallel`: tables over many devices.
+- `desc`: kinds, types and dimensions before any data; files.
+- `viz`: pictures of rows touched, and of programs.
+- `extend`: rules for primitives of yours.
+
+`NotPulledError` is what a block of `nn` raises for a table that it did not
+ask for.
 """
 
 import importlib.metadata as _metadata

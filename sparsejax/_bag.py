@@ -98,7 +98,8 @@ def embedding_bag(
 ) -> jax.Array:
     """Rows of `table` by id, reduced to one row a bag.
 
-    With `x_i = table[ids[i]]` and weights `w_i` (1 by default), over the i of bag b:
+    With `x_i = table[ids[i]]` and weights `w_i` (1 by default), over the i of
+    bag b:
 
     - `"sum"`: `out[b] = sum w_i x_i`
     - `"mean"`: `out[b] = sum w_i x_i / sum w_i`
@@ -107,39 +108,42 @@ def embedding_bag(
     - `"logsumexp"`: `out[b] = log sum exp(x_i)`
     - `"none"`: the rows themselves, as `sparsejax.lookup` gives them
 
-    A bag without elements gives zeros, whatever the combiner, and so do a mean whose
-    weights sum up to 0 and a sqrtn whose weights are all 0. Differentiable in `table`
-    and `weights`; under `sparsejax.grad` the gradient of the table is a SelectedRows of
-    a row for each id.
+    A bag without elements gives zeros, whatever the combiner, and so do a mean
+    whose weights sum up to 0 and a sqrtn whose weights are all 0.
+    Differentiable in `table` and `weights`; under `sparsejax.grad` the gradient
+    of the table is a SelectedRows of a row for each id.
 
     Args:
       table: `[V, ...]`, as in `sparsejax.lookup`: an array, or a SelectedRows.
-      ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, each row a bag, filled up
-        with `padding_id`; or a SegmentTensor of ids.
-      segment_ids: integers `[n]`, the bag of each id; out of `[0, num_segments)` an id
-        is in no bag, and is not read.
-      num_segments: int, the number of bags; static. None means the largest segment id
-        plus 1, outside of `jit` only.
-      weights: real numbers of the shape of `ids` (of its values), for sum, mean and
-        sqrtn.
+      ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, each row a bag,
+        filled up with `padding_id`; or a SegmentTensor of ids.
+      segment_ids: integers `[n]`, the bag of each id; out of
+        `[0, num_segments)` an id is in no bag, and is not read.
+      num_segments: int, the number of bags; static. None means the largest
+        segment id plus 1, outside of `jit` only.
+      weights: real numbers of the shape of `ids` (of its values), for sum, mean
+        and sqrtn.
       combiner: how a bag is reduced.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
-        `"error"`, as in `sparsejax.lookup`. It counts in a mean, whatever it reads.
+        `"error"`, as in `sparsejax.lookup`. It counts in a mean, whatever it
+        reads.
       padding_id: int, an id that is in no bag.
       max_norm: positive number, as in `sparsejax.lookup`.
       indices_are_sorted: whether `segment_ids` ascend, which is faster.
 
     Returns:
-      `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for padded ids,
-      of the table's dtype; means and weighted sums of integers are float32. For
-      `"none"`, `[*ids.shape, *table.shape[1:]]`.
+      `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for
+      padded ids, of the table's dtype; means and weighted sums of integers are
+      float32. For `"none"`, `[*ids.shape, *table.shape[1:]]`.
 
     Raises:
-      TypeError: `table`, `ids`, `weights`, `padding_id` or `max_norm` are of a wrong
-        kind.
-      ValueError: unknown `combiner` or `mode`, weights for a combiner that has none,
-        shapes that do not go together, or bags that are not given or given twice.
-      checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
+      TypeError: `table`, `ids`, `weights`, `padding_id` or `max_norm` are of a
+        wrong kind.
+      ValueError: unknown `combiner` or `mode`, weights for a combiner that has
+        none, shapes that do not go together, or bags that are not given or
+        given twice.
+      checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of
+        range.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -154,8 +158,8 @@ def embedding_bag(
              [3., 4.]], dtype=float32)
 
     References:
-      Caffe2, `SparseLengthsSum` and its kin; PyTorch, `EmbeddingBag`; TensorFlow,
-      `embedding_lookup_sparse` (`sqrtn`, weights).
+      Caffe2, `SparseLengthsSum` and its kin; PyTorch, `EmbeddingBag`;
+      TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
     table = _lookup.as_table(_CALL, table)
     if table.dtype == jnp.bool_:

@@ -8,6 +8,8 @@ body differs between jax 0.10.2 and newer releases. Nothing else in the package 
 import contextlib
 import functools
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,10 +83,24 @@ def user_line(eqn: Any, enclosing: str | None = None) -> str:
     installed = None
     for frame in _source_info.user_frames(eqn.source_info.traceback):
         name = frame.file_name
+        line = f"{_shown_name(name)}:{frame.start_line}"
         if not any(part in name for part in _INSTALLED):
-            return f"{name}:{frame.start_line}"
-        installed = installed or f"{name}:{frame.start_line}"
+            return line
+        installed = installed or line
     return enclosing or installed or "an unknown line"
+
+
+def _shown_name(file: str) -> str:
+    """A file's name as its author knows it: a notebook's cell is `In[3]`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    # Releases before 7.33 name cells so that the number can be read.
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    kind_and_name = name_of(file) if name_of else None
+    if kind_and_name:
+        return kind_and_name[1]
+    cell = re.match(r"<ipython-input-(\d+)-", file)
+    return f"In[{cell[1]}]" if cell else file
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:

@@ -28,7 +28,8 @@ def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
             return jnp.dtype(candidate)
     if not x64_enabled():
         raise ValueError(
-            f"a table of {height} rows needs int64 ids: set jax_enable_x64, or split it"
+            f"sparsejax: a table of {height} rows needs ids of 64 bits. Set "
+            "jax_enable_x64, or split the table."
         )
     return jnp.dtype(jnp.int64)
 
@@ -41,16 +42,22 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
         except OverflowError:  # a list with an int that no id of 32 bits can be
             ids = np.asarray(ids)
         except (TypeError, ValueError):
+            way_out = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
             raise TypeError(
-                f"{call}: {name} must be an array of integers, got an object of type "
-                f"{type(ids).__name__}. Make an int32 array of it."
+                f"{call}: {name} must be an array of integers, got {kind_of(ids)}. "
+                f"Pass {way_out}."
             ) from None
     if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
         ids = ids.astype(jnp.int32)  # [] has no type of its own
     if not jnp.issubdtype(ids.dtype, jnp.integer):
+        ways_out = {
+            "b": "Of a mask, jnp.flatnonzero gives the ids.",
+            "O": "An id has at most 64 bits.",
+        }
+        way_out = ways_out.get(ids.dtype.kind, "Cast them with .astype(jnp.int32).")
         raise TypeError(
             f"{call}: {name} must be integers, got {ids.dtype} of shape {ids.shape}. "
-            "Cast them with .astype(jnp.int32)."
+            f"{way_out}"
         )
     return ids
 
@@ -83,6 +90,46 @@ def as_array(x: Any) -> Any:
         return x
     known = isinstance(x, np.ndarray) or hasattr(x, "__jax_array__")
     return jnp.asarray(x) if known else x
+
+
+def to_array(call: str, x: Any, name: str) -> jax.Array:
+    """`x` as a JAX array, or a TypeError that names `call`."""
+    try:
+        return jnp.asarray(x)
+    except (OverflowError, TypeError, ValueError):
+        raise TypeError(
+            f"{call}: {name} must be an array of numbers, got {kind_of(x)}."
+        ) from None
+
+
+def array_or_spec(call: str, x: Any, name: str) -> Any:
+    """Lists and numpy arrays become JAX arrays; tracers and specs stay."""
+    spec = hasattr(x, "dtype") and hasattr(x, "shape")
+    return x if spec and not isinstance(x, np.ndarray) else to_array(call, x, name)
+
+
+def show_spec(x: Any) -> str:
+    """`float32[3,2]`, as reprs have it; the repr of what is no array."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return repr(x)
+    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+
+
+def kind_of(x: Any) -> str:
+    """What an error calls an argument of a wrong kind."""
+    if isinstance(x, (jax.Array, np.ndarray)):
+        return f"an array {show_spec(x)}"
+    return "None" if x is None else f"an object of type {type(x).__name__}"
+
+
+def show(x: Any) -> str:
+    """How an error shows a number: its repr, unless that is long or a tracer's."""
+    if isinstance(x, Tracer):
+        return f"a traced {show_spec(x)}"
+    if isinstance(x, (jax.Array, np.ndarray)) and x.size > 8:
+        return f"an array {show_spec(x)}"
+    text = " ".join(repr(x).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def scalar(value: int, like: Any) -> Any:
@@ -121,8 +168,12 @@ def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """`table` with `values` added to rows `ids` (duplicates add up)."""
-    return table.at[ids].add(values, mode="drop", wrap_negative_indices=False)
+    """`table` with `values` added to rows `ids` (duplicates add up).
+
+    The sum of booleans is a boolean, as `+` of arrays has it: whether any is true.
+    """
+    add = table.at[ids].max if table.dtype == jnp.bool_ else table.at[ids].add
+    return add(values, mode="drop", wrap_negative_indices=False)
 
 
 def set_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
@@ -216,7 +267,7 @@ def check_capacity(call: str, capacity: Any) -> int:
     if known and np.ndim(capacity) == 0 and capacity >= 0 and int(capacity) == capacity:
         return int(capacity)
     raise ValueError(
-        f"{call}: capacity must be a static, non-negative int, got {capacity!r}"
+        f"{call}: capacity must be a static, non-negative int, got {show(capacity)}."
     )
 
 
@@ -231,7 +282,9 @@ def static_int(x: Any, least: int, complaint: str) -> int:
     return found
 
 
-def report_overflow(call: str, values: jax.Array, count: Any, capacity: int) -> Any:
+def report_overflow(
+    call: str, values: jax.Array, count: Any, capacity: int, way_out: str = ""
+) -> Any:
     """Raises if `count > capacity`; inside jit, where it cannot, `values` turn NaN."""
     if is_concrete(count):
         if int(count) > capacity:
@@ -243,7 +296,7 @@ def report_overflow(call: str, values: jax.Array, count: Any, capacity: int) -> 
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         raise ValueError(
             f"{call}: capacity={capacity} may be too small, and inside jit "
-            f"{values.dtype} values have no NaN to report it with. Leave capacity out, "
-            "or ask for return_overflow=True."
+            f"{values.dtype} values have no NaN to report it with. Leave capacity out"
+            f"{way_out}."
         )
     return jnp.where(count > capacity, jnp.array(jnp.nan, values.dtype), values)

@@ -81,40 +81,45 @@ def lookup(
 ) -> jax.Array:
     """Rows of `table`, by id.
 
-    `out[i] = table[ids[i]]`, and with `max_norm` c also `out[i] *= c / norm(out[i])`
-    where the row's Euclidean norm is greater than c. Differentiable in `table`; under
-    `sparsejax.grad` the gradient is a SelectedRows.
+    `out[i] = table[ids[i]]`, and with `max_norm` c also
+    `out[i] *= c / norm(out[i])` where the row's Euclidean norm is greater than
+    c. Differentiable in `table`; under `sparsejax.grad` the gradient is a
+    SelectedRows.
 
     Args:
-      table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, a part of a table
-        that was pulled: duplicates sum, and a row that is not stored counts as out of
-        range.
-      ids: integers of any type, shape and rank. Negative ids are out of range; they
-        never wrap.
+      table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, a part of a
+        table that was pulled: duplicates sum, and a row that is not stored
+        counts as out of range.
+      ids: integers of any type, shape and rank. Negative ids are out of range;
+        they never wrap.
       mode: what an id that is out of range reads.
         `"fill"`: NaN, and for other than floats what `jnp.take` fills with.
-        `"clip"`: the nearest row, 0 or V - 1. (In a SelectedRows that row may not be
-        stored either; then it reads as with `"fill"`.)
+        `"clip"`: the nearest row, 0 or V - 1. (In a SelectedRows that row may
+        not be stored either; then it reads as with `"fill"`.)
         `"zero"`: zeros.
-        `"error"`: an error, through `jax.experimental.checkify`. Inside `jit` the
-        caller makes it a value with `checkify.checkify`; where nobody does, JAX raises
-        its own error that says so. Outside of `jit` it is raised at once. The rows are
-        those of `"fill"`.
-      padding_id: int, an id that reads zeros and gets no gradient, whatever the mode.
-        Any int: -1, V and the id of a row will do. Compared with `ids` as given.
-      max_norm: positive number. A row with a greater norm, over all its axes and in at
-        least float32, is scaled to it; all other rows stay as they are, bit by bit.
-        Gradients flow through the norm, as with TensorFlow's `max_norm`. PyTorch's
-        renormalises the table in place instead.
+        `"error"`: an error, through `jax.experimental.checkify`. Inside `jit`
+        the caller makes it a value with `checkify.checkify`; where nobody does,
+        JAX raises its own error that says so. Outside of `jit` it is raised at
+        once. The rows are those of `"fill"`.
+      padding_id: int, an id that reads zeros and gets no gradient, whatever the
+        mode. Any int: -1, V and the id of a row will do. Compared with `ids` as
+        given.
+      max_norm: positive number. A row with a greater norm, over all its axes
+        and in at least float32, is scaled to it; all other rows stay as they
+        are, bit by bit. Gradients flow through the norm, as with TensorFlow's
+        `max_norm`. PyTorch's renormalises the table in place instead.
 
     Returns:
       `[*ids.shape, *table.shape[1:]]`, of the table's dtype.
 
     Raises:
-      TypeError: `table` is no array, `ids` are not integers, `padding_id` is no static
-        int, or `max_norm` is no static number or the table has no floats to scale.
-      ValueError: `table` has no axes, an unknown `mode`, or `max_norm` not positive.
-      checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
+      TypeError: `table` is no array, `ids` are not integers, `padding_id` is no
+        static int, or `max_norm` is no static number or the table has no floats
+        to scale.
+      ValueError: `table` has no axes, an unknown `mode`, or `max_norm` not
+        positive.
+      checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of
+        range.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj

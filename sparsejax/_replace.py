@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to be written in the place of `path`; on an error that stays as it is.
 
     Of a link it is the file that the link points to.

@@ -7,7 +7,7 @@ wins, a strongly typed scalar never widens it.
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,87 @@ from sparsejax import _ids
 
 
 NO_DIVISION_BY_ROWS = (
-    "x / SelectedRows: the rows that are not stored are zero, so the result would be "
-    "infinite there. Use .map(lambda v: x / v) for the stored rows, or .to_dense()."
+    "SelectedRows as a divisor: the rows that are not stored are zero, so the result "
+    "would be infinite there. Use .map(lambda v: x / v) for the stored rows, or .to_dense()."
 )
 _NO_SCALAR_ADD = (
     "SelectedRows + {found}: adding a scalar would change all {height} rows, those "
     "not stored. Call .to_dense() first, or use .map(lambda v: v + ...) to act on the "
     "stored rows only."
 )
+
+
+_NO_LIST = "sparsejax.concatenate: takes a list of SelectedRows, got {found}."
+_CHANGED = (
+    "{call}: rows must be integers, the row ids, got {found}. A function over the whole "
+    "tree (jax.tree.map, or an optax transformation outside of sparsejax.optim.lazy) "
+    "changes the ids too: use SelectedRows.map for the values, and put transformations "
+    "inside lazy(...)."
+)
+
+
+Rows = TypeVar("Rows")  # SelectedRows, or what extends it
+
+
+class Operators:
+    """`+`, `-`, `*`, `/` of SelectedRows, which extends this."""
+
+    def __neg__(self) -> Self:
+        return _values_of(self, operator.neg)
+
+    @overload
+    def __add__(self, other: Self | float) -> Self: ...
+    @overload
+    def __add__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
+    @overload
+    def __add__(self, other: Any) -> Any: ...
+    def __add__(self, other: Any) -> Any:
+        return add(self, other)
+
+    @overload
+    def __radd__(self, other: Self | float) -> Self: ...
+    @overload
+    def __radd__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
+    @overload
+    def __radd__(self, other: Any) -> Any: ...
+    def __radd__(self, other: Any) -> Any:
+        return add(self, other)
+
+    @overload
+    def __sub__(self, other: Self | float) -> Self: ...
+    @overload
+    def __sub__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
+    @overload
+    def __sub__(self, other: Any) -> Any: ...
+    def __sub__(self, other: Any) -> Any:
+        return add(self, negative(other))
+
+    @overload
+    def __rsub__(self, other: Self | float) -> Self: ...
+    @overload
+    def __rsub__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
+    @overload
+    def __rsub__(self, other: Any) -> Any: ...
+    def __rsub__(self, other: Any) -> Any:
+        return add(-self, other)
+
+    def __mul__(self, other: Any) -> Self:
+        return multiply(self, other)
+
+    def __rmul__(self, other: Any) -> Self:
+        return multiply(self, other)
+
+    def __truediv__(self, other: Any) -> Self:
+        return divide(self, other)
+
+    def __rtruediv__(self, other: Any) -> NoReturn:
+        raise TypeError(NO_DIVISION_BY_ROWS)
+
+
+def check_rows(call: str, rows: Any) -> None:
+    """A TypeError unless `rows` are integers."""
+    if not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise TypeError(_CHANGED.format(call=call, found=rows.dtype))
 
 
 def is_selected_rows(x: Any) -> bool:
@@ -35,6 +108,7 @@ def is_selected_rows(x: Any) -> bool:
 def add(a: Any, b: Any) -> Any:
     """SelectedRows + SelectedRows, array or zero."""
     if is_selected_rows(b):
+        _check_same_shape("SelectedRows +", a, b)
         return concatenate([a, b])
     if not _is_arraylike(b):
         return NotImplemented
@@ -53,7 +127,7 @@ def negative(x: Any) -> Any:
 def multiply(a: Any, b: Any) -> Any:
     """SelectedRows times a scalar, or times SelectedRows, row by row."""
     if is_selected_rows(b):
-        _check_same_shape("*", a, b)
+        _check_same_shape("SelectedRows *", a, b)
         merged = a.coalesce()  # a product is not linear in duplicates
         dtype = _ids.promote(a.dtype, b.dtype)
         other = b.get(merged.rows).astype(dtype)
@@ -72,7 +146,7 @@ def divide(a: Any, b: Any) -> Any:
     return a.map(lambda v: _scale(operator.truediv, "/", v, b))
 
 
-def concatenate(parts: Sequence[Any]) -> Any:
+def concatenate(parts: Sequence[Rows]) -> Rows:
     """The sum of several SelectedRows of one shape, as one with all their slots.
 
     `concatenate([a, b]).to_dense() == a.to_dense() + b.to_dense()`. Nothing is
@@ -97,23 +171,32 @@ def concatenate(parts: Sequence[Any]) -> Any:
     References:
       PaddlePaddle, `sum` over SelectedRows.
     """
-    parts = list(parts)
-    if not parts:
-        raise ValueError("sparsejax.concatenate: needs at least one SelectedRows")
-    for part in parts:
+    try:
+        summands: list[Any] = list(parts)
+    except TypeError:
+        raise TypeError(_NO_LIST.format(found=_ids.kind_of(parts))) from None
+    if not summands:
+        raise ValueError(
+            "sparsejax.concatenate: needs at least one SelectedRows, got an empty list."
+        )
+    for part in summands:
         if not is_selected_rows(part):
             raise TypeError(
-                "sparsejax.concatenate: takes a list of SelectedRows, found "
-                f"{type(part).__name__}. SelectedRows.from_dense makes one of an array."
+                f"{_NO_LIST.format(found=_ids.kind_of(part))[:-1]} in it. "
+                "SelectedRows.from_dense makes one of an array."
             )
-        _check_same_shape("concatenate", parts[0], part)
-    if len(parts) == 1:
-        return parts[0]
-    rows_dtype = _ids.promote(*(p.rows.dtype for p in parts))
-    dtype = _ids.promote(*(p.dtype for p in parts))
-    rows = jnp.concatenate([p.rows.astype(rows_dtype) for p in parts])
-    values = jnp.concatenate([p.values.astype(dtype) for p in parts])
-    return type(parts[0])(rows, values, parts[0].height)
+        _check_same_shape("sparsejax.concatenate", summands[0], part)
+    if len(summands) == 1:
+        return summands[0]
+    rows_dtype = _ids.promote(*(p.rows.dtype for p in summands))
+    dtype = _ids.promote(*(p.dtype for p in summands))
+    rows = jnp.concatenate([p.rows.astype(rows_dtype) for p in summands])
+    values = jnp.concatenate([p.values.astype(dtype) for p in summands])
+    return type(summands[0])(rows, values, summands[0].height)
+
+
+def _values_of(rows: Any, f: Any) -> Any:
+    return rows.map(f)
 
 
 def _is_arraylike(x: Any) -> bool:
@@ -127,8 +210,8 @@ def _is_scalar(x: Any) -> bool:
 def _check_same_shape(call: str, a: Any, b: Any) -> None:
     if a.shape != b.shape:
         raise ValueError(
-            f"SelectedRows {call}: shapes {a.shape} and {b.shape} differ; both must "
-            "stand for arrays of one shape."
+            f"{call}: shapes {a.shape} and {b.shape} differ; both must stand for "
+            "arrays of one shape."
         )
 
 
@@ -151,16 +234,10 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
     array = jnp.asarray(array)
     if array.shape != rows.shape:
         raise ValueError(
-            f"array + SelectedRows: shapes {array.shape} and {rows.shape} differ; "
+            f"SelectedRows + array: shapes {rows.shape} and {array.shape} differ; "
             "there is no broadcasting of a SelectedRows."
         )
-    if not jnp.issubdtype(rows.rows.dtype, jnp.integer):
-        raise TypeError(
-            f"array + SelectedRows: its rows are {rows.rows.dtype}, not integers: a "
-            "function over the whole tree (jax.tree.map, or an optax transformation "
-            "outside of sparsejax.optim.lazy) has changed its ids too. Use "
-            "SelectedRows.map for the values, and put transformations inside lazy(...)."
-        )
+    check_rows("SelectedRows + array", rows.rows)
     wide = _ids.accumulator_dtype(_ids.promote(array.dtype, rows.dtype))
     if wide == array.dtype:
         return _ids.add_rows(array, rows.safe_rows(), rows.values.astype(wide))

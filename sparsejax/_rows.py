@@ -18,7 +18,7 @@ Sharp edges: `jax.tree.map` over a `SelectedRows` also visits its ids. Use
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NoReturn, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +28,41 @@ from sparsejax import _html, _ids, _row_arithmetic
 
 
 _NO_SILENT_DENSE = (
-    "a SelectedRows of shape {shape} was used where an array is needed (jnp.asarray, "
+    "SelectedRows: one of shape {shape} was used where an array is needed (jnp.asarray, "
     "np.asarray or a numpy function). It would become a dense array of {shape}: call "
     ".to_dense() if that is what you want, or work on .rows and .values."
+)
+_HEIGHT = (
+    "SelectedRows: height must be a static, non-negative int, got {found}. It is the "
+    "number of rows of the dense array."
 )
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows:
+class SelectedRows(_row_arithmetic.Operators):
     """Rows of a `[height, ...]` array, by id.
 
-    Stands for the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and zero
-    in every row that no slot names.
+    Stands for the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
+    zero in every row that no slot names. The gradient of a table under
+    `sparsejax.value_and_grad` is one, and so are an optimizer's update and the
+    rows pulled from a `sparsejax.store.KVStore`. Everything works under `jit`:
+
+    - `to_dense()`, `from_dense(x)`: to the array, and of one.
+    - `coalesce()`: each row once, duplicates summed, ids ascending.
+    - `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
+    - `map(f)`, `astype(dtype)`: change the values alone.
+    - `a + b`, `a - b`: of two; with an array, an array. `a * 2`, `a / 2`,
+      `a * b`.
+    - `shape`, `dtype`, `ndim`: of the array stood for.
+    - `capacity`, `num_rows()`, `filled()`, `safe_rows()`: about the slots.
+
+    `jax.tree.map` over a SelectedRows changes its ids too: use `map`, and put
+    optax transformations inside of `sparsejax.optim.lazy`, not around it.
 
     Args:
-      rows: integer `[n]`, the id of each slot; `rows[i] == height` is an empty slot.
-        An integer type too narrow for `height` is widened.
+      rows: integer `[n]`, the id of each slot; `rows[i] == height` is an empty
+        slot. An integer type too narrow for `height` is widened.
       values: `[n, ...]`, any dtype, the values of each slot.
       height: int, the number of rows of the array stood for.
 
@@ -64,7 +82,8 @@ class SelectedRows:
       Array([0, 2, 4], dtype=int32)
 
     References:
-      PaddlePaddle, `SelectedRows` {rows, value, height}; TensorFlow, `IndexedSlices`.
+      PaddlePaddle, `SelectedRows` {rows, value, height}; TensorFlow,
+      `IndexedSlices`.
     """
 
     rows: jax.Array
@@ -77,23 +96,18 @@ class SelectedRows:
     def __init__(self, rows: Any, values: Any, height: int):
         # Only a user's call comes here: pytree code goes through `tree_unflatten`,
         # which may carry tracers, ShapeDtypeStructs or plain placeholders.
-        rows, values = _as_array(_ids.saturate(rows)), _as_array(values)
+        call = "SelectedRows"
+        rows = _ids.array_or_spec(call, _ids.saturate(rows), "rows")
+        values = _ids.array_or_spec(call, values, "values")
         try:
             height = operator.index(height)
         except TypeError:
-            raise TypeError(
-                f"SelectedRows: height must be an int, got {height!r}. It is the "
-                "number of rows of the dense array, and static."
-            ) from None
+            raise TypeError(_HEIGHT.format(found=_ids.show(height))) from None
         if height < 0:
-            raise ValueError(f"SelectedRows: height must not be negative, got {height}")
+            raise ValueError(_HEIGHT.format(found=height))
         if rows.shape == (0,) and not jnp.issubdtype(rows.dtype, jnp.integer):
             rows = jnp.zeros((0,), jnp.int32)  # SelectedRows([], ...) means no rows
-        if not jnp.issubdtype(rows.dtype, jnp.integer):
-            raise TypeError(
-                f"SelectedRows: rows must be integers (row ids), got {rows.dtype}. If "
-                "a tree-wide function has been here, it changed the ids too: use .map."
-            )
+        _row_arithmetic.check_rows("SelectedRows", rows)
         if len(rows.shape) != 1 or values.shape[:1] != rows.shape:
             raise ValueError(
                 "SelectedRows: rows must have shape [n] and values [n, ...], the slots "
@@ -112,7 +126,7 @@ class SelectedRows:
         return tuple(zip(keys, (self.rows, self.values))), self.height
 
     @classmethod
-    def tree_unflatten(cls, static: Any, children: Any):
+    def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
         self.__dict__.update(rows=children[0], values=children[1], height=static)
@@ -145,7 +159,7 @@ class SelectedRows:
         return jnp.sum(self.filled(), dtype=jnp.int32)
 
     def __repr__(self) -> str:
-        rows, values = _spec(self.rows), _spec(self.values)
+        rows, values = _ids.show_spec(self.rows), _ids.show_spec(self.values)
         if not _ids.is_concrete(self.rows) or self.rows.ndim != 1:
             return f"SelectedRows(rows={rows}, values={values}, height={self.height})"
         ids = np.asarray(self.rows)
@@ -162,7 +176,7 @@ class SelectedRows:
     # -- to and from dense -------------------------------------------------------
 
     @classmethod
-    def from_dense(cls, x, capacity: int | None = None) -> "SelectedRows":
+    def from_dense(cls, x: Any, capacity: int | None = None) -> Self:
         """The rows of `x` that are not all zero, ascending.
 
         Args:
@@ -186,7 +200,7 @@ class SelectedRows:
           MXNet, `cast_storage(x, "row_sparse")`.
         """
         call = "SelectedRows.from_dense"
-        x = jnp.asarray(x)
+        x = _ids.to_array(call, x, "x")
         if x.ndim == 0:
             raise ValueError(f"{call}: a scalar has no rows. Give it one axis or more.")
         used = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
@@ -204,7 +218,8 @@ class SelectedRows:
     def to_dense(self) -> jax.Array:
         """The array stood for, `[height, ...]`; duplicates are summed.
 
-        Types narrower than float32 are summed in float32 and rounded once.
+        Types narrower than float32 are summed in float32 and rounded once; the sum of
+        booleans is whether any is true.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -215,11 +230,17 @@ class SelectedRows:
         values = self.values.astype(zeros.dtype)
         return _ids.add_rows(zeros, self.safe_rows(), values).astype(self.dtype)
 
-    def __array__(self, *args, **kwargs):
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(_NO_SILENT_DENSE.format(shape=self.shape))
 
     # -- rows --------------------------------------------------------------------
 
+    @overload
+    def coalesce(self, capacity: int | None = None) -> "SelectedRows": ...
+    @overload
+    def coalesce(
+        self, capacity: int | None = None, *, return_overflow: Literal[True]
+    ) -> tuple["SelectedRows", jax.Array]: ...
     def coalesce(
         self, capacity: int | None = None, *, return_overflow: bool = False
     ) -> Any:
@@ -263,10 +284,11 @@ class SelectedRows:
             return SelectedRows(rows, values, self.height), overflow
         if capacity < min(self.capacity, self.height):
             call = "SelectedRows.coalesce"
-            values = _ids.report_overflow(call, values, count, capacity)
+            way_out = ", or ask for return_overflow=True"
+            values = _ids.report_overflow(call, values, count, capacity, way_out)
         return SelectedRows(rows, values, self.height)
 
-    def get(self, ids) -> jax.Array:
+    def get(self, ids: Any) -> jax.Array:
         """The rows of `ids`, in the order asked; zeros where a row is not stored.
 
         Args:
@@ -284,9 +306,9 @@ class SelectedRows:
         References:
           PaddlePaddle, `SelectedRows::Get`.
         """
-        return self.find(ids)[0]
+        return self._find("SelectedRows.get", ids)[0]
 
-    def find(self, ids) -> tuple[jax.Array, jax.Array]:
+    def find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
         """`get(ids)`, and for each id whether its row is stored, bool `[*ids.shape]`.
 
         Example:
@@ -295,13 +317,16 @@ class SelectedRows:
           >>> g.find(jnp.array([2, 3, 7]))[1]
           Array([ True, False,  True], dtype=bool)
         """
-        ids = _ids.as_ids("SelectedRows.get", ids, self.height)
+        return self._find("SelectedRows.find", ids)
+
+    def _find(self, call: str, ids: Any) -> tuple[jax.Array, jax.Array]:
+        ids = _ids.as_ids(call, ids, self.height)
         merged = self.coalesce()
         slot, stored = _ids.find_slots(merged.rows, ids, self.height)
         none = np.int32(merged.capacity)
         return _ids.take_rows(merged.values, jnp.where(stored, slot, none)), stored
 
-    def retain(self, ids) -> "SelectedRows":
+    def retain(self, ids: Any) -> "SelectedRows":
         """Only the rows named in `ids`; the other slots become empty.
 
         Args:
@@ -332,6 +357,9 @@ class SelectedRows:
         Args:
           f: `[n, ...] -> [n, ...]`; the row shape may change.
 
+        Raises:
+          ValueError: `f` gives another number of slots.
+
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
           >>> g = sj.SelectedRows(jnp.array([1]), jnp.array([[3.0, 4.0]]), 2)
@@ -346,36 +374,9 @@ class SelectedRows:
             )
         return SelectedRows(self.rows, values, self.height)
 
-    def astype(self, dtype) -> "SelectedRows":
+    def astype(self, dtype: jax.typing.DTypeLike) -> "SelectedRows":
         """The same rows with values of another type."""
         return self.map(lambda v: v.astype(dtype))
-
-    # -- arithmetic --------------------------------------------------------------
-
-    def __neg__(self):
-        return self.map(operator.neg)
-
-    def __add__(self, other):
-        return _row_arithmetic.add(self, other)
-
-    __radd__ = __add__
-
-    def __sub__(self, other):
-        return _row_arithmetic.add(self, _row_arithmetic.negative(other))
-
-    def __rsub__(self, other):
-        return _row_arithmetic.add(-self, other)
-
-    def __mul__(self, other):
-        return _row_arithmetic.multiply(self, other)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other):
-        return _row_arithmetic.divide(self, other)
-
-    def __rtruediv__(self, other):
-        raise TypeError(_row_arithmetic.NO_DIVISION_BY_ROWS)
 
     # -- for the modules beside this one -----------------------------------------
 
@@ -385,16 +386,5 @@ class SelectedRows:
 
     def safe_rows(self) -> jax.Array:
         """`rows` with everything that is out of range written as `height`."""
+        _row_arithmetic.check_rows("SelectedRows", self.rows)
         return jnp.where(self.filled(), self.rows, _ids.scalar(self.height, self.rows))
-
-
-def _as_array(x: Any) -> Any:
-    """Lists and numpy arrays become JAX arrays; tracers and specs stay."""
-    spec = hasattr(x, "dtype") and hasattr(x, "shape")
-    return x if spec and not isinstance(x, np.ndarray) else jnp.asarray(x)
-
-
-def _spec(x: Any) -> str:
-    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
-        return repr(x)
-    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"

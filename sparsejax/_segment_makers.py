@@ -1,10 +1,10 @@
 """How SegmentTensors are made: from each of the other forms of the same thing.
 
-These are the class methods of SegmentTensor, which its class body names; `cls` is
+These are the class methods of SegmentTensor, which extends `Makers`; `cls` is
 SegmentTensor itself.
 """
 
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,261 +12,270 @@ import numpy as np
 from sparsejax import _elements, _ids, _layouts, _nested_lists, _segment_numbers
 
 
-class _Segments(Protocol):
-    """What SegmentTensor, which is defined on top of this module, has for makers."""
-
-    def __init__(
-        self, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool = False
-    ): ...
-
-    @classmethod
-    def _make_unchecked(
-        cls, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool
-    ) -> Self: ...
-
-
-T = TypeVar("T", bound=_Segments)
-
 _TOO_FEW = (
     "{call}: the segments have {need} elements, and values have {n}. Lengths sum to at "
     "most the number of elements, and offsets end with it."
 )
 
 
-def from_lengths(
-    cls: type[T], values: Any, lengths: Any, *, capacity: int | None = None
-) -> T:
-    """Segments that follow one another, by their lengths.
+class Makers:
+    """The makers, for SegmentTensor to extend."""
 
-    Args:
-      values: as of the class. Elements beyond the sum of `lengths` are empty.
-      lengths: integers `[K]`.
-      capacity: int, elements of the result; as many as of `values` if left out. Empty
-        elements are added, or the last ones cut.
+    if TYPE_CHECKING:  # what SegmentTensor, which is defined on top of this, has
 
-    Raises:
-      ValueError: `lengths` are negative, or sum to more than there are elements or than
-        `capacity`. Inside `jit`, where that is not known, floats among the values come
-        out as NaN then. Integers have no NaN: with them a `capacity` less than the
-        number of elements is refused there, and lengths that sum to more, or negative
-        ones, cut the elements otherwise: `.lengths` then differ from `lengths`. Check
-        numbers that come from outside before they enter `jit`.
+        def __init__(
+            self,
+            values: Any,
+            segment_ids: Any,
+            num_segments: int,
+            is_sorted: bool = False,
+        ): ...
 
-    Example:
-      >>> import jax.numpy as jnp, sparsejax as sj
-      >>> ids, lengths = jnp.array([10, 11, 101]), jnp.array([2, 1, 0])
-      >>> sj.SegmentTensor.from_lengths(ids, lengths, capacity=5)
-      SegmentTensor([[10 11] [101] []], int32, num_segments=3, capacity=5)
+        @classmethod
+        def _make_unchecked(
+            cls, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool
+        ) -> Self: ...
 
-    References:
-      Caffe2, values with lengths.
-    """
-    call = "SegmentTensor.from_lengths"
-    lengths = _segment_numbers.as_lengths(call, lengths)
-    return _in_order(cls, call, values, lengths, True, capacity)
+    @classmethod
+    def from_lengths(
+        cls, values: Any, lengths: Any, *, capacity: int | None = None
+    ) -> Self:
+        """Segments that follow one another, by their lengths.
 
+        Args:
+          values: as of the class. Elements beyond the sum of `lengths` are empty.
+          lengths: integers `[K]`.
+          capacity: int, elements of the result; as many as of `values` if left out.
+            Empty elements are added, or the last ones cut.
 
-def from_offsets(
-    cls: type[T], values: Any, offsets: Any, *, capacity: int | None = None
-) -> T:
-    """Segments that follow one another, each from an offset to the next.
+        Raises:
+          ValueError: `lengths` are negative, or sum to more than there are elements or
+            than `capacity`. Inside `jit`, where that is not known, floats among the
+            values come out as NaN then. Integers have no NaN: with them a `capacity`
+            less than the number of elements is refused there, and lengths that sum to
+            more, or negative ones, cut the elements otherwise: `.lengths` then differ
+            from `lengths`. Check numbers that come from outside before they enter
+            `jit`.
 
-    Args:
-      values: as of the class. Elements beyond the last offset are empty.
-      offsets: integers `[K + 1]`, ascending, the first of them 0.
-      capacity: as of `from_lengths`.
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> ids, lengths = jnp.array([10, 11, 101]), jnp.array([2, 1, 0])
+          >>> sj.SegmentTensor.from_lengths(ids, lengths, capacity=5)
+          SegmentTensor([[10 11] [101] []], int32, num_segments=3, capacity=5)
 
-    Raises:
-      ValueError: `offsets` are not such, or as `from_lengths`; inside `jit` as there.
+        References:
+          Caffe2, values with lengths.
+        """
+        call = "SegmentTensor.from_lengths"
+        lengths = _segment_numbers.as_lengths(call, lengths)
+        return _in_order(cls, call, values, lengths, True, capacity)
 
-    Example:
-      >>> import jax.numpy as jnp, sparsejax as sj
-      >>> sj.SegmentTensor.from_offsets(jnp.array([10, 11, 101]), [0, 2, 2, 3])
-      SegmentTensor([[10 11] [] [101]], int32, num_segments=3, capacity=3)
-    """
-    call = "SegmentTensor.from_offsets"
-    offsets = _segment_numbers.as_offsets(call, offsets)
-    diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
-    return _in_order(cls, call, values, diff(offsets), offsets[0] == 0, capacity)
+    @classmethod
+    def from_offsets(
+        cls, values: Any, offsets: Any, *, capacity: int | None = None
+    ) -> Self:
+        """Segments that follow one another, each from an offset to the next.
 
+        Args:
+          values: as of the class. Elements beyond the last offset are empty.
+          offsets: integers `[K + 1]`, ascending, the first of them 0.
+          capacity: as of `from_lengths`.
 
-def from_segment_ids(
-    cls: type[T],
-    values: Any,
-    segment_ids: Any,
-    num_segments: int,
-    *,
-    is_sorted: bool = False,
-) -> T:
-    """Elements and the segment of each; the same as `SegmentTensor(...)`.
+        Raises:
+          ValueError: `offsets` are not such, or as `from_lengths`; inside `jit` as
+            there.
 
-    Example:
-      >>> import jax.numpy as jnp, sparsejax as sj
-      >>> ids = jnp.array([1, 0, 1, -1])
-      >>> sj.SegmentTensor.from_segment_ids(jnp.array([5, 6, 7, 8]), ids, 2)
-      SegmentTensor([[6] [5 7]], int32, num_segments=2, capacity=4)
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.SegmentTensor.from_offsets(jnp.array([10, 11, 101]), [0, 2, 2, 3])
+          SegmentTensor([[10 11] [] [101]], int32, num_segments=3, capacity=3)
+        """
+        call = "SegmentTensor.from_offsets"
+        offsets = _segment_numbers.as_offsets(call, offsets)
+        diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
+        return _in_order(cls, call, values, diff(offsets), offsets[0] == 0, capacity)
 
-    References:
-      Caffe2, sorted and unsorted segment ids.
-    """
-    return cls(values, segment_ids, num_segments, is_sorted)
+    @classmethod
+    def from_segment_ids(
+        cls,
+        values: Any,
+        segment_ids: Any,
+        num_segments: int,
+        *,
+        is_sorted: bool = False,
+    ) -> Self:
+        """Elements and the segment of each; the same as `SegmentTensor(...)`.
 
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> ids = jnp.array([1, 0, 1, -1])
+          >>> sj.SegmentTensor.from_segment_ids(jnp.array([5, 6, 7, 8]), ids, 2)
+          SegmentTensor([[6] [5 7]], int32, num_segments=2, capacity=4)
 
-def from_padded(
-    cls: type[T], padded: Any, *, filler: Any = -1, capacity: int | None = None
-) -> T:
-    """Segments from rows of one length: all that is not `filler`.
+        References:
+          Caffe2, sorted and unsorted segment ids.
+        """
+        return cls(values, segment_ids, num_segments, is_sorted)
 
-    Args:
-      padded: `[S, L, ...]`, a row a segment. The filler may stand anywhere; with more
-        than two axes an element is left out if all of it is filler.
-      filler: number of the type of `padded`; NaN means NaN.
-      capacity: int, elements of the result. Left out, it is as many as there are, or
-        S * L inside `jit`, where that is not known.
+    @classmethod
+    def from_padded(
+        cls, padded: Any, *, filler: Any = -1, capacity: int | None = None
+    ) -> Self:
+        """Segments from rows of one length: all that is not `filler`.
 
-    Raises:
-      ValueError: `padded` has one axis or cannot hold `filler`, or there are more
-        elements than `capacity`. Inside `jit`, where that is not known, floats come
-        out as NaN then, and for integers a `capacity` less than S * L is refused.
+        Args:
+          padded: `[S, L, ...]`, a row a segment. The filler may stand anywhere; with
+            more than two axes an element is left out if all of it is filler.
+          filler: number of the type of `padded`; NaN means NaN.
+          capacity: int, elements of the result. Left out, it is as many as there are,
+            or S * L inside `jit`, where that is not known.
 
-    Example:
-      >>> import jax.numpy as jnp, sparsejax as sj
-      >>> sj.SegmentTensor.from_padded(jnp.array([[1, 2, 3], [3, -1, -1]]))
-      SegmentTensor([[1 2 3] [3]], int32, num_segments=2, capacity=4)
+        Raises:
+          ValueError: `padded` has one axis or cannot hold `filler`, or there are more
+            elements than `capacity`. Inside `jit`, where that is not known, floats come
+            out as NaN then, and for integers a `capacity` less than S * L is refused.
 
-    References:
-      Caffe2, padded representation.
-    """
-    call = "SegmentTensor.from_padded"
-    padded = _elements.as_array(call, padded, "padded")
-    mask = _layouts.present(call, padded, filler)
-    places, count, room = _layouts.places(call, mask, capacity)
-    flat = padded.reshape(mask.shape[0], *padded.shape[2:])
-    _elements.check_capacity(call, flat, count, mask.shape[0], room)
-    values = _layouts.gather(flat, places)
-    if not isinstance(count, int):
-        values = _elements.nan_unless(count <= room, values)
-    ids = _layouts.row_of(places, padded.shape[:2])
-    return _build(cls, values, ids, padded.shape[0])
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.SegmentTensor.from_padded(jnp.array([[1, 2, 3], [3, -1, -1]]))
+          SegmentTensor([[1 2 3] [3]], int32, num_segments=2, capacity=4)
 
+        References:
+          Caffe2, padded representation.
+        """
+        call = "SegmentTensor.from_padded"
+        padded = _elements.as_array(call, padded, "padded")
+        mask = _layouts.present(call, padded, filler)
+        places, count, room = _layouts.places(call, mask, capacity)
+        flat = padded.reshape(mask.shape[0], *padded.shape[2:])
+        _elements.check_capacity(call, flat, count, mask.shape[0], room)
+        values = _layouts.gather(flat, places)
+        if not isinstance(count, int):
+            values = _elements.nan_unless(count <= room, values)
+        ids = _layouts.row_of(places, padded.shape[:2])
+        return _build(cls, values, ids, padded.shape[0])
 
-def from_multi_hot(cls: type[T], multi_hot: Any, *, capacity: int | None = None) -> T:
-    """Segments of ids, from how often each segment has each id.
+    @classmethod
+    def from_multi_hot(cls, multi_hot: Any, *, capacity: int | None = None) -> Self:
+        """Segments of ids, from how often each segment has each id.
 
-    Args:
-      multi_hot: integers or booleans `[S, V]`. Inside `jit`, where the sum of integers
-        is not known, booleans.
-      capacity: int, elements of the result. Left out, it is as many as there are, or
-        S * V inside `jit`.
+        Args:
+          multi_hot: integers or booleans `[S, V]`. Inside `jit`, where the sum of
+            integers is not known, booleans.
+          capacity: int, elements of the result. Left out, it is as many as there are,
+            or S * V inside `jit`.
 
-    Returns:
-      SegmentTensor of ids, int32, ascending in each segment.
+        Returns:
+          SegmentTensor of ids, int32, ascending in each segment.
 
-    Raises:
-      ValueError: no such matrix, or more elements than `capacity`; inside `jit`,
-        `capacity` less than S * V.
+        Raises:
+          ValueError: no such matrix, or more elements than `capacity`; inside `jit`,
+            `capacity` less than S * V.
 
-    Example:
-      >>> import jax.numpy as jnp, sparsejax as sj
-      >>> sj.SegmentTensor.from_multi_hot(jnp.array([[0, 1, 2], [1, 0, 0]]))
-      SegmentTensor([[1 2 2] [0]], int32, num_segments=2, capacity=4)
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.SegmentTensor.from_multi_hot(jnp.array([[0, 1, 2], [1, 0, 0]]))
+          SegmentTensor([[1 2 2] [0]], int32, num_segments=2, capacity=4)
 
-    References:
-      Caffe2, sparse tensor, `DenseVectorToIdList`.
-    """
-    call = "SegmentTensor.from_multi_hot"
-    multi_hot = _elements.as_array(call, multi_hot, "multi_hot")
-    counts = _layouts.as_counts(call, multi_hot)
-    places, count, room = _layouts.places(call, counts, capacity)
-    ids = _layouts.row_of(places, multi_hot.shape)
-    values = places % np.int32(max(multi_hot.shape[1], 1))
-    _elements.check_capacity(call, values, count, counts.shape[0], room)
-    return _build(cls, values, ids, multi_hot.shape[0])
+        References:
+          Caffe2, sparse tensor, `DenseVectorToIdList`.
+        """
+        call = "SegmentTensor.from_multi_hot"
+        multi_hot = _elements.as_array(call, multi_hot, "multi_hot")
+        counts = _layouts.as_counts(call, multi_hot)
+        places, count, room = _layouts.places(call, counts, capacity)
+        ids = _layouts.row_of(places, multi_hot.shape)
+        values = places % np.int32(max(multi_hot.shape[1], 1))
+        _elements.check_capacity(call, values, count, counts.shape[0], room)
+        return _build(cls, values, ids, multi_hot.shape[0])
 
+    @classmethod
+    def from_lists(cls, lists: Any, *, capacity: Any = None, dtype: Any = None) -> Self:
+        """Segments from Python's nested lists, as deep as they are nested.
 
-def from_lists(
-    cls: type[T], lists: Any, *, capacity: Any = None, dtype: Any = None
-) -> T:
-    """Segments from Python's nested lists, as deep as they are nested.
+        Args:
+          lists: one of these, and any of them inside another:
+            a list of lists of numbers: a segment each;
+            a list of arrays `[k, ...]`, NumPy's or JAX's: a segment each, not looked
+            into;
+            a list of lists of lists, and so on: the elements are segments themselves,
+            and values a SegmentTensor;
+            a dict of such lists, cut alike: values are a dict;
+            a list of maps with integer keys, `{1: [10, 11], 3: [101]}`: a segment of
+            pairs each, and values `{"key", "ids"}` with a SegmentTensor of ids, or
+            `{"key", "value"}` if there is one number for each key.
+          capacity: int, elements of the outermost level; or one int or None for each
+            level, outermost first. As many as there are if left out.
+          dtype: of the innermost values. Left out, what JAX makes of them, and int32
+            where there are none.
 
-    Args:
-      lists: one of these, and any of them inside another:
-        a list of lists of numbers: a segment each;
-        a list of arrays `[k, ...]`, NumPy's or JAX's: a segment each, not looked into;
-        a list of lists of lists, and so on: the elements are segments themselves, and
-        values a SegmentTensor;
-        a dict of such lists, cut alike: values are a dict;
-        a list of maps with integer keys, `{1: [10, 11], 3: [101]}`: a segment of pairs
-        each, and values `{"key", "ids"}` with a SegmentTensor of ids, or
-        `{"key", "value"}` if there is one number for each key.
-      capacity: int, elements of the outermost level; or one int or None for each
-        level, outermost first. As many as there are if left out.
-      dtype: of the innermost values. Left out, what JAX makes of them, and int32 where
-        there are none.
+        Raises:
+          TypeError: not such lists, or of unequal depth.
+          ValueError: more elements than `capacity`, parts of a dict that are cut
+            differently, or integers that the type cannot hold.
 
-    Raises:
-      TypeError: not such lists, or of unequal depth.
-      ValueError: more elements than `capacity`, parts of a dict that are cut
-        differently, or integers that the type cannot hold.
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.SegmentTensor.from_lists([[[10, 11], [101]], [[11], [50], [102, 103]]])
+          SegmentTensor([[[10 11] [101]] [[11] [50] [102 103]]], int32, num_segments=2,
+          capacity=5)
+          >>> st = sj.SegmentTensor.from_lists([{1: [10, 11], 3: [101]}, {2: [50]}])
+          >>> st.values["key"], st.values["ids"].lengths
+          (Array([1, 3, 2], dtype=int32), Array([2, 1, 1], dtype=int32))
 
-    Example:
-      >>> import sparsejax as sj
-      >>> sj.SegmentTensor.from_lists([[[10, 11], [101]], [[11], [50], [102, 103]]])
-      SegmentTensor([[[10 11] [101]] [[11] [50] [102 103]]], int32, num_segments=2,
-      capacity=5)
-      >>> st = sj.SegmentTensor.from_lists([{1: [10, 11], 3: [101]}, {2: [50]}])
-      >>> st.values["key"], st.values["ids"].lengths
-      (Array([1, 3, 2], dtype=int32), Array([2, 1, 1], dtype=int32))
+        References:
+          Caffe2, nested segments, `LIST<MAP<INT, LIST<INT>>>`; TensorFlow,
+          `tf.ragged.constant`.
+        """
+        call = "SegmentTensor.from_lists"
+        level = _nested_lists.read(call, lists, dtype)
+        sizes = _segment_numbers.as_sizes(call, "capacity", capacity)
+        return _from_level(cls, call, level, sizes, None)
 
-    References:
-      Caffe2, nested segments, `LIST<MAP<INT, LIST<INT>>>`; TensorFlow,
-      `tf.ragged.constant`.
-    """
-    call = "SegmentTensor.from_lists"
-    level = _nested_lists.read(call, lists, dtype)
-    sizes = _segment_numbers.as_sizes(call, "capacity", capacity)
-    return _from_level(cls, call, level, sizes, None)
+    @classmethod
+    def from_csr(
+        cls,
+        indptr: Any,
+        indices: Any = None,
+        data: Any = None,
+        *,
+        capacity: int | None = None,
+    ) -> Self:
+        """Segments from the rows of a CSR matrix.
 
+        Args:
+          indptr: integers `[K + 1]`, where each row begins; or, alone, a matrix that
+            has `indptr`, `indices` and `data`: scipy's CSR, or JAX's BCSR without batch
+            axes.
+          indices: integers `[n]`, the columns.
+          data: `[n, ...]`, what is stored there.
+          capacity: as of `from_lengths`.
 
-def from_csr(
-    cls: type[T],
-    indptr: Any,
-    indices: Any = None,
-    data: Any = None,
-    *,
-    capacity: int | None = None,
-) -> T:
-    """Segments from the rows of a CSR matrix.
+        Returns:
+          SegmentTensor with a segment a row. Its values are `{"index", "value"}`, and
+          the array `indices` alone where there is no `data`.
 
-    Args:
-      indptr: integers `[K + 1]`, where each row begins; or, alone, a matrix that has
-        `indptr`, `indices` and `data`: scipy's CSR, or JAX's BCSR without batch axes.
-      indices: integers `[n]`, the columns.
-      data: `[n, ...]`, what is stored there.
-      capacity: as of `from_lengths`.
+        Raises:
+          TypeError: `indices` are missing, or no integers.
+          ValueError: a batch, a matrix in another format, or as `from_offsets`.
 
-    Returns:
-      SegmentTensor with a segment a row. Its values are `{"index", "value"}`, and the
-      array `indices` alone where there is no `data`.
-
-    Raises:
-      TypeError: `indices` are missing, or no integers.
-      ValueError: a batch, a matrix in another format, or as `from_offsets`.
-
-    Example:
-      >>> import sparsejax as sj
-      >>> sj.SegmentTensor.from_csr([0, 2, 2, 3], [7, 9, 8])
-      SegmentTensor([[7 9] [] [8]], int32, num_segments=3, capacity=3)
-    """
-    call = "SegmentTensor.from_csr"
-    indptr, index, data = _layouts.csr_parts(call, indptr, indices, data)
-    values = index if data is None else {"index": index, "value": data}
-    offsets = _segment_numbers.as_offsets(call, indptr)
-    diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
-    return _in_order(cls, call, values, diff(offsets), offsets[0] == 0, capacity)
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.SegmentTensor.from_csr([0, 2, 2, 3], [7, 9, 8])
+          SegmentTensor([[7 9] [] [8]], int32, num_segments=3, capacity=3)
+        """
+        call = "SegmentTensor.from_csr"
+        indptr, index, data = _layouts.csr_parts(call, indptr, indices, data)
+        values = index if data is None else {"index": index, "value": data}
+        offsets = _segment_numbers.as_offsets(call, indptr)
+        diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
+        return _in_order(cls, call, values, diff(offsets), offsets[0] == 0, capacity)
 
 
 # ------------------------------------------------------------------ private
+
+
+T = TypeVar("T", bound=Makers)
 
 
 def _build(cls: type[T], values: Any, segment_ids: Any, num_segments: int) -> T:

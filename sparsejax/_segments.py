@@ -18,7 +18,8 @@ these its properties mean nothing.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,9 @@ from sparsejax import (
     _ids,
     _layouts,
     _nested_lists,
-    _segment_makers as _makers,
     _segment_numbers,
 )
+from sparsejax._segment_makers import Makers
 
 
 _NOT_SORTED = "Leave is_sorted out, or sort them first."
@@ -56,23 +57,35 @@ _NO_SILENT_DENSE = (
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SegmentTensor:
+class SegmentTensor(Makers):
     """Elements in one axis, cut into segments of any lengths.
 
-    Segment k is the elements i with `segment_ids[i] == k`, in their order.
+    Segment k is the elements i with `segment_ids[i] == k`, in their order: the
+    ids of example k of a batch, say. `sparsejax.embedding_bag` looks up and
+    reduces them; `sparsejax.segment_sum` and its like reduce what they hold.
+    Its parts:
+
+    - `from_lists`, `from_lengths`, `from_offsets`, `from_segment_ids`,
+      `from_padded`, `from_multi_hot`, `from_csr`: make one of what you have.
+    - `to_lists`, `to_padded`, `to_multi_hot`: other forms of the same.
+    - `map(f)`: changes the values alone; `sort()`: puts segments side by side.
+    - `lengths`, `offsets`: of the segments; `capacity`: number of elements,
+      static.
 
     Args:
-      values: `[n, ...]`, the elements. Or a pytree of such arrays, as ids with their
-        scores; a leaf may also be a SegmentTensor of n segments, each of which is one
-        element then, and so to any depth. A list is read as an array.
-      segment_ids: integers `[n]`, any order; ids out of range belong to no segment.
+      values: `[n, ...]`, the elements. Or a pytree of such arrays, as ids with
+        their scores; a leaf may also be a SegmentTensor of n segments, each of
+        which is one element then, and so to any depth. A list is read as an
+        array.
+      segment_ids: integers `[n]`, any order; ids out of range belong to no
+        segment.
       num_segments: int, static.
-      is_sorted: bool, static, that `segment_ids` never decrease, and that those that
-        are out of range come last. Trusted inside `jit`, checked outside.
+      is_sorted: bool, static, that `segment_ids` never decrease, and that those
+        that are out of range come last. Trusted inside `jit`, checked outside.
 
     Raises:
-      TypeError: `segment_ids` are not integers, `num_segments` is no static int, or a
-        leaf is no array.
+      TypeError: `segment_ids` are not integers, `num_segments` is no static
+        int, or a leaf is no array.
       ValueError: the shapes do not go together, or `is_sorted` is not so.
 
     Example:
@@ -85,7 +98,8 @@ class SegmentTensor:
       >>> st.lengths
       Array([1, 2], dtype=int32)
 
-    `jax.tree.map` over a SegmentTensor also changes its segment ids: use `.map`.
+    `jax.tree.map` over a SegmentTensor also changes its segment ids: use
+    `.map`.
 
     References:
       Caffe2, Sparse Operations; TensorFlow, `tf.RaggedTensor`; TorchRec,
@@ -124,7 +138,7 @@ class SegmentTensor:
     @classmethod
     def _make_unchecked(
         cls, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool
-    ) -> "SegmentTensor":
+    ) -> Self:
         """For makers, which have checked: NumPy's arrays become JAX's, no more."""
         values = _elements.map_leaves(jnp.asarray, lambda x: x, values)
         static = num_segments, is_sorted
@@ -132,28 +146,18 @@ class SegmentTensor:
 
     # -- pytree ------------------------------------------------------------------
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Children with their keys."""
         keys = map(jax.tree_util.GetAttrKey, ("values", "segment_ids"))
         children = zip(keys, (self.values, self.segment_ids))
         return tuple(children), (self.num_segments, self.is_sorted)
 
     @classmethod
-    def tree_unflatten(cls, static, children):
+    def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
         self._set(*children, *static)
         return self
-
-    # -- makers ------------------------------------------------------------------
-
-    from_lengths = classmethod(_makers.from_lengths)
-    from_offsets = classmethod(_makers.from_offsets)
-    from_segment_ids = classmethod(_makers.from_segment_ids)
-    from_padded = classmethod(_makers.from_padded)
-    from_multi_hot = classmethod(_makers.from_multi_hot)
-    from_lists = classmethod(_makers.from_lists)
-    from_csr = classmethod(_makers.from_csr)
 
     # -- what it is --------------------------------------------------------------
 
@@ -183,12 +187,12 @@ class SegmentTensor:
 
     _repr_html_ = _html.segments
 
-    def __array__(self, *args, **kwargs):
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(_NO_SILENT_DENSE)
 
     # -- other forms of the same -------------------------------------------------
 
-    def map(self, f: Any) -> "SegmentTensor":
+    def map(self, f: Callable[[jax.Array], jax.Array]) -> "SegmentTensor":
         """`f` of each array of the values; the segments stay as they are.
 
         `jax.tree.map` would change the segment ids as well.

@@ -1,12 +1,19 @@
 """Semi-public: teach sparsejax a primitive of yours.
 
-`value_and_grad` walks the traced program and asks, for every equation that a table goes
-into, the rule of that equation's primitive. A primitive without a rule uses the whole
-table, so the table's gradient is dense (or, under `tables=`, a `DensifyError`). With a
-rule it can read rows (`ctx.read`) or pass the table on (`ref.then`).
+`value_and_grad` walks the traced program and asks, for every equation that
+a table goes into, the rule of that equation's primitive. A primitive
+without a rule uses the whole table, so the table's gradient is dense (or,
+under `tables=`, a `DensifyError`). With a rule it can read rows
+(`ctx.read`) or pass the table on (`ref.then`).
 
-This module keeps its names from release to release where JAX's own internals allow it;
-`sparsejax.transform.interpreter` explains the contract a rule has to keep.
+- `register_rule`: how a primitive reads rows of a table, or passes it on.
+- `register_flow`: through which of its inputs the loss is differentiated.
+- `RuleContext`: what a rule is given, `ctx`.
+- `TableRef`: a table on its way to being read, `ref`.
+
+This module keeps its names from release to release where JAX's own
+internals allow it; `sparsejax.transform.interpreter` explains the contract
+a rule has to keep.
 """
 
 from collections.abc import Callable

@@ -57,18 +57,16 @@ def run_page(page: pathlib.Path, **given: Any) -> dict[str, Any]:
             code = "\n" * block.line + block.code
             exec(compile(code, str(page), "exec"), names)
         elif block.language == "pycon":
-            names = _run_session(block, page, names)
+            _run_session(block, page, names)
     return names
 
 
-def _run_session(block: Block, page: pathlib.Path, names: dict[str, Any]) -> Any:
-    # The parser copies the names it is given, and takes the session's with it.
+def _run_session(block: Block, page: pathlib.Path, names: dict[str, Any]) -> None:
     test = doctest.DocTestParser().get_doctest(
         block.code, names, page.name, str(page), block.line
     )
+    test.globs = names  # not a copy: functions of the page see what comes later
     said: list[str] = []
-    doctest.DocTestRunner(optionflags=_FLAGS).run(
-        test, out=said.append, clear_globs=False
-    )
+    runner = doctest.DocTestRunner(optionflags=_FLAGS)
+    runner.run(test, out=said.append, clear_globs=False)
     assert not said, "".join(said)
-    return test.globs

@@ -306,3 +306,27 @@ def test_columns_go_into_a_loader(tmp_path):
         "numbers": (3, 3),
         "ids": (3, 3),
     }
+
+
+def test_vocabulary_is_saved_and_loaded(tmp_path):
+    file, saved = tmp_path / "clicks.csv", tmp_path / "vocabulary.npz"
+    file.write_text("b,x\na,\nb,\u00e9\n")
+    built = sj.data.Vocabulary.build(file, columns={"ids": [0, 1]})
+    built.save(saved)
+    loaded = sj.data.Vocabulary.load(saved)
+    assert loaded.sizes() == built.sizes() == [3, 3]
+    words = ["a", "b", "x", "\u00e9", "new"]
+    for column in (0, 1):
+        want = built.encode(column, words)
+        np.testing.assert_array_equal(loaded.encode(column, words), want)
+    np.savez(tmp_path / "other.npz", a=np.ones(2), b=np.ones(2))
+    np.save(tmp_path / "one.npy", np.ones(2))
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[: len(whole) // 2])
+    for other in (file, tmp_path / "other.npz", tmp_path / "one.npy", saved):
+        with pytest.raises(ValueError, match="no file that Vocabulary.save wrote"):
+            sj.data.Vocabulary.load(other)
+    with pytest.raises(FileNotFoundError):
+        sj.data.Vocabulary.load(tmp_path / "missing.npz")
+    with pytest.raises(TypeError, match="must be a str"):
+        built.save(3)

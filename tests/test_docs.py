@@ -2,14 +2,26 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import scipy.sparse
 
 import pages
+import sparsejax as sj
 
 
 PAGES = sorted(pages.DOCS.rglob("*.md"))
 # These have tests of their own, which run their code on what other systems answered.
-TESTED_ELSEWHERE = {"caffe2.md", "gluon.md", "scaling.md"}
+TESTED_ELSEWHERE = {
+    "caffe2.md",
+    "gluon.md",
+    "paddle.md",
+    "scaling.md",
+    "tensorflow.md",
+    "torch.md",
+}
 
 
 def _name(page):
@@ -36,3 +48,53 @@ def test_links_lead_somewhere(page):
         if not file or re.match(r"[a-z]+:", target):
             continue
         assert (page.parent / file).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.multidevice
+@pytest.mark.slow
+def test_the_code_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    """What is the reader's own there, models, batches and files, is made here."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    _write_ratings("ratings.csv", rng)
+    x = scipy.sparse.random(512, 126, 0.2, "csr", np.float32, rng)
+    sj.data.write_libsvm("agaricus.txt.train", x, rng.integers(0, 2, 512))
+    ids = rng.integers(0, 1_000, (3, 4, 5))
+    table = jnp.ones((1_000, 8))
+    model = lambda rows, batch: jnp.mean(rows**2)
+    found = pages.run_page(
+        pages.ROOT / "README.md",
+        loss_fn=lambda params, batch: jnp.mean(params["items"][batch["ids"]] ** 2),
+        step=jax.jit(
+            sj.value_and_grad(lambda p, b: jnp.mean(sj.lookup(p["items"], b["ids"])))
+        ),
+        batches=[{"ids": x} for x in ids],
+        table=table,
+        model=model,
+        padded_ids=jnp.array([[1, 2], [3, -1]]),
+        w=jnp.ones((2, 2)),
+        edge_scores=jnp.ones(6),
+        receivers=jnp.array([0, 0, 1, 2, 2, 2]),
+        num_nodes=3,
+    )
+    errors = re.findall(r"epoch \d: ([\d.]+) off", capsys.readouterr().out)
+    assert len(errors) == 5 and float(errors[-1]) < float(errors[0])
+    assert found["grads"]["items"].height == 20_000_000
+    found["store"].close()
+    params = {"items": found["params"]["items"]}
+    batch = {"ids": jnp.asarray(ids[0])}
+    grads = jax.jit(sj.grad(found["loss_fn"]))(params, batch)["items"]
+    expected = jax.grad(lambda t: model(t[ids[0]], None))(table)
+    np.testing.assert_allclose(grads.to_dense(), expected, rtol=1e-6)
+
+
+def _write_ratings(path, rng):
+    """Ratings that follow from who rates what, so that there is something to learn."""
+    users, items = rng.integers(0, 300, 8_000), rng.integers(0, 100, 8_000)
+    taste, kind = rng.normal(size=(300, 2)), rng.normal(size=(100, 2))
+    ratings = 3 + (taste[users] * kind[items]).sum(1)
+    with open(path, "w") as file:
+        file.write("user,item,rating\n")
+        for row in zip(users, items, ratings.clip(1, 5)):
+            file.write("u{},i{},{:.0f}\n".format(*row))

@@ -115,7 +115,7 @@ def test_sizes_that_depend_on_the_input():
     pytest.importorskip("equinox")
     x = jnp.ones((2, 9))
     module = sj.nn.flax.Dense(3, name="out")
-    kernel = module.init(jax.random.key(0), x)["params"]["kernel"]
+    kernel: Any = module.init(jax.random.key(0), x)["params"]["kernel"]
     assert kernel.shape == (9, 3)
     assert sj.nn.nnx.Dense(3, x=x, rngs=nnx.Rngs(0))(x).shape == (2, 3)
     assert sj.nn.equinox.Dense(3, x=x, key=jax.random.key(0))(x).shape == (2, 3)

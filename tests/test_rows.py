@@ -526,6 +526,7 @@ def test_arithmetic_errors():
     other, _ = make_rows([4, 0], V + 1)
     array = ones(V, 3)
     raises = lambda kind, match: pytest.raises(kind, match=match)
+    op: Any
     for op in (operator.add, operator.sub):
         for thing in ("x", None, [1]):
             with raises(TypeError, "unsupported operand|can only concatenate"):

@@ -1,4 +1,20 @@
-"""Data sets and batches of static capacity, and readers of sparse text formats."""
+"""Data sets and batches of static capacity, and readers of sparse text formats.
+
+Data sets and batches, made of NumPy arrays and SegmentTensors of them
+
+- `ArrayDataset`: columns side by side: arrays, CSR, lists of ids,
+  SegmentTensors.
+- `SimpleDataset`: a sequence of items.
+- `DataLoader`: batches of one static shape, shuffled, sharded; resumes
+  exactly.
+
+Files
+
+- `read_csv_ids`: labels, numbers and categories: Criteo's logs, ratings.
+- `iter_csv_ids`: the same, a part at a time.
+- `HashIds`, `Vocabulary`: ids of categories, by a hash or by a list.
+- `read_libsvm`, `write_libsvm`: rows of `label index:value ...`.
+"""
 
 from sparsejax.data._csv_ids import (
     iter_csv_ids as iter_csv_ids,

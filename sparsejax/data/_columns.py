@@ -142,8 +142,10 @@ def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
             st = SegmentTensor.from_lists([_plain(row) for row in data])
             return dataclasses.replace(_of_segments(call, st, data, name), source=data)
     except (TypeError, ValueError) as e:
+        # JAX's own errors are of these kinds, and are made of other things than text.
+        kind = TypeError if isinstance(e, TypeError) else ValueError
         reason = str(e).rstrip(".")
-        raise type(e)(_UNEQUAL.format(call=call, name=name, reason=reason)) from None
+        raise kind(_UNEQUAL.format(call=call, name=name, reason=reason)) from None
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return Ragged(data, offsets, _of_array(call, values, name))
 

@@ -19,7 +19,7 @@ _MISSING = "{call}: missing must be a number, got {found!r}."
 
 
 def read_csv_ids(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     ids: Any,
     *,
     num_numbers: int = _csv_layout.NUM_NUMBERS,
@@ -104,7 +104,7 @@ def read_csv_ids(
 
 
 def iter_csv_ids(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     ids: Any,
     *,
     chunk_rows: int = 65536,

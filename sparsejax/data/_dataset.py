@@ -168,7 +168,15 @@ class ArrayDataset:
         return parts[0] if self._single else tuple(parts)
 
     def split(self, call: str, item: Any) -> list[Any]:
-        """The inverse of `join`; a KeyError or ValueError where it does not fit."""
+        """The inverse of `join`: one thing for each column.
+
+        Args:
+          call: str, whom an error names.
+          item: a tuple or dict as the items are.
+
+        Raises:
+          KeyError, ValueError: it is of other columns.
+        """
         if self._keys is not None:
             return [item[key] for key in self._keys]
         parts = [item] if self._single else list(item)

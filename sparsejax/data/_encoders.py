@@ -8,9 +8,11 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 
+from sparsejax._replace import replacing
 from sparsejax.data import _arguments, _csv_layout, _csv_lines, _text_files
 
 
@@ -29,6 +31,12 @@ _OTHER_COLUMNS = (
 _PATHS = (
     "{call}: path must be a str or an os.PathLike, or a list of them, got {found!r}."
 )
+_NO_VOCABULARY = (
+    "sparsejax.data.Vocabulary.load: {path} is no file that Vocabulary.save wrote "
+    "({reason})."
+)
+# What NumPy raises for a file that is none of its own, is cut off, or holds an array.
+_NOT_READ = (KeyError, ValueError, TypeError, EOFError, AttributeError, BadZipFile)
 _MASK = (1 << 64) - 1
 
 
@@ -70,7 +78,7 @@ class HashIds:
     num_buckets: int | Sequence[int]
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for size in np.atleast_1d(np.asarray(self.num_buckets, object)):
             whole = isinstance(size, (int, np.integer))
             if not whole or not 2 <= size <= np.iinfo(np.int32).max:
@@ -78,7 +86,14 @@ class HashIds:
         _arguments.as_int("seed", self.seed, 0, "sparsejax.data.HashIds")
 
     def sizes(self, num_columns: int) -> list[int]:
-        """How many ids each column has: rows of its table."""
+        """How many ids each column has: rows of its table.
+
+        Args:
+          num_columns: int, how many columns there are.
+
+        Raises:
+          ValueError: `num_buckets` is a list of another length.
+        """
         if isinstance(self.num_buckets, (int, np.integer)):
             return [int(self.num_buckets)] * num_columns
         found = [int(size) for size in self.num_buckets]
@@ -127,6 +142,9 @@ class Vocabulary:
       >>> found = sj.data.Vocabulary.build(path, num_numbers=0, num_ids=1)
       >>> found.sizes(1), found.encode(0, [b"b", b"a", b"new", b""])
       ([3], array([1, 2, 0, 0], dtype=int32))
+      >>> found.save(path + ".npz")  # beside the model that it belongs to
+      >>> sj.data.Vocabulary.load(path + ".npz").sizes()
+      [3]
     """
 
     words: Sequence[np.ndarray]
@@ -135,7 +153,7 @@ class Vocabulary:
     @classmethod
     def build(
         cls,
-        path: str | os.PathLike | Iterable,
+        path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         *,
         num_numbers: int = _csv_layout.NUM_NUMBERS,
         num_ids: int = _csv_layout.NUM_IDS,
@@ -177,7 +195,14 @@ class Vocabulary:
         return cls([words for words, _ in made], [ids for _, ids in made])
 
     def sizes(self, num_columns: int | None = None) -> list[int]:
-        """How many ids each column has, 0 included: rows of its table."""
+        """How many ids each column has, 0 included: rows of its table.
+
+        Args:
+          num_columns: int, how many columns there are, or None not to say it.
+
+        Raises:
+          ValueError: it is of another number of columns.
+        """
         if num_columns not in (None, len(self.words)):
             call, found = "sparsejax.data.Vocabulary", len(self.words)
             raise ValueError(
@@ -193,6 +218,44 @@ class Vocabulary:
             return np.zeros(len(found), np.int32)
         place = np.minimum(np.searchsorted(known, found), len(known) - 1)
         return np.where(known[place] == found, ids[place], np.int32(0))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a file: a model without its vocabulary cannot be used.
+
+        Args:
+          path: of an `.npz` file, with arrays "words k" and "ids k" for each column k.
+            One that is there stays until the new one is whole.
+
+        Raises:
+          TypeError: `path` is no path.
+          OSError: it cannot be written.
+        """
+        path = _text_files.as_path("sparsejax.data.Vocabulary.save", path)
+        arrays = {f"words {k}": x for k, x in enumerate(self.words)}
+        arrays.update({f"ids {k}": x for k, x in enumerate(self.ids)})
+        with replacing(path) as file:
+            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Vocabulary":
+        """Reads what `save` wrote.
+
+        Args:
+          path: of the file.
+
+        Raises:
+          TypeError: `path` is no path.
+          ValueError: the file holds no vocabulary, or is damaged.
+          OSError: it cannot be read.
+        """
+        path = _text_files.as_path("sparsejax.data.Vocabulary.load", path)
+        try:
+            with open(path, "rb") as opened, np.load(opened) as file:
+                columns = range(len(file.files) // 2)
+                words = [file[f"words {k}"] for k in columns]
+                return cls(words, [file[f"ids {k}"] for k in columns])
+        except _NOT_READ as e:
+            raise ValueError(_NO_VOCABULARY.format(path=path, reason=e)) from e
 
 
 def as_words(words: Any) -> Words:

@@ -28,7 +28,7 @@ _NEGATIVE = "{call}: X has the column {found}; columns are numbered from 0."
 
 
 def read_libsvm(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     zero_based: bool | str = "auto",
     num_features: int | None = None,
@@ -36,7 +36,7 @@ def read_libsvm(
     multilabel: bool = False,
     query_id: bool = False,
     progress: bool = False,
-) -> tuple:
+) -> tuple[Any, ...]:
     """Reads lines of `label index:value index:value ...`.
 
     Text after `#` is a comment, and empty lines are skipped. Elements stay in the order
@@ -138,7 +138,7 @@ def read_libsvm(
 
 
 def write_libsvm(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     X: Any,
     y: Any,
     *,

@@ -254,7 +254,11 @@ class DataLoader:
         """The batches of an epoch as a `grain.MapDataset`, to build on.
 
         Args:
-          epoch: int.
+          epoch: int, from 0.
+
+        Raises:
+          TypeError, ValueError: `epoch` is no such int, or with overflow `"error"` a
+            batch of it does not fit.
 
         Example:
           >>> import numpy as np, sparsejax as sj

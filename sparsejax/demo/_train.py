@@ -33,6 +33,7 @@ from sparsejax.demo._text import Corpus, UserError
 
 
 Params = dict[str, jax.Array]
+Ids = jax.Array | np.ndarray
 
 _SUBSAMPLING = 1e-3  # words more frequent than this are thinned out
 _CHUNK = 32  # steps in one call
@@ -53,7 +54,7 @@ def init_params(key: jax.Array, size: int, dim: int) -> Params:
     return {"words": words, "contexts": jnp.zeros((size, dim))}
 
 
-def loss_fn(params: Params, pairs: jax.Array, negatives: jax.Array) -> jax.Array:
+def loss_fn(params: Params, pairs: Ids, negatives: Ids) -> jax.Array:
     """The loss of negative sampling, summed over the batch.
 
     `sum_i [ -log s(w_i . c_i) - sum_k log s(-w_i . c_ik) ]`, s the logistic function.

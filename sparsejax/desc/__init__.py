@@ -1,4 +1,15 @@
-"""What is known of arrays before any data: kinds, types and dimensions, and files."""
+"""What is known of arrays before any data: kinds, types and dimensions, and files.
+
+- `infer`: kinds, types and dimensions of outputs and gradients of a loss;
+  an `Inferred`.
+- `describe`: the same of the variables of a tree.
+- `VarDesc`: what is known of one variable.
+- `to_bytes`, `from_bytes`: a VarDesc in PaddlePaddle's protobuf format.
+- `save_selected_rows`, `load_selected_rows`: files of SelectedRows,
+  PaddlePaddle's or .npz.
+
+Importing this also registers the types of sparsejax with `jax.export`.
+"""
 
 from sparsejax.desc._export import register_all as _register_all
 from sparsejax.desc._files import (

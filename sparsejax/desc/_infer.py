@@ -61,7 +61,7 @@ def infer(
 
     Args:
       fun: a function of arrays.
-      *specs: its arguments; arrays or `jax.ShapeDtypeStruct`s in them alike.
+      *specs: its arguments; arrays or `jax.ShapeDtypeStruct` in them alike.
       argnums: int or ints, what to differentiate, as in `sparsejax.grad`.
       has_aux: bool, whether `fun` returns `(loss, aux)`.
       tables: as in `sparsejax.grad`.

@@ -74,7 +74,7 @@ def describe(
     whose first dimension, the number of elements, is -1: it is known with the data.
 
     Args:
-      tree: pytree of arrays, `jax.ShapeDtypeStruct`s, SelectedRows and SegmentTensors,
+      tree: pytree of arrays, `jax.ShapeDtypeStruct`, SelectedRows and SegmentTensors,
         such as what `jax.eval_shape` gives. Symbolic dimensions (`jax.export.
         symbolic_shape`) are unknown, -1.
       names: one name for each variable, in the order of the tree; or a function from a

@@ -19,7 +19,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -134,14 +134,14 @@ class PulledTables(Mapping[str, Any]):
     def __init__(self, tables: Mapping[str, Any], owner: str = "SparseBlock"):
         self._tables, self._owner = dict(tables), owner
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Children with their keys."""
         names = tuple(self._tables)
         keys = (jax.tree_util.DictKey(name) for name in names)
         return tuple(zip(keys, self._tables.values())), (names, self._owner)
 
     @classmethod
-    def tree_unflatten(cls, static, children):
+    def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         names, owner = static
         return cls(dict(zip(names, children)), owner)
@@ -209,7 +209,7 @@ class SparseBlock(abc.ABC):
       MXNet's proposal "Gluon Sparse API", `SparseBlock`.
     """
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         # However sparse_forward is called, its tables are checked. Only its own: what
         # is inherited is wrapped already.
         super().__init_subclass__(**kwargs)
@@ -235,7 +235,11 @@ class SparseBlock(abc.ABC):
         return self.sparse_forward(tables, params, inputs)
 
     def tables(self) -> dict[str, TableSpec]:
-        """The tables that a store has to hold, those of all blocks among the fields."""
+        """The tables that a store has to hold, those of all blocks among the fields.
+
+        Raises:
+          ValueError: two blocks name one table and differ in what it is.
+        """
         found: dict[str, TableSpec] = {}
         owners: dict[str, SparseBlock] = {}
         for block in _blocks(self):

@@ -32,7 +32,7 @@ _OTHER_LEAVES = (
 )
 
 
-def save(path: str | os.PathLike, tree: Any, store: Any) -> None:
+def save(path: str | os.PathLike[str], tree: Any, store: Any) -> None:
     """Writes `tree` and all tables of `store` into a folder, and makes them current."""
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def save(path: str | os.PathLike, tree: Any, store: Any) -> None:
             old.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike, like: Any, store: Any) -> Any:
+def load(path: str | os.PathLike[str], like: Any, store: Any) -> Any:
     """The tree that was saved, with the structure of `like`; fills `store`."""
     folder = pathlib.Path(path)
     number = _current(folder)

@@ -76,7 +76,7 @@ class SparseEmbedding(SparseBlock):
     def __repr__(self) -> str:
         return _layer.show(self)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check(_EMBEDDING, self, "num_embeddings")
 
     def tables(self) -> dict[str, TableSpec]:
@@ -163,7 +163,7 @@ class SparseLinear(SparseBlock):
     def __repr__(self) -> str:
         return _layer.show(self)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check(_LINEAR, self, "in_features")
 
     def tables(self) -> dict[str, TableSpec]:
@@ -181,6 +181,9 @@ class SparseLinear(SparseBlock):
         """The columns that `inputs` has an element in; -1 for empty elements.
 
         Columns out of range as by `SparseEmbedding.row_ids`.
+
+        Raises:
+          TypeError, ValueError: `inputs` is no CSR of this layer's columns.
         """
         csr = inputs  # not as `sparse_forward` takes it, which would use the device
         if not isinstance(csr, SegmentTensor):

@@ -80,7 +80,7 @@ class EmbeddingCollection:
     _: dataclasses.KW_ONLY
     stacked: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         tables = _fields.as_pairs("tables", self.tables, "layers or (rows, width)")
         tables = tuple((name, _fields.as_layer(name, spec)) for name, spec in tables)
         features = self.features
@@ -267,6 +267,9 @@ class EmbeddingCollection:
           ids: integers `[n]`; of equal ones any wins.
           values: `[n, D]`.
 
+        Raises:
+          ValueError: no such table, or values of another shape.
+
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
           >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
@@ -290,6 +293,9 @@ class EmbeddingCollection:
 
     def stack(self, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Parameters made of all tables by name.
+
+        Raises:
+          TypeError: `tables` is no mapping with just the tables' names.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj

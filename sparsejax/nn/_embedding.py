@@ -32,27 +32,31 @@ _WHOLE_TABLE = (
 class Embedding(OneTable):
     """A table of one row for each id.
 
-    `out[i] = embedding[ids[i]]`, as `sparsejax.lookup` reads it. Under `sparsejax.grad`
-    the table's gradient is a SelectedRows of the rows read, where at most a quarter of
-    them is; `tables=sparsejax.nn.tables(layer)` insists on it.
+    `out[i] = embedding[ids[i]]`, as `sparsejax.lookup` reads it. Under
+    `sparsejax.grad` the table's gradient is a SelectedRows of the rows read,
+    where at most a quarter of them is; `tables=sparsejax.nn.tables(layer)`
+    insists on it.
 
     Args:
       num_embeddings: int V, the number of rows.
       features: int D, the length of a row.
-      sparse_grad: False gives the table the dense gradient, under `sparsejax.grad` too.
-      dtype: type of the result; None for that of the table. The rows read are cast, not
-        the table.
+      sparse_grad: False gives the table the dense gradient, under
+        `sparsejax.grad` too.
+      dtype: type of the result; None for that of the table. The rows read are
+        cast, not the table.
       param_dtype: type of the table.
-      init: initializer `(key, shape, dtype) -> array`. The default draws rows of
-        expected squared norm 1.
+      init: initializer `(key, shape, dtype) -> array`. The default draws rows
+        of expected squared norm 1.
       padding_id: int, an id that reads zeros and gets no gradient.
-      max_norm: positive number; rows of greater norm are scaled to it as they are read.
+      max_norm: positive number; rows of greater norm are scaled to it as they
+        are read.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
         `"error"`, as in `sparsejax.lookup`.
       initializer: the field that `init` is kept in, for `dataclasses.replace`.
 
     Raises:
-      TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
+      TypeError, ValueError: a field of a wrong kind, or sizes that are not
+        positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -67,8 +71,9 @@ class Embedding(OneTable):
       Array([3, 7, 3], dtype=int32)
 
     References:
-      PyTorch, `nn.Embedding(sparse=True)`; Gluon, `nn.Embedding(sparse_grad=True)`;
-      PaddlePaddle, `embedding(is_sparse=True)`; flax, `Embed`.
+      PyTorch, `nn.Embedding(sparse=True)`; Gluon,
+      `nn.Embedding(sparse_grad=True)`; PaddlePaddle,
+      `embedding(is_sparse=True)`; flax, `Embed`.
     """
 
     num_embeddings: int
@@ -82,7 +87,8 @@ class Embedding(OneTable):
     mode: str = "fill"
     initializer: _layer.Initializer = TABLE_INIT
 
-    __repr__ = _layer.show
+    def __repr__(self) -> str:
+        return _layer.show(self)
 
     def __init__(
         self,

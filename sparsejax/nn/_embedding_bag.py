@@ -71,7 +71,8 @@ class EmbeddingBag(OneTable):
     mode: str = "fill"
     initializer: _layer.Initializer = TABLE_INIT
 
-    __repr__ = _layer.show
+    def __repr__(self) -> str:
+        return _layer.show(self)
 
     def __init__(
         self,

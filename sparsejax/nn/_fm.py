@@ -77,9 +77,10 @@ class FactorizationMachine:
     bias_init: _layer.Initializer = _LINEAR_INIT
     sparse_grad: bool | None = None
 
-    __repr__ = _layer.show
+    def __repr__(self) -> str:
+        return _layer.show(self)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         outputs, dtype = self.outputs, self.dtype
         for name in ("use_bias", "use_linear"):
             _layer.check_bool(_CALL, name, getattr(self, name))
@@ -104,6 +105,9 @@ class FactorizationMachine:
 
         Args:
           key: PRNG key.
+
+        Raises:
+          TypeError: `key` is no PRNG key.
 
         Example:
           >>> import jax, sparsejax as sj

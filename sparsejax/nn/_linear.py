@@ -65,9 +65,10 @@ class Dense:
     bias_init: _layer.Initializer = _BIAS_INIT
     sparse_grad: bool | None = None
 
-    __repr__ = _layer.show
+    def __repr__(self) -> str:
+        return _layer.show(self)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         columns, dtype = self.in_features, self.dtype
         _layer.check_bool(_CALL, "use_bias", self.use_bias)
         _layer.check_bool(_CALL, "sparse_grad", self.sparse_grad, or_none=True)

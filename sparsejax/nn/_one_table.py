@@ -35,6 +35,9 @@ class OneTable:
         Args:
           key: PRNG key.
 
+        Raises:
+          TypeError: `key` is no PRNG key.
+
         Example:
           >>> import jax, sparsejax as sj
           >>> sj.nn.Embedding(7, 2).init(jax.random.key(0))["embedding"].shape
@@ -46,6 +49,12 @@ class OneTable:
 
     def table(self, params: Any) -> Any:
         """The table among `params`, which are checked.
+
+        Args:
+          params: as `init` makes them, or the table alone.
+
+        Raises:
+          TypeError, ValueError: they are not the parameters of this layer.
 
         Example:
           >>> import jax, sparsejax as sj

@@ -83,6 +83,13 @@ class Trainer:
       MXNet, `gluon.Trainer` with row-sparse parameters and `update_on_kvstore`.
     """
 
+    block: Any
+    store: Any
+    params: Any
+    opt_state: Any
+    steps: int
+    compilations: int
+
     def __init__(
         self,
         block: Any,
@@ -192,7 +199,12 @@ class Trainer:
         return self._run(self._run_forward, *args)
 
     def row_ids(self, batch: Any) -> dict[str, Any]:
-        """What `block.row_ids` names for a batch, checked against the store."""
+        """What `block.row_ids` names for a batch, checked against the store.
+
+        Raises:
+          TypeError, ValueError: it is no mapping of tables of the store to ids, or with
+            mode "error" an id is out of range.
+        """
         ids = self.block.row_ids(self._inputs(batch))
         ids = _args.check_named(self._name, self.store, ids)
         self._know(ids)

@@ -66,8 +66,8 @@ def _constructor(kind: Any) -> Callable[..., Layer]:
     return make
 
 
-Dense = _constructor(nn.Dense)
-Embedding = _constructor(nn.Embedding)
-EmbeddingBag = _constructor(nn.EmbeddingBag)
-EmbeddingCollection = _constructor(nn.EmbeddingCollection)
-FactorizationMachine = _constructor(nn.FactorizationMachine)
+Dense: Callable[..., Layer] = _constructor(nn.Dense)
+Embedding: Callable[..., Layer] = _constructor(nn.Embedding)
+EmbeddingBag: Callable[..., Layer] = _constructor(nn.EmbeddingBag)
+EmbeddingCollection: Callable[..., Layer] = _constructor(nn.EmbeddingCollection)
+FactorizationMachine: Callable[..., Layer] = _constructor(nn.FactorizationMachine)

@@ -42,7 +42,7 @@ class Layer(linen.Module):
 
     layer: Any
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_layer(_CALL, self.layer)
         super().__post_init__()
 
@@ -78,8 +78,8 @@ def _constructor(kind: Any) -> Callable[..., Layer]:
     return make
 
 
-Dense = _constructor(nn.Dense)
-Embedding = _constructor(nn.Embedding)
-EmbeddingBag = _constructor(nn.EmbeddingBag)
-EmbeddingCollection = _constructor(nn.EmbeddingCollection)
-FactorizationMachine = _constructor(nn.FactorizationMachine)
+Dense: Callable[..., Layer] = _constructor(nn.Dense)
+Embedding: Callable[..., Layer] = _constructor(nn.Embedding)
+EmbeddingBag: Callable[..., Layer] = _constructor(nn.EmbeddingBag)
+EmbeddingCollection: Callable[..., Layer] = _constructor(nn.EmbeddingCollection)
+FactorizationMachine: Callable[..., Layer] = _constructor(nn.FactorizationMachine)

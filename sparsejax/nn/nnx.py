@@ -1,7 +1,7 @@
 """The layers of `sparsejax.nn` as modules of flax.nnx.
 
 `Layer(layer, rngs=...)` is an nnx module around any layer: its parameters are
-`nnx.Param`s, its call is the layer's. `Embedding(..., rngs=...)` and its like make the
+`nnx.Param`, its call is the layer's. `Embedding(..., rngs=...)` and its like make the
 layer as well.
 """
 
@@ -42,11 +42,13 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, layer: Any, *inputs: Any, rngs: nnx.Rngs):
-        self.layer = check_layer(_CALL, layer)
+        self.layer: Any = check_layer(_CALL, layer)
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(_RNGS.format(call=_CALL, found=rngs))
         made = init_for(layer, rngs.params(), *inputs[:1])
-        self.params = nnx.Dict({name: nnx.Param(x) for name, x in made.items()})
+        self.params: nnx.Dict[Any] = nnx.Dict(
+            {name: nnx.Param(x) for name, x in made.items()}
+        )
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The layer's call, with the module's parameters."""
@@ -70,8 +72,8 @@ def _constructor(kind: Any) -> Callable[..., Layer]:
     return make
 
 
-Dense = _constructor(nn.Dense)
-Embedding = _constructor(nn.Embedding)
-EmbeddingBag = _constructor(nn.EmbeddingBag)
-EmbeddingCollection = _constructor(nn.EmbeddingCollection)
-FactorizationMachine = _constructor(nn.FactorizationMachine)
+Dense: Callable[..., Layer] = _constructor(nn.Dense)
+Embedding: Callable[..., Layer] = _constructor(nn.Embedding)
+EmbeddingBag: Callable[..., Layer] = _constructor(nn.EmbeddingBag)
+EmbeddingCollection: Callable[..., Layer] = _constructor(nn.EmbeddingCollection)
+FactorizationMachine: Callable[..., Layer] = _constructor(nn.FactorizationMachine)

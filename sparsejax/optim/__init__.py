@@ -1,11 +1,36 @@
 """Optimizers whose step costs what the batch touches.
 
-`lazy` lifts any row-separable optax transformation to SelectedRows gradients;
-`is_row_separable` says which are, and `is_lazy_exact` where leaving the other rows
-alone is no approximation. `exact` trains as dense gradients do where it is one.
-`ftrl`, `rowwise_adagrad` and others are what optax has none of; `accumulate`,
-`rounding` and `dynamic_loss_scale` go around them. `global_norm` is the norm over trees
-with SelectedRows in them.
+`lazy(tx)` is where to start: any optax transformation that works row by
+row, on the rows that a gradient names. It equals dense training for SGD and
+Adagrad; momentum and Adam stand still in rows that are not read.
+`exact(tx)` trains as those do on dense gradients, to rounding.
+
+Around an optax transformation
+
+- `lazy`: runs it on the rows that a gradient names.
+- `exact`: brings rows up to date before they are read.
+- `exact_value_and_grad`: finds these rows, and differentiates.
+- `accumulate`: one step for k gradients.
+- `rounding`: tables of bfloat16 or float16, rounded stochastically or with
+  float32 masters.
+- `dynamic_loss_scale`: for gradients in float16.
+
+Optimizers, to be put into `lazy(...)`
+
+- `ftrl`: FTRL-proximal, which makes weights exactly zero.
+- `adagrad`: with eps beside the root, as PyTorch has it.
+- `rowwise_adagrad`, `group_adagrad`: one accumulator for each row.
+- `rowwise_adam`, `partial_rowwise_lamb`: one second moment for each row.
+- `row_count_adam`: bias correction by how often a row was touched.
+- `weight_decay`: decoupled, missed steps made up for; `flush_weight_decay`
+  does so for all rows.
+
+Questions
+
+- `is_row_separable`: whether `lazy(tx)` can be.
+- `is_lazy_exact`: whether `lazy(tx)` trains as `tx` does on dense
+  gradients.
+- `global_norm`: of a tree with SelectedRows in it.
 """
 
 from sparsejax.optim._accumulate import accumulate as accumulate

@@ -86,29 +86,31 @@ class ExactState(NamedTuple):
 class Exact(NamedTuple):
     """What `exact` returns: an optax transformation with two functions more."""
 
-    init: Callable[..., Any]
-    update: Callable[..., Any]
-    catch_up: Callable[..., Any]
-    flush: Callable[..., Any]
+    init: Callable[[Any], ExactState]
+    update: Callable[..., tuple[Any, ExactState]]
+    catch_up: Callable[..., tuple[Any, ExactState]]
+    flush: Callable[..., tuple[Any, ExactState]]
 
 
 def exact(tx: Any, *, tables: Any = None) -> Exact:
     """Trains as `tx` does on dense gradients, at the cost of the rows that are read.
 
-    A row that gets no gradient at step t still moves in dense training. For weights w,
-    moments m and a divisor v that fade by constant ratios, all of that between two
-    steps s < t is
+    A row that gets no gradient at step t still moves in dense training. For
+    weights w, moments m and a divisor v that fade by constant ratios, all of
+    that between two steps s < t is
 
       w_t = D(s, t) (w_s - F_s(v_s) m_s) + F_t(v_t) m_t
 
-    with D the product of (1 - learning rate * weight decay) and F_t m the sum of all
-    that m would still move the weight by. F is one small vector a step, which each row
-    keeps from the step it was last brought up to date. So a row costs the same however
-    long it was not read, and a step costs what its rows cost. Any schedule will do.
+    with D the product of (1 - learning rate * weight decay) and F_t m the sum
+    of all that m would still move the weight by. F is one small vector a step,
+    which each row keeps from the step it was last brought up to date. So a row
+    costs the same however long it was not read, and a step costs what its rows
+    cost. Any schedule will do.
 
-    F is evaluated by a replay of `tx` itself that is bounded (176 steps for Adam's
-    defaults, what is beyond is below 1e-8 of it) and interpolated in v; the error that
-    this makes is at most 2e-7 of the drift. So training is that of `tx`, to rounding.
+    F is evaluated by a replay of `tx` itself that is bounded (176 steps for
+    Adam's defaults, what is beyond is below 1e-8 of it) and interpolated in v;
+    the error that this makes is at most 2e-7 of the drift. So training is that
+    of `tx`, to rounding.
 
     Rows must be caught up before the loss reads them:
 
@@ -117,38 +119,43 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
       updates, state = tx.update(grads, state, params)
       params = optax.apply_updates(params, updates)
 
-    and all of them, by `flush`, before the whole table is looked at, saved or handed to
-    another program. `exact_value_and_grad` does the first two lines and finds the ids
-    itself. A row with a gradient that was not caught up is caught up by `update`. Its
-    gradient was then taken at old weights; `state.stale` counts such rows.
+    and all of them, by `flush`, before the whole table is looked at, saved or
+    handed to another program. `exact_value_and_grad` does the first two lines
+    and finds the ids itself. A row with a gradient that was not caught up is
+    caught up by `update`. Its gradient was then taken at old weights;
+    `state.stale` counts such rows.
 
     Args:
-      tx: an optax transformation which, for a row without gradient, shrinks each moment
-        by a constant and moves weights linearly in them, divided at most by the root of
-        one moment plus eps: sgd, momentum, nesterov, adam, nadam, adamw, rmsprop,
-        adagrad and such, in a chain with clipping of gradients, schedules, decoupled
-        weight decay, inject_hyperparams. This is found out by running it.
-      tables: which leaves are tables: a tree prefix of bools, or `callable(path, leaf)
-        -> bool`. None takes every real float leaf of rank 2 or more for which `tx` is
-        of that kind. Where the model has many matrices that are no tables, say so: the
-        state keeps clocks for each table.
+      tx: an optax transformation which, for a row without gradient, shrinks
+        each moment by a constant and moves weights linearly in them, divided at
+        most by the root of one moment plus eps: sgd, momentum, nesterov, adam,
+        nadam, adamw, rmsprop, adagrad and such, in a chain with clipping of
+        gradients, schedules, decoupled weight decay, inject_hyperparams. This
+        is found out by running it.
+      tables: which leaves are tables: a tree prefix of bools, or
+        `callable(path, leaf) -> bool`. None takes every real float leaf of rank
+        2 or more for which `tx` is of that kind. Where the model has many
+        matrices that are no tables, say so: the state keeps clocks for each
+        table.
 
     Returns:
       `(init, update, catch_up, flush)`.
       `init(params)` gives an `ExactState`.
-      `catch_up(params, state, ids)` gives `(params, state)` with rows brought up to
-      date. `ids` is a tree like `params` with integers of any shape at tables, None or
-      nothing at all elsewhere; `...` stands for all rows. Out of range names no row;
-        duplicates do no harm.
-      `update(grads, state, params, **extra_args)` is optax's; a table's gradient is a
-      SelectedRows, or dense, which moves all rows.
-      `flush(params, state)` gives `(params, state)` with all rows up to date. Call it
-      also after a hyper-parameter in the state was set by hand: F looks ahead.
+      `catch_up(params, state, ids)` gives `(params, state)` with rows brought
+      up to date. `ids` is a tree like `params` with integers of any shape at
+      tables, None or nothing at all elsewhere; `...` stands for all rows. Out
+      of range names no row; duplicates do no harm.
+      `update(grads, state, params, **extra_args)` is optax's; a table's
+      gradient is a SelectedRows, or dense, which moves all rows.
+      `flush(params, state)` gives `(params, state)` with all rows up to date.
+      Call it also after a hyper-parameter in the state was set by hand: F looks
+      ahead.
 
     Raises:
       TypeError: `tx` is no transformation; a state that is not `exact`'s.
-      ValueError: at init, `tx` is of another kind (the message names the part, and
-        why), or there is no table; at update, the leaf of a SelectedRows is none.
+      ValueError: at init, `tx` is of another kind (the message names the part,
+        and why), or there is no table; at update, the leaf of a SelectedRows is
+        none.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -165,8 +172,9 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
       (Array([1.], dtype=float32), Array([1.75], dtype=float32))
 
     References:
-      The last-step counter is that of sparse regularised SGD (Carpenter, 2008, "Lazy
-      Sparse Stochastic Gradient Descent"; Langford et al., 2009); here for moments too.
+      The last-step counter is that of sparse regularised SGD (Carpenter, 2008,
+      "Lazy Sparse Stochastic Gradient Descent"; Langford et al., 2009); here
+      for moments too.
     """
     if not _parts.is_transformation(tx):
         found = _lazy.describe(tx)

@@ -8,7 +8,7 @@ would depend on what is in rows that are not caught up yet.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from sparsejax import _compat
 from sparsejax._compat import primitives as p
-from sparsejax.optim._exact import Exact
+from sparsejax.optim._exact import Exact, ExactState
 from sparsejax.transform.grad import value_and_grad
 from sparsejax.transform.interpreter import Reads, Run, Site, walk
 from sparsejax.transform.liveness import Liveness
@@ -38,6 +38,32 @@ _CIRCULAR = (
 )
 
 
+Params = TypeVar("Params")
+P = ParamSpec("P")
+
+
+@overload
+def exact_value_and_grad(
+    fun: Callable[Concatenate[Params, P], Any],
+    tx: Exact,
+    has_aux: Literal[False] = False,
+    *,
+    tables: Any = None,
+) -> Callable[
+    Concatenate[Params, ExactState, P],
+    tuple[tuple[jax.Array, Any], Params, ExactState],
+]: ...
+@overload
+def exact_value_and_grad(
+    fun: Callable[Concatenate[Params, P], Any],
+    tx: Exact,
+    has_aux: bool = False,
+    *,
+    tables: Any = None,
+) -> Callable[
+    Concatenate[Params, ExactState, P],
+    tuple[tuple[Any, Any], Params, ExactState],
+]: ...
 def exact_value_and_grad(
     fun: Callable[..., Any], tx: Exact, has_aux: bool = False, *, tables: Any = None
 ) -> Callable[..., Any]:
@@ -91,7 +117,9 @@ def exact_value_and_grad(
     both = value_and_grad(fun, 0, has_aux, tables=tables)
 
     @functools.wraps(fun)
-    def exact_value_and_grad_fun(params, state, *args, **kwargs):
+    def exact_value_and_grad_fun(
+        params: Any, state: ExactState, *args: Any, **kwargs: Any
+    ) -> Any:
         full = (params, *args)
         call = trace_call(fun, 0, has_aux, tables, full, kwargs, CALL)
         ids = call.tree.unflatten(_ids_of(call))

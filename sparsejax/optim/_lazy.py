@@ -82,44 +82,49 @@ _OTHER_STATE = (
 def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
     """Lifts an optax transformation to gradients that are SelectedRows.
 
-    Rows that the gradient does not name are left alone: their weights *and their
-    state* keep their bits. Momentum, weight decay and moment estimates of a row thus
-    move only at steps that read it, as in TensorFlow's LazyAdam or PyTorch's
-    SparseAdam, while counts and schedules advance at every step.
+    Rows that the gradient does not name are left alone: their weights *and
+    their state* keep their bits. Momentum, weight decay and moment estimates of
+    a row thus move only at steps that read it, as in TensorFlow's LazyAdam or
+    PyTorch's SparseAdam, while counts and schedules advance at every step.
+
+    For SGD and Adagrad that is what dense training does; `is_lazy_exact(tx)`
+    tells for any other. `sparsejax.optim.exact` trains as dense momentum and
+    Adam do.
 
     For the rows R that a gradient names, duplicates summed to g, it computes
 
       u, S[R] := tx.update(g, S[R], W[R])
 
-    in one run of `tx` over all leaves, tables and dense ones, so that clipping by
-    global norm is right. The update of a table is a SelectedRows over R, which
-    `optax.apply_updates` adds to the table. A table with a dense gradient is updated
-    densely. Under `jax.jit`, donate parameters and state: both are updated in place.
+    in one run of `tx` over all leaves, tables and dense ones, so that clipping
+    by global norm is right. The update of a table is a SelectedRows over R,
+    which `optax.apply_updates` adds to the table. A table with a dense gradient
+    is updated densely. Under `jax.jit`, donate parameters and state: both are
+    updated in place.
 
     Put tree-wide transformations inside: `lazy(optax.chain(clip, adam))`, not
-    `optax.chain(clip, lazy(adam))`, which would clip the row ids. `clip_by_global_norm`
-    *after* adam sees the updates of the rows read only.
+    `optax.chain(clip, lazy(adam))`, which would clip the row ids.
+    `clip_by_global_norm` *after* adam sees the updates of the rows read only.
 
     Args:
       tx: an `optax.GradientTransformation` that is row-separable, see
-        `is_row_separable`; yours is as good as optax's. With `optax.partition` and
-        `optax.masked` this is judged leaf by leaf.
+        `is_row_separable`; yours is as good as optax's. With `optax.partition`
+        and `optax.masked` this is judged leaf by leaf.
 
     Returns:
       `optax.GradientTransformationExtraArgs`.
-      `init(params)` is `tx.init(params)`, the same tree, so `optax.tree_utils.tree_get`
-      and checkpoints work as before.
-      `update(updates, state, params=None, **extra_args)` takes gradients, SelectedRows
-      (of the table's height and row shape), arrays, or `None`; returns updates of the
-      same structure and the new state.
+      `init(params)` is `tx.init(params)`, the same tree, so
+      `optax.tree_utils.tree_get` and checkpoints work as before.
+      `update(updates, state, params=None, **extra_args)` takes gradients,
+      SelectedRows (of the table's height and row shape), arrays, or `None`;
+      returns updates of the same structure and the new state.
 
     Raises:
       TypeError: `tx` is no transformation, or has `exact` in it; at update, a
-        SelectedRows whose ids are no longer integers; a parameter that is itself a
-        SelectedRows.
-      ValueError: at init, no leaf can be lifted, because `tx` is not row-separable (the
-        message names the part that is not); at update, the leaf of a SelectedRows
-        cannot be, or its shape is not the table's.
+        SelectedRows whose ids are no longer integers; a parameter that is
+        itself a SelectedRows.
+      ValueError: at init, no leaf can be lifted, because `tx` is not
+        row-separable (the message names the part that is not); at update, the
+        leaf of a SelectedRows cannot be, or its shape is not the table's.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj

@@ -1,4 +1,37 @@
-"""Tables over many devices: only the rows a batch needs are moved."""
+"""Tables over many devices: only the rows a batch needs are moved.
+
+The training step stays that of one device: `sparsejax.value_and_grad` and
+`sparsejax.optim.lazy` work on what these make::
+
+    mesh = jax.make_mesh((8,), ("x",))
+    table = sj.parallel.shard_rows(table, mesh, "x")  # row i on device i mod 8
+    rows = sj.parallel.lookup(table, ids)             # ids and rows travel
+
+Rows spread over devices
+
+- `shard_rows`: makes a `ShardedTable`.
+- `lookup`, `embedding_bag`: read it; ids and rows go by `all_to_all`.
+- `measure_capacity`: what a batch needs to go through in one round.
+- `ShardedRows`: what its gradient holds; `Metrics`: what an exchange
+  needed.
+
+Other layouts
+
+- `shard_columns`: each device holds some columns of every row.
+- `data_parallel`: tables on every device; makes a `DataParallelStep`.
+- `psum`, `pmean`: over devices, of trees with SelectedRows in them.
+
+Stores and files
+
+- `batched_pull`: rows of a store, read once for all devices.
+- `SpreadStore`: a store over the memories of several hosts.
+- `Checkpointer`: saves, and restores on other numbers of devices.
+
+Costs
+
+- `plan`: estimates each layout of each table, and recommends one.
+- `wire_bytes`: what a compiled program sends.
+"""
 
 from sparsejax.parallel._bag import embedding_bag as embedding_bag
 from sparsejax.parallel._batched_pull import batched_pull as batched_pull

@@ -131,13 +131,13 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike[str],
         *,
         max_to_keep: int | None = None,
         read_only: bool = False,
     ):
         path = os.fspath(directory)
-        self.directory = path if "://" in path else os.path.abspath(path)
+        self.directory: str = path if "://" in path else os.path.abspath(path)
         if os.path.isfile(self.directory):
             raise NotADirectoryError(_NO_DIRECTORY.format(directory=self.directory))
         if max_to_keep is not None:
@@ -226,7 +226,7 @@ class Checkpointer:
         self._check_open(_CALL)
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         self.close()
 
     def _check_open(self, call: str) -> None:
@@ -286,7 +286,12 @@ class Checkpointer:
         return unflatten(like, values)
 
     def restore_data(self, step: int | None = None) -> dict[str, Any]:
-        """What was given to `save` as `data`, at `step` or the latest."""
+        """What was given to `save` as `data`, at `step` or the latest.
+
+        Raises:
+          FileNotFoundError: nothing was saved, or not at this step.
+          ValueError: `save` was given no data.
+        """
         call = f"{_CALL}.restore_data"
         step, about = self._about(call, step)
         if about["data"] is None:

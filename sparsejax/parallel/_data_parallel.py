@@ -126,6 +126,10 @@ def data_parallel(
 class DataParallelStep:
     """What `data_parallel` makes: called like the step, over the mesh.
 
+    Args:
+      step, mesh, donate: as of `data_parallel`.
+      axes: names of mesh axes.
+
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
@@ -135,7 +139,13 @@ class DataParallelStep:
       (Array(2.5, dtype=float32), ())
     """
 
-    def __init__(self, step, mesh: Mesh, axes: tuple[str, ...], donate: bool):
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh,
+        axes: tuple[str, ...],
+        donate: bool,
+    ):
         self._step, self._axes = step, axes
         self._given = mesh
         self._mesh = Mesh(
@@ -152,7 +162,7 @@ class DataParallelStep:
         return jitted(*args)
 
     def lower(self, params: Any, opt_state: Any, *batch: Any) -> jax.stages.Lowered:
-        """`jax.jit(step).lower(...)`, of arrays or of `jax.ShapeDtypeStruct`s."""
+        """`jax.jit(step).lower(...)`, of arrays or of `jax.ShapeDtypeStruct`."""
         jitted, args = self._prepare(params, opt_state, batch)
         return jitted.lower(*args)
 

@@ -166,7 +166,7 @@ def plan(
     function's source.
 
     Args:
-      tables: a tree of arrays, `jax.ShapeDtypeStruct`s, ShardedTables, or shapes as
+      tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
         tuples of ints (of float32).
       mesh: the mesh, or an `AbstractMesh`.
       batch: for each table what a step reads of it, all devices together: the number of

@@ -7,7 +7,7 @@ and reading or writing them moves nothing between devices.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -76,13 +76,13 @@ class ShardedRows(SelectedRows):
         """Of parts that go together: there are no checks."""
         return cls.tree_unflatten((owners.height, owners, slots), (rows, values))
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Children with their keys."""
         children, height = super().tree_flatten_with_keys()
         return children, (height, self.owners, self.slots)
 
     @classmethod
-    def tree_unflatten(cls, static, children):
+    def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
         self.__dict__.update(zip(("height", "owners", "slots"), static))
@@ -97,7 +97,15 @@ class ShardedRows(SelectedRows):
     def coalesce(
         self, capacity: int | None = None, *, return_overflow: bool = False
     ) -> Any:
-        """The same array with each row once, at its owner: each owner's ascending."""
+        """The same array with each row once, at its owner: each owner's ascending.
+
+        Args:
+          capacity: None; every owner has room for what it may be sent.
+          return_overflow: also return an int32 scalar, 0.
+
+        Raises:
+          ValueError: `capacity` is given.
+        """
         if capacity is not None:
             raise ValueError(_CAPACITY.format(found=capacity))
         merged = self
@@ -105,11 +113,11 @@ class ShardedRows(SelectedRows):
             merged = _send(self)
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
 
-    def find(self, ids) -> tuple[jax.Array, jax.Array]:
+    def find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
         """Rows by position, and which are stored; for tests, it gathers all slots."""
         return self.everywhere().find(ids)
 
-    def retain(self, ids) -> SelectedRows:
+    def retain(self, ids: Any) -> SelectedRows:
         """Only the rows at these positions; for tests, it gathers all slots."""
         return self.everywhere().retain(ids)
 
@@ -131,19 +139,20 @@ class ShardedRows(SelectedRows):
         sent = round_bytes(self.owners, self.slots, self.rows.dtype, wide, content)
         return _exchange.needed(self.owners, self.slots, self.safe_rows(), sent)
 
-    def __add__(self, other):
+    def __add__(self, other: Any) -> Any:
         if isinstance(other, ShardedRows):
             return concatenate([self, other])
         if _row_arithmetic.is_selected_rows(other) or np.ndim(other) == 0:
             return _row_arithmetic.add(self.everywhere(), other)
         return add_to(other, self)
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Any:
+        return self.__add__(other)
 
-    def __sub__(self, other):
+    def __sub__(self, other: Any) -> Any:
         return self + _row_arithmetic.negative(other)
 
-    def __rsub__(self, other):
+    def __rsub__(self, other: Any) -> Any:
         return -self + other
 
 

@@ -102,7 +102,7 @@ class SpreadStore:
         shape_or_array: Any,
         tx: Any,
         *,
-        path: str | os.PathLike | None = None,
+        path: str | os.PathLike[str] | None = None,
         seed: Any = 0,
         **options: Any,
     ) -> None:

@@ -14,7 +14,7 @@ vocabulary sorted by frequency), and "mod" deals them out to all owners in turn.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -115,13 +115,13 @@ class ShardedTable(Arithmetic):
 
     # -- pytree ------------------------------------------------------------------
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The child with its key, and what is static."""
         static = self.height, self.mesh, self.axis, self.layout
         return ((jax.tree_util.GetAttrKey("values"), self.values),), static
 
     @classmethod
-    def tree_unflatten(cls, static, children):
+    def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: the child may be anything JAX puts there."""
         return cls(*children, *static)
 
@@ -176,15 +176,16 @@ class ShardedTable(Arithmetic):
             f"{self.axis!r}, layout={self.layout!r})"
         )
 
-    def __array__(self, *args, **kwargs):
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             _NO_SILENT_ARRAY.format(shape=self.shape, shards=self.num_shards)
         )
 
     # So that jnp.asarray, and with it sparsejax.lookup, raises the same error.
-    __jax_array__ = __array__
+    def __jax_array__(self) -> NoReturn:
+        self.__array__()
 
-    def __getitem__(self, ids):
+    def __getitem__(self, ids: Any) -> NoReturn:
         self.__array__()
 
     # -- ids and positions -------------------------------------------------------
@@ -251,19 +252,23 @@ def shard_rows(
 ) -> ShardedTable:
     """Spreads the rows of a table over the devices along a mesh axis.
 
-    Each of the N devices along the axis gets `ceil(V / N)` rows. Over the mesh's other
-    axes the parts are repeated.
+    Each of the N devices along the axis gets `ceil(V / N)` rows. Over the
+    mesh's other axes the parts are repeated. `sparsejax.parallel.lookup` and
+    `embedding_bag` read it; the training step around them stays that of one
+    device.
 
     Args:
-      table: `[V, ...]`, a JAX or NumPy array (a `np.memmap` too): each device's part is
-        cut on the host, so that no device ever holds V rows. Inside `jit`, a traced
-        array. A `jax.ShapeDtypeStruct` gives the table's abstract form. Or a function
-        `f(ids) -> rows [len(ids), ...]` of NumPy ids, called for each part that has
-        rows, for tables larger than any one memory.
+      table: `[V, ...]`, a JAX or NumPy array (a `np.memmap` too): each device's
+        part is cut on the host, so that no device ever holds V rows. Inside
+        `jit`, a traced array. A `jax.ShapeDtypeStruct` gives the table's
+        abstract form. Or a function `f(ids) -> rows [len(ids), ...]` of NumPy
+        ids, called for each part that has rows, for tables larger than any one
+        memory.
       mesh: as `jax.make_mesh` gives, its axes Auto or Explicit.
       axis: name of a mesh axis, or a tuple of names.
-      layout: `"mod"` deals ids out in turn, so that frequent ids that are neighbours
-        do not meet on one device; `"block"` keeps neighbours together.
+      layout: `"mod"` deals ids out in turn, so that frequent ids that are
+        neighbours do not meet on one device; `"block"` keeps neighbours
+        together.
       height: int, V, for a table given as a function.
 
     Returns:
@@ -271,18 +276,22 @@ def shard_rows(
 
     Raises:
       TypeError: `mesh` or `table` is of another kind.
-      ValueError: no such axis or layout, a scalar, `height` missing, rows of another
-        shape from `f`, or known rows over an AbstractMesh.
+      ValueError: no such axis or layout, a scalar, `height` missing, rows of
+        another shape from `f`, or known rows over an AbstractMesh.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
       >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
       >>> sj.parallel.shard_rows(np.ones((1000, 8), np.float32), mesh, "x")
       ShardedTable(float32[1000, 8], 1 x 1000 rows over 'x', layout='mod')
+      >>> table = sj.parallel.shard_rows(np.ones((1000, 8), np.float32), mesh, "x")
+      >>> loss = lambda table, ids: sj.parallel.lookup(table, ids).sum()
+      >>> sj.grad(loss)(table, np.array([3, 7])).to_dense()[3:5, 0]
+      Array([1., 0.], dtype=float32)
 
     References:
-      TorchRec, row-wise sharding; PaddlePaddle, distributed lookup table (ids by
-      remainder over parameter servers).
+      TorchRec, row-wise sharding; PaddlePaddle, distributed lookup table (ids
+      by remainder over parameter servers).
     """
     axis = check_axis(_CALL, mesh, axis)
     if layout not in LAYOUTS:

@@ -7,7 +7,7 @@ way.
 """
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -42,39 +42,52 @@ class Arithmetic:
 
     values: Any
 
-    def __add__(self, other):
+    if TYPE_CHECKING:  # ShardedTable, which extends this, has it
+
+        def __array__(self) -> NoReturn: ...
+
+    def __add__(self, other: Any) -> Any:
         if isinstance(other, _NUMBERS) and other == 0:
             return self  # so that Python's sum() works
         return self._with(operator.add, "+", other)
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Any:
+        return self.__add__(other)
 
-    def __neg__(self):
+    def __neg__(self) -> Any:
         return self.map(operator.neg)
 
-    def __sub__(self, other):
+    def __sub__(self, other: Any) -> Any:
         return self._with(operator.sub, "-", other)
 
-    def __rsub__(self, other):
+    def __rsub__(self, other: Any) -> Any:
         return -self + other
 
-    def __mul__(self, other):
+    def __mul__(self, other: Any) -> Any:
         return self._with(operator.mul, "*", other)
 
-    __rmul__ = __mul__
+    def __rmul__(self, other: Any) -> Any:
+        return self.__mul__(other)
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: Any) -> Any:
         if isinstance(other, Arithmetic):
             raise TypeError(_NO_DIVISION.format(found=type(self).__name__))
         return self._with(operator.truediv, "/", other)
 
-    def __rtruediv__(self, other):
+    def __rtruediv__(self, other: Any) -> NoReturn:
         raise TypeError(_NO_DIVISION.format(found=type(other).__name__))
 
-    def __float__(self):
-        return self.__array__()
+    def __float__(self) -> NoReturn:
+        self.__array__()
 
-    __int__ = __index__ = __complex__ = __float__
+    def __int__(self) -> NoReturn:
+        self.__array__()
+
+    def __index__(self) -> NoReturn:
+        self.__array__()
+
+    def __complex__(self) -> NoReturn:
+        self.__array__()
 
     def __getattr__(self, name: str) -> Any:
         # Only what is not there comes here.

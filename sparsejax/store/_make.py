@@ -73,7 +73,7 @@ def make_table(
     name: str,
     shape_or_array: Any,
     tx: Any,
-    path: str | os.PathLike | None,
+    path: str | os.PathLike[str] | None,
     initializer: Callable[..., Any] | None,
     seed: Any,
     dtype: Any,

@@ -45,7 +45,7 @@ _NO_SPACE = (
 )
 
 
-def is_mapped_table(path: str | os.PathLike) -> bool:
+def is_mapped_table(path: str | os.PathLike[str]) -> bool:
     """Whether a file is that of a memory-mapped table."""
     if not os.path.isfile(path):
         return False
@@ -95,7 +95,7 @@ class MappedFile:
     def __init__(
         self,
         call: str,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         specs: Sequence[Any],
         initial: Mapping[int, np.ndarray],
         header: dict[str, Any],

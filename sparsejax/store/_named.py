@@ -1,7 +1,7 @@
 """Tables by name, one of which is worked on at a time: what each call begins with."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from sparsejax.store import _prefetch
 from sparsejax.store._line import Line
@@ -34,6 +34,24 @@ class NamedTables:
             for name, t in self._tables.items()
         )
         return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
+
+    def close(self) -> None:
+        """Flushes, gives memory and files back, and ends the store."""
+        if self._closed:
+            return
+
+        def work():
+            for table in self._tables.values():
+                table.close()
+            self._closed = True
+
+        self._do("sparsejax.store.KVStore.close", work)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
 
     def _do(self, call: str, work: Callable[[], Any]) -> Any:
         self._check_open(call)

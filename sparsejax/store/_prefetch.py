@@ -14,7 +14,7 @@ So nobody counts pushes: a step may push nothing (evaluation), once, or often.
 import collections
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from sparsejax.store._part import Part
 
 
 _END = object()
+
+Batch = TypeVar("Batch")  # anything, with ids in it
 
 
 class Flight:

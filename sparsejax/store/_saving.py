@@ -45,7 +45,7 @@ Report = Callable[[int, int], None]
 
 
 def save(
-    call: str, path: str | os.PathLike, tables: Mapping[str, Table], report: Report
+    call: str, path: str | os.PathLike[str], tables: Mapping[str, Table], report: Report
 ) -> None:
     """Writes all tables; `path` is replaced at once when everything is on the disk."""
     if os.path.isdir(path):
@@ -78,7 +78,7 @@ def save(
 
 
 def load(
-    call: str, path: str | os.PathLike, tables: Mapping[str, Table], report: Report
+    call: str, path: str | os.PathLike[str], tables: Mapping[str, Table], report: Report
 ) -> None:
     """Reads what `save` wrote into tables of the same kind.
 

@@ -35,22 +35,33 @@ _DEPTH = "{call}: depth must be an int that is not negative, got {found!r}."
 class KVStore(NamedTables):
     """Named tables in host memory or in files, whose rows are pulled and pushed.
 
-    A table of V rows stays on the host, with its optimizer's state. A step pulls the
-    rows that its batch names onto the device, as a SelectedRows, and pushes their
-    gradient; the store then runs the optimizer on those rows of weights and state,
-    exactly as `sparsejax.optim.lazy` would on the device:
+    A table of V rows stays on the host, with its optimizer's state. A step
+    pulls the rows that its batch names onto the device, as a SelectedRows, and
+    pushes their gradient; the store then runs the optimizer on those rows of
+    weights and state, exactly as `sparsejax.optim.lazy` would on the device:
 
       W[R], S[R] := step(W[R], S[R], g)      R the rows of the gradient g
 
     so the device holds what a batch names, whatever V is.
 
     A pulled SelectedRows takes the place of the table in `sparsejax.lookup`,
-    `embedding_bag` and the layers of `sparsejax.nn`, and `sparsejax.value_and_grad`
-    with respect to it gives a SelectedRows with the same rows, to be pushed. Rows that
-    were not pulled read NaN. (`jax.grad` takes no ids: hand it `pulled.values`.)
+    `embedding_bag` and the layers of `sparsejax.nn`, and
+    `sparsejax.value_and_grad` with respect to it gives a SelectedRows with the
+    same rows, to be pushed. Rows that were not pulled read NaN. (`jax.grad`
+    takes no ids: hand it `pulled.values`.)
 
-    One thread at a time works on a store; calls from several wait for each other. Each
-    table has its own transformation, so clipping by global norm sees one table's rows.
+    One thread at a time works on a store; calls from several wait for each
+    other. Each table has its own transformation, so clipping by global norm
+    sees one table's rows.
+
+    - `init`: makes a table, or opens its file.
+    - `pull`, `push`: rows to the device, and their gradient back.
+    - `prefetch`: batches with their rows, read while the step before runs.
+    - `assign`, `pull_all`: sets rows; reads all rows.
+    - `save`, `load`: all tables, to and from a file.
+    - `names`, `stats`: which tables there are, and what was done with them.
+    - `flush`, `close`: mapped files to the disk, and the end; or
+      `with KVStore() as s`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -68,8 +79,8 @@ class KVStore(NamedTables):
              [2., 2.]], dtype=float32)
 
     References:
-      MXNet, `KVStore` (`init`, `push`, `row_sparse_pull`); Li et al., 2014, "Scaling
-      Distributed Machine Learning with the Parameter Server".
+      MXNet, `KVStore` (`init`, `push`, `row_sparse_pull`); Li et al., 2014,
+      "Scaling Distributed Machine Learning with the Parameter Server".
     """
 
     # -- tables -----------------------------------------------------------------------
@@ -80,7 +91,7 @@ class KVStore(NamedTables):
         shape_or_array: Any,
         tx: Any,
         *,
-        path: str | os.PathLike | None = None,
+        path: str | os.PathLike[str] | None = None,
         initializer: Callable[..., Any] | None = None,
         seed: Any = 0,
         dtype: Any = None,
@@ -201,13 +212,13 @@ class KVStore(NamedTables):
 
     def prefetch(
         self,
-        batches: Iterable[Any],
-        ids_of: Callable[[Any], Any],
+        batches: Iterable[_prefetch.Batch],
+        ids_of: Callable[[_prefetch.Batch], Any],
         *,
         depth: int = 1,
         capacity: int | Mapping[str, int] | None = None,
         mode: str = "error",
-    ) -> Generator[tuple[Any, Any]]:
+    ) -> Generator[tuple[_prefetch.Batch, Any]]:
         """Batches with their rows, pulled while the step before is running.
 
         Gives bit for bit what pulling each batch's rows as it comes would give: all
@@ -316,7 +327,7 @@ class KVStore(NamedTables):
         forward = lambda rows, new: self._flights.pushed(name, rows, new)
         self._do(call, lambda: _all_rows.assign(call, table, weights, forward))
 
-    def save(self, path: str | os.PathLike, *, progress: Any = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
         """Writes all tables to a file, weights and state.
 
         The file is written beside `path` and takes its place when it is whole and on
@@ -338,7 +349,7 @@ class KVStore(NamedTables):
         report = reporter(call, progress)
         self._do(call, lambda: _saving.save(call, path, self._tables, report))
 
-    def load(self, path: str | os.PathLike, *, progress: Any = False) -> None:
+    def load(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
         """Reads what `save` wrote into this store's tables.
 
         A file has no functions in it: call `init` for each table first, with the shape,
@@ -380,21 +391,3 @@ class KVStore(NamedTables):
         """Waits until memory-mapped tables are on the disk, and all pushes are done."""
         tables = self._tables.values()
         self._do(f"{_CALL}.flush", lambda: [t.memory.flush() for t in tables])
-
-    def close(self) -> None:
-        """Flushes, gives memory and files back, and ends the store."""
-        if self._closed:
-            return
-
-        def work():
-            for table in self._tables.values():
-                table.close()
-            self._closed = True
-
-        self._do(f"{_CALL}.close", work)
-
-    def __enter__(self) -> "KVStore":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.close()

@@ -1,5 +1,7 @@
 """What is said when a table cannot have a sparse gradient."""
 
+from typing import Any
+
 
 class DensifyError(NotImplementedError):
     """A table that must get a sparse gradient is used in a way that needs all its rows.
@@ -36,7 +38,9 @@ sparsejax.value_and_grad: tables= names the leaf {path} ({found}), which cannot 
 table: {why}. Leave it out of tables= (or set it to False there)."""
 
 
-def dense_use(path: str, shape, primitive: str, where: str, why: str) -> DensifyError:
+def dense_use(
+    path: str, shape: Any, primitive: str, where: str, why: str
+) -> DensifyError:
     """The error for a use without a rule."""
     return DensifyError(
         _DENSE_USE.format(

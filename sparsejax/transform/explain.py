@@ -76,18 +76,30 @@ def explain(
 ) -> Callable[..., Explanation]:
     """Tells what `value_and_grad(fun)` does with each leaf, without computing anything.
 
+    Where a table's gradient is dense and should not be, the last column says
+    which operation needs all rows, and where it is. Read rows there instead,
+    give that primitive a rule (`sparsejax.extend.register_rule`), or, if more
+    than a quarter of the rows is read, insist by `tables=`.
+
     Args:
-      fun, argnums, has_aux, tables: as for `sparsejax.value_and_grad`. A leaf that
-        `tables=` insists on and that cannot be sparse is explained, not raised.
+      fun: the loss, as for `sparsejax.value_and_grad`.
+      argnums: int or tuple of ints, the arguments to differentiate.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      tables: which leaves are tables, as for `sparsejax.value_and_grad`. A leaf
+        that it insists on and that cannot be sparse is explained, and nothing
+        is raised.
 
     Returns:
-      A function of the same arguments that returns an `Explanation`. It prints as a
-      table: each leaf, whether its gradient is SelectedRows or dense, how many rows are
-      read where (file:line), and why not sparse. Arguments may be
-      `jax.ShapeDtypeStruct`s.
+      A function of the same arguments that returns an `Explanation`. It prints
+      as a table: each leaf, whether its gradient is SelectedRows or dense, how
+      many rows are read where (file:line), and why not sparse.
+      `found["params['table']"]`, and `found.leaves` for all of them, have it as
+      data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
+      Arguments may be `jax.ShapeDtypeStruct`, as `jax.eval_shape` gives them.
 
     Raises:
-      TypeError: a leaf that cannot be differentiated, or an output that is no scalar.
+      TypeError: a leaf that cannot be differentiated, or an output that is no
+        scalar.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj

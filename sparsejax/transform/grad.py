@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,34 @@ from sparsejax.transform.plan import (
 from sparsejax.transform.table import TableRef, everywhere, lay_out, vary
 
 
+P = ParamSpec("P")
+Aux = TypeVar("Aux")
+
+
+@overload
+def value_and_grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    tables: Any = None,
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    tables: Any = None,
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+@overload
+def value_and_grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    tables: Any = None,
+) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -30,61 +58,112 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, with the gradient of a table that is read by rows sparse.
 
-    For a loss `L` that reads a table `T` only through rows `T[i_1], ..., T[i_n]`, the
-    gradient is `SelectedRows(rows=[i_1, ..., i_n], values=[dL/dT[i_1], ...])`, the
-    cotangent of each read; `to_dense()` of it is what `jax.grad` gives. Every other
-    leaf gets exactly what `jax.grad` gives it.
+    In a training step two lines change, and the loss stays as it is::
 
-    How the table is read does not matter: `sparsejax.lookup`, `table[ids]`,
-    `jnp.take`, `lax.dynamic_slice`, a flax or equinox embedding layer, inside `jit`,
-    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`. `sparsejax.explain` shows what
-    was found.
+      tx = sj.optim.lazy(tx)                                   # around optax's
+      loss, grads = sj.value_and_grad(loss_fn)(params, batch)  # in place of jax's
+      updates, state = tx.update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+
+    For a loss `L` that reads a table `T` only through rows
+    `T[i_1], ..., T[i_n]` the gradient is
+
+      SelectedRows(rows=[i_1, ..., i_n], values=[dL/dT[i_1], ..., dL/dT[i_n]])
+
+    a slot for each read, in the order of the reads, duplicates not merged, ids
+    out of range as empty slots. `to_dense()` of it is what `jax.grad` gives.
+    The number of slots is static, and `jax.eval_shape` tells it: new ids
+    compile nothing anew.
+
+    Sparse is the gradient of a real float leaf of rank 2 or more that is read
+    by rows and used in no other way, at most a quarter of its rows in a call
+    (beyond that a dense gradient is cheaper). How it is read does not matter:
+    `sparsejax.lookup`, `embedding_bag`, `table[ids]`, `jnp.take`,
+    `lax.dynamic_slice`, an embedding layer of flax or equinox, inside `jit`,
+    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`.
+
+    Dense is that of every other leaf, and exactly what `jax.grad` gives: a
+    table that is also multiplied as a whole (tied to an output layer), written
+    to, carried through a loop and changed there, or handed to a `custom_vjp`
+    function. `sparsejax.explain(fun)(*args)` prints which leaves are which,
+    where each is read, and why it is not sparse.
 
     Args:
-      fun: a function with a scalar float output, or `(scalar, aux)`. It is traced as
-        under `jit`: array arguments are tracers, everything else (ints, strings,
-        functions) is passed through as it is.
-      argnums: int or tuple of ints, the positional arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`.
-      tables: which leaves are tables. None decides by itself: a real float leaf of
-        rank 2 or more whose every differentiated use is a read of rows, and of which at
-        most a quarter of the rows is read (beyond that a dense gradient is cheaper). A
-        tree prefix of bools (or None), or `callable(path, leaf) -> bool`, insists: True
-        gives SelectedRows or an error, False gives the dense gradient. With a tuple
-        `argnums` it is a prefix of that tuple.
+      fun: a function with a scalar float output, or `(scalar, aux)`. It is
+        traced as under `jit`: array arguments are tracers, everything else
+        (ints, strings, functions) is passed through as it is.
+      argnums: int or tuple of ints, the arguments to differentiate; these are
+        passed by position.
+      has_aux: whether `fun` returns `(loss, aux)`; aux is any tree, and is not
+        differentiated.
+      tables: which leaves are tables. None decides by itself, as above. A tree
+        prefix of bools (or None) of the argument, with every key of a dict in
+        it, or `callable(path, leaf) -> bool`, insists: True gives SelectedRows
+        or an error, whatever share of the rows is read; False gives the dense
+        gradient. With a tuple `argnums` it is a prefix of that tuple.
+        `sparsejax.nn.tables` makes it for layers.
 
     Returns:
       A function of the same arguments that returns `(value, gradient)`, or
-      `((value, aux), gradient)`; the gradient has the structure of the argument (a
-      tuple of them for a tuple `argnums`). Its capacities are static, and
-      `jax.eval_shape` tells them. Duplicate ids are kept apart, in the order of the
-      reads; ids out of range are empty slots. A leaf that is itself a SelectedRows gets
-      a SelectedRows with the same rows.
+      `((value, aux), gradient)`. The gradient has the structure of the argument
+      (a tuple of them for a tuple `argnums`), with a SelectedRows of the
+      table's shape and dtype where it is sparse. A leaf that is itself a
+      SelectedRows, such as `KVStore.pull` gives, gets one with the same rows.
 
     Raises:
       DensifyError: `tables=` insists on a leaf that is not read by rows alone.
-      TypeError: a leaf that cannot be differentiated, or an output that is no scalar.
+        The message names the primitive and your line. Leave the leaf out of
+        `tables=`, read rows there, or give that primitive a rule:
+        `sparsejax.extend.register_rule`.
+      TypeError: a leaf that cannot be differentiated, or an output that is no
+        scalar.
+      ValueError: `argnums` name no positional argument of the call, or
+        `tables=` is no prefix of its tree.
 
     Example:
-      >>> import jax.numpy as jnp, sparsejax as sj
-      >>> def loss(params, ids):
-      ...     return jnp.sum(params["w"] * params["table"][ids])
-      >>> params = {"table": jnp.ones((100, 2)), "w": jnp.array(3.0)}
-      >>> value, grads = sj.value_and_grad(loss)(params, jnp.array([7, 4, 7]))
+      >>> import functools, jax, jax.numpy as jnp, optax, sparsejax as sj
+      >>> def loss_fn(params, batch):
+      ...     rows = params["table"][batch["ids"]]
+      ...     return jnp.mean((rows @ params["w"] - batch["y"]) ** 2)
+      >>> tx = sj.optim.lazy(optax.adam(0.1))
+      >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
+      ... def train_step(params, state, batch):
+      ...     loss, grads = sj.value_and_grad(loss_fn)(params, batch)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state, loss
+      >>> params = {"table": jnp.ones((100, 2)), "w": jnp.ones(2)}
+      >>> batch = {"ids": jnp.array([7, 4, 7]), "y": jnp.zeros(3)}
+      >>> state = tx.init(params)
+      >>> params, state, loss = train_step(params, state, batch)
+      >>> loss, params["table"][6:8, 0]  # row 6 was not read
+      (Array(4., dtype=float32), Array([1. , 0.9], dtype=float32))
+
+      What the gradients are:
+
+      >>> loss, grads = sj.value_and_grad(loss_fn)(params, batch)
       >>> grads["table"]
       SelectedRows(rows=[7 4 7], values=float32[3,2], height=100, num_rows=3)
-      >>> grads["w"]
-      Array(6., dtype=float32, weak_type=True)
+      >>> grads["w"].shape
+      (2,)
+
+      With an auxiliary output, and insisting on the table:
+
+      >>> with_aux = lambda params, batch: (loss_fn(params, batch), batch["ids"].size)
+      >>> tables = {"table": True, "w": None}
+      >>> run = sj.value_and_grad(with_aux, has_aux=True, tables=tables)
+      >>> (loss, count), grads = run(params, batch)
+      >>> count, grads["table"].capacity
+      (3, 3)
 
     References:
-      PaddlePaddle, `embedding(is_sparse=True)`; TensorFlow, `IndexedSlices`. Not to be
-      confused with `jax.experimental.sparse.value_and_grad`, which differentiates with
-      respect to the stored elements of a sparse *input*.
+      PaddlePaddle, `embedding(is_sparse=True)`; TensorFlow, `IndexedSlices`.
+      Not to be confused with `jax.experimental.sparse.value_and_grad`, which
+      differentiates with respect to the stored elements of a sparse *input*.
     """
     caller = "sparsejax.value_and_grad"
 
     @functools.wraps(fun)
-    def value_and_grad_fun(*args, **kwargs):
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(fun, argnums, has_aux, tables, args, kwargs, caller)
         sparse, run = make_plan(call)
         loss, aux, grads = _differentiate(call, sparse, run)
@@ -94,6 +173,22 @@ def value_and_grad(
     return value_and_grad_fun
 
 
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    tables: Any = None,
+) -> Callable[P, tuple[Any, Aux]]: ...
+@overload
+def grad(
+    fun: Callable[P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    tables: Any = None,
+) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -103,20 +198,30 @@ def grad(
 ) -> Callable[..., Any]:
     """`jax.grad`, with the gradient of a table that is read by rows sparse.
 
-    `grad(fun)(x) = value_and_grad(fun)(x)[1]`; see `sparsejax.value_and_grad`.
+    `grad(fun)(x)` is `value_and_grad(fun)(x)[1]`. `sparsejax.value_and_grad`
+    says what is sparse and what is not, and shows a whole training step;
+    `sparsejax.explain` says it of your function.
 
     Args:
-      fun: as in `sparsejax.value_and_grad`.
-      argnums: int or tuple of ints, the positional arguments to differentiate.
+      fun: a function with a scalar float output, or `(scalar, aux)`.
+      argnums: int or tuple of ints, the arguments to differentiate; these are
+        passed by position.
       has_aux: whether `fun` returns `(loss, aux)`.
-      tables: as in `sparsejax.value_and_grad`.
+      tables: which leaves are tables: None to decide by itself, a tree prefix
+        of bools, or `callable(path, leaf) -> bool`; as in
+        `sparsejax.value_and_grad`.
 
     Returns:
-      A function of the same arguments that returns the gradient, or `(gradient, aux)`.
+      A function of the same arguments that returns the gradient, or
+      `(gradient, aux)`. The gradient has the structure of the argument, with a
+      SelectedRows where it is sparse.
 
     Raises:
       DensifyError: `tables=` insists on a leaf that is not read by rows alone.
-      TypeError: a leaf that cannot be differentiated, or an output that is no scalar.
+      TypeError: a leaf that cannot be differentiated, or an output that is no
+        scalar.
+      ValueError: `argnums` name no positional argument of the call, or
+        `tables=` is no prefix of its tree.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -131,7 +236,7 @@ def grad(
     both = value_and_grad(fun, argnums, has_aux, tables=tables)
 
     @functools.wraps(fun)
-    def grad_fun(*args, **kwargs):
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

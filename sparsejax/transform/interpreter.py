@@ -74,8 +74,8 @@ class Site(NamedTuple):
     table: int
     lead: tuple[int, ...]
     where: str
-    axes: frozenset = frozenset()
-    spec: tuple = ()
+    axes: frozenset[str] = frozenset()
+    spec: tuple[Any, ...] = ()
     mesh: Any = None
     kind: Any = None
 
@@ -168,7 +168,7 @@ class RuleContext:
       >>> import sparsejax as sj
       >>> @sj.extend.register_rule("my_lookup")
       ... def my_lookup_rule(ctx, table, ids, **params):
-      ...     return ctx.read(table, ids)
+      ...     return ctx.read(table, ids) if table.row_axis == 0 else NotImplemented
     """
 
     run: Run
@@ -176,7 +176,7 @@ class RuleContext:
     eqn: Any
     live: tuple[bool, ...]
     where: str
-    path: tuple
+    path: tuple[Any, ...]
     _producer: Callable[[int], Any]
 
     def read(self, ref: TableRef, ids: jax.Array, valid: Any = None) -> jax.Array:
@@ -288,15 +288,15 @@ class RuleContext:
         """
         return self._producer(position)
 
-    def walk(self, jaxpr: Any, args: Sequence[Any], reads=None, **options) -> list[Any]:
+    def walk(
+        self, jaxpr: Any, args: Sequence[Any], reads: Any = None, **options: Any
+    ) -> list[Any]:
         """Walks a sub-program of the equation.
 
         Args:
-          jaxpr: open or closed.
-          args: arrays and TableRefs.
+          jaxpr, args: the program, open or closed, and its arrays and TableRefs.
           reads: those of a body of its own, or none to inline it here.
-          **options: `live` (of its outputs; default, this equation's) and `branch`
-            (a number that tells several bodies of one equation apart).
+          **options: `live`, of its outputs, and `branch`, a number of this body.
 
         Returns:
           list of outputs, arrays and TableRefs.
@@ -320,7 +320,7 @@ def walk(
     args: Sequence[Any],
     live: Sequence[bool],
     *,
-    path: tuple = (),
+    path: tuple[Any, ...] = (),
     where: str | None = None,
 ) -> list[Any]:
     """Runs `jaxpr` on `[*consts, *args]`, some of which may be TableRefs."""

@@ -78,11 +78,11 @@ class Call:
 
 
 def trace_call(
-    fun: Callable,
+    fun: Callable[..., Any],
     argnums: int | Sequence[int],
     has_aux: bool,
     tables: Any,
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     caller: str,
 ) -> Call:

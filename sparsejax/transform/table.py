@@ -87,7 +87,7 @@ class TableRef:
         """Shape of one row of the view."""
         return self.shape[: self.row_axis] + self.shape[self.row_axis + 1 :]
 
-    def then(self, fn: Callable[..., jax.Array], *operands: Any, **changes) -> Any:
+    def then(self, fn: Callable[..., jax.Array], *operands: Any, **changes: Any) -> Any:
         """The view after one more row function; `changes` are fields that change."""
         step = RowFunction(fn, operands)
         return dataclasses.replace(self, steps=(*self.steps, step), **changes)
@@ -160,12 +160,12 @@ def everywhere(x: jax.Array) -> jax.Array:
     return lay_out(x, (None,) * len(spec), jax.typeof(x).sharding.mesh)
 
 
-def lay_out(x: jax.Array, spec: tuple, mesh: Any) -> jax.Array:
+def lay_out(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
     """`x` laid out over explicit mesh axes; no `spec` says nothing."""
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec))) if spec else x
 
 
-def vary(x: jax.Array, axes: frozenset) -> jax.Array:
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """`x`, marked as varying over the manual mesh `axes` it is not yet varying over."""
     missing = axes - _compat.varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x

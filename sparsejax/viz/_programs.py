@@ -120,7 +120,7 @@ def compare(
 
     Args:
       fun: a loss, as in `sparsejax.grad`.
-      *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
+      *args: its arguments; arrays or `jax.ShapeDtypeStruct`.
       argnums: int or ints, what to differentiate.
       has_aux: bool, whether `fun` returns `(loss, aux)`.
       tables: as in `sparsejax.grad`.

@@ -118,7 +118,9 @@ def _draw_skew(axes: Any, ids: np.ndarray, num_rows: int) -> None:
     share = 100 * np.cumsum(counts) / max(1, counts.sum())
     popular = 100 * np.arange(1, len(share) + 1) / num_rows
     shown = _thinned(len(share))
-    axes.plot(popular[shown], share[shown], color=_BLUE)
+    # The other rows were not read: the curve stays where it is.
+    line = [np.append(x[shown], 100) for x in (popular, share)] if len(share) else []
+    axes.plot(*line, color=_BLUE)
     axes.set_xscale("log")
     axes.set_ylim(0, 103)
     if len(share):

@@ -1,0 +1,79 @@
+"""Types: what pyright says of the public names, and of code that uses them.
+
+`typed_user.py` is code of a user in strict mode. It is checked where pyright is
+installed, and run everywhere.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import typed_user
+
+
+USER = pathlib.Path(typed_user.__file__)
+
+needs_pyright = pytest.mark.skipif(
+    importlib.util.find_spec("pyright") is None,
+    reason="pyright is not installed: pip install 'sparsejax[dev]'",
+)
+
+
+def _pyright(folder, *arguments):
+    """Its answer, as JSON; run elsewhere, so that sparsejax is what is installed."""
+    python = pathlib.Path(sys.executable)
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
+    done = subprocess.run(
+        [python, "-m", "pyright", "--outputjson", *arguments],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+def _shown(diagnostics):
+    return "\n".join(
+        f"{d['file']}:{d['range']['start']['line'] + 1}: {d['message']}"
+        for d in diagnostics
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.loose_promotion
+def test_user_code_runs(tmp_path):
+    pytest.importorskip("grain")
+    typed_user.main(tmp_path)
+
+
+@pytest.mark.slow
+@needs_pyright
+def test_user_code_is_clean_in_strict_mode(tmp_path):
+    found = _pyright(tmp_path, "--pythonpath", sys.executable, str(USER))
+    assert found["summary"]["filesAnalyzed"] == 1
+    wrong = [d for d in found["generalDiagnostics"] if d["severity"] == "error"]
+    assert not wrong, _shown(wrong)
+
+
+@pytest.mark.slow
+@needs_pyright
+def test_types_of_all_public_names_are_known(tmp_path):
+    found = _pyright(tmp_path, "--verifytypes", "sparsejax", "--ignoreexternal")
+    symbols = found["typeCompleteness"]["symbols"]
+    assert len(symbols) > 500, found["generalDiagnostics"]
+    wrong = [
+        diagnostic
+        for symbol in symbols
+        if symbol["isTypeAmbiguous"] or not symbol["isTypeKnown"]
+        for diagnostic in symbol["diagnostics"]
+        if "custom_vjp" not in diagnostic["message"]  # JAX's own, of what it decorates
+    ]
+    assert not wrong, _shown(wrong)
