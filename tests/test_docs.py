@@ -1,5 +1,6 @@
 """The pages: their code runs, their links lead somewhere."""
 
+import inspect
 import re
 
 import jax
@@ -13,6 +14,7 @@ import sparsejax as sj
 
 
 PAGES = sorted(pages.DOCS.rglob("*.md"))
+PACKAGES = ["data", "desc", "extend", "nn", "optim", "parallel", "store", "viz"]
 # These have tests of their own, which run their code on what other systems answered.
 TESTED_ELSEWHERE = {
     "caffe2.md",
@@ -98,3 +100,24 @@ def _write_ratings(path, rng):
         file.write("user,item,rating\n")
         for row in zip(users, items, ratings.clip(1, 5)):
             file.write("u{},i{},{:.0f}\n".format(*row))
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = set()
+    for page in (pages.DOCS / "reference").glob("*.md"):
+        module = None
+        for line in page.read_text().splitlines():
+            if found := re.match(r"\.\. (currentmodule|auto\w+):: (\S+)", line):
+                if found[1] == "currentmodule":
+                    module = found[2]
+                else:
+                    listed.add(f"{module}.{found[2]}")
+    packages = [sj, *(getattr(sj, name) for name in PACKAGES)]
+    public = {
+        f"{package.__name__}.{name}"
+        for package in packages
+        for name, value in vars(package).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+        if getattr(value, "__module__", "").startswith("sparsejax.")
+    }
+    assert public <= listed, public - listed
