@@ -45,7 +45,14 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # "Args:" says more than they do
-autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True
+autodoc_default_options = {
+    "members": True,
+    "special-members": "__call__",
+    # What pytrees need, and fields that would show the text of JAX's initializers.
+    "exclude-members": "tree_flatten_with_keys, tree_unflatten, param_dtype, "
+    "initializer, bias_init, linear_init, kernel_init",
+}
 _SECTION = re.compile(r"(Args|Returns|Raises|Example|References|Yields):$")
 
 # ------------------------------------------------------------------ pages
@@ -70,10 +77,11 @@ def _formulas_as_they_stand(app, what, name, obj, options, lines):
     """What is indented in a docstring's text is a formula, or code: a literal block."""
     end = next((k for k, line in enumerate(lines) if _SECTION.match(line)), len(lines))
     for k in reversed(range(1, end)):
-        begins = lines[k].startswith("  ") and not lines[k - 1].strip()
-        if begins and _before(lines, k).startswith(" "):
-            continue  # further down in such a block
-        if begins and not _before(lines, k).startswith("- "):
+        if not lines[k].startswith("  ") or lines[k - 1].strip():
+            continue
+        # A space: further down in such a block. Colons: it is one already.
+        before = _before(lines, k)
+        if not before.startswith((" ", "- ")) and not before.endswith("::"):
             lines[k:k] = ["::", ""]
 
 

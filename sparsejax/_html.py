@@ -117,15 +117,23 @@ def _table(lines: Any, more: int, escaped: bool = False) -> str:
 
 
 def _strip(ids: np.ndarray, height: int) -> str:
-    """A line for the table, a tick where it has a row."""
+    """A line for the table; a tick is the darker, the more of its rows are there."""
     if not height or not len(ids):
         return ""
-    ticks = np.unique(ids.astype(np.float64) * _TICKS // height).astype(int)
-    marks = "".join(f"M{t} 0v10" for t in ticks)
+    place = np.unique(ids.astype(np.int64)).astype(np.float64) * _TICKS // height
+    ticks, counts = np.unique(place.astype(int), return_counts=True)
+    # Shades, so that all ticks of one are one path; the faintest can still be seen.
+    share = np.minimum(1, counts * _TICKS / max(height, _TICKS))
+    shades = np.ceil(4 * share).astype(int)
+    paths = "".join(
+        f"<path d='{''.join(f'M{t} 0v10' for t in ticks[shades == shade])}' "
+        f"stroke='hsl(210,70%,50%)' stroke-opacity='{0.1 + 0.9 * shade / 4:.2f}'/>"
+        for shade in np.unique(shades)
+    )
     return (
         f"<svg width='{_TICKS}' height='12' style='display:block;margin:2px 0'>"
         f"<path d='M0 11h{_TICKS}' stroke='currentColor' stroke-opacity='0.4'/>"
-        f"<path d='{marks}' stroke='hsl(210,70%,50%)'/></svg>"
+        f"{paths}</svg>"
     )
 
 
