@@ -1,7 +1,7 @@
 """The site: `make docs`, strict. Its sources are the repository's own pages.
 
-The source folder is the root of the repository, so that a link between pages is the same
-here as where the repository is read.
+The source folder is the root of the repository, so that a link between pages is the
+same here as where the repository is read.
 """
 
 import re

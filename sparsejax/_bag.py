@@ -33,7 +33,7 @@ _SUMS = ("sum", "mean", "sqrtn")
 _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
 _UNKNOWN_COMBINER = (
-    "{call}: combiner must be one of {known}, got {found!r}. 'none' gives the rows, "
+    "{call}: combiner must be one of {known}, got {found}. 'none' gives the rows, "
     "not reduced."
 )
 _NO_BAGS = (
@@ -46,10 +46,10 @@ _TWO_LAYOUTS = (
     "ids [n] with segment_ids, or leave it out."
 )
 _NESTED_IDS = (
-    "{call}: the values of the SegmentTensor must be one array of ids, got {found}. A "
-    "SegmentTensor inside of it goes in by itself, embedding_bag(table, "
-    "st.values['ids']), and has a bag for each element out here; one of several arrays "
-    "as SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments)."
+    "{call}: the values of the SegmentTensor must be one array of ids, got {found}. "
+    "Pass one of its arrays as SegmentTensor(st.values['ids'], st.segment_ids, "
+    "st.num_segments); a SegmentTensor among its values goes in by itself, "
+    "embedding_bag(table, st.values), and has a bag for each element out here."
 )
 _RAGGED_IDS = (
     "{call}: ids are lists of different lengths. Make bags of them: "
@@ -60,7 +60,7 @@ _BOOL_TABLE = (
 )
 _NO_WEIGHTS = (
     "{call}: weights are for the combiners 'sum', 'mean' and 'sqrtn', got "
-    "combiner={found!r}. Leave them out, or scale the rows of sj.lookup."
+    "combiner={found}. Leave them out, or scale the rows of sj.lookup."
 )
 _WEIGHTS_SHAPE = (
     "{call}: weights must have the shape of ids, {want}, one number for each, got "
@@ -188,7 +188,7 @@ def embedding_bag(
 
     if isinstance(ids, SegmentTensor):
         if not hasattr(ids.values, "dtype"):
-            found = type(ids.values).__name__
+            found = _ids.kind_of(ids.values)
             raise TypeError(_NESTED_IDS.format(call=_CALL, found=found))
     else:
         if isinstance(ids, (list, tuple)):
@@ -199,7 +199,7 @@ def embedding_bag(
         if segment_ids is None or ids.ndim != 1:
             return _padded(ids, segment_ids, num_segments, table, reduce)
     return over_segments(
-        _CALL, ids, segment_ids, num_segments, indices_are_sorted, reduce
+        _CALL, ids, segment_ids, num_segments, indices_are_sorted, reduce, name="ids"
     )
 
 
@@ -251,10 +251,10 @@ def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
     if combiner not in _COMBINERS:
         known = ", ".join(map(repr, _COMBINERS))
         raise ValueError(
-            _UNKNOWN_COMBINER.format(call=_CALL, known=known, found=combiner)
+            _UNKNOWN_COMBINER.format(call=_CALL, known=known, found=_ids.show(combiner))
         )
     if weights is not None and combiner not in _SUMS:
-        raise ValueError(_NO_WEIGHTS.format(call=_CALL, found=combiner))
+        raise ValueError(_NO_WEIGHTS.format(call=_CALL, found=repr(combiner)))
     if combiner == "logsumexp" and not jnp.issubdtype(table.dtype, jnp.floating):
         raise TypeError(_NO_LOGARITHM.format(call=_CALL, found=table.dtype))
     return combiner
@@ -264,7 +264,7 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
     """`weights` in the shape of `ids`, in the type sums of `dtype` are held in."""
     if isinstance(weights, SegmentTensor):
         raise TypeError(_SEGMENT_WEIGHTS.format(call=_CALL))
-    weights = jnp.asarray(weights)
+    weights = _ids.to_array(_CALL, weights, "weights")
     if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
         weights = weights.reshape(ids.shape)  # as the ids were
     if weights.shape != ids.shape:

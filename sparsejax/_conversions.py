@@ -20,10 +20,10 @@ import numpy as np
 from sparsejax import _ids, _segment_numbers
 
 
-_TOTAL = "{call}: total must be a static, non-negative int or None, got {found!r}."
+_TOTAL = "{call}: total must be a static, non-negative int or None, got {found}."
 _TOTAL_UNKNOWN = (
     "{call}: inside jit the sum of lengths is not known, and the result needs a static "
-    "size. Pass total=, at least that sum."
+    "size. Pass total=, a static int of at least that sum."
 )
 _TOTAL_TOO_SMALL = (
     "{call}: the lengths sum to {need}, more than total={found}. Give at least {need}, "

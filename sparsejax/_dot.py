@@ -36,7 +36,7 @@ _BOOLEANS = (
     "with .astype(jnp.int32) to count."
 )
 _COLUMNS_TYPE = (
-    "{call}: num_columns must be a static, non-negative int or None, got {found!r}."
+    "{call}: num_columns must be a static, non-negative int or None, got {found}."
 )
 _COLUMNS_DIFFER = "{call}: num_columns={found}, but csr has shape {shape}."
 _COLUMNS_MISSING = (
@@ -99,7 +99,9 @@ def dot(
     """
     if num_columns is not None:
         num_columns = _ids.static_int(
-            num_columns, 0, _COLUMNS_TYPE.format(call=_CALL, found=num_columns)
+            num_columns,
+            0,
+            _COLUMNS_TYPE.format(call=_CALL, found=_ids.show(num_columns)),
         )
     csr, num_columns = _as_csr(csr, num_columns)
     index, value, segment_ids = _elements(csr)
@@ -159,7 +161,7 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
     # scipy's CSC has the same three arrays, and means another matrix by them.
     known = all(hasattr(csr, name) for name in ("indptr", "indices", "data", "shape"))
     if not known or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
-        found = f"an object of type {type(csr).__name__}"
+        found = _ids.kind_of(csr)
         if known:
             found += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
         raise TypeError(_NOT_CSR.format(call=_CALL, found=found))
@@ -175,7 +177,8 @@ def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Column, value and row of each element, or an error."""
     values = csr.values
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
-        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        keys = isinstance(values, dict)
+        found = f"a dict of {sorted(values)}" if keys else _ids.kind_of(values)
         raise TypeError(_ELEMENTS.format(call=_CALL, found=found))
     index, value = values["index"], jnp.asarray(values["value"])
     if value.ndim != 1 or jnp.shape(index) != value.shape:
@@ -187,8 +190,7 @@ def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _as_dense(dense: Any) -> Any:
     dense = _ids.as_array(dense)
     if not isinstance(dense, (jax.Array, SelectedRows)):
-        found = f"an object of type {type(dense).__name__}"
-        raise TypeError(_NOT_DENSE.format(call=_CALL, found=found))
+        raise TypeError(_NOT_DENSE.format(call=_CALL, found=_ids.kind_of(dense)))
     if dense.ndim == 0:
         raise ValueError(_NOT_DENSE.format(call=_CALL, found="a scalar"))
     return dense

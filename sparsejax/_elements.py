@@ -16,22 +16,23 @@ from sparsejax import _ids
 
 
 _NOT_AN_ARRAY = (
-    "{call}: {name} must be an array, got an object of type {found}. Lists of "
-    "lists of unequal lengths go to SegmentTensor.from_lists."
+    "{call}: {name} must be an array of numbers, got {found}. Lists of unequal lengths "
+    "go to SegmentTensor.from_lists."
 )
 _SCALAR = (
-    "{call}: {name} is a scalar. The first axis is that of the elements or segments."
+    "{call}: {name} must have at least one axis, that of the elements or segments; got "
+    "a scalar."
 )
 _NO_VALUES = (
     "{call}: values hold no array, so it is not known how many elements there are. "
     "Give an array [n, ...], or a pytree of such arrays."
 )
 _UNEQUAL = (
-    "{call}: values{path} has {found} elements and {other} has {want}. All share their "
-    "first axis; a SegmentTensor counts by its segments."
+    "{call}: values{path} must have as many elements as {other}, {want}, got {found}. "
+    "All share their first axis; a SegmentTensor counts by its segments."
 )
 _TOO_WIDE = (
-    "{call}: {name} goes from {low} to {high}, beyond {dtype}. Set "
+    "{call}: {name} must be within {dtype}, got integers from {low} to {high}. Set "
     "jax_enable_x64, or map the values to smaller ones."
 )
 OVERFLOW = (
@@ -87,10 +88,13 @@ def as_array(call: str, x: Any, name: str) -> Any:
         except OverflowError:  # a list with an int that 32 bits cannot hold
             x = np.asarray(x)
         except (TypeError, ValueError):
-            found = type(x).__name__
+            found = _ids.kind_of(x)
             raise TypeError(
                 _NOT_AN_ARRAY.format(call=call, name=name, found=found)
             ) from None
+    if x.dtype == object:  # strings, or integers of more than 64 bits
+        found = "an array of Python objects"
+        raise TypeError(_NOT_AN_ARRAY.format(call=call, name=name, found=found))
     if x.ndim == 0:
         raise ValueError(_SCALAR.format(call=call, name=name))
     return narrow(call, x, name)
@@ -111,12 +115,11 @@ def narrow(call: str, x: Any, name: str) -> Any:
     return x.astype(dtype, copy=False)
 
 
-def check_count(
-    call: str, values: Any, want: int | None = None, other: str = ""
-) -> int:
+def check_count(call: str, values: Any, want: Any = None, other: str = "") -> int:
     """The number of elements, which is `want` unless that is None, or an error."""
     for path, x in leaves_with_path(values):
-        found = x.num_segments if is_nested(x) else x.shape[0]
+        shape = getattr(x, "shape", ())
+        found = x.num_segments if is_nested(x) else shape[0] if shape else "a scalar"
         name = jax.tree_util.keystr(path)
         if want is None:
             want, other = found, f"values{name}"

@@ -50,11 +50,11 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
     if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
         ids = ids.astype(jnp.int32)  # [] has no type of its own
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        ways_out = {
-            "b": "Of a mask, jnp.flatnonzero gives the ids.",
-            "O": "An id has at most 64 bits.",
-        }
-        way_out = ways_out.get(ids.dtype.kind, "Cast them with .astype(jnp.int32).")
+        way_out = "Cast them with .astype(jnp.int32)."
+        if ids.dtype == object:
+            way_out = "An id has at most 64 bits."
+        elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
+            way_out = "Of a mask, jnp.flatnonzero gives the ids."
         raise TypeError(
             f"{call}: {name} must be integers, got {ids.dtype} of shape {ids.shape}. "
             f"{way_out}"
@@ -92,14 +92,14 @@ def as_array(x: Any) -> Any:
     return jnp.asarray(x) if known else x
 
 
-def to_array(call: str, x: Any, name: str) -> jax.Array:
+def to_array(
+    call: str, x: Any, name: str, what: str = "an array of numbers"
+) -> jax.Array:
     """`x` as a JAX array, or a TypeError that names `call`."""
     try:
         return jnp.asarray(x)
     except (OverflowError, TypeError, ValueError):
-        raise TypeError(
-            f"{call}: {name} must be an array of numbers, got {kind_of(x)}."
-        ) from None
+        raise TypeError(f"{call}: {name} must be {what}, got {kind_of(x)}.") from None
 
 
 def array_or_spec(call: str, x: Any, name: str) -> Any:
@@ -115,9 +115,14 @@ def show_spec(x: Any) -> str:
     return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
 
 
+def is_array(x: Any) -> bool:
+    """Whether `x` is JAX's array, a tracer or NumPy's."""
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
 def kind_of(x: Any) -> str:
     """What an error calls an argument of a wrong kind."""
-    if isinstance(x, (jax.Array, np.ndarray)):
+    if is_array(x):
         return f"an array {show_spec(x)}"
     return "None" if x is None else f"an object of type {type(x).__name__}"
 
@@ -126,9 +131,23 @@ def show(x: Any) -> str:
     """How an error shows a number: its repr, unless that is long or a tracer's."""
     if isinstance(x, Tracer):
         return f"a traced {show_spec(x)}"
-    if isinstance(x, (jax.Array, np.ndarray)) and x.size > 8:
+    if is_array(x) and x.size > 8:
         return f"an array {show_spec(x)}"
-    text = " ".join(repr(x).split())
+    if isinstance(x, (dict, list, tuple)) and any(map(is_array, jax.tree.leaves(x))):
+        return show_tree(x)
+    return _shortened(repr(x))
+
+
+def show_tree(tree: Any, is_leaf: Any = None) -> str:
+    """The structure of a tree as an error shows it: `{'table': *}`."""
+    text = str(jax.tree.structure(tree, is_leaf=is_leaf))
+    if "CustomNode" in text:
+        return kind_of(tree)
+    return _shortened(text.removeprefix("PyTreeDef(").removesuffix(")"))
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -14,8 +14,8 @@ from sparsejax import _ids, _segment_numbers
 
 
 _FILLER = (
-    "{call}: filler={filler!r} is no {dtype}, the type of the values. Give a filler "
-    "that is, one that no element is equal to."
+    "{call}: filler={filler} is no {dtype}, the type of the values. Give one that the "
+    "type can hold, and that no element is equal to."
 )
 _NOT_PADDED = (
     "{call}: padded must have shape [S, L] or [S, L, ...], a row for each segment, got "
@@ -25,7 +25,10 @@ _NOT_MULTI_HOT = (
     "{call}: multi_hot must be integers or booleans [S, V], how often each id occurs, "
     "got {dtype} of shape {found}. Weights go with their ids to from_csr."
 )
-_NEGATIVE_COUNT = "{call}: multi_hot must count, got {found}, which is negative."
+_NEGATIVE_COUNT = (
+    "{call}: multi_hot must be counts, got {found}, which is negative. Of a mask, use "
+    "multi_hot > 0."
+)
 _TRACED_COUNTS = (
     "{call}: inside jit the sum of {dtype} counts is not known, and the result needs a "
     "static size. Pass booleans, multi_hot > 0, where no id occurs twice."
@@ -35,8 +38,8 @@ _BATCHED = (
     "jax.vmap."
 )
 _FORMAT = (
-    "{call}: a matrix in {found} format. Its indices are not those of rows: convert it "
-    "with .tocsr()."
+    "{call}: got a matrix in {found} format, whose indices are not those of rows. "
+    "Convert it with .tocsr()."
 )
 _CSR_PARTS = (
     "{call}: {found}. Call from_csr(indptr, indices), from_csr(indptr, indices, data), "
@@ -52,12 +55,12 @@ def filler_value(call: str, filler: Any, dtype: Any) -> np.ndarray:
     try:
         found, value = np.asarray(filler).item(), np.array(filler, dtype)
     except (OverflowError, TypeError, ValueError):
-        raise ValueError(
-            _FILLER.format(call=call, filler=filler, dtype=dtype)
-        ) from None
+        shown = _ids.show(filler)
+        raise ValueError(_FILLER.format(call=call, filler=shown, dtype=dtype)) from None
     rounds = jnp.issubdtype(dtype, jnp.inexact)  # NaN, and 0.1 in float32
     if not rounds and value.item() != found:
-        raise ValueError(_FILLER.format(call=call, filler=filler, dtype=dtype))
+        shown = _ids.show(filler)
+        raise ValueError(_FILLER.format(call=call, filler=shown, dtype=dtype))
     return value
 
 
@@ -148,13 +151,15 @@ def csr_parts(call: str, indptr: Any, indices: Any, data: Any) -> tuple[Any, Any
     """`(indptr, indices, data)`, also of a matrix that has them as attributes."""
     if hasattr(indptr, "indptr"):
         if indices is not None or data is not None:
-            raise TypeError(_CSR_PARTS.format(call=call, found="a matrix and indices"))
+            raise TypeError(
+                _CSR_PARTS.format(call=call, found="a matrix, and indices beside it")
+            )
         matrix, name = indptr, getattr(indptr, "format", "csr")
         if name != "csr":  # scipy's CSC and BSR have attributes of the same names
             raise ValueError(_FORMAT.format(call=call, found=name.upper()))
         indptr, indices, data = matrix.indptr, matrix.indices, matrix.data
     elif indices is None:
-        found = f"no indices, and {type(indptr).__name__} is no CSR matrix"
+        found = f"no indices, and {_ids.kind_of(indptr)} is no CSR matrix"
         raise TypeError(_CSR_PARTS.format(call=call, found=found))
     if np.ndim(indptr) != 1:
         raise ValueError(_BATCHED.format(call=call, found=np.shape(indptr)))

@@ -25,15 +25,15 @@ _CALL = "sparsejax.lookup"
 _MODES = ("fill", "clip", "zero", "error")
 
 _NOT_A_TABLE = (
-    "{call}: table must be a JAX or NumPy array, or a SelectedRows, got an object of "
-    "type {found}. Pass the array of weights itself: lookup(params['table'], ids)."
+    "{call}: table must be a JAX or NumPy array, or a SelectedRows, got {found}. Pass "
+    "the array of weights itself, as in params['table']."
 )
 _NO_ROWS = (
     "{call}: table must have at least one axis, got shape {shape}. The first axis is "
     "the rows: a table is [V], [V, D] or [V, ...]."
 )
 _UNKNOWN_MODE = (
-    "{call}: mode must be one of 'fill', 'clip', 'zero' and 'error', got {found!r}. "
+    "{call}: mode must be one of 'fill', 'clip', 'zero' and 'error', got {found}. "
     "'fill' reads NaN where an id is out of range, as jnp.take does."
 )
 _NOTHING_TO_CLIP_TO = (
@@ -41,15 +41,15 @@ _NOTHING_TO_CLIP_TO = (
     "mode='zero', or a table of at least one row."
 )
 _PADDING_TYPE = (
-    "{call}: padding_id must be a static int or None, got {found!r} of type {kind}. "
+    "{call}: padding_id must be a static int or None, got {found}. "
     "Pass a Python int; inside jit it cannot be an argument that is traced."
 )
 _MAX_NORM_TYPE = (
-    "{call}: max_norm must be a static number or None, got {found!r} of type {kind}. "
+    "{call}: max_norm must be a static number or None, got {found}. "
     "Pass a Python float; inside jit it cannot be an argument that is traced."
 )
 _MAX_NORM_VALUE = (
-    "{call}: max_norm must be a positive number, got {found!r}. Leave it out for rows "
+    "{call}: max_norm must be a positive number, got {found}. Leave it out for rows "
     "as they are."
 )
 _MAX_NORM_TABLE = (
@@ -153,7 +153,7 @@ def as_table(call: str, table: Any) -> Any:
     """`table` as a JAX array or a SelectedRows; else an error that names `call`."""
     table = _ids.as_array(table)
     if not isinstance(table, (jax.Array, SelectedRows)):
-        raise TypeError(_NOT_A_TABLE.format(call=call, found=type(table).__name__))
+        raise TypeError(_NOT_A_TABLE.format(call=call, found=_ids.kind_of(table)))
     if table.ndim == 0:
         raise ValueError(_NO_ROWS.format(call=call, shape=table.shape))
     return table
@@ -162,7 +162,7 @@ def as_table(call: str, table: Any) -> Any:
 def check_mode(call: str, mode: Any) -> None:
     """An error that names `call` unless `mode` is one of the four."""
     if mode not in _MODES:
-        raise ValueError(_UNKNOWN_MODE.format(call=call, found=mode))
+        raise ValueError(_UNKNOWN_MODE.format(call=call, found=_ids.show(mode)))
 
 
 def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
@@ -172,10 +172,8 @@ def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
     try:
         padding = operator.index(padding_id)
     except TypeError:
-        kind = type(padding_id).__name__
-        raise TypeError(
-            _PADDING_TYPE.format(call=call, found=padding_id, kind=kind)
-        ) from None
+        found = _ids.show(padding_id)
+        raise TypeError(_PADDING_TYPE.format(call=call, found=found)) from None
     limits = jnp.iinfo(ids.dtype)
     if not limits.min <= padding <= limits.max:
         return jnp.zeros(ids.shape, bool)  # no id of this type can be it
@@ -190,10 +188,8 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
         # A string that spells a number is no number.
         found = float("" if isinstance(max_norm, str) else max_norm)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        kind = type(max_norm).__name__
-        raise TypeError(
-            _MAX_NORM_TYPE.format(call=call, found=max_norm, kind=kind)
-        ) from None
+        shown = _ids.show(max_norm)
+        raise TypeError(_MAX_NORM_TYPE.format(call=call, found=shown)) from None
     if not found > 0:
         raise ValueError(_MAX_NORM_VALUE.format(call=call, found=max_norm))
     if not jnp.issubdtype(dtype, jnp.floating):

@@ -12,20 +12,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _elements, _segment_numbers
+from sparsejax import _elements, _ids, _segment_numbers
 
 
 _NOT_LISTS = (
-    "{call}: expected a list of segments, each a list or an array of elements, got "
-    "{found}. A list for each segment is needed, also of one element or of none."
+    "{call}: lists must be a list of segments, each a list or an array of elements, "
+    "got {found}. A segment of one element or of none is a list, too."
 )
 _MIXED = (
-    "{call}: lists and numbers, or lists and dicts, side by side: {found}. Elements of "
-    "one level are all numbers, all lists, or all dicts."
+    "{call}: elements of one level must be all numbers, all lists or all dicts, got "
+    "{found} side by side."
+)
+_SHAPES = (
+    "{call}: arrays of one level must agree in all axes but the first, got shapes "
+    "{found}."
 )
 _NOT_NUMBERS = (
-    "{call}: elements must be numbers that are known, got {found}. Inside jit, where "
-    "they are not known, use from_lengths."
+    "{call}: elements must be known numbers of at most 64 bits, got {found}. Inside "
+    "jit, where they are not known, use from_lengths."
 )
 _DO_NOT_FIT = (
     "{call}: {dtype} cannot hold all elements, which go from {low} to {high}. Give a "
@@ -36,7 +40,7 @@ _NO_WHOLE_NUMBERS = (
     "them first, or leave dtype out."
 )
 _KEYS = (
-    "{call}: the keys of a map must be integers, got {found}. For several values an "
+    "{call}: the keys of a map must be integers, got {found}. For several values of an "
     "element give a dict of nested lists, not a list of dicts."
 )
 _UNEQUAL = (
@@ -118,8 +122,9 @@ def _join_arrays(call: str, segments: list, dtype: Any) -> np.ndarray:
     typed = [s for s in segments if len(s) or _is_array(s)]
     try:
         joined = np.concatenate([np.asarray(s) for s in typed])
-    except ValueError as error:
-        raise TypeError(_MIXED.format(call=call, found=error)) from None
+    except ValueError:
+        found = " and ".join(sorted({str(np.shape(s)) for s in typed}))
+        raise TypeError(_SHAPES.format(call=call, found=found)) from None
     return _as_numbers(call, joined, dtype)
 
 
@@ -173,11 +178,13 @@ def _one_of_each_type(items: list) -> list:
 
 
 def _name(x: Any) -> str:
-    return f"an object of type {type(x).__name__}"
+    return _ids.kind_of(x)
 
 
 def _names(items: Any) -> str:
-    return " and ".join(sorted({type(x).__name__ for x in items}))
+    tracer = lambda x: isinstance(x, jax.core.Tracer)
+    names = {"a traced array" if tracer(x) else type(x).__name__ for x in items}
+    return " and ".join(sorted(names))
 
 
 # ------------------------------------------------------------------ to lists

@@ -19,7 +19,7 @@ _PACK = "sparsejax.pack_segments"
 _UNPACK = "sparsejax.unpack_segments"
 
 _NOT_SEGMENTS = (
-    "{call}: st must be a SegmentTensor, got an object of type {found}. Make one with "
+    "{call}: st must be a SegmentTensor, got {found}. Make one with "
     "SegmentTensor.from_lengths(data, lengths)."
 )
 _NESTED = (
@@ -27,7 +27,7 @@ _NESTED = (
     "an array. Pack that first, and pass what comes out as the values."
 )
 _MAX_LENGTH = (
-    "{call}: max_length must be a static, non-negative int, got {found!r}. It is a "
+    "{call}: max_length must be a static, non-negative int, got {found}. It is a "
     "part of the result's shape."
 )
 _PADDED = (
@@ -73,12 +73,12 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
       Caffe2, `PackSegments` (`max_length`, `return_presence_mask`).
     """
     if not isinstance(st, SegmentTensor):
-        raise TypeError(_NOT_SEGMENTS.format(call=_PACK, found=type(st).__name__))
+        raise TypeError(_NOT_SEGMENTS.format(call=_PACK, found=_ids.kind_of(st)))
     nested = jax.tree.leaves(st.values, is_leaf=_is_segments)
     if any(_is_segments(leaf) for leaf in nested):
         raise TypeError(_NESTED.format(call=_PACK))
     max_length = _ids.static_int(
-        max_length, 0, _MAX_LENGTH.format(call=_PACK, found=max_length)
+        max_length, 0, _MAX_LENGTH.format(call=_PACK, found=_ids.show(max_length))
     )
     if not st.is_sorted:
         st = st.sort()
@@ -120,7 +120,8 @@ def unpack_segments(padded: Any, lengths: Any) -> SegmentTensor:
       Caffe2, `UnpackSegments`.
     """
     is_list = lambda x: isinstance(x, list)  # an array, never a node of the tree
-    padded = jax.tree.map(jnp.asarray, padded, is_leaf=is_list)
+    as_array = lambda x: _ids.to_array(_UNPACK, x, "padded")
+    padded = jax.tree.map(as_array, padded, is_leaf=is_list)
     shapes = {x.shape[:2] for x in jax.tree.leaves(padded)}
     if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):
         found = [x.shape for x in jax.tree.leaves(padded)]

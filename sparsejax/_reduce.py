@@ -112,7 +112,7 @@ def segment_sum(
         num_segments,
         indices_are_sorted,
         total,
-        *(() if weights is None else (jnp.asarray(weights),)),
+        *(() if weights is None else (_ids.to_array(_SUM, weights, "weights"),)),
         mode=mode,
         unique_indices=unique_indices,
         out_sharding=out_sharding,

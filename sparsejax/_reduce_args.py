@@ -24,8 +24,8 @@ from sparsejax._segments import SegmentTensor
 
 
 _TWICE = (
-    "{call}: data is a SegmentTensor, which brings its own segments, and {name} was "
-    "passed as well. Leave it out, or pass data.values and ids."
+    "{call}: {data} is a SegmentTensor, which brings its own segments, and {name} was "
+    "passed as well. Leave it out, or pass {data}.values instead."
 )
 _NESTED = (
     "{call}: the values of the SegmentTensor hold another one at values{path}. Reduce "
@@ -36,22 +36,23 @@ _NO_IDS = (
     "SegmentTensor as data."
 )
 _NOT_AN_ARRAY = (
-    "{call}: data must be an array or a SegmentTensor, got an object of type {found}. "
+    "{call}: data must be an array or a SegmentTensor, got {found}. "
     "Map over the arrays of a tree with jax.tree.map, or make a SegmentTensor of it."
 )
 _NO_AXIS = "{call}: data must have at least one axis, the elements; got a scalar."
 _IDS_SHAPE = (
     "{call}: segment_ids must have shape [n], one id for each of the n elements along "
-    "data's first axis, got {found} for data of shape {shape}."
+    "the first axis of {data}, got {found} for {data} of shape {shape}."
 )
 _UNKNOWN_COUNT = (
     "{call}: num_segments was left out, and inside jit, or under vmap over the ids, it "
     "cannot be found from their values (sparsejax.value_and_grad traces as jit does). "
     "Pass num_segments, a static int."
 )
-_BAD_COUNT = "{call}: num_segments must be a static, non-negative int, got {found!r}."
-_ONE_HOT = (
-    "{call}: mode={found!r} is not for segments. Use 'drop' or 'clip', or leave it out."
+_BAD_COUNT = "{call}: num_segments must be a static, non-negative int, got {found}."
+_BAD_MODE = (
+    "{call}: mode must be 'drop', 'clip' or None, got {found}. Ids out of range drop, "
+    "or go to the first and the last segment."
 )
 _KIND = "{call}: data must be {want}, got {found}. {todo}"
 _EMPTY = (
@@ -69,6 +70,7 @@ _WEIGHTS_KIND = (
 
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
+_REAL = "Take .real and .imag apart."
 _WANT_BOOL = "Compare first, as in data != 0."
 _WANT_NUMBER = "Cast it with .astype(jnp.int32); segment_any and segment_all take bool."
 
@@ -148,15 +150,16 @@ def split(
     *,
     mode: Any = None,
     unique_indices: bool = False,
+    name: str = "data",
 ) -> tuple[Any, Segments]:
     """The values, an array or a SegmentTensor's tree, and their segments; checked."""
     is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
     if isinstance(data, SegmentTensor):
         # Whatever the mode: its empty elements belong to no segment.
         given = {"segment_ids": segment_ids, "num_segments": num_segments}
-        for name, value in given.items():
+        for other, value in given.items():
             if value is not None:
-                raise ValueError(_TWICE.format(call=call, name=name))
+                raise ValueError(_TWICE.format(call=call, data=name, name=other))
         is_sorted |= data.is_sorted
         return data.values, Segments(
             data.segment_ids, data.num_segments, is_sorted, is_unique
@@ -167,17 +170,25 @@ def split(
     ids = _ids.as_integers(call, segment_ids, "segment_ids")
     if ids.shape != data.shape[:1]:
         raise ValueError(
-            _IDS_SHAPE.format(call=call, found=ids.shape, shape=data.shape)
+            _IDS_SHAPE.format(call=call, data=name, found=ids.shape, shape=data.shape)
         )
     count = _as_count(call, ids, num_segments)
     ids = _ids.as_ids(call, ids, count, "segment_ids")
-    mode = lax.GatherScatterMode.from_any(mode)
-    if mode is lax.GatherScatterMode.ONE_HOT:
-        raise ValueError(_ONE_HOT.format(call=call, found=mode))
+    mode = _as_mode(call, mode)
     if mode is lax.GatherScatterMode.CLIP:
         is_unique = False  # several may go to the last segment
         ids = jnp.clip(ids, _ids.scalar(0, ids), _ids.scalar(max(count - 1, 0), ids))
     return data, Segments(ids, count, is_sorted, is_unique)
+
+
+def _as_mode(call: str, mode: Any) -> Any:
+    try:
+        found = lax.GatherScatterMode.from_any(mode)
+    except (TypeError, ValueError):
+        found = lax.GatherScatterMode.ONE_HOT
+    if found is lax.GatherScatterMode.ONE_HOT:
+        raise ValueError(_BAD_MODE.format(call=call, found=_ids.show(mode)))
+    return found
 
 
 def _as_data(call: str, data: Any) -> jax.Array:
@@ -185,7 +196,7 @@ def _as_data(call: str, data: Any) -> jax.Array:
         data = jnp.asarray(data)
     except (TypeError, ValueError):
         raise TypeError(
-            _NOT_AN_ARRAY.format(call=call, found=type(data).__name__)
+            _NOT_AN_ARRAY.format(call=call, found=_ids.kind_of(data))
         ) from None
     if data.ndim == 0:
         raise ValueError(_NO_AXIS.format(call=call))
@@ -198,7 +209,7 @@ def _as_count(call: str, ids: Any, num_segments: Any) -> int:
         if not _ids.is_concrete(ids):
             raise ValueError(_UNKNOWN_COUNT.format(call=call))
         return max(int(np.asarray(ids).max()) + 1, 0) if ids.size else 0
-    complaint = _BAD_COUNT.format(call=call, found=num_segments)
+    complaint = _BAD_COUNT.format(call=call, found=_ids.show(num_segments))
     return _ids.static_int(num_segments, 0, complaint)
 
 
@@ -206,7 +217,7 @@ def as_floats(call: str, data: jax.Array) -> jax.Array:
     """`data` in the type its reduction is computed in: integers become float32."""
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
         found, want = data.dtype, "real numbers"
-        raise TypeError(_KIND.format(call=call, want=want, found=found, todo=""))
+        raise TypeError(_KIND.format(call=call, want=want, found=found, todo=_REAL))
     if jnp.issubdtype(data.dtype, jnp.floating):
         return data.astype(_ids.accumulator_dtype(data.dtype))
     return data.astype(jnp.float32)
@@ -226,7 +237,7 @@ def check_kind(call: str, data: jax.Array, is_bool: bool) -> None:
 
 def as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
     """`weights`, one for each element of `data`, as an array `[n]`."""
-    weights = jnp.asarray(weights)
+    weights = _ids.to_array(call, weights, "weights")
     if weights.shape != data.shape[:1]:
         raise ValueError(
             _WEIGHTS_SHAPE.format(call=call, want=data.shape[:1], found=weights.shape)
@@ -311,11 +322,11 @@ def _over_jvp(primals, tangents):
 
 def as_empty(call: str, empty: Any, dtype: Any) -> jax.Array:
     """`empty` as a scalar of the result's type, or an error."""
-    value = jnp.asarray(empty)
+    value = _ids.to_array(call, empty, "empty", "a scalar")
     # Of two types promoted together the result's kind must win: no float in integers.
     kind = [k for k in _KINDS if jnp.issubdtype(_ids.promote(value, dtype), k)]
     if value.ndim or not jnp.issubdtype(dtype, kind[0]):
-        found = f"{value.dtype} of shape {value.shape}"
+        found = _ids.show(empty)
         raise TypeError(_EMPTY.format(call=call, want=dtype, found=found))
     return value.astype(dtype)
 

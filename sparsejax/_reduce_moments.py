@@ -20,7 +20,7 @@ _STD = "sparsejax.segment_std"
 _NORMALIZE = "sparsejax.segment_normalize"
 
 _EPS = (
-    "{call}: eps must be a static positive number, got {found!r}. It bounds the "
+    "{call}: eps must be a static positive number, got {found}. It bounds the "
     "variance that is divided by from below."
 )
 
@@ -157,7 +157,7 @@ def segment_normalize(
       jraph, `segment_normalize`.
     """
     if not isinstance(eps, (int, float, np.number)) or not eps > 0:
-        raise ValueError(_EPS.format(call=_NORMALIZE, found=eps))
+        raise ValueError(_EPS.format(call=_NORMALIZE, found=repr(eps)))
 
     def normalize(x: jax.Array, segments: Segments) -> jax.Array:
         away, var = _moments(args.as_floats(_NORMALIZE, x), segments)

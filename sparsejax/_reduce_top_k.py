@@ -16,7 +16,7 @@ from sparsejax._reduce_scan import in_order
 
 _CALL = "sparsejax.segment_top_k"
 
-_BAD_K = "{call}: k must be a static, non-negative int, got {found!r}."
+_BAD_K = "{call}: k must be a static, non-negative int, got {found}."
 
 
 def segment_top_k(
@@ -68,7 +68,7 @@ def segment_top_k(
     References:
       Caffe2, `LengthsTopK`; `jax.lax.top_k`.
     """
-    number = _ids.static_int(k, 0, _BAD_K.format(call=_CALL, found=k))
+    number = _ids.static_int(k, 0, _BAD_K.format(call=_CALL, found=_ids.show(k)))
 
     def top_k(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
         return _top_k(x, segments, number, empty)

@@ -18,7 +18,8 @@ from sparsejax import _ids
 
 NO_DIVISION_BY_ROWS = (
     "SelectedRows as a divisor: the rows that are not stored are zero, so the result "
-    "would be infinite there. Use .map(lambda v: x / v) for the stored rows, or .to_dense()."
+    "would be infinite there. Use .map(lambda v: x / v) for the stored rows, or "
+    ".to_dense()."
 )
 _NO_SCALAR_ADD = (
     "SelectedRows + {found}: adding a scalar would change all {height} rows, those "
@@ -29,7 +30,7 @@ _NO_SCALAR_ADD = (
 
 _NO_LIST = "sparsejax.concatenate: takes a list of SelectedRows, got {found}."
 _CHANGED = (
-    "{call}: rows must be integers, the row ids, got {found}. A function over the whole "
+    "{call}: rows must be integers (row ids), got {found}. A function over the whole "
     "tree (jax.tree.map, or an optax transformation outside of sparsejax.optim.lazy) "
     "changes the ids too: use SelectedRows.map for the values, and put transformations "
     "inside lazy(...)."

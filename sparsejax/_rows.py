@@ -28,9 +28,9 @@ from sparsejax import _html, _ids, _row_arithmetic
 
 
 _NO_SILENT_DENSE = (
-    "SelectedRows: one of shape {shape} was used where an array is needed (jnp.asarray, "
-    "np.asarray or a numpy function). It would become a dense array of {shape}: call "
-    ".to_dense() if that is what you want, or work on .rows and .values."
+    "SelectedRows: one of shape {shape} was used where an array is needed, by "
+    "jnp.asarray, np.asarray or a numpy function. It would become a dense array of "
+    "{shape}: call .to_dense() if that is what you want, or work on .rows and .values."
 )
 _HEIGHT = (
     "SelectedRows: height must be a static, non-negative int, got {found}. It is the "

@@ -20,9 +20,9 @@ _ASSIGN = "sparsejax.scatter_assign"
 _WEIGHTED_SUM = "sparsejax.scatter_weighted_sum"
 
 _NOT_AN_ARRAY = (
-    "{call}: table must be a JAX or NumPy array, got an object of type {found}. A "
-    "SelectedRows has no rows to overwrite: add to it with +, or write to the array it "
-    "stands for, .to_dense()."
+    "{call}: table must be a JAX or NumPy array, got {found}. A SelectedRows has no "
+    "rows to overwrite: add to it with +, or write to the array it stands for, "
+    ".to_dense()."
 )
 _NO_ROWS = (
     "{call}: table must have at least one axis, got shape {shape}. The first axis is "
@@ -37,8 +37,8 @@ _LOSSY = (
     "result. Cast the one or the other with .astype."
 )
 _PAIRS = (
-    "{call}: after rows come pairs of values and weights, got {found} arguments there. "
-    "The order is (table, w0, rows, v1, w1, v2, w2, ...)."
+    "{call}: after rows come pairs of values and weights, got an odd number of "
+    "arguments there, {found}. The order is (table, w0, rows, v1, w1, v2, w2, ...)."
 )
 _WEIGHT_SHAPE = (
     "{call}: weight w{i} must be a scalar, of shape () or (1,), got shape {found}. "
@@ -163,7 +163,7 @@ def scatter_weighted_sum(
 def _as_table(call: str, table: Any) -> jax.Array:
     table = _ids.as_array(table)
     if not isinstance(table, jax.Array):
-        raise TypeError(_NOT_AN_ARRAY.format(call=call, found=type(table).__name__))
+        raise TypeError(_NOT_AN_ARRAY.format(call=call, found=_ids.kind_of(table)))
     if table.ndim == 0:
         raise ValueError(_NO_ROWS.format(call=call, shape=table.shape))
     return table
@@ -177,7 +177,7 @@ def _flat_rows(call: str, table: jax.Array, rows: Any):
 
 def _flat_values(call: str, name: str, values: Any, shape, table: jax.Array):
     """`values` with the axes of rows as one."""
-    values = jnp.asarray(values)
+    values = _ids.to_array(call, values, name)
     want = (*shape, *table.shape[1:])
     if values.shape != want:
         raise ValueError(
@@ -187,7 +187,7 @@ def _flat_values(call: str, name: str, values: Any, shape, table: jax.Array):
 
 
 def _weight(i: int, weight: Any) -> jax.Array:
-    weight = jnp.asarray(weight)
+    weight = _ids.to_array(_WEIGHTED_SUM, weight, f"weight w{i}", "a scalar")
     if weight.shape not in ((), (1,)):
         raise ValueError(
             _WEIGHT_SHAPE.format(call=_WEIGHTED_SUM, i=i, found=weight.shape)

@@ -44,12 +44,12 @@ _SEGMENTS_UNKNOWN = (
     "a static size. Pass num_segments=."
 )
 _NUM_SEGMENTS = (
-    "{call}: num_segments must be a static, non-negative int, got {found!r}. Inside "
+    "{call}: num_segments must be a static, non-negative int, got {found}. Inside "
     "jit it cannot be an argument that is traced."
 )
 _SIZES = (
     "{call}: {name} must be a static, non-negative int, or a sequence with one or None "
-    "for each level of segments, outermost first, got {found!r}."
+    "for each level of segments, outermost first, got {found}."
 )
 _UNSORTED = (
     "{call}: segment_ids must be sorted, got {found} after {before} at position {at}. "
@@ -143,7 +143,7 @@ def static_int(call: str, x: Any, message: str) -> int:
     try:
         number = operator.index(x)
     except (TypeError, jax.errors.ConcretizationTypeError):
-        raise TypeError(message.format(call=call, found=x)) from None
+        raise TypeError(message.format(call=call, found=_ids.show(x))) from None
     if number < 0:
         raise ValueError(message.format(call=call, found=x))
     return number

@@ -42,16 +42,16 @@ _MAX_LENGTH = (
     "{call}: inside jit the longest segment is not known, and the result needs a "
     "static size. Pass max_length=, an int, or for nested segments one for each level."
 )
-_NUM_IDS = "{call}: num_ids must be a static, non-negative int, got {found!r}."
+_NUM_IDS = "{call}: num_ids must be a static, non-negative int, got {found}."
 _ONE_ARRAY = (
     "{call}: values must be one array of ids [n], integers, got {found}. Make a "
     "SegmentTensor of that part: from_segment_ids(st.values['ids'], st.segment_ids, "
     "st.num_segments)."
 )
 _NO_SILENT_DENSE = (
-    "a SegmentTensor was used where an array is needed (jnp.asarray, np.asarray or a "
-    "numpy function). Its segments differ in length: call .to_padded() for rows of one "
-    "length, or work on .values and .segment_ids."
+    "SegmentTensor: one was used where an array is needed, by jnp.asarray, np.asarray "
+    "or a numpy function. Its segments differ in length: call .to_padded() for rows of "
+    "one length, or work on .values and .segment_ids."
 )
 
 

@@ -22,7 +22,7 @@ _TOO_WIDE = (
     "would cut them to 32 bits. Set jax_enable_x64, or hash them to 32 bits first."
 )
 _PARTS = (
-    "{call}: num_parts must be a static int of at least 1, got {found!r}. Inside jit "
+    "{call}: num_parts must be a static int of at least 1, got {found}. Inside jit "
     "it cannot be an argument that is traced."
 )
 
@@ -106,7 +106,7 @@ def partition(ids: Any, num_parts: int) -> SegmentTensor:
       Caffe2, `Partition`.
     """
     num_parts = _ids.static_int(
-        num_parts, 1, _PARTS.format(call=_PARTITION, found=num_parts)
+        num_parts, 1, _PARTS.format(call=_PARTITION, found=_ids.show(num_parts))
     )
     flat = _keys(_PARTITION, ids).reshape(-1)
     wide = _ids.index_dtype(num_parts, flat.dtype)

@@ -614,7 +614,7 @@ IDS = jnp.array([0, 1, 2])
                 sj.SegmentTensor.from_lengths({"ids": IDS}, jnp.array([3])),
             ),
             TypeError,
-            "one array of ids, got dict",
+            "one array of ids, got .* dict",
         ),
         (
             lambda: sj.embedding_bag(TABLE, [[1, 2], [3]]),

@@ -1,5 +1,6 @@
 """Click logs: labels, numbers, categories by hash or vocabulary."""
 
+import dataclasses
 import gzip
 import io
 import subprocess
@@ -118,8 +119,8 @@ NAMES: Any = {"ids": ("user", "item"), "label": "rating"}
 @pytest.mark.parametrize("columns", [PLACES, NAMES])
 def test_ratings_are_read_by_place_or_by_name(tmp_path, monkeypatch, columns):
     path = _file(tmp_path, [[], *RATINGS], ",", "\r\n")
-    data = sj.data.read_csv_ids(path, 1000, columns=columns, header=True)
-    np.testing.assert_array_equal(data["label"], np.array([4.5, np.nan], np.float32))
+    data = sj.data.read_csv_ids(path, 1000, columns=columns, header=True, missing=3)
+    np.testing.assert_array_equal(data["label"], np.array([4.5, 3], np.float32))
     hashed = [
         [_hash(w.encode(), c, 1000) for c, w in enumerate(r[:2])] for r in RATINGS
     ]
@@ -128,7 +129,7 @@ def test_ratings_are_read_by_place_or_by_name(tmp_path, monkeypatch, columns):
     assert known.sizes() == [3, 2]
     monkeypatch.setattr(_text_files, "BLOCK", 3)
     parts = sj.data.iter_csv_ids(
-        path, known, columns=columns, header=True, chunk_rows=1
+        path, known, columns=columns, header=True, missing=3, chunk_rows=1
     )
     assert [part["ids"].tolist() for part in parts] == [[[1, 1]], [[2, 1]]]
 
@@ -330,3 +331,32 @@ def test_vocabulary_is_saved_and_loaded(tmp_path):
         sj.data.Vocabulary.load(tmp_path / "missing.npz")
     with pytest.raises(TypeError, match="must be a str"):
         built.save(cast(Any, 3))
+
+
+def test_columns_of_another_name_are_no_other_columns(tmp_path):
+    file = _file(
+        tmp_path, [x.split() for x in ("user item rating", "ann tea 5", "bob jam 2")]
+    )
+    columns = {"label": "rating", "ids": ["user", "item"]}
+    known = sj.data.Vocabulary.build(file, columns=columns)
+    known.save(tmp_path / "known.npz")
+    swapped = {"label": "rating", "ids": ["item", "user"]}
+    for vocabulary in (known, sj.data.Vocabulary.load(tmp_path / "known.npz")):
+        with pytest.raises(ValueError, match=r"of the columns \['user', 'item'\]"):
+            sj.data.read_csv_ids(file, vocabulary, columns=swapped)
+        same = dataclasses.replace(vocabulary, names=())
+        assert not sj.data.read_csv_ids(file, same, columns=swapped)["ids"].any()
+    by_place = {"label": 2, "ids": [0, 1]}
+    data = sj.data.read_csv_ids(file, known, columns=by_place, header=True)
+    np.testing.assert_array_equal(data["ids"], [[1, 2], [2, 1]])
+
+
+def test_a_missing_label_is_an_error_unless_it_is_filled_in(tmp_path):
+    file = _file(
+        tmp_path, [("user", "rating"), ("ann", "5"), ("bob", ""), ("cid", "1")]
+    )
+    columns = {"label": "rating", "ids": "user"}
+    with pytest.raises(ValueError, match=r":3: found nothing in field 2, expected"):
+        sj.data.read_csv_ids(file, 100, columns=columns)
+    data = sj.data.read_csv_ids(file, 100, columns=columns, missing=0.0)
+    assert data["label"].tolist() == [5, 0, 1]

@@ -20,7 +20,11 @@ DATASET = sj.data.ArrayDataset(ROWS, np.arange(20, dtype=np.int32))
     "make, error, message",
     [
         (lambda: sj.data.ArrayDataset(), ValueError, "at least one column"),
-        (lambda: sj.data.ArrayDataset([1, 2], [1]), ValueError, "column 1 has 1 rows"),
+        (
+            lambda: sj.data.ArrayDataset([1, 2], [1]),
+            ValueError,
+            r"column 1 has 1 row\(s\), column 0 has 2",
+        ),
         (lambda: sj.data.ArrayDataset({}, [1]), TypeError, "a dict of columns stands"),
         (lambda: sj.data.ArrayDataset(np.array(["a"])), TypeError, "dtype <U1"),
         (lambda: sj.data.ArrayDataset(np.float32(1)), ValueError, "is one number"),

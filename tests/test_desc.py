@@ -76,7 +76,7 @@ def test_describe_refuses():
         sj.desc.describe({"a": spec(1), "b": spec(1)}, ["x"])
     with pytest.raises(ValueError, match="'x' is the name of more than one"):
         sj.desc.describe({"a": spec(1), "b": spec(1)}, ["x", "x"])
-    with pytest.raises(TypeError, match="a.0 is a str"):
+    with pytest.raises(TypeError, match="a.0 must be an array.* type str"):
         sj.desc.describe({"a": ["table"]})
 
 
@@ -141,15 +141,15 @@ def test_bytes_refuse():
     with pytest.raises(TypeError, match=r"\[to_bytes\(desc\) for desc in"):
         sj.desc.to_bytes([good])  # pyright: ignore[reportArgumentType]
     for changes, message in (
-        ({"data_type": "uint16"}, "x has data type uint16"),
-        ({"type": "TABLE"}, "x is of type 'TABLE', which is none of LOD_TENSOR"),
+        ({"data_type": "uint16"}, "the data type of x .* got uint16"),
+        ({"type": "TABLE"}, "the type of x must be LOD_TENSOR or .* got 'TABLE'"),
         ({"dims": (-2,)}, "dims of x"),
     ):
         with pytest.raises(ValueError, match=message):
             sj.desc.to_bytes(dataclasses.replace(good, **changes))
     with pytest.raises(ValueError, match="3 bytes are no VarDesc .without type"):
         sj.desc.from_bytes(b"\x0a\x01x")
-    with pytest.raises(TypeError, match="takes bytes.*got a str"):
+    with pytest.raises(TypeError, match="takes bytes.* type str"):
         sj.desc.from_bytes("x")  # pyright: ignore[reportArgumentType]
     without = b"\x0a\x01x\x10\x01"
     with pytest.raises(ValueError, match="SELECTED_ROWS and has no selected_rows_desc"):
@@ -225,7 +225,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 def test_files_refuse(tmp_path):
-    with pytest.raises(TypeError, match="takes a SelectedRows, got ndarray"):
+    with pytest.raises(TypeError, match="takes a SelectedRows, got an array"):
         sj.desc.save_selected_rows(tmp_path / "x", np.ones(3))  # pyright: ignore
     with pytest.raises(FileNotFoundError):
         sj.desc.load_selected_rows(tmp_path / "nothing")

@@ -255,7 +255,7 @@ def test_refusals():
     for bad, error, text in [
         ((matrix(), DENSE), TypeError, "SegmentTensor with values"),
         ((ids, DENSE), TypeError, "value=jnp.ones"),
-        ((other, DENSE), TypeError, r"got \['index'\]"),
+        ((other, DENSE), TypeError, r"got a dict of \['index'\]"),
         ((wide, DENSE), ValueError, r"\(10,\) and \(10, 2\)"),
         ((floats, DENSE), TypeError, "csr's index must be integers"),
         ((make_csr(value=VALUE > 0), DENSE > 0), TypeError, "both booleans"),

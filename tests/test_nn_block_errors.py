@@ -167,7 +167,10 @@ def test_arguments_are_named():
     trainer: Any = Trainer
     for call, said in (
         (lambda: make(SparseEmbedding), r"is the class SparseEmbedding itself. Make"),
-        (lambda: trainer(block, None, loss_of, tx), "store must be .*type NoneType"),
+        (
+            lambda: trainer(block, None, loss_of, tx),
+            "store must be .*KVStore, got None",
+        ),
         (lambda: trainer(block, {}, loss_of, tx), "store must be .* of type dict"),
         (lambda: trainer(block, store, 3, tx), r"loss must be a function \(outputs"),
         (lambda: make(block, tx=3), "tx must be an optax .* of type int"),

@@ -336,14 +336,16 @@ def test_wrong_calls():
             layer([params["embedding"]], IDS)
         with pytest.raises(TypeError, match=r"got the names \['bias', 'embedding'\]"):
             layer({**params, "bias": 1}, IDS)
-        with pytest.raises(ValueError, match="parameters of another layer"):
+        with pytest.raises(ValueError, match="not this layer's parameters"):
             layer({"embedding": jnp.ones((V, D + 1))}, IDS)
         with pytest.raises(TypeError, match="must be an array of shape"):
             layer({"embedding": None}, IDS)
         with pytest.raises(TypeError, match="ids must be integers, got float32"):
             jax.jit(layer)(params, jnp.ones((2, 2)))
     nested = sj.SegmentTensor({"ids": jnp.arange(2)}, jnp.arange(2), 2)
-    with pytest.raises(TypeError, match=r"must be one array of ids, got dict"):
+    with pytest.raises(
+        TypeError, match=r"must be one array of ids, got an object of type dict"
+    ):
         LAYER(params, nested)
     with pytest.raises(ValueError, match="which bag each id is in is not known"):
         BAG(params, jnp.arange(3))

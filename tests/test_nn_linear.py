@@ -372,10 +372,10 @@ def _st(values):
 
 ONES = jnp.ones((2, C))
 WRONG_CALLS = [
-    (DENSE, lambda p: (p["kernel"], ONES), r"names \['bias', 'kernel'\], got an obj"),
+    (DENSE, lambda p: (p["kernel"], ONES), r"names \['bias', 'kernel'\], got an array"),
     (DENSE, lambda p: ({"w": 1}, ONES), r"got the names \['w'\]"),
     (DENSE, lambda p: ({**p, "kernel": "k"}, ONES), "must be an array of shape"),
-    (DENSE, lambda p: ({**p, "kernel": jnp.ones((C, 3))}, ONES), r"another layer"),
+    (DENSE, lambda p: ({**p, "kernel": jnp.ones((C, 3))}, ONES), r"not this layer's"),
     (DENSE, lambda p: (p, jnp.ones((2, 5))), r"x has 5 columns .*have 211 rows"),
     (DENSE, lambda p: (p, sparse.csr_matrix((2, 5))), "x has 5 columns"),
     (DENSE, lambda p: (p, jnp.ones(())), r"must be an array of numbers \[..., 211\]"),

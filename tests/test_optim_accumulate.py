@@ -293,12 +293,16 @@ def test_capacity_is_positive(capacity):
 
 
 def test_capacity_of_another_tree():
-    with pytest.raises(ValueError, match="does not go with these params"):
+    with pytest.raises(
+        ValueError, match="capacity is an int or a tree.*got {.*} for {"
+    ):
         accumulate(ADAM, 2, {"tables": 4}).init(make_params())
 
 
 def test_what_is_no_transformation():
-    with pytest.raises(TypeError, match="accumulate: takes.*lazy.*got function"):
+    with pytest.raises(
+        TypeError, match="accumulate: takes.*lazy.*got .* type function"
+    ):
         accumulate(lambda x: x, 2, 8)
 
 

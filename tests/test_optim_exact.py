@@ -415,7 +415,9 @@ def test_what_is_wrong_is_said():
     with pytest.raises(TypeError, match="catch_up: ids must be integers"):
         MOMENTUM.catch_up(params, state, {"table": jnp.array([1.0])})
     tx = exact(optax.sgd(0.1), tables=lambda path, leaf: leaf.ndim == 1)
-    with pytest.raises(ValueError, match=r"grads\['table'\].*says that it is no table"):
+    with pytest.raises(
+        ValueError, match=r"grads\['table'\].*tables=, which does not name it"
+    ):
         tx.update(gradient([1]), tx.init(params), params)
 
 

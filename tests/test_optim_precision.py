@@ -355,13 +355,13 @@ def test_the_same_key_in_other_words():
 
 def test_rounding_needs_params():
     tx = rounding(ADAM, 0)
-    with pytest.raises(ValueError, match="rounding: update needs params"):
+    with pytest.raises(ValueError, match="rounding: update was called without params"):
         tx.update(make_grads(0), tx.init(make_params()))
 
 
 @pytest.mark.parametrize("make", [lambda x: rounding(x, 0), dynamic_loss_scale])
 def test_what_is_no_transformation(make):
-    with pytest.raises(TypeError, match=r"takes.*lazy\(optax.adam.*got float"):
+    with pytest.raises(TypeError, match=r"takes.*lazy\(optax.adam.*got .* type float"):
         make(0.1)
 
 

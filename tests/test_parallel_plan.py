@@ -160,7 +160,7 @@ def test_errors():
         sj.parallel.plan((8, 2), MESH, 3, axis="y")
     with pytest.raises(TypeError, match="must be integers"):
         sj.parallel.plan((8, 2), MESH, np.ones(3))
-    with pytest.raises(TypeError, match="mesh must be .* of type NoneType"):
+    with pytest.raises(TypeError, match="mesh must be .*, got None"):
         sj.parallel.plan((8, 2), None, 5)
     with pytest.raises(TypeError, match="tx must be an optax .* got 3"):
         sj.parallel.plan((8, 2), MESH, 3, tx=3)

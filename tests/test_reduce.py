@@ -384,7 +384,11 @@ I = jnp.array([0, 1, 0])
         (lambda: sj.segment_any(X, I), TypeError, "must be boolean, got float32"),
         (lambda: sj.segment_sum(X, I, -1), ValueError, "non-negative int, got -1"),
         (lambda: sj.segment_sum(X, I, HALF), ValueError, "negative int, got 0.5"),
-        (lambda: sj.segment_sum(X, I, mode="one_hot"), ValueError, "Use 'drop' or"),
+        (
+            lambda: sj.segment_sum(X, I, mode="one_hot"),
+            ValueError,
+            "must be 'drop', 'clip' or",
+        ),
         (lambda: sj.segment_max(X, I, empty=X), TypeError, "must be a scalar"),
         (lambda: sj.segment_argmax(X, I, empty=0.5), TypeError, "int32, can hold"),
         (lambda: sj.segment_mean(X, I, weights=X), ValueError, r"have shape \[n\]"),

@@ -480,7 +480,9 @@ def test_errors_of_weighted_sum():
 
     pulled = sj.SelectedRows(rows, v, V)
     fails(TypeError, "type SelectedRows", pulled, 1, rows, v, 1)
-    fails(ValueError, "pairs of values and weights, got 1 arg", table, 1, rows, v)
+    fails(
+        ValueError, "pairs of values and weights, got an odd number", table, 1, rows, v
+    )
     fails(ValueError, r"w0, rows, v1, w1", table, 1, rows, v, 1, v)
     fails(ValueError, r"values v2 must have shape \(2, 3\)", table, 1, rows, v, 1, 1, v)
     fails(ValueError, r"weight w1 must be a scalar.*\(2, 3\)", table, 1, rows, v, v)

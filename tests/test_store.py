@@ -97,7 +97,7 @@ def test_what_pull_refuses():
         store.pull("t", jnp.array([1.0]))
     with pytest.raises(ValueError, match="mode must be 'error' or 'drop'"):
         store.pull("t", jnp.array([1]), mode="clip")
-    with pytest.raises(KeyError, match="no table 'u'; there is .'t'"):
+    with pytest.raises(KeyError, match="no table 'u', only 't'"):
         store.pull("u", jnp.array([1]))
 
 
@@ -249,7 +249,9 @@ def test_what_push_refuses():
     rows = sj.SelectedRows([1], jnp.ones((1, D)), V)
     with pytest.raises(ValueError, match="'fixed' was made with tx=None"):
         store.push("fixed", rows)
-    with pytest.raises(TypeError, match="must be a SelectedRows .* got ArrayImpl"):
+    with pytest.raises(
+        TypeError, match="must be a SelectedRows .* got an array float32"
+    ):
         store.push("t", jnp.ones((V, D)))
     with pytest.raises(
         ValueError, match=r"has shape \(61, 5\), and the table \(60, 5\)"
@@ -269,7 +271,7 @@ def test_refused_transformations_are_named():
     store = sj.store.KVStore()
     with pytest.raises(ValueError, match="scale_by_trust_ratio .what makes lamb"):
         store.init("t", (V, D), optax.lamb(0.1))
-    with pytest.raises(TypeError, match="takes an optax transformation"):
+    with pytest.raises(TypeError, match="tx must be an optax transformation"):
         store.init("t", (V, D), lambda x: x)
     assert "t" not in store
 

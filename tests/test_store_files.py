@@ -353,7 +353,7 @@ def test_one_store_at_a_time(tmp_path):
     [
         ({"shape": (V + 1, D)}, r"has shape \[301, 4\] here, but \[300, 4\]"),
         ({"dtype": np.float16}, "has dtype float16 here, but float32"),
-        ({"tx": optax.sgd(0.1)}, r"has state \[\] here, but .*mu"),
+        ({"tx": optax.sgd(0.1)}, r"has state of no arrays here, but .*mu"),
         ({"seed": 5}, "has key"),
         ({"initializer": None}, "has initialized False here, but True"),
     ],

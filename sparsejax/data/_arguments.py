@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format
 
+from sparsejax import _ids
 from sparsejax.data._dataset import ArrayDataset
 from sparsejax.data._order import Order
 
@@ -19,8 +20,8 @@ _NO_GRAIN = (
     "sparsejax.data.DataLoader needs grain, which is not installed. "
     "pip install 'sparsejax[data]' brings it."
 )
-_INT = "{call}: {name} must be an int of at least {least}, got {found!r}."
-_BOOL = "{call}: {name} must be True or False, got {found!r}."
+_INT = "{call}: {name} must be an int of at least {least}, got {found}."
+_BOOL = "{call}: {name} must be True or False, got {found}."
 _SHARD = (
     "{call}: shard must be (index, count) with 0 <= index < count, got {found!r}. In a "
     "job of several processes: (jax.process_index(), jax.process_count())."
@@ -61,14 +62,16 @@ def as_int(name: str, found: Any, least: int, call: str = CALL) -> int:
     except TypeError:
         value = least - 1
     if value < least:
-        raise ValueError(_INT.format(call=call, name=name, least=least, found=found))
+        raise ValueError(
+            _INT.format(call=call, name=name, least=least, found=_ids.show(found))
+        )
     return value
 
 
 def as_bool(name: str, found: Any, call: str = CALL) -> bool:
     """True or False, or an error."""
     if not isinstance(found, (bool, np.bool_)):
-        raise TypeError(_BOOL.format(call=call, name=name, found=found))
+        raise TypeError(_BOOL.format(call=call, name=name, found=_ids.show(found)))
     return bool(found)
 
 

@@ -189,5 +189,10 @@ def _of_levels(given: Any, levels: int, name: str) -> list[int | None]:
                 call=_CALL, found=given, name=name, n=len(parts), levels=levels
             )
         )
+    for p in parts:
+        if p is not None and not isinstance(p, (int, np.integer)):
+            raise ValueError(
+                _NOT_A_CAPACITY.format(call=_CALL, kind="tuple or dict", found=given)
+            )
     sizes = [None if p is None else _ids.check_capacity(_CALL, p) for p in parts]
     return sizes + [None] * (levels - len(sizes))

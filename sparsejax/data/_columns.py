@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _elements
+from sparsejax import _elements, _ids
 from sparsejax._segments import SegmentTensor
 
 
@@ -28,7 +28,7 @@ _SPARSE = (
     "Call .tocsr()."
 )
 _UNREADABLE = (
-    "{call}: {name} is an object of type {found}. A column is an array, a scipy CSR "
+    "{call}: {name} is {found}. A column is an array, a scipy CSR "
     "matrix, a SegmentTensor, or a list with a list or an array for each row."
 )
 _UNEQUAL = (
@@ -97,7 +97,7 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
         return _of_list(call, data, name)
     if not hasattr(data, "shape") or not hasattr(data, "dtype"):
         raise TypeError(
-            _UNREADABLE.format(call=call, name=name, found=type(data).__name__)
+            _UNREADABLE.format(call=call, name=name, found=_ids.kind_of(data))
         )
     return _of_array(call, data, name)
 

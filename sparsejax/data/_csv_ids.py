@@ -54,7 +54,8 @@ def read_csv_ids(
         header. Fields that are not in it are not read.
       separator: one character; "auto" is a tab if the first line has one, else a comma.
       header: whether the first line is names, no row.
-      missing: number for a missing number or label.
+      missing: number for a missing number or label. With NaN, as it is, a missing label
+        is an error.
       progress: whether a bar says how far it is.
 
     Returns:
@@ -98,7 +99,7 @@ def read_csv_ids(
     layout = _csv_layout.as_layout(
         _READ, num_numbers, num_ids, label, separator, header, columns
     )
-    encoder = _as_encoder(_READ, ids, layout.size("ids"))
+    encoder = _as_encoder(_READ, ids, layout)
     path, missing = _text_files.as_path(_READ, path), _as_missing(_READ, missing)
     return _join(layout, list(_encoded(path, layout, encoder, missing, progress)))
 
@@ -145,7 +146,7 @@ def iter_csv_ids(
     layout = _csv_layout.as_layout(
         _ITERATE, num_numbers, num_ids, label, separator, header, columns
     )
-    encoder = _as_encoder(_ITERATE, ids, layout.size("ids"))
+    encoder = _as_encoder(_ITERATE, ids, layout)
     path, missing = _text_files.as_path(_ITERATE, path), _as_missing(_ITERATE, missing)
     size = _arguments.as_int("chunk_rows", chunk_rows, 1, _ITERATE)
     return _chunks(layout, _encoded(path, layout, encoder, missing, progress), size)
@@ -161,12 +162,15 @@ def _as_missing(call: str, missing: Any) -> float:
     return float(missing)
 
 
-def _as_encoder(call: str, ids: Any, num_ids: int) -> Any:
+def _as_encoder(call: str, ids: Any, layout: _csv_layout.Layout) -> Any:
+    num_ids = layout.size("ids")
     if isinstance(ids, (int, np.integer)) and not isinstance(ids, bool):
         ids = _encoders.HashIds(int(ids))
     if not isinstance(ids, (_encoders.HashIds, _encoders.Vocabulary)):
         raise TypeError(_NO_ENCODER.format(call=call, found=ids))
     ids.sizes(num_ids)  # an error where it is of another number of columns
+    if isinstance(ids, _encoders.Vocabulary):
+        _encoders.check_names(call, ids.names, layout.names())
     return ids
 
 

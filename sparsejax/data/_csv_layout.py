@@ -20,7 +20,8 @@ _SEPARATOR = "{call}: separator must be 'auto' or one character, got {found!r}."
 _NO_FIELDS = "{call}: a row must have at least one number, category or label."
 _COLUMNS = (
     "{call}: columns must be a dict of 'label', 'numbers' and 'ids', the last of which "
-    "it must have, got {found!r}. For lines of user,item,rating: "
+    "it must have, got {found!r}. For lines of user,item,rating: columns={{'label': "
+    "'rating', 'ids': ['user', 'item']}}, names in the first line, or places from 0: "
     "columns={{'label': 2, 'ids': [0, 1]}}."
 )
 _PLACE = (
@@ -56,6 +57,11 @@ class Layout:
     def size(self, key: str) -> int:
         """How many fields there are of "label", "numbers" or "ids"."""
         return len(self.places.get(key, ()))
+
+    def names(self) -> list[str]:
+        """The names of the categories, where all of them have one; else nothing."""
+        places = self.places.get("ids", ())
+        return list(places) if all(isinstance(p, str) for p in places) else []
 
     def describe(self) -> str:
         """What a row is made of, for messages."""

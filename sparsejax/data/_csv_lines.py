@@ -50,6 +50,11 @@ class Table(NamedTuple):
             shown = _text_files.show(self._field(row, field))
             shown = f"{shown} in field {field + 1}"
             _text_files.refuse(self.path, self.lines[row], shown, expected)
+        if key == "label" and np.isnan(missing) and not given.all():
+            # One NaN among the labels, and all that is trained is NaN.
+            line = self.lines[int(np.argmin(given[:, 0]))]
+            shown = f"nothing in field {fields[0] + 1}"
+            _text_files.refuse(self.path, line, shown, "the label (missing= fills in)")
         out = np.full(given.shape, missing, np.float32)
         out[given] = found
         return out

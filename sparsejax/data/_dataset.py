@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax import _ids
 from sparsejax.data import _columns
 
 
@@ -14,18 +15,18 @@ _NO_COLUMN = (
     "matrix, a SegmentTensor or a list of rows; or a dict of them."
 )
 _LENGTHS = (
-    "sparsejax.data.ArrayDataset: {name} has {found} rows and {first} has {want}. All "
+    "sparsejax.data.ArrayDataset: {name} has {found} row(s), {first} has {want}. All "
     "columns of a data set have a row for each example."
 )
 _BOTH = (
     "sparsejax.data.ArrayDataset: a dict of columns stands alone, got {n} arguments. "
     "Put all columns into the dict."
 )
-_KEY = "{call}: rows are named by an int or a slice, got {found!r} of type {kind}."
+_KEY = "{call}: rows are named by an int or a slice, got {found}."
 _OUT = "{call}: row {found} of {n} rows. Rows are numbered from 0; -1 is the last."
 _NO_SEQUENCE = (
     "sparsejax.data.SimpleDataset: data must be a sequence, with len() and indexing, "
-    "got an object of type {found}. list(...) makes one of an iterable."
+    "got {found}. list(...) makes one of an iterable."
 )
 _NOT_ITEMS = (
     "{call}: got a dict, of which no item has a number. If it holds columns, "
@@ -66,7 +67,7 @@ class SimpleDataset:
 
     def __init__(self, data: Sequence[Any]):
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-            raise TypeError(_NO_SEQUENCE.format(found=type(data).__name__))
+            raise TypeError(_NO_SEQUENCE.format(found=_ids.kind_of(data)))
         refuse_columns("sparsejax.data.SimpleDataset", data)
         self._data = data
 
@@ -227,7 +228,7 @@ def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
 
 def _parts(item: Any) -> str:
     if isinstance(item, dict):
-        return f"a dict of {sorted(map(repr, item))}"
+        return f"a dict with the keys {', '.join(sorted(map(repr, item)))}"
     if isinstance(item, tuple):
         return f"a tuple of {len(item)}"
     return f"a {type(item).__name__}"
@@ -252,9 +253,7 @@ def _as_key(kind: str, key: Any, n: int) -> int | slice:
     try:
         place = operator.index(key)
     except TypeError:
-        raise TypeError(
-            _KEY.format(call=call, found=key, kind=type(key).__name__)
-        ) from None
+        raise TypeError(_KEY.format(call=call, found=_ids.show(key))) from None
     if not -n <= place < n:
         raise IndexError(_OUT.format(call=call, found=place, n=n))
     return place % n

@@ -12,6 +12,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from sparsejax import _ids
 from sparsejax._replace import replacing
 from sparsejax.data import _arguments, _csv_layout, _csv_lines, _text_files
 
@@ -28,8 +29,21 @@ _OTHER_COLUMNS = (
     "{call}: the vocabulary is of {found} columns and the file has {want} columns of "
     "categories."
 )
+_NO_COLUMN = (
+    "{call}.encode: column {found} of {count}. Columns are numbered from 0, in the "
+    "order of the file."
+)
+_NO_WORDS = (
+    "sparsejax.data: words must be a sequence of strings or bytes, a word each, got "
+    "{found}."
+)
 _PATHS = (
     "{call}: path must be a str or an os.PathLike, or a list of them, got {found!r}."
+)
+_OTHER_NAMES = (
+    "{call}: the vocabulary is of the columns {found} and the ids of the file are "
+    "{want}, in this order. Name them in columns= as the vocabulary has them; if they "
+    "are the same under other names, take dataclasses.replace(vocabulary, names=())."
 )
 _NO_VOCABULARY = (
     "sparsejax.data.Vocabulary.load: {path} is no file that Vocabulary.save wrote "
@@ -112,6 +126,8 @@ class HashIds:
           words: a sequence of bytes or strings.
         """
         sizes = self.num_buckets
+        if not isinstance(sizes, (int, np.integer)):
+            _check_column("sparsejax.data.HashIds", column, len(sizes))
         size = sizes if isinstance(sizes, (int, np.integer)) else sizes[column]
         words = as_words(words)
         salt = _mix_int(_mix_int(self.seed + 1) + column)
@@ -133,6 +149,8 @@ class Vocabulary:
     Args:
       words: for each column its words, an array of bytes in ascending order.
       ids: for each column the ids of these words, int32, from 1 on.
+      names: of the columns, where the file they are from has names for them. A reader
+        then refuses columns of other names.
 
     Example:
       >>> import os, tempfile, sparsejax as sj
@@ -149,6 +167,7 @@ class Vocabulary:
 
     words: Sequence[np.ndarray]
     ids: Sequence[np.ndarray]
+    names: Sequence[str] = ()
 
     @classmethod
     def build(
@@ -192,7 +211,8 @@ class Vocabulary:
                     for word, n in zip(*np.unique(words, return_counts=True)):
                         own[word] = own.get(word, 0) + int(n)
         made = [_ranked(own, least, max_size) for own in counts]
-        return cls([words for words, _ in made], [ids for _, ids in made])
+        words, ids = ([pair[k] for pair in made] for k in (0, 1))
+        return cls(words, ids, layout.names())
 
     def sizes(self, num_columns: int | None = None) -> list[int]:
         """How many ids each column has, 0 included: rows of its table.
@@ -213,6 +233,7 @@ class Vocabulary:
     def encode(self, column: int, words: Any) -> np.ndarray:
         """The ids of words, int32 `[n]`; as of `HashIds.encode`."""
         found = _as_bytes(as_words(words))
+        _check_column("sparsejax.data.Vocabulary", column, len(self.words))
         known, ids = self.words[column], self.ids[column]
         if not len(known):
             return np.zeros(len(found), np.int32)
@@ -223,8 +244,8 @@ class Vocabulary:
         """Writes it to a file: a model without its vocabulary cannot be used.
 
         Args:
-          path: of an `.npz` file, with arrays "words k" and "ids k" for each column k.
-            One that is there stays until the new one is whole.
+          path: of an `.npz` file, with arrays "words k" and "ids k" for each column k,
+            and "names". One that is there stays until the new one is whole.
 
         Raises:
           TypeError: `path` is no path.
@@ -233,6 +254,7 @@ class Vocabulary:
         path = _text_files.as_path("sparsejax.data.Vocabulary.save", path)
         arrays = {f"words {k}": x for k, x in enumerate(self.words)}
         arrays.update({f"ids {k}": x for k, x in enumerate(self.ids)})
+        arrays["names"] = np.array(self.names, np.str_)
         with replacing(path) as file:
             np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
 
@@ -253,16 +275,30 @@ class Vocabulary:
             with open(path, "rb") as opened, np.load(opened) as file:
                 columns = range(len(file.files) // 2)
                 words = [file[f"words {k}"] for k in columns]
-                return cls(words, [file[f"ids {k}"] for k in columns])
+                ids = [file[f"ids {k}"] for k in columns]
+                return cls(words, ids, file["names"].tolist())
         except _NOT_READ as e:
-            raise ValueError(_NO_VOCABULARY.format(path=path, reason=e)) from e
+            # NumPy would have it read as pickled objects, which may do anything.
+            reason = "it is no .npz file" if "pickle" in str(e) else e
+            raise ValueError(_NO_VOCABULARY.format(path=path, reason=reason)) from e
+
+
+def check_names(call: str, known: Sequence[str], given: Sequence[str]) -> None:
+    """An error where a vocabulary is of columns of other names, or in another order."""
+    if known and given and list(known) != list(given):
+        raise ValueError(_OTHER_NAMES.format(call=call, found=known, want=given))
 
 
 def as_words(words: Any) -> Words:
     """A sequence of bytes or strings as a matrix; what is one already stays."""
     if isinstance(words, Words):
         return words
+    if isinstance(words, (str, bytes)) or not isinstance(words, Iterable):
+        raise TypeError(_NO_WORDS.format(found=_ids.show(words)))
     texts = [word.encode() if isinstance(word, str) else word for word in words]
+    if not all(isinstance(text, bytes) for text in texts):
+        wrong = next(text for text in texts if not isinstance(text, bytes))
+        raise TypeError(_NO_WORDS.format(found=f"{_ids.show(wrong)} among them"))
     lengths = np.array([len(text) for text in texts], np.int64)
     width = int(lengths.max(initial=0))
     joined = b"".join(text.ljust(width, b"\0") for text in texts)
@@ -270,6 +306,11 @@ def as_words(words: Any) -> Words:
 
 
 # ------------------------------------------------------------------ private
+
+
+def _check_column(call: str, column: int, count: int) -> None:
+    if not 0 <= column < count:
+        raise IndexError(_NO_COLUMN.format(call=call, found=column, count=count))
 
 
 def _as_paths(call: str, path: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparsejax import _ids
 from sparsejax.data import _columns, _libsvm_lines, _numbers, _text_files
 
 
@@ -20,6 +21,8 @@ _NOT_ROWS = (
     "values {{'index', 'value'}}, got {found}."
 )
 _COUNT = "{call}: X has {rows} rows and {name} has {found}."
+_NO_LIST = "{call}: {name} must have an entry for each row of X, got {found}."
+_LABEL = "{call}: y must hold numbers, or lists of numbers, got {found}."
 _NOTHING = (
     "{call}: row {row} has no labels and no elements. An empty line is no row in this "
     "format: leave such rows out."
@@ -183,6 +186,9 @@ def write_libsvm(
     if len(index) and index.min() < 0:
         raise ValueError(_NEGATIVE.format(call=_WRITE, found=index.min()))
     for name, other in (("y", y), ("query_id", query_id)):
+        if (other is not None or name == "y") and not hasattr(other, "__len__"):
+            found = _ids.kind_of(other)
+            raise TypeError(_NO_LIST.format(call=_WRITE, name=name, found=found))
         if other is not None and len(other) != n:
             raise ValueError(
                 _COUNT.format(call=_WRITE, rows=n, name=name, found=len(other))
@@ -267,7 +273,7 @@ def _elements(X: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         made = None
     values = made.values if isinstance(made, _columns.Ragged) else None
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
-        found = f"an object of type {type(X).__name__}"
+        found = _ids.kind_of(X)
         raise TypeError(_NOT_ROWS.format(call=_WRITE, found=found))
     assert isinstance(made, _columns.Ragged)
     index, value = values["index"].values, values["value"].values
@@ -286,4 +292,7 @@ def _texts(values: np.ndarray) -> Sequence[str]:
 
 
 def _label(label: Any) -> str:
-    return ",".join(_texts(np.atleast_1d(np.asarray(label))))
+    labels = np.atleast_1d(np.asarray(label))
+    if labels.dtype.kind not in "biuf":
+        raise TypeError(_LABEL.format(call=_WRITE, found=_ids.show(label)))
+    return ",".join(_texts(labels))

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from sparsejax import _ids
 from sparsejax.data import _arguments, _buckets
 from sparsejax.data._batches import Batches
 from sparsejax.data._dataset import as_array_dataset
@@ -25,7 +26,7 @@ _CALL = _arguments.CALL
 
 _NO_DATASET = (
     "{call}: dataset must be an ArrayDataset, a SimpleDataset or a sequence of items, "
-    "got an object of type {found}. ArrayDataset(X, y) makes one of columns."
+    "got {found}. ArrayDataset(X, y) makes one of columns."
 )
 _NO_ROWS = "{call}: the data set has no rows."
 _OVERFLOW = "{call}: overflow must be 'error' or 'spill', got {found!r}."
@@ -35,6 +36,10 @@ _STATE_KIND = (
 _OTHER_STATE = (
     "{call}: the state was saved by a loader with {name}={theirs!r}, and this one has "
     "{name}={ours!r}: its place means other rows here."
+)
+_NOT_PUT = (
+    "{call}: a batch cannot be laid out as device= says. Take a batch_size, and for "
+    "ragged columns a capacity, that the devices divide. JAX says: {error}"
 )
 _OUT_OF_EPOCH = "{call}: the state is at batch {found} of an epoch of {n}."
 
@@ -118,7 +123,7 @@ class DataLoader:
     ):
         _arguments.import_grain()
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            found = type(dataset).__name__
+            found = _ids.kind_of(dataset)
             raise TypeError(_NO_DATASET.format(call=_CALL, found=found))
         self._dataset = as_array_dataset(_CALL, dataset)
         if not len(self._dataset):
@@ -295,7 +300,12 @@ class LoaderIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         batch, device = next(self._batches), self._loader._device
-        return batch if device is None else jax.device_put(batch, device)
+        if device is None:
+            return batch
+        try:
+            return jax.device_put(batch, device)
+        except ValueError as error:
+            raise ValueError(_NOT_PUT.format(call=_CALL, error=error)) from error
 
     def get_state(self) -> dict[str, Any]:
         """The place of the next batch, for `set_state`; JSON can hold it."""

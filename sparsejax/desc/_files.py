@@ -66,7 +66,7 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
       PaddlePaddle, `paddle.save(..., use_binary_format=True)`.
     """
     if not isinstance(selected_rows, SelectedRows):
-        raise TypeError(_NO_ROWS.format(found=type(selected_rows).__name__))
+        raise TypeError(_NO_ROWS.format(found=_ids.kind_of(selected_rows)))
     filled = np.asarray(selected_rows.filled())
     rows = np.asarray(selected_rows.rows)[filled].astype("<i8")
     values = np.ascontiguousarray(np.asarray(selected_rows.values)[filled])

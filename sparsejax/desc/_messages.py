@@ -8,6 +8,7 @@ library it was generated for.
 import functools
 from typing import Any
 
+from sparsejax._ids import kind_of
 from sparsejax.desc._var_desc import LOD_TENSOR, SELECTED_ROWS, VarDesc
 
 
@@ -20,17 +21,15 @@ _NO_DESC = (
     "[to_bytes(desc) for desc in describe(tree)]."
 )
 _NO_TYPE = (
-    "sparsejax.desc: {name} has data type {found}, which PaddlePaddle has no name for. "
-    "It has {known}."
+    "sparsejax.desc: the data type of {name} must be one that PaddlePaddle has a name "
+    "for, got {found}. These are {known}."
 )
-_NO_KIND = (
-    "sparsejax.desc.to_bytes: {name} is of type {found!r}, which is none of {known}."
-)
+_NO_KIND = "sparsejax.desc.to_bytes: the type of {name} must be {known}, got {found!r}."
 _DIM = (
     "sparsejax.desc.to_bytes: dims of {name} must be sizes, or -1 where unknown, got "
     "{found}."
 )
-_NO_BYTES = "sparsejax.desc.from_bytes: takes bytes, as to_bytes gives, got a {found}."
+_NO_BYTES = "sparsejax.desc.from_bytes: takes bytes, as to_bytes gives, got {found}."
 _NOT_PARSED = "sparsejax.desc.from_bytes: these {count} bytes are no VarDesc ({error})."
 _NO_PART = (
     "sparsejax.desc.from_bytes: {name} is of type {kind} and has no {part}, the field "
@@ -84,10 +83,10 @@ def to_bytes(desc: VarDesc) -> bytes:
       PaddlePaddle, design of `VarDesc`; Protocol Buffers, encoding.
     """
     if not isinstance(desc, VarDesc):
-        raise TypeError(_NO_DESC.format(found=type(desc).__name__))
+        raise TypeError(_NO_DESC.format(found=kind_of(desc)))
     if desc.type not in _KINDS:
         raise ValueError(
-            _NO_KIND.format(name=desc.name, found=desc.type, known=", ".join(_KINDS))
+            _NO_KIND.format(name=desc.name, found=desc.type, known=" or ".join(_KINDS))
         )
     message = message_types()["VarDesc"]()
     message.name = desc.name
@@ -128,7 +127,7 @@ def from_bytes(data: bytes) -> VarDesc:
       PaddlePaddle, design of `VarDesc`; Protocol Buffers, encoding.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(_NO_BYTES.format(found=type(data).__name__))
+        raise TypeError(_NO_BYTES.format(found=kind_of(data)))
     message = parse("VarDesc", data, _NOT_PARSED)
     kind = {number: name for name, number in _KINDS.items()}[message.type]
     part = "selected_rows_desc" if kind == SELECTED_ROWS else "lod_desc"
@@ -156,8 +155,9 @@ def fill_tensor(message: Any, name: str, data_type: str, dims: Any) -> None:
     if data_type not in DATA_TYPES:
         known = ", ".join(DATA_TYPES)
         raise ValueError(_NO_TYPE.format(name=name, found=data_type, known=known))
-    if any(d < -1 for d in dims):
-        raise ValueError(_DIM.format(name=name, found=tuple(dims)))
+    known = isinstance(dims, tuple | list)
+    if not known or not all(hasattr(d, "__index__") and d >= -1 for d in dims):
+        raise ValueError(_DIM.format(name=name, found=dims))
     message.data_type = DATA_TYPES[data_type]
     message.dims.extend(dims)
 
@@ -175,7 +175,8 @@ def parse(kind: str, data: bytes, complaint: str) -> Any:
 
     try:
         message.ParseFromString(bytes(data))
-    except DecodeError as error:
+    except DecodeError:
+        error = "not in protobuf's wire format"
         raise ValueError(complaint.format(count=len(data), error=error)) from None
     missing = message.FindInitializationErrors()
     if missing:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparsejax import _ids
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
@@ -26,8 +27,8 @@ _SAME_NAME = (
     "tell variables apart: hand in others as names=."
 )
 _NO_ARRAY = (
-    "sparsejax.desc.describe: {name} is a {found}, of which no type and shape are "
-    "known. Variables are arrays, jax.ShapeDtypeStruct, SelectedRows, SegmentTensor."
+    "sparsejax.desc.describe: {name} must be an array, jax.ShapeDtypeStruct, "
+    "SelectedRows or SegmentTensor, got {found}."
 )
 
 
@@ -109,7 +110,7 @@ def describe(
     elif callable(names):
         names = [names(path) for path in paths]
     else:
-        names = [names] if isinstance(names, str) else list(names)
+        names = list(names) if isinstance(names, list | tuple) else [names]
         if len(names) != len(paths) or not all(isinstance(n, str) for n in names):
             raise ValueError(
                 _NAMES.format(count=len(paths), paths=", ".join(paths), found=names)
@@ -142,7 +143,7 @@ def _variables(tree: Any, prefix: str, level: int) -> list[tuple[str, Any, int]]
 def _describe_one(name: str, value: Any, level: int, persistable: bool) -> VarDesc:
     if not isinstance(value, SelectedRows) and not hasattr(value, "dtype"):
         if not isinstance(value, bool | int | float | complex):
-            raise TypeError(_NO_ARRAY.format(name=name, found=type(value).__name__))
+            raise TypeError(_NO_ARRAY.format(name=name, found=_ids.kind_of(value)))
         value = jax.eval_shape(lambda: jax.numpy.asarray(value))
     dims = [_dim(d) for d in value.shape]
     if level:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _ids
+from sparsejax.nn import _layer
 
 
 _NOT_PULLED = (
@@ -89,7 +90,7 @@ class NotPulledError(KeyError):
         return str(self.args[0])  # KeyError's own shows the message as a quoted key
 
 
-class _RowSparseTableError(TypeError):
+class RowSparseTableError(TypeError):
     """A TypeError that says already which table went where; not explained twice."""
 
 
@@ -259,6 +260,7 @@ class SparseBlock(abc.ABC):
     def init(self, key: jax.Array) -> Any:
         """The dense parameters: of each field that is a layer, by the field's name."""
         fields = _layer_fields(self)
+        key = _layer.check_key(type(self).__name__, key)
         keys = jax.random.split(key, max(len(fields), 1))
         return {name: _init(x, k) for (name, x), k in zip(fields.items(), keys)}
 
@@ -284,7 +286,7 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for ids_of in row_ids:
         if not isinstance(ids_of, Mapping):
-            found = f"an object of type {type(ids_of).__name__}"
+            found = _ids.kind_of(ids_of)
             raise TypeError(_MERGE.format(found=found))
         for name, ids in ids_of.items():
             _ids.as_integers(f"sparsejax.nn.merge_row_ids: table {name!r}", ids)
@@ -302,18 +304,18 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     def sparse_forward(self, tables, params, inputs):
         owner = type(self).__name__
         if not isinstance(tables, Mapping):
-            found = f"an object of type {type(tables).__name__}"
+            found = _ids.kind_of(tables)
             raise TypeError(_TABLES.format(owner=owner, found=found))
         if not isinstance(tables, PulledTables):
             tables = PulledTables(tables, owner)
         try:
             return forward(self, tables, params, inputs)
         except TypeError as error:
-            known = isinstance(error, _RowSparseTableError)
+            known = isinstance(error, RowSparseTableError)
             if known or "SelectedRows" not in str(error):
                 raise
             short = str(error).strip().splitlines()[0].rstrip(".")
-            raise _RowSparseTableError(
+            raise RowSparseTableError(
                 _ORDINARY_LAYER.format(owner=owner, error=short, pulled=sorted(tables))
             ) from error
 

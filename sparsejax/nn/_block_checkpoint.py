@@ -25,6 +25,8 @@ _NOTHING = (
     "{call}: nothing was saved in {path}: it has no file 'current'. Name the folder "
     "that Trainer.save was given."
 )
+_SAVE = "sparsejax.nn.Trainer.save"
+_A_FILE = "{call}: {path} is a file. Name the folder to save in."
 _OTHER_LEAVES = (
     "{call}: {path} is of another model or optimizer: there the dense leaves have "
     "{found}, and here {want}. Make the trainer with the block and the tx that were "
@@ -35,6 +37,8 @@ _OTHER_LEAVES = (
 def save(path: str | os.PathLike[str], tree: Any, store: Any) -> None:
     """Writes `tree` and all tables of `store` into a folder, and makes them current."""
     folder = pathlib.Path(path)
+    if folder.is_file():
+        raise NotADirectoryError(_A_FILE.format(call=_SAVE, path=folder))
     folder.mkdir(parents=True, exist_ok=True)
     number = 1 + (_current(folder) or 0)
     store.save(_store_file(folder, number))
@@ -51,6 +55,8 @@ def save(path: str | os.PathLike[str], tree: Any, store: Any) -> None:
 def load(path: str | os.PathLike[str], like: Any, store: Any) -> Any:
     """The tree that was saved, with the structure of `like`; fills `store`."""
     folder = pathlib.Path(path)
+    if folder.is_file():
+        raise NotADirectoryError(_A_FILE.format(call=_CALL, path=folder))
     number = _current(folder)
     if number is None:
         raise FileNotFoundError(_NOTHING.format(call=_CALL, path=folder))

@@ -13,7 +13,7 @@ from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _matrix
 from sparsejax.nn._block import SparseBlock, TableSpec
 from sparsejax.nn._embedding import Embedding
-from sparsejax.nn._one_table import TABLE_INIT
+from sparsejax.nn._one_table import TABLE_INIT, check_padding_id
 
 
 _EMBEDDING = "sparsejax.nn.SparseEmbedding"
@@ -233,6 +233,8 @@ def _check(call: str, block: Any, rows: str) -> None:
     _layer.check_initializer(call, "initializer", block.initializer)
     if not isinstance(block.name, str):
         raise TypeError(_NAME.format(call=call, found=block.name))
+    if hasattr(block, "padding_id"):
+        check_padding_id(call, block.padding_id)
     _lookup.check_mode(call, block.mode)
 
 

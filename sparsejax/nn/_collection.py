@@ -281,10 +281,10 @@ class EmbeddingCollection:
         place = self._place(table)
         stack = self._arrays(params, dense=False)[place.stack]
         ids = _ids.as_ids(_CALL, ids, place.num_rows)
-        values = jnp.asarray(values).astype(stack.dtype)
-        if values.shape != (*ids.shape, *stack.shape[1:]):
-            want = (*ids.shape, *stack.shape[1:])
-            raise ValueError(_ROWS.format(call=_CALL, want=want, found=values.shape))
+        call, want = f"{_CALL}.set_rows", (*ids.shape, *stack.shape[1:])
+        values = _ids.to_array(call, values, "values").astype(stack.dtype)
+        if values.shape != want:
+            raise ValueError(_ROWS.format(call=call, want=want, found=values.shape))
         wide = _ids.index_dtype(stack.shape[0])
         rows = ids.astype(wide) + jnp.array(place.start, wide)
         own = _ids.in_range(ids, place.num_rows)
@@ -306,7 +306,7 @@ class EmbeddingCollection:
         """
         want = sorted(self._layers)
         if not isinstance(tables, Mapping) or set(tables) != set(want):
-            found = f"an object of type {type(tables).__name__}"
+            found = _ids.kind_of(tables)
             if isinstance(tables, Mapping):
                 found = f"the names {sorted(map(str, tables))}"
             raise TypeError(
@@ -357,7 +357,7 @@ class EmbeddingCollection:
         weights = {} if weights is None else weights
         for name, given in (("ids", ids), ("weights", weights)):
             if not isinstance(given, Mapping):
-                found = f"an object of type {type(given).__name__}"
+                found = _ids.kind_of(given)
                 raise TypeError(_IDS.format(call=_CALL, name=name, found=found))
             known = [name for name, _, _ in self.features]
             for feature in given:
@@ -392,7 +392,7 @@ class EmbeddingCollection:
         want = layer.num_embeddings, layer.features
         values = _ids.as_array(values)
         if not isinstance(values, jax.Array) or values.shape != want:
-            found = getattr(values, "shape", type(values).__name__)
+            found = getattr(values, "shape", None) or _ids.kind_of(values)
             raise ValueError(
                 _TABLE.format(call=_CALL, name=name, want=want, found=found)
             )

@@ -132,7 +132,7 @@ class Embedding(OneTable):
         if not isinstance(ids, SegmentTensor):
             return self._rows(table, _ids.as_integers(_CALL, ids), None)
         if not hasattr(ids.values, "dtype"):
-            found = type(ids.values).__name__
+            found = _ids.kind_of(ids.values)
             raise TypeError(_SEGMENTS.format(call=_CALL, found=found))
         inside = _ids.in_range(ids.segment_ids, ids.num_segments)
         values = _ids.as_integers(_CALL, ids.values)
@@ -186,7 +186,7 @@ class Embedding(OneTable):
         shape, kind = getattr(query, "shape", ()), getattr(query, "dtype", None)
         floats = kind is not None and jnp.issubdtype(kind, jnp.floating)
         if not floats or shape[-1:] != (self.features,):
-            found = f"{kind or type(query).__name__} of shape {shape}"
+            found = f"{kind} of shape {shape}" if kind else _ids.kind_of(query)
             raise TypeError(
                 _QUERY.format(call=_CALL, features=self.features, found=found)
             )

@@ -116,7 +116,7 @@ def prepare(
         segments, weights = split_weights(call, ids, weights)
         ids = segments.values
         if not hasattr(ids, "dtype"):
-            raise TypeError(_NESTED.format(call=call, found=type(ids).__name__))
+            raise TypeError(_NESTED.format(call=call, found=_ids.kind_of(ids)))
     ids = _ids.as_integers(call, ids)
     if weights is not None:
         if combiner not in ("sum", "mean", "sqrtn"):
@@ -167,7 +167,7 @@ def _single(ids: Any) -> bool:
 
 
 def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
-    weights = jnp.asarray(weights)
+    weights = _ids.to_array(call, weights, "weights")
     if weights.shape != shape:
         raise ValueError(
             _WEIGHTS_SHAPE.format(call=call, want=shape, found=weights.shape)

@@ -117,16 +117,17 @@ class FactorizationMachine:
         """
         shapes = self._shapes()
         keys = jax.random.split(_layer.check_key(_CALL, key), 3)
-        inits = {
-            "factors": self.factor_init,
-            "linear": self.linear_init,
-            "bias": self.bias_init,
+        fields = {
+            "factors": "factor_init",
+            "linear": "linear_init",
+            "bias": "bias_init",
         }
-        return {
-            name: inits[name](k, shapes[name], self.param_dtype)
-            for name, k in zip(inits, keys)
-            if name in shapes
-        }
+        params = {}
+        for (name, field), k in zip(fields.items(), keys):
+            if name in shapes:
+                make, dtype = getattr(self, field), self.param_dtype
+                params[name] = _layer.draw(_CALL, field, make, k, shapes[name], dtype)
+        return params
 
     def __call__(self, params: Any, x: Any) -> jax.Array:
         """The prediction for each row of x.

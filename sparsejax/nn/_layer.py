@@ -19,34 +19,35 @@ from sparsejax.nn._dense_gradient import dense_gradient
 
 Initializer = Callable[[Any, Any, Any], Any]  # of key, shape and dtype
 
-_SIZE = "{call}: {name} must be a positive int, got {found!r}."
+_SIZE = "{call}: {name} must be a positive int, got {found}."
 _DTYPE = (
     "{call}: {name} must be a type of real floats, as jnp.float32 or jnp.bfloat16, got "
     "{found!r}."
 )
 _CALLABLE = (
     "{call}: {name} must be a function (key, shape, dtype) -> array, as those of "
-    "jax.nn.initializers are, got {found!r}."
+    "jax.nn.initializers are, got {found}."
 )
-_CHOICE = "{call}: {name} must be True or False{more}, got {found!r}."
+_CHOICE = "{call}: {name} must be True or False{more}, got {found}."
 _KEY = (
     "{call}.init: key must be one PRNG key, as jax.random.key(0) makes it, got {found}."
 )
+_DRAWN = (
+    "{call}.init: {name} must give an array of the shape that it is called with, "
+    "{shape}, got {found}."
+)
 _NO_LAYER = (
     "{call}: layer must be a layer of sparsejax.nn, or one with init(key) and a call "
-    "(params, *inputs), got {found!r}."
+    "(params, *inputs), got {found}."
 )
 _PARAMS = (
     "{call}: params must be the dict that {call}.init(key) makes, with the names "
     "{want}, got {found}."
 )
-_PARAM_KIND = (
-    "{call}: params[{name!r}] must be an array of shape {shape}, got an object of type "
-    "{found}."
-)
+_PARAM_KIND = "{call}: params[{name!r}] must be an array of shape {shape}, got {found}."
 _PARAM_SHAPE = (
-    "{call}: params[{name!r}] must have shape {shape}, got {found}. These are the "
-    "parameters of another layer."
+    "{call}: params[{name!r}] must have shape {shape}, got {found}. These are not "
+    "this layer's parameters."
 )
 
 
@@ -55,7 +56,7 @@ _PARAM_SHAPE = (
 
 def check_size(call: str, name: str, value: Any) -> int:
     """`value` as a positive int, or an error."""
-    complaint = _SIZE.format(call=call, name=name, found=value)
+    complaint = _SIZE.format(call=call, name=name, found=_ids.show(value))
     if isinstance(value, bool):
         raise ValueError(complaint)
     return _ids.static_int(value, 1, complaint)
@@ -76,14 +77,15 @@ def check_bool(call: str, name: str, value: Any, or_none: bool = False) -> Any:
     """`value`, a bool (or None, where that may be), or an error."""
     if isinstance(value, bool) or (or_none and value is None):
         return value
-    more = " or None" if or_none else ""
-    raise TypeError(_CHOICE.format(call=call, name=name, more=more, found=value))
+    more = ", or None" if or_none else ""
+    found = _ids.show(value)
+    raise TypeError(_CHOICE.format(call=call, name=name, more=more, found=found))
 
 
 def check_initializer(call: str, name: str, value: Any) -> Any:
     """`value`, if it can be called, or an error."""
     if not callable(value):
-        raise TypeError(_CALLABLE.format(call=call, name=name, found=value))
+        raise TypeError(_CALLABLE.format(call=call, name=name, found=_ids.show(value)))
     return value
 
 
@@ -120,15 +122,27 @@ def check_key(call: str, key: Any) -> jax.Array:
             return key
         found = f"{key.dtype} of shape {key.shape}"
     else:
-        found = f"{key!r}"
+        found = _ids.show(key)
     raise TypeError(_KEY.format(call=call, found=found))
+
+
+def draw(
+    call: str, name: str, initializer: Initializer, key: Any, shape: tuple, dtype: Any
+) -> Any:
+    """A parameter's first values, or an error where they have another shape."""
+    made = initializer(key, shape, dtype)
+    found = getattr(made, "shape", None)
+    if found != shape:
+        found = _ids.kind_of(made) if found is None else f"one of shape {found}"
+        raise ValueError(_DRAWN.format(call=call, name=name, shape=shape, found=found))
+    return made
 
 
 def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
     """`params`, a mapping with just these names, or an error."""
     if isinstance(params, Mapping) and set(params) == set(names):
         return params
-    found = f"an object of type {type(params).__name__}"
+    found = _ids.kind_of(params)
     if isinstance(params, Mapping):
         found = f"the names {sorted(map(str, params))}"
     raise TypeError(_PARAMS.format(call=call, want=sorted(names), found=found))
@@ -138,7 +152,7 @@ def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
     """One parameter as a JAX array or a SelectedRows of that shape, or an error."""
     value = _ids.as_array(params[name])
     if not isinstance(value, (jax.Array, SelectedRows)):
-        found = type(value).__name__
+        found = _ids.kind_of(value)
         raise TypeError(
             _PARAM_KIND.format(call=call, name=name, shape=shape, found=found)
         )
@@ -163,7 +177,7 @@ def num_rows(call: str, params: Any, name: str) -> int:
     """The first axis of a parameter whose size the layer leaves open."""
     shape = getattr(params[name], "shape", ())
     if not shape:
-        found = type(params[name]).__name__
+        found = _ids.kind_of(params[name])
         raise TypeError(
             _PARAM_KIND.format(call=call, name=name, shape="[rows, ...]", found=found)
         )
@@ -184,7 +198,8 @@ def check_layer(call: str, layer: Any) -> Any:
     made = not isinstance(layer, type)
     if made and callable(layer) and callable(getattr(layer, "init", None)):
         return layer
-    raise TypeError(_NO_LAYER.format(call=call, found=layer))
+    found = _ids.show(layer) if made else f"the class {layer.__name__} itself"
+    raise TypeError(_NO_LAYER.format(call=call, found=found))
 
 
 def init_for(layer: Any, key: jax.Array, *inputs: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Dense: a matrix of features, stored whole or by rows, times weights."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -107,9 +108,13 @@ class Dense:
             columns = _layer.check_size(f"{_CALL}.init", "in_features", columns)
         kernel_key, bias_key = jax.random.split(_layer.check_key(_CALL, key))
         shape, dtype = (columns, self.features), self.param_dtype
-        params = {"kernel": self.kernel_init(kernel_key, shape, dtype)}
+        draw = functools.partial(_layer.draw, _CALL)
+        params = {
+            "kernel": draw("kernel_init", self.kernel_init, kernel_key, shape, dtype)
+        }
         if self.use_bias:
-            params["bias"] = self.bias_init(bias_key, shape[1:], dtype)
+            bias = draw("bias_init", self.bias_init, bias_key, shape[1:], dtype)
+            params["bias"] = bias
         return params
 
     def __call__(self, params: Any, x: Any) -> jax.Array:

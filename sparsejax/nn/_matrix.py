@@ -97,7 +97,7 @@ def num_columns(call: str, x: Any, example: str) -> int:
         shape = x.shape if hasattr(x, "shape") else np.shape(x)
         if shape:
             return int(shape[-1])
-        found = "x is a scalar"
+        found = f"x is {_ids.kind_of(x)}"
     raise ValueError(_UNKNOWN_COLUMNS.format(call=call, found=found, example=example))
 
 
@@ -121,7 +121,7 @@ def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError):
-        found = f"an object of type {type(x).__name__}"
+        found = _ids.kind_of(x)
         raise TypeError(
             _NOT_A_MATRIX.format(call=call, columns=columns, found=found)
         ) from None

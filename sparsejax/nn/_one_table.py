@@ -17,7 +17,7 @@ TABLE_INIT: Any = jax.nn.initializers.variance_scaling(
 
 _NAMES = ("embedding",)
 
-_PADDING = "{call}: padding_id must be a static int or None, got {found!r}."
+_PADDING = "{call}: padding_id must be a static int or None, got {found}."
 
 
 class OneTable:
@@ -45,7 +45,9 @@ class OneTable:
         """
         key = _layer.check_key(self._call(), key)
         shape = self.num_embeddings, self.features
-        return {"embedding": self.initializer(key, shape, self.param_dtype)}
+        make = self.initializer
+        table = _layer.draw(self._call(), "init", make, key, shape, self.param_dtype)
+        return {"embedding": table}
 
     def table(self, params: Any) -> Any:
         """The table among `params`, which are checked.
@@ -91,19 +93,23 @@ def table_fields(
     param_dtype = _layer.check_dtype(call, "param_dtype", fields["param_dtype"])
     _layer.check_bool(call, "sparse_grad", fields["sparse_grad"])
     _lookup.check_mode(call, fields["mode"])
-    if padding_id is not None:
-        try:
-            padding_id = operator.index(padding_id)
-        except TypeError:
-            raise TypeError(_PADDING.format(call=call, found=padding_id)) from None
     return dict(
         num_embeddings=_layer.check_size(call, "num_embeddings", num_embeddings),
         features=_layer.check_size(call, "features", features),
         sparse_grad=fields["sparse_grad"],
         dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
         param_dtype=param_dtype,
-        padding_id=padding_id,
+        padding_id=check_padding_id(call, padding_id),
         max_norm=_lookup.check_max_norm(call, fields["max_norm"], param_dtype),
         mode=fields["mode"],
         initializer=_layer.check_initializer(call, "init", fields["initializer"]),
     )
+
+
+def check_padding_id(call: str, padding_id: Any) -> int | None:
+    """`padding_id` as an int, or an error if it is none."""
+    try:
+        return None if padding_id is None else operator.index(padding_id)
+    except TypeError:
+        found = _ids.show(padding_id)
+        raise TypeError(_PADDING.format(call=call, found=found)) from None

@@ -5,12 +5,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparsejax import _ids
 from sparsejax._rows import SelectedRows
 
 
 _PARAMETERS = (
-    "sparsejax.nn.tables: layers must be a layer or a tree of layers, got one with an "
-    "object of type {found}: parameters, it seems. Pass the layers that made them."
+    "sparsejax.nn.tables: layers must be a layer or a tree of layers, got one with "
+    "{found}: parameters, it seems. Pass the layers that made them."
+)
+_A_CLASS = (
+    "sparsejax.nn.tables: layers must be a layer or a tree of layers, got the class "
+    "{found} itself. Make one of it: {found}(...)."
 )
 
 
@@ -53,5 +58,7 @@ def tables(layers: Any) -> Any:
 
 def _wish(x: Any) -> Any:
     if isinstance(x, (jax.Array, np.ndarray, SelectedRows)):
-        raise TypeError(_PARAMETERS.format(found=type(x).__name__))
+        raise TypeError(_PARAMETERS.format(found=_ids.kind_of(x)))
+    if isinstance(x, type) and hasattr(x, "table_prefix"):
+        raise TypeError(_A_CLASS.format(found=x.__name__))
     return x.table_prefix() if hasattr(x, "table_prefix") else None

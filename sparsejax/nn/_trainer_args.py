@@ -21,7 +21,10 @@ _NOT_A_BLOCK = (
 )
 _A_CLASS = "{call}: block is the class {found} itself. Make one of it: {found}(...)."
 _STORE = "{call}: store must be a sparsejax.store.KVStore, got {found}. Make one first."
-_TX = "{call}: tx must be an optax transformation, as optax.adam(1e-3) is, got {found}."
+_TX = (
+    "{call}: {name} must be an optax transformation, as optax.adam(1e-3) is, got "
+    "{found}."
+)
 _FUNCTION = "{call}: {name} must be a function {what}, got {found}."
 _CLIP = "{call}: clip_norm must be a positive number or None, got {found!r}."
 _KEY = "{call}: key must be an int or a PRNG key, as of jax.random.key, got {found}."
@@ -53,6 +56,10 @@ _TABLE_IN_PARAMS = (
     "{call}: the dense parameter {path} is {found}, which is row-sparse: its rows are "
     "owned by the store. Ordinary layers need arrays. Leave it out of params, name its "
     "ids in row_ids, and read it from `tables` in sparse_forward."
+)
+_NOT_A_PARAM = (
+    "{call}: params must be a tree of arrays, as block.init(key) makes it; "
+    "params{path} is {found}."
 )
 _IDS_OF = (
     "{call}: {block}.row_ids must return a dict of table names to ids, got {found}."
@@ -92,15 +99,15 @@ def check_block(block: Any) -> None:
 def check_store(store: Any) -> None:
     """An error unless `store` has a store's methods."""
     for method in ("init", "names", "pull", "push", "prefetch"):
-        if not callable(getattr(store, method, None)):
+        if isinstance(store, type) or not callable(getattr(store, method, None)):
             raise TypeError(_STORE.format(call=CALL, found=_kind(store)))
 
 
-def check_tx(tx: Any) -> None:
+def check_tx(tx: Any, name: str = "tx") -> None:
     """An error unless `tx` has an optax transformation's functions."""
     for method in ("init", "update"):
         if not callable(getattr(tx, method, None)):
-            raise TypeError(_TX.format(call=CALL, found=_kind(tx)))
+            raise TypeError(_TX.format(call=CALL, name=name, found=_kind(tx)))
 
 
 def check_function(name: str, what: str, f: Any) -> None:
@@ -133,7 +140,9 @@ def as_key(key: Any) -> jax.Array:
     """`key` as a PRNG key, made of an int where it is one."""
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         return jax.random.key(int(key))
-    if not isinstance(key, (jax.Array, np.ndarray)):
+    dtype = getattr(key, "dtype", None)
+    new = dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (new or isinstance(key, (jax.Array, np.ndarray)) and dtype == np.uint32):
         raise TypeError(_KEY.format(call=CALL, found=_kind(key)))
     return jax.numpy.asarray(key)
 
@@ -170,6 +179,10 @@ def check_params(params: Any, store: Any) -> None:
         if found is not None:
             where = jax.tree_util.keystr(path)
             raise TypeError(_TABLE_IN_PARAMS.format(call=CALL, path=where, found=found))
+        if isinstance(leaf, (str, bytes)):
+            where = jax.tree_util.keystr(path)
+            found = _kind(leaf)
+            raise TypeError(_NOT_A_PARAM.format(call=CALL, path=where, found=found))
 
 
 # ------------------------------------------------------------------ tables
@@ -178,7 +191,7 @@ def check_params(params: Any, store: Any) -> None:
 def transformations(table_tx: Any, wanted: Any, store: Any) -> Callable[[str], Any]:
     """From the name of a table to what updates it, checked."""
     if not isinstance(table_tx, Mapping):
-        check_tx(table_tx)
+        check_tx(table_tx, "table_tx")
         return lambda name: table_tx
     _check_names("table_tx", table_tx, {*wanted, *store.names()})
     for name in wanted:
@@ -261,4 +274,4 @@ def explain_check(block: str, run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _kind(x: Any) -> str:
-    return f"an object of type {type(x).__name__}"
+    return f"the class {x.__name__}" if isinstance(x, type) else _ids.kind_of(x)

@@ -24,7 +24,14 @@ from jax import lax
 
 from sparsejax import _ids
 from sparsejax._rows import SelectedRows
-from sparsejax.optim import _conditional, _follow, _parts, _placement, _separable
+from sparsejax.optim import (
+    _conditional,
+    _follow,
+    _lazy,
+    _parts,
+    _placement,
+    _separable,
+)
 from sparsejax.optim._table_rows import check_on_one_device
 
 
@@ -34,10 +41,10 @@ _NOT_LAZY = (
     CALL + ": takes a transformation that takes SelectedRows, such as "
     "lazy(optax.adam(1e-3)), got {found}."
 )
-_NOT_AN_INT = CALL + ": {name} must be a positive int{more}, got {found!r}."
+_NOT_AN_INT = CALL + ": {name} must be a positive int{more}, got {found}."
 _CAPACITY_TREE = (
     CALL + ": capacity is an int or a tree (prefix) of ints for params, with None for "
-    "what has a dense gradient; it does not go with these params ({error})."
+    "what has a dense gradient, got {found} for {want}."
 )
 _TOO_FEW_SLOTS = (
     CALL + ": {where} has a dense gradient of {height} rows, but only {slots} slots. "
@@ -127,7 +134,7 @@ def accumulate(
       `optax.MultiSteps`.
     """
     if not _parts.is_transformation(tx):
-        raise TypeError(_NOT_LAZY.format(found=type(tx).__name__))
+        raise TypeError(_NOT_LAZY.format(found=_ids.kind_of(tx)))
     inner = optax.with_extra_args_support(tx)
     if not callable(every_k):
         every_k = _positive("every_k", every_k, more=" or a function of the step")
@@ -148,6 +155,8 @@ def accumulate(
     def update(updates, state, params=None, **extra_args):
         grads, treedef = _separable.flatten(updates)
         check_on_one_device(CALL, grads)
+        _parts.check_state(CALL, state, AccumulateState)
+        _lazy.weights_of(updates, treedef, params, CALL)
         # jnp.asarray: a state from a checkpoint may be of NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
         overflow = jnp.asarray(state.overflow)
@@ -255,8 +264,9 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
     try:
         numbers, treedef = jax.tree.flatten(capacity, is_leaf=is_none)
         subtrees = treedef.flatten_up_to(params)
-    except ValueError as error:
-        raise ValueError(_CAPACITY_TREE.format(error=error)) from None
+    except ValueError:
+        found, want = _ids.show_tree(capacity, is_none), _ids.show_tree(params)
+        raise ValueError(_CAPACITY_TREE.format(found=found, want=want)) from None
     slots = []
     for number, subtree in zip(numbers, subtrees):
         leaves, treedef = _separable.flatten(subtree)
@@ -279,7 +289,8 @@ def _positive(name: str, number: Any, more: str) -> int:
     except TypeError:
         found = 0
     if found < 1 or isinstance(number, bool):
-        raise ValueError(_NOT_AN_INT.format(name=name, more=more, found=number))
+        shown = _ids.show(number)
+        raise ValueError(_NOT_AN_INT.format(name=name, more=more, found=shown))
     return found
 
 

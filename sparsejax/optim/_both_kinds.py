@@ -30,7 +30,7 @@ _NEEDS_PARAMS = (
     "{call}: update was called without params, and {why}. Call "
     "tx.update(grads, state, params)."
 )
-_OUT_OF_RANGE = "{call}: {name} must be {wanted}, got {found!r}."
+_OUT_OF_RANGE = "{call}: {name} must be {wanted}, got {found}."
 
 
 def both_kinds(
@@ -104,10 +104,16 @@ def result_dtype(g: jax.Array, w: Any) -> Any:
 
 def check(call: str, name: str, value: Any, wanted: str, holds: Callable) -> None:
     """A ValueError if `value` is known now and out of its range."""
+    if value is None or isinstance(value, str):
+        raise TypeError(
+            _OUT_OF_RANGE.format(call=call, name=name, wanted=wanted, found=repr(value))
+        )
     number = isinstance(value, (int, float, np.ndarray, np.generic))
     if (number or _ids.is_concrete(value)) and not np.all(holds(value)):
         raise ValueError(
-            _OUT_OF_RANGE.format(call=call, name=name, wanted=wanted, found=value)
+            _OUT_OF_RANGE.format(
+                call=call, name=name, wanted=wanted, found=_ids.show(value)
+            )
         )
 
 

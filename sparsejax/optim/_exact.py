@@ -215,10 +215,10 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
             raise ValueError(_NEEDS_PARAMS)
         leaves, treedef = _separable.flatten(grads)
         check_on_one_device(CALL, leaves)
-        weights = _lazy.weights_of(grads, treedef, params)
+        weights = _lazy.weights_of(grads, treedef, params, CALL)
         assert weights is not None
         sparse = [i for i, g in enumerate(leaves) if isinstance(g, SelectedRows)]
-        _lazy.check_gradients(grads, leaves, weights, sparse)
+        _lazy.check_gradients(grads, leaves, weights, sparse, CALL)
         params = treedef.unflatten(weights)
         _, _, plan = planned(params)
         tables = _tables(plan, weights, state)
@@ -304,6 +304,8 @@ def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
             found = f"one of {len(state.books)} tables instead of {len(plan.models)}"
         raise TypeError(_OTHER_STATE.format(found=found))
     inner = jax.tree.leaves(state.inner)
+    if any(k >= len(inner) for model in plan.models.values() for k in model.leaves):
+        raise TypeError(_OTHER_STATE.format(found="one of another tree of parameters"))
     tables = {}
     for (i, model), *own in zip(plan.models.items(), state.books, state.now):
         moments = [inner[k] for k in model.leaves]
@@ -349,7 +351,8 @@ def _named(params: Any, ids: Any) -> dict[int, Any]:
     for path, named in jax.tree_util.tree_leaves_with_path(ids):
         path = jax.tree_util.keystr(path)
         if path not in paths:
-            error = _NO_SUCH_LEAF.format(path=path or "the whole tree", known=paths)
+            known = ", ".join(paths)
+            error = _NO_SUCH_LEAF.format(path=path or "the whole tree", known=known)
             raise ValueError(error)
         found[paths.index(path)] = named
     return found

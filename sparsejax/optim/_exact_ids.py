@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from sparsejax import _compat
+from sparsejax import _compat, _ids
 from sparsejax._compat import primitives as p
 from sparsejax.optim._exact import Exact, ExactState
 from sparsejax.transform.grad import value_and_grad
@@ -28,7 +28,7 @@ CALL = "sparsejax.optim.exact_value_and_grad"
 
 _NOT_EXACT = (
     CALL + ": takes what sparsejax.optim.exact(...) returned as its second argument, "
-    "got {found}."
+    "got {found}. Elsewhere use sparsejax.value_and_grad."
 )
 _CIRCULAR = (
     CALL + ": the ids by which {name} is read at {where} are computed from rows of a "
@@ -113,7 +113,7 @@ def exact_value_and_grad(
       `sparsejax.optim.exact`; harvesting values from a trace: oryx, `harvest`.
     """
     if not isinstance(tx, Exact):
-        raise TypeError(_NOT_EXACT.format(found=type(tx).__name__))
+        raise TypeError(_NOT_EXACT.format(found=_ids.kind_of(tx)))
     both = value_and_grad(fun, 0, has_aux, tables=tables)
 
     @functools.wraps(fun)

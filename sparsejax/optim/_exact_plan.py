@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsejax import _ids
 from sparsejax.optim import (
     _exact_drift,
     _exact_model,
@@ -32,7 +33,11 @@ _NO_TABLE = (
 _NO_FLOATS = (
     "{call}: tables= names {where}, which has no rows of real floats, but is {found}."
 )
-_NOT_CHOSEN = "tables=, which says that it is no table"
+_NO_BOOLS = (
+    "{call}: tables= must be a prefix of the tree of parameters, {want}, with True or "
+    "False at its leaves, got {found}."
+)
+_NOT_CHOSEN = "tables=, which does not name it (left out: all of rank 2 and more)"
 _COUPLED = "{names}, one after the other"
 
 
@@ -113,16 +118,29 @@ class Planner:
             paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
             wishes = [bool(self._tables(path, leaf)) for path, leaf in paths]
         else:
-            wishes = jax.tree.leaves(
-                jax.tree.broadcast(self._tables, params, is_leaf=_follow.is_leaf),
-                is_leaf=_follow.is_leaf,
-            )
+            wishes = self._broadcast(params)
         for i, wish in enumerate(wishes):
             if wish and not fit[i]:
                 where, found = _lazy.leaf_paths(params, "params")[i], specs[i]
+                found = _ids.show_spec(found)
                 error = _NO_FLOATS.format(call=self._call, where=where, found=found)
                 raise ValueError(error)
         return tuple(i for i, wish in enumerate(wishes) if wish), True
+
+    def _broadcast(self, params: Any) -> list[Any]:
+        is_leaf = _follow.is_leaf
+        try:
+            tree = jax.tree.broadcast(self._tables, params, is_leaf=is_leaf)
+            wishes = jax.tree.leaves(tree, is_leaf=is_leaf)
+            known = all(w in (True, False) or is_leaf(w) for w in wishes)
+        except ValueError:
+            known = False
+        if not known:
+            found = _ids.show(self._tables)
+            want = _ids.show_tree(params, is_leaf)
+            error = _NO_BOOLS.format(call=self._call, want=want, found=found)
+            raise ValueError(error)
+        return wishes
 
     def _make(self, treedef: Any, specs: Any, chosen: tuple[int, ...]) -> Plan:
         refused: dict[int, str] = {}

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparsejax import _ids
 from sparsejax._rows import SelectedRows
 from sparsejax.optim import _follow, _parts, _placement, _separable
 from sparsejax.optim._table_rows import (
@@ -55,23 +56,23 @@ _EXACT = (
     "On the device use exact(tx) alone, with its catch_up and flush; else lazy(tx)."
 )
 _ROWS_CHANGED = (
-    CALL + ": the gradient of {where} is a SelectedRows whose rows are {found}, not "
-    "integers: a function over the whole tree (jax.tree.map, optax.scale, a mask) has "
-    "been applied to its row ids too. Use SelectedRows.map or g * 0.5 for the values, "
-    "and put optax transformations inside of lazy(...), not before it."
+    "{call}: the gradient of {where} is a SelectedRows whose {found}: a function over "
+    "the whole tree (jax.tree.map, optax.scale, a mask) has been applied to its row "
+    "ids too. Use SelectedRows.map or g * 0.5 for the values, and put optax "
+    "transformations inside of lazy(...), not before it."
 )
 _OTHER_SHAPE = (
-    CALL + ": the gradient of {where} is a SelectedRows of shape {found}, but the "
+    "{call}: the gradient of {where} is a SelectedRows of shape {found}, but the "
     "parameter has shape {expected}. Height and row shape must be the table's."
 )
 _PULLED = (
-    CALL + ": {where} is itself a SelectedRows, a pulled part of a table. An optimizer "
+    "{call}: {where} is itself a SelectedRows, a pulled part of a table. An optimizer "
     "needs an array with state beside it: hand in its .values as the parameter and the "
     "gradient of those values, and keep .rows to know which rows they are."
 )
 _OTHER_TREE = (
-    CALL + ": gradients and params are trees of other structure ({error}). A table's "
-    "gradient is one SelectedRows at the place of the table."
+    "{call}: gradients and params are trees of other structure, {grads} and {params}. "
+    "A table's gradient is one SelectedRows at the place of the table."
 )
 _OTHER_STATE = (
     CALL + ": the state does not go with these gradients: {found}. Hand in the state "
@@ -159,7 +160,7 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
         leaves, treedef = _separable.flatten(params)
         for where, leaf in zip(leaf_paths(params, "params"), leaves):
             if isinstance(leaf, SelectedRows):
-                raise TypeError(_PULLED.format(where=where))
+                raise TypeError(_PULLED.format(call=CALL, where=where))
         specs = tuple(map(_follow.spec, leaves))
         refused = verdicts.refusal(treedef, specs)
         if refused is not None:
@@ -241,35 +242,50 @@ def put_back(state, new_state, owners, merged) -> Any:
 # ------------------------------------------------------------------ checks
 
 
-def weights_of(grads: Any, treedef: Any, params: Any) -> list[Any] | None:
+def weights_of(
+    grads: Any, treedef: Any, params: Any, call: str = CALL
+) -> list[Any] | None:
     if params is None:
         return None
     try:
         return treedef.flatten_up_to(params)
-    except ValueError as error:
-        raise ValueError(_OTHER_TREE.format(error=error)) from None
+    except ValueError:
+        shown = [_ids.show_tree(tree, _is_rows) for tree in (grads, params)]
+        raise ValueError(
+            _OTHER_TREE.format(call=call, grads=shown[0], params=shown[1])
+        ) from None
 
 
-def check_gradients(grads, leaves, weights, tables: Sequence[int]) -> None:
+def _is_rows(x: Any) -> bool:
+    return isinstance(x, SelectedRows)
+
+
+def check_gradients(
+    grads, leaves, weights, tables: Sequence[int], call: str = CALL
+) -> None:
     for i in tables:
         rows, values = leaves[i].rows, leaves[i].values
         where = lambda i=i: leaf_paths(grads, "grads")[i]
         dtype = getattr(rows, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-            found = type(rows).__name__ if dtype is None else dtype
-            raise TypeError(_ROWS_CHANGED.format(where=where(), found=found))
+            kind = type(rows).__name__ if dtype is None else dtype
+            found = f"rows are {kind}, not integers"
+            raise TypeError(_ROWS_CHANGED.format(call=call, where=where(), found=found))
         if not hasattr(values, "dtype"):
-            found = f"integers, but its values are {type(values).__name__}"
-            raise TypeError(_ROWS_CHANGED.format(where=where(), found=found))
+            found = f"values are {type(values).__name__}, no array"
+            raise TypeError(_ROWS_CHANGED.format(call=call, where=where(), found=found))
         if weights is None:
             continue
         if isinstance(weights[i], SelectedRows):
-            raise TypeError(_PULLED.format(where=leaf_paths(grads, "params")[i]))
+            path = leaf_paths(grads, "params")[i]
+            raise TypeError(_PULLED.format(call=call, where=path))
         expected = np.shape(weights[i])
         if leaves[i].shape != expected:
             found = leaves[i].shape
             raise ValueError(
-                _OTHER_SHAPE.format(where=where(), found=found, expected=expected)
+                _OTHER_SHAPE.format(
+                    call=call, where=where(), found=found, expected=expected
+                )
             )
 
 

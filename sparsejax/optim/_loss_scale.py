@@ -99,10 +99,18 @@ def dynamic_loss_scale(
       scaling; `jmp.DynamicLossScale`.
     """
     if not _parts.is_transformation(tx):
-        raise TypeError(_NOT_LAZY.format(found=type(tx).__name__))
-    if not (initial_scale >= 1 and factor > 1 and growth_interval >= 1):
-        found = dict(initial_scale=initial_scale, factor=factor)
-        raise ValueError(_NUMBERS.format(growth_interval=growth_interval, **found))
+        raise TypeError(_NOT_LAZY.format(found=_ids.kind_of(tx)))
+    numbers = dict(
+        initial_scale=initial_scale, factor=factor, growth_interval=growth_interval
+    )
+    try:
+        known = initial_scale >= 1 and factor > 1 and growth_interval >= 1
+    except TypeError:  # a string, or None
+        known = False
+    if not known:
+        raise ValueError(
+            _NUMBERS.format(**{k: _ids.show(x) for k, x in numbers.items()})
+        )
     inner = optax.with_extra_args_support(tx)
     by = np.float32(factor)
 
@@ -113,6 +121,7 @@ def dynamic_loss_scale(
         return LossScaleState(scale, good_steps, skipped, tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
+        _parts.check_state(CALL, state, LossScaleState)
         leaves, treedef = _separable.flatten(updates)
         grads = [_unscaled(g, state.scale) for g in leaves]
         numbers = [g.values if isinstance(g, SelectedRows) else g for g in grads]

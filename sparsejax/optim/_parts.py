@@ -15,6 +15,8 @@ import jax
 import optax
 from jax.core import Tracer
 
+from sparsejax import _ids
+
 
 # Wrappers that do nothing to rows themselves: by rows wherever their parts are.
 TRANSPARENT = frozenset(
@@ -63,6 +65,15 @@ def is_transformation(x: Any) -> bool:
     if inspect.isclass(x) or inspect.ismodule(x) or callable(x):
         return False  # what can be called is a schedule, which may have both as well
     return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
+
+
+def check_state(call: str, state: Any, kind: Any) -> None:
+    """A TypeError unless `state` has the fields of `kind`."""
+    if not all(hasattr(state, field) for field in kind._fields):
+        raise TypeError(
+            f"{call}: takes the state that its own init or update gave, got "
+            f"{_ids.kind_of(state)}."
+        )
 
 
 def name(tx: Any) -> str:
@@ -166,7 +177,7 @@ def _function_name(function: Any) -> str:
         return type(owner).__name__
     qualified = getattr(function, "__qualname__", None) or type(function).__qualname__
     outer = qualified.split(".<locals>")[0]
-    return outer.split(".")[-1]
+    return outer.split(".")[-1].lstrip("_")
 
 
 def _cells(function: Any) -> dict[str, Any]:

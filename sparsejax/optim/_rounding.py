@@ -28,7 +28,7 @@ import optax
 from sparsejax import _ids
 from sparsejax._read import read_rows
 from sparsejax._rows import SelectedRows
-from sparsejax.optim import _follow, _parts, _separable
+from sparsejax.optim import _follow, _lazy, _parts, _separable
 
 
 CALL = "sparsejax.optim.rounding"
@@ -43,7 +43,10 @@ _NO_KEY = (
     "to keep a float32 copy of each narrow leaf."
 )
 _NOT_A_KEY = CALL + ": rounding_key must be one PRNG key or an int, got {found}."
-_NO_PARAMS = CALL + ": update needs params, since it rounds the new weights."
+_NO_PARAMS = (
+    CALL + ": update was called without params, and it rounds the new weights. Call "
+    "tx.update(grads, state, params)."
+)
 
 
 class RoundingState(NamedTuple):
@@ -117,7 +120,7 @@ def rounding(
       `stochastic_rounding`.
     """
     if not _parts.is_transformation(tx):
-        raise TypeError(_NOT_LAZY.format(found=type(tx).__name__))
+        raise TypeError(_NOT_LAZY.format(found=_ids.kind_of(tx)))
     if rounding_key is None and not master:
         raise ValueError(_NO_KEY)
     key = None if rounding_key is None else _key(rounding_key)
@@ -139,7 +142,9 @@ def rounding(
         if params is None:
             raise ValueError(_NO_PARAMS)
         grads, treedef = _separable.flatten(updates)
-        weights = treedef.flatten_up_to(params)
+        weights = _lazy.weights_of(updates, treedef, params, CALL)
+        assert weights is not None
+        _parts.check_state(CALL, state, RoundingState)
         narrow = [_is_narrow(w) for w in weights]
         copies = list(weights)
         if master:
@@ -233,7 +238,7 @@ def _key(key: Any) -> jax.Array:
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             key = jax.random.wrap_key_data(key)
     except (TypeError, ValueError):
-        raise TypeError(_NOT_A_KEY.format(found=type(key).__name__)) from None
+        raise TypeError(_NOT_A_KEY.format(found=_ids.kind_of(key))) from None
     if key.shape:
         raise TypeError(_NOT_A_KEY.format(found=f"keys of shape {key.shape}"))
     return key

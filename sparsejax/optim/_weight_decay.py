@@ -38,6 +38,12 @@ _NO_STATE = (
 )
 
 
+_OTHER_TREE = (
+    "sparsejax.optim.flush_weight_decay: params must be all that the optimizer trains, "
+    "a tree {want}, got {found}."
+)
+
+
 class WeightDecayState(NamedTuple):
     """Steps taken, the sum L of two floats `[2]`, and for each row its L `[V, 2]`."""
 
@@ -170,6 +176,9 @@ def flush_weight_decay(params: Any, state: Any) -> tuple[Any, Any]:
     for k, node in enumerate(nodes):
         if not is_ours(node):
             continue
+        if jax.tree.structure(node.decayed, is_leaf=_follow.is_leaf) != params_treedef:
+            found, want = _ids.show_tree(params), _ids.show_tree(node.decayed)
+            raise ValueError(_OTHER_TREE.format(found=found, want=want))
         decayed = params_treedef.flatten_up_to(node.decayed)
         for i, (w, rows) in enumerate(zip(weights, decayed)):
             if _follow.is_leaf(rows):  # masked: not its to decay

@@ -33,8 +33,8 @@ _NO_BAGS = (
     "num_segments, a SegmentTensor, or ids padded to [..., L], a bag a row, alone."
 )
 _NO_COUNT = (
-    "{call}: num_segments must be a static int, got {found!r}: how many bags there are "
-    "decides the shape of the result."
+    "{call}: num_segments must be a static, non-negative int, got {found!r}: how many "
+    "bags there are decides the shape of the result."
 )
 
 
@@ -111,7 +111,7 @@ def embedding_bag(
     ids = beside(_CALL, table, _ids.as_integers(_CALL, ids))
     _lookup.check_mode(_CALL, mode)
     if weights is not None:
-        weights = jnp.asarray(weights)
+        weights = _ids.to_array(_CALL, weights, "weights")
         _check_shape("weights", weights, ids)
     if segment_ids is not None:
         segment_ids = jnp.asarray(_ids.as_integers(_CALL, segment_ids, "segment_ids"))

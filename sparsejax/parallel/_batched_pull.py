@@ -22,11 +22,10 @@ from sparsejax.store import KVStore
 
 _CALL = "sparsejax.parallel.batched_pull"
 _NOT_A_STORE = (
-    _CALL
-    + ": store must be a sparsejax.store.KVStore, got an object of type {found}. A "
+    _CALL + ": store must be a sparsejax.store.KVStore, got {found}. A "
     "sparsejax.parallel.SpreadStore has its own pull."
 )
-_NOT_A_MESH = "{call}: mesh must be a jax.sharding.Mesh, got an object of type {found}."
+_NOT_A_MESH = "{call}: mesh must be a jax.sharding.Mesh, got {found}."
 _MANY_PROCESSES = (
     _CALL
     + ": there are {count} processes, and a KVStore holds the rows of one. Spread "
@@ -83,7 +82,7 @@ def batched_pull(
       of row ids, one for each device.
     """
     if not isinstance(store, KVStore):
-        raise TypeError(_NOT_A_STORE.format(found=type(store).__name__))
+        raise TypeError(_NOT_A_STORE.format(found=_ids.kind_of(store)))
     check_mesh(_CALL, mesh)
     if jax.process_count() > 1:
         raise ValueError(_MANY_PROCESSES.format(count=jax.process_count()))
@@ -102,7 +101,7 @@ def batched_pull(
 def check_mesh(call: str, mesh: Any) -> None:
     """An error that names `call` unless `mesh` is one of devices."""
     if not isinstance(mesh, Mesh):
-        raise TypeError(_NOT_A_MESH.format(call=call, found=type(mesh).__name__))
+        raise TypeError(_NOT_A_MESH.format(call=call, found=_ids.kind_of(mesh)))
 
 
 def own_ids(call: str, ids: Any) -> np.ndarray:

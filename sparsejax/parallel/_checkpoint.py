@@ -60,7 +60,7 @@ _BAD_DATA = (
 _READ_ONLY = "{call}: this Checkpointer was made with read_only=True."
 _CLOSED = "{call}: this Checkpointer is closed. Make another one of {directory}."
 _BAD_STEP = (
-    "{call}: step must be an int of at least 0, got {found!r}. Make other numbers one "
+    "{call}: step must be an int of at least 0, got {found}. Make other numbers one "
     "with int(step)."
 )
 _BAD_KEEP = (
@@ -361,7 +361,7 @@ class Checkpointer:
 
 def _as_step(call: str, step: Any) -> int:
     """`step` as an int. Orbax takes others too, and then does not find them again."""
-    bad = _BAD_STEP.format(call=call, found=step)
+    bad = _BAD_STEP.format(call=call, found=_ids.show(step))
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise TypeError(bad)
     try:

@@ -157,7 +157,7 @@ def flatten(call: str, tree: Any) -> dict[str, Leaf]:
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_table)
     leaves = {}
     for path, x in found:
-        name = jax.tree_util.keystr(path)
+        name = jax.tree_util.keystr(path) or "that is the tree"
         if isinstance(x, ShardedTable):
             if isinstance(x.mesh, AbstractMesh):
                 raise ValueError(_NO_DEVICES.format(call=call, name=name))

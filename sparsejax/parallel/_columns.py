@@ -25,8 +25,7 @@ from sparsejax.parallel._table_parts import check_has_devices
 
 _CALL = "sparsejax.parallel.shard_columns"
 _NOT_A_TABLE = (
-    _CALL + ": table must be a JAX or NumPy array or a ShapeDtypeStruct, got an object "
-    "of type {found}."
+    _CALL + ": table must be a JAX or NumPy array or a ShapeDtypeStruct, got {found}."
 )
 _NO_COLUMNS = (
     _CALL + ": table must have at least two axes, rows first and columns last, got "
@@ -83,7 +82,7 @@ def shard_columns(
     axis = check_axis(_CALL, mesh, axis)
     table = _ids.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(_NOT_A_TABLE.format(found=type(table).__name__))
+        raise TypeError(_NOT_A_TABLE.format(found=_ids.kind_of(table)))
     shape = tuple(table.shape)
     if len(shape) < 2:
         raise ValueError(_NO_COLUMNS.format(shape=shape))

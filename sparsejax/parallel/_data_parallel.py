@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from sparsejax import _ids
 from sparsejax.parallel._replicated import whole_batch
 from sparsejax.parallel._table import ShardedTable, check_axis
 
@@ -29,7 +30,7 @@ from sparsejax.parallel._table import ShardedTable, check_axis
 _CALL = "sparsejax.parallel.data_parallel"
 _NOT_A_STEP = (
     _CALL + ": step must be a function (params, opt_state, batch) -> (params, "
-    "opt_state, ...), got an object of type {found}."
+    "opt_state, ...), got {found}."
 )
 _NOT_A_RESULT = (
     _CALL + ": step must return a tuple (params, opt_state, ...), got {found}. Put "
@@ -117,7 +118,7 @@ def data_parallel(
       MXNet Gluon, `Trainer` and `split_and_load`; Horovod, `DistributedOptimizer`.
     """
     if not callable(step):
-        raise TypeError(_NOT_A_STEP.format(found=type(step).__name__))
+        raise TypeError(_NOT_A_STEP.format(found=_ids.kind_of(step)))
     axis = check_axis(_CALL, mesh, axis)
     axes = (axis,) if isinstance(axis, str) else axis
     return DataParallelStep(step, mesh, axes, bool(donate))

@@ -21,7 +21,7 @@ _CALL = "sparsejax.parallel.lookup"
 _MEASURE = "sparsejax.parallel.measure_capacity"
 
 _NOT_SHARDED = (
-    "{call}: table must be a ShardedTable, got an object of type {found}. Make one "
+    "{call}: table must be a ShardedTable, got {found}. Make one "
     "with sparsejax.parallel.shard_rows(table, mesh, axis), or use sparsejax.{name} on "
     "a table that one device holds."
 )
@@ -164,7 +164,7 @@ def measure_capacity(
     check_table(_MEASURE, table, "lookup")
     batches = sample_ids if isinstance(sample_ids, list | tuple) else [sample_ids]
     if all(np.ndim(batch) == 0 for batch in batches):
-        batches = [np.asarray(batches)]
+        batches = [batches if isinstance(sample_ids, list | tuple) else sample_ids]
     if not isinstance(margin, (int, float, np.number)) or not 0 < margin < math.inf:
         raise ValueError(_BAD_MARGIN.format(call=_MEASURE, found=margin))
     found = count = 0
@@ -200,7 +200,7 @@ def gather(
     if padding is not None:
         bad &= ~padding
     if mode == "error":
-        _lookup.check_none(call, table, bad, ids)
+        _lookup.check_none(call, table, gathered(bad), gathered(ids))
     bad = bad.reshape(bad.shape + (1,) * (rows.ndim - bad.ndim))
     return jnp.where(bad, _ids.fill_value(rows.dtype), rows), metrics
 
@@ -208,7 +208,7 @@ def gather(
 def check_table(call: str, table: Any, name: str) -> None:
     """An error that names `call` unless `table` is a ShardedTable that can be read."""
     if not isinstance(table, ShardedTable):
-        found = type(table).__name__
+        found = _ids.kind_of(table)
         raise TypeError(_NOT_SHARDED.format(call=call, found=found, name=name))
     here = jax.sharding.get_abstract_mesh()
     manual = [n for n in here.manual_axes if n in table.mesh.axis_names]

@@ -50,7 +50,7 @@ LAYOUTS = (
 
 _NO_SHAPE = (
     _CALL + ": {name} must be an array, a jax.ShapeDtypeStruct, a ShardedTable or a "
-    "shape as a tuple of ints, got an object of type {found}."
+    "shape as a tuple of ints, got {found}."
 )
 _NO_ROWS = _CALL + ": {name} must have at least one axis, its rows, got shape ()."
 _BAD_BATCH = (
@@ -65,6 +65,7 @@ _BAD_BUDGET = (
 _NO_TABLES = _CALL + ": tables is empty, {found!r}. Give at least one table."
 _BAD_SHAPE = _CALL + ": {name} has the shape {shape}. No axis can be negative."
 _NOT_A_TX = _CALL + ": tx must be an optax transformation or None, got {found!r}."
+_NO_PLAN = _CALL + ": there is no table {name!r}, only {known}."
 _TOO_LARGE = "too large for any layout: {need} of {budget} on a device"
 
 
@@ -124,7 +125,8 @@ class Plan:
         for table in self.tables:
             if table.name == name:
                 return table
-        raise KeyError(f"no table {name!r}; there are {[t.name for t in self.tables]}")
+        known = ", ".join(table.name for table in self.tables)
+        raise KeyError(_NO_PLAN.format(name=name, known=known))
 
     @property
     def total(self) -> Cost:
@@ -247,7 +249,7 @@ def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
             raise ValueError(_BAD_SHAPE.format(name=name, shape=table))
         table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(_NO_SHAPE.format(name=name, found=type(table).__name__))
+        raise TypeError(_NO_SHAPE.format(name=name, found=_ids.kind_of(table)))
     if not table.shape:
         raise ValueError(_NO_ROWS.format(name=name))
     return jax.ShapeDtypeStruct(tuple(table.shape), table.dtype)

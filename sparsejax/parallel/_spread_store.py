@@ -31,12 +31,12 @@ from sparsejax.parallel._batched_pull import (
     to_all_devices,
 )
 from sparsejax.store import KVStore, _rows_wanted as wanted
+from sparsejax.store._named import no_table
 
 
 _CALL = "sparsejax.parallel.SpreadStore"
-_UNKNOWN = "{call}: there is no table {name!r}; there is {known}. Call init first."
 _NOT_ROWS = (
-    "{call}: takes a SelectedRows, got an object of type {found}. The gradient of what "
+    "{call}: takes a SelectedRows, got {found}. The gradient of what "
     "pull gave is one, by sparsejax.value_and_grad."
 )
 _OTHER_HEIGHT = (
@@ -115,11 +115,14 @@ class SpreadStore:
           seed: of the initializer. Over several processes each folds its own number in.
           **options: `initializer` and `dtype`, as in `KVStore.init`.
         """
-        is_shape = isinstance(shape_or_array, tuple)
+        is_shape = isinstance(shape_or_array, (tuple, list))
         shape = shape_or_array if is_shape else np.shape(shape_or_array)
-        height, process, count = int(shape[0]) if shape else 0, *self._place()
+        known = shape and isinstance(shape[0], (int, np.integer))
+        height, process, count = int(shape[0]) if known else 0, *self._place()
         own = len(range(process, height, count))
-        part: Any = (own, *shape[1:]) if is_shape else shape_or_array[process::count]
+        part: Any = shape_or_array  # as it is where KVStore.init says what is wrong
+        if known:
+            part = (own, *shape[1:]) if is_shape else shape_or_array[process::count]
         if count > 1:
             key = jax.random.key(seed) if isinstance(seed, int) else seed
             seed = jax.random.fold_in(key, process)
@@ -153,8 +156,10 @@ class SpreadStore:
         call = f"{_CALL}.pull"
         height = self._height(call, name)
         # As one sees them from here, so that all find the same fault in them.
-        ids = np.clip(own_ids(call, ids).astype(np.int64), -1, height)
-        ids = self._of_all(np.unique(ids).astype(_ids.index_dtype(height)))
+        kind = np.dtype(_ids.index_dtype(height))
+        low, high = np.iinfo(kind).min, np.iinfo(kind).max
+        ids = np.clip(own_ids(call, ids).astype(np.int64), low, high)
+        ids = self._of_all(np.unique(ids).astype(kind))
         rows = wanted.distinct_rows(call, name, ids, height, mode)
         slots = wanted.capacity_for(call, name, rows.size, height, capacity)
 
@@ -196,7 +201,7 @@ class SpreadStore:
         call = f"{_CALL}.push"
         height = self._height(call, name)
         if not isinstance(grads, SelectedRows):
-            raise TypeError(_NOT_ROWS.format(call=call, found=type(grads).__name__))
+            raise TypeError(_NOT_ROWS.format(call=call, found=_ids.kind_of(grads)))
         if grads.height != height:
             found = grads.height
             raise ValueError(
@@ -218,8 +223,7 @@ class SpreadStore:
 
     def _height(self, call: str, name: str) -> int:
         if name not in self._heights:
-            known = tuple(self._heights)
-            raise KeyError(_UNKNOWN.format(call=call, name=name, known=known))
+            raise no_table(call, name, tuple(self._heights))
         return self._heights[name]
 
     def _of_all(self, ids: np.ndarray) -> np.ndarray:

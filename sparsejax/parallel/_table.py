@@ -33,14 +33,13 @@ _CALL = "sparsejax.parallel.shard_rows"
 LAYOUTS = ("mod", "block")
 
 _NO_SILENT_ARRAY = (
-    "a ShardedTable of shape {shape} was used where an array is needed (jnp.asarray, "
-    "an index, sparsejax.lookup). Its rows lie on {shards} devices: look them up with "
-    "sparsejax.parallel.lookup(table, ids) or sparsejax.parallel.embedding_bag, or "
-    "call .to_dense() for the whole of it."
+    "sparsejax: a ShardedTable of shape {shape} was used where an array is needed "
+    "(jnp.asarray, an index, sparsejax.lookup). Its rows lie on {shards} devices: look "
+    "them up with sparsejax.parallel.lookup(table, ids) or "
+    "sparsejax.parallel.embedding_bag, or call .to_dense() for the whole of it."
 )
 _NOT_A_MESH = (
-    "{call}: mesh must be a jax.sharding.Mesh, as jax.make_mesh gives, got an object "
-    "of type {found}."
+    "{call}: mesh must be a jax.sharding.Mesh, as jax.make_mesh gives, got {found}."
 )
 _NO_SUCH_AXIS = (
     "{call}: axis must be the name of a mesh axis, or a tuple of names, got {found!r}. "
@@ -68,7 +67,7 @@ _HEIGHT_NOT_NEEDED = (
 )
 _NOT_A_TABLE = (
     "{call}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a function of "
-    "ids, got an object of type {found}."
+    "ids, got {found}."
 )
 
 
@@ -304,7 +303,7 @@ def shard_rows(
         return make(values, whole)
     table = _ids.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(_NOT_A_TABLE.format(call=_CALL, found=type(table).__name__))
+        raise TypeError(_NOT_A_TABLE.format(call=_CALL, found=_ids.kind_of(table)))
     _table_parts.check_numbers(_CALL, table.dtype)
     shape = tuple(table.shape)
     if not shape:
@@ -353,7 +352,7 @@ def rows_per_shard(height: int, shards: int) -> int:
 def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
     """The axis as a name or a tuple of two names or more, or an error naming `call`."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(_NOT_A_MESH.format(call=call, found=type(mesh).__name__))
+        raise TypeError(_NOT_A_MESH.format(call=call, found=_ids.kind_of(mesh)))
     names = (axis,) if isinstance(axis, str) else axis
     known = isinstance(names, tuple | list) and all(n in mesh.axis_names for n in names)
     if not known or not names or len(set(names)) != len(names):

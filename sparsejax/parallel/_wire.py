@@ -25,6 +25,8 @@ from typing import Any
 
 import jax
 
+from sparsejax import _ids
+
 
 _CALL = "sparsejax.parallel.wire_bytes"
 _NOT_COMPILED = (
@@ -36,7 +38,7 @@ _NO_TEXT = (
     "module. Hand in jax.jit(f).lower(*args).compile(); what .lower() gives has no "
     "collectives yet."
 )
-_BAD_TRIPS = _CALL + ": loop_trips must be a number of turns, 0 or more, got {found}"
+_BAD_TRIPS = _CALL + ": loop_trips must be a number of turns, 0 or more, got {found}."
 
 _KINDS = (
     "all-reduce",
@@ -213,7 +215,7 @@ def _text_of(compiled: Any) -> str:
         return compiled
     text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
     if text is None:
-        raise TypeError(_NOT_COMPILED.format(found=type(compiled).__name__))
+        raise TypeError(_NOT_COMPILED.format(found=_ids.kind_of(compiled)))
     return text
 
 

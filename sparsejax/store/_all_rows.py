@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax import _ids
 from sparsejax._rows import SelectedRows
 from sparsejax.store import _rows_wanted as wanted
 from sparsejax.store._table import Table, put_rows
@@ -56,7 +57,7 @@ def _by_rows(
         or weights.shape != table.shape
         or complex_ > (table.dtype.kind == "c")
     ):
-        found = f"{found}{list(weights.shape)}" if known else type(weights).__name__
+        found = f"{found}{list(weights.shape)}" if known else _ids.kind_of(weights)
         raise TypeError(
             _NOT_WEIGHTS.format(call=call, name=name, shape=table.shape, found=found)
         )

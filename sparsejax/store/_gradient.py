@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from sparsejax import _ids
 from sparsejax._row_arithmetic import concatenate
 from sparsejax._rows import SelectedRows
 from sparsejax.store._rows_wanted import check_not_traced
@@ -44,7 +45,7 @@ def whole_gradient(call: str, table: Table, grads: Any) -> SelectedRows:
         raise ValueError(_NO_PARTS.format(call=call, name=table.name))
     for part in parts:
         if not isinstance(part, SelectedRows):
-            found = type(part).__name__
+            found = _ids.kind_of(part)
             raise TypeError(_NOT_ROWS.format(call=call, name=table.name, found=found))
         dtype = getattr(part.rows, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):

@@ -17,6 +17,7 @@ import numpy as np
 from sparsejax.store._optimizer import Optimizer
 
 
+_PATH = "{call}: path must be a str or an os.PathLike, got {found!r}."
 _NOT_OURS = "{call}: {path} is not a file of sparsejax.store ({why})."
 _OTHER = (
     "{call}: table {name!r} has {field} {expected} here, but {found} in {path}. Call "
@@ -80,11 +81,26 @@ def check_same(
                     call=call,
                     name=name,
                     field=field,
-                    expected=expected[field],
-                    found=found.get(field),
+                    expected=_show(expected[field]),
+                    found=_show(found.get(field)),
                     path=path,
                 )
             )
+
+
+def _show(value: Any) -> str:
+    """A field of a description; of an optimizer's state the arrays, by name."""
+    if not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
+        return str(value)
+    arrays = (f"{x['name']} {x['dtype']}{x['shape']}" for x in value)
+    return f"of {', '.join(arrays)}" if value else "of no arrays"
+
+
+def as_path(call: str, path: Any) -> Any:
+    """A path, or an error: `open` takes an int, for a file that is open already."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(_PATH.format(call=call, found=path))
+    return path
 
 
 def encode_key(key: jax.Array) -> dict[str, Any]:

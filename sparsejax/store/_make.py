@@ -33,18 +33,23 @@ _WIDE = (
     "{call}: table {name!r} is to be {dtype}, which JAX cuts to 32 bits here. Set "
     "jax_enable_x64, or ask for a type of 32 bits or less."
 )
+_NO_DTYPE = "{call}: dtype must be a type of numbers, got {found}."
+_NOT_A_TX = (
+    "{call}: tx must be an optax transformation, such as optax.adagrad(0.1), or None "
+    "for a table that is only read, got {found}."
+)
 _BOTH = (
     "{call}: table {name!r} has an array and an initializer. The array holds the first "
     "weights of all rows: leave one of the two out."
 )
 _NOT_A_FUNCTION = (
     "{call}: initializer must be a function (key, shape, dtype) -> array, such as "
-    "jax.nn.initializers.normal(0.01), got {found!r}."
+    "jax.nn.initializers.normal(0.01), got {found}."
 )
 _TOO_HIGH = (
     "{call}: an initializer tells 2**32 rows apart, and table {name!r} has {height}."
 )
-_NOT_A_SEED = "{call}: seed must be an int or a PRNG key, got {found!r}."
+_NOT_A_SEED = "{call}: seed must be an int or a PRNG key, got {found}."
 _NOT_CALLED = (
     "{call}: the initializer of table {name!r} cannot be called as (key, shape, "
     "dtype), here with shape {shape}: {error}"
@@ -81,6 +86,9 @@ def make_table(
     """The table, in memory or in its file; arguments as in `KVStore.init`."""
     check_not_traced(call, name, "weights", shape_or_array)
     shape, array = _shape_or_array(call, name, shape_or_array)
+    dtype = None if dtype is None else _as_dtype(call, dtype)
+    if path is not None:
+        path = _layout.as_path(call, path)
     if array is None:
         dtype = np.dtype(np.float32 if dtype is None else dtype)
     elif dtype is None or np.dtype(dtype) == array.dtype:
@@ -95,7 +103,9 @@ def make_table(
         if array is not None:
             raise ValueError(_BOTH.format(call=call, name=name))
         if not callable(initializer):
-            raise TypeError(_NOT_A_FUNCTION.format(call=call, found=initializer))
+            raise TypeError(
+                _NOT_A_FUNCTION.format(call=call, found=_ids.show(initializer))
+            )
         if shape[0] > 1 << 32:
             raise ValueError(_TOO_HIGH.format(call=call, name=name, height=shape[0]))
     if path is not None and array is not None and os.path.exists(path):
@@ -130,9 +140,16 @@ def _shape_or_array(call: str, name: str, x: Any) -> tuple[tuple[int, ...], Any]
             raise TypeError(_NOT_A_SHAPE.format(call=call, name=name, found=x))
         return tuple(int(n) for n in x), None
     if not isinstance(x, (np.ndarray, jax.Array)):
-        found = f"an object of type {type(x).__name__}"
+        found = _ids.kind_of(x)
         raise TypeError(_NOT_A_SHAPE.format(call=call, name=name, found=found))
     return x.shape, np.asarray(x)
+
+
+def _as_dtype(call: str, dtype: Any) -> np.dtype:
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise TypeError(_NO_DTYPE.format(call=call, found=repr(dtype))) from None
 
 
 def _check(
@@ -143,7 +160,12 @@ def _check(
     try:
         _ids.index_dtype(shape[0])  # there must be an id for each row
     except ValueError as error:
-        raise ValueError(f"{call}: {error}") from None
+        said = str(error).removeprefix("sparsejax: ")
+        raise ValueError(f"{call}: {said}") from None
+    if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
+        raise TypeError(_NO_DTYPE.format(call=call, found=dtype))
+    if tx is not None and not all(hasattr(tx, x) for x in ("init", "update")):
+        raise TypeError(_NOT_A_TX.format(call=call, found=_ids.kind_of(tx)))
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(_NOT_NUMBERS.format(call=call, name=name, dtype=dtype))
     parts = 2 if dtype.kind == "c" else 1
@@ -189,4 +211,4 @@ def _key(call: str, seed: Any) -> jax.Array:
             return seed.reshape(())
     elif dtype == np.uint32:  # a key of the older kind
         return jax.random.wrap_key_data(jnp.asarray(seed))
-    raise TypeError(_NOT_A_SEED.format(call=call, found=seed))
+    raise TypeError(_NOT_A_SEED.format(call=call, found=_ids.show(seed)))

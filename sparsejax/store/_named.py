@@ -1,6 +1,6 @@
 """Tables by name, one of which is worked on at a time: what each call begins with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from sparsejax.store import _prefetch
@@ -8,8 +8,14 @@ from sparsejax.store._line import Line
 from sparsejax.store._table import Table
 
 
-_UNKNOWN = "{call}: there is no table {name!r}; there is {known}. Call init first."
-_CLOSED = "{call}: this store is closed."
+_UNKNOWN = "{call}: there is no table {name!r}, {known}. Call init first."
+_CLOSED = "{call}: this store is closed. Make a new one, or close it later."
+
+
+def no_table(call: str, name: Any, names: Sequence[str]) -> KeyError:
+    """The error for a name that is no table's."""
+    known = f"only {', '.join(map(repr, names))}" if names else "nor any other"
+    return KeyError(_UNKNOWN.format(call=call, name=name, known=known))
 
 
 class NamedTables:
@@ -66,5 +72,4 @@ class NamedTables:
         try:
             return self._tables[name]
         except (KeyError, TypeError):
-            known = self.names()
-            raise KeyError(_UNKNOWN.format(call=call, name=name, known=known)) from None
+            raise no_table(call, name, self.names()) from None

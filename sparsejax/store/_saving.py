@@ -48,7 +48,7 @@ def save(
     call: str, path: str | os.PathLike[str], tables: Mapping[str, Table], report: Report
 ) -> None:
     """Writes all tables; `path` is replaced at once when everything is on the disk."""
-    if os.path.isdir(path):
+    if os.path.isdir(_layout.as_path(call, path)):
         raise IsADirectoryError(_A_DIRECTORY.format(call=call, path=path))
     if _memory.is_mapped_table(path):
         raise ValueError(_A_TABLE.format(call=call, path=path))
@@ -85,7 +85,7 @@ def load(
     All of the file is read and checked before a table is touched. From then on, until
     the last row is there, the tables are marked as being loaded.
     """
-    with open(path, "rb") as file:
+    with open(_layout.as_path(call, path), "rb") as file:
         header = _layout.read_header(call, path, file, MAGIC)
         found = _check(call, path, file, header, tables)
         total = 2 * sum(_steps(description) for description in found.values())

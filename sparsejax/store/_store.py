@@ -26,8 +26,8 @@ _TAKEN = (
     "one that is there."
 )
 _WHICH_TABLE = (
-    "{call}: ids_of must return {{name: ids}} in a store of several tables, which has "
-    "{known}; it returned {found}."
+    "{call}: ids_of must return {{name: ids}}, where a store has not one table. It has "
+    "{known}, and ids_of returned {found}."
 )
 _DEPTH = "{call}: depth must be an int that is not negative, got {found!r}."
 
@@ -259,15 +259,16 @@ class KVStore(NamedTables):
         self._check_open(call)
         complaint = _DEPTH.format(call=call, found=depth)
         depth = _ids.static_int(depth, 0, complaint)
+        _prefetch.check_ids_of(call, ids_of)
         for name in capacity if isinstance(capacity, Mapping) else ():
             self._table(call, name)  # no other names, which would be ignored
 
         def only(ids):
             names = self.names()
             if len(names) != 1:
-                found = type(ids).__name__
+                found = _ids.kind_of(ids)
                 raise TypeError(
-                    _WHICH_TABLE.format(call=call, known=names, found=found)
+                    _WHICH_TABLE.format(call=call, known=names or "none", found=found)
                 )
             return names[0]
 

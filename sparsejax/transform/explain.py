@@ -43,7 +43,10 @@ class Explanation:
         for leaf in self.leaves:
             if leaf.name == name:
                 return leaf
-        raise KeyError(f"no leaf {name!r}; there are {[x.name for x in self.leaves]}")
+        known = ", ".join(leaf.name for leaf in self.leaves)
+        raise KeyError(
+            f"sparsejax.explain: no leaf is called {name}; there are {known}"
+        )
 
     def __repr__(self) -> str:
         head = ("leaf", "shape", "gradient", "rows read", "where, or why not")

@@ -389,7 +389,7 @@ def _check_outputs(eqn: Any, outputs: Sequence[Any]) -> None:
     if len(outputs) != len(expected):
         raise TypeError(
             f"sparsejax: the rule for {eqn.primitive.name} returned {len(outputs)} "
-            f"outputs, the primitive has {len(expected)}."
+            f"output(s), the primitive has {len(expected)}."
         )
     for x, aval in zip(outputs, expected):
         found = tuple(x.shape) if isinstance(x, TableRef) else np.shape(x)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _compat
+from sparsejax import _compat, _ids
 from sparsejax._rows import SelectedRows
 from sparsejax.transform import bags, control_flow, errors, rules, shard
 from sparsejax.transform.interpreter import DenseUse, Reads, Run, Site, walk
@@ -256,12 +256,13 @@ def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
     for i in numbers:
         if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
             raise TypeError(
-                f"{caller}: argnums must be an int or a tuple of ints, got {argnums!r}"
+                f"{caller}: argnums must be an int or a tuple of ints, got "
+                f"{_ids.show(argnums)}."
             )
         if not -count <= i < count:
             raise ValueError(
                 f"{caller}: argnums={argnums!r} needs at least "
-                f"{i + 1 if i >= 0 else -i} positional arguments, the call has "
+                f"{i + 1 if i >= 0 else -i} positional argument(s), the call has "
                 f"{count}. Differentiated arguments must be passed by position."
             )
     return tuple(int(i) % count for i in numbers)
@@ -280,17 +281,19 @@ def _wishes(caller: str, tables: Any, chosen: Any, paths: Sequence[Any]) -> list
             chosen,
             is_leaf=lambda x: x is None,
         )
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError):
+        found = _ids.show_tree(tables, lambda x: x is None)
+        want = _ids.show_tree(chosen, _is_rows)
         raise ValueError(
             f"{caller}: tables= must be a prefix of the differentiated argument's "
-            f"tree, with True, False or None at its leaves. {e}"
+            f"tree, {want}, with True, False or None at its leaves, got {found}."
         ) from None
     wishes = [w.value for w in jax.tree_util.tree_leaves(wishes)]
     for wish in wishes:
         if wish is not None and not isinstance(wish, (bool, np.bool_)):
             raise TypeError(
                 f"{caller}: tables= takes True, False, None, a tree of them or a "
-                f"callable(path, leaf) -> bool; found {wish!r} in it."
+                f"callable(path, leaf) -> bool; found {_ids.show(wish)} in it."
             )
     return wishes
 
@@ -341,8 +344,8 @@ def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(
                 f"{caller}: with has_aux=True the function must return (loss, aux), it "
-                f"returned {type(out).__name__}"
-                + (f" of length {len(out)}" if isinstance(out, tuple) else "")
+                f"returned {_ids.kind_of(out)}"
+                + (f" of length {len(out)}." if isinstance(out, tuple) else ".")
             )
         out, aux = out
     try:
@@ -350,13 +353,13 @@ def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
     except (TypeError, ValueError):
         loss = None
     if loss is None or jnp.shape(loss) != () or _is_rows(out):
-        found = f"shape {jnp.shape(loss)}" if loss is not None else repr(type(out))
+        found = _ids.kind_of(out if loss is None else loss)
         raise TypeError(
             f"{caller}: gradients are only defined for scalar-output functions; the "
-            f"output had {found}. If it returns (loss, aux), pass has_aux=True."
+            f"output was {found}. If it returns (loss, aux), pass has_aux=True."
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
-            f"{caller}: the loss must be real floating point, it is {loss.dtype.name}."
+            f"{caller}: the loss must be real floating point, got {loss.dtype.name}."
         )
     return loss, aux

@@ -86,7 +86,8 @@ class ProgramDiff:
     def _repr_html_(self) -> str:
         cells = "".join(
             "<td style='vertical-align:top;text-align:left;padding:4px 12px'>"
-            f"<b>{name}</b><pre style='font-size:85%;line-height:1.35;white-space:pre-wrap'>"
+            f"<b>{name}</b>"
+            "<pre style='font-size:85%;line-height:1.35;white-space:pre-wrap'>"
             f"{''.join(self._marked(program))}</pre></td>"
             for name, program in (
                 ("jax.grad", self.before),

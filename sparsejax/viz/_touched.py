@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax._ids import kind_of, show
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
@@ -15,6 +16,10 @@ _MISSING = (
     "'sparsejax[viz]'."
 )
 _NO_STEPS = "sparsejax.viz.rows_touched: there are no steps: steps is empty."
+_NOT_STEPS = (
+    "sparsejax.viz.rows_touched: steps must be a list of the ids of each step, got "
+    "{found}."
+)
 _NO_IDS = (
     "sparsejax.viz.rows_touched: step {step} must be integer ids, a SegmentTensor of "
     "them, or a SelectedRows, got {found}."
@@ -23,7 +28,7 @@ _HEIGHT = (
     "sparsejax.viz.rows_touched: step {step} is a SelectedRows of height {found}, but "
     "num_rows is {want}."
 )
-_ROWS = "sparsejax.viz.rows_touched: num_rows must be a positive int, got {found!r}."
+_ROWS = "sparsejax.viz.rows_touched: num_rows must be a positive int, got {found}."
 
 _BLUE, _ORANGE = "#2b6cb0", "#c05621"  # to be seen on light and on dark
 _INK = "#7a8490"
@@ -63,7 +68,9 @@ def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any
       Naumov et al., "Deep Learning Recommendation Model" (2019), on skewed reads.
     """
     if not isinstance(num_rows, int | np.integer) or num_rows <= 0:
-        raise ValueError(_ROWS.format(found=num_rows))
+        raise ValueError(_ROWS.format(found=show(num_rows)))
+    if not isinstance(steps, Iterable):
+        raise TypeError(_NOT_STEPS.format(found=kind_of(steps)))
     ids = [_ids_of(k, step, num_rows) for k, step in enumerate(steps)]
     if not ids:
         raise ValueError(_NO_STEPS)
@@ -89,10 +96,12 @@ def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
         if x.height != num_rows:
             raise ValueError(_HEIGHT.format(step=step, found=x.height, want=num_rows))
         x = x.rows
-    found = f"a {type(x).__name__}" if isinstance(x, dict) else ""
-    ids = np.asarray(x) if not found else np.zeros(())
-    if found or not np.issubdtype(ids.dtype, np.integer):
-        found = found or f"{ids.dtype} of shape {ids.shape}"
+    try:
+        ids = np.asarray(x)
+    except (TypeError, ValueError):  # lists of several lengths, a tracer
+        ids = np.zeros((), object)
+    if not np.issubdtype(ids.dtype, np.integer):
+        found = kind_of(x if ids.dtype == object else ids)
         raise TypeError(_NO_IDS.format(step=step, found=found))
     ids = ids.reshape(-1)
     return ids[(ids >= 0) & (ids < num_rows)]

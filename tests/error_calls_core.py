@@ -1,0 +1,811 @@
+"""Wrong calls of the core, transformations, optim, desc and viz: see `error_table`."""
+
+from error_table import Section
+
+
+_IMPORTS = """\
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sparsejax as sj
+
+"""
+
+
+def _section(title: str, given: str, calls: str) -> Section:
+    """Calls are apart by empty lines."""
+    parts = [part.strip("\n") for part in calls.split("\n\n")]
+    return Section(title, _IMPORTS + given.strip(), [part for part in parts if part])
+
+
+SECTIONS: list[Section] = [
+    _section(
+        "SelectedRows",
+        """
+table = jnp.ones((4, 3))
+rows = sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=4)
+counts = rows.astype(int)
+halved = jax.tree.map(lambda x: 0.5 * x, rows)  # its ids as well
+""",
+        """
+sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=4.0)
+
+sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=-1)
+
+jax.jit(lambda n: sj.SelectedRows(rows.rows, rows.values, n))(4)
+
+sj.SelectedRows(jnp.array([2.0, 0.0]), jnp.ones((2, 3)), height=4)
+
+sj.SelectedRows(jnp.array([2]), jnp.ones((2, 3)), height=4)
+
+sj.SelectedRows(None, jnp.ones((2, 3)), height=4)
+
+sj.SelectedRows(jnp.array([2]), [[1.0], [1.0, 2.0]], height=4)
+
+sj.SelectedRows(jnp.array([2]), jnp.ones((1, 3)), height=2**40)
+
+jnp.asarray(rows)
+
+np.asarray(rows)
+
+sj.SelectedRows.from_dense(3.0)
+
+sj.SelectedRows.from_dense("table")
+
+sj.SelectedRows.from_dense(table, capacity=3)
+
+sj.SelectedRows.from_dense(table, capacity=-3)
+
+jax.jit(sj.SelectedRows.from_dense)(table, 3)
+
+rows.coalesce(capacity=1)
+
+jax.jit(lambda rows: rows.coalesce(1))(counts)
+
+rows.get(jnp.array([1.0]))
+
+rows.find(jnp.array([True, False, True, False]))
+
+rows.retain(rows)
+
+rows.map(lambda v: v[:1])
+
+rows + 1.0
+
+rows + jnp.ones((4, 2))
+
+rows + sj.SelectedRows(jnp.array([2]), jnp.ones((1, 3)), height=5)
+
+rows * jnp.ones(3)
+
+rows * sj.SelectedRows(jnp.array([2]), jnp.ones((1, 3)), height=5)
+
+1.0 / rows
+
+rows / rows
+
+table + halved
+
+halved.to_dense()
+
+halved.coalesce()
+
+sj.concatenate([])
+
+sj.concatenate(rows)
+
+sj.concatenate([rows, table])
+
+sj.concatenate([rows, rows.map(lambda v: v[:, :2])])
+""",
+    ),
+    _section(
+        "SegmentTensor",
+        """
+import scipy.sparse
+
+ids, lengths = jnp.array([10, 11, 101]), jnp.array([2, 1])
+st = sj.SegmentTensor.from_lengths(ids, lengths)
+nested = sj.SegmentTensor.from_lists([[[1], [2, 3]], [[4]]])
+""",
+        """
+sj.SegmentTensor(ids, jnp.array([0, 1]), 2)
+
+sj.SegmentTensor(ids, jnp.array([0.0, 0.0, 1.0]), 2)
+
+sj.SegmentTensor(ids, jnp.array([[0, 0, 1]]), 2)
+
+sj.SegmentTensor(ids, None, 2)
+
+sj.SegmentTensor(ids, [0, 0, 1], 2.0)
+
+sj.SegmentTensor(ids, [0, 0, 1], -2)
+
+jax.jit(lambda n: sj.SegmentTensor(ids, [0, 0, 1], n))(2)
+
+sj.SegmentTensor(ids, [0, 1, 0], 2, is_sorted=True)
+
+sj.SegmentTensor([[10, 11], [101]], [0, 1], 2)
+
+sj.SegmentTensor(3, [0], 1)
+
+sj.SegmentTensor({"ids": ids, "scores": ids[:2]}, [0, 0, 1], 2)
+
+sj.SegmentTensor(np.array([2**40, 1, 2]), [0, 0, 1], 2)
+
+sj.SegmentTensor([2**70, 1, 2], [0, 0, 1], 2)
+
+sj.SegmentTensor.from_lengths(ids, [2, 2])
+
+sj.SegmentTensor.from_lengths(ids, [4, -1])
+
+sj.SegmentTensor.from_lengths(ids, 3)
+
+sj.SegmentTensor.from_lengths({}, lengths)
+
+sj.SegmentTensor.from_lengths(ids, lengths, capacity=2)
+
+sj.SegmentTensor.from_lengths(ids, lengths, capacity="2")
+
+jax.jit(lambda n: sj.SegmentTensor.from_lengths(ids, n, capacity=2))(lengths)
+
+sj.SegmentTensor.from_offsets(ids, [])
+
+sj.SegmentTensor.from_offsets(ids, [2, 3])
+
+sj.SegmentTensor.from_offsets(ids, [0, 2, 1])
+
+sj.SegmentTensor.from_padded(ids)
+
+sj.SegmentTensor.from_padded(ids[None], filler="a")
+
+sj.SegmentTensor.from_padded(ids[None], filler=0.5)
+
+sj.SegmentTensor.from_multi_hot(ids)
+
+sj.SegmentTensor.from_multi_hot(jnp.array([[1, -1]]))
+
+jax.jit(sj.SegmentTensor.from_multi_hot)(jnp.array([[1, 2]]))
+
+sj.SegmentTensor.from_csr([0, 1])
+
+sj.SegmentTensor.from_csr([0, 1], [0.5])
+
+sj.SegmentTensor.from_csr([[0, 1]], [0])
+
+sj.SegmentTensor.from_csr(scipy.sparse.csc_array(np.eye(3)))
+
+sj.SegmentTensor.from_csr(scipy.sparse.csr_array(np.eye(3)), [0, 1])
+
+sj.SegmentTensor.from_lists(3)
+
+sj.SegmentTensor.from_lists([1, 2])
+
+sj.SegmentTensor.from_lists([["10"], ["11"]])
+
+sj.SegmentTensor.from_lists([[1, [2]], [3]])
+
+sj.SegmentTensor.from_lists([{1: 2}, [3]])
+
+sj.SegmentTensor.from_lists([{"a": 2}])
+
+sj.SegmentTensor.from_lists({})
+
+sj.SegmentTensor.from_lists({"ids": [[1], [2]], "scores": [[0.5, 1.0], []]})
+
+sj.SegmentTensor.from_lists([np.ones(2), np.ones((2, 3))])
+
+sj.SegmentTensor.from_lists([[0.5]], dtype="int32")
+
+sj.SegmentTensor.from_lists([[300]], dtype="int8")
+
+sj.SegmentTensor.from_lists([[2**40]])
+
+sj.SegmentTensor.from_lists([[1, 2, 3]], capacity=2)
+
+sj.SegmentTensor.from_lists([[1, 2, 3]], capacity=2.5)
+
+jax.jit(lambda x: sj.SegmentTensor.from_lists([[x, x]]))(1)
+
+st.map(lambda x: x[:1])
+
+st.map(jnp.sum)
+
+st.to_padded(filler=0.5)
+
+st.to_padded(max_length=-1)
+
+jax.jit(lambda st: st.to_padded())(st)
+
+jax.jit(lambda st: st.to_lists())(st)
+
+st.to_multi_hot(2.5)
+
+nested.to_multi_hot(5)
+
+np.asarray(st)
+""",
+    ),
+    _section(
+        "Lookup",
+        """
+table = jnp.ones((4, 2))
+ids = jnp.array([1, 3])
+pulled = sj.SelectedRows(jnp.array([1]), jnp.ones((1, 2)), height=4)
+""",
+        """
+sj.lookup({"table": table}, ids)
+
+sj.lookup(jnp.float32(1), ids)
+
+sj.lookup(table, None)
+
+sj.lookup(table, sj.SegmentTensor.from_lists([[1], [3]]))
+
+sj.lookup(table, jnp.array([1.0, 3.0]))
+
+sj.lookup(table, jnp.array([False, True, False, True]))
+
+sj.lookup(table, [2**70])
+
+sj.lookup(table, ids, mode="wrap")
+
+sj.lookup(table[:0], ids, mode="clip")
+
+sj.lookup(table, jnp.array([1, 9, -1]), mode="error")
+
+sj.lookup(pulled, ids, mode="error")
+
+sj.lookup(table, ids, padding_id=1.0)
+
+jax.jit(lambda p: sj.lookup(table, ids, padding_id=p))(1)
+
+sj.lookup(table, ids, max_norm="1.0")
+
+sj.lookup(table, ids, max_norm=0.0)
+
+sj.lookup(table.astype(int), ids, max_norm=1.0)
+""",
+    ),
+    _section(
+        "Bags",
+        """
+table = jnp.ones((4, 2))
+ids = jnp.array([1, 3, 2])
+bags = sj.SegmentTensor.from_lists([[1], [3, 2]])
+scored = sj.SegmentTensor.from_lists({"ids": [[1]], "scores": [[0.5]]})
+""",
+        """
+sj.embedding_bag(table, ids)
+
+sj.embedding_bag(table, ids[None], jnp.array([0, 0, 1]))
+
+sj.embedding_bag(table, bags, jnp.array([0, 0, 1]))
+
+sj.embedding_bag(table, [[1], [2, 3]])
+
+sj.embedding_bag(table, scored)
+
+sj.embedding_bag(table > 0, bags)
+
+sj.embedding_bag(table, ids, jnp.array([0]), 2)
+
+sj.embedding_bag(table, bags, combiner="avg")
+
+sj.embedding_bag(table, bags, combiner="max", weights=jnp.ones(3))
+
+sj.embedding_bag(table, bags, weights=jnp.ones(2))
+
+sj.embedding_bag(table, bags, weights=bags)
+
+sj.embedding_bag(table, bags, weights=jnp.ones(3, bool))
+
+sj.embedding_bag(table, bags, weights="mean")
+
+sj.embedding_bag(table.astype(int), bags, combiner="logsumexp")
+""",
+    ),
+    _section(
+        "Scattering, unique ids, parts",
+        """
+table = jnp.ones((4, 2))
+rows = jnp.array([1, 3])
+new = jnp.zeros((2, 2))
+""",
+        """
+sj.scatter_assign(sj.SelectedRows.from_dense(table), rows, new)
+
+sj.scatter_assign(jnp.float32(1), rows, new)
+
+sj.scatter_assign(table, rows, 0.0)
+
+sj.scatter_assign(table, rows, None)
+
+sj.scatter_assign(table, new, rows)
+
+sj.scatter_assign(table.astype(int), rows, new)
+
+sj.scatter_weighted_sum(table, 1.0, rows, new)
+
+sj.scatter_weighted_sum(table, jnp.ones(2), rows, new, 1.0)
+
+sj.scatter_weighted_sum(table, 1.0, rows, new, "1")
+
+sj.scatter_weighted_sum(table.astype(int), 0.5, rows, new.astype(int), 1)
+
+sj.unique(jnp.array([1.0]), 2)
+
+sj.unique(jnp.array([1]), None)
+
+jax.jit(sj.unique)(jnp.array([1]), 2)
+
+sj.unique(np.array([2**40]), 1)
+
+sj.partition(jnp.array([1]), 0)
+
+jax.jit(sj.partition)(jnp.array([1]), 2)
+""",
+    ),
+    _section(
+        "CSR times dense",
+        """
+import scipy.sparse
+
+dense = jnp.ones((3, 2))
+elements = {"index": jnp.array([2, 0]), "value": jnp.array([1.0, 2.0])}
+csr = sj.SegmentTensor.from_lengths(elements, [1, 1])
+ids = sj.SegmentTensor.from_lists([[1], [2]])
+flags = csr.map(lambda x: x > 0 if x.dtype == jnp.float32 else x)
+""",
+        """
+sj.dot(dense, csr)
+
+sj.dot(scipy.sparse.csc_array(np.eye(3)), dense)
+
+sj.dot(ids, dense)
+
+sj.dot(csr.map(lambda x: jnp.stack([x, x], 1)), dense)
+
+sj.dot(csr.map(lambda x: x * 1.0), dense)
+
+sj.dot(flags, dense > 0)
+
+sj.dot(csr, [[1.0]])
+
+sj.dot(csr, jnp.float32(1))
+
+sj.dot(csr, dense, num_columns=3.0)
+
+sj.dot(csr, dense, num_columns=4)
+
+sj.dot(csr, dense, transpose=True, num_columns=3)
+
+sj.dot(csr, dense[:2], transpose=True)
+
+sj.dot(scipy.sparse.csr_array(np.eye(3)), dense, num_columns=4)
+""",
+    ),
+    _section(
+        "Segment reductions",
+        """
+data, ids = jnp.array([1.0, 2.0, 3.0]), jnp.array([0, 0, 1])
+st = sj.SegmentTensor.from_lists([[1, 2], [3]])
+nested = sj.SegmentTensor.from_lists([[[1], [2, 3]], [[4]]])
+""",
+        """
+sj.segment_sum(data)
+
+sj.segment_sum({"a": data}, ids)
+
+sj.segment_sum(jnp.float32(1), ids)
+
+sj.segment_sum(data > 0, ids)
+
+sj.segment_sum(ids, data)
+
+sj.segment_sum(data, ids[:2])
+
+sj.segment_sum(data, ids, -1)
+
+jax.jit(sj.segment_sum)(data, ids)
+
+jax.jit(sj.segment_sum)(data, ids, 2)
+
+sj.segment_sum(st, ids)
+
+sj.segment_sum(nested)
+
+sj.segment_sum(data, ids, weights=jnp.ones(2))
+
+sj.segment_sum(data, ids, weights=data > 0)
+
+sj.segment_sum(data, ids, weights="mean")
+
+sj.segment_sum(ids, ids, empty=0.5)
+
+sj.segment_sum(data, ids, empty="a")
+
+sj.segment_sum(data, ids, mode="wrap")
+
+sj.segment_softmax(data * 1j, ids)
+
+sj.segment_any(data, ids)
+
+sj.segment_normalize(data, ids, eps=0)
+
+sj.segment_top_k(data, ids, k=2.0)
+""",
+    ),
+    _section(
+        "From one form of segments to another",
+        """
+lengths = jnp.array([2, 1])
+st = sj.SegmentTensor.from_lists([[1], [2, 3]])
+nested = sj.SegmentTensor.from_lists([[[1], [2, 3]], [[4]]])
+padded = jnp.ones((2, 3))
+""",
+        """
+sj.lengths_to_offsets([2, -1])
+
+sj.lengths_to_offsets([[2, 1]])
+
+sj.lengths_to_offsets([2**30, 2**30])
+
+sj.lengths_to_segment_ids(lengths, 2)
+
+sj.lengths_to_segment_ids(lengths, 2.0)
+
+jax.jit(sj.lengths_to_segment_ids)(lengths)
+
+sj.offsets_to_lengths([0, 3, 2])
+
+sj.segment_ids_to_lengths([0, 1], -1)
+
+jax.jit(sj.segment_ids_to_lengths)(lengths)
+
+sj.segment_ids_to_ranges([1, 0])
+
+sj.pack_segments(padded, 2)
+
+sj.pack_segments(nested, 2)
+
+sj.pack_segments(st, None)
+
+sj.unpack_segments(jnp.ones(2), lengths)
+
+sj.unpack_segments([[1.0], [2.0, 3.0]], lengths)
+
+sj.unpack_segments(padded, [1, 1, 1])
+""",
+    ),
+    _section(
+        "Gradients",
+        """
+params = {"table": jnp.ones((100, 2)), "bias": jnp.ones(2)}
+ids = jnp.array([1, 3])
+
+
+def loss_fn(params, ids):
+    return jnp.sum(sj.lookup(params["table"], ids) + params["bias"])
+
+
+def tied(params, ids):
+    return jnp.sum(params["table"] @ params["bias"])
+""",
+        """
+sj.value_and_grad(tied, tables={"table": True, "bias": False})(params, ids)
+
+sj.value_and_grad(loss_fn, tables=True)({**params, "bias": 1.0}, ids)
+
+sj.value_and_grad(loss_fn, tables={"table": True})(params, ids)
+
+sj.value_and_grad(loss_fn, tables="table")(params, ids)
+
+sj.value_and_grad(loss_fn, params, ids)(params, ids)
+
+sj.value_and_grad(loss_fn, argnums=2)(params, ids)
+
+sj.value_and_grad(loss_fn)(params=params, ids=ids)
+
+sj.value_and_grad(loss_fn, argnums=1)(params, ids)
+
+sj.value_and_grad(lambda table: table[ids])(params["table"])
+
+sj.value_and_grad(lambda table: (jnp.sum(table), ids))(params["table"])
+
+sj.value_and_grad(lambda table: jnp.sum(table), has_aux=True)(params["table"])
+
+sj.value_and_grad(lambda table: ids[0])(params["table"])
+
+sj.explain(loss_fn)(params, ids)["table"]
+""",
+    ),
+    _section(
+        "Rules of yours",
+        """
+from jax.extend.core import Primitive
+
+same = Primitive("same")
+same.def_abstract_eval(lambda x: x)
+same.def_impl(lambda x: x)
+twice = Primitive("twice")
+twice.multiple_results = True
+twice.def_abstract_eval(lambda x: [x, x])
+twice.def_impl(lambda x: [x, x])
+
+loss_fn = lambda table: jnp.sum(same.bind(table)[jnp.array([3])])
+other_loss_fn = lambda table: jnp.sum(twice.bind(table)[0][jnp.array([3])])
+table = jnp.ones((99, 2))
+""",
+        """
+sj.extend.register_rule()
+
+sj.extend.register_rule(lambda ctx, ref: ref)
+
+sj.extend.register_rule(same)(lambda ctx, ref: ref.then(lambda r: r, shape=(99, 3)))
+sj.grad(loss_fn)(table)
+
+sj.extend.register_rule(same)(lambda ctx, ref: jnp.ones(3))
+sj.grad(loss_fn)(table)
+
+sj.extend.register_rule(twice)(lambda ctx, ref: [ref])
+sj.grad(other_loss_fn)(table)
+
+@sj.extend.register_rule(same)
+def rule(ctx, ref):
+    ctx.read(ref, jnp.array([0]))
+    return NotImplemented
+sj.grad(loss_fn)(table)
+""",
+    ),
+    _section(
+        "Lazy optimizers",
+        """
+params = {"table": jnp.ones((100, 2)), "bias": jnp.ones(2)}
+rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=100)
+grads = {"table": rows, "bias": jnp.ones(2)}
+tables = {"table": jnp.ones((100, 2)), "kernel": jnp.ones((100, 2))}
+tx = sj.optim.lazy(optax.sgd(0.1, momentum=0.9))
+state = tx.init(params)
+""",
+        """
+sj.optim.lazy(1e-3)
+
+sj.optim.lazy(optax.adam)
+
+sj.optim.lazy(sj.optim.exact(optax.adam(1e-3)))
+
+sj.optim.lazy(optax.lamb(1e-3)).init(params)
+
+parts = {"lazy": optax.sgd(0.1), "dense": optax.lamb(0.1)}
+tx = sj.optim.lazy(optax.partition(parts, {"table": "lazy", "kernel": "dense"}))
+tx.update({"table": rows, "kernel": rows}, tx.init(tables), tables)
+
+tx.init(grads)
+
+tx.update(jax.tree.map(lambda g: 0.5 * g, grads), state, params)
+
+tx.update(jax.tree.map(lambda g: optax.MaskedNode(), grads), state, params)
+
+tx.update({"table": rows}, state, params)
+
+tx.update(grads, params, state)
+
+tx.update(grads, state, grads)
+
+tx.update({**grads, "table": rows.map(lambda v: v[:, :1])}, state, params)
+
+tx.update(grads, None, params)
+
+tx.update(grads, tx.init({**params, "table": jnp.ones((50, 2))}), params)
+
+sj.optim.global_norm(jax.tree.map(lambda g: 0.5 * g, grads))
+""",
+    ),
+    _section(
+        "Exact optimizers",
+        """
+params = {"table": jnp.ones((100, 2)), "bias": jnp.ones(2)}
+ids = {"table": jnp.array([3])}
+rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=100)
+grads = {"table": rows, "bias": jnp.ones(2)}
+tx = sj.optim.exact(optax.sgd(0.1))
+
+
+def two_hops(params):
+    near = params["table"][jnp.array([1])].astype(int)
+    return jnp.sum(params["table"][near[:, 0]])
+""",
+        """
+sj.optim.exact(1e-3)
+
+sj.optim.exact(optax.lion(1e-3)).init(params)
+
+sj.optim.exact(optax.amsgrad(1e-3)).init(params)
+
+sj.optim.exact(optax.novograd(1e-3)).init(params)
+
+sj.optim.exact(optax.adabelief(1e-3)).init(params)
+
+sj.optim.exact(optax.radam(1e-3)).init(params)
+
+sj.optim.exact(sj.optim.rowwise_adagrad(0.1)).init(params)
+
+sj.optim.exact(optax.adam(1e-3, eps=0.0)).init(params)
+
+sj.optim.exact(optax.sgd(0.1, momentum=1.0)).init(params)
+
+sj.optim.exact(optax.sgd(0.1, momentum=0.9999)).init(params)
+
+tx.init({"bias": jnp.ones(2)})
+
+sj.optim.exact(optax.sgd(0.1), tables=["table"]).init(params)
+
+sj.optim.exact(optax.sgd(0.1), tables=True).init({**params, "step": 3})
+
+tx.catch_up(params, ids, tx.init(params))
+
+tx = sj.optim.exact(optax.sgd(0.1, momentum=0.9))
+tx.catch_up(params, tx.init(params["bias"][:, None]), ids)
+
+tx.catch_up(params, tx.init(params), {"tabel": ids["table"]})
+
+tx.catch_up(params, tx.init(params), {"table": jnp.array([1.0])})
+
+tx.update(grads, tx.init(params))
+
+tx.update({"table": rows}, tx.init(params), params)
+
+tx.update({**grads, "bias": sj.SelectedRows([1], [1.0], 2)}, tx.init(params), params)
+
+sj.optim.exact_value_and_grad(two_hops, optax.sgd(0.1))
+
+sj.optim.exact_value_and_grad(two_hops, tx)(params, tx.init(params))
+""",
+    ),
+    _section(
+        "Other optimizers",
+        """
+params = {"table": jnp.ones((100, 2)), "bias": jnp.ones(2)}
+rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=100)
+grads = {"table": rows, "bias": jnp.ones(2)}
+dense = {"table": jnp.ones((100, 2)), "bias": jnp.ones(2)}
+lazy = sj.optim.lazy(optax.sgd(0.1))
+
+axis = jax.sharding.AxisType.Auto
+mesh = jax.make_mesh((1,), ("x",), axis_types=(axis,), devices=jax.devices()[:1])
+sharded = sj.parallel.shard_rows(jnp.ones((100, 2)), mesh, "x")
+shorter = sj.parallel.shard_rows(jnp.ones((50, 2)), mesh, "x")
+""",
+        """
+sj.optim.accumulate(1e-3, 2, capacity=8)
+
+sj.optim.accumulate(lazy, 0, capacity=8)
+
+sj.optim.accumulate(lazy, 2, capacity="8").init(params)
+
+sj.optim.accumulate(lazy, 2, capacity={"table": 8}).init(params)
+
+tx = sj.optim.accumulate(lazy, 2, capacity=8)
+tx.update(dense, tx.init(params), params)
+
+tx = sj.optim.accumulate(lazy, 2, capacity={"table": None, "bias": None})
+tx.update(grads, tx.init(params), params)
+
+tx = sj.optim.accumulate(lazy, 2, capacity=8)
+tx.update(grads, lazy.init(params), params)
+
+tx = sj.optim.accumulate(lazy, 2, capacity=8)
+tx.update({"table": rows}, tx.init(params), params)
+
+sj.optim.accumulate(lazy, 2, capacity=8).init(sharded)
+
+lazy.update(rows, lazy.init(sharded), sharded)
+
+tx = sj.optim.lazy(optax.adam(0.1))
+tx.update(sharded, tx.init(shorter), sharded)
+
+sj.optim.rounding(1e-3, rounding_key=0)
+
+sj.optim.rounding(lazy)
+
+sj.optim.rounding(lazy, rounding_key="0")
+
+sj.optim.rounding(lazy, rounding_key=jax.random.split(jax.random.key(0)))
+
+tx = sj.optim.rounding(lazy, rounding_key=0)
+tx.update(grads, tx.init(params))
+
+sj.optim.dynamic_loss_scale(1e-3)
+
+sj.optim.dynamic_loss_scale(lazy, factor=1)
+
+sj.optim.ftrl(0.0)
+
+sj.optim.ftrl("0.1")
+
+sj.optim.ftrl(0.1, l1=-1.0)
+
+tx = sj.optim.ftrl(0.1)
+tx.update(grads, tx.init(params))
+
+sj.optim.rowwise_adam(0.1, b1=1.0)
+
+sj.optim.weight_decay(2.0)
+
+sj.optim.flush_weight_decay(params, lazy.init(params))
+
+state = sj.optim.weight_decay(0.1).init(params)
+sj.optim.flush_weight_decay(params["table"], state)
+""",
+    ),
+    _section(
+        "Descriptions and their files",
+        """
+import pathlib
+
+grad = sj.SelectedRows(jnp.array([4, 1]), jnp.ones((2, 2)), height=6)
+tree = {"x": grad, "y": grad}
+file = pathlib.Path("grad")
+""",
+        """
+sj.desc.describe({"x": "a"})
+
+sj.desc.describe(tree, ["x"])
+
+sj.desc.describe(tree, ["x", "x"])
+
+sj.desc.to_bytes(sj.desc.describe(grad))
+
+sj.desc.to_bytes(sj.desc.VarDesc("x", "TABLE", "float32", (6, 2)))
+
+sj.desc.to_bytes(sj.desc.VarDesc("x", "LOD_TENSOR", "int4", (6, 2)))
+
+sj.desc.to_bytes(sj.desc.VarDesc("x", "LOD_TENSOR", "float32", ("a",)))
+
+sj.desc.from_bytes("x")
+
+sj.desc.from_bytes(b"")
+
+sj.desc.from_bytes(b"text")
+
+sj.desc.from_bytes(bytes([10, 1, 120, 16, 1]))
+
+sj.desc.save_selected_rows("grad", jnp.ones(3))
+
+file.write_bytes(b"text")
+sj.desc.load_selected_rows(file)
+
+file.write_bytes(bytes(4))
+sj.desc.load_selected_rows(file)
+
+sj.desc.save_selected_rows(file, grad)
+file.write_bytes(file.read_bytes() + b"more")
+sj.desc.load_selected_rows(file)
+
+np.savez("grad.npz", values=np.ones(3))
+sj.desc.load_selected_rows("grad.npz")
+
+np.savez("grad.npz", rows=np.arange(2), values=np.ones(3), height=4)
+sj.desc.load_selected_rows("grad.npz")
+
+sj.desc.infer(lambda x: (jnp.sum(x), x), jnp.ones(3))
+""",
+    ),
+    _section(
+        "Pictures",
+        "ids = np.arange(6).reshape(2, 3)",
+        """
+sj.viz.rows_touched(ids, 9.0)
+
+sj.viz.rows_touched(3, 9)
+
+sj.viz.rows_touched([], 9)
+
+sj.viz.rows_touched([{"ids": ids}], 9)
+
+sj.viz.rows_touched([sj.SelectedRows([1], [1.0], 8)], 9)
+""",
+    ),
+]

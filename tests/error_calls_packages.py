@@ -1,0 +1,714 @@
+"""Wrong calls of nn, data, store and parallel: see `error_table`.
+
+A call stands for a message, not for each argument that could bring it about.
+"""
+
+from error_table import Section
+
+
+_LAYERS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse as sp
+import sparsejax as sj
+
+key = jax.random.key(0)
+bags = sj.SegmentTensor.from_lists([[1, 2], [3]])
+pairs = bags.map(lambda ids: {"index": ids, "value": jnp.ones(3)})
+"""
+
+_EMBEDDING = Section(
+    "nn: Embedding and EmbeddingBag",
+    _LAYERS
+    + """
+layer = sj.nn.Embedding(5, 2)
+params = layer.init(key)
+some = sj.SelectedRows([1], jnp.ones((1, 2)), 5)
+bag = sj.nn.EmbeddingBag(5, 2)
+""",
+    [
+        "sj.nn.Embedding(0, 2)",
+        "sj.nn.Embedding(True, 2)",
+        "sj.nn.Embedding(5, 2, dtype='int32')",
+        "sj.nn.Embedding(5, 2, sparse_grad=None)",
+        "sj.nn.Embedding(5, 2, init='normal')",
+        "sj.nn.Embedding(5, 2, init=jnp.zeros((5, 2)))",
+        "sj.nn.Embedding(5, 2, padding_id='0')",
+        "sj.nn.Embedding(5, 2, max_norm=-1.0)",
+        "sj.nn.Embedding(5, 2, mode='wrap')",
+        "sj.nn.Embedding(5, 2, init=lambda *args: jnp.ones((2, 5))).init(key)",
+        "layer.init(0)",
+        "layer.init(jax.random.split(key))",
+        "layer(params, jnp.array([3.0]))",
+        "layer(params, [[1], [2, 3]])",
+        "layer(jnp.array([3, 0]), params)",
+        "layer(jnp.ones((6, 2)), jnp.array([3]))",
+        "layer(None, jnp.array([3]))",
+        "layer({'table': jnp.ones((5, 2))}, jnp.array([3]))",
+        "layer({'embedding': None}, jnp.array([3]))",
+        "layer(params, pairs)",
+        "sj.nn.Embedding(5, 2, mode='error')(params, jnp.array([5]))",
+        "layer.attend(params, jnp.ones((3, 4)))",
+        "layer.attend(some, jnp.ones(2))",
+        "sj.nn.EmbeddingBag(5, 2, combiner='avg')",
+        "bag(params, jnp.array([1, 2]))",
+        "bag(params, jnp.array([1, 2]), jnp.array([0]), 1)",
+        "bag(params, bags, weights=jnp.ones(2))",
+        "bag(params, pairs, weights=jnp.ones(3))",
+        "sj.nn.tables(params)",
+        "sj.nn.tables(sj.nn.Embedding)",
+        "sj.nn.flax.Layer(3).init(key)",
+        "sj.nn.equinox.Layer(sj.nn.Embedding, key=key)",
+        "sj.nn.nnx.Layer(layer, rngs=0)",
+        "sj.nn.Linear",
+    ],
+)
+
+_DENSE = Section(
+    "nn: Dense and FactorizationMachine",
+    _LAYERS
+    + """
+layer = sj.nn.Dense(1, 4)
+params = layer.init(key)
+some = sj.SelectedRows([1], jnp.ones((1, 1)), 4)
+fm = sj.nn.FactorizationMachine(4, 2)
+""",
+    [
+        "sj.nn.Dense(1, 4, use_bias=1)",
+        "sj.nn.Dense(1, 4, sparse_grad='yes')",
+        "sj.nn.Dense(1).init(key)",
+        "sj.nn.Dense(1).init(key, bags)",
+        "sj.nn.Dense(1).init(key, 3.0)",
+        "layer(params, None)",
+        "layer(params, jnp.ones((2, 4), bool))",
+        "layer(params, jnp.ones((2, 3)))",
+        "layer(params, sp.csr_matrix(np.ones((2, 6))))",
+        "layer(params, sp.csc_matrix(np.ones((2, 4))))",
+        "layer(params, bags.map(lambda ids: {'index': ids}))",
+        "layer(jnp.ones((2, 4)), params)",
+        "layer({'kernel': params['kernel']}, jnp.ones((2, 4)))",
+        "layer({**params, 'kernel': jnp.ones(4)}, jnp.ones((2, 4)))",
+        "layer({**params, 'kernel': some}, jnp.ones((2, 4)))",
+        "sj.nn.Dense(1)({**params, 'kernel': 3.0}, jnp.ones((2, 4)))",
+        "sj.nn.FactorizationMachine(4, 0)",
+        "fm.init(1)",
+        "fm(params, jnp.ones((2, 4)))",
+        "fm(fm.init(key), jnp.ones((2, 5)))",
+    ],
+)
+
+_COLLECTION = Section(
+    "nn: EmbeddingCollection",
+    _LAYERS
+    + """
+Collection = sj.nn.EmbeddingCollection
+layer = Collection({"a": (5, 2), "b": (7, 2)})
+most = Collection({"a": sj.nn.EmbeddingBag(5, 2, combiner="max")})
+params = layer.init(key)
+ids = {"a": jnp.array([4]), "b": jnp.array([[0, 6]])}
+""",
+    [
+        "Collection({})",
+        "Collection((5, 2))",
+        "Collection({'a': 5})",
+        "Collection({'a': (0, 2)})",
+        "Collection([('a', (5, 2)), ('a', (7, 2))])",
+        "Collection({'a': (5, 2)}, {'x': 'b'})",
+        "Collection({'a': (5, 2)}, {'x': 3})",
+        "Collection({'a': (5, 2)}, {'x': ('a', 'avg')})",
+        "Collection({'a': (5, 2), 'b': (7, 2)}, {'x': 'a'})",
+        "layer(params, jnp.array([1]))",
+        "layer(params, {'c': jnp.array([1])})",
+        "layer(params, {'a': jnp.array([1.0])})",
+        "layer(params, {'a': bags.map(lambda ids: {'word': ids})})",
+        "layer(params, {'a': bags.map(lambda ids: ids[:, None])})",
+        "layer(params, ids, {'b': jnp.ones(3)})",
+        "layer(params, ids, {'b': jnp.ones((1, 2), bool)})",
+        "layer(params, ids, {'b': 'ab'})",
+        "layer(params, {'a': jnp.array([4])}, {'b': jnp.ones(1)})",
+        "layer(params, {'a': pairs}, {'a': jnp.ones(3)})",
+        "most(most.init(key), {'a': bags}, {'a': jnp.ones(3)})",
+        "layer({'a': jnp.ones((5, 2))}, ids)",
+        "layer({'float32_2': jnp.ones((5, 2))}, ids)",
+        "layer.place('c')",
+        "layer.set_table(params, 'a', jnp.ones((7, 2)))",
+        "layer.set_rows(params, 'a', [1], jnp.ones(2))",
+        "layer.set_rows(params, 'a', [1], 'x')",
+        "layer.stack({'a': jnp.ones((5, 2))})",
+    ],
+)
+
+_MODELS = """
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import scipy.sparse as sp
+import sparsejax as sj
+
+tx = optax.sgd(0.1)
+store = sj.store.KVStore()
+item = sj.nn.SparseEmbedding(5, 2, name="item")
+checked = sj.nn.SparseEmbedding(5, 2, name="item", mode="error")
+linear = sj.nn.SparseLinear(1, 4, name="w")
+loss = lambda rows, batch: jnp.sum(rows**2)
+Trainer = sj.nn.Trainer
+"""
+
+_BLOCKS = Section(
+    "nn: blocks",
+    _MODELS
+    + """
+@dataclasses.dataclass(frozen=True)
+class Model(sj.nn.SparseBlock):
+    user: sj.nn.SparseBlock = sj.nn.SparseEmbedding(9, 2, name="id")
+    item: sj.nn.SparseBlock = sj.nn.SparseEmbedding(5, 2, name="id")
+
+    def row_ids(self, batch):
+        return self.user.row_ids(batch)
+
+    def sparse_forward(self, tables, params, batch):
+        return jnp.tanh(tables["id"])
+
+class Plain(Model):
+    def __init__(self):
+        self.other = item
+
+rows = sj.SelectedRows([1], jnp.ones((1, 2)), 9)
+""",
+    [
+        "sj.nn.SparseEmbedding(5, 2, name=3)",
+        "sj.nn.SparseEmbedding(5, 2, padding_id='0')",
+        "item.row_ids(jnp.array([1.0]))",
+        "linear.row_ids(jnp.ones((2, 4)))",
+        "linear.row_ids(sp.csr_matrix((2, 6)))",
+        "item(jnp.ones((5, 2)), {}, jnp.array([1]))",
+        "item({}, {}, jnp.array([1]))",
+        "item.init(0)",
+        "Model().tables()",
+        "Plain().tables()",
+        "Model()({'id': rows}, {}, jnp.array([1]))",
+        "sj.nn.merge_row_ids({'a': [1]}, None)",
+        "sj.nn.merge_row_ids({'a': [1.5]})",
+    ],
+)
+
+_TRAINER = Section(
+    "nn: Trainer",
+    _MODELS
+    + """
+class Named(sj.nn.SparseBlock):
+    def row_ids(self, batch):
+        return batch
+
+    def sparse_forward(self, tables, params, batch):
+        return tables["item"]
+""",
+    [
+        "Trainer(sj.nn.SparseEmbedding, store, loss, tx)",
+        "Trainer(sj.nn.Embedding(5, 2), store, loss, tx)",
+        "Trainer(item, sj.store.KVStore, loss, tx)",
+        "Trainer(item, None, loss, tx)",
+        "Trainer(item, store, tx, loss)",
+        "Trainer(item, store, loss, 0.1)",
+        "Trainer(item, store, loss, tx, table_tx='sgd')",
+        "Trainer(item, store, loss, tx, table_tx={})",
+        "Trainer(item, store, loss, tx, table_tx={'user': tx})",
+        "Trainer(item, store, loss, tx, key=0.5)",
+        "Trainer(item, store, loss, tx, clip_norm=-1.0)",
+        "Trainer(item, store, loss, tx, mode='fill')",
+        "Trainer(item, store, loss, tx, capacity={'itm': 4})",
+        "Trainer(item, store, loss, tx, capacity={'item': 4.0})",
+        "Trainer(item, store, loss, tx, params={'w': 'ones'})",
+        "store.init('item', (9, 2), tx)\nTrainer(item, store, loss, tx)",
+        "store.init('item', (5, 2), tx, dtype=jnp.bfloat16)\n"
+        "Trainer(item, store, loss, tx)",
+        "store.init('item', (5, 2), None)\nTrainer(item, store, loss, tx)",
+        "store.init('item', (5, 2), tx)\n"
+        "params = {'w': store.pull('item', [1])}\n"
+        "Trainer(item, store, loss, tx, params=params)",
+        "Trainer(item, store, loss, tx).step(jnp.array([1.0]))",
+        "Trainer(item, store, loss, tx).step(jnp.array([1, 5]))",
+        "Trainer(item, store, loss, tx).step(jnp.array([1, -1]))",
+        "Trainer(item, store, loss, tx, capacity=1).step(jnp.array([1, 2]))",
+        "Trainer(item, store, lambda rows, batch: rows, tx).step(jnp.array([1]))",
+        "Trainer(checked, store, loss, tx).step(jnp.array([1]))",
+        "trainer = Trainer(checked, store, loss, tx, checked=True, mode='drop')\n"
+        "trainer.step(jnp.array([7]))",
+        "Trainer(Named(), store, loss, tx).step(jnp.array([1]))",
+        "Trainer(Named(), store, loss, tx).step({'item': jnp.array([1])})",
+        "store.init('user', (5, 2), tx)\n"
+        "Trainer(Named(), store, loss, tx).step({'user': jnp.array([1])})",
+        "Trainer(item, store, loss, tx).load('nowhere')",
+        "open('file', 'w').close()\nTrainer(item, store, loss, tx).load('file')",
+        "open('file', 'w').close()\nTrainer(item, store, loss, tx).save('file')",
+        "Trainer(item, store, loss, tx).save('saved')\n"
+        "Trainer(linear, sj.store.KVStore(), loss, tx).load('saved')",
+    ],
+)
+
+_DATA = """
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse as sp
+import sparsejax as sj
+
+def write(text):
+    pathlib.Path("file.txt").write_text(text)
+    return "file.txt"
+"""
+
+_DATASETS = Section(
+    "data: data sets",
+    _DATA
+    + """
+Dataset = sj.data.ArrayDataset
+dataset = Dataset([[1, 2], [3], [4, 5, 6], []], np.arange(4.0))
+""",
+    [
+        "Dataset()",
+        "Dataset([[1], [2]], {'y': [0, 1]})",
+        "Dataset({'x': [1, 2], 'y': [1]})",
+        "Dataset(['red', 'blue'])",
+        "Dataset(3)",
+        "Dataset(np.float32(3))",
+        "Dataset(np.ma.zeros(2))",
+        "Dataset(jax.random.split(jax.random.key(0)))",
+        "Dataset(np.array([2**40]))",
+        "Dataset(sp.coo_matrix(np.eye(2)))",
+        "Dataset([1, [2, 3]])",
+        "Dataset([[1, 2], 3])",
+        "dataset['x']",
+        "dataset[4]",
+        "sj.data.SimpleDataset(iter([1, 2]))",
+        "sj.data.SimpleDataset({'x': [1]})",
+        "sj.data.SimpleDataset((np.ones(2), np.ones(2)))",
+    ],
+)
+
+_LOADER = Section(
+    "data: DataLoader",
+    _DATA
+    + """
+Dataset, Loader = sj.data.ArrayDataset, sj.data.DataLoader
+ragged = Dataset([[1, 2], [3], [4, 5, 6], []])
+both = Dataset([[1, 2], [3], [4, 5, 6], []], np.arange(4.0))
+""",
+    [
+        "Loader(3, 2)",
+        "Loader([], 2)",
+        "Loader([(1, 2), (3,)], 2)",
+        "Loader([{'a': 1}, {'b': 2}], 2)",
+        "Loader(both, 0)",
+        "Loader(both, 5, drop_remainder=True)",
+        "Loader(both, 2, shuffle=1)",
+        "Loader(both, 2, seed=-1)",
+        "Loader(Dataset({'x': [1, 2], 'mask': [0, 1]}), 2, mask=True)",
+        "Loader(both, 2, shard=(8, 8))",
+        "Loader(both, 2, device='cpu')",
+        "Loader(both, 2, overflow='drop')",
+        "Loader(ragged, 2, capacity=2)",
+        "Loader(ragged, 2, capacity='max')",
+        "Loader(both, 2, capacity=(4, None, 4))",
+        "Loader(both, 2, capacity=(4, 4))",
+        "Loader(ragged, 2, capacity=(4, 4, 4))",
+        "Loader(both, 2).set_state({'epoch': 1})",
+        "Loader(both, 4).set_state(Loader(both, 2).get_state())",
+        "state = Loader(both, 2).get_state()\n"
+        "Loader(both, 2).set_state({**state, 'batch': 7})",
+    ],
+)
+
+_CATEGORIES = Section(
+    "data: files of categories",
+    _DATA
+    + """
+read = sj.data.read_csv_ids
+ids = {"ids": [0]}
+vocabulary = sj.data.Vocabulary.build(write("red\\n"), columns=ids)
+""",
+    [
+        "read(3, 100)",
+        "read('missing.csv', 100)",
+        "read(write('1,2,3\\n'), 100)",
+        "read(write('1,2\\n'), 'hash', columns=ids)",
+        "read(write('1,2\\n'), 1, columns=ids)",
+        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), columns=ids)",
+        "read(write('1,2\\n'), vocabulary, columns={'ids': [0, 1]})",
+        "read(write('1,2\\n'), 100, num_numbers=-1)",
+        "read(write('1,2\\n'), 100, num_numbers=0, num_ids=0, label=False)",
+        "read(write('1,2\\n'), 100, separator=', ')",
+        "read(write('1,2\\n'), 100, missing='0', columns=ids)",
+        "read(write('1,2\\n'), 100, columns=[0, 1])",
+        "read(write('1,2\\n'), 100, columns={'ids': [0.5]})",
+        "read(write('1,2\\n'), 100, columns=ids, num_ids=1)",
+        "read(write('1,2\\n'), 100, columns={'ids': [7]})",
+        "read(write('user,item\\n1,2\\n'), 100, columns={'ids': ['film']})",
+        "read(write('1,two\\n'), 100, columns={'ids': [0], 'numbers': [1]})",
+        "sj.data.HashIds(9).encode(0, [1, 2])",
+        "sj.data.HashIds([9, 9]).encode(2, ['red'])",
+        "sj.data.Vocabulary.build(3)",
+        "sj.data.Vocabulary.load(write('red'))",
+    ],
+)
+
+_LIBSVM = Section(
+    "data: LIBSVM",
+    _DATA
+    + """
+read, save = sj.data.read_libsvm, sj.data.write_libsvm
+X = sp.csr_matrix(np.eye(2))
+negative = sj.SegmentTensor(
+    {"index": jnp.array([-1]), "value": jnp.ones(1)}, jnp.array([0]), 1
+)
+""",
+    [
+        "read(write('1 1:2\\n'), zero_based='yes')",
+        "read(write('1 1:2\\n'), num_features=0)",
+        "read(write('1 1:2\\n'), dtype=str)",
+        "read(write('1 1:2\\n1 x:2\\n'))",
+        "read(write('1 1:two\\n'))",
+        "read(write('1 7:2\\n'), num_features=3)",
+        "read(write('1 1:0.5\\n'), dtype='int8')",
+        "import gzip\n"
+        "packed = gzip.compress(b'1 1:1\\n' * 99)\n"
+        "pathlib.Path('cut.gz').write_bytes(packed[:-9])\n"
+        "read('cut.gz')",
+        "save('out.txt', X, [1, 0], zero_based='auto')",
+        "save('out.txt', [[1, 2]], [1])",
+        "save('out.txt', np.ones(3), [1, 2, 3])",
+        "save('out.txt', negative, [1])",
+        "save('out.txt', X, [1])",
+        "save('out.txt', X, None)",
+        "save('out.txt', X, ['a', 'b'])",
+        "save('out.txt', sp.csr_matrix((1, 3)), [[]])",
+    ],
+)
+
+_STORE = """
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sparsejax as sj
+
+tx = optax.sgd(0.1)
+store, new = sj.store.KVStore(), sj.store.KVStore()
+store.init("item", (5, 2), tx)
+rows = store.pull("item", [1, 3])
+"""
+
+_TABLES = Section(
+    "store: tables are made",
+    _STORE
+    + """
+ones = jax.nn.initializers.ones
+array = np.ones((5, 2), np.float32)
+""",
+    [
+        "store.init('item', (5, 2), tx)",
+        "new.init(3, (5, 2), tx)",
+        "new.init('t', 5, tx)",
+        "new.init('t', (5.0, 2), tx)",
+        "new.init('t', (), tx)",
+        "new.init('t', (2**40, 2), tx)",
+        "new.init('t', (5, 2), 'adam')",
+        "new.init('t', (5, 2), sj.optim.exact(optax.adam(0.1)))",
+        "new.init('t', (5, 2), tx, dtype='flot')",
+        "new.init('t', (5, 2), tx, dtype=jnp.int32)",
+        "new.init('t', (5, 2), tx, dtype=np.float64)",
+        "new.init('t', array, tx, dtype=np.float16)",
+        "new.init('t', array, tx, initializer=ones)",
+        "new.init('t', (5, 2), tx, initializer='normal')",
+        "new.init('t', (5, 2), tx, initializer=lambda key: key)",
+        "new.init('t', (5, 2), tx, initializer=lambda *args: jnp.ones(5))",
+        "new.init('t', (5, 2), tx, initializer=lambda k, shape, d: np.ones(shape))",
+        "new.init('t', (5, 2), tx, seed=0.5)",
+        "new.init('t', (5, 2), tx, path=3)",
+        "jax.jit(lambda: new.init('t', (5, 2), tx))()",
+    ],
+)
+
+_PULLS = Section(
+    "store: pull, push, prefetch",
+    _STORE,
+    [
+        "store.pull('user', [1])",
+        "store.pull('item', [1.0])",
+        "store.pull('item', [1, 5])",
+        "store.pull('item', [1], mode='fill')",
+        "store.pull('item', [1, 2, 3], capacity=2)",
+        "store.pull('item', [1], capacity=-1)",
+        "jax.jit(lambda ids: store.pull('item', ids))(jnp.array([1]))",
+        "store.push('item', jnp.ones((5, 2)))",
+        "store.push('item', [])",
+        "store.push('item', jax.tree.map(lambda x: 0.1 * x, rows))",
+        "store.push('item', rows.map(lambda x: x.astype(complex)))",
+        "store.push('item', sj.SelectedRows([1], jnp.ones((1, 3)), 5))",
+        "new.init('t', (5, 2), None)\nnew.push('t', rows)",
+        "store.assign('item', np.ones((5, 3)))",
+        "store.assign('item', sj.SelectedRows([1, 1], jnp.ones((2, 2)), 5))",
+        "store.pull_all('item', progress=3)",
+        "store.prefetch([[1]], 3)",
+        "store.prefetch([[1]], np.array, depth=-1)",
+        "store.init('user', (9, 2), tx)\nnext(store.prefetch([[1]], np.array))",
+        "next(store.prefetch([[7]], np.array))",
+        "store.close()\nstore.pull('item', [1])",
+    ],
+)
+
+_FILES = Section(
+    "store: files",
+    _STORE
+    + """
+def change(path, at, size=None):
+    data = bytearray(pathlib.Path(path).read_bytes())
+    data[at] ^= 1
+    pathlib.Path(path).write_bytes(data[:size])
+""",
+    [
+        "store.save('.')",
+        "store.load(3)",
+        "open('empty', 'w').close()\nstore.load('empty')",
+        "store.save('s')\nnew.load('s')",
+        "store.save('s')\nnew.init('item', (9, 2), tx)\nnew.load('s')",
+        "store.save('s')\nnew.init('item', (5, 2), optax.adam(0.1))\nnew.load('s')",
+        "store.save('s')\nchange('s', 0, 40)\nstore.load('s')",
+        "store.save('s')\nchange('s', -1, 40)\nstore.load('s')",
+        "store.save('s')\nchange('s', -1, -5)\nstore.load('s')",
+        "store.save('s')\nchange('s', 60)\nstore.load('s')",
+        "store.save('s')\nchange('s', -9)\nstore.load('s')",
+        "new.init('t', (5, 2), tx, path='t')\nstore.init('t', (5, 2), tx, path='t')",
+        "new.init('t', (5, 2), tx, path='t')\nnew.save('t')",
+        "new.init('t', (5, 2), tx, path='t')\n"
+        "new.close()\n"
+        "store.init('t', (9, 2), tx, path='t')",
+        "open('t', 'w').close()\n"
+        "new.init('t', np.ones((5, 2), np.float32), tx, path='t')",
+        "new.init('t', (5, 2), tx, path='t')\n"
+        "new.close()\n"
+        "change('t', -1, -1)\n"
+        "store.init('t', (5, 2), tx, path='t')",
+    ],
+)
+
+_MESH = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sparsejax as sj
+
+auto = jax.sharding.AxisType.Auto
+mesh = jax.make_mesh((8,), ("x",), axis_types=(auto,))
+"""
+
+_SHARDED = Section(
+    "parallel: tables over devices",
+    _MESH
+    + """
+lookup, embedding_bag = sj.parallel.lookup, sj.parallel.embedding_bag
+shard_rows = sj.parallel.shard_rows
+array = jnp.ones((20, 2))
+table = shard_rows(array, mesh, "x")
+ids = jnp.arange(8)
+bags = sj.SegmentTensor.from_lists([[1, 2], [3]])
+
+def inside(f, *args):
+    specs = jax.sharding.PartitionSpec()
+    run = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs)
+    return run(*args)
+""",
+    [
+        "shard_rows([[1.0]], mesh, 'x')",
+        "shard_rows(jnp.array(1.0), mesh, 'x')",
+        "shard_rows(np.array(['a']), mesh, 'x')",
+        "shard_rows(array, 'x', mesh)",
+        "shard_rows(array, mesh, 'y')",
+        "shard_rows(array, mesh, 'x', layout='cyclic')",
+        "shard_rows(array, mesh, 'x', height=20)",
+        "shard_rows(lambda ids: jnp.ones((len(ids), 2)), mesh, 'x')",
+        "shard_rows(lambda ids: jnp.ones(2), mesh, 'x', height=20)",
+        "shard_rows(array, mesh.abstract_mesh, 'x')",
+        "inside(lambda x: shard_rows(x, jax.sharding.get_abstract_mesh(), 'x'), array)",
+        "sj.parallel.shard_columns(3, mesh, 'x')",
+        "sj.parallel.shard_columns(jnp.ones(8), mesh, 'x')",
+        "sj.parallel.shard_columns(jnp.ones((20, 6)), mesh, 'x')",
+        "table[3]",
+        "table.sum()",
+        "table.rows",
+        "table + array",
+        "table / table",
+        "1 / table",
+        "table + shard_rows(jnp.ones((9, 2)), mesh, 'x')",
+        "lookup(array, ids)",
+        "lookup(table, jnp.ones(8))",
+        "lookup(table, bags)",
+        "lookup(table, jnp.array([1, 20]), mode='error')",
+        "lookup(table, ids, capacity=0)",
+        "lookup(table, ids, capacity='all')",
+        "jax.jit(lambda ids: lookup(table, ids, capacity='auto'))(ids)",
+        "inside(lambda ids: lookup(table, ids), ids)",
+        "embedding_bag(table, ids)",
+        "embedding_bag(table, bags, jnp.array([0, 0, 1]), 2)",
+        "embedding_bag(table, ids, jnp.zeros(7, int), 1)",
+        "embedding_bag(table, ids, jnp.zeros(8, int))",
+        "embedding_bag(table, bags, weights='ones')",
+        "sj.parallel.measure_capacity(table, [])",
+        "sj.parallel.measure_capacity(table, ids, margin=0)",
+        "jax.jit(lambda ids: sj.parallel.measure_capacity(table, ids))(ids)",
+    ],
+)
+
+_GRADIENTS = Section(
+    "parallel: gradients and steps",
+    _MESH
+    + """
+def grad_of(height):
+    table = sj.parallel.shard_rows(jnp.ones((height, 2)), mesh, "x")
+    loss = lambda t: jnp.sum(sj.parallel.lookup(t, jnp.arange(8)))
+    return sj.grad(loss)(table).values
+
+def inside(f, *args):
+    specs = jax.sharding.PartitionSpec()
+    run = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs)
+    return run(*args)
+
+data_parallel, psum = sj.parallel.data_parallel, sj.parallel.psum
+rows = sj.SelectedRows([1], jnp.ones((1, 2)), 5)
+params, batch = {"w": jnp.ones(2)}, jnp.ones((8, 2))
+step = lambda params, state, batch: (params, state)
+""",
+    [
+        "grad_of(80).coalesce(4)",
+        "jnp.ones((20, 2)) + grad_of(80)",
+        "grad_of(80) + grad_of(80).coalesce()",
+        "grad_of(80) + grad_of(90)",
+        "psum(rows, 'x')",
+        "inside(lambda x: psum(x, 'x', capacity=0), rows)",
+        "inside(lambda x: psum(x, 'x'), grad_of(80))",
+        "data_parallel(3, mesh, 'x')",
+        "data_parallel(step, None, 'x')",
+        "data_parallel(step, mesh, 'x')(params, (), jnp.ones((7, 2)))",
+        "bad = lambda params, state, batch: params\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+        "bad = lambda params, state, batch: (params['w'], state)\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+        "bad = lambda params, state, batch: ({'w': jnp.ones(3)}, state)\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+    ],
+)
+
+_SPREAD = Section(
+    "parallel: stores",
+    _MESH
+    + """
+store, spread = sj.store.KVStore(), sj.parallel.SpreadStore(mesh)
+store.init("item", (5, 2), optax.sgd(0.1))
+spread.init("item", (5, 2), optax.sgd(0.1))
+batched_pull = sj.parallel.batched_pull
+""",
+    [
+        "batched_pull({}, 'item', [1], mesh)",
+        "batched_pull(store, 'item', [1], 'x')",
+        "batched_pull(store, 'item', [1.5], mesh)",
+        "sj.parallel.SpreadStore('x')",
+        "spread.pull('user', [1])",
+        "spread.pull('item', [9])",
+        "spread.push('item', jnp.ones((5, 2)))",
+        "spread.push('item', sj.SelectedRows([1], jnp.ones((1, 2)), 9))",
+    ],
+)
+
+_CHECKPOINTS = Section(
+    "parallel: Checkpointer",
+    _MESH
+    + """
+parallel = sj.parallel
+saved = parallel.Checkpointer("saved")
+tree = {"w": jnp.ones((4, 2))}
+spec = jax.ShapeDtypeStruct((20, 2), jnp.float32)
+abstract = sj.parallel.shard_rows(spec, mesh.abstract_mesh, "x")
+""",
+    [
+        "open('file', 'w').close()\nparallel.Checkpointer('file')",
+        "parallel.Checkpointer('saved', max_to_keep=0)",
+        "saved.save('1', tree)",
+        "saved.save(-1, tree)",
+        "saved.save(2, tree)\nsaved.save(1, tree)",
+        "saved.save(1, {'name': 'model'})",
+        "saved.save(1, {'w': spec})",
+        "saved.save(1, {'w': abstract})",
+        "jax.jit(lambda x: saved.save(1, x))(tree)",
+        "saved.save(1, tree, data=[1, 2])",
+        "saved.save(1, tree, data={'seen': {1, 2}})",
+        "parallel.Checkpointer('saved', read_only=True).save(1, tree)",
+        "saved.close()\nsaved.save(1, tree)",
+        "saved.restore(tree)",
+        "saved.save(1, tree)\nsaved.restore(tree, 2)",
+        "saved.save(1, tree)\nsaved.restore({'w': jnp.ones((4, 3))})",
+        "saved.save(1, tree)\nsaved.restore({'v': jnp.ones((4, 2))})",
+        "saved.save(1, tree)\nsaved.restore_data()",
+        "saved.save(1, tree)\n"
+        "saved.wait()\n"
+        "import shutil\n"
+        "shutil.rmtree('saved/1/arrays')\n"
+        "saved.restore(tree)",
+        "import pathlib\n"
+        "pathlib.Path('other/5').mkdir(parents=True)\n"
+        "parallel.Checkpointer('other').restore(tree)",
+    ],
+)
+
+_COSTS = Section(
+    "parallel: costs",
+    _MESH
+    + """
+plan, wire_bytes = sj.parallel.plan, sj.parallel.wire_bytes
+total = jax.jit(jnp.sum).lower(jnp.ones(3))
+""",
+    [
+        "plan({}, mesh, 8)",
+        "plan({'t': 3}, mesh, 8)",
+        "plan({'t': ()}, mesh, 8)",
+        "plan({'t': (-1, 2)}, mesh, 8)",
+        "plan({'t': (20, 2)}, mesh, -1)",
+        "plan({'t': (20, 2)}, mesh, {'s': 8})",
+        "plan({'t': (20, 2)}, mesh, jnp.ones(3))",
+        "plan({'t': (20, 2)}, mesh, 8, tx='adam')",
+        "plan({'t': (20, 2)}, mesh, 8, device_bytes=0)",
+        "plan({'t': (20, 2)}, mesh, 8, device_bytes='1GB')",
+        "plan({'t': (20, 2)}, mesh, 8)['u']",
+        "wire_bytes(jax.jit(jnp.sum))",
+        "wire_bytes(total.as_text())",
+        "wire_bytes(total.compile(), loop_trips=-1)",
+        "wire_bytes(total.compile(), loop_trips='2')",
+    ],
+)
+
+SECTIONS: list[Section] = [
+    _EMBEDDING,
+    _DENSE,
+    _COLLECTION,
+    _BLOCKS,
+    _TRAINER,
+    _DATASETS,
+    _LOADER,
+    _CATEGORIES,
+    _LIBSVM,
+    _TABLES,
+    _PULLS,
+    _FILES,
+    _SHARDED,
+    _GRADIENTS,
+    _SPREAD,
+    _CHECKPOINTS,
+    _COSTS,
+]
