@@ -182,7 +182,7 @@ def _name(x: Any) -> str:
 
 
 def _names(items: Any) -> str:
-    tracer = lambda x: isinstance(x, jax.core.Tracer)
+    tracer = lambda x: isinstance(x, jax.Array) and not _ids.is_concrete(x)
     names = {"a traced array" if tracer(x) else type(x).__name__ for x in items}
     return " and ".join(sorted(names))
 

@@ -106,22 +106,22 @@ def describe(
     found = _variables(tree, "", 0)
     paths = [path for path, _, _ in found]
     if names is None:
-        names = paths
+        own = paths
     elif callable(names):
-        names = [names(path) for path in paths]
+        own = [names(path) for path in paths]
     else:
-        names = list(names) if isinstance(names, list | tuple) else [names]
-        if len(names) != len(paths) or not all(isinstance(n, str) for n in names):
+        own: list[Any] = list(names) if isinstance(names, list | tuple) else [names]
+        if len(own) != len(paths) or not all(isinstance(n, str) for n in own):
             raise ValueError(
-                _NAMES.format(count=len(paths), paths=", ".join(paths), found=names)
+                _NAMES.format(count=len(paths), paths=", ".join(paths), found=own)
             )
-    for name in names:
-        if names.count(name) > 1:
+    for name in own:
+        if own.count(name) > 1:
             raise ValueError(_SAME_NAME.format(name=name))
     keep = persistable if callable(persistable) else lambda _: persistable
     return [
         _describe_one(name, value, level, bool(keep(name)))
-        for name, (_, value, level) in zip(names, found)
+        for name, (_, value, level) in zip(own, found)
     ]
 
 

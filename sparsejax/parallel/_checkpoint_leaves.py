@@ -157,10 +157,11 @@ def flatten(call: str, tree: Any) -> dict[str, Leaf]:
     found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_table)
     leaves = {}
     for path, x in found:
-        name = jax.tree_util.keystr(path) or "that is the tree"
+        name = jax.tree_util.keystr(path)
+        shown = name or "that is the tree"
         if isinstance(x, ShardedTable):
             if isinstance(x.mesh, AbstractMesh):
-                raise ValueError(_NO_DEVICES.format(call=call, name=name))
+                raise ValueError(_NO_DEVICES.format(call=call, name=shown))
             rows, values = RowLayout(x.height, x.num_shards, x.layout), x.values
             leaves[name] = Leaf(x.shape, str(x.dtype), rows, values, _layout(x))
         elif isinstance(x, _SCALARS):
@@ -168,7 +169,7 @@ def flatten(call: str, tree: Any) -> dict[str, Leaf]:
         elif isinstance(x, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
             leaves[name] = Leaf(tuple(x.shape), str(x.dtype), None, x)
         else:
-            bad = _BAD_LEAF.format(call=call, name=name, found=type(x).__name__)
+            bad = _BAD_LEAF.format(call=call, name=shown, found=type(x).__name__)
             raise TypeError(bad)
     return leaves
 
