@@ -61,6 +61,9 @@ gc.set_threshold(20_000, 20, 20)
 
 # ------------------------------------------------------------------ collection
 
+# These ask other systems, which are not installed here, what the tests compare with.
+collect_ignore_glob = ["golden_*.py"]
+
 
 def pytest_collection_modifyitems(items):
     """Doctests are collected from the package only, not from the tests' helpers."""

@@ -30,6 +30,7 @@ def _name(page):
     return page.relative_to(pages.DOCS).as_posix()
 
 
+@pytest.mark.once
 @pytest.mark.loose_promotion  # as in a reader's session
 @pytest.mark.multidevice
 @pytest.mark.parametrize(
@@ -52,6 +53,7 @@ def test_links_lead_somewhere(page):
         assert (page.parent / file).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.once
 @pytest.mark.loose_promotion
 @pytest.mark.multidevice
 @pytest.mark.slow

@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.loose_promotion, pytest.mark.multidevice]
 PAGE = error_table.PAGE.read_text()
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.parametrize("section", error_table.sections(), ids=lambda s: s.title)
 def test_the_page_is_what_is_found(section):

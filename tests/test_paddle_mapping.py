@@ -29,7 +29,7 @@ import sparsejax as sj
 
 
 # The page is a reader's session, and optax itself relies on implicit promotion.
-pytestmark = pytest.mark.loose_promotion
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.once]
 
 TESTS = pathlib.Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "paddle.md"

@@ -145,7 +145,9 @@ def test_asynchronous_forms_and_other_spellings():
 def test_errors():
     trips: Any
     lowered = jax.jit(jnp.sin).lower(jnp.ones(3))
-    with pytest.raises(TypeError, match="takes a compiled program, got Lowered"):
+    with pytest.raises(
+        TypeError, match="takes a compiled program, got an object of type Lowered"
+    ):
         sj.parallel.wire_bytes(lowered)
     with pytest.raises(ValueError, match="no ENTRY computation"):
         sj.parallel.wire_bytes(lowered.as_text())

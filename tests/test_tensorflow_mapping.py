@@ -21,6 +21,9 @@ import pages
 import sparsejax as sj
 
 
+pytestmark = pytest.mark.once
+
+
 TESTS = pathlib.Path(__file__).parent
 PAGE = pages.DOCS / "tensorflow.md"
 GOLDEN = json.loads((TESTS / "golden_tensorflow.json").read_text())["cases"]

@@ -21,6 +21,9 @@ import pages
 import sparsejax as sj
 
 
+pytestmark = pytest.mark.once
+
+
 TESTS = pathlib.Path(__file__).parent
 PAGE = pages.DOCS / "torch.md"
 GOLDEN = json.loads((TESTS / "golden_torch.json").read_text())["cases"]

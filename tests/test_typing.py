@@ -47,6 +47,7 @@ def _shown(diagnostics):
     )
 
 
+@pytest.mark.once
 @pytest.mark.slow
 @pytest.mark.loose_promotion
 def test_user_code_runs(tmp_path):
