@@ -7,9 +7,6 @@ or by hand.
 """
 
 import functools
-import json
-import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,90 +14,29 @@ import numpy as np
 import optax
 import pytest
 
-import pages
 import sparsejax as sj
+from recorded import Recorded, assert_answers, dense, is_training
 
 
 pytestmark = pytest.mark.once
 
 
-TESTS = pathlib.Path(__file__).parent
-PAGE = pages.DOCS / "tensorflow.md"
-GOLDEN = json.loads((TESTS / "golden_tensorflow.json").read_text())["cases"]
-
-# ------------------------------------------------------------------ the page
-
-
-def tables():
-    """(section, cells) of every row of the page's tables."""
-    section, header = "", True
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        if not line.startswith("|"):
-            header = True
-        elif header:
-            header = False
-        elif not line.startswith("|---"):
-            yield section, [cell.strip() for cell in line.strip("| ").split(" | ")]
-
-
-DIFFERENCES = [cells[0] for section, cells in tables() if section.startswith("Where")]
-CELLS = {
-    cells[0].strip("`"): cells[1].strip("`")
-    for section, cells in tables()
-    if section[:1].isdigit() and not section.startswith("10 ") and cells[1] != "—"
-}
-
-
-@functools.cache
-def blocks():
-    """What the page's code blocks define."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return pages.run_page(PAGE)
+_RECORDED = Recorded("tensorflow", hidden=("10 ",))
+GOLDEN, CELLS, DIFFERENCES = _RECORDED.cases, _RECORDED.cells, _RECORDED.differences
+tables, run, get, named = (
+    _RECORDED.tables,
+    _RECORDED.run,
+    _RECORDED.get,
+    _RECORDED.named,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _page_ran():
-    blocks()  # not first inside of a trace
-
-
-def run(key, /, **names) -> Any:
-    """The value of the cell of `key`."""
-    return eval(CELLS[key], {**blocks(), **names})
+    _RECORDED.blocks  # not first inside of a trace
 
 
 # ------------------------------------------------------------------ what is recorded
-
-
-@functools.cache
-def arrays() -> dict[str, Any]:
-    with np.load(TESTS / "golden_tensorflow.npz") as found:
-        return dict(found)
-
-
-def get(case, field):
-    found = {name: arrays()[key] for name, key in case.get(field, {}).items()}
-    narrow = lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
-    return {name: narrow(x) for name, x in found.items()}
-
-
-def dense(x):
-    return np.asarray(x.to_dense() if isinstance(x, sj.SelectedRows) else x)
-
-
-def assert_answers(got, want):
-    assert dense(got).shape == want.shape
-    np.testing.assert_allclose(dense(got), want, rtol=1e-5, atol=1e-6)
-
-
-def named(name) -> Any:
-    (case,) = [case for case in GOLDEN if case["name"] == name]
-    return case
-
-
-def is_training(case):
-    return "weights" in case.get("outputs", {})
 
 
 def is_adam(case):
@@ -440,7 +376,7 @@ def check_norm():
     assert abs(slices - merged) > 0.01
     np.testing.assert_allclose(sj.optim.global_norm(grad), merged, rtol=1e-6)
     tx = optax.clip_by_global_norm(0.5)
-    got = dense(blocks()["step_of"](tx, grad))
+    got = dense(_RECORDED.blocks["step_of"](tx, grad))
     assert_answers(got, 0.5 / merged * dense(grad))
     clipped = get(named("clip_by_global_norm of repeated ids"), "outputs")["0"]
     assert_answers(clipped, 0.5 / slices * dense(grad))
@@ -449,7 +385,7 @@ def check_norm():
 @checks("`clip_by_value` of repeated ids")
 def check_clip_value():
     grad, _ = repeated()
-    got = dense(blocks()["step_of"](optax.clip(0.5), grad))
+    got = dense(_RECORDED.blocks["step_of"](optax.clip(0.5), grad))
     assert_answers(got, np.clip(dense(grad), -0.5, 0.5))
 
 

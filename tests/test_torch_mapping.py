@@ -6,10 +6,7 @@ gave for them; of what nothing is recorded there is an example below, with NumPy
 hand.
 """
 
-import functools
 import json
-import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,90 +14,29 @@ import numpy as np
 import optax
 import pytest
 
-import pages
 import sparsejax as sj
+from recorded import Recorded, assert_answers, dense, is_training
 
 
 pytestmark = pytest.mark.once
 
 
-TESTS = pathlib.Path(__file__).parent
-PAGE = pages.DOCS / "torch.md"
-GOLDEN = json.loads((TESTS / "golden_torch.json").read_text())["cases"]
-
-# ------------------------------------------------------------------ the page
-
-
-def tables():
-    """(section, cells) of every row of the page's tables."""
-    section, header = "", True
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        if not line.startswith("|"):
-            header = True
-        elif header:
-            header = False
-        elif not line.startswith("|---"):
-            yield section, [cell.strip() for cell in line.strip("| ").split(" | ")]
-
-
-DIFFERENCES = [cells[0] for section, cells in tables() if section.startswith("Where")]
-CELLS = {
-    cells[0].strip("`"): cells[1].strip("`")
-    for section, cells in tables()
-    if section[:1].isdigit() and not section.startswith("10 ") and cells[1] != "—"
-}
-
-
-@functools.cache
-def blocks():
-    """What the page's code blocks define."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return pages.run_page(PAGE)
+_RECORDED = Recorded("torch", hidden=("10 ",))
+GOLDEN, CELLS, DIFFERENCES = _RECORDED.cases, _RECORDED.cells, _RECORDED.differences
+tables, run, get, named = (
+    _RECORDED.tables,
+    _RECORDED.run,
+    _RECORDED.get,
+    _RECORDED.named,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _page_ran():
-    blocks()  # not first inside of a trace
-
-
-def run(key, /, **names) -> Any:
-    """The value of the cell of `key`."""
-    return eval(CELLS[key], {**blocks(), **names})
+    _RECORDED.blocks  # not first inside of a trace
 
 
 # ------------------------------------------------------------------ what is recorded
-
-
-@functools.cache
-def arrays() -> dict[str, Any]:
-    with np.load(TESTS / "golden_torch.npz") as found:
-        return dict(found)
-
-
-def get(case, field):
-    found = {name: arrays()[key] for name, key in case.get(field, {}).items()}
-    narrow = lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
-    return {name: narrow(x) for name, x in found.items()}
-
-
-def dense(x):
-    return np.asarray(x.to_dense() if isinstance(x, sj.SelectedRows) else x)
-
-
-def assert_answers(got, want):
-    assert dense(got).shape == want.shape
-    np.testing.assert_allclose(dense(got), want, rtol=1e-5, atol=1e-6)
-
-
-def named(name) -> Any:
-    (case,) = [case for case in GOLDEN if case["name"] == name]
-    return case
-
-
-def is_training(case):
-    return "weights" in case.get("outputs", {})
 
 
 VALUES = {
@@ -350,7 +286,9 @@ def check_loader():
 
 @checks("KeyedJaggedTensor.concat(a, b)")
 def check_concat():
-    parts = blocks()["keyed"](["a", "b"], np.array([1, 2, 3]), np.array([1, 0, 1, 1]))
+    parts = _RECORDED.blocks["keyed"](
+        ["a", "b"], np.array([1, 2, 3]), np.array([1, 0, 1, 1])
+    )
     a, b = ({key: parts[key]} for key in parts)
     found = run("KeyedJaggedTensor.concat(a, b)", a=a, b=b)
     assert {k: st.to_lists() for k, st in found.items()} == {

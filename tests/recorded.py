@@ -1,0 +1,92 @@
+"""A page whose cells are code, and what another system answered to the same.
+
+docs/torch.md and docs/tensorflow.md are such pages: each row of a table whose section
+has a number is a name of theirs and what to write here. `golden_NAME.json` and `.npz`,
+which `golden_NAME.py` made, hold the cases.
+"""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+import pages
+import sparsejax as sj
+
+
+TESTS = pages.ROOT / "tests"
+
+
+class Recorded:
+    """The page docs/NAME.md beside tests/golden_NAME.
+
+    Args:
+      name: of both.
+      hidden: starts of the sections whose cells are no code.
+    """
+
+    def __init__(self, name: str, hidden: tuple[str, ...] = ()):
+        self.page = pages.DOCS / f"{name}.md"
+        self.cases = json.loads((TESTS / f"golden_{name}.json").read_text())["cases"]
+        self._arrays = TESTS / f"golden_{name}.npz"
+        self.differences = [c[0] for s, c in self.tables() if s.startswith("Where")]
+        self.cells = {
+            cells[0].strip("`"): cells[1].strip("`")
+            for section, cells in self.tables()
+            if section[:1].isdigit() and not section.startswith(hidden)
+            if cells[1] != "—"
+        }
+
+    def tables(self):
+        """(section, cells) of every row of the page's tables."""
+        section, header = "", True
+        for line in self.page.read_text().splitlines():
+            if line.startswith("## "):
+                section = line[3:]
+            if not line.startswith("|"):
+                header = True
+            elif header:
+                header = False
+            elif not line.startswith("|---"):
+                yield section, [cell.strip() for cell in line.strip("| ").split(" | ")]
+
+    @functools.cached_property
+    def blocks(self) -> dict[str, Any]:
+        """What the page's code blocks define; not to be run first inside of a trace."""
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return pages.run_page(self.page)
+
+    def run(self, key: str, /, **names: Any) -> Any:
+        """The value of the cell of `key`."""
+        return eval(self.cells[key], {**self.blocks, **names})
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Any]:
+        with np.load(self._arrays) as found:
+            return dict(found)
+
+    def get(self, case: Any, field: str) -> dict[str, Any]:
+        """The arrays of a case, "inputs" say, as JAX would have them."""
+        found = {name: self.arrays[key] for name, key in case.get(field, {}).items()}
+        narrow = lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+        return {name: narrow(x) for name, x in found.items()}
+
+    def named(self, name: str) -> Any:
+        """The case of that name."""
+        (case,) = [case for case in self.cases if case["name"] == name]
+        return case
+
+
+def dense(x: Any) -> np.ndarray:
+    return np.asarray(x.to_dense() if isinstance(x, sj.SelectedRows) else x)
+
+
+def assert_answers(got: Any, want: Any) -> None:
+    assert dense(got).shape == want.shape
+    np.testing.assert_allclose(dense(got), want, rtol=1e-5, atol=1e-6)
+
+
+def is_training(case: Any) -> bool:
+    return "weights" in case.get("outputs", {})
