@@ -10,7 +10,9 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 import pages
 import sparsejax as sj
@@ -90,3 +92,39 @@ def assert_answers(got: Any, want: Any) -> None:
 
 def is_training(case: Any) -> bool:
     return "weights" in case.get("outputs", {})
+
+
+# ------------------------------------------------------------------ checks by hand
+
+
+def one_step(tx, table, grad, steps=1):
+    @jax.jit
+    def train(table, grad):
+        def step(carry, _):
+            table, state = carry
+            updates, state = tx.update(grad, state, table)
+            return (optax.apply_updates(table, updates), state), None
+
+        start = table, tx.init(table)
+        return jax.lax.scan(step, start, length=steps)[0][0]
+
+    return train(jax.tree.map(jnp.asarray, table), grad)
+
+
+TABLE = np.arange(1.0, 19.0, dtype=np.float32).reshape(9, 2) / 10
+GRAD = np.array([[0.5, -2.0], [1.0, 1.0], [0.25, 0.0]], np.float32)
+
+
+def a_grad():
+    return sj.SelectedRows(jnp.array([7, 2, 7]), jnp.asarray(GRAD), 9)
+
+
+MERGED = {7: GRAD[0] + GRAD[2], 2: GRAD[1]}
+
+
+def stepped(rule):
+    """TABLE with its rows 7 and 2 stepped: `rule(w, g)` is the new row."""
+    want = TABLE.copy()
+    for row, g in MERGED.items():
+        want[row] = rule(want[row], g)
+    return want

@@ -15,7 +15,17 @@ import optax
 import pytest
 
 import sparsejax as sj
-from recorded import Recorded, assert_answers, dense, is_training
+from recorded import (
+    MERGED,
+    TABLE,
+    Recorded,
+    a_grad,
+    assert_answers,
+    dense,
+    is_training,
+    one_step,
+    stepped,
+)
 
 
 pytestmark = pytest.mark.once
@@ -154,39 +164,6 @@ def checks(*keys):
 
 def refuses(name, error):
     assert named(name)["raises"].startswith(error)
-
-
-def one_step(tx, table, grad, steps=1):
-    @jax.jit
-    def train(table, grad):
-        def step(carry, _):
-            table, state = carry
-            updates, state = tx.update(grad, state, table)
-            return (optax.apply_updates(table, updates), state), None
-
-        start = table, tx.init(table)
-        return jax.lax.scan(step, start, length=steps)[0][0]
-
-    return train(jax.tree.map(jnp.asarray, table), grad)
-
-
-TABLE = np.arange(1.0, 19.0, dtype=np.float32).reshape(9, 2) / 10
-GRAD = np.array([[0.5, -2.0], [1.0, 1.0], [0.25, 0.0]], np.float32)
-
-
-def a_grad():
-    return sj.SelectedRows(jnp.array([7, 2, 7]), jnp.asarray(GRAD), 9)
-
-
-MERGED = {7: GRAD[0] + GRAD[2], 2: GRAD[1]}
-
-
-def stepped(rule):
-    """TABLE with its rows 7 and 2 stepped: `rule(w, g)` is the new row."""
-    want = TABLE.copy()
-    for row, g in MERGED.items():
-        want[row] = rule(want[row], g)
-    return want
 
 
 @checks("the sum of two gradients")
