@@ -71,8 +71,17 @@ from sparsejax import (
     store as store,
     viz as viz,
 )
-from sparsejax._bag import embedding_bag as embedding_bag
-from sparsejax._conversions import (
+from sparsejax._lookup.dot import dot as dot
+from sparsejax._lookup.embedding_bag import embedding_bag as embedding_bag
+from sparsejax._lookup.lookup import lookup as lookup
+from sparsejax._rows import SelectedRows as SelectedRows
+from sparsejax._rows.arithmetic import concatenate as concatenate
+from sparsejax._rows.scatter import (
+    scatter_assign as scatter_assign,
+    scatter_weighted_sum as scatter_weighted_sum,
+)
+from sparsejax._segments import SegmentTensor as SegmentTensor
+from sparsejax._segments.conversions import (
     lengths_to_offsets as lengths_to_offsets,
     lengths_to_ranges as lengths_to_ranges,
     lengths_to_segment_ids as lengths_to_segment_ids,
@@ -80,50 +89,41 @@ from sparsejax._conversions import (
     segment_ids_to_lengths as segment_ids_to_lengths,
     segment_ids_to_ranges as segment_ids_to_ranges,
 )
-from sparsejax._dot import dot as dot
-from sparsejax._lookup import lookup as lookup
-from sparsejax._pack import (
+from sparsejax._segments.pack import (
     pack_segments as pack_segments,
     unpack_segments as unpack_segments,
 )
-from sparsejax._reduce import (
-    segment_mean as segment_mean,
-    segment_prod as segment_prod,
-    segment_sqrtn as segment_sqrtn,
-    segment_sum as segment_sum,
-)
-from sparsejax._reduce_counts import (
+from sparsejax._segments.reduce.counts import (
     segment_all as segment_all,
     segment_any as segment_any,
     segment_count as segment_count,
 )
-from sparsejax._reduce_exp import (
+from sparsejax._segments.reduce.cumulative import segment_cumsum as segment_cumsum
+from sparsejax._segments.reduce.exponentials import (
     segment_log_softmax as segment_log_softmax,
     segment_logmeanexp as segment_logmeanexp,
     segment_logsumexp as segment_logsumexp,
     segment_softmax as segment_softmax,
 )
-from sparsejax._reduce_extremes import (
+from sparsejax._segments.reduce.extremes import (
     segment_argmax as segment_argmax,
     segment_argmin as segment_argmin,
     segment_max as segment_max,
     segment_min as segment_min,
 )
-from sparsejax._reduce_moments import (
+from sparsejax._segments.reduce.moments import (
     segment_normalize as segment_normalize,
     segment_std as segment_std,
     segment_var as segment_var,
 )
-from sparsejax._reduce_scan import segment_cumsum as segment_cumsum
-from sparsejax._reduce_top_k import segment_top_k as segment_top_k
-from sparsejax._row_arithmetic import concatenate as concatenate
-from sparsejax._rows import SelectedRows as SelectedRows
-from sparsejax._scatter import (
-    scatter_assign as scatter_assign,
-    scatter_weighted_sum as scatter_weighted_sum,
+from sparsejax._segments.reduce.sums import (
+    segment_mean as segment_mean,
+    segment_prod as segment_prod,
+    segment_sqrtn as segment_sqrtn,
+    segment_sum as segment_sum,
 )
-from sparsejax._segments import SegmentTensor as SegmentTensor
-from sparsejax._unique import partition as partition, unique as unique
+from sparsejax._segments.reduce.top_k import segment_top_k as segment_top_k
+from sparsejax._segments.unique import partition as partition, unique as unique
 from sparsejax.nn._block import NotPulledError as NotPulledError
 from sparsejax.transform import (
     DensifyError as DensifyError,

@@ -19,7 +19,7 @@ a rule has to keep.
 from collections.abc import Callable
 from typing import Any
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.transform.interpreter import (
     RuleContext as RuleContext,
     register_rule as _register_rule,
@@ -72,8 +72,8 @@ def register_rule(*primitives: Any) -> Callable[[Callable], Callable]:
         if not isinstance(primitive, str) and not hasattr(primitive, "bind"):
             raise TypeError(
                 "sparsejax.extend.register_rule: takes primitives (jax.extend.core."
-                f"Primitive) or their names, got {_ids.kind_of(primitive)}. Write it "
-                "with parentheses: @register_rule(my_p)."
+                f"Primitive) or their names, got {_arguments.kind_of(primitive)}. "
+                "Write it with parentheses: @register_rule(my_p)."
             )
     if not primitives:
         raise TypeError(

@@ -20,8 +20,8 @@ from helpers import (
     eqns_of,
     jitted,
 )
-from sparsejax._bag_sum import bag_sum
-from sparsejax._lowerings import cpu_bag, xla
+from sparsejax._lookup.bag_sum import bag_sum
+from sparsejax._lookup.lowerings import cpu_bag, xla
 
 
 COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp")

@@ -19,8 +19,9 @@ from helpers import (
     compile_as_users_do,
     dense as dense_of,
 )
-from sparsejax.optim import _exact_drift, _exact_model, exact, exact_value_and_grad
-from sparsejax.optim._exact_probe import Rows, Twin
+from sparsejax.optim import exact, exact_value_and_grad
+from sparsejax.optim._exact import drift, model as _exact_model
+from sparsejax.optim._exact.probe import Rows, Twin
 
 
 # optax itself relies on implicit promotion; the last test is about our own code.
@@ -170,29 +171,29 @@ def test_error_bound_of_the_drift(options, x64):
         state = [later(x) for x in twin.init(len(roots))]
         zero, one = jnp.zeros(len(roots)), jnp.ones(len(roots))
         first = Rows(zero, (one, jnp.asarray(roots) ** 2))
-        then = _exact_drift.future(twin, {0: model}, state, None)[0]
+        then = drift.future(twin, {0: model}, state, None)[0]
 
         def step(carry, _):
             state, rows = carry
             _, rows, state = twin.step(state, rows)
-            now = _exact_drift.future(twin, {0: model}, state, {0: then})[0]
+            now = drift.future(twin, {0: model}, state, {0: then})[0]
             return (state, rows), (rows[0].weights, now)
 
         _, (stepped, now) = jax.lax.scan(step, (state, {0: first}), length=length)
         since, gaps = jnp.zeros(len(roots), jnp.int32), jnp.arange(1, length + 1)
         each = jnp.broadcast_to(then, (len(roots), *then.shape))
         closed = jax.vmap(
-            lambda gap, now: _exact_drift.advance(
+            lambda gap, now: drift.advance(
                 model, zero, first.moments, since, since + gap, each, now
             )
         )(gaps.astype(jnp.int32), now)
-        future = _exact_drift.moved(model, first.moments, since, each.T, zero.dtype)
+        future = drift.moved(model, first.moments, since, each.T, zero.dtype)
         return jnp.max(jnp.abs(closed - stepped) / jnp.abs(future), axis=1)
 
     early = np.asarray(run(1))
     # F at the start and F at the end are each off by at most the bound; the rest of
     # the sum, which is left out, by TAIL.
-    assert np.max(early) <= 2 * model.bound + 2 * _exact_drift.TAIL
+    assert np.max(early) <= 2 * model.bound + 2 * drift.TAIL
     assert np.max(early) > 0.05 * model.bound  # and the bound is not idle
     if not options:
         assert model.horizon == 176 and model.terms == 10

@@ -21,7 +21,7 @@ from helpers import (
 )
 from optimizers import LR, V, make_grads, make_params, to_dense
 from sparsejax.optim import accumulate, dynamic_loss_scale, lazy, rounding
-from sparsejax.optim._rounding import _key, _round
+from sparsejax.optim._wrappers.rounding import _key, _round
 
 
 pytestmark = pytest.mark.loose_promotion

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from sparsejax._lowerings import cpu, xla
-from sparsejax._read import read_rows
+from sparsejax._lookup.lowerings import cpu, xla
+from sparsejax._lookup.read_rows import read_rows
 
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32]

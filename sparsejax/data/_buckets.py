@@ -10,31 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax import _ids
-from sparsejax.data import _arguments, _capacity, _columns
+from sparsejax import _arguments
+from sparsejax.data import _capacity, _checks, _columns
 from sparsejax.data._dataset import ArrayDataset
 from sparsejax.data._order import Order
 
 
-_CALL = _arguments.CALL
-_TOO_SMALL = (
-    "{call}: capacity={capacity} of {name} is too small: batch {batch} of epoch "
-    "{epoch} has {found} elements, and the largest of that epoch {largest}. Pass "
-    "capacity={sure}, into which {holds}{or_auto}, or overflow='spill' for a second, "
-    "larger size."
-)
+_CALL = _checks.CALL
 _OR_AUTO = "; capacity='auto', which takes {auto} here"
 _NOT_A_CAPACITY = (
     "{call}: capacity must be 'auto', an int, or for several ragged columns a {kind} "
     "with one of these or None for each column, got {found!r}."
-)
-_NO_LEVELS = (
-    "{call}: capacity={found!r} of {name} has {n} numbers and the column {levels} "
-    "level(s) of segments."
-)
-_NOTHING_RAGGED = (
-    "{call}: capacity={found!r}, but {name} is an array, whose rows need none. Leave "
-    "it out or give None."
 )
 _HOLDS = {True: "every batch of every epoch fits", False: "every batch fits"}
 
@@ -94,19 +80,13 @@ class Buckets:
                 continue
             batch = int(np.argmax(found.max(axis=0) > level.chosen.size))
             likely = level.chosen.size < level.auto < level.sure
+            auto = _OR_AUTO.format(auto=level.auto) if likely else ""
             raise ValueError(
-                _TOO_SMALL.format(
-                    call=_CALL,
-                    capacity=level.chosen.size,
-                    name=level.name,
-                    batch=batch,
-                    epoch=epoch,
-                    found=found[:, batch].max(),
-                    largest=found.max(),
-                    sure=level.sure,
-                    holds=_HOLDS[order.shuffle],
-                    or_auto=_OR_AUTO.format(auto=level.auto) if likely else "",
-                )
+                f"{_CALL}: capacity={level.chosen.size} of {level.name} is too small: "
+                f"batch {batch} of epoch {epoch} has {found[:, batch].max()} elements, "
+                f"and the largest of that epoch {found.max()}. Pass "
+                f"capacity={level.sure}, into which {_HOLDS[order.shuffle]}{auto}, "
+                "or overflow='spill' for a second, larger size."
             )
 
     def lines(self) -> list[str]:
@@ -132,7 +112,8 @@ def measure(
         if isinstance(column, _columns.Array):
             if given is not None:
                 raise ValueError(
-                    _NOTHING_RAGGED.format(call=_CALL, found=given, name=name)
+                    f"{_CALL}: capacity={given!r}, but {name} is an array, whose rows "
+                    "need none. Leave it out or give None."
                 )
             found.append(())
             continue
@@ -185,14 +166,13 @@ def _of_levels(given: Any, levels: int, name: str) -> list[int | None]:
     parts = list(given) if isinstance(given, (tuple, list)) else [given]
     if len(parts) > levels:
         raise ValueError(
-            _NO_LEVELS.format(
-                call=_CALL, found=given, name=name, n=len(parts), levels=levels
-            )
+            f"{_CALL}: capacity={given!r} of {name} has {len(parts)} numbers and the "
+            f"column {levels} level(s) of segments."
         )
     for p in parts:
         if p is not None and not isinstance(p, (int, np.integer)):
             raise ValueError(
                 _NOT_A_CAPACITY.format(call=_CALL, kind="tuple or dict", found=given)
             )
-    sizes = [None if p is None else _ids.check_capacity(_CALL, p) for p in parts]
+    sizes = [None if p is None else _arguments.check_capacity(_CALL, p) for p in parts]
     return sizes + [None] * (levels - len(sizes))

@@ -14,40 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _elements, _ids
-from sparsejax._segments import SegmentTensor
+from sparsejax import _arguments
+from sparsejax._segments import SegmentTensor, elements
 
 
-_NO_NUMBERS = (
-    "{call}: {name} has dtype {found}, which JAX has no arrays of. Turn it into "
-    "numbers first; categories into ids."
-)
-_SCALAR = "{call}: {name} is one number; a column has a row for each example."
-_SPARSE = (
-    "{call}: {name} is a sparse matrix in the format {found}; rows are taken from CSR. "
-    "Call .tocsr()."
-)
-_UNREADABLE = (
-    "{call}: {name} is {found}. A column is an array, a scipy CSR "
-    "matrix, a SegmentTensor, or a list with a list or an array for each row."
-)
 _UNEQUAL = (
     "{call}: {name} is a list whose rows cannot be read as one column: {reason}. For "
     "rows that differ in length give a list or an array of numbers for each, of one "
     "type and depth."
-)
-_ONE_AND_ROWS = "row {at} is {found} and row 0 is {first}"
-_KEYS = (
-    "{call}: {name} is random keys, of which a batch is none. Give "
-    "jax.random.key_data(keys), which are numbers."
-)
-_MASKED = (
-    "{call}: {name} is a masked array, and JAX has none. Fill it, with .filled(...), "
-    "and give the mask as a column of its own."
-)
-_TOO_WIDE = (
-    "{call}: {name} holds the integers {low} to {high}, and JAX keeps {dtype}. Set "
-    "jax_enable_x64, or give smaller ids."
 )
 
 
@@ -90,36 +64,50 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
         return _of_segments(call, data, data, name)
     if hasattr(data, "tocsr"):  # scipy's, known without an import
         if getattr(data, "format", None) != "csr":
-            raise TypeError(_SPARSE.format(call=call, name=name, found=data.format))
+            raise TypeError(
+                f"{call}: {name} is a sparse matrix in the format {data.format}; rows "
+                "are taken from CSR. Call .tocsr()."
+            )
         parts = {"index": data.indices, "value": data.data}
         return Ragged(data, _as_offsets(data.indptr), _leaves(call, parts, name))
     if isinstance(data, (list, tuple)):
         return _of_list(call, data, name)
     if not hasattr(data, "shape") or not hasattr(data, "dtype"):
         raise TypeError(
-            _UNREADABLE.format(call=call, name=name, found=_ids.kind_of(data))
+            f"{call}: {name} is {_arguments.kind_of(data)}. A column is an array, a "
+            "scipy CSR matrix, a SegmentTensor, or a list with a list or an array for "
+            "each row."
         )
     return _of_array(call, data, name)
 
 
 def _of_array(call: str, data: Any, name: str) -> Array:
     if isinstance(data, np.ma.MaskedArray):
-        raise TypeError(_MASKED.format(call=call, name=name))
+        raise TypeError(
+            f"{call}: {name} is a masked array, and JAX has none. Fill it, with "
+            ".filled(...), and give the mask as a column of its own."
+        )
     _refuse_keys(call, data, name)
     values = np.asanyarray(data)  # a memory map stays one
     if values.ndim == 0:
-        raise ValueError(_SCALAR.format(call=call, name=name))
+        raise ValueError(
+            f"{call}: {name} is one number; a column has a row for each example."
+        )
     known = values.dtype.kind in "biufc" or jax.numpy.issubdtype(
         values.dtype, jax.numpy.inexact
     )
     if not known:  # strings, objects, dates
-        raise TypeError(_NO_NUMBERS.format(call=call, name=name, found=values.dtype))
+        raise TypeError(
+            f"{call}: {name} has dtype {values.dtype}, which JAX has no arrays of. "
+            "Turn it into numbers first; categories into ids."
+        )
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(values.dtype))
     if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
         low, high, limits = values.min(), values.max(), np.iinfo(dtype)
         if low < limits.min or high > limits.max:
             raise ValueError(
-                _TOO_WIDE.format(call=call, name=name, low=low, high=high, dtype=dtype)
+                f"{call}: {name} holds the integers {low} to {high}, and JAX keeps "
+                f"{dtype}. Set jax_enable_x64, or give smaller ids."
             )
     return Array(data, values, dtype)
 
@@ -131,7 +119,7 @@ def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
         for at, row in enumerate(data):
             if not _is_number(row):
                 found, one = type(row).__name__, type(first).__name__
-                reason = _ONE_AND_ROWS.format(at=at, found=found, first=one)
+                reason = f"row {at} is {found} and row 0 is {one}"
                 raise ValueError(_UNEQUAL.format(call=call, name=name, reason=reason))
         return _of_array(call, np.asarray(data), name)
     try:
@@ -157,7 +145,10 @@ def _is_number(row: Any) -> bool:
 def _refuse_keys(call: str, data: Any, name: str) -> None:
     keys = jax.dtypes.prng_key
     if isinstance(data, jax.Array) and jax.numpy.issubdtype(data.dtype, keys):
-        raise TypeError(_KEYS.format(call=call, name=name))
+        raise TypeError(
+            f"{call}: {name} is random keys, of which a batch is none. Give "
+            "jax.random.key_data(keys), which are numbers."
+        )
 
 
 def _plain(row: Any) -> Any:
@@ -173,7 +164,7 @@ def _of_segments(call: str, st: SegmentTensor, source: Any, name: str) -> Ragged
 def _leaves(call: str, values: Any, name: str) -> Any:
     array = lambda x: _of_array(call, np.asarray(x), name)
     nested = lambda x: _of_segments(call, x, None, name)
-    return _elements.map_leaves(array, nested, values)
+    return elements.map_leaves(array, nested, values)
 
 
 def _as_offsets(offsets: Any) -> np.ndarray:

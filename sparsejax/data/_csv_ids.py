@@ -6,16 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax.data import _arguments, _csv_layout, _csv_lines, _encoders, _text_files
+from sparsejax.data import _checks, _csv_layout, _csv_lines, _encoders, _text_files
 
 
 _READ = "sparsejax.data.read_csv_ids"
 _ITERATE = "sparsejax.data.iter_csv_ids"
-_NO_ENCODER = (
-    "{call}: ids must be a HashIds, a Vocabulary, or an int for HashIds(int), got "
-    "{found!r}."
-)
-_MISSING = "{call}: missing must be a number, got {found!r}."
 
 
 def read_csv_ids(
@@ -148,7 +143,7 @@ def iter_csv_ids(
     )
     encoder = _as_encoder(_ITERATE, ids, layout)
     path, missing = _text_files.as_path(_ITERATE, path), _as_missing(_ITERATE, missing)
-    size = _arguments.as_int("chunk_rows", chunk_rows, 1, _ITERATE)
+    size = _checks.as_int("chunk_rows", chunk_rows, 1, _ITERATE)
     return _chunks(layout, _encoded(path, layout, encoder, missing, progress), size)
 
 
@@ -158,7 +153,7 @@ def iter_csv_ids(
 def _as_missing(call: str, missing: Any) -> float:
     number = isinstance(missing, (int, float, np.integer, np.floating))
     if not number or isinstance(missing, bool):
-        raise TypeError(_MISSING.format(call=call, found=missing))
+        raise TypeError(f"{call}: missing must be a number, got {missing!r}.")
     return float(missing)
 
 
@@ -167,7 +162,10 @@ def _as_encoder(call: str, ids: Any, layout: _csv_layout.Layout) -> Any:
     if isinstance(ids, (int, np.integer)) and not isinstance(ids, bool):
         ids = _encoders.HashIds(int(ids))
     if not isinstance(ids, (_encoders.HashIds, _encoders.Vocabulary)):
-        raise TypeError(_NO_ENCODER.format(call=call, found=ids))
+        raise TypeError(
+            f"{call}: ids must be a HashIds, a Vocabulary, or an int for HashIds(int), "
+            f"got {ids!r}."
+        )
     ids.sizes(num_ids)  # an error where it is of another number of columns
     if isinstance(ids, _encoders.Vocabulary):
         _encoders.check_names(call, ids.names, layout.names())

@@ -10,29 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax.data import _arguments, _text_files
+from sparsejax.data import _checks, _text_files
 
 
 KEYS = ("label", "numbers", "ids")
 NUM_NUMBERS, NUM_IDS = 13, 26  # Criteo's
 
-_SEPARATOR = "{call}: separator must be 'auto' or one character, got {found!r}."
-_NO_FIELDS = "{call}: a row must have at least one number, category or label."
-_COLUMNS = (
-    "{call}: columns must be a dict of 'label', 'numbers' and 'ids', the last of which "
-    "it must have, got {found!r}. For lines of user,item,rating: columns={{'label': "
-    "'rating', 'ids': ['user', 'item']}}, names in the first line, or places from 0: "
-    "columns={{'label': 2, 'ids': [0, 1]}}."
-)
-_PLACE = (
-    "{call}: columns[{key!r}] must be {want}: the field's place in a row, from 0, or "
-    "its name in the first line. Got {found!r}."
-)
 _ONE, _SOME = "one int or str", "a list of ints and strs"
-_TWICE = (
-    "{call}: columns says which fields there are, and num_numbers, num_ids and label "
-    "say it as well. Leave these out."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,23 +99,30 @@ def as_layout(
     columns: Any,
 ) -> Layout:
     """The arguments of a reader as a Layout, or an error."""
-    numbers = _arguments.as_int("num_numbers", num_numbers, 0, call)
-    ids = _arguments.as_int("num_ids", num_ids, 0, call)
-    label = _arguments.as_bool("label", label, call)
-    header = _arguments.as_bool("header", header, call)
+    numbers = _checks.as_int("num_numbers", num_numbers, 0, call)
+    ids = _checks.as_int("num_ids", num_ids, 0, call)
+    label = _checks.as_bool("label", label, call)
+    header = _checks.as_bool("header", header, call)
     one = isinstance(separator, str) and len(separator.encode()) == 1
     if separator != "auto" and not one:
-        raise ValueError(_SEPARATOR.format(call=call, found=separator))
+        raise ValueError(
+            f"{call}: separator must be 'auto' or one character, got {separator!r}."
+        )
     if columns is not None:
         if (numbers, ids, label) != (NUM_NUMBERS, NUM_IDS, True):
-            raise ValueError(_TWICE.format(call=call))
+            raise ValueError(
+                f"{call}: columns says which fields there are, and num_numbers, "
+                "num_ids and label say it as well. Leave these out."
+            )
         places = _as_places(call, columns)
         named = any(isinstance(p, str) for own in places.values() for p in own)
         return Layout(call, places, None, separator, header or named)
     first = int(label)
     last = first + numbers + ids
     if not last:
-        raise ValueError(_NO_FIELDS.format(call=call))
+        raise ValueError(
+            f"{call}: a row must have at least one number, category or label."
+        )
     places: dict[str, tuple[Any, ...]] = {"label": (0,)} if label else {}
     places["numbers"] = tuple(range(first, first + numbers))
     places["ids"] = tuple(range(first + numbers, last))
@@ -144,7 +135,12 @@ def as_layout(
 def _as_places(call: str, columns: Any) -> dict[str, tuple[Any, ...]]:
     is_map = isinstance(columns, Mapping)
     if not is_map or "ids" not in columns or not columns.keys() <= set(KEYS):
-        raise ValueError(_COLUMNS.format(call=call, found=columns))
+        raise ValueError(
+            f"{call}: columns must be a dict of 'label', 'numbers' and 'ids', the last "
+            f"of which it must have, got {columns!r}. For lines of user,item,rating: "
+            "columns={'label': 'rating', 'ids': ['user', 'item']}, names in the first "
+            "line, or places from 0: columns={'label': 2, 'ids': [0, 1]}."
+        )
     out: dict[str, tuple[Any, ...]] = {}
     for key in (key for key in KEYS if key in columns):
         given = columns[key]
@@ -156,7 +152,10 @@ def _as_places(call: str, columns: Any) -> dict[str, tuple[Any, ...]]:
             own = (None,)
         if None in own:
             want = _ONE if key == "label" else _SOME
-            error = _PLACE.format(call=call, key=key, want=want, found=given)
+            error = (
+                f"{call}: columns[{key!r}] must be {want}: the field's place in a "
+                f"row, from 0, or its name in the first line. Got {given!r}."
+            )
             raise ValueError(error)
         out[key] = own
     return out

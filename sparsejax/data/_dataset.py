@@ -6,39 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.data import _columns
 
 
 _NO_COLUMN = (
     "sparsejax.data.ArrayDataset: give at least one column: an array, a scipy CSR "
     "matrix, a SegmentTensor or a list of rows; or a dict of them."
-)
-_LENGTHS = (
-    "sparsejax.data.ArrayDataset: {name} has {found} row(s), {first} has {want}. All "
-    "columns of a data set have a row for each example."
-)
-_BOTH = (
-    "sparsejax.data.ArrayDataset: a dict of columns stands alone, got {n} arguments. "
-    "Put all columns into the dict."
-)
-_KEY = "{call}: rows are named by an int or a slice, got {found}."
-_OUT = "{call}: row {found} of {n} rows. Rows are numbered from 0; -1 is the last."
-_NO_SEQUENCE = (
-    "sparsejax.data.SimpleDataset: data must be a sequence, with len() and indexing, "
-    "got {found}. list(...) makes one of an iterable."
-)
-_NOT_ITEMS = (
-    "{call}: got a dict, of which no item has a number. If it holds columns, "
-    "ArrayDataset(dict) makes a data set of them."
-)
-_COLUMNS_AS_ITEMS = (
-    "{call}: got a tuple with arrays in it. Arrays are the columns of a data set: "
-    "ArrayDataset(x, y) makes one of them; rows stand in a list."
-)
-_ITEMS_DIFFER = (
-    "{call}: item {at} of the data set is {found}, and item 0 is {first}. All items "
-    "must have the same parts: tuples of one length, or dicts of the same keys."
 )
 
 
@@ -67,7 +41,11 @@ class SimpleDataset:
 
     def __init__(self, data: Sequence[Any]):
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-            raise TypeError(_NO_SEQUENCE.format(found=_ids.kind_of(data)))
+            raise TypeError(
+                "sparsejax.data.SimpleDataset: data must be a sequence, with len() and "
+                f"indexing, got {_arguments.kind_of(data)}. list(...) makes one of an "
+                "iterable."
+            )
         refuse_columns("sparsejax.data.SimpleDataset", data)
         self._data = data
 
@@ -120,7 +98,10 @@ class ArrayDataset:
         maps = [column for column in columns if isinstance(column, Mapping)]
         if maps:
             if len(columns) > 1:
-                raise TypeError(_BOTH.format(n=len(columns)))
+                raise TypeError(
+                    "sparsejax.data.ArrayDataset: a dict of columns stands alone, got "
+                    f"{len(columns)} arguments. Put all columns into the dict."
+                )
             self._keys, columns = list(maps[0]), tuple(maps[0].values())
             if not columns:
                 raise ValueError(_NO_COLUMN)
@@ -131,9 +112,9 @@ class ArrayDataset:
             if len(column) != len(self):
                 first = self.names()[0]
                 raise ValueError(
-                    _LENGTHS.format(
-                        name=name, found=len(column), first=first, want=len(self)
-                    )
+                    f"sparsejax.data.ArrayDataset: {name} has {len(column)} row(s), "
+                    f"{first} has {len(self)}. All columns of a data set have a row "
+                    "for each example."
                 )
 
     def __len__(self) -> int:
@@ -189,9 +170,15 @@ class ArrayDataset:
 def refuse_columns(call: str, dataset: Any) -> None:
     """An error for columns that stand where a sequence of items should."""
     if isinstance(dataset, Mapping):
-        raise TypeError(_NOT_ITEMS.format(call=call))
+        raise TypeError(
+            f"{call}: got a dict, of which no item has a number. If it holds columns, "
+            "ArrayDataset(dict) makes a data set of them."
+        )
     if isinstance(dataset, tuple) and any(getattr(x, "shape", ()) for x in dataset):
-        raise TypeError(_COLUMNS_AS_ITEMS.format(call=call))
+        raise TypeError(
+            f"{call}: got a tuple with arrays in it. Arrays are the columns of a data "
+            "set: ArrayDataset(x, y) makes one of them; rows stand in a list."
+        )
 
 
 def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
@@ -210,9 +197,9 @@ def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
         same = type(item) is type(first) and len(item) == len(first)
         if not same or isinstance(item, dict) and item.keys() != keys:
             raise ValueError(
-                _ITEMS_DIFFER.format(
-                    call=call, at=at, found=_parts(item), first=_parts(first)
-                )
+                f"{call}: item {at} of the data set is {_parts(item)}, and item 0 is "
+                f"{_parts(first)}. All items must have the same parts: tuples of one "
+                "length, or dicts of the same keys."
             )
     columns = {key: _stack([item[key] for item in items]) for key in keys}
     if isinstance(first, dict):
@@ -253,7 +240,12 @@ def _as_key(kind: str, key: Any, n: int) -> int | slice:
     try:
         place = operator.index(key)
     except TypeError:
-        raise TypeError(_KEY.format(call=call, found=_ids.show(key))) from None
+        raise TypeError(
+            f"{call}: rows are named by an int or a slice, got {_arguments.show(key)}."
+        ) from None
     if not -n <= place < n:
-        raise IndexError(_OUT.format(call=call, found=place, n=n))
+        raise IndexError(
+            f"{call}: row {place} of {n} rows. Rows are numbered from 0; -1 is the "
+            "last."
+        )
     return place % n

@@ -12,42 +12,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from sparsejax import _ids
-from sparsejax._replace import replacing
-from sparsejax.data import _arguments, _csv_layout, _csv_lines, _text_files
+from sparsejax import _arguments
+from sparsejax._files import replacing
+from sparsejax.data import _checks, _csv_layout, _csv_lines, _text_files
 
 
-_BUCKETS = (
-    "sparsejax.data.HashIds: num_buckets must be an int from 2 to 2147483647, or one "
-    "for each column, got {found!r}. Id 0 is for missing words, so one bucket holds "
-    "none; and ids have 32 bits."
-)
-_COLUMNS = (
-    "{call}: num_buckets has {found} entries and the file {want} columns of categories."
-)
-_OTHER_COLUMNS = (
-    "{call}: the vocabulary is of {found} columns and the file has {want} columns of "
-    "categories."
-)
-_NO_COLUMN = (
-    "{call}.encode: column {found} of {count}. Columns are numbered from 0, in the "
-    "order of the file."
-)
 _NO_WORDS = (
     "sparsejax.data: words must be a sequence of strings or bytes, a word each, got "
     "{found}."
-)
-_PATHS = (
-    "{call}: path must be a str or an os.PathLike, or a list of them, got {found!r}."
-)
-_OTHER_NAMES = (
-    "{call}: the vocabulary is of the columns {found} and the ids of the file are "
-    "{want}, in this order. Name them in columns= as the vocabulary has them; if they "
-    "are the same under other names, take dataclasses.replace(vocabulary, names=())."
-)
-_NO_VOCABULARY = (
-    "sparsejax.data.Vocabulary.load: {path} is no file that Vocabulary.save wrote "
-    "({reason})."
 )
 # What NumPy raises for a file that is none of its own, is cut off, or holds an array.
 _NOT_READ = (KeyError, ValueError, TypeError, EOFError, AttributeError, BadZipFile)
@@ -96,8 +68,13 @@ class HashIds:
         for size in np.atleast_1d(np.asarray(self.num_buckets, object)):
             whole = isinstance(size, (int, np.integer))
             if not whole or not 2 <= size <= np.iinfo(np.int32).max:
-                raise ValueError(_BUCKETS.format(found=self.num_buckets))
-        _arguments.as_int("seed", self.seed, 0, "sparsejax.data.HashIds")
+                raise ValueError(
+                    "sparsejax.data.HashIds: num_buckets must be an int from 2 to "
+                    f"2147483647, or one for each column, got {self.num_buckets!r}. Id "
+                    "0 is for missing words, so one bucket holds none; and ids have 32 "
+                    "bits."
+                )
+        _checks.as_int("seed", self.seed, 0, "sparsejax.data.HashIds")
 
     def sizes(self, num_columns: int) -> list[int]:
         """How many ids each column has: rows of its table.
@@ -114,7 +91,8 @@ class HashIds:
         if len(found) != num_columns:
             call = "sparsejax.data.HashIds"
             raise ValueError(
-                _COLUMNS.format(call=call, found=len(found), want=num_columns)
+                f"{call}: num_buckets has {len(found)} entries and the file "
+                f"{num_columns} columns of categories."
             )
         return found
 
@@ -200,9 +178,9 @@ class Vocabulary:
         layout = _csv_layout.as_layout(
             call, num_numbers, num_ids, label, separator, header, columns
         )
-        least = _arguments.as_int("min_count", min_count, 1, call)
+        least = _checks.as_int("min_count", min_count, 1, call)
         if max_size is not None:
-            max_size = _arguments.as_int("max_size", max_size, 1, call)
+            max_size = _checks.as_int("max_size", max_size, 1, call)
         counts: list[dict[bytes, int]] = [{} for _ in range(layout.size("ids"))]
         for file in _as_paths(call, path):
             for table in _csv_lines.read(file, layout, progress):
@@ -226,7 +204,8 @@ class Vocabulary:
         if num_columns not in (None, len(self.words)):
             call, found = "sparsejax.data.Vocabulary", len(self.words)
             raise ValueError(
-                _OTHER_COLUMNS.format(call=call, found=found, want=num_columns)
+                f"{call}: the vocabulary is of {found} columns and the file has "
+                f"{num_columns} columns of categories."
             )
         return [len(words) + 1 for words in self.words]
 
@@ -280,13 +259,21 @@ class Vocabulary:
         except _NOT_READ as e:
             # NumPy would have it read as pickled objects, which may do anything.
             reason = "it is no .npz file" if "pickle" in str(e) else e
-            raise ValueError(_NO_VOCABULARY.format(path=path, reason=reason)) from e
+            raise ValueError(
+                f"sparsejax.data.Vocabulary.load: {path} is no file that "
+                f"Vocabulary.save wrote ({reason})."
+            ) from e
 
 
 def check_names(call: str, known: Sequence[str], given: Sequence[str]) -> None:
     """An error where a vocabulary is of columns of other names, or in another order."""
     if known and given and list(known) != list(given):
-        raise ValueError(_OTHER_NAMES.format(call=call, found=known, want=given))
+        raise ValueError(
+            f"{call}: the vocabulary is of the columns {known} and the ids of the file "
+            f"are {given}, in this order. Name them in columns= as the vocabulary has "
+            "them; if they are the same under other names, take "
+            "dataclasses.replace(vocabulary, names=())."
+        )
 
 
 def as_words(words: Any) -> Words:
@@ -294,11 +281,11 @@ def as_words(words: Any) -> Words:
     if isinstance(words, Words):
         return words
     if isinstance(words, (str, bytes)) or not isinstance(words, Iterable):
-        raise TypeError(_NO_WORDS.format(found=_ids.show(words)))
+        raise TypeError(_NO_WORDS.format(found=_arguments.show(words)))
     texts = [word.encode() if isinstance(word, str) else word for word in words]
     if not all(isinstance(text, bytes) for text in texts):
         wrong = next(text for text in texts if not isinstance(text, bytes))
-        raise TypeError(_NO_WORDS.format(found=f"{_ids.show(wrong)} among them"))
+        raise TypeError(_NO_WORDS.format(found=f"{_arguments.show(wrong)} among them"))
     lengths = np.array([len(text) for text in texts], np.int64)
     width = int(lengths.max(initial=0))
     joined = b"".join(text.ljust(width, b"\0") for text in texts)
@@ -310,14 +297,20 @@ def as_words(words: Any) -> Words:
 
 def _check_column(call: str, column: int, count: int) -> None:
     if not 0 <= column < count:
-        raise IndexError(_NO_COLUMN.format(call=call, found=column, count=count))
+        raise IndexError(
+            f"{call}.encode: column {column} of {count}. Columns are numbered from 0, "
+            "in the order of the file."
+        )
 
 
 def _as_paths(call: str, path: Any) -> list[Any]:
     if isinstance(path, (str, bytes, os.PathLike)):
         return [path]
     if not isinstance(path, Iterable) or hasattr(path, "read"):
-        raise TypeError(_PATHS.format(call=call, found=path))
+        raise TypeError(
+            f"{call}: path must be a str or an os.PathLike, or a list of them, got "
+            f"{path!r}."
+        )
     return [_text_files.as_path(call, file) for file in path]
 
 

@@ -7,27 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.data import _columns, _libsvm_lines, _numbers, _text_files
 
 
 _READ = "sparsejax.data.read_libsvm"
 _WRITE = "sparsejax.data.write_libsvm"
 _BASE = "{call}: zero_based must be {want}, got {found!r}."
-_FEATURES = "{call}: num_features must be a positive int or None, got {found!r}."
-_DTYPE = "{call}: dtype must be a dtype of real numbers, got {found!r}."
 _NOT_ROWS = (
     "{call}: X must be a scipy CSR matrix, an array [n, C], or a SegmentTensor with "
     "values {{'index', 'value'}}, got {found}."
 )
-_COUNT = "{call}: X has {rows} rows and {name} has {found}."
-_NO_LIST = "{call}: {name} must have an entry for each row of X, got {found}."
-_LABEL = "{call}: y must hold numbers, or lists of numbers, got {found}."
-_NOTHING = (
-    "{call}: row {row} has no labels and no elements. An empty line is no row in this "
-    "format: leave such rows out."
-)
-_NEGATIVE = "{call}: X has the column {found}; columns are numbered from 0."
 
 
 def read_libsvm(
@@ -91,7 +81,10 @@ def read_libsvm(
         raise ValueError(_BASE.format(call=_READ, want=want, found=zero_based))
     whole = isinstance(num_features, (int, np.integer)) and num_features > 0
     if num_features is not None and not whole:
-        raise ValueError(_FEATURES.format(call=_READ, found=num_features))
+        raise ValueError(
+            f"{_READ}: num_features must be a positive int or None, got "
+            f"{num_features!r}."
+        )
     dtype, path = _as_dtype(dtype), _text_files.as_path(_READ, path)
     parts = []
     for block in _text_files.blocks(_READ, path, progress):
@@ -184,15 +177,17 @@ def write_libsvm(
     offsets, index, value = _elements(X)
     n, first = len(offsets) - 1, 0 if zero_based else 1
     if len(index) and index.min() < 0:
-        raise ValueError(_NEGATIVE.format(call=_WRITE, found=index.min()))
+        raise ValueError(
+            f"{_WRITE}: X has the column {index.min()}; columns are numbered from 0."
+        )
     for name, other in (("y", y), ("query_id", query_id)):
         if (other is not None or name == "y") and not hasattr(other, "__len__"):
-            found = _ids.kind_of(other)
-            raise TypeError(_NO_LIST.format(call=_WRITE, name=name, found=found))
-        if other is not None and len(other) != n:
-            raise ValueError(
-                _COUNT.format(call=_WRITE, rows=n, name=name, found=len(other))
+            found = _arguments.kind_of(other)
+            raise TypeError(
+                f"{_WRITE}: {name} must have an entry for each row of X, got {found}."
             )
+        if other is not None and len(other) != n:
+            raise ValueError(f"{_WRITE}: X has {n} rows and {name} has {len(other)}.")
     with _text_files.write(path) as file:
         step = 1 << 14
         for row in range(0, n, step):
@@ -210,7 +205,10 @@ def write_libsvm(
                 query = "" if query_id is None else f" qid:{int(query_id[at])}"
                 line = f"{_label(y[at])}{query}{''.join(own)}\n"
                 if line == "\n":
-                    raise ValueError(_NOTHING.format(call=_WRITE, row=at))
+                    raise ValueError(
+                        f"{_WRITE}: row {at} has no labels and no elements. An empty "
+                        "line is no row in this format: leave such rows out."
+                    )
                 lines.append(line)
             file.write("".join(lines).encode())
 
@@ -225,7 +223,9 @@ def _as_dtype(found: Any) -> np.dtype:
         dtype = np.dtype(object)
     real = dtype.kind in "iuf" or jax.numpy.issubdtype(dtype, np.floating)
     if found is None or not real:
-        raise TypeError(_DTYPE.format(call=_READ, found=found))
+        raise TypeError(
+            f"{_READ}: dtype must be a dtype of real numbers, got {found!r}."
+        )
     return dtype
 
 
@@ -273,7 +273,7 @@ def _elements(X: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         made = None
     values = made.values if isinstance(made, _columns.Ragged) else None
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
-        found = _ids.kind_of(X)
+        found = _arguments.kind_of(X)
         raise TypeError(_NOT_ROWS.format(call=_WRITE, found=found))
     assert isinstance(made, _columns.Ragged)
     index, value = values["index"].values, values["value"].values
@@ -294,5 +294,8 @@ def _texts(values: np.ndarray) -> Sequence[str]:
 def _label(label: Any) -> str:
     labels = np.atleast_1d(np.asarray(label))
     if labels.dtype.kind not in "biuf":
-        raise TypeError(_LABEL.format(call=_WRITE, found=_ids.show(label)))
+        raise TypeError(
+            f"{_WRITE}: y must hold numbers, or lists of numbers, got "
+            f"{_arguments.show(label)}."
+        )
     return ",".join(_texts(labels))

@@ -15,33 +15,14 @@ from typing import Any
 
 import jax
 
-from sparsejax import _ids
-from sparsejax.data import _arguments, _buckets
+from sparsejax import _arguments
+from sparsejax.data import _buckets, _checks
 from sparsejax.data._batches import Batches
 from sparsejax.data._dataset import as_array_dataset
 from sparsejax.data._order import Order
 
 
-_CALL = _arguments.CALL
-
-_NO_DATASET = (
-    "{call}: dataset must be an ArrayDataset, a SimpleDataset or a sequence of items, "
-    "got {found}. ArrayDataset(X, y) makes one of columns."
-)
-_NO_ROWS = "{call}: the data set has no rows."
-_OVERFLOW = "{call}: overflow must be 'error' or 'spill', got {found!r}."
-_STATE_KIND = (
-    "{call}: state must be what get_state() gave, a dict with {want}, got {found!r}."
-)
-_OTHER_STATE = (
-    "{call}: the state was saved by a loader with {name}={theirs!r}, and this one has "
-    "{name}={ours!r}: its place means other rows here."
-)
-_NOT_PUT = (
-    "{call}: a batch cannot be laid out as device= says. Take a batch_size, and for "
-    "ragged columns a capacity, that the devices divide. JAX says: {error}"
-)
-_OUT_OF_EPOCH = "{call}: the state is at batch {found} of an epoch of {n}."
+_CALL = _checks.CALL
 
 
 class DataLoader:
@@ -121,35 +102,41 @@ class DataLoader:
         shard: tuple[int, int] = (0, 1),
         device: Any = None,
     ):
-        _arguments.import_grain()
+        _checks.import_grain()
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            found = _ids.kind_of(dataset)
-            raise TypeError(_NO_DATASET.format(call=_CALL, found=found))
+            found = _arguments.kind_of(dataset)
+            raise TypeError(
+                f"{_CALL}: dataset must be an ArrayDataset, a SimpleDataset or a "
+                f"sequence of items, got {found}. ArrayDataset(X, y) makes one of "
+                "columns."
+            )
         self._dataset = as_array_dataset(_CALL, dataset)
         if not len(self._dataset):
-            raise ValueError(_NO_ROWS.format(call=_CALL))
+            raise ValueError(f"{_CALL}: the data set has no rows.")
         if overflow not in ("error", "spill"):
-            raise ValueError(_OVERFLOW.format(call=_CALL, found=overflow))
+            raise ValueError(
+                f"{_CALL}: overflow must be 'error' or 'spill', got {overflow!r}."
+            )
         drops = False if drop_remainder is None else drop_remainder
         self._order = Order(
             num_rows=len(self._dataset),
-            batch_size=_arguments.as_int("batch_size", batch_size, 1),
-            shuffle=_arguments.as_bool("shuffle", shuffle),
-            seed=_arguments.as_int("seed", seed, 0),
-            drop_remainder=_arguments.as_bool("drop_remainder", drops),
-            shard=_arguments.as_shard(shard),
+            batch_size=_checks.as_int("batch_size", batch_size, 1),
+            shuffle=_checks.as_bool("shuffle", shuffle),
+            seed=_checks.as_int("seed", seed, 0),
+            drop_remainder=_checks.as_bool("drop_remainder", drops),
+            shard=_checks.as_shard(shard),
         )
-        _arguments.check_batches(self._order)
-        self._mask = _arguments.as_mask(mask, self._dataset)
+        _checks.check_batches(self._order)
+        self._mask = _checks.as_mask(mask, self._dataset)
         if drop_remainder is None and not self._mask:
-            _arguments.warn_of_padding(self._order)
-        self._num_workers = _arguments.as_int("num_workers", num_workers, 0)
-        self._device = _arguments.as_device(device)
+            _checks.warn_of_padding(self._order)
+        self._num_workers = _checks.as_int("num_workers", num_workers, 0)
+        self._device = _checks.as_device(device)
         self._buckets = _buckets.measure(self._dataset, self._order, capacity, overflow)
         self._buckets.check(self._order, 0, self._order.rows(0))
         self._next = (0, 0)
         self._last: LoaderIterator | None = None
-        _arguments.LOG.info("%r", self)
+        _checks.LOG.info("%r", self)
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
@@ -238,19 +225,22 @@ class DataLoader:
         want = {"epoch", "batch", *facts}
         if not isinstance(state, dict) or state.keys() != want:
             raise ValueError(
-                _STATE_KIND.format(call=_CALL, want=sorted(want), found=state)
+                f"{_CALL}: state must be what get_state() gave, a dict with "
+                f"{sorted(want)}, got {state!r}."
             )
         for name, ours in facts.items():
             if state[name] != ours:
                 raise ValueError(
-                    _OTHER_STATE.format(
-                        call=_CALL, name=name, theirs=state[name], ours=ours
-                    )
+                    f"{_CALL}: the state was saved by a loader with "
+                    f"{name}={state[name]!r}, and this one has {name}={ours!r}: its "
+                    "place means other rows here."
                 )
-        epoch = _arguments.as_int("state['epoch']", state["epoch"], 0)
-        batch = _arguments.as_int("state['batch']", state["batch"], 0)
+        epoch = _checks.as_int("state['epoch']", state["epoch"], 0)
+        batch = _checks.as_int("state['batch']", state["batch"], 0)
         if batch > len(self):
-            raise ValueError(_OUT_OF_EPOCH.format(call=_CALL, found=batch, n=len(self)))
+            raise ValueError(
+                f"{_CALL}: the state is at batch {batch} of an epoch of {len(self)}."
+            )
         return epoch, batch
 
     # -- grain -------------------------------------------------------------------
@@ -272,16 +262,16 @@ class DataLoader:
           >>> [float(x.sum()) for x in batches.map(lambda x: x * 10)]
           [10.0, 50.0, 90.0]
         """
-        epoch = _arguments.as_int("epoch", epoch, 0)
+        epoch = _checks.as_int("epoch", epoch, 0)
         rows = self._order.rows(epoch)
         self._buckets.check(self._order, epoch, rows)
         batches = Batches(
             self._dataset, self._order, self._buckets, self._mask, self._order.cut(rows)
         )
-        return _arguments.import_grain().MapDataset.source(batches)
+        return _checks.import_grain().MapDataset.source(batches)
 
     def _start(self, epoch: int, batch: int) -> Any:
-        grain, threads = _arguments.import_grain(), self._num_workers
+        grain, threads = _checks.import_grain(), self._num_workers
         # Two batches ahead for each thread: one being made, one waiting.
         options = grain.ReadOptions(
             num_threads=threads, prefetch_buffer_size=2 * threads
@@ -305,7 +295,11 @@ class LoaderIterator(Iterator[Any]):
         try:
             return jax.device_put(batch, device)
         except ValueError as error:
-            raise ValueError(_NOT_PUT.format(call=_CALL, error=error)) from error
+            raise ValueError(
+                f"{_CALL}: a batch cannot be laid out as device= says. Take a "
+                "batch_size, and for ragged columns a capacity, that the devices "
+                f"divide. JAX says: {error}"
+            ) from error
 
     def get_state(self) -> dict[str, Any]:
         """The place of the next batch, for `set_state`; JSON can hold it."""

@@ -11,20 +11,12 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from sparsejax._replace import replacing
+from sparsejax._files import replacing
 
 
 BLOCK = 8 << 20
 
-_DAMAGED = (
-    "{call}: {path} cannot be read to its end ({reason}): it is damaged or incomplete."
-)
-_PATH = "{call}: path must be a str or an os.PathLike, got {found!r}."
 _MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark, which some programs write first
-_NO_TQDM = (
-    "{call}: progress=True needs tqdm, which is not installed. pip install "
-    "'sparsejax[data]' brings it."
-)
 
 
 class Block(NamedTuple):
@@ -37,7 +29,7 @@ class Block(NamedTuple):
 def as_path(call: str, path: Any) -> Any:
     """A path, or an error."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(_PATH.format(call=call, found=path))
+        raise TypeError(f"{call}: path must be a str or an os.PathLike, got {path!r}.")
     return path
 
 
@@ -71,7 +63,10 @@ def blocks(call: str, path: Any, progress: bool = False) -> Iterator[Block]:
                 text = file.read(BLOCK)
             except (EOFError, OSError, zlib.error) as e:
                 path = os.fspath(path)
-                reason = _DAMAGED.format(call=call, path=path, reason=e)
+                reason = (
+                    f"{call}: {path} cannot be read to its end ({e}): it is "
+                    "damaged or incomplete."
+                )
                 raise OSError(reason) from None
             if bar is not None:
                 bar.update(raw.tell() - bar.n)
@@ -124,5 +119,8 @@ def _tqdm(call: str) -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise ImportError(_NO_TQDM.format(call=call)) from None
+        raise ImportError(
+            f"{call}: progress=True needs tqdm, which is not installed. pip install "
+            "'sparsejax[data]' brings it."
+        ) from None
     return tqdm

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax._replace import replacing
+from sparsejax._files import replacing
 from sparsejax.demo._text import UserError
 
 

@@ -8,26 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids
-from sparsejax._replace import replacing
+from sparsejax import _arguments
+from sparsejax._files import replacing
 from sparsejax._rows import SelectedRows
 from sparsejax.desc import _messages
 
 
-_NO_ROWS = (
-    "sparsejax.desc.save_selected_rows: takes a SelectedRows, got {found}. Arrays have "
-    "np.save; trees have orbax."
-)
-_VERSION = "it is of version {found}, and this reads version 0"
-_ENDS = "it ends after {found} bytes, within {part}"
-_LEFT = "{count} bytes are left over behind the values"
-_NO_FILE = (
-    "sparsejax.desc.load_selected_rows: {path} is not a SelectedRows as PaddlePaddle "
-    "or save_selected_rows writes it: {why}."
-)
-_KEYS = "it has the arrays {found}, not rows, values and height"
 _TENSOR = "its TensorDesc does not parse ({error})"
-_SHAPE = "it has {rows} rows, but values of shape {shape}"
 
 _NPZ_START = b"PK"
 _VERSION_0 = 0
@@ -66,7 +53,11 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
       PaddlePaddle, `paddle.save(..., use_binary_format=True)`.
     """
     if not isinstance(selected_rows, SelectedRows):
-        raise TypeError(_NO_ROWS.format(found=_ids.kind_of(selected_rows)))
+        raise TypeError(
+            "sparsejax.desc.save_selected_rows: takes a SelectedRows, got "
+            f"{_arguments.kind_of(selected_rows)}. Arrays have np.save; trees have "
+            "orbax."
+        )
     filled = np.asarray(selected_rows.filled())
     rows = np.asarray(selected_rows.rows)[filled].astype("<i8")
     values = np.ascontiguousarray(np.asarray(selected_rows.values)[filled])
@@ -127,10 +118,15 @@ def load_selected_rows(path: Any) -> SelectedRows:
         read = _read_npz if data[:2] == _NPZ_START else _read_paddle
         rows, values, height = read(data, path)
         if len(rows) != len(values):
-            raise ValueError(_SHAPE.format(rows=len(rows), shape=values.shape))
+            raise ValueError(
+                f"it has {len(rows)} rows, but values of shape {values.shape}"
+            )
     except ValueError as error:
-        raise ValueError(_NO_FILE.format(path=path, why=error)) from None
-    rows = jnp.asarray(rows.astype(_ids.index_dtype(height)))
+        raise ValueError(
+            f"sparsejax.desc.load_selected_rows: {path} is not a SelectedRows as "
+            f"PaddlePaddle or save_selected_rows writes it: {error}."
+        ) from None
+    rows = jnp.asarray(rows.astype(_arguments.index_dtype(height)))
     if jax.dtypes.canonicalize_dtype(values.dtype) == values.dtype:
         return SelectedRows(rows, jnp.asarray(values), height)
     spec = SelectedRows(rows, jax.ShapeDtypeStruct(values.shape, values.dtype), height)
@@ -144,7 +140,10 @@ def _read_npz(data: bytes, path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, 
     del data
     with np.load(path) as arrays:
         if not {"rows", "values", "height"} <= set(arrays):
-            raise ValueError(_KEYS.format(found=", ".join(sorted(arrays))))
+            raise ValueError(
+                f"it has the arrays {', '.join(sorted(arrays))}, not rows, values and "
+                "height"
+            )
         values = arrays["values"]
         if "data_type" in arrays:
             values = values.view(jnp.dtype(str(arrays["data_type"])))
@@ -158,7 +157,7 @@ def _read_paddle(data: bytes, path: pathlib.Path) -> tuple[np.ndarray, np.ndarra
     def take(count: int, part: str) -> bytes:
         nonlocal at
         if not 0 <= count <= len(data) - at:
-            raise ValueError(_ENDS.format(found=len(data), part=part))
+            raise ValueError(f"it ends after {len(data)} bytes, within {part}")
         at += count
         return data[at - count : at]
 
@@ -168,7 +167,7 @@ def _read_paddle(data: bytes, path: pathlib.Path) -> tuple[np.ndarray, np.ndarra
     def version(part: str) -> None:
         found = number("<I", part)
         if found != _VERSION_0:
-            raise ValueError(_VERSION.format(found=found))
+            raise ValueError(f"it is of version {found}, and this reads version 0")
 
     version("its version")
     count = number("<Q", "the number of rows")
@@ -182,7 +181,7 @@ def _read_paddle(data: bytes, path: pathlib.Path) -> tuple[np.ndarray, np.ndarra
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     values = np.frombuffer(take(size, "the values"), dtype).reshape(shape)
     if at != len(data):
-        raise ValueError(_LEFT.format(count=len(data) - at))
+        raise ValueError(f"{len(data) - at} bytes are left over behind the values")
     return rows, values, height
 
 

@@ -11,13 +11,6 @@ from sparsejax.desc._var_desc import BARE, VarDesc, describe
 from sparsejax.transform import grad
 
 
-_HAS_AUX = (
-    "sparsejax.desc.infer: a pair whose first part is a float scalar comes out of the "
-    "function. If that is (loss, aux), pass has_aux=True, so that the gradients are "
-    "inferred too; if it is no loss, return a dict or a list."
-)
-
-
 class Inferred(NamedTuple):
     """What `infer` found; prints as a table.
 
@@ -94,7 +87,11 @@ def infer(
     out = _eval_shape(fun, specs)
     outputs = describe(out, lambda path: _join("out", path))
     if not has_aux and _is_loss_with_aux(out):
-        raise TypeError(_HAS_AUX)
+        raise TypeError(
+            "sparsejax.desc.infer: a pair whose first part is a float scalar comes out "
+            "of the function. If that is (loss, aux), pass has_aux=True, so that the "
+            "gradients are inferred too; if it is no loss, return a dict or a list."
+        )
     loss = out[0] if has_aux else out
     if not _is_loss(loss):
         return Inferred(outputs, [])

@@ -8,33 +8,11 @@ library it was generated for.
 import functools
 from typing import Any
 
-from sparsejax._ids import kind_of
+from sparsejax._arguments import kind_of
 from sparsejax.desc._var_desc import LOD_TENSOR, SELECTED_ROWS, VarDesc
 
 
-_MISSING = (
-    "sparsejax.desc: needs the protobuf library, which is not installed: pip install "
-    "'sparsejax[desc]'."
-)
-_NO_DESC = (
-    "sparsejax.desc.to_bytes: takes one VarDesc, got {found}. For what describe gives: "
-    "[to_bytes(desc) for desc in describe(tree)]."
-)
-_NO_TYPE = (
-    "sparsejax.desc: the data type of {name} must be one that PaddlePaddle has a name "
-    "for, got {found}. These are {known}."
-)
-_NO_KIND = "sparsejax.desc.to_bytes: the type of {name} must be {known}, got {found!r}."
-_DIM = (
-    "sparsejax.desc.to_bytes: dims of {name} must be sizes, or -1 where unknown, got "
-    "{found}."
-)
-_NO_BYTES = "sparsejax.desc.from_bytes: takes bytes, as to_bytes gives, got {found}."
 _NOT_PARSED = "sparsejax.desc.from_bytes: these {count} bytes are no VarDesc ({error})."
-_NO_PART = (
-    "sparsejax.desc.from_bytes: {name} is of type {kind} and has no {part}, the field "
-    "that tells its data type and dims."
-)
 
 # The number of each data type, by the name NumPy has for it.
 DATA_TYPES = {
@@ -83,10 +61,14 @@ def to_bytes(desc: VarDesc) -> bytes:
       PaddlePaddle, design of `VarDesc`; Protocol Buffers, encoding.
     """
     if not isinstance(desc, VarDesc):
-        raise TypeError(_NO_DESC.format(found=kind_of(desc)))
+        raise TypeError(
+            f"sparsejax.desc.to_bytes: takes one VarDesc, got {kind_of(desc)}. For "
+            "what describe gives: [to_bytes(desc) for desc in describe(tree)]."
+        )
     if desc.type not in _KINDS:
         raise ValueError(
-            _NO_KIND.format(name=desc.name, found=desc.type, known=" or ".join(_KINDS))
+            f"sparsejax.desc.to_bytes: the type of {desc.name} must be "
+            f"{' or '.join(_KINDS)}, got {desc.type!r}."
         )
     message = message_types()["VarDesc"]()
     message.name = desc.name
@@ -127,12 +109,18 @@ def from_bytes(data: bytes) -> VarDesc:
       PaddlePaddle, design of `VarDesc`; Protocol Buffers, encoding.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(_NO_BYTES.format(found=kind_of(data)))
+        raise TypeError(
+            "sparsejax.desc.from_bytes: takes bytes, as to_bytes gives, got "
+            f"{kind_of(data)}."
+        )
     message = parse("VarDesc", data, _NOT_PARSED)
     kind = {number: name for name, number in _KINDS.items()}[message.type]
     part = "selected_rows_desc" if kind == SELECTED_ROWS else "lod_desc"
     if not message.HasField(part):
-        raise ValueError(_NO_PART.format(name=message.name, kind=kind, part=part))
+        raise ValueError(
+            f"sparsejax.desc.from_bytes: {message.name} is of type {kind} and has no "
+            f"{part}, the field that tells its data type and dims."
+        )
     value = getattr(message, part)
     tensor, level = (value, 0)
     if kind == LOD_TENSOR:
@@ -154,10 +142,16 @@ def fill_tensor(message: Any, name: str, data_type: str, dims: Any) -> None:
     """Writes type and dimensions into a `TensorDesc`."""
     if data_type not in DATA_TYPES:
         known = ", ".join(DATA_TYPES)
-        raise ValueError(_NO_TYPE.format(name=name, found=data_type, known=known))
+        raise ValueError(
+            f"sparsejax.desc: the data type of {name} must be one that PaddlePaddle "
+            f"has a name for, got {data_type}. These are {known}."
+        )
     known = isinstance(dims, tuple | list)
     if not known or not all(hasattr(d, "__index__") and d >= -1 for d in dims):
-        raise ValueError(_DIM.format(name=name, found=dims))
+        raise ValueError(
+            f"sparsejax.desc.to_bytes: dims of {name} must be sizes, or -1 where "
+            f"unknown, got {dims}."
+        )
     message.data_type = DATA_TYPES[data_type]
     message.dims.extend(dims)
 
@@ -194,7 +188,10 @@ def message_types() -> dict[str, Any]:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError as error:
-        raise ImportError(_MISSING) from error
+        raise ImportError(
+            "sparsejax.desc: needs the protobuf library, which is not installed: pip "
+            "install 'sparsejax[desc]'."
+        ) from error
 
     file = descriptor_pb2.FileDescriptorProto(
         name="sparsejax/desc/var_desc.proto", package="sparsejax.desc", syntax="proto2"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
@@ -17,19 +17,6 @@ SELECTED_ROWS = "SELECTED_ROWS"
 UNKNOWN = -1
 # The path of a variable that is no part of a tree.
 BARE = "value"
-
-_NAMES = (
-    "sparsejax.desc.describe: names must be one name for each of the {count} variables "
-    "of the tree ({paths}), or a function of the path, got {found}."
-)
-_SAME_NAME = (
-    "sparsejax.desc.describe: {name!r} is the name of more than one variable. Names "
-    "tell variables apart: hand in others as names=."
-)
-_NO_ARRAY = (
-    "sparsejax.desc.describe: {name} must be an array, jax.ShapeDtypeStruct, "
-    "SelectedRows or SegmentTensor, got {found}."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +100,16 @@ def describe(
         own: list[Any] = list(names) if isinstance(names, list | tuple) else [names]
         if len(own) != len(paths) or not all(isinstance(n, str) for n in own):
             raise ValueError(
-                _NAMES.format(count=len(paths), paths=", ".join(paths), found=own)
+                "sparsejax.desc.describe: names must be one name for each of the "
+                f"{len(paths)} variables of the tree ({', '.join(paths)}), or a "
+                f"function of the path, got {own}."
             )
     for name in own:
         if own.count(name) > 1:
-            raise ValueError(_SAME_NAME.format(name=name))
+            raise ValueError(
+                f"sparsejax.desc.describe: {name!r} is the name of more than one "
+                "variable. Names tell variables apart: hand in others as names=."
+            )
     keep = persistable if callable(persistable) else lambda _: persistable
     return [
         _describe_one(name, value, level, bool(keep(name)))
@@ -143,7 +135,11 @@ def _variables(tree: Any, prefix: str, level: int) -> list[tuple[str, Any, int]]
 def _describe_one(name: str, value: Any, level: int, persistable: bool) -> VarDesc:
     if not isinstance(value, SelectedRows) and not hasattr(value, "dtype"):
         if not isinstance(value, bool | int | float | complex):
-            raise TypeError(_NO_ARRAY.format(name=name, found=_ids.kind_of(value)))
+            raise TypeError(
+                f"sparsejax.desc.describe: {name} must be an array, "
+                "jax.ShapeDtypeStruct, SelectedRows or SegmentTensor, got "
+                f"{_arguments.kind_of(value)}."
+            )
         value = jax.eval_shape(lambda: jax.numpy.asarray(value))
     dims = [_dim(d) for d in value.shape]
     if level:

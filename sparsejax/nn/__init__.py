@@ -58,10 +58,6 @@ if _TYPE_CHECKING:  # else each is imported when it is asked for
 
 # By name in this package, the distribution that each needs.
 _ADAPTERS = {"flax": "flax", "nnx": "flax", "equinox": "equinox"}
-_MISSING = (
-    "sparsejax.nn.{name} needs {package}, which is not installed: pip install "
-    "{package}, or pip install 'sparsejax[interop]'."
-)
 
 
 def __getattr__(name: str) -> _Any:
@@ -74,5 +70,9 @@ def __getattr__(name: str) -> _Any:
         if (e.name or "").split(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            _MISSING.format(name=name, package=package), name=e.name
+            (
+                f"sparsejax.nn.{name} needs {package}, which is not installed: pip "
+                f"install {package}, or pip install 'sparsejax[interop]'."
+            ),
+            name=e.name,
         ) from None

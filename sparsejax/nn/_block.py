@@ -25,42 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
+from sparsejax._rows import indexing
 from sparsejax.nn import _layer
-
-
-_NOT_PULLED = (
-    "{owner}: the table {name!r} is used in sparse_forward, but it was not pulled; "
-    "pulled were {pulled}. Only what row_ids names is pulled: return {{{name!r}: ids}} "
-    "from {owner}.row_ids(inputs) too, with all the ids that sparse_forward reads."
-)
-_ORDINARY_LAYER = (
-    "{owner}: a table out of `tables` was given to an ordinary layer, which needs an "
-    "array ({error}). It is a SelectedRows: the rows of this batch, not the whole "
-    "table. Read it with sparsejax.lookup, embedding_bag or dot, or by a SparseBlock; "
-    "ordinary layers take what was read. Of {pulled}, `.values` are the rows as pulled."
-)
-_TABLES = (
-    "{owner}: tables must be a mapping of names to pulled rows (a SelectedRows) or "
-    "whole tables (an array), got {found}. store.pull(name, ids) gives the rows of one."
-)
-_TWO_TABLES = (
-    "{owner}.tables: two blocks use the name {name!r} for their table{why}. Give each "
-    "block a name of its own: SparseEmbedding(..., name='user'). To share one table, "
-    "use one block twice, or give both the same name and sizes."
-)
-
-
-_NOT_FIELDS = (
-    "{owner}: layers are kept in what is no dataclass field, {found}, so their tables "
-    "and parameters are not seen. Decorate it as a frozen dataclass with annotated "
-    "fields: @dataclasses.dataclass(frozen=True), then item: SparseEmbedding = "
-    "SparseEmbedding(...). Or override tables() and init(key)."
-)
-_MERGE = (
-    "sparsejax.nn.merge_row_ids: each argument must be a dict of table names to ids, "
-    "as row_ids gives it, got {found}."
-)
 
 
 class NotPulledError(KeyError):
@@ -151,7 +118,10 @@ class PulledTables(Mapping[str, Any]):
         if name not in self._tables:
             pulled = sorted(self._tables) or "none"
             raise NotPulledError(
-                _NOT_PULLED.format(owner=self._owner, name=name, pulled=pulled)
+                f"{self._owner}: the table {name!r} is used in sparse_forward, but it "
+                f"was not pulled; pulled were {pulled}. Only what row_ids names is "
+                f"pulled: return {{{name!r}: ids}} from {self._owner}.row_ids(inputs) "
+                "too, with all the ids that sparse_forward reads."
             )
         return self._tables[name]
 
@@ -253,7 +223,10 @@ class SparseBlock(abc.ABC):
                 else:
                     continue
                 raise ValueError(
-                    _TWO_TABLES.format(owner=type(self).__name__, name=name, why=why)
+                    f"{type(self).__name__}.tables: two blocks use the name {name!r} "
+                    f"for their table{why}. Give each block a name of its own: "
+                    "SparseEmbedding(..., name='user'). To share one table, use one "
+                    "block twice, or give both the same name and sizes."
                 )
         return found
 
@@ -286,10 +259,13 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for ids_of in row_ids:
         if not isinstance(ids_of, Mapping):
-            found = _ids.kind_of(ids_of)
-            raise TypeError(_MERGE.format(found=found))
+            found = _arguments.kind_of(ids_of)
+            raise TypeError(
+                "sparsejax.nn.merge_row_ids: each argument must be a dict of table "
+                f"names to ids, as row_ids gives it, got {found}."
+            )
         for name, ids in ids_of.items():
-            _ids.as_integers(f"sparsejax.nn.merge_row_ids: table {name!r}", ids)
+            _arguments.as_integers(f"sparsejax.nn.merge_row_ids: table {name!r}", ids)
             merged[name] = _join(name, merged[name], ids) if name in merged else ids
     return merged
 
@@ -304,8 +280,12 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     def sparse_forward(self, tables, params, inputs):
         owner = type(self).__name__
         if not isinstance(tables, Mapping):
-            found = _ids.kind_of(tables)
-            raise TypeError(_TABLES.format(owner=owner, found=found))
+            found = _arguments.kind_of(tables)
+            raise TypeError(
+                f"{owner}: tables must be a mapping of names to pulled rows (a "
+                f"SelectedRows) or whole tables (an array), got {found}. "
+                "store.pull(name, ids) gives the rows of one."
+            )
         if not isinstance(tables, PulledTables):
             tables = PulledTables(tables, owner)
         try:
@@ -316,7 +296,11 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             short = str(error).strip().splitlines()[0].rstrip(".")
             raise RowSparseTableError(
-                _ORDINARY_LAYER.format(owner=owner, error=short, pulled=sorted(tables))
+                f"{owner}: a table out of `tables` was given to an ordinary layer, "
+                f"which needs an array ({short}). It is a SelectedRows: the rows of "
+                "this batch, not the whole table. Read it with sparsejax.lookup, "
+                "embedding_bag or dot, or by a SparseBlock; ordinary layers take what "
+                f"was read. Of {sorted(tables)}, `.values` are the rows as pulled."
             ) from error
 
     return sparse_forward
@@ -332,7 +316,13 @@ def _layer_fields(block: Any) -> dict[str, Any]:
         known = {**vars(kind), **known}
     if stray := [n for n, x in known.items() if n not in fields and _is_layered(x)]:
         owner, found = type(block).__name__, " and ".join(map(repr, stray))
-        raise TypeError(_NOT_FIELDS.format(owner=owner, found=found))
+        raise TypeError(
+            f"{owner}: layers are kept in what is no dataclass field, {found}, so "
+            "their tables and parameters are not seen. Decorate it as a frozen "
+            "dataclass with annotated fields: @dataclasses.dataclass(frozen=True), "
+            "then item: SparseEmbedding = SparseEmbedding(...). Or override tables() "
+            "and init(key)."
+        )
     return {name: x for name, x in fields.items() if _is_layered(x)}
 
 
@@ -375,8 +365,8 @@ def _flat(x: Any) -> Iterator[SparseBlock]:
 def _join(name: str, a: Any, b: Any) -> Any:
     """Ids in one axis; NumPy's where both are known: nothing need be on a device."""
     call = f"sparsejax.nn.merge_row_ids: table {name!r}"
-    a, b = _ids.as_integers(call, a), _ids.as_integers(call, b)
-    if not (_ids.is_concrete(a) and _ids.is_concrete(b)):
-        wide = _ids.promote(a.dtype, b.dtype)
+    a, b = _arguments.as_integers(call, a), _arguments.as_integers(call, b)
+    if not (_arguments.is_concrete(a) and _arguments.is_concrete(b)):
+        wide = indexing.promote(a.dtype, b.dtype)
         return jnp.concatenate([x.reshape(-1).astype(wide) for x in (a, b)])
     return np.concatenate([np.ravel(x).astype(np.int64) for x in (a, b)])

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn._matrix import Elements
-from sparsejax.optim._norm import global_norm
+from sparsejax.optim._lazy.norm import global_norm
 
 
 _LEAST_CAPACITY = 8
@@ -45,7 +45,7 @@ def pad(rows: SelectedRows, capacity: int) -> SelectedRows:
     if more == 0:
         return rows
     ids = jnp.pad(
-        rows.rows, (0, more), constant_values=_ids.scalar(rows.height, rows.rows)
+        rows.rows, (0, more), constant_values=_arguments.scalar(rows.height, rows.rows)
     )
     widths = [(0, more)] + [(0, 0)] * (rows.ndim - 1)
     return SelectedRows(ids, jnp.pad(rows.values, widths), rows.height)

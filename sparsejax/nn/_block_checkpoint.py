@@ -15,23 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax._replace import replacing
+from sparsejax._files import replacing
 
 
 _CALL = "sparsejax.nn.Trainer.load"
 _CURRENT = "current"
 
-_NOTHING = (
-    "{call}: nothing was saved in {path}: it has no file 'current'. Name the folder "
-    "that Trainer.save was given."
-)
 _SAVE = "sparsejax.nn.Trainer.save"
 _A_FILE = "{call}: {path} is a file. Name the folder to save in."
-_OTHER_LEAVES = (
-    "{call}: {path} is of another model or optimizer: there the dense leaves have "
-    "{found}, and here {want}. Make the trainer with the block and the tx that were "
-    "saved."
-)
 
 
 def save(path: str | os.PathLike[str], tree: Any, store: Any) -> None:
@@ -59,7 +50,10 @@ def load(path: str | os.PathLike[str], like: Any, store: Any) -> Any:
         raise NotADirectoryError(_A_FILE.format(call=_CALL, path=folder))
     number = _current(folder)
     if number is None:
-        raise FileNotFoundError(_NOTHING.format(call=_CALL, path=folder))
+        raise FileNotFoundError(
+            f"{_CALL}: nothing was saved in {folder}: it has no file 'current'. Name "
+            "the folder that Trainer.save was given."
+        )
     tree = _read(_dense_file(folder, number), like)  # before anything is changed
     store.load(_store_file(folder, number))
     return tree
@@ -99,7 +93,9 @@ def _read(path: pathlib.Path, like: Any) -> Any:
             there = [x for x in header if x not in want][:3]
             here = [x for x in want if x not in header][:3]
             raise ValueError(
-                _OTHER_LEAVES.format(call=_CALL, path=path, found=there, want=here)
+                f"{_CALL}: {path} is of another model or optimizer: there the dense "
+                f"leaves have {there}, and here {here}. Make the trainer with the "
+                "block and the tx that were saved."
             )
         stored = [found[f"leaf{i}"] for i in range(len(header))]
     leaves, tree = jax.tree.flatten(like)

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids, _lookup
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
+from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _matrix
 from sparsejax.nn._block import SparseBlock, TableSpec
@@ -19,13 +21,6 @@ from sparsejax.nn._one_table import TABLE_INIT, check_padding_id
 _EMBEDDING = "sparsejax.nn.SparseEmbedding"
 _LINEAR = "sparsejax.nn.SparseLinear"
 _ZEROS: Any = jax.nn.initializers.zeros
-
-_NAME = "{call}: name must be a string, the table's name in the store, got {found!r}."
-_DENSE_INPUT = (
-    "{call}: inputs are an array of shape {shape}, which has all columns, so all rows "
-    "of the table would be pulled. Pass CSR (SegmentTensor.from_csr makes it), or use "
-    "an ordinary layer, sparsejax.nn.Dense."
-)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -111,12 +106,12 @@ class SparseEmbedding(SparseBlock):
     def _ids_of(self, inputs: Any) -> tuple[Any, Any]:
         """Ids, and which of them read zeros: padding, and empty elements."""
         if isinstance(inputs, SegmentTensor):
-            ids = _known(_ids.as_integers(_EMBEDDING, inputs.values))
+            ids = _known(_arguments.as_integers(_EMBEDDING, inputs.values))
             skip = _empty(inputs, ids.ndim)
         else:
-            ids = _known(_ids.as_integers(_EMBEDDING, inputs))
+            ids = _known(_arguments.as_integers(_EMBEDDING, inputs))
             skip = np.zeros(ids.shape, bool)
-        padding = _lookup.padding_mask(_EMBEDDING, ids, self.padding_id)
+        padding = lookup.padding_mask(_EMBEDDING, ids, self.padding_id)
         return ids, skip if padding is None else skip | _known(padding)
 
 
@@ -191,7 +186,7 @@ class SparseLinear(SparseBlock):
         _matrix.check_columns(_LINEAR, csr, self.in_features)
         values = csr.values
         index = values["index"] if isinstance(values, dict) else values
-        index = _known(_ids.as_integers(_LINEAR, index, "the index"))
+        index = _known(_arguments.as_integers(_LINEAR, index, "the index"))
         skip = _empty(csr, index.ndim)
         return {self.name: _named(index, skip, self.in_features, self.mode)}
 
@@ -206,10 +201,10 @@ class SparseLinear(SparseBlock):
         # stored. Here a row that is not stored was forgotten, so it is read by `mode`.
         # So is a column out of range, for which `dot` has zeros too.
         elements = csr.elements
-        nothing = ~_ids.in_range(elements.segment_ids, elements.num_segments)
+        nothing = ~indexing.in_range(elements.segment_ids, elements.num_segments)
         call = f"{_LINEAR} of the table {self.name!r}"
-        rows = _lookup.read_rows(call, table, csr.index, nothing, self.mode)
-        wide = _ids.accumulator_dtype(dtype)
+        rows = lookup.read_rows(call, table, csr.index, nothing, self.mode)
+        wide = indexing.accumulator_dtype(dtype)
         out = _matrix.sum_segments(csr, _matrix.scale(csr, rows, wide))
         if self.use_bias:
             out = out + _layer.beside(params["bias"], out)
@@ -218,7 +213,12 @@ class SparseLinear(SparseBlock):
     def _as_csr(self, inputs: Any) -> _matrix.Csr:
         csr = _matrix.as_matrix(_LINEAR, inputs, self.in_features, skip_bad=False)
         if not isinstance(csr, _matrix.Csr):
-            raise TypeError(_DENSE_INPUT.format(call=_LINEAR, shape=csr.shape))
+            raise TypeError(
+                f"{_LINEAR}: inputs are an array of shape {csr.shape}, which has all "
+                "columns, so all rows of the table would be pulled. Pass CSR "
+                "(SegmentTensor.from_csr makes it), or use an ordinary layer, "
+                "sparsejax.nn.Dense."
+            )
         return csr
 
 
@@ -232,10 +232,13 @@ def _check(call: str, block: Any, rows: str) -> None:
     _layer.check_dtype(call, "param_dtype", block.param_dtype)
     _layer.check_initializer(call, "initializer", block.initializer)
     if not isinstance(block.name, str):
-        raise TypeError(_NAME.format(call=call, found=block.name))
+        raise TypeError(
+            f"{call}: name must be a string, the table's name in the store, got "
+            f"{block.name!r}."
+        )
     if hasattr(block, "padding_id"):
         check_padding_id(call, block.padding_id)
-    _lookup.check_mode(call, block.mode)
+    lookup.check_mode(call, block.mode)
 
 
 def _empty(st: SegmentTensor, ndim: int) -> Any:
@@ -247,7 +250,7 @@ def _empty(st: SegmentTensor, ndim: int) -> Any:
 
 def _known(x: Any) -> Any:
     """NumPy's array, where the values are known: nothing need be on the device."""
-    return np.asarray(x) if _ids.is_concrete(x) else x
+    return np.asarray(x) if _arguments.is_concrete(x) else x
 
 
 def _named(ids: Any, skip: Any, height: int, mode: str) -> Any:
@@ -263,7 +266,7 @@ def _named(ids: Any, skip: Any, height: int, mode: str) -> Any:
         limits = np.iinfo(np.int64)
     else:
         ids, xp = jnp.asarray(ids), jnp
-        limits = jnp.iinfo(_ids.promote(ids.dtype, jnp.int8))
+        limits = jnp.iinfo(indexing.promote(ids.dtype, jnp.int8))
     if ids.dtype.kind == "u":  # a large one must not turn into a negative one
         most = min(int(limits.max), int(jnp.iinfo(ids.dtype).max))
         ids = xp.minimum(ids, np.array(most, ids.dtype))

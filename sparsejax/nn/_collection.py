@@ -8,20 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _ids, _lookup
-from sparsejax._scatter import scatter_assign
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
+from sparsejax._rows import indexing
+from sparsejax._rows.scatter import scatter_assign
 from sparsejax.nn import _collection_fields as _fields, _features, _layer, _stacks
 
 
 _CALL = "sparsejax.nn.EmbeddingCollection"
-_UNREAD = (
-    "{call}: no feature reads {found}. Leave them out, or name a feature for each."
-)
-_IDS = "{call}: {name} must be a dict from features to their {name}, got {found}."
-_STRAY_WEIGHTS = "{call}: weights for {found}, of which no ids were given."
-_ROWS = "{call}: values must have shape {want}, a row for each id, got {found}."
 _ALL_TABLES = "{call}: tables must be a dict of all tables, {want}, got {found}."
-_TABLE = "{call}: table {name!r} must be an array of shape {want}, got {found}."
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -94,7 +89,10 @@ class EmbeddingCollection:
             (name, *_fields.as_read(name, x, layers)) for name, x in features
         )
         if unread := sorted(layers.keys() - {table for _, table, _ in features}):
-            raise ValueError(_UNREAD.format(call=_CALL, found=unread))
+            raise ValueError(
+                f"{_CALL}: no feature reads {unread}. Leave them out, or name a "
+                "feature for each."
+            )
         _layer.check_bool(_CALL, "stacked", self.stacked)
         _layer.set_fields(self, tables=tables, features=features)
 
@@ -232,7 +230,7 @@ class EmbeddingCollection:
           Array([[1., 1.]], dtype=float32)
         """
         place = self._place(table)
-        ids = jnp.arange(place.num_rows, dtype=_ids.index_dtype(place.num_rows))
+        ids = jnp.arange(place.num_rows, dtype=_arguments.index_dtype(place.num_rows))
         return self.set_rows(params, table, ids, self._as_table(table, values))
 
     def get_rows(self, params: Any, table: str, ids: Any) -> jax.Array:
@@ -248,7 +246,7 @@ class EmbeddingCollection:
         stack = self._arrays(params)[place.stack]
         rows = _stacks.translate(_CALL, layer, place, stack.shape[0], ids)
         mode = "zero" if layer.mode == "zero" else "fill"
-        return _lookup.lookup(
+        return lookup.lookup(
             stack,
             rows,
             mode=mode,
@@ -280,14 +278,17 @@ class EmbeddingCollection:
         """
         place = self._place(table)
         stack = self._arrays(params, dense=False)[place.stack]
-        ids = _ids.as_ids(_CALL, ids, place.num_rows)
+        ids = _arguments.as_ids(_CALL, ids, place.num_rows)
         call, want = f"{_CALL}.set_rows", (*ids.shape, *stack.shape[1:])
-        values = _ids.to_array(call, values, "values").astype(stack.dtype)
+        values = _arguments.to_array(call, values, "values").astype(stack.dtype)
         if values.shape != want:
-            raise ValueError(_ROWS.format(call=call, want=want, found=values.shape))
-        wide = _ids.index_dtype(stack.shape[0])
+            raise ValueError(
+                f"{call}: values must have shape {want}, a row for each id, got "
+                f"{values.shape}."
+            )
+        wide = _arguments.index_dtype(stack.shape[0])
         rows = ids.astype(wide) + jnp.array(place.start, wide)
-        own = _ids.in_range(ids, place.num_rows)
+        own = indexing.in_range(ids, place.num_rows)
         rows = jnp.where(own, rows, jnp.array(stack.shape[0], wide))
         return {**params, place.stack: scatter_assign(stack, rows, values)}
 
@@ -306,7 +307,7 @@ class EmbeddingCollection:
         """
         want = sorted(self._layers)
         if not isinstance(tables, Mapping) or set(tables) != set(want):
-            found = _ids.kind_of(tables)
+            found = _arguments.kind_of(tables)
             if isinstance(tables, Mapping):
                 found = f"the names {sorted(map(str, tables))}"
             raise TypeError(
@@ -357,13 +358,18 @@ class EmbeddingCollection:
         weights = {} if weights is None else weights
         for name, given in (("ids", ids), ("weights", weights)):
             if not isinstance(given, Mapping):
-                found = _ids.kind_of(given)
-                raise TypeError(_IDS.format(call=_CALL, name=name, found=found))
+                found = _arguments.kind_of(given)
+                raise TypeError(
+                    f"{_CALL}: {name} must be a dict from features to their {name}, "
+                    f"got {found}."
+                )
             known = [name for name, _, _ in self.features]
             for feature in given:
                 _fields.check_known("feature", feature, known)
         if stray := sorted(weights.keys() - ids.keys()):
-            raise ValueError(_STRAY_WEIGHTS.format(call=_CALL, found=stray))
+            raise ValueError(
+                f"{_CALL}: weights for {stray}, of which no ids were given."
+            )
         stacks, places = self._layout
         return [
             _features.prepare(
@@ -390,10 +396,11 @@ class EmbeddingCollection:
     def _as_table(self, name: str, values: Any) -> jax.Array:
         layer = self._layers[name]
         want = layer.num_embeddings, layer.features
-        values = _ids.as_array(values)
+        values = _arguments.as_array(values)
         if not isinstance(values, jax.Array) or values.shape != want:
-            found = getattr(values, "shape", None) or _ids.kind_of(values)
+            found = getattr(values, "shape", None) or _arguments.kind_of(values)
             raise ValueError(
-                _TABLE.format(call=_CALL, name=name, want=want, found=found)
+                f"{_CALL}: table {name!r} must be an array of shape {want}, got "
+                f"{found}."
             )
         return values.astype(layer.param_dtype)

@@ -3,29 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.nn._embedding import Embedding
 from sparsejax.nn._embedding_bag import EmbeddingBag, check_combiner
 
 
 CALL = "sparsejax.nn.EmbeddingCollection"
-
-_NAMED = (
-    "{call}: {field} must be a dict of names to {what}, of one at least, got {found}."
-)
-_SPEC = (
-    "{call}: table {name!r} must be an Embedding, an EmbeddingBag, or (num_embeddings, "
-    "features), got {found}."
-)
-_FEATURE = (
-    "{call}: feature {name!r} must be the name of its table, or (table, combiner), got "
-    "{found}."
-)
-_TWICE = (
-    "{call}: {field} has the name {found!r} twice. Give each a name of its own; "
-    "several features may read one table."
-)
-_UNKNOWN = "{call}: there is no {kind} {found!r}, only {known}."
 
 
 def as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
@@ -37,10 +20,14 @@ def as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
         pairs, names = (), []
     if not pairs or not all(isinstance(name, str) for name, _ in pairs):
         raise TypeError(
-            _NAMED.format(call=CALL, field=field, what=what, found=_ids.show(given))
+            f"{CALL}: {field} must be a dict of names to {what}, of one at least, got "
+            f"{_arguments.show(given)}."
         )
     if twice := [name for name in dict(pairs) if names.count(name) > 1]:
-        raise ValueError(_TWICE.format(call=CALL, field=field, found=twice[0]))
+        raise ValueError(
+            f"{CALL}: {field} has the name {twice[0]!r} twice. Give each a name of its "
+            "own; several features may read one table."
+        )
     return pairs
 
 
@@ -54,14 +41,20 @@ def as_layer(name: str, spec: Any) -> Any:
             # The table's name in the place of the class's, which nobody wrote.
             said = str(error).partition(": ")[2]
             raise type(error)(f"{CALL}, table {name!r}: {said}") from None
-    raise TypeError(_SPEC.format(call=CALL, name=name, found=_ids.show(spec)))
+    raise TypeError(
+        f"{CALL}: table {name!r} must be an Embedding, an EmbeddingBag, or "
+        f"(num_embeddings, features), got {_arguments.show(spec)}."
+    )
 
 
 def as_read(name: str, given: Any, layers: dict[str, Any]) -> tuple[str, str]:
     """The table and the combiner of a feature."""
     table, *rest = given if isinstance(given, (tuple, list)) and given else (given,)
     if not isinstance(table, str) or len(rest) > 1:
-        raise TypeError(_FEATURE.format(call=CALL, name=name, found=_ids.show(given)))
+        raise TypeError(
+            f"{CALL}: feature {name!r} must be the name of its table, or (table, "
+            f"combiner), got {_arguments.show(given)}."
+        )
     check_known("table", table, list(layers))
     combiner = rest[0] if rest else getattr(layers[table], "combiner", "none")
     return table, check_combiner(f"{CALL}, feature {name!r}", combiner)
@@ -74,4 +67,4 @@ def is_triple(x: Any) -> bool:
 def check_known(kind: str, name: Any, known: list[str]) -> None:
     if name not in known:
         shown = ", ".join(map(repr, known))
-        raise ValueError(_UNKNOWN.format(call=CALL, kind=kind, found=name, known=shown))
+        raise ValueError(f"{CALL}: there is no {kind} {name!r}, only {shown}.")

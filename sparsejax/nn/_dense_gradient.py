@@ -7,7 +7,7 @@ however few rows are read. XLA sees nothing of it.
 import jax
 from jax import lax
 
-from sparsejax import _compat, _ids
+from sparsejax import _arguments, _compat
 
 
 _identity = _compat.linear_primitive("dense_gradient", lambda x: x, {})
@@ -18,8 +18,8 @@ def dense_gradient(x: jax.Array) -> jax.Array:
 
     Where `tables=` insists on a sparse one, the DensifyError names this primitive.
     """
-    if _ids.is_concrete(x):  # nobody differentiates: no need of a copy
+    if _arguments.is_concrete(x):  # nobody differentiates: no need of a copy
         return x
     if _compat.is_laid_out(x):  # its type says more than the primitive's can
-        return lax.pad(x, _ids.scalar(0, x), [(0, 0, 0)] * x.ndim)
+        return lax.pad(x, _arguments.scalar(0, x), [(0, 0, 0)] * x.ndim)
     return _identity(x)

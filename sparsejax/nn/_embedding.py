@@ -6,26 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _ids, _lookup
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
+from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
 from sparsejax.nn._one_table import TABLE_INIT, OneTable, table_fields
 
 
 _CALL = "sparsejax.nn.Embedding"
-
-_SEGMENTS = (
-    "{call}: the values of a SegmentTensor must be one array of ids, got {found}. Pass "
-    "that part of them: st.values['ids'], with the same segment ids."
-)
-_QUERY = (
-    "{call}.attend: query must be an array of real floats [..., {features}], got "
-    "{found}."
-)
-_WHOLE_TABLE = (
-    "{call}.attend: params['embedding'] is a SelectedRows, of which some rows are "
-    "stored, and attend multiplies all of them. Pass the whole table."
-)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
@@ -130,25 +119,29 @@ class Embedding(OneTable):
         """
         table = self.table(params)
         if not isinstance(ids, SegmentTensor):
-            return self._rows(table, _ids.as_integers(_CALL, ids), None)
+            return self._rows(table, _arguments.as_integers(_CALL, ids), None)
         if not hasattr(ids.values, "dtype"):
-            found = _ids.kind_of(ids.values)
-            raise TypeError(_SEGMENTS.format(call=_CALL, found=found))
-        inside = _ids.in_range(ids.segment_ids, ids.num_segments)
-        values = _ids.as_integers(_CALL, ids.values)
+            found = _arguments.kind_of(ids.values)
+            raise TypeError(
+                f"{_CALL}: the values of a SegmentTensor must be one array of ids, got "
+                f"{found}. Pass that part of them: st.values['ids'], with the same "
+                "segment ids."
+            )
+        inside = indexing.in_range(ids.segment_ids, ids.num_segments)
+        values = _arguments.as_integers(_CALL, ids.values)
         inside = inside.reshape(inside.shape + (1,) * (values.ndim - 1))
         rows = self._rows(table, values, jnp.broadcast_to(inside, values.shape))
         return ids.map(lambda _: rows)
 
     def _rows(self, table: Any, ids: Any, inside: jax.Array | None) -> jax.Array:
         """The rows of `ids`, zeros where they are not `inside`."""
-        skip = _lookup.padding_mask(_CALL, ids, self.padding_id)
+        skip = lookup.padding_mask(_CALL, ids, self.padding_id)
         if inside is not None:
             skip = ~inside if skip is None else skip | ~inside
-        ids = _ids.as_ids(_CALL, ids, self.num_embeddings)
-        rows = _lookup.read_rows(_CALL, table, ids, skip, self.mode)
+        ids = _arguments.as_ids(_CALL, ids, self.num_embeddings)
+        rows = lookup.read_rows(_CALL, table, ids, skip, self.mode)
         if self.max_norm is not None:
-            rows = _lookup.clip_rows(rows, self.max_norm, 1)
+            rows = lookup.clip_rows(rows, self.max_norm, 1)
         return rows if self.dtype is None else rows.astype(self.dtype)
 
     def attend(self, params: Any, query: Any) -> jax.Array:
@@ -181,17 +174,22 @@ class Embedding(OneTable):
         """
         table = self.table(params)
         if not isinstance(table, jax.Array):
-            raise TypeError(_WHOLE_TABLE.format(call=_CALL))
-        query = _ids.as_array(query)
+            raise TypeError(
+                f"{_CALL}.attend: params['embedding'] is a SelectedRows, of which some "
+                "rows are stored, and attend multiplies all of them. Pass the whole "
+                "table."
+            )
+        query = _arguments.as_array(query)
         shape, kind = getattr(query, "shape", ()), getattr(query, "dtype", None)
         floats = kind is not None and jnp.issubdtype(kind, jnp.floating)
         if not floats or shape[-1:] != (self.features,):
-            found = f"{kind} of shape {shape}" if kind else _ids.kind_of(query)
+            found = f"{kind} of shape {shape}" if kind else _arguments.kind_of(query)
             raise TypeError(
-                _QUERY.format(call=_CALL, features=self.features, found=found)
+                f"{_CALL}.attend: query must be an array of real floats [..., "
+                f"{self.features}], got {found}."
             )
-        dtype = self.dtype or _ids.promote(query.dtype, table.dtype)
-        wide = _ids.accumulator_dtype(dtype)
+        dtype = self.dtype or indexing.promote(query.dtype, table.dtype)
+        wide = indexing.accumulator_dtype(dtype)
         query, table = query.astype(dtype), table.astype(dtype)
         return jnp.tensordot(
             query, table, axes=(-1, -1), preferred_element_type=wide

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax._bag import embedding_bag
+from sparsejax._lookup.embedding_bag import embedding_bag
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
 from sparsejax.nn._one_table import TABLE_INIT, OneTable, table_fields
@@ -15,11 +15,6 @@ from sparsejax.nn._one_table import TABLE_INIT, OneTable, table_fields
 COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp", "none")
 
 _CALL = "sparsejax.nn.EmbeddingBag"
-_COMBINER = "{call}: combiner must be one of {known}, got {found!r}."
-_TWICE = (
-    "{call}: ids is a SegmentTensor of {{'index', 'value'}}, which brings its own "
-    "weights, and weights was passed as well. Leave it out, or pass the ids alone."
-)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
@@ -157,7 +152,7 @@ def check_combiner(call: str, combiner: Any) -> str:
     """`combiner`, or an error if it is none."""
     if combiner not in COMBINERS:
         known = ", ".join(map(repr, COMBINERS))
-        raise ValueError(_COMBINER.format(call=call, known=known, found=combiner))
+        raise ValueError(f"{call}: combiner must be one of {known}, got {combiner!r}.")
     return combiner
 
 
@@ -169,7 +164,11 @@ def split_weights(
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         return ids, weights
     if weights is not None:
-        raise ValueError(_TWICE.format(call=call))
+        raise ValueError(
+            f"{call}: ids is a SegmentTensor of {{'index', 'value'}}, which brings its "
+            "own weights, and weights was passed as well. Leave it out, or pass the "
+            "ids alone."
+        )
     static = ids.num_segments, ids.is_sorted
     children = values["index"], ids.segment_ids
     return SegmentTensor.tree_unflatten(static, children), values["value"]

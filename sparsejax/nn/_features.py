@@ -14,28 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids, _lookup
-from sparsejax._bag import embedding_bag
-from sparsejax._reduce_args import float_dtype
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
+from sparsejax._lookup.embedding_bag import embedding_bag
+from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
+from sparsejax._segments.reduce.common import float_dtype
 from sparsejax.nn._embedding_bag import split_weights
 from sparsejax.nn._stacks import BAD, PADDING, Place, translate
-
-
-_NESTED = (
-    "{call}: the values of the SegmentTensor must be one array of ids, or {{'index', "
-    "'value'}}, got {found}."
-)
-_SEGMENT_IDS = "{call}: the ids of a SegmentTensor must have shape [n], got {found}."
-_NO_WEIGHTS = (
-    "{call}: weights are for the combiners 'sum', 'mean' and 'sqrtn', got "
-    "combiner={found!r}."
-)
-_WEIGHTS_SHAPE = (
-    "{call}: weights must have the shape of the ids, {want}, one number for each, got "
-    "{found}."
-)
-_WEIGHTS_KIND = "{call}: weights must be real numbers, got {found}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +102,21 @@ def prepare(
         segments, weights = split_weights(call, ids, weights)
         ids = segments.values
         if not hasattr(ids, "dtype"):
-            raise TypeError(_NESTED.format(call=call, found=_ids.kind_of(ids)))
-    ids = _ids.as_integers(call, ids)
+            raise TypeError(
+                f"{call}: the values of the SegmentTensor must be one array of ids, or "
+                f"{{'index', 'value'}}, got {_arguments.kind_of(ids)}."
+            )
+    ids = _arguments.as_integers(call, ids)
     if weights is not None:
         if combiner not in ("sum", "mean", "sqrtn"):
-            raise ValueError(_NO_WEIGHTS.format(call=call, found=combiner))
+            raise ValueError(
+                f"{call}: weights are for the combiners 'sum', 'mean' and 'sqrtn', got "
+                f"combiner={combiner!r}."
+            )
         weights = _as_weights(call, weights, ids.shape, stack.dtype)
     inside = None
     if segments is not None:
-        inside = _ids.in_range(segments.segment_ids, segments.num_segments)
+        inside = indexing.in_range(segments.segment_ids, segments.num_segments)
         inside = inside.reshape(inside.shape + (1,) * (ids.ndim - 1))
         inside = jnp.broadcast_to(inside, ids.shape)
     rows = translate(call, layer, place, stack.shape[0], ids, inside)
@@ -141,13 +133,16 @@ def prepare(
             return x if segments is None else segments.map(lambda _: x)
 
         if key.mode == "zero":  # so that it can be read beside tables of other modes
-            bad = rows == _ids.scalar(BAD, rows)
-            rows = jnp.where(bad, _ids.scalar(PADDING, rows), rows)
+            bad = rows == _arguments.scalar(BAD, rows)
+            rows = jnp.where(bad, _arguments.scalar(PADDING, rows), rows)
         return Feature(name, key, rows.reshape(-1), None, segments, finish)
     key = dataclasses.replace(key, combiner=combiner, weighted=weights is not None)
     if segments is not None:
         if ids.ndim != 1:
-            raise ValueError(_SEGMENT_IDS.format(call=call, found=ids.shape))
+            raise ValueError(
+                f"{call}: the ids of a SegmentTensor must have shape [n], got "
+                f"{ids.shape}."
+            )
         key = dataclasses.replace(key, length=None)
         return Feature(name, key, rows, weights, segments, cast)
     if ids.ndim < 2:  # a weighted id is a bag of its own
@@ -167,15 +162,16 @@ def _single(ids: Any) -> bool:
 
 
 def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
-    weights = _ids.to_array(call, weights, "weights")
+    weights = _arguments.to_array(call, weights, "weights")
     if weights.shape != shape:
         raise ValueError(
-            _WEIGHTS_SHAPE.format(call=call, want=shape, found=weights.shape)
+            f"{call}: weights must have the shape of the ids, {shape}, one number for "
+            f"each, got {weights.shape}."
         )
     real = jnp.issubdtype(weights.dtype, jnp.floating)
     if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
-        raise TypeError(_WEIGHTS_KIND.format(call=call, found=weights.dtype))
-    return weights.astype(_ids.accumulator_dtype(float_dtype(dtype)))
+        raise TypeError(f"{call}: weights must be real numbers, got {weights.dtype}.")
+    return weights.astype(indexing.accumulator_dtype(float_dtype(dtype)))
 
 
 # ------------------------------------------------------------------ all of them
@@ -199,10 +195,10 @@ def read_all(call: str, stacks: Any, features: Sequence[Feature]) -> dict[str, A
 def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
     rows = _join([feature.rows for feature in group])
     if key.is_lookup:
-        skip = rows == _ids.scalar(PADDING, rows)
-        out = _lookup.read_rows(call, stack, rows, skip, key.mode)
+        skip = rows == _arguments.scalar(PADDING, rows)
+        out = lookup.read_rows(call, stack, rows, skip, key.mode)
         if key.max_norm is not None:
-            out = _lookup.clip_rows(out, key.max_norm, 1)
+            out = lookup.clip_rows(out, key.max_norm, 1)
         counts = [feature.rows.shape[0] for feature in group]
     else:
         segment_ids, counts, is_sorted = None, [x.rows.shape[0] for x in group], False
@@ -239,10 +235,10 @@ def _number_segments(group: Sequence[Feature]) -> tuple[jax.Array, list[int], bo
     """
     ids, counts, base = [], [], 0
     tensors = [x.segments for x in group if x.segments is not None]
-    wide = _ids.index_dtype(sum(x.num_segments for x in tensors))
+    wide = _arguments.index_dtype(sum(x.num_segments for x in tensors))
     for x in tensors:
-        last = _ids.scalar(max(x.num_segments - 1, 0), x.segment_ids)
-        own = _ids.in_range(x.segment_ids, x.num_segments)
+        last = _arguments.scalar(max(x.num_segments - 1, 0), x.segment_ids)
+        own = indexing.in_range(x.segment_ids, x.num_segments)
         own = jnp.where(own, x.segment_ids, last).astype(wide)
         ids.append(own + np.array(base, wide))
         counts.append(x.num_segments)

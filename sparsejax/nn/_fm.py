@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _ids
+from sparsejax._rows import indexing
 from sparsejax.nn import _layer, _matrix
 
 
@@ -154,7 +154,7 @@ class FactorizationMachine:
         x = _matrix.as_matrix(_CALL, x, self.in_features)
         factors = table("factors")
         dtype = _matrix.result_dtype(x, factors, self.dtype)
-        out = _pairs(x, factors, _ids.accumulator_dtype(dtype))
+        out = _pairs(x, factors, indexing.accumulator_dtype(dtype))
         if self.use_linear:
             linear = _matrix.multiply(_CALL, x, table("linear"), "linear", dtype)
             out += linear.reshape(out.shape)

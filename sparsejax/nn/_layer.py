@@ -12,43 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.nn._dense_gradient import dense_gradient
 
 
 Initializer = Callable[[Any, Any, Any], Any]  # of key, shape and dtype
 
-_SIZE = "{call}: {name} must be a positive int, got {found}."
-_DTYPE = (
-    "{call}: {name} must be a type of real floats, as jnp.float32 or jnp.bfloat16, got "
-    "{found!r}."
-)
-_CALLABLE = (
-    "{call}: {name} must be a function (key, shape, dtype) -> array, as those of "
-    "jax.nn.initializers are, got {found}."
-)
-_CHOICE = "{call}: {name} must be True or False{more}, got {found}."
-_KEY = (
-    "{call}.init: key must be one PRNG key, as jax.random.key(0) makes it, got {found}."
-)
-_DRAWN = (
-    "{call}.init: {name} must give an array of the shape that it is called with, "
-    "{shape}, got {found}."
-)
-_NO_LAYER = (
-    "{call}: layer must be a layer of sparsejax.nn, or one with init(key) and a call "
-    "(params, *inputs), got {found}."
-)
-_PARAMS = (
-    "{call}: params must be the dict that {call}.init(key) makes, with the names "
-    "{want}, got {found}."
-)
 _PARAM_KIND = "{call}: params[{name!r}] must be an array of shape {shape}, got {found}."
-_PARAM_SHAPE = (
-    "{call}: params[{name!r}] must have shape {shape}, got {found}. These are not "
-    "this layer's parameters."
-)
 
 
 # ------------------------------------------------------------------ fields
@@ -56,10 +27,10 @@ _PARAM_SHAPE = (
 
 def check_size(call: str, name: str, value: Any) -> int:
     """`value` as a positive int, or an error."""
-    complaint = _SIZE.format(call=call, name=name, found=_ids.show(value))
+    complaint = f"{call}: {name} must be a positive int, got {_arguments.show(value)}."
     if isinstance(value, bool):
         raise ValueError(complaint)
-    return _ids.static_int(value, 1, complaint)
+    return _arguments.static_int(value, 1, complaint)
 
 
 def check_dtype(call: str, name: str, value: Any) -> Any:
@@ -69,7 +40,10 @@ def check_dtype(call: str, name: str, value: Any) -> Any:
     except TypeError:
         dtype = None
     if value is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(_DTYPE.format(call=call, name=name, found=value))
+        raise TypeError(
+            f"{call}: {name} must be a type of real floats, as jnp.float32 or "
+            f"jnp.bfloat16, got {value!r}."
+        )
     return dtype
 
 
@@ -78,14 +52,17 @@ def check_bool(call: str, name: str, value: Any, or_none: bool = False) -> Any:
     if isinstance(value, bool) or (or_none and value is None):
         return value
     more = ", or None" if or_none else ""
-    found = _ids.show(value)
-    raise TypeError(_CHOICE.format(call=call, name=name, more=more, found=found))
+    found = _arguments.show(value)
+    raise TypeError(f"{call}: {name} must be True or False{more}, got {found}.")
 
 
 def check_initializer(call: str, name: str, value: Any) -> Any:
     """`value`, if it can be called, or an error."""
     if not callable(value):
-        raise TypeError(_CALLABLE.format(call=call, name=name, found=_ids.show(value)))
+        raise TypeError(
+            f"{call}: {name} must be a function (key, shape, dtype) -> array, as those "
+            f"of jax.nn.initializers are, got {_arguments.show(value)}."
+        )
     return value
 
 
@@ -115,15 +92,18 @@ def show(self: Any) -> str:
 
 def check_key(call: str, key: Any) -> jax.Array:
     """`key` as one PRNG key, new style or raw, or an error."""
-    key = _ids.as_array(key)
+    key = _arguments.as_array(key)
     if isinstance(key, jax.Array):
         new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == 0 if new else (key.ndim == 1 and key.dtype == jnp.uint32):
             return key
         found = f"{key.dtype} of shape {key.shape}"
     else:
-        found = _ids.show(key)
-    raise TypeError(_KEY.format(call=call, found=found))
+        found = _arguments.show(key)
+    raise TypeError(
+        f"{call}.init: key must be one PRNG key, as jax.random.key(0) makes it, got "
+        f"{found}."
+    )
 
 
 def draw(
@@ -133,8 +113,11 @@ def draw(
     made = initializer(key, shape, dtype)
     found = getattr(made, "shape", None)
     if found != shape:
-        found = _ids.kind_of(made) if found is None else f"one of shape {found}"
-        raise ValueError(_DRAWN.format(call=call, name=name, shape=shape, found=found))
+        found = _arguments.kind_of(made) if found is None else f"one of shape {found}"
+        raise ValueError(
+            f"{call}.init: {name} must give an array of the shape that it is called "
+            f"with, {shape}, got {found}."
+        )
     return made
 
 
@@ -142,23 +125,27 @@ def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
     """`params`, a mapping with just these names, or an error."""
     if isinstance(params, Mapping) and set(params) == set(names):
         return params
-    found = _ids.kind_of(params)
+    found = _arguments.kind_of(params)
     if isinstance(params, Mapping):
         found = f"the names {sorted(map(str, params))}"
-    raise TypeError(_PARAMS.format(call=call, want=sorted(names), found=found))
+    raise TypeError(
+        f"{call}: params must be the dict that {call}.init(key) makes, with the names "
+        f"{sorted(names)}, got {found}."
+    )
 
 
 def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
     """One parameter as a JAX array or a SelectedRows of that shape, or an error."""
-    value = _ids.as_array(params[name])
+    value = _arguments.as_array(params[name])
     if not isinstance(value, (jax.Array, SelectedRows)):
-        found = _ids.kind_of(value)
+        found = _arguments.kind_of(value)
         raise TypeError(
             _PARAM_KIND.format(call=call, name=name, shape=shape, found=found)
         )
     if tuple(value.shape) != shape:
         raise ValueError(
-            _PARAM_SHAPE.format(call=call, name=name, shape=shape, found=value.shape)
+            f"{call}: params[{name!r}] must have shape {shape}, got {value.shape}. "
+            "These are not this layer's parameters."
         )
     return value
 
@@ -177,7 +164,7 @@ def num_rows(call: str, params: Any, name: str) -> int:
     """The first axis of a parameter whose size the layer leaves open."""
     shape = getattr(params[name], "shape", ())
     if not shape:
-        found = _ids.kind_of(params[name])
+        found = _arguments.kind_of(params[name])
         raise TypeError(
             _PARAM_KIND.format(call=call, name=name, shape="[rows, ...]", found=found)
         )
@@ -198,8 +185,11 @@ def check_layer(call: str, layer: Any) -> Any:
     made = not isinstance(layer, type)
     if made and callable(layer) and callable(getattr(layer, "init", None)):
         return layer
-    found = _ids.show(layer) if made else f"the class {layer.__name__} itself"
-    raise TypeError(_NO_LAYER.format(call=call, found=found))
+    found = _arguments.show(layer) if made else f"the class {layer.__name__} itself"
+    raise TypeError(
+        f"{call}: layer must be a layer of sparsejax.nn, or one with init(key) and a "
+        f"call (params, *inputs), got {found}."
+    )
 
 
 def init_for(layer: Any, key: jax.Array, *inputs: Any) -> dict[str, Any]:

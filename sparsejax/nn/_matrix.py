@@ -7,33 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids, _lookup
-from sparsejax._bag import embedding_bag
-from sparsejax._dot import dot
-from sparsejax._reduce import segment_sum
-from sparsejax._rows import SelectedRows
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
+from sparsejax._lookup.dot import dot
+from sparsejax._lookup.embedding_bag import embedding_bag
+from sparsejax._rows import SelectedRows, indexing
 from sparsejax._segments import SegmentTensor
+from sparsejax._segments.reduce.sums import segment_sum
 
 
 _NOT_A_MATRIX = (
     "{call}: x must be an array of numbers [..., {columns}], or CSR: a SegmentTensor "
     "with values {{'index', 'value'}} or of ids alone, a scipy CSR matrix or a BCSR; "
     "got {found}."
-)
-_ELEMENTS = (
-    "{call}: the values of a SegmentTensor must be {{'index': int[n], 'value': "
-    "dtype[n]}}, or int[n] where all count one, got {found}."
-)
-_COLUMNS = (
-    "{call}: x has {found} columns (shape {shape}), and the weights have {columns} "
-    "rows: in_features."
-)
-_WHOLE_WEIGHTS = (
-    "{call}: params[{name!r}] is a SelectedRows, of which some rows are stored, and x "
-    "is an array, which multiplies all of them. Pass x as CSR, or the whole weights."
-)
-_UNKNOWN_COLUMNS = (
-    "{call}: the number of columns is not known: {found}. Say it: {example}."
 )
 
 
@@ -97,8 +83,10 @@ def num_columns(call: str, x: Any, example: str) -> int:
         shape = x.shape if hasattr(x, "shape") else np.shape(x)
         if shape:
             return int(shape[-1])
-        found = f"x is {_ids.kind_of(x)}"
-    raise ValueError(_UNKNOWN_COLUMNS.format(call=call, found=found, example=example))
+        found = f"x is {_arguments.kind_of(x)}"
+    raise ValueError(
+        f"{call}: the number of columns is not known: {found}. Say it: {example}."
+    )
 
 
 def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
@@ -121,7 +109,7 @@ def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError):
-        found = _ids.kind_of(x)
+        found = _arguments.kind_of(x)
         raise TypeError(
             _NOT_A_MATRIX.format(call=call, columns=columns, found=found)
         ) from None
@@ -142,7 +130,8 @@ def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
 
 def _other_columns(call: str, shape: tuple, columns: int) -> ValueError:
     return ValueError(
-        _COLUMNS.format(call=call, found=shape[-1], shape=shape, columns=columns)
+        f"{call}: x has {shape[-1]} columns (shape {shape}), and the weights have "
+        f"{columns} rows: in_features."
     )
 
 
@@ -159,14 +148,18 @@ def _as_csr(call: str, x: SegmentTensor, columns: int, skip_bad: bool) -> Csr:
             jnp.issubdtype(numbers, kind) for kind in (jnp.floating, jnp.integer)
         )
     if not fine:
-        raise TypeError(_ELEMENTS.format(call=call, found=_describe(x.values)))
-    index = _ids.as_ids(call, index, columns, "the index")
-    counts = _ids.in_range(x.segment_ids, x.num_segments)
+        raise TypeError(
+            f"{call}: the values of a SegmentTensor must be {{'index': int[n], "
+            "'value': dtype[n]}, or int[n] where all count one, got "
+            f"{_describe(x.values)}."
+        )
+    index = _arguments.as_ids(call, index, columns, "the index")
+    counts = indexing.in_range(x.segment_ids, x.num_segments)
     if skip_bad:
-        counts &= _ids.in_range(index, columns)
-    index = jnp.where(counts, index, _ids.scalar(columns, index))
+        counts &= indexing.in_range(index, columns)
+    index = jnp.where(counts, index, _arguments.scalar(columns, index))
     if value is not None:
-        value = _ids.zero_unless(counts, value)
+        value = indexing.zero_unless(counts, value)
     return Csr(x, index, value, columns)
 
 
@@ -188,12 +181,12 @@ def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
         return dtype
     own = getattr(x, "value" if isinstance(x, Csr) else "dtype")
     own = getattr(own, "dtype", own)
-    return weights.dtype if own is None else _ids.promote(own, weights.dtype)
+    return weights.dtype if own is None else indexing.promote(own, weights.dtype)
 
 
 def multiply(call: str, x: Any, weights: Any, name: str, dtype: Any) -> jax.Array:
     """`x @ weights`, `[..., *weights.shape[1:]]`, of `dtype` and formed in float32."""
-    wide = _ids.accumulator_dtype(dtype)
+    wide = indexing.accumulator_dtype(dtype)
     if not isinstance(x, Csr):
         weights = whole(call, weights, name)
         x, weights = x.astype(dtype), weights.astype(dtype)
@@ -215,8 +208,8 @@ def read(call: str, x: Csr, weights: Any) -> jax.Array:
 
     A row that a SelectedRows does not store reads NaN: nobody pulled it.
     """
-    nothing = x.index == _ids.scalar(x.columns, x.index)
-    return _lookup.read_rows(call, weights, x.index, nothing, "fill")
+    nothing = x.index == _arguments.scalar(x.columns, x.index)
+    return lookup.read_rows(call, weights, x.index, nothing, "fill")
 
 
 def sum_segments(x: Csr, rows: jax.Array) -> jax.Array:
@@ -241,5 +234,9 @@ def scale(x: Csr, rows: jax.Array, dtype: Any) -> jax.Array:
 def whole(call: str, weights: Any, name: str) -> jax.Array:
     """`weights` as an array, or an error if it is a SelectedRows."""
     if isinstance(weights, SelectedRows):
-        raise TypeError(_WHOLE_WEIGHTS.format(call=call, name=name))
+        raise TypeError(
+            f"{call}: params[{name!r}] is a SelectedRows, of which some rows are "
+            "stored, and x is an array, which multiplies all of them. Pass x as CSR, "
+            "or the whole weights."
+        )
     return weights

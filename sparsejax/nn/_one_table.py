@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from sparsejax import _ids, _lookup
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
 from sparsejax._rows import SelectedRows
 from sparsejax.nn import _layer
 
@@ -16,8 +17,6 @@ TABLE_INIT: Any = jax.nn.initializers.variance_scaling(
 )
 
 _NAMES = ("embedding",)
-
-_PADDING = "{call}: padding_id must be a static int or None, got {found}."
 
 
 class OneTable:
@@ -64,7 +63,7 @@ class OneTable:
           >>> layer.table(layer.init(jax.random.key(0))).shape
           (5, 2)
         """
-        params = _ids.as_array(params)
+        params = _arguments.as_array(params)
         if isinstance(params, (jax.Array, SelectedRows)):  # the only parameter there is
             params = {"embedding": params}
         call, shape = self._call(), (self.num_embeddings, self.features)
@@ -92,7 +91,7 @@ def table_fields(
     dtype, padding_id = fields["dtype"], fields["padding_id"]
     param_dtype = _layer.check_dtype(call, "param_dtype", fields["param_dtype"])
     _layer.check_bool(call, "sparse_grad", fields["sparse_grad"])
-    _lookup.check_mode(call, fields["mode"])
+    lookup.check_mode(call, fields["mode"])
     return dict(
         num_embeddings=_layer.check_size(call, "num_embeddings", num_embeddings),
         features=_layer.check_size(call, "features", features),
@@ -100,7 +99,7 @@ def table_fields(
         dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
         param_dtype=param_dtype,
         padding_id=check_padding_id(call, padding_id),
-        max_norm=_lookup.check_max_norm(call, fields["max_norm"], param_dtype),
+        max_norm=lookup.check_max_norm(call, fields["max_norm"], param_dtype),
         mode=fields["mode"],
         initializer=_layer.check_initializer(call, "init", fields["initializer"]),
     )
@@ -111,5 +110,7 @@ def check_padding_id(call: str, padding_id: Any) -> int | None:
     try:
         return None if padding_id is None else operator.index(padding_id)
     except TypeError:
-        found = _ids.show(padding_id)
-        raise TypeError(_PADDING.format(call=call, found=found)) from None
+        found = _arguments.show(padding_id)
+        raise TypeError(
+            f"{call}: padding_id must be a static int or None, got {found}."
+        ) from None

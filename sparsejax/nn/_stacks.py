@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids, _lookup
-from sparsejax._rows import SelectedRows
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
+from sparsejax._rows import SelectedRows, indexing
 
 
 # What stands for no row in a stack. Padding is in no bag; a bad id reads what `mode`
@@ -78,7 +79,9 @@ def arrange(
         )
         places[name] = Place(key, start, stop)
     for stack in stacks.values():
-        _ids.index_dtype(stack.shape[0])  # an error where no id can name its last row
+        _arguments.index_dtype(
+            stack.shape[0]
+        )  # an error where no id can name its last row
     return stacks, places
 
 
@@ -109,19 +112,19 @@ def translate(
       Signed integers of the same shape that are in `[start, stop)`, or `PADDING` for
       what is skipped, or `BAD`.
     """
-    given = _ids.as_integers(call, ids)
-    skip = _lookup.padding_mask(call, given, layer.padding_id)
+    given = _arguments.as_integers(call, ids)
+    skip = lookup.padding_mask(call, given, layer.padding_id)
     if inside is not None:
         skip = ~inside if skip is None else skip | ~inside
-    ids = _ids.as_ids(call, given, place.num_rows)
-    own = _ids.in_range(ids, place.num_rows)
+    ids = _arguments.as_ids(call, given, place.num_rows)
+    own = indexing.in_range(ids, place.num_rows)
     table = jax.ShapeDtypeStruct((place.num_rows,), jnp.float32)
     if layer.mode == "clip":
-        ids, own = _lookup.clip_ids(call, table, ids), None
+        ids, own = lookup.clip_ids(call, table, ids), None
     elif layer.mode == "error":
         bad = ~own if skip is None else ~(own | skip)
-        _lookup.check_none(call, table, bad, ids)
-    wide = _ids.index_dtype(height)
+        lookup.check_none(call, table, bad, ids)
+    wide = _arguments.index_dtype(height)
     rows = ids.astype(wide) + np.array(place.start, wide)
     if own is not None:
         rows = jnp.where(own, rows, np.array(BAD, wide))
@@ -137,4 +140,4 @@ def cut(stack: Any, place: Place) -> Any:
         rows < np.array(place.stop, rows.dtype)
     )
     rows = jnp.where(inside, rows - np.array(place.start, rows.dtype), own)
-    return SelectedRows(rows, _ids.zero_unless(inside, stack.values), own)
+    return SelectedRows(rows, indexing.zero_unless(inside, stack.values), own)

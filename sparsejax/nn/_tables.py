@@ -5,18 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
-
-
-_PARAMETERS = (
-    "sparsejax.nn.tables: layers must be a layer or a tree of layers, got one with "
-    "{found}: parameters, it seems. Pass the layers that made them."
-)
-_A_CLASS = (
-    "sparsejax.nn.tables: layers must be a layer or a tree of layers, got the class "
-    "{found} itself. Make one of it: {found}(...)."
-)
 
 
 def tables(layers: Any) -> Any:
@@ -58,7 +48,14 @@ def tables(layers: Any) -> Any:
 
 def _wish(x: Any) -> Any:
     if isinstance(x, (jax.Array, np.ndarray, SelectedRows)):
-        raise TypeError(_PARAMETERS.format(found=_ids.kind_of(x)))
+        raise TypeError(
+            "sparsejax.nn.tables: layers must be a layer or a tree of layers, got one "
+            f"with {_arguments.kind_of(x)}: parameters, it seems. Pass the layers that "
+            "made them."
+        )
     if isinstance(x, type) and hasattr(x, "table_prefix"):
-        raise TypeError(_A_CLASS.format(found=x.__name__))
+        raise TypeError(
+            "sparsejax.nn.tables: layers must be a layer or a tree of layers, got the "
+            f"class {x.__name__} itself. Make one of it: {x.__name__}(...)."
+        )
     return x.table_prefix() if hasattr(x, "table_prefix") else None

@@ -6,40 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 
 
 CALL = "sparsejax.nn.Trainer"
 MODES = ("error", "drop")
 
-_NOT_A_BLOCK = (
-    "{call}: block must have row_ids(inputs) and sparse_forward(tables, params, "
-    "inputs), as a sparsejax.nn.SparseBlock has, got {found}. An ordinary layer does "
-    "not say which rows it needs: use SparseEmbedding or SparseLinear in its place, or "
-    "train it without a store, with sparsejax.value_and_grad and sparsejax.optim.lazy."
-)
-_A_CLASS = "{call}: block is the class {found} itself. Make one of it: {found}(...)."
-_STORE = "{call}: store must be a sparsejax.store.KVStore, got {found}. Make one first."
-_TX = (
-    "{call}: {name} must be an optax transformation, as optax.adam(1e-3) is, got "
-    "{found}."
-)
-_FUNCTION = "{call}: {name} must be a function {what}, got {found}."
-_CLIP = "{call}: clip_norm must be a positive number or None, got {found!r}."
-_KEY = "{call}: key must be an int or a PRNG key, as of jax.random.key, got {found}."
-_MODE = (
-    "{call}: mode must be 'error' or 'drop', got {found!r}. It says what becomes of "
-    "ids that are out of range."
-)
-_STRAY = (
-    "{call}: {name} is given for {found}, and there is no such table; there are "
-    "{known}. Leave it out, or correct the name."
-)
-_NO_TX = (
-    "{call}: table_tx is a dict without {name!r}, a table that has to be made. Give a "
-    "transformation for each of {names}, or one for all."
-)
 _OTHER_SHAPE = (
     "{call}: the store's table {name!r} has shape {found}, and {block} needs {want}."
 )
@@ -47,41 +20,7 @@ _OTHER_DTYPE = (
     "{call}: the store's table {name!r} is of {found}, and {block} has param_dtype="
     "{want}. Make the table with dtype={want}, or the block with param_dtype={found}."
 )
-_READ_ONLY = (
-    "{call}: the store's table {name!r} was made with tx=None, for reading only, and a "
-    "step could not push to it. Make it with an optimizer: store.init({name!r}, shape, "
-    "tx)."
-)
-_TABLE_IN_PARAMS = (
-    "{call}: the dense parameter {path} is {found}, which is row-sparse: its rows are "
-    "owned by the store. Ordinary layers need arrays. Leave it out of params, name its "
-    "ids in row_ids, and read it from `tables` in sparse_forward."
-)
-_NOT_A_PARAM = (
-    "{call}: params must be a tree of arrays, as block.init(key) makes it; "
-    "params{path} is {found}."
-)
-_IDS_OF = (
-    "{call}: {block}.row_ids must return a dict of table names to ids, got {found}."
-)
-_NO_TABLE = (
-    "{call}: {block}.row_ids names the table {name!r}, which the store does not have; "
-    "it has {names}. Make it with store.init({name!r}, shape, tx), or say it in "
-    "{block}.tables()."
-)
-_BAD_IDS = (
-    "{call}: {bad} of {total} ids that {block}.row_ids names of the table {name!r} are "
-    "out of range, the first is {first}{minus_two} and the table has {height} rows. "
-    "Nothing was updated: such an id reads NaN, and after one step all parameters "
-    "would be. Correct the ids, name a padding_id, give the block mode='zero', or ask "
-    "for Trainer(mode='drop')."
-)
 _MINUS_TWO = " (which stands for an id of -1 that is no padding)"
-_UNCHECKED = (
-    "{call}: {block} has a check in it, as blocks with mode='error' have, and a "
-    "compiled step can only make it with checked=True. Say Trainer(checked=True), or "
-    "use another mode."
-)
 
 
 # ------------------------------------------------------------------ arguments
@@ -90,38 +29,54 @@ _UNCHECKED = (
 def check_block(block: Any) -> None:
     """An error unless `block` has a block's two methods."""
     if isinstance(block, type):
-        raise TypeError(_A_CLASS.format(call=CALL, found=block.__name__))
+        raise TypeError(
+            f"{CALL}: block is the class {block.__name__} itself. Make one of it: "
+            f"{block.__name__}(...)."
+        )
     for method in ("row_ids", "sparse_forward"):
         if not callable(getattr(block, method, None)):
-            raise TypeError(_NOT_A_BLOCK.format(call=CALL, found=_kind(block)))
+            raise TypeError(
+                f"{CALL}: block must have row_ids(inputs) and sparse_forward(tables, "
+                "params, inputs), as a sparsejax.nn.SparseBlock has, got "
+                f"{_kind(block)}. An ordinary layer does not say which rows it needs: "
+                "use SparseEmbedding or SparseLinear in its place, or train it without "
+                "a store, with sparsejax.value_and_grad and sparsejax.optim.lazy."
+            )
 
 
 def check_store(store: Any) -> None:
     """An error unless `store` has a store's methods."""
     for method in ("init", "names", "pull", "push", "prefetch"):
         if isinstance(store, type) or not callable(getattr(store, method, None)):
-            raise TypeError(_STORE.format(call=CALL, found=_kind(store)))
+            raise TypeError(
+                f"{CALL}: store must be a sparsejax.store.KVStore, got {_kind(store)}. "
+                "Make one first."
+            )
 
 
 def check_tx(tx: Any, name: str = "tx") -> None:
     """An error unless `tx` has an optax transformation's functions."""
     for method in ("init", "update"):
         if not callable(getattr(tx, method, None)):
-            raise TypeError(_TX.format(call=CALL, name=name, found=_kind(tx)))
+            raise TypeError(
+                f"{CALL}: {name} must be an optax transformation, as optax.adam(1e-3) "
+                f"is, got {_kind(tx)}."
+            )
 
 
 def check_function(name: str, what: str, f: Any) -> None:
     """An error unless `f` can be called."""
     if not callable(f):
-        raise TypeError(
-            _FUNCTION.format(call=CALL, name=name, what=what, found=_kind(f))
-        )
+        raise TypeError(f"{CALL}: {name} must be a function {what}, got {_kind(f)}.")
 
 
 def check_mode(mode: Any) -> str:
     """`mode`, or an error if it is none."""
     if mode not in MODES:
-        raise ValueError(_MODE.format(call=CALL, found=mode))
+        raise ValueError(
+            f"{CALL}: mode must be 'error' or 'drop', got {mode!r}. It says what "
+            "becomes of ids that are out of range."
+        )
     return mode
 
 
@@ -132,7 +87,9 @@ def check_clip_norm(clip_norm: Any) -> Any:
     except (TypeError, ValueError):
         fine = False
     if not fine:
-        raise ValueError(_CLIP.format(call=CALL, found=clip_norm))
+        raise ValueError(
+            f"{CALL}: clip_norm must be a positive number or None, got {clip_norm!r}."
+        )
     return clip_norm
 
 
@@ -143,7 +100,10 @@ def as_key(key: Any) -> jax.Array:
     dtype = getattr(key, "dtype", None)
     new = dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
     if not (new or isinstance(key, (jax.Array, np.ndarray)) and dtype == np.uint32):
-        raise TypeError(_KEY.format(call=CALL, found=_kind(key)))
+        raise TypeError(
+            f"{CALL}: key must be an int or a PRNG key, as of jax.random.key, got "
+            f"{_kind(key)}."
+        )
     return jax.numpy.asarray(key)
 
 
@@ -156,14 +116,15 @@ def check_capacity(capacity: Any, store: Any) -> Any:
 
 
 def _capacity(call: str, capacity: Any) -> int | None:
-    return None if capacity is None else _ids.check_capacity(call, capacity)
+    return None if capacity is None else _arguments.check_capacity(call, capacity)
 
 
 def _check_names(name: str, given: Any, known: Any) -> None:
     if stray := [x for x in given if x not in known]:
         found = ", ".join(map(repr, stray))
         raise ValueError(
-            _STRAY.format(call=CALL, name=name, found=found, known=sorted(known))
+            f"{CALL}: {name} is given for {found}, and there is no such table; there "
+            f"are {sorted(known)}. Leave it out, or correct the name."
         )
 
 
@@ -178,11 +139,19 @@ def check_params(params: Any, store: Any) -> None:
             found = f"the name of the store's table {leaf!r}"
         if found is not None:
             where = jax.tree_util.keystr(path)
-            raise TypeError(_TABLE_IN_PARAMS.format(call=CALL, path=where, found=found))
+            raise TypeError(
+                f"{CALL}: the dense parameter {where} is {found}, which is row-sparse: "
+                "its rows are owned by the store. Ordinary layers need arrays. Leave "
+                "it out of params, name its ids in row_ids, and read it from `tables` "
+                "in sparse_forward."
+            )
         if isinstance(leaf, (str, bytes)):
             where = jax.tree_util.keystr(path)
             found = _kind(leaf)
-            raise TypeError(_NOT_A_PARAM.format(call=CALL, path=where, found=found))
+            raise TypeError(
+                f"{CALL}: params must be a tree of arrays, as block.init(key) makes "
+                f"it; params{where} is {found}."
+            )
 
 
 # ------------------------------------------------------------------ tables
@@ -196,7 +165,11 @@ def transformations(table_tx: Any, wanted: Any, store: Any) -> Callable[[str], A
     _check_names("table_tx", table_tx, {*wanted, *store.names()})
     for name in wanted:
         if name not in table_tx and name not in store:
-            raise ValueError(_NO_TX.format(call=CALL, name=name, names=sorted(wanted)))
+            raise ValueError(
+                f"{CALL}: table_tx is a dict without {name!r}, a table that has to be "
+                f"made. Give a transformation for each of {sorted(wanted)}, or one for "
+                "all."
+            )
     return lambda name: table_tx[name]
 
 
@@ -220,7 +193,11 @@ def check_trained(store: Any, name: str) -> None:
     """
     table = getattr(store, "_tables", {}).get(name)
     if table is not None and table.optimizer is None:
-        raise ValueError(_READ_ONLY.format(call=CALL, name=name))
+        raise ValueError(
+            f"{CALL}: the store's table {name!r} was made with tx=None, for reading "
+            "only, and a step could not push to it. Make it with an optimizer: "
+            f"store.init({name!r}, shape, tx)."
+        )
 
 
 # ------------------------------------------------------------------ a batch
@@ -229,34 +206,35 @@ def check_trained(store: Any, name: str) -> None:
 def check_named(block: str, store: Any, ids: Any) -> dict[str, Any]:
     """What a block's `row_ids` gave, or an error if it is no dict of the store's."""
     if not isinstance(ids, Mapping):
-        raise TypeError(_IDS_OF.format(call=CALL, block=block, found=_kind(ids)))
+        raise TypeError(
+            f"{CALL}: {block}.row_ids must return a dict of table names to ids, got "
+            f"{_kind(ids)}."
+        )
     for name in ids:
         if name not in store:
             names = sorted(store.names())
             raise ValueError(
-                _NO_TABLE.format(call=CALL, block=block, name=name, names=names)
+                f"{CALL}: {block}.row_ids names the table {name!r}, which the store "
+                f"does not have; it has {names}. Make it with store.init({name!r}, "
+                f"shape, tx), or say it in {block}.tables()."
             )
     return dict(ids)
 
 
 def check_ids(block: str, name: str, ids: Any, height: int) -> None:
     """An error unless each id is in range, or -1, which stands for no row."""
-    ids = np.asarray(_ids.as_integers(f"{CALL}: table {name!r}", ids)).reshape(-1)
+    ids = np.asarray(_arguments.as_integers(f"{CALL}: table {name!r}", ids)).reshape(-1)
     if not ids.size or (ids.min() >= -1 and ids.max() < height):
         return
     bad = (ids < -1) | (ids >= height)
     first = int(ids[np.argmax(bad)])
     raise ValueError(
-        _BAD_IDS.format(
-            call=CALL,
-            bad=int(np.sum(bad)),
-            total=ids.size,
-            block=block,
-            name=name,
-            first=first,
-            minus_two=_MINUS_TWO if first == -2 else "",
-            height=height,
-        )
+        f"{CALL}: {int(np.sum(bad))} of {ids.size} ids that {block}.row_ids names of "
+        f"the table {name!r} are out of range, the first is "
+        f"{first}{_MINUS_TWO if first == -2 else ''} and the table has {height} rows. "
+        "Nothing was updated: such an id reads NaN, and after one step all parameters "
+        "would be. Correct the ids, name a padding_id, give the block mode='zero', or "
+        "ask for Trainer(mode='drop')."
     )
 
 
@@ -270,8 +248,12 @@ def explain_check(block: str, run: Callable[..., Any], *args: Any) -> Any:
     except ValueError as error:
         if "checkify.check" not in str(error):
             raise
-        raise ValueError(_UNCHECKED.format(call=CALL, block=block)) from error
+        raise ValueError(
+            f"{CALL}: {block} has a check in it, as blocks with mode='error' have, and "
+            "a compiled step can only make it with checked=True. Say "
+            "Trainer(checked=True), or use another mode."
+        ) from error
 
 
 def _kind(x: Any) -> str:
-    return f"the class {x.__name__}" if isinstance(x, type) else _ids.kind_of(x)
+    return f"the class {x.__name__}" if isinstance(x, type) else _arguments.kind_of(x)

@@ -16,7 +16,6 @@ from sparsejax.nn._layer import check_layer, init_for
 
 
 _CALL = "sparsejax.nn.nnx.Layer"
-_RNGS = "{call}: rngs must be a flax.nnx.Rngs, as nnx.Rngs(0), got {found!r}."
 
 
 class Layer(nnx.Module):
@@ -44,7 +43,9 @@ class Layer(nnx.Module):
     def __init__(self, layer: Any, *inputs: Any, rngs: nnx.Rngs):
         self.layer: Any = check_layer(_CALL, layer)
         if not isinstance(rngs, nnx.Rngs):
-            raise TypeError(_RNGS.format(call=_CALL, found=rngs))
+            raise TypeError(
+                f"{_CALL}: rngs must be a flax.nnx.Rngs, as nnx.Rngs(0), got {rngs!r}."
+            )
         made = init_for(layer, rngs.params(), *inputs[:1])
         self.params: nnx.Dict[Any] = nnx.Dict(
             {name: nnx.Param(x) for name, x in made.items()}

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from sparsejax import _bag, _compat, _ids, _lookup
-from sparsejax._reduce import segment_sum
+from sparsejax import _arguments, _compat
+from sparsejax._lookup import embedding_bag as _bag, lookup
+from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
+from sparsejax._segments.reduce.sums import segment_sum
 from sparsejax.parallel._lookup import beside, check_table, gather, owners_of
 from sparsejax.parallel._owners import Owners
 from sparsejax.parallel._table import ShardedTable, gathered
@@ -25,16 +27,9 @@ from sparsejax.parallel._table import ShardedTable, gathered
 _CALL = "sparsejax.parallel.embedding_bag"
 _SUMS = ("sum", "mean", "sqrtn")
 
-_SHAPES = (
-    "{call}: {name} must have the shape of ids, {want}, one for each, got {found}."
-)
 _NO_BAGS = (
     "{call}: ids of shape {found} {what}. Pass ids [n] with segment_ids and "
     "num_segments, a SegmentTensor, or ids padded to [..., L], a bag a row, alone."
-)
-_NO_COUNT = (
-    "{call}: num_segments must be a static, non-negative int, got {found!r}: how many "
-    "bags there are decides the shape of the result."
 )
 
 
@@ -108,25 +103,31 @@ def embedding_bag(
             found = np.shape(ids.values)
             raise ValueError(_NO_BAGS.format(call=_CALL, found=found, what=what))
         ids, segment_ids, num_segments = ids.values, ids.segment_ids, ids.num_segments
-    ids = beside(_CALL, table, _ids.as_integers(_CALL, ids))
-    _lookup.check_mode(_CALL, mode)
+    ids = beside(_CALL, table, _arguments.as_integers(_CALL, ids))
+    lookup.check_mode(_CALL, mode)
     if weights is not None:
-        weights = _ids.to_array(_CALL, weights, "weights")
+        weights = _arguments.to_array(_CALL, weights, "weights")
         _check_shape("weights", weights, ids)
     if segment_ids is not None:
-        segment_ids = jnp.asarray(_ids.as_integers(_CALL, segment_ids, "segment_ids"))
+        segment_ids = jnp.asarray(
+            _arguments.as_integers(_CALL, segment_ids, "segment_ids")
+        )
         _check_shape("segment_ids", segment_ids, ids)
-        bad = _NO_COUNT.format(call=_CALL, found=num_segments)
-        num_segments = _ids.static_int(num_segments, 0, bad)
+        bad = (
+            f"{_CALL}: num_segments must be a static, non-negative int, got "
+            f"{num_segments!r}: how many bags there are decides the shape of the "
+            "result."
+        )
+        num_segments = _arguments.static_int(num_segments, 0, bad)
     if (ids.ndim == 1) == (segment_ids is None) or ids.ndim == 0:
         what = "without segment_ids" if ids.ndim < 2 else "with segment_ids"
         raise ValueError(_NO_BAGS.format(call=_CALL, found=ids.shape, what=what))
 
-    max_norm = _lookup.check_max_norm(_CALL, max_norm, table.dtype)
-    skip = _lookup.padding_mask(_CALL, ids, padding_id)
-    ids = _ids.as_ids(_CALL, ids, table.height)
+    max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
+    skip = lookup.padding_mask(_CALL, ids, padding_id)
+    ids = _arguments.as_ids(_CALL, ids, table.height)
     if segment_ids is not None:
-        outside = ~_ids.in_range(segment_ids, num_segments or 0)
+        outside = ~indexing.in_range(segment_ids, num_segments or 0)
         skip = outside if skip is None else skip | outside
     skip = jnp.zeros_like(ids, bool) if skip is None else skip
 
@@ -137,7 +138,7 @@ def embedding_bag(
     ids, skip, weights = fill(ids, -1), fill(skip, True), fill(weights, 0)
     rows, metrics = gather(_CALL, table, ids, skip, mode, capacity)
     if max_norm is not None:
-        rows = _lookup.clip_rows(rows, max_norm, table.ndim - 1)
+        rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
     if segment_ids is None:
         out = _padded_bags(owners, rows, skip, weights, combiner)
         if combiner == "none":
@@ -158,7 +159,8 @@ def embedding_bag(
 def _check_shape(name: str, x: jax.Array, ids: Any) -> None:
     if x.shape != ids.shape:
         raise ValueError(
-            _SHAPES.format(call=_CALL, name=name, want=ids.shape, found=x.shape)
+            f"{_CALL}: {name} must have the shape of ids, {ids.shape}, one for each, "
+            f"got {x.shape}."
         )
 
 
@@ -206,11 +208,11 @@ def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.A
 
     def body(rows, skip, ids, *weights):
         # Sums of this device's elements, and what they are divided by.
-        wide = _ids.accumulator_dtype(_float_if(combiner != "sum", rows.dtype))
+        wide = indexing.accumulator_dtype(_float_if(combiner != "sum", rows.dtype))
         total = _reduce(rows.astype(wide), skip, weights, "sum", ids, count)
         by = weights[0].astype(total.dtype) if weights else jnp.ones(ids.shape, wide)
         by = by * by if combiner == "sqrtn" else by
-        by = segment_sum(_ids.zero_unless(~skip, by), ids, count)
+        by = segment_sum(indexing.zero_unless(~skip, by), ids, count)
         return jax.lax.psum((total, by), owners.mesh.axis_names)
 
     spec = owners.batch_spec

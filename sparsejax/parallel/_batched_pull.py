@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import _ids
-from sparsejax._rows import SelectedRows
+from sparsejax import _arguments
+from sparsejax._rows import SelectedRows, indexing
 from sparsejax.store import KVStore
 
 
@@ -25,7 +25,6 @@ _NOT_A_STORE = (
     _CALL + ": store must be a sparsejax.store.KVStore, got {found}. A "
     "sparsejax.parallel.SpreadStore has its own pull."
 )
-_NOT_A_MESH = "{call}: mesh must be a jax.sharding.Mesh, got {found}."
 _MANY_PROCESSES = (
     _CALL
     + ": there are {count} processes, and a KVStore holds the rows of one. Spread "
@@ -82,7 +81,7 @@ def batched_pull(
       of row ids, one for each device.
     """
     if not isinstance(store, KVStore):
-        raise TypeError(_NOT_A_STORE.format(found=_ids.kind_of(store)))
+        raise TypeError(_NOT_A_STORE.format(found=_arguments.kind_of(store)))
     check_mesh(_CALL, mesh)
     if jax.process_count() > 1:
         raise ValueError(_MANY_PROCESSES.format(count=jax.process_count()))
@@ -101,7 +100,9 @@ def batched_pull(
 def check_mesh(call: str, mesh: Any) -> None:
     """An error that names `call` unless `mesh` is one of devices."""
     if not isinstance(mesh, Mesh):
-        raise TypeError(_NOT_A_MESH.format(call=call, found=_ids.kind_of(mesh)))
+        raise TypeError(
+            f"{call}: mesh must be a jax.sharding.Mesh, got {_arguments.kind_of(mesh)}."
+        )
 
 
 def own_ids(call: str, ids: Any) -> np.ndarray:
@@ -111,7 +112,7 @@ def own_ids(call: str, ids: Any) -> np.ndarray:
     if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
         shards = [np.asarray(s.data) for s in ids.addressable_shards]
         ids = np.concatenate([shard.reshape(-1) for shard in shards])
-    return np.asarray(_ids.as_integers(call, ids)).reshape(-1)
+    return np.asarray(_arguments.as_integers(call, ids)).reshape(-1)
 
 
 def on_the_host() -> Any:
@@ -171,7 +172,7 @@ def _one_axis(mesh: Mesh) -> Mesh:
 @functools.lru_cache(maxsize=16)
 def _gather(mesh: Mesh) -> Callable[..., jax.Array]:
     def body(parts, slots):
-        return _ids.take_rows(lax.all_gather(parts, "all", tiled=True), slots)
+        return indexing.take_rows(lax.all_gather(parts, "all", tiled=True), slots)
 
     specs: Sequence[PartitionSpec] = (PartitionSpec("all"), PartitionSpec())
     mapped = jax.shard_map(

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, SupportsIndex
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.parallel._checkpoint_leaves import (
     Leaf,
     Saved,
@@ -29,49 +29,14 @@ from sparsejax.parallel._checkpoint_leaves import (
 
 _CALL = "sparsejax.parallel.Checkpointer"
 _NO_ORBAX = _CALL + " needs orbax: pip install orbax-checkpoint"
-_NOTHING_THERE = (
-    "{call}: there is no checkpoint in {directory}. A save that was cut short leaves "
-    "none; is the directory right?"
-)
-_NO_SUCH_STEP = (
-    "{call}: there is no checkpoint of step {step} in {directory}. There are those of "
-    "{steps}."
-)
-_NOT_OURS = (
-    "{call}: step {step} in {directory} was not saved by this class. Restore it with "
-    "orbax's own CheckpointManager."
-)
-_OTHER_TREE = (
-    "{call}: the tree to restore into is not the one saved at step {step}: {found}. "
-    "Make `like` as the saved tree was made."
-)
-_NOT_LATER = (
-    "{call}: step {step} is not later than the latest one saved, {latest}. Count on "
-    "from latest_step(), or save to another directory."
-)
-_NO_DATA = (
-    "{call}: step {step} was saved without data=. Give it to save: a dictionary that "
-    "JSON can hold."
-)
 _BAD_DATA = (
     "{call}: data must be a dictionary that JSON can hold: {error}. Make NumPy numbers "
     "Python's with int() and arrays lists with .tolist()."
-)
-_READ_ONLY = "{call}: this Checkpointer was made with read_only=True."
-_CLOSED = "{call}: this Checkpointer is closed. Make another one of {directory}."
-_BAD_STEP = (
-    "{call}: step must be an int of at least 0, got {found}. Make other numbers one "
-    "with int(step)."
 )
 _BAD_KEEP = (
     _CALL + ": max_to_keep must be an int of at least 1, or None, got {found!r}."
 )
 _NO_DIRECTORY = _CALL + ": {directory} is a file. Give a directory."
-_NOT_SAVED = "{call}: orbax refused to save step {step} in {directory}."
-_DAMAGED = (
-    "{call}: step {step} in {directory} could not be read, it may be damaged or "
-    "incomplete: {error}. There are the steps {steps}."
-)
 
 # The items of a checkpoint, and the form of the page.
 _ARRAYS, _PAGE, _FORMAT = "arrays", "sparsejax", 1
@@ -142,7 +107,7 @@ class Checkpointer:
             raise NotADirectoryError(_NO_DIRECTORY.format(directory=self.directory))
         if max_to_keep is not None:
             bad = _BAD_KEEP.format(found=max_to_keep)
-            max_to_keep = _ids.static_int(max_to_keep, 1, bad)
+            max_to_keep = _arguments.static_int(max_to_keep, 1, bad)
         self._read_only, self._closed = read_only, False
         self._orbax = orbax = _orbax()
         options = orbax.CheckpointManagerOptions(
@@ -177,10 +142,13 @@ class Checkpointer:
         self._check_open(call)
         step = _as_step(call, step)
         if self._read_only:
-            raise ValueError(_READ_ONLY.format(call=call))
+            raise ValueError(f"{call}: this Checkpointer was made with read_only=True.")
         latest = self.latest_step()
         if latest is not None and step <= latest:
-            raise ValueError(_NOT_LATER.format(call=call, step=step, latest=latest))
+            raise ValueError(
+                f"{call}: step {step} is not later than the latest one saved, "
+                f"{latest}. Count on from latest_step(), or save to another directory."
+            )
         if data is not None and not isinstance(data, Mapping):
             error = f"it is of type {type(data).__name__}"
             raise TypeError(_BAD_DATA.format(call=call, error=error))
@@ -204,7 +172,7 @@ class Checkpointer:
         composite = self._orbax.args.Composite(**items)
         if not self._manager.save(step, args=composite):
             raise RuntimeError(
-                _NOT_SAVED.format(call=call, step=step, directory=self.directory)
+                f"{call}: orbax refused to save step {step} in {self.directory}."
             )
 
     def wait(self) -> None:
@@ -231,7 +199,10 @@ class Checkpointer:
 
     def _check_open(self, call: str) -> None:
         if self._closed:
-            raise ValueError(_CLOSED.format(call=call, directory=self.directory))
+            raise ValueError(
+                f"{call}: this Checkpointer is closed. Make another one of "
+                f"{self.directory}."
+            )
 
     # -- what is there -----------------------------------------------------------
 
@@ -275,7 +246,10 @@ class Checkpointer:
         saved = {n: Saved.from_json(entry) for n, entry in about["leaves"].items()}
         found = differences(saved, leaves, about["statics"], statics(like))
         if found:
-            raise ValueError(_OTHER_TREE.format(call=call, step=step, found=found))
+            raise ValueError(
+                f"{call}: the tree to restore into is not the one saved at step "
+                f"{step}: {found}. Make `like` as the saved tree was made."
+            )
         directory = os.path.join(self.directory, str(step), _ARRAYS)
         with self._reading(call, step):
             values = self._restore_alike(step, saved, leaves)
@@ -295,7 +269,10 @@ class Checkpointer:
         call = f"{_CALL}.restore_data"
         step, about = self._about(call, step)
         if about["data"] is None:
-            raise ValueError(_NO_DATA.format(call=call, step=step))
+            raise ValueError(
+                f"{call}: step {step} was saved without data=. Give it to save: a "
+                "dictionary that JSON can hold."
+            )
         return about["data"]
 
     def _about(self, call: str, step: int | None) -> tuple[int, dict[str, Any]]:
@@ -307,18 +284,19 @@ class Checkpointer:
         steps, directory = self.all_steps(), self.directory
         if not steps:
             raise FileNotFoundError(
-                _NOTHING_THERE.format(call=call, directory=directory)
+                f"{call}: there is no checkpoint in {directory}. A save that was cut "
+                "short leaves none; is the directory right?"
             )
         step = steps[-1] if step is None else step
         if step not in steps:
             raise FileNotFoundError(
-                _NO_SUCH_STEP.format(
-                    call=call, step=step, directory=directory, steps=steps
-                )
+                f"{call}: there is no checkpoint of step {step} in {directory}. There "
+                f"are those of {steps}."
             )
         if not (self._manager.directory / str(step) / _PAGE).exists():
             raise ValueError(
-                _NOT_OURS.format(call=call, step=step, directory=directory)
+                f"{call}: step {step} in {directory} was not saved by this class. "
+                "Restore it with orbax's own CheckpointManager."
             )
         args = self._orbax.args
         page = args.Composite(**{_PAGE: args.JsonRestore()})
@@ -332,13 +310,9 @@ class Checkpointer:
             yield
         except (ValueError, OSError, KeyError) as error:
             raise ValueError(
-                _DAMAGED.format(
-                    call=call,
-                    step=step,
-                    directory=self.directory,
-                    error=str(error)[:_MOST_SAID],
-                    steps=self.all_steps(),
-                )
+                f"{call}: step {step} in {self.directory} could not be read, it may be "
+                f"damaged or incomplete: {str(error)[:_MOST_SAID]}. There are the "
+                f"steps {self.all_steps()}."
             ) from error
 
     def _restore_alike(
@@ -361,7 +335,10 @@ class Checkpointer:
 
 def _as_step(call: str, step: Any) -> int:
     """`step` as an int. Orbax takes others too, and then does not find them again."""
-    bad = _BAD_STEP.format(call=call, found=_ids.show(step))
+    bad = (
+        f"{call}: step must be an int of at least 0, got {_arguments.show(step)}. "
+        "Make other numbers one with int(step)."
+    )
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise TypeError(bad)
     try:

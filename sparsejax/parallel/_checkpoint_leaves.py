@@ -15,24 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.parallel._checkpoint_rows import RowLayout, open_array, read_part
 from sparsejax.parallel._table import ShardedTable
 
-
-_BAD_LEAF = (
-    "{call}: the leaf {name} is of type {found}. A checkpoint holds arrays, numbers "
-    "and PRNG keys; leave other things out of the tree."
-)
-_NO_VALUES = (
-    "{call}: the leaf {name} is {what} and has no values. Save what it stands for, "
-    "outside of jax.jit."
-)
-_NO_DEVICES = (
-    "{call}: the table {name} is laid out over an AbstractMesh, which has no devices. "
-    "Make it with shard_rows over the mesh where it is to be."
-)
 
 _MOST_DIFFERENCES = 5
 _SCALARS = bool | int | float | complex
@@ -101,11 +88,16 @@ class Leaf(Saved):
         """Raises if it is abstract, or traced."""
         if isinstance(self.value, jax.ShapeDtypeStruct):
             what = "a jax.ShapeDtypeStruct"
-        elif isinstance(self.value, jax.Array) and not _ids.is_concrete(self.value):
+        elif isinstance(self.value, jax.Array) and not _arguments.is_concrete(
+            self.value
+        ):
             what = "traced by jax.jit or another transformation"
         else:
             return
-        raise TypeError(_NO_VALUES.format(call=call, name=name, what=what))
+        raise TypeError(
+            f"{call}: the leaf {name} is {what} and has no values. Save what it stands "
+            "for, outside of jax.jit."
+        )
 
     def to_save(self) -> Any:
         """As orbax takes it."""
@@ -161,7 +153,11 @@ def flatten(call: str, tree: Any) -> dict[str, Leaf]:
         shown = name or "that is the tree"
         if isinstance(x, ShardedTable):
             if isinstance(x.mesh, AbstractMesh):
-                raise ValueError(_NO_DEVICES.format(call=call, name=shown))
+                raise ValueError(
+                    f"{call}: the table {shown} is laid out over an AbstractMesh, "
+                    "which has no devices. Make it with shard_rows over the mesh where "
+                    "it is to be."
+                )
             rows, values = RowLayout(x.height, x.num_shards, x.layout), x.values
             leaves[name] = Leaf(x.shape, str(x.dtype), rows, values, _layout(x))
         elif isinstance(x, _SCALARS):
@@ -169,7 +165,11 @@ def flatten(call: str, tree: Any) -> dict[str, Leaf]:
         elif isinstance(x, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
             leaves[name] = Leaf(tuple(x.shape), str(x.dtype), None, x)
         else:
-            bad = _BAD_LEAF.format(call=call, name=shown, found=type(x).__name__)
+            bad = (
+                f"{call}: the leaf {shown} is of type {type(x).__name__}. A "
+                "checkpoint holds arrays, numbers and PRNG keys; leave other "
+                "things out of the tree."
+            )
             raise TypeError(bad)
     return leaves
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.parallel._table import check_axis, laid_out
 from sparsejax.parallel._table_parts import check_has_devices
 
@@ -80,9 +80,9 @@ def shard_columns(
       TorchRec, column-wise sharding.
     """
     axis = check_axis(_CALL, mesh, axis)
-    table = _ids.as_array(table) if hasattr(table, "__jax_array__") else table
+    table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(_NOT_A_TABLE.format(found=_ids.kind_of(table)))
+        raise TypeError(_NOT_A_TABLE.format(found=_arguments.kind_of(table)))
     shape = tuple(table.shape)
     if len(shape) < 2:
         raise ValueError(_NO_COLUMNS.format(shape=shape))
@@ -97,12 +97,12 @@ def shard_columns(
     sharding = NamedSharding(mesh, spec)
     if isinstance(table, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, table.dtype, sharding=sharding)
-    if isinstance(table, np.ndarray) or _ids.is_concrete(table):
+    if isinstance(table, np.ndarray) or _arguments.is_concrete(table):
         check_has_devices(_CALL, mesh)
     if isinstance(table, np.ndarray):
         dtype = jax.dtypes.canonicalize_dtype(table.dtype)
         part = lambda index: np.asarray(table[index], dtype)
         return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
-    if _ids.is_concrete(table):
+    if _arguments.is_concrete(table):
         return jax.device_put(table, sharding)
     return laid_out(table, mesh, *spec)

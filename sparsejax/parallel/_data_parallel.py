@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.parallel._replicated import whole_batch
 from sparsejax.parallel._table import ShardedTable, check_axis
 
@@ -118,7 +118,7 @@ def data_parallel(
       MXNet Gluon, `Trainer` and `split_and_load`; Horovod, `DistributedOptimizer`.
     """
     if not callable(step):
-        raise TypeError(_NOT_A_STEP.format(found=_ids.kind_of(step)))
+        raise TypeError(_NOT_A_STEP.format(found=_arguments.kind_of(step)))
     axis = check_axis(_CALL, mesh, axis)
     axes = (axis,) if isinstance(axis, str) else axis
     return DataParallelStep(step, mesh, axes, bool(donate))

@@ -22,8 +22,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sparsejax import _ids
-from sparsejax._read import read_rows
+from sparsejax import _arguments
+from sparsejax._lookup.read_rows import read_rows
+from sparsejax._rows import indexing
 from sparsejax.parallel._owners import Metrics, Owners, no_metrics, round_bytes
 
 
@@ -42,7 +43,7 @@ class _Parts(NamedTuple):
 def sort_out(owners: Owners, positions: jax.Array) -> _Parts:
     """The distinct positions, owner by owner."""
     most = max(1, min(positions.size, owners.height))
-    rows, slot, _ = _ids.merge_plan(positions, owners.height, most)
+    rows, slot, _ = indexing.merge_plan(positions, owners.height, most)
     starts = np.arange(owners.count + 1, dtype=np.int64) * owners.rows
     edges = jnp.searchsorted(rows, starts.astype(rows.dtype)).astype(jnp.int32)
     return _Parts(rows, edges[:-1], edges[1:] - edges[:-1], slot)
@@ -60,8 +61,8 @@ def ids_of_round(owners: Owners, parts: _Parts, slots: int, number: Any) -> jax.
     within = number * np.int32(slots) + steps
     at, named = _round(parts, within)
     starts = np.arange(owners.count).reshape(-1, 1) * owners.rows
-    ids = _ids.take_rows(parts.rows, at) - starts.astype(parts.rows.dtype)
-    return jnp.where(named, ids, _ids.scalar(owners.rows, ids))
+    ids = indexing.take_rows(parts.rows, at) - starts.astype(parts.rows.dtype)
+    return jnp.where(named, ids, _arguments.scalar(owners.rows, ids))
 
 
 def values_of_round(parts: _Parts, values: jax.Array, slots: int, number: Any) -> Any:
@@ -69,7 +70,7 @@ def values_of_round(parts: _Parts, values: jax.Array, slots: int, number: Any) -
     steps = np.arange(slots, dtype=np.int32)
     at, named = _round(parts, number * np.int32(slots) + steps)
     at = jnp.where(named, at, np.int32(values.shape[0]))
-    return _ids.take_rows(values, at)
+    return indexing.take_rows(values, at)
 
 
 def _round(parts: _Parts, within: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -112,9 +113,9 @@ def read(
         parts = sort_out(owners, positions)
         rounds = rounds_of(owners, parts, slots)
         # The place of each position's answer: its round, and where in it.
-        owner = positions // _ids.scalar(owners.rows, positions)
-        named = owner < _ids.scalar(owners.count, owner)
-        owner = jnp.where(named, owner, _ids.scalar(0, owner)).astype(jnp.int32)
+        owner = positions // _arguments.scalar(owners.rows, positions)
+        named = owner < _arguments.scalar(owners.count, owner)
+        owner = jnp.where(named, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
         within = parts.slot - parts.first[owner]
         place = owner * np.int32(slots) + within % np.int32(slots)
         round_of = jnp.where(named, within // np.int32(slots), np.int32(-1))
@@ -125,7 +126,7 @@ def read(
             answers = swap(owners, answers).reshape(owners.count * slots, *content)
             here = round_of == number
             at = jnp.where(here, place, np.int32(answers.shape[0]))
-            got = _ids.take_rows(answers, at)
+            got = indexing.take_rows(answers, at)
             if rows is None:
                 return got
             return jnp.where(here.reshape(-1, *(1 for _ in content)), got, rows)
@@ -147,8 +148,8 @@ def read(
 def _read_own(values: jax.Array, asked: jax.Array) -> jax.Array:
     """Rows `[N, C, ...]` of this owner's, zeros for R."""
     flat = asked.reshape(-1)
-    named = _ids.in_range(flat, values.shape[0])
-    rows = _ids.zero_unless(named, read_rows(values, flat))
+    named = indexing.in_range(flat, values.shape[0])
+    rows = indexing.zero_unless(named, read_rows(values, flat))
     return rows.reshape(*asked.shape, *values.shape[1:])
 
 
@@ -156,7 +157,7 @@ def spread(
     owners: Owners, slots: int, cotangent: jax.Array, positions: jax.Array
 ) -> jax.Array:
     """The transpose of `read`: cotangents of rows added into a whole `[N * R, ...]`."""
-    content, wide = cotangent.shape[1:], _ids.accumulator_dtype(cotangent.dtype)
+    content, wide = cotangent.shape[1:], indexing.accumulator_dtype(cotangent.dtype)
 
     def body(cotangent, positions):
         parts = sort_out(owners, positions)
@@ -165,7 +166,7 @@ def spread(
         def one(number, table):
             asked = swap(owners, ids_of_round(owners, parts, slots, number))
             values = swap(owners, values_of_round(parts, merged, slots, number))
-            return _ids.add_rows(table, asked, values)
+            return indexing.add_rows(table, asked, values)
 
         single = _is_single(owners, positions.size, slots)
         start = jnp.zeros((owners.rows, *content), wide)
@@ -182,7 +183,7 @@ def spread(
 def _merged(parts: _Parts, values: jax.Array) -> jax.Array:
     """Sums `[u, ...]` of `values [n, ...]` for each distinct position."""
     zeros = jnp.zeros((parts.rows.size, *values.shape[1:]), values.dtype)
-    return _ids.add_rows(zeros, parts.slot, values)
+    return indexing.add_rows(zeros, parts.slot, values)
 
 
 # ------------------------------------------------------------------ to the owners
@@ -208,7 +209,7 @@ def send(
       its distinct rows ascending, then empty slots.
     """
     content, dtype = values.shape[1:], values.dtype
-    wide = _ids.accumulator_dtype(dtype)
+    wide = indexing.accumulator_dtype(dtype)
     here = positions.size // owners.devices
     most = most_rows(owners, here)
     longest = max(1, min(here, owners.rows))  # of a part
@@ -218,7 +219,7 @@ def send(
     def body(positions, values):
         parts = sort_out(owners, positions)
         rounds = rounds_of(owners, parts, slots)
-        values = _ids.zero_unless(positions < owners.height, values).astype(wide)
+        values = indexing.zero_unless(positions < owners.height, values).astype(wide)
         merged = _merged(parts, values)
 
         def ids(number, asked):
@@ -227,17 +228,17 @@ def send(
                 asked, new, (np.int32(0), number * np.int32(slots))
             )
 
-        none = _ids.scalar(owners.rows, positions)
+        none = _arguments.scalar(owners.rows, positions)
         asked = jnp.full((owners.count, length), none, positions.dtype)
         asked = _of_repeats(owners, repeat_rounds(rounds, single, ids, asked))
-        rows, slot, _ = _ids.merge_plan(asked.reshape(-1), owners.rows, most)
+        rows, slot, _ = indexing.merge_plan(asked.reshape(-1), owners.rows, most)
         slot = slot.reshape(-1, length)
 
         def add(number, total):
             new = swap(owners, values_of_round(parts, merged, slots, number))
             new = _of_repeats(owners, new)
             at = lax.dynamic_slice_in_dim(slot, number * np.int32(slots), slots, 1)
-            return _ids.add_rows(total, at, new)
+            return indexing.add_rows(total, at, new)
 
         total = jnp.zeros((most, *content), wide)
         total = repeat_rounds(rounds, single, add, total)
@@ -256,18 +257,18 @@ def _of_repeats(owners: Owners, x: jax.Array) -> jax.Array:
 
 def _global(owners: Owners, rows: jax.Array) -> jax.Array:
     """Positions of row numbers of this owner's; `height` for R."""
-    wide = _ids.index_dtype(owners.height, rows.dtype)
+    wide = _arguments.index_dtype(owners.height, rows.dtype)
     first = lax.axis_index(owners.axes).astype(wide) * np.array(owners.rows, wide)
-    none = rows >= _ids.scalar(owners.rows, rows)
+    none = rows >= _arguments.scalar(owners.rows, rows)
     return jnp.where(none, np.array(owners.height, wide), rows.astype(wide) + first)
 
 
 def local(owners: Owners, positions: jax.Array) -> jax.Array:
     """The inverse: row numbers of this owner's; R for any other position."""
     first = lax.axis_index(owners.axes).astype(positions.dtype)
-    rows = positions - first * _ids.scalar(owners.rows, positions)
-    own = _ids.in_range(rows, owners.rows)
-    return jnp.where(own, rows, _ids.scalar(owners.rows, rows))
+    rows = positions - first * _arguments.scalar(owners.rows, positions)
+    own = indexing.in_range(rows, owners.rows)
+    return jnp.where(own, rows, _arguments.scalar(owners.rows, rows))
 
 
 # ------------------------------------------------------------------ metrics

@@ -10,7 +10,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from sparsejax import _compat, _ids, _lookup
+from sparsejax import _arguments, _compat
+from sparsejax._lookup import lookup as _lookup
+from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax.parallel._owners import Metrics, Owners, no_metrics
 from sparsejax.parallel._rule import Reading, read_rows
@@ -20,40 +22,9 @@ from sparsejax.parallel._table import ShardedTable, gathered
 _CALL = "sparsejax.parallel.lookup"
 _MEASURE = "sparsejax.parallel.measure_capacity"
 
-_NOT_SHARDED = (
-    "{call}: table must be a ShardedTable, got {found}. Make one "
-    "with sparsejax.parallel.shard_rows(table, mesh, axis), or use sparsejax.{name} on "
-    "a table that one device holds."
-)
-_INSIDE_SHARD_MAP = (
-    "{call}: called inside of a shard_map over {names}. It takes the ids of the whole "
-    "batch and splits them itself: call it outside of the shard_map, on global arrays."
-)
 _BAD_CAPACITY = (
     "{call}: capacity must be a static int of at least 1, 'auto' or None, got "
     "{found!r}."
-)
-_OTHER_DEVICES = (
-    "{call}: ids lie on {found}, and the table on {devices} devices of {mesh}. Put "
-    "them there: jax.device_put(ids, NamedSharding(mesh, PartitionSpec({axes})))."
-)
-_SEGMENTS = (
-    "{call}: ids are a SegmentTensor. Reduce the rows of each segment with "
-    "sparsejax.parallel.embedding_bag(table, ids), or look up ids.values for all rows."
-)
-_UNKNOWN_SAMPLE = (
-    "{call}: sample_ids must be known, and inside jit they are not yet. Measure "
-    "outside, and pass the int that it gives as capacity."
-)
-_NO_SAMPLE = "{call}: sample_ids has no ids. Pass those of one batch or of several."
-_BAD_MARGIN = (
-    "{call}: margin must be a positive number, got {found!r}; 1 is just enough for the "
-    "sample."
-)
-_AUTO_IN_JIT = (
-    "{call}: capacity='auto' measures the ids, and inside jit they are not known yet. "
-    "Measure a sample outside and pass the int: capacity = "
-    "sparsejax.parallel.measure_capacity(table, sample_ids)."
 )
 
 
@@ -119,12 +90,16 @@ def lookup(
     """
     check_table(_CALL, table, "lookup")
     if isinstance(ids, SegmentTensor):
-        raise TypeError(_SEGMENTS.format(call=_CALL))
-    ids = beside(_CALL, table, _ids.as_integers(_CALL, ids))
+        raise TypeError(
+            f"{_CALL}: ids are a SegmentTensor. Reduce the rows of each segment with "
+            "sparsejax.parallel.embedding_bag(table, ids), or look up ids.values for "
+            "all rows."
+        )
+    ids = beside(_CALL, table, _arguments.as_integers(_CALL, ids))
     _lookup.check_mode(_CALL, mode)
     padding = _lookup.padding_mask(_CALL, ids, padding_id)
     max_norm = _lookup.check_max_norm(_CALL, max_norm, table.dtype)
-    ids = _ids.as_ids(_CALL, ids, table.height)
+    ids = _arguments.as_ids(_CALL, ids, table.height)
     rows, metrics = gather(_CALL, table, ids, padding, mode, capacity)
     if max_norm is not None:
         rows = _lookup.clip_rows(rows, max_norm, table.ndim - 1)
@@ -166,15 +141,23 @@ def measure_capacity(
     if all(np.ndim(batch) == 0 for batch in batches):
         batches = [batches if isinstance(sample_ids, list | tuple) else sample_ids]
     if not isinstance(margin, (int, float, np.number)) or not 0 < margin < math.inf:
-        raise ValueError(_BAD_MARGIN.format(call=_MEASURE, found=margin))
+        raise ValueError(
+            f"{_MEASURE}: margin must be a positive number, got {margin!r}; 1 is just "
+            "enough for the sample."
+        )
     found = count = 0
     for batch in batches:
-        if not (_ids.is_concrete(batch) or isinstance(batch, list | tuple)):
-            raise ValueError(_UNKNOWN_SAMPLE.format(call=_MEASURE))
-        batch = _ids.as_integers(_MEASURE, batch)
+        if not (_arguments.is_concrete(batch) or isinstance(batch, list | tuple)):
+            raise ValueError(
+                f"{_MEASURE}: sample_ids must be known, and inside jit they are not "
+                "yet. Measure outside, and pass the int that it gives as capacity."
+            )
+        batch = _arguments.as_integers(_MEASURE, batch)
         found, count = max(found, _longest_part(table, batch)), count + batch.size
     if not count:
-        raise ValueError(_NO_SAMPLE.format(call=_MEASURE))
+        raise ValueError(
+            f"{_MEASURE}: sample_ids has no ids. Pass those of one batch or of several."
+        )
     return max(1, math.ceil(found * margin))
 
 
@@ -192,34 +175,42 @@ def gather(
     """What `lookup` reads, of arguments that have been checked, and what it took."""
     wanted = _lookup.clip_ids(call, table, ids) if mode == "clip" else ids
     if padding is not None:
-        wanted = jnp.where(padding, _ids.scalar(table.height, ids), wanted)
+        wanted = jnp.where(padding, _arguments.scalar(table.height, ids), wanted)
     rows, metrics = _read(call, table, wanted, capacity)
     if mode in ("zero", "clip"):
         return rows, metrics
-    bad = ~_ids.in_range(wanted, table.height)
+    bad = ~indexing.in_range(wanted, table.height)
     if padding is not None:
         bad &= ~padding
     if mode == "error":
         _lookup.check_none(call, table, gathered(bad), gathered(ids))
     bad = bad.reshape(bad.shape + (1,) * (rows.ndim - bad.ndim))
-    return jnp.where(bad, _ids.fill_value(rows.dtype), rows), metrics
+    return jnp.where(bad, indexing.fill_value(rows.dtype), rows), metrics
 
 
 def check_table(call: str, table: Any, name: str) -> None:
     """An error that names `call` unless `table` is a ShardedTable that can be read."""
     if not isinstance(table, ShardedTable):
-        found = _ids.kind_of(table)
-        raise TypeError(_NOT_SHARDED.format(call=call, found=found, name=name))
+        found = _arguments.kind_of(table)
+        raise TypeError(
+            f"{call}: table must be a ShardedTable, got {found}. Make one with "
+            "sparsejax.parallel.shard_rows(table, mesh, axis), or use "
+            f"sparsejax.{name} on a table that one device holds."
+        )
     here = jax.sharding.get_abstract_mesh()
     manual = [n for n in here.manual_axes if n in table.mesh.axis_names]
     if manual:
-        raise ValueError(_INSIDE_SHARD_MAP.format(call=call, names=manual))
+        raise ValueError(
+            f"{call}: called inside of a shard_map over {manual}. It takes the ids of "
+            "the whole batch and splits them itself: call it outside of the shard_map, "
+            "on global arrays."
+        )
 
 
 def beside(call: str, table: ShardedTable, ids: Any) -> Any:
     """Ids where the table's devices can take them, or an error that names `call`."""
     mesh = table.mesh
-    is_array = isinstance(ids, jax.Array) and _ids.is_concrete(ids)
+    is_array = isinstance(ids, jax.Array) and _arguments.is_concrete(ids)
     if not (isinstance(mesh, Mesh) and is_array and ids.committed):
         return ids
     here, there = ids.sharding.device_set, set(mesh.devices.flat)
@@ -229,9 +220,9 @@ def beside(call: str, table: ShardedTable, ids: Any) -> Any:
         return jax.device_put(ids, owners_of(table).sharding(PartitionSpec()))
     names = ", ".join(map(repr, table.axes))
     raise ValueError(
-        _OTHER_DEVICES.format(
-            call=call, found=ids.sharding, devices=len(there), mesh=mesh, axes=names
-        )
+        f"{call}: ids lie on {ids.sharding}, and the table on {len(there)} devices of "
+        f"{mesh}. Put them there: jax.device_put(ids, NamedSharding(mesh, "
+        f"PartitionSpec({names})))."
     )
 
 
@@ -286,7 +277,7 @@ def _join(owners: Owners, rows: jax.Array, ids: jax.Array) -> jax.Array:
 def _place(owners: Owners, positions: jax.Array) -> jax.Array:
     """Laid out as batches are; from one device too, outside of `jit`."""
     want = owners.sharding(owners.batch_spec)
-    if _ids.is_concrete(positions) and len(positions.sharding.device_set) == 1:
+    if _arguments.is_concrete(positions) and len(positions.sharding.device_set) == 1:
         return jax.device_put(positions, want)
     return jax.reshard(positions, want) if owners.is_explicit else positions
 
@@ -298,12 +289,16 @@ def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> in
     if isinstance(capacity, str):
         if capacity != "auto":
             raise ValueError(_BAD_CAPACITY.format(call=call, found=capacity))
-        if not _ids.is_concrete(ids):
-            raise ValueError(_AUTO_IN_JIT.format(call=call))
+        if not _arguments.is_concrete(ids):
+            raise ValueError(
+                f"{call}: capacity='auto' measures the ids, and inside jit they are "
+                "not known yet. Measure a sample outside and pass the int: capacity = "
+                "sparsejax.parallel.measure_capacity(table, sample_ids)."
+            )
         return owners.slots(here, max(1, _longest_part(table, ids)))
     bad = _BAD_CAPACITY.format(call=call, found=capacity)
     capacity = None if isinstance(capacity, bool) else capacity
-    return owners.slots(here, _ids.static_int(capacity, 1, bad))
+    return owners.slots(here, _arguments.static_int(capacity, 1, bad))
 
 
 def _longest_part(table: ShardedTable, ids: Any) -> int:

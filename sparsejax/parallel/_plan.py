@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.parallel._lookup import measure_capacity
 from sparsejax.parallel._owners import Owners
 from sparsejax.parallel._table import ShardedTable, check_axis, shard_rows
@@ -66,7 +66,6 @@ _NO_TABLES = _CALL + ": tables is empty, {found!r}. Give at least one table."
 _BAD_SHAPE = _CALL + ": {name} has the shape {shape}. No axis can be negative."
 _NOT_A_TX = _CALL + ": tx must be an optax transformation or None, got {found!r}."
 _NO_PLAN = _CALL + ": there is no table {name!r}, only {known}."
-_TOO_LARGE = "too large for any layout: {need} of {budget} on a device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +146,9 @@ class Plan:
         limit = self.device_bytes
         if limit is not None and self.total.memory > limit:
             need = _size(self.total.memory)
-            where += "\n" + _TOO_LARGE.format(need=need, budget=_size(limit))
+            where += (
+                "\n" + f"too large for any layout: {need} of {_size(limit)} on a device"
+            )
         return format_table([head, *rows], right=range(2, 8)) + "\n" + where
 
 
@@ -249,7 +250,7 @@ def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
             raise ValueError(_BAD_SHAPE.format(name=name, shape=table))
         table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(_NO_SHAPE.format(name=name, found=_ids.kind_of(table)))
+        raise TypeError(_NO_SHAPE.format(name=name, found=_arguments.kind_of(table)))
     if not table.shape:
         raise ValueError(_NO_ROWS.format(name=name))
     return jax.ShapeDtypeStruct(tuple(table.shape), table.dtype)
@@ -297,7 +298,9 @@ def _table_plan(
 
 def _sample(name: str, read: Any) -> np.ndarray | None:
     if hasattr(read, "dtype") and np.ndim(read):
-        return np.asarray(_ids.as_integers(_CALL, read, f"batch of {name}")).reshape(-1)
+        return np.asarray(
+            _arguments.as_integers(_CALL, read, f"batch of {name}")
+        ).reshape(-1)
     if isinstance(read, int | np.integer) and not isinstance(read, bool) and read >= 0:
         return None
     raise ValueError(_BAD_BATCH.format(name=name, found=repr(read)))

@@ -21,25 +21,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sparsejax import _compat, _ids
+from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows
 from sparsejax.parallel._rows import ShardedRows
 
-
-_UNBOUND = (
-    "sparsejax.parallel.{name}: there is no axis {axis!r} to sum over here. Call it "
-    "inside of jax.shard_map over a mesh with that axis, or in a step that "
-    "sparsejax.parallel.data_parallel runs over it."
-)
-_BAD_CAPACITY = (
-    "sparsejax.parallel.{name}: capacity must be a static int of at least 1, the slots "
-    "that each device sends, got {found!r}. Left out, all slots are sent."
-)
-_AT_OWNERS = (
-    "sparsejax.parallel.{name}: a gradient of a ShardedTable goes to the owners of its "
-    "rows by itself; it cannot be summed inside of a shard_map. Use sharded tables in "
-    "the global view, in a step that data_parallel or jax.jit runs."
-)
 
 # Set while `data_parallel` traces a step: the names of its axes and its mesh.
 _whole_batch: contextvars.ContextVar[tuple[tuple[str, ...], Any] | None] = (
@@ -143,21 +128,34 @@ def whole_batch(axes: tuple[str, ...], mesh: Any) -> Iterator[None]:
 def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool) -> Any:
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if capacity is not None:
-        bad = _BAD_CAPACITY.format(name=name, found=capacity)
-        capacity = _ids.static_int(capacity, 1, bad)
+        bad = (
+            f"sparsejax.parallel.{name}: capacity must be a static int of at least "
+            f"1, the slots that each device sends, got {capacity!r}. Left out, all "
+            "slots are sent."
+        )
+        capacity = _arguments.static_int(capacity, 1, bad)
     is_rows = lambda x: isinstance(x, SelectedRows)
     try:
         devices = lax.axis_size(axes)
     except NameError:
         within = _whole_batch.get()
         if within is None or not set(axes) <= set(within[0]):
-            raise ValueError(_UNBOUND.format(name=name, axis=axis_name)) from None
+            raise ValueError(
+                f"sparsejax.parallel.{name}: there is no axis {axis_name!r} to sum "
+                "over here. Call it inside of jax.shard_map over a mesh with that "
+                "axis, or in a step that sparsejax.parallel.data_parallel runs over it."
+            ) from None
         spread = lambda x: _everywhere(x, *within, capacity) if is_rows(x) else x
         return jax.tree.map(spread, tree, is_leaf=is_rows)
 
     def reduce(x):
         if isinstance(x, ShardedRows):
-            raise TypeError(_AT_OWNERS.format(name=name))
+            raise TypeError(
+                f"sparsejax.parallel.{name}: a gradient of a ShardedTable goes to the "
+                "owners of its rows by itself; it cannot be summed inside of a "
+                "shard_map. Use sharded tables in the global view, in a step that "
+                "data_parallel or jax.jit runs."
+            )
         if is_rows(x):
             total = _gather(x, axes, devices, capacity)
             return total / devices if mean else total

@@ -13,30 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids, _row_arithmetic
-from sparsejax._rows import SelectedRows
-from sparsejax.optim import _table_rows
+from sparsejax._rows import SelectedRows, arithmetic, indexing
+from sparsejax.optim._lazy import table_rows
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._owners import Metrics, Owners, no_metrics, round_bytes
-
-
-_CAPACITY = (
-    "ShardedRows.coalesce: takes no capacity, got {found!r}. Each owner has a slot for "
-    "every row that it can be sent, so that none is lost."
-)
-_OTHER_SHAPE = (
-    "array + ShardedRows: shapes {found} and {want} differ. The rows stand for the "
-    "stored values of a ShardedTable: add them to table.values, or use "
-    "optax.apply_updates on trees."
-)
-_MERGED_ALREADY = (
-    "ShardedRows + ShardedRows: one of them is at its owners already. Add gradients "
-    "before they go through an optimizer or .coalesce()."
-)
-_OTHER_OWNERS = (
-    "ShardedRows + ShardedRows of shapes {a} and {b}: both must be gradients of tables "
-    "of one shape and layout on one mesh."
-)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -107,7 +87,11 @@ class ShardedRows(SelectedRows):
           ValueError: `capacity` is given.
         """
         if capacity is not None:
-            raise ValueError(_CAPACITY.format(found=capacity))
+            raise ValueError(
+                f"ShardedRows.coalesce: takes no capacity, got {capacity!r}. Each "
+                "owner has a slot for every row that it can be sent, so that none is "
+                "lost."
+            )
         merged = self
         if self.slots is not None:
             merged = _send(self)
@@ -134,7 +118,7 @@ class ShardedRows(SelectedRows):
         """What sending these rows to their owners takes: rounds, bytes, overflow."""
         if self.slots is None or not self.capacity:
             return no_metrics()
-        wide = _ids.accumulator_dtype(self.dtype)
+        wide = indexing.accumulator_dtype(self.dtype)
         content = self.values.shape[1:]
         sent = round_bytes(self.owners, self.slots, self.rows.dtype, wide, content)
         return _exchange.needed(self.owners, self.slots, self.safe_rows(), sent)
@@ -142,15 +126,15 @@ class ShardedRows(SelectedRows):
     def __add__(self, other: Any) -> Any:
         if isinstance(other, ShardedRows):
             return concatenate([self, other])
-        if _row_arithmetic.is_selected_rows(other) or np.ndim(other) == 0:
-            return _row_arithmetic.add(self.everywhere(), other)
+        if arithmetic.is_selected_rows(other) or np.ndim(other) == 0:
+            return arithmetic.add(self.everywhere(), other)
         return add_to(other, self)
 
     def __radd__(self, other: Any) -> Any:
         return self.__add__(other)
 
     def __sub__(self, other: Any) -> Any:
-        return self + _row_arithmetic.negative(other)
+        return self + arithmetic.negative(other)
 
     def __rsub__(self, other: Any) -> Any:
         return -self + other
@@ -196,7 +180,7 @@ def _add(table: jax.Array, rows: ShardedRows) -> jax.Array:
 @jax.jit
 def _join(parts: Sequence[ShardedRows]) -> ShardedRows:
     owners = parts[0].owners
-    dtype = _ids.promote(*(part.dtype for part in parts))
+    dtype = indexing.promote(*(part.dtype for part in parts))
     spec = owners.batch_spec
     rows, values = (
         owners.run(
@@ -216,11 +200,18 @@ def concatenate(parts: Sequence[ShardedRows]) -> ShardedRows:
     owners = parts[0].owners
     for part in parts:
         if part.owners != owners or part.shape != parts[0].shape:
-            raise ValueError(_OTHER_OWNERS.format(a=parts[0].shape, b=part.shape))
+            raise ValueError(
+                f"ShardedRows + ShardedRows of shapes {parts[0].shape} and "
+                f"{part.shape}: both must be gradients of tables of one shape and "
+                "layout on one mesh."
+            )
     if len(parts) == 1:
         return parts[0]
     if any(part.is_merged for part in parts):
-        raise ValueError(_MERGED_ALREADY)
+        raise ValueError(
+            "ShardedRows + ShardedRows: one of them is at its owners already. Add "
+            "gradients before they go through an optimizer or .coalesce()."
+        )
     return _join(list(parts))
 
 
@@ -228,27 +219,31 @@ def add_to(table: Any, rows: ShardedRows) -> jax.Array:
     """`table + rows`, each owner adding its own."""
     if np.shape(table) != rows.shape:
         found, want = np.shape(table), rows.shape
-        raise ValueError(_OTHER_SHAPE.format(found=found, want=want))
+        raise ValueError(
+            f"array + ShardedRows: shapes {found} and {want} differ. The rows stand "
+            "for the stored values of a ShardedTable: add them to table.values, or use "
+            "optax.apply_updates on trees."
+        )
     return _add(jnp.asarray(table), rows.coalesce())
 
 
-@_table_rows.merge_duplicates.register
+@table_rows.merge_duplicates.register
 def _merge(rows: ShardedRows) -> ShardedRows:
     return rows.coalesce()
 
 
-@_table_rows.read_into.register
+@table_rows.read_into.register
 def _read(rows: ShardedRows, table: Any, otherwise: jax.Array) -> jax.Array:
-    return on_owners(rows, _table_rows.read_into, jnp.asarray(table), otherwise)
+    return on_owners(rows, table_rows.read_into, jnp.asarray(table), otherwise)
 
 
-@_table_rows.write_into.register
+@table_rows.write_into.register
 def _write(rows: ShardedRows, table: Any, values: jax.Array) -> jax.Array:
-    return on_owners(rows, _table_rows.write_into, jnp.asarray(table), values)
+    return on_owners(rows, table_rows.write_into, jnp.asarray(table), values)
 
 
-@_table_rows.update_of.register
+@table_rows.update_of.register
 def _update(rows: ShardedRows, values: jax.Array, grad: SelectedRows) -> Any:
     del grad
-    values = _ids.zero_unless(rows.filled(), values)
+    values = indexing.zero_unless(rows.filled(), values)
     return ShardedRows.make(rows.rows, values, rows.owners, None)

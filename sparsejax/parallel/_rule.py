@@ -15,12 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from sparsejax import _compat, _ids
+from sparsejax import _compat
+from sparsejax._rows import indexing
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._owners import Owners
 from sparsejax.parallel._rows import ShardedRows, concatenate
 from sparsejax.parallel._table import gathered, laid_out
-from sparsejax.transform.control_flow import register_call
+from sparsejax.transform.rules.control_flow import register_call
 from sparsejax.transform.table import lay_out
 
 
@@ -52,7 +53,9 @@ class Reading:
             loops = i.size // max(1, here)
             rows = _by_device(owners, i.reshape(loops, here))
             values = _by_device(owners, c.reshape(loops, here, *row))
-            values = _ids.zero_unless(_ids.in_range(rows, owners.height), values)
+            values = indexing.zero_unless(
+                indexing.in_range(rows, owners.height), values
+            )
             slots = site.kind.slots * loops
             parts.append(ShardedRows.make(rows, values.astype(dtype), owners, slots))
         return concatenate(parts)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.parallel._batched_pull import (
     check_mesh,
@@ -35,17 +35,6 @@ from sparsejax.store._named import no_table
 
 
 _CALL = "sparsejax.parallel.SpreadStore"
-_NOT_ROWS = (
-    "{call}: takes a SelectedRows, got {found}. The gradient of what "
-    "pull gave is one, by sparsejax.value_and_grad."
-)
-_OTHER_HEIGHT = (
-    "{call}: the gradient is of a table of {found} rows, {name!r} has {height}."
-)
-_NOT_SPREAD = (
-    "{call}: the mesh has no device of process {process}. Each process that holds rows "
-    "must be able to hand them over."
-)
 
 
 class SpreadStore:
@@ -86,7 +75,10 @@ class SpreadStore:
         ]
         for process, devices in enumerate(self._devices):
             if not devices.size:
-                raise ValueError(_NOT_SPREAD.format(call=_CALL, process=process))
+                raise ValueError(
+                    f"{_CALL}: the mesh has no device of process {process}. Each "
+                    "process that holds rows must be able to hand them over."
+                )
         self._store = KVStore()
         self._heights: dict[str, int] = {}
 
@@ -156,7 +148,7 @@ class SpreadStore:
         call = f"{_CALL}.pull"
         height = self._height(call, name)
         # As one sees them from here, so that all find the same fault in them.
-        kind = np.dtype(_ids.index_dtype(height))
+        kind = np.dtype(_arguments.index_dtype(height))
         low, high = np.iinfo(kind).min, np.iinfo(kind).max
         ids = np.clip(own_ids(call, ids).astype(np.int64), low, high)
         ids = self._of_all(np.unique(ids).astype(kind))
@@ -201,11 +193,15 @@ class SpreadStore:
         call = f"{_CALL}.push"
         height = self._height(call, name)
         if not isinstance(grads, SelectedRows):
-            raise TypeError(_NOT_ROWS.format(call=call, found=_ids.kind_of(grads)))
+            raise TypeError(
+                f"{call}: takes a SelectedRows, got {_arguments.kind_of(grads)}. The "
+                "gradient of what pull gave is one, by sparsejax.value_and_grad."
+            )
         if grads.height != height:
             found = grads.height
             raise ValueError(
-                _OTHER_HEIGHT.format(call=call, found=found, name=name, height=height)
+                f"{call}: the gradient is of a table of {found} rows, {name!r} has "
+                f"{height}."
             )
         process, count = self._place()
         rows, values = (self._whole(x) for x in (grads.rows, grads.values))

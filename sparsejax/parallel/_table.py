@@ -22,53 +22,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import _compat, _ids
-from sparsejax._rows import SelectedRows
-from sparsejax.optim import _placement
+from sparsejax import _arguments, _compat
+from sparsejax._rows import SelectedRows, indexing
+from sparsejax.optim._lazy import placement
 from sparsejax.parallel import _table_parts
 from sparsejax.parallel._table_arithmetic import Arithmetic
 
 
 _CALL = "sparsejax.parallel.shard_rows"
 LAYOUTS = ("mod", "block")
-
-_NO_SILENT_ARRAY = (
-    "sparsejax: a ShardedTable of shape {shape} was used where an array is needed "
-    "(jnp.asarray, an index, sparsejax.lookup). Its rows lie on {shards} devices: look "
-    "them up with sparsejax.parallel.lookup(table, ids) or "
-    "sparsejax.parallel.embedding_bag, or call .to_dense() for the whole of it."
-)
-_NOT_A_MESH = (
-    "{call}: mesh must be a jax.sharding.Mesh, as jax.make_mesh gives, got {found}."
-)
-_NO_SUCH_AXIS = (
-    "{call}: axis must be the name of a mesh axis, or a tuple of names, got {found!r}. "
-    "The axes of this mesh are {names}."
-)
-_MANUAL_AXIS = (
-    "{call}: the mesh axis {name!r} is Manual here, inside of a shard_map over it, "
-    "where arrays are already cut. Call it outside of the shard_map."
-)
-_UNKNOWN_LAYOUT = (
-    "{call}: layout must be 'mod' or 'block', got {found!r}. 'mod' spreads "
-    "neighbouring ids over all devices, 'block' keeps them together."
-)
-_NO_ROWS = (
-    "{call}: table must have at least one axis, got shape {shape}. The first axis is "
-    "the rows."
-)
-_NO_HEIGHT = (
-    "{call}: a table given as a function of ids needs height=, its number of rows, an "
-    "int; got {found!r}."
-)
-_HEIGHT_NOT_NEEDED = (
-    "{call}: height={found!r} is for a table given as a function of ids; this one has "
-    "shape {shape}. Leave it out."
-)
-_NOT_A_TABLE = (
-    "{call}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a function of "
-    "ids, got {found}."
-)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -177,7 +139,11 @@ class ShardedTable(Arithmetic):
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            _NO_SILENT_ARRAY.format(shape=self.shape, shards=self.num_shards)
+            f"sparsejax: a ShardedTable of shape {self.shape} was used where an array "
+            "is needed (jnp.asarray, an index, sparsejax.lookup). Its rows lie on "
+            f"{self.num_shards} devices: look them up with "
+            "sparsejax.parallel.lookup(table, ids) or "
+            "sparsejax.parallel.embedding_bag, or call .to_dense() for the whole of it."
         )
 
     # So that jnp.asarray, and with it sparsejax.lookup, raises the same error.
@@ -200,25 +166,25 @@ class ShardedTable(Arithmetic):
         """
         call = "sparsejax.parallel.ShardedTable.position"
         shards, rows = self.num_shards, self.rows_per_shard
-        ids = _ids.as_ids(call, ids, self.height)
-        named = _ids.in_range(ids, self.height)
-        ids = ids.astype(_ids.index_dtype(shards * rows, ids.dtype))
+        ids = _arguments.as_ids(call, ids, self.height)
+        named = indexing.in_range(ids, self.height)
+        ids = ids.astype(_arguments.index_dtype(shards * rows, ids.dtype))
         if self.layout == "mod":
-            n, r = _ids.scalar(shards, ids), _ids.scalar(rows, ids)
+            n, r = _arguments.scalar(shards, ids), _arguments.scalar(rows, ids)
             ids = jnp.remainder(ids, n) * r + jnp.floor_divide(ids, n)
-        return jnp.where(named, ids, _ids.scalar(shards * rows, ids))
+        return jnp.where(named, ids, _arguments.scalar(shards * rows, ids))
 
     def ids_at(self, position: Any) -> jax.Array:
         """The inverse of `position`: the ids there, `height` where there is none."""
         call = "sparsejax.parallel.ShardedTable.ids_at"
         shards, rows = self.num_shards, self.rows_per_shard
-        ids = _ids.as_ids(call, position, shards * rows)
-        named = _ids.in_range(ids, shards * rows)
+        ids = _arguments.as_ids(call, position, shards * rows)
+        named = indexing.in_range(ids, shards * rows)
         if self.layout == "mod":
-            n, r = _ids.scalar(shards, ids), _ids.scalar(rows, ids)
+            n, r = _arguments.scalar(shards, ids), _arguments.scalar(rows, ids)
             ids = jnp.remainder(ids, r) * n + jnp.floor_divide(ids, r)
-        named &= ids < _ids.scalar(self.height, ids)
-        return jnp.where(named, ids, _ids.scalar(self.height, ids))
+        named &= ids < _arguments.scalar(self.height, ids)
+        return jnp.where(named, ids, _arguments.scalar(self.height, ids))
 
     # -- as a whole --------------------------------------------------------------
 
@@ -294,23 +260,36 @@ def shard_rows(
     """
     axis = check_axis(_CALL, mesh, axis)
     if layout not in LAYOUTS:
-        raise ValueError(_UNKNOWN_LAYOUT.format(call=_CALL, found=layout))
+        raise ValueError(
+            f"{_CALL}: layout must be 'mod' or 'block', got {layout!r}. 'mod' spreads "
+            "neighbouring ids over all devices, 'block' keeps them together."
+        )
     make = lambda values, height: ShardedTable(values, height, mesh, axis, layout)
     if callable(table):
-        bad = _NO_HEIGHT.format(call=_CALL, found=height)
-        whole = _ids.static_int(height, 0, bad)
+        bad = (
+            f"{_CALL}: a table given as a function of ids needs height=, its "
+            f"number of rows, an int; got {height!r}."
+        )
+        whole = _arguments.static_int(height, 0, bad)
         values = _table_parts.from_function(_CALL, table, make(None, whole))
         return make(values, whole)
-    table = _ids.as_array(table) if hasattr(table, "__jax_array__") else table
+    table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(_NOT_A_TABLE.format(call=_CALL, found=_ids.kind_of(table)))
+        raise TypeError(
+            f"{_CALL}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a "
+            f"function of ids, got {_arguments.kind_of(table)}."
+        )
     _table_parts.check_numbers(_CALL, table.dtype)
     shape = tuple(table.shape)
     if not shape:
-        raise ValueError(_NO_ROWS.format(call=_CALL, shape=shape))
+        raise ValueError(
+            f"{_CALL}: table must have at least one axis, got shape {shape}. The first "
+            "axis is the rows."
+        )
     if height is not None:
         raise ValueError(
-            _HEIGHT_NOT_NEEDED.format(call=_CALL, found=height, shape=shape)
+            f"{_CALL}: height={height!r} is for a table given as a function of ids; "
+            f"this one has shape {shape}. Leave it out."
         )
     empty = make(None, shape[0])
     if isinstance(table, jax.ShapeDtypeStruct):
@@ -319,7 +298,7 @@ def shard_rows(
         return abstract.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=abstract.sharding)
         )
-    if not _ids.is_concrete(table):
+    if not _arguments.is_concrete(table):
         return make(_inside_jit(table, empty), shape[0])
     host = table if isinstance(table, np.ndarray) else np.asarray(table)
     take = lambda ids: host[ids]
@@ -352,17 +331,25 @@ def rows_per_shard(height: int, shards: int) -> int:
 def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
     """The axis as a name or a tuple of two names or more, or an error naming `call`."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(_NOT_A_MESH.format(call=call, found=_ids.kind_of(mesh)))
+        raise TypeError(
+            f"{call}: mesh must be a jax.sharding.Mesh, as jax.make_mesh gives, got "
+            f"{_arguments.kind_of(mesh)}."
+        )
     names = (axis,) if isinstance(axis, str) else axis
     known = isinstance(names, tuple | list) and all(n in mesh.axis_names for n in names)
     if not known or not names or len(set(names)) != len(names):
         raise ValueError(
-            _NO_SUCH_AXIS.format(call=call, found=axis, names=mesh.axis_names)
+            f"{call}: axis must be the name of a mesh axis, or a tuple of names, got "
+            f"{axis!r}. The axes of this mesh are {mesh.axis_names}."
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     for name in names:
         if types[name] == AxisType.Manual:
-            raise ValueError(_MANUAL_AXIS.format(call=call, name=name))
+            raise ValueError(
+                f"{call}: the mesh axis {name!r} is Manual here, inside of a shard_map "
+                "over it, where arrays are already cut. Call it outside of the "
+                "shard_map."
+            )
     return names[0] if len(names) == 1 else tuple(names)
 
 
@@ -382,11 +369,11 @@ def gathered(x: jax.Array) -> jax.Array:
     return jax.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
 
 
-@_placement.layout_of.register
+@placement.layout_of.register
 def _layout_of(table: ShardedTable) -> NamedSharding | None:
     """Of a traced table its own, whose array does not know it yet."""
     if not isinstance(table.values, Tracer):
-        return _placement.layout_of(table.values)
+        return placement.layout_of(table.values)
     # An optimizer also tries tables of other heights, which nothing is said of.
     stored = table.num_shards * table.rows_per_shard
     return table.sharding if table.values.shape[:1] == (stored,) else None

@@ -13,22 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import SelectedRows, indexing
 
 
-_OTHER_LAYOUT = (
-    "ShardedTable {symbol} ShardedTable: {a} and {b} are not of one shape and layout "
-    "on one mesh, and their rows do not lie beside each other."
-)
 _NO_DIVISION = (
     "{found} / ShardedTable: a table can be divided by numbers only. Use "
     "table.map(lambda v: ...) for its values, padding rows included."
-)
-_NOT_A_SCALAR = (
-    "ShardedTable {symbol} array of shape {found}: only scalars and other "
-    "ShardedTables go together with a ShardedTable. Use table.map(lambda v: ...) for "
-    "its values in the order of positions, or .to_dense()."
 )
 _NUMBERS = (int, float, complex)
 _ARRAY_ONLY = frozenset(
@@ -105,12 +95,21 @@ class Arithmetic:
             a, b = self.values, other.values
             static = [x.tree_flatten_with_keys()[1] for x in (self, other)]
             if static[0] != static[1] or np.shape(a) != np.shape(b):
-                raise ValueError(_OTHER_LAYOUT.format(symbol=symbol, a=self, b=other))
+                raise ValueError(
+                    f"ShardedTable {symbol} ShardedTable: {self} and {other} are not "
+                    "of one shape and layout on one mesh, and their rows do not lie "
+                    "beside each other."
+                )
             return self.map(lambda a: op(a, b))
         if not isinstance(other, (*_NUMBERS, np.generic, np.ndarray, jax.Array)):
             return NotImplemented
         if np.ndim(other):
-            raise TypeError(_NOT_A_SCALAR.format(symbol=symbol, found=np.shape(other)))
+            raise TypeError(
+                f"ShardedTable {symbol} array of shape {np.shape(other)}: only scalars "
+                "and other ShardedTables go together with a ShardedTable. Use "
+                "table.map(lambda v: ...) for its values in the order of positions, or "
+                ".to_dense()."
+            )
         if symbol in "+-":
             self.__array__()  # padding rows must stay zero, and rows not stored too
         return self.map(lambda values: _scale(op, values, other))
@@ -120,6 +119,6 @@ def _scale(op: Any, values: Any, by: Any) -> Any:
     """`op(values, by)`; the data's type wins, as in SelectedRows."""
     if isinstance(values, SelectedRows) or isinstance(by, _NUMBERS):
         return op(values, by)
-    wide = _ids.promote(values.dtype, by.dtype)
+    wide = indexing.promote(values.dtype, by.dtype)
     narrow = values.dtype if jnp.issubdtype(values.dtype, jnp.inexact) else wide
     return op(values.astype(wide), jnp.asarray(by).astype(wide)).astype(narrow)

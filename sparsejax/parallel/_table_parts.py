@@ -14,31 +14,23 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 
-_WRONG_ROWS = (
-    "{call}: the function gave an array of shape {found} for {count} ids; it must give "
-    "a row for each, {want}."
-)
-_NOT_NUMBERS = (
-    "{call}: a table must be of numbers, got {found}. Look texts up in a vocabulary "
-    "first (sparsejax.data), and hand in an array of numbers."
-)
-_ABSTRACT_MESH = (
-    "{call}: rows that are known need devices to lie on, and this is an AbstractMesh. "
-    "Pass a jax.sharding.Mesh (jax.make_mesh), or jax.ShapeDtypeStruct(shape, dtype) "
-    "for the abstract form."
-)
-
-
 def check_numbers(call: str, dtype: Any) -> None:
     """A TypeError unless this is a type that an array on a device can have."""
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise TypeError(_NOT_NUMBERS.format(call=call, found=dtype))
+        raise TypeError(
+            f"{call}: a table must be of numbers, got {dtype}. Look texts up in a "
+            "vocabulary first (sparsejax.data), and hand in an array of numbers."
+        )
 
 
 def check_has_devices(call: str, mesh: Any) -> None:
     """A ValueError for a mesh without devices."""
     if isinstance(mesh, AbstractMesh):
-        raise ValueError(_ABSTRACT_MESH.format(call=call))
+        raise ValueError(
+            f"{call}: rows that are known need devices to lie on, and this is an "
+            "AbstractMesh. Pass a jax.sharding.Mesh (jax.make_mesh), or "
+            "jax.ShapeDtypeStruct(shape, dtype) for the abstract form."
+        )
 
 
 def ids_of_shard(table: Any, shard: int) -> np.ndarray:
@@ -106,6 +98,7 @@ def _checked(call: str, rows: Any, ids: np.ndarray, content: Any = None) -> np.n
     if rows.shape[:1] != (count,) or content not in (None, rows.shape[1:]):
         want = f"[{count}, ...]" if content is None else (count, *content)
         raise ValueError(
-            _WRONG_ROWS.format(call=call, found=rows.shape, count=count, want=want)
+            f"{call}: the function gave an array of shape {rows.shape} for {count} "
+            f"ids; it must give a row for each, {want}."
         )
     return rows

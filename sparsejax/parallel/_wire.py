@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from sparsejax import _ids
+from sparsejax import _arguments
 
 
 _CALL = "sparsejax.parallel.wire_bytes"
@@ -215,7 +215,7 @@ def _text_of(compiled: Any) -> str:
         return compiled
     text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
     if text is None:
-        raise TypeError(_NOT_COMPILED.format(found=_ids.kind_of(compiled)))
+        raise TypeError(_NOT_COMPILED.format(found=_arguments.kind_of(compiled)))
     return text
 
 

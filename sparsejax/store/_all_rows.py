@@ -7,20 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.store import _rows_wanted as wanted
 from sparsejax.store._table import Table, put_rows
-
-
-_NOT_WEIGHTS = (
-    "{call}: weights for table {name!r} must be a SelectedRows, or an array of all "
-    "rows, of shape {shape} and of real numbers where the table has them; got {found}."
-)
-_TWICE = (
-    "{call}: a SelectedRows for table {name!r} names rows more than once, with one "
-    "weight each. Name each row once; .coalesce() gives the sums."
-)
 
 
 def pull_all(table: Table, report: Callable[[int, int], None]) -> np.ndarray:
@@ -57,9 +47,13 @@ def _by_rows(
         or weights.shape != table.shape
         or complex_ > (table.dtype.kind == "c")
     ):
-        found = f"{found}{list(weights.shape)}" if known else _ids.kind_of(weights)
+        found = (
+            f"{found}{list(weights.shape)}" if known else _arguments.kind_of(weights)
+        )
         raise TypeError(
-            _NOT_WEIGHTS.format(call=call, name=name, shape=table.shape, found=found)
+            f"{call}: weights for table {name!r} must be a SelectedRows, or an array "
+            f"of all rows, of shape {table.shape} and of real numbers where the table "
+            f"has them; got {found}."
         )
     values = np.asarray(values)
     if not isinstance(weights, SelectedRows):
@@ -71,6 +65,9 @@ def _by_rows(
     distinct, places, capacity = wanted.slots_of(rows, table.height)
     filled = np.flatnonzero(places < capacity)
     if filled.size != distinct.size:
-        raise ValueError(_TWICE.format(call=call, name=name))
+        raise ValueError(
+            f"{call}: a SelectedRows for table {name!r} names rows more than once, "
+            "with one weight each. Name each row once; .coalesce() gives the sums."
+        )
     order = filled[np.argsort(places[filled])]
     yield distinct, values[order].astype(table.dtype)

@@ -11,12 +11,6 @@ from sparsejax.store import _layout
 
 CHECKSUM = 4  # bytes, little endian, of zlib's crc32
 
-_DAMAGED = (
-    "{call}: {path} is damaged: {count} bytes before its byte {at} have another "
-    "checksum than when they were written. Nothing can be read from it; load an older "
-    "file."
-)
-
 
 def write(file: BinaryIO, values: Any) -> None:
     """Writes an array and its checksum."""
@@ -35,5 +29,9 @@ def read(
     expected = int.from_bytes(file.read(CHECKSUM), "little")
     if not complete or zlib.crc32(content) != expected:
         at, count = file.tell(), values.nbytes
-        raise ValueError(_DAMAGED.format(call=call, path=path, count=count, at=at))
+        raise ValueError(
+            f"{call}: {path} is damaged: {count} bytes before its byte {at} have "
+            "another checksum than when they were written. Nothing can be read from "
+            "it; load an older file."
+        )
     return values

@@ -17,12 +17,7 @@ import numpy as np
 from sparsejax.store._optimizer import Optimizer
 
 
-_PATH = "{call}: path must be a str or an os.PathLike, got {found!r}."
 _NOT_OURS = "{call}: {path} is not a file of sparsejax.store ({why})."
-_OTHER = (
-    "{call}: table {name!r} has {field} {expected} here, but {found} in {path}. Call "
-    "init with what the file was made with, or use another file."
-)
 
 
 def describe(
@@ -77,14 +72,9 @@ def check_same(
     for field in fields:
         if found.get(field) != expected[field]:
             raise ValueError(
-                _OTHER.format(
-                    call=call,
-                    name=name,
-                    field=field,
-                    expected=_show(expected[field]),
-                    found=_show(found.get(field)),
-                    path=path,
-                )
+                f"{call}: table {name!r} has {field} {_show(expected[field])} here, "
+                f"but {_show(found.get(field))} in {path}. Call init with what the "
+                "file was made with, or use another file."
             )
 
 
@@ -99,7 +89,7 @@ def _show(value: Any) -> str:
 def as_path(call: str, path: Any) -> Any:
     """A path, or an error: `open` takes an int, for a file that is open already."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(_PATH.format(call=call, found=path))
+        raise TypeError(f"{call}: path must be a str or an os.PathLike, got {path!r}.")
     return path
 
 

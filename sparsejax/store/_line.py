@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from sparsejax import _ids
+from sparsejax import _arguments
 
 
 _THREAD = "sparsejax.store"
@@ -93,7 +93,7 @@ class Line:
 
 def _as_here(work: Callable[[], Any]) -> Callable[[], Any]:
     """`work` under what the calling thread has set of JAX, which other threads lack."""
-    x64 = _ids.x64_enabled()
+    x64 = _arguments.x64_enabled()
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
     def run():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax.store import _layout
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._optimizer import Optimizer
@@ -22,55 +22,7 @@ _NOT_A_SHAPE = (
     "{call}: table {name!r} needs a shape, as a tuple of ints, or an array of weights, "
     "got {found}."
 )
-_NO_ROWS = (
-    "{call}: table {name!r} must have at least one axis, the rows, got shape {shape}."
-)
-_NOT_NUMBERS = (
-    "{call}: table {name!r} is to be {dtype}; an optimizer needs real floating point. "
-    "Use tx=None for a table that is only read."
-)
-_WIDE = (
-    "{call}: table {name!r} is to be {dtype}, which JAX cuts to 32 bits here. Set "
-    "jax_enable_x64, or ask for a type of 32 bits or less."
-)
 _NO_DTYPE = "{call}: dtype must be a type of numbers, got {found}."
-_NOT_A_TX = (
-    "{call}: tx must be an optax transformation, such as optax.adagrad(0.1), or None "
-    "for a table that is only read, got {found}."
-)
-_BOTH = (
-    "{call}: table {name!r} has an array and an initializer. The array holds the first "
-    "weights of all rows: leave one of the two out."
-)
-_NOT_A_FUNCTION = (
-    "{call}: initializer must be a function (key, shape, dtype) -> array, such as "
-    "jax.nn.initializers.normal(0.01), got {found}."
-)
-_TOO_HIGH = (
-    "{call}: an initializer tells 2**32 rows apart, and table {name!r} has {height}."
-)
-_NOT_A_SEED = "{call}: seed must be an int or a PRNG key, got {found}."
-_NOT_CALLED = (
-    "{call}: the initializer of table {name!r} cannot be called as (key, shape, "
-    "dtype), here with shape {shape}: {error}"
-)
-_OTHER_ROWS = (
-    "{call}: the initializer of table {name!r} must give an array of the shape that it "
-    "is called with, {shape}, for one row; it gave {found}."
-)
-_NOT_OF_THE_KEY = (
-    "{call}: the initializer of table {name!r} gives values that JAX does not make, so "
-    "all rows would get the same ones: it is run once, traced, for all rows. Make them "
-    "with jax.random and the key, or jax.numpy where they are constant."
-)
-_OTHER_DTYPE = (
-    "{call}: table {name!r} comes with an array of {found}, and dtype={dtype}. Leave "
-    "dtype out, or cast the array."
-)
-_FILE_IS_THERE = (
-    "{call}: {path} is there already, and table {name!r} comes with an array. Give the "
-    "shape to open the file as it is, or another path."
-)
 
 
 def make_table(
@@ -96,20 +48,32 @@ def make_table(
     else:
         found, dtype = array.dtype, np.dtype(dtype)
         raise ValueError(
-            _OTHER_DTYPE.format(call=call, name=name, found=found, dtype=dtype)
+            f"{call}: table {name!r} comes with an array of {found}, and "
+            f"dtype={dtype}. Leave dtype out, or cast the array."
         )
     _check(call, name, shape, dtype, tx)
     if initializer is not None:
         if array is not None:
-            raise ValueError(_BOTH.format(call=call, name=name))
+            raise ValueError(
+                f"{call}: table {name!r} has an array and an initializer. The array "
+                "holds the first weights of all rows: leave one of the two out."
+            )
         if not callable(initializer):
             raise TypeError(
-                _NOT_A_FUNCTION.format(call=call, found=_ids.show(initializer))
+                f"{call}: initializer must be a function (key, shape, dtype) -> array, "
+                "such as jax.nn.initializers.normal(0.01), got "
+                f"{_arguments.show(initializer)}."
             )
         if shape[0] > 1 << 32:
-            raise ValueError(_TOO_HIGH.format(call=call, name=name, height=shape[0]))
+            raise ValueError(
+                f"{call}: an initializer tells 2**32 rows apart, and table {name!r} "
+                f"has {shape[0]}."
+            )
     if path is not None and array is not None and os.path.exists(path):
-        raise ValueError(_FILE_IS_THERE.format(call=call, path=path, name=name))
+        raise ValueError(
+            f"{call}: {path} is there already, and table {name!r} comes with an array. "
+            "Give the shape to open the file as it is, or another path."
+        )
     key = _key(call, seed)
     check_not_traced(call, name, "keys", key)
     if initializer is not None:
@@ -140,7 +104,7 @@ def _shape_or_array(call: str, name: str, x: Any) -> tuple[tuple[int, ...], Any]
             raise TypeError(_NOT_A_SHAPE.format(call=call, name=name, found=x))
         return tuple(int(n) for n in x), None
     if not isinstance(x, (np.ndarray, jax.Array)):
-        found = _ids.kind_of(x)
+        found = _arguments.kind_of(x)
         raise TypeError(_NOT_A_SHAPE.format(call=call, name=name, found=found))
     return x.shape, np.asarray(x)
 
@@ -156,21 +120,33 @@ def _check(
     call: str, name: str, shape: tuple[int, ...], dtype: np.dtype, tx: Any
 ) -> None:
     if not shape:
-        raise ValueError(_NO_ROWS.format(call=call, name=name, shape=shape))
+        raise ValueError(
+            f"{call}: table {name!r} must have at least one axis, the rows, got shape "
+            f"{shape}."
+        )
     try:
-        _ids.index_dtype(shape[0])  # there must be an id for each row
+        _arguments.index_dtype(shape[0])  # there must be an id for each row
     except ValueError as error:
         said = str(error).removeprefix("sparsejax: ")
         raise ValueError(f"{call}: {said}") from None
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
         raise TypeError(_NO_DTYPE.format(call=call, found=dtype))
     if tx is not None and not all(hasattr(tx, x) for x in ("init", "update")):
-        raise TypeError(_NOT_A_TX.format(call=call, found=_ids.kind_of(tx)))
+        raise TypeError(
+            f"{call}: tx must be an optax transformation, such as optax.adagrad(0.1), "
+            f"or None for a table that is only read, got {_arguments.kind_of(tx)}."
+        )
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(_NOT_NUMBERS.format(call=call, name=name, dtype=dtype))
+        raise TypeError(
+            f"{call}: table {name!r} is to be {dtype}; an optimizer needs real "
+            "floating point. Use tx=None for a table that is only read."
+        )
     parts = 2 if dtype.kind == "c" else 1
-    if dtype.itemsize > 4 * parts and not _ids.x64_enabled():
-        raise ValueError(_WIDE.format(call=call, name=name, dtype=dtype))
+    if dtype.itemsize > 4 * parts and not _arguments.x64_enabled():
+        raise ValueError(
+            f"{call}: table {name!r} is to be {dtype}, which JAX cuts to 32 bits here. "
+            "Set jax_enable_x64, or ask for a type of 32 bits or less."
+        )
 
 
 def _check_initializer(
@@ -186,19 +162,26 @@ def _check_initializer(
     def row(key):
         made = initializer(key, shape, dtype)
         if not isinstance(made, Tracer) and hasattr(made, "dtype"):
-            raise ValueError(_NOT_OF_THE_KEY.format(call=call, name=name))
+            raise ValueError(
+                f"{call}: the initializer of table {name!r} gives values that JAX does "
+                "not make, so all rows would get the same ones: it is run once, "
+                "traced, for all rows. Make them with jax.random and the key, or "
+                "jax.numpy where they are constant."
+            )
         return made
 
     try:
         made = jax.eval_shape(row, key)
     except TypeError as error:
         raise TypeError(
-            _NOT_CALLED.format(call=call, name=name, shape=shape, error=error)
+            f"{call}: the initializer of table {name!r} cannot be called as (key, "
+            f"shape, dtype), here with shape {shape}: {error}"
         ) from error
     found = getattr(made, "shape", type(made).__name__)
     if found != shape:
         raise ValueError(
-            _OTHER_ROWS.format(call=call, name=name, shape=shape, found=found)
+            f"{call}: the initializer of table {name!r} must give an array of the "
+            f"shape that it is called with, {shape}, for one row; it gave {found}."
         )
 
 
@@ -211,4 +194,6 @@ def _key(call: str, seed: Any) -> jax.Array:
             return seed.reshape(())
     elif dtype == np.uint32:  # a key of the older kind
         return jax.random.wrap_key_data(jnp.asarray(seed))
-    raise TypeError(_NOT_A_SEED.format(call=call, found=_ids.show(seed)))
+    raise TypeError(
+        f"{call}: seed must be an int or a PRNG key, got {_arguments.show(seed)}."
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax._replace import replacing
+from sparsejax._files import replacing
 from sparsejax.store import _layout
 
 
@@ -28,21 +28,6 @@ except ImportError:  # not a POSIX system: then nobody watches over a file
 MAGIC = b"sparsejax table 2\n"
 _PAGE = 4096
 _LARGE = 1 << 20
-
-_IN_USE = (
-    "{call}: {path} is in use by another store, of this process or another one. A "
-    "memory-mapped table belongs to one store at a time: close the other one first."
-)
-_SHORT = "{call}: {path} has {found} bytes instead of {expected}: it was cut off."
-_HALF_LOADED = (
-    "{call}: {path} is half loaded: the process that loaded a saved store into it was "
-    "stopped before it was done. Delete the file, call init again, and then load."
-)
-_NO_SPACE = (
-    "{call}: {path} may grow to {size} bytes, and its file system has {free} left. "
-    "When that is full, writing to the table kills the process. Make room, or use "
-    "another file system."
-)
 
 
 def is_mapped_table(path: str | os.PathLike[str]) -> bool:
@@ -112,7 +97,9 @@ class MappedFile:
             free = shutil.disk_usage(path.parent).free
             if end > free:
                 raise OSError(
-                    _NO_SPACE.format(call=call, path=path, size=end, free=free)
+                    f"{call}: {path} may grow to {end} bytes, and its file system has "
+                    f"{free} left. When that is full, writing to the table kills the "
+                    "process. Make room, or use another file system."
                 )
             with replacing(path) as file:
                 _layout.write_header(file, MAGIC, header | {"start": start})
@@ -126,14 +113,19 @@ class MappedFile:
             found = _layout.read_header(call, path, self._file, MAGIC)
             self.found = found
             if found.get("loading"):
-                raise ValueError(_HALF_LOADED.format(call=call, path=path))
+                raise ValueError(
+                    f"{call}: {path} is half loaded: the process that loaded a saved "
+                    "store into it was stopped before it was done. Delete the file, "
+                    "call init again, and then load."
+                )
             fields = "shape", "dtype", "state", "initialized", "key"
             _layout.check_same(call, path, name, found, header, fields)
             size = os.fstat(self._file.fileno()).st_size
             expected = end - start + found["start"]
             if size != expected:
                 raise ValueError(
-                    _SHORT.format(call=call, path=path, found=size, expected=expected)
+                    f"{call}: {path} has {size} bytes instead of {expected}: it was "
+                    "cut off."
                 )
             self._map = mmap.mmap(self._file.fileno(), size)
         except BaseException:
@@ -206,7 +198,11 @@ def _lock(call: str, path: Any, file: Any) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise RuntimeError(_IN_USE.format(call=call, path=path)) from None
+        raise RuntimeError(
+            f"{call}: {path} is in use by another store, of this process or another "
+            "one. A memory-mapped table belongs to one store at a time: close the "
+            "other one first."
+        ) from None
 
 
 def _unlock(file: Any) -> None:

@@ -8,14 +8,10 @@ from sparsejax.store._line import Line
 from sparsejax.store._table import Table
 
 
-_UNKNOWN = "{call}: there is no table {name!r}, {known}. Call init first."
-_CLOSED = "{call}: this store is closed. Make a new one, or close it later."
-
-
 def no_table(call: str, name: Any, names: Sequence[str]) -> KeyError:
     """The error for a name that is no table's."""
     known = f"only {', '.join(map(repr, names))}" if names else "nor any other"
-    return KeyError(_UNKNOWN.format(call=call, name=name, known=known))
+    return KeyError(f"{call}: there is no table {name!r}, {known}. Call init first.")
 
 
 class NamedTables:
@@ -65,7 +61,9 @@ class NamedTables:
 
     def _check_open(self, call: str) -> None:
         if self._closed:
-            raise ValueError(_CLOSED.format(call=call))
+            raise ValueError(
+                f"{call}: this store is closed. Make a new one, or close it later."
+            )
 
     def _table(self, call: str, name: Any) -> Table:
         self._check_open(call)

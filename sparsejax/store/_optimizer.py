@@ -20,18 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsejax import _ids
-from sparsejax._rows import SelectedRows
-from sparsejax.optim import _follow, _table_rows
-from sparsejax.optim._lazy import lazy
-from sparsejax.optim._separable import remember
-
-
-_NO_CPU = (
-    "sparsejax.store: JAX has no CPU device here, and the store's rows are updated on "
-    "the host. Where JAX_PLATFORMS is set, name the CPU as well: "
-    "JAX_PLATFORMS=cuda,cpu."
-)
+from sparsejax._rows import SelectedRows, indexing
+from sparsejax.optim._lazy import follow, table_rows
+from sparsejax.optim._lazy.lazy import lazy
+from sparsejax.optim._lazy.separable import remember
 
 
 @contextlib.contextmanager
@@ -40,7 +32,11 @@ def on_host() -> Iterator[Any]:
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
-        raise RuntimeError(_NO_CPU) from None
+        raise RuntimeError(
+            "sparsejax.store: JAX has no CPU device here, and the store's rows are "
+            "updated on the host. Where JAX_PLATFORMS is set, name the CPU as well: "
+            "JAX_PLATFORMS=cuda,cpu."
+        ) from None
     no_mesh = jax.sharding.Mesh(np.empty((), object), ())
     with jax.set_mesh(no_mesh), jax.default_device(device):
         yield device
@@ -63,7 +59,7 @@ class Optimizer:
         self._programs = _programs(tx)
         self._programs.check(spec)
         leaf = jax.tree.structure(0)
-        following = _follow.follow(tx.init, leaf, (spec,), (0,))
+        following = follow.follow(tx.init, leaf, (spec,), (0,))
         paths, tree = jax.tree_util.tree_flatten_with_path(following.state)
         self.specs = [spec for _, spec in paths]
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
@@ -176,16 +172,16 @@ class _Gathered(SelectedRows):
         return self
 
 
-@_table_rows.merge_duplicates.register
+@table_rows.merge_duplicates.register
 def _(rows: _Gathered) -> _Gathered:
     """The sums of `SelectedRows.coalesce`; what sorting would give is known."""
-    wide = _ids.accumulator_dtype(rows.dtype)
+    wide = indexing.accumulator_dtype(rows.dtype)
     zeros = jnp.zeros(rows.shape, wide)
-    values = _ids.add_rows(zeros, rows.places, rows.values.astype(wide))
+    values = indexing.add_rows(zeros, rows.places, rows.values.astype(wide))
     return _Gathered.of(rows.rows, rows.rows, values.astype(rows.dtype))
 
 
-@_table_rows.read_into.register
+@table_rows.read_into.register
 def _(rows: _Gathered, table: Any, otherwise: jax.Array) -> jax.Array:
     """All rows, in their order."""
     filled = rows.filled().reshape((-1,) + (1,) * (otherwise.ndim - 1))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.store._line import Line
 from sparsejax.store._part import Part
@@ -77,16 +77,13 @@ class Flights:
                 part.read_again()
 
 
-_IDS_OF = (
-    "{call}: ids_of must be a function that takes a batch and gives its ids, got "
-    "{found}."
-)
-
-
 def check_ids_of(call: str, ids_of: Any) -> None:
     """An error unless `ids_of` can be called."""
     if not callable(ids_of):
-        raise TypeError(_IDS_OF.format(call=call, found=_ids.kind_of(ids_of)))
+        raise TypeError(
+            f"{call}: ids_of must be a function that takes a batch and gives its ids, "
+            f"got {_arguments.kind_of(ids_of)}."
+        )
 
 
 def prefetch(

@@ -6,10 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 
-_NOT_A_REPORT = (
-    "{call}: progress must be True, False or a function of (rows done, rows in all), "
-    "got {found!r}."
-)
 _SECONDS = 2.0
 
 
@@ -24,7 +20,10 @@ def reporter(call: str, progress: Any) -> Callable[[int, int], Any]:
     if callable(progress):
         return progress
     if not isinstance(progress, bool):
-        raise TypeError(_NOT_A_REPORT.format(call=call, found=progress))
+        raise TypeError(
+            f"{call}: progress must be True, False or a function of (rows done, rows "
+            f"in all), got {progress!r}."
+        )
     return _lines(call) if progress else lambda done, total: None
 
 

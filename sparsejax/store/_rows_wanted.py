@@ -10,36 +10,22 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from sparsejax import _ids
+from sparsejax import _arguments
 
 
 LEAST_CAPACITY = 8
 MODES = ("error", "drop")
 
-_UNKNOWN_MODE = (
-    "{call}: mode must be 'error' or 'drop', got {found!r}. 'drop' leaves out ids that "
-    "are out of range, such as a padding id of -1."
-)
-_BAD_IDS = (
-    "{call}: {bad} of {total} ids for table {name!r} are out of range, the first is "
-    "{first} and the table has {height} rows. Correct the ids, or ask for mode='drop'."
-)
-_TOO_MANY = (
-    "{call}: {count} distinct rows of table {name!r} do not fit into "
-    "capacity={capacity}. Give capacity={count} or more, or leave it out."
-)
-
-_TRACED = (
-    "{call}: table {name!r} is in the memory of the host, where {what} that are traced "
-    "by jit, vmap, grad or scan have no values. Call it outside: pull, hand the "
-    "SelectedRows to the jitted step, and push the gradient that comes out."
-)
-
 
 def check_not_traced(call: str, name: str, what: str, *arrays: Any) -> None:
     """An error where arrays are traced: a store works outside of jit."""
     if any(isinstance(x, Tracer) for x in arrays):
-        raise TypeError(_TRACED.format(call=call, name=name, what=what))
+        raise TypeError(
+            f"{call}: table {name!r} is in the memory of the host, where {what} that "
+            "are traced by jit, vmap, grad or scan have no values. Call it outside: "
+            "pull, hand the SelectedRows to the jitted step, and push the gradient "
+            "that comes out."
+        )
 
 
 def distinct_rows(
@@ -47,23 +33,21 @@ def distinct_rows(
 ) -> np.ndarray:
     """The rows that `ids` name, each once, ascending, in the type of a slot's id."""
     if mode not in MODES:
-        raise ValueError(_UNKNOWN_MODE.format(call=call, found=mode))
-    ids = _ids.as_integers(call, ids)
+        raise ValueError(
+            f"{call}: mode must be 'error' or 'drop', got {mode!r}. 'drop' leaves out "
+            "ids that are out of range, such as a padding id of -1."
+        )
+    ids = _arguments.as_integers(call, ids)
     check_not_traced(call, name, "ids", ids)
     ids = np.asarray(ids).reshape(-1)
-    dtype = _ids.index_dtype(height)
+    dtype = _arguments.index_dtype(height)
     if ids.size and (ids.min() < 0 or ids.max() >= height):
         good = (ids >= 0) & (ids < height)
         if mode == "error":
             raise ValueError(
-                _BAD_IDS.format(
-                    call=call,
-                    bad=int(np.sum(~good)),
-                    total=ids.size,
-                    name=name,
-                    first=int(ids[np.argmin(good)]),
-                    height=height,
-                )
+                f"{call}: {int(np.sum(~good))} of {ids.size} ids for table {name!r} "
+                f"are out of range, the first is {int(ids[np.argmin(good)])} and the "
+                f"table has {height} rows. Correct the ids, or ask for mode='drop'."
             )
         ids = ids[good]
     return _unique_of_sorted(np.sort(ids.astype(dtype)))
@@ -83,8 +67,8 @@ def slots_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int
         capacity = bucket(count)
         places = np.full(rows.shape, capacity, np.int32)
         places[:count] = np.arange(count, dtype=np.int32)
-        return head.astype(_ids.index_dtype(height)), places, capacity
-    safe = np.where(filled, rows, height).astype(_ids.index_dtype(height))
+        return head.astype(_arguments.index_dtype(height)), places, capacity
+    safe = np.where(filled, rows, height).astype(_arguments.index_dtype(height))
     distinct = _unique_of_sorted(np.sort(safe[filled]))
     capacity = bucket(distinct.size)
     places = np.searchsorted(distinct, safe).astype(np.int32)
@@ -103,10 +87,11 @@ def capacity_for(
     """Slots for `count` rows; an error if the number asked for is too small."""
     if capacity is None:
         return min(bucket(count), max(1, height))
-    capacity = _ids.check_capacity(call, capacity)
+    capacity = _arguments.check_capacity(call, capacity)
     if count > capacity:
         raise ValueError(
-            _TOO_MANY.format(call=call, count=count, name=name, capacity=capacity)
+            f"{call}: {count} distinct rows of table {name!r} do not fit into "
+            f"capacity={capacity}. Give capacity={count} or more, or leave it out."
         )
     return capacity
 

@@ -14,32 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax._replace import replacing
+from sparsejax._files import replacing
 from sparsejax.store import _blocks, _layout, _memory
 from sparsejax.store._table import CHUNK, Table, put_rows
 
 
 MAGIC = b"sparsejax store 2\n"
 
-_OTHER_TABLES = (
-    "{call}: {path} holds the tables {found}, and this store {expected}. Call init for "
-    "each table of the file, and for no other, before load."
-)
-_CUT_OFF = (
-    "{call}: {path} has {found} bytes instead of {expected}: it was cut off or changed."
-)
-_NO_TABLES = (
-    "{call}: {path} is not a file of sparsejax.store (its header describes no tables)."
-)
-_NO_IDS = (
-    "{call}: {path} is damaged: what it says are rows of table {name!r} are not. Load "
-    "an older file."
-)
-_A_TABLE = (
-    "{call}: {path} is the file of a memory-mapped table, which saving there would "
-    "destroy. Save to another path."
-)
-_A_DIRECTORY = "{call}: {path} is a directory. Give the path of a file in it."
 
 Report = Callable[[int, int], None]
 
@@ -49,9 +30,14 @@ def save(
 ) -> None:
     """Writes all tables; `path` is replaced at once when everything is on the disk."""
     if os.path.isdir(_layout.as_path(call, path)):
-        raise IsADirectoryError(_A_DIRECTORY.format(call=call, path=path))
+        raise IsADirectoryError(
+            f"{call}: {path} is a directory. Give the path of a file in it."
+        )
     if _memory.is_mapped_table(path):
-        raise ValueError(_A_TABLE.format(call=call, path=path))
+        raise ValueError(
+            f"{call}: {path} is the file of a memory-mapped table, which saving there "
+            "would destroy. Save to another path."
+        )
     descriptions, touched = {}, {}
     for name, table in tables.items():
         table.check_usable()
@@ -101,7 +87,10 @@ def load(
             parts = _parts(read, tables[name], description)
             _, ids = next(parts)
             if not _are_ids(ids, tables[name].height):
-                raise ValueError(_NO_IDS.format(call=call, path=path, name=name))
+                raise ValueError(
+                    f"{call}: {path} is damaged: what it says are rows of table "
+                    f"{name!r} are not. Load an older file."
+                )
             for _, rows, _ in parts:
                 advance(rows.size)
         file.seek(start)
@@ -158,12 +147,15 @@ def _check(
     """The descriptions of a file's tables, which are those at hand."""
     found = header.get("tables")
     if not isinstance(found, dict):
-        raise ValueError(_NO_TABLES.format(call=call, path=path))
+        raise ValueError(
+            f"{call}: {path} is not a file of sparsejax.store (its header describes no "
+            "tables)."
+        )
     if found.keys() != tables.keys():
         raise ValueError(
-            _OTHER_TABLES.format(
-                call=call, path=path, found=sorted(found), expected=sorted(tables)
-            )
+            f"{call}: {path} holds the tables {sorted(found)}, and this store "
+            f"{sorted(tables)}. Call init for each table of the file, and for no "
+            "other, before load."
         )
     expected = file.tell()
     for name, description in found.items():
@@ -174,7 +166,8 @@ def _check(
     size = os.fstat(file.fileno()).st_size
     if size != expected:
         raise ValueError(
-            _CUT_OFF.format(call=call, path=path, found=size, expected=expected)
+            f"{call}: {path} has {size} bytes instead of {expected}: it was cut off or "
+            "changed."
         )
     return found
 

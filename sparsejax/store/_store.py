@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.store import _all_rows, _prefetch, _saving
 from sparsejax.store._gradient import whole_gradient
@@ -19,17 +19,6 @@ from sparsejax.store._stats import TableStats, stats_of
 
 
 _CALL = "sparsejax.store.KVStore"
-
-_NOT_A_NAME = "{call}: the name of a table is a string, got {found!r}."
-_TAKEN = (
-    "{call}: there is a table {name!r} already. Choose another name, or push to the "
-    "one that is there."
-)
-_WHICH_TABLE = (
-    "{call}: ids_of must return {{name: ids}}, where a store has not one table. It has "
-    "{known}, and ids_of returned {found}."
-)
-_DEPTH = "{call}: depth must be an int that is not negative, got {found!r}."
 
 
 class KVStore(NamedTables):
@@ -132,9 +121,12 @@ class KVStore(NamedTables):
         call = f"{_CALL}.init"
         self._check_open(call)
         if not isinstance(name, str):
-            raise TypeError(_NOT_A_NAME.format(call=call, found=name))
+            raise TypeError(f"{call}: the name of a table is a string, got {name!r}.")
         if name in self._tables:
-            raise ValueError(_TAKEN.format(call=call, name=name))
+            raise ValueError(
+                f"{call}: there is a table {name!r} already. Choose another name, or "
+                "push to the one that is there."
+            )
         table = make_table(
             call, name, shape_or_array, tx, path, initializer, seed, dtype
         )
@@ -257,8 +249,8 @@ class KVStore(NamedTables):
         """
         call = f"{_CALL}.prefetch"
         self._check_open(call)
-        complaint = _DEPTH.format(call=call, found=depth)
-        depth = _ids.static_int(depth, 0, complaint)
+        complaint = f"{call}: depth must be an int that is not negative, got {depth!r}."
+        depth = _arguments.static_int(depth, 0, complaint)
         _prefetch.check_ids_of(call, ids_of)
         for name in capacity if isinstance(capacity, Mapping) else ():
             self._table(call, name)  # no other names, which would be ignored
@@ -266,9 +258,10 @@ class KVStore(NamedTables):
         def only(ids):
             names = self.names()
             if len(names) != 1:
-                found = _ids.kind_of(ids)
+                found = _arguments.kind_of(ids)
                 raise TypeError(
-                    _WHICH_TABLE.format(call=call, known=names or "none", found=found)
+                    f"{call}: ids_of must return {{name: ids}}, where a store has not "
+                    f"one table. It has {names or 'none'}, and ids_of returned {found}."
                 )
             return names[0]
 

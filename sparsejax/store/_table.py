@@ -19,17 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _ids
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.store import _buffers, _layout, _rows_wanted as wanted
 from sparsejax.store._optimizer import Optimizer, on_host
 
-
-_HALF_LOADED = (
-    "sparsejax.store: table {name!r} is half loaded: KVStore.load was stopped before "
-    "it was done. Call load again."
-)
-_CLOSED = "sparsejax.store: this store is closed, and with it table {name!r}."
 
 CHUNK = 1 << 16  # rows that are worked on at once where all rows are
 
@@ -85,9 +79,15 @@ class Table:
     def check_usable(self) -> None:
         """An error where its rows are not there, or not all of them."""
         if self.is_closed:
-            raise ValueError(_CLOSED.format(name=self.name))
+            raise ValueError(
+                "sparsejax.store: this store is closed, and with it table "
+                f"{self.name!r}."
+            )
         if self.is_loading:
-            raise RuntimeError(_HALF_LOADED.format(name=self.name))
+            raise RuntimeError(
+                f"sparsejax.store: table {self.name!r} is half loaded: KVStore.load "
+                "was stopped before it was done. Call load again."
+            )
 
     # -- reading ----------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Table:
         """All rows' ids, some at a time."""
         for start in range(0, self.height, CHUNK):
             stop = min(start + CHUNK, self.height)
-            yield np.arange(start, stop, dtype=_ids.index_dtype(self.height))
+            yield np.arange(start, stop, dtype=_arguments.index_dtype(self.height))
 
 
 def arrays_of(

@@ -23,37 +23,26 @@ class DensifyError(NotImplementedError):
     """
 
 
-_DENSE_USE = """\
-sparsejax.value_and_grad: the table {path} (shape {shape}) was to get a sparse \
-gradient (tables=), but `{primitive}` at {where} {why}, so its gradient has all \
-{height} rows.
-Two ways out:
-  - leave {path} out of tables= (or set it to False there) and take the dense gradient;
-  - if only rows are needed there, read them with sparsejax.lookup(table, ids) or \
-table[ids], or teach sparsejax this primitive: \
-sparsejax.extend.register_rule("{primitive}")."""
-
-_NOT_A_TABLE = """\
-sparsejax.value_and_grad: tables= names the leaf {path} ({found}), which cannot be a \
-table: {why}. Leave it out of tables= (or set it to False there)."""
-
-
 def dense_use(
     path: str, shape: Any, primitive: str, where: str, why: str
 ) -> DensifyError:
     """The error for a use without a rule."""
     return DensifyError(
-        _DENSE_USE.format(
-            path=path,
-            shape=tuple(shape),
-            height=shape[0],
-            primitive=primitive,
-            where=where,
-            why=why,
-        )
+        f"sparsejax.value_and_grad: the table {path} (shape {tuple(shape)}) was to get "
+        f"a sparse gradient (tables=), but `{primitive}` at {where} {why}, so its "
+        f"gradient has all {shape[0]} rows.\n"
+        "Two ways out:\n"
+        f"  - leave {path} out of tables= (or set it to False there) and take the "
+        "dense gradient;\n"
+        "  - if only rows are needed there, read them with sparsejax.lookup(table, "
+        "ids) or table[ids], or teach sparsejax this primitive: "
+        f'sparsejax.extend.register_rule("{primitive}").'
     )
 
 
 def not_a_table(path: str, found: str, why: str) -> DensifyError:
     """The error for a leaf that has no rows to select."""
-    return DensifyError(_NOT_A_TABLE.format(path=path, found=found, why=why))
+    return DensifyError(
+        f"sparsejax.value_and_grad: tables= names the leaf {path} ({found}), which "
+        f"cannot be a table: {why}. Leave it out of tables= (or set it to False there)."
+    )

@@ -7,8 +7,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _ids
-from sparsejax._rows import SelectedRows
+from sparsejax import _arguments
+from sparsejax._rows import SelectedRows, indexing
 from sparsejax.transform.interpreter import Reads, Site, walk
 from sparsejax.transform.plan import (
     Call,
@@ -304,7 +304,7 @@ def _package(
         dtype = jnp.result_type(leaf.value)
         return sites[0].kind.package(row, dtype, ids, cotangents, sites)
     if not ids:
-        rows = jnp.zeros((0,), _ids.index_dtype(height))
+        rows = jnp.zeros((0,), _arguments.index_dtype(height))
         return SelectedRows(
             rows, jnp.zeros((0, *row), jnp.result_type(leaf.value)), height
         )
@@ -312,5 +312,5 @@ def _package(
     values = [everywhere(c).reshape((-1, *row)) for c in cotangents]
     if len(rows) > 1:
         rows, values = [jnp.concatenate(rows)], [jnp.concatenate(values)]
-    filled = _ids.in_range(rows[0], height)
-    return SelectedRows(rows[0], _ids.zero_unless(filled, values[0]), height)
+    filled = indexing.in_range(rows[0], height)
+    return SelectedRows(rows[0], indexing.zero_unless(filled, values[0]), height)

@@ -38,8 +38,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _compat, _ids
-from sparsejax._read import read_rows
+from sparsejax import _arguments, _compat
+from sparsejax._lookup.read_rows import read_rows
+from sparsejax._rows import indexing
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.table import TableRef, plant, plant_combined
 
@@ -193,7 +194,7 @@ class RuleContext:
           `[*ids.shape, *ref.content]`.
         """
         shape = jnp.shape(ids)
-        ids = _ids.as_ids("RuleContext.read", ids, ref.height).reshape(-1)
+        ids = _arguments.as_ids("RuleContext.read", ids, ref.height).reshape(-1)
         rows = self._plant(ref, read_rows(ref.array, ids), ids, valid)
         rows = ref.view(rows)
         return rows.reshape(shape + rows.shape[1:])
@@ -226,7 +227,7 @@ class RuleContext:
         Returns:
           `combined`, differentiated if the loss is.
         """
-        ids = _ids.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
+        ids = _arguments.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
         shape = (*ids.shape, *ref.array.shape[1:])
         flat = lambda ct, *xs: spread(ct, *xs).reshape(shape).astype(ref.dtype)
         return self._plant(ref, combined, ids, None, flat, operands, kind)
@@ -250,11 +251,11 @@ class RuleContext:
         if not self.reads.planting:
             self.reads.add([site], [])
             return out
-        ok = _ids.in_range(ids, ref.height)
+        ok = indexing.in_range(ids, ref.height)
         if valid is not None:
             ok &= jnp.reshape(valid, -1)
         (delta,) = self.reads.take(1)
-        self.reads.add([site], [jnp.where(ok, ids, _ids.scalar(ref.height, ids))])
+        self.reads.add([site], [jnp.where(ok, ids, _arguments.scalar(ref.height, ids))])
         if spread is None:
             return plant(out, delta)
         return plant_combined(spread, out, delta, *operands)

@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _compat, _ids
+from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows
-from sparsejax.transform import bags, control_flow, errors, rules, shard
+from sparsejax.transform import errors
 from sparsejax.transform.interpreter import DenseUse, Reads, Run, Site, walk
+from sparsejax.transform.rules import arrays, bags, control_flow, shard_map
 from sparsejax.transform.table import TableRef
 
 
-del bags, control_flow, rules, shard  # imported for the rules they register
+del bags, control_flow, arrays, shard_map  # imported for the rules they register
 
 # Measured on CPU: a sorted, merged row update and a dense one cost about the same where
 # a quarter of the rows is read. See benchmarks/NOTES.md.
@@ -257,7 +258,7 @@ def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
         if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
             raise TypeError(
                 f"{caller}: argnums must be an int or a tuple of ints, got "
-                f"{_ids.show(argnums)}."
+                f"{_arguments.show(argnums)}."
             )
         if not -count <= i < count:
             raise ValueError(
@@ -282,8 +283,8 @@ def _wishes(caller: str, tables: Any, chosen: Any, paths: Sequence[Any]) -> list
             is_leaf=lambda x: x is None,
         )
     except (ValueError, TypeError):
-        found = _ids.show_tree(tables, lambda x: x is None)
-        want = _ids.show_tree(chosen, _is_rows)
+        found = _arguments.show_tree(tables, lambda x: x is None)
+        want = _arguments.show_tree(chosen, _is_rows)
         raise ValueError(
             f"{caller}: tables= must be a prefix of the differentiated argument's "
             f"tree, {want}, with True, False or None at its leaves, got {found}."
@@ -293,7 +294,7 @@ def _wishes(caller: str, tables: Any, chosen: Any, paths: Sequence[Any]) -> list
         if wish is not None and not isinstance(wish, (bool, np.bool_)):
             raise TypeError(
                 f"{caller}: tables= takes True, False, None, a tree of them or a "
-                f"callable(path, leaf) -> bool; found {_ids.show(wish)} in it."
+                f"callable(path, leaf) -> bool; found {_arguments.show(wish)} in it."
             )
     return wishes
 
@@ -344,7 +345,7 @@ def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
         if not isinstance(out, tuple) or len(out) != 2:
             raise TypeError(
                 f"{caller}: with has_aux=True the function must return (loss, aux), it "
-                f"returned {_ids.kind_of(out)}"
+                f"returned {_arguments.kind_of(out)}"
                 + (f" of length {len(out)}." if isinstance(out, tuple) else ".")
             )
         out, aux = out
@@ -353,7 +354,7 @@ def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
     except (TypeError, ValueError):
         loss = None
     if loss is None or jnp.shape(loss) != () or _is_rows(out):
-        found = _ids.kind_of(out if loss is None else loss)
+        found = _arguments.kind_of(out if loss is None else loss)
         raise TypeError(
             f"{caller}: gradients are only defined for scalar-output functions; the "
             f"output was {found}. If it returns (loss, aux), pass has_aux=True."

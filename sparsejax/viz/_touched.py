@@ -6,29 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax._ids import kind_of, show
+from sparsejax._arguments import kind_of, show
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
-
-_MISSING = (
-    "sparsejax.viz.rows_touched: needs matplotlib, which is not installed: pip install "
-    "'sparsejax[viz]'."
-)
-_NO_STEPS = "sparsejax.viz.rows_touched: there are no steps: steps is empty."
-_NOT_STEPS = (
-    "sparsejax.viz.rows_touched: steps must be a list of the ids of each step, got "
-    "{found}."
-)
-_NO_IDS = (
-    "sparsejax.viz.rows_touched: step {step} must be integer ids, a SegmentTensor of "
-    "them, or a SelectedRows, got {found}."
-)
-_HEIGHT = (
-    "sparsejax.viz.rows_touched: step {step} is a SelectedRows of height {found}, but "
-    "num_rows is {want}."
-)
-_ROWS = "sparsejax.viz.rows_touched: num_rows must be a positive int, got {found}."
 
 _BLUE, _ORANGE = "#2b6cb0", "#c05621"  # to be seen on light and on dark
 _INK = "#7a8490"
@@ -68,16 +49,27 @@ def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any
       Naumov et al., "Deep Learning Recommendation Model" (2019), on skewed reads.
     """
     if not isinstance(num_rows, int | np.integer) or num_rows <= 0:
-        raise ValueError(_ROWS.format(found=show(num_rows)))
+        raise ValueError(
+            "sparsejax.viz.rows_touched: num_rows must be a positive int, got "
+            f"{show(num_rows)}."
+        )
     if not isinstance(steps, Iterable):
-        raise TypeError(_NOT_STEPS.format(found=kind_of(steps)))
+        raise TypeError(
+            "sparsejax.viz.rows_touched: steps must be a list of the ids of each step, "
+            f"got {kind_of(steps)}."
+        )
     ids = [_ids_of(k, step, num_rows) for k, step in enumerate(steps)]
     if not ids:
-        raise ValueError(_NO_STEPS)
+        raise ValueError(
+            "sparsejax.viz.rows_touched: there are no steps: steps is empty."
+        )
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(_MISSING) from error
+        raise ImportError(
+            "sparsejax.viz.rows_touched: needs matplotlib, which is not installed: pip "
+            "install 'sparsejax[viz]'."
+        ) from error
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     figure.patch.set_alpha(0)
     left, right = figure.subplots(1, 2)
@@ -94,7 +86,10 @@ def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
         x = np.asarray(x.values)[filled] if hasattr(x.values, "dtype") else x.values
     elif isinstance(x, SelectedRows):
         if x.height != num_rows:
-            raise ValueError(_HEIGHT.format(step=step, found=x.height, want=num_rows))
+            raise ValueError(
+                f"sparsejax.viz.rows_touched: step {step} is a SelectedRows of height "
+                f"{x.height}, but num_rows is {num_rows}."
+            )
         x = x.rows
     try:
         ids = np.asarray(x)
@@ -102,7 +97,10 @@ def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
         ids = np.zeros((), object)
     if not np.issubdtype(ids.dtype, np.integer):
         found = kind_of(x if ids.dtype == object else ids)
-        raise TypeError(_NO_IDS.format(step=step, found=found))
+        raise TypeError(
+            f"sparsejax.viz.rows_touched: step {step} must be integer ids, a "
+            f"SegmentTensor of them, or a SelectedRows, got {found}."
+        )
     ids = ids.reshape(-1)
     return ids[(ids >= 0) & (ids < num_rows)]
 

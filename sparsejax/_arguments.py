@@ -1,0 +1,199 @@
+"""Checks of arguments, and how errors show what they found.
+
+One rule for ids, here and everywhere above: an id outside `[0, height)` is out of
+range. It is never wrapped and never clamped.
+"""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+
+def x64_enabled() -> bool:
+    """Whether JAX keeps 64-bit types."""
+    return jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
+    """`dtype` if it can hold `height` (the empty slot's id), else int32 or int64."""
+    for candidate in (dtype, jnp.int32):
+        if height <= jnp.iinfo(candidate).max:
+            return jnp.dtype(candidate)
+    if not x64_enabled():
+        raise ValueError(
+            f"sparsejax: a table of {height} rows needs ids of 64 bits. Set "
+            "jax_enable_x64, or split the table."
+        )
+    return jnp.dtype(jnp.int64)
+
+
+def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
+    """Ids as a JAX or NumPy array of integers, or a TypeError that names `call`."""
+    if not isinstance(ids, np.ndarray):
+        try:
+            ids = np.asarray(ids) if isinstance(ids, np.generic) else jnp.asarray(ids)
+        except OverflowError:  # a list with an int that no id of 32 bits can be
+            ids = np.asarray(ids)
+        except (TypeError, ValueError):
+            way_out = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
+            raise TypeError(
+                f"{call}: {name} must be an array of integers, got {kind_of(ids)}. "
+                f"Pass {way_out}."
+            ) from None
+    if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
+        ids = ids.astype(jnp.int32)  # [] has no type of its own
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        way_out = "Cast them with .astype(jnp.int32)."
+        if ids.dtype == object:
+            way_out = "An id has at most 64 bits."
+        elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
+            way_out = "Of a mask, jnp.flatnonzero gives the ids."
+        raise TypeError(
+            f"{call}: {name} must be integers, got {ids.dtype} of shape {ids.shape}. "
+            f"{way_out}"
+        )
+    return ids
+
+
+def saturate(ids: Any) -> Any:
+    """64-bit NumPy ids within 32 bits where x64 is off: JAX alone would wrap them."""
+    wide = isinstance(ids, np.ndarray) and ids.dtype.kind in "iu"
+    if not wide or ids.itemsize < 8 or x64_enabled():
+        return ids
+    lowest, highest = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    return np.clip(ids, max(lowest, np.iinfo(ids.dtype).min), highest).astype(np.int32)
+
+
+def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
+    """Ids as a signed array of a type that holds `height`; out of range stays so."""
+    ids = jnp.asarray(saturate(as_integers(call, ids, name)))
+    wide = index_dtype(height)
+    if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
+        # A large unsigned id must not turn into a small or negative signed one.
+        limit = np.array(min(height, jnp.iinfo(ids.dtype).max), ids.dtype)
+        ids = jnp.minimum(ids, limit)
+    elif jnp.iinfo(ids.dtype).bits > jnp.iinfo(wide).bits:
+        ids = jnp.clip(ids, scalar(-1, ids), scalar(height, ids))
+    return ids.astype(wide)
+
+
+def as_array(x: Any) -> Any:
+    """NumPy arrays and frameworks' variables as JAX arrays, anything else as it is."""
+    if isinstance(x, jax.Array):
+        return x
+    known = isinstance(x, np.ndarray) or hasattr(x, "__jax_array__")
+    return jnp.asarray(x) if known else x
+
+
+def to_array(
+    call: str, x: Any, name: str, what: str = "an array of numbers"
+) -> jax.Array:
+    """`x` as a JAX array, or a TypeError that names `call`."""
+    try:
+        return jnp.asarray(x)
+    except (OverflowError, TypeError, ValueError):
+        raise TypeError(f"{call}: {name} must be {what}, got {kind_of(x)}.") from None
+
+
+def array_or_spec(call: str, x: Any, name: str) -> Any:
+    """Lists and numpy arrays become JAX arrays; tracers and specs stay."""
+    spec = hasattr(x, "dtype") and hasattr(x, "shape")
+    return x if spec and not isinstance(x, np.ndarray) else to_array(call, x, name)
+
+
+def show_spec(x: Any) -> str:
+    """`float32[3,2]`, as reprs have it; the repr of what is no array."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return repr(x)
+    return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is JAX's array, a tracer or NumPy's."""
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def kind_of(x: Any) -> str:
+    """What an error calls an argument of a wrong kind."""
+    if is_array(x):
+        return f"an array {show_spec(x)}"
+    return "None" if x is None else f"an object of type {type(x).__name__}"
+
+
+def show(x: Any) -> str:
+    """How an error shows a number: its repr, unless that is long or a tracer's."""
+    if isinstance(x, Tracer):
+        return f"a traced {show_spec(x)}"
+    if is_array(x) and x.size > 8:
+        return f"an array {show_spec(x)}"
+    if isinstance(x, (dict, list, tuple)) and any(map(is_array, jax.tree.leaves(x))):
+        return show_tree(x)
+    return _shortened(repr(x))
+
+
+def show_tree(tree: Any, is_leaf: Any = None) -> str:
+    """The structure of a tree as an error shows it: `{'table': *}`."""
+    text = str(jax.tree.structure(tree, is_leaf=is_leaf))
+    if "CustomNode" in text:
+        return kind_of(tree)
+    return _shortened(text.removeprefix("PyTreeDef(").removesuffix(")"))
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def scalar(value: int, like: Any) -> Any:
+    """`value` in the type of `like`, so that strict type promotion is content."""
+    return np.array(value, like.dtype)
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether the value of `x` can be looked at now."""
+    return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
+
+
+def check_capacity(call: str, capacity: Any) -> int:
+    """`capacity` as an int, or an error that names `call`."""
+    known = is_concrete(capacity) or isinstance(capacity, (int, np.integer))
+    if known and np.ndim(capacity) == 0 and capacity >= 0 and int(capacity) == capacity:
+        return int(capacity)
+    raise ValueError(
+        f"{call}: capacity must be a static, non-negative int, got {show(capacity)}."
+    )
+
+
+def static_int(x: Any, least: int, complaint: str) -> int:
+    """`x` as an int of at least `least`; else, tracers too, a ValueError."""
+    try:
+        found = operator.index(x)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise ValueError(complaint)
+    return found
+
+
+def report_overflow(
+    call: str, values: jax.Array, count: Any, capacity: int, way_out: str = ""
+) -> Any:
+    """Raises if `count > capacity`; inside jit, where it cannot, `values` turn NaN."""
+    if is_concrete(count):
+        if int(count) > capacity:
+            raise ValueError(
+                f"{call}: {int(count)} distinct rows do not fit into capacity="
+                f"{capacity}. Give at least {int(count)}, or leave capacity out."
+            )
+        return values
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        raise ValueError(
+            f"{call}: capacity={capacity} may be too small, and inside jit "
+            f"{values.dtype} values have no NaN to report it with. Leave capacity out"
+            f"{way_out}."
+        )
+    return jnp.where(count > capacity, jnp.array(jnp.nan, values.dtype), values)

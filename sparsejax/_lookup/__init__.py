@@ -1,0 +1,1 @@
+"""Operations that read a table by rows: lookup, embedding_bag, dot."""

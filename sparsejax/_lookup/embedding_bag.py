@@ -1,0 +1,362 @@
+"""embedding_bag: rows of a table, looked up and reduced bag by bag in one go.
+
+`sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and numbers computed from the
+weights alone; the rows that are read are then no array of the program. The other
+combiners, tables that are SelectedRows, and `max_norm` read the rows first.
+
+What is skipped (padding, and elements of no bag) is left out of every combiner: it is
+in no sum, no count and no maximum.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
+from sparsejax._lookup.bag_sum import bag_sum
+from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
+from sparsejax._segments.reduce.common import (
+    Segments,
+    add_up,
+    beside,
+    float_dtype,
+    over,
+    over_segments,
+)
+from sparsejax._segments.reduce.exponentials import segment_logsumexp
+from sparsejax._segments.reduce.extremes import segment_max, segment_min
+
+
+_CALL = "sparsejax.embedding_bag"
+_SUMS = ("sum", "mean", "sqrtn")
+_COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
+
+
+# ------------------------------------------------------------------ public
+
+
+def embedding_bag(
+    table: Any,
+    ids: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    weights: Any = None,
+    combiner: str = "sum",
+    mode: str = "fill",
+    padding_id: int | None = None,
+    max_norm: float | None = None,
+    indices_are_sorted: bool = False,
+) -> jax.Array:
+    """Rows of `table` by id, reduced to one row a bag.
+
+    With `x_i = table[ids[i]]` and weights `w_i` (1 by default), over the i of
+    bag b:
+
+    - `"sum"`: `out[b] = sum w_i x_i`
+    - `"mean"`: `out[b] = sum w_i x_i / sum w_i`
+    - `"sqrtn"`: `out[b] = sum w_i x_i / sqrt(sum w_i^2)`
+    - `"max"`, `"min"`: of each column; ties share the gradient evenly
+    - `"logsumexp"`: `out[b] = log sum exp(x_i)`
+    - `"none"`: the rows themselves, as `sparsejax.lookup` gives them
+
+    A bag without elements gives zeros, whatever the combiner, and so do a mean
+    whose weights sum up to 0 and a sqrtn whose weights are all 0.
+    Differentiable in `table` and `weights`; under `sparsejax.grad` the gradient
+    of the table is a SelectedRows of a row for each id.
+
+    Args:
+      table: `[V, ...]`, as in `sparsejax.lookup`: an array, or a SelectedRows.
+      ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, each row a bag,
+        filled up with `padding_id`; or a SegmentTensor of ids.
+      segment_ids: integers `[n]`, the bag of each id; out of
+        `[0, num_segments)` an id is in no bag, and is not read.
+      num_segments: int, the number of bags; static. None means the largest
+        segment id plus 1, outside of `jit` only.
+      weights: real numbers of the shape of `ids` (of its values), for sum, mean
+        and sqrtn.
+      combiner: how a bag is reduced.
+      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
+        `"error"`, as in `sparsejax.lookup`. It counts in a mean, whatever it
+        reads.
+      padding_id: int, an id that is in no bag.
+      max_norm: positive number, as in `sparsejax.lookup`.
+      indices_are_sorted: whether `segment_ids` ascend, which is faster.
+
+    Returns:
+      `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for
+      padded ids, of the table's dtype; means and weighted sums of integers are
+      float32. For `"none"`, `[*ids.shape, *table.shape[1:]]`.
+
+    Raises:
+      TypeError: `table`, `ids`, `weights`, `padding_id` or `max_norm` are of a
+        wrong kind.
+      ValueError: unknown `combiner` or `mode`, weights for a combiner that has
+        none, shapes that do not go together, or bags that are not given or
+        given twice.
+      checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of
+        range.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+      >>> sj.embedding_bag(table, jnp.array([0, 2, 1]), jnp.array([0, 0, 2]), 3)
+      Array([[6., 8.],
+             [0., 0.],
+             [3., 4.]], dtype=float32)
+      >>> padded = jnp.array([[0, 2], [1, -1]])
+      >>> sj.embedding_bag(table, padded, padding_id=-1, combiner="mean")
+      Array([[3., 4.],
+             [3., 4.]], dtype=float32)
+
+    References:
+      Caffe2, `SparseLengthsSum` and its kin; PyTorch, `EmbeddingBag`;
+      TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
+    """
+    table = lookup.as_table(_CALL, table)
+    if table.dtype == jnp.bool_:
+        raise TypeError(
+            f"{_CALL}: table must be of numbers, got bool. Cast it with "
+            ".astype(jnp.int32)."
+        )
+    lookup.check_mode(_CALL, mode)
+    max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
+    combiner = _check_combiner(combiner, weights, table)
+
+    def reduce(ids: Any, segments: Segments | None) -> jax.Array:
+        w = None if weights is None else _as_weights(weights, ids, table.dtype)
+        skip = lookup.padding_mask(_CALL, ids, padding_id)
+        ids = _arguments.as_ids(_CALL, ids, table.shape[0])
+        if segments is not None:
+            skip = ~segments.inside if skip is None else skip | ~segments.inside
+        if w is not None and skip is not None:
+            w = indexing.zero_unless(~skip, w)  # may be anything, and 0 * inf is NaN
+        bags = _Bags(ids, skip, w, segments)
+        in_one = isinstance(table, jax.Array) and max_norm is None
+        if in_one and combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating):
+            total = _fused_sum(table, bags, mode)
+            return _divide(total, bags, combiner).astype(table.dtype)
+        rows = lookup.read_rows(_CALL, table, ids, skip, mode)
+        if max_norm is not None:
+            rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
+        return _reduce_rows(rows, bags, combiner)
+
+    if isinstance(ids, SegmentTensor):
+        if not hasattr(ids.values, "dtype"):
+            found = _arguments.kind_of(ids.values)
+            raise TypeError(
+                f"{_CALL}: the values of the SegmentTensor must be one array of ids, "
+                f"got {found}. Pass one of its arrays as "
+                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments); a "
+                "SegmentTensor among its values goes in by itself, "
+                "embedding_bag(table, st.values), and has a bag for each element out "
+                "here."
+            )
+    else:
+        if isinstance(ids, (list, tuple)):
+            lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
+            if len(lengths) > 1:
+                raise TypeError(
+                    f"{_CALL}: ids are lists of different lengths. Make bags of them: "
+                    "embedding_bag(table, SegmentTensor.from_lists(ids))."
+                )
+        ids = _arguments.as_integers(_CALL, ids)
+        if segment_ids is None or ids.ndim != 1:
+            return _padded(ids, segment_ids, num_segments, table, reduce)
+    return over_segments(
+        _CALL, ids, segment_ids, num_segments, indices_are_sorted, reduce, name="ids"
+    )
+
+
+# ------------------------------------------------------------------ arguments
+
+
+class _Bags:
+    """The elements of the bags: of fixed bags `[B, L]`, of segments `[n]`.
+
+    Args:
+      ids: integers, as looked up.
+      skip: bool, which elements are in no bag; None for none.
+      weights: numbers, or None for ones.
+      segments: None for fixed bags.
+    """
+
+    def __init__(self, ids, skip, weights, segments):
+        self.ids, self.skip, self.weights = ids, skip, weights
+        self.segments = segments
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sums of `x`, a number or a row for each element, in each bag."""
+        if self.skip is not None:
+            x = indexing.zero_unless(~self.skip, x)
+        if self.segments is None:
+            return jnp.sum(x, axis=1)
+        return add_up(x, self.segments)
+
+    def count(self, dtype: Any) -> jax.Array:
+        """The number of elements of each bag."""
+        return self.total(jnp.ones(self.ids.shape, dtype))
+
+
+def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
+    """`reduce` of ids that are a bag a row."""
+    for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
+        if given is not None and ids.ndim > 1:
+            raise ValueError(
+                f"{_CALL}: ids of shape {ids.shape} are a bag a row, and {name} was "
+                "passed as well. Pass ids [n] with segment_ids, or leave it out."
+            )
+    if ids.ndim < 2:
+        raise ValueError(
+            f"{_CALL}: ids of shape {ids.shape} without segment_ids: which bag each id "
+            "is in is not known. Pass segment_ids and num_segments, a SegmentTensor, "
+            "or ids padded to [B, L], a bag a row."
+        )
+    out = reduce(ids.reshape(-1, ids.shape[-1]) if ids.ndim > 2 else ids, None)
+    lead = ids.shape if out.ndim > table.ndim else ids.shape[:-1]
+    return out.reshape(*lead, *table.shape[1:])
+
+
+def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
+    if combiner not in _COMBINERS:
+        known = ", ".join(map(repr, _COMBINERS))
+        raise ValueError(
+            f"{_CALL}: combiner must be one of {known}, got "
+            f"{_arguments.show(combiner)}. 'none' gives the rows, not reduced."
+        )
+    if weights is not None and combiner not in _SUMS:
+        raise ValueError(
+            f"{_CALL}: weights are for the combiners 'sum', 'mean' and 'sqrtn', got "
+            f"combiner={combiner!r}. Leave them out, or scale the rows of sj.lookup."
+        )
+    if combiner == "logsumexp" and not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(
+            f"{_CALL}: combiner='logsumexp' needs a table of real floats, got "
+            f"{table.dtype}. Cast it with .astype(jnp.float32)."
+        )
+    return combiner
+
+
+def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
+    """`weights` in the shape of `ids`, in the type sums of `dtype` are held in."""
+    if isinstance(weights, SegmentTensor):
+        raise TypeError(
+            f"{_CALL}: weights must be an array, got a SegmentTensor. Pass "
+            "weights.values: they go with the values of ids, one by one."
+        )
+    weights = _arguments.to_array(_CALL, weights, "weights")
+    if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
+        weights = weights.reshape(ids.shape)  # as the ids were
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"{_CALL}: weights must have the shape of ids, {ids.shape}, one number for "
+            f"each, got {weights.shape}."
+        )
+    real = jnp.issubdtype(weights.dtype, jnp.floating)
+    if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
+        raise TypeError(
+            f"{_CALL}: weights must be real numbers, got {weights.dtype}. Cast them "
+            "with .astype(jnp.float32)."
+        )
+    return weights.astype(_sum_dtype(dtype))
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """The type of weighted sums and means of `dtype`."""
+    return indexing.accumulator_dtype(float_dtype(dtype))
+
+
+# ------------------------------------------------------------------ sums
+
+
+def _fused_sum(table: jax.Array, bags: _Bags, mode: str) -> jax.Array:
+    """The weighted sum of each bag, in the accumulator's type."""
+    height = table.shape[0]
+    wanted = lookup.clip_ids(_CALL, table, bags.ids) if mode == "clip" else bags.ids
+    ids = wanted
+    if bags.skip is not None:
+        ids = jnp.where(bags.skip, _arguments.scalar(height, ids), ids)
+    if bags.segments is None:
+        total = bag_sum(table, ids, bags.weights)
+    else:
+        segments = bags.segments
+        total = bag_sum(
+            table,
+            ids,
+            bags.weights,
+            segments.ids,
+            segments.count,
+            indices_are_sorted=segments.is_sorted,
+        )
+    if mode in ("zero", "clip"):
+        return total
+    bad = ~indexing.in_range(wanted, height)
+    if bags.skip is not None:
+        bad &= ~bags.skip
+    if mode == "error":
+        lookup.check_none(_CALL, table, bad, bags.ids)
+    # Added, not put in its place: the other rows of the bag keep their gradients.
+    nan = jnp.where(bags.total(bad.astype(jnp.int32)) > 0, jnp.nan, 0)
+    return total + beside(nan.astype(total.dtype), total.ndim)
+
+
+def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
+    """The weighted sum as a mean, or divided by the root of its weights' squares."""
+    if combiner == "sum":
+        return total
+    dtype = _sum_dtype(total.dtype)
+    weights, squared = bags.weights, combiner == "sqrtn"
+    if weights is None:
+        by = bags.count(dtype)
+    else:
+        by = bags.total(weights * weights if squared else weights)
+    some = beside(by != 0, total.ndim)
+    by = jnp.where(some, beside(by, total.ndim), 1)
+    by = jnp.sqrt(by) if squared else by
+    return jnp.where(some, over(total.astype(dtype), by), 0)
+
+
+# ------------------------------------------------------------------ rows first
+
+
+def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
+    """The combiners, of rows that have been read."""
+    if combiner == "none":
+        return rows
+    if combiner in _SUMS:
+        keeps = bags.weights is None and combiner == "sum"
+        dtype = rows.dtype if keeps else _sum_dtype(rows.dtype)
+        x = rows.astype(indexing.accumulator_dtype(dtype))
+        if bags.weights is not None:
+            x *= beside(bags.weights, x.ndim)
+        total = _divide(bags.total(x), bags, combiner)
+        floats = jnp.issubdtype(rows.dtype, jnp.inexact)
+        return total.astype(rows.dtype if floats or keeps else dtype)
+    segments = _one_after_another(bags)
+    x = rows.reshape(-1, *rows.shape[bags.ids.ndim :])
+    reduce = {"max": segment_max, "min": segment_min, "logsumexp": segment_logsumexp}
+    return reduce[combiner](
+        x,
+        segments.ids,
+        segments.count,
+        indices_are_sorted=segments.is_sorted,
+        empty=0,
+    )
+
+
+def _one_after_another(bags: _Bags) -> Segments:
+    """The segments of the flat elements, those that are skipped in none."""
+    if bags.segments is None:
+        count, length = bags.ids.shape
+        ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), length)
+        segments = Segments(ids, count, is_sorted=True)
+    else:
+        segments = bags.segments
+    if bags.skip is None:
+        return segments
+    none = _arguments.scalar(segments.count, segments.ids)
+    ids = jnp.where(bags.skip.reshape(-1), none, segments.ids)
+    return Segments(ids, segments.count)

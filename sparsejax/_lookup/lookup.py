@@ -1,0 +1,261 @@
+"""lookup: rows of a table by id, the front door of every embedding.
+
+One rule for ids: an id outside `[0, height)` names no row. It is never wrapped, and
+`mode` says what reading it gives.
+
+Invariant: the table is read by exactly one `gather`, whose operand is the table itself,
+and an id that reads no row (out of range, or padding) is out of range for that gather
+too. So whoever walks the jaxpr sees which rows were read, and nothing of the table's
+size but the table.
+"""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from sparsejax import _arguments
+from sparsejax._rows import SelectedRows, indexing
+
+
+_CALL = "sparsejax.lookup"
+_MODES = ("fill", "clip", "zero", "error")
+
+_BAD_IDS = (
+    "{call}: {{bad}} of {{total}} ids are out of range, the first is {{first}} and the "
+    "table has {{height}} rows. Correct the ids, name a padding_id, or use another "
+    "mode."
+)
+_NOT_PULLED = (
+    "{call}: {{bad}} of {{total}} ids name a row that the SelectedRows does not store, "
+    "the first is {{first}} and its height is {{height}}. Pull those rows first, name "
+    "a padding_id, or use mode='zero'."
+)
+
+
+# ------------------------------------------------------------------ public
+
+
+def lookup(
+    table: Any,
+    ids: Any,
+    *,
+    mode: str = "fill",
+    padding_id: int | None = None,
+    max_norm: float | None = None,
+) -> jax.Array:
+    """Rows of `table`, by id.
+
+    `out[i] = table[ids[i]]`, and with `max_norm` c also
+    `out[i] *= c / norm(out[i])` where the row's Euclidean norm is greater than
+    c. Differentiable in `table`; under `sparsejax.grad` the gradient is a
+    SelectedRows.
+
+    Args:
+      table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, a part of a
+        table that was pulled: duplicates sum, and a row that is not stored
+        counts as out of range.
+      ids: integers of any type, shape and rank. Negative ids are out of range;
+        they never wrap.
+      mode: what an id that is out of range reads.
+        `"fill"`: NaN, and for other than floats what `jnp.take` fills with.
+        `"clip"`: the nearest row, 0 or V - 1. (In a SelectedRows that row may
+        not be stored either; then it reads as with `"fill"`.)
+        `"zero"`: zeros.
+        `"error"`: an error, through `jax.experimental.checkify`. Inside `jit`
+        the caller makes it a value with `checkify.checkify`; where nobody does,
+        JAX raises its own error that says so. Outside of `jit` it is raised at
+        once. The rows are those of `"fill"`.
+      padding_id: int, an id that reads zeros and gets no gradient, whatever the
+        mode. Any int: -1, V and the id of a row will do. Compared with `ids` as
+        given.
+      max_norm: positive number. A row with a greater norm, over all its axes
+        and in at least float32, is scaled to it; all other rows stay as they
+        are, bit by bit. Gradients flow through the norm, as with TensorFlow's
+        `max_norm`. PyTorch's renormalises the table in place instead.
+
+    Returns:
+      `[*ids.shape, *table.shape[1:]]`, of the table's dtype.
+
+    Raises:
+      TypeError: `table` is no array, `ids` are not integers, `padding_id` is no
+        static int, or `max_norm` is no static number or the table has no floats
+        to scale.
+      ValueError: `table` has no axes, an unknown `mode`, or `max_norm` not
+        positive.
+      checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of
+        range.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> sj.lookup(table, jnp.array([1, 5, -1]), padding_id=-1)
+      Array([[ 3.,  4.],
+             [nan, nan],
+             [ 0.,  0.]], dtype=float32)
+      >>> sj.lookup(table, jnp.array([1]), max_norm=1.0)
+      Array([[0.6, 0.8]], dtype=float32)
+
+    References:
+      PaddlePaddle, `lookup_table` (`padding_idx`, `is_sparse`); TensorFlow,
+      `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
+    """
+    table = as_table(_CALL, table)
+    ids = _arguments.as_integers(_CALL, ids)
+    check_mode(_CALL, mode)
+    padding = padding_mask(_CALL, ids, padding_id)
+    max_norm = check_max_norm(_CALL, max_norm, table.dtype)
+    ids = _arguments.as_ids(_CALL, ids, table.shape[0])
+    rows = read_rows(_CALL, table, ids, padding, mode)
+    return rows if max_norm is None else clip_rows(rows, max_norm, table.ndim - 1)
+
+
+# ------------------------------------------------------------------ checks
+# `embedding_bag` takes the same arguments, hence the name of the call.
+
+
+def as_table(call: str, table: Any) -> Any:
+    """`table` as a JAX array or a SelectedRows; else an error that names `call`."""
+    table = _arguments.as_array(table)
+    if not isinstance(table, (jax.Array, SelectedRows)):
+        raise TypeError(
+            f"{call}: table must be a JAX or NumPy array, or a SelectedRows, got "
+            f"{_arguments.kind_of(table)}. Pass the array of weights itself, as in "
+            "params['table']."
+        )
+    if table.ndim == 0:
+        raise ValueError(
+            f"{call}: table must have at least one axis, got shape {table.shape}. The "
+            "first axis is the rows: a table is [V], [V, D] or [V, ...]."
+        )
+    return table
+
+
+def check_mode(call: str, mode: Any) -> None:
+    """An error that names `call` unless `mode` is one of the four."""
+    if mode not in _MODES:
+        raise ValueError(
+            f"{call}: mode must be one of 'fill', 'clip', 'zero' and 'error', got "
+            f"{_arguments.show(mode)}. 'fill' reads NaN where an id is out of range, "
+            "as jnp.take does."
+        )
+
+
+def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
+    """Which of `ids`, as given, are padding; None where `padding_id` is None."""
+    if padding_id is None:
+        return None
+    try:
+        padding = operator.index(padding_id)
+    except TypeError:
+        found = _arguments.show(padding_id)
+        raise TypeError(
+            f"{call}: padding_id must be a static int or None, got {found}. Pass a "
+            "Python int; inside jit it cannot be an argument that is traced."
+        ) from None
+    limits = jnp.iinfo(ids.dtype)
+    if not limits.min <= padding <= limits.max:
+        return jnp.zeros(ids.shape, bool)  # no id of this type can be it
+    return jnp.asarray(ids == _arguments.scalar(padding, ids))
+
+
+def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
+    """`max_norm` as a positive float for rows of `dtype`, or an error."""
+    if max_norm is None:
+        return None
+    try:
+        # A string that spells a number is no number.
+        found = float("" if isinstance(max_norm, str) else max_norm)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        shown = _arguments.show(max_norm)
+        raise TypeError(
+            f"{call}: max_norm must be a static number or None, got {shown}. Pass a "
+            "Python float; inside jit it cannot be an argument that is traced."
+        ) from None
+    if not found > 0:
+        raise ValueError(
+            f"{call}: max_norm must be a positive number, got {max_norm}. Leave it out "
+            "for rows as they are."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{call}: max_norm needs a table of floats, got {dtype}. Cast the table, "
+            "or leave max_norm out."
+        )
+    return found
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_rows(
+    call: str, table: Any, ids: jax.Array, padding: jax.Array | None, mode: str
+) -> jax.Array:
+    """What `lookup` reads, of arguments that the functions above have checked."""
+    height = table.shape[0]
+    wanted = ids
+    if mode == "clip":
+        wanted = clip_ids(call, table, ids)
+    if padding is not None:
+        wanted = jnp.where(padding, _arguments.scalar(height, ids), wanted)
+
+    partial = isinstance(table, SelectedRows)
+    if partial:
+        rows, found = table.find(wanted)
+    else:
+        rows, found = (
+            indexing.take_rows(table, wanted),
+            indexing.in_range(wanted, height),
+        )
+    if mode == "zero" or (mode == "clip" and not partial):
+        return rows  # zeros where nothing was read
+    bad = ~found if padding is None else ~(found | padding)
+    if mode == "error":
+        check_none(call, table, bad, ids)
+    bad = bad.reshape(bad.shape + (1,) * (rows.ndim - bad.ndim))
+    return jnp.where(bad, indexing.fill_value(rows.dtype), rows)
+
+
+def clip_ids(call: str, table: Any, ids: jax.Array) -> jax.Array:
+    """`ids`, those out of range replaced by that of the nearest row of `table`."""
+    height = table.shape[0]
+    if height == 0 and ids.size:
+        raise ValueError(
+            f"{call}: mode='clip' on a table of shape {table.shape}: it has no row to "
+            "clip to. Use mode='zero', or a table of at least one row."
+        )
+    return jnp.clip(ids, 0, max(height - 1, 0))
+
+
+def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
+    """An error, through `checkify`, where any of `ids` is `bad`."""
+    if ids.size == 0:
+        return  # no ids, of which argmax could not name the first
+    complaint = _NOT_PULLED if isinstance(table, SelectedRows) else _BAD_IDS
+    checkify.check(
+        ~jnp.any(bad),
+        complaint.format(call=call),
+        bad=jnp.sum(bad, dtype=jnp.int32),
+        total=np.array(ids.size),
+        first=ids.reshape(-1)[jnp.argmax(bad.reshape(-1))],
+        height=np.array(table.shape[0]),
+    )
+
+
+def clip_rows(rows: jax.Array, max_norm: float, row_ndim: int) -> jax.Array:
+    """`rows`, scaled to `max_norm` where the norm of their last axes is above it.
+
+    Every division and root is of a safe number, also where its result is not used: the
+    gradient of `where` multiplies the unused branch's by zero, and 0 * inf is NaN.
+    """
+    axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
+    x = rows.astype(indexing.accumulator_dtype(rows.dtype))
+    squares = jnp.sum(x * x, axis=axes, keepdims=True)
+    some = squares > 0
+    norm = jnp.sqrt(jnp.where(some, squares, 1))
+    over = some & (norm > max_norm)  # neither for zeros nor for NaN
+    scale = max_norm / jnp.where(over, norm, 1)
+    return jnp.where(over, (x * scale).astype(rows.dtype), rows)

@@ -1,0 +1,1 @@
+"""Lowerings of the primitives, one file a platform; `xla` is the reference."""

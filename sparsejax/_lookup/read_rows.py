@@ -1,0 +1,31 @@
+"""read_rows: rows of a table by flat ids, one primitive, lowered for the platform."""
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _arguments, _compat
+from sparsejax._lookup.lowerings import cpu, xla
+
+
+_read_rows = _compat.linear_primitive(
+    "read_rows", xla.read_rows, {"cpu": cpu.read_rows}
+)
+
+
+def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """`table[ids]` for flat ids; those out of range read the nearest row.
+
+    Args:
+      table: `[V, ...]`.
+      ids: integers `[n]`.
+
+    Returns:
+      `[n, ...]`, of the table's dtype.
+    """
+    table, ids = jnp.asarray(table), jnp.asarray(ids)
+    # Arrays that a mesh lays out carry it in their types, which XLA's gather knows.
+    if _compat.is_laid_out(table) or _compat.is_laid_out(ids):
+        return xla.read_rows(table, ids)
+    if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:
+        return xla.read_rows(table, ids)
+    return _read_rows(table, jnp.maximum(ids, _arguments.scalar(-1, ids)))

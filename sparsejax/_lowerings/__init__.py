@@ -1,1 +1,0 @@
-"""How operations are lowered: `xla.py` is the reference, the others a platform each."""

@@ -1,0 +1,207 @@
+"""Writing rows of a table by id: scatter_assign and scatter_weighted_sum.
+
+Both give a new table and write in place where the old one is donated to `jit`: only
+the rows named are read or written. An id outside `[0, height)` names no row and drops;
+it never wraps.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsejax import _arguments
+from sparsejax._rows import SelectedRows, indexing
+
+
+_ASSIGN = "sparsejax.scatter_assign"
+_WEIGHTED_SUM = "sparsejax.scatter_weighted_sum"
+
+
+def scatter_assign(table: Any, rows: Any, values: Any) -> jax.Array:
+    """`table` with some of its rows replaced.
+
+    `out[rows[i]] = values[i]`, every other row as it is.
+
+    Args:
+      table: `[V, ...]`.
+      rows: integers of any shape, `[n]` as a rule. Ids out of range, of which
+        `rows == V` is the usual one for an empty slot, drop. Of duplicates one wins,
+        and it is not said which; on a GPU, where the elements of a row are written
+        independently, not even that it is the same one for all of them.
+      values: `[*rows.shape, *table.shape[1:]]`, cast to the table's dtype.
+
+    Returns:
+      `[V, ...]`, of the table's dtype. Differentiable in `table` and `values`.
+
+    Raises:
+      TypeError: `table` is no array, `rows` are not integers, or the table cannot hold
+        values of that kind.
+      ValueError: the shapes do not go together.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> table = jnp.array([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+      >>> sj.scatter_assign(table, jnp.array([2, 0, 3]), jnp.zeros((3, 2)))
+      Array([[0., 0.],
+             [2., 2.],
+             [0., 0.]], dtype=float32)
+
+    References:
+      Caffe2, `ScatterAssign`; PaddlePaddle, `scatter(overwrite=True)`.
+    """
+    table = _as_table(_ASSIGN, table)
+    flat, shape = _flat_rows(_ASSIGN, table, rows)
+    values = _flat_values(_ASSIGN, "values", values, shape, table)
+    _check_lossless(_ASSIGN, "values", values.dtype, table.dtype)
+    return indexing.set_rows(table, flat, values.astype(table.dtype))
+
+
+def scatter_weighted_sum(
+    table: Any, weight: Any, rows: Any, *values_and_weights: Any
+) -> jax.Array:
+    """`table` with some of its rows scaled, and weighted values added to them.
+
+    With `scatter_weighted_sum(table, w0, rows, v1, w1, v2, w2, ...)`, every row r that
+    `rows` names becomes
+
+    `out[r] = w0 * table[r] + sum_{i: rows[i] == r} (w1 * v1[i] + w2 * v2[i] + ...)`
+
+    and every other row stays as it is, bit by bit. `w0` applies once, however often r
+    is named; Caffe2's operator applies it once for each time.
+
+    Args:
+      table: `[V, ...]`.
+      weight: scalar w0. The Python number 1 saves merging the duplicates.
+      rows: integers of any shape, `[n]` as a rule. Ids out of range, of which
+        `rows == V` is the usual one for an empty slot, drop.
+      *values_and_weights: pairs of values, `[*rows.shape, *table.shape[1:]]`, and a
+        scalar weight of shape `()` or `(1,)`. No pairs: the rows are scaled only.
+
+    Returns:
+      `[V, ...]`, of the table's dtype. Sums are formed in at least float32 and rounded
+      once. Differentiable in the table, the values and the weights.
+
+    Raises:
+      TypeError: `table` is no array, `rows` are not integers, or the table is of
+        integers and values or weights are not.
+      ValueError: the shapes do not go together, or a value comes without its weight.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> table = jnp.array([1.0, 2.0, 3.0])
+      >>> v = jnp.array([1.0, 10.0, 100.0])
+      >>> sj.scatter_weighted_sum(table, 0.5, jnp.array([2, 0, 2]), v, 2.0)
+      Array([ 20.5,   2. , 203.5], dtype=float32)
+
+    References:
+      Caffe2, `ScatterWeightedSum`.
+    """
+    table = _as_table(_WEIGHTED_SUM, table)
+    flat, shape = _flat_rows(_WEIGHTED_SUM, table, rows)
+    if len(values_and_weights) % 2:
+        found = len(values_and_weights)
+        raise ValueError(
+            f"{_WEIGHTED_SUM}: after rows come pairs of values and weights, got an odd "
+            f"number of arguments there, {found}. The order is (table, w0, rows, v1, "
+            "w1, v2, w2, ...)."
+        )
+    values = [
+        _flat_values(_WEIGHTED_SUM, f"values v{i}", v, shape, table)
+        for i, v in enumerate(values_and_weights[::2], 1)
+    ]
+    weights = [_weight(i, w) for i, w in enumerate((weight, *values_and_weights[1::2]))]
+    # The type of the data is that of the sum; weights never widen it.
+    wide = indexing.promote(table.dtype, *(v.dtype for v in values))
+    wide = indexing.accumulator_dtype(wide)
+    for i, v in enumerate(values, 1):
+        _check_lossless(_WEIGHTED_SUM, f"values v{i}", v.dtype, table.dtype)
+    for i, w in enumerate(weights):
+        _check_lossless(_WEIGHTED_SUM, f"weight w{i}", w.dtype, table.dtype)
+    w0, *weights = (w.astype(wide) for w in weights)
+
+    total = jnp.zeros((flat.size, *table.shape[1:]), wide)
+    for v, w in zip(values, weights):
+        total += w * v.astype(wide)
+    update = SelectedRows(flat, total, table.shape[0])
+    if isinstance(weight, (int, float)) and weight == 1:
+        return table + update
+    # Read once, scale once, write once: duplicates are merged first.
+    update = update.coalesce()
+    old = indexing.take_rows(table, update.rows).astype(wide)
+    new = (w0 * old + update.values).astype(table.dtype)
+    return _set_merged(table, update.rows, new)
+
+
+# ------------------------------------------------------------------ private
+
+
+def _as_table(call: str, table: Any) -> jax.Array:
+    table = _arguments.as_array(table)
+    if not isinstance(table, jax.Array):
+        raise TypeError(
+            f"{call}: table must be a JAX or NumPy array, got "
+            f"{_arguments.kind_of(table)}. A SelectedRows has no rows to overwrite: "
+            "add to it with +, or write to the array it stands for, .to_dense()."
+        )
+    if table.ndim == 0:
+        raise ValueError(
+            f"{call}: table must have at least one axis, got shape {table.shape}. The "
+            "first axis is the rows."
+        )
+    return table
+
+
+def _flat_rows(call: str, table: jax.Array, rows: Any):
+    """`rows` as one axis, and the shape that they came in."""
+    rows = _arguments.as_ids(call, rows, table.shape[0], "rows")
+    return rows.reshape(-1), rows.shape
+
+
+def _flat_values(call: str, name: str, values: Any, shape, table: jax.Array):
+    """`values` with the axes of rows as one."""
+    values = _arguments.to_array(call, values, name)
+    want = (*shape, *table.shape[1:])
+    if values.shape != want:
+        raise ValueError(
+            f"{call}: {name} must have shape {want}, that of rows and then that of a "
+            f"row of the table, got {values.shape}. There is no broadcasting: use "
+            "jnp.broadcast_to."
+        )
+    return values.reshape(math.prod(shape), *table.shape[1:])
+
+
+def _weight(i: int, weight: Any) -> jax.Array:
+    weight = _arguments.to_array(_WEIGHTED_SUM, weight, f"weight w{i}", "a scalar")
+    if weight.shape not in ((), (1,)):
+        raise ValueError(
+            f"{_WEIGHTED_SUM}: weight w{i} must be a scalar, of shape () or (1,), got "
+            f"shape {weight.shape}. Multiply the values by weights of their own before "
+            "the call."
+        )
+    return weight.reshape(())
+
+
+def _check_lossless(call: str, name: str, found: Any, want: Any) -> None:
+    """Narrower floats will do, but floats in a table of integers will not."""
+    for kind in (jnp.complexfloating, jnp.inexact):
+        if jnp.issubdtype(found, kind) and not jnp.issubdtype(want, kind):
+            raise TypeError(
+                f"{call}: {name} of type {found} and a table of {want}, which cannot "
+                "hold the result. Cast the one or the other with .astype."
+            )
+
+
+def _set_merged(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """`table` with merged rows replaced; the ids of empty slots are out of range.
+
+    These get distinct ids, negative ones: JAX then differentiates the scatter without
+    sorting out, in arrays of the table's size, which of equal ids has won.
+    """
+    empty = -1 - lax.iota(rows.dtype, rows.size)
+    rows = jnp.where(indexing.in_range(rows, table.shape[0]), rows, empty)
+    return table.at[rows].set(
+        values, mode="drop", unique_indices=True, wrap_negative_indices=False
+    )

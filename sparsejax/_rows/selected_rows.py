@@ -1,0 +1,398 @@
+"""SelectedRows: an array of which only some rows are stored.
+
+A `SelectedRows` of height V holds n slots, each a row id and that row's values. The
+gradient of a lookup is one, so are an optimizer's update and a pulled part of a table.
+
+Invariants, which every operation here keeps and none relies on the user for:
+
+- a slot whose id is not in `[0, height)` is *empty*; makers write `height` there.
+  Empty slots may hold anything in `values`: every operation ignores them.
+- duplicates are allowed and mean their sum.
+- the number of slots (`capacity`) is static, so everything works under `jit`.
+
+Sharp edges: `jax.tree.map` over a `SelectedRows` also visits its ids. Use
+`SelectedRows.map` for the values alone, and put optax transformations inside
+`sparsejax.optim.lazy`, not around it.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, Self, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _arguments
+from sparsejax._rows import arithmetic, html, indexing
+
+
+_HEIGHT = (
+    "SelectedRows: height must be a static, non-negative int, got {found}. It is the "
+    "number of rows of the dense array."
+)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
+class SelectedRows(arithmetic.Operators):
+    """Rows of a `[height, ...]` array, by id.
+
+    Stands for the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
+    zero in every row that no slot names. The gradient of a table under
+    `sparsejax.value_and_grad` is one, and so are an optimizer's update and the
+    rows pulled from a `sparsejax.store.KVStore`. Everything works under `jit`:
+
+    - `to_dense()`, `from_dense(x)`: to the array, and of one.
+    - `coalesce()`: each row once, duplicates summed, ids ascending.
+    - `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
+    - `map(f)`, `astype(dtype)`: change the values alone.
+    - `a + b`, `a - b`: of two; with an array, an array. `a * 2`, `a / 2`,
+      `a * b`.
+    - `shape`, `dtype`, `ndim`: of the array stood for.
+    - `capacity`, `num_rows()`, `filled()`, `safe_rows()`: about the slots.
+
+    `jax.tree.map` over a SelectedRows changes its ids too: use `map`, and put
+    optax transformations inside of `sparsejax.optim.lazy`, not around it.
+
+    Args:
+      rows: integer `[n]`, the id of each slot; `rows[i] == height` is an empty
+        slot. An integer type too narrow for `height` is widened.
+      values: `[n, ...]`, any dtype, the values of each slot.
+      height: int, the number of rows of the array stood for.
+
+    Raises:
+      TypeError: `rows` are not integers, or `height` is not an int.
+      ValueError: the shapes do not go together.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> g = sj.SelectedRows(jnp.array([2, 0, 2]), jnp.ones((3, 2)), height=4)
+      >>> g.to_dense()
+      Array([[1., 1.],
+             [0., 0.],
+             [2., 2.],
+             [0., 0.]], dtype=float32)
+      >>> g.coalesce().rows
+      Array([0, 2, 4], dtype=int32)
+
+    References:
+      PaddlePaddle, `SelectedRows` {rows, value, height}; TensorFlow,
+      `IndexedSlices`.
+    """
+
+    rows: jax.Array
+    values: jax.Array
+    height: int
+
+    # numpy must hand `array + selected_rows` to us instead of looping over objects.
+    __array_ufunc__ = None
+
+    def __init__(self, rows: Any, values: Any, height: int):
+        # Only a user's call comes here: pytree code goes through `tree_unflatten`,
+        # which may carry tracers, ShapeDtypeStructs or plain placeholders.
+        call = "SelectedRows"
+        rows = _arguments.array_or_spec(call, _arguments.saturate(rows), "rows")
+        values = _arguments.array_or_spec(call, values, "values")
+        try:
+            height = operator.index(height)
+        except TypeError:
+            raise TypeError(_HEIGHT.format(found=_arguments.show(height))) from None
+        if height < 0:
+            raise ValueError(_HEIGHT.format(found=height))
+        if rows.shape == (0,) and not jnp.issubdtype(rows.dtype, jnp.integer):
+            rows = jnp.zeros((0,), jnp.int32)  # SelectedRows([], ...) means no rows
+        arithmetic.check_rows("SelectedRows", rows)
+        if len(rows.shape) != 1 or values.shape[:1] != rows.shape:
+            raise ValueError(
+                "SelectedRows: rows must have shape [n] and values [n, ...], the slots "
+                f"first, got {rows.shape} and {values.shape}. For a batch use jax.vmap."
+            )
+        wide = _arguments.index_dtype(height, rows.dtype)
+        if wide != rows.dtype and not isinstance(rows, jax.ShapeDtypeStruct):
+            rows = jnp.asarray(rows).astype(wide)
+        self.__dict__.update(rows=rows, values=values, height=height)
+
+    # -- pytree ------------------------------------------------------------------
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Children with their keys."""
+        keys = jax.tree_util.GetAttrKey("rows"), jax.tree_util.GetAttrKey("values")
+        return tuple(zip(keys, (self.rows, self.values))), self.height
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> Self:
+        """Rebuilds without checks: children may be anything JAX puts there."""
+        self = object.__new__(cls)
+        self.__dict__.update(rows=children[0], values=children[1], height=static)
+        return self
+
+    # -- what it is --------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array stood for: `(height, *values.shape[1:])`."""
+        return (self.height, *self.values.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the values."""
+        return self.values.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the array stood for."""
+        return len(self.values.shape)
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots, filled or empty; static."""
+        return self.values.shape[0]
+
+    def num_rows(self) -> jax.Array:
+        """Number of filled slots (duplicates counted each), an int32 scalar."""
+        return jnp.sum(self.filled(), dtype=jnp.int32)
+
+    def __repr__(self) -> str:
+        rows, values = (
+            _arguments.show_spec(self.rows),
+            _arguments.show_spec(self.values),
+        )
+        if not _arguments.is_concrete(self.rows) or self.rows.ndim != 1:
+            return f"SelectedRows(rows={rows}, values={values}, height={self.height})"
+        ids = np.asarray(self.rows)
+        filled = (ids >= 0) & (ids < self.height)
+        shown = [str(r) if ok else "-" for r, ok in zip(ids[:8], filled[:8])]
+        shown += ["..."] if ids.size > 8 else []
+        return (
+            f"SelectedRows(rows=[{' '.join(shown)}], values={values}, "
+            f"height={self.height}, num_rows={filled.sum()})"
+        )
+
+    _repr_html_ = html.rows
+
+    # -- to and from dense -------------------------------------------------------
+
+    @classmethod
+    def from_dense(cls, x: Any, capacity: int | None = None) -> Self:
+        """The rows of `x` that are not all zero, ascending.
+
+        Args:
+          x: `[V, ...]`.
+          capacity: int, slots of the result. Left out, it is the number of non-zero
+            rows, or V inside `jit`, where that number is not known.
+
+        Returns:
+          SelectedRows of height V.
+
+        Raises:
+          ValueError: more non-zero rows than `capacity`. Inside `jit`, where it cannot
+            be raised, all values come out as NaN instead.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.SelectedRows.from_dense(jnp.array([[0.0], [3.0], [0.0]])).rows
+          Array([1], dtype=int32)
+
+        References:
+          MXNet, `cast_storage(x, "row_sparse")`.
+        """
+        call = "SelectedRows.from_dense"
+        x = _arguments.to_array(call, x, "x")
+        if x.ndim == 0:
+            raise ValueError(f"{call}: a scalar has no rows. Give it one axis or more.")
+        used = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
+        count = jnp.sum(used, dtype=jnp.int32)
+        if capacity is None:
+            capacity = int(count) if _arguments.is_concrete(count) else x.shape[0]
+        capacity = _arguments.check_capacity(call, capacity)
+        height = x.shape[0]
+        (rows,) = jnp.nonzero(used, size=capacity, fill_value=height)
+        rows = rows.astype(_arguments.index_dtype(height))
+        values = indexing.take_rows(x, rows)
+        values = _arguments.report_overflow(call, values, count, capacity)
+        return cls(rows, values, height)
+
+    def to_dense(self) -> jax.Array:
+        """The array stood for, `[height, ...]`; duplicates are summed.
+
+        Types narrower than float32 are summed in float32 and rounded once; the sum of
+        booleans is whether any is true.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.SelectedRows(jnp.array([1, 1]), jnp.array([2.0, 3.0]), 3).to_dense()
+          Array([0., 5., 0.], dtype=float32)
+        """
+        zeros = jnp.zeros(self.shape, indexing.accumulator_dtype(self.dtype))
+        values = self.values.astype(zeros.dtype)
+        return indexing.add_rows(zeros, self.safe_rows(), values).astype(self.dtype)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"SelectedRows: one of shape {self.shape} was used where an array is "
+            "needed, by jnp.asarray, np.asarray or a numpy function. It would become a "
+            f"dense array of {self.shape}: call .to_dense() if that is what you want, "
+            "or work on .rows and .values."
+        )
+
+    # -- rows --------------------------------------------------------------------
+
+    @overload
+    def coalesce(self, capacity: int | None = None) -> "SelectedRows": ...
+    @overload
+    def coalesce(
+        self, capacity: int | None = None, *, return_overflow: Literal[True]
+    ) -> tuple["SelectedRows", jax.Array]: ...
+    def coalesce(
+        self, capacity: int | None = None, *, return_overflow: bool = False
+    ) -> Any:
+        """The same array with every row at most once: ids ascending, empty slots last.
+
+        `values'[j] = sum_{i: rows[i] == rows'[j]} values[i]`, summed in the order of
+        the slots and, for types narrower than float32, in float32. Rows whose sum is
+        zero are kept. Equal input gives equal bits.
+
+        Args:
+          capacity: int, slots of the result. The default, `min(n, height)`, always
+            holds every row.
+          return_overflow: also return how many distinct rows did not fit.
+
+        Returns:
+          SelectedRows, or `(SelectedRows, overflow)` with an int32 scalar. On overflow
+          the rows with the largest ids are left out.
+
+        Raises:
+          ValueError: rows do not fit and `return_overflow` is not set. Inside `jit`,
+            where it cannot be raised, all values come out as NaN instead.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> g = sj.SelectedRows(jnp.array([3, 1, 3]), jnp.array([1.0, 5.0, 2.0]), 4)
+          >>> g.coalesce().rows, g.coalesce().values
+          (Array([1, 3, 4], dtype=int32), Array([5., 3., 0.], dtype=float32))
+
+        References:
+          PaddlePaddle, `scatter::MergeAdd`; PyTorch, `Tensor.coalesce`.
+        """
+        if capacity is None:
+            capacity = min(self.capacity, self.height)
+        capacity = _arguments.check_capacity("SelectedRows.coalesce", capacity)
+        rows, slot, count = indexing.merge_plan(self.safe_rows(), self.height, capacity)
+        wide = indexing.accumulator_dtype(self.dtype)
+        zeros = jnp.zeros((capacity, *self.values.shape[1:]), wide)
+        values = indexing.add_rows(zeros, slot, self.values.astype(wide)).astype(
+            self.dtype
+        )
+        if return_overflow:
+            overflow = jnp.maximum(count - capacity, 0)
+            return SelectedRows(rows, values, self.height), overflow
+        if capacity < min(self.capacity, self.height):
+            call = "SelectedRows.coalesce"
+            way_out = ", or ask for return_overflow=True"
+            values = _arguments.report_overflow(call, values, count, capacity, way_out)
+        return SelectedRows(rows, values, self.height)
+
+    def get(self, ids: Any) -> jax.Array:
+        """The rows of `ids`, in the order asked; zeros where a row is not stored.
+
+        Args:
+          ids: integers of any shape.
+
+        Returns:
+          `[*ids.shape, *shape[1:]]`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> g = sj.SelectedRows(jnp.array([7, 2]), jnp.array([1.0, 5.0]), 9)
+          >>> g.get(jnp.array([2, 3, 7]))
+          Array([5., 0., 1.], dtype=float32)
+
+        References:
+          PaddlePaddle, `SelectedRows::Get`.
+        """
+        return self._find("SelectedRows.get", ids)[0]
+
+    def find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
+        """`get(ids)`, and for each id whether its row is stored, bool `[*ids.shape]`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> g = sj.SelectedRows(jnp.array([7, 2]), jnp.array([0.0, 5.0]), 9)
+          >>> g.find(jnp.array([2, 3, 7]))[1]
+          Array([ True, False,  True], dtype=bool)
+        """
+        return self._find("SelectedRows.find", ids)
+
+    def _find(self, call: str, ids: Any) -> tuple[jax.Array, jax.Array]:
+        ids = _arguments.as_ids(call, ids, self.height)
+        merged = self.coalesce()
+        slot, stored = indexing.find_slots(merged.rows, ids, self.height)
+        none = np.int32(merged.capacity)
+        return indexing.take_rows(merged.values, jnp.where(stored, slot, none)), stored
+
+    def retain(self, ids: Any) -> "SelectedRows":
+        """Only the rows named in `ids`; the other slots become empty.
+
+        Args:
+          ids: integers of any shape; repeated ids change nothing.
+
+        Returns:
+          SelectedRows of the same capacity, slots in the same places.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> g = sj.SelectedRows(jnp.array([7, 2]), jnp.array([1.0, 5.0]), 9)
+          >>> g.retain([2, 2]).rows
+          Array([9, 2], dtype=int32)
+
+        References:
+          MXNet, `sparse.retain`.
+        """
+        ids = _arguments.as_ids("SelectedRows.retain", ids, self.height).reshape(-1)
+        _, keep = indexing.find_slots(jnp.sort(ids), self.rows, self.height)
+        rows = jnp.where(keep, self.rows, _arguments.scalar(self.height, self.rows))
+        return SelectedRows(rows, indexing.zero_unless(keep, self.values), self.height)
+
+    def map(self, f: Callable[[jax.Array], jax.Array]) -> "SelectedRows":
+        """The same ids with `f(values)`.
+
+        With duplicates, a function that is not linear wants `.coalesce()` first.
+
+        Args:
+          f: `[n, ...] -> [n, ...]`; the row shape may change.
+
+        Raises:
+          ValueError: `f` gives another number of slots.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> g = sj.SelectedRows(jnp.array([1]), jnp.array([[3.0, 4.0]]), 2)
+          >>> g.map(lambda v: v.clip(max=3.5)).values
+          Array([[3. , 3.5]], dtype=float32)
+        """
+        values = f(self.values)
+        if jnp.shape(values)[:1] != self.rows.shape:
+            raise ValueError(
+                f"SelectedRows.map: f must keep the first axis, {self.rows.shape[0]} "
+                f"slots; it returned shape {jnp.shape(values)}."
+            )
+        return SelectedRows(self.rows, values, self.height)
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> "SelectedRows":
+        """The same rows with values of another type."""
+        return self.map(lambda v: v.astype(dtype))
+
+    # -- for the modules beside this one -----------------------------------------
+
+    def filled(self) -> jax.Array:
+        """Which slots name a row, bool `[n]`."""
+        return indexing.in_range(self.rows, self.height)
+
+    def safe_rows(self) -> jax.Array:
+        """`rows` with everything that is out of range written as `height`."""
+        arithmetic.check_rows("SelectedRows", self.rows)
+        return jnp.where(
+            self.filled(), self.rows, _arguments.scalar(self.height, self.rows)
+        )

@@ -1,0 +1,67 @@
+"""SegmentTensor as HTML, for notebooks: a coloured row of cells for each segment."""
+
+import html
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparsejax import _arguments
+from sparsejax._rows.html import MUTED, box, number, shape, table, text
+from sparsejax._segments import elements
+
+
+_SEGMENTS, _CELLS = 10, 16  # of a SegmentTensor, and half as many a level deeper
+# Hues far apart, in turn; a segment is known by its place as well as by its colour.
+_HUES = (210, 30, 140, 280, 0, 180)
+
+
+def segments(x: Any) -> str:
+    """A SegmentTensor: a coloured row of cells for each segment."""
+    arrays = jax.tree.leaves(x)
+    if not all(map(_arguments.is_concrete, arrays)) or np.ndim(x.segment_ids) != 1:
+        return text(repr(x))
+    filled = int(np.sum(np.asarray(x.segment_ids) < x.num_segments))
+    title = f"{x.num_segments:,} segments, {filled:,} of {x.capacity:,} elements filled"
+    parts = []
+    for path, leaf in elements.leaves_with_path(x.values):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        parts.append(f"<div style='{MUTED}'>{html.escape(name)}</div>" * bool(name))
+        lines = [[str(k), cells] for k, cells in _segment_cells(x, leaf, _SEGMENTS)]
+        parts.append(table(lines, x.num_segments - len(lines), escaped=True))
+    return box("SegmentTensor", title, parts)
+
+
+def _segment_cells(x: Any, leaf: Any, room: int) -> Iterable[tuple[int, str]]:
+    """The first segments, each as cells of its elements."""
+    ids = np.asarray(x.segment_ids)
+    places = [np.flatnonzero(ids == k) for k in range(min(room, x.num_segments))]
+    shown = np.concatenate([np.zeros(0, int), *(p[:_CELLS] for p in places)])
+    if elements.is_nested(leaf):
+        inner = dict(_inner_cells(leaf))
+        texts = [inner.get(int(place), "…") for place in shown]
+    else:
+        # At once, and of the values only what is shown leaves the device.
+        values = np.asarray(leaf[shown]) if len(shown) else ()
+        texts = [number(v) if np.ndim(v) == 0 else shape(v) for v in values]
+    for k, mine in enumerate(places):
+        here, texts = texts[:_CELLS][: len(mine)], texts[min(len(mine), _CELLS) :]
+        more = len(mine) - len(here)
+        here += [f"… {more:,} more"] * bool(more)
+        yield k, "".join(_cell(text, k) for text in here) or "<i>empty</i>"
+
+
+def _inner_cells(leaf: Any) -> Iterable[tuple[int, str]]:
+    """Inner segments are elements of the outer ones: enough of them to show."""
+    for path, array in elements.leaves_with_path(leaf.values):
+        if not path:  # of a map, the keys would not fit into a cell
+            yield from _segment_cells(leaf, array, _SEGMENTS * _CELLS // 2)
+
+
+def _cell(text: str, k: int) -> str:
+    hue = _HUES[k % len(_HUES)]
+    return (
+        f"<span style='background:hsla({hue},70%,50%,0.22);border-radius:3px;"
+        f"margin:1px;padding:0 5px;display:inline-block'>{text}</span>"
+    )

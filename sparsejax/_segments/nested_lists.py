@@ -1,0 +1,267 @@
+"""Segments as Python's nested lists, and as text.
+
+All of it is NumPy, on numbers that are known: a level of a million elements is
+flattened, or cut, at once, with no Python loop over elements.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _arguments
+from sparsejax._segments import elements as _elements, numbers
+
+
+_NOT_LISTS = (
+    "{call}: lists must be a list of segments, each a list or an array of elements, "
+    "got {found}. A segment of one element or of none is a list, too."
+)
+_MIXED = (
+    "{call}: elements of one level must be all numbers, all lists or all dicts, got "
+    "{found} side by side."
+)
+# How many segments, and how many elements of each, a repr shows: flat, and nested.
+_SHOWN, _SHOWN_NESTED = 8, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One level of nested lists: the elements of all segments, and their lengths.
+
+    `values` is a NumPy array, a Level whose segments are the elements, or a dict of
+    such.
+    """
+
+    values: Any
+    lengths: np.ndarray
+
+
+# ------------------------------------------------------------------ from lists
+
+
+def read(call: str, lists: Any, dtype: Any) -> Level:
+    """The levels of nested lists, or of a dict of them; `dtype` is of the innermost."""
+    if isinstance(lists, dict):
+        return _join(call, {k: read(call, v, dtype) for k, v in lists.items()})
+    if not isinstance(lists, (list, tuple)) and not _is_array(lists):
+        raise TypeError(_NOT_LISTS.format(call=call, found=_name(lists)))
+    segments = list(lists)
+    kinds = {_kind(s) for s in _one_of_each_type(segments)}
+    if kinds == {"dict"}:
+        return _read_maps(call, segments, dtype)
+    if "dict" in kinds:
+        raise TypeError(_MIXED.format(call=call, found=_names(segments)))
+    if "number" in kinds:
+        found = next(_name(s) for s in segments if _kind(s) == "number")
+        raise TypeError(_NOT_LISTS.format(call=call, found=f"{found} for a segment"))
+    lengths = np.fromiter(map(len, segments), np.int64, len(segments))
+    if "array" in kinds:
+        return Level(_join_arrays(call, segments, dtype), lengths)
+    items = list(itertools.chain.from_iterable(segments))
+    kinds = {_kind(x) == "number" for x in _one_of_each_type(items)}
+    if kinds == {False}:
+        return Level(read(call, items, dtype), lengths)
+    if len(kinds) > 1:
+        raise TypeError(_MIXED.format(call=call, found=_names(items)))
+    return Level(_as_numbers(call, items, dtype), lengths)
+
+
+def _read_maps(call: str, maps: list, dtype: Any) -> Level:
+    for kind in set(map(type, itertools.chain.from_iterable(maps))):
+        if not issubclass(kind, (int, np.integer)) or kind is bool:
+            raise TypeError(
+                f"{call}: the keys of a map must be integers, got {kind.__name__}. For "
+                "several values of an element give a dict of nested lists, not a list "
+                "of dicts."
+            )
+    keys = read(call, [list(m) for m in maps], None)
+    of_keys = read(call, [list(m.values()) for m in maps], dtype)
+    name = "ids" if isinstance(of_keys.values, Level) else "value"
+    return Level({"key": keys.values, name: of_keys.values}, keys.lengths)
+
+
+def _join(call: str, parts: dict) -> Level:
+    if not parts:
+        raise TypeError(_NOT_LISTS.format(call=call, found="an empty dict"))
+    (first, level), *others = parts.items()
+    for name, other in others:
+        if not np.array_equal(other.lengths, level.lengths):
+            raise ValueError(
+                f"{call}: {name!r} has segments of other lengths than {first!r}. The "
+                "parts of a dict cut their elements alike."
+            )
+    return Level({name: part.values for name, part in parts.items()}, level.lengths)
+
+
+def _join_arrays(call: str, segments: list, dtype: Any) -> np.ndarray:
+    # Of a batch of arrays some may be empty lists, which have no type of their own.
+    typed = [s for s in segments if len(s) or _is_array(s)]
+    try:
+        joined = np.concatenate([np.asarray(s) for s in typed])
+    except ValueError:
+        found = " and ".join(sorted({str(np.shape(s)) for s in typed}))
+        raise TypeError(
+            f"{call}: arrays of one level must agree in all axes but the first, got "
+            f"shapes {found}."
+        ) from None
+    return _as_numbers(call, joined, dtype)
+
+
+def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
+    if dtype is None and len(items) == 0 and not _is_array(items):
+        dtype = np.int32  # no elements at all: of lists, most are of ids
+    try:
+        x = np.asarray(items)
+    except (TypeError, ValueError, OverflowError, jax.errors.JAXTypeError):
+        x = np.zeros((), object)
+    if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)):
+        raise TypeError(
+            f"{call}: elements must be known numbers of at most 64 bits, got "
+            f"{_names(items)}. Inside jit, where they are not known, use from_lengths."
+        )
+    if dtype is not None:
+        x = _cast(call, x, np.dtype(dtype))
+    x = _elements.narrow(call, x, "lists")
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+
+
+def _cast(call: str, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`x` in `dtype`; an error where an integer would wrap or a fraction be cut."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return x.astype(dtype)
+    if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)) and x.size:
+        found = x.dtype.name
+        raise TypeError(
+            f"{call}: dtype={dtype} would cut the fractions of elements of type "
+            f"{found}. Round them first, or leave dtype out."
+        )
+    limits = jnp.iinfo(dtype)
+    if x.size and (x.min() < limits.min or x.max() > limits.max):
+        low, high = x.min(), x.max()
+        raise ValueError(
+            f"{call}: {dtype} cannot hold all elements, which go from {low} to {high}. "
+            "Give a wider dtype, leave it out, or map the values to smaller ones."
+        )
+    return x.astype(dtype)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, jax.Array)) and x.ndim > 0
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, dict):
+        return "dict"
+    if isinstance(x, (list, tuple)):
+        return "list"
+    return "array" if _is_array(x) else "number"
+
+
+def _one_of_each_type(items: list) -> list:
+    """One item of each type, and all arrays, among which ranks differ."""
+    seen = dict(zip(map(type, items), items))
+    if any(issubclass(kind, (np.ndarray, jax.Array)) for kind in seen):
+        return items
+    return list(seen.values())
+
+
+def _name(x: Any) -> str:
+    return _arguments.kind_of(x)
+
+
+def _names(items: Any) -> str:
+    tracer = lambda x: isinstance(x, jax.Array) and not _arguments.is_concrete(x)
+    names = {"a traced array" if tracer(x) else type(x).__name__ for x in items}
+    return " and ".join(sorted(names))
+
+
+# ------------------------------------------------------------------ to lists
+
+
+def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
+    """The elements of each segment as lists, for each array of `values`."""
+    known = [segment_ids, *jax.tree.leaves(values)]
+    if not all(map(numbers.is_known, known)):
+        raise TypeError(
+            f"{call}: inside jit the values are not known, and lists cannot hold "
+            "tracers. Return the SegmentTensor from the jitted function and call "
+            ".to_lists() there."
+        )
+    ids = np.asarray(segment_ids)
+    ends = np.cumsum(np.bincount(ids, minlength=num_segments + 1)[:num_segments])
+    bounds = [0, *ends.tolist()]
+    order = None if (ids[1:] >= ids[:-1]).all() else np.argsort(ids, kind="stable")
+
+    def cut(items):
+        return [items[a:b] for a, b in zip(bounds, bounds[1:])]
+
+    def cut_array(x):
+        x = np.asarray(x)
+        return cut((x if order is None else x[order]).tolist())
+
+    def cut_lists(lists):
+        return cut(lists if order is None else [lists[i] for i in order.tolist()])
+
+    def cut_nested(x):
+        is_list = lambda node: isinstance(node, list)
+        return jax.tree.map(cut_lists, x.to_lists(), is_leaf=is_list)
+
+    return _elements.map_leaves(cut_array, cut_nested, values)
+
+
+# ------------------------------------------------------------------ as text
+
+
+def show(values: Any, segment_ids: Any, num_segments: int) -> str:
+    """`values` by segments, those that are not known by type and shape."""
+    leaves = _elements.leaves_with_path(values)
+    if not leaves:
+        return repr(values)
+    parts = [_show_leaf(x, segment_ids, num_segments) for _, x in leaves]
+    if len(leaves) == 1 and not leaves[0][0]:
+        return ", ".join(parts[0])
+    names = [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in leaves]
+    shown = [f"{name}: {' '.join(part)}" for name, part in zip(names, parts)]
+    return "{" + ", ".join(shown) + "}"
+
+
+def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
+    """The segments of `x` and its type; its type and shape where it is not known."""
+    innermost = x
+    while _elements.is_nested(innermost):
+        innermost = innermost.values
+    if len(jax.tree.leaves(innermost)) != 1 or not hasattr(innermost, "dtype"):
+        return [repr(x)]
+    arrays = [segment_ids, *jax.tree.leaves(x)]
+    known = all(numbers.is_known(a) and a.ndim == 1 for a in arrays)
+    if not known or jax.dtypes.float0 in [a.dtype for a in arrays]:
+        return [_spec(x) if x is innermost else repr(x)]
+    room = _SHOWN if x is innermost else _SHOWN_NESTED
+    ids = np.asarray(segment_ids)
+    shown = [_show_segment(x, ids, k, room) for k in range(min(num_segments, room))]
+    return [_brackets(shown, num_segments > room), innermost.dtype.name]
+
+
+def _show_segment(x: Any, ids: np.ndarray, k: int, room: int) -> str:
+    at = np.flatnonzero(ids == k)
+    if _elements.is_nested(x):
+        inner = np.asarray(x.segment_ids)
+        shown = [_show_segment(x.values, inner, i, room) for i in at[:room]]
+    else:
+        elements = np.asarray(x)[at[:room]].tolist()
+        shown = [f"{e:g}" if isinstance(e, float) else str(e) for e in elements]
+    return _brackets(shown, at.size > room)
+
+
+def _brackets(shown: list[str], more: bool) -> str:
+    return f"[{' '.join([*shown, '...'] if more else shown)}]"
+
+
+def _spec(x: Any) -> str:
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return repr(x)
+    return f"{np.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"

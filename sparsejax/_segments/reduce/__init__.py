@@ -1,0 +1,1 @@
+"""The `segment_*` functions, one file for each family."""

@@ -1,0 +1,141 @@
+"""Counting the elements of each segment, and any and all of booleans."""
+
+import functools
+from typing import Any
+
+import jax
+
+from sparsejax._segments.reduce import common as args
+from sparsejax._segments.reduce.common import Segments
+
+
+_COUNT = "sparsejax.segment_count"
+_ANY = "sparsejax.segment_any"
+_ALL = "sparsejax.segment_all"
+
+
+def segment_count(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> jax.Array:
+    """Number of elements of each segment.
+
+    `out[s] = |{i: segment_ids[i] == s}|`
+
+    Args:
+      data: `[n, ...]`, any dtype, of which only n counts; or a SegmentTensor.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: int, the result of a segment without elements; 0 if left out.
+
+    Returns:
+      int32 `[num_segments]`, one number a segment also where `data` has more axes.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_count(jnp.array([5.0, 6.0, 7.0]), jnp.array([0, 2, 0]))
+      Array([2, 0, 1], dtype=int32)
+
+    References:
+      Caffe2, `SegmentIdsToLengths`.
+    """
+    _, segments = args.split(
+        _COUNT, data, segment_ids, num_segments, indices_are_sorted
+    )
+    return args.fill_empty(_COUNT, args.count_elements(segments), segments, empty)
+
+
+def segment_any(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """Whether any element of each segment is true.
+
+    `out[s] = or_{i: segment_ids[i] == s} data[i]`
+
+    Args:
+      data: bool `[n, ...]`; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: bool, the result of a segment without elements; False if left out.
+
+    Returns:
+      bool `[num_segments, ...]`.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does; TypeError also if `data` are not
+        booleans.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_any(jnp.array([False, True, False]), jnp.array([0, 0, 2]))
+      Array([ True, False, False], dtype=bool)
+
+    References:
+      NumPy, `any`.
+    """
+    reduce = functools.partial(_reduce_bool, _ANY, "max", empty)
+    return args.over_segments(
+        _ANY, data, segment_ids, num_segments, indices_are_sorted, reduce
+    )
+
+
+def segment_all(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """Whether all elements of each segment are true.
+
+    `out[s] = and_{i: segment_ids[i] == s} data[i]`
+
+    Args:
+      data: bool `[n, ...]`; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: bool, the result of a segment without elements; True if left out.
+
+    Returns:
+      bool `[num_segments, ...]`.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does; TypeError also if `data` are not
+        booleans.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_all(jnp.array([False, True, True]), jnp.array([0, 0, 2]))
+      Array([False,  True,  True], dtype=bool)
+
+    References:
+      NumPy, `all`.
+    """
+    reduce = functools.partial(_reduce_bool, _ALL, "min", empty)
+    return args.over_segments(
+        _ALL, data, segment_ids, num_segments, indices_are_sorted, reduce
+    )
+
+
+def _reduce_bool(
+    call: str, method: str, empty: Any, x: jax.Array, segments: Segments
+) -> jax.Array:
+    args.check_kind(call, x, True)
+    out = args.scatter(method, method == "min", x, segments)
+    return args.fill_empty(call, out, segments, empty)

@@ -1,0 +1,274 @@
+"""Reductions of exponentials: logsumexp, logmeanexp, softmax and log_softmax.
+
+Each segment is shifted by its maximum, so nothing overflows. A segment of `-inf` only
+has nothing to share out: its logsumexp is `-inf`, its softmax 0, and all gradients are
+0, where `jax.nn.softmax` gives NaN. `+inf` is as in `jax.nn`: the logsumexp is `+inf`,
+and a softmax of it NaN.
+
+The derivatives are written down: they need the softmax alone, and not the maximum.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax._segments.reduce import common as args
+from sparsejax._segments.reduce.common import Segments
+
+
+_LOGSUMEXP = "sparsejax.segment_logsumexp"
+_LOGMEANEXP = "sparsejax.segment_logmeanexp"
+_SOFTMAX = "sparsejax.segment_softmax"
+_LOG_SOFTMAX = "sparsejax.segment_log_softmax"
+
+
+# ------------------------------------------------------------------ public
+
+
+def segment_logsumexp(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """Logarithm of the sum of exponentials of each segment.
+
+    `out[s] = log(sum_{i: segment_ids[i] == s} exp(data[i]))`
+
+    Args:
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: scalar, the result of a segment without elements; `-inf` if left out.
+
+    Returns:
+      `[num_segments, ...]`, of data's dtype; float32 of integers. Its gradient is the
+      segment's softmax; 0 in a segment of `-inf` only.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_logsumexp(jnp.array([0.0, 0.0, 500.0]), jnp.array([0, 0, 1]))
+      Array([  0.6931472, 500.       ], dtype=float32)
+
+    References:
+      Caffe2, `SortedSegmentRangeLogSumExp`; `jax.nn.logsumexp`.
+    """
+
+    def logsumexp(x: jax.Array, segments: Segments) -> jax.Array:
+        out = _logsumexp(args.as_floats(_LOGSUMEXP, x), segments.ids, segments.static)
+        out = out.astype(args.float_dtype(x.dtype))
+        return args.fill_empty(_LOGSUMEXP, out, segments, empty)
+
+    return args.over_segments(
+        _LOGSUMEXP, data, segment_ids, num_segments, indices_are_sorted, logsumexp
+    )
+
+
+def segment_logmeanexp(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """Logarithm of the mean of exponentials of each segment.
+
+    `out[s] = log(mean_{i: segment_ids[i] == s} exp(data[i]))`
+
+    Args:
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: scalar, the result of a segment without elements; `-inf` if left out.
+
+    Returns:
+      `[num_segments, ...]`, of data's dtype; float32 of integers.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_logmeanexp(jnp.array([100.0, 100.0, 1.0]), jnp.array([0, 0, 1]))
+      Array([100.,   1.], dtype=float32)
+
+    References:
+      Caffe2, `SortedSegmentRangeLogMeanExp`.
+    """
+
+    def logmeanexp(x: jax.Array, segments: Segments) -> jax.Array:
+        out = _logsumexp(args.as_floats(_LOGMEANEXP, x), segments.ids, segments.static)
+        count = args.count_elements(segments)
+        log_count = jnp.log(jnp.maximum(count, 1).astype(out.dtype))
+        out = (out - args.beside(log_count, out.ndim)).astype(args.float_dtype(x.dtype))
+        return out if empty is None else args.fill(_LOGMEANEXP, out, count == 0, empty)
+
+    return args.over_segments(
+        _LOGMEANEXP, data, segment_ids, num_segments, indices_are_sorted, logmeanexp
+    )
+
+
+def segment_softmax(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """Softmax over the elements of each segment.
+
+    `out[i] = exp(data[i]) / sum_{j: segment_ids[j] == segment_ids[i]} exp(data[j])`
+
+    Args:
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: scalar, what elements that belong to no segment get; 0 if left out.
+
+    Returns:
+      `[n, ...]`, an array of data's shape and dtype; float32 of integers. Zeros in a
+      segment of `-inf` only.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_softmax(jnp.array([7.0, 7.0, 1.0]), jnp.array([0, 0, 1]))
+      Array([0.5, 0.5, 1. ], dtype=float32)
+
+    References:
+      jraph, `segment_softmax`; PyTorch Geometric, `softmax`.
+    """
+
+    def softmax(x: jax.Array, segments: Segments) -> jax.Array:
+        out = _softmax(args.as_floats(_SOFTMAX, x), segments.ids, segments.static)
+        out = out.astype(args.float_dtype(x.dtype))
+        return args.fill_others(_SOFTMAX, out, segments, empty)
+
+    return args.over_segments(
+        _SOFTMAX, data, segment_ids, num_segments, indices_are_sorted, softmax
+    )
+
+
+def segment_log_softmax(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """Logarithm of the softmax over the elements of each segment.
+
+    `out[i] = data[i] - log(sum_{j: segment_ids[j] == segment_ids[i]} exp(data[j]))`
+
+    Args:
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: scalar, what elements that belong to no segment get; 0 if left out.
+
+    Returns:
+      `[n, ...]`, an array of data's shape and dtype; float32 of integers. `-inf` in a
+      segment of `-inf` only.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_log_softmax(jnp.array([7.0, 7.0, 1.0]), jnp.array([0, 0, 1]))
+      Array([-0.6931472, -0.6931472,  0.       ], dtype=float32)
+
+    References:
+      torch-scatter, `scatter_log_softmax`; `jax.nn.log_softmax`.
+    """
+
+    def log_softmax(x: jax.Array, segments: Segments) -> jax.Array:
+        out = _log_softmax(
+            args.as_floats(_LOG_SOFTMAX, x), segments.ids, segments.static
+        )
+        out = out.astype(args.float_dtype(x.dtype))
+        return args.fill_others(_LOG_SOFTMAX, out, segments, empty)
+
+    return args.over_segments(
+        _LOG_SOFTMAX, data, segment_ids, num_segments, indices_are_sorted, log_softmax
+    )
+
+
+# ------------------------------------------------------------------ of floats
+
+
+def _shifted(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
+    """Each segment's maximum, 0 for `-inf`, and `x` less that; 0 where no member."""
+    top = args.scatter("max", -jnp.inf, x, segments)
+    top = jnp.where(top == -jnp.inf, jnp.zeros((), x.dtype), top)
+    return top, args.members_only(x - args.spread(top, segments), segments)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _logsumexp(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
+    segments = Segments(ids, *static)
+    top, x = _shifted(x, segments)
+    # What is no member adds exp(0) to no segment.
+    out = jnp.log(args.add_up(jnp.exp(x), segments)) + top
+    return jnp.where(top == jnp.inf, top, out)
+
+
+@_logsumexp.defjvp
+def _logsumexp_jvp(static, primals, tangents):
+    x, ids = primals
+    segments = Segments(ids, *static)
+    share = _softmax(x, ids, static) * args.members_only(tangents[0], segments)
+    return _logsumexp(x, ids, static), args.add_up(share, segments)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
+    segments = Segments(ids, *static)
+    e = jnp.exp(_shifted(x, segments)[1])
+    total = args.add_up(e, segments)
+    inverse = 1 / jnp.where(total == 0, jnp.ones((), x.dtype), total)
+    return e * args.spread(inverse, segments)  # 0 where no member
+
+
+@_softmax.defjvp
+def _softmax_jvp(static, primals, tangents):
+    x, ids = primals
+    segments = Segments(ids, *static)
+    share = _softmax(x, ids, static)
+    t = args.members_only(tangents[0], segments)
+    mean = args.add_up(share * t, segments)
+    return share, share * (t - args.spread(mean, segments))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _log_softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
+    segments = Segments(ids, *static)
+    x = _shifted(x, segments)[1]
+    total = args.add_up(jnp.exp(x), segments)
+    log_total = jnp.log(jnp.where(total == 0, jnp.ones((), x.dtype), total))
+    return x - args.spread(log_total, segments)
+
+
+@_log_softmax.defjvp
+def _log_softmax_jvp(static, primals, tangents):
+    x, ids = primals
+    segments = Segments(ids, *static)
+    t = args.members_only(tangents[0], segments)
+    mean = args.add_up(_softmax(x, ids, static) * t, segments)
+    return _log_softmax(x, ids, static), t - args.spread(mean, segments)

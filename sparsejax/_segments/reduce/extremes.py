@@ -1,0 +1,297 @@
+"""The largest and smallest element of each segment, and where it is.
+
+NaN counts as larger than all, and as smaller than all, as in `jnp.max` and `jnp.min`: a
+segment that holds one gives NaN, and its NaN elements share the gradient.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax._rows import indexing
+from sparsejax._segments.reduce import common as args
+from sparsejax._segments.reduce.common import Segments
+
+
+_MAX = "sparsejax.segment_max"
+_MIN = "sparsejax.segment_min"
+_ARGMAX = "sparsejax.segment_argmax"
+_ARGMIN = "sparsejax.segment_argmin"
+
+
+# ------------------------------------------------------------------ public
+
+
+def segment_max(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+    out_sharding: Any = None,
+) -> Any:
+    """Largest element of each segment.
+
+    `out[s] = max_{i: segment_ids[i] == s} data[i]`. Equal largest elements share the
+    gradient evenly, as in `jnp.max`.
+
+    Args:
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: scalar, the result of a segment without elements. If left out it is the
+        least value of data's dtype: `-inf`, or the lowest integer, or False.
+      unique_indices: bool, as `segment_sum` has it, like the next two.
+      bucket_size: int.
+      mode: as `jax.ops.segment_max` has it, like the next one.
+      out_sharding: how the result is laid out over a mesh of explicit axes.
+
+    Returns:
+      `[num_segments, ...]`, of data's dtype.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> ids = jnp.array([0, 2, 0])
+      >>> sj.segment_max(jnp.array([3.0, 1.0, 5.0]), ids, empty=0.0)
+      Array([5., 0., 1.], dtype=float32)
+
+    References:
+      `jax.ops.segment_max`; Caffe2, `LengthsMax` (which gives 0 without elements, and
+      each of several largest elements the whole gradient).
+    """
+    del bucket_size
+    return args.over_segments(
+        _MAX,
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        functools.partial(_reduce_extreme, _MAX, "max", empty),
+        mode=mode,
+        unique_indices=unique_indices,
+        out_sharding=out_sharding,
+    )
+
+
+def segment_min(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+    out_sharding: Any = None,
+) -> Any:
+    """Smallest element of each segment.
+
+    `out[s] = min_{i: segment_ids[i] == s} data[i]`. Equal smallest elements share the
+    gradient evenly, as in `jnp.min`.
+
+    Args:
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: scalar, the result of a segment without elements. If left out it is the
+        largest value of data's dtype: `inf`, or the highest integer, or True.
+      unique_indices: bool, as `segment_sum` has it, like the next two.
+      bucket_size: int.
+      mode: as `jax.ops.segment_min` has it, like the next one.
+      out_sharding: how the result is laid out over a mesh of explicit axes.
+
+    Returns:
+      `[num_segments, ...]`, of data's dtype.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> ids = jnp.array([0, 2, 0])
+      >>> sj.segment_min(jnp.array([3.0, 1.0, 5.0]), ids, empty=0.0)
+      Array([3., 0., 1.], dtype=float32)
+
+    References:
+      `jax.ops.segment_min`.
+    """
+    del bucket_size
+    return args.over_segments(
+        _MIN,
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        functools.partial(_reduce_extreme, _MIN, "min", empty),
+        mode=mode,
+        unique_indices=unique_indices,
+        out_sharding=out_sharding,
+    )
+
+
+def segment_argmax(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """Where the first largest element of each segment is.
+
+    `out[s] = min {i: segment_ids[i] == s and data[i] == max[s]}`, a position in data's
+    first axis. NaN counts as the largest.
+
+    Args:
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: int, the result of a segment without elements; n if left out.
+
+    Returns:
+      int32 `[num_segments, ...]`.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_argmax(jnp.array([3.0, 1.0, 5.0, 5.0]), jnp.array([0, 2, 0, 0]))
+      Array([2, 4, 1], dtype=int32)
+
+    References:
+      torch-scatter, `scatter_max` (its second result); NumPy, `argmax`.
+    """
+    return args.over_segments(
+        _ARGMAX,
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        functools.partial(_position, _ARGMAX, "max", empty),
+    )
+
+
+def segment_argmin(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """Where the first smallest element of each segment is.
+
+    `out[s] = min {i: segment_ids[i] == s and data[i] == min[s]}`, a position in data's
+    first axis. NaN counts as the smallest.
+
+    Args:
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      num_segments: int.
+      indices_are_sorted: bool.
+      empty: int, the result of a segment without elements; n if left out.
+
+    Returns:
+      int32 `[num_segments, ...]`.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_argmin(jnp.array([3.0, 1.0, 5.0, 3.0]), jnp.array([0, 2, 0, 0]))
+      Array([0, 4, 1], dtype=int32)
+
+    References:
+      torch-scatter, `scatter_min` (its second result); NumPy, `argmin`.
+    """
+    return args.over_segments(
+        _ARGMIN,
+        data,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        functools.partial(_position, _ARGMIN, "min", empty),
+    )
+
+
+# ------------------------------------------------------------------ private
+
+
+def identity(method: str, dtype: Any) -> Any:
+    """What "max" or "min" of no element is."""
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return method == "min"
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return limits.max if method == "min" else limits.min
+    return jnp.inf if method == "min" else -jnp.inf
+
+
+def _reduce_extreme(
+    call: str, method: str, empty: Any, x: jax.Array, segments: Segments
+) -> jax.Array:
+    out = _extreme(x, method, segments)
+    return args.fill_empty(call, out, segments, empty)
+
+
+def _extreme(x: jax.Array, method: str, segments: Segments) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return args.scatter(method, identity(method, x.dtype), x, segments)
+    return _extreme_of_floats(x, segments.ids, (method, *segments.static))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _extreme_of_floats(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
+    method, *rest = static
+    return args.scatter(method, identity(method, x.dtype), x, Segments(ids, *rest))
+
+
+@_extreme_of_floats.defjvp
+def _extreme_jvp(static, primals, tangents):
+    x, ids = primals
+    segments = Segments(ids, *static[1:])
+    out = _extreme_of_floats(x, ids, static)
+    # Linear in the tangent; which elements are extreme does not change with `x`.
+    chosen = is_extreme(lax.stop_gradient(x), lax.stop_gradient(out), segments)
+    wide = indexing.accumulator_dtype(x.dtype)
+    t = jnp.where(chosen, tangents[0].astype(wide), jnp.zeros((), wide))
+    ties = jnp.maximum(args.add_up(chosen.astype(jnp.float32), segments), 1)
+    return out, (args.add_up(t, segments) / ties.astype(wide)).astype(x.dtype)
+
+
+def is_extreme(x: jax.Array, out: jax.Array, segments: Segments) -> jax.Array:
+    """Which elements are the extreme of their segment, bool `[n, ...]`.
+
+    NaN is, where there is one: then `out` is NaN, and nothing is equal to it.
+    """
+    equal = (x == args.spread(out, segments)) | (x != x)
+    return args.members_only(equal, segments)
+
+
+def _position(
+    call: str, method: str, empty: Any, x: jax.Array, segments: Segments
+) -> jax.Array:
+    """The first position of the extreme of each segment."""
+    n = np.int32(x.shape[0])
+    x = lax.stop_gradient(x)
+    equal = is_extreme(x, _extreme(x, method, segments), segments)
+    place = args.beside(lax.iota(jnp.int32, x.shape[0]), x.ndim)
+    out = args.scatter("min", n, jnp.where(equal, place, n), segments)
+    return args.fill_empty(call, out, segments, empty)

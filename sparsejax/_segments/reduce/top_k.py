@@ -1,0 +1,123 @@
+"""segment_top_k: the k largest elements of each segment."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments
+from sparsejax._rows import indexing
+from sparsejax._segments.reduce import common as args
+from sparsejax._segments.reduce.common import Segments
+from sparsejax._segments.reduce.cumulative import in_order
+from sparsejax._segments.reduce.extremes import identity, is_extreme
+
+
+_CALL = "sparsejax.segment_top_k"
+
+
+def segment_top_k(
+    data: Any,
+    segment_ids: Any = None,
+    num_segments: int | None = None,
+    *,
+    k: int,
+    indices_are_sorted: bool = False,
+    empty: Any = None,
+) -> Any:
+    """The k largest elements of each segment, and their positions inside it.
+
+    `values[s, 0] >= values[s, 1] >= ...` are the largest of
+    `{data[i]: segment_ids[i] == s}`. Of equal elements the first comes first, and NaN
+    counts as the largest. They are taken one after another: k passes over the data.
+
+    Args:
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
+      segment_ids: integers `[n]`, as `segment_sum` has them, like `num_segments` and
+        `indices_are_sorted`.
+      num_segments: int.
+      k: int, how many.
+      indices_are_sorted: bool; saves a sort of the ids.
+      empty: scalar, the value where a segment has no more elements; 0 if left out.
+
+    Returns:
+      `(values, positions)`, both `[num_segments, k, ...]`. `values` are of data's dtype
+      and differentiable; `positions` int32, counted from 0 in each segment, and -1
+      where it has no more elements. Of a SegmentTensor with a tree of values, a tree
+      of such pairs.
+
+    Raises:
+      TypeError, ValueError: as `segment_sum` does; ValueError also if `k` is no static,
+        non-negative int.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> values, positions = sj.segment_top_k(
+      ...     jnp.array([1.0, 5.0, 3.0, 2.0]), jnp.array([0, 0, 0, 1]), k=2
+      ... )
+      >>> values
+      Array([[5., 3.],
+             [2., 0.]], dtype=float32)
+      >>> positions
+      Array([[ 1,  2],
+             [ 0, -1]], dtype=int32)
+
+    References:
+      Caffe2, `LengthsTopK`; `jax.lax.top_k`.
+    """
+    number = _arguments.static_int(
+        k,
+        0,
+        f"{_CALL}: k must be a static, non-negative int, got {_arguments.show(k)}.",
+    )
+
+    def top_k(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
+        return _top_k(x, segments, number, empty)
+
+    return args.over_segments(
+        _CALL, data, segment_ids, num_segments, indices_are_sorted, top_k
+    )
+
+
+def _top_k(
+    x: jax.Array, segments: Segments, k: int, empty: Any
+) -> tuple[jax.Array, jax.Array]:
+    n, rest = x.shape[0], x.shape[1:]
+    columns = x.reshape(n, math.prod(rest))
+    fixed = lax.stop_gradient(columns)
+    lowest = jnp.array(identity("max", x.dtype), x.dtype)
+    place = lax.iota(jnp.int32, n)
+
+    def take(remaining, _):
+        """Takes the first of the largest that remain of each segment."""
+        top = args.scatter("max", lowest, jnp.where(remaining, fixed, lowest), segments)
+        largest = remaining & is_extreme(fixed, top, segments)
+        found = jnp.where(largest, place[:, None], np.int32(n))
+        found = args.scatter("min", np.int32(n), found, segments)
+        return remaining & (place[:, None] != args.spread(found, segments)), found
+
+    # Made of the data: inside `shard_map` a carry varies over the axes that it does.
+    members = args.members_only(jnp.ones_like(fixed, bool), segments)
+    _, found = lax.scan(take, members, length=k)
+    found = jnp.moveaxis(found, 0, 1)  # [count, k, columns]
+    is_there = found < n
+
+    values = jnp.zeros(found.shape, x.dtype)
+    if n:  # from no rows JAX gathers nothing
+        column = lax.iota(jnp.int32, columns.shape[1])[None, None, :]
+        values = columns.at[found, column].get(mode="clip")
+        values = jnp.where(is_there, values, jnp.zeros((), x.dtype))
+    if empty is not None:
+        values = args.fill(_CALL, values, ~is_there, empty)
+
+    # Positions in the data, to positions in the segment.
+    order = in_order(segments)
+    ids = lax.iota(order.segments.ids.dtype, segments.count)
+    begin = jnp.searchsorted(order.segments.ids, ids).astype(jnp.int32)
+    inside = order.back(place - args.spread(begin, order.segments))
+    positions = jnp.where(is_there, indexing.take_rows(inside, found), -1)
+    shape = (segments.count, k, *rest)
+    return values.reshape(shape), positions.reshape(shape)

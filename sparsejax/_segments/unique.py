@@ -1,0 +1,141 @@
+"""unique and partition: lists of ids, sorted out before a table is read by them.
+
+Ids here are keys of any integer type, hashes and negative numbers too, of which no
+table says what is out of range. So none is dropped and none is cut to 32 bits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _arguments
+from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
+
+
+_UNIQUE = "sparsejax.unique"
+_PARTITION = "sparsejax.partition"
+
+
+def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The distinct ids, ascending, in an array of static size.
+
+    `out[inverse[i]] == ids[i]`. With it a table is read once for each id of a batch,
+    however often the batch names it: `sj.lookup(table, out)[inverse]`.
+
+    Args:
+      ids: integers of any type and shape; negative ones and the largest of the type
+        are ids as any other.
+      capacity: int, slots of the result. `ids.size` always suffices.
+
+    Returns:
+      `(out [capacity], inverse int32[*ids.shape], count int32[])`. `out` has the type
+      of `ids`; its slots from `count` on hold the largest value of that type, which no
+      table has as a row if it is of 32 bits (cast narrower ids before, and look up with
+      another mode than "clip"). `count` is the true number of distinct ids: where it is
+      greater than `capacity`, the greatest ids are left out of `out`, and `inverse` of
+      those is `capacity`, a slot out of range.
+
+    Raises:
+      TypeError: `ids` are not integers.
+      ValueError: `capacity` is no static, non-negative int; or 64-bit ids that do not
+        fit into 32 bits, without `jax_enable_x64`.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> out, inverse, count = sj.unique(jnp.array([7, 3, 7, 7]), capacity=3)
+      >>> out, inverse, count
+      (Array([         3,          7, 2147483647], dtype=int32),
+       Array([1, 0, 1, 1], dtype=int32), Array(2, dtype=int32))
+
+    References:
+      Caffe2, `Unique`; `jax.numpy.unique(size=)`.
+    """
+    ids = _keys(_UNIQUE, ids)
+    capacity = _arguments.check_capacity(_UNIQUE, capacity)
+    largest = int(jnp.iinfo(ids.dtype).max)
+    flat = ids.reshape(-1)
+    # The plan takes `largest` for no id at all. As one it comes last: after the others,
+    # where the padding is that looks like it.
+    out, slot, others = indexing.merge_plan(flat, largest, capacity)
+    is_largest = flat == _arguments.scalar(largest, flat)
+    slot = jnp.where(is_largest, jnp.minimum(others, np.int32(capacity)), slot)
+    count = others + jnp.any(is_largest).astype(jnp.int32)
+    return out, slot.reshape(ids.shape), count
+
+
+def partition(ids: Any, num_parts: int) -> SegmentTensor:
+    """Ids grouped by their remainder: which shard each goes to, and from where.
+
+    Segment p holds the ids with `ids[i] mod num_parts == p`, in the order given. The
+    remainder is Python's, so a negative id wraps up: -1 is in the last part.
+
+    Args:
+      ids: integers of any type and shape.
+      num_parts: int, number of parts, at least 1.
+
+    Returns:
+      SegmentTensor of `num_parts` segments and `ids.size` elements, whose values are
+      `{"id": [n], "position": int32[n]}`: `ids.reshape(-1)[position] == id`. So
+      `rows_of_ids[position]` sends along what belongs to the ids, and
+      `jnp.zeros_like(x).at[position].set(x)` brings answers back into their order.
+
+    Raises:
+      TypeError: `ids` are not integers.
+      ValueError: `num_parts` is no static int of at least 1; or 64-bit ids that do not
+        fit into 32 bits, without `jax_enable_x64`.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> parts = sj.partition(jnp.array([4, 7, -1, 6]), 2)
+      >>> parts.lengths, parts.values["id"], parts.values["position"]
+      (Array([2, 2], dtype=int32), Array([ 4,  6,  7, -1], dtype=int32),
+       Array([0, 3, 1, 2], dtype=int32))
+
+    References:
+      Caffe2, `Partition`.
+    """
+    num_parts = _arguments.static_int(
+        num_parts,
+        1,
+        (
+            f"{_PARTITION}: num_parts must be a static int of at least 1, got "
+            f"{_arguments.show(num_parts)}. Inside jit it cannot be an argument that "
+            "is traced."
+        ),
+    )
+    flat = _keys(_PARTITION, ids).reshape(-1)
+    wide = _arguments.index_dtype(num_parts, flat.dtype)
+    part = jnp.remainder(flat.astype(wide), np.array(num_parts, wide))
+    part = part.astype(_arguments.index_dtype(num_parts))
+    position = indexing.stable_order(part, num_parts)
+    values = {"id": flat[position], "position": position}
+    segment_ids = part[position]
+    return SegmentTensor.from_segment_ids(
+        values, segment_ids, num_parts, is_sorted=True
+    )
+
+
+# ------------------------------------------------------------------ private
+
+
+def _keys(call: str, ids: Any) -> jax.Array:
+    """Ids as a JAX array of their own values; an error where that cannot be."""
+    ids = _arguments.as_integers(call, ids)
+    if (
+        isinstance(ids, np.ndarray)
+        and ids.itemsize == 8
+        and not _arguments.x64_enabled()
+    ):
+        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+        limits = jnp.iinfo(jnp.int32 if ids.dtype.kind == "i" else jnp.uint32)
+        if low < limits.min or high > limits.max:
+            raise ValueError(
+                f"{call}: ids of {ids.dtype} reach from {low} to {high}, and without "
+                "64-bit types JAX would cut them to 32 bits. Set jax_enable_x64, or "
+                "hash them to 32 bits first."
+            )
+        ids = ids.astype(limits.dtype)
+    return jnp.asarray(ids)

@@ -1,0 +1,1 @@
+"""`exact`: dense optax on touched rows, by catching up the steps a row missed."""

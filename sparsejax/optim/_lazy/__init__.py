@@ -1,0 +1,1 @@
+"""`lazy` lifts an optax transformation to rows; what may be lifted, and how."""

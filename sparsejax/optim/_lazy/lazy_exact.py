@@ -1,0 +1,143 @@
+"""Whether lifting a transformation changes nothing: what moves without a gradient.
+
+`lazy(tx)` leaves the rows alone that a gradient does not name, where the dense run
+hands them a gradient of zero. The two are the same if a row whose gradient is zero
+stays as it is under `tx`, its weights and its state, whatever happened to it before:
+
+    G[r] = 0   =>   U[r] = 0  and  S'[r] = S[r]
+
+This is tried on numbers, as `_probe` tries separability: a few steps on a small table,
+with other rows at each of them, so that rows of all kinds get a gradient of zero: never
+read, read a step ago, read two steps ago. Bits are compared, not values to rounding.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsejax.optim._lazy import follow, parts, probe, separable
+
+
+WEIGHTS = "weights"  # how `moving` calls them beside the paths of state leaves
+_TABLE = jax.ShapeDtypeStruct((probe.ROWS, 8), jnp.float32)
+
+
+def is_lazy_exact(tx: Any, params: Any = None) -> bool:
+    """Whether `lazy(tx)` trains exactly as `tx` does with dense gradients.
+
+    For a gradient G that is zero outside of the rows R, weights W and state S it asks
+    whether, with `U, S' = tx(G, S, W)`,
+
+      `U[r] = 0` and `S'[r] = S[r]` for each row r outside of R.
+
+    Then leaving those rows alone is no approximation. Where it is one, after momentum
+    or weight decay say, the rows that are not read keep what the dense run would have
+    moved. Counts and schedules, which advance at every step, do not belong to rows and
+    count for nothing here. It is found out by running `tx` on a small table.
+
+    True for sgd, sign_sgd, adagrad and clipping by value or by global norm before them;
+    False for momentum, adam and all whose state decays, for weight decay, and for what
+    is not row-separable at all (see `is_row_separable`).
+
+    Args:
+      tx: an optax transformation.
+      params: parameters (or ShapeDtypeStructs) for transformations that need them. The
+        answer is then about all leaves that can be lifted. Left out, `tx` is tried on
+        one table.
+
+    Returns:
+      bool. Never raises: what cannot be run is not exact.
+
+    Example:
+      >>> import optax
+      >>> from sparsejax.optim import is_lazy_exact
+      >>> is_lazy_exact(optax.adagrad(0.1)), is_lazy_exact(optax.adam(1e-3))
+      (True, False)
+
+    References:
+      TensorFlow Addons, `LazyAdam`, which says how lazy updates differ from Adam's.
+    """
+    try:
+        if params is None:
+            return separable.is_row_separable(tx) and not moving(tx)
+        leaves, treedef = separable.flatten(params)
+        specs = tuple(map(follow.spec, leaves))
+        arrays = [i for i, s in enumerate(specs) if separable.is_float_array(s)]
+        tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
+        failed = separable.Verdicts(tx).failures(treedef, specs, tables)
+        lifted = [i for i in tables if i not in failed]
+        return bool(lifted) and not moving(tx, treedef, specs, lifted)
+    except Exception:
+        return False
+
+
+def moving(
+    tx: Any,
+    treedef: Any = jax.tree.structure(0),
+    specs: Sequence[Any] = (_TABLE,),
+    tables: Sequence[int] = (0,),
+) -> list[str]:
+    """What of a row moves although its gradient is zero.
+
+    Args:
+      tx: the transformation.
+      treedef: structure of the parameters, holes counting as leaves.
+      specs: ShapeDtypeStructs (or holes) of its leaves.
+      tables: which leaves are tables.
+
+    Returns:
+      `WEIGHTS` and paths of state leaves, in this order; nothing if rows rest.
+
+    Raises:
+      Whatever `tx` raises on trees of that kind.
+    """
+    with probe.jax_defaults(), np.errstate(all="ignore"):
+        small = probe.small_tree(specs, tables)
+        following = follow.follow(tx.init, treedef, small, tables)
+        return _walk(tx, treedef, small, tables, following)
+
+
+def _walk(tx, treedef, specs, tables, following) -> list[str]:
+    extra_args = dict.fromkeys(parts.required_extra_args(tx), np.float32(1))
+    inner = optax.with_extra_args_support(tx)
+
+    def update(grads, state, weights):
+        trees = treedef.unflatten(grads), state, treedef.unflatten(weights)
+        updates, state = inner.update(*trees, **extra_args)
+        updates = treedef.flatten_up_to(updates)
+        return [updates[t] for t in tables], jax.tree.leaves(state)
+
+    numbers = np.random.default_rng(0)
+    weights = [probe.random_array(numbers, s) for s in specs]
+    init = jax.jit(lambda w: jax.tree.leaves(tx.init(treedef.unflatten(w))))
+    state = [probe.to_host(leaf) for leaf in probe.compile_probe(init, specs)(weights)]
+    run = probe.compile_probe(jax.jit(update), specs, following.state, specs)
+    paths, state_treedef = jax.tree_util.tree_flatten_with_path(following.state)
+    moved, changed = False, set()
+    direction = [probe.random_array(numbers, s) for s in specs]
+    for step, scale in enumerate(probe.SCALES):
+        grads = [probe.random_gradient(numbers, d, scale) for d in direction]
+        resting = np.arange(probe.ROWS) % 3 != step % 3
+        for t in tables:
+            grads[t][resting] = 0
+        updates, new = run(grads, state_treedef.unflatten(state), weights)
+        for t, update_of_t in zip(tables, map(np.asarray, updates)):
+            moved |= bool(np.any(update_of_t[resting] != 0))
+            weights[t] = (weights[t] + update_of_t).astype(weights[t].dtype)
+        new = [probe.to_host(leaf) for leaf in new]
+        for k, owner in enumerate(following.owners):
+            if owner is not None and not _same(state[k][resting], new[k][resting]):
+                changed.add(k)
+        state = [
+            a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(new, state)
+        ]
+    names = [jax.tree_util.keystr(paths[k][0]) for k in sorted(changed)]
+    return [WEIGHTS, *names] if moved else names
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact))

@@ -1,0 +1,304 @@
+"""Runs a transformation on a small table and on rows of it, and compares.
+
+Lifting tx to rows is right if `tx` on the rows that a gradient touches gives what `tx`
+on the whole table gives there, its other rows having a zero gradient. Let
+U, S' = tx(G, S, W) with G zero outside of the rows R. Then for each table
+
+    tx(G[R], S[R], W[R]) = U[R], S'[R]
+
+has to hold, S[R] being the state with the leaves that follow the table cut to R and
+the others as they are. It is tried on numbers, in two walks from a fresh state:
+
+- *same rows*: R is the same at each step. Compared are U[R] and all of S'[R]. Rows
+  outside of R have weights, but no history. This finds means over rows, norms of
+  weights, factored moments, and noise.
+- *other rows*: R alternates, and after each step the rows outside of it are put back,
+  as lifting keeps them. Compared are the state leaves that follow no table. This finds
+  what is gathered over all rows and kept: distances from the start, maxima.
+
+Both compare one step from the same state, so differences do not add up. In the second
+walk updates are not compared: after Adam, a clip by global norm sees momentum of all
+rows if run densely, and of the rows read if lifted, which is what lifting means.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsejax.optim._lazy import follow, parts
+
+
+ROWS = 160  # enough for optimizers that factor what has 128 rows and columns
+TOUCHED = 12
+SCALES = (1.0, 0.1, 10.0, 1.0)  # of the gradients, step by step
+LARGEST = 2**17  # elements of a leaf that is no table; larger ones are made smaller
+QUICKLY = {"xla_backend_optimization_level": 0}  # it runs a dozen times
+
+UPDATES_DIFFER = "the updates of the rows read depend on the rows that are not read"
+
+
+def probe(
+    tx: Any, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
+) -> tuple[dict[int, Any], str | None]:
+    """Tries whether lifting `tables` gives what the dense run gives.
+
+    Args:
+      tx: the transformation.
+      treedef: structure of the parameters, holes counting as leaves.
+      specs: ShapeDtypeStructs (or holes) of its leaves.
+      tables: which leaves are lifted, all at once.
+
+    Returns:
+      `(by table, shared)`: why it fails, for the tables for which it does (with the
+      name of the part to blame where it is known); and why it fails in what belongs to
+      no table, or None.
+
+    Raises:
+      Whatever `tx` raises on trees of that kind.
+    """
+    try:
+        with jax_defaults():
+            return _probe(tx, treedef, specs, tables)
+    except Exception:
+        if jax.default_backend() == "cpu":
+            raise
+    # A part may hold arrays that live on an accelerator, and cannot be run elsewhere.
+    with jax_defaults(anywhere=True):
+        return _probe(tx, treedef, specs, tables)
+
+
+def _probe(tx, treedef, specs, tables):
+    small = small_tree(specs, tables)
+    with np.errstate(all="ignore"):
+        following = follow.follow(tx.init, treedef, small, tables)
+        kept_back = parts.not_lifted(following.state, following.owners)
+        reasons = {**following.blocked, **kept_back}
+        tables = [t for t in tables if t not in reasons]
+        if not tables:
+            return reasons, None
+        owners = [o if o in tables else None for o in following.owners]
+        run = _Run(tx, treedef, small, tables, owners, following.state)
+        for rows_of_step, walk in _walks(len(SCALES)):
+            shared = run.walk(rows_of_step, walk, reasons)
+            if shared:
+                return reasons, shared
+    return reasons, None
+
+
+@contextlib.contextmanager
+def jax_defaults(anywhere: bool = False) -> Iterator[None]:
+    """JAX's own defaults, whatever the caller has set, on the CPU if there is one."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(follow.without_mesh())
+        stack.enter_context(jax.disable_jit(False))
+        stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        stack.enter_context(jax.numpy_rank_promotion("allow"))
+        stack.enter_context(jax.debug_nans(False))
+        stack.enter_context(jax.debug_infs(False))
+        stack.enter_context(jax.transfer_guard("allow"))
+        if not anywhere and jax.default_backend() != "cpu":
+            with contextlib.suppress(RuntimeError):  # JAX may be set up without a CPU
+                device = jax.local_devices(backend="cpu")[0]
+                stack.enter_context(jax.default_device(device))
+        yield
+
+
+def _walks(steps: int) -> list[tuple[list[np.ndarray], str]]:
+    some = np.arange(3, 3 + 7 * TOUCHED, 7)
+    others = np.arange(5, 5 + 9 * TOUCHED, 9)  # shares a row or two with `some`
+    alternating = [(some, others)[step % 2] for step in range(steps)]
+    return [([some] * steps, "same"), (alternating, "other")]
+
+
+def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
+    """Shapes to try it on: tables of `ROWS` rows, large dense leaves made smaller."""
+    small = []
+    for i, spec in enumerate(specs):
+        if not follow.is_leaf(spec):
+            shape = list(spec.shape)
+            if i in tables:
+                shape[0] = ROWS
+            limit = LARGEST * (4 if i in tables else 1)
+            while np.prod(shape, dtype=float) > limit:
+                widest = int(np.argmax(shape[1:])) + 1 if i in tables else None
+                widest = int(np.argmax(shape)) if widest is None else widest
+                shape[widest] //= 2
+            spec = jax.ShapeDtypeStruct(tuple(shape), _plain_dtype(spec.dtype))
+        small.append(spec)
+    return small
+
+
+def _plain_dtype(dtype: Any) -> Any:
+    # Rounding must not look like a dependence on rows.
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.complex64
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+class _Run:
+    """A transformation compiled twice, for whole tables and for rows of them.
+
+    Compiled ahead of time, since such a program runs on numbers wherever it is called:
+    `lazy(tx).init` may itself be under `jit`.
+    """
+
+    def __init__(self, tx, treedef, specs, tables, owners, state):
+        self.treedef, self.specs, self.tables = treedef, specs, tables
+        self.owners = owners
+        arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
+        own = follow.depends_on_shapes(tx.init, treedef, specs, arrays)
+        # State of other leaves stays as it is: a compiler then drops their arithmetic,
+        # and a tree of hundreds of leaves costs little more than one table.
+        self.kept = [k for k, o in enumerate(owners) if o is not None or not own[k]]
+        paths, self.state_treedef = jax.tree_util.tree_flatten_with_path(state)
+        self.paths = [jax.tree_util.keystr(path) for path, _ in paths]
+        state = [leaf for _, leaf in paths]
+
+        numbers = np.random.default_rng(0)
+        self.weights = [random_array(numbers, s) for s in specs]
+        init = jax.jit(lambda weights: jax.tree.leaves(tx.init(self.tree(weights))))
+        self.state = [
+            to_host(leaf) for leaf in compile_probe(init, specs)(self.weights)
+        ]
+        update = jax.jit(self._update_of(tx))
+        self.whole = compile_probe(update, specs, state, specs)
+        few = np.arange(TOUCHED)
+        cut, cut_state = self.cut(specs, few), self.cut_state(state, few)
+        self.part = compile_probe(update, cut, cut_state, cut)
+
+    def _update_of(self, tx):
+        extra_args = dict.fromkeys(parts.required_extra_args(tx), np.float32(1))
+        tx = optax.with_extra_args_support(tx)
+
+        def update(grads, state, weights):
+            state = self.state_treedef.unflatten(state)
+            args = self.tree(grads), state, self.tree(weights)
+            updates, state = tx.update(*args, **extra_args)
+            updates = self.treedef.flatten_up_to(updates)
+            state = jax.tree.leaves(state)
+            return [updates[t] for t in self.tables], [state[k] for k in self.kept]
+
+        return update
+
+    def tree(self, leaves):
+        return self.treedef.unflatten(leaves)
+
+    def cut(self, leaves, rows):
+        return [_rows(x, rows) if i in self.tables else x for i, x in enumerate(leaves)]
+
+    def cut_state(self, leaves, rows):
+        owned = zip(leaves, self.owners)
+        return [x if owner is None else _rows(x, rows) for x, owner in owned]
+
+    def walk(self, rows_of_step, kind, reasons) -> str | None:
+        """Compares step by step, adds to `reasons`, returns what fails for all."""
+        numbers = np.random.default_rng(1)
+        # Always in about the same direction, or estimates of a distance stay at zero.
+        direction = [random_array(numbers, s) for s in self.specs]
+        weights, state = list(self.weights), list(self.state)
+        for scale, rows in zip(SCALES, rows_of_step):
+            dense = [random_gradient(numbers, d, scale) for d in direction]
+            for t in self.tables:
+                outside = np.ones(ROWS, bool)
+                outside[rows] = False
+                dense[t][outside] = 0
+            updates, new = self._step(self.whole, dense, state, weights)
+            cut, cut_weights = self.cut(dense, rows), self.cut(weights, rows)
+            cut_state = self.cut_state(state, rows)
+            cut_updates, cut_new = self._step(self.part, cut, cut_state, cut_weights)
+
+            for k in self.kept:
+                owner = self.owners[k]
+                if owner is None and not _close(new[k], cut_new[k]):
+                    return (
+                        f"its state {self.paths[k]} is made of all rows, also of "
+                        "those that are not read"
+                    )
+                if kind == "same" and owner is not None:
+                    if not _close(new[k][rows], cut_new[k]):
+                        why = (
+                            f"the state of the rows read ({self.paths[k]}) depends "
+                            "on the rows that are not read"
+                        )
+                        reasons.setdefault(owner, why)
+            for t, whole, part in zip(self.tables, updates, cut_updates):
+                if kind == "same" and not _close(whole[rows], part):
+                    reasons.setdefault(t, UPDATES_DIFFER)
+                moved = (weights[t] + whole).astype(weights[t].dtype)
+                weights[t] = moved if kind == "same" else _put(weights[t], rows, moved)
+            for k in self.kept:
+                put_back = kind == "other" and self.owners[k] is not None
+                state[k] = _put(state[k], rows, new[k]) if put_back else new[k]
+        return None
+
+    def _step(self, update, grads, state, weights):
+        updates, kept = update(grads, state, weights)
+        new = list(state)
+        for k, leaf in zip(self.kept, kept):
+            leaf, dtype = to_host(leaf), state[k].dtype
+            new[k] = leaf if leaf.dtype == dtype else leaf.astype(dtype)  # keys cannot
+        return [to_host(u) for u in updates], new
+
+
+def compile_probe(function, *specs):
+    lowered = function.lower(*specs)
+    try:
+        return lowered.compile(compiler_options=QUICKLY)
+    except jax.errors.JaxRuntimeError:  # another compiler, without that option
+        return lowered.compile()
+
+
+def _rows(x, rows):
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(rows), *x.shape[1:]), x.dtype)
+    return x[rows]
+
+
+def random_array(numbers, spec):
+    if follow.is_leaf(spec):
+        return spec
+    if not jnp.issubdtype(spec.dtype, jnp.inexact):
+        return np.zeros(spec.shape, spec.dtype)
+    return numbers.standard_normal(spec.shape).astype(spec.dtype)
+
+
+def random_gradient(numbers, direction, scale):
+    if follow.is_leaf(direction):
+        return direction
+    new = 0.5 * numbers.standard_normal(direction.shape) + direction
+    return (scale * new).astype(direction.dtype)
+
+
+def to_host(x: Any) -> Any:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x if is_key else np.asarray(x)
+
+
+def _put(old, rows, new):
+    out = np.array(old)
+    out[rows] = new[rows]
+    return out
+
+
+def _close(a, b) -> bool:
+    """Equal up to rounding: exactly so for integers, in norm for floats."""
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape:
+        return False
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return bool(np.array_equal(a, b))
+    rounding = 2e-2 if jnp.finfo(a.dtype).bits < 32 else 1e-4
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return False
+    a, b = a[finite], b[finite]
+    return bool(np.linalg.norm(a - b) <= rounding * np.linalg.norm(b))

@@ -1,0 +1,1 @@
+"""Optimizers that optax does not have, for dense and SelectedRows gradients."""

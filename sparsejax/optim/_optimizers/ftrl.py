@@ -1,0 +1,111 @@
+"""FTRL-proximal: the optimizer of sparse linear models, many weights being zero."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsejax._rows import indexing
+from sparsejax.optim._optimizers import both_kinds as _kinds
+
+
+CALL = "sparsejax.optim.ftrl"
+_WHY = "FTRL computes new weights and returns their difference to the old ones"
+
+
+class FtrlState(NamedTuple):
+    """Steps taken; for each coordinate `z` and `n`, the sum of squared gradients."""
+
+    count: Any
+    z: Any
+    n: Any
+
+
+def ftrl(
+    alpha: Any, beta: Any = 1.0, l1: Any = 0.0, l2: Any = 0.0
+) -> optax.GradientTransformationExtraArgs:
+    """FTRL-proximal with a learning rate for each coordinate.
+
+    For a gradient g at weights w, coordinate by coordinate:
+
+      n' = n + g^2
+      z' = z + g - (sqrt(n') - sqrt(n)) / alpha * w
+      w' = 0                                                        where |z'| <= l1
+      w' = (sign(z') * l1 - z') / ((beta + sqrt(n')) / alpha + l2)  elsewhere
+
+    The update is `w' - w`. Where w' is 0, adding it to w gives exactly 0.
+
+    The new weights depend on the old ones only through z, which starts at 0: initial
+    weights are forgotten at the first step that touches a row. Start from zeros, or
+    with `z = -w * (beta / alpha + l2) - sign(w) * l1`, which stands for weights w.
+
+    It works with dense gradients, where all rows move (those without history become 0),
+    and with SelectedRows, where the rows named move and the others keep their bits. It
+    may be used bare or inside of `lazy(optax.chain(...))`.
+
+    Args:
+      alpha: learning rate, a positive number or a schedule of the step. The value of
+        the present step is used throughout, as Caffe2 and MXNet do.
+      beta: keeps the first steps small; with `beta=0` the first is about `alpha`.
+      l1: strength of the L1 penalty: what makes weights exactly zero.
+      l2: strength of the L2 penalty, in the gradient's unit: `l2 / 2 * w^2` a step.
+
+    Returns:
+      `optax.GradientTransformationExtraArgs` with state `FtrlState(count, z, n)`; `z`
+      and `n` have the shape of the parameters, float32 for narrower types. `update`
+      needs `params`.
+
+    Raises:
+      ValueError: alpha is not positive, or another argument is negative; at update,
+        `params` is missing.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsejax as sj
+      >>> tx = sj.optim.ftrl(alpha=0.5, l1=1.0)
+      >>> weights = jnp.zeros((1000, 2))
+      >>> state = tx.init(weights)
+      >>> grad = sj.SelectedRows([3], jnp.array([[4.0, 0.5]]), height=1000)
+      >>> updates, state = tx.update(grad, state, weights)
+      >>> optax.apply_updates(weights, updates)[3]
+      Array([-0.3, 0. ], dtype=float32)
+      >>> state.z[3]
+      Array([4. , 0.5], dtype=float32)
+
+    References:
+      McMahan et al., 2013, "Ad Click Prediction: a View from the Trenches"; Caffe2,
+      `SparseFtrl`; MXNet, `ftrl_update`.
+    """
+    positive = "a positive number or a schedule"
+    _kinds.check(CALL, "alpha", alpha, positive, lambda x: x > 0)
+    _kinds.check_not_negative(CALL, beta=beta, l1=l1, l2=l2)
+
+    def init(params):
+        wide = lambda p: jnp.zeros_like(p, dtype=indexing.accumulator_dtype(p.dtype))
+        z, n = jax.tree.map(wide, params), jax.tree.map(wide, params)
+        return FtrlState(jnp.zeros((), jnp.int32), z, n)
+
+    def update(updates, state, params=None):
+        _kinds.require_params(CALL, _WHY, params)
+        rate = _kinds.at(alpha, state.count)
+
+        def rule(g, z, n, w):
+            old = jnp.asarray(w).astype(z.dtype)
+            gradient = g.astype(z.dtype)
+            square = gradient * gradient
+            new_n = n + square
+            # sqrt(n') - sqrt(n), without the cancellation when n is large.
+            growth = _kinds.divide(square, _kinds.root(new_n) + _kinds.root(n))
+            new_z = z + gradient - growth / _kinds.like(rate, z) * old
+            strength = _kinds.like(beta, z) + _kinds.root(new_n)
+            strength = strength / _kinds.like(rate, z) + _kinds.like(l2, z)
+            limit = _kinds.like(l1, z)
+            kept = _kinds.divide(jnp.sign(new_z) * limit - new_z, strength)
+            new = jnp.where(jnp.abs(new_z) > limit, kept, _kinds.like(0, z))
+            # Never in a type narrower than the weights': old + (0 - old) must be 0.
+            return (new - old).astype(_kinds.result_dtype(g, w)), new_z, new_n
+
+        updates, z, n = _kinds.map_leaves(rule, updates, (state.z, state.n), params)
+        return updates, FtrlState(optax.safe_increment(state.count), z, n)
+
+    return _kinds.both_kinds(init, update)

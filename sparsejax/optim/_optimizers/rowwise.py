@@ -1,0 +1,298 @@
+"""Adam and LAMB with one second moment for each row, or one count of steps for each.
+
+All of them are one rule. With g the gradient of a row w, t the number of steps:
+
+  mu' = b1 * mu + (1 - b1) * g
+  nu' = b2 * nu + (1 - b2) * g^2            or of mean(g^2), one number a row
+  r = mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps)
+
+and the update is made of r. By default t is the number of steps taken, as everywhere
+else. With a count for each row it is how often that row was touched: a row read for the
+first time at step 10,000 then makes a full first step instead of one that is too long
+(its moments start at zero whatever the step).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sparsejax._rows import indexing
+from sparsejax.optim._optimizers import both_kinds as _kinds
+
+
+_WHY_LAMB = "LAMB scales each row's step by the norm of its weights"
+
+
+class RowwiseAdamState(NamedTuple):
+    """Steps taken, first and second moments, how often each row was touched or None."""
+
+    count: Any
+    mu: Any
+    nu: Any
+    row_count: Any = None
+
+
+def rowwise_adam(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    *,
+    row_count: bool = False,
+    mu_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with one second moment for each row of a table.
+
+    For the gradient g of row w at step t = 1, 2, ...:
+
+      mu' = b1 * mu + (1 - b1) * g
+      nu' = b2 * nu + (1 - b2) * mean(g^2)
+      w' = w - learning_rate * mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps)
+
+    State is V x (D + 1) numbers instead of V x 2 D. It works with dense gradients,
+    where all rows are updated, and with SelectedRows, where the rows named are
+    (duplicates summed first) and the others keep their bits; bare or inside of
+    `lazy(optax.chain(...))`. In a leaf of rank 1 each element is a row.
+
+    Args:
+      learning_rate: a number or a schedule of the step.
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added beside the root of the corrected moment, as optax and FBGEMM do.
+        Caffe2 adds it before the correction: there it is `eps / sqrt(1 - b2^t)`.
+      row_count: correct the bias by how often each row was touched, instead of by the
+        number of steps.
+      mu_dtype: type of `mu`; left out, the parameter's, float32 for narrower ones.
+
+    Returns:
+      `optax.GradientTransformationExtraArgs` with state
+      `RowwiseAdamState(count, mu, nu, row_count)`: `mu` `[V, ...]`, `nu` `[V]`, and
+      `row_count` int32 `[V]`, or None unless asked for.
+
+    Raises:
+      ValueError: an argument is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> tx = sj.optim.rowwise_adam(0.1)
+      >>> weights = jnp.zeros((1000, 2))
+      >>> grad = sj.SelectedRows([3], jnp.array([[1.0, 7.0]]), height=1000)
+      >>> updates, state = tx.update(grad, tx.init(weights))
+      >>> updates.values  # 0.1 * g / sqrt((1 + 49) / 2)
+      Array([[-0.02, -0.14]], dtype=float32)
+      >>> state.mu.shape, state.nu.shape
+      ((1000, 2), (1000,))
+
+    References:
+      Caffe2, `RowWiseSparseAdam`; FBGEMM, `PARTIAL_ROWWISE_ADAM`; Kingma and Ba, 2015,
+      "Adam".
+    """
+    call = "sparsejax.optim.rowwise_adam"
+    _check(call, learning_rate, b1, b2, eps)
+    moments = _Moments(b1, b2, eps, True, row_count, mu_dtype)
+    return _adam(moments, learning_rate, lambda r, w: r)
+
+
+def row_count_adam(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    *,
+    mu_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam whose bias correction counts how often each row was touched.
+
+    For each coordinate of a row that is touched for the k-th time:
+
+      mu' = b1 * mu + (1 - b1) * g
+      nu' = b2 * nu + (1 - b2) * g^2
+      w' = w - learning_rate * mu' / (1 - b1^k) / (sqrt(nu' / (1 - b2^k)) + eps)
+
+    `optax.adam` has the number of all steps in the place of k. Then a row that is read
+    for the first time late makes a step of about `(1 - b1) / sqrt(1 - b2)` = 3 learning
+    rates; here it makes one. Rows touched at every step move as under `optax.adam`.
+
+    Args:
+      learning_rate: a number or a schedule of the (global) step.
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added beside the root of the corrected moment, as optax does.
+      mu_dtype: type of `mu`; left out, the parameter's, float32 for narrower ones.
+
+    Returns:
+      `optax.GradientTransformationExtraArgs` with state
+      `RowwiseAdamState(count, mu, nu, row_count)`: `mu` and `nu` of the parameters'
+      shape, `row_count` int32 `[V]`.
+
+    Raises:
+      ValueError: an argument is out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> tx = sj.optim.row_count_adam(0.1)
+      >>> weights = jnp.zeros((1000, 2))
+      >>> state = tx.init(weights)
+      >>> for row in (3, 3, 8):
+      ...     grad = sj.SelectedRows([row], jnp.array([[1.0, 7.0]]), height=1000)
+      ...     updates, state = tx.update(grad, state)
+      >>> updates.values.round(6)  # the third step, but the first of row 8
+      Array([[-0.1, -0.1]], dtype=float32)
+      >>> state.row_count[3], state.row_count[8]
+      (Array(2, dtype=int32), Array(1, dtype=int32))
+
+    References:
+      FBGEMM, Adam with `use_rowwise_bias_correction`.
+    """
+    call = "sparsejax.optim.row_count_adam"
+    _check(call, learning_rate, b1, b2, eps)
+    moments = _Moments(b1, b2, eps, False, True, mu_dtype)
+    return _adam(moments, learning_rate, lambda r, w: r)
+
+
+def partial_rowwise_lamb(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    weight_decay: Any = 0.0,
+    *,
+    row_count: bool = False,
+    mu_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """LAMB by rows: one second moment and one trust ratio for each row of a table.
+
+    For the gradient g of row w at step t = 1, 2, ...:
+
+      mu' = b1 * mu + (1 - b1) * g
+      nu' = b2 * nu + (1 - b2) * mean(g^2)
+      r = mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps) + weight_decay * w
+      w' = w - learning_rate * |w| / |r| * r
+
+    with the norms of the row. Where one of them is 0 the ratio is 1, as in
+    `optax.lamb`; FBGEMM leaves a row of zeros where it is. `optax.lamb` takes the norms
+    over the whole table, which cannot be lifted to rows; this can. Otherwise as
+    `rowwise_adam`.
+
+    Args:
+      learning_rate: a number or a schedule of the step.
+      b1: decay of the first moment, in [0, 1).
+      b2: decay of the second moment, in [0, 1).
+      eps: added beside the root of the corrected moment.
+      weight_decay: how much of the weights is added to the step before it is scaled.
+      row_count: correct the bias by how often each row was touched, instead of by the
+        number of steps.
+      mu_dtype: type of `mu`; left out, the parameter's, float32 for narrower ones.
+
+    Returns:
+      `optax.GradientTransformationExtraArgs` with the state of `rowwise_adam`. `update`
+      needs `params`.
+
+    Raises:
+      ValueError: an argument is out of its range; at update, `params` is missing.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> tx = sj.optim.partial_rowwise_lamb(0.1)
+      >>> weights = jnp.full((1000, 2), 5.0)
+      >>> grad = sj.SelectedRows([3], jnp.array([[1.0, 7.0]]), height=1000)
+      >>> updates, state = tx.update(grad, tx.init(weights), weights)
+      >>> updates.values.round(6)  # 0.1 * |w| = 0.707 in the direction of g
+      Array([[-0.1, -0.7]], dtype=float32)
+
+    References:
+      FBGEMM, `PARTIAL_ROWWISE_LAMB`; You et al., 2020, "Large Batch Optimization for
+      Deep Learning: Training BERT in 76 minutes".
+    """
+    call = "sparsejax.optim.partial_rowwise_lamb"
+    _check(call, learning_rate, b1, b2, eps, weight_decay=weight_decay)
+
+    def direction(r, w):
+        _kinds.require_params(call, _WHY_LAMB, w)
+        w = jnp.asarray(w).astype(r.dtype)
+        r = r + _kinds.like(weight_decay, r) * w
+        weight_norm = _kinds.root(_kinds.row_sum(w * w))
+        norm = _kinds.root(_kinds.row_sum(r * r))
+        known = (weight_norm > 0) & (norm > 0)
+        ratio = jnp.where(known, _kinds.divide(weight_norm, norm), _kinds.like(1, r))
+        return _kinds.per_row(ratio, r) * r
+
+    moments = _Moments(b1, b2, eps, True, row_count, mu_dtype)
+    return _adam(moments, learning_rate, direction)
+
+
+class _Moments(NamedTuple):
+    """The rule for the moments."""
+
+    b1: Any
+    b2: Any
+    eps: Any
+    one_a_row: bool  # the second moment
+    row_count: bool
+    mu_dtype: Any
+
+
+def _check(call: str, learning_rate: Any, b1: Any, b2: Any, eps: Any, **more) -> None:
+    _kinds.check_decay_rates(call, b1=b1, b2=b2)
+    _kinds.check_not_negative(call, learning_rate=learning_rate, eps=eps, **more)
+
+
+def _adam(
+    moments: _Moments, learning_rate: Any, direction: Callable
+) -> optax.GradientTransformationExtraArgs:
+    """Steps of `-learning_rate * direction(r, w)`, r as above."""
+    b1, b2, eps, one_a_row, by_row_count, mu_dtype = moments
+
+    def init(params):
+        def first(p):
+            dtype = mu_dtype or indexing.accumulator_dtype(p.dtype)
+            return jnp.zeros_like(p, dtype=dtype)
+
+        def second(p):
+            wide = indexing.accumulator_dtype(p.dtype)
+            return _kinds.row_zeros(p) if one_a_row else jnp.zeros_like(p, dtype=wide)
+
+        touched = None
+        if by_row_count:
+            touched = jax.tree.map(lambda p: _kinds.row_zeros(p, jnp.int32), params)
+        mu, nu = jax.tree.map(first, params), jax.tree.map(second, params)
+        return RowwiseAdamState(jnp.zeros((), jnp.int32), mu, nu, touched)
+
+    def update(updates, state, params=None):
+        rate = _kinds.at(learning_rate, state.count)
+        steps = optax.safe_increment(state.count)
+
+        def rule(g, mu, nu, *rest):
+            *touched, w = rest
+            times = optax.safe_increment(touched[0]) if touched else steps
+            wide = nu.dtype
+            gradient = g.astype(wide)
+            square = gradient * gradient
+            square = _kinds.row_mean(square) if one_a_row else square
+            new_mu = _moment(b1, mu.astype(wide), gradient)
+            new_nu = _moment(b2, nu, square)
+
+            corrections = (_kinds.bias_correction(b, times, wide) for b in (b1, b2))
+            first, second = corrections
+            if not one_a_row:
+                second = _kinds.per_row(second, g)
+            divisor = _kinds.root(new_nu / second) + _kinds.like(eps, nu)
+            divisor = _kinds.per_row(divisor, g) if one_a_row else divisor
+            r = _kinds.divide(new_mu / _kinds.per_row(first, g), divisor)
+            step = -_kinds.like(rate, nu) * direction(r, w)
+            new = new_mu.astype(mu.dtype), new_nu, *([times] if touched else [])
+            return step.astype(_kinds.result_dtype(g, w)), *new
+
+        states = state.mu, state.nu, *([state.row_count] if by_row_count else [])
+        updates, *new = _kinds.map_leaves(rule, updates, states, params)
+        return updates, RowwiseAdamState(steps, *new)
+
+    return _kinds.both_kinds(init, update)
+
+
+def _moment(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+    """`decay * old + (1 - decay) * new`; a Python float's difference is exact."""
+    return _kinds.like(decay, old) * old + _kinds.like(1 - decay, old) * new

@@ -1,0 +1,1 @@
+"""Transformations around a transformation: accumulate, rounding, loss scale."""

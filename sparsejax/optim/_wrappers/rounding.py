@@ -1,0 +1,244 @@
+"""rounding: tables of 16 bits that learn from updates smaller than their last bit.
+
+`table + update` in bfloat16 rounds to the nearest of its 8 significant bits: an update
+below 1/512 of a weight changes nothing, however often it comes. Two remedies, both on
+the rows read only: round up or down at random, so that updates arrive in expectation;
+or keep a float32 copy of the table, and round that.
+
+How the new weight gets into the table. The transformation hands out updates, to be
+added by `optax.apply_updates`, so it returns d = new - old in float32, where old and
+new are both of the narrow type. The sum old + d is formed in float32 and rounded once
+(see `_row_arithmetic`, and for arrays `optax.apply_updates` does the same):
+
+- If d is exact, the sum is new, and the table gets its bits. It is exact where the bits
+  of old and new fit into 24: between numbers of 8 bits (bfloat16) that are within a
+  factor of 2^15 of each other, between numbers of 11 bits (float16) within 2^12.
+- If |new| is larger than that, old + d is new up to 2^-23 |new|, which rounding undoes.
+- If |old| is, old + d is new up to 2^-23 |old|: a weight that falls to less than a
+  4,096th part of itself in a single step may be off by that much, relative to the step.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from sparsejax import _arguments
+from sparsejax._lookup.read_rows import read_rows
+from sparsejax._rows import SelectedRows, indexing
+from sparsejax.optim._lazy import follow, lazy, parts, separable
+
+
+CALL = "sparsejax.optim.rounding"
+
+_NOT_LAZY = (
+    CALL + ": takes a transformation that takes SelectedRows, such as "
+    "lazy(optax.adam(1e-3)), got {found}."
+)
+_NO_KEY = (
+    CALL
+    + ": needs rounding_key=jax.random.key(...) to round at random, or master=True "
+    "to keep a float32 copy of each narrow leaf."
+)
+_NOT_A_KEY = CALL + ": rounding_key must be one PRNG key or an int, got {found}."
+_NO_PARAMS = (
+    CALL + ": update was called without params, and it rounds the new weights. Call "
+    "tx.update(grads, state, params)."
+)
+
+
+class RoundingState(NamedTuple):
+    """State of `rounding`.
+
+    Attributes:
+      step: int32, updates made; each rounds with a key of its own.
+      inner_state: state of `tx`, made for float32 parameters.
+      master: float32 copies of the narrow leaves, None elsewhere; () without
+        `master=True`.
+    """
+
+    step: jax.Array
+    inner_state: Any
+    master: Any
+
+
+def rounding(
+    tx: Any, rounding_key: Any = None, *, master: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Trains tables of bfloat16 or float16 with updates too small for their bits.
+
+    For a weight w of 16 bits and the update u that `tx` makes, in float32,
+
+      w' = R(w + u)         with `rounding_key`: R rounds up or down at random
+      m' = m + u, w' = R(m')     with `master`: m is w in float32, kept in the state
+
+    Stochastic rounding takes one of the two neighbours, each with the probability that
+    makes `E[R(x)] = x`. With a master and no key, R rounds to nearest. What is returned
+    is w' - w in float32, so that `optax.apply_updates` gives w' itself. Gradients reach
+    `tx` in float32, duplicates summed in float32, and its state is made for float32
+    parameters; ask for less with optax's own `mu_dtype` and the like.
+
+    Only rows that the gradient names are read, rounded and written, in tables and
+    masters alike. Leaves of other types pass through untouched.
+
+    Args:
+      tx: a transformation that takes SelectedRows: `lazy(...)`, or one of this module.
+      rounding_key: one PRNG key, or an int to make one of. The same key gives the same
+        training. Every replica of a table must have the same one.
+      master: keep float32 copies in the state. They cost twice the table's memory and,
+        unlike rounding at random, lose nothing.
+
+    Returns:
+      `optax.GradientTransformationExtraArgs` with a `RoundingState`; `update` needs
+      `params`. Donate the state under `jax.jit`: masters are updated in place.
+
+    Raises:
+      TypeError: `tx` is no transformation, or `rounding_key` no key.
+      ValueError: neither a key nor a master; at update, no params.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsejax as sj
+      >>> table = jnp.ones((1000, 1), jnp.bfloat16)
+      >>> grad = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 1), jnp.bfloat16), 1000)
+      >>> for tx in (
+      ...     sj.optim.lazy(optax.sgd(1e-3)),
+      ...     sj.optim.rounding(sj.optim.lazy(optax.sgd(1e-3)), master=True),
+      ... ):
+      ...     weights, state = table, tx.init(table)
+      ...     for _ in range(10):
+      ...         updates, state = tx.update(grad, state, weights)
+      ...         weights = optax.apply_updates(weights, updates)
+      ...     print(weights[3])
+      [1]
+      [0.988281]
+
+    References:
+      Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; Micikevicius
+      et al., 2018, "Mixed Precision Training" (the master copy); FBGEMM,
+      `stochastic_rounding`.
+    """
+    if not parts.is_transformation(tx):
+        raise TypeError(_NOT_LAZY.format(found=_arguments.kind_of(tx)))
+    if rounding_key is None and not master:
+        raise ValueError(_NO_KEY)
+    key = None if rounding_key is None else _key(rounding_key)
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params):
+        leaves, treedef = separable.flatten(params)
+        narrow = [_is_narrow(w) for w in leaves]
+        wide = [_widen(w) if n else w for w, n in zip(leaves, narrow)]
+        # Not those in `wide`, which `tx` may keep: no buffer can be donated twice.
+        copies = [_widen(w) if n else None for w, n in zip(leaves, narrow)]
+        return RoundingState(
+            jnp.zeros((), jnp.int32),
+            tx.init(treedef.unflatten(wide)),
+            treedef.unflatten(copies) if master else (),
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(_NO_PARAMS)
+        grads, treedef = separable.flatten(updates)
+        weights = lazy.weights_of(updates, treedef, params, CALL)
+        assert weights is not None
+        parts.check_state(CALL, state, RoundingState)
+        narrow = [_is_narrow(w) for w in weights]
+        copies = list(weights)
+        if master:
+            copies = treedef.flatten_up_to(state.master)
+            copies = [c if n else w for c, w, n in zip(copies, weights, narrow)]
+        else:  # a table is left as it is: to widen it would make an array of its size
+            for i, grad in enumerate(grads):
+                if narrow[i] and not isinstance(grad, SelectedRows):
+                    copies[i] = _widen(copies[i])
+        grads = [_widen(g) if n else g for g, n in zip(grads, narrow)]
+        updates, inner_state = inner.update(
+            treedef.unflatten(grads),
+            state.inner_state,
+            treedef.unflatten(copies),
+            **extra_args,
+        )
+        updates = treedef.flatten_up_to(updates)
+        for i, w in enumerate(weights):
+            if narrow[i] and not follow.is_leaf(updates[i]):
+                here = None
+                if key is not None:  # of this step and leaf
+                    here = jax.random.fold_in(jax.random.fold_in(key, state.step), i)
+                updates[i], copies[i] = _apply(w, copies[i], updates[i], here)
+        copies = [c if n else None for c, n in zip(copies, narrow)]
+        return treedef.unflatten(updates), RoundingState(
+            state.step + 1,
+            inner_state,
+            treedef.unflatten(copies) if master else (),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# ------------------------------------------------------------------ private
+
+
+def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
+    """The update that takes `weights` to the rounded sum, and the new copy."""
+    weights, copy = jnp.asarray(weights), jnp.asarray(copy)
+    if not isinstance(update, SelectedRows):
+        new = copy.astype(jnp.float32) + update.astype(jnp.float32)
+        rounded = _round(new, weights.dtype, key)
+        return rounded.astype(new.dtype) - weights.astype(new.dtype), new
+    # Merged, since a row is rounded once: of a transformation's own making they may
+    # come with duplicates.
+    update = update.astype(jnp.float32).coalesce()
+    if not update.height:
+        return update, copy
+    new = read_rows(copy, update.rows).astype(jnp.float32) + update.values
+    rounded = _round(new, weights.dtype, key).astype(jnp.float32)
+    change = rounded - read_rows(weights, update.rows).astype(jnp.float32)
+    change = indexing.zero_unless(update.filled(), change)
+    if copy.dtype == jnp.float32:
+        copy = indexing.set_rows(copy, update.rows, new)
+    return SelectedRows(update.rows, change, update.height), copy
+
+
+def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
+    """float32 to a type of 16 bits: to nearest, or at random if there is a key."""
+    nearest = x.astype(dtype)
+    if key is None:
+        return nearest
+    # The bits of a float without its sign count its magnitude: the neighbour farther
+    # from zero is one more. Below the largest number that is infinity, which random
+    # rounding never takes: the gap is infinite, and the comparison false.
+    bits = jax.lax.bitcast_convert_type(nearest, jnp.uint16)
+    too_far = jnp.abs(nearest.astype(x.dtype)) > jnp.abs(x)
+    bits = bits - too_far.astype(bits.dtype)
+    below = jax.lax.bitcast_convert_type(bits, dtype)
+    above = jax.lax.bitcast_convert_type(bits + _arguments.scalar(1, bits), dtype)
+    gap = jnp.abs(above.astype(x.dtype) - below.astype(x.dtype))
+    rest = jnp.abs(x) - jnp.abs(below.astype(x.dtype))
+    up = jax.random.uniform(key, x.shape, x.dtype) * gap < rest
+    return jnp.where(jnp.isfinite(x), jnp.where(up, above, below), nearest)
+
+
+def _is_narrow(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def _widen(x: Any) -> Any:
+    return x if follow.is_leaf(x) else x.astype(jnp.float32)
+
+
+def _key(key: Any) -> jax.Array:
+    """A scalar PRNG key of an int, an old key or a new one."""
+    is_int = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
+    try:
+        key = jax.random.key(key) if is_int else jnp.asarray(key)
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            key = jax.random.wrap_key_data(key)
+    except (TypeError, ValueError):
+        raise TypeError(_NOT_A_KEY.format(found=_arguments.kind_of(key))) from None
+    if key.shape:
+        raise TypeError(_NOT_A_KEY.format(found=f"keys of shape {key.shape}"))
+    return key

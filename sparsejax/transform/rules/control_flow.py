@@ -1,0 +1,272 @@
+"""Rules for equations that hold a program: jit, scan, cond, checkpoint, custom rules.
+
+A nested `jit` is walked where it stands. Loops and branches are built again with public
+`jax.lax` functions around a walk of their body: deltas go in and ids come out, a loop's
+stacked along its length. Bodies take tables (and everything else that does not change)
+by closure, so no table is ever carried, stacked or returned.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsejax import _arguments, _compat
+from sparsejax._compat import primitives as p
+from sparsejax.transform.interpreter import (
+    Reads,
+    RuleContext,
+    Site,
+    register_rule,
+)
+from sparsejax.transform.liveness import Liveness, register_flow
+from sparsejax.transform.table import TableRef, everywhere, lay_out, vary
+
+
+_RETURNED = "returns it whole"
+_CALLS: dict[str, Any] = {}
+
+# -- programs that are simply called ---------------------------------------------------
+
+
+def register_call(name: str) -> Any:
+    """Registers a rule for jitted functions of a name, which must be one of its own.
+
+    The rule is called as `rule(ctx, *inputs)` and takes the place of walking the body,
+    unless it returns `NotImplemented`.
+    """
+
+    def register(rule: Any) -> Any:
+        _CALLS[name] = rule
+        return rule
+
+    return register
+
+
+@register_rule(p.jit_p)
+def _jit_rule(
+    ctx: RuleContext,
+    *inputs: Any,
+    jaxpr: Any,
+    in_shardings: Sequence[Any] = (),
+    out_shardings: Sequence[Any] = (),
+    name: str = "jit",
+    **_: Any,
+) -> list[Any]:
+    rule = _CALLS.get(name)
+    outputs = NotImplemented if rule is None else rule(ctx, *inputs)
+    if outputs is not NotImplemented:
+        return outputs
+    # Inlined: rebuilding it would compile anew at every call outside jit, and inside
+    # jit XLA inlines it anyway. What it asks of shardings is kept.
+    args = _constrain(inputs, in_shardings)
+    with jax.named_scope(name):
+        return _constrain(ctx.walk(jaxpr, args), out_shardings)
+
+
+def _constrain(xs: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    def one(x, sharding):
+        wanted = isinstance(sharding, jax.sharding.Sharding)
+        if not wanted or isinstance(x, TableRef):
+            return x
+        return lax.with_sharding_constraint(x, sharding)
+
+    pad = [None] * (len(xs) - len(shardings))
+    return [one(x, s) for x, s in zip(xs, [*shardings, *pad])]
+
+
+@register_rule("closed_call", "core_call")
+def _call_rule(ctx: RuleContext, *inputs: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
+    return ctx.walk(call_jaxpr, inputs)
+
+
+@register_flow(p.jit_p, p.remat_p, "closed_call", "core_call", _compat.shard_map_p)
+def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
+    jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    return liveness.inputs(_compat.open_jaxpr(jaxpr)[0], out)
+
+
+@register_rule(p.remat_p)
+def _checkpoint_rule(
+    ctx: RuleContext, *inputs: Any, jaxpr: Any, prevent_cse: Any, policy: Any, **_: Any
+) -> list[Any]:
+    places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
+    below = ctx.run.below.get(ctx.path, ())
+    found: list[Site] = []
+
+    def run(arrays, deltas):
+        full = _merge(inputs, places, arrays)
+        reads = ctx.reads.below(deltas)
+        outs = ctx.walk(jaxpr, full, reads)
+        found[:] = reads.sites
+        outs = [ctx.dense(o, _RETURNED, live) for o, live in zip(outs, ctx.live)]
+        return outs, reads.ids
+
+    rebuilt = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+    outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(below)))
+    ctx.run.below[ctx.path] = tuple(found)
+    ctx.reads.add(found, ids)
+    return outs
+
+
+@register_rule(p.custom_jvp_call_p, p.custom_vjp_call_p)
+def _custom_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
+    # Its derivative is the user's, and that is written for the whole table: walking the
+    # body would differentiate the body instead.
+    why = "gives its own derivative for the whole table"
+    return _compat.bind(ctx.eqn, [ctx.dense(x, why) for x in inputs])
+
+
+# -- scan ------------------------------------------------------------------------------
+
+
+@register_rule(p.scan_p)
+def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
+    body, _ = _compat.open_jaxpr(params["jaxpr"])
+    length, (n_consts, n_carry) = params["length"], _compat.scan_split(params)
+    consts, carry = inputs[:n_consts], list(inputs[n_consts : n_consts + n_carry])
+    xs = [ctx.dense(x, "is looped over") for x in inputs[n_consts + n_carry :]]
+    into, out_of = body.invars[n_consts : n_consts + n_carry], body.outvars[:n_carry]
+    for i, (c, a, b) in enumerate(zip(carry, into, out_of)):
+        if isinstance(c, TableRef) and a is not b:
+            carry[i] = ctx.dense(c, "is carried through a loop that changes it")
+    # A table that is carried unchanged is a constant.
+    places = [i for i, c in enumerate(carry) if not isinstance(c, TableRef)]
+    live = _loop_liveness(ctx.run.liveness, body, ctx.live, n_consts, n_carry)
+    below = ctx.run.below.get(ctx.path, ())
+    found: list[Site] = []
+
+    def step(changing, x):
+        x, deltas = x
+        reads = ctx.reads.below(deltas)
+        args = [*consts, *_merge(carry, places, changing), *x]
+        outs = ctx.walk(params["jaxpr"], args, reads, live=live)
+        found[:] = reads.sites
+        outs = [
+            o if i < n_carry and i not in places else ctx.dense(o, _RETURNED, live[i])
+            for i, o in enumerate(outs)
+        ]
+        return [outs[i] for i in places], (outs[n_carry:], reads.ids)
+
+    changing, (ys, ids) = lax.scan(
+        step,
+        [carry[i] for i in places],
+        (xs, ctx.reads.take(len(below))),
+        length=length,
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    ctx.run.below[ctx.path] = tuple(found)
+    ctx.reads.add([s.in_loop(length) for s in found], ids)
+    return [*_merge(carry, places, changing), *ys]
+
+
+@register_flow(p.scan_p)
+def _scan_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
+    body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+    n_consts, n_carry = _compat.scan_split(eqn.params)
+    live = _loop_liveness(liveness, body, out, n_consts, n_carry)
+    return liveness.inputs(body, live)
+
+
+def _loop_liveness(
+    liveness: Liveness, body: Any, out: Sequence[bool], n_consts: int, n_carry: int
+) -> tuple[bool, ...]:
+    """What is live when a step ends: what is after the loop, or in the next step."""
+    live = tuple(out)
+    while True:
+        ins = liveness.inputs(body, live)[n_consts : n_consts + n_carry]
+        more = tuple(a or b for a, b in zip(live, ins)) + live[n_carry:]
+        if more == live:
+            return live
+        live = more
+
+
+# -- cond and switch -------------------------------------------------------------------
+
+
+@register_rule(p.cond_p)
+def _cond_rule(
+    ctx: RuleContext, index: Any, *operands: Any, branches: Sequence[Any], **_: Any
+) -> list[Any]:
+    # Only one branch runs, so the branches share their deltas: for each table as many
+    # rows as the branch that reads most of it. What a branch leaves over stays empty.
+    below = ctx.run.below.get(ctx.path, [()] * len(branches))
+    shared = _largest(below)
+    deltas = dict(zip((s.table for s in shared), ctx.reads.take(len(shared))))
+    found: list[tuple[Site, ...]] = [()] * len(branches)
+
+    def run(number: int):
+        reads = ctx.reads.below(_cut(deltas, below[number]))
+        outs = ctx.walk(branches[number], operands, reads, branch=number)
+        found[number] = tuple(reads.sites)
+        outs = [ctx.dense(o, _RETURNED, live) for o, live in zip(outs, ctx.live)]
+        return outs, [_gather_ids(site, reads, ctx) for site in shared]
+
+    def branch(number: int):
+        return lambda: run(number)
+
+    outs, ids = lax.switch(index, [branch(k) for k in range(len(branches))])
+    ctx.run.below[ctx.path] = found
+    ctx.reads.add(_largest(found), ids)
+    return outs
+
+
+@register_flow(p.cond_p)
+def _cond_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
+    bodies = [_compat.open_jaxpr(b)[0] for b in eqn.params["branches"]]
+    ins = zip(*(liveness.inputs(body, out) for body in bodies))
+    return (False, *(any(x) for x in ins))
+
+
+def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
+    """For each table read in any branch, one site as large as the largest branch."""
+    result: dict[int, Site] = {}
+    for sites in branches:
+        total: dict[int, int] = {}
+        for site in sites:
+            total[site.table] = total.get(site.table, 0) + site.num_rows
+            seen = result.get(site.table, site._replace(lead=(0,), spec=()))
+            size = max(seen.num_rows, total[site.table])
+            axes = seen.axes | site.axes
+            result[site.table] = seen._replace(lead=(size,), axes=axes)
+    return [result[table] for table in sorted(result)]
+
+
+def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]:
+    """The deltas of one branch: consecutive pieces of the shared ones."""
+    at = dict.fromkeys(deltas, 0)
+    pieces = []
+    for site in sites if deltas else ():
+        delta, start = deltas[site.table], at[site.table]
+        at[site.table] = start + site.num_rows
+        piece = delta[start : start + site.num_rows]
+        piece = piece.reshape(site.lead + delta.shape[1:])
+        pieces.append(lay_out(piece, site.spec, site.mesh))
+    return pieces
+
+
+def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
+    """The ids one branch read of one table, filled up to the shared length."""
+    height = ctx.run.heights[shared.table]
+    dtype = _arguments.index_dtype(height)
+    pairs = zip(reads.sites, reads.ids)
+    # Branches must agree on the layout too, over explicit mesh axes.
+    mine = [everywhere(i).reshape(-1) for s, i in pairs if s.table == shared.table]
+    rest = shared.num_rows - sum(i.size for i in mine)
+    empty = jnp.full((rest,), height, dtype)
+    mine = [vary(i, shared.axes) for i in (*mine, empty)]
+    return jnp.concatenate(mine)
+
+
+# -- helpers ---------------------------------------------------------------------------
+
+
+def _merge(full: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """`full` with `new` put at `places`."""
+    result = list(full)
+    for place, x in zip(places, new):
+        result[place] = x
+    return result
