@@ -1,10 +1,10 @@
-"""Makes docs/reference/errors.md: what raises what, found out by calling it.
+"""Makes tests/error_messages.md: what raises what, found out by calling it.
 
     python tests/error_table.py             makes the page again
     python tests/error_table.py --missing   lists the `raise`s that no call reaches
 
 The calls are in `error_calls_core.py` and `error_calls_packages.py`. `test_errors.py`
-makes the page again and compares.
+makes the page again and compares, so that a change of a message is seen in a diff.
 """
 
 import ast
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "sparsejax"
-PAGE = ROOT / "docs" / "reference" / "errors.md"
+PAGE = ROOT / "tests" / "error_messages.md"
 
 HEAD = """\
 # Error messages

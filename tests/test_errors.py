@@ -1,4 +1,4 @@
-"""docs/reference/errors.md says what wrong calls answer, and they say what to do."""
+"""error_messages.md says what wrong calls answer, and they say what to do."""
 
 import re
 
