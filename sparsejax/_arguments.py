@@ -179,6 +179,31 @@ def static_int(x: Any, least: int, complaint: str) -> int:
     return found
 
 
+def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> jax.Array:
+    """`key` as one typed PRNG key, or a TypeError that names `call`.
+
+    Also accepts a raw key (`jax.random.PRNGKey`), and with `from_int` an int.
+    """
+    if from_int and isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        return jax.random.key(int(key))
+    given = as_array(key)
+    if isinstance(given, jax.Array):
+        found = f"{given.dtype} of shape {given.shape}"
+        if given.dtype == jnp.uint32:
+            try:
+                given = jax.random.wrap_key_data(given)
+            except (TypeError, ValueError):  # not the shape of a key's data
+                pass
+        if jnp.issubdtype(given.dtype, jax.dtypes.prng_key) and given.size == 1:
+            return given.reshape(())
+    else:
+        found = show(key)
+    raise TypeError(
+        f"{call}: {name} must be one PRNG key{' or an int' if from_int else ''}, such "
+        f"as jax.random.key(0), got {found}."
+    )
+
+
 def report_overflow(
     call: str, values: jax.Array, count: Any, capacity: int, way_out: str = ""
 ) -> Any:

@@ -176,7 +176,7 @@ def test_arguments_are_named():
         (lambda: make(block, tx=3), "tx must be an optax .* of type int"),
         (lambda: make(block, table_tx=3), "tx must be an optax"),
         (lambda: make(block, inputs="x"), "inputs must be a function of a batch"),
-        (lambda: make(block, key="a"), "key must be an int or a PRNG key"),
+        (lambda: make(block, key="a"), "key must be one PRNG key or an int"),
         (lambda: make(block, clip_norm="a"), "clip_norm must be a positive .* 'a'"),
         (lambda: make(block, mode="skip"), "mode must be 'error' or 'drop'"),
         (lambda: make(block, capacity=-1), "capacity must be a static, non-neg"),

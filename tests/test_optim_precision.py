@@ -20,8 +20,9 @@ from helpers import (
     compile_as_users_do,
 )
 from optimizers import LR, V, make_grads, make_params, to_dense
+from sparsejax import _arguments
 from sparsejax.optim import accumulate, dynamic_loss_scale, lazy, rounding
-from sparsejax.optim._wrappers.rounding import _key, _round
+from sparsejax.optim._wrappers.rounding import _round
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -345,12 +346,13 @@ def test_rounding_needs_one_key(key):
 
 def test_the_same_key_in_other_words():
     """And each gives the same bits each time, another one others."""
+    as_key = lambda key: _arguments.as_key("test", key, from_int=True)
     x = jnp.linspace(0, 1, 500)
     words = (3, np.int32(3), jax.random.key(3), jax.random.PRNGKey(3))
-    first, *others = (_round(x, jnp.bfloat16, _key(key)) for key in words)
+    first, *others = (_round(x, jnp.bfloat16, as_key(key)) for key in words)
     for other in others:
         assert_same_bits(other, first)
-    assert not jnp.array_equal(_round(x, jnp.bfloat16, _key(4)), first)
+    assert not jnp.array_equal(_round(x, jnp.bfloat16, as_key(4)), first)
 
 
 def test_rounding_needs_params():

@@ -306,7 +306,7 @@ def test_a_state_leaf_as_long_as_the_table_is_not_taken_for_rows():
         (
             {"initializer": NORMAL, "seed": "a"},
             TypeError,
-            "seed must be an int or a PRNG",
+            "seed must be one PRNG key or an int",
         ),
     ],
 )

@@ -27,7 +27,6 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-from sparsejax.nn import _layer
 
 
 class NotPulledError(KeyError):
@@ -233,7 +232,7 @@ class SparseBlock(abc.ABC):
     def init(self, key: jax.Array) -> Any:
         """The dense parameters: of each field that is a layer, by the field's name."""
         fields = _layer_fields(self)
-        key = _layer.check_key(type(self).__name__, key)
+        key = _arguments.as_key(f"{type(self).__name__}.init", key)
         keys = jax.random.split(key, max(len(fields), 1))
         return {name: _init(x, k) for (name, x), k in zip(fields.items(), keys)}
 

@@ -128,7 +128,9 @@ class EmbeddingCollection:
           >>> {name: array.shape for name, array in params.items()}
           {'float32_2': (12, 2), 'float32_3': (9, 3)}
         """
-        keys = jax.random.split(_layer.check_key(_CALL, key), len(self.tables))
+        keys = jax.random.split(
+            _arguments.as_key(f"{_CALL}.init", key), len(self.tables)
+        )
         made = {
             name: layer.init(k)["embedding"]
             for (name, layer), k in zip(self.tables, keys)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sparsejax import _arguments
 from sparsejax._rows import indexing
 from sparsejax.nn import _layer, _matrix
 
@@ -116,7 +117,7 @@ class FactorizationMachine:
           {'factors': (30, 4), 'linear': (30, 1), 'bias': ()}
         """
         shapes = self._shapes()
-        keys = jax.random.split(_layer.check_key(_CALL, key), 3)
+        keys = jax.random.split(_arguments.as_key(f"{_CALL}.init", key), 3)
         fields = {
             "factors": "factor_init",
             "linear": "linear_init",

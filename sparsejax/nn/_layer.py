@@ -90,22 +90,6 @@ def show(self: Any) -> str:
 # ------------------------------------------------------------------ parameters
 
 
-def check_key(call: str, key: Any) -> jax.Array:
-    """`key` as one PRNG key, new style or raw, or an error."""
-    key = _arguments.as_array(key)
-    if isinstance(key, jax.Array):
-        new = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if key.ndim == 0 if new else (key.ndim == 1 and key.dtype == jnp.uint32):
-            return key
-        found = f"{key.dtype} of shape {key.shape}"
-    else:
-        found = _arguments.show(key)
-    raise TypeError(
-        f"{call}.init: key must be one PRNG key, as jax.random.key(0) makes it, got "
-        f"{found}."
-    )
-
-
 def draw(
     call: str, name: str, initializer: Initializer, key: Any, shape: tuple, dtype: Any
 ) -> Any:

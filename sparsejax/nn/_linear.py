@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sparsejax import _arguments
 from sparsejax.nn import _layer, _matrix
 
 
@@ -106,7 +107,7 @@ class Dense:
         if columns is None:
             columns = _matrix.num_columns(f"{_CALL}.init", x, _EXAMPLE)
             columns = _layer.check_size(f"{_CALL}.init", "in_features", columns)
-        kernel_key, bias_key = jax.random.split(_layer.check_key(_CALL, key))
+        kernel_key, bias_key = jax.random.split(_arguments.as_key(f"{_CALL}.init", key))
         shape, dtype = (columns, self.features), self.param_dtype
         draw = functools.partial(_layer.draw, _CALL)
         params = {

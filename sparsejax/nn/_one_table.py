@@ -42,7 +42,7 @@ class OneTable:
           >>> sj.nn.Embedding(7, 2).init(jax.random.key(0))["embedding"].shape
           (7, 2)
         """
-        key = _layer.check_key(self._call(), key)
+        key = _arguments.as_key(f"{self._call()}.init", key)
         shape = self.num_embeddings, self.features
         make = self.initializer
         table = _layer.draw(self._call(), "init", make, key, shape, self.param_dtype)

@@ -26,6 +26,7 @@ import numpy as np
 import optax
 from jax.experimental import checkify
 
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.nn import _block_checkpoint, _trainer_args as _args
 from sparsejax.nn._block import PulledTables
@@ -120,7 +121,7 @@ class Trainer:
         self._tables, self._checked = tables, checked
         self._capacities, self._heights = dict[str, int](), dict[str, int]()
         self._rooms: dict[int, int] = {}
-        key = _args.as_key(key)
+        key = _arguments.as_key(_args.CALL, key, from_int=True)
         self._make_tables(key, tx if table_tx is None else table_tx)
         self._fixed = _args.check_capacity(capacity, store)
         if params is None:

@@ -93,20 +93,6 @@ def check_clip_norm(clip_norm: Any) -> Any:
     return clip_norm
 
 
-def as_key(key: Any) -> jax.Array:
-    """`key` as a PRNG key, made of an int where it is one."""
-    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
-        return jax.random.key(int(key))
-    dtype = getattr(key, "dtype", None)
-    new = dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (new or isinstance(key, (jax.Array, np.ndarray)) and dtype == np.uint32):
-        raise TypeError(
-            f"{CALL}: key must be an int or a PRNG key, as of jax.random.key, got "
-            f"{_kind(key)}."
-        )
-    return jax.numpy.asarray(key)
-
-
 def check_capacity(capacity: Any, store: Any) -> Any:
     """`capacity`, an int, or a dict of them for tables of the store, or an error."""
     if isinstance(capacity, Mapping):

@@ -12,7 +12,8 @@ import equinox as eqx
 import jax
 
 from sparsejax import nn
-from sparsejax.nn._layer import check_key, check_layer, init_for
+from sparsejax._arguments import as_key
+from sparsejax.nn._layer import check_layer, init_for
 
 
 _CALL = "sparsejax.nn.equinox.Layer"
@@ -43,7 +44,7 @@ class Layer(eqx.Module):
 
     def __init__(self, layer: Any, *inputs: Any, key: jax.Array):
         self.layer = check_layer(_CALL, layer)
-        self.params = init_for(layer, check_key(_CALL, key), *inputs[:1])
+        self.params = init_for(layer, as_key(_CALL, key), *inputs[:1])
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The layer's call, with the module's parameters."""

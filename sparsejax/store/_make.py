@@ -1,6 +1,5 @@
 """Making a table of what `KVStore.init` was given."""
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +73,7 @@ def make_table(
             f"{call}: {path} is there already, and table {name!r} comes with an array. "
             "Give the shape to open the file as it is, or another path."
         )
-    key = _key(call, seed)
+    key = _arguments.as_key(call, seed, "seed", from_int=True)
     check_not_traced(call, name, "keys", key)
     if initializer is not None:
         _check_initializer(call, name, initializer, (1, *shape[1:]), dtype, key)
@@ -183,17 +182,3 @@ def _check_initializer(
             f"{call}: the initializer of table {name!r} must give an array of the "
             f"shape that it is called with, {shape}, for one row; it gave {found}."
         )
-
-
-def _key(call: str, seed: Any) -> jax.Array:
-    if isinstance(seed, (int, np.integer)):
-        return jax.random.key(int(seed))
-    dtype = getattr(seed, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        if math.prod(seed.shape) == 1:
-            return seed.reshape(())
-    elif dtype == np.uint32:  # a key of the older kind
-        return jax.random.wrap_key_data(jnp.asarray(seed))
-    raise TypeError(
-        f"{call}: seed must be an int or a PRNG key, got {_arguments.show(seed)}."
-    )

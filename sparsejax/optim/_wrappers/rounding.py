@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sparsejax import _arguments
@@ -42,7 +41,6 @@ _NO_KEY = (
     + ": needs rounding_key=jax.random.key(...) to round at random, or master=True "
     "to keep a float32 copy of each narrow leaf."
 )
-_NOT_A_KEY = CALL + ": rounding_key must be one PRNG key or an int, got {found}."
 _NO_PARAMS = (
     CALL + ": update was called without params, and it rounds the new weights. Call "
     "tx.update(grads, state, params)."
@@ -123,7 +121,9 @@ def rounding(
         raise TypeError(_NOT_LAZY.format(found=_arguments.kind_of(tx)))
     if rounding_key is None and not master:
         raise ValueError(_NO_KEY)
-    key = None if rounding_key is None else _key(rounding_key)
+    key = None
+    if rounding_key is not None:
+        key = _arguments.as_key(CALL, rounding_key, "rounding_key", from_int=True)
     inner = optax.with_extra_args_support(tx)
 
     def init(params):
@@ -228,17 +228,3 @@ def _is_narrow(x: Any) -> bool:
 
 def _widen(x: Any) -> Any:
     return x if follow.is_leaf(x) else x.astype(jnp.float32)
-
-
-def _key(key: Any) -> jax.Array:
-    """A scalar PRNG key of an int, an old key or a new one."""
-    is_int = isinstance(key, (int, np.integer)) and not isinstance(key, bool)
-    try:
-        key = jax.random.key(key) if is_int else jnp.asarray(key)
-        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            key = jax.random.wrap_key_data(key)
-    except (TypeError, ValueError):
-        raise TypeError(_NOT_A_KEY.format(found=_arguments.kind_of(key))) from None
-    if key.shape:
-        raise TypeError(_NOT_A_KEY.format(found=f"keys of shape {key.shape}"))
-    return key
