@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from sparsejax import _arguments
@@ -48,7 +49,8 @@ class KVStore(NamedTables):
     - `prefetch`: batches with their rows, read while the step before runs.
     - `assign`, `pull_all`: sets rows; reads all rows.
     - `save`, `load`: all tables, to and from a file.
-    - `names`, `stats`: which tables there are, and what was done with them.
+    - `names`, `spec`, `is_trainable`, `stats`: which tables there are, what they are,
+      and what was done with them.
     - `flush`, `close`: mapped files to the disk, and the end; or
       `with KVStore() as s`.
 
@@ -374,6 +376,43 @@ class KVStore(NamedTables):
         self._do(call, work)
 
     # -- the store as a whole ---------------------------------------------------------
+
+    def spec(self, name: str) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of a table; waits for nothing.
+
+        Args:
+          name: of the table.
+
+        Raises:
+          KeyError: no such table.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("words", (1000, 2), None)
+          >>> store.spec("words")
+          ShapeDtypeStruct(shape=(1000, 2), dtype=float32)
+        """
+        table = self._table(f"{_CALL}.spec", name)
+        return jax.ShapeDtypeStruct(table.shape, table.dtype)
+
+    def is_trainable(self, name: str) -> bool:
+        """Whether a table was made with an optimizer, so that `push` can update it.
+
+        Args:
+          name: of the table.
+
+        Raises:
+          KeyError: no such table.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("words", (1000, 2), None)
+          >>> store.is_trainable("words")
+          False
+        """
+        return self._table(f"{_CALL}.is_trainable", name).optimizer is not None
 
     def stats(self) -> dict[str, TableStats]:
         """For each table its size and what was done with it."""
