@@ -1,10 +1,14 @@
-"""Checks of arguments, and how errors show what they found.
+"""Checks of arguments, how errors show what they found, and what `progress=` means.
 
 One rule for ids, here and everywhere above: an id outside `[0, height)` is out of
 range. It is never wrapped and never clamped.
 """
 
+import contextlib
 import operator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -222,3 +226,70 @@ def report_overflow(
             f"{way_out}."
         )
     return jnp.where(count > capacity, jnp.array(jnp.nan, values.dtype), values)
+
+
+@contextlib.contextmanager
+def progress_reporter(
+    call: str, progress: Any, unit: str = " rows", *, needs_tqdm: bool = False
+) -> Iterator[Callable[..., Any]]:
+    """Gives the function `report(done, total)` that an argument `progress` stands for.
+
+    Args:
+      call: for messages, and shown before the bar.
+      progress: True for a tqdm bar on stderr, or a line every two seconds where tqdm is
+        not installed; False for nothing; or a function, which is `report` itself.
+      unit: of `done` and `total`, with its space: `" rows"`, or `"B"`.
+      needs_tqdm: makes a missing tqdm an ImportError.
+
+    Further keyword arguments of `report`, such as `loss="0.51"`, are shown as well.
+    """
+    if callable(progress):
+        yield progress
+        return
+    if not isinstance(progress, bool):
+        raise TypeError(
+            f"{call}: progress must be True, False or a function of (done, total), got "
+            f"{progress!r}."
+        )
+    if not progress:
+        yield lambda done, total, **shown: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        if needs_tqdm:
+            raise ImportError(
+                f"{call}: progress=True needs tqdm, which is not installed. Install it "
+                "with pip install 'sparsejax[data]'."
+            ) from None
+        yield _progress_lines(call, unit)
+        return
+    with contextlib.ExitStack() as stack:
+        bar: Any = None
+
+        def report(done: float, total: float, **shown: str) -> None:
+            nonlocal bar
+            if bar is None:  # not before `total` is known
+                options = {"unit": unit, "unit_scale": True, "dynamic_ncols": True}
+                bar = stack.enter_context(tqdm(desc=call, total=total, **options))
+            if shown:
+                bar.set_postfix(shown, refresh=False)
+            bar.update(int(done) - bar.n)
+
+        yield report
+
+
+def _progress_lines(call: str, unit: str) -> Callable[..., None]:
+    began = last = time.perf_counter()
+
+    def report(done: float, total: float, **shown: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last > 2.0 or done >= total:
+            last = now
+            share = f"{done / total if total else 1:4.0%}"
+            rate = f"{done / max(now - began, 1e-9):,.0f}{unit}/s"
+            text = "  ".join([share, *(f"{k} {v}" for k, v in shown.items()), rate])
+            print(f"{call}: {text}" if call else text, file=sys.stderr, flush=True)
+
+    return report

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax.data import _checks, _csv_layout, _csv_lines, _encoders, _text_files
+from sparsejax._files import as_path
+from sparsejax.data import _checks, _csv_layout, _csv_lines, _encoders
 
 
 _READ = "sparsejax.data.read_csv_ids"
@@ -95,7 +96,7 @@ def read_csv_ids(
         _READ, num_numbers, num_ids, label, separator, header, columns
     )
     encoder = _as_encoder(_READ, ids, layout)
-    path, missing = _text_files.as_path(_READ, path), _as_missing(_READ, missing)
+    path, missing = as_path(_READ, path), _as_missing(_READ, missing)
     return _join(layout, list(_encoded(path, layout, encoder, missing, progress)))
 
 
@@ -142,7 +143,7 @@ def iter_csv_ids(
         _ITERATE, num_numbers, num_ids, label, separator, header, columns
     )
     encoder = _as_encoder(_ITERATE, ids, layout)
-    path, missing = _text_files.as_path(_ITERATE, path), _as_missing(_ITERATE, missing)
+    path, missing = as_path(_ITERATE, path), _as_missing(_ITERATE, missing)
     size = _checks.as_int("chunk_rows", chunk_rows, 1, _ITERATE)
     return _chunks(layout, _encoded(path, layout, encoder, missing, progress), size)
 

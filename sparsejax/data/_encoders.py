@@ -8,21 +8,18 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._files import replacing
-from sparsejax.data import _checks, _csv_layout, _csv_lines, _text_files
+from sparsejax._files import as_path, read_npz, replacing
+from sparsejax.data import _checks, _csv_layout, _csv_lines
 
 
 _NO_WORDS = (
     "sparsejax.data: words must be a sequence of strings or bytes, a word each, got "
     "{found}."
 )
-# What NumPy raises for a file that is none of its own, is cut off, or holds an array.
-_NOT_READ = (KeyError, ValueError, TypeError, EOFError, AttributeError, BadZipFile)
 _MASK = (1 << 64) - 1
 
 
@@ -230,7 +227,7 @@ class Vocabulary:
           TypeError: `path` is no path.
           OSError: it cannot be written.
         """
-        path = _text_files.as_path("sparsejax.data.Vocabulary.save", path)
+        path = as_path("sparsejax.data.Vocabulary.save", path)
         arrays = {f"words {k}": x for k, x in enumerate(self.words)}
         arrays.update({f"ids {k}": x for k, x in enumerate(self.ids)})
         arrays["names"] = np.array(self.names, np.str_)
@@ -249,20 +246,17 @@ class Vocabulary:
           ValueError: the file holds no vocabulary, or is damaged.
           OSError: it cannot be read.
         """
-        path = _text_files.as_path("sparsejax.data.Vocabulary.load", path)
+        call = "sparsejax.data.Vocabulary.load"
+        what = "a file that Vocabulary.save wrote"
+        path = as_path(call, path)
+        found = read_npz(call, path, what, ["names"])
+        columns = range(len(found) // 2)
         try:
-            with open(path, "rb") as opened, np.load(opened) as file:
-                columns = range(len(file.files) // 2)
-                words = [file[f"words {k}"] for k in columns]
-                ids = [file[f"ids {k}"] for k in columns]
-                return cls(words, ids, file["names"].tolist())
-        except _NOT_READ as e:
-            # NumPy would have it read as pickled objects, which may do anything.
-            reason = "it is no .npz file" if "pickle" in str(e) else e
-            raise ValueError(
-                f"sparsejax.data.Vocabulary.load: {path} is no file that "
-                f"Vocabulary.save wrote ({reason})."
-            ) from e
+            words = [found[f"words {k}"] for k in columns]
+            ids = [found[f"ids {k}"] for k in columns]
+            return cls(words, ids, found["names"].tolist())
+        except (KeyError, ValueError, TypeError, AttributeError) as e:
+            raise ValueError(f"{call}: {path} is not {what}: {e}.") from e
 
 
 def check_names(call: str, known: Sequence[str], given: Sequence[str]) -> None:
@@ -311,7 +305,7 @@ def _as_paths(call: str, path: Any) -> list[Any]:
             f"{call}: path must be a str or an os.PathLike, or a list of them, got "
             f"{path!r}."
         )
-    return [_text_files.as_path(call, file) for file in path]
+    return [as_path(call, file) for file in path]
 
 
 def _as_bytes(words: Words) -> np.ndarray:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from sparsejax import _arguments
+from sparsejax._files import as_path
 from sparsejax.data import _columns, _libsvm_lines, _numbers, _text_files
 
 
@@ -85,7 +86,7 @@ def read_libsvm(
             f"{_READ}: num_features must be a positive int or None, got "
             f"{num_features!r}."
         )
-    dtype, path = _as_dtype(dtype), _text_files.as_path(_READ, path)
+    dtype, path = _as_dtype(dtype), as_path(_READ, path)
     parts = []
     for block in _text_files.blocks(_READ, path, progress):
         rows = _libsvm_lines.read(path, block, multilabel)

@@ -26,13 +26,6 @@ class Block(NamedTuple):
     line: int
 
 
-def as_path(call: str, path: Any) -> Any:
-    """A path, or an error."""
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"{call}: path must be a str or an os.PathLike, got {path!r}.")
-    return path
-
-
 def blocks(call: str, path: Any, progress: bool = False) -> Iterator[Block]:
     """The lines of a file, a block at a time; gzip and bzip2 are seen by their bytes.
 

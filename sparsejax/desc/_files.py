@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._files import replacing
+from sparsejax._files import read_npz, replacing
 from sparsejax._rows import SelectedRows
 from sparsejax.desc import _messages
 
@@ -112,20 +112,27 @@ def load_selected_rows(path: Any) -> SelectedRows:
     References:
       PaddlePaddle, `paddle.load`.
     """
+    call = "sparsejax.desc.load_selected_rows"
+    what = "a SelectedRows as PaddlePaddle or save_selected_rows writes it"
     path = pathlib.Path(path)
     data = path.read_bytes()
+    arrays = None
+    if data[:2] == _NPZ_START:
+        arrays = read_npz(call, path, what, ("rows", "values", "height"))
     try:
-        read = _read_npz if data[:2] == _NPZ_START else _read_paddle
-        rows, values, height = read(data, path)
+        if arrays is None:
+            rows, values, height = _read_paddle(data)
+        else:
+            rows, values, height = arrays["rows"], arrays["values"], arrays["height"]
+            height = int(height)
+            if "data_type" in arrays:
+                values = values.view(jnp.dtype(str(arrays["data_type"])))
         if len(rows) != len(values):
             raise ValueError(
                 f"it has {len(rows)} rows, but values of shape {values.shape}"
             )
     except ValueError as error:
-        raise ValueError(
-            f"sparsejax.desc.load_selected_rows: {path} is not a SelectedRows as "
-            f"PaddlePaddle or save_selected_rows writes it: {error}."
-        ) from None
+        raise ValueError(f"{call}: {path} is not {what}: {error}.") from None
     rows = jnp.asarray(rows.astype(_arguments.index_dtype(height)))
     if jax.dtypes.canonicalize_dtype(values.dtype) == values.dtype:
         return SelectedRows(rows, jnp.asarray(values), height)
@@ -136,22 +143,7 @@ def load_selected_rows(path: Any) -> SelectedRows:
 # ------------------------------------------------------------------ formats
 
 
-def _read_npz(data: bytes, path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, int]:
-    del data
-    with np.load(path) as arrays:
-        if not {"rows", "values", "height"} <= set(arrays):
-            raise ValueError(
-                f"it has the arrays {', '.join(sorted(arrays))}, not rows, values and "
-                "height"
-            )
-        values = arrays["values"]
-        if "data_type" in arrays:
-            values = values.view(jnp.dtype(str(arrays["data_type"])))
-        return arrays["rows"], values, int(arrays["height"])
-
-
-def _read_paddle(data: bytes, path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, int]:
-    del path
+def _read_paddle(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
     at = 0
 
     def take(count: int, part: str) -> bytes:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax._files import replacing
+from sparsejax._files import read_npz, replacing
 
 
 _CALL = "sparsejax.nn.Trainer.load"
@@ -86,18 +86,18 @@ def _write(file: BinaryIO, tree: Any) -> None:
 
 
 def _read(path: pathlib.Path, like: Any) -> Any:
-    with np.load(path) as found:
-        header = json.loads(found["header"].tobytes())
-        want = _describe(like)
-        if header != want:
-            there = [x for x in header if x not in want][:3]
-            here = [x for x in want if x not in header][:3]
-            raise ValueError(
-                f"{_CALL}: {path} is of another model or optimizer: there the dense "
-                f"leaves have {there}, and here {here}. Make the trainer with the "
-                "block and the tx that were saved."
-            )
-        stored = [found[f"leaf{i}"] for i in range(len(header))]
+    found = read_npz(_CALL, path, "a file that Trainer.save wrote", ["header"])
+    header = json.loads(found["header"].tobytes())
+    want = _describe(like)
+    if header != want:
+        there = [x for x in header if x not in want][:3]
+        here = [x for x in want if x not in header][:3]
+        raise ValueError(
+            f"{_CALL}: {path} is of another model or optimizer: there the dense "
+            f"leaves have {there}, and here {here}. Make the trainer with the "
+            "block and the tx that were saved."
+        )
+    stored = [found[f"leaf{i}"] for i in range(len(header))]
     leaves, tree = jax.tree.flatten(like)
     return tree.unflatten(map(_restore, stored, leaves))
 

@@ -5,7 +5,6 @@ first: each row is read from the store once, goes from the host to one device on
 from there to the others by an all-gather between devices.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.store import KVStore
+from sparsejax.store._optimizer import on_host
 
 
 _CALL = "sparsejax.parallel.batched_pull"
@@ -85,8 +85,9 @@ def batched_pull(
     check_mesh(_CALL, mesh)
     if jax.process_count() > 1:
         raise ValueError(_MANY_PROCESSES.format(count=jax.process_count()))
-    with on_the_host():
-        pulled = store.pull(name, own_ids(_CALL, ids), capacity=capacity, mode=mode)
+    ids = own_ids(_CALL, ids)
+    with on_host(required=False):
+        pulled = store.pull(name, ids, capacity=capacity, mode=mode)
     rows, values = np.asarray(pulled.rows), np.asarray(pulled.values)
     each = -(-len(rows) // mesh.size)
     part = lambda k: values[k * each : (k + 1) * each]
@@ -113,14 +114,6 @@ def own_ids(call: str, ids: Any) -> np.ndarray:
         shards = [np.asarray(s.data) for s in ids.addressable_shards]
         ids = np.concatenate([shard.reshape(-1) for shard in shards])
     return np.asarray(_arguments.as_integers(call, ids)).reshape(-1)
-
-
-def on_the_host() -> Any:
-    """Where arrays made inside stay in the host's memory, if JAX knows of it."""
-    try:
-        return jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS names accelerators only
-        return contextlib.nullcontext()
 
 
 def everywhere(mesh: Mesh, x: np.ndarray) -> jax.Array:

@@ -26,12 +26,12 @@ from sparsejax._rows import SelectedRows
 from sparsejax.parallel._batched_pull import (
     check_mesh,
     everywhere,
-    on_the_host,
     own_ids,
     to_all_devices,
 )
 from sparsejax.store import KVStore, _rows_wanted as wanted
 from sparsejax.store._named import no_table
+from sparsejax.store._optimizer import on_host
 
 
 _CALL = "sparsejax.parallel.SpreadStore"
@@ -157,7 +157,7 @@ class SpreadStore:
 
         process, count = self._place()
         owner = rows % count
-        with on_the_host():
+        with on_host(required=False):
             own = rows[owner == process] // count
             values = np.asarray(self._store.row_sparse_pull(name, own).values)
         # A power of two, so that what moves them is compiled a few times only.
@@ -207,7 +207,7 @@ class SpreadStore:
         rows, values = (self._whole(x) for x in (grads.rows, grads.values))
         own = (rows >= 0) & (rows < height) & (rows % count == process)
         part = len(range(process, height, count))
-        with on_the_host():
+        with on_host(required=False):
             rows = np.where(own, rows // count, part).astype(rows.dtype)
             # Every process makes the step, those without a row of it too: they count.
             self._store.push(name, SelectedRows(rows, values, part))

@@ -86,13 +86,6 @@ def _show(value: Any) -> str:
     return f"of {', '.join(arrays)}" if value else "of no arrays"
 
 
-def as_path(call: str, path: Any) -> Any:
-    """A path, or an error: `open` takes an int, for a file that is open already."""
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"{call}: path must be a str or an os.PathLike, got {path!r}.")
-    return path
-
-
 def encode_key(key: jax.Array) -> dict[str, Any]:
     """A PRNG key as JSON has it."""
     data = np.asarray(jax.random.key_data(key))

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from sparsejax import _arguments
+from sparsejax._files import as_path
 from sparsejax.store import _layout
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._optimizer import Optimizer
@@ -39,7 +40,7 @@ def make_table(
     shape, array = _shape_or_array(call, name, shape_or_array)
     dtype = None if dtype is None else _as_dtype(call, dtype)
     if path is not None:
-        path = _layout.as_path(call, path)
+        path = as_path(call, path)
     if array is None:
         dtype = np.dtype(np.float32 if dtype is None else dtype)
     elif dtype is None or np.dtype(dtype) == array.dtype:

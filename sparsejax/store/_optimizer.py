@@ -27,16 +27,25 @@ from sparsejax.optim._lazy.separable import remember
 
 
 @contextlib.contextmanager
-def on_host() -> Iterator[Any]:
-    """Computes on the CPU, whatever default device or mesh the caller has set."""
+def on_host(*, required: bool = True) -> Iterator[Any]:
+    """Makes JAX compute on the CPU, whatever default device or mesh the caller has set.
+
+    JAX has no CPU device where JAX_PLATFORMS names accelerators only. That is an error,
+    or, unless the CPU is `required`, changes nothing.
+    """
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
+        device = None
+    if device is None and required:
         raise RuntimeError(
-            "sparsejax.store: JAX has no CPU device here, and the store's rows are "
-            "updated on the host. Where JAX_PLATFORMS is set, name the CPU as well: "
+            "sparsejax.store: JAX has no CPU device here, and the store updates its "
+            "rows on the CPU. If JAX_PLATFORMS is set, add the CPU to it: "
             "JAX_PLATFORMS=cuda,cpu."
-        ) from None
+        )
+    if device is None:
+        yield None
+        return
     no_mesh = jax.sharding.Mesh(np.empty((), object), ())
     with jax.set_mesh(no_mesh), jax.default_device(device):
         yield device

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax._files import replacing
+from sparsejax._files import as_path, replacing
 from sparsejax.store import _blocks, _layout, _memory
 from sparsejax.store._table import CHUNK, Table, put_rows
 
@@ -29,7 +29,7 @@ def save(
     call: str, path: str | os.PathLike[str], tables: Mapping[str, Table], report: Report
 ) -> None:
     """Writes all tables; `path` is replaced at once when everything is on the disk."""
-    if os.path.isdir(_layout.as_path(call, path)):
+    if os.path.isdir(as_path(call, path)):
         raise IsADirectoryError(
             f"{call}: {path} is a directory. Give the path of a file in it."
         )
@@ -71,7 +71,7 @@ def load(
     All of the file is read and checked before a table is touched. From then on, until
     the last row is there, the tables are marked as being loaded.
     """
-    with open(_layout.as_path(call, path), "rb") as file:
+    with open(as_path(call, path), "rb") as file:
         header = _layout.read_header(call, path, file, MAGIC)
         found = _check(call, path, file, header, tables)
         total = 2 * sum(_steps(description) for description in found.values())

@@ -15,7 +15,6 @@ from sparsejax.store._gradient import whole_gradient
 from sparsejax.store._make import make_table
 from sparsejax.store._named import NamedTables
 from sparsejax.store._part import EXACT, make_part, pull
-from sparsejax.store._progress import reporter
 from sparsejax.store._stats import TableStats, stats_of
 
 
@@ -289,13 +288,13 @@ class KVStore(NamedTables):
 
         Args:
           name: of the table.
-          progress: True for lines on stderr, or a function of (rows done, rows in all).
+          progress: True for a progress bar on stderr, or a function of (rows done, rows
+            in all).
         """
         call = f"{_CALL}.pull_all"
         table = self._table(call, name)
-        report = reporter(call, progress)
-
-        return self._do(call, lambda: _all_rows.pull_all(table, report))
+        with _arguments.progress_reporter(call, progress) as report:
+            return self._do(call, lambda: _all_rows.pull_all(table, report))
 
     def assign(self, name: str, weights: Any) -> None:
         """Sets weights of rows; the state of the optimizer stays as it is.
@@ -333,8 +332,8 @@ class KVStore(NamedTables):
 
         Args:
           path: of the file; its directory is there.
-          progress: True for lines on stderr, or a function of (rows done, rows in all),
-            state counted as rows as well.
+          progress: True for a progress bar on stderr, or a function of (rows done, rows
+            in all). Rows of the optimizer's state count as well.
 
         Raises:
           IsADirectoryError: `path` is one.
@@ -342,8 +341,8 @@ class KVStore(NamedTables):
           RuntimeError: a table is half loaded, see `load`.
         """
         call = f"{_CALL}.save"
-        report = reporter(call, progress)
-        self._do(call, lambda: _saving.save(call, path, self._tables, report))
+        with _arguments.progress_reporter(call, progress) as report:
+            self._do(call, lambda: _saving.save(call, path, self._tables, report))
 
     def load(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
         """Reads what `save` wrote into this store's tables.
@@ -367,13 +366,13 @@ class KVStore(NamedTables):
         file is refused by `init`.
         """
         call = f"{_CALL}.load"
-        report = reporter(call, progress)
 
         def work():
             self._flights.reloaded()
             _saving.load(call, path, self._tables, report)
 
-        self._do(call, work)
+        with _arguments.progress_reporter(call, progress) as report:
+            self._do(call, work)
 
     # -- the store as a whole ---------------------------------------------------------
 
