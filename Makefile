@@ -11,6 +11,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
+# A file's tests run in one process: they share what they compile.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # Stops with a sentence where $(1) is no Python, or one too old.
 check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -19,17 +21,23 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs notebooks bench clean
+.PHONY: help demo test test-all test-window lint types docs notebooks bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed-demo  ## train a model with a large embedding table
 	@$(BIN)/python -m sparsejax.demo $(ARGS)
 
-test: $(VENV)/.installed-tests  ## all tests, the slow ones and the doctests too
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+test: $(VENV)/.installed-tests  ## what a contributor needs, in five minutes
+	@$(PYTEST) --quick $(ARGS)
+
+test-all: $(VENV)/.installed-tests  ## every test: pages, notebooks, recorded answers too
+	@$(PYTEST) $(ARGS)
+
+test-window: $(VENV)/.installed-tests  ## what depends on the release of JAX
+	@$(PYTEST) --quick -m window $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
 	@$(BIN)/ruff check
@@ -49,7 +57,7 @@ bench: $(VENV)/.installed-bench  ## python -m benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove environments, caches and builds
-	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis .jax_cache
 	find sparsejax tests benchmarks -name __pycache__ -prune -exec rm -rf {} + \
 		2>/dev/null || true
 

@@ -4,6 +4,12 @@ The environment is set before JAX is imported: 8 devices made of the CPU, so tha
 sharding is tested everywhere. What the caller has set wins, so
 `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs on a GPU.
 
+What is compiled is kept in `.jax_cache` from one run to the next.
+
+`--quick` is what `make test` runs: no test that is marked `slow` or `once`, and of a test
+that is run for every combination of several parameters only as many combinations as it
+takes to see each value of each parameter.
+
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models carry the
 marker `loose_promotion`.
@@ -39,16 +45,24 @@ def _set_environment():
     os.environ["XLA_FLAGS"] = flags.strip()
 
 
+def _keep_compiled_programs():
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
+    # Else only what took a second to compile is kept, and that is nearly nothing here.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+_ROOT = pathlib.Path(__file__).parent.parent
 _set_environment()
+_keep_compiled_programs()
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 
-_TESTS = pathlib.Path(__file__).parent
+_TESTS = _ROOT / "tests"
 _MOST_BYTES = 2 << 30
-_SHARED_DATA = _TESTS.parent.parent / "shared" / "data"
+_SHARED_DATA = _ROOT.parent / "shared" / "data"
 
 # The first run of an example compiles, so time limits say nothing.
 hypothesis.settings.register_profile("sparsejax", deadline=None, derandomize=True)
@@ -65,13 +79,50 @@ gc.set_threshold(20_000, 20, 20)
 collect_ignore_glob = ["golden_*.py"]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="no slow tests, and one test for each value of each parameter",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     """Doctests are collected from the package only, not from the tests' helpers."""
-    items[:] = [
+    kept = [
         item
         for item in items
         if not (isinstance(item, pytest.DoctestItem) and _TESTS in item.path.parents)
     ]
+    if config.getoption("quick"):
+        kept = _representatives(kept)
+    left_out = set(items) - set(kept)
+    items[:] = kept
+    if config.getoption("quick"):
+        config.hook.pytest_deselected(items=[i for i in left_out])
+
+
+def _representatives(items):
+    """The tests that are not slow, and each value of each of their parameters once."""
+    seen, kept = set(), []
+    for item in items:
+        if item.get_closest_marker("slow") or item.get_closest_marker("once"):
+            continue
+        values = _values(item)
+        if len(values) < 2 or not values <= seen:
+            kept.append(item)
+        seen |= values
+    return kept
+
+
+def _values(item):
+    """`(test, parameter, value)` of each parameter that a test is run for."""
+    spec = getattr(item, "callspec", None)
+    if spec is None:
+        return set()
+    test = item.nodeid.partition("[")[0]
+    # Of marks one above the other, each part of the id is a value of one parameter.
+    return {(test, place, part) for place, part in enumerate(spec._idlist)}
 
 
 def pytest_runtest_setup(item):

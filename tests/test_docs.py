@@ -23,6 +23,8 @@ TESTED_ELSEWHERE = {
     "scaling.md",
     "tensorflow.md",
     "torch.md",
+    "tour.md",
+    "tutorial.md",
 }
 
 
@@ -55,21 +57,42 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.once
 @pytest.mark.loose_promotion
+def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = pages.run_page(pages.ROOT / "README.md")
+    moved = np.flatnonzero(np.any(np.asarray(found["params"]["items"]) != 0, axis=1))
+    assert moved.tolist() == [4, 7]
+    assert float(found["loss"]) == 1.0
+
+
+def test_the_readme_is_short():
+    assert len((pages.ROOT / "README.md").read_text().splitlines()) < 200
+
+
+@pytest.mark.once
+@pytest.mark.loose_promotion
+def test_the_programs_of_the_tutorial_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pages.run_page(pages.DOCS / "tutorial.md")
+    errors = re.findall(r"epoch \d: ([\d.]+) off", capsys.readouterr().out)
+    assert len(errors) == 5 and float(errors[-1]) < float(errors[0])
+
+
+@pytest.mark.once
+@pytest.mark.loose_promotion
 @pytest.mark.multidevice
 @pytest.mark.slow
-def test_the_code_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+def test_the_code_of_the_tour_runs(tmp_path, monkeypatch):
     """What is the reader's own there, models, batches and files, is made here."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
-    _write_ratings("ratings.csv", rng)
     x = scipy.sparse.random(512, 126, 0.2, "csr", np.float32, rng)
     sj.data.write_libsvm("agaricus.txt.train", x, rng.integers(0, 2, 512))
     ids = rng.integers(0, 1_000, (3, 4, 5))
     table = jnp.ones((1_000, 8))
     model = lambda rows, batch: jnp.mean(rows**2)
     found = pages.run_page(
-        pages.ROOT / "README.md",
-        loss_fn=lambda params, batch: jnp.mean(params["items"][batch["ids"]] ** 2),
+        pages.DOCS / "tour.md",
         step=jax.jit(
             sj.value_and_grad(lambda p, b: jnp.mean(sj.lookup(p["items"], b["ids"])))
         ),
@@ -82,8 +105,6 @@ def test_the_code_of_the_readme_runs(tmp_path, monkeypatch, capsys):
         receivers=jnp.array([0, 0, 1, 2, 2, 2]),
         num_nodes=3,
     )
-    errors = re.findall(r"epoch \d: ([\d.]+) off", capsys.readouterr().out)
-    assert len(errors) == 5 and float(errors[-1]) < float(errors[0])
     assert found["grads"]["items"].height == 20_000_000
     found["store"].close()
     params = {"items": found["params"]["items"]}
@@ -91,17 +112,6 @@ def test_the_code_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     grads = jax.jit(sj.grad(found["loss_fn"]))(params, batch)["items"]
     expected = jax.grad(lambda t: model(t[ids[0]], None))(table)
     np.testing.assert_allclose(grads.to_dense(), expected, rtol=1e-6)
-
-
-def _write_ratings(path, rng):
-    """Ratings that follow from who rates what, so that there is something to learn."""
-    users, items = rng.integers(0, 300, 8_000), rng.integers(0, 100, 8_000)
-    taste, kind = rng.normal(size=(300, 2)), rng.normal(size=(100, 2))
-    ratings = 3 + (taste[users] * kind[items]).sum(1)
-    with open(path, "w") as file:
-        file.write("user,item,rating\n")
-        for row in zip(users, items, ratings.clip(1, 5)):
-            file.write("u{},i{},{:.0f}\n".format(*row))
 
 
 def test_every_public_name_is_in_the_reference():
