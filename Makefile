@@ -43,9 +43,8 @@ lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 
-types: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## pyright, on a user's script too
+types: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## pyright
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --pythonpath $(BIN)/python $(ARGS)
-	@$(BIN)/python -m pytest -q tests/test_typing.py
 
 docs: $(VENV)/.installed-docs  ## the site, in build/site; a warning is an error
 	@$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site $(ARGS)

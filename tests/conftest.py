@@ -6,9 +6,9 @@ sharding is tested everywhere. What the caller has set wins, so
 
 What is compiled is kept in `.jax_cache` from one run to the next.
 
-`--quick` is what `make test` runs: no test that is marked `slow` or `once`, and of a test
-that is run for every combination of several parameters only as many combinations as it
-takes to see each value of each parameter.
+`--quick` is what `make test` runs: no test that is marked `slow` or `once`; and where
+a test is parametrized by several lists, as many combinations as it takes to see each
+value of each list.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models carry the
@@ -96,10 +96,8 @@ def pytest_collection_modifyitems(config, items):
     ]
     if config.getoption("quick"):
         kept = _representatives(kept)
-    left_out = set(items) - set(kept)
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
-    if config.getoption("quick"):
-        config.hook.pytest_deselected(items=[i for i in left_out])
 
 
 def _representatives(items):

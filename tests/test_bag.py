@@ -24,6 +24,9 @@ from sparsejax._lookup.bag_sum import bag_sum
 from sparsejax._lookup.lowerings import cpu_bag, xla
 
 
+pytestmark = pytest.mark.window
+
+
 COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp")
 V, D = 23, 3
 

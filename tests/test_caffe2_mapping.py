@@ -21,6 +21,9 @@ import pytest
 import sparsejax as sj
 
 
+pytestmark = pytest.mark.once
+
+
 TESTS = pathlib.Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "caffe2.md"
 GOLDEN = json.loads((TESTS / "golden_caffe2.json").read_text())

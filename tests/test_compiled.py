@@ -18,7 +18,8 @@ import sparsejax as sj
 from helpers import compile_as_users_do
 
 
-pytestmark = pytest.mark.loose_promotion  # optax's Adam needs it
+# Dense optax and JAX's own models promote types.
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),

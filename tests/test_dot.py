@@ -14,6 +14,9 @@ import sparsejax as sj
 from helpers import assert_no_dense, assert_trees_close, eqns_of
 
 
+pytestmark = pytest.mark.window
+
+
 S, C, D = 4, 97, 3
 LENGTHS = np.array([3, 0, 5, 2])
 # A duplicate in a row, and one across rows.

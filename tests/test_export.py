@@ -18,6 +18,9 @@ import sparsejax as sj
 from helpers import assert_same_bits
 
 
+pytestmark = pytest.mark.window
+
+
 TX = sj.optim.lazy(
     optax.chain(
         optax.clip_by_global_norm(1.0),

@@ -24,6 +24,9 @@ from jax.experimental import checkify
 import sparsejax as sj
 
 
+pytestmark = pytest.mark.once
+
+
 TESTS = pathlib.Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "gluon.md"
 GOLDEN = json.loads((TESTS / "golden_mxnet.json").read_text())

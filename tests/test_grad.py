@@ -12,6 +12,9 @@ import pytest
 import sparsejax as sj
 
 
+pytestmark = pytest.mark.window
+
+
 IDS = jnp.array([3, 1, 3])
 
 

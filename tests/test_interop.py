@@ -12,7 +12,7 @@ import pytest
 import sparsejax as sj
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
 V, D = 500, 8
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adagrad": optax.adagrad(0.1)}
 

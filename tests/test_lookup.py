@@ -23,6 +23,9 @@ from helpers import (
 )
 
 
+pytestmark = pytest.mark.window
+
+
 V, D = 7, 3
 NAN = float("nan")
 

@@ -28,7 +28,7 @@ from sparsejax.optim import global_norm, lazy
 
 
 # optax itself relies on implicit promotion; the last test is about our own code.
-pytestmark = pytest.mark.loose_promotion
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
 
 ADAM = lazy(optax.adam(LR))  # what is found out about it is found out once
 

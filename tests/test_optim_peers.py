@@ -31,7 +31,7 @@ from sparsejax import optim
 
 
 # optax itself relies on implicit promotion.
-pytestmark = pytest.mark.loose_promotion
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.once]
 
 _FILE = pathlib.Path(__file__).parent / "golden_optim.json"
 CASES = {

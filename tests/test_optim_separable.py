@@ -13,6 +13,9 @@ from optimizers import CLIPPED_LAST, LR, REFUSED, SEPARABLE
 from sparsejax.optim import is_row_separable, lazy
 
 
+pytestmark = pytest.mark.window
+
+
 PARAMS = {"table": jnp.zeros((50, 6)), "bias": jnp.zeros(6)}
 ACCEPTED = {**SEPARABLE, **CLIPPED_LAST}
 

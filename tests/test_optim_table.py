@@ -28,6 +28,7 @@ IN_PAGE = dict(
 # ------------------------------------------------------------------ the page
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # but there
 @pytest.mark.parametrize("section", optax_table.SECTIONS, ids=lambda s: s[0])
 def test_the_page_is_what_is_found(section):

@@ -19,7 +19,7 @@ import sparsejax as sj
 
 
 # Optax's Adam needs loose promotion; the lookups themselves are tested without.
-pytestmark = pytest.mark.multidevice
+pytestmark = [pytest.mark.multidevice, pytest.mark.window]
 
 V, D, N_IDS = 101, 4, 64
 MESHES = {

@@ -16,7 +16,7 @@ import sparsejax as sj
 
 
 # Optax's Adam needs loose promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion, pytest.mark.window]
 
 HEIGHT, DIM, BATCH = 100_003, 32, 20_480
 

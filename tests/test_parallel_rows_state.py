@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 import sparsejax as sj
 
 
-pytestmark = pytest.mark.multidevice
+pytestmark = [pytest.mark.multidevice, pytest.mark.window]
 
 V, D = 13, 3
 TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)

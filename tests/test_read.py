@@ -10,6 +10,9 @@ from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._lookup.read_rows import read_rows
 
 
+pytestmark = pytest.mark.window
+
+
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32]
 IDS = [[3], [0, 5, 5, 2], [6, 7, 100, -1, -100], [-1], []]
 

@@ -9,6 +9,9 @@ import recommender
 import sparsejax as sj
 
 
+pytestmark = pytest.mark.once
+
+
 @pytest.fixture(scope="module")
 def purchases():
     return {}

@@ -14,6 +14,9 @@ import sparsejax as sj
 from reductions import ours
 
 
+pytestmark = pytest.mark.once
+
+
 # operator/case -> (reduction, inputs, output, its gradient, gradients of the inputs).
 RECORDED = {
     "SortedSegmentMean/1d": (

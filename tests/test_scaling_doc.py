@@ -17,7 +17,7 @@ from helpers import assert_same_bits
 from sparsejax.parallel._checkpoint_rows import RowLayout
 
 
-pytestmark = pytest.mark.multidevice
+pytestmark = [pytest.mark.multidevice, pytest.mark.once]
 
 TEXT = page.PAGE.read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import sparsejax as sj
 
 
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion, pytest.mark.window]
 IDS = jnp.array([3, 7, 3, 9, 11, 150, 7, 1])
 W = jnp.arange(1.0, 5.0)
 

@@ -12,7 +12,7 @@ from helpers import assert_no_dense, dense as dense_of
 from programs import DENSE, PROGRAMS, V, arguments
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
