@@ -6,6 +6,7 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sparsejax as sj
 
@@ -48,6 +49,21 @@ def assert_same_bits(actual, expected):
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert actual.tobytes() == expected.tobytes()
+
+
+# ------------------------------------------------------------------ which tests
+
+
+def slow_but(names, *quick):
+    """Parameters of a test: all are marked slow but those that `make test` runs."""
+    assert set(quick) <= set(names), set(quick) - set(names)
+    slow = pytest.mark.slow
+    return [
+        x
+        if x in quick
+        else pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=slow)
+        for x in names
+    ]
 
 
 # ------------------------------------------------------------------ rows

@@ -168,6 +168,25 @@ REFUSED = {
 }
 
 
+# What `make test` runs of the two tables; `make test-all` runs all of them.
+QUICK_SEPARABLE = [
+    "sgd",
+    "momentum",
+    "adam",
+    "adamw",
+    "adagrad",
+    "rmsprop_centered",
+    "lion",
+    "schedule_free",
+    "clip_by_global_norm",
+    "inject_hyperparams",
+    "masked_decay",
+    "named_chain",
+    "user_written",
+]
+QUICK_REFUSED = ["lamb", "adafactor", "muon", "prodigy", "sm3", "multi_steps"]
+
+
 # ------------------------------------------------------------------ the problem
 
 V, D = 23, 5  # no other leaf has an axis of 23

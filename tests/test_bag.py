@@ -161,6 +161,7 @@ def test_equals_the_oracle(layout, weighted, x64):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_derivatives(x64):
     ids, bags = jnp.array([3, 0, 3, 9]), jnp.array([1, 0, 1, 1])
     weights = np.linspace(0.5, 1.5, 4)

@@ -82,6 +82,7 @@ def test_memory_and_machine_can_be_told():
 # ------------------------------------------------------------------ embedding_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", step.OPTIMIZERS)
 def test_a_case_is_measured(optimizer):
     result = step.measure(_case(optimizer), 3, 1.0, 1e9)
@@ -171,6 +172,7 @@ def test_claims_that_nothing_was_measured_for():
     assert all("not measured" in failure for failure in step.check([]))
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timing, "bandwidth", lambda: 1e9)
     monkeypatch.setattr(step, "FIXED_ROWS", 1000)

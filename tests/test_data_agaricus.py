@@ -34,6 +34,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.loose_promotion  # optax's adagrad
 @pytest.mark.parametrize("case", CASES)
 def test_mushrooms_are_told_apart(mushrooms, case):

@@ -90,12 +90,14 @@ def _vectors(text, tmp_path, *options):
         return file["vectors"]
 
 
+@pytest.mark.slow
 def test_a_seed_makes_it_reproducible(text, tmp_path):
     first = _vectors(text, tmp_path, "--seed", "3")
     np.testing.assert_array_equal(_vectors(text, tmp_path, "--seed", "3"), first)
     assert np.any(_vectors(text, tmp_path, "--seed", "4") != first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_trains_as_dense_optax_does(name):
     """SGD keeps no state, so sparse and dense are one thing; Adam starts as one."""
@@ -124,6 +126,7 @@ def test_trains_as_dense_optax_does(name):
         )
 
 
+@pytest.mark.slow
 def test_both_tables_get_sparse_gradients():
     params = _train.init_params(jax.random.key(0), 20, 4)
     pairs = np.zeros((8, 2), np.int32)
@@ -310,6 +313,7 @@ def test_plot_of_an_unknown_format(tmp_path, capsys, no_training):
     assert "must end in one of .png, .pdf, .svg" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "disk full"), 2)]
 )
@@ -366,6 +370,7 @@ def test_quiet_is_quiet(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_it_can_be_imported_without_its_extras():
     code = (
         "import sys; sys.modules['tqdm'] = sys.modules['matplotlib'] = None\n"

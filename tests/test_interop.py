@@ -172,6 +172,7 @@ def test_flax_train_state():
     assert set(np.flatnonzero(changed)) == set(np.unique(batch[0]))
 
 
+@pytest.mark.slow
 def test_flax_nnx_optimizer():
     nnx = pytest.importorskip("flax.nnx")
     model = _nnx_model()
@@ -192,6 +193,7 @@ def test_flax_nnx_optimizer():
     assert set(np.flatnonzero(changed)) == set(np.unique(batch[0]))
 
 
+@pytest.mark.slow
 def test_training_in_a_scan():
     params, apply = _linen(jnp.float32)
     tx = sj.optim.lazy(optax.adam(1e-2))

@@ -68,6 +68,7 @@ def test_same_values_gradients_and_training(make):
     assert_trees_close(table(trained), want["embedding"])
 
 
+@pytest.mark.slow
 def test_linen_inside_a_model():
     linen = pytest.importorskip("flax.linen")
 

@@ -155,6 +155,7 @@ class Towers(SparseBlock):
 INPUTS = {"seen": jnp.array([3, 4]), "next": jnp.array([4, 0]), "words": GARBAGE}
 
 
+@pytest.mark.slow
 def test_a_block_of_blocks():
     block, whole = Towers(), {"item": table(), "words": table(4)}
     assert {n: s.shape for n, s in block.tables().items()} == {

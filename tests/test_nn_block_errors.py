@@ -44,6 +44,7 @@ def csr(index, segments, num_segments=3):
 BAD = csr([3, 0, 4, -1, 77], [0, 1, 1, 1, 3])
 
 
+@pytest.mark.slow
 def test_columns_out_of_range_are_read_by_the_mode():
     weights = jnp.array([[10.0], [20.0], [30.0], [40.0]])
     rows = sj.SelectedRows(jnp.array([0, 3, 4]), weights[jnp.array([0, 3, 3])], 4)

@@ -99,6 +99,7 @@ def test_trains_as_whole_tables_do():
     assert made.steps == 4
 
 
+@pytest.mark.slow
 def test_prefetch_has_the_same_bits_and_compilations_are_few():
     data = [*batches(3, most=9), *batches(3, seed=2)]
     one, two = trainer(optax.adam(0.1)), trainer(optax.adam(0.1))
@@ -334,6 +335,7 @@ def test_a_crash_leaves_the_last_save(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 3  # what is not current was removed
 
 
+@pytest.mark.slow
 def test_tables_start_by_the_key():
     """First values follow from the key and the row alone, and are lazy."""
     one, two, other = trainer(), trainer(), trainer(key=8)

@@ -219,6 +219,7 @@ def test_groups_of_width_and_type():
 # ------------------------------------------------------------------ gradients
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_the_tables_one_by_one():
     params, ids = LAYER.init(jax.random.key(0)), _ids()
     loss = lambda params, ids: _loss(LAYER(params, ids))

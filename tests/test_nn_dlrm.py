@@ -30,6 +30,7 @@ def test_sizes_are_those_of_criteo():
     assert sum(dlrm.CARDINALITIES) == 33_762_577
 
 
+@pytest.mark.slow
 def test_trains_with_one_compilation():
     assert len(ROWS) == 26
     (stack,) = MODEL.layers["tables"].table_prefix()
@@ -91,6 +92,7 @@ def test_ids_are_skewed_and_in_range():
     assert batch["dense"].shape == (500, 13) and 0.1 < jnp.mean(batch["clicked"]) < 0.6
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dlrm, "CARDINALITIES", (2, 9, 500))
     out = tmp_path / "lines.jsonl"

@@ -175,6 +175,7 @@ def test_learning_rate_may_change_between_transformations():
     assert_trees_close(to_dense(updates)["table"] * 2, to_dense(expected)["table"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [jax.disable_jit, jax.checking_leaks, jax.debug_nans])
 def test_under_jaxs_settings(make):
     """A fresh transformation each time: judging runs under them, too."""

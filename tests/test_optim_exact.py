@@ -18,6 +18,7 @@ from helpers import (
     assert_same_bits,
     compile_as_users_do,
     dense as dense_of,
+    slow_but,
 )
 from sparsejax.optim import exact, exact_value_and_grad
 from sparsejax.optim._exact import drift, model as _exact_model
@@ -117,7 +118,7 @@ DENSE_EQUIVALENT = {
 }
 
 
-@pytest.mark.parametrize("name", DENSE_EQUIVALENT)
+@pytest.mark.parametrize("name", slow_but(DENSE_EQUIVALENT, "nesterov", "adamw_cosine"))
 def test_equals_dense_training(name):
     tx, batches = DENSE_EQUIVALENT[name](), make_batches()
     (dense, dense_state), dense_losses = train_dense(tx, make_params(), batches)
@@ -153,6 +154,7 @@ def test_lazy_is_another_algorithm():
 # ------------------------------------------------------------------ the bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"b1": 0.8, "b2": 0.95, "nesterov": True}])
 def test_error_bound_of_the_drift(options, x64):
     """In float64, where rounding does not hide it, over all v and many gaps."""
@@ -328,6 +330,7 @@ def test_hyperparameters_set_by_hand():
     assert relative(params["table"], dense["table"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_another_optimizer_for_each_leaf():
     labels = {"table": "rmsprop", "other": "momentum", "weights": "frozen"}
     inner = optax.partition(

@@ -11,10 +11,16 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_trees_close, dense as dense_of
+from helpers import (
+    assert_same_bits,
+    assert_trees_close,
+    dense as dense_of,
+    slow_but,
+)
 from optimizers import (
     CLIPPED_LAST,
     LR,
+    QUICK_SEPARABLE,
     SEPARABLE,
     D,
     V,
@@ -94,7 +100,7 @@ def _steps(tx, count=None):
     return lifted, sparse, dense
 
 
-@pytest.mark.parametrize("name", SEPARABLE)
+@pytest.mark.parametrize("name", slow_but(SEPARABLE, *QUICK_SEPARABLE))
 def test_equals_the_dense_run_with_other_rows_put_back(name):
     tx, traces = SEPARABLE[name](), []
     lifted, sparse, dense = _steps(tx, traces)

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from optimizers import CLIPPED_LAST, LR, REFUSED, SEPARABLE
+from helpers import slow_but
+from optimizers import (
+    CLIPPED_LAST,
+    LR,
+    QUICK_REFUSED,
+    QUICK_SEPARABLE,
+    REFUSED,
+    SEPARABLE,
+)
 from sparsejax.optim import is_row_separable, lazy
 
 
@@ -20,13 +28,13 @@ PARAMS = {"table": jnp.zeros((50, 6)), "bias": jnp.zeros(6)}
 ACCEPTED = {**SEPARABLE, **CLIPPED_LAST}
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize("name", slow_but(ACCEPTED, *QUICK_SEPARABLE))
 def test_separable(name):
     assert is_row_separable(ACCEPTED[name]())
 
 
 @pytest.mark.loose_promotion
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", slow_but(REFUSED, *QUICK_REFUSED))
 def test_refused_by_name_at_init(name):
     make, named = REFUSED[name]
     tx = make()
@@ -95,6 +103,7 @@ def _partition(sparse, dense, labels=None):
     return optax.partition({"sparse": sparse, "dense": dense}, labels or LABELS)
 
 
+@pytest.mark.slow
 def test_judged_leaf_by_leaf():
     tx = _partition(optax.adam(LR), optax.lamb(LR))
     assert is_row_separable(tx, TREE)
@@ -136,6 +145,7 @@ def test_judged_from_shapes_alone():
     assert not is_row_separable(optax.lamb(LR), shapes)
 
 
+@pytest.mark.slow
 def test_judged_the_same_in_any_trace():
     seen = []
 

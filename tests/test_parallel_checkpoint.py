@@ -276,6 +276,7 @@ def _run(params, state, step, batches):
     return params, state, losses
 
 
+@pytest.mark.slow
 @pytest.mark.loose_promotion  # optax.adam
 def test_training_goes_on_where_it_stopped(tmp_path):
     batches = list(worker.batches("zipf"))
@@ -329,6 +330,7 @@ def test_a_save_holds_what_was_there_when_it_was_called(tmp_path, monkeypatch):
         assert_same_bits(a, b)
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(tmp_path):
     kills = 4
     done = subprocess.run(

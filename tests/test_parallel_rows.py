@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
+from helpers import slow_but
 
 
 # Optax's Adam needs loose promotion; the lookups themselves are tested without.
@@ -137,18 +138,22 @@ def _sharded_start(tx, mesh, axis):
 @pytest.mark.loose_promotion
 @pytest.mark.parametrize(
     "name, where, kind",
-    [
-        ("sgd", "4", AxisType.Auto),
-        ("sgd", "8", AxisType.Auto),
+    slow_but(
+        [
+            ("sgd", "4", AxisType.Auto),
+            ("sgd", "8", AxisType.Auto),
+            ("adagrad", "4", AxisType.Auto),
+            ("adagrad", "8", AxisType.Auto),
+            ("adam", "4", AxisType.Auto),
+            ("adam", "8", AxisType.Auto),
+            ("momentum", "2x2, rows over both", AxisType.Auto),
+            ("clip, adam", "2x4, rows over one", AxisType.Auto),
+            ("rowwise_adagrad", "4", AxisType.Explicit),
+            ("ftrl", "2x4, rows over one", AxisType.Explicit),
+        ],
         ("adagrad", "4", AxisType.Auto),
-        ("adagrad", "8", AxisType.Auto),
-        ("adam", "4", AxisType.Auto),
-        ("adam", "8", AxisType.Auto),
-        ("momentum", "2x2, rows over both", AxisType.Auto),
-        ("clip, adam", "2x4, rows over one", AxisType.Auto),
-        ("rowwise_adagrad", "4", AxisType.Explicit),
         ("ftrl", "2x4, rows over one", AxisType.Explicit),
-    ],
+    ),
 )
 def test_training_equals_one_device(name, where, kind):
     mesh, axis = _mesh(where, kind)
@@ -188,6 +193,7 @@ def test_bfloat16_sums_in_float32():
     assert float(merged.to_dense()[7, 0]) == 258.0
 
 
+@pytest.mark.slow
 @pytest.mark.loose_promotion
 def test_other_optimizers():
     mesh, axis = _mesh("4")
@@ -287,6 +293,7 @@ def test_few_rows_and_no_ids(height):
     assert sj.grad(loss, tables=True)(sharded).values.capacity == 0
 
 
+@pytest.mark.slow
 def test_ids_of_any_kind(x64):
     mesh, axis = _mesh("4")
     sharded = sj.parallel.shard_rows(_table(), mesh, axis)
@@ -361,7 +368,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", slow_but(PROGRAMS, _several, _under_vmap))
 def test_gradient(program):
     kind = AxisType.Explicit if program in (_several, _in_branch) else AxisType.Auto
     mesh, axis = _mesh("2x4, rows over one" if program is _in_scan else "4", kind)
@@ -410,6 +417,7 @@ def test_dense_gradient_and_second_derivative():
     np.testing.assert_allclose(got.to_dense(), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sums_of_gradients():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)
@@ -474,6 +482,7 @@ def test_embedding_bag(layout, combiner, weighted, kind):
             np.testing.assert_allclose(g[1], want_g[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_embedding_bag_of_segment_tensor():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)

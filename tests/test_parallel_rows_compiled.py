@@ -71,6 +71,7 @@ def compiled():
     return found
 
 
+@pytest.mark.slow
 def test_bytes_on_the_wire(compiled):
     wire = sj.parallel.wire_bytes(compiled[4][1])
     assert wire.total <= 600_000, wire

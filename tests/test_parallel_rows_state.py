@@ -117,6 +117,7 @@ def test_gradients_and_state_must_be_the_tables():
 # ------------------------------------------------------------------ sums by hand
 
 
+@pytest.mark.slow
 @pytest.mark.loose_promotion
 def test_gradients_are_summed_by_hand():
     mesh = _mesh()
@@ -226,6 +227,7 @@ def test_function_of_ids_gives_a_row_for_each():
 # ------------------------------------------------------------------ reading
 
 
+@pytest.mark.slow
 @pytest.mark.loose_promotion
 def test_rows_without_columns():
     table = sj.parallel.shard_rows(TABLE[:, :0], _mesh(), "x")

@@ -186,6 +186,7 @@ def test_floats_of_16_bits_are_summed_in_float32(dtype):
         )
 
 
+@pytest.mark.slow
 def test_types_under_x64(x64):
     x = floats((N,))
     for dtype in (np.float32, np.float64):

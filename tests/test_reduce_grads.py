@@ -66,12 +66,14 @@ def curvature(x, w, ids):
 # ------------------------------------------------------------------ derivatives
 
 
-def test_gradients_of_first_and_second_order(x64):
+@pytest.mark.parametrize("order", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_gradients_of_first_and_second_order(order, x64):
     f = jax.jit(functools.partial(smooth, ids=IDS))
     args = floats((N, 1)), floats((N,), 1) + 3
-    check_grads(f, args, order=2, rtol=1e-5, atol=1e-5)
+    check_grads(f, args, order=order, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_elements_of_no_segment_never_show(x64):
     x, w = np.asarray(floats((N, 2))), np.asarray(floats((N,), 1)) + 3
     outside = (IDS < 0) | (IDS >= S)
@@ -193,6 +195,7 @@ def test_vmap_over_data_ids_and_both(axes):
     assert_trees_close(together, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_vmap_of_gradients():
     ids = np.stack([np.roll(IDS, k) for k in range(3)])
     x = np.stack([garbage(floats((N, 2), k, np.float32), ids[k]) for k in range(3)])
@@ -230,6 +233,7 @@ def test_parts_of_segments_are_put_together_inside_shard_map():
     assert_trees_close(gradient, expected[1], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 def test_columns_are_reduced_apart_inside_shard_map():
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -267,6 +267,7 @@ KILLER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_while_saving(tmp_path):
     """SIGKILL at 20 random moments, most of them within a save."""
