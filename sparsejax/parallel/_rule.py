@@ -21,7 +21,7 @@ from sparsejax.parallel import _exchange
 from sparsejax.parallel._owners import Owners
 from sparsejax.parallel._rows import ShardedRows, concatenate
 from sparsejax.parallel._table import gathered, laid_out
-from sparsejax.transform.rules.control_flow import register_call
+from sparsejax.transform.rules.calls import register_call
 from sparsejax.transform.table import lay_out
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparsejax._rows import SelectedRows
-from sparsejax.transform.plan import Leaf, make_plan, trace_call
+from sparsejax.transform.plan import make_plan
+from sparsejax.transform.trace import Leaf, trace_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,10 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.transform.interpreter import Reads, Site, walk
-from sparsejax.transform.plan import (
-    Call,
-    Leaf,
-    arguments,
-    loss_only,
-    make_plan,
-    trace_call,
-)
-from sparsejax.transform.table import TableRef, everywhere, lay_out, vary
+from sparsejax.transform.interpreter import Reads, Site
+from sparsejax.transform.plan import Plan, make_plan
+from sparsejax.transform.table import everywhere
+from sparsejax.transform.trace import Leaf, trace_call
 
 
 P = ParamSpec("P")
@@ -165,8 +159,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(fun, argnums, has_aux, tables, args, kwargs, caller)
-        sparse, run = make_plan(call)
-        loss, aux, grads = _differentiate(call, sparse, run)
+        loss, aux, grads = _differentiate(make_plan(call))
         grads = jax.tree_util.tree_unflatten(call.tree, grads)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -243,35 +236,30 @@ def grad(
     return grad_fun
 
 
-def _differentiate(
-    call: Call, tables: Sequence[Leaf], run: Any
-) -> tuple[Any, Any, list[Any]]:
+def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
     """Loss, aux, and the gradient of every leaf."""
+    call, sites = plan.call, plan.run.sites
     dense = [leaf for leaf in call.leaves if not leaf.sparse]
-    sites = run.sites
-    deltas = [_zero_delta(site, tables[site.table]) for site in sites]
 
     def planted(dense_values, deltas):
         inputs = list(call.inputs)
         for leaf, value in zip(dense, dense_values):
             inputs[leaf.position] = value
         reads = Reads(deltas)
-        args = arguments(call, tables, inputs)
-        outs = walk(run, reads, call.jaxpr, args, loss_only(call))
-        outs = [x.materialize() if isinstance(x, TableRef) else x for x in outs]
-        return outs[0], (outs[1:], reads.ids)
+        loss, *aux = plan.walk(inputs, reads)
+        return loss, (aux, reads.ids)
 
     values = [call.inputs[leaf.position] for leaf in dense]
     (loss, (aux, ids)), (dense_grads, cotangents) = jax.value_and_grad(
         planted, argnums=(0, 1), has_aux=True
-    )(values, deltas)
+    )(values, plan.zero_deltas())
 
     grads: dict[int, Any] = {}
     for leaf, g in zip(dense, dense_grads):
         if isinstance(leaf.value, SelectedRows):
             g = SelectedRows(leaf.value.rows, g, leaf.value.height)
         grads[leaf.position] = g
-    for number, leaf in enumerate(tables):
+    for number, leaf in enumerate(plan.tables):
         mine = [k for k, site in enumerate(sites) if site.table == number]
         grads[leaf.position] = _package(
             leaf,
@@ -284,12 +272,6 @@ def _differentiate(
         call.unflatten_aux(aux),
         [grads[leaf.position] for leaf in call.leaves],
     )
-
-
-def _zero_delta(site: Site, leaf: Leaf) -> jax.Array:
-    shape = site.lead + jnp.shape(leaf.value)[1:]
-    delta = vary(jnp.zeros(shape, jnp.result_type(leaf.value)), site.axes)
-    return lay_out(delta, site.spec, site.mesh)
 
 
 def _package(

@@ -130,7 +130,7 @@ class Reads:
         self.sites.extend(sites)
         self.ids.extend(ids)
 
-    def below(self, deltas: Sequence[jax.Array]) -> "Reads":
+    def of_body(self, deltas: Sequence[jax.Array]) -> "Reads":
         """Reads for a body: planting `deltas`, or collecting as this one does."""
         return Reads(deltas if self.planting else None)
 
@@ -141,14 +141,14 @@ class Run:
 
     Args:
       heights: number of rows of each table.
-      below: by the path of a control-flow equation, the reads of its body or bodies.
+      bodies: by the path of a control-flow equation, the sites in its body or bodies.
       dense: the dense uses that were met.
       sites: all reads, once they have been collected.
     """
 
     heights: Sequence[int]
     liveness: Liveness = dataclasses.field(default_factory=Liveness)
-    below: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     dense: list[DenseUse] = dataclasses.field(default_factory=list)
     sites: tuple[Site, ...] = ()
 

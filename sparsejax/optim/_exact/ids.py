@@ -12,16 +12,15 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from sparsejax import _arguments, _compat
 from sparsejax._compat import primitives as p
 from sparsejax.optim._exact.exact import Exact, ExactState
 from sparsejax.transform.grad import value_and_grad
-from sparsejax.transform.interpreter import Reads, Run, Site, walk
+from sparsejax.transform.interpreter import Reads
 from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.plan import Call, Leaf, arguments, make_plan, trace_call
-from sparsejax.transform.table import vary
+from sparsejax.transform.plan import Plan, collect, make_plan
+from sparsejax.transform.trace import Call, trace_call
 
 
 CALL = "sparsejax.optim.exact_value_and_grad"
@@ -151,30 +150,22 @@ class _Everything:
 
 def _ids_of(call: Call) -> list[Any]:
     """What `catch_up` takes for each leaf: ids, or `...` for all of it."""
-    tables, _ = make_plan(call)
+    tables = make_plan(call).tables
     while True:
-        heights = [jnp.shape(leaf.value)[0] for leaf in tables]
-        run = Run(heights, cast(Liveness, _Everything()))
-        reads = Reads()
-
-        def collect(inputs, tables=tables, run=run, reads=reads):
-            _walk(call, tables, run, inputs, reads)
-            return []
-
-        jax.eval_shape(collect, call.inputs)
-        run.sites = tuple(reads.sites)
-        whole = {use.table for use in run.dense}
+        plan = collect(call, tables, cast(Liveness, _Everything()))
+        whole = {use.table for use in plan.run.dense}
         if not whole:
             break
         tables = [t for number, t in enumerate(tables) if number not in whole]
 
     def ids(*inputs):
-        deltas = [_zero_delta(site, tables[site.table]) for site in run.sites]
-        return _walk(call, tables, run, inputs, Reads(deltas)).ids
+        reads = Reads(plan.zero_deltas())
+        plan.walk(inputs, reads)
+        return reads.ids
 
-    _check_known(call, tables, run, ids)
+    _check_known(plan, ids)
     found: dict[int, list[jax.Array]] = {leaf.position: [] for leaf in tables}
-    for site, x in zip(run.sites, ids(*call.inputs)):
+    for site, x in zip(plan.run.sites, ids(*call.inputs)):
         found[tables[site.table].position].append(x.reshape(-1))
     nothing = jnp.zeros((0,), jnp.int32)
     return [
@@ -185,27 +176,16 @@ def _ids_of(call: Call) -> list[Any]:
     ]
 
 
-def _walk(call: Call, tables: Any, run: Run, inputs: Any, reads: Reads) -> Reads:
-    live = (True,) * len(call.jaxpr.outvars)
-    walk(run, reads, call.jaxpr, arguments(call, tables, inputs), live)
-    return reads
-
-
-def _zero_delta(site: Site, leaf: Leaf) -> jax.Array:
-    shape = site.lead + jnp.shape(leaf.value)[1:]
-    delta = vary(jnp.zeros(shape, jnp.result_type(leaf.value)), site.axes)
-    return jax.reshard(delta, PartitionSpec(*site.spec)) if site.spec else delta
-
-
 # ------------------------------------------------------------------ what they are of
 
 
-def _check_known(call: Call, tables: Sequence[Leaf], run: Run, ids: Callable) -> None:
+def _check_known(plan: Plan, ids: Callable) -> None:
     """Raises if some ids are computed from what is read out of a table."""
+    call, tables = plan.call, plan.tables
     jaxpr, _ = _compat.trace(ids, *call.inputs)
     positions = {leaf.position for leaf in tables}
     from_table = _reached(jaxpr, [i in positions for i in range(len(call.inputs))])
-    for site, circular in zip(run.sites, from_table):
+    for site, circular in zip(plan.run.sites, from_table):
         if circular:
             name = tables[site.table].name
             raise ValueError(_CIRCULAR.format(name=name, where=site.where))

@@ -1,9 +1,9 @@
-"""Rules for equations that hold a program: jit, scan, cond, checkpoint, custom rules.
+"""Rules for scan, cond (and switch) and checkpoint: equations that hold a body.
 
-A nested `jit` is walked where it stands. Loops and branches are built again with public
-`jax.lax` functions around a walk of their body: deltas go in and ids come out, a loop's
-stacked along its length. Bodies take tables (and everything else that does not change)
-by closure, so no table is ever carried, stacked or returned.
+They are built again with public functions of JAX around a walk of their body: deltas go
+in and ids come out, a loop's stacked along its length. Bodies take tables (and
+everything else that does not change) by closure, so no table is ever carried, stacked
+or returned.
 """
 
 from collections.abc import Sequence
@@ -15,77 +15,15 @@ from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import (
-    Reads,
-    RuleContext,
-    Site,
-    register_rule,
-)
+from sparsejax.transform.interpreter import Reads, RuleContext, Site, register_rule
 from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef, everywhere, lay_out, vary
 
 
 _RETURNED = "returns it whole"
-_CALLS: dict[str, Any] = {}
-
-# -- programs that are simply called ---------------------------------------------------
 
 
-def register_call(name: str) -> Any:
-    """Registers a rule for jitted functions of a name, which must be one of its own.
-
-    The rule is called as `rule(ctx, *inputs)` and takes the place of walking the body,
-    unless it returns `NotImplemented`.
-    """
-
-    def register(rule: Any) -> Any:
-        _CALLS[name] = rule
-        return rule
-
-    return register
-
-
-@register_rule(p.jit_p)
-def _jit_rule(
-    ctx: RuleContext,
-    *inputs: Any,
-    jaxpr: Any,
-    in_shardings: Sequence[Any] = (),
-    out_shardings: Sequence[Any] = (),
-    name: str = "jit",
-    **_: Any,
-) -> list[Any]:
-    rule = _CALLS.get(name)
-    outputs = NotImplemented if rule is None else rule(ctx, *inputs)
-    if outputs is not NotImplemented:
-        return outputs
-    # Inlined: rebuilding it would compile anew at every call outside jit, and inside
-    # jit XLA inlines it anyway. What it asks of shardings is kept.
-    args = _constrain(inputs, in_shardings)
-    with jax.named_scope(name):
-        return _constrain(ctx.walk(jaxpr, args), out_shardings)
-
-
-def _constrain(xs: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    def one(x, sharding):
-        wanted = isinstance(sharding, jax.sharding.Sharding)
-        if not wanted or isinstance(x, TableRef):
-            return x
-        return lax.with_sharding_constraint(x, sharding)
-
-    pad = [None] * (len(xs) - len(shardings))
-    return [one(x, s) for x, s in zip(xs, [*shardings, *pad])]
-
-
-@register_rule("closed_call", "core_call")
-def _call_rule(ctx: RuleContext, *inputs: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
-    return ctx.walk(call_jaxpr, inputs)
-
-
-@register_flow(p.jit_p, p.remat_p, "closed_call", "core_call", _compat.shard_map_p)
-def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
-    jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    return liveness.inputs(_compat.open_jaxpr(jaxpr)[0], out)
+# -- checkpoint ------------------------------------------------------------------------
 
 
 @register_rule(p.remat_p)
@@ -93,30 +31,22 @@ def _checkpoint_rule(
     ctx: RuleContext, *inputs: Any, jaxpr: Any, prevent_cse: Any, policy: Any, **_: Any
 ) -> list[Any]:
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
-    below = ctx.run.below.get(ctx.path, ())
+    body_sites = ctx.run.bodies.get(ctx.path, ())
     found: list[Site] = []
 
     def run(arrays, deltas):
         full = _merge(inputs, places, arrays)
-        reads = ctx.reads.below(deltas)
+        reads = ctx.reads.of_body(deltas)
         outs = ctx.walk(jaxpr, full, reads)
         found[:] = reads.sites
         outs = [ctx.dense(o, _RETURNED, live) for o, live in zip(outs, ctx.live)]
         return outs, reads.ids
 
     rebuilt = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
-    outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(below)))
-    ctx.run.below[ctx.path] = tuple(found)
+    outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(body_sites)))
+    ctx.run.bodies[ctx.path] = tuple(found)
     ctx.reads.add(found, ids)
     return outs
-
-
-@register_rule(p.custom_jvp_call_p, p.custom_vjp_call_p)
-def _custom_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
-    # Its derivative is the user's, and that is written for the whole table: walking the
-    # body would differentiate the body instead.
-    why = "gives its own derivative for the whole table"
-    return _compat.bind(ctx.eqn, [ctx.dense(x, why) for x in inputs])
 
 
 # -- scan ------------------------------------------------------------------------------
@@ -135,12 +65,12 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     # A table that is carried unchanged is a constant.
     places = [i for i, c in enumerate(carry) if not isinstance(c, TableRef)]
     live = _loop_liveness(ctx.run.liveness, body, ctx.live, n_consts, n_carry)
-    below = ctx.run.below.get(ctx.path, ())
+    body_sites = ctx.run.bodies.get(ctx.path, ())
     found: list[Site] = []
 
     def step(changing, x):
         x, deltas = x
-        reads = ctx.reads.below(deltas)
+        reads = ctx.reads.of_body(deltas)
         args = [*consts, *_merge(carry, places, changing), *x]
         outs = ctx.walk(params["jaxpr"], args, reads, live=live)
         found[:] = reads.sites
@@ -153,12 +83,12 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     changing, (ys, ids) = lax.scan(
         step,
         [carry[i] for i in places],
-        (xs, ctx.reads.take(len(below))),
+        (xs, ctx.reads.take(len(body_sites))),
         length=length,
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    ctx.run.below[ctx.path] = tuple(found)
+    ctx.run.bodies[ctx.path] = tuple(found)
     ctx.reads.add([s.in_loop(length) for s in found], ids)
     return [*_merge(carry, places, changing), *ys]
 
@@ -193,13 +123,13 @@ def _cond_rule(
 ) -> list[Any]:
     # Only one branch runs, so the branches share their deltas: for each table as many
     # rows as the branch that reads most of it. What a branch leaves over stays empty.
-    below = ctx.run.below.get(ctx.path, [()] * len(branches))
-    shared = _largest(below)
+    body_sites = ctx.run.bodies.get(ctx.path, [()] * len(branches))
+    shared = _largest(body_sites)
     deltas = dict(zip((s.table for s in shared), ctx.reads.take(len(shared))))
     found: list[tuple[Site, ...]] = [()] * len(branches)
 
     def run(number: int):
-        reads = ctx.reads.below(_cut(deltas, below[number]))
+        reads = ctx.reads.of_body(_cut(deltas, body_sites[number]))
         outs = ctx.walk(branches[number], operands, reads, branch=number)
         found[number] = tuple(reads.sites)
         outs = [ctx.dense(o, _RETURNED, live) for o, live in zip(outs, ctx.live)]
@@ -209,7 +139,7 @@ def _cond_rule(
         return lambda: run(number)
 
     outs, ids = lax.switch(index, [branch(k) for k in range(len(branches))])
-    ctx.run.below[ctx.path] = found
+    ctx.run.bodies[ctx.path] = found
     ctx.reads.add(_largest(found), ids)
     return outs
 

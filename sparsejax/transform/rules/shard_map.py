@@ -38,16 +38,16 @@ def _shard_map_rule(
     )
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
     refs = [x for x in inputs if isinstance(x, TableRef)]
-    below = ctx.run.below.get(ctx.path, ())
-    specs = [PartitionSpec(tuple(sorted(s.axes & manual)) or None) for s in below]
+    body_sites = ctx.run.bodies.get(ctx.path, ())
+    specs = [PartitionSpec(tuple(sorted(s.axes & manual)) or None) for s in body_sites]
     found: list[Site] = []
 
     def run(arrays, packed, deltas):
         tables = iter([_unpack(ref, *new) for ref, new in zip(refs, packed)])
         rest = iter(arrays)
         args = [next(tables if isinstance(x, TableRef) else rest) for x in inputs]
-        pairs = zip(deltas, below)
-        reads = ctx.reads.below([d.reshape(s.lead + d.shape[1:]) for d, s in pairs])
+        pairs = zip(deltas, body_sites)
+        reads = ctx.reads.of_body([d.reshape(s.lead + d.shape[1:]) for d, s in pairs])
         outs = ctx.walk(jaxpr, args, reads)
         # Without vma types nothing tells along which axes reads differ: assume all.
         found[:] = [s if check_vma else s._replace(axes=manual) for s in reads.sites]
@@ -58,7 +58,8 @@ def _shard_map_rule(
         return outs, ids
 
     deltas = [
-        delta.reshape((-1, *delta.shape[1:])) for delta in ctx.reads.take(len(below))
+        delta.reshape((-1, *delta.shape[1:]))
+        for delta in ctx.reads.take(len(body_sites))
     ]
     outs, ids = jax.shard_map(
         run,
@@ -68,7 +69,7 @@ def _shard_map_rule(
         axis_names=manual,
         check_vma=check_vma,
     )([inputs[i] for i in places], [_pack(ref) for ref in refs], deltas)
-    ctx.run.below[ctx.path] = tuple(found)
+    ctx.run.bodies[ctx.path] = tuple(found)
     ctx.reads.add([_from_outside(site, mesh, manual) for site in found], ids)
     return outs
 

@@ -1,0 +1,84 @@
+"""Rules for calls: jit, closed_call, and functions with a derivative of their own.
+
+A nested `jit` is walked where it stands.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from sparsejax import _compat
+from sparsejax._compat import primitives as p
+from sparsejax.transform.interpreter import RuleContext, register_rule
+from sparsejax.transform.liveness import Liveness, register_flow
+from sparsejax.transform.table import TableRef
+
+
+_CALLS: dict[str, Any] = {}
+
+
+def register_call(name: str) -> Any:
+    """Registers a rule for jitted functions of a name, which must be one of its own.
+
+    The rule is called as `rule(ctx, *inputs)` and takes the place of walking the body,
+    unless it returns `NotImplemented`.
+    """
+
+    def register(rule: Any) -> Any:
+        _CALLS[name] = rule
+        return rule
+
+    return register
+
+
+@register_rule(p.jit_p)
+def _jit_rule(
+    ctx: RuleContext,
+    *inputs: Any,
+    jaxpr: Any,
+    in_shardings: Sequence[Any] = (),
+    out_shardings: Sequence[Any] = (),
+    name: str = "jit",
+    **_: Any,
+) -> list[Any]:
+    rule = _CALLS.get(name)
+    outputs = NotImplemented if rule is None else rule(ctx, *inputs)
+    if outputs is not NotImplemented:
+        return outputs
+    # Inlined: rebuilding it would compile anew at every call outside jit, and inside
+    # jit XLA inlines it anyway. What it asks of shardings is kept.
+    args = _constrain(inputs, in_shardings)
+    with jax.named_scope(name):
+        return _constrain(ctx.walk(jaxpr, args), out_shardings)
+
+
+def _constrain(xs: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    def one(x, sharding):
+        wanted = isinstance(sharding, jax.sharding.Sharding)
+        if not wanted or isinstance(x, TableRef):
+            return x
+        return lax.with_sharding_constraint(x, sharding)
+
+    pad = [None] * (len(xs) - len(shardings))
+    return [one(x, s) for x, s in zip(xs, [*shardings, *pad])]
+
+
+@register_rule("closed_call", "core_call")
+def _call_rule(ctx: RuleContext, *inputs: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
+    return ctx.walk(call_jaxpr, inputs)
+
+
+@register_flow(p.jit_p, p.remat_p, "closed_call", "core_call", _compat.shard_map_p)
+def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
+    jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    return liveness.inputs(_compat.open_jaxpr(jaxpr)[0], out)
+
+
+@register_rule(p.custom_jvp_call_p, p.custom_vjp_call_p)
+def _custom_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
+    # Its derivative is the user's, and that is written for the whole table: walking the
+    # body would differentiate the body instead.
+    why = "gives its own derivative for the whole table"
+    return _compat.bind(ctx.eqn, [ctx.dense(x, why) for x in inputs])

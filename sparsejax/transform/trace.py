@@ -1,0 +1,251 @@
+"""The trace of a call: `fun(*args, **kwargs)` as a flat program of its array leaves."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _arguments, _compat
+from sparsejax._rows import SelectedRows
+from sparsejax.transform.interpreter import Site
+
+
+@dataclasses.dataclass
+class Leaf:
+    """One leaf of the arguments that are differentiated.
+
+    The last three fields are filled in by `make_plan`.
+
+    Args:
+      name: how the user would write it, e.g. `params['table']`.
+      value: what was passed: an array, a float or a SelectedRows.
+      required: what `tables=` says of it: True, False, or None to decide here.
+      position: which input of the program it is (its values, for a SelectedRows).
+      sparse: whether its gradient is a SelectedRows.
+      reason: why it is not.
+      sites: the reads of it that count.
+    """
+
+    name: str
+    value: Any
+    required: bool | None
+    position: int
+    sparse: bool = False
+    reason: str = ""
+    sites: Sequence[Site] = ()
+
+    @property
+    def rows_read(self) -> int:
+        """Number of rows read, duplicates counted: the capacity of the gradient."""
+        return sum(site.num_rows for site in self.sites)
+
+
+@dataclasses.dataclass
+class Call:
+    """`fun` on its arguments as a flat program.
+
+    Args:
+      jaxpr, consts: the program; its first output is the loss, the others are aux.
+      inputs: its inputs, as arrays.
+      leaves: the differentiated ones.
+      tree: structure of the differentiated arguments, SelectedRows being leaves.
+      unflatten_aux: from the outputs after the loss to aux.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    inputs: list[Any]
+    leaves: list[Leaf]
+    tree: Any
+    unflatten_aux: Callable[[Sequence[Any]], Any]
+
+
+def trace_call(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    tables: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caller: str,
+) -> Call:
+    """Traces `fun(*args, **kwargs)`; arrays are inputs, the rest stays as it is."""
+    numbers = _check_argnums(caller, argnums, len(args))
+    chosen = tuple(args[i] for i in numbers)
+    if isinstance(argnums, int):
+        (chosen,) = chosen
+    paths, tree = jax.tree_util.tree_flatten_with_path(chosen, is_leaf=_is_rows)
+    names = _argument_names(fun, numbers)
+    inputs: list[Any] = []
+    leaves: list[Leaf] = []
+    required = _required(caller, tables, chosen, paths)
+    for (path, value), is_required in zip(paths, required):
+        if isinstance(argnums, int):
+            name = names[0] + jax.tree_util.keystr(path)
+        else:
+            name = names[path[0].idx] + jax.tree_util.keystr(path[1:])
+        if isinstance(value, SelectedRows):
+            inputs.append(value.rows)
+            leaves.append(Leaf(name, value, is_required, len(inputs)))
+            inputs.append(value.values)
+        else:
+            _check_differentiable(caller, name, value)
+            leaves.append(Leaf(name, value, is_required, len(inputs)))
+            inputs.append(value)
+    others = [None if i in numbers else arg for i, arg in enumerate(args)]
+    rest, rest_tree = jax.tree_util.tree_flatten((others, kwargs))
+    # `explain` and `eval_shape` may pass shapes in place of arrays.
+    kinds = jax.Array, np.ndarray, jax.ShapeDtypeStruct
+    is_input = [isinstance(x, kinds) for x in rest]
+    first = len(inputs)
+    inputs += [x for x, dynamic in zip(rest, is_input) if dynamic]
+    inputs = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in inputs]
+    aux_tree: Any = None
+    aux_leaves: list[Any] = []  # None in place of each array
+
+    def flat(*xs):
+        nonlocal aux_tree
+        values = [
+            SelectedRows.tree_unflatten(leaf.value.height, xs[leaf.position - 1 :][:2])
+            if isinstance(leaf.value, SelectedRows)
+            else xs[leaf.position]
+            for leaf in leaves
+        ]
+        arrays = iter(xs[first:])
+        others, kw = jax.tree_util.tree_unflatten(
+            rest_tree, [next(arrays) if d else x for x, d in zip(rest, is_input)]
+        )
+        new = jax.tree_util.tree_unflatten(tree, values)
+        for i, arg in zip(numbers, (new,) if isinstance(argnums, int) else new):
+            others[i] = arg
+        loss, aux = _split_aux(caller, fun(*others, **kw), has_aux)
+        found, aux_tree = jax.tree_util.tree_flatten(aux)
+        aux_leaves[:] = [None if _arguments.is_array(x) else x for x in found]
+        return [loss, *filter(_arguments.is_array, found)]
+
+    jaxpr, consts = _compat.trace(flat, *inputs)
+
+    def unflatten_aux(outputs):
+        arrays = iter(outputs)
+        return jax.tree_util.tree_unflatten(
+            aux_tree, [next(arrays) if x is None else x for x in aux_leaves]
+        )
+
+    return Call(jaxpr, consts, inputs, leaves, tree, unflatten_aux)
+
+
+# -- arguments -------------------------------------------------------------------------
+
+
+def _is_rows(x: Any) -> bool:
+    return isinstance(x, SelectedRows)
+
+
+def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
+    numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    for i in numbers:
+        if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
+            raise TypeError(
+                f"{caller}: argnums must be an int or a tuple of ints, got "
+                f"{_arguments.show(argnums)}."
+            )
+        if not -count <= i < count:
+            raise ValueError(
+                f"{caller}: argnums={argnums!r} needs at least "
+                f"{i + 1 if i >= 0 else -i} positional argument(s), the call has "
+                f"{count}. Differentiated arguments must be passed by position."
+            )
+    return tuple(int(i) % count for i in numbers)
+
+
+def _argument_names(fun: Callable, numbers: Sequence[int]) -> list[str]:
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return [names[i] if i < len(names) else f"args[{i}]" for i in numbers]
+
+
+def _required(
+    caller: str, tables: Any, chosen: Any, paths: Sequence[Any]
+) -> list[bool | None]:
+    """What `tables=` says of each leaf: True, False or None."""
+    if callable(tables):
+        return [bool(tables(path, leaf)) for path, leaf in paths]
+    required: list[Any] = []
+
+    def add(value, part):
+        required.extend(
+            [value] * len(jax.tree_util.tree_leaves(part, is_leaf=_is_rows))
+        )
+
+    is_none = lambda x: x is None
+    try:
+        jax.tree_util.tree_map(add, tables, chosen, is_leaf=is_none)
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"{caller}: tables= must be a prefix of the differentiated argument's "
+            f"tree, {_arguments.show_tree(chosen, _is_rows)}, with True, False or None "
+            f"at its leaves, got {_arguments.show_tree(tables, is_none)}."
+        ) from None
+    for value in required:
+        if value is not None and not isinstance(value, (bool, np.bool_)):
+            raise TypeError(
+                f"{caller}: tables= takes True, False, None, a tree of them or a "
+                f"callable(path, leaf) -> bool; found {_arguments.show(value)} in it."
+            )
+    return required
+
+
+def _check_differentiable(caller: str, name: str, value: Any) -> None:
+    try:
+        dtype = jnp.result_type(value)
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        found = type(value).__name__ if dtype is None else dtype.name
+        raise TypeError(
+            f"{caller}: cannot differentiate with respect to {name}, which is {found}; "
+            "it must be real or complex floating point. Pass it as an argument that "
+            "argnums does not name, or split it off the tree (equinox.partition, "
+            "flax.nnx.split)."
+        )
+
+
+# -- outputs ---------------------------------------------------------------------------
+
+
+def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
+    aux = ()
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2:
+            length = f" of length {len(out)}" if isinstance(out, tuple) else ""
+            raise TypeError(
+                f"{caller}: with has_aux=True the function must return (loss, aux), it "
+                f"returned {_arguments.kind_of(out)}{length}."
+            )
+        out, aux = out
+    try:
+        loss = jnp.asarray(out)
+    except (TypeError, ValueError):
+        loss = None
+    if loss is None or jnp.shape(loss) != () or _is_rows(out):
+        found = _arguments.kind_of(out if loss is None else loss)
+        raise TypeError(
+            f"{caller}: gradients are only defined for scalar-output functions; the "
+            f"output was {found}. If it returns (loss, aux), pass has_aux=True."
+        )
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(
+            f"{caller}: the loss must be real floating point, got {loss.dtype.name}."
+        )
+    return loss, aux
