@@ -183,6 +183,26 @@ def static_int(x: Any, least: int, complaint: str) -> int:
     return found
 
 
+def check_int(call: str, name: str, x: Any, least: int) -> int:
+    """`x` as an int of at least `least`, or a ValueError that names `call`."""
+    try:
+        found = operator.index(x)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise ValueError(
+            f"{call}: {name} must be an int of at least {least}, got {show(x)}."
+        )
+    return found
+
+
+def check_bool(call: str, name: str, x: Any) -> bool:
+    """`x` as a bool, or a TypeError that names `call`."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{call}: {name} must be True or False, got {show(x)}.")
+    return bool(x)
+
+
 def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> jax.Array:
     """`key` as one typed PRNG key, or a TypeError that names `call`.
 

@@ -9,7 +9,7 @@ import scipy.sparse
 from hypothesis import given, strategies as st
 
 import sparsejax as sj
-from sparsejax.data import _libsvm_lines, _text_files
+from sparsejax.data import _libsvm, _text
 
 
 PLAIN = b"+1 1:0.5 3:-2e-3\n\n0 2:1 # a comment\n-1\t4:.25  \r\n1.5\n"
@@ -162,9 +162,9 @@ TOKENS = st.one_of(
 def test_both_ways_of_reading_agree(lines, space):
     """All at once, or line by line: the same rows; what one refuses the other does."""
     text = "\n".join(space.join(["1", *tokens]) for tokens in lines).encode() + b"\n"
-    fast = _libsvm_lines._read_fast(text, 1)
+    fast = _libsvm._read_fast(text, 1)
     try:
-        slow = _libsvm_lines._read_slowly("file", text, 1, False)
+        slow = _libsvm._read_slowly("file", text, 1, False)
     except ValueError:
         assert fast is None
         return
@@ -246,7 +246,7 @@ def test_blocks_are_cut_at_lines(tmp_path, monkeypatch, capsys):
     text = b"".join(b"%d %d:1\n" % (i % 2, i + 1) for i in range(300))
     whole = sj.data.read_libsvm(_file(tmp_path, text))
     for size in (3, 50, 1000):
-        monkeypatch.setattr(_text_files, "BLOCK", size)
+        monkeypatch.setattr(_text, "BLOCK", size)
         X, y = sj.data.read_libsvm(_file(tmp_path, text[:-1]), progress=size == 50)
         assert (X != whole[0]).nnz == 0 and y.tolist() == whole[1].tolist()
     assert "100%" in capsys.readouterr().err

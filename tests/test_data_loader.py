@@ -228,7 +228,8 @@ def test_the_tail_bound_holds_exactly(lengths, batch_size, risk):
 def test_too_small_a_capacity_is_named():
     message = (
         "capacity=3 of column 0 is too small: batch 0 of epoch 0 has 6 elements, and "
-        "the largest of that epoch 10. Pass capacity=10, into which every batch fits, "
+        "the largest batch of that epoch has 10. Pass capacity=10, into which every "
+        "batch fits, "
     )
     with pytest.raises(ValueError, match=message):
         _numbered(40, batch_size=4, capacity=3)
@@ -349,7 +350,7 @@ def test_a_saved_place_resumes_exactly(num_workers):
 def test_a_place_among_other_rows_is_refused():
     state = _numbered(20, batch_size=4, shuffle=True).get_state()
     for options in (dict(batch_size=5), dict(batch_size=4, seed=1)):
-        with pytest.raises(ValueError, match="place means other rows here"):
+        with pytest.raises(ValueError, match="position means other rows here"):
             _numbered(20, shuffle=True, **options).set_state(state)
     loader = _numbered(20, batch_size=4, shuffle=True)
     with pytest.raises(ValueError, match="what get_state"):

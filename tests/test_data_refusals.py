@@ -25,7 +25,11 @@ DATASET = sj.data.ArrayDataset(ROWS, np.arange(20, dtype=np.int32))
             ValueError,
             r"column 1 has 1 row\(s\), column 0 has 2",
         ),
-        (lambda: sj.data.ArrayDataset({}, [1]), TypeError, "a dict of columns stands"),
+        (
+            lambda: sj.data.ArrayDataset({}, [1]),
+            TypeError,
+            "a dict of columns must be the only",
+        ),
         (lambda: sj.data.ArrayDataset(np.array(["a"])), TypeError, "dtype <U1"),
         (lambda: sj.data.ArrayDataset(np.float32(1)), ValueError, "is one number"),
         (lambda: sj.data.ArrayDataset(np.ma.zeros(2)), TypeError, "masked array"),
@@ -48,12 +52,12 @@ DATASET = sj.data.ArrayDataset(ROWS, np.arange(20, dtype=np.int32))
         (
             lambda: sj.data.ArrayDataset(jax.random.split(jax.random.key(0), 2)),
             TypeError,
-            r"column 0 is random keys.*key_data",
+            r"column 0 has random keys.*key_data",
         ),
         (
             lambda: sj.data.ArrayDataset([jax.random.key(0)]),
             TypeError,
-            "is random keys",
+            "has random keys",
         ),
         (
             lambda: sj.data.SimpleDataset(DICT),
@@ -68,15 +72,19 @@ DATASET = sj.data.ArrayDataset(ROWS, np.arange(20, dtype=np.int32))
         (
             lambda: sj.data.DataLoader((np.ones(2), np.ones(2)), 2),
             TypeError,
-            r"ArrayDataset\(x, y\) makes one",
+            r"ArrayDataset\(x, y\) makes a data set",
         ),
         (
             lambda: sj.data.SimpleDataset((scipy.sparse.eye(2).tocsr(), [1, 0])),
             TypeError,
-            r"ArrayDataset\(x, y\) makes one",
+            r"ArrayDataset\(x, y\) makes a data set",
         ),
         (lambda: sj.data.ArrayDataset(np.array([2**40])), ValueError, "jax_enable_x64"),
-        (lambda: sj.data.ArrayDataset([1, 2])[2], IndexError, "row 2 of 2 rows"),
+        (
+            lambda: sj.data.ArrayDataset([1, 2])[2],
+            IndexError,
+            "row 2 is out of range: there are 2 rows",
+        ),
         (lambda: sj.data.ArrayDataset([1, 2])[ANY], TypeError, "int or a slice"),
         (lambda: sj.data.SimpleDataset(ANY), TypeError, "must be a sequence"),
         (

@@ -2,7 +2,7 @@
 
 Data sets and batches, made of NumPy arrays and SegmentTensors of them
 
-- `ArrayDataset`: columns side by side: arrays, CSR, lists of ids,
+- `ArrayDataset`: columns of equal length: arrays, CSR, lists of ids,
   SegmentTensors.
 - `SimpleDataset`: a sequence of items.
 - `DataLoader`: batches of one static shape, shuffled, sharded; resumes
@@ -11,7 +11,7 @@ Data sets and batches, made of NumPy arrays and SegmentTensors of them
 Files
 
 - `read_csv_ids`: labels, numbers and categories: Criteo's logs, ratings.
-- `iter_csv_ids`: the same, a part at a time.
+- `iter_csv_ids`: the same, in chunks.
 - `HashIds`, `Vocabulary`: ids of categories, by a hash or by a list.
 - `read_libsvm`, `write_libsvm`: rows of `label index:value ...`.
 """
@@ -20,13 +20,13 @@ from sparsejax.data._csv_ids import (
     iter_csv_ids as iter_csv_ids,
     read_csv_ids as read_csv_ids,
 )
-from sparsejax.data._dataset import (
+from sparsejax.data._datasets import (
     ArrayDataset as ArrayDataset,
     SimpleDataset as SimpleDataset,
 )
-from sparsejax.data._encoders import HashIds as HashIds, Vocabulary as Vocabulary
 from sparsejax.data._libsvm import (
     read_libsvm as read_libsvm,
     write_libsvm as write_libsvm,
 )
 from sparsejax.data._loader import DataLoader as DataLoader
+from sparsejax.data._vocabulary import HashIds as HashIds, Vocabulary as Vocabulary

@@ -1,7 +1,13 @@
-"""How many elements a batch may have: measured, or bounded for every order there is.
+"""The static capacities of a loader's batches: as given, or measured.
 
-A batch is B of n rows, whose lengths are known. In the order of the rows its size is
-known exactly. Where each epoch has another order, two bounds hold:
+A ragged column needs a capacity for each level of segments, so that all batches have
+one shape and a jitted step compiles once. A bucket is a tuple of capacities for each
+column (empty for an array). There are one or two buckets. A batch goes into the first
+one that it fits into, so a step compiles at most as often as there are buckets.
+
+`capacity="auto"` measures. A batch is B of n rows with known lengths. Where the rows
+come in their own order, the largest batch is known exactly. Where each epoch has
+another order, two bounds hold:
 
 - no B rows have more elements than the B longest;
 - Hoeffding (1963): a sum of B lengths drawn without replacement is at most as likely to
@@ -9,38 +15,27 @@ known exactly. Where each epoch has another order, two bounds hold:
   `P(size >= c) <= min_t exp(-t * c) * M(t)^B`. Solved for c, with P = `risk`, that is
   `c = min_t (B * log M(t) + log(1 / risk)) / t`.
 
-The second is mostly far below the first, and a risk of 1e-12 costs little more room
-than one of 1e-3, as it enters by its logarithm.
+The second is mostly far below the first, and a risk of 1e-12 needs little more capacity
+than one of 1e-3, because only its logarithm counts.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
+from sparsejax import _arguments
+from sparsejax.data import _columns
+from sparsejax.data._datasets import ArrayDataset
+from sparsejax.data._sampler import Sampler
 
-RISK = 1e-12
-SPILL_RISK = 1e-3
+
+_CALL = "sparsejax.data.DataLoader"
+_RISK = 1e-12
+_SPILL_RISK = 1e-3
 
 
-@dataclasses.dataclass(frozen=True)
-class Capacity:
-    """The capacity of one level of a column, and what speaks for it.
-
-    Args:
-      size: int, elements a batch has room for.
-      reason: what was measured.
-      mean: elements of a batch on average.
-      is_sure: whether every batch of every epoch fits.
-    """
-
-    size: int
-    reason: str
-    mean: float
-    is_sure: bool
-
-    def __str__(self) -> str:
-        filled = self.mean / self.size if self.size else 1.0
-        return f"{self.size} ({self.reason}; on average {filled:.0%} filled)"
+# ------------------------------------------------------------------ bounds
 
 
 def largest(lengths: np.ndarray, batch_size: int) -> int:
@@ -56,12 +51,12 @@ def tail_bound(lengths: np.ndarray, batch_size: int, risk: float) -> int:
     if values[-1] <= 0:
         return 0
     share = np.log(counts / len(lengths))
-    spread = np.sqrt(batch_size * lengths.var()) + 1.0
-    # Any t gives a bound that holds. The best is about sqrt(2 log(1 / risk)) / spread
+    deviation = np.sqrt(batch_size * lengths.var()) + 1.0
+    # Any t gives a valid bound. The best t is about sqrt(2 log(1 / risk)) / deviation
     # where sums are nearly normal, and of the order of 1 / length where few rows are
     # long.
     best = np.inf
-    for t in np.geomspace(1e-2 / spread, 1e2 / min(spread, values[-1]), 400):
+    for t in np.geomspace(1e-2 / deviation, 1e2 / min(deviation, values[-1]), 400):
         exponents = t * values + share
         top = exponents.max()
         log_mean = top + np.log(np.exp(exponents - top).sum())
@@ -69,27 +64,191 @@ def tail_bound(lengths: np.ndarray, batch_size: int, risk: float) -> int:
     return int(np.ceil(best))
 
 
-def choose(
-    lengths: np.ndarray, batch_size: int, in_order: int | None, risk: float = RISK
-) -> Capacity:
-    """The capacity for `capacity="auto"`.
+# ------------------------------------------------------------------ capacities
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """The capacity of one level of a ragged column.
 
     Args:
-      lengths: int64 `[n]`.
-      batch_size: rows of a batch.
-      in_order: the largest batch, where the order is always the same; else None.
-      risk: for the size of a batch in a random order.
+      name: of the column, and of the level where there are several.
+      lengths: int64 `[n]`, elements of each row.
+      size: the capacity.
+      reason: what was measured, or "as given".
+      auto: what "auto" would take.
+      sure: a capacity into which every batch of every epoch fits.
+      always_fits: whether `size` is known to be such a capacity.
+      mean: elements of a batch on average.
     """
-    mean = batch_size * float(lengths.mean())
-    if in_order is not None:
+
+    name: str
+    lengths: np.ndarray
+    size: int
+    reason: str
+    auto: int
+    sure: int
+    always_fits: bool
+    mean: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The capacities of all columns; `measure` makes them.
+
+    Args:
+      columns: for each column its levels, none for an array.
+      spills: whether there is a second bucket, into which every batch fits.
+    """
+
+    columns: tuple[tuple[Level, ...], ...]
+    spills: bool
+
+    @property
+    def sizes(self) -> list[list[tuple[int, ...]]]:
+        """For each bucket and column, the capacities of the levels."""
+        first = [tuple(lv.size for lv in levels) for levels in self.columns]
+        if not self.spills:
+            return [first]
+        larger = lambda lv: max(lv.size, lv.sure)
+        return [first, [tuple(map(larger, levels)) for levels in self.columns]]
+
+    def pick(self, rows: np.ndarray) -> list[tuple[int, ...]]:
+        """The bucket of the batch of `rows`."""
+        if not self.spills:
+            return self.sizes[0]
+        fits = all(
+            lv.lengths[rows].sum() <= lv.size
+            for levels in self.columns
+            for lv in levels
+        )
+        return self.sizes[0 if fits else 1]
+
+    def check(self, sampler: Sampler, epoch: int, rows: np.ndarray) -> None:
+        """Raises if a batch of the epoch does not fit, on any shard."""
+        if self.spills:
+            return
+        for level in (lv for levels in self.columns for lv in levels):
+            if level.always_fits:
+                continue
+            found = sampler.sizes(rows, level.lengths)
+            if not found.size or found.max() <= level.size:
+                continue
+            batch = int(np.argmax(found.max(axis=0) > level.size))
+            auto = ""
+            if level.size < level.auto < level.sure:
+                auto = f"; capacity='auto', which takes {level.auto} here"
+            raise ValueError(
+                f"{_CALL}: capacity={level.size} of {level.name} is too small: batch "
+                f"{batch} of epoch {epoch} has {found[:, batch].max()} elements, and "
+                f"the largest batch of that epoch has {found.max()}. Pass "
+                f"capacity={level.sure}, into which every batch"
+                f"{' of every epoch' if sampler.shuffle else ''} fits{auto}, or "
+                "overflow='spill' for a second, larger size."
+            )
+
+    def lines(self) -> list[str]:
+        """What was chosen, and why, a line a level."""
+        shown = []
+        for level in (lv for levels in self.columns for lv in levels):
+            filled = level.mean / level.size if level.size else 1.0
+            spill = f", else {max(level.sure, level.size)}" if self.spills else ""
+            shown.append(
+                f"capacity of {level.name}: {level.size} ({level.reason}; on average "
+                f"{filled:.0%} filled){spill}"
+            )
+        return shown
+
+
+def measure(
+    dataset: ArrayDataset, sampler: Sampler, capacity: Any, overflow: str
+) -> Buckets:
+    """The buckets for the batches of a data set."""
+    risk = _SPILL_RISK if overflow == "spill" else _RISK
+    found = []
+    for column, name, given in zip(
+        dataset.columns, dataset.names(), _by_column(dataset, capacity)
+    ):
+        if isinstance(column, _columns.Array):
+            if given is not None:
+                raise ValueError(
+                    f"{_CALL}: capacity={given!r}, but {name} is an array, whose rows "
+                    "need none. Leave it out or give None."
+                )
+            found.append(())
+            continue
+        lengths = _columns.lengths(column)
+        levels = []
+        for depth, (own, size) in enumerate(
+            zip(lengths, _by_level(given, len(lengths), name))
+        ):
+            level_name = f"{name}, level {depth}" if len(lengths) > 1 else name
+            levels.append(_as_level(level_name, own, sampler, size, risk))
+        found.append(tuple(levels))
+    always_fits = all(lv.always_fits for levels in found for lv in levels)
+    return Buckets(tuple(found), overflow == "spill" and not always_fits)
+
+
+def _as_level(
+    name: str, lengths: np.ndarray, sampler: Sampler, size: int | None, risk: float
+) -> Level:
+    """A level of this capacity; None measures it."""
+    batch_size = sampler.batch_size
+    if not sampler.shuffle:
+        rows = np.arange(sampler.num_rows)
+        sure = auto = int(sampler.sizes(rows, lengths).max(initial=0))
         reason = "the largest batch, in the order of the rows"
-        return Capacity(in_order, reason, mean, True)
-    sure, likely = largest(lengths, batch_size), tail_bound(lengths, batch_size, risk)
-    if sure <= likely:
+    else:
+        sure = largest(lengths, batch_size)
+        auto = min(sure, tail_bound(lengths, batch_size, risk))
         reason = f"as many as the {batch_size} longest rows have: every batch fits"
-        return Capacity(sure, reason, mean, True)
-    reason = (
-        f"a batch has more with a probability below {risk:g}; every batch would fit "
-        f"into {sure}"
+        if auto < sure:
+            reason = (
+                f"a batch has more with a probability below {risk:g}; every batch "
+                f"would fit into {sure}"
+            )
+    if size is None:
+        size = auto
+    else:
+        reason = "as given"
+    mean = batch_size * float(lengths.mean())
+    return Level(name, lengths, size, reason, auto, sure, size >= sure, mean)
+
+
+def _by_column(dataset: ArrayDataset, capacity: Any) -> list[Any]:
+    """What was given for each column; None for "auto" and for an array."""
+    ragged = [isinstance(c, _columns.Ragged) for c in dataset.columns]
+    if isinstance(capacity, str) and capacity == "auto":
+        return [None] * len(ragged)
+    if isinstance(capacity, (int, np.integer)) and not isinstance(capacity, bool):
+        return [capacity if is_ragged else None for is_ragged in ragged]
+    try:
+        parts = dataset.split(_CALL, capacity)
+    except (KeyError, TypeError, ValueError):
+        is_dict = isinstance(dataset.join([None] * len(ragged)), dict)
+        raise _not_a_capacity(capacity, "dict" if is_dict else "tuple") from None
+    return [
+        None if isinstance(part, str) and part == "auto" else part for part in parts
+    ]
+
+
+def _by_level(given: Any, levels: int, name: str) -> list[int | None]:
+    """A capacity or None for each level."""
+    parts = list(given) if isinstance(given, (tuple, list)) else [given]
+    if len(parts) > levels:
+        raise ValueError(
+            f"{_CALL}: capacity={given!r} of {name} has {len(parts)} numbers, and the "
+            f"column has {levels} level(s) of segments."
+        )
+    for p in parts:
+        if p is not None and not isinstance(p, (int, np.integer)):
+            raise _not_a_capacity(given, "tuple or dict")
+    sizes = [None if p is None else _arguments.check_capacity(_CALL, p) for p in parts]
+    return sizes + [None] * (levels - len(sizes))
+
+
+def _not_a_capacity(found: Any, kind: str) -> ValueError:
+    return ValueError(
+        f"{_CALL}: capacity must be 'auto', an int, or for several ragged columns a "
+        f"{kind} with one of these or None for each column, got {found!r}."
     )
-    return Capacity(likely, reason, mean, False)

@@ -1,11 +1,11 @@
 """Columns of a data set: what a row of each is, and how rows become a batch.
 
-A column is an array, whose rows stack, or ragged: elements in one axis and the offsets
-at which each row begins, as SegmentTensor has them, but in NumPy. Elements may be rows
-of a ragged column themselves, and so to any depth. Each level of it needs a capacity.
+A column is an array, whose rows are stacked, or it is ragged: elements in one axis and
+the offsets at which each row begins, as in a SegmentTensor, but in NumPy. Elements may
+be rows of a ragged column themselves, to any depth. Each level needs a capacity.
 
 Nothing here touches a device: a batch is made of NumPy arrays, in the types that JAX
-keeps, and goes to the device when a jitted function takes it.
+keeps. A jitted function puts it on the device when it is called.
 """
 
 import dataclasses
@@ -18,18 +18,11 @@ from sparsejax import _arguments
 from sparsejax._segments import SegmentTensor, elements
 
 
-_UNEQUAL = (
-    "{call}: {name} is a list whose rows cannot be read as one column: {reason}. For "
-    "rows that differ in length give a list or an array of numbers for each, of one "
-    "type and depth."
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Array:
     """A column whose rows all have one shape: `[n, ...]`."""
 
-    source: Any  # what the user gave, which answers for single rows
+    source: Any  # what the user gave; single rows are read from it
     values: np.ndarray
     dtype: np.dtype  # what JAX keeps of it
 
@@ -42,9 +35,9 @@ class Ragged:
     """A column whose rows differ in length.
 
     Args:
-      source: what the user gave, or None inside of another column.
+      source: what the user gave, or None inside another column.
       offsets: int64 `[n + 1]`, ascending.
-      values: a tree of Array and of Ragged, with an element a row.
+      values: a tree of Array and of Ragged whose rows are the elements.
     """
 
     source: Any
@@ -59,14 +52,14 @@ class Ragged:
 
 
 def as_column(call: str, data: Any, name: str) -> Array | Ragged:
-    """A column of an array, a CSR matrix, a SegmentTensor or a list; else an error."""
+    """A column from an array, a CSR matrix, a SegmentTensor or a list."""
     if isinstance(data, SegmentTensor):
         return _of_segments(call, data, data, name)
     if hasattr(data, "tocsr"):  # scipy's, known without an import
         if getattr(data, "format", None) != "csr":
             raise TypeError(
-                f"{call}: {name} is a sparse matrix in the format {data.format}; rows "
-                "are taken from CSR. Call .tocsr()."
+                f"{call}: {name} is a sparse matrix in the format {data.format}, and "
+                "rows are read from CSR. Call .tocsr()."
             )
         parts = {"index": data.indices, "value": data.data}
         return Ragged(data, _as_offsets(data.indptr), _leaves(call, parts, name))
@@ -84,30 +77,30 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
 def _of_array(call: str, data: Any, name: str) -> Array:
     if isinstance(data, np.ma.MaskedArray):
         raise TypeError(
-            f"{call}: {name} is a masked array, and JAX has none. Fill it, with "
-            ".filled(...), and give the mask as a column of its own."
+            f"{call}: {name} is a masked array, which JAX does not have. Fill it with "
+            ".filled(...), and pass the mask as another column."
         )
     _refuse_keys(call, data, name)
     values = np.asanyarray(data)  # a memory map stays one
     if values.ndim == 0:
         raise ValueError(
-            f"{call}: {name} is one number; a column has a row for each example."
+            f"{call}: {name} is one number. A column has a row for each example."
         )
     known = values.dtype.kind in "biufc" or jax.numpy.issubdtype(
         values.dtype, jax.numpy.inexact
     )
     if not known:  # strings, objects, dates
         raise TypeError(
-            f"{call}: {name} has dtype {values.dtype}, which JAX has no arrays of. "
-            "Turn it into numbers first; categories into ids."
+            f"{call}: {name} has dtype {values.dtype}, which JAX does not support. "
+            "Convert it to numbers first, and categories to ids."
         )
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(values.dtype))
     if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
         low, high, limits = values.min(), values.max(), np.iinfo(dtype)
         if low < limits.min or high > limits.max:
             raise ValueError(
-                f"{call}: {name} holds the integers {low} to {high}, and JAX keeps "
-                f"{dtype}. Set jax_enable_x64, or give smaller ids."
+                f"{call}: {name} has integers from {low} to {high}, and JAX keeps "
+                f"{dtype}. Set jax_enable_x64, or use smaller ids."
             )
     return Array(data, values, dtype)
 
@@ -119,8 +112,11 @@ def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
         for at, row in enumerate(data):
             if not _is_number(row):
                 found, one = type(row).__name__, type(first).__name__
-                reason = f"row {at} is {found} and row 0 is {one}"
-                raise ValueError(_UNEQUAL.format(call=call, name=name, reason=reason))
+                raise ValueError(
+                    _not_one_column(
+                        call, name, f"row {at} is {found} and row 0 is {one}"
+                    )
+                )
         return _of_array(call, np.asarray(data), name)
     try:
         if all(isinstance(row, np.ndarray) for row in data):
@@ -130,12 +126,19 @@ def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
             st = SegmentTensor.from_lists([_plain(row) for row in data])
             return dataclasses.replace(_of_segments(call, st, data, name), source=data)
     except (TypeError, ValueError) as e:
-        # JAX's own errors are of these kinds, and are made of other things than text.
+        # JAX's errors are subclasses of these, whose constructors take other arguments.
         kind = TypeError if isinstance(e, TypeError) else ValueError
-        reason = str(e).rstrip(".")
-        raise kind(_UNEQUAL.format(call=call, name=name, reason=reason)) from None
+        raise kind(_not_one_column(call, name, str(e).rstrip("."))) from None
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return Ragged(data, offsets, _of_array(call, values, name))
+
+
+def _not_one_column(call: str, name: str, reason: str) -> str:
+    return (
+        f"{call}: {name} is a list whose rows cannot be read as one column: {reason}. "
+        "Rows that differ in length must be lists or arrays of numbers, of one type "
+        "and depth."
+    )
 
 
 def _is_number(row: Any) -> bool:
@@ -146,8 +149,8 @@ def _refuse_keys(call: str, data: Any, name: str) -> None:
     keys = jax.dtypes.prng_key
     if isinstance(data, jax.Array) and jax.numpy.issubdtype(data.dtype, keys):
         raise TypeError(
-            f"{call}: {name} is random keys, of which a batch is none. Give "
-            "jax.random.key_data(keys), which are numbers."
+            f"{call}: {name} has random keys, which cannot be in a batch. Pass "
+            "jax.random.key_data(keys), which is numbers."
         )
 
 
@@ -175,7 +178,7 @@ def _as_offsets(offsets: Any) -> np.ndarray:
 
 
 def get(column: Array | Ragged, key: int | slice) -> Any:
-    """What a user means by `column[key]`, in the kind of thing that he gave."""
+    """`column[key]`, of the kind that the user gave."""
     source = column.source
     if isinstance(column, Array):
         return source[key]
@@ -207,19 +210,18 @@ def _map(f: Any, values: Any) -> Any:
 def lengths(column: Ragged) -> list[np.ndarray]:
     """For each level, outermost first, the number of elements of each row, int64 `[n]`.
 
-    Levels side by side in a tree share an entry, the greater number of the two.
+    Levels of the same depth in a tree share an entry, the maximum of their numbers.
     """
     own = np.diff(column.offsets)
     inner: list[np.ndarray] = []
     for child in _ragged_leaves(column):
         for depth, counts in enumerate(lengths(child)):
             sums = np.concatenate([[0], np.cumsum(counts)])
-            sums = sums[column.offsets]
-            spread = np.diff(sums)
+            in_row = np.diff(sums[column.offsets])
             if depth == len(inner):
-                inner.append(spread)
+                inner.append(in_row)
             else:
-                inner[depth] = np.maximum(inner[depth], spread)
+                inner[depth] = np.maximum(inner[depth], in_row)
     return [own, *inner]
 
 
@@ -233,13 +235,13 @@ def _ragged_leaves(column: Ragged) -> list[Ragged]:
 def take(
     column: Array | Ragged, rows: np.ndarray, size: int, capacities: tuple[int, ...]
 ) -> Any:
-    """`rows` as a batch of `size` rows, those beyond being zeros or empty.
+    """`rows` as a batch of `size` rows, padded with zeros or empty rows.
 
     Args:
       column: to take them from.
       rows: integers, at most `size` of them.
       size: rows of the batch.
-      capacities: of a ragged column's levels, outermost first; enough.
+      capacities: of a ragged column's levels, outermost first; large enough.
 
     Returns:
       NumPy array `[size, ...]`, or a SegmentTensor of NumPy arrays with `size` segments
@@ -260,5 +262,5 @@ def take(
     segment_ids = np.full(capacity, size, np.int32)
     segment_ids[:total] = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     values = _map(lambda x: take(x, places, capacity, tuple(inner)), column.values)
-    # Rebuilt as pytrees are, since the makers would put each array on the device.
+    # Built by unflattening: the constructors would put each array on the device.
     return SegmentTensor.tree_unflatten((size, True), (values, segment_ids))

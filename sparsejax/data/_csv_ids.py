@@ -1,4 +1,8 @@
-"""Files of labels, numbers and categories, which become ids: clicks, ratings."""
+"""read_csv_ids, iter_csv_ids: CSV files of labels, numbers and categories into arrays.
+
+How a file is cut into fields is in `_csv.py`, how categories become ids in
+`_vocabulary.py`.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -6,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax import _arguments
 from sparsejax._files import as_path
-from sparsejax.data import _checks, _csv_layout, _csv_lines, _encoders
+from sparsejax.data import _csv
+from sparsejax.data._vocabulary import HashIds, Vocabulary
 
 
 _READ = "sparsejax.data.read_csv_ids"
@@ -18,8 +24,8 @@ def read_csv_ids(
     path: str | os.PathLike[str],
     ids: Any,
     *,
-    num_numbers: int = _csv_layout.NUM_NUMBERS,
-    num_ids: int = _csv_layout.NUM_IDS,
+    num_numbers: int = _csv.NUM_NUMBERS,
+    num_ids: int = _csv.NUM_IDS,
     label: bool = True,
     columns: Mapping[str, Any] | None = None,
     separator: str = "auto",
@@ -29,30 +35,30 @@ def read_csv_ids(
 ) -> dict[str, np.ndarray]:
     """Reads rows of labels, numbers and categories: click logs, ratings.
 
-    The fields are those of Criteo's click logs, in their order: a label, numbers,
-    categories. For a file of another order, as one of user,item,rating, `columns` says
-    which field is what.
+    The default is the order of Criteo's click logs: a label, numbers, categories. For
+    other files, for example lines of user,item,rating, `columns` says which field is
+    what.
 
-    Fields have a tab or a comma between them, and nothing is quoted. Categories are any
-    bytes, as the hexadecimal words of Criteo. An empty field is a missing one. Empty
-    lines are skipped.
+    Fields are separated by a tab or a comma, and nothing is quoted. Categories are any
+    bytes, for example Criteo's hexadecimal words. An empty field is a missing one.
+    Empty lines are skipped.
 
     Args:
-      path: of a text file; compressed by gzip or bzip2 is seen by itself.
-      ids: what makes ids of categories: a `HashIds`, a `Vocabulary`, or an int, which
-        stands for `HashIds(int)`. Missing categories get id 0.
+      path: of a text file; gzip and bzip2 are recognized by their first bytes.
+      ids: what turns categories into ids: a `HashIds`, a `Vocabulary`, or an int, short
+        for `HashIds(int)`. Missing categories get id 0.
       num_numbers: int, numbers of a row.
       num_ids: int, categories of a row.
-      label: whether a number comes first that is the label.
-      columns: where the fields are, instead of these three: a dict of "ids" and, if
-        there are such, of "label" (one field) and "numbers". A field is an int, its
-        place in a row from 0, or a str, its name in the first line, which then is a
-        header. Fields that are not in it are not read.
+      label: whether the first field is the label, a number.
+      columns: which fields to read, instead of these three: a dict with "ids" and maybe
+        "label" (one field) and "numbers". A field is an int, its position in a row from
+        0, or a str, its name in the first line, which then is a header. Other fields
+        are not read.
       separator: one character; "auto" is a tab if the first line has one, else a comma.
-      header: whether the first line is names, no row.
-      missing: number for a missing number or label. With NaN, as it is, a missing label
-        is an error.
-      progress: whether a bar says how far it is.
+      header: whether the first line is names and not a row.
+      missing: the number for a missing number or label. With the default, NaN, a
+        missing label is an error.
+      progress: whether a bar shows how much was read.
 
     Returns:
       A dict of columns, for `ArrayDataset`: "label" float32 `[n]` (if there is one),
@@ -60,9 +66,9 @@ def read_csv_ids(
       `columns` has. The ids of column c are in `[0, ids.sizes(num_ids)[c])`.
 
     Raises:
-      TypeError: `ids`, `path` or another argument is none of these.
-      ValueError: a row has other fields, or what should be a number is none: the
-        message begins with file:line.
+      TypeError: `ids`, `path` or another argument is of the wrong type.
+      ValueError: a row has another number of fields, or a field should be a number and
+        is not: the message begins with file:line.
       OSError: the file cannot be read, or is damaged.
 
     Example:
@@ -76,7 +82,7 @@ def read_csv_ids(
              [-2.,  7.]], dtype=float32), array([[184],
              [  0]], dtype=int32))
 
-    Ratings, with an id of its own for each user and each item:
+    Ratings, where each user and each item gets its own id:
 
       >>> path = os.path.join(tempfile.mkdtemp(), "ratings.csv")
       >>> with open(path, "w") as file:
@@ -92,12 +98,10 @@ def read_csv_ids(
     References:
       Criteo, Display Advertising Challenge (Kaggle, 2014): 13 counts, 26 categories.
     """
-    layout = _csv_layout.as_layout(
+    layout = _csv.as_layout(
         _READ, num_numbers, num_ids, label, separator, header, columns
     )
-    encoder = _as_encoder(_READ, ids, layout)
-    path, missing = as_path(_READ, path), _as_missing(_READ, missing)
-    return _join(layout, list(_encoded(path, layout, encoder, missing, progress)))
+    return _join(layout, list(_blocks(path, ids, layout, missing, progress)))
 
 
 def iter_csv_ids(
@@ -105,8 +109,8 @@ def iter_csv_ids(
     ids: Any,
     *,
     chunk_rows: int = 65536,
-    num_numbers: int = _csv_layout.NUM_NUMBERS,
-    num_ids: int = _csv_layout.NUM_IDS,
+    num_numbers: int = _csv.NUM_NUMBERS,
+    num_ids: int = _csv.NUM_IDS,
     label: bool = True,
     columns: Mapping[str, Any] | None = None,
     separator: str = "auto",
@@ -114,20 +118,20 @@ def iter_csv_ids(
     missing: float = np.nan,
     progress: bool = False,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The same, a part at a time: for files that memory cannot hold.
+    """Reads what `read_csv_ids` reads in chunks, for files larger than the memory.
 
     Args:
-      path, ids: as of `read_csv_ids`.
-      chunk_rows: int, rows of a part; the last one may have fewer.
-      num_numbers, num_ids, label, columns, separator, header, missing, progress: as
-        there.
+      path, ids: as in `read_csv_ids`.
+      chunk_rows: int, rows of a chunk; the last one may have fewer.
+      num_numbers, num_ids, label, columns, separator, header, missing, progress: as in
+        `read_csv_ids`.
 
     Returns:
-      Iterator over dicts as `read_csv_ids` gives them.
+      Iterator over dicts as `read_csv_ids` returns them.
 
     Raises:
-      TypeError, ValueError, OSError: as `read_csv_ids`; for what is in the file, when
-        its part is asked for.
+      TypeError, ValueError, OSError: as `read_csv_ids`; errors in the file are raised
+        when their chunk is read.
 
     Example:
       >>> import os, tempfile, sparsejax as sj
@@ -135,63 +139,67 @@ def iter_csv_ids(
       >>> with open(path, "w") as file:
       ...     _ = file.write("1,a\\n0,b\\n1,c\\n")
       >>> layout = dict(num_numbers=0, num_ids=1)
-      >>> parts = sj.data.iter_csv_ids(path, 100, chunk_rows=2, **layout)
-      >>> [part["label"].tolist() for part in parts]
+      >>> chunks = sj.data.iter_csv_ids(path, 100, chunk_rows=2, **layout)
+      >>> [chunk["label"].tolist() for chunk in chunks]
       [[1.0, 0.0], [1.0]]
     """
-    layout = _csv_layout.as_layout(
+    layout = _csv.as_layout(
         _ITERATE, num_numbers, num_ids, label, separator, header, columns
     )
-    encoder = _as_encoder(_ITERATE, ids, layout)
-    path, missing = as_path(_ITERATE, path), _as_missing(_ITERATE, missing)
-    size = _checks.as_int("chunk_rows", chunk_rows, 1, _ITERATE)
-    return _chunks(layout, _encoded(path, layout, encoder, missing, progress), size)
+    blocks = _blocks(path, ids, layout, missing, progress)
+    size = _arguments.check_int(_ITERATE, "chunk_rows", chunk_rows, 1)
+    return _chunks(layout, blocks, size)
 
 
 # ------------------------------------------------------------------ private
 
 
-def _as_missing(call: str, missing: Any) -> float:
-    number = isinstance(missing, (int, float, np.integer, np.floating))
-    if not number or isinstance(missing, bool):
-        raise TypeError(f"{call}: missing must be a number, got {missing!r}.")
-    return float(missing)
-
-
-def _as_encoder(call: str, ids: Any, layout: _csv_layout.Layout) -> Any:
-    num_ids = layout.size("ids")
+def _blocks(
+    path: Any, ids: Any, layout: _csv.Layout, missing: Any, progress: bool
+) -> Iterator[dict[str, np.ndarray]]:
+    """The columns of a file, a block of lines at a time; checks its arguments now."""
+    call = layout.call
     if isinstance(ids, (int, np.integer)) and not isinstance(ids, bool):
-        ids = _encoders.HashIds(int(ids))
-    if not isinstance(ids, (_encoders.HashIds, _encoders.Vocabulary)):
+        ids = HashIds(int(ids))
+    if not isinstance(ids, (HashIds, Vocabulary)):
         raise TypeError(
             f"{call}: ids must be a HashIds, a Vocabulary, or an int for HashIds(int), "
             f"got {ids!r}."
         )
-    ids.sizes(num_ids)  # an error where it is of another number of columns
-    if isinstance(ids, _encoders.Vocabulary):
-        _encoders.check_names(call, ids.names, layout.names())
-    return ids
+    ids.sizes(layout.size("ids"))  # raises if it has another number of columns
+    names = layout.names()
+    known = list(ids.names) if isinstance(ids, Vocabulary) else []
+    if known and names and known != names:
+        raise ValueError(
+            f"{call}: the vocabulary is of the columns {known}, and the ids of the "
+            f"file are {names}, in this order. Name them in columns= as the vocabulary "
+            "does; if they are the same columns under other names, pass "
+            "dataclasses.replace(vocabulary, names=())."
+        )
+    path = as_path(call, path)
+    number = isinstance(missing, (int, float, np.integer, np.floating))
+    if not number or isinstance(missing, bool):
+        raise TypeError(f"{call}: missing must be a number, got {missing!r}.")
+    tables = _csv.read(path, layout, progress)
+    return (_encoded(table, ids, layout, float(missing)) for table in tables)
 
 
 def _encoded(
-    path: Any, layout: _csv_layout.Layout, encoder: Any, missing: float, progress: bool
-) -> Iterator[dict[str, np.ndarray]]:
-    for table in _csv_lines.read(path, layout, progress):
-        part = {}
-        if "label" in layout.places:
-            part["label"] = table.numbers("label", missing)[:, 0]
-        if "numbers" in layout.places:
-            part["numbers"] = table.numbers("numbers", missing)
-        ids = np.zeros((len(table.lines), layout.size("ids")), np.int32)
-        for column in range(layout.size("ids")):
-            words = _encoders.Words(*table.words(column))
-            ids[:, column] = encoder.encode(column, words)
-        part["ids"] = ids
-        yield part
+    table: _csv.Table, encoder: Any, layout: _csv.Layout, missing: float
+) -> dict[str, np.ndarray]:
+    columns = {}
+    if "label" in layout.places:
+        columns["label"] = table.numbers("label", missing)[:, 0]
+    if "numbers" in layout.places:
+        columns["numbers"] = table.numbers("numbers", missing)
+    columns["ids"] = ids = np.zeros((len(table.lines), layout.size("ids")), np.int32)
+    for column in range(layout.size("ids")):
+        ids[:, column] = encoder.encode(column, table.words(column))
+    return columns
 
 
 def _join(
-    layout: _csv_layout.Layout, parts: list[dict[str, np.ndarray]]
+    layout: _csv.Layout, blocks: list[dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
     none = {
         "label": np.zeros(0, np.float32),
@@ -199,19 +207,21 @@ def _join(
         "ids": np.zeros((0, layout.size("ids")), np.int32),
     }
     return {
-        name: np.concatenate([part[name] for part in parts]) if parts else none[name]
+        name: np.concatenate([block[name] for block in blocks])
+        if blocks
+        else none[name]
         for name in layout.places
     }
 
 
 def _chunks(
-    layout: _csv_layout.Layout, parts: Iterator[dict[str, np.ndarray]], size: int
+    layout: _csv.Layout, blocks: Iterator[dict[str, np.ndarray]], size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """`parts`, cut anew into `size` rows."""
+    """`blocks`, cut again, into `size` rows."""
     waiting, count = [], 0
-    for part in parts:
-        waiting.append(part)
-        count += len(part["ids"])
+    for block in blocks:
+        waiting.append(block)
+        count += len(block["ids"])
         if count < size:
             continue
         rows = _join(layout, waiting)

@@ -1,28 +1,32 @@
 """DataLoader: batches of static capacity, on grain.
 
-Grain is handed whole batches, not rows: a batch is cut out of the columns by NumPy in a
-fraction of a millisecond, where a pipeline of rows takes about ten microseconds of
-Python for each of them. What grain does is to read ahead in threads and to keep the
-place.
+Grain gets whole batches, not rows. NumPy cuts a batch out of the columns in a fraction
+of a millisecond; a pipeline of rows takes about ten microseconds of Python for each of
+them. What grain does is to read ahead in threads and to keep the position.
 
 Threads and not processes: grain's workers need `absl.app.run` around the program and a
-guarded `__main__`, and each gets a copy of the data set; and NumPy lets threads run
-side by side. `to_grain` is for whoever wants `mp_prefetch` all the same.
+guarded `__main__`, and each gets a copy of the data set; and NumPy lets threads run in
+parallel. Use `to_grain` if you want `mp_prefetch` all the same.
 """
 
+import dataclasses
+import logging
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental.layout import Format
 
 from sparsejax import _arguments
-from sparsejax.data import _buckets, _checks
-from sparsejax.data._batches import Batches
-from sparsejax.data._dataset import as_array_dataset
-from sparsejax.data._order import Order
+from sparsejax.data import _capacity, _columns
+from sparsejax.data._datasets import ArrayDataset, as_array_dataset
+from sparsejax.data._sampler import Sampler
 
 
-_CALL = _checks.CALL
+_CALL = "sparsejax.data.DataLoader"
+_LOG = logging.getLogger("sparsejax.data")
 
 
 class DataLoader:
@@ -30,38 +34,39 @@ class DataLoader:
 
     Each `for batch in loader` is one epoch. A batch has the structure of the data set's
     items: arrays are stacked, `[batch_size, ...]`; rows of CSR, of SegmentTensors and
-    of lists become a SegmentTensor of `batch_size` segments, whose capacity is the same
-    each time. It is made of NumPy arrays, which go to the device with the call of a
-    jitted function.
+    of lists become a SegmentTensor of `batch_size` segments, always of the same
+    capacity. Batches are NumPy arrays; a jitted function puts them on the device when
+    it is called.
 
     Args:
-      dataset: ArrayDataset, SimpleDataset, or any sequence of items, which is read as a
-        whole when the loader is made.
+      dataset: ArrayDataset, SimpleDataset, or any sequence of items, which is read
+        completely when the loader is made.
       batch_size: int, rows of a batch.
-      shuffle: whether each epoch has an order of its own, of all rows.
+      shuffle: whether each epoch has its own random order of all rows.
       seed: int, of these orders. The same seed gives the same orders everywhere.
       drop_remainder: whether rows that make no full batch are left out of the epoch.
-        Else the last batch is filled up with zeros and with empty rows. Left out, it is
-        False, and the log has a warning where there is such padding and no mask.
+        If not, the last batch is padded with zeros and with empty rows. The default is
+        False, with a warning in the log where there is such padding and no mask.
       mask: whether each batch also has bool `[batch_size]`, False for a row of padding:
-        behind the columns, `x, y, mask`, or in a dict under "mask".
-      capacity: how many elements a batch of ragged rows has room for. An int; or "auto"
-        to measure it. In the order of the rows that is the largest batch. In a random
-        order it is the number that a batch exceeds with a probability below 1e-12, or
-        the sum of the longest rows if that is less. `repr(loader)` says what was
-        chosen. For several columns a tuple or dict as the items are, with "auto", an
-        int or None for each; of nested rows a tuple of numbers, outermost first.
-      overflow: for a batch that does not fit, "error" before the first batch of such an
-        epoch; or "spill", a second capacity into which every batch fits: then the step
-        compiles at most twice, and "auto" aims at one batch in a thousand.
+        after the columns, `x, y, mask`, or in a dict under "mask".
+      capacity: how many elements a batch of ragged rows can hold. An int; or "auto" to
+        measure it. Without shuffling, that is the largest batch. With shuffling, it is
+        the number that a batch exceeds with a probability below 1e-12, or the sum of
+        the longest rows if that is less. `repr(loader)` says what was chosen. For
+        several columns give a tuple or dict as the items are, with "auto", an int or
+        None for each; for nested rows a tuple of numbers, outermost first.
+      overflow: what to do if a batch does not fit. "error" raises before the first
+        batch of such an epoch. "spill" adds a second capacity into which every batch
+        fits: then the step compiles at most twice, and "auto" allows about one batch
+        in a thousand to spill.
       num_workers: int, threads that make batches ahead of time; 0 for none.
       shard: (index, count): this is one of several loaders, each with its part of every
-        epoch. The parts are disjoint, together all rows, and of equally many batches
-        of the same capacities. batch_size is that of each.
+        epoch. The parts are disjoint, together they have all rows, and they have
+        equally many batches of the same capacities. batch_size is that of each shard.
       device: a device or sharding to put the batches on; None leaves them in NumPy.
 
     Raises:
-      TypeError, ValueError: an argument is not such, or a capacity is too small.
+      TypeError, ValueError: an argument is wrong, or a capacity is too small.
 
     Example:
       >>> import numpy as np, sparsejax as sj
@@ -74,7 +79,7 @@ class DataLoader:
       >>> loader.capacity
       3
 
-    The place is two numbers, also between the batches of an epoch, and with workers:
+    The state is two numbers, also in the middle of an epoch, and with workers:
 
       >>> batches = iter(loader)
       >>> _, label = next(batches)
@@ -102,13 +107,12 @@ class DataLoader:
         shard: tuple[int, int] = (0, 1),
         device: Any = None,
     ):
-        _checks.import_grain()
+        _import_grain()
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            found = _arguments.kind_of(dataset)
             raise TypeError(
                 f"{_CALL}: dataset must be an ArrayDataset, a SimpleDataset or a "
-                f"sequence of items, got {found}. ArrayDataset(X, y) makes one of "
-                "columns."
+                f"sequence of items, got {_arguments.kind_of(dataset)}. "
+                "ArrayDataset(X, y) makes one from columns."
             )
         self._dataset = as_array_dataset(_CALL, dataset)
         if not len(self._dataset):
@@ -118,29 +122,40 @@ class DataLoader:
                 f"{_CALL}: overflow must be 'error' or 'spill', got {overflow!r}."
             )
         drops = False if drop_remainder is None else drop_remainder
-        self._order = Order(
+        self._sampler = sampler = Sampler(
             num_rows=len(self._dataset),
-            batch_size=_checks.as_int("batch_size", batch_size, 1),
-            shuffle=_checks.as_bool("shuffle", shuffle),
-            seed=_checks.as_int("seed", seed, 0),
-            drop_remainder=_checks.as_bool("drop_remainder", drops),
-            shard=_checks.as_shard(shard),
+            batch_size=_arguments.check_int(_CALL, "batch_size", batch_size, 1),
+            shuffle=_arguments.check_bool(_CALL, "shuffle", shuffle),
+            seed=_arguments.check_int(_CALL, "seed", seed, 0),
+            drop_remainder=_arguments.check_bool(_CALL, "drop_remainder", drops),
+            shard=_as_shard(shard),
         )
-        _checks.check_batches(self._order)
-        self._mask = _checks.as_mask(mask, self._dataset)
+        if not len(sampler):
+            raise ValueError(
+                f"{_CALL}: {sampler.num_rows} rows on {sampler.shard[1]} shard(s) make "
+                f"no full batch of {sampler.batch_size}. Take a smaller batch_size, or "
+                "drop_remainder=False."
+            )
+        self._mask = _arguments.check_bool(_CALL, "mask", mask)
+        item = self._dataset.join([None] * len(self._dataset.columns))
+        if self._mask and isinstance(item, dict) and "mask" in item:
+            raise ValueError(
+                f"{_CALL}: mask=True puts the mask under the key 'mask', and the data "
+                "set has a column of that name. Rename it."
+            )
         if drop_remainder is None and not self._mask:
-            _checks.warn_of_padding(self._order)
-        self._num_workers = _checks.as_int("num_workers", num_workers, 0)
-        self._device = _checks.as_device(device)
-        self._buckets = _buckets.measure(self._dataset, self._order, capacity, overflow)
-        self._buckets.check(self._order, 0, self._order.rows(0))
+            _warn_of_padding(sampler)
+        self._num_workers = _arguments.check_int(_CALL, "num_workers", num_workers, 0)
+        self._device = _as_device(device)
+        self._buckets = _capacity.measure(self._dataset, sampler, capacity, overflow)
+        self._buckets.check(sampler, 0, sampler.rows(0))
         self._next = (0, 0)
         self._last: LoaderIterator | None = None
-        _checks.LOG.info("%r", self)
+        _LOG.info("%r", self)
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
-        return len(self._order)
+        return len(self._sampler)
 
     def __iter__(self) -> "LoaderIterator":
         """The next epoch, or the rest of one after `set_state`."""
@@ -150,28 +165,28 @@ class DataLoader:
         return self._last
 
     def __repr__(self) -> str:
-        order = self._order
-        shown = [f"{order.num_rows} rows", f"{len(self)} batches of {order.batch_size}"]
-        if order.shuffle:
-            shown.append(f"shuffle=True, seed={order.seed}")
-        if order.shard[1] > 1:
-            shown.append(f"shard={order.shard}")
+        own = self._sampler
+        shown = [f"{own.num_rows} rows", f"{len(self)} batches of {own.batch_size}"]
+        if own.shuffle:
+            shown.append(f"shuffle=True, seed={own.seed}")
+        if own.shard[1] > 1:
+            shown.append(f"shard={own.shard}")
         lines = [f"DataLoader({', '.join(shown)})", *self._buckets.lines()]
         return "\n  ".join(lines)
 
     @property
     def capacity(self) -> Any:
-        """Elements that a batch has room for: an int for one ragged column.
+        """Elements that a batch can hold: an int for one ragged column.
 
-        None where all columns are arrays, else a tuple or dict as the items are; a
-        tuple of ints for nested rows, outermost first. With `overflow="spill"` that of
-        the first size.
+        For several columns a tuple or dict as the items are, for nested rows a tuple of
+        ints, outermost first. None if all columns are arrays. With `overflow="spill"`
+        this is the first size.
         """
         return self._shown(0)
 
     @property
     def spill_capacity(self) -> Any:
-        """Of the second size, likewise; None where there is none."""
+        """The second size of `overflow="spill"`, or None if there is none."""
         return self._shown(1) if self._buckets.spills else None
 
     def _shown(self, bucket: int) -> Any:
@@ -181,10 +196,10 @@ class DataLoader:
             return given[0]
         return self._dataset.join(own) if given else None
 
-    # -- the place ---------------------------------------------------------------
+    # -- the state ---------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        """Where the last iterator stands, for `set_state`; JSON can hold it."""
+        """The position of the last iterator, for `set_state`; JSON can hold it."""
         if self._last is not None:
             state = self._last.get_state()
             if state["batch"] < len(self):
@@ -192,51 +207,45 @@ class DataLoader:
         return self._state(*self._next)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Makes the next `iter(loader)` go on from there, exactly.
+        """Makes the next `iter(loader)` continue from there, exactly.
 
         Args:
-          state: of `get_state`, of this loader or one like it. Workers and capacity
-            may differ, and so may the index of the shard.
+          state: from `get_state` of this loader or one like it. Workers, capacity and
+            the index of the shard may differ.
 
         Raises:
-          ValueError: it is of a loader whose batches have other rows.
+          ValueError: it is from a loader whose batches have other rows.
         """
-        epoch, batch = self._place(state)
+        epoch, batch = self._check_state(state)
         self._next = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
         self._last = None
 
     def _facts(self) -> dict[str, Any]:
         """What decides which rows are in which batch."""
-        order = self._order
-        return {
-            "num_rows": order.num_rows,
-            "batch_size": order.batch_size,
-            "shuffle": order.shuffle,
-            "seed": order.seed,
-            "drop_remainder": order.drop_remainder,
-            "num_shards": order.shard[1],
-        }
+        facts = dataclasses.asdict(self._sampler)
+        _, facts["num_shards"] = facts.pop("shard")
+        return facts
 
     def _state(self, epoch: int, batch: int) -> dict[str, Any]:
         return {"epoch": epoch, "batch": batch, **self._facts()}
 
-    def _place(self, state: Any) -> tuple[int, int]:
+    def _check_state(self, state: Any) -> tuple[int, int]:
         facts = self._facts()
         want = {"epoch", "batch", *facts}
         if not isinstance(state, dict) or state.keys() != want:
             raise ValueError(
-                f"{_CALL}: state must be what get_state() gave, a dict with "
+                f"{_CALL}: state must be what get_state() returned, a dict with "
                 f"{sorted(want)}, got {state!r}."
             )
         for name, ours in facts.items():
             if state[name] != ours:
                 raise ValueError(
                     f"{_CALL}: the state was saved by a loader with "
-                    f"{name}={state[name]!r}, and this one has {name}={ours!r}: its "
-                    "place means other rows here."
+                    f"{name}={state[name]!r}, and this one has {name}={ours!r}: the "
+                    "same position means other rows here."
                 )
-        epoch = _checks.as_int("state['epoch']", state["epoch"], 0)
-        batch = _checks.as_int("state['batch']", state["batch"], 0)
+        epoch = _arguments.check_int(_CALL, "state['epoch']", state["epoch"], 0)
+        batch = _arguments.check_int(_CALL, "state['batch']", state["batch"], 0)
         if batch > len(self):
             raise ValueError(
                 f"{_CALL}: the state is at batch {batch} of an epoch of {len(self)}."
@@ -252,8 +261,8 @@ class DataLoader:
           epoch: int, from 0.
 
         Raises:
-          TypeError, ValueError: `epoch` is no such int, or with overflow `"error"` a
-            batch of it does not fit.
+          ValueError: `epoch` is not such an int, or with overflow `"error"` a batch of
+            that epoch does not fit.
 
         Example:
           >>> import numpy as np, sparsejax as sj
@@ -262,17 +271,17 @@ class DataLoader:
           >>> [float(x.sum()) for x in batches.map(lambda x: x * 10)]
           [10.0, 50.0, 90.0]
         """
-        epoch = _checks.as_int("epoch", epoch, 0)
-        rows = self._order.rows(epoch)
-        self._buckets.check(self._order, epoch, rows)
-        batches = Batches(
-            self._dataset, self._order, self._buckets, self._mask, self._order.cut(rows)
+        epoch = _arguments.check_int(_CALL, "epoch", epoch, 0)
+        rows = self._sampler.rows(epoch)
+        self._buckets.check(self._sampler, epoch, rows)
+        batches = _Batches(
+            self._dataset, self._buckets, self._mask, self._sampler, rows
         )
-        return _checks.import_grain().MapDataset.source(batches)
+        return _import_grain().MapDataset.source(batches)
 
     def _start(self, epoch: int, batch: int) -> Any:
-        grain, threads = _checks.import_grain(), self._num_workers
-        # Two batches ahead for each thread: one being made, one waiting.
+        grain, threads = _import_grain(), self._num_workers
+        # Two batches ahead for each thread: one is being made, one waits.
         options = grain.ReadOptions(
             num_threads=threads, prefetch_buffer_size=2 * threads
         )
@@ -296,16 +305,103 @@ class LoaderIterator(Iterator[Any]):
             return jax.device_put(batch, device)
         except ValueError as error:
             raise ValueError(
-                f"{_CALL}: a batch cannot be laid out as device= says. Take a "
-                "batch_size, and for ragged columns a capacity, that the devices "
-                f"divide. JAX says: {error}"
+                f"{_CALL}: a batch cannot be placed as device= says. Take a "
+                "batch_size, and for ragged columns a capacity, that the number of "
+                f"devices divides. JAX says: {error}"
             ) from error
 
     def get_state(self) -> dict[str, Any]:
-        """The place of the next batch, for `set_state`; JSON can hold it."""
+        """The position of the next batch, for `set_state`; JSON can hold it."""
         return self._loader._state(self._epoch, self._batches.get_state()["next_index"])
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there, exactly."""
-        self._epoch, batch = self._loader._place(state)
+        """Continues from there, exactly."""
+        self._epoch, batch = self._loader._check_state(state)
         self._batches = self._loader._start(self._epoch, batch)
+
+
+class _Batches:
+    """An epoch as grain's RandomAccessDataSource: batches are made on demand."""
+
+    def __init__(
+        self,
+        dataset: ArrayDataset,
+        buckets: _capacity.Buckets,
+        mask: bool,
+        sampler: Sampler,
+        rows: np.ndarray,
+    ):
+        self._dataset, self._buckets, self._mask = dataset, buckets, mask
+        self._size, self._rows = sampler.batch_size, sampler.cut(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        rows, size = self._rows[index], self._size
+        columns = zip(self._dataset.columns, self._buckets.pick(rows))
+        parts = [_columns.take(column, rows, size, sizes) for column, sizes in columns]
+        batch = self._dataset.join(parts)
+        if not self._mask:
+            return batch
+        mask = np.arange(size) < len(rows)
+        if isinstance(batch, dict):
+            return {**batch, "mask": mask}
+        return (*(batch if isinstance(batch, tuple) else (batch,)), mask)
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _import_grain() -> Any:
+    try:
+        import grain
+    except ImportError:
+        raise ImportError(
+            f"{_CALL} needs grain, which is not installed. pip install "
+            "'sparsejax[data]' brings it."
+        ) from None
+    return grain
+
+
+def _as_shard(found: Any) -> tuple[int, int]:
+    try:
+        index, count = map(operator.index, found)
+    except (TypeError, ValueError):
+        index, count = 0, 0
+    if not 0 <= index < count:
+        raise ValueError(
+            f"{_CALL}: shard must be (index, count) with 0 <= index < count, got "
+            f"{found!r}. In a job of several processes: (jax.process_index(), "
+            "jax.process_count())."
+        )
+    return index, count
+
+
+def _as_device(found: Any) -> Any:
+    """What `jax.device_put` accepts, also a tree of these, or an error."""
+    kinds = jax.Device, jax.sharding.Sharding, jax.sharding.PartitionSpec, Format
+    leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, kinds))
+    if not all(isinstance(x, kinds) for x in leaves):
+        raise TypeError(
+            f"{_CALL}: device must be a jax.Device or a sharding, or None to leave "
+            f"batches in NumPy, got {found!r}. jax.devices('cpu')[0] is a device."
+        )
+    return found
+
+
+def _warn_of_padding(sampler: Sampler) -> None:
+    count = sampler.shard[1]
+    padding = len(sampler) * sampler.batch_size * count - sampler.num_rows
+    if padding:
+        _LOG.warning(
+            "%s: %d rows do not divide into batches of %d%s, so each epoch ends with "
+            "%d row(s) of padding, zeros and empty rows that look like data. mask=True "
+            "marks them (for x, y, mask in loader), drop_remainder=True leaves the "
+            "rest out of the epoch, and drop_remainder=False accepts the padding.",
+            _CALL,
+            sampler.num_rows,
+            sampler.batch_size,
+            f" on {count} shards" if count > 1 else "",
+            padding,
+        )

@@ -1,8 +1,9 @@
-"""Which rows each batch of each epoch has, on each shard: numbers only.
+"""Sampler: which rows each batch of each epoch has, on each shard. Numbers only.
 
-The order is a function of (seed, epoch), so a place in it is two numbers, and any batch
-can be made without those before it. All shards cut up the same order, and have equally
-many batches: programs that run on all of them at once would otherwise wait for ever.
+The order is a function of (seed, epoch). A position in it is therefore two numbers, and
+any batch can be made without the batches before it. All shards cut the same order, and
+have equally many batches: a program that runs on all of them at once would hang
+otherwise.
 """
 
 import dataclasses
@@ -10,22 +11,22 @@ import dataclasses
 import numpy as np
 
 
-# Without it, seed 0 would give the stream of `np.random.default_rng(0)`, by which users
-# make data: rows in the order of the very numbers that are in them.
+# Without it, seed 0 would give the stream of `np.random.default_rng(0)`, from which
+# users make data: the order of the rows would then depend on the numbers in them.
 _DOMAIN = (0x0BA7C4E5,)
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
-    """The order of the rows and how it is cut.
+class Sampler:
+    """The order of the rows, and how it is cut into batches.
 
     Args:
       num_rows: int n.
       batch_size: rows of a batch on each shard.
-      shuffle: whether each epoch has an order of its own.
+      shuffle: whether each epoch has its own order.
       seed: of the orders.
       drop_remainder: whether a batch that is not full is left out.
-      shard: which shard this is, and of how many.
+      shard: (index, count).
     """
 
     num_rows: int
@@ -46,8 +47,8 @@ class Order:
         """The rows of an epoch, of all shards, int64 `[n]`."""
         if not self.shuffle:
             return np.arange(self.num_rows)
-        # The ranks of raw random bits: NumPy promises them for ever, which it does not
-        # for `permutation`, and a saved state must find its place after an update, too.
+        # The ranks of raw random bits. NumPy keeps these the same in all versions, but
+        # not `permutation`; and a saved state must still be right after an update.
         seed = np.random.SeedSequence([self.seed, epoch], spawn_key=_DOMAIN)
         bits = np.random.PCG64(seed)
         return np.argsort(bits.random_raw(self.num_rows), kind="stable")
@@ -62,7 +63,7 @@ class Order:
         """Elements of each batch of each shard, int64 `[shards, batches]`.
 
         Args:
-          rows: an epoch's.
+          rows: of an epoch.
           lengths: elements of each row of the data set.
         """
         count = self.shard[1]

@@ -1,46 +1,37 @@
-"""Words into ids: by a hash, or by a vocabulary. Id 0 is for what has no id of its own.
+"""HashIds and Vocabulary: words become ids, by a hash or by a list.
 
-Words come as a matrix of bytes, a row a word, with their lengths: all words of a column
-are worked on at once, a byte of each at a time.
+Id 0 is for missing words and, in a Vocabulary, for out-of-vocabulary (OOV) words. Words
+are a matrix of bytes, one row a word, with their lengths: all words of a column are
+hashed or compared at once.
 """
 
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._files import as_path, read_npz, replacing
-from sparsejax.data import _checks, _csv_layout, _csv_lines
+from sparsejax.data import _csv
+from sparsejax.data._csv import Words
 
 
-_NO_WORDS = (
-    "sparsejax.data: words must be a sequence of strings or bytes, a word each, got "
-    "{found}."
-)
 _MASK = (1 << 64) - 1
-
-
-class Words(NamedTuple):
-    """Words of one column: uint8 `[n, L]`, zeros behind each, and lengths `[n]`."""
-
-    text: np.ndarray
-    lengths: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class HashIds:
-    """Ids of categories by a hash: no pass over the data, and words may share an id.
+    """Ids of categories by a hash: needs no pass over the data; words may share an id.
 
     The id of a word in column c is `1 + mix(fnv1a(word, salt(seed, c))) mod (B - 1)`,
-    and 0 where it is missing. It is the same in every process and on every machine; two
-    columns give the same word different ids.
+    and 0 if it is missing. It is the same in every process and on every machine. The
+    same word in two columns gets different ids.
 
     Args:
       num_buckets: int B, rows of a table, below 2^31, or one for each column.
-      seed: int, another one gives other collisions.
+      seed: int; another seed gives other collisions.
 
     Raises:
       ValueError: fewer than two buckets, or too many.
@@ -68,16 +59,16 @@ class HashIds:
                 raise ValueError(
                     "sparsejax.data.HashIds: num_buckets must be an int from 2 to "
                     f"2147483647, or one for each column, got {self.num_buckets!r}. Id "
-                    "0 is for missing words, so one bucket holds none; and ids have 32 "
+                    "0 is for missing words, so one bucket is too few; and ids have 32 "
                     "bits."
                 )
-        _checks.as_int("seed", self.seed, 0, "sparsejax.data.HashIds")
+        _arguments.check_int("sparsejax.data.HashIds", "seed", self.seed, 0)
 
     def sizes(self, num_columns: int) -> list[int]:
-        """How many ids each column has: rows of its table.
+        """The number of ids of each column: rows of its table.
 
         Args:
-          num_columns: int, how many columns there are.
+          num_columns: int, number of columns.
 
         Raises:
           ValueError: `num_buckets` is a list of another length.
@@ -86,10 +77,9 @@ class HashIds:
             return [int(self.num_buckets)] * num_columns
         found = [int(size) for size in self.num_buckets]
         if len(found) != num_columns:
-            call = "sparsejax.data.HashIds"
             raise ValueError(
-                f"{call}: num_buckets has {len(found)} entries and the file "
-                f"{num_columns} columns of categories."
+                f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, and "
+                f"the file has {num_columns} columns of categories."
             )
         return found
 
@@ -97,14 +87,14 @@ class HashIds:
         """The ids of words, int32 `[n]`.
 
         Args:
-          column: int, which column they are of.
+          column: int, the column they are from.
           words: a sequence of bytes or strings.
         """
         sizes = self.num_buckets
         if not isinstance(sizes, (int, np.integer)):
             _check_column("sparsejax.data.HashIds", column, len(sizes))
         size = sizes if isinstance(sizes, (int, np.integer)) else sizes[column]
-        words = as_words(words)
+        words = _as_words(words)
         salt = _mix_int(_mix_int(self.seed + 1) + column)
         # FNV-1a: exclusive or with a byte, then times a prime, modulo 2^64.
         state = np.full(len(words.lengths), 0xCBF29CE484222325 ^ salt, np.uint64)
@@ -117,15 +107,15 @@ class HashIds:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Ids of categories by a list: each word its own, the most frequent one first.
+    """Ids of categories by a list: each word has its own, the most frequent one is 1.
 
-    Id 0 is for words that are not in the list, and for missing ones. `build` makes it.
+    Id 0 is for out-of-vocabulary (OOV) and for missing words. `build` makes it.
 
     Args:
       words: for each column its words, an array of bytes in ascending order.
       ids: for each column the ids of these words, int32, from 1 on.
-      names: of the columns, where the file they are from has names for them. A reader
-        then refuses columns of other names.
+      names: of the columns, if the file has names for them. A reader then refuses
+        columns of other names.
 
     Example:
       >>> import os, tempfile, sparsejax as sj
@@ -135,7 +125,7 @@ class Vocabulary:
       >>> found = sj.data.Vocabulary.build(path, num_numbers=0, num_ids=1)
       >>> found.sizes(1), found.encode(0, [b"b", b"a", b"new", b""])
       ([3], array([1, 2, 0, 0], dtype=int32))
-      >>> found.save(path + ".npz")  # beside the model that it belongs to
+      >>> found.save(path + ".npz")  # the model is useless without it
       >>> sj.data.Vocabulary.load(path + ".npz").sizes()
       [3]
     """
@@ -149,8 +139,8 @@ class Vocabulary:
         cls,
         path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         *,
-        num_numbers: int = _csv_layout.NUM_NUMBERS,
-        num_ids: int = _csv_layout.NUM_IDS,
+        num_numbers: int = _csv.NUM_NUMBERS,
+        num_ids: int = _csv.NUM_IDS,
         label: bool = True,
         columns: Mapping[str, Any] | None = None,
         separator: str = "auto",
@@ -159,30 +149,37 @@ class Vocabulary:
         max_size: int | None = None,
         progress: bool = False,
     ) -> "Vocabulary":
-        """The words of a file, or of several, by how often they occur.
+        """Counts the words of one or several files, and keeps the frequent ones.
 
         Args:
-          path: a file, or a list of files that have the same columns.
-          num_numbers, num_ids, label, columns, separator, header, progress: of
+          path: a file, or a list of files with the same columns.
+          num_numbers, num_ids, label, columns, separator, header, progress: as in
             `read_csv_ids`.
           min_count: int, words that occur less often are left out.
-          max_size: int, the greatest number of ids of a column, 0 included.
+          max_size: int, the largest number of ids of a column, id 0 included.
 
         Raises:
           TypeError, ValueError, OSError: as `read_csv_ids`.
         """
         call = "sparsejax.data.Vocabulary.build"
-        layout = _csv_layout.as_layout(
+        layout = _csv.as_layout(
             call, num_numbers, num_ids, label, separator, header, columns
         )
-        least = _checks.as_int("min_count", min_count, 1, call)
+        least = _arguments.check_int(call, "min_count", min_count, 1)
         if max_size is not None:
-            max_size = _checks.as_int("max_size", max_size, 1, call)
+            max_size = _arguments.check_int(call, "max_size", max_size, 1)
         counts: list[dict[bytes, int]] = [{} for _ in range(layout.size("ids"))]
-        for file in _as_paths(call, path):
-            for table in _csv_lines.read(file, layout, progress):
+        if isinstance(path, (str, bytes, os.PathLike)):
+            path = [path]
+        elif not isinstance(path, Iterable) or hasattr(path, "read"):
+            raise TypeError(
+                f"{call}: path must be a str or an os.PathLike, or a list of them, got "
+                f"{path!r}."
+            )
+        for file in [as_path(call, file) for file in path]:
+            for table in _csv.read(file, layout, progress):
                 for column, own in enumerate(counts):
-                    words = _as_bytes(Words(*table.words(column)))
+                    words = _as_bytes(table.words(column))
                     for word, n in zip(*np.unique(words, return_counts=True)):
                         own[word] = own.get(word, 0) + int(n)
         made = [_ranked(own, least, max_size) for own in counts]
@@ -190,25 +187,24 @@ class Vocabulary:
         return cls(words, ids, layout.names())
 
     def sizes(self, num_columns: int | None = None) -> list[int]:
-        """How many ids each column has, 0 included: rows of its table.
+        """The number of ids of each column, id 0 included: rows of its table.
 
         Args:
-          num_columns: int, how many columns there are, or None not to say it.
+          num_columns: int, number of columns, to be checked; or None.
 
         Raises:
-          ValueError: it is of another number of columns.
+          ValueError: the vocabulary has another number of columns.
         """
         if num_columns not in (None, len(self.words)):
-            call, found = "sparsejax.data.Vocabulary", len(self.words)
             raise ValueError(
-                f"{call}: the vocabulary is of {found} columns and the file has "
-                f"{num_columns} columns of categories."
+                f"sparsejax.data.Vocabulary: the vocabulary has {len(self.words)} "
+                f"columns, and the file has {num_columns} columns of categories."
             )
         return [len(words) + 1 for words in self.words]
 
     def encode(self, column: int, words: Any) -> np.ndarray:
-        """The ids of words, int32 `[n]`; as of `HashIds.encode`."""
-        found = _as_bytes(as_words(words))
+        """The ids of words, int32 `[n]`; arguments as in `HashIds.encode`."""
+        found = _as_bytes(_as_words(words))
         _check_column("sparsejax.data.Vocabulary", column, len(self.words))
         known, ids = self.words[column], self.ids[column]
         if not len(known):
@@ -217,14 +213,14 @@ class Vocabulary:
         return np.where(known[place] == found, ids[place], np.int32(0))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file: a model without its vocabulary cannot be used.
+        """Writes it to a file. Save it with the model, which is useless without it.
 
         Args:
           path: of an `.npz` file, with arrays "words k" and "ids k" for each column k,
-            and "names". One that is there stays until the new one is whole.
+            and "names". An old file is replaced when the new one is complete.
 
         Raises:
-          TypeError: `path` is no path.
+          TypeError: `path` is not a path.
           OSError: it cannot be written.
         """
         path = as_path("sparsejax.data.Vocabulary.save", path)
@@ -242,8 +238,8 @@ class Vocabulary:
           path: of the file.
 
         Raises:
-          TypeError: `path` is no path.
-          ValueError: the file holds no vocabulary, or is damaged.
+          TypeError: `path` is not a path.
+          ValueError: the file is not a vocabulary, or is damaged.
           OSError: it cannot be read.
         """
         call = "sparsejax.data.Vocabulary.load"
@@ -259,57 +255,42 @@ class Vocabulary:
             raise ValueError(f"{call}: {path} is not {what}: {e}.") from e
 
 
-def check_names(call: str, known: Sequence[str], given: Sequence[str]) -> None:
-    """An error where a vocabulary is of columns of other names, or in another order."""
-    if known and given and list(known) != list(given):
-        raise ValueError(
-            f"{call}: the vocabulary is of the columns {known} and the ids of the file "
-            f"are {given}, in this order. Name them in columns= as the vocabulary has "
-            "them; if they are the same under other names, take "
-            "dataclasses.replace(vocabulary, names=())."
-        )
+# ------------------------------------------------------------------ private
 
 
-def as_words(words: Any) -> Words:
-    """A sequence of bytes or strings as a matrix; what is one already stays."""
+def _as_words(words: Any) -> Words:
+    """A sequence of bytes or strings as a matrix."""
     if isinstance(words, Words):
         return words
     if isinstance(words, (str, bytes)) or not isinstance(words, Iterable):
-        raise TypeError(_NO_WORDS.format(found=_arguments.show(words)))
+        raise _not_words(words)
     texts = [word.encode() if isinstance(word, str) else word for word in words]
-    if not all(isinstance(text, bytes) for text in texts):
-        wrong = next(text for text in texts if not isinstance(text, bytes))
-        raise TypeError(_NO_WORDS.format(found=f"{_arguments.show(wrong)} among them"))
+    for text in texts:
+        if not isinstance(text, bytes):
+            raise _not_words(text, " in the sequence")
     lengths = np.array([len(text) for text in texts], np.int64)
     width = int(lengths.max(initial=0))
     joined = b"".join(text.ljust(width, b"\0") for text in texts)
     return Words(np.frombuffer(joined, np.uint8).reshape(len(texts), width), lengths)
 
 
-# ------------------------------------------------------------------ private
+def _not_words(found: Any, where: str = "") -> TypeError:
+    return TypeError(
+        "sparsejax.data: words must be a sequence of strings or bytes, one for each "
+        f"word, got {_arguments.show(found)}{where}."
+    )
 
 
 def _check_column(call: str, column: int, count: int) -> None:
     if not 0 <= column < count:
         raise IndexError(
-            f"{call}.encode: column {column} of {count}. Columns are numbered from 0, "
-            "in the order of the file."
+            f"{call}.encode: column {column} is out of range: there are {count}, "
+            "numbered from 0 in the order of the file."
         )
-
-
-def _as_paths(call: str, path: Any) -> list[Any]:
-    if isinstance(path, (str, bytes, os.PathLike)):
-        return [path]
-    if not isinstance(path, Iterable) or hasattr(path, "read"):
-        raise TypeError(
-            f"{call}: path must be a str or an os.PathLike, or a list of them, got "
-            f"{path!r}."
-        )
-    return [as_path(call, file) for file in path]
 
 
 def _as_bytes(words: Words) -> np.ndarray:
-    """Words as NumPy's strings of bytes, which sort and compare."""
+    """Words as NumPy's strings of bytes, which can be sorted and compared."""
     n, width = words.text.shape
     if not width:
         return np.zeros(n, "S1")
@@ -319,7 +300,7 @@ def _as_bytes(words: Words) -> np.ndarray:
 def _ranked(
     counts: dict[bytes, int], least: int, most: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Words ascending, and their ids: 1 for the most frequent, equals in order."""
+    """Words ascending, and their ids: 1 for the most frequent; ties in word order."""
     kept = [(-n, word) for word, n in counts.items() if n >= least and word]
     ranked = [word for _, word in sorted(kept)]
     if most is not None:

@@ -1,4 +1,4 @@
-"""Data sets in memory: rows by number, of one column or of several side by side."""
+"""ArrayDataset, SimpleDataset: data sets in memory, of one or several columns."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from sparsejax.data import _columns
 
 
 _NO_COLUMN = (
-    "sparsejax.data.ArrayDataset: give at least one column: an array, a scipy CSR "
+    "sparsejax.data.ArrayDataset: pass at least one column: an array, a scipy CSR "
     "matrix, a SegmentTensor or a list of rows; or a dict of them."
 )
 
 
 class SimpleDataset:
-    """Items in a sequence, as they are.
+    """A sequence of items, as they are.
 
     Args:
       data: anything with `len()` and indexing by int: a list of `(ids, label)`.
@@ -27,7 +27,7 @@ class SimpleDataset:
     become SegmentTensors.
 
     Raises:
-      TypeError: `data` is no sequence.
+      TypeError: `data` is not a sequence.
 
     Example:
       >>> import sparsejax as sj
@@ -43,8 +43,8 @@ class SimpleDataset:
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise TypeError(
                 "sparsejax.data.SimpleDataset: data must be a sequence, with len() and "
-                f"indexing, got {_arguments.kind_of(data)}. list(...) makes one of an "
-                "iterable."
+                f"indexing, got {_arguments.kind_of(data)}. list(...) makes one from "
+                "an iterable."
             )
         refuse_columns("sparsejax.data.SimpleDataset", data)
         self._data = data
@@ -60,22 +60,22 @@ class SimpleDataset:
 
 
 class ArrayDataset:
-    """Columns side by side: row i of the data set is row i of each.
+    """Columns of equal length: row i of the data set is row i of each column.
 
     Args:
       *columns: each one of these, with n rows:
-        an array `[n, ...]`, NumPy's, JAX's or a memory-mapped one;
-        a scipy CSR matrix `[n, C]`, of which a row is a matrix `[1, C]`;
-        a SegmentTensor of n segments, nested too, of which a row is the elements;
+        an array `[n, ...]` of NumPy or JAX, or a memory-mapped one;
+        a scipy CSR matrix `[n, C]`, a row of which is a matrix `[1, C]`;
+        a SegmentTensor of n segments, also nested; a row is the elements of a segment;
         a list with a list or an array of numbers for each row, of any lengths.
         Or one dict of columns.
 
-    `dataset[i]` is row i, a tuple where there are several columns and a dict where
-    there is a dict. `dataset[a:b]` has the same structure, each column being cut.
+    `dataset[i]` is row i: a tuple if there are several columns, a dict if there is a
+    dict. `dataset[a:b]` has the same structure, with a slice of each column.
 
     Raises:
       TypeError: a column is none of these.
-      ValueError: the columns differ in rows, or there is none.
+      ValueError: the columns have different numbers of rows, or there are no columns.
 
     Example:
       >>> import numpy as np, sparsejax as sj
@@ -99,8 +99,8 @@ class ArrayDataset:
         if maps:
             if len(columns) > 1:
                 raise TypeError(
-                    "sparsejax.data.ArrayDataset: a dict of columns stands alone, got "
-                    f"{len(columns)} arguments. Put all columns into the dict."
+                    "sparsejax.data.ArrayDataset: a dict of columns must be the only "
+                    f"argument, got {len(columns)}. Put all columns into the dict."
                 )
             self._keys, columns = list(maps[0]), tuple(maps[0].values())
             if not columns:
@@ -113,8 +113,8 @@ class ArrayDataset:
                 first = self.names()[0]
                 raise ValueError(
                     f"sparsejax.data.ArrayDataset: {name} has {len(column)} row(s), "
-                    f"{first} has {len(self)}. All columns of a data set have a row "
-                    "for each example."
+                    f"{first} has {len(self)}. Every column must have a row for each "
+                    "example."
                 )
 
     def __len__(self) -> int:
@@ -144,20 +144,20 @@ class ArrayDataset:
         return [f"column {i}" for i in range(n)]
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """Something for each column, in the structure of an item."""
+        """One part for each column, in the structure of an item."""
         if self._keys is not None:
             return dict(zip(self._keys, parts))
         return parts[0] if self._single else tuple(parts)
 
     def split(self, call: str, item: Any) -> list[Any]:
-        """The inverse of `join`: one thing for each column.
+        """The inverse of `join`: one part for each column.
 
         Args:
-          call: str, whom an error names.
+          call: str, for messages.
           item: a tuple or dict as the items are.
 
         Raises:
-          KeyError, ValueError: it is of other columns.
+          KeyError, ValueError: it has other columns.
         """
         if self._keys is not None:
             return [item[key] for key in self._keys]
@@ -168,21 +168,21 @@ class ArrayDataset:
 
 
 def refuse_columns(call: str, dataset: Any) -> None:
-    """An error for columns that stand where a sequence of items should."""
+    """Raises if columns are passed where a sequence of items is expected."""
     if isinstance(dataset, Mapping):
         raise TypeError(
-            f"{call}: got a dict, of which no item has a number. If it holds columns, "
+            f"{call}: got a dict, whose items are not numbered. If it has columns, "
             "ArrayDataset(dict) makes a data set of them."
         )
     if isinstance(dataset, tuple) and any(getattr(x, "shape", ()) for x in dataset):
         raise TypeError(
-            f"{call}: got a tuple with arrays in it. Arrays are the columns of a data "
-            "set: ArrayDataset(x, y) makes one of them; rows stand in a list."
+            f"{call}: got a tuple of arrays. If they are columns, ArrayDataset(x, y) "
+            "makes a data set of them; if they are rows, pass a list."
         )
 
 
 def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
-    """`dataset` as columns: a sequence of items is read, and turned on its side."""
+    """`dataset` as columns: a sequence of items is read and transposed."""
     if isinstance(dataset, ArrayDataset):
         return dataset
     refuse_columns(call, dataset)
@@ -204,7 +204,7 @@ def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
     columns = {key: _stack([item[key] for item in items]) for key in keys}
     if isinstance(first, dict):
         return ArrayDataset(columns)
-    # A tuple of one is still a tuple, which the positional form cannot say.
+    # Items that are tuples of one part: ArrayDataset(x) would drop the tuple.
     made = ArrayDataset(*columns.values())
     made._single = False
     return made
@@ -222,7 +222,7 @@ def _parts(item: Any) -> str:
 
 
 def _stack(rows: list[Any]) -> Any:
-    """Rows as one column: arrays of one shape are stacked, scipy rows put together."""
+    """Rows as one column: arrays of one shape and scipy rows are stacked."""
     if all(hasattr(row, "tocsr") for row in rows):
         import scipy.sparse
 
@@ -241,11 +241,11 @@ def _as_key(kind: str, key: Any, n: int) -> int | slice:
         place = operator.index(key)
     except TypeError:
         raise TypeError(
-            f"{call}: rows are named by an int or a slice, got {_arguments.show(key)}."
+            f"{call}: the index must be an int or a slice, got {_arguments.show(key)}."
         ) from None
     if not -n <= place < n:
         raise IndexError(
-            f"{call}: row {place} of {n} rows. Rows are numbered from 0; -1 is the "
-            "last."
+            f"{call}: row {place} is out of range: there are {n} rows, numbered from "
+            "0; -1 is the last."
         )
     return place % n
