@@ -253,3 +253,14 @@ def test_blocks_are_cut_at_lines(tmp_path, monkeypatch, capsys):
     path = _file(tmp_path, text + b"1 x\n")
     with pytest.raises(ValueError, match=f"{path}:301: found 'x'"):
         sj.data.read_libsvm(path)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_progress_may_be_a_function(tmp_path, monkeypatch, pack):
+    monkeypatch.setattr(_text, "BLOCK", 64)
+    path = _file(tmp_path, pack(b"1 1:1\n" * 100))
+    size, seen = path.stat().st_size, []
+    sj.data.read_libsvm(path, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen) and seen[-1] == (size, size)
+    with pytest.raises(TypeError, match="progress must be True, False or a function"):
+        sj.data.read_libsvm(path, progress="yes")

@@ -249,7 +249,7 @@ class Table(NamedTuple):
         _text.refuse(self.path, self.lines[row], found, expected)
 
 
-def read(path: Any, layout: Layout, progress: bool) -> Iterator[Table]:
+def read(path: Any, layout: Layout, progress: Any) -> Iterator[Table]:
     """The rows of a file, a block at a time."""
     separator = None if layout.separator == "auto" else layout.separator.encode()
     fields = None

@@ -31,7 +31,7 @@ def read_csv_ids(
     separator: str = "auto",
     header: bool = False,
     missing: float = np.nan,
-    progress: bool = False,
+    progress: Any = False,
 ) -> dict[str, np.ndarray]:
     """Reads rows of labels, numbers and categories: click logs, ratings.
 
@@ -58,7 +58,8 @@ def read_csv_ids(
       header: whether the first line is names and not a row.
       missing: the number for a missing number or label. With the default, NaN, a
         missing label is an error.
-      progress: whether a bar shows how much was read.
+      progress: True for a progress bar on stderr, or a function of (bytes read, bytes
+        of the file).
 
     Returns:
       A dict of columns, for `ArrayDataset`: "label" float32 `[n]` (if there is one),
@@ -116,7 +117,7 @@ def iter_csv_ids(
     separator: str = "auto",
     header: bool = False,
     missing: float = np.nan,
-    progress: bool = False,
+    progress: Any = False,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Reads what `read_csv_ids` reads in chunks, for files larger than the memory.
 
@@ -155,7 +156,7 @@ def iter_csv_ids(
 
 
 def _blocks(
-    path: Any, ids: Any, layout: _csv.Layout, missing: Any, progress: bool
+    path: Any, ids: Any, layout: _csv.Layout, missing: Any, progress: Any
 ) -> Iterator[dict[str, np.ndarray]]:
     """The columns of a file, a block of lines at a time; checks its arguments now."""
     call = layout.call

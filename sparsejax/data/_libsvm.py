@@ -62,7 +62,7 @@ def read_libsvm(
     dtype: Any = np.float32,
     multilabel: bool = False,
     query_id: bool = False,
-    progress: bool = False,
+    progress: Any = False,
 ) -> tuple[Any, ...]:
     """Reads lines of `label index:value index:value ...`.
 
@@ -80,7 +80,8 @@ def read_libsvm(
       multilabel: whether a line has any number of labels, separated by commas.
       query_id: whether to return `qid:q` after the label as well, -1 where a line has
         none.
-      progress: whether a bar shows how much was read.
+      progress: True for a progress bar on stderr, or a function of (bytes read, bytes
+        of the file).
 
     Returns:
       `(X, y)`, and with `query_id` `(X, y, qid)`: X a `scipy.sparse.csr_matrix`

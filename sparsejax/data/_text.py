@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 
+from sparsejax import _arguments
 from sparsejax._files import replacing
 
 
@@ -42,25 +43,23 @@ class Block(NamedTuple):
     line: int
 
 
-def blocks(call: str, path: Any, progress: bool = False) -> Iterator[Block]:
+def blocks(call: str, path: Any, progress: Any = False) -> Iterator[Block]:
     """The lines of a file, a block at a time.
 
     Args:
       call: for messages.
       path: of a file; gzip and bzip2 are recognized by their first bytes.
-      progress: whether a bar on stderr shows how much of the file was read.
+      progress: as in `_arguments.progress_reporter`, of bytes of the file.
 
     Raises:
       OSError: it cannot be read, is damaged, or ends too early.
     """
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open(path, "rb"))
-        bar = None
-        if progress:
-            total = os.fstat(raw.fileno()).st_size
-            bar = stack.enter_context(
-                _tqdm(call)(total=total, unit="B", unit_scale=True)
-            )
+        total = os.fstat(raw.fileno()).st_size
+        report = stack.enter_context(
+            _arguments.progress_reporter(call, progress, "B", needs_tqdm=True)
+        )
         magic = raw.read(3)
         raw.seek(0)
         openers = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
@@ -75,8 +74,7 @@ def blocks(call: str, path: Any, progress: bool = False) -> Iterator[Block]:
                     f"{call}: {os.fspath(path)} cannot be read to its end ({e}): it is "
                     "damaged or incomplete."
                 ) from None
-            if bar is not None:
-                bar.update(raw.tell() - bar.n)
+            report(raw.tell(), total)
             end = text.rfind(b"\n") + 1
             if text and not end:  # not yet the end of the first line
                 rest += text
@@ -109,17 +107,6 @@ def write(path: Any) -> Iterator[BinaryIO]:
         yield file
         if file is not raw:
             file.close()
-
-
-def _tqdm(call: str) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise ImportError(
-            f"{call}: progress=True needs tqdm, which is not installed. pip install "
-            "'sparsejax[data]' brings it."
-        ) from None
-    return tqdm
 
 
 # ------------------------------------------------------------------ numbers

@@ -147,7 +147,7 @@ class Vocabulary:
         header: bool = False,
         min_count: int = 1,
         max_size: int | None = None,
-        progress: bool = False,
+        progress: Any = False,
     ) -> "Vocabulary":
         """Counts the words of one or several files, and keeps the frequent ones.
 
