@@ -330,7 +330,7 @@ def test_vocabulary_is_saved_and_loaded(tmp_path):
     whole = saved.read_bytes()
     saved.write_bytes(whole[: len(whole) // 2])
     for other in (file, tmp_path / "other.npz", tmp_path / "one.npy", saved):
-        with pytest.raises(ValueError, match="is not a file that Vocabulary.save wrote"):
+        with pytest.raises(ValueError, match="not a file that Vocabulary.save wrote"):
             sj.data.Vocabulary.load(other)
     with pytest.raises(FileNotFoundError):
         sj.data.Vocabulary.load(tmp_path / "missing.npz")
