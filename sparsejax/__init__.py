@@ -74,8 +74,7 @@ from sparsejax import (
 from sparsejax._lookup.dot import dot as dot
 from sparsejax._lookup.embedding_bag import embedding_bag as embedding_bag
 from sparsejax._lookup.lookup import lookup as lookup
-from sparsejax._rows import SelectedRows as SelectedRows
-from sparsejax._rows.arithmetic import concatenate as concatenate
+from sparsejax._rows import SelectedRows as SelectedRows, concatenate as concatenate
 from sparsejax._rows.scatter import (
     scatter_assign as scatter_assign,
     scatter_weighted_sum as scatter_weighted_sum,

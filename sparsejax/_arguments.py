@@ -162,25 +162,41 @@ def is_concrete(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
 
 
-def check_capacity(call: str, capacity: Any) -> int:
-    """`capacity` as an int, or an error that names `call`."""
-    known = is_concrete(capacity) or isinstance(capacity, (int, np.integer))
-    if known and np.ndim(capacity) == 0 and capacity >= 0 and int(capacity) == capacity:
-        return int(capacity)
-    raise ValueError(
-        f"{call}: capacity must be a static, non-negative int, got {show(capacity)}."
-    )
+def static_int(
+    call: str,
+    name: str,
+    x: Any,
+    least: int = 0,
+    hint: str = "",
+    not_an_int: type[Exception] = ValueError,
+) -> int:
+    """`x` as an int of at least `least`, 0 or 1, or an error that names `call`.
 
-
-def static_int(x: Any, least: int, complaint: str) -> int:
-    """`x` as an int of at least `least`; else, tracers too, a ValueError."""
+    Args:
+      call, name: the public function and its argument.
+      hint: the end of the message.
+      not_an_int: raised for anything but an int, tracers included. An int that is too
+        small raises a ValueError.
+    """
     try:
         found = operator.index(x)
     except TypeError:
-        found = least - 1
-    if found < least:
-        raise ValueError(complaint)
-    return found
+        found, error = None, not_an_int
+    else:
+        error = ValueError
+    if found is not None and found >= least:
+        return found
+    want = "a positive int" if least else "a static, non-negative int"
+    if isinstance(x, Tracer):
+        hint += " Under jit, make it a static argument (static_argnames)."
+    raise error(f"{call}: {name} must be {want}, got {show(x)}.{hint}")
+
+
+def check_capacity(call: str, capacity: Any) -> int:
+    """`capacity` as an int, or an error that names `call`."""
+    if is_concrete(capacity) and capacity.ndim == 0 and capacity == capacity // 1:
+        capacity = int(capacity)  # a whole number in an array, of floats too
+    return static_int(call, "capacity", capacity)
 
 
 def check_int(call: str, name: str, x: Any, least: int) -> int:

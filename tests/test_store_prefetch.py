@@ -212,7 +212,7 @@ def test_an_error_of_a_push_comes_with_the_next_call():
 
 def test_what_prefetch_refuses():
     store = new_store(("a", "b"))
-    with pytest.raises(ValueError, match="depth must be an int that is not negative"):
+    with pytest.raises(ValueError, match="depth must be a static, non-negative int"):
         store.prefetch([], np.array, depth=-1)
     with pytest.raises(TypeError, match=r"return .name: ids., .* It has \('a', 'b'\)"):
         next(store.prefetch([[1]], np.array))

@@ -77,7 +77,7 @@ def spread(
         shape = (*ids.shape, *cotangent.shape[1:])
         out = jnp.broadcast_to(jnp.expand_dims(cotangent, 1), shape)
     if weighted:
-        out *= rest[-1].reshape(ids.shape + (1,) * (cotangent.ndim - 1))
+        out *= indexing.append_axes(rest[-1], out.ndim)
     return out
 
 

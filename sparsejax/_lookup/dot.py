@@ -78,14 +78,7 @@ def dot(
       MXNet, `sparse.dot` (`transpose_a`, row-sparse gradient).
     """
     if num_columns is not None:
-        num_columns = _arguments.static_int(
-            num_columns,
-            0,
-            (
-                f"{_CALL}: num_columns must be a static, non-negative int or None, got "
-                f"{_arguments.show(num_columns)}."
-            ),
-        )
+        num_columns = _arguments.static_int(_CALL, "num_columns", num_columns)
     csr, num_columns = _as_csr(csr, num_columns)
     index, value, segment_ids = _elements(csr)
     dense = _as_dense(dense)
@@ -135,7 +128,7 @@ def dot(
     )
     read, write = (segment_ids, index) if transpose else (index, segment_ids)
     products = lookup.read_rows(_CALL, dense, read, None, "zero").astype(wide)
-    products *= value.reshape(value.shape + (1,) * (products.ndim - 1))
+    products *= indexing.append_axes(value, products.ndim)
     if transpose:
         return SelectedRows(write, products.astype(dtype), rows)
     out = jnp.zeros((rows, *dense.shape[1:]), wide)

@@ -215,7 +215,7 @@ def read_rows(
     bad = ~found if padding is None else ~(found | padding)
     if mode == "error":
         check_none(call, table, bad, ids)
-    bad = bad.reshape(bad.shape + (1,) * (rows.ndim - bad.ndim))
+    bad = indexing.append_axes(bad, rows.ndim)
     return jnp.where(bad, indexing.fill_value(rows.dtype), rows)
 
 

@@ -19,9 +19,14 @@ def in_range(ids: jax.Array, height: int) -> jax.Array:
     return (ids >= 0) & (ids < _arguments.scalar(height, ids))
 
 
+def append_axes(x: jax.Array, ndim: int) -> jax.Array:
+    """`x` with axes of length 1 appended, `ndim` in all."""
+    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+
+
 def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
     """`values` where `keep` (their leading axes) holds, zeros elsewhere."""
-    keep = keep.reshape(keep.shape + (1,) * (values.ndim - keep.ndim))
+    keep = append_axes(keep, values.ndim)
     return jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 

@@ -17,26 +17,29 @@ Sharp edges: `jax.tree.map` over a `SelectedRows` also visits its ids. Use
 
 import dataclasses
 import operator
-from collections.abc import Callable
-from typing import Any, Literal, NoReturn, Self, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NoReturn, Self, TypeGuard, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import arithmetic, html, indexing
+from sparsejax._rows import html, indexing
 
 
-_HEIGHT = (
-    "SelectedRows: height must be a static, non-negative int, got {found}. It is the "
-    "number of rows of the dense array."
+_NO_DIVISION_BY_ROWS = (
+    "SelectedRows as a divisor: the rows that are not stored are zero, so the result "
+    "would be infinite there. Use .map(lambda v: x / v) for the stored rows, or "
+    ".to_dense()."
 )
+
+Rows = TypeVar("Rows", bound="SelectedRows")
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows(arithmetic.Operators):
+class SelectedRows:
     """Rows of a `[height, ...]` array, by id.
 
     Stands for the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
@@ -95,15 +98,16 @@ class SelectedRows(arithmetic.Operators):
         call = "SelectedRows"
         rows = _arguments.array_or_spec(call, _arguments.saturate(rows), "rows")
         values = _arguments.array_or_spec(call, values, "values")
-        try:
-            height = operator.index(height)
-        except TypeError:
-            raise TypeError(_HEIGHT.format(found=_arguments.show(height))) from None
-        if height < 0:
-            raise ValueError(_HEIGHT.format(found=height))
+        height = _arguments.static_int(
+            call,
+            "height",
+            height,
+            hint=" It is the number of rows of the dense array.",
+            not_an_int=TypeError,
+        )
         if rows.shape == (0,) and not jnp.issubdtype(rows.dtype, jnp.integer):
             rows = jnp.zeros((0,), jnp.int32)  # SelectedRows([], ...) means no rows
-        arithmetic.check_rows("SelectedRows", rows)
+        _check_rows("SelectedRows", rows)
         if len(rows.shape) != 1 or values.shape[:1] != rows.shape:
             raise ValueError(
                 "SelectedRows: rows must have shape [n] and values [n, ...], the slots "
@@ -384,6 +388,86 @@ class SelectedRows(arithmetic.Operators):
         """The same rows with values of another type."""
         return self.map(lambda v: v.astype(dtype))
 
+    # -- arithmetic ---------------------------------------------------------------
+
+    def __neg__(self) -> "SelectedRows":
+        return self.map(operator.neg)
+
+    @overload
+    def __add__(self, other: Self | float) -> Self: ...
+    @overload
+    def __add__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
+    @overload
+    def __add__(self, other: Any) -> Any: ...
+    def __add__(self, other: Any) -> Any:
+        if is_selected_rows(other):
+            _check_same_shape("SelectedRows +", self, other)
+            return concatenate([self, other])
+        if not _is_arraylike(other):
+            return NotImplemented
+        if np.ndim(other):
+            return _add_to_array(other, self)
+        if isinstance(other, (int, float)) and other == 0:
+            return self  # so that Python's sum() works
+        raise TypeError(
+            f"SelectedRows + {other}: adding a scalar would change all "
+            f"{self.height} rows, stored or not. Call .to_dense() first, or use "
+            ".map(lambda v: v + ...) for the stored rows only."
+        )
+
+    @overload
+    def __radd__(self, other: Self | float) -> Self: ...
+    @overload
+    def __radd__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
+    @overload
+    def __radd__(self, other: Any) -> Any: ...
+    def __radd__(self, other: Any) -> Any:
+        return self.__add__(other)
+
+    @overload
+    def __sub__(self, other: Self | float) -> Self: ...
+    @overload
+    def __sub__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
+    @overload
+    def __sub__(self, other: Any) -> Any: ...
+    def __sub__(self, other: Any) -> Any:
+        if is_selected_rows(other) or _is_arraylike(other):
+            return self.__add__(-other)
+        return NotImplemented
+
+    @overload
+    def __rsub__(self, other: Self | float) -> Self: ...
+    @overload
+    def __rsub__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
+    @overload
+    def __rsub__(self, other: Any) -> Any: ...
+    def __rsub__(self, other: Any) -> Any:
+        return (-self).__add__(other)
+
+    def __mul__(self, other: Any) -> "SelectedRows":
+        if is_selected_rows(other):
+            _check_same_shape("SelectedRows *", self, other)
+            merged = self.coalesce()  # a product is not linear in duplicates
+            dtype = indexing.promote(self.dtype, other.dtype)
+            factor = other.get(merged.rows).astype(dtype)
+            return merged.map(lambda v: v.astype(dtype) * factor)
+        if not _is_arraylike(other):
+            return NotImplemented
+        return self.map(lambda v: _scale(operator.mul, "*", v, other))
+
+    def __rmul__(self, other: Any) -> "SelectedRows":
+        return self.__mul__(other)
+
+    def __truediv__(self, other: Any) -> "SelectedRows":
+        if is_selected_rows(other):
+            raise TypeError(_NO_DIVISION_BY_ROWS)
+        if not _is_arraylike(other):
+            return NotImplemented
+        return self.map(lambda v: _scale(operator.truediv, "/", v, other))
+
+    def __rtruediv__(self, other: Any) -> NoReturn:
+        raise TypeError(_NO_DIVISION_BY_ROWS)
+
     # -- for the modules beside this one -----------------------------------------
 
     def filled(self) -> jax.Array:
@@ -392,7 +476,127 @@ class SelectedRows(arithmetic.Operators):
 
     def safe_rows(self) -> jax.Array:
         """`rows` with everything that is out of range written as `height`."""
-        arithmetic.check_rows("SelectedRows", self.rows)
+        _check_rows("SelectedRows", self.rows)
         return jnp.where(
             self.filled(), self.rows, _arguments.scalar(self.height, self.rows)
         )
+
+
+# ------------------------------------------------------------------ functions
+
+
+def is_selected_rows(x: Any) -> TypeGuard[SelectedRows]:
+    """Whether `x` is a SelectedRows: `is_leaf` of `jax.tree` functions."""
+    return isinstance(x, SelectedRows)
+
+
+def concatenate(parts: Sequence[Rows]) -> Rows:
+    """The sum of several SelectedRows of one shape, as one with all their slots.
+
+    `concatenate([a, b]).to_dense() == a.to_dense() + b.to_dense()`. Nothing is
+    merged: the capacity is the sum of theirs.
+
+    Args:
+      parts: at least one SelectedRows; heights and row shapes equal, dtypes promoted.
+
+    Returns:
+      SelectedRows.
+
+    Raises:
+      TypeError: a part is not a SelectedRows.
+      ValueError: no parts, or shapes that differ.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> a = sj.SelectedRows([0], jnp.ones((1, 2)), height=3)
+      >>> sj.concatenate([a, 2 * a]).to_dense()[0]
+      Array([3., 3.], dtype=float32)
+
+    References:
+      PaddlePaddle, `sum` over SelectedRows.
+    """
+    try:
+        summands: list[Any] = list(parts)
+    except TypeError:
+        raise TypeError(
+            "sparsejax.concatenate: takes a list of SelectedRows, got "
+            f"{_arguments.kind_of(parts)}."
+        ) from None
+    if not summands:
+        raise ValueError(
+            "sparsejax.concatenate: needs at least one SelectedRows, got an empty list."
+        )
+    for part in summands:
+        if not is_selected_rows(part):
+            raise TypeError(
+                "sparsejax.concatenate: takes a list of SelectedRows, got "
+                f"{_arguments.kind_of(part)} in the list. SelectedRows.from_dense "
+                "makes a SelectedRows from an array."
+            )
+        _check_same_shape("sparsejax.concatenate", summands[0], part)
+    if len(summands) == 1:
+        return summands[0]
+    rows_dtype = indexing.promote(*(p.rows.dtype for p in summands))
+    dtype = indexing.promote(*(p.dtype for p in summands))
+    rows = jnp.concatenate([p.rows.astype(rows_dtype) for p in summands])
+    values = jnp.concatenate([p.values.astype(dtype) for p in summands])
+    return type(summands[0])(rows, values, summands[0].height)
+
+
+# ------------------------------------------------------------------ private
+
+
+def _check_rows(call: str, rows: Any) -> None:
+    """A TypeError unless `rows` are integers."""
+    if not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise TypeError(
+            f"{call}: rows must be integers (row ids), got {rows.dtype}. A function "
+            "over the whole tree (jax.tree.map, or an optax transformation outside of "
+            "sparsejax.optim.lazy) changes the ids too: use SelectedRows.map for the "
+            "values, and put transformations inside lazy(...)."
+        )
+
+
+def _is_arraylike(x: Any) -> bool:
+    return isinstance(x, (bool, int, float, complex, jax.Array, np.ndarray, np.generic))
+
+
+def _check_same_shape(call: str, a: Any, b: Any) -> None:
+    if a.shape != b.shape:
+        raise ValueError(
+            f"{call}: shapes {a.shape} and {b.shape} differ; both must stand for "
+            "arrays of one shape."
+        )
+
+
+def _scale(op, symbol: str, values: jax.Array, by: Any) -> jax.Array:
+    if np.ndim(by):
+        raise TypeError(
+            f"SelectedRows {symbol} array of shape {np.shape(by)}: only scalars scale "
+            "a SelectedRows. Use .map to act on the stored values, or .to_dense()."
+        )
+    if isinstance(by, (bool, int, float, complex)):
+        return op(values, by)
+    # The data's type wins: a float32 scalar must not widen bfloat16 rows.
+    wide = indexing.promote(values.dtype, by.dtype)
+    narrow = values.dtype if jnp.issubdtype(values.dtype, jnp.inexact) else wide
+    return op(values.astype(wide), jnp.asarray(by).astype(wide)).astype(narrow)
+
+
+def _add_to_array(array: Any, rows: Any) -> jax.Array:
+    """The scatter-add; the result has the array's type, as `array.at[...].add` has."""
+    array = jnp.asarray(array)
+    if array.shape != rows.shape:
+        raise ValueError(
+            f"SelectedRows + array: shapes {rows.shape} and {array.shape} differ; "
+            "there is no broadcasting of a SelectedRows."
+        )
+    _check_rows("SelectedRows + array", rows.rows)
+    wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
+    if wide == array.dtype:
+        return indexing.add_rows(array, rows.safe_rows(), rows.values.astype(wide))
+    # Sums of bfloat16, or float32 updates of bfloat16 weights: add in the wide type and
+    # round once, on the rows alone. Added one by one, small updates would be lost.
+    merged = rows.astype(wide).coalesce()
+    new = indexing.take_rows(array, merged.rows).astype(wide) + merged.values
+    return indexing.set_rows(array, merged.rows, new.astype(array.dtype))

@@ -21,7 +21,6 @@ from sparsejax import _arguments
 from sparsejax._segments import numbers as _segment_numbers
 
 
-_TOTAL = "{call}: total must be a static, non-negative int or None, got {found}."
 _SORT_FIRST = "Sort them first: the elements of a range stand side by side."
 
 
@@ -60,7 +59,7 @@ def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
     call = "sparsejax.lengths_to_segment_ids"
     lengths = _segment_numbers.as_lengths(call, lengths)
     if total is not None:
-        total = _segment_numbers.static_int(call, total, _TOTAL)
+        total = _arguments.static_int(call, "total", total, not_an_int=TypeError)
     if isinstance(lengths, np.ndarray):
         need = int(lengths.sum())
         if total is not None and total < need:

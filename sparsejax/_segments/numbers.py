@@ -5,7 +5,6 @@ known are NumPy's int64, and those that are traced are JAX arrays; who asks for 
 or the other asks for `isinstance(x, np.ndarray)`.
 """
 
-import operator
 from typing import Any
 
 import jax
@@ -23,14 +22,6 @@ _ONE_AXIS = (
 _DECREASING = (
     "{call}: offsets must not decrease, got {found} after {before} at position {at}. "
     "They are 0, and then the cumulated lengths."
-)
-_NUM_SEGMENTS = (
-    "{call}: num_segments must be a static, non-negative int, got {found}. Inside "
-    "jit it cannot be an argument that is traced."
-)
-_SIZES = (
-    "{call}: {name} must be a static, non-negative int, or a sequence with one or None "
-    "for each level of segments, outermost first, got {found}."
 )
 _UNSORTED = (
     "{call}: segment_ids must be sorted, got {found} after {before} at position {at}. "
@@ -95,7 +86,9 @@ def as_offsets(call: str, offsets: Any, *, from_zero: bool = True) -> Any:
 
 def as_num_segments(call: str, num_segments: Any) -> int:
     """`num_segments` as an int, or an error that names `call`."""
-    return static_int(call, num_segments, _NUM_SEGMENTS)
+    return _arguments.static_int(
+        call, "num_segments", num_segments, not_an_int=TypeError
+    )
 
 
 def as_segment_ids(call: str, segment_ids: Any, num_segments: int) -> Any:
@@ -129,24 +122,17 @@ def _check_ascending(call: str, x: np.ndarray, message: str, **more: str) -> Non
         )
 
 
-def static_int(call: str, x: Any, message: str) -> int:
-    try:
-        number = operator.index(x)
-    except (TypeError, jax.errors.ConcretizationTypeError):
-        raise TypeError(message.format(call=call, found=_arguments.show(x))) from None
-    if number < 0:
-        raise ValueError(message.format(call=call, found=x))
-    return number
-
-
 def as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
     """An int or one for each level, as a tuple of at least one."""
     if not isinstance(sizes, (tuple, list)):
         sizes = (sizes,)
     if not sizes:
         return (None,)
-    message = _SIZES.replace("{name}", name)
-    return tuple(x if x is None else static_int(call, x, message) for x in sizes)
+    hint = " Or give one int or None for each level of segments, outermost first."
+    return tuple(
+        x if x is None else _arguments.static_int(call, name, x, 0, hint, TypeError)
+        for x in sizes
+    )
 
 
 def ids_and_number(call: str, ids: Any, num_segments: int | None) -> tuple[Any, int]:

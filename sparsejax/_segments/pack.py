@@ -71,14 +71,7 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
             f"{_PACK}: st has a SegmentTensor among its values, whose elements have no "
             "place in an array. Pack that first, and pass what comes out as the values."
         )
-    max_length = _arguments.static_int(
-        max_length,
-        0,
-        (
-            f"{_PACK}: max_length must be a static, non-negative int, got "
-            f"{_arguments.show(max_length)}. It is a part of the result's shape."
-        ),
-    )
+    max_length = _arguments.static_int(_PACK, "max_length", max_length)
     if not st.is_sorted:
         st = st.sort()
     column = lax.iota(jnp.int32, max_length)[None, :]

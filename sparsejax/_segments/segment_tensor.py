@@ -39,7 +39,6 @@ from sparsejax._segments.makers import Makers
 
 
 _NOT_SORTED = "Leave is_sorted out, or sort them first."
-_NUM_IDS = "{call}: num_ids must be a static, non-negative int, got {found}."
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -306,7 +305,7 @@ class SegmentTensor(Makers):
           Caffe2, sparse tensor, `SegmentOneHot`.
         """
         call = "SegmentTensor.to_multi_hot"
-        num_ids = numbers.static_int(call, num_ids, _NUM_IDS)
+        num_ids = _arguments.static_int(call, "num_ids", num_ids, not_an_int=TypeError)
         values = self.values
         if not isinstance(values, (jax.Array, np.ndarray)) or values.ndim != 1:
             raise TypeError(

@@ -97,15 +97,7 @@ def partition(ids: Any, num_parts: int) -> SegmentTensor:
     References:
       Caffe2, `Partition`.
     """
-    num_parts = _arguments.static_int(
-        num_parts,
-        1,
-        (
-            f"{_PARTITION}: num_parts must be a static int of at least 1, got "
-            f"{_arguments.show(num_parts)}. Inside jit it cannot be an argument that "
-            "is traced."
-        ),
-    )
+    num_parts = _arguments.static_int(_PARTITION, "num_parts", num_parts, 1)
     flat = _keys(_PARTITION, ids).reshape(-1)
     wide = _arguments.index_dtype(num_parts, flat.dtype)
     part = jnp.remainder(flat.astype(wide), np.array(num_parts, wide))

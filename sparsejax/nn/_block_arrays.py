@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import SelectedRows, is_selected_rows
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn._matrix import Elements
 from sparsejax.optim._lazy.norm import global_norm
@@ -55,10 +55,11 @@ def clip(grads: Any, max_norm: float) -> Any:
     """All gradients times `min(1, max_norm / their global norm)`."""
     norm = global_norm(grads)
     scale = jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, max_norm), 1)
-    is_rows = lambda x: isinstance(x, SelectedRows)
     shrink = lambda v: v * scale.astype(v.dtype)
     return jax.tree.map(
-        lambda g: g.map(shrink) if is_rows(g) else shrink(g), grads, is_leaf=is_rows
+        lambda g: g.map(shrink) if is_selected_rows(g) else shrink(g),
+        grads,
+        is_leaf=is_selected_rows,
     )
 
 

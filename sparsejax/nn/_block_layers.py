@@ -245,7 +245,7 @@ def _empty(st: SegmentTensor, ndim: int) -> Any:
     """Which elements belong to no segment, with as many axes as the values have."""
     ids = _known(st.segment_ids)
     empty = ~((ids >= 0) & (ids < st.num_segments))
-    return empty.reshape(empty.shape + (1,) * (ndim - 1))
+    return indexing.append_axes(empty, ndim)
 
 
 def _known(x: Any) -> Any:

@@ -129,7 +129,7 @@ class Embedding(OneTable):
             )
         inside = indexing.in_range(ids.segment_ids, ids.num_segments)
         values = _arguments.as_integers(_CALL, ids.values)
-        inside = inside.reshape(inside.shape + (1,) * (values.ndim - 1))
+        inside = indexing.append_axes(inside, values.ndim)
         rows = self._rows(table, values, jnp.broadcast_to(inside, values.shape))
         return ids.map(lambda _: rows)
 

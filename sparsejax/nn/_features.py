@@ -117,7 +117,7 @@ def prepare(
     inside = None
     if segments is not None:
         inside = indexing.in_range(segments.segment_ids, segments.num_segments)
-        inside = inside.reshape(inside.shape + (1,) * (ids.ndim - 1))
+        inside = indexing.append_axes(inside, ids.ndim)
         inside = jnp.broadcast_to(inside, ids.shape)
     rows = translate(call, layer, place, stack.shape[0], ids, inside)
     cast = lambda x: x if layer.dtype is None else x.astype(layer.dtype)

@@ -27,10 +27,9 @@ _PARAM_KIND = "{call}: params[{name!r}] must be an array of shape {shape}, got {
 
 def check_size(call: str, name: str, value: Any) -> int:
     """`value` as a positive int, or an error."""
-    complaint = f"{call}: {name} must be a positive int, got {_arguments.show(value)}."
     if isinstance(value, bool):
-        raise ValueError(complaint)
-    return _arguments.static_int(value, 1, complaint)
+        raise ValueError(f"{call}: {name} must be a positive int, got {value}.")
+    return _arguments.static_int(call, name, value, 1)
 
 
 def check_dtype(call: str, name: str, value: Any) -> Any:

@@ -228,7 +228,7 @@ def scale(x: Csr, rows: jax.Array, dtype: Any) -> jax.Array:
     if x.value is None:
         return rows
     value = x.value.astype(dtype)
-    return rows * value.reshape(value.shape + (1,) * (rows.ndim - 1))
+    return rows * indexing.append_axes(value, rows.ndim)
 
 
 def whole(call: str, weights: Any, name: str) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import is_selected_rows
 
 
 CALL = "sparsejax.nn.Trainer"
@@ -116,10 +116,11 @@ def _check_names(name: str, given: Any, known: Any) -> None:
 
 def check_params(params: Any, store: Any) -> None:
     """An error if a dense parameter is a table or the name of one."""
-    is_rows = lambda x: isinstance(x, SelectedRows)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_rows):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=is_selected_rows
+    ):
         found = None
-        if is_rows(leaf):
+        if is_selected_rows(leaf):
             found = "a SelectedRows"
         elif isinstance(leaf, str) and leaf in store:
             found = f"the name of the store's table {leaf!r}"

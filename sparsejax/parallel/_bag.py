@@ -113,12 +113,9 @@ def embedding_bag(
             _arguments.as_integers(_CALL, segment_ids, "segment_ids")
         )
         _check_shape("segment_ids", segment_ids, ids)
-        bad = (
-            f"{_CALL}: num_segments must be a static, non-negative int, got "
-            f"{num_segments!r}: how many bags there are decides the shape of the "
-            "result."
+        num_segments = _arguments.static_int(
+            _CALL, "num_segments", num_segments, hint=" It is the number of bags."
         )
-        num_segments = _arguments.static_int(num_segments, 0, bad)
     if (ids.ndim == 1) == (segment_ids is None) or ids.ndim == 0:
         what = "without segment_ids" if ids.ndim < 2 else "with segment_ids"
         raise ValueError(_NO_BAGS.format(call=_CALL, found=ids.shape, what=what))

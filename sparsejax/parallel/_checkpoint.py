@@ -33,9 +33,6 @@ _BAD_DATA = (
     "{call}: data must be a dictionary that JSON can hold: {error}. Make NumPy numbers "
     "Python's with int() and arrays lists with .tolist()."
 )
-_BAD_KEEP = (
-    _CALL + ": max_to_keep must be an int of at least 1, or None, got {found!r}."
-)
 _NO_DIRECTORY = _CALL + ": {directory} is a file. Give a directory."
 
 # The items of a checkpoint, and the form of the page.
@@ -106,8 +103,9 @@ class Checkpointer:
         if os.path.isfile(self.directory):
             raise NotADirectoryError(_NO_DIRECTORY.format(directory=self.directory))
         if max_to_keep is not None:
-            bad = _BAD_KEEP.format(found=max_to_keep)
-            max_to_keep = _arguments.static_int(max_to_keep, 1, bad)
+            max_to_keep = _arguments.static_int(
+                _CALL, "max_to_keep", max_to_keep, 1, " None keeps all."
+            )
         self._read_only, self._closed = read_only, False
         self._orbax = orbax = _orbax()
         options = orbax.CheckpointManagerOptions(

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import is_selected_rows
 from sparsejax.parallel._checkpoint_rows import RowLayout, open_array, read_part
 from sparsejax.parallel._table import ShardedTable
 
@@ -188,14 +188,13 @@ def unflatten(like: Any, leaves: Mapping[str, Any]) -> Any:
 def statics(tree: Any) -> dict[str, list]:
     """What gives the ids in a tree their meaning, by path: heights of SelectedRows, and
     the layout where they are gradients of a sharded table, by position."""
-    is_rows = lambda x: isinstance(x, SelectedRows)
-    by_position = lambda x: isinstance(x, ShardedTable) and is_rows(x.values)
+    by_position = lambda x: isinstance(x, ShardedTable) and is_selected_rows(x.values)
     found, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: is_rows(x) or by_position(x)
+        tree, is_leaf=lambda x: is_selected_rows(x) or by_position(x)
     )
     told = {}
     for path, x in found:
-        if is_rows(x):
+        if is_selected_rows(x):
             told[jax.tree_util.keystr(path)] = [x.height]
         elif by_position(x):
             told[jax.tree_util.keystr(path)] = [x.height, x.layout, x.num_shards]

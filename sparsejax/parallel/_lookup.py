@@ -22,11 +22,6 @@ from sparsejax.parallel._table import ShardedTable, gathered
 _CALL = "sparsejax.parallel.lookup"
 _MEASURE = "sparsejax.parallel.measure_capacity"
 
-_BAD_CAPACITY = (
-    "{call}: capacity must be a static int of at least 1, 'auto' or None, got "
-    "{found!r}."
-)
-
 
 def lookup(
     table: ShardedTable,
@@ -184,7 +179,7 @@ def gather(
         bad &= ~padding
     if mode == "error":
         _lookup.check_none(call, table, gathered(bad), gathered(ids))
-    bad = bad.reshape(bad.shape + (1,) * (rows.ndim - bad.ndim))
+    bad = indexing.append_axes(bad, rows.ndim)
     return jnp.where(bad, indexing.fill_value(rows.dtype), rows), metrics
 
 
@@ -288,7 +283,10 @@ def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> in
         return owners.slots(here, None)
     if isinstance(capacity, str):
         if capacity != "auto":
-            raise ValueError(_BAD_CAPACITY.format(call=call, found=capacity))
+            raise ValueError(
+                f"{call}: capacity must be a positive int, 'auto' or None, got "
+                f"{capacity!r}."
+            )
         if not _arguments.is_concrete(ids):
             raise ValueError(
                 f"{call}: capacity='auto' measures the ids, and inside jit they are "
@@ -296,9 +294,11 @@ def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> in
                 "sparsejax.parallel.measure_capacity(table, sample_ids)."
             )
         return owners.slots(here, max(1, _longest_part(table, ids)))
-    bad = _BAD_CAPACITY.format(call=call, found=capacity)
-    capacity = None if isinstance(capacity, bool) else capacity
-    return owners.slots(here, _arguments.static_int(capacity, 1, bad))
+    if isinstance(capacity, bool):
+        raise ValueError(f"{call}: capacity must be a positive int, got {capacity}.")
+    hint = " Or give 'auto' or None."
+    capacity = _arguments.static_int(call, "capacity", capacity, 1, hint)
+    return owners.slots(here, capacity)
 
 
 def _longest_part(table: ShardedTable, ids: Any) -> int:

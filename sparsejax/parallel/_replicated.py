@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import SelectedRows, is_selected_rows
 from sparsejax.parallel._rows import ShardedRows
 
 
@@ -128,13 +128,14 @@ def whole_batch(axes: tuple[str, ...], mesh: Any) -> Iterator[None]:
 def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool) -> Any:
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if capacity is not None:
-        bad = (
-            f"sparsejax.parallel.{name}: capacity must be a static int of at least "
-            f"1, the slots that each device sends, got {capacity!r}. Left out, all "
-            "slots are sent."
+        capacity = _arguments.static_int(
+            f"sparsejax.parallel.{name}",
+            "capacity",
+            capacity,
+            1,
+            " It is the number of slots that each device sends. Left out, all are "
+            "sent.",
         )
-        capacity = _arguments.static_int(capacity, 1, bad)
-    is_rows = lambda x: isinstance(x, SelectedRows)
     try:
         devices = lax.axis_size(axes)
     except NameError:
@@ -145,8 +146,10 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
                 "over here. Call it inside of jax.shard_map over a mesh with that "
                 "axis, or in a step that sparsejax.parallel.data_parallel runs over it."
             ) from None
-        spread = lambda x: _everywhere(x, *within, capacity) if is_rows(x) else x
-        return jax.tree.map(spread, tree, is_leaf=is_rows)
+        spread = lambda x: (
+            _everywhere(x, *within, capacity) if is_selected_rows(x) else x
+        )
+        return jax.tree.map(spread, tree, is_leaf=is_selected_rows)
 
     def reduce(x):
         if isinstance(x, ShardedRows):
@@ -156,12 +159,12 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
                 "shard_map. Use sharded tables in the global view, in a step that "
                 "data_parallel or jax.jit runs."
             )
-        if is_rows(x):
+        if is_selected_rows(x):
             total = _gather(x, axes, devices, capacity)
             return total / devices if mean else total
         return lax.pmean(x, axes) if mean else lax.psum(x, axes)
 
-    return jax.tree.map(reduce, tree, is_leaf=is_rows)
+    return jax.tree.map(reduce, tree, is_leaf=is_selected_rows)
 
 
 def _gather(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax._rows import SelectedRows, arithmetic, indexing
+from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.optim._lazy import table_rows
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._owners import Metrics, Owners, no_metrics, round_bytes
@@ -126,18 +126,9 @@ class ShardedRows(SelectedRows):
     def __add__(self, other: Any) -> Any:
         if isinstance(other, ShardedRows):
             return concatenate([self, other])
-        if arithmetic.is_selected_rows(other) or np.ndim(other) == 0:
-            return arithmetic.add(self.everywhere(), other)
+        if is_selected_rows(other) or np.ndim(other) == 0:
+            return self.everywhere().__add__(other)
         return add_to(other, self)
-
-    def __radd__(self, other: Any) -> Any:
-        return self.__add__(other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self + arithmetic.negative(other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
 
 
 # ------------------------------------------------------------------ at the owners

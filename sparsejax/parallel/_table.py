@@ -266,11 +266,8 @@ def shard_rows(
         )
     make = lambda values, height: ShardedTable(values, height, mesh, axis, layout)
     if callable(table):
-        bad = (
-            f"{_CALL}: a table given as a function of ids needs height=, its "
-            f"number of rows, an int; got {height!r}."
-        )
-        whole = _arguments.static_int(height, 0, bad)
+        hint = " A table given as a function of ids needs height=, its number of rows."
+        whole = _arguments.static_int(_CALL, "height", height, hint=hint)
         values = _table_parts.from_function(_CALL, table, make(None, whole))
         return make(values, whole)
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table

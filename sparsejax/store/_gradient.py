@@ -5,8 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows
-from sparsejax._rows.arithmetic import concatenate
+from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store._rows_wanted import check_not_traced
 from sparsejax.store._table import Table
 

@@ -193,5 +193,5 @@ def _(rows: _Gathered) -> _Gathered:
 @table_rows.read_into.register
 def _(rows: _Gathered, table: Any, otherwise: jax.Array) -> jax.Array:
     """All rows, in their order."""
-    filled = rows.filled().reshape((-1,) + (1,) * (otherwise.ndim - 1))
+    filled = indexing.append_axes(rows.filled(), otherwise.ndim)
     return jnp.where(filled, table, otherwise.astype(table.dtype))

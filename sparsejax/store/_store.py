@@ -250,8 +250,7 @@ class KVStore(NamedTables):
         """
         call = f"{_CALL}.prefetch"
         self._check_open(call)
-        complaint = f"{call}: depth must be an int that is not negative, got {depth!r}."
-        depth = _arguments.static_int(depth, 0, complaint)
+        depth = _arguments.static_int(call, "depth", depth)
         _prefetch.check_ids_of(call, ids_of)
         for name in capacity if isinstance(capacity, Mapping) else ():
             self._table(call, name)  # no other names, which would be ignored

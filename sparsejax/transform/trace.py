@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import SelectedRows, is_selected_rows
 from sparsejax.transform.interpreter import Site
 
 
@@ -78,7 +78,7 @@ def trace_call(
     chosen = tuple(args[i] for i in numbers)
     if isinstance(argnums, int):
         (chosen,) = chosen
-    paths, tree = jax.tree_util.tree_flatten_with_path(chosen, is_leaf=_is_rows)
+    paths, tree = jax.tree_util.tree_flatten_with_path(chosen, is_leaf=is_selected_rows)
     names = _argument_names(fun, numbers)
     inputs: list[Any] = []
     leaves: list[Leaf] = []
@@ -141,10 +141,6 @@ def trace_call(
 # -- arguments -------------------------------------------------------------------------
 
 
-def _is_rows(x: Any) -> bool:
-    return isinstance(x, SelectedRows)
-
-
 def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
     numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     for i in numbers:
@@ -185,7 +181,7 @@ def _required(
 
     def add(value, part):
         required.extend(
-            [value] * len(jax.tree_util.tree_leaves(part, is_leaf=_is_rows))
+            [value] * len(jax.tree_util.tree_leaves(part, is_leaf=is_selected_rows))
         )
 
     is_none = lambda x: x is None
@@ -194,8 +190,8 @@ def _required(
     except (ValueError, TypeError):
         raise ValueError(
             f"{caller}: tables= must be a prefix of the differentiated argument's "
-            f"tree, {_arguments.show_tree(chosen, _is_rows)}, with True, False or None "
-            f"at its leaves, got {_arguments.show_tree(tables, is_none)}."
+            f"tree, {_arguments.show_tree(chosen, is_selected_rows)}, with True, False "
+            f"or None at its leaves, got {_arguments.show_tree(tables, is_none)}."
         ) from None
     for value in required:
         if value is not None and not isinstance(value, (bool, np.bool_)):
@@ -238,7 +234,7 @@ def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
         loss = jnp.asarray(out)
     except (TypeError, ValueError):
         loss = None
-    if loss is None or jnp.shape(loss) != () or _is_rows(out):
+    if loss is None or jnp.shape(loss) != () or is_selected_rows(out):
         found = _arguments.kind_of(out if loss is None else loss)
         raise TypeError(
             f"{caller}: gradients are only defined for scalar-output functions; the "

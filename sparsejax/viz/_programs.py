@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import is_selected_rows
 from sparsejax.transform import grad
 
 
@@ -147,11 +147,10 @@ def compare(
     sparse = grad(fun, argnums, has_aux, tables=tables)
     after, found = jax.make_jaxpr(sparse, return_shape=True)(*args)
     before = jax.make_jaxpr(jax.grad(fun, argnums, has_aux))(*args)
-    is_rows = lambda x: isinstance(x, SelectedRows)
     shapes = [
         f"{_short(g.dtype)}[{','.join(map(str, g.shape))}]"
-        for g in jax.tree.leaves(found, is_leaf=is_rows)
-        if is_rows(g)
+        for g in jax.tree.leaves(found, is_leaf=is_selected_rows)
+        if is_selected_rows(g)
     ]
     text = lambda jaxpr: jaxpr.pretty_print(use_color=False, width=_WIDTH)
     return ProgramDiff(text(before), text(after), tuple(dict.fromkeys(shapes)))

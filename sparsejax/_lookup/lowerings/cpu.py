@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from sparsejax._lookup.lowerings import xla
+from sparsejax._rows import indexing
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -27,7 +28,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
             ids > least, jnp.ones((), table.dtype), 2 * jnp.ones((), table.dtype)
         )
         rows = xla.read_rows(table, ids)
-        return rows * one.reshape(ids.shape + (1,) * (rows.ndim - 1))
+        return rows * indexing.append_axes(one, rows.ndim)
 
     # No id is the least number of its type: that would be out of range, and ids that
     # come here are written as `height` where they are. Were it otherwise, the row of

@@ -194,11 +194,7 @@ def _as_count(call: str, ids: Any, num_segments: Any) -> int:
                 "static int."
             )
         return max(int(np.asarray(ids).max()) + 1, 0) if ids.size else 0
-    complaint = (
-        f"{call}: num_segments must be a static, non-negative int, got "
-        f"{_arguments.show(num_segments)}."
-    )
-    return _arguments.static_int(num_segments, 0, complaint)
+    return _arguments.static_int(call, "num_segments", num_segments)
 
 
 def as_floats(call: str, data: jax.Array) -> jax.Array:

@@ -68,14 +68,10 @@ def segment_top_k(
     References:
       Caffe2, `LengthsTopK`; `jax.lax.top_k`.
     """
-    number = _arguments.static_int(
-        k,
-        0,
-        f"{_CALL}: k must be a static, non-negative int, got {_arguments.show(k)}.",
-    )
+    k = _arguments.static_int(_CALL, "k", k)
 
     def top_k(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-        return _top_k(x, segments, number, empty)
+        return _top_k(x, segments, k, empty)
 
     return args.over_segments(
         _CALL, data, segment_ids, num_segments, indices_are_sorted, top_k

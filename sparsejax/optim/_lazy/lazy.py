@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import SelectedRows, is_selected_rows
 from sparsejax.optim._lazy import follow as _follow, parts, placement, separable
 from sparsejax.optim._lazy.table_rows import (
     merge_duplicates,
@@ -242,16 +242,14 @@ def weights_of(
     try:
         return treedef.flatten_up_to(params)
     except ValueError:
-        shown = [_arguments.show_tree(tree, _is_rows) for tree in (grads, params)]
+        shown = [
+            _arguments.show_tree(tree, is_selected_rows) for tree in (grads, params)
+        ]
         raise ValueError(
             f"{call}: gradients and params are trees of other structure, {shown[0]} "
             f"and {shown[1]}. A table's gradient is one SelectedRows at the place of "
             "the table."
         ) from None
-
-
-def _is_rows(x: Any) -> bool:
-    return isinstance(x, SelectedRows)
 
 
 def check_gradients(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import SelectedRows, is_selected_rows
 
 
 def global_norm(tree: Any) -> jax.Array:
@@ -37,7 +37,7 @@ def global_norm(tree: Any) -> jax.Array:
       `optax.tree.norm`; clipping by it: Pascanu et al., 2013, "On the difficulty of
       training recurrent neural networks".
     """
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, SelectedRows))
+    leaves = jax.tree.leaves(tree, is_leaf=is_selected_rows)
     with jax.numpy_dtype_promotion("standard"):  # leaves may be of several types
         return optax.tree.norm([_merged(leaf) for leaf in leaves])
 

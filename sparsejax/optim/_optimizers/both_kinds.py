@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import indexing, is_selected_rows
 from sparsejax.optim._lazy import follow, placement
 from sparsejax.optim._lazy.lazy import lazy
 
@@ -46,9 +46,8 @@ def both_kinds(
 
     @functools.wraps(update)  # so that messages call it by the name of its maker
     def update_either(updates, state, params=None, **extra_args):
-        is_rows = lambda x: isinstance(x, SelectedRows)
-        leaves = jax.tree.leaves(updates, is_leaf=is_rows)
-        tx = lifted if any(map(is_rows, leaves)) else by_rows
+        leaves = jax.tree.leaves(updates, is_leaf=is_selected_rows)
+        tx = lifted if any(map(is_selected_rows, leaves)) else by_rows
         return tx.update(updates, state, params, **extra_args)
 
     @functools.wraps(init)
@@ -158,7 +157,7 @@ def row_zeros(p: Any, dtype: Any = None) -> jax.Array:
 
 def per_row(x: jax.Array, rows: jax.Array) -> jax.Array:
     """`x` of shape `[V]`, or a scalar, to be multiplied with `rows` `[V, ...]`."""
-    return x.reshape(x.shape + (1,) * (rows.ndim - 1)) if x.ndim else x
+    return indexing.append_axes(x, rows.ndim) if x.ndim else x
 
 
 def row_sum(x: jax.Array) -> jax.Array:

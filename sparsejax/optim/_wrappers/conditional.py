@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsejax import _compat
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import SelectedRows, is_selected_rows
 from sparsejax.transform.table import vary
 
 
@@ -56,8 +56,7 @@ def update_if(
 
     def rest(state, params):
         del params
-        is_leaf = lambda x: isinstance(x, SelectedRows)
-        return jax.tree.map(_nothing, spec, is_leaf=is_leaf), state
+        return jax.tree.map(_nothing, spec, is_leaf=is_selected_rows), state
 
     def alike(branch):
         """With results that vary over the same axes of a mesh inside `shard_map`."""
