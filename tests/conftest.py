@@ -6,15 +6,16 @@ sharding is tested everywhere. What the caller has set wins, so
 
 What is compiled is kept in `.jax_cache` from one run to the next.
 
-`--quick` is what `make test` runs: no test that is marked `slow` or `once`; and where
-a test is parametrized by several lists, as many combinations as it takes to see each
-value of each list.
+`--quick` is what `make test` runs: no test marked `slow` or `once`; of a test marked
+`quick(n)` the first n parameters; and where a test is parametrized by several
+lists, as many combinations as it takes to see each value of each list.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models carry the
 marker `loose_promotion`.
 """
 
+import collections
 import gc
 import importlib.metadata
 import os
@@ -102,13 +103,17 @@ def pytest_collection_modifyitems(config, items):
 
 def _representatives(items):
     """The tests that are not slow, and each value of each of their parameters once."""
-    seen, kept = set(), []
+    seen, kept, runs = set(), [], collections.Counter()
     for item in items:
         if item.get_closest_marker("slow") or item.get_closest_marker("once"):
             continue
-        values = _values(item)
+        test, values = item.nodeid.partition("[")[0], _values(item)
+        few = item.get_closest_marker("quick")
+        if few and runs[test] == few.args[0]:
+            continue
         if len(values) < 2 or not values <= seen:
             kept.append(item)
+            runs[test] += 1
         seen |= values
     return kept
 

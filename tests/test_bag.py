@@ -117,6 +117,7 @@ def _oracle_step(weighted):
 # ------------------------------------------------------------------ values, gradients
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("layout", "weighted"),
     [(layout, False) for layout in LAYOUTS]

@@ -105,6 +105,7 @@ def _assert_close(a, b, tolerance):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_equals_jax(name):
     params, apply = MODELS[name]()
@@ -119,6 +120,7 @@ def test_gradient_equals_jax(name):
     assert _rows_in(spec)[0].capacity == 28
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_to_the_same_losses(name, optimizer):

@@ -88,6 +88,7 @@ def every_option(ids, table):
     return [sj.lookup(table, ids, **options) for options in OPTIONS]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("case", ID_CASES, ids=names(ID_CASES))
 def test_every_option_on_every_case(case):
     table, ids = table_of(case.height), case.padded
@@ -99,6 +100,7 @@ def test_every_option_on_every_case(case):
             assert_same_bits(np.nan_to_num(got), np.nan_to_num(want))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
 def test_every_option_with_64_bit_types(dtype, x64):
     huge = {"int32": -1, "uint32": 2**32 - 1, "int64": 2**32 + 2, "uint64": 2**64 - 1}
@@ -119,6 +121,7 @@ def test_tables_of_any_rank(row_shape):
         assert got.shape == ids.shape + row_shape
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float16", "float64", "complex64", "int8", "int32", "uint8", "bool"],
@@ -408,6 +411,7 @@ def test_error_mode_that_nobody_made_a_value():
 # ------------------------------------------------------------------ SelectedRows
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
 def test_a_pulled_part_of_a_table(row_shape):
     rows = jnp.array([4, 0, 4, V, 6])

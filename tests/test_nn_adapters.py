@@ -42,6 +42,7 @@ def _equinox():
     return model, lambda model, ids: model(ids), lambda model: model.params["embedding"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [_linen, _nnx, _equinox])
 def test_same_values_gradients_and_training(make):
     params, apply, table = make()

@@ -44,6 +44,7 @@ PLAIN = {"embedding": (LAYER, _plain), "bag": (BAG, _plain_mean)}
 # ------------------------------------------------------------------ values
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", PLAIN)
 def test_gradient_is_that_of_plain_jnp(name):
     layer, f = PLAIN[name]

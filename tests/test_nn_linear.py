@@ -100,6 +100,7 @@ def _dense(tree):
 # ------------------------------------------------------------------ values
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.loose_promotion  # of the plain function
 def test_every_form_of_input(name):
@@ -112,6 +113,7 @@ def test_every_form_of_input(name):
         np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5, err_msg=form)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["dense", "fm", "fm of 3"])
 def test_ids_alone_count_one(name):
     layer, matrix = LAYERS[name], _scipy()
@@ -182,6 +184,7 @@ def test_float32_stays_under_x64(x64):
 # ------------------------------------------------------------------ gradients
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["dense", "fm", "fm of 3"])
 @pytest.mark.loose_promotion
 def test_gradient_is_that_of_plain_jnp(name):

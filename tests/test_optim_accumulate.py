@@ -49,6 +49,7 @@ def _mean(grads):
 # ------------------------------------------------------------------ the mean
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "capacity", [20, 10 * V, {"table": 20, "bias": None}, {"table": V, "bias": D}]
 )

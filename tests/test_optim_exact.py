@@ -394,6 +394,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
     make, words = REFUSED[name]

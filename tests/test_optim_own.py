@@ -88,6 +88,7 @@ def _put_back(old, new, touched):
     return jax.tree.map(choose, old, new)
 
 
+@pytest.mark.quick(4)
 @each
 def test_rows_are_the_dense_run_with_other_rows_put_back(name):
     tx, step = made(name)

@@ -30,6 +30,7 @@ def _rates(learning_rate, steps):
     return np.array([float(learning_rate(jnp.array(t))) for t in range(steps)])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.loose_promotion
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_touched_row_is_where_the_dense_run_has_it(name):

@@ -235,6 +235,7 @@ def _looked_up(where, layout, n, slots, mode):
     return jax.jit(lambda ids: sj.parallel.lookup(table, ids, **options))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "where, layout, n, slots, mode",
     [
@@ -276,6 +277,7 @@ def test_explicit_axes_lay_rows_out_as_ids():
         assert ("all-gather" in text) == (part is None)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("height", [0, 1, 3, 8])
 def test_few_rows_and_no_ids(height):
     mesh, axis = _mesh("4")
@@ -446,6 +448,7 @@ def test_sums_of_gradients():
 # ------------------------------------------------------------------ bags
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     "layout, combiner, weighted",

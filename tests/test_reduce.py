@@ -64,6 +64,7 @@ def test_all_reductions_are_their_loops(data):
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("ids", "num_segments"),
     [([], S), ([], 0), ([0, -1, 5], 0), ([0] * 5, 1), ([2], S)],
@@ -93,6 +94,7 @@ def test_many_segments():
     np.testing.assert_array_equal(sj.segment_count(x, ids, num_segments), count)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", [(N,), (N, 2, 3), (N, 0)])
 def test_axes_of_data(shape):
     x = floats(shape)

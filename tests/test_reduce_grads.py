@@ -175,6 +175,7 @@ def test_top_k_hands_its_gradient_to_what_it_took():
 # ------------------------------------------------------------------ vmap, shard_map
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0)])
 def test_vmap_over_data_ids_and_both(axes):
     x_axis, ids_axis = axes

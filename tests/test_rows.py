@@ -121,6 +121,7 @@ def assert_all_equal(actual, expected):
         assert got.shape == want.shape, name
 
 
+@pytest.mark.quick(5)
 @each_case
 def test_every_operation(case):
     rows, height = case.padded, case.height
@@ -130,6 +131,7 @@ def test_every_operation(case):
     assert_all_equal(jitted(a, jnp.asarray(array)), expected)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("row_shape", [(), (1,), (2, 3), (0,)])
 def test_every_operation_on_rows_of_any_rank(row_shape):
     rows = np.array([4, 0, 4, 7, -1, 2])

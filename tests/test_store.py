@@ -138,6 +138,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_push_is_lazy_on_the_device_bit_by_bit(name):
     tx = TRANSFORMATIONS[name]()

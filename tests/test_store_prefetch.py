@@ -70,6 +70,7 @@ def take_step(store, batch, pulled):
             store.pull(name, np.arange(5), capacity=8)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_prefetched_is_synchronous_bit_by_bit(depth):
     for seed in range(8):
