@@ -10,7 +10,7 @@ JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
