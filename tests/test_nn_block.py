@@ -147,6 +147,8 @@ class Towers(SparseBlock):
         x = item(inputs["seen"]) * item(inputs["next"])
         if self.fault == "array":
             return jnp.dot(x, tables["item"])
+        if self.fault == "values":  # which a block may use
+            return jnp.dot(tables["item"].values, jnp.ones(D + 1))
         if self.fault == "other":
             raise TypeError("something else")
         x += self.words(tables, params["words"], inputs["words"])
@@ -257,8 +259,15 @@ def test_a_table_where_an_array_is_needed():
     rows = sj.SelectedRows(jnp.array([0]), jnp.ones((1, 1)), D)
     with pytest.raises(TypeError, match="some rows are stored, and x is an array"):
         sj.nn.Dense(1, D)({"kernel": rows, "bias": jnp.zeros(1)}, jnp.ones((2, D)))
-    with pytest.raises(TypeError, match="^something else$"):
-        Towers(fault="other")(tables, params, INPUTS)
+    # Other reasons are raised as they are.
+    pulled = pull(block, INPUTS, tables)
+    for fault, given, said in (
+        ("other", tables, "^something else$"),
+        ("other", pulled, "^something else$"),
+        ("values", pulled, "^dot_general requires"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            Towers(fault=fault)(given, params, INPUTS)
     whole: Any = jnp.ones((V, D))
     with pytest.raises(TypeError, match="tables must be a mapping of names"):
         embedding()(whole, {}, jnp.array([1]))

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import indexing
+from sparsejax._rows import indexing, is_selected_rows
 
 
 class NotPulledError(KeyError):
@@ -57,7 +57,7 @@ class NotPulledError(KeyError):
 
 
 class RowSparseTableError(TypeError):
-    """A TypeError that says already which table went where; not explained twice."""
+    """Pulled rows, a SelectedRows, were used where an array is needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,20 +289,49 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
             tables = PulledTables(tables, owner)
         try:
             return forward(self, tables, params, inputs)
+        except RowSparseTableError:  # of a block inside this one
+            raise
         except TypeError as error:
-            known = isinstance(error, RowSparseTableError)
-            if known or "SelectedRows" not in str(error):
+            if not _needs_arrays(forward, self, tables, params, inputs):
                 raise
             short = str(error).strip().splitlines()[0].rstrip(".")
             raise RowSparseTableError(
                 f"{owner}: a table out of `tables` was given to an ordinary layer, "
                 f"which needs an array ({short}). It is a SelectedRows: the rows of "
                 "this batch, not the whole table. Read it with sparsejax.lookup, "
-                "embedding_bag or dot, or by a SparseBlock; ordinary layers take what "
-                f"was read. Of {sorted(tables)}, `.values` are the rows as pulled."
+                "embedding_bag or dot, or with a SparseBlock; ordinary layers accept "
+                f"the rows that were read. Of {sorted(tables)}, `.values` are the rows "
+                "as pulled."
             ) from error
 
     return sparse_forward
+
+
+def _needs_arrays(
+    forward: Callable[..., Any], block: Any, tables: Any, params: Any, inputs: Any
+) -> bool:
+    """Whether `forward` fails because it uses pulled rows as arrays.
+
+    It is traced twice, with the pulled rows and with whole tables in their place. If
+    both fail alike, the reason is another one.
+    """
+
+    def failure(tables):
+        run = lambda tables: forward(block, PulledTables(tables), params, inputs)
+        try:
+            jax.eval_shape(run, tables)
+        except Exception as error:
+            return error
+        return None
+
+    whole = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_selected_rows(x) else x
+        for name, x in tables.items()
+    }
+    on_rows, on_arrays = failure(dict(tables)), failure(whole)
+    if isinstance(on_arrays, AttributeError):  # .rows and .values, which it may use
+        return False
+    return repr(on_rows) != repr(on_arrays)
 
 
 def _layer_fields(block: Any) -> dict[str, Any]:

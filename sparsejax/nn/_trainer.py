@@ -8,30 +8,38 @@ One step, for a block with tables T in the store and dense parameters p:
     p          = p + tx.update(h)                            in the same program
     store.push(name, g[name])                                for each table
 
-Invariant: what is compiled sees rows in static capacities, so its memory follows from
-the batch, never from a table. A capacity only ever grows, and by powers of two, so a
-table costs a few compilations at most; `compilations` counts them.
+Invariant: the compiled step sees rows in arrays of static capacity, so its memory
+follows from the batch, never from a table. A capacity only grows, and by powers of two,
+so each table causes a few compilations at most; `compilations` counts them.
 
-Sharp edge: parameters and optimizer state are donated to the next step, unless
-`checked`. To keep what `trainer.params` is now, copy it, or `save`.
+Sharp edge: each step donates the parameters and the optimizer state, unless `checked`.
+To keep the current `trainer.params`, copy them, or `save`.
 """
 
+import os
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import checkify
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows
-from sparsejax.nn import _block_checkpoint, _trainer_args as _args
+from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax._segments import SegmentTensor
 from sparsejax.nn._block import PulledTables
-from sparsejax.nn._block_arrays import clip, copied, on_device, pad
+from sparsejax.nn._matrix import Elements
+from sparsejax.optim import global_norm
+from sparsejax.parallel import Checkpointer
 from sparsejax.transform import value_and_grad
+
+
+_CALL = "sparsejax.nn.Trainer"
+_LEAST_CAPACITY = 8  # of a scipy matrix's elements
 
 
 class Trainer:
@@ -41,33 +49,34 @@ class Trainer:
     rows get their first values when they are first read.
 
     Args:
-      block: a `SparseBlock`, or whatever has its two methods.
+      block: a `SparseBlock`, or an object with its two methods.
       store: a `sparsejax.store.KVStore`.
-      loss: `(outputs, batch) -> scalar`, of what the block gave.
+      loss: `(outputs, batch) -> scalar`, of the block's outputs.
       tx: optax transformation of the dense parameters, and of tables that are made here
-        unless `table_tx` says otherwise.
+        unless `table_tx` is given.
       params: the dense parameters, which are copied; `block.init(key)` if left out.
-      key: PRNG key or int, of first values.
+      key: PRNG key or int, for first values.
       table_tx: optax transformation for all tables made here, or a dict of one for each
-        name. It is run by rows, as by `sparsejax.optim.lazy`.
+        name. It is applied row by row, as by `sparsejax.optim.lazy`.
       inputs: `batch -> inputs` of the block; the batch itself if left out.
       tables: which dense parameters are tables on the device, as of
         `sparsejax.value_and_grad`; `tx` must be `lazy` then. None of them by default.
-      capacity: int, or a dict of one for each table: rows of a pull. Left out, what the
-        batches need, rounded up to a power of two, and never less than before. So
-        are the elements of scipy's matrices.
-      clip_norm: positive number; all gradients, of tables and dense, are scaled
-        together where their global norm is greater.
-      checked: run under `checkify`, as blocks with `mode="error"` need it: an error is
-        raised before anything is updated. Parameters are not donated then.
+      capacity: int, or a dict of one for each table: slots of a pull. If left out, the
+        rows that a batch needs, rounded up to a power of two, and never less than
+        before. The elements of scipy matrices are padded the same way.
+      clip_norm: positive number; where the global norm of all gradients, of tables and
+        dense parameters together, is greater, they are scaled down to it.
+      checked: run under `checkify`, as blocks with `mode="error"` need it: a failed
+        check raises before anything is updated. Parameters are not donated then.
       mode: what to do with ids out of range, as in `KVStore.pull`. "error" refuses the
-        batch before anything is updated; -1 in `row_ids` stands for no row, such as
-        padding, and is no error. "drop" leaves them out: they read what the block's own
-        mode says, which is NaN by default, and NaN in a loss spoils all parameters.
+        batch before anything is updated; -1 in `row_ids` means that no row is read,
+        such as for padding, and is no error. "drop" leaves such ids out: they read what
+        the block's own mode gives, which is NaN by default, and NaN in a loss spoils
+        all parameters.
 
     Raises:
-      TypeError, ValueError: an argument is none of these, a dense parameter is
-        row-sparse, or the store's table has another shape or type or is read-only.
+      TypeError, ValueError: an argument of a wrong kind, a row-sparse dense parameter,
+        or a table of the store that has another shape or dtype or is read-only.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -108,28 +117,25 @@ class Trainer:
         checked: bool = False,
         mode: str = "error",
     ):
-        _args.check_block(block)
-        _args.check_store(store)
-        _args.check_function("loss", "(outputs, batch) -> scalar", loss)
-        _args.check_tx(tx)
-        if inputs is not None:
-            _args.check_function("inputs", "of a batch, or None", inputs)
-        self._name, self._mode = type(block).__name__, _args.check_mode(mode)
+        _check_arguments(block, store, loss, tx, inputs, mode, clip_norm)
         self.block, self.store, self._loss, self._tx = block, store, loss, tx
         self._inputs = (lambda batch: batch) if inputs is None else inputs
-        self._clip_norm = _args.check_clip_norm(clip_norm)
-        self._tables, self._checked = tables, checked
-        self._capacities, self._heights = dict[str, int](), dict[str, int]()
-        self._rooms: dict[int, int] = {}
-        key = _arguments.as_key(_args.CALL, key, from_int=True)
+        self._tables, self._clip_norm = tables, clip_norm
+        self._checked, self._mode = checked, mode
+        self._name = type(block).__name__
+        self._capacities: dict[str, int] = {}  # of the pulls so far, by table
+        self._nnz_capacities: dict[int, int] = {}  # of scipy matrices, by leaf
+        key = _arguments.as_key(_CALL, key, from_int=True)
         self._make_tables(key, tx if table_tx is None else table_tx)
-        self._fixed = _args.check_capacity(capacity, store)
+        self._capacity = _check_capacity(capacity, store)
         if params is None:
             params = block.init(key) if hasattr(block, "init") else {}
-        _args.check_params(params, store)
-        # Copies: each step donates them, and these arrays may be somebody else's.
-        self.params = jax.tree.map(copied, params)
-        self.opt_state = jax.tree.map(copied, tx.init(self.params))
+        _check_params(params, store)
+        # Copies, since each step donates them: the caller may still use these arrays,
+        # and the state may share some with the parameters.
+        copy = lambda x: x.copy() if isinstance(x, jax.Array) else jnp.array(x)
+        self.params = jax.tree.map(copy, params)
+        self.opt_state = jax.tree.map(copy, tx.init(self.params))
         self.steps = 0
         self.compilations = 0
         step = checkify.checkify(self._step) if checked else self._step
@@ -146,18 +152,18 @@ class Trainer:
 
         Args:
           batch: a tree of arrays and SegmentTensors; a scipy CSR matrix in it becomes a
-            SegmentTensor. The same shapes in each batch compile once.
+            SegmentTensor. Batches of the same shapes are compiled once.
 
         Returns:
           The loss before the step.
 
         Raises:
-          NotPulledError: the block uses a table that `row_ids` did not name.
-          ValueError: `row_ids` names a table that the store does not have, or more rows
-            than `capacity`.
-          checkify.JaxRuntimeError: with `checked`, what a block complained of.
+          NotPulledError: the block uses a table that `row_ids` did not return.
+          ValueError: `row_ids` returns a table that the store does not have, or more
+            rows than `capacity`.
+          checkify.JaxRuntimeError: with `checked`, a check of the block failed.
         """
-        batch = on_device(batch, self._rooms)
+        batch = self._on_device(batch)
         return self._update(batch, self._pull(batch))
 
     def fit(self, batches: Iterable[Any], *, prefetch: int = 0) -> np.ndarray:
@@ -171,13 +177,12 @@ class Trainer:
         Returns:
           float32 `[number of batches]`, the loss before each step.
         """
-        self._know(self.store.names())  # the store's thread must not ask the store
-        made = (on_device(batch, self._rooms) for batch in batches)
+        made = map(self._on_device, batches)
         if not prefetch:
             losses = [self._update(batch, self._pull(batch)) for batch in made]
         else:
             ahead = self.store.prefetch(
-                made, self.row_ids, depth=prefetch, capacity=self._fixed, mode="drop"
+                made, self.row_ids, depth=prefetch, capacity=self._capacity, mode="drop"
             )
             losses = [self._update(batch, rows) for batch, rows in ahead]
         return np.asarray([float(x) for x in losses], np.float32)
@@ -185,68 +190,113 @@ class Trainer:
     # -- without training ---------------------------------------------------------
 
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean over the batches of their loss; nothing is updated."""
+        """The mean loss over the batches, without an update."""
         losses = []
-        for batch in batches:
-            batch = on_device(batch, self._rooms)
-            args = self._grown(self._pull(batch)), self.params, batch
+        for batch in map(self._on_device, batches):
+            args = self._padded(self._pull(batch)), self.params, batch
             losses.append(self._run(self._run_loss, *args))
         return float(np.mean([float(x) for x in losses])) if losses else float("nan")
 
     def predict(self, batch: Any) -> Any:
-        """The block's outputs for a batch; nothing is updated."""
-        batch = on_device(batch, self._rooms)
-        args = self._grown(self._pull(batch)), self.params, batch
+        """The block's outputs for a batch, without an update."""
+        batch = self._on_device(batch)
+        args = self._padded(self._pull(batch)), self.params, batch
         return self._run(self._run_forward, *args)
 
     def row_ids(self, batch: Any) -> dict[str, Any]:
-        """What `block.row_ids` names for a batch, checked against the store.
+        """`block.row_ids` for a batch, checked against the store.
 
         Raises:
-          TypeError, ValueError: it is no mapping of tables of the store to ids, or with
+          TypeError, ValueError: not a mapping from tables of the store to ids; or with
             mode "error" an id is out of range.
         """
         ids = self.block.row_ids(self._inputs(batch))
-        ids = _args.check_named(self._name, self.store, ids)
-        self._know(ids)
+        if not isinstance(ids, Mapping):
+            raise TypeError(
+                f"{_CALL}: {self._name}.row_ids must return a dict of table names to "
+                f"ids, got {_kind(ids)}."
+            )
+        for name in ids:
+            if name not in self.store:
+                raise ValueError(
+                    f"{_CALL}: {self._name}.row_ids names the table {name!r}, which "
+                    f"the store does not have; it has {sorted(self.store.names())}. "
+                    f"Make it with store.init({name!r}, shape, tx), or add it to "
+                    f"{self._name}.tables()."
+                )
         if self._mode == "error":
             for name, wanted in ids.items():
-                _args.check_ids(self._name, name, wanted, self._heights[name])
-        return ids
+                self._check_in_range(name, wanted)
+        return dict(ids)
 
     # -- files --------------------------------------------------------------------
 
-    def save(self, path: str | pathlib.Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Saves everything: all rows of all tables, parameters, optimizer states.
 
-        Rows that were never read are saved as the key that makes them. Whatever happens
-        in the middle, `path` holds the last complete save.
+        The tables are written by `KVStore.save`, the dense parameters and their
+        optimizer state by `sparsejax.parallel.Checkpointer`, which needs orbax. Rows
+        that were never read are not written: the saved key makes them again.
+
+        A process that is killed in a save leaves the last complete save in `path`.
 
         Args:
-          path: a folder, made if need be.
-        """
-        tree = {"params": self.params, "opt_state": self.opt_state}
-        tree["steps"] = np.int64(self.steps)
-        _block_checkpoint.save(path, tree, self.store)
-
-    def load(self, path: str | pathlib.Path) -> None:
-        """Takes up what `save` wrote; training goes on with the same bits.
-
-        Args:
-          path: the folder.
+          path: a directory, made if need be.
 
         Raises:
-          FileNotFoundError: nothing was saved there.
-          ValueError: it is of another model.
+          ImportError: orbax is not installed.
+          NotADirectoryError: `path` is a file.
         """
+        # Tables and dense leaves are saved as a pair with one number. Orbax commits the
+        # dense half last, by a rename: from then on the pair is the one to load.
+        folder = _directory(f"{_CALL}.save", path)
+        folder.mkdir(parents=True, exist_ok=True)
         tree = {"params": self.params, "opt_state": self.opt_state}
-        tree["steps"] = np.int64(0)
-        tree = _block_checkpoint.load(path, tree, self.store)
+        with _dense_leaves(f"{_CALL}.save", folder, max_to_keep=1) as dense:
+            number = 1 + (dense.latest_step() or 0)
+            current = folder / f"store-{number}"
+            self.store.save(current)
+            dense.save(number, tree, data={"steps": self.steps})
+        for old in set(folder.glob("store-*")) - {current}:
+            old.unlink(missing_ok=True)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Restores what `save` wrote; training goes on with the same bits.
+
+        Args:
+          path: the directory.
+
+        Raises:
+          ImportError: orbax is not installed.
+          FileNotFoundError: nothing was saved there.
+          NotADirectoryError: `path` is a file.
+          ValueError: another model or optimizer was saved there, or a file is damaged.
+        """
+        call = f"{_CALL}.load"
+        folder = _directory(call, path)
+        tree = {"params": self.params, "opt_state": self.opt_state}
+        with _dense_leaves(call, folder, read_only=True) as dense:
+            number = dense.latest_step()
+            if number is None:
+                raise FileNotFoundError(
+                    f"{call}: nothing was saved in {path}. Pass the directory that "
+                    "Trainer.save was given."
+                )
+            try:
+                tree = dense.restore(tree, number)
+                steps = dense.restore_data(number)["steps"]
+            except ValueError as error:
+                raise ValueError(
+                    f"{call}: the dense parameters and optimizer state in {path} are "
+                    "of another model or optimizer, or damaged. Make the trainer with "
+                    f"the block and the tx that were saved. {error}"
+                ) from error
+        self.store.load(folder / f"store-{number}")
         self.params, self.opt_state = tree["params"], tree["opt_state"]
-        self.steps = int(tree["steps"])
+        self.steps = steps
 
     def stats(self) -> dict[str, Any]:
-        """Steps, compilations of a step, rows of a pull by table, and the store's."""
+        """Steps, compilations of a step, slots of a pull by table, and the store's."""
         return {
             "steps": self.steps,
             "compilations": self.compilations,
@@ -254,57 +304,14 @@ class Trainer:
             "store": self.store.stats(),
         }
 
-    # -- private ------------------------------------------------------------------
-
-    def _make_tables(self, key: jax.Array, table_tx: Any) -> None:
-        wanted = self.block.tables() if hasattr(self.block, "tables") else {}
-        tx_of = _args.transformations(table_tx, wanted, self.store)
-        for name, spec in wanted.items():
-            self._heights[name] = spec.shape[0]
-            if name in self.store:
-                _args.check_table(self._name, self.store, name, spec)
-                _args.check_trained(self.store, name)
-                continue
-            self.store.init(
-                name,
-                tuple(spec.shape),
-                tx_of(name),
-                initializer=spec.initializer,
-                dtype=spec.dtype,
-                seed=jax.random.fold_in(key, zlib.crc32(name.encode())),
-            )
-
-    def _know(self, names: Iterable[str]) -> None:
-        """Asks the store for the rows of tables that are new here."""
-        for name in names:
-            if name not in self._heights:
-                rows = self.store.pull(name, np.zeros(0, np.int32))
-                self._heights[name] = rows.height
-
-    def _pull(self, batch: Any) -> dict[str, SelectedRows]:
-        ids = self.row_ids(batch)
-        fixed = self._fixed
-        by_name = fixed if isinstance(fixed, Mapping) else dict.fromkeys(ids, fixed)
-        return {
-            name: self.store.pull(
-                name, ids[name], capacity=by_name.get(name), mode="drop"
-            )
-            for name in ids
-        }
-
-    def _grown(self, pulled: Mapping[str, SelectedRows]) -> dict[str, SelectedRows]:
-        """The same rows in the capacity of each table so far, or the new one."""
-        for name, rows in pulled.items():
-            least = self._capacities.get(name, 0)
-            self._capacities[name] = max(least, rows.capacity)
-        return {name: pad(x, self._capacities[name]) for name, x in pulled.items()}
+    # -- the compiled step --------------------------------------------------------
 
     def _forward(self, pulled: Any, params: Any, batch: Any) -> Any:
         tables = PulledTables(pulled, self._name)
         return self.block.sparse_forward(tables, params, self._inputs(batch))
 
     def _step(self, pulled: Any, params: Any, opt_state: Any, batch: Any) -> Any:
-        self.compilations += 1  # Python runs this once for each program that is made
+        self.compilations += 1  # Python runs this once for each compiled program
 
         def objective(pulled, params):
             return self._loss(self._forward(pulled, params, batch), batch)
@@ -314,24 +321,315 @@ class Trainer:
         )
         loss, grads = differentiate(pulled, params)
         if self._clip_norm is not None:
-            grads = clip(grads, self._clip_norm)
+            grads = _clip_by_global_norm(grads, self._clip_norm)
         updates, opt_state = self._tx.update(grads[1], opt_state, params)
         return loss, grads[0], optax.apply_updates(params, updates), opt_state
 
+    def _run(self, function: Any, *args: Any) -> Any:
+        """The result of a compiled function; raises where a check in it failed."""
+        if self._checked:
+            error, out = function(*args)
+            error.throw()
+            return out
+        try:
+            return function(*args)
+        except ValueError as error:
+            if not _has_checks(function, *args):
+                raise
+            # JAX's own error names neither the block nor the option.
+            raise ValueError(
+                f"{_CALL}: {self._name} has a check in it, as blocks with mode='error' "
+                "have, and a compiled step can only run it with checked=True. Pass "
+                "Trainer(checked=True), or use another mode."
+            ) from error
+
+    # -- on the host --------------------------------------------------------------
+
+    def _make_tables(self, key: jax.Array, table_tx: Any) -> None:
+        """Makes the block's tables that the store lacks, and checks the others."""
+        specs = self.block.tables() if hasattr(self.block, "tables") else {}
+        by_name = isinstance(table_tx, Mapping)
+        if not by_name:
+            _check_tx("table_tx", table_tx)
+        else:
+            _check_names("table_tx", table_tx, {*specs, *self.store.names()})
+            for name in specs:
+                if name not in table_tx and name not in self.store:
+                    raise ValueError(
+                        f"{_CALL}: table_tx is a dict without {name!r}, a table that "
+                        "the store does not have yet. Give a transformation for each "
+                        f"of {sorted(specs)}, or one for all."
+                    )
+        for name, spec in specs.items():
+            if name in self.store:
+                self._check_table(name, spec)
+                self._check_trainable(name)
+                continue
+            self.store.init(
+                name,
+                tuple(spec.shape),
+                table_tx[name] if by_name else table_tx,
+                initializer=spec.initializer,
+                dtype=spec.dtype,
+                seed=jax.random.fold_in(key, zlib.crc32(name.encode())),
+            )
+
+    def _on_device(self, batch: Any) -> Any:
+        """The batch with SegmentTensors in the place of scipy matrices.
+
+        The capacities for their elements grow by powers of two and never shrink.
+        """
+        is_csr = lambda x: hasattr(x, "indptr") and hasattr(x, "tocsr")
+        is_leaf = lambda x: is_csr(x) or isinstance(x, SegmentTensor)
+        leaves, tree = jax.tree.flatten(batch, is_leaf=is_leaf)
+        for i, leaf in enumerate(leaves):
+            if not is_csr(leaf):
+                continue
+            needed = 1 << max(leaf.nnz - 1, 0).bit_length()
+            capacity = max(self._nnz_capacities.get(i, _LEAST_CAPACITY), needed)
+            self._nnz_capacities[i] = capacity
+            csr = leaf.tocsr()
+            index = np.zeros(capacity, csr.indices.dtype)
+            value = np.zeros(capacity, csr.data.dtype)
+            index[: csr.nnz] = csr.indices[: csr.nnz]
+            value[: csr.nnz] = csr.data[: csr.nnz]
+            elements = SegmentTensor.from_csr(csr.indptr, index, value)
+            leaves[i] = Elements.of(elements, int(csr.shape[1]))
+        return tree.unflatten(leaves)
+
+    def _pull(self, batch: Any) -> dict[str, SelectedRows]:
+        ids, capacity = self.row_ids(batch), self._capacity
+        if not isinstance(capacity, Mapping):
+            capacity = dict.fromkeys(ids, capacity)
+        return {
+            name: self.store.pull(
+                name, ids[name], capacity=capacity.get(name), mode="drop"
+            )
+            for name in ids
+        }
+
+    def _padded(self, pulled: Mapping[str, SelectedRows]) -> dict[str, SelectedRows]:
+        """The pulled rows, with as many slots as any batch before had."""
+        for name, rows in pulled.items():
+            least = self._capacities.get(name, 0)
+            self._capacities[name] = max(least, rows.capacity)
+        return {name: _pad(x, self._capacities[name]) for name, x in pulled.items()}
+
     def _update(self, batch: Any, pulled: Mapping[str, SelectedRows]) -> jax.Array:
-        for name in pulled:
-            _args.check_trained(self.store, name)
-        args = self._grown(pulled), self.params, self.opt_state, batch
+        for name in pulled:  # `push` would refuse only after the dense update
+            self._check_trainable(name)
+        args = self._padded(pulled), self.params, self.opt_state, batch
         loss, grads, self.params, self.opt_state = self._run(self._run_step, *args)
         for name, rows in grads.items():
             self.store.push(name, rows)
         self.steps += 1
         return loss
 
-    def _run(self, function: Any, *args: Any) -> Any:
-        """What a compiled function gives; an error where it complained."""
-        if not self._checked:
-            return _args.explain_check(self._name, function, *args)
-        error, out = function(*args)
-        error.throw()
-        return out
+    # -- checks -------------------------------------------------------------------
+
+    def _check_table(self, name: str, spec: Any) -> None:
+        """An error where the store's table is not the one that the block needs."""
+        have, want = self.store.spec(name), tuple(spec.shape)
+        if have.shape != want:
+            raise ValueError(
+                f"{_CALL}: the store's table {name!r} has shape {have.shape}, and "
+                f"{self._name} needs {want}."
+            )
+        want = jnp.dtype(spec.dtype)
+        if have.dtype != want:
+            raise TypeError(
+                f"{_CALL}: the store's table {name!r} is of {have.dtype}, and "
+                f"{self._name} has param_dtype={want}. Make the table with "
+                f"dtype={want}, or the block with param_dtype={have.dtype}."
+            )
+
+    def _check_trainable(self, name: str) -> None:
+        if not self.store.is_trainable(name):
+            raise ValueError(
+                f"{_CALL}: the store's table {name!r} was made with tx=None, for "
+                "reading only, and a step could not push to it. Make it with an "
+                f"optimizer: store.init({name!r}, shape, tx)."
+            )
+
+    def _check_in_range(self, name: str, ids: Any) -> None:
+        """An error unless each id is in range or -1, which means no row."""
+        ids = np.asarray(_arguments.as_integers(f"{_CALL}: table {name!r}", ids))
+        height = self.store.spec(name).shape[0]
+        if not ids.size or (ids.min() >= -1 and ids.max() < height):
+            return
+        bad = ids[(ids < -1) | (ids >= height)]
+        was_minus_one = " (which stands for an id of -1 that is not padding)"
+        raise ValueError(
+            f"{_CALL}: {bad.size} of {ids.size} ids that {self._name}.row_ids names of "
+            f"the table {name!r} are out of range, the first is "
+            f"{int(bad[0])}{was_minus_one if bad[0] == -2 else ''} and the table has "
+            f"{height} rows. Nothing was updated: such an id reads NaN, and after one "
+            "step all parameters would be NaN. Correct the ids, set a padding_id, give "
+            "the block mode='zero', or pass Trainer(mode='drop')."
+        )
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _check_arguments(
+    block: Any, store: Any, loss: Any, tx: Any, inputs: Any, mode: Any, clip_norm: Any
+) -> None:
+    """Those that need nothing but themselves, or an error."""
+    if isinstance(block, type):
+        raise TypeError(
+            f"{_CALL}: block is the class {block.__name__} itself. Make an instance: "
+            f"{block.__name__}(...)."
+        )
+    if not _has(block, "row_ids", "sparse_forward"):
+        raise TypeError(
+            f"{_CALL}: block must have row_ids(inputs) and sparse_forward(tables, "
+            f"params, inputs), as a sparsejax.nn.SparseBlock has, got {_kind(block)}. "
+            "An ordinary layer does not say which rows it needs: use SparseEmbedding "
+            "or SparseLinear in its place, or train it without a store, with "
+            "sparsejax.value_and_grad and sparsejax.optim.lazy."
+        )
+    methods = "init", "names", "spec", "is_trainable", "pull", "push", "prefetch"
+    if isinstance(store, type) or not _has(store, *methods):
+        raise TypeError(
+            f"{_CALL}: store must be a sparsejax.store.KVStore, got {_kind(store)}. "
+            "Make one first."
+        )
+    for name, f, signature in (
+        ("loss", loss, "(outputs, batch) -> scalar"),
+        ("inputs", inputs, "of a batch, or None"),
+    ):
+        if not callable(f) and not (name == "inputs" and f is None):
+            raise TypeError(
+                f"{_CALL}: {name} must be a function {signature}, got {_kind(f)}."
+            )
+    _check_tx("tx", tx)
+    if mode not in ("error", "drop"):
+        raise ValueError(
+            f"{_CALL}: mode must be 'error' or 'drop', got {mode!r}. It says what "
+            "happens to ids that are out of range."
+        )
+    try:
+        positive = clip_norm is None or bool(clip_norm > 0)
+    except (TypeError, ValueError):
+        positive = False
+    if not positive:
+        raise ValueError(
+            f"{_CALL}: clip_norm must be a positive number or None, got {clip_norm!r}."
+        )
+
+
+def _check_tx(name: str, tx: Any) -> None:
+    if not _has(tx, "init", "update"):
+        raise TypeError(
+            f"{_CALL}: {name} must be an optax transformation, such as "
+            f"optax.adam(1e-3), got {_kind(tx)}."
+        )
+
+
+def _check_capacity(capacity: Any, store: Any) -> Any:
+    """`capacity`, an int or None, or a dict of them for tables of the store."""
+    if not isinstance(capacity, Mapping):
+        given = {_CALL: capacity}
+    else:
+        _check_names("capacity", capacity, store.names())
+        given = {f"{_CALL}, table {name!r}": x for name, x in capacity.items()}
+    for call, x in given.items():
+        if x is not None:
+            _arguments.check_capacity(call, x)
+    return capacity
+
+
+def _check_names(name: str, given: Any, known: Any) -> None:
+    if unknown := [x for x in given if x not in known]:
+        raise ValueError(
+            f"{_CALL}: {name} is given for {', '.join(map(repr, unknown))}, and there "
+            f"is no such table; there are {sorted(known)}. Leave it out, or correct "
+            "the name."
+        )
+
+
+def _check_params(params: Any, store: Any) -> None:
+    """An error if a dense parameter is row-sparse, or is not an array."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=is_selected_rows
+    ):
+        where = jax.tree_util.keystr(path)
+        found = None
+        if is_selected_rows(leaf):
+            found = "a SelectedRows"
+        elif isinstance(leaf, str) and leaf in store:
+            found = f"the name of the store's table {leaf!r}"
+        if found is not None:
+            raise TypeError(
+                f"{_CALL}: the dense parameter {where} is {found}, which is "
+                "row-sparse: its rows are owned by the store. Ordinary layers need "
+                "arrays. Leave it out of params, return its ids from row_ids, and read "
+                "it from `tables` in sparse_forward."
+            )
+        if isinstance(leaf, (str, bytes)):
+            raise TypeError(
+                f"{_CALL}: params must be a tree of arrays, as block.init(key) makes "
+                f"it; params{where} is {_kind(leaf)}."
+            )
+
+
+def _has(x: Any, *methods: str) -> bool:
+    return all(callable(getattr(x, method, None)) for method in methods)
+
+
+def _kind(x: Any) -> str:
+    return f"the class {x.__name__}" if isinstance(x, type) else _arguments.kind_of(x)
+
+
+# ------------------------------------------------------------------ private
+
+
+def _directory(call: str, path: str | os.PathLike[str]) -> pathlib.Path:
+    folder = pathlib.Path(path)
+    if folder.is_file():
+        raise NotADirectoryError(f"{call}: {path} is a file. Pass a directory.")
+    return folder
+
+
+def _dense_leaves(call: str, folder: pathlib.Path, **options: Any) -> Checkpointer:
+    """The checkpoints of the dense leaves in a trainer's directory."""
+    try:
+        return Checkpointer(folder / "dense", **options)
+    except ImportError as error:
+        raise ImportError(
+            f"{call} needs orbax: pip install orbax-checkpoint, or pip install "
+            "'sparsejax[interop]'."
+        ) from error
+
+
+def _has_checks(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether `function` runs a `checkify.check`; False if it cannot be traced."""
+    try:
+        error, _ = jax.eval_shape(checkify.checkify(function), *args)
+    except Exception:  # the caller raises the error that it has already
+        return False
+    return bool(jax.tree.leaves(error))
+
+
+def _pad(rows: SelectedRows, capacity: int) -> SelectedRows:
+    """The same rows with more empty slots, `capacity` slots in all."""
+    more = capacity - rows.capacity
+    if more == 0:
+        return rows
+    empty = _arguments.scalar(rows.height, rows.rows)
+    ids = jnp.pad(rows.rows, (0, more), constant_values=empty)
+    widths = [(0, more)] + [(0, 0)] * (rows.ndim - 1)
+    return SelectedRows(ids, jnp.pad(rows.values, widths), rows.height)
+
+
+def _clip_by_global_norm(grads: Any, max_norm: float) -> Any:
+    """All gradients times `min(1, max_norm / their global norm)`."""
+    norm = global_norm(grads)
+    scale = jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, max_norm), 1)
+    shrink = lambda v: v * scale.astype(v.dtype)
+    return jax.tree.map(
+        lambda g: g.map(shrink) if is_selected_rows(g) else shrink(g),
+        grads,
+        is_leaf=is_selected_rows,
+    )
