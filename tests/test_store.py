@@ -10,7 +10,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits, assert_trees_close, count_traces, make_rows
-from sparsejax.store import _rows_wanted as wanted
+from sparsejax.store import _requested_rows as requested
 
 
 # optax's own schedules and moments promote types.
@@ -48,9 +48,9 @@ def test_pull_gives_each_row_once_ascending(dtype):
 
 
 def test_capacities_are_few():
-    found = {wanted.capacity_for("f", "t", n, 10**6, None) for n in range(5000)}
+    found = {requested.capacity_for("f", "t", n, 10**6, None) for n in range(5000)}
     assert found == {8 << k for k in range(11)}
-    assert wanted.capacity_for("f", "t", 9, 10, None) == 10  # never above the height
+    assert requested.capacity_for("f", "t", 9, 10, None) == 10  # never above the height
 
 
 def test_row_sparse_pull_has_no_empty_slots():
@@ -296,13 +296,13 @@ def test_a_state_leaf_as_long_as_the_table_is_not_taken_for_rows():
         ({"shape": ()}, ValueError, "at least one axis"),
         ({"shape": "10"}, TypeError, "needs a shape.* got an object of type str"),
         ({"shape": (10, -1)}, TypeError, "needs a shape"),
-        ({"dtype": np.int32}, TypeError, "int32; an optimizer needs real floating"),
+        ({"dtype": np.int32}, TypeError, "int32; an optimizer needs a real floating"),
         ({"dtype": np.float64}, ValueError, "float64, which JAX cuts to 32 bits"),
         ({"initializer": 0.1}, TypeError, "initializer must be a function"),
         (
             {"shape": weights(), "initializer": NORMAL},
             ValueError,
-            "leave one of the two",
+            "leave out one of the two",
         ),
         (
             {"initializer": NORMAL, "seed": "a"},

@@ -101,8 +101,8 @@ def test_what_load_refuses(tmp_path):
         (b"", "does not begin with"),
         (b"other" + content, "does not begin with"),
         (content[:40], "ends within its header"),
-        (content[:-1], "was cut off or changed"),
-        (content + b"x", "was cut off or changed"),
+        (content[:-1], "was truncated or changed"),
+        (content + b"x", "was truncated or changed"),
         (content[:18] + b"\xff" * 8 + content[26:], "ends within its header"),
         (content[:40] + b"?" + content[41:], "its header is damaged"),
         (content[:-900] + b"??" + content[-898:], "is damaged: .* checksum"),
@@ -320,7 +320,7 @@ def test_a_mapped_table_of_an_array(tmp_path):
         expected = store.pull_all("t")
         store.save(tmp_path / "store")
     with sj.store.KVStore() as store:
-        with pytest.raises(ValueError, match="is there already, and table 't' comes"):
+        with pytest.raises(ValueError, match="exists already, and table 't' comes"):
             store.init("t", ARRAY, TX, path=path)
         store.init("t", (V, D), TX, path=path)
         assert_same_bits(store.pull_all("t"), expected)
@@ -387,7 +387,7 @@ def test_a_mapped_file_that_was_cut_off(tmp_path):
         store.init("t", (V, D), TX, path=path)
     os.truncate(path, path.stat().st_size - 1)
     with sj.store.KVStore() as store:
-        with pytest.raises(ValueError, match="it was cut off"):
+        with pytest.raises(ValueError, match="it was truncated"):
             store.init("t", (V, D), TX, path=path)
 
 

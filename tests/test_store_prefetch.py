@@ -12,7 +12,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits
-from sparsejax.store import _line
+from sparsejax.store import _prefetch
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -39,7 +39,7 @@ def gradient(rows):
 
 
 def workers():
-    return [t for t in threading.enumerate() if t.name.startswith(_line._THREAD)]
+    return [t for t in threading.enumerate() if t.name.startswith(_prefetch._THREAD)]
 
 
 def schedule(rng, tables, steps):
@@ -118,7 +118,7 @@ def test_push_does_not_wait_for_the_device():
     ahead = store.prefetch([np.array([1, 2]), np.array([2, 3])], lambda ids: ids)
     _, rows = next(ahead)
     start = store.pull_all("a")
-    with store._line._work:  # the worker stands still
+    with store._queue._working:  # the worker stands still
         store.push("a", gradient(rows))
     _, rows = next(ahead)
     assert (np.asarray(rows.values[0]) != start[2]).all()

@@ -29,9 +29,9 @@ from sparsejax.parallel._batched_pull import (
     own_ids,
     to_all_devices,
 )
-from sparsejax.store import KVStore, _rows_wanted as wanted
-from sparsejax.store._named import no_table
+from sparsejax.store import KVStore, _requested_rows as requested
 from sparsejax.store._optimizer import on_host
+from sparsejax.store._store import no_table
 
 
 _CALL = "sparsejax.parallel.SpreadStore"
@@ -152,8 +152,8 @@ class SpreadStore:
         low, high = np.iinfo(kind).min, np.iinfo(kind).max
         ids = np.clip(own_ids(call, ids).astype(np.int64), low, high)
         ids = self._of_all(np.unique(ids).astype(kind))
-        rows = wanted.distinct_rows(call, name, ids, height, mode)
-        slots = wanted.capacity_for(call, name, rows.size, height, capacity)
+        rows = requested.distinct_rows(call, name, ids, height, mode)
+        slots = requested.capacity_for(call, name, rows.size, height, capacity)
 
         process, count = self._place()
         owner = rows % count
@@ -162,7 +162,7 @@ class SpreadStore:
             values = np.asarray(self._store.row_sparse_pull(name, own).values)
         # A power of two, so that what moves them is compiled a few times only.
         shares = [np.sum(owner == p) / len(self._devices[p]) for p in range(count)]
-        each = wanted.bucket(int(np.ceil(max(shares))))
+        each = requested.bucket(int(np.ceil(max(shares))))
         where = np.full(slots, self._mesh.size * each)
         for p in range(count):
             which = np.flatnonzero(owner == p)
@@ -227,7 +227,7 @@ class SpreadStore:
         if self._count == 1:
             return ids
         sizes = multihost_utils.process_allgather(np.array(ids.size))
-        padded = np.zeros(wanted.bucket(int(np.max(sizes))), ids.dtype)
+        padded = np.zeros(requested.bucket(int(np.max(sizes))), ids.dtype)
         padded[: ids.size] = ids
         found = np.asarray(multihost_utils.process_allgather(padded))
         return np.concatenate([x[:n] for x, n in zip(found, sizes)])

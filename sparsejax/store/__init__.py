@@ -1,12 +1,13 @@
 """Row-sparse tables in host memory or a file, larger than the device.
 
-- `KVStore`: named tables, whose rows are pulled and pushed; `prefetch`
-  reads the next batch's rows while a step runs.
-- `TableStats`: the numbers of one table, of `KVStore.stats()`.
+- `KVStore`: named tables, whose rows are pulled and pushed; its `prefetch`
+  reads the rows of the next batch while a step runs.
+- `TableStats`: the size of a table and what was done with it, from
+  `KVStore.stats()`.
 
-`sparsejax.nn.Trainer` does the pulling and pushing for a model;
-`sparsejax.parallel.SpreadStore` is a store over several hosts.
+`sparsejax.nn.Trainer` pulls and pushes for a model;
+`sparsejax.parallel.SpreadStore` is a store on several hosts.
 """
 
-from sparsejax.store._stats import TableStats as TableStats
 from sparsejax.store._store import KVStore as KVStore
+from sparsejax.store._table import TableStats as TableStats

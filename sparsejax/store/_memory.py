@@ -1,27 +1,29 @@
-"""Where the arrays of a table are: in memory, or in a file that is mapped into it.
+"""Host memory of a store: the arrays of a table, mapped files, and pooled buffers.
 
-Both start as zeros that take no room: pages of memory, or of a sparse file, are there
-once something is written to them.
+The arrays of a table start as zeros that take no room: pages of memory, or of a sparse
+file, exist once they are written to.
 """
 
+import collections
 import contextlib
 import math
 import mmap
 import os
 import pathlib
 import shutil
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sparsejax._files import replacing
-from sparsejax.store import _layout
+from sparsejax.store import _format
 
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: then nobody watches over a file
+except ImportError:  # not a POSIX system: files are not locked
     fcntl: Any = None
 
 
@@ -30,21 +32,15 @@ _PAGE = 4096
 _LARGE = 1 << 20
 
 
-def is_mapped_table(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is that of a memory-mapped table."""
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        # Whatever its version: it is somebody's table.
-        return file.read(len(MAGIC) - 2) == MAGIC[:-2]
+# ------------------------------------------------------------------ arrays of a table
 
 
 class Memory:
-    """The arrays of a table, zeros at first.
+    """The arrays of a table, in memory.
 
     Args:
-      specs: shapes and types of the arrays.
-      initial: what some of them, by their place, start with instead.
+      specs: shapes and dtypes of the arrays.
+      initial: first values, by position; the other arrays start as zeros.
     """
 
     path = None
@@ -56,36 +52,35 @@ class Memory:
         ]
 
     def describe(self, header: dict[str, Any]) -> None:
-        """Nothing to do: memory is gone when the process is."""
+        """Does nothing: there is no file."""
 
     def flush(self) -> None:
-        """Nothing to do."""
+        """Does nothing: there is no file."""
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self.arrays = []
 
 
 class MappedFile:
-    """The same, in a memory-mapped file that is made unless it is there.
+    """The arrays of a table, in a memory-mapped file.
 
     Args:
-      call: for messages.
-      path: of the file.
-      specs, initial: as above; `initial` is for a new file.
-      header: the table's description; one that is there must agree.
+      path: of the file, which is created if it does not exist.
+      specs, initial: as in `Memory`; `initial` is for a new file.
+      header: the table's description; that of an existing file must agree.
       name: of the table, for messages.
     """
 
     def __init__(
         self,
-        call: str,
         path: str | os.PathLike[str],
         specs: Sequence[Any],
         initial: Mapping[int, np.ndarray],
         header: dict[str, Any],
         name: str,
     ):
+        call = "sparsejax.store.KVStore.init"
         path = pathlib.Path(path)
         self.path = os.fspath(path)
         start = _round_up(len(MAGIC) + 12 + len(str(header)) * 2)
@@ -98,41 +93,47 @@ class MappedFile:
             if end > free:
                 raise OSError(
                     f"{call}: {path} may grow to {end} bytes, and its file system has "
-                    f"{free} left. When that is full, writing to the table kills the "
-                    "process. Make room, or use another file system."
+                    f"{free} left. Writing to a table on a full disk kills the "
+                    "process. Free some space, or use another file system."
                 )
             with replacing(path) as file:
-                _layout.write_header(file, MAGIC, header | {"start": start})
+                _format.write_header(file, MAGIC, header | {"start": start})
                 file.truncate(end)
                 for k, values in initial.items():
                     file.seek(offsets[k])
-                    file.write(_layout.as_bytes(values))
+                    file.write(_format.as_bytes(values))
         self._file = open(path, "r+b")
         try:
-            _lock(call, path, self._file)
-            found = _layout.read_header(call, path, self._file, MAGIC)
-            self.found = found
-            if found.get("loading"):
+            if fcntl is not None:  # the lock ends with the process
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise RuntimeError(
+                        f"{call}: {path} is in use by another store, of this process "
+                        "or another one. Close that store first."
+                    ) from None
+            self.found = _format.read_header(call, path, self._file, MAGIC)
+            if self.found.get("loading"):
                 raise ValueError(
                     f"{call}: {path} is half loaded: the process that loaded a saved "
-                    "store into it was stopped before it was done. Delete the file, "
-                    "call init again, and then load."
+                    "store into it stopped before the end. Delete the file, call init "
+                    "again, and then load."
                 )
             fields = "shape", "dtype", "state", "initialized", "key"
-            _layout.check_same(call, path, name, found, header, fields)
+            _format.check_same(call, path, name, self.found, header, fields)
+            self._start = self.found["start"]
             size = os.fstat(self._file.fileno()).st_size
-            expected = end - start + found["start"]
+            expected = end - start + self._start
             if size != expected:
                 raise ValueError(
                     f"{call}: {path} has {size} bytes instead of {expected}: it was "
-                    "cut off."
+                    "truncated."
                 )
             self._map = mmap.mmap(self._file.fileno(), size)
         except BaseException:
             self._file.close()
             raise
-        _advise(self._map, "MADV_RANDOM")  # rows are read here and there: no read-ahead
-        self._start = found["start"]
+        _advise(self._map, "MADV_RANDOM")  # rows are read at random: no read-ahead
         shift = self._start - start
         self.arrays = [
             np.frombuffer(self._map, s.dtype, math.prod(s.shape), at + shift).reshape(
@@ -142,23 +143,32 @@ class MappedFile:
         ]
 
     def describe(self, header: dict[str, Any]) -> None:
-        """Writes another description of the table, to the disk."""
+        """Replaces the description of the table, and waits for the disk."""
         self._file.seek(0)
-        _layout.write_header(self._file, MAGIC, header | {"start": self._start})
+        _format.write_header(self._file, MAGIC, header | {"start": self._start})
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def flush(self) -> None:
-        """Waits until all that was written is on the disk."""
+        """Waits until all changes are on the disk."""
         self._map.flush()
 
     def close(self) -> None:
-        """Flushes, and lets other stores have the file."""
+        """Flushes, and releases the file to other stores."""
         self.flush()
         self.arrays = []
-        del self._map  # it goes when the last view of it has gone
-        _unlock(self._file)
+        del self._map  # unmapped when the last view of it is gone
+        if fcntl is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+def is_mapped_table(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is that of a memory-mapped table, of any version."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC) - 2) == MAGIC[:-2]
 
 
 def _size(spec: Any) -> int:
@@ -170,10 +180,10 @@ def _round_up(size: int) -> int:
 
 
 def _zeros(spec: Any) -> np.ndarray:
-    """Zeros of which a page takes memory once it is written to.
+    """Zeros in pages of 4 kB, each of which takes memory once it is written to.
 
-    `np.zeros` asks for pages of 2 MB, each of which is cleared for the first row in it
-    that is touched: 20 million rows of 32, touched at random, took 5 GB and 30 seconds.
+    `np.zeros` asks for pages of 2 MB, and the system clears a whole page for the first
+    row touched in it: 20 million rows of 32, touched at random, took 5 GB and 30 s.
     """
     size = _size(spec)
     if size < _LARGE:
@@ -184,27 +194,45 @@ def _zeros(spec: Any) -> np.ndarray:
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
-    """Tells the system how memory will be used, where it can be told."""
+    """`memory.madvise`, where this system has that advice."""
     advice = getattr(mmap, name, None)
     if advice is not None:
         with contextlib.suppress(OSError):  # a kernel without that feature
             memory.madvise(advice)
 
 
-def _lock(call: str, path: Any, file: Any) -> None:
-    """Takes the file for this store alone; the lock goes with the process."""
-    if fcntl is None:
-        return
+# ------------------------------------------------------------------ pooled buffers
+
+
+_ALIGNMENT = 64  # JAX's CPU device takes arrays of this alignment without a copy
+_LEAST, _MOST = 1 << 16, 1 << 26  # smaller ones are cheap, larger ones cost memory
+_KEPT = 8  # of each size
+
+_pool: dict[int, collections.deque] = {}
+
+
+def pooled_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """As `np.empty`, in memory that returns to a pool when no array uses it any more.
+
+    The system clears fresh memory page by page at the first write, which takes as long
+    as gathering rows into it. JAX's CPU device uses such an array in place and keeps a
+    reference to it, so memory returns to the pool after JAX's last array over it is
+    gone. tests/test_store_aliasing.py checks both.
+    """
+    dtype = np.dtype(dtype)
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if not _LEAST <= size <= _MOST:
+        return np.empty(shape, dtype)
+    padded = 1 << (size + _ALIGNMENT - 1).bit_length()
+    # No lock: finalizers may run at any time, on any thread. A deque needs none.
+    free = _pool.setdefault(padded, collections.deque(maxlen=_KEPT))
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise RuntimeError(
-            f"{call}: {path} is in use by another store, of this process or another "
-            "one. A memory-mapped table belongs to one store at a time: close the "
-            "other one first."
-        ) from None
-
-
-def _unlock(file: Any) -> None:
-    if fcntl is not None:
-        fcntl.flock(file, fcntl.LOCK_UN)
+        memory = free.pop()
+    except IndexError:
+        memory = np.empty(padded, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    # Views keep this array alive; views of a slice would keep only `memory` alive.
+    array = np.frombuffer(memory.data, dtype, count, start)
+    weakref.finalize(array, free.append, memory).atexit = False
+    return array.reshape(shape)

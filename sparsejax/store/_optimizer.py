@@ -1,13 +1,14 @@
-"""The optimizer of a table, run on the host for the rows that a gradient names.
+"""The optimizer of a table, run on the CPU for the rows of a gradient.
 
-What runs is `sparsejax.optim.lazy(tx)` itself, on a table made of just those rows: so
-any transformation that `lazy` lifts works here, and weights and state come out as they
-would on a CPU that held the whole table, bit for bit.
+It runs `sparsejax.optim.lazy(tx)` itself, on a small table of just those rows. So any
+transformation that `lazy` lifts works here, and the new weights and state have the same
+bits as on a CPU that holds the whole table.
 
-Bits are also why state goes through a scatter that would not be needed. Which products
-XLA fuses into sums depends on what follows them: without the scatters Adam and RMSProp
-came out one bit off. The gathers are left out. They change no bits, and beside them
-arithmetic is not vectorised: 65,536 rows of 32 took Adagrad 23 ms, and 3 without.
+For the same bits the state also goes through a scatter that is not needed otherwise.
+Which products XLA fuses into sums depends on the operations after them: without the
+scatters, Adam and RMSProp were one bit off. The gathers are left out: they do not
+change the bits, and they keep XLA from vectorising the arithmetic around them. Adagrad
+on 65,536 rows of 32 takes 23 ms with them, and 3 ms without.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ class Optimizer:
       dtype: of the table.
 
     Raises:
-      TypeError, ValueError: what `lazy` says of transformations it cannot lift.
+      TypeError, ValueError: from `lazy`, for a transformation that it cannot lift.
     """
 
     def __init__(self, tx: Any, shape: tuple[int, ...], dtype: Any):
@@ -72,18 +73,18 @@ class Optimizer:
         paths, tree = jax.tree_util.tree_flatten_with_path(following.state)
         self.specs = [spec for _, spec in paths]
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
-        # Which leaves of the state have a row for each row of the table.
+        # Which leaves of the state have one row for each row of the table.
         self.by_row = tuple(owner is not None for owner in following.owners)
         self._layout = _Layout(tree, self.by_row)
 
     def init_rows(self, weights: np.ndarray) -> list[np.ndarray]:
-        """What `tx.init` makes of rows with these weights, leaves by row."""
+        """The leaves of `tx.init` that have rows, for rows with these weights."""
         with on_host():
             by_row, _ = self._programs.init(self._layout, weights)
         return [np.asarray(x) for x in by_row]
 
     def init_rest(self, weights: np.ndarray) -> list[np.ndarray]:
-        """What `tx.init` makes beside the rows: counts, hyperparameters."""
+        """The other leaves of `tx.init`: counts, hyperparameters."""
         with on_host():
             _, rest = self._programs.init(self._layout, weights)
         return [np.asarray(x) for x in rest]
@@ -94,18 +95,19 @@ class Optimizer:
         by_row: Sequence[np.ndarray],
         rest: Sequence[np.ndarray],
         count: int,
-        places: np.ndarray,
+        positions: np.ndarray,
         values: Any,
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-        """One step on a table made of the rows gathered.
+        """One step on a table of the gathered rows.
 
         Args:
-          weights: `[C, ...]`, rows gathered and then anything.
-          by_row: leaves of the state of those rows.
-          rest: the other leaves of the state.
-          count: how many rows there are.
-          places: int32 `[n]`, for each slot of the gradient its row among those, or C.
-          values: `[n, ...]`, the gradient's values, on any device.
+          weights: `[C, ...]`, the gathered rows; the values after them are ignored.
+          by_row: the leaves of state of the same rows.
+          rest: the other leaves of state.
+          count: the number of gathered rows.
+          positions: int32 `[n]`, for each slot of the gradient the position of its row
+            among the gathered ones, or C.
+          values: `[n, ...]`, of the gradient, on any device.
 
         Returns:
           New weights and state, on the host.
@@ -113,33 +115,34 @@ class Optimizer:
         with on_host() as device:
             rows = np.arange(len(weights), dtype=np.int32)
             rows[count:] = len(weights)
-            # On a CPU that may take NumPy's memory as it is, and `rest` is written to.
+            # device_put may use NumPy's memory in place, and the caller changes `rest`.
             rest = [np.array(x) for x in rest]
-            # By NumPy: a mesh that the gradient was made on must not come along.
-            given = weights, by_row, rest, rows, places, np.asarray(values)
-            given = jax.device_put(given, device)
-            new = self._programs.update(self._layout, *given)
+            # As NumPy: the gradient's mesh must not reach the update.
+            arguments = weights, by_row, rest, rows, positions, np.asarray(values)
+            arguments = jax.device_put(arguments, device)
+            new = self._programs.update(self._layout, *arguments)
         return jax.tree.map(np.asarray, new)
 
 
 class _Layout(NamedTuple):
-    """The state as a tree, and as leaves that have rows and leaves that have not."""
+    """Converts a state between its tree and two lists: leaves by row, and the rest."""
 
     tree: Any
     by_row: tuple[bool, ...]
 
     def split(self, state: Any) -> tuple[list[Any], list[Any]]:
         leaves = list(zip(jax.tree.leaves(state), self.by_row))
-        return [x for x, mine in leaves if mine], [x for x, mine in leaves if not mine]
+        by_row = [x for x, has_rows in leaves if has_rows]
+        return by_row, [x for x, has_rows in leaves if not has_rows]
 
     def join(self, by_row: Sequence[Any], rest: Sequence[Any]) -> Any:
         rows, others = iter(by_row), iter(rest)
-        leaves = [next(rows) if mine else next(others) for mine in self.by_row]
+        leaves = [next(rows if has_rows else others) for has_rows in self.by_row]
         return self.tree.unflatten(leaves)
 
 
 class _Programs(NamedTuple):
-    """What is compiled of a transformation, for all tables that have it."""
+    """The compiled programs of a transformation, shared by all tables that use it."""
 
     check: Callable
     init: Callable
@@ -151,14 +154,14 @@ def _programs(tx: Any) -> _Programs:
     lifted = lazy(tx)
 
     def check(spec):
-        """Refuses what is not row-separable, by name."""
+        """Raises an error that names the part that is not row-separable."""
         jax.eval_shape(lifted.init, spec)
 
     def init(layout, weights):
         return layout.split(tx.init(weights))
 
-    def update(layout, weights, by_row, rest, rows, places, values):
-        grads: Any = _Gathered.of(rows, places, values)
+    def update(layout, weights, by_row, rest, rows, positions, values):
+        grads: Any = _Gathered.of(rows, positions, values)
         state = layout.join(by_row, rest)
         updates, state = lifted.update(grads, state, weights)
         return optax.apply_updates(weights, updates), *layout.split(state)
@@ -168,30 +171,32 @@ def _programs(tx: Any) -> _Programs:
 
 
 class _Gathered(SelectedRows):
-    """A gradient for a table that is made of the rows it names, in their order."""
+    """A gradient of a table that consists of the gradient's own rows, in order."""
 
-    places: jax.Array
+    positions: jax.Array
 
     @classmethod
-    def of(cls, rows: jax.Array, places: jax.Array, values: jax.Array) -> "_Gathered":
-        """Of the rows 0, 1, ..., then empty slots; and of each value its row."""
+    def of(
+        cls, rows: jax.Array, positions: jax.Array, values: jax.Array
+    ) -> "_Gathered":
+        """With rows 0, 1, ... and then empty slots, and the row of each value."""
         self = object.__new__(cls)
-        height = rows.shape[0]
-        self.__dict__.update(rows=rows, values=values, height=height, places=places)
+        fields = {"rows": rows, "values": values, "positions": positions}
+        self.__dict__.update(fields, height=rows.shape[0])
         return self
 
 
 @table_rows.merge_duplicates.register
 def _(rows: _Gathered) -> _Gathered:
-    """The sums of `SelectedRows.coalesce`; what sorting would give is known."""
+    """The sums of `SelectedRows.coalesce`, without its sort."""
     wide = indexing.accumulator_dtype(rows.dtype)
     zeros = jnp.zeros(rows.shape, wide)
-    values = indexing.add_rows(zeros, rows.places, rows.values.astype(wide))
+    values = indexing.add_rows(zeros, rows.positions, rows.values.astype(wide))
     return _Gathered.of(rows.rows, rows.rows, values.astype(rows.dtype))
 
 
 @table_rows.read_into.register
 def _(rows: _Gathered, table: Any, otherwise: jax.Array) -> jax.Array:
-    """All rows, in their order."""
+    """All rows of the table, in order: no gather."""
     filled = indexing.append_axes(rows.filled(), otherwise.ndim)
     return jnp.where(filled, table, otherwise.astype(table.dtype))

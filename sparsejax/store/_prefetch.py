@@ -1,164 +1,259 @@
-"""Prefetching: the next batch's rows are read while the step of this one runs.
+"""Prefetching: the next batch's rows are read while the step of this batch runs.
 
-What a batch gets must be what it would have got one thing after the other: pull 1,
-push 1, pull 2, push 2, and so on, bit for bit. So of the next batch's rows
+A batch must get the bits that it would get from pull 1, push 1, pull 2, push 2, and so
+on, one after the other. So the rows of the next batch are of three kinds:
 
-- those that no batch still out has pulled are read early;
-- those that a push changes are forwarded from that push, whenever it comes;
-- the rest is read when the next batch is asked for. Whatever was pushed for the batch
-  before has been put in line by then, and comes first.
+- Rows that no batch in flight has pulled are read early.
+- Rows that a push changes are forwarded from that push, whenever it comes.
+- Late rows, all others, are read when the next batch is asked for. The pushes of the
+  batch before it are in the queue by then, and are done first.
 
-So nobody counts pushes: a step may push nothing (evaluation), once, or often.
+So nothing depends on how many pushes a step makes: none (evaluation), one or several.
 """
 
 import collections
-import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, TypeVar
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
+import jax
 import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
-from sparsejax.store._line import Line
-from sparsejax.store._part import Part
+from sparsejax.store._memory import pooled_empty
+from sparsejax.store._requested_rows import capacity_for, distinct_rows, is_among
+from sparsejax.store._table import Table
 
 
-_END = object()
-
-Batch = TypeVar("Batch")  # anything, with ids in it
+EXACT: Any = object()  # a capacity: as many slots as distinct rows
 
 
-class Flight:
-    """A batch under way: prepared, or out with its step running."""
+# ------------------------------------------------------------------ rows of a batch
+
+
+class PulledRows:
+    """The rows of one table for a batch, on their way to the device.
+
+    Args:
+      call: for messages.
+      table: to read from.
+      ids, capacity, mode: as in `KVStore.pull`; `capacity` may be `EXACT`.
+    """
+
+    def __init__(
+        self, call: str, table: Table, ids: Any, capacity: int | None, mode: str
+    ):
+        began = time.perf_counter()
+        rows = distinct_rows(call, table.name, ids, table.height, mode)
+        count = slots = rows.size
+        if capacity is not EXACT:
+            slots = capacity_for(call, table.name, count, table.height, capacity)
+        self._table, self.rows = table, rows
+        self._values = self._empty(count, slots)
+        self._is_late = np.zeros(rows.shape, bool)
+        table.pulls += 1
+        table.pulled_rows += count
+        table.pull_seconds += time.perf_counter() - began
+
+    def wait_for(self, other: "PulledRows") -> None:
+        """Makes rows late that an earlier batch pulled: its push may change them."""
+        self._is_late |= is_among(self.rows, other.rows)
+
+    def read_early(self) -> None:
+        """Reads all rows but the late ones."""
+        self._read(~self._is_late)
+
+    def forward(self, rows: np.ndarray, weights: np.ndarray) -> None:
+        """Takes over the new weights of rows that were pushed."""
+        hit = is_among(self.rows, rows)
+        self._values[: hit.size][hit] = weights[np.searchsorted(rows, self.rows[hit])]
+        self._is_late &= ~hit
+
+    def read_again(self) -> None:
+        """Makes all rows late: other weights were loaded."""
+        self._is_late[:] = True
+
+    def finish(self) -> SelectedRows:
+        """Reads the late rows, and puts all on the device."""
+        self._read(self._is_late)
+        height, dtype = self._table.height, self.rows.dtype
+        slots = pooled_empty((self._values.shape[0],), dtype)
+        slots[: self.rows.size] = self.rows
+        slots[self.rows.size :] = height
+        # The CPU device uses these buffers in place. Nothing writes to them any more.
+        slots, values = jax.device_put((slots, self._values))
+        return SelectedRows(slots, values, height)
+
+    def finish_at_once(self) -> SelectedRows:
+        """Reads all rows, and puts them on the device."""
+        self.read_early()
+        return self.finish()
+
+    def _empty(self, count: int, capacity: int) -> np.ndarray:
+        """A buffer of `capacity` rows, with zeros after the first `count`."""
+        buffer = pooled_empty((capacity, *self._table.shape[1:]), self._table.dtype)
+        buffer[count:] = 0
+        return buffer
+
+    def _read(self, which: np.ndarray) -> None:
+        began = time.perf_counter()
+        if which.all():
+            self._table.gather(self.rows, self._values)
+        elif which.any():
+            rows = self.rows[which]
+            read = self._table.gather(rows, self._empty(rows.size, rows.size))
+            self._values[: which.size][which] = read
+        self._table.pull_seconds += time.perf_counter() - began
+
+
+# ------------------------------------------------------------------ batches in flight
+
+
+class InFlightBatch:
+    """A prefetched batch: being prepared, or given to the user with its step running.
+
+    Args:
+      owner: the iterator that it belongs to, by identity.
+    """
 
     def __init__(self, owner: object):
         self.owner = owner
-        self.parts: dict[str, Part] = {}
-        self.is_out = False
+        self.tables: dict[str, PulledRows] = {}
+        self.is_out = False  # whether the user has it
 
 
-class Flights:
-    """The batches under way, in their order; touched by whoever works in line."""
+class InFlightBatches:
+    """All in-flight batches of a store, in order; used on the queue's thread only."""
 
     def __init__(self):
-        self._all: list[Flight] = []
+        self._all: list[InFlightBatch] = []
 
-    def prepare(self, flight: Flight) -> None:
-        """Reads of a batch's rows what can be read now."""
-        for name, part in flight.parts.items():
+    def prepare(self, batch: InFlightBatch) -> None:
+        """Adds a batch, and reads those of its rows that can be read now."""
+        for name, pulled in batch.tables.items():
             for other in self._all:
-                if name in other.parts:
-                    part.expect(other.parts[name])
-            part.read_early()
-        self._all.append(flight)
+                if name in other.tables:
+                    pulled.wait_for(other.tables[name])
+            pulled.read_early()
+        self._all.append(batch)
 
-    def finish(self, flight: Flight) -> dict[str, SelectedRows]:
-        """A batch goes out, and the one its owner had out is back."""
-        owner = flight.owner
-        self._all = [f for f in self._all if f.owner is not owner or not f.is_out]
-        flight.is_out = True
-        return {name: part.finish() for name, part in flight.parts.items()}
+    def finish(self, batch: InFlightBatch) -> dict[str, SelectedRows]:
+        """Gives a batch to the user, who has finished its owner's batch before it."""
+        owner = batch.owner
+        self._all = [b for b in self._all if b.owner is not owner or not b.is_out]
+        batch.is_out = True
+        return {name: pulled.finish() for name, pulled in batch.tables.items()}
 
-    def forget(self, owner: object) -> None:
-        """All batches of an owner are back, or will never go out."""
-        self._all = [flight for flight in self._all if flight.owner is not owner]
+    def remove(self, owner: object) -> None:
+        """Removes all batches of an owner."""
+        self._all = [batch for batch in self._all if batch.owner is not owner]
 
-    def pushed(self, name: str, rows: np.ndarray, weights: np.ndarray) -> None:
-        """Rows of a table have new weights."""
-        for flight in self._all:
-            if name in flight.parts and not flight.is_out:
-                flight.parts[name].forward(rows, weights)
+    def forward(self, name: str, rows: np.ndarray, weights: np.ndarray) -> None:
+        """Forwards the new weights of a table's rows to the batches that need them."""
+        for batch in self._all:
+            if name in batch.tables and not batch.is_out:
+                batch.tables[name].forward(rows, weights)
 
-    def reloaded(self) -> None:
-        """All rows may have other weights."""
-        for flight in self._all:
-            for part in flight.parts.values():
-                part.read_again()
-
-
-def check_ids_of(call: str, ids_of: Any) -> None:
-    """An error unless `ids_of` can be called."""
-    if not callable(ids_of):
-        raise TypeError(
-            f"{call}: ids_of must be a function that takes a batch and gives its ids, "
-            f"got {_arguments.kind_of(ids_of)}."
-        )
+    def read_again(self) -> None:
+        """Makes all rows late: other weights were loaded."""
+        for batch in self._all:
+            for pulled in batch.tables.values():
+                pulled.read_again()
 
 
-def prefetch(
-    line: Line,
-    flights: Flights,
-    batches: Iterable[Any],
-    ids_of: Callable[[Any], Any],
-    only: Callable[[Any], str],
-    make_part: Callable[[str, Any], Part],
-    depth: int,
-    check_open: Callable[[], None],
-) -> Generator[tuple[Any, Any]]:
-    """The generator behind `KVStore.prefetch`.
+# ------------------------------------------------------------------ the queue
 
-    Args:
-      line, flights: of the store.
-      batches, ids_of: as given by the user.
-      only: the name of the only table, for ids that come without a name.
-      make_part: makes of a table's ids a part; on the worker.
-      depth: how many batches are prepared ahead.
-      check_open: an error if the store was closed between two batches.
+_THREAD = "sparsejax.store"
+
+
+class WorkQueue:
+    """Runs a store's work first in, first out.
+
+    While a batch is in flight a worker thread does all work. Pushes are queued and not
+    waited for; every other call waits for its turn and its result. So a pull sees all
+    earlier pushes, and prefetching never overtakes one. Without a worker the calling
+    thread does its own work.
     """
 
-    owner = object()
+    def __init__(self):
+        self._state = threading.Lock()  # of the next two fields; held only briefly
+        self._users = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._working = threading.RLock()  # held while work is done
+        self._errors: collections.deque[BaseException] = collections.deque()
 
-    def prepare(batch):
-        ids = ids_of(batch)
-        alone = not isinstance(ids, Mapping)
-        ids = {only(ids): ids} if alone else ids
-        flight = Flight(owner)
+    def start_worker(self) -> None:
+        """Starts the worker, unless it runs already."""
+        with self._state:
+            self._users += 1
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, _THREAD)
 
-        def work():
-            flight.parts = {name: make_part(name, i) for name, i in ids.items()}
-            flights.prepare(flight)
+    def stop_worker(self) -> None:
+        """Ends the worker when the queue is empty, unless another user needs it."""
+        with self._state:
+            self._users -= 1
+            pool = self._pool
+            if self._users or pool is None:
+                return
+            self._pool = None
+        # Garbage collection may run this on the worker, which cannot wait for itself.
+        pool.shutdown(wait=not threading.current_thread().name.startswith(_THREAD))
 
-        return batch, alone, flight, line.submit(work)
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Waits for the turn of `work`, and returns its result."""
+        self.raise_error()
+        future = self._submit(work)
+        result = self._run(work) if future is None else future.result()
+        self.raise_error()
+        return result
 
-    def finish(flight, prepared):
-        prepared.result()  # it was first in line; here its error comes out
-        return flights.finish(flight)
+    def call_later(self, work: Callable[[], Any]) -> None:
+        """Queues `work`. The next call raises its error."""
+        self.raise_error()
+        future = self._submit(work)
+        if future is None:
+            self._run(work)
+        else:
+            future.add_done_callback(self._keep_error)
 
-    def fill(count):
-        """Prepares batches until so many are ahead; errors wait for their turn."""
-        nonlocal ended
-        while len(ahead) < count and not ended:
-            try:
-                batch = next(source, _END)
-                ended = batch is _END
-                if not ended:
-                    ahead.append(prepare(batch))
-            except Exception as error:
-                ended = True
-                ahead.append(error)
+    def submit(self, work: Callable[[], Any]) -> Future:
+        """Queues `work` for the worker, which must run, and returns its future."""
+        future = self._submit(work)
+        assert future is not None
+        return future
 
-    source = iter(batches)
-    ahead: collections.deque[Any] = collections.deque()
-    ended = False
-    line.enter()
-    try:
-        while True:
-            check_open()
-            fill(1)
-            if not ahead:
-                break
-            head = ahead.popleft()
-            if isinstance(head, Exception):
-                raise head
-            batch, alone, flight, prepared = head
-            finished = line.submit(functools.partial(finish, flight, prepared))
-            fill(depth)
-            pulled = finished.result()
-            line.raise_failed()
-            yield batch, (next(iter(pulled.values())) if alone else pulled)
-        line.submit(bool).result()  # the last batch's pushes are done
-        line.raise_failed()
-    finally:
-        line.submit(functools.partial(flights.forget, owner))
-        line.leave()
+    def raise_error(self) -> None:
+        """Raises the first error of `call_later` that was not raised yet."""
+        if self._errors:
+            raise self._errors.popleft()
+
+    def _submit(self, work: Callable[[], Any]) -> Future | None:
+        with self._state:
+            if self._pool is None:
+                return None
+            return self._pool.submit(self._run, _with_config_of_caller(work))
+
+    def _run(self, work: Callable[[], Any]) -> Any:
+        with self._working:
+            return work()
+
+    def _keep_error(self, future: Future) -> None:
+        error = future.exception()
+        if error is not None:
+            self._errors.append(error)
+
+
+def _with_config_of_caller(work: Callable[[], Any]) -> Callable[[], Any]:
+    """`work` under the calling thread's JAX config, which is thread-local."""
+    x64 = _arguments.x64_enabled()
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+
+    def run():
+        with jax.enable_x64(x64), jax.default_device(device):
+            return work()
+
+    return run

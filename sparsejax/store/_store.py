@@ -1,57 +1,67 @@
-"""KVStore: named row-sparse tables in host memory or files, pulled and pushed."""
+"""KVStore: named tables in host memory or files, pulled and pushed by rows."""
 
+import collections
+import functools
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows
-from sparsejax.store import _all_rows, _prefetch, _saving
-from sparsejax.store._gradient import whole_gradient
+from sparsejax._rows import SelectedRows, concatenate
+from sparsejax.store import _saving
 from sparsejax.store._make import make_table
-from sparsejax.store._named import NamedTables
-from sparsejax.store._part import EXACT, make_part, pull
-from sparsejax.store._stats import TableStats, stats_of
+from sparsejax.store._prefetch import (
+    EXACT,
+    InFlightBatch,
+    InFlightBatches,
+    PulledRows,
+    WorkQueue,
+)
+from sparsejax.store._requested_rows import check_not_traced, slots_of
+from sparsejax.store._table import Table, TableStats, put_rows
 
+
+Batch = TypeVar("Batch")  # anything that has ids
 
 _CALL = "sparsejax.store.KVStore"
 
 
-class KVStore(NamedTables):
+class KVStore:
     """Named tables in host memory or in files, whose rows are pulled and pushed.
 
-    A table of V rows stays on the host, with its optimizer's state. A step
-    pulls the rows that its batch names onto the device, as a SelectedRows, and
-    pushes their gradient; the store then runs the optimizer on those rows of
-    weights and state, exactly as `sparsejax.optim.lazy` would on the device:
+    A table of V rows stays on the host, together with its optimizer state. A
+    step pulls the rows that its batch needs to the device, as a SelectedRows,
+    and pushes their gradient. The store then runs the optimizer on those rows
+    of weights and state, exactly as `sparsejax.optim.lazy` would on the device:
 
       W[R], S[R] := step(W[R], S[R], g)      R the rows of the gradient g
 
-    so the device holds what a batch names, whatever V is.
+    So the device holds only the rows of a batch, however large V is.
 
     A pulled SelectedRows takes the place of the table in `sparsejax.lookup`,
-    `embedding_bag` and the layers of `sparsejax.nn`, and
-    `sparsejax.value_and_grad` with respect to it gives a SelectedRows with the
-    same rows, to be pushed. Rows that were not pulled read NaN. (`jax.grad`
-    takes no ids: hand it `pulled.values`.)
+    `embedding_bag` and the layers of `sparsejax.nn`. Its gradient from
+    `sparsejax.value_and_grad` is a SelectedRows with the same rows, which can
+    be pushed. Rows that were not pulled read NaN. (`jax.grad` does not accept
+    ids: pass it `pulled.values`.)
 
-    One thread at a time works on a store; calls from several wait for each
-    other. Each table has its own transformation, so clipping by global norm
-    sees one table's rows.
+    A store runs one call at a time; calls from other threads wait. Each table
+    has its own transformation, so clipping by global norm sees the rows of one
+    table.
 
     - `init`: makes a table, or opens its file.
-    - `pull`, `push`: rows to the device, and their gradient back.
-    - `prefetch`: batches with their rows, read while the step before runs.
+    - `pull`, `push`: moves rows to the device, and their gradient back.
+    - `prefetch`: batches with their rows, read while the previous step runs.
     - `assign`, `pull_all`: sets rows; reads all rows.
     - `save`, `load`: all tables, to and from a file.
-    - `names`, `spec`, `is_trainable`, `stats`: which tables there are, what they are,
-      and what was done with them.
-    - `flush`, `close`: mapped files to the disk, and the end; or
-      `with KVStore() as s`.
+    - `names`, `spec`, `is_trainable`, `stats`: the tables, their shapes and
+      dtypes, and what was done with them.
+    - `flush`, `close`: writes mapped files to the disk; ends the store, as does
+      `with KVStore() as store`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -73,6 +83,22 @@ class KVStore(NamedTables):
       "Scaling Distributed Machine Learning with the Parameter Server".
     """
 
+    def __init__(self):
+        self._tables: dict[str, Table] = {}
+        self._queue = WorkQueue()
+        self._in_flight = InFlightBatches()
+        self._closed = False
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def __repr__(self) -> str:
+        tables = (
+            f"{name}: {_arguments.show_spec(table)}"
+            for name, table in self._tables.items()
+        )
+        return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
+
     # -- tables -----------------------------------------------------------------------
 
     def init(
@@ -92,32 +118,33 @@ class KVStore(NamedTables):
           name: of the table.
           shape_or_array: `[V, ...]`, the shape as a tuple, or the first weights of all
             rows, which are copied.
-          tx: an optax transformation that is row-separable, bare or inside of
+          tx: an optax transformation that is row-separable, bare or inside
             `sparsejax.optim.lazy`; None for a table that is only read.
-          path: of a memory-mapped file that holds weights and state, and stays when the
-            process ends. A file that is there is opened, and must be of this shape,
-            type, optimizer state and seed.
+          path: of a memory-mapped file for weights and state, which outlives the
+            process. An existing file is opened, and must have this shape, dtype,
+            optimizer state and seed.
 
-            Writes go to the file as the system sees fit; `flush` waits for the disk. A
-            process killed in the middle of a push leaves of that push any part: some
-            rows new and some old, a row's weights new and its state old, the count of
-            steps old. Rows of other pushes are whole, and so is the file. If the
-            machine itself stops, any of what was written since the last `flush` may be
-            lost. `save` has no such window. The file takes room as rows are touched;
-            where the disk is full by then, the system ends the process (SIGBUS).
+            The system writes changes to the file when it sees fit; `flush` waits for
+            the disk. If the process is killed during a push, any part of that push may
+            be in the file: some rows new and some old, a row's weights new and its
+            state old, the step count old. The rows of other pushes are whole, and so is
+            the file. If the machine itself stops, anything written since the last
+            `flush` may be lost. `save` does not have this window. The file grows as
+            rows are touched; if the disk is full by then, the system kills the process
+            (SIGBUS).
           initializer: `(key, shape, dtype) -> array`, such as those of
-            `jax.nn.initializers`, for rows that are touched for the first time. It gets
-            a key for each row, made of `seed` and the row's id, and the shape
-            `(1, *row)`; so a row starts the same in whatever order rows are touched.
-            Left out, rows start as zeros.
+            `jax.nn.initializers`, called when a row is touched for the first time. Its
+            key is made from `seed` and the row's id, and its shape is `(1, *row)`. So a
+            row starts the same in whatever order rows are touched. By default rows
+            start as zeros.
           seed: int or PRNG key of the initializer.
-          dtype: of the weights, where a shape is given; float32 if left out.
+          dtype: of the weights, where a shape is given; float32 by default.
 
         Raises:
-          TypeError, ValueError: an argument is none of these; `tx` is not row-separable
-            (the message names the part); a file of another table.
+          TypeError, ValueError: a wrong argument; `tx` is not row-separable (the
+            message names the part); the file of another table.
           RuntimeError: the file is in use by another store.
-          OSError: less is free on the disk than the whole file may need.
+          OSError: the disk has less free space than the whole file may need.
         """
         call = f"{_CALL}.init"
         self._check_open(call)
@@ -126,254 +153,14 @@ class KVStore(NamedTables):
         if name in self._tables:
             raise ValueError(
                 f"{call}: there is a table {name!r} already. Choose another name, or "
-                "push to the one that is there."
+                "push to the existing table."
             )
-        table = make_table(
-            call, name, shape_or_array, tx, path, initializer, seed, dtype
-        )
-        self._do(call, lambda: self._tables.update({name: table}))
+        table = make_table(name, shape_or_array, tx, path, initializer, seed, dtype)
+        self._run(call, lambda: self._tables.update({name: table}))
 
-    # -- pull and push ----------------------------------------------------------------
-
-    def pull(
-        self, name: str, ids: Any, *, capacity: int | None = None, mode: str = "error"
-    ) -> SelectedRows:
-        """The rows that `ids` name, on the device.
-
-        Args:
-          name: of the table.
-          ids: integers of any type and shape.
-          capacity: slots of the result; the next power of two (at most V) if left out,
-            so that a jitted step is compiled a few times only. Static: the same number
-            for each batch, and it is compiled once.
-          mode: what to do with ids out of range: "error", or "drop" for leaving them
-            out, such as a padding id of -1.
-
-        Returns:
-          SelectedRows of height V: each row once, ids ascending, and then empty slots
-          with `rows == V` and zeros.
-
-        Raises:
-          KeyError: no such table.
-          TypeError: `ids` are not integers.
-          ValueError: ids out of range; more rows than `capacity` (the message says how
-            many).
-        """
-        call = f"{_CALL}.pull"
-        table = self._table(call, name)
-
-        return self._do(call, lambda: pull(call, table, ids, capacity, mode))
-
-    def row_sparse_pull(self, name: str, row_ids: Any) -> SelectedRows:
-        """The rows that `row_ids` name, and no empty slots: MXNet's operation.
-
-        As `pull`, with as many slots as there are distinct rows. That number is part of
-        the result's shape: in a loop, a jitted step would be compiled for each.
-        """
-        call = f"{_CALL}.row_sparse_pull"
-        table = self._table(call, name)
-
-        return self._do(call, lambda: pull(call, table, row_ids, EXACT, "error"))
-
-    def push(self, name: str, grads: Any) -> None:
-        """Has the optimizer make one step with a gradient.
-
-        Slots with the same row mean their sum, merged as `SelectedRows.coalesce` does;
-        rows that are not named keep their weights and state. Between `prefetch`'s
-        batches the gradient is put in line and not waited for, so that it may still be
-        computed; do not donate it. What goes wrong then is raised by the next call.
-
-        Args:
-          name: of the table.
-          grads: SelectedRows of the table's shape, or a list of them, which are summed.
-
-        Raises:
-          KeyError: no such table.
-          TypeError, ValueError: no SelectedRows, or of another shape.
-        """
-        call = f"{_CALL}.push"
-        table = self._table(call, name)
-        gradient = whole_gradient(call, table, grads)
-
-        def work():
-            began = time.perf_counter()
-            forward = lambda rows, new: self._flights.pushed(name, rows, new)
-            table.step(np.asarray(gradient.rows), gradient.values, forward)
-            table.counts.push_seconds += time.perf_counter() - began
-
-        self._line.later(work)
-
-    def prefetch(
-        self,
-        batches: Iterable[_prefetch.Batch],
-        ids_of: Callable[[_prefetch.Batch], Any],
-        *,
-        depth: int = 1,
-        capacity: int | Mapping[str, int] | None = None,
-        mode: str = "error",
-    ) -> Generator[tuple[_prefetch.Batch, Any]]:
-        """Batches with their rows, pulled while the step before is running.
-
-        Gives bit for bit what pulling each batch's rows as it comes would give: all
-        that was pushed before a batch is asked for is in its rows. A thread of the
-        store reads the rows that the step under way did not pull, waits for the step's
-        gradients, and forwards the rows they change. Between batches `push` returns at
-        once; a step may push nothing, once or often, to any table. Other calls wait for
-        the pushes before them.
-
-        Args:
-          batches: iterable of anything; the next ones are taken from it early.
-          ids_of: `batch -> {name: ids}`, or ids alone in a store of one table.
-          depth: how many batches are prepared ahead; 0 prepares none.
-          capacity: as in `pull`, or one for each table by name.
-          mode: as in `pull`.
-
-        Returns:
-          An iterator of `(batch, {name: SelectedRows})`, or `(batch, SelectedRows)`
-          where `ids_of` gives ids alone. Closing it early ends the thread. Errors of
-          `batches` and `ids_of` come when it is the batch's turn.
-
-        Raises:
-          KeyError: a capacity for a table that is not there.
-          ValueError: depth is negative; at a batch, what `pull` raises.
-
-        Example:
-          >>> import jax.numpy as jnp, optax, sparsejax as sj
-          >>> store = sj.store.KVStore()
-          >>> store.init("words", (1000, 2), optax.sgd(1.0))
-          >>> batches = [jnp.array([7, 2]), jnp.array([7, 9])]
-          >>> for ids, words in store.prefetch(batches, lambda ids: ids, capacity=2):
-          ...     store.push("words", words.map(jnp.ones_like))
-          >>> words.values
-          Array([[-1., -1.],
-                 [ 0.,  0.]], dtype=float32)
-        """
-        call = f"{_CALL}.prefetch"
-        self._check_open(call)
-        depth = _arguments.static_int(call, "depth", depth)
-        _prefetch.check_ids_of(call, ids_of)
-        for name in capacity if isinstance(capacity, Mapping) else ():
-            self._table(call, name)  # no other names, which would be ignored
-
-        def only(ids):
-            names = self.names()
-            if len(names) != 1:
-                found = _arguments.kind_of(ids)
-                raise TypeError(
-                    f"{call}: ids_of must return {{name: ids}}, where a store has not "
-                    f"one table. It has {names or 'none'}, and ids_of returned {found}."
-                )
-            return names[0]
-
-        def part(name, ids):
-            slots = capacity.get(name) if isinstance(capacity, Mapping) else capacity
-            return make_part(call, self._table(call, name), ids, slots, mode)
-
-        return _prefetch.prefetch(
-            self._line,
-            self._flights,
-            batches,
-            ids_of,
-            only,
-            part,
-            depth,
-            lambda: self._check_open(call),
-        )
-
-    # -- all rows ---------------------------------------------------------------------
-
-    def pull_all(self, name: str, *, progress: Any = False) -> np.ndarray:
-        """The weights of all rows, `[V, ...]`, in host memory; nothing is touched.
-
-        Args:
-          name: of the table.
-          progress: True for a progress bar on stderr, or a function of (rows done, rows
-            in all).
-        """
-        call = f"{_CALL}.pull_all"
-        table = self._table(call, name)
-        with _arguments.progress_reporter(call, progress) as report:
-            return self._do(call, lambda: _all_rows.pull_all(table, report))
-
-    def assign(self, name: str, weights: Any) -> None:
-        """Sets weights of rows; the state of the optimizer stays as it is.
-
-        Args:
-          name: of the table.
-          weights: SelectedRows of the table's shape, each row named once, or an array
-            `[V, ...]` of all rows. Cast to the table's type.
-
-        Raises:
-          KeyError: no such table.
-          TypeError, ValueError: weights of another shape; a row that is named twice.
-
-        Example:
-          >>> import jax.numpy as jnp, sparsejax as sj
-          >>> store = sj.store.KVStore()
-          >>> store.init("words", (1000, 2), None)
-          >>> store.assign("words", sj.SelectedRows([7], jnp.ones((1, 2)), 1000))
-          >>> store.pull("words", [6, 7], capacity=2).values
-          Array([[0., 0.],
-                 [1., 1.]], dtype=float32)
-        """
-        call = f"{_CALL}.assign"
-        table = self._table(call, name)
-        forward = lambda rows, new: self._flights.pushed(name, rows, new)
-        self._do(call, lambda: _all_rows.assign(call, table, weights, forward))
-
-    def save(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
-        """Writes all tables to a file, weights and state.
-
-        The file is written beside `path` and takes its place when it is whole and on
-        the disk. Killed at any moment, `path` holds what it held before or all that is
-        saved now. Of tables that were not given as arrays only the rows touched are
-        written.
-
-        Args:
-          path: of the file; its directory is there.
-          progress: True for a progress bar on stderr, or a function of (rows done, rows
-            in all). Rows of the optimizer's state count as well.
-
-        Raises:
-          IsADirectoryError: `path` is one.
-          ValueError: `path` is the file of a memory-mapped table, of any store.
-          RuntimeError: a table is half loaded, see `load`.
-        """
-        call = f"{_CALL}.save"
-        with _arguments.progress_reporter(call, progress) as report:
-            self._do(call, lambda: _saving.save(call, path, self._tables, report))
-
-    def load(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
-        """Reads what `save` wrote into this store's tables.
-
-        A file has no functions in it: call `init` for each table first, with the shape,
-        the optimizer and the initializer it was saved with. Its seed comes with the
-        file, so that rows not touched yet start as they would have.
-
-        Args:
-          path: of the file.
-          progress: as in `save`; the rows are counted twice, checked and then read.
-
-        Raises:
-          FileNotFoundError: no such file.
-          ValueError: no file of a store, one that was cut off or damaged (each part has
-            a checksum), or of other tables. Nothing has been changed then.
-
-        The file is read twice, and nothing is changed until all of it is found to be
-        whole. Stopped while the rows are read for good, the tables are half loaded:
-        pulls, pushes and `save` raise RuntimeError until a `load` is done, and a mapped
-        file is refused by `init`.
-        """
-        call = f"{_CALL}.load"
-
-        def work():
-            self._flights.reloaded()
-            _saving.load(call, path, self._tables, report)
-
-        with _arguments.progress_reporter(call, progress) as report:
-            self._do(call, work)
-
-    # -- the store as a whole ---------------------------------------------------------
+    def names(self) -> tuple[str, ...]:
+        """The names of the tables, in the order they were made."""
+        return tuple(self._tables)
 
     def spec(self, name: str) -> jax.ShapeDtypeStruct:
         """The shape and dtype of a table; waits for nothing.
@@ -414,11 +201,459 @@ class KVStore(NamedTables):
 
     def stats(self) -> dict[str, TableStats]:
         """For each table its size and what was done with it."""
-        call = f"{_CALL}.stats"
         tables = self._tables.items()
-        return self._do(call, lambda: {name: stats_of(table) for name, table in tables})
+        return self._run(f"{_CALL}.stats", lambda: {n: t.stats() for n, t in tables})
+
+    # -- pull and push ----------------------------------------------------------------
+
+    def pull(
+        self, name: str, ids: Any, *, capacity: int | None = None, mode: str = "error"
+    ) -> SelectedRows:
+        """The rows of `ids`, on the device.
+
+        Args:
+          name: of the table.
+          ids: integers of any dtype and shape.
+          capacity: slots of the result; by default the next power of two (at most V),
+            so that a jitted step is compiled only a few times. With the same capacity
+            for all batches it is compiled once.
+          mode: what to do with ids out of range: "error", or "drop" to leave them out,
+            such as a padding id of -1.
+
+        Returns:
+          SelectedRows of height V: each row once, ids ascending, and then empty slots
+          with `rows == V` and zeros.
+
+        Raises:
+          KeyError: no such table.
+          TypeError: `ids` are not integers.
+          ValueError: ids out of range; more rows than `capacity` (the message says how
+            many).
+        """
+        call = f"{_CALL}.pull"
+        table = self._table(call, name)
+
+        def work():
+            return PulledRows(call, table, ids, capacity, mode).finish_at_once()
+
+        return self._run(call, work)
+
+    def row_sparse_pull(self, name: str, row_ids: Any) -> SelectedRows:
+        """The rows of `row_ids` without empty slots: MXNet's operation.
+
+        As `pull`, with as many slots as there are distinct rows. That number is part of
+        the result's shape, so a jitted step is compiled again for each new number.
+        """
+        call = f"{_CALL}.row_sparse_pull"
+        table = self._table(call, name)
+
+        def work():
+            return PulledRows(call, table, row_ids, EXACT, "error").finish_at_once()
+
+        return self._run(call, work)
+
+    def push(self, name: str, grads: Any) -> None:
+        """One step of the optimizer with a gradient.
+
+        Slots with the same row are summed, as `SelectedRows.coalesce` does. All other
+        rows keep their weights and state. While `prefetch` runs, the gradient is queued
+        and not waited for: it may still be being computed, and must not be donated. An
+        error of such a push is raised by the next call.
+
+        Args:
+          name: of the table.
+          grads: SelectedRows of the table's shape, or a list of them, which are summed.
+
+        Raises:
+          KeyError: no such table.
+          TypeError, ValueError: not a SelectedRows, or one of another shape.
+        """
+        table = self._table(f"{_CALL}.push", name)
+        gradient = _checked_gradient(table, grads)
+
+        def work():
+            began = time.perf_counter()
+            forward = functools.partial(self._in_flight.forward, name)
+            table.step(np.asarray(gradient.rows), gradient.values, forward)
+            table.push_seconds += time.perf_counter() - began
+
+        self._queue.call_later(work)
+
+    def prefetch(
+        self,
+        batches: Iterable[Batch],
+        ids_of: Callable[[Batch], Any],
+        *,
+        depth: int = 1,
+        capacity: int | Mapping[str, int] | None = None,
+        mode: str = "error",
+    ) -> Generator[tuple[Batch, Any]]:
+        """Batches with their rows, which are read while the previous step runs.
+
+        Gives the same bits as pulling the rows of each batch when its turn comes: they
+        include all that was pushed before the batch is asked for. A thread of the store
+        reads the rows that the running step did not pull, waits for the step's
+        gradients, and forwards the rows that these change. Between two batches `push`
+        returns at once; a step may push nothing, once or often, to any table. Other
+        calls wait for the pushes before them.
+
+        Args:
+          batches: an iterable of anything; the next batches are taken from it early.
+          ids_of: `batch -> {name: ids}`, or the ids alone in a store with one table.
+          depth: how many batches are prepared ahead; 0 prepares none.
+          capacity: as in `pull`, or a mapping with one for each table name.
+          mode: as in `pull`.
+
+        Returns:
+          An iterator of `(batch, {name: SelectedRows})`, or of `(batch, SelectedRows)`
+          where `ids_of` returns the ids alone. Closing it early ends the thread. An
+          error of `batches` or `ids_of` is raised at the turn of its batch.
+
+        Raises:
+          KeyError: a capacity for a table that does not exist.
+          ValueError: `depth` is negative; at a batch, the errors of `pull`.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("words", (1000, 2), optax.sgd(1.0))
+          >>> batches = [jnp.array([7, 2]), jnp.array([7, 9])]
+          >>> for ids, words in store.prefetch(batches, lambda ids: ids, capacity=2):
+          ...     store.push("words", words.map(jnp.ones_like))
+          >>> words.values
+          Array([[-1., -1.],
+                 [ 0.,  0.]], dtype=float32)
+        """
+        call = f"{_CALL}.prefetch"
+        self._check_open(call)
+        depth = _arguments.static_int(call, "depth", depth)
+        if not callable(ids_of):
+            raise TypeError(
+                f"{call}: ids_of must be a function that takes a batch and returns its "
+                f"ids, got {_arguments.kind_of(ids_of)}."
+            )
+        if isinstance(capacity, Mapping):
+            for name in capacity:
+                self._table(call, name)  # an unknown name would have no effect
+        return self._prefetch(batches, ids_of, depth, capacity, mode)
+
+    def _prefetch(
+        self,
+        batches: Iterable[Any],
+        ids_of: Callable[[Any], Any],
+        depth: int,
+        capacity: int | Mapping[str, int] | None,
+        mode: str,
+    ) -> Generator[tuple[Any, Any]]:
+        """The iterator that `prefetch` returns."""
+        call = f"{_CALL}.prefetch"
+        owner = object()  # of the in-flight batches of this iterator
+
+        def pulled_rows(name, ids):
+            slots = capacity.get(name) if isinstance(capacity, Mapping) else capacity
+            return PulledRows(call, self._table(call, name), ids, slots, mode)
+
+        def prepare(batch):
+            ids = ids_of(batch)
+            is_alone = not isinstance(ids, Mapping)
+            if is_alone and len(self._tables) != 1:
+                raise TypeError(
+                    f"{call}: ids_of must return {{name: ids}}, unless the store has "
+                    f"one table. It has {self.names() or 'none'}, and ids_of returned "
+                    f"{_arguments.kind_of(ids)}."
+                )
+            if is_alone:
+                ids = {self.names()[0]: ids}
+            in_flight = InFlightBatch(owner)
+
+            def work():
+                in_flight.tables = {n: pulled_rows(n, i) for n, i in ids.items()}
+                self._in_flight.prepare(in_flight)
+
+            return batch, is_alone, in_flight, self._queue.submit(work)
+
+        def finish(in_flight, prepared):
+            prepared.result()  # done by now; raises its error
+            return self._in_flight.finish(in_flight)
+
+        def fill(count):
+            """Prepares batches until `count` are ahead, and keeps an error as one."""
+            nonlocal is_ended
+            while len(ahead) < count and not is_ended:
+                try:
+                    batch = next(source, end)
+                    is_ended = batch is end
+                    if not is_ended:
+                        ahead.append(prepare(batch))
+                except Exception as error:
+                    is_ended = True
+                    ahead.append(error)
+
+        source, end = iter(batches), object()
+        ahead: collections.deque[Any] = collections.deque()
+        is_ended = False
+        self._queue.start_worker()
+        try:
+            while True:
+                self._check_open(call)
+                fill(1)
+                if not ahead:
+                    break
+                head = ahead.popleft()
+                if isinstance(head, Exception):
+                    raise head
+                batch, is_alone, in_flight, prepared = head
+                work = functools.partial(finish, in_flight, prepared)
+                finished = self._queue.submit(work)
+                fill(depth)
+                pulled = finished.result()
+                self._queue.raise_error()
+                yield batch, (next(iter(pulled.values())) if is_alone else pulled)
+            self._queue.submit(lambda: None).result()  # wait for the last pushes
+            self._queue.raise_error()
+        finally:
+            self._queue.submit(functools.partial(self._in_flight.remove, owner))
+            self._queue.stop_worker()
+
+    # -- all rows ---------------------------------------------------------------------
+
+    def pull_all(self, name: str, *, progress: Any = False) -> np.ndarray:
+        """The weights of all rows, `[V, ...]`, in host memory, without touching them.
+
+        Args:
+          name: of the table.
+          progress: True for a progress bar on stderr, or a function of (rows done, rows
+            in all).
+        """
+        call = f"{_CALL}.pull_all"
+        table = self._table(call, name)
+
+        def work():
+            out = np.empty(table.shape, table.dtype)
+            for rows in table.chunks():
+                table.peek(rows, out[rows[0] : rows[-1] + 1])
+                report(int(rows[-1]) + 1, table.height)
+            return out
+
+        with _arguments.progress_reporter(call, progress) as report:
+            return self._run(call, work)
+
+    def assign(self, name: str, weights: Any) -> None:
+        """Sets the weights of rows; the optimizer state stays as it is.
+
+        Args:
+          name: of the table.
+          weights: SelectedRows of the table's shape without duplicates, or an array
+            `[V, ...]` of all rows. Cast to the table's dtype.
+
+        Raises:
+          KeyError: no such table.
+          TypeError, ValueError: weights of another shape; duplicate rows.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("words", (1000, 2), None)
+          >>> store.assign("words", sj.SelectedRows([7], jnp.ones((1, 2)), 1000))
+          >>> store.pull("words", [6, 7], capacity=2).values
+          Array([[0., 0.],
+                 [1., 1.]], dtype=float32)
+        """
+        call = f"{_CALL}.assign"
+        table = self._table(call, name)
+
+        def work():
+            for rows, values in _rows_to_assign(table, weights):
+                table.touch(rows)
+                self._in_flight.forward(name, rows, values)
+                put_rows(table.weights, rows, values)
+
+        self._run(call, work)
+
+    # -- files ------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
+        """Writes all tables to a file, weights and state.
+
+        The file is written next to `path`, and replaces it when it is complete and on
+        the disk. If the process is killed, `path` holds its old content or all of the
+        new. Of tables that were not made from an array, only the rows touched are
+        written.
+
+        Args:
+          path: of the file, in an existing directory.
+          progress: True for a progress bar on stderr, or a function of (rows done, rows
+            in all). Rows of the optimizer state count as well.
+
+        Raises:
+          IsADirectoryError: `path` is a directory.
+          ValueError: `path` is the file of a memory-mapped table, of any store.
+          RuntimeError: a table is half loaded, see `load`.
+        """
+        call = f"{_CALL}.save"
+        with _arguments.progress_reporter(call, progress) as report:
+            self._run(call, lambda: _saving.save(path, self._tables, report))
+
+    def load(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
+        """Reads what `save` wrote into the tables of this store.
+
+        A file holds no functions: first call `init` for each table, with the shape, the
+        optimizer and the initializer that it was saved with. The seed comes from the
+        file, so that untouched rows start as they would have.
+
+        The file is read twice, and nothing is changed until all of it was checked. If
+        the second reading stops, the tables are half loaded: pulls, pushes and `save`
+        raise RuntimeError until a `load` succeeds, and `init` refuses a mapped file.
+
+        Args:
+          path: of the file.
+          progress: as in `save`; each row counts twice, when checked and when read.
+
+        Raises:
+          FileNotFoundError: no such file.
+          ValueError: not the file of a store, a truncated or damaged one (each part has
+            a checksum), or one of other tables. Nothing was changed.
+        """
+        call = f"{_CALL}.load"
+
+        def work():
+            self._in_flight.read_again()
+            _saving.load(path, self._tables, report)
+
+        with _arguments.progress_reporter(call, progress) as report:
+            self._run(call, work)
 
     def flush(self) -> None:
-        """Waits until memory-mapped tables are on the disk, and all pushes are done."""
+        """Waits until all pushes are done and memory-mapped tables are on the disk."""
         tables = self._tables.values()
-        self._do(f"{_CALL}.flush", lambda: [t.memory.flush() for t in tables])
+        self._run(f"{_CALL}.flush", lambda: [t.memory.flush() for t in tables])
+
+    def close(self) -> None:
+        """Flushes, releases memory and files, and ends the store."""
+        if self._closed:
+            return
+
+        def work():
+            for table in self._tables.values():
+                table.close()
+            self._closed = True
+
+        self._run(f"{_CALL}.close", work)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    # -- private ----------------------------------------------------------------------
+
+    def _run(self, call: str, work: Callable[[], Any]) -> Any:
+        self._check_open(call)
+        return self._queue.call(work)
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise ValueError(
+                f"{call}: this store is closed. Make a new one, or close it later."
+            )
+
+    def _table(self, call: str, name: Any) -> Table:
+        self._check_open(call)
+        try:
+            return self._tables[name]
+        except (KeyError, TypeError):
+            raise no_table(call, name, self.names()) from None
+
+
+def no_table(call: str, name: Any, names: Sequence[str]) -> KeyError:
+    """The error for an unknown table, also of SpreadStore."""
+    known = f"only {', '.join(map(repr, names))}" if names else "nor any other"
+    return KeyError(f"{call}: there is no table {name!r}, {known}. Call init first.")
+
+
+def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
+    """The argument of `push` as one SelectedRows; waits for no values."""
+    call = f"{_CALL}.push"
+    if table.optimizer is None:
+        raise ValueError(
+            f"{call}: table {table.name!r} was made with tx=None, to be read only. "
+            "Give init an optax transformation, such as optax.adagrad(0.1)."
+        )
+    parts = list(grads) if isinstance(grads, (list, tuple)) else [grads]
+    if not parts:
+        raise ValueError(
+            f"{call}: an empty list for table {table.name!r}. Give at least one "
+            "SelectedRows."
+        )
+    for part in parts:
+        if not isinstance(part, SelectedRows):
+            raise TypeError(
+                f"{call}: the gradient for table {table.name!r} must be a SelectedRows "
+                f"or a list of them, got {_arguments.kind_of(part)}. Use "
+                "sparsejax.value_and_grad with respect to the pulled SelectedRows."
+            )
+        dtype = getattr(part.rows, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+            found = type(part.rows).__name__ if dtype is None else dtype
+            raise TypeError(
+                f"{call}: the gradient for table {table.name!r} has rows of type "
+                f"{found}, not integers: jax.grad gives no ids, and jax.tree.map "
+                "changes them. Use sparsejax.value_and_grad, and SelectedRows.map for "
+                "the values alone."
+            )
+        check_not_traced(call, table.name, "gradients", part.rows, part.values)
+        if jnp.issubdtype(part.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{call}: the gradient for table {table.name!r} is {part.dtype}, and "
+                f"the table {table.dtype}. A real loss has a real gradient: take .real "
+                "of it, if that is intended."
+            )
+        if part.shape != table.shape:
+            raise ValueError(
+                f"{call}: the gradient for table {table.name!r} has shape "
+                f"{part.shape}, and the table {table.shape}. Height and row shape must "
+                "be the same."
+            )
+    return parts[0] if len(parts) == 1 else concatenate(parts)
+
+
+def _rows_to_assign(
+    table: Table, weights: Any
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Distinct ascending rows and their weights, some at a time."""
+    call, name = f"{_CALL}.assign", table.name
+    is_sparse = isinstance(weights, SelectedRows)
+    values = weights.values if is_sparse else weights
+    check_not_traced(call, name, "weights", values)
+    is_known = is_sparse or _arguments.is_array(weights)
+    dtype = getattr(values, "dtype", None)
+    is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+    if (
+        not is_known
+        or weights.shape != table.shape
+        or is_complex > (table.dtype.kind == "c")
+    ):
+        found = _arguments.kind_of(weights)
+        if is_known:
+            found = f"{dtype}{list(weights.shape)}"
+        raise TypeError(
+            f"{call}: weights for table {name!r} must be a SelectedRows, or an array "
+            f"of all rows, of shape {table.shape}, and real if the table is; got "
+            f"{found}."
+        )
+    values = np.asarray(values)
+    if not is_sparse:
+        for rows in table.chunks():
+            yield rows, values[rows[0] : rows[-1] + 1].astype(table.dtype)
+        return
+    check_not_traced(call, name, "ids", weights.rows)
+    distinct, positions, capacity = slots_of(np.asarray(weights.rows), table.height)
+    filled = np.flatnonzero(positions < capacity)
+    if filled.size != distinct.size:
+        raise ValueError(
+            f"{call}: the SelectedRows for table {name!r} has duplicate rows. "
+            "Give each row once; .coalesce() sums duplicates."
+        )
+    order = filled[np.argsort(positions[filled])]
+    yield distinct, values[order].astype(table.dtype)

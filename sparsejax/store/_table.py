@@ -1,31 +1,77 @@
 """A table in host memory: weights, optimizer state, and which rows were touched.
 
-Row r of a table lives in row r of several arrays: its weights, and each leaf of the
-optimizer's state that follows the table's rows. The other leaves of the state (counts,
-hyperparameters) are beside them. All of it starts as zeros that take no memory; a row
-gets its first weights and state when it is first read or written, so a table of many
-million rows costs what was touched of it.
+Row r of a table is row r of several arrays: its weights, and each leaf of the optimizer
+state that has one row for each row of the table. The other leaves of the state (counts,
+hyperparameters) are kept in `rest`. All arrays start as zeros that take no memory. A
+row gets its first weights and state when it is first read or written, so a table of
+many million rows costs what was touched of it.
 
-A row's first weights depend on the table's key and the row's id alone: not on which
-other rows were touched before, or together with it.
+The first weights of a row depend on the table's key and the row's id alone, not on
+which other rows were touched before or together with it.
 
-Nothing here is safe for several threads; `_store` has the lock.
+Nothing here is thread-safe: KVStore runs one call at a time.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows
-from sparsejax.store import _buffers, _layout, _rows_wanted as wanted
+from sparsejax.store import _format
+from sparsejax.store._memory import pooled_empty
 from sparsejax.store._optimizer import Optimizer, on_host
+from sparsejax.store._requested_rows import LEAST_CAPACITY, bucket, slots_of
 
 
-CHUNK = 1 << 16  # rows that are worked on at once where all rows are
+CHUNK = 1 << 16  # rows at a time, where all rows are read or written
+
+
+class TableStats(NamedTuple):
+    """The size of a table and what was done with it, from `KVStore.stats()`.
+
+    Args:
+      rows: of the table.
+      touched_rows: those that were ever pulled or pushed, and so have state.
+      bytes: of all rows and their state. Unless the table was made from an array, only
+        the rows touched take memory or disk space.
+      path: of the memory-mapped file, or None.
+      pulls, pulled_rows, pull_seconds: how many pulls, how many distinct rows in all,
+        and how long the store worked on them.
+      pushes, pushed_rows, push_seconds: the same for pushes.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsejax as sj
+      >>> store = sj.store.KVStore()
+      >>> store.init("words", (1000, 8), optax.adagrad(0.1))
+      >>> words = store.pull("words", jnp.array([7, 2, 7]))
+      >>> stats = store.stats()["words"]
+      >>> stats.touched_rows, stats.pulled_rows, stats.bytes
+      (2, 2, 65000)
+    """
+
+    rows: int
+    touched_rows: int
+    bytes: int
+    path: str | None
+    pulls: int
+    pulled_rows: int
+    pull_seconds: float
+    pushes: int
+    pushed_rows: int
+    push_seconds: float
+
+    @property
+    def pulled_rows_per_second(self) -> float:
+        """Distinct rows per second of work."""
+        return self.pulled_rows / self.pull_seconds if self.pull_seconds else 0.0
+
+    @property
+    def pushed_rows_per_second(self) -> float:
+        """Distinct rows per second of work."""
+        return self.pushed_rows / self.push_seconds if self.push_seconds else 0.0
 
 
 class Table:
@@ -37,10 +83,10 @@ class Table:
       dtype: of the weights.
       optimizer: or None, for a table that is only read.
       initializer: `(key, shape, dtype) -> rows` as in `jax.nn.initializers`, called
-        with shape `[1, ...]` for each row; None for weights that are there already.
-      key: of the initializer, as files keep it.
+        with shape `[1, ...]` for each row; None for zeros or weights that were given.
+      key: of the initializer, encoded as in files.
       given: whether the weights of all rows were given.
-      memory: the arrays in the order of `arrays_of`.
+      memory: `Memory` or `MappedFile`, with the arrays of `arrays_of`.
     """
 
     def __init__(
@@ -61,13 +107,35 @@ class Table:
         self.weights, self.touched, *state = memory.arrays
         count = sum(optimizer.by_row) if optimizer else 0
         self.by_row, self.rest = state[:count], state[count:]
-        self.counts = Counts()
         self.is_loading = self.is_closed = False
-        self._is_zero = self._zero_leaves()
+        self.pulls = self.pulled_rows = self.pushes = self.pushed_rows = 0
+        self.pull_seconds = self.push_seconds = 0.0
+        # Which leaves of the state start as zeros, whatever the weights are.
+        self._is_zero = []
+        if optimizer is not None:
+            rng = np.random.default_rng(0)
+            weights = rng.standard_normal((LEAST_CAPACITY, *shape[1:]))
+            leaves = optimizer.init_rows(weights.astype(self.dtype))
+            self._is_zero = [not x.any() for x in leaves]
+
+    def stats(self) -> TableStats:
+        """What the table holds now and what was done with it."""
+        return TableStats(
+            rows=self.height,
+            touched_rows=int(np.count_nonzero(self.touched)),
+            bytes=sum(x.nbytes for x in self.memory.arrays),
+            path=self.memory.path,
+            pulls=self.pulls,
+            pulled_rows=self.pulled_rows,
+            pull_seconds=self.pull_seconds,
+            pushes=self.pushes,
+            pushed_rows=self.pushed_rows,
+            push_seconds=self.push_seconds,
+        )
 
     def description(self) -> dict[str, Any]:
-        """What files say of it."""
-        return _layout.describe(
+        """The description that files keep of it."""
+        return _format.describe(
             self.shape,
             self.dtype,
             self.optimizer,
@@ -77,16 +145,15 @@ class Table:
         )
 
     def check_usable(self) -> None:
-        """An error where its rows are not there, or not all of them."""
+        """Raises an error if the table is closed or half loaded."""
         if self.is_closed:
             raise ValueError(
-                "sparsejax.store: this store is closed, and with it table "
-                f"{self.name!r}."
+                f"sparsejax.store: the store of table {self.name!r} is closed."
             )
         if self.is_loading:
             raise RuntimeError(
                 f"sparsejax.store: table {self.name!r} is half loaded: KVStore.load "
-                "was stopped before it was done. Call load again."
+                "stopped before the end. Call load again."
             )
 
     # -- reading ----------------------------------------------------------------------
@@ -97,20 +164,20 @@ class Table:
         _take(self.weights, rows, out[: rows.size])
         return out
 
-    def empty(self, count: int, capacity: int) -> np.ndarray:
-        """Room for `capacity` rows, of which all after the first `count` are zeros."""
-        out = _buffers.empty((capacity, *self.shape[1:]), self.dtype)
-        out[count:] = 0
-        return out
+    def peek(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """The weights of consecutive `rows`, into `out`, without touching them."""
+        self.check_usable()
+        out[...] = self.weights[rows[0] : rows[-1] + 1]
+        if self.initializer is not None:
+            fresh = self.touched[rows[0] : rows[-1] + 1] == 0
+            if fresh.any():
+                out[fresh] = self.first_weights(rows[fresh])
 
-    def selected(self, rows: np.ndarray, values: np.ndarray) -> SelectedRows:
-        """Rows and their values on the device, `height` in empty slots."""
-        slots = _buffers.empty((values.shape[0],), rows.dtype)
-        slots[: rows.size] = rows
-        slots[rows.size :] = self.height
-        # On a CPU this takes them as they are: nobody writes to them again.
-        slots, values = jax.device_put((slots, values))
-        return SelectedRows(slots, values, self.height)
+    def chunks(self) -> Iterator[np.ndarray]:
+        """The ids of all rows, some at a time."""
+        for start in range(0, self.height, CHUNK):
+            stop = min(start + CHUNK, self.height)
+            yield np.arange(start, stop, dtype=_arguments.index_dtype(self.height))
 
     # -- writing ----------------------------------------------------------------------
 
@@ -120,37 +187,38 @@ class Table:
         values: Any,
         forward: Callable[[np.ndarray, np.ndarray], None],
     ) -> None:
-        """One step of the optimizer for a gradient's slots.
+        """One step of the optimizer.
 
         Args:
           rows, values: of the gradient.
-          forward: gets the distinct rows and their new weights, before the table does.
+          forward: called with the distinct rows and their new weights, before these are
+            written to the table.
         """
         assert self.optimizer is not None
-        distinct, places, capacity = wanted.slots_of(rows, self.height)
+        distinct, positions, capacity = slots_of(rows, self.height)
         self.touch(distinct)
         columns = [self.weights, *self.by_row]
         gathered = []
         for column in columns:
-            part = _buffers.empty((capacity, *column.shape[1:]), column.dtype)
-            part[distinct.size :] = 0
-            _take(column, distinct, part[: distinct.size])
-            gathered.append(part)
+            buffer = pooled_empty((capacity, *column.shape[1:]), column.dtype)
+            buffer[distinct.size :] = 0
+            _take(column, distinct, buffer[: distinct.size])
+            gathered.append(buffer)
         weights, by_row, rest = self.optimizer.update(
-            gathered[0], gathered[1:], self.rest, distinct.size, places, values
+            gathered[0], gathered[1:], self.rest, distinct.size, positions, values
         )
         forward(distinct, weights[: distinct.size])
         for column, new in zip(columns, [weights, *by_row]):
             put_rows(column, distinct, new[: distinct.size])
         for old, new in zip(self.rest, rest):
             old[...] = new
-        self.counts.pushes += 1
-        self.counts.pushed_rows += distinct.size
+        self.pushes += 1
+        self.pushed_rows += distinct.size
 
     # -- the first touch --------------------------------------------------------------
 
     def touch(self, rows: np.ndarray) -> None:
-        """Gives those of `rows` that never had any their first weights and state."""
+        """Gives the `rows` that are untouched yet their first weights and state."""
         self.check_usable()
         fresh = rows[np.take(self.touched, rows, mode="clip") == 0]
         if self.initializer is None and all(self._is_zero):
@@ -162,118 +230,82 @@ class Table:
             if self.initializer is not None:
                 put_rows(self.weights, block, weights)
             if self.optimizer is not None:
-                padded = _buffers.empty(
-                    (wanted.bucket(block.size), *self.shape[1:]), self.dtype
-                )
+                shape = bucket(block.size), *self.shape[1:]
+                padded = pooled_empty(shape, self.dtype)
                 padded[: block.size] = weights
                 padded[block.size :] = 0
                 leaves = self.optimizer.init_rows(padded)
                 for column, new, is_zero in zip(self.by_row, leaves, self._is_zero):
                     if not is_zero:
                         put_rows(column, block, new[: block.size])
-            # Last: a row whose mark is set is whole, also after a crash.
+            # Last: a row that is marked is whole, even after a crash.
             self.touched[block] = 1
 
     def first_weights(self, rows: np.ndarray) -> np.ndarray:
-        """The weights that rows have before any step."""
+        """The weights of untouched rows."""
         if self.initializer is None:
             return np.take(self.weights, rows, axis=0, mode="clip")
-        # Whole buckets, so that no row is computed in the remainder of a loop.
-        ids = np.zeros((wanted.bucket(rows.size),), np.uint32)
+        # In full buckets: XLA compiles the remainder of a vectorised loop differently,
+        # and a row's bits must not depend on how many rows are touched with it.
+        ids = np.zeros((bucket(rows.size),), np.uint32)
         ids[: rows.size] = rows
         with on_host():
-            key = _layout.decode_key(self.key)
+            key = _format.decode_key(self.key)
             shape = 1, *self.shape[1:]
-            new = _start(self.initializer, shape, self.dtype, key, ids)
+            new = _first_rows(self.initializer, shape, self.dtype, key, ids)
         return np.asarray(new)[: rows.size].reshape(-1, *self.shape[1:])
 
-    def _zero_leaves(self) -> list[bool]:
-        """Which leaves of the state start as zeros, whatever the weights are."""
-        if self.optimizer is None:
-            return []
-        rng = np.random.default_rng(0)
-        shape = (wanted.LEAST_CAPACITY, *self.shape[1:])
-        weights = rng.standard_normal(shape).astype(self.dtype)
-        return [not x.any() for x in self.optimizer.init_rows(weights)]
-
     def reset(self, key: dict[str, Any]) -> None:
-        """Forgets all rows; what is touched again starts from `key`."""
-        forget = self.chunks() if self.given else self._touched_chunks()
-        for rows in forget:
+        """Forgets all rows; rows touched later start from `key`."""
+        for rows in self.chunks():
+            if not self.given:
+                rows = rows[self.touched[rows] != 0]
             for column in [self.weights, *self.by_row, self.touched]:
                 column[rows] = 0
         self.describe_as(key, given=False)
 
     def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
-        """Sets what files say of it, also in its own file."""
+        """Changes its description, also in its mapped file."""
         self.key, self.given = key, given
         mark = {"loading": True} if self.is_loading else {}
         self.memory.describe(self.description() | mark)
 
     def set_loading(self, loading: bool) -> None:
-        """Marks it as half loaded, also in its own file, or takes the mark away."""
+        """Marks it as half loaded or not, also in its mapped file."""
         self.is_loading = loading
         self.describe_as(self.key, given=self.given)
 
-    def _touched_chunks(self) -> Iterator[np.ndarray]:
-        touched = np.flatnonzero(self.touched)
-        for start in range(0, touched.size, CHUNK):
-            yield touched[start : start + CHUNK]
-
-    def whole(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """The weights of a run of rows, without touching those that were not."""
-        self.check_usable()
-        out[...] = self.weights[rows[0] : rows[-1] + 1]
-        if self.initializer is not None:
-            fresh = self.touched[rows[0] : rows[-1] + 1] == 0
-            if fresh.any():
-                out[fresh] = self.first_weights(rows[fresh])
-
     def close(self) -> None:
-        """Lets go of the arrays."""
+        """Releases the arrays."""
         self.is_closed = True
         self.weights = self.touched = np.zeros((0,))
         self.by_row, self.rest = [], []
         self.memory.close()
 
-    def chunks(self) -> Iterator[np.ndarray]:
-        """All rows' ids, some at a time."""
-        for start in range(0, self.height, CHUNK):
-            stop = min(start + CHUNK, self.height)
-            yield np.arange(start, stop, dtype=_arguments.index_dtype(self.height))
-
 
 def arrays_of(
     shape: tuple[int, ...], dtype: Any, optimizer: Optimizer | None
 ) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and types: weights, marks of rows touched, state by row, other state."""
+    """Specs of a table's arrays: weights, touched, state by row, other state."""
     specs = [(shape, dtype), (shape[:1], np.uint8)]
     if optimizer is not None:
         pairs = list(zip(optimizer.specs, optimizer.by_row))
-        specs += [(spec.shape, spec.dtype) for spec, mine in pairs if mine]
-        specs += [(spec.shape, spec.dtype) for spec, mine in pairs if not mine]
+        specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if by_row]
+        specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if not by_row]
     return [jax.ShapeDtypeStruct(*spec) for spec in specs]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _start(
+def _first_rows(
     initializer: Callable, shape: tuple[int, ...], dtype: Any, key: Any, ids: jax.Array
 ) -> jax.Array:
-    """`initializer` for each row, with a key of its own."""
+    """`initializer` for each row, with the row's own key."""
     row = lambda i: initializer(jax.random.fold_in(key, i), shape, dtype)
     return jax.vmap(row)(ids).astype(dtype)
 
 
-class Counts:
-    """What was done with a table so far."""
-
-    def __init__(self):
-        self.pulls = self.pulled_rows = self.pushes = self.pushed_rows = 0
-        self.pull_seconds = self.push_seconds = 0.0
-
-
 def put_rows(column: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-    """`column[rows] = values`, each row as one item: six times as fast."""
+    """`column[rows] = values`, with each row as one item: six times as fast."""
     if column.ndim == 1 or not column[:1].nbytes:
         column[rows] = values
         return
@@ -283,5 +315,5 @@ def put_rows(column: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
 
 
 def _take(column: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-    # Without mode="clip" NumPy fills a buffer first, to leave `out` whole on an error.
+    # Any other mode goes through a temporary, to leave `out` as it is on an error.
     np.take(column, rows, axis=0, out=out, mode="clip")

@@ -1,8 +1,8 @@
-"""Ids as a store takes them: distinct rows in ascending order, on the host.
+"""Requested rows: the distinct rows of a batch's ids, and the capacity for them.
 
-Rows of one pull are read in ascending order, which walks through memory in one
-direction, and capacities are powers of two, so that a step that is compiled for a
-capacity is compiled a few times only, however many rows its batches name.
+A pull reads its rows in ascending order, so that it walks through memory in one
+direction. Capacities are powers of two, so that a jitted step is compiled for few of
+them, however many rows its batches need.
 """
 
 from typing import Any
@@ -14,25 +14,24 @@ from sparsejax import _arguments
 
 
 LEAST_CAPACITY = 8
-MODES = ("error", "drop")
 
 
 def check_not_traced(call: str, name: str, what: str, *arrays: Any) -> None:
-    """An error where arrays are traced: a store works outside of jit."""
+    """Raises a TypeError if an array is a tracer: a store works outside of jit."""
     if any(isinstance(x, Tracer) for x in arrays):
         raise TypeError(
-            f"{call}: table {name!r} is in the memory of the host, where {what} that "
-            "are traced by jit, vmap, grad or scan have no values. Call it outside: "
-            "pull, hand the SelectedRows to the jitted step, and push the gradient "
-            "that comes out."
+            f"{call}: table {name!r} is in the memory of the host, and {what} traced "
+            "by jit, vmap, grad or scan have no values there. Call it outside: pull, "
+            "pass the SelectedRows to the jitted step, and push the gradient that it "
+            "returns."
         )
 
 
 def distinct_rows(
     call: str, name: str, ids: Any, height: int, mode: str = "error"
 ) -> np.ndarray:
-    """The rows that `ids` name, each once, ascending, in the type of a slot's id."""
-    if mode not in MODES:
+    """The rows of `ids`, each once, ascending, in the dtype of SelectedRows.rows."""
+    if mode not in ("error", "drop"):
         raise ValueError(
             f"{call}: mode must be 'error' or 'drop', got {mode!r}. 'drop' leaves out "
             "ids that are out of range, such as a padding id of -1."
@@ -40,40 +39,41 @@ def distinct_rows(
     ids = _arguments.as_integers(call, ids)
     check_not_traced(call, name, "ids", ids)
     ids = np.asarray(ids).reshape(-1)
-    dtype = _arguments.index_dtype(height)
     if ids.size and (ids.min() < 0 or ids.max() >= height):
         good = (ids >= 0) & (ids < height)
         if mode == "error":
             raise ValueError(
                 f"{call}: {int(np.sum(~good))} of {ids.size} ids for table {name!r} "
                 f"are out of range, the first is {int(ids[np.argmin(good)])} and the "
-                f"table has {height} rows. Correct the ids, or ask for mode='drop'."
+                f"table has {height} rows. Correct the ids, or use mode='drop'."
             )
         ids = ids[good]
-    return _unique_of_sorted(np.sort(ids.astype(dtype)))
+    return _unique_of_sorted(np.sort(ids.astype(_arguments.index_dtype(height))))
 
 
 def slots_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """A gradient's rows, each once, and where its slots go among them.
+    """The distinct rows of a gradient, and where each of its slots belongs.
 
     Returns:
-      `(distinct, places, capacity)`: the rows ascending; for each slot its place among
-      them, int32, `capacity` where it names no row; a bucket that holds them.
+      `(distinct, positions, capacity)`: the rows, ascending; for each slot the position
+      of its row among them, int32, or `capacity` if the slot is out of range; and a
+      capacity that holds them.
     """
+    dtype = _arguments.index_dtype(height)
     filled = (rows >= 0) & (rows < height)
     count = int(np.count_nonzero(filled))
     head = rows[:count]
-    if filled[:count].all() and (head[1:] > head[:-1]).all():  # merged already
+    if filled[:count].all() and (head[1:] > head[:-1]).all():  # coalesced already
         capacity = bucket(count)
-        places = np.full(rows.shape, capacity, np.int32)
-        places[:count] = np.arange(count, dtype=np.int32)
-        return head.astype(_arguments.index_dtype(height)), places, capacity
-    safe = np.where(filled, rows, height).astype(_arguments.index_dtype(height))
+        positions = np.full(rows.shape, capacity, np.int32)
+        positions[:count] = np.arange(count, dtype=np.int32)
+        return head.astype(dtype), positions, capacity
+    safe = np.where(filled, rows, height).astype(dtype)
     distinct = _unique_of_sorted(np.sort(safe[filled]))
     capacity = bucket(distinct.size)
-    places = np.searchsorted(distinct, safe).astype(np.int32)
-    places[~filled] = capacity
-    return distinct, places, capacity
+    positions = np.searchsorted(distinct, safe).astype(np.int32)
+    positions[~filled] = capacity
+    return distinct, positions, capacity
 
 
 def bucket(count: int) -> int:
@@ -84,7 +84,7 @@ def bucket(count: int) -> int:
 def capacity_for(
     call: str, name: str, count: int, height: int, capacity: int | None
 ) -> int:
-    """Slots for `count` rows; an error if the number asked for is too small."""
+    """The capacity for `count` rows; a ValueError if the one asked for is too small."""
     if capacity is None:
         return min(bucket(count), max(1, height))
     capacity = _arguments.check_capacity(call, capacity)
@@ -96,13 +96,13 @@ def capacity_for(
     return capacity
 
 
-def members(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+def is_among(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Which of `rows` are among `others`; both distinct and ascending."""
     if not rows.size or not others.size:
         return np.zeros(rows.shape, bool)
-    place = np.searchsorted(others, rows)
-    np.minimum(place, others.size - 1, out=place)
-    return others[place] == rows
+    position = np.searchsorted(others, rows)
+    np.minimum(position, others.size - 1, out=position)
+    return others[position] == rows
 
 
 def _unique_of_sorted(ids: np.ndarray) -> np.ndarray:

@@ -1,10 +1,12 @@
-"""What a table looks like, as files keep it: shapes, types, leaves of state, the key.
+"""The format of a store's files: descriptions of tables, headers and checksums.
 
-Saved stores and memory-mapped tables begin with such a description. It is compared with
-that of the table at hand before anything is read, so that a file of another optimizer
-or shape is refused and not reinterpreted.
+Saved stores and memory-mapped tables begin with a header that describes each table:
+shape, dtype, leaves of the optimizer state, PRNG key. It is compared with the table in
+memory before anything else is read. So a file of another optimizer or shape is refused,
+not reinterpreted.
 """
 
+import io
 import json
 import os
 import zlib
@@ -17,7 +19,12 @@ import numpy as np
 from sparsejax.store._optimizer import Optimizer
 
 
-_NOT_OURS = "{call}: {path} is not a file of sparsejax.store ({why})."
+CHECKSUM_BYTES = 4  # of zlib.crc32, little endian
+
+_NOT_A_STORE_FILE = "{call}: {path} is not a file of sparsejax.store ({why})."
+
+
+# ------------------------------------------------------------------ descriptions
 
 
 def describe(
@@ -29,26 +36,27 @@ def describe(
     given: bool,
     initialized: bool,
 ) -> dict[str, Any]:
-    """The description, as JSON has it.
+    """The description of a table, ready for JSON.
 
     Args:
       shape, dtype: of the table.
       optimizer: or None.
-      key: of the initializer, by `encode_key`.
+      key: of the initializer, from `encode_key`.
       given: whether the weights of all rows were given as an array.
       initialized: whether there is an initializer.
     """
     leaves = []
     if optimizer is not None:
-        parts = zip(optimizer.names, optimizer.specs, optimizer.by_row)
         leaves = [
             {
                 "name": name,
                 "shape": list(spec.shape),
                 "dtype": np.dtype(spec.dtype).name,
-                "by_row": mine,
+                "by_row": by_row,
             }
-            for name, spec, mine in parts
+            for name, spec, by_row in zip(
+                optimizer.names, optimizer.specs, optimizer.by_row
+            )
         ]
     return {
         "shape": list(shape),
@@ -68,18 +76,18 @@ def check_same(
     expected: dict[str, Any],
     fields: tuple[str, ...],
 ) -> None:
-    """An error where a file's description is not the table's."""
+    """Raises a ValueError if a file describes another table than the one in memory."""
     for field in fields:
         if found.get(field) != expected[field]:
             raise ValueError(
                 f"{call}: table {name!r} has {field} {_show(expected[field])} here, "
-                f"but {_show(found.get(field))} in {path}. Call init with what the "
-                "file was made with, or use another file."
+                f"but {_show(found.get(field))} in {path}. Call init with the "
+                "arguments that the file was made with, or use another file."
             )
 
 
 def _show(value: Any) -> str:
-    """A field of a description; of an optimizer's state the arrays, by name."""
+    """A field of a description; for an optimizer state, its arrays by name."""
     if not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
         return str(value)
     arrays = (f"{x['name']} {x['dtype']}{x['shape']}" for x in value)
@@ -87,19 +95,22 @@ def _show(value: Any) -> str:
 
 
 def encode_key(key: jax.Array) -> dict[str, Any]:
-    """A PRNG key as JSON has it."""
+    """A PRNG key, ready for JSON."""
     data = np.asarray(jax.random.key_data(key))
     return {"impl": str(jax.random.key_impl(key)), "data": data.tolist()}
 
 
 def decode_key(encoded: dict[str, Any]) -> jax.Array:
-    """The key of `encode_key`."""
+    """The inverse of `encode_key`."""
     data = jnp.asarray(np.array(encoded["data"], np.uint32))
     return jax.random.wrap_key_data(data, impl=encoded["impl"])
 
 
+# ------------------------------------------------------------------ headers
+
+
 def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
-    """The kind of file, length and checksum of its description, and that."""
+    """Writes the magic bytes, then length, checksum and text of a JSON header."""
     text = json.dumps(header).encode()
     length, checksum = len(text), zlib.crc32(text)
     file.write(
@@ -108,23 +119,50 @@ def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
 
 
 def read_header(call: str, path: Any, file: BinaryIO, magic: bytes) -> dict[str, Any]:
-    """What `write_header` wrote, or an error."""
+    """Reads what `write_header` wrote, or raises a ValueError."""
     if file.read(len(magic)) != magic:
         why = f"it does not begin with {magic!r}"
-        raise ValueError(_NOT_OURS.format(call=call, path=path, why=why))
+        raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
     length = int.from_bytes(file.read(8), "little")
     checksum = int.from_bytes(file.read(4), "little")
     if length > os.fstat(file.fileno()).st_size - file.tell():
         why = "it ends within its header"
-        raise ValueError(_NOT_OURS.format(call=call, path=path, why=why))
+        raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
     text = file.read(length)
     header = json.loads(text) if zlib.crc32(text) == checksum else None
     if not isinstance(header, dict):
         why = "its header is damaged"
-        raise ValueError(_NOT_OURS.format(call=call, path=path, why=why))
+        raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
     return header
 
 
+# ------------------------------------------------------------------ arrays
+
+
 def as_bytes(values: Any) -> memoryview:
-    """The bytes of an array, in order, of types that NumPy cannot write as well."""
+    """The bytes of an array in C order, also of dtypes that NumPy has no format for."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def write_array(file: BinaryIO, values: Any) -> None:
+    """Writes an array, followed by its checksum."""
+    content = as_bytes(values)
+    file.write(content)
+    file.write(zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "little"))
+
+
+def read_array(
+    path: Any, file: io.BufferedReader, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray:
+    """Reads what `write_array` wrote; a wrong checksum is a ValueError."""
+    values = np.empty(shape, dtype)
+    content = values.reshape(-1).view(np.uint8).data
+    complete = file.readinto(content) == values.nbytes
+    expected = int.from_bytes(file.read(CHECKSUM_BYTES), "little")
+    if not complete or zlib.crc32(content) != expected:
+        raise ValueError(
+            f"sparsejax.store.KVStore.load: {path} is damaged: the checksum of the "
+            f"{values.nbytes} bytes before byte {file.tell()} is wrong. Load an older "
+            "file."
+        )
+    return values
