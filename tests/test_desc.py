@@ -14,7 +14,7 @@ import pytest
 from jax import export
 
 import sparsejax as sj
-from sparsejax.desc import _messages
+from sparsejax.desc import _protobuf
 
 
 PROTO = pathlib.Path(sj.desc.__file__).parent / "var_desc.proto"
@@ -91,7 +91,7 @@ def test_proto_file_is_what_is_declared():
     for name, body in re.findall(r"^message (\w+) {(.*?)^}", text, re.M | re.S):
         field = r"(required|optional|repeated) (\w+) (\w+) = (\d+)"
         messages[name] = re.findall(field, body)
-    declared = _messages.message_types()
+    declared = _protobuf.message_types()
     assert set(declared) == set(messages)
     for name, fields in messages.items():
         found = {f.name: f for f in declared[name].DESCRIPTOR.fields}
@@ -113,7 +113,7 @@ def test_proto_file_is_what_is_declared():
     )
 
 
-@pytest.mark.parametrize("data_type", sorted(_messages.DATA_TYPES))
+@pytest.mark.parametrize("data_type", sorted(_protobuf.DATA_TYPES))
 def test_bytes_and_back(data_type):
     for desc in (
         sj.desc.VarDesc("a.é", "LOD_TENSOR", data_type, (-1, 2**40), 2, True),
@@ -121,7 +121,7 @@ def test_bytes_and_back(data_type):
     ):
         data = sj.desc.to_bytes(desc)
         assert sj.desc.from_bytes(data) == desc
-        message = _messages.message_types()["VarDesc"].FromString(data)
+        message = _protobuf.message_types()["VarDesc"].FromString(data)
         assert message.SerializeToString(deterministic=True) == data
 
 
@@ -147,7 +147,7 @@ def test_bytes_refuse():
     ):
         with pytest.raises(ValueError, match=message):
             sj.desc.to_bytes(dataclasses.replace(good, **changes))
-    with pytest.raises(ValueError, match="3 bytes are no VarDesc .without type"):
+    with pytest.raises(ValueError, match="3 bytes are not a VarDesc .without type"):
         sj.desc.from_bytes(b"\x0a\x01x")
     with pytest.raises(TypeError, match="takes bytes.* type str"):
         sj.desc.from_bytes("x")  # pyright: ignore[reportArgumentType]
@@ -160,7 +160,7 @@ def test_bytes_refuse():
 
 def test_without_protobuf(monkeypatch):
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
-    _messages.message_types.cache_clear()
+    _protobuf.message_types.cache_clear()
     with pytest.raises(ImportError, match=r"pip install 'sparsejax\[desc\]'"):
         sj.desc.to_bytes(sj.desc.VarDesc("x", "LOD_TENSOR", "float32", (2,)))
 

@@ -1,9 +1,9 @@
-"""What is known of arrays before any data: kinds, types and dimensions, and files.
+"""Kinds, types and shapes of variables before any data, and files of SelectedRows.
 
-- `infer`: kinds, types and dimensions of outputs and gradients of a loss;
+- `infer`: kinds, types and shapes of outputs and gradients of a loss;
   an `Inferred`.
-- `describe`: the same of the variables of a tree.
-- `VarDesc`: what is known of one variable.
+- `describe`: the same for the variables of a tree.
+- `VarDesc`: the description of one variable.
 - `to_bytes`, `from_bytes`: a VarDesc in PaddlePaddle's protobuf format.
 - `save_selected_rows`, `load_selected_rows`: files of SelectedRows,
   PaddlePaddle's or .npz.
@@ -17,7 +17,7 @@ from sparsejax.desc._files import (
     save_selected_rows as save_selected_rows,
 )
 from sparsejax.desc._infer import Inferred as Inferred, infer as infer
-from sparsejax.desc._messages import from_bytes as from_bytes, to_bytes as to_bytes
+from sparsejax.desc._protobuf import from_bytes as from_bytes, to_bytes as to_bytes
 from sparsejax.desc._var_desc import VarDesc as VarDesc, describe as describe
 
 

@@ -1,8 +1,8 @@
-"""Registers our types, and the states of optimizers, for `jax.export`.
+"""Registers our types and the states of optimizers with `jax.export`.
 
-An exported function is saved with the structure of its arguments and results, each
-node of it by a registered name. With these, a whole training step can be exported,
-saved, and run in another process that has no code of the model:
+An exported function is saved with the tree structure of its arguments and results, each
+node by a registered name. With these names, a whole training step can be exported,
+saved, and run in another process that does not have the code of the model:
 
     exported = jax.export.export(jax.jit(step), platforms=("cpu", "cuda", "tpu"))
     data = exported(params, opt_state, batch).serialize()
@@ -23,7 +23,7 @@ from sparsejax._segments import SegmentTensor
 
 
 def register_all() -> None:
-    """Registers what `import sparsejax` brings along."""
+    """Registers SelectedRows, SegmentTensor and the states of optax and `sj.optim`."""
     for kind in (SelectedRows, SegmentTensor):
         jax.export.register_pytree_node_serialization(
             kind,
@@ -42,13 +42,13 @@ def register_all() -> None:
                     kind, serialized_name=f"{name}.{kind.__name__}"
                 )
             except ValueError:
-                # Registered already: by the program under a name of its own, which then
-                # is the one to use; or here, as optax has it in two modules.
+                # Registered already: by the user's program, whose name then counts; or
+                # by this loop, since optax has some states in two modules.
                 continue
 
 
 def _named_tuples(module: types.ModuleType) -> list[type]:
-    """The states of a module's public transformations, and of its sub-modules."""
+    """The named tuples of a module and its sub-modules: states of transformations."""
     modules = [module] + [
         x
         for x in vars(module).values()

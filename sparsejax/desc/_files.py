@@ -1,4 +1,4 @@
-"""SelectedRows in files: PaddlePaddle's binary layout, and NumPy's .npz."""
+"""Files of SelectedRows: PaddlePaddle's binary layout, and NumPy's .npz."""
 
 import pathlib
 import struct
@@ -11,13 +11,11 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._files import read_npz, replacing
 from sparsejax._rows import SelectedRows
-from sparsejax.desc import _messages
+from sparsejax.desc import _protobuf
 
 
-_TENSOR = "its TensorDesc does not parse ({error})"
-
-_NPZ_START = b"PK"
-_VERSION_0 = 0
+_ZIP_START = b"PK"  # of .npz, which is a zip archive
+_VERSION = 0
 
 
 def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
@@ -25,20 +23,19 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
 
     The layout: u32 version 0, u64 n, n row ids of i64, i64 height, then the values as a
     tensor: u32 version 0, i32 length of a `TensorDesc` message, the message, the data.
-    Empty slots are left out; the order of the rows and duplicates are kept.
+    Empty slots are left out. The order of the rows and duplicates are kept.
 
-    The file is written beside its place and then moved there: a crash leaves the old
-    file whole.
+    An old file is replaced when the new one is complete, so a crash does not damage it.
 
     Args:
-      path: where to. A name that ends in `.npz` gives NumPy's format, with the arrays
-        `rows`, `values` and `height`; any other PaddlePaddle's.
+      path: the file. A name that ends in `.npz` selects NumPy's format, with the arrays
+        `rows`, `values` and `height`; any other name selects PaddlePaddle's.
       selected_rows: `SelectedRows`.
 
     Raises:
       ImportError: PaddlePaddle's layout without the protobuf library.
-      TypeError: no SelectedRows.
-      ValueError: a data type that PaddlePaddle's format has no name for.
+      TypeError: not a SelectedRows.
+      ValueError: a data type that PaddlePaddle's format does not have.
 
     Example:
       >>> import os, tempfile
@@ -55,8 +52,8 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
     if not isinstance(selected_rows, SelectedRows):
         raise TypeError(
             "sparsejax.desc.save_selected_rows: takes a SelectedRows, got "
-            f"{_arguments.kind_of(selected_rows)}. Arrays have np.save; trees have "
-            "orbax."
+            f"{_arguments.kind_of(selected_rows)}. Save arrays with np.save, and trees "
+            "with orbax."
         )
     filled = np.asarray(selected_rows.filled())
     rows = np.asarray(selected_rows.rows)[filled].astype("<i8")
@@ -64,41 +61,45 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
     path = pathlib.Path(path)
     if path.suffix == ".npz":
         with replacing(path) as file:
-            # NumPy has no file format for bfloat16 and its like: bytes and a name.
+            # NumPy cannot save bfloat16 and other types of ml_dtypes (kind "V"): these
+            # are saved as bytes and a name.
+            is_foreign = values.dtype.kind == "V"
             np.savez(
                 file,
                 rows=rows,
-                values=values.view(np.uint8) if _is_foreign(values) else values,
+                values=values.view(np.uint8) if is_foreign else values,
                 data_type=values.dtype.name,
                 height=selected_rows.height,
             )
         return
-    desc = _messages.message_types()["TensorDesc"]()
-    _messages.fill_tensor(desc, "the values", values.dtype.name, values.shape)
+    desc = _protobuf.message_types()["TensorDesc"]()
+    name, call = values.dtype.name, "sparsejax.desc.save_selected_rows"
+    _protobuf.fill_tensor(call, desc, "the values", name, values.shape)
     message = desc.SerializeToString(deterministic=True)
     with replacing(path) as file:
-        file.write(struct.pack("<IQ", _VERSION_0, len(rows)))
+        file.write(struct.pack("<IQ", _VERSION, len(rows)))
         file.write(rows.tobytes())
-        file.write(struct.pack("<qIi", selected_rows.height, _VERSION_0, len(message)))
+        file.write(struct.pack("<qIi", selected_rows.height, _VERSION, len(message)))
         file.write(message)
         file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
 def load_selected_rows(path: Any) -> SelectedRows:
-    """Reads what `save_selected_rows` or PaddlePaddle has written.
+    """Reads what `save_selected_rows` or PaddlePaddle wrote.
 
     Args:
-      path: a file in PaddlePaddle's binary layout, or .npz; its first bytes tell which.
+      path: a file in PaddlePaddle's binary layout, or .npz, recognized by its first
+        bytes.
 
     Returns:
-      `SelectedRows`, the rows in the order of the file, without empty slots. Values of
-      64 bits stay a NumPy array while JAX is held to 32: nothing is lost on the way
-      from file to file, and arithmetic makes 32 bits of them as ever.
+      `SelectedRows`, the rows in the order of the file, without empty slots. Without
+      x64, values of 64 bits stay a NumPy array: saved again they are unchanged, and
+      arithmetic converts them to 32 bits as usual.
 
     Raises:
-      FileNotFoundError: no such file.
+      FileNotFoundError: there is no such file.
       ImportError: PaddlePaddle's layout without the protobuf library.
-      ValueError: another kind of file, or one that is cut short.
+      ValueError: another kind of file, or one that is truncated or damaged.
 
     Example:
       >>> import os, tempfile
@@ -117,7 +118,7 @@ def load_selected_rows(path: Any) -> SelectedRows:
     path = pathlib.Path(path)
     data = path.read_bytes()
     arrays = None
-    if data[:2] == _NPZ_START:
+    if data[:2] == _ZIP_START:
         arrays = read_npz(call, path, what, ("rows", "values", "height"))
     try:
         if arrays is None:
@@ -158,8 +159,8 @@ def _read_paddle(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
 
     def version(part: str) -> None:
         found = number("<I", part)
-        if found != _VERSION_0:
-            raise ValueError(f"it is of version {found}, and this reads version 0")
+        if found != _VERSION:
+            raise ValueError(f"it is of version {found}, and only 0 can be read")
 
     version("its version")
     count = number("<Q", "the number of rows")
@@ -167,15 +168,14 @@ def _read_paddle(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
     height = number("<q", "the height")
     version("the version of the values")
     message = take(number("<i", "the length of TensorDesc"), "TensorDesc")
-    desc = _messages.parse("TensorDesc", message, _TENSOR)
-    dtype = jnp.dtype(_messages.data_type_of(desc))
+    try:
+        desc = _protobuf.parse("TensorDesc", message)
+    except ValueError as error:
+        raise ValueError(f"its TensorDesc does not parse ({error})") from None
+    dtype = jnp.dtype(_protobuf.data_type_of(desc))
     shape = tuple(desc.dims)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     values = np.frombuffer(take(size, "the values"), dtype).reshape(shape)
     if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes are left over behind the values")
+        raise ValueError(f"{len(data) - at} bytes are left over after the values")
     return rows, values, height
-
-
-def _is_foreign(values: np.ndarray) -> bool:
-    return values.dtype.kind == "V"

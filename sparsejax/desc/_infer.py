@@ -1,4 +1,4 @@
-"""infer: which outputs and gradients are SelectedRows, before any data."""
+"""infer: kinds, types and shapes of outputs and gradients, before any data."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ class Inferred(NamedTuple):
     Args:
       outputs: list of `VarDesc`, one for each output.
       gradients: list of `VarDesc`, one for each leaf of the differentiated arguments,
-        called `<leaf>@GRAD`; empty where the function is no loss.
+        named `<leaf>@GRAD`; empty if the function is not a loss.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -47,27 +47,28 @@ def infer(
     has_aux: bool = False,
     tables: Any = None,
 ) -> Inferred:
-    """Kind, type and dimensions of each output and gradient, before any data.
+    """Kind, type and shape of each output and gradient, before any data.
 
-    Nothing is computed: `fun` is traced by `jax.eval_shape`. If it is a loss (one float
-    scalar comes out, beside `aux`), `sparsejax.grad` of it is inferred as well.
+    Nothing is computed: `fun` is traced by `jax.eval_shape`. If it is a loss (it
+    returns a float scalar, or that and `aux`), `sparsejax.grad` of it is inferred too.
 
     Args:
       fun: a function of arrays.
-      *specs: its arguments; arrays or `jax.ShapeDtypeStruct` in them alike.
+      *specs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`.
       argnums: int or ints, what to differentiate, as in `sparsejax.grad`.
       has_aux: bool, whether `fun` returns `(loss, aux)`.
       tables: as in `sparsejax.grad`.
 
     Returns:
-      `Inferred(outputs, gradients)`, two lists of `VarDesc`. Names are paths, those of
-      outputs under `out`, those of gradients with `@GRAD` behind them and, where
-      `argnums` are several, under their arguments' names.
+      `Inferred(outputs, gradients)`, two lists of `VarDesc`. Names are paths. Those of
+      outputs begin with `out`, those of gradients end with `@GRAD`; with several
+      `argnums` they begin with the name of the argument.
 
     Raises:
-      DensifyError: `tables=` insists on a leaf that is not read by rows alone.
-      TypeError: an argument that `jax.eval_shape` or `sparsejax.grad` refuses; or
-        `(loss, aux)` comes out without `has_aux=True`.
+      DensifyError: `tables=` requires a leaf to be sparse that is not only read by
+        rows.
+      TypeError: an argument that `jax.eval_shape` or `sparsejax.grad` refuses; or `fun`
+        returns `(loss, aux)` without `has_aux=True`.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -86,11 +87,12 @@ def infer(
     """
     out = _eval_shape(fun, specs)
     outputs = describe(out, lambda path: _join("out", path))
-    if not has_aux and _is_loss_with_aux(out):
+    is_pair = type(out) is tuple and len(out) == 2
+    if not has_aux and is_pair and _is_loss(out[0]):
         raise TypeError(
-            "sparsejax.desc.infer: a pair whose first part is a float scalar comes out "
-            "of the function. If that is (loss, aux), pass has_aux=True, so that the "
-            "gradients are inferred too; if it is no loss, return a dict or a list."
+            "sparsejax.desc.infer: the function returns a pair whose first part is a "
+            "float scalar. If that is (loss, aux), pass has_aux=True, so that the "
+            "gradients are inferred too; if it is not a loss, return a dict or a list."
         )
     loss = out[0] if has_aux else out
     if not _is_loss(loss):
@@ -101,14 +103,14 @@ def infer(
     positions = tuple(argnums) if several else (argnums,)
     gradients = []
     for position, tree in zip(positions, found if several else (found,)):
-        # A tree's leaves are known by their own paths, an array by its argument.
+        # The leaves of a tree are named by their paths, an array by its argument.
         prefix = _argument(fun, position) if several or hasattr(tree, "dtype") else ""
         gradients += describe(tree, lambda path, p=prefix: _join(p, path) + "@GRAD")
     return Inferred(outputs, gradients)
 
 
 def _eval_shape(fun: Callable[..., Any], specs: Sequence[Any]) -> Any:
-    """`jax.eval_shape`, but ints, strings and functions stay what they are."""
+    """`jax.eval_shape`, but ints, strings and functions are passed unchanged."""
     leaves, treedef = jax.tree.flatten(specs)
     places = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
@@ -121,7 +123,7 @@ def _eval_shape(fun: Callable[..., Any], specs: Sequence[Any]) -> Any:
 
 
 def _argument(fun: Callable[..., Any], position: int) -> str:
-    """What the function calls this argument."""
+    """The name of this argument of the function."""
     try:
         names = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # a builtin
@@ -142,7 +144,3 @@ def _is_loss(x: Any) -> bool:
     return (
         hasattr(x, "dtype") and x.shape == () and jnp.issubdtype(x.dtype, jnp.floating)
     )
-
-
-def _is_loss_with_aux(x: Any) -> bool:
-    return type(x) is tuple and len(x) == 2 and _is_loss(x[0])

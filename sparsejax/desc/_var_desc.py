@@ -1,4 +1,4 @@
-"""VarDesc: name, kind, type and dimensions of a variable, known before any data."""
+"""VarDesc, describe: name, kind, type and shape of variables before any data."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,20 +15,19 @@ from sparsejax._segments import SegmentTensor
 LOD_TENSOR = "LOD_TENSOR"
 SELECTED_ROWS = "SELECTED_ROWS"
 UNKNOWN = -1
-# The path of a variable that is no part of a tree.
-BARE = "value"
+BARE = "value"  # the path of a variable that is not in a tree
 
 
 @dataclasses.dataclass(frozen=True)
 class VarDesc:
-    """What is known of a variable before any data.
+    """The description of a variable, known before any data.
 
     Args:
       name: str.
-      type: "LOD_TENSOR", an array, its first axis cut into segments where `lod_level`
+      type: "LOD_TENSOR", an array, whose first axis is cut into segments if `lod_level`
         is not 0; or "SELECTED_ROWS".
       data_type: str, the name of the NumPy dtype: "float32", "bfloat16", ...
-      dims: ints. -1 is a dimension that only the data tell. Of SelectedRows these are
+      dims: ints. -1 is a dimension that depends on the data. For SelectedRows these are
         the dimensions of the whole table, `[height, ...]`.
       lod_level: int, how deep segments are nested; 0 is a plain array.
       persistable: bool, whether the variable outlives a step, as parameters do.
@@ -56,25 +55,27 @@ def describe(
     *,
     persistable: bool | Callable[[str], bool] = False,
 ) -> list[VarDesc]:
-    """What is known of every variable of a tree before any data.
+    """Describes every variable of a tree before any data.
 
-    A SelectedRows is one variable. A SegmentTensor is one for each array in its values,
-    whose first dimension, the number of elements, is -1: it is known with the data.
+    A SelectedRows is one variable. A SegmentTensor is one variable for each array in
+    its values. Their first dimension, the number of elements, is -1: it depends on the
+    data.
 
     Args:
       tree: pytree of arrays, `jax.ShapeDtypeStruct`, SelectedRows and SegmentTensors,
-        such as what `jax.eval_shape` gives. Symbolic dimensions (`jax.export.
-        symbolic_shape`) are unknown, -1.
-      names: one name for each variable, in the order of the tree; or a function from a
-        variable's path to its name. By default the path, as `layers.0.kernel`.
+        for example the result of `jax.eval_shape`. Symbolic dimensions
+        (`jax.export.symbolic_shape`) are unknown, -1.
+      names: one name for each variable, in the order of the tree; or a function from
+        the path of a variable to its name. The default is the path, for example
+        `layers.0.kernel`.
       persistable: bool, or a function from a name to a bool.
 
     Returns:
       List of `VarDesc`, in the order of the tree.
 
     Raises:
-      TypeError: a leaf that is no array.
-      ValueError: too few names, too many, or twice the same.
+      TypeError: a leaf that is not an array.
+      ValueError: too few names, too many, or one name twice.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -108,7 +109,7 @@ def describe(
         if own.count(name) > 1:
             raise ValueError(
                 f"sparsejax.desc.describe: {name!r} is the name of more than one "
-                "variable. Names tell variables apart: hand in others as names=."
+                "variable. Names must be unique: pass others as names=."
             )
     keep = persistable if callable(persistable) else lambda _: persistable
     return [
@@ -150,15 +151,15 @@ def _describe_one(name: str, value: Any, level: int, persistable: bool) -> VarDe
 
 
 def _dim(d: Any) -> int:
-    """A dimension, -1 where it is a symbol of `jax.export` or None."""
+    """A dimension as an int, -1 for None or a symbol of `jax.export`."""
     try:
         return int(d)
-    except Exception:  # jax.export raises an error of its own, which is not public
+    except Exception:  # the error that jax.export raises is not public
         return UNKNOWN
 
 
 def _name_of(dtype: Any) -> str:
     try:
         return np.dtype(dtype).name
-    except TypeError:  # a type of JAX's own, such as key<fry>
+    except TypeError:  # a type that only JAX has, such as key<fry>
         return str(dtype)

@@ -1,6 +1,6 @@
-"""Pictures: which rows are touched, and what the transformation does to a program.
+"""Pictures: which rows a step touches, and what the transformation does to a program.
 
-- `rows_touched`: draws the rows that each step touches, and the skew of the
+- `rows_touched`: plots the rows that each step touches, and the skew of the
   reads.
 - `compare`: the programs of `jax.grad` and `sparsejax.grad` side by side; a
   `ProgramDiff`.

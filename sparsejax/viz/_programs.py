@@ -1,4 +1,4 @@
-"""compare: the program of a gradient before and after the rewrite, side by side."""
+"""compare: the program of a gradient before and after the transformation."""
 
 import dataclasses
 import difflib
@@ -20,15 +20,15 @@ _MARK = "background:hsla(0,70%,50%,0.22)"
 
 @dataclasses.dataclass(frozen=True)
 class ProgramDiff:
-    """Two programs, and the arrays of a table's size that they make.
+    """Two programs, and the arrays as large as a table that they make.
 
-    Prints as a unified diff; a notebook shows the two side by side, with the lines that
-    make an array as large as a table marked.
+    Prints as a unified diff. A notebook shows the two side by side and marks the lines
+    that make an array as large as a table.
 
     Args:
       before: str, the program of `jax.grad`.
       after: str, the program of `sparsejax.grad`.
-      tables: shapes of the tables, as programs write them: `f32[1000,8]`.
+      tables: shapes of the tables, as in a jaxpr: `f32[1000,8]`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -68,7 +68,7 @@ class ProgramDiff:
 
     def _is_large(self, line: str) -> bool:
         made, equals, made_by = line.partition(" = ")
-        # A nested program's own equations are lines of their own.
+        # The equations of a nested program have their own lines.
         nested = made_by.lstrip().startswith(("jit[", "pjit["))
         return bool(equals) and not nested and any(t in made for t in self.tables)
 
@@ -115,9 +115,9 @@ def compare(
     has_aux: bool = False,
     tables: Any = None,
 ) -> ProgramDiff:
-    """The program of `jax.grad(fun)` beside that of `sparsejax.grad(fun)`.
+    """Compares the programs of `jax.grad(fun)` and `sparsejax.grad(fun)`.
 
-    Nothing is computed: both are traced.
+    Nothing is computed: both are only traced.
 
     Args:
       fun: a loss, as in `sparsejax.grad`.
@@ -127,11 +127,12 @@ def compare(
       tables: as in `sparsejax.grad`.
 
     Returns:
-      `ProgramDiff`. Tables are the leaves whose gradient is a SelectedRows.
+      `ProgramDiff`. Its tables are the leaves whose gradient is a SelectedRows.
 
     Raises:
-      DensifyError: `tables=` insists on a leaf that is not read by rows alone.
-      TypeError: whatever `jax.grad` refuses.
+      DensifyError: `tables=` requires a leaf to be sparse that is not only read by
+        rows.
+      TypeError: an argument that `jax.grad` refuses.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -157,7 +158,7 @@ def compare(
 
 
 def _short(dtype: Any) -> str:
-    """A type as programs write it: f32, bf16, i32."""
+    """A dtype as in a jaxpr: f32, bf16, i32."""
     name = jax.numpy.dtype(dtype).name
     name = re.sub("^bfloat", "bf", name)
     return re.sub("^(float|int|uint|complex)", lambda m: m[0][0], name)

@@ -1,4 +1,4 @@
-"""rows_touched: how many rows each step reads, and how unevenly."""
+"""rows_touched: how many rows each step reads, and the skew of the reads."""
 
 import math
 from collections.abc import Iterable
@@ -11,31 +11,32 @@ from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
 
-_BLUE, _ORANGE = "#2b6cb0", "#c05621"  # to be seen on light and on dark
+_BLUE, _ORANGE = "#2b6cb0", "#c05621"  # visible on light and on dark
 _INK = "#7a8490"
 _POINTS = 2000
 
 
 def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any:
-    """Draws the rows that each step touches, and the skew of the reads.
+    """Plots the rows that each step touches, and the skew of the reads.
 
-    On the left, for each step, ids read and distinct rows among them, which is what a
-    step costs, beside the number of rows of the table, which is what a dense step
-    costs. On the right, the share of all reads that go to the most popular rows.
+    On the left: for each step the ids it reads and the distinct rows among them, which
+    is what a sparse step costs; and the number of rows of the table, which is what a
+    dense step costs. On the right: the share of all reads that the most popular rows
+    get.
 
     Args:
       steps: for each step its ids (integers of any shape, or a SegmentTensor of them)
-        or a gradient (SelectedRows of that height). Ids out of range read no row and
-        are left out.
+        or a gradient (a SelectedRows whose height is `num_rows`). Ids out of range are
+        left out.
       num_rows: int, the number of rows of the table.
-      title: str, a line above.
+      title: str, the title of the figure.
 
     Returns:
       `matplotlib.figure.Figure`, which notebooks show; `.savefig(path)` writes it.
 
     Raises:
       ImportError: matplotlib is not installed.
-      TypeError: a step that has no ids.
+      TypeError: a step that is not ids and not a gradient.
       ValueError: no steps, no rows, or a gradient of another table.
 
     Example:
@@ -120,12 +121,12 @@ def _draw_steps(axes: Any, ids: list[np.ndarray], num_rows: int) -> None:
 
 
 def _draw_skew(axes: Any, ids: np.ndarray, num_rows: int) -> None:
-    _, counts = np.unique(ids, return_counts=True)  # not as many as the table has rows
+    _, counts = np.unique(ids, return_counts=True)  # bincount needs num_rows of memory
     counts = np.sort(counts)[::-1]
     share = 100 * np.cumsum(counts) / max(1, counts.sum())
     popular = 100 * np.arange(1, len(share) + 1) / num_rows
     shown = _thinned(len(share))
-    # The other rows were not read: the curve stays where it is.
+    # The other rows were not read: the curve stays at 100 %.
     line = [np.append(x[shown], 100) for x in (popular, share)] if len(share) else []
     axes.plot(*line, color=_BLUE)
     axes.set_xscale("log")
@@ -135,7 +136,7 @@ def _draw_skew(axes: Any, ids: np.ndarray, num_rows: int) -> None:
         at = share[min(top, len(share)) - 1]
         axes.plot([100 * top / num_rows], [at], "o", color=_ORANGE)
         rows = f"{top:,} rows" if top > 1 else "row"
-        # In the corner that a curve which only rises leaves free.
+        # A rising curve leaves this corner free.
         axes.text(
             0.98,
             0.04,
@@ -149,7 +150,7 @@ def _draw_skew(axes: Any, ids: np.ndarray, num_rows: int) -> None:
 
 
 def _thinned(n: int) -> np.ndarray:
-    """At most `_POINTS` places of `n`, even on a logarithmic axis, with both ends."""
+    """At most `_POINTS` indices below `n`, evenly spaced on a logarithmic axis."""
     if n <= _POINTS:
         return np.arange(n)
     return np.unique(np.geomspace(1, n, _POINTS).astype(np.int64)) - 1

@@ -1,20 +1,19 @@
 """VarDesc in the protobuf wire format of PaddlePaddle's design.
 
-`var_desc.proto` beside this file is the definition. It is declared here once more, to
-the protobuf library itself: code that protoc generates is bound to the version of the
-library it was generated for.
+`var_desc.proto` in this folder is the definition. `message_types` repeats it for the
+protobuf library, because code that protoc generates works only with the version of the
+library that it was generated for.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from sparsejax._arguments import kind_of
 from sparsejax.desc._var_desc import LOD_TENSOR, SELECTED_ROWS, VarDesc
 
 
-_NOT_PARSED = "sparsejax.desc.from_bytes: these {count} bytes are no VarDesc ({error})."
-
-# The number of each data type, by the name NumPy has for it.
+# The number of each data type, by its name in NumPy.
 DATA_TYPES = {
     "bool": 0,
     "int16": 1,
@@ -49,7 +48,7 @@ def to_bytes(desc: VarDesc) -> bytes:
     Raises:
       ImportError: the protobuf library is not installed.
       TypeError: not a VarDesc.
-      ValueError: a data type, kind or dimension that the format has no place for.
+      ValueError: a data type, kind or dimension that the format does not have.
 
     Example:
       >>> import sparsejax as sj
@@ -62,8 +61,8 @@ def to_bytes(desc: VarDesc) -> bytes:
     """
     if not isinstance(desc, VarDesc):
         raise TypeError(
-            f"sparsejax.desc.to_bytes: takes one VarDesc, got {kind_of(desc)}. For "
-            "what describe gives: [to_bytes(desc) for desc in describe(tree)]."
+            f"sparsejax.desc.to_bytes: takes one VarDesc, got {kind_of(desc)}. For a "
+            "list: [to_bytes(desc) for desc in describe(tree)]."
         )
     if desc.type not in _KINDS:
         raise ValueError(
@@ -79,25 +78,32 @@ def to_bytes(desc: VarDesc) -> bytes:
         tensor = message.lod_desc.tensor
         if desc.lod_level:
             message.lod_desc.lod_level = desc.lod_level
-    fill_tensor(tensor, desc.name, desc.data_type, desc.dims)
+    known = isinstance(desc.dims, tuple | list)
+    if not known or not all(hasattr(d, "__index__") and d >= -1 for d in desc.dims):
+        raise ValueError(
+            f"sparsejax.desc.to_bytes: dims of {desc.name} must be sizes, or -1 where "
+            f"unknown, got {desc.dims}."
+        )
+    call = "sparsejax.desc.to_bytes"
+    fill_tensor(call, tensor, desc.name, desc.data_type, desc.dims)
     if desc.persistable:
         message.persistable = True
     return message.SerializeToString(deterministic=True)
 
 
 def from_bytes(data: bytes) -> VarDesc:
-    """A VarDesc out of protobuf's wire format.
+    """A VarDesc from protobuf's wire format.
 
     Args:
-      data: bytes, a message `VarDesc` as `to_bytes` writes it.
+      data: bytes, a message `VarDesc` as `to_bytes` returns it.
 
     Returns:
       `VarDesc`.
 
     Raises:
       ImportError: the protobuf library is not installed.
-      TypeError: no bytes.
-      ValueError: bytes that are no such message, or name an unknown data type.
+      TypeError: not bytes.
+      ValueError: the bytes are not such a message, or have an unknown data type.
 
     Example:
       >>> import sparsejax as sj
@@ -110,16 +116,22 @@ def from_bytes(data: bytes) -> VarDesc:
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(
-            "sparsejax.desc.from_bytes: takes bytes, as to_bytes gives, got "
+            "sparsejax.desc.from_bytes: takes bytes, as to_bytes returns them, got "
             f"{kind_of(data)}."
         )
-    message = parse("VarDesc", data, _NOT_PARSED)
+    try:
+        message = parse("VarDesc", data)
+    except ValueError as error:
+        raise ValueError(
+            f"sparsejax.desc.from_bytes: these {len(data)} bytes are not a VarDesc "
+            f"({error})."
+        ) from None
     kind = {number: name for name, number in _KINDS.items()}[message.type]
     part = "selected_rows_desc" if kind == SELECTED_ROWS else "lod_desc"
     if not message.HasField(part):
         raise ValueError(
             f"sparsejax.desc.from_bytes: {message.name} is of type {kind} and has no "
-            f"{part}, the field that tells its data type and dims."
+            f"{part}, the field with its data type and dims."
         )
     value = getattr(message, part)
     tensor, level = (value, 0)
@@ -138,19 +150,14 @@ def from_bytes(data: bytes) -> VarDesc:
 # ------------------------------------------------------------------ parts of messages
 
 
-def fill_tensor(message: Any, name: str, data_type: str, dims: Any) -> None:
+def fill_tensor(
+    call: str, message: Any, name: str, data_type: str, dims: Sequence[int]
+) -> None:
     """Writes type and dimensions into a `TensorDesc`."""
     if data_type not in DATA_TYPES:
-        known = ", ".join(DATA_TYPES)
         raise ValueError(
-            f"sparsejax.desc: the data type of {name} must be one that PaddlePaddle "
-            f"has a name for, got {data_type}. These are {known}."
-        )
-    known = isinstance(dims, tuple | list)
-    if not known or not all(hasattr(d, "__index__") and d >= -1 for d in dims):
-        raise ValueError(
-            f"sparsejax.desc.to_bytes: dims of {name} must be sizes, or -1 where "
-            f"unknown, got {dims}."
+            f"{call}: the data type of {name} must be one of PaddlePaddle's, got "
+            f"{data_type}. These are {', '.join(DATA_TYPES)}."
         )
     message.data_type = DATA_TYPES[data_type]
     message.dims.extend(dims)
@@ -158,24 +165,22 @@ def fill_tensor(message: Any, name: str, data_type: str, dims: Any) -> None:
 
 def data_type_of(message: Any) -> str:
     """NumPy's name of the data type of a `TensorDesc`."""
-    # A number that the enum does not have is an unknown field: it counts as missing.
+    # A number outside the enum is an unknown field: `parse` says that it is missing.
     return {number: name for name, number in DATA_TYPES.items()}[message.data_type]
 
 
-def parse(kind: str, data: bytes, complaint: str) -> Any:
-    """A message out of its bytes."""
+def parse(kind: str, data: bytes) -> Any:
+    """A message from its bytes, or a ValueError that says what is wrong with them."""
     message = message_types()[kind]()
     from google.protobuf.message import DecodeError
 
     try:
         message.ParseFromString(bytes(data))
     except DecodeError:
-        error = "not in protobuf's wire format"
-        raise ValueError(complaint.format(count=len(data), error=error)) from None
+        raise ValueError("not in protobuf's wire format") from None
     missing = message.FindInitializationErrors()
     if missing:
-        error = f"without {', '.join(missing)}"
-        raise ValueError(complaint.format(count=len(data), error=error))
+        raise ValueError(f"without {', '.join(missing)}")
     return message
 
 
@@ -237,7 +242,7 @@ def message_types() -> dict[str, Any]:
     for name, number in _KINDS.items():
         kinds.value.add(name=name, number=number)
 
-    # A pool of our own: the default one belongs to the whole process.
+    # Not the default pool, which the whole process shares.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {
