@@ -123,3 +123,27 @@ def test_types_survive_serialization(getkey):
     assert jax.tree.structure(out) == jax.tree.structure(fun(tree))
     assert out[0][0].height == 2**20 and not out[0][1].is_sorted
     assert out[1].to_lists() == [[[10, 11], [101]], [[11]]]
+
+
+@pytest.mark.loose_promotion
+def test_states_of_all_optimizers_survive_serialization():
+    optim, sgd = sj.optim, optax.sgd(0.1, momentum=0.9)
+    states = [
+        tx.init(jnp.ones((4, 2)))
+        for tx in (
+            optim.lazy(optax.adam(0.1)),
+            optim.ftrl(0.1),
+            optim.adagrad(0.1),
+            optim.rowwise_adagrad(0.1),
+            optim.rowwise_adam(0.1),
+            optim.row_count_adam(0.1),
+            optim.weight_decay(0.1),
+            optim.accumulate(optim.lazy(sgd), 2, 3),
+            optim.rounding(optim.lazy(sgd), master=True),
+            optim.dynamic_loss_scale(optim.lazy(sgd)),
+            optim.exact(sgd),
+        )
+    ]
+    exported = export.export(jax.jit(lambda x: x))(states)
+    again = export.deserialize(exported.serialize())
+    assert again.in_tree == jax.tree.structure(((states,), {}))

@@ -12,6 +12,7 @@ saved, and run in another process that does not have the code of the model:
 """
 
 import json
+import sys
 import types
 
 import jax.export
@@ -47,21 +48,18 @@ def register_all() -> None:
                 continue
 
 
-def _named_tuples(module: types.ModuleType) -> list[type]:
-    """The named tuples of a module and its sub-modules: states of transformations."""
-    modules = [module] + [
-        x
-        for x in vars(module).values()
-        if isinstance(x, types.ModuleType) and x.__name__.startswith(module.__name__)
-    ]
+def _named_tuples(package: types.ModuleType) -> list[type]:
+    """The named tuples of a package, states of transformations among them."""
+    name = package.__name__
+    modules = [m for key, m in sys.modules.items() if f"{key}.".startswith(f"{name}.")]
     found = {
         x.__name__: x
-        for m in modules
-        for x in vars(m).values()
+        for module in modules
+        for x in vars(module).values()
         if isinstance(x, type) and issubclass(x, tuple) and hasattr(x, "_fields")
-        if x.__module__.startswith(module.__name__)
+        if f"{x.__module__}.".startswith(f"{name}.")
     }
-    return [found[name] for name in sorted(found)]
+    return [found[key] for key in sorted(found)]
 
 
 def _to_json(static: object) -> bytes:
