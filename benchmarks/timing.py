@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax.demo._timing import (
+from sparsejax.demo.timing import (
     Compiled as Compiled,
     alternate as alternate,
     compile_apart as compile_apart,

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("benchmarks")  # a source distribution has none
 
 from benchmarks import __main__, embedding_step as step, timing  # noqa: E402
-from sparsejax.demo import _timing  # noqa: E402
 
 
 # optax's own schedules and moments promote types.
@@ -73,7 +72,7 @@ def test_statistics():
 
 
 def test_memory_and_machine_can_be_told():
-    free = _timing.free_bytes()
+    free = timing.free_bytes()
     assert free is None or free > 0
     assert {"device", "jax", "python", "cpu", "cores"} <= timing.machine().keys()
     assert timing.bandwidth(megabytes=1) > 0

@@ -13,16 +13,8 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
-from sparsejax import demo
-from sparsejax.demo import (
-    _files,
-    _options,
-    _plot,
-    _progress,
-    _text,
-    _timing,
-    _train,
-)
+from sparsejax import _arguments, demo
+from sparsejax.demo import _options, _output, _text, _train, timing
 
 
 # optax's own schedules and moments promote types.
@@ -143,8 +135,8 @@ def test_every_optimizer_can_be_lifted(name):
 
 def test_neighbours_are_words_of_the_same_contexts(capsys):
     vectors = np.array([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.0, 2.0]])
-    assert _train.nearest(vectors, 0, 1) == [1]
-    assert _train.nearest(vectors, 2, 2) == [3, 1]
+    assert _output.nearest(vectors, 0, 1) == [1]
+    assert _output.nearest(vectors, 2, 2) == [3, 1]
 
 
 # ------------------------------------------------------------------ mistakes
@@ -251,13 +243,13 @@ def test_a_learning_rate_that_is_too_high(text, capsys):
 
 
 def test_too_little_memory(text, capsys, monkeypatch, no_training):
-    monkeypatch.setattr(_timing, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(timing, "free_bytes", lambda: 1000)
     assert demo.main(["--text", text]) == 2
     assert "lower --dim, --max-vocab or --batch-size" in capsys.readouterr().err
 
 
 def test_a_timing_that_needs_too_much_memory_is_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(_timing, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(timing, "free_bytes", lambda: 1000)
     _train.print_timing(_options.Config(big=True))
     assert capsys.readouterr().out.count("left out: needs") == 4
 
@@ -347,7 +339,7 @@ def test_a_link_keeps_pointing_to_the_file(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_bytes(b"old")
     link.symlink_to(target)
-    with _files.atomic_write(str(link)) as file:
+    with _output.atomic_write(str(link)) as file:
         file.write(b"new")
     assert link.is_symlink() and target.read_bytes() == b"new"
 
@@ -357,16 +349,16 @@ def test_a_link_keeps_pointing_to_the_file(tmp_path):
 
 def test_without_tqdm_there_are_lines(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with _progress.progress_bar(100, quiet=False) as report:
-        report(10.0, 2.5)
-        report(100.0, 1.5)
+    with _arguments.progress_reporter("", True, " words") as report:
+        report(10.0, 100, loss="2.500")
+        report(100.0, 100, loss="1.500")
     err = capsys.readouterr().err
     assert err.startswith("100%  loss 1.500  ") and err.endswith(" words/s\n")
 
 
 def test_quiet_is_quiet(capsys):
-    with _progress.progress_bar(100, quiet=True) as report:
-        report(100.0, 1.5)
+    with _arguments.progress_reporter("", False, " words") as report:
+        report(100.0, 100, loss="1.500")
     assert capsys.readouterr() == ("", "")
 
 
@@ -448,6 +440,6 @@ def test_principal_axes_are_those_of_greatest_variance():
     rng = np.random.default_rng(0)
     angle = rng.uniform(-1, 1, 30)
     vectors = np.stack([np.cos(angle), 0.01 * rng.normal(size=30), np.sin(angle)], 1)
-    points = _plot.principal_axes(5 * vectors)
+    points = _output.principal_axes(5 * vectors)
     assert abs(np.corrcoef(points[:, 0], np.sin(angle))[0, 1]) > 0.99
     assert points[:, 0].var() > points[:, 1].var()

@@ -1,18 +1,22 @@
-"""The demo's settings and its command line."""
+"""The demo's settings, its command line, and what is checked before the work."""
 
 import argparse
 import dataclasses
+import importlib.util
 import math
+import os
+import stat
 from collections.abc import Callable, Sequence
 
 import optax
 
-from sparsejax.demo import _files, _plot
-from sparsejax.demo._text import UserError
+
+class UserError(Exception):
+    """A mistake that the user can correct; the message is one line that says how."""
 
 
-# Each with the learning rate that suits a loss summed over the batch. It falls to zero
-# in the course of the training.
+# Each with the learning rate to begin with, for a loss summed over the batch. It falls
+# to zero during the training.
 OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]] = {
     "sgd": (optax.sgd, 0.025),
     "adagrad": (optax.adagrad, 0.1),
@@ -46,12 +50,12 @@ class Config:
 
     @property
     def rate(self) -> float:
-        """The learning rate to begin with: the one given, or the optimizer's own."""
+        """The learning rate to begin with; the default depends on the optimizer."""
         return self.learning_rate or OPTIMIZERS[self.optimizer][1]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports what is wrong in one line, as everything else here."""
+    """Reports a mistake as a `UserError`."""
 
     def error(self, message: str):
         raise UserError(f"{message}: see --help for the options")
@@ -83,8 +87,8 @@ def _positive(text: str) -> float:
 
 
 def parse(argv: Sequence[str] | None) -> Config:
-    """The command line as a `Config`; a `UserError` where it makes no sense."""
-    new = Config()
+    """The command line as a `Config`, or a `UserError`."""
+    default = Config()
     parser = _Parser(
         prog="python -m sparsejax.demo",
         description="Trains word vectors (skip-gram with negative sampling) on a text.",
@@ -98,21 +102,35 @@ def parse(argv: Sequence[str] | None) -> Config:
         default=absent,
         help="UTF-8, plain or .gz (default: Python's own help texts)",
     )
-    add("--dim", type=one, default=new.dim, help="length of a vector")
-    add("--window", type=one, default=new.window, help="widest, to each side")
-    add("--negatives", type=one, default=new.negatives, help="random words a pair")
-    add("--optimizer", choices=OPTIMIZERS, default=new.optimizer, help="of optax")
+    add("--dim", type=one, default=default.dim, help="length of a vector")
+    add(
+        "--window",
+        type=one,
+        default=default.window,
+        help="largest distance of a neighbour",
+    )
+    add(
+        "--negatives", type=one, default=default.negatives, help="random words per pair"
+    )
+    add("--optimizer", choices=OPTIMIZERS, default=default.optimizer, help="of optax")
     add(
         "--learning-rate",
         type=_positive,
         default=absent,
-        help="at the beginning (default: what suits the optimizer)",
+        help="to begin with (default: one for each optimizer)",
     )
-    add("--epochs", type=one, default=new.epochs, help="passes over the text")
-    add("--seed", type=_whole(0), default=new.seed, help="equal seeds, equal vectors")
-    add("--min-count", type=one, default=new.min_count, help="leave out rarer words")
-    add("--max-vocab", type=many, default=new.max_vocab, help="so many words at most")
-    add("--batch-size", type=one, default=new.batch_size, help="pairs in a step")
+    add("--epochs", type=one, default=default.epochs, help="passes over the text")
+    add(
+        "--seed",
+        type=_whole(0),
+        default=default.seed,
+        help="equal seeds, equal vectors",
+    )
+    add(
+        "--min-count", type=one, default=default.min_count, help="leave out rarer words"
+    )
+    add("--max-vocab", type=many, default=default.max_vocab, help="most words to keep")
+    add("--batch-size", type=one, default=default.batch_size, help="pairs in a step")
     add("--save", metavar="FILE.npz", default=absent, help="write words and vectors")
     add("--plot", metavar="FILE.png", default=absent, help="draw loss and words")
     for name, action, help in (
@@ -126,9 +144,49 @@ def parse(argv: Sequence[str] | None) -> Config:
 
 
 def check(config: Config) -> None:
-    """Finds out before the work what could fail after it."""
+    """Raises a `UserError` before the training for what would fail after it."""
     if config.save:
-        _files.check_target("--save", config.save, [config.text])
+        _check_target("--save", config.save, [config.text])
     if config.plot:
-        _plot.check(config.plot)
-        _files.check_target("--plot", config.plot, [config.text, config.save])
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UserError(
+                "--plot needs matplotlib, which is not installed: pip install "
+                "'sparsejax[demo]', or leave --plot out"
+            )
+        formats = ".png", ".pdf", ".svg"
+        if not config.plot.lower().endswith(formats):
+            raise UserError(
+                f"--plot {config.plot} must end in one of {', '.join(formats)}"
+            )
+        _check_target("--plot", config.plot, [config.text, config.save])
+
+
+def _check_target(option: str, path: str, inputs: Sequence[str | None]) -> None:
+    """Raises a `UserError` unless a file can be written at `path`; writes none.
+
+    Args:
+      option: of the command line, for messages.
+      path: of the file.
+      inputs: files that must not be replaced.
+    """
+    remedy = f"name another file with {option}"
+    try:
+        if os.path.exists(path):
+            # Only a file may be replaced: not a folder, not /dev/null.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise UserError(f"{path} is there and not a regular file: {remedy}")
+            if not os.access(path, os.W_OK):
+                raise UserError(f"{path} may not be written to: {remedy}")
+        target = os.path.realpath(path)
+        if any(other and os.path.realpath(other) == target for other in inputs):
+            raise UserError(f"{path} is named for two things: {remedy}")
+        folder, name = os.path.split(target)  # where a link points to
+        if not name or path.endswith(os.sep):
+            raise OSError(0, "it is not the name of a file")
+        temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+        with open(temporary, "xb"):
+            pass
+        os.unlink(temporary)
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
+        raise UserError(f"cannot write {path} ({reason}): {remedy}") from None

@@ -1,8 +1,4 @@
-"""The demo's text: reading it, cutting it into words, making pairs of neighbours.
-
-What can be wrong with a user's file is found here and told as a `UserError`, whose
-message is one line that says what to do.
-"""
+"""The demo's text: reading it, splitting it into words, making pairs of neighbours."""
 
 import collections
 import gzip
@@ -15,9 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-
-class UserError(Exception):
-    """Something that the user can put right: one line, and what to do."""
+from sparsejax.demo._options import UserError
 
 
 class Corpus(NamedTuple):
@@ -25,8 +19,8 @@ class Corpus(NamedTuple):
 
     Args:
       words: the vocabulary, most frequent first.
-      counts: int64 `[V]`, how often each occurs.
-      tokens: int32 `[N]`, the text; words outside the vocabulary are left out.
+      counts: int64 `[V]`, how often each word occurs.
+      tokens: int32 `[N]`, the text; out-of-vocabulary words are left out.
     """
 
     words: list[str]
@@ -44,10 +38,10 @@ _PIECE = 1_000_000  # words whose pairs are held in memory at a time
 
 
 def read_text(path: str | None) -> str:
-    """The text in `path` (UTF-8, plain or gzip), or the default one.
+    """The text in `path` (UTF-8, plain or gzip), or the default text.
 
-    The default are the help topics that every CPython carries: 65,000 words of English
-    prose about Python.
+    The default is the help topics of CPython: 65,000 words of English prose about
+    Python.
     """
     if path is None:
         return _default_text()
@@ -81,7 +75,7 @@ def read_text(path: str | None) -> str:
 def _default_text() -> str:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
+    except ImportError:  # not in all distributions of Python
         raise UserError(
             "this Python comes without its help texts (pydoc_data): name a text file "
             "with --text"
@@ -102,16 +96,16 @@ def _read_bytes(path: pathlib.Path) -> bytes:
 
 
 def make_corpus(text: str, min_count: int, max_vocab: int) -> Corpus:
-    """Cuts a text into lower-case words and numbers them by frequency.
+    """Splits a text into lower-case words and numbers them by frequency.
 
     Args:
       text: any.
       min_count: words that occur less often are left out.
-      max_vocab: so many words at most, the most frequent ones.
+      max_vocab: only this many of the most frequent words are kept.
     """
     found = _WORD.findall(text.lower())
     counter = collections.Counter(found)
-    # Ties in the order of the alphabet, so that the same text gives the same numbers.
+    # Ties in alphabetical order, so that the same text gives the same numbers.
     ranked = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
     kept = [(word, n) for word, n in ranked[:max_vocab] if n >= min_count]
     if len(kept) < 2:
@@ -130,11 +124,11 @@ def make_corpus(text: str, min_count: int, max_vocab: int) -> Corpus:
 
 
 def content_words(corpus: Corpus, number: int) -> list[int]:
-    """Frequent words that say what a text is about, found without knowing its language.
+    """Frequent words that say what a text is about, in any language.
 
-    Function words are spread evenly over a text, content words come in clumps. The
-    text is cut into a hundred parts; a word's clumpiness is the variance of its counts
-    over their mean, which is about 1 for words strewn at random.
+    Function words are evenly distributed over a text, content words come in clumps. The
+    text is cut into a hundred parts. The clumpiness of a word is the variance of its
+    counts over their mean, which is about 1 for words at random positions.
     """
     parts = np.array_split(corpus.tokens, 100)
     frequent = min(len(corpus.words), max(number, 300))
@@ -149,7 +143,7 @@ def content_words(corpus: Corpus, number: int) -> list[int]:
 
 
 def keep_probability(corpus: Corpus, threshold: float) -> np.ndarray:
-    """How likely each word stays when frequent words are thinned out.
+    """The probability to keep each word when frequent words are subsampled.
 
     `min(1, sqrt(t / f) + t / f)` for a word of relative frequency f.
     """
@@ -158,7 +152,7 @@ def keep_probability(corpus: Corpus, threshold: float) -> np.ndarray:
 
 
 def expected_pairs(corpus: Corpus, keep: np.ndarray, window: int) -> float:
-    """About how many pairs one pass over the text gives."""
+    """About how many pairs one epoch has."""
     return float(np.sum(corpus.counts * keep)) * (window + 1)
 
 
@@ -167,14 +161,14 @@ def skip_grams(
 ) -> np.ndarray:
     """The pairs of one pass over a text, shuffled.
 
-    Frequent words are thinned out first, so windows reach over them. Each word's
-    window is drawn from 1 to `window`, which gives near words more weight.
+    Frequent words are subsampled first, so windows reach over the dropped ones. The
+    window of each word is drawn from 1 to `window`, which gives near words more weight.
 
     Args:
       tokens: int `[N]`.
       keep: float `[V]`, from `keep_probability`.
-      window: the widest window, in words to each side.
-      rng: source of all that is random here.
+      window: the largest window, in words to each side.
+      rng: for all random draws.
 
     Returns:
       int32 `[P, 2]`: a word, and a word near it.
@@ -194,7 +188,7 @@ def skip_grams(
 def all_skip_grams(
     corpus: Corpus, keep: np.ndarray, window: int, epochs: int, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """The pairs of several passes; a long text in pieces, each shuffled by itself."""
+    """The pairs of all epochs; a long text in pieces, each shuffled separately."""
     pieces = np.array_split(corpus.tokens, -(-corpus.tokens.size // _PIECE))
     for _ in range(epochs):
         for piece in pieces:
@@ -202,7 +196,7 @@ def all_skip_grams(
 
 
 def negative_table(counts: np.ndarray, size: int = 1 << 20) -> np.ndarray:
-    """Word numbers, each as often as it is drawn: in proportion to `count ** 0.75`.
+    """Word numbers, each in proportion to `count ** 0.75`.
 
     A uniform draw from this table is a draw from that distribution.
     """
@@ -214,7 +208,7 @@ def negative_table(counts: np.ndarray, size: int = 1 << 20) -> np.ndarray:
 def batches(pairs: Iterator[np.ndarray], size: int, chunk: int) -> Iterator[np.ndarray]:
     """Cuts a stream of pairs into chunks of batches: int32 `[<= chunk, size, 2]`.
 
-    The last batch is filled up by repeating pairs.
+    The last batch is padded by repeating pairs.
     """
     rest = np.zeros((0, 2), np.int32)
     for more in pairs:

@@ -1,12 +1,12 @@
 """`python -m sparsejax.demo`: word vectors from a text, with sparse gradients.
 
 Skip-gram with negative sampling: two tables of vectors, one for words and one for the
-words near them, are trained to tell the pairs of the text from pairs drawn at random.
-A step reads some thousand rows of both, and costs what it reads, however many rows
-there are: the gradients are SelectedRows, and any optimizer of optax is lifted to them.
-A table at the end shows what that is worth.
+words near them, learn to tell the pairs of the text from random pairs. A step reads a
+few thousand rows of both tables, and costs what it reads, for tables of any size: the
+gradients are SelectedRows, and `sj.optim.lazy` lifts an optax optimizer to them. A
+table at the end compares it with dense training.
 
-All of it is the library's public API. The model is `loss_fn`, the step `make_step`.
+The model is `loss_fn`, the step `make_step`; both use the public API only.
 
 References: Mikolov et al., 2013, "Distributed Representations of Words and Phrases and
 their Compositionality".
@@ -26,19 +26,17 @@ import numpy as np
 import optax
 
 import sparsejax as sj
-from sparsejax.demo import _files, _options, _plot, _text, _timing
-from sparsejax.demo._options import OPTIMIZERS, Config
-from sparsejax.demo._progress import progress_bar
-from sparsejax.demo._text import Corpus, UserError
+from sparsejax import _arguments
+from sparsejax.demo import _options, _output, _text, timing
+from sparsejax.demo._options import OPTIMIZERS, Config, UserError
+from sparsejax.demo._text import Corpus
 
 
 Params = dict[str, jax.Array]
 Ids = jax.Array | np.ndarray
 
-_SUBSAMPLING = 1e-3  # words more frequent than this are thinned out
+_SUBSAMPLING = 1e-3  # words more frequent than this are subsampled
 _CHUNK = 32  # steps in one call
-_NEIGHBOURS = 6
-_KNOWN_FROM = 10
 _TIMED_DIM = 32
 _TIMED_PAIRS = 1024
 _TIMED_ROWS = (10**4, 10**5, 10**6)
@@ -49,7 +47,7 @@ _TIMED_ROWS_BIG = (*_TIMED_ROWS, 10**7)
 
 
 def init_params(key: jax.Array, size: int, dim: int) -> Params:
-    """The two tables, `[V, D]` each, begun as word2vec begins them."""
+    """The two tables, `[V, D]` each, with the initial values of word2vec."""
     words = jax.random.uniform(key, (size, dim), minval=-0.5, maxval=0.5) / dim
     return {"words": words, "contexts": jnp.zeros((size, dim))}
 
@@ -68,19 +66,15 @@ def loss_fn(params: Params, pairs: Ids, negatives: Ids) -> jax.Array:
     others = jnp.concatenate([pairs[:, 1:], negatives], axis=1)
     contexts = sj.lookup(params["contexts"], others, mode="clip")
     logits = jnp.einsum("bd,bkd->bk", words, contexts)
-    return jnp.sum(optax.sigmoid_binary_cross_entropy(logits, _is_first(logits)))
-
-
-def _is_first(logits: jax.Array) -> jax.Array:
-    """1 in the first column, that of the true neighbours, 0 in the others."""
-    return jnp.zeros_like(logits).at[:, 0].set(1.0)
+    is_neighbour = jnp.zeros_like(logits).at[:, 0].set(1.0)
+    return jnp.sum(optax.sigmoid_binary_cross_entropy(logits, is_neighbour))
 
 
 def make_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Callable:
-    """`(state, (pairs, negatives)) -> (state, loss)`, state being parameters and tx's.
+    """`(state, (pairs, negatives)) -> (state, loss)`; state: parameters, optimizer's.
 
     Args:
-      tx: with `value_and_grad` JAX's any optax transformation, else a lazy one.
+      tx: an optax transformation, lazy for `sj.value_and_grad`.
       value_and_grad: `jax.value_and_grad` or `sj.value_and_grad`.
     """
 
@@ -116,7 +110,7 @@ def make_train(step: Callable, negative_table: np.ndarray, negatives: int) -> Ca
 
 
 class Trained(NamedTuple):
-    """What training gives: the tables, and the loss over the words that were read."""
+    """The trained tables, and the loss at each number of words read."""
 
     params: Params
     words_read: list[float]
@@ -129,8 +123,8 @@ def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any])
     Args:
       config: the settings.
       corpus: the text.
-      report: called after each call of the device with the words read so far and the
-        mean loss of a pair.
+      report: called after each chunk of steps with the words read so far and the mean
+        loss of a pair.
 
     Returns:
       `Trained`.
@@ -144,8 +138,8 @@ def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any])
 
     steps = math.ceil(pairs_in_all / config.batch_size)
     tx = sj.optim.lazy(make_optimizer(config, steps))
-    # Insisted upon: a short text has so few words that a step reads most of them.
-    # Left alone, value_and_grad then finds the dense gradient cheaper, and is right.
+    # tables=True: a short text has so few words that a step reads most of them. By
+    # default value_and_grad would then, rightly, take the cheaper dense gradient.
     value_and_grad = functools.partial(sj.value_and_grad, tables=True)
     table = _text.negative_table(corpus.counts)
     run = make_train(make_step(tx, value_and_grad), table, config.negatives)
@@ -175,38 +169,19 @@ def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any])
 
 
 def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
-    """The optimizer, with a learning rate that falls to zero in so many steps."""
+    """The optimizer, with a learning rate that falls to zero over `steps`."""
     schedule = optax.linear_schedule(config.rate, config.rate * 1e-3, steps)
     return OPTIMIZERS[config.optimizer][0](schedule)
 
 
-# ------------------------------------------------------------------ what came out
-
-
-def nearest(vectors: np.ndarray, of: int, number: int) -> list[int]:
-    """The words whose vectors have the greatest cosine with that of a word."""
-    units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    order = np.argsort(-(units @ units[of]), kind="stable")
-    return [int(i) for i in order if i != of][:number]
-
-
-def print_neighbours(corpus: Corpus, vectors: np.ndarray, number: int = 12) -> None:
-    """Frequent words, and what the model found to be used like them."""
-    print("\nNearest neighbours (cosine):")
-    # A word that occurs a few times has hardly moved from where it began.
-    known = int(np.sum(corpus.counts >= _KNOWN_FROM)) or len(corpus.words)
-    chosen = [i for i in _text.content_words(corpus, number) if i < known]
-    width = max(len(corpus.words[i]) for i in chosen)
-    for i in chosen:
-        near = (corpus.words[j] for j in nearest(vectors[:known], i, _NEIGHBOURS))
-        print(f"  {corpus.words[i]:{width}}  {', '.join(near)}")
+# ------------------------------------------------------------------ results
 
 
 def save(config: Config, corpus: Corpus, vectors: np.ndarray) -> None:
     """`--save`."""
     assert config.save is not None
     settings = dataclasses.asdict(config) | {"learning_rate": config.rate}
-    _files.save_vectors(config.save, corpus.words, vectors, settings)
+    _output.save_vectors(config.save, corpus.words, vectors, settings)
     print(f"Saved {len(corpus.words):,} vectors to {config.save}")
 
 
@@ -219,7 +194,7 @@ def draw(config: Config, corpus: Corpus, trained: Trained, vectors: np.ndarray) 
         f"epochs of {config.optimizer}"
     )
     words = [corpus.words[i] for i in shown]
-    _plot.plot(
+    _output.plot(
         config.plot, trained.words_read, trained.losses, words, vectors[shown], title
     )
     print(f"Drew {config.plot}")
@@ -240,8 +215,8 @@ def print_timing(config: Config) -> None:
     for rows in _TIMED_ROWS_BIG if config.big else _TIMED_ROWS:
         print(f"  {rows:15,}  {_timing_line(config, rows)}", flush=True)
     print(
-        "\nA table of which a step reads more than a quarter is left to the dense "
-        "update, which is cheaper then."
+        "\nIf a step reads more than a quarter of a table, sparsejax uses the dense "
+        "update, which is then cheaper."
     )
 
 
@@ -254,8 +229,8 @@ def _timing_line(config: Config, rows: int) -> str:
 
     shapes = jax.eval_shape(make_state)
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)]
-    needed = sum(sizes) + 4 * max(sizes)  # both dense gradients and both updates
-    free = _timing.free_bytes()
+    needed = sum(sizes) + 4 * max(sizes)  # with two dense gradients and two updates
+    free = timing.free_bytes()
     if free is not None and needed > 0.9 * free:
         return f"left out: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
 
@@ -272,21 +247,21 @@ def _timing_line(config: Config, rows: int) -> str:
         ("dense", tx, jax.value_and_grad),
     ):
         step = jax.jit(make_step(optimizer, value_and_grad), donate_argnums=0)
-        programs[name] = _timing.compile_apart(step, state, batch()).run
-    times, _ = _timing.alternate(programs, state, batch, repeats=25, seconds=4.0)
-    ours, dense = (_timing.median_ms(times[name]) for name in ("ours", "dense"))
+        programs[name] = timing.compile_apart(step, state, batch()).run
+    times, _ = timing.alternate(programs, state, batch, repeats=25, seconds=4.0)
+    ours, dense = (timing.median_ms(times[name]) for name in ("ours", "dense"))
     return f"{ours:6.1f} ms  {dense:9.1f} ms  {dense / ours:11.1f}×"
 
 
-# ------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------ the program
 
 
 def check_memory(config: Config, size: int) -> None:
-    """A `UserError` where tables of so many words do not fit into memory."""
+    """Raises a `UserError` if tables for `size` words do not fit into memory."""
     needed = (
         4 * config.dim * (6 * size + 8 * config.batch_size * (2 + config.negatives))
     )
-    free = _timing.free_bytes()
+    free = timing.free_bytes()
     if free is not None and needed > free:
         raise UserError(
             f"{size:,} words in {config.dim} dimensions need {needed / 1e9:.1f} GB and "
@@ -307,7 +282,8 @@ def run(config: Config) -> None:
         flush=True,
     )
     total = corpus.tokens.size * config.epochs
-    with progress_bar(total, config.quiet) as report:
+    with _arguments.progress_reporter("", not config.quiet, " words") as bar:
+        report = lambda words, loss: bar(words, total, loss=f"{loss:.3f}")
         trained = train(config, corpus, report)
     last = float(np.mean(trained.losses[-10:]))
     print(f"Loss of a pair: {trained.losses[0]:.3f} at first, {last:.3f} in the end")
@@ -316,7 +292,7 @@ def run(config: Config) -> None:
         save(config, corpus, vectors)
     if config.plot:
         draw(config, corpus, trained, vectors)
-    print_neighbours(corpus, vectors)
+    _output.print_neighbours(corpus, vectors)
     if config.timing:
         print_timing(config)
 
@@ -331,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sparsejax.demo: interrupted before the end", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has gone, as `| head` does
+    except BrokenPipeError:  # the reader of the output is gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0

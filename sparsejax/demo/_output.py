@@ -1,29 +1,77 @@
-"""The demo's picture: the loss over time, and words in two dimensions."""
+"""The demo's results: neighbours of words, a file of vectors, a picture."""
 
-import importlib.util
+import contextlib
+import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax.demo._files import atomic_write
-from sparsejax.demo._text import UserError
+from sparsejax._files import replacing
+from sparsejax.demo import _text
+from sparsejax.demo._options import UserError
+from sparsejax.demo._text import Corpus
 
 
-_FORMATS = (".png", ".pdf", ".svg")
+_NEIGHBOURS = 6
+_KNOWN_FROM = 10
 _INK, _MUTED, _ACCENT = "#1a1a1a", "#b4bcc6", "#2b6cb0"
 
 
-def check(path: str) -> None:
-    """A `UserError` where there is no matplotlib, or no such format."""
-    if importlib.util.find_spec("matplotlib") is None:
+# ------------------------------------------------------------------ neighbours
+
+
+def nearest(vectors: np.ndarray, of: int, number: int) -> list[int]:
+    """The words whose vectors have the largest cosine similarity with that of `of`."""
+    units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    order = np.argsort(-(units @ units[of]), kind="stable")
+    return [int(i) for i in order if i != of][:number]
+
+
+def print_neighbours(corpus: Corpus, vectors: np.ndarray, number: int = 12) -> None:
+    """Prints frequent words, and the words that the model finds similar."""
+    print("\nNearest neighbours (cosine):")
+    # The vectors of rare words are still close to their random initial values.
+    known = int(np.sum(corpus.counts >= _KNOWN_FROM)) or len(corpus.words)
+    chosen = [i for i in _text.content_words(corpus, number) if i < known]
+    width = max(len(corpus.words[i]) for i in chosen)
+    for i in chosen:
+        near = (corpus.words[j] for j in nearest(vectors[:known], i, _NEIGHBOURS))
+        print(f"  {corpus.words[i]:{width}}  {', '.join(near)}")
+
+
+# ------------------------------------------------------------------ files
+
+
+@contextlib.contextmanager
+def atomic_write(path: str) -> Iterator[BinaryIO]:
+    """A file that replaces `path` at the end.
+
+    After an error or an interrupt the old file is still there, unchanged.
+    """
+    try:
+        with replacing(path) as file:
+            yield file
+    except OSError as e:
         raise UserError(
-            "--plot needs matplotlib, which is not installed: pip install "
-            "'sparsejax[demo]', or leave --plot out"
+            f"cannot write {path} ({e.strerror or e}): the old file is unchanged, name "
+            "another file"
+        ) from None
+
+
+def save_vectors(
+    path: str, words: Sequence[str], vectors: np.ndarray, settings: Mapping[str, Any]
+) -> None:
+    """Writes an npz file: `words` and `vectors`, row by row, and `settings` as JSON."""
+    with atomic_write(path) as file:
+        np.savez(
+            file,
+            words=np.array(words),
+            vectors=vectors,
+            settings=np.array(json.dumps(settings)),
         )
-    if not path.lower().endswith(_FORMATS):
-        raise UserError(f"--plot {path} must end in one of {', '.join(_FORMATS)}")
 
 
 def principal_axes(vectors: np.ndarray, number: int = 2) -> np.ndarray:
@@ -45,25 +93,25 @@ def plot(
     """Draws the loss curve, and words by their first two principal axes.
 
     Args:
-      path: the file, replaced at the end.
-      progress: words seen at each point of the loss curve.
+      path: of the file; its name tells the format.
+      progress: words read at each point of the loss curve.
       losses: mean loss of a pair there.
-      words: what to show, the most important first: those whose label would cover
-        another one get a dot only.
-      vectors: `[n, D]`, theirs.
-      title: a line above.
+      words: to show, the most important first. A word whose label would cover another
+        one gets a dot only.
+      vectors: `[n, D]`, of these words.
+      title: of the figure.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6.2), layout="constrained")
-    FigureCanvasAgg(figure)  # which can measure texts
+    FigureCanvasAgg(figure)  # can measure texts
     figure.suptitle(title, fontsize=11, color=_INK)
     left, right = figure.subplots(1, 2, width_ratios=(1, 2.1))
     _draw_loss(left, np.asarray(progress), np.asarray(losses))
     _draw_words(figure, right, words, principal_axes(vectors))
     with warnings.catch_warnings():
-        # A font may lack the letters of a text of the user's own: boxes will do.
+        # The font may not have all letters of the user's text: boxes are fine.
         warnings.filterwarnings("ignore", message=".*missing from (current )?font.*")
         with atomic_write(path) as file:
             kind = os.path.splitext(path)[1][1:].lower()

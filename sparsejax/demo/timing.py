@@ -1,18 +1,20 @@
-"""Timing programs fairly on a machine that does other things as well.
+"""Timing programs fairly on a machine that has other work too.
 
-- They take turns, so that whatever else the machine does hits all of them, in another
-  order in each round, since a program leaves caches and threads to the one after it;
-  what is reported are medians and the ratio of the medians.
-- Compiling is apart.
-- A turn begins when the process has come to rest: a program may still be giving back
-  gigabytes of temporaries after its results are there. Then comes a run that is not
-  timed, which brings the caches into the state that this program leaves them in, as it
-  is in a training loop. Then comes the run that is timed.
+The demo's table and the benchmarks use it.
+
+- Programs take turns, so that other work of the machine affects all of them. Each round
+  has another order, because a program leaves its caches and threads to the next one.
+  Reported are medians and the ratio of the medians.
+- Compiling is timed separately.
+- A turn begins when the process is idle: a program may still free gigabytes of
+  temporaries after its results are ready. The first run of a turn is not timed: it
+  brings the caches into the state that this program leaves them in, as in a training
+  loop. The second run is timed.
 - A run starts with new inputs that are already on the device, and ends when its results
-  are there.
-- The state is handed from the one to the other: every step donates it and gives the
-  next one. So there is one copy of tables that may fill most of the memory, and both
-  sides work on the very same pages.
+  are ready.
+- The state is passed from one program to the next: every step donates it and returns
+  the next one. So there is one copy of tables that may fill most of the memory, and all
+  programs work on the same memory pages.
 """
 
 import pathlib
@@ -26,13 +28,12 @@ import jax
 
 
 class Compiled(NamedTuple):
-    """A compiled program, and what compiling it told.
+    """A compiled program, and what is known from compiling it.
 
     Args:
       run: the program.
-      seconds: what tracing, lowering and compiling took.
-      temp_bytes: the most memory its temporaries take, -1 where the backend does not
-        tell.
+      seconds: of tracing, lowering and compiling.
+      temp_bytes: the peak memory of its temporaries, -1 if the backend does not tell.
     """
 
     run: Callable[..., Any]
@@ -57,14 +58,14 @@ def alternate(
     repeats: int,
     seconds: float = float("inf"),
 ) -> tuple[dict[str, list[float]], Any]:
-    """Lets programs take turns, again and again, and takes the times.
+    """Times programs that take turns.
 
     Args:
       programs: by name, `(state, inputs) -> (state, result)`. They may donate `state`.
-      state: what the first program gets; the others get what the one before returned.
-      inputs: makes new inputs, called before each run and outside of what is timed.
+      state: for the first program; each other one gets what the one before returned.
+      inputs: makes new inputs; called before each run and not timed.
       repeats: how often each program is timed, at most.
-      seconds: no new round after so many seconds, once each has been timed 3 times.
+      seconds: no new round after this time, once each program was timed 3 times.
 
     Returns:
       Seconds of each timed run, by name; and the last state.
@@ -92,7 +93,7 @@ def _timed(program: Callable, state: Any, inputs: Callable) -> tuple[Any, float]
 
 
 def wait_for_rest(most: float = 5.0) -> None:
-    """Returns when no thread of this process is at work, or after `most` seconds."""
+    """Returns when no thread of this process is running, or after `most` seconds."""
     step = 0.002
     for _ in range(int(most / step)):
         before = time.process_time()
@@ -107,7 +108,7 @@ def median_ms(times: Sequence[float]) -> float:
 
 
 def free_bytes() -> int | None:
-    """Memory that can be had without swapping, or None where nobody tells."""
+    """Memory available without swapping, or None if the system does not tell."""
     limits = []
     try:
         for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
@@ -121,5 +122,5 @@ def free_bytes() -> int | None:
             cache = int(stat[stat.index("inactive_file") + 1])
             limits.append(int(limit) - used + cache)
     except (OSError, ValueError):
-        pass  # another system, or no such limit
+        pass  # not Linux, or no such limit
     return min(limits) if limits else None
