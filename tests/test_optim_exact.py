@@ -21,8 +21,9 @@ from helpers import (
     slow_but,
 )
 from sparsejax.optim import exact, exact_value_and_grad
-from sparsejax.optim._exact import drift, model as _exact_model
-from sparsejax.optim._exact.probe import Rows, Twin
+from sparsejax.optim._exact import closed_form
+from sparsejax.optim._exact.identify import find_recurrence
+from sparsejax.optim._exact.shadow_model import Probes, ShadowModel, advance_counter
 
 
 # optax itself relies on implicit promotion; the last test is about our own code.
@@ -160,45 +161,48 @@ def test_error_bound_of_the_drift(options, x64):
     """In float64, where rounding does not hide it, over all v and many gaps."""
     tx = optax.adam(0.01, **options)
     specs, treedef = (jax.ShapeDtypeStruct((9, 9), jnp.float64),), jax.tree.structure(0)
-    model = _exact_model.find(tx, treedef, specs, 0)
-    twin = Twin(tx, treedef, specs, {0: model.leaves})
+    recurrence = find_recurrence(tx, treedef, specs, 0)
+    recurrences = {0: recurrence}
+    shadow = ShadowModel(tx, treedef, specs, {0: recurrence.leaves})
+    coefficients = functools.partial(
+        closed_form.displacement_coefficients, shadow, recurrences
+    )
     roots = np.concatenate([[0], np.logspace(-12, 2, 85)])
-    length = 200
+    n, length = len(roots), 200
 
     @jit
-    def run(clock):
-        def later(x):
-            return x + clock if jnp.issubdtype(x.dtype, jnp.integer) else x
-
-        state = [later(x) for x in twin.init(len(roots))]
-        zero, one = jnp.zeros(len(roots)), jnp.ones(len(roots))
-        first = Rows(zero, (one, jnp.asarray(roots) ** 2))
-        then = drift.future(twin, {0: model}, state, None)[0]
+    def run(count):
+        state = [advance_counter(x, count) for x in shadow.init(n)]
+        zero, one = jnp.zeros(n), jnp.ones(n)
+        first = Probes(zero, (one, jnp.asarray(roots) ** 2))
+        then = coefficients(state, None)[0]
 
         def step(carry, _):
-            state, rows = carry
-            _, rows, state = twin.step(state, rows)
-            now = drift.future(twin, {0: model}, state, {0: then})[0]
-            return (state, rows), (rows[0].weights, now)
+            state, probes = carry
+            _, probes, state = shadow.step(state, probes)
+            now = coefficients(state, {0: then})[0]
+            return (state, probes), (probes[0].weights, now)
 
         _, (stepped, now) = jax.lax.scan(step, (state, {0: first}), length=length)
-        since, gaps = jnp.zeros(len(roots), jnp.int32), jnp.arange(1, length + 1)
-        each = jnp.broadcast_to(then, (len(roots), *then.shape))
+        age, missed = jnp.zeros(n, jnp.int32), jnp.arange(1, length + 1)
+        each = jnp.broadcast_to(then, (n, *then.shape))
         closed = jax.vmap(
-            lambda gap, now: drift.advance(
-                model, zero, first.moments, since, since + gap, each, now
+            lambda missed, now: closed_form.advance(
+                recurrence, zero, first.moments, age, age + missed, each, now
             )
-        )(gaps.astype(jnp.int32), now)
-        future = drift.moved(model, first.moments, since, each.T, zero.dtype)
-        return jnp.max(jnp.abs(closed - stepped) / jnp.abs(future), axis=1)
+        )(missed.astype(jnp.int32), now)
+        distance = closed_form.displacement(
+            recurrence, first.moments, age, each.T, zero.dtype
+        )
+        return jnp.max(jnp.abs(closed - stepped) / jnp.abs(distance), axis=1)
 
     early = np.asarray(run(1))
     # F at the start and F at the end are each off by at most the bound; the rest of
-    # the sum, which is left out, by TAIL.
-    assert np.max(early) <= 2 * model.bound + 2 * drift.TAIL
-    assert np.max(early) > 0.05 * model.bound  # and the bound is not idle
+    # the sum, which is cut off, by TAIL.
+    assert np.max(early) <= 2 * recurrence.bound + 2 * closed_form.TAIL
+    assert np.max(early) > 0.05 * recurrence.bound  # and the bound is not idle
     if not options:
-        assert model.horizon == 176 and model.terms == 10
+        assert recurrence.horizon == 176 and recurrence.nodes == 10
         late = np.asarray(run(100))
         assert np.max(late) < 3e-8
 
@@ -433,28 +437,39 @@ def linear_loss(params, ids, targets):
     return jnp.mean(params["table"][ids] @ params["weights"] * targets)
 
 
-def test_step_is_by_rows_and_in_place():
+IN_PLACE = {
+    "adamw": lambda: optax.adamw(COSINE, weight_decay=0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    # A moment that does not decay, and a table without moments.
+    "yogi": lambda: optax.yogi(0.1),
+    "decay": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_step_is_by_rows_and_in_place(name):
     # Nothing that is read to catch up is needed for the gradient of a linear loss, so
     # that alone does not tell XLA to read before it writes.
-    tx = exact(optax.adamw(COSINE, weight_decay=0.1), tables=SPARSE)
+    tx = exact(IN_PLACE[name](), tables=SPARSE)
     height = 20_011
     params = {"table": jnp.zeros((height, 8)), "weights": jnp.ones(8)}
-    state = jit(tx.init)(params)
+    carry = params, jit(tx.init)(params)
     batch = jnp.array([5, 3, 5]), jnp.ones(3)
-    mu, nu = state.inner[0].mu["table"], state.inner[0].nu["table"]
+    leaves, treedef = jax.tree.flatten(carry)
+    of_table = [k for k, x in enumerate(leaves) if x.shape[:1] == (height,)]
+    assert len(of_table) >= 2  # the table, its records, its moments
 
-    def flat(table, mu, nu, book):
-        adam, *rest = state.inner
-        adam = adam._replace(mu={**adam.mu, "table": mu}, nu={**adam.nu, "table": nu})
-        full = state._replace(inner=(adam, *rest), books=(book,))
-        carry = {**params, "table": table}, full
-        (new, after), _ = exact_step(tx, carry, batch, linear_loss)
-        adam = after.inner[0]
-        return new["table"], adam.mu["table"], adam.nu["table"], after.books[0]
+    def flat(*arrays):
+        full = list(leaves)
+        for k, x in zip(of_table, arrays):
+            full[k] = x
+        carry, _ = exact_step(tx, treedef.unflatten(full), batch, linear_loss)
+        new = jax.tree.leaves(carry)
+        return [new[k] for k in of_table]
 
-    arrays = params["table"], mu, nu, state.books[0]
+    arrays = [leaves[k] for k in of_table]
     assert_no_dense(flat, *arrays, allow=("scatter", "scatter-add"))
-    lowered = jax.jit(flat, donate_argnums=(0, 1, 2, 3)).lower(*arrays)
+    lowered = jax.jit(flat, donate_argnums=range(len(arrays))).lower(*arrays)
     donated = compile_as_users_do(lowered)
     memory, text = donated.memory_analysis(), donated.as_text()
     assert memory is not None and text is not None

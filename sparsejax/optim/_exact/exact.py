@@ -1,21 +1,19 @@
 """exact: dense training at sparse cost.
 
-A dense optimizer moves every row at every step: momentum carries it on, Adam's moments
-fade, weight decay shrinks it. `lazy` leaves rows without gradient alone, which is
-another algorithm. `exact` leaves them alone too, but remembers since when, and brings a
-row up to date before it is read. The formulas are in `_exact_drift`; what `tx` does to
-a row that gets no gradient is found out in `_exact_model`.
+A dense optimizer moves every row at every step: momentum carries the row on, Adam's
+moments decay, weight decay shrinks it. `lazy` does none of this to rows without a
+gradient, so it is another algorithm. `exact` postpones it: for each row it keeps the
+step of its last update, and brings the row up to date before it is read. `closed_form`
+has the formulas, `identify` finds out what `tx` does to a row without a gradient.
 
-For each table the state keeps a book (see `_exact_table`): for each row the step that
-its weights are of, the step that its moments are of, and a handful of numbers F, its
-future as seen from the first of these.
+For each table the state keeps last-update records (see `catch_up`): for each row the
+step that its weights are of, the step that its moments are of, and a short vector F,
+which says how far the moments were still going to move the weights.
 
-- `catch_up` writes weights and book of the rows that will be read. It leaves the
-  moments as they are: they are known in closed form whenever they are needed, and
-  writing them would cost as much again.
-- `update` lets moments of the rows with a gradient fade to the present, runs `tx` on
-  those rows as `lazy` does, and writes weights, moments and book.
-- `flush` does for all rows what both do for a few.
+- `catch_up` brings the weights of the rows that will be read up to date.
+- `update` brings the moments of the rows with a gradient up to date and runs `tx` on
+  these rows, as `lazy` does.
+- `flush` does for all rows what these two do for some.
 """
 
 import functools
@@ -28,9 +26,9 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
-from sparsejax.optim._exact import plan as _exact_plan, table as _exact_table
-from sparsejax.optim._exact.plan import Plan
-from sparsejax.optim._exact.table import Table
+from sparsejax.optim._exact import catch_up as _catch_up
+from sparsejax.optim._exact.catch_up import Table
+from sparsejax.optim._exact.plan import Plan, Planner
 from sparsejax.optim._lazy import follow as _follow, lazy, parts, placement, separable
 from sparsejax.optim._lazy.table_rows import (
     check_on_one_device,
@@ -41,32 +39,17 @@ from sparsejax.optim._lazy.table_rows import (
 
 CALL = "sparsejax.optim.exact"
 
-_NOT_A_TRANSFORMATION = (
-    CALL + ": takes an optax transformation such as optax.adam(1e-3), got {found}."
-)
-_NEEDS_PARAMS = (
-    CALL + ": update needs the parameters: tx.update(grads, state, params), with the "
-    "params that catch_up gave."
-)
-_OTHER_STATE = (
-    CALL + ": takes the state that its own init, catch_up, update or flush gave, got "
-    "{found}."
-)
-_NO_SUCH_LEAF = (
-    CALL + ": ids name {path}, which is no leaf of the parameters; there are {known}."
-)
-
 
 class ExactState(NamedTuple):
-    """State of `exact`; the last two have an entry for each table, in their order.
+    """State of `exact`. The last two fields have an entry for each table, in order.
 
     Args:
-      inner: the state of the optimizer, what `tx.init` gives.
-      step: int32, how many updates there have been.
-      stale: int32, how many rows got a gradient without having been caught up before.
-      books: `[V, 4 + columns]`, for each row the step of its weights, that of its
-        moments, and its F.
-      now: `[columns]`, F of the present step.
+      inner: the state of the optimizer, as `tx.init` gives it.
+      step: int32, the number of updates so far.
+      stale: int32, how many rows got a gradient without having been caught up.
+      books: `[V, 4 + columns]`, the last-update records: for each row the step of its
+        weights, the step of its moments (two numbers each), and F at the former.
+      now: `[columns]`, F at the present step.
     """
 
     inner: Any
@@ -77,7 +60,7 @@ class ExactState(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """What `exact` returns: an optax transformation with two functions more."""
+    """What `exact` returns: an optax transformation with two more functions."""
 
     init: Callable[[Any], ExactState]
     update: Callable[..., tuple[Any, ExactState]]
@@ -88,22 +71,24 @@ class Exact(NamedTuple):
 def exact(tx: Any, *, tables: Any = None) -> Exact:
     """Trains as `tx` does on dense gradients, at the cost of the rows that are read.
 
-    A row that gets no gradient at step t still moves in dense training. For
-    weights w, moments m and a divisor v that fade by constant ratios, all of
-    that between two steps s < t is
+    A row without a gradient still moves in dense training. Let its weights be
+    w, and let its first moments m and second moment v decay by constant
+    factors. Then all steps without a gradient from step s to step t together
+    are
 
       w_t = D(s, t) (w_s - F_s(v_s) m_s) + F_t(v_t) m_t
 
-    with D the product of (1 - learning rate * weight decay) and F_t m the sum
-    of all that m would still move the weight by. F is one small vector a step,
-    which each row keeps from the step it was last brought up to date. So a row
-    costs the same however long it was not read, and a step costs what its rows
-    cost. Any schedule will do.
+    where D(s, t) is the product of (1 - learning rate * weight decay), and
+    F_t(v_t) m_t is the whole distance that m_t would still move the weights. F
+    is one short vector per step. Each row keeps the one of the step at which it
+    was last brought up to date. So the cost of a row does not depend on how
+    long it was not read, and a step costs what its rows cost. Any learning rate
+    schedule works.
 
-    F is evaluated by a replay of `tx` itself that is bounded (176 steps for
-    Adam's defaults, what is beyond is below 1e-8 of it) and interpolated in v;
-    the error that this makes is at most 2e-7 of the drift. So training is that
-    of `tx`, to rounding.
+    F is computed by running `tx` itself a bounded number of steps ahead (176
+    for Adam's defaults; the steps beyond contribute less than 1e-8 of F) and by
+    interpolation in v, whose error is at most 2e-7 of the distance. So the
+    result is that of `tx` up to rounding.
 
     Rows must be caught up before the loss reads them:
 
@@ -112,43 +97,42 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
       updates, state = tx.update(grads, state, params)
       params = optax.apply_updates(params, updates)
 
-    and all of them, by `flush`, before the whole table is looked at, saved or
-    handed to another program. `exact_value_and_grad` does the first two lines
-    and finds the ids itself. A row with a gradient that was not caught up is
-    caught up by `update`. Its gradient was then taken at old weights;
-    `state.stale` counts such rows.
+    `exact_value_and_grad` does the first two lines and finds the ids itself.
+    Call `flush`, which catches all rows up, before the whole table is
+    evaluated, exported or used by another program. A row that gets a gradient
+    without having been caught up is caught up by `update`, but its gradient was
+    taken at old weights. `state.stale` counts such rows.
 
     Args:
-      tx: an optax transformation which, for a row without gradient, shrinks
-        each moment by a constant and moves weights linearly in them, divided at
-        most by the root of one moment plus eps: sgd, momentum, nesterov, adam,
-        nadam, adamw, rmsprop, adagrad and such, in a chain with clipping of
-        gradients, schedules, decoupled weight decay, inject_hyperparams. This
-        is found out by running it.
+      tx: an optax transformation. On a row without a gradient it must multiply
+        each moment by a constant and move the weights linearly in the moments,
+        divided at most by the root of one moment plus eps: sgd, momentum,
+        nesterov, adam, nadam, adamw, rmsprop, adagrad and similar, chained with
+        clipping of gradients, schedules, decoupled weight decay,
+        inject_hyperparams. This is found out by running it.
       tables: which leaves are tables: a tree prefix of bools, or
         `callable(path, leaf) -> bool`. None takes every real float leaf of rank
-        2 or more for which `tx` is of that kind. Where the model has many
-        matrices that are no tables, say so: the state keeps clocks for each
-        table.
+        2 or more that `tx` treats in this way. Name the tables if the model has
+        many other matrices, because the state keeps records for each table.
 
     Returns:
       `(init, update, catch_up, flush)`.
       `init(params)` gives an `ExactState`.
       `catch_up(params, state, ids)` gives `(params, state)` with rows brought
-      up to date. `ids` is a tree like `params` with integers of any shape at
-      tables, None or nothing at all elsewhere; `...` stands for all rows. Out
-      of range names no row; duplicates do no harm.
-      `update(grads, state, params, **extra_args)` is optax's; a table's
-      gradient is a SelectedRows, or dense, which moves all rows.
+      up to date. `ids` is a tree like `params`, with integers of any shape at
+      tables, None or nothing at other leaves; `...` means all rows. Ids out of
+      range are ignored. Duplicates are allowed.
+      `update(grads, state, params, **extra_args)` is optax's. The gradient of a
+      table is a SelectedRows, or dense, which moves all rows.
       `flush(params, state)` gives `(params, state)` with all rows up to date.
-      Call it also after a hyper-parameter in the state was set by hand: F looks
-      ahead.
+      Call it also after setting a hyper-parameter in the state by hand, because
+      F looks ahead.
 
     Raises:
-      TypeError: `tx` is no transformation; a state that is not `exact`'s.
-      ValueError: at init, `tx` is of another kind (the message names the part,
-        and why), or there is no table; at update, the leaf of a SelectedRows is
-        none.
+      TypeError: `tx` is not a transformation; a state that is not `exact`'s.
+      ValueError: at init, `tx` does something else to rows without a gradient
+        (the message names the part, and why), or there is no table; at update,
+        a SelectedRows is the gradient of a leaf that is not a table.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -166,13 +150,15 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
 
     References:
       The last-step counter is that of sparse regularised SGD (Carpenter, 2008,
-      "Lazy Sparse Stochastic Gradient Descent"; Langford et al., 2009); here
-      for moments too.
+      "Lazy Sparse Stochastic Gradient Descent"; Langford et al., 2009). Here it
+      serves moments too.
     """
     if not parts.is_transformation(tx):
-        found = lazy.describe(tx)
-        raise TypeError(_NOT_A_TRANSFORMATION.format(found=found))
-    planned = _exact_plan.Planner(CALL, tx, tables)
+        raise TypeError(
+            f"{CALL}: takes an optax transformation such as optax.adam(1e-3), got "
+            f"{lazy.describe(tx)}."
+        )
+    planned = Planner(tx, tables)
     follow = separable.remember(functools.partial(_follow.follow, tx.init))
     inner_update = optax.with_extra_args_support(tx).update
 
@@ -180,32 +166,35 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         placement.check_none_spread(CALL, params)
         leaves, _, plan = planned(params)
         inner = tx.init(params)
-        # Each an array of its own: no buffer can be donated twice.
+        # Two arrays, not one twice: a buffer cannot be donated twice.
         step, stale = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        heights = [leaves[i].shape[0] for i in plan.models]
         # Jitted, since it is many small operations.
-        now = tuple(jax.jit(lambda inner: plan.future(inner, None))(inner))
-        books = tuple(map(_exact_table.new_book, heights, now))
+        now = tuple(jax.jit(lambda inner: plan.displacement(inner, None))(inner))
+        heights = [leaves[i].shape[0] for i in plan.recurrences]
+        books = tuple(map(_catch_up.new_records, heights, now))
         return ExactState(inner, step, stale, books, now)
 
     def catch_up(params, state, ids):
         leaves, treedef, plan = planned(params)
         tables = _tables(plan, leaves, state)
-        for i, named in _named(params, ids).items():
+        for i, ids_of_leaf in _ids_by_leaf(params, ids).items():
             if i not in tables:
                 continue  # its gradients are dense, so it is never behind
-            if named is ...:
-                tables[i] = _exact_table.bring_if_stale(tables[i], state.step)
+            if ids_of_leaf is ...:
+                tables[i] = _catch_up.catch_up_all_if_stale(tables[i], state.step)
                 continue
-            named = _arguments.as_ids(CALL + ".catch_up", named, leaves[i].shape[0])
-            named = named.reshape(-1)
-            tables[i] = _exact_table.catch_up(tables[i], named, state.step)
+            call, height = f"{CALL}.catch_up", leaves[i].shape[0]
+            rows = _arguments.as_ids(call, ids_of_leaf, height).reshape(-1)
+            tables[i] = _catch_up.catch_up(tables[i], rows, state.step)
         return _with_tables(treedef, leaves, state, tables)
 
     def update(updates, state, params=None, **extra_args):
         grads = updates
         if params is None:
-            raise ValueError(_NEEDS_PARAMS)
+            raise ValueError(
+                f"{CALL}: update needs the parameters: tx.update(grads, state, "
+                "params), with the params that catch_up gave."
+            )
         leaves, treedef = separable.flatten(grads)
         check_on_one_device(CALL, leaves)
         weights = lazy.weights_of(grads, treedef, params, CALL)
@@ -217,71 +206,74 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         tables = _tables(plan, weights, state)
         for i in sparse:
             if i not in tables:
-                raise _refusal(plan, grads, "grads", i)
+                raise plan.refusal(i, lazy.leaf_paths(grads, "grads")[i])
 
-        # Tables with a dense gradient, all of whose rows are read.
+        # A dense gradient of a table: all rows are updated, so all are caught up.
         step, corrections = state.step, {}
         for i, table in tables.items():
             if i in sparse or _follow.is_leaf(leaves[i]):
                 continue
-            tables[i] = _exact_table.bring_if_stale(table, step)
+            tables[i] = _catch_up.catch_up_all_if_stale(table, step)
             corrections[i] = tables[i].weights - table.weights
         params, state = _with_tables(treedef, weights, state, tables)
         weights = treedef.flatten_up_to(params)
 
-        # Rows of the others.
+        # A SelectedRows: cut out its rows, as `lazy` does, and bring these up to date.
         merged = {i: merge_duplicates(leaves[i]) for i in sparse}
         specs = tuple(map(_follow.spec, weights))
         owners = follow(treedef, specs, tuple(merged)).owners
-        cut = lazy.cut_rows(
+        rows_grads, rows_state, rows_weights = lazy.cut_rows(
             tx.init, treedef, leaves, weights, state.inner, owners, merged
         )
-        rows_grads, rows_state, rows_weights = cut
-        moments = jax.tree.leaves(rows_state)
+        moments, state_treedef = jax.tree.flatten(rows_state)
         rows_weights = treedef.flatten_up_to(rows_weights)
-        stale, before = state.stale, {}
+        stale, weights_steps = state.stale, {}
         for i, rows in merged.items():
-            mine = tables[i].model.leaves
-            old = [moments[k] for k in mine]
-            found = _exact_table.present(tables[i], old, rows, step)
-            stale, before[i] = stale + found.stale, found.steps
-            for k, m in zip(mine, found.moments):
+            own = tables[i].recurrence.leaves
+            stored = [moments[k] for k in own]
+            current = _catch_up.current_rows(tables[i], stored, rows, step)
+            stale, weights_steps[i] = stale + current.num_stale, current.weights_steps
+            for k, m in zip(own, current.moments):
                 moments[k] = m
-            if found.correction is not None:
-                corrections[i] = found.correction
-                rows_weights[i] = _plus(rows_weights[i], found.correction)
-        rows_state = jax.tree.structure(rows_state).unflatten(moments)
-        rows_params = treedef.unflatten(rows_weights)
+            if current.correction is not None:
+                corrections[i] = current.correction
+                rows_weights[i] = _add(rows_weights[i], current.correction)
 
-        updates, new = inner_update(rows_grads, rows_state, rows_params, **extra_args)
+        updates, new = inner_update(
+            rows_grads,
+            state_treedef.unflatten(moments),
+            treedef.unflatten(rows_weights),
+            **extra_args,
+        )
         updates = treedef.flatten_up_to(updates)
         for i, correction in corrections.items():
-            updates[i] = _plus(updates[i], correction)
+            updates[i] = _add(updates[i], correction)
         for i, rows in merged.items():
             updates[i] = update_of(rows, updates[i], leaves[i])
 
         new = lazy.put_back(state.inner, new, owners, merged)
-        step, future = step + 1, plan.future(new, state.now)
-        for (i, table), now in zip(tables.items(), future):
+        step = step + 1
+        for (i, table), now in zip(tables.items(), plan.displacement(new, state.now)):
             if i in merged:
-                tables[i] = _exact_table.stamp(table, merged[i], before[i], now, step)
+                tables[i] = _catch_up.record_update(
+                    table, merged[i], weights_steps[i], now, step
+                )
             elif i in corrections:
-                tables[i] = _exact_table.stamp_all(table, now, step)
+                tables[i] = _catch_up.record_update_of_all(table, now, step)
             else:
                 tables[i] = table._replace(now=now)
-        state = _bookkeeping(ExactState(new, step, stale, (), ()), tables)
-        return treedef.unflatten(updates), state
+        return treedef.unflatten(updates), _state(new, step, stale, tables)
 
     def flush(params, state):
         leaves, treedef, plan = planned(params)
         tables = _tables(plan, leaves, state)
-        tables = {i: _exact_table.bring(t, state.step) for i, t in tables.items()}
+        tables = {i: _catch_up.catch_up_all(t, state.step) for i, t in tables.items()}
         params, state = _with_tables(treedef, leaves, state, tables)
-        # All rows get the same F, so that the sums in it may begin again at zero.
-        future = plan.future(state.inner, None)
-        for (i, table), now in zip(tables.items(), future):
-            tables[i] = _exact_table.stamp_all(table, now, state.step)
-        return params, _bookkeeping(state, tables)
+        # All rows get the same F, so the sum of log(1 - d) in it may restart at zero.
+        fresh = plan.displacement(state.inner, None)
+        for (i, table), now in zip(tables.items(), fresh):
+            tables[i] = _catch_up.record_update_of_all(table, now, state.step)
+        return params, _state(state.inner, state.step, state.stale, tables)
 
     return Exact(init, update, catch_up, flush)
 
@@ -290,68 +282,62 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
 
 
 def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
-    """What belongs to each table, taken out of parameters and state."""
-    if not isinstance(state, ExactState) or len(state.books) != len(plan.models):
-        found = type(state).__name__
-        if isinstance(state, ExactState):
-            found = f"one of {len(state.books)} tables instead of {len(plan.models)}"
-        raise TypeError(_OTHER_STATE.format(found=found))
+    """The arrays of each table, taken out of the parameters and the state."""
+    parts.check_state(CALL, state, ExactState)
     inner = jax.tree.leaves(state.inner)
-    if any(k >= len(inner) for model in plan.models.values() for k in model.leaves):
-        raise TypeError(_OTHER_STATE.format(found="one of another tree of parameters"))
+    needed = max((k for r in plan.recurrences.values() for k in r.leaves), default=-1)
+    if len(state.books) != len(plan.recurrences) or needed >= len(inner):
+        raise TypeError(
+            f"{CALL}: the state belongs to another tree of parameters. Hand in the "
+            "state that init(params), catch_up, update or flush gave for these."
+        )
     tables = {}
-    for (i, model), *own in zip(plan.models.items(), state.books, state.now):
-        moments = [inner[k] for k in model.leaves]
+    per_table = zip(plan.recurrences.items(), state.books, state.now)
+    for (i, recurrence), records, now in per_table:
+        moments = [inner[k] for k in recurrence.leaves]
         # NumPy's arrays, of a checkpoint for instance, as JAX's.
-        arrays = jax.tree.map(jnp.asarray, (weights[i], moments, *own))
-        tables[i] = Table(model, *arrays)
+        arrays = jax.tree.map(jnp.asarray, (weights[i], moments, records, now))
+        tables[i] = Table(recurrence, *arrays)
     return tables
 
 
 def _with_tables(
     treedef: Any, leaves: Any, state: ExactState, tables: dict[int, Table]
 ) -> tuple[Any, ExactState]:
-    """Parameters and state with what is in `tables`."""
+    """The parameters and the state with the arrays of `tables`."""
     leaves = list(leaves)
-    inner, structure = jax.tree.flatten(state.inner)
+    inner, inner_treedef = jax.tree.flatten(state.inner)
     for i, table in tables.items():
         leaves[i] = table.weights
-        for k, m in zip(table.model.leaves, table.moments):
+        for k, m in zip(table.recurrence.leaves, table.moments):
             inner[k] = m
-    state = _bookkeeping(state._replace(inner=structure.unflatten(inner)), tables)
+    state = _state(inner_treedef.unflatten(inner), state.step, state.stale, tables)
     return treedef.unflatten(leaves), state
 
 
-def _bookkeeping(state: ExactState, tables: dict[int, Table]) -> ExactState:
-    return state._replace(
-        books=tuple(t.book for t in tables.values()),
-        now=tuple(t.now for t in tables.values()),
-    )
+def _state(inner: Any, step: Any, stale: Any, tables: dict[int, Table]) -> ExactState:
+    books = tuple(table.records for table in tables.values())
+    return ExactState(inner, step, stale, books, tuple(t.now for t in tables.values()))
 
 
 # ------------------------------------------------------------------ helpers
 
 
-def _plus(x: jax.Array, correction: jax.Array) -> jax.Array:
-    """Added in the wider type, in the type of `x`."""
+def _add(x: jax.Array, correction: jax.Array) -> jax.Array:
+    """Adds in the wider dtype; the result has the dtype of `x`."""
     return (x.astype(correction.dtype) + correction).astype(x.dtype)
 
 
-def _named(params: Any, ids: Any) -> dict[int, Any]:
-    """The ids of each leaf that has some."""
+def _ids_by_leaf(params: Any, ids: Any) -> dict[int, Any]:
+    """The leaves of `ids`, by the index of the leaf of `params` at the same path."""
     paths = lazy.leaf_paths(params, "")
     found = {}
-    for path, named in jax.tree_util.tree_leaves_with_path(ids):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(ids):
         path = jax.tree_util.keystr(path)
         if path not in paths:
-            known = ", ".join(paths)
-            error = _NO_SUCH_LEAF.format(path=path or "the whole tree", known=known)
-            raise ValueError(error)
-        found[paths.index(path)] = named
+            raise ValueError(
+                f"{CALL}: ids name {path or 'the whole tree'}, which is not a leaf of "
+                f"the parameters; there are {', '.join(paths)}."
+            )
+        found[paths.index(path)] = leaf
     return found
-
-
-def _refusal(plan: Plan, tree: Any, name: str, leaf: int) -> ValueError:
-    where, reason = lazy.leaf_paths(tree, name)[leaf], plan.why_not(leaf)
-    error = _exact_plan.NOT_EXACT.format(call=CALL, where=where, reason=reason)
-    return ValueError(error)

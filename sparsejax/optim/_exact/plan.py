@@ -1,4 +1,4 @@
-"""Which leaves are tables, what `tx` does to each, and what is said of the others."""
+"""Which leaves are tables, what `tx` does to each of them, and why not to others."""
 
 import functools
 from collections.abc import Sequence
@@ -8,175 +8,165 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
-from sparsejax.optim._exact import drift, model as _exact_model
-from sparsejax.optim._exact.drift import Model
-from sparsejax.optim._exact.probe import Twin
+from sparsejax.optim._exact import closed_form, identify
+from sparsejax.optim._exact.closed_form import Recurrence
+from sparsejax.optim._exact.shadow_model import ShadowModel
 from sparsejax.optim._lazy import follow, lazy, parts as _parts, separable
 
 
-NOT_EXACT = (
-    "{call}: {where} cannot be kept up to date by this optimizer, because of {reason}. "
-    "Exact are sgd, momentum, nesterov, adam, nadam, adamw, rmsprop, adagrad and their "
-    "like, with schedules, decoupled weight decay and clipping of gradients. For "
-    "others take sparsejax.optim.lazy(tx), where a row without gradient stays as it is."
-)
-_NOT_CHOSEN = "tables=, which does not name it (left out: all of rank 2 and more)"
-_COUPLED = "{names}, one after the other"
-
-
 class Plan(NamedTuple):
-    """What is known of a tree of parameters.
+    """What is known about a tree of parameters.
 
     Args:
-      models: by table, in the order of the leaves.
-      refused: by leaf, why it is no table, where `tx` is the reason.
-      twin: runs `tx` on probes of all tables.
+      recurrences: by table, in the order of the leaves.
+      refused: by leaf, why it is not a table, if `tx` is the reason.
+      shadow: runs `tx` on probes of all tables.
     """
 
-    models: dict[int, Model]
+    recurrences: dict[int, Recurrence]
     refused: dict[int, str]
-    twin: Twin
+    shadow: ShadowModel
 
-    def why_not(self, leaf: int) -> str:
-        """Why a leaf is no table."""
-        return self.refused.get(leaf, _NOT_CHOSEN)
-
-    def future(self, state: Any, now: Sequence[Any] | None) -> list[jax.Array]:
-        """F of every table after `state`; `now` is that of the step before."""
-        moving = {i: m for i, m in self.models.items() if m.columns}
-        since = None if now is None else dict(zip(self.models, now))
-        found = drift.future(self.twin, moving, state, since) if moving else {}
+    def displacement(self, state: Any, now: Sequence[Any] | None) -> list[jax.Array]:
+        """F of every table after `state`; `now` is F of the step before, or None."""
+        moving = {i: r for i, r in self.recurrences.items() if r.num_coefficients}
+        previous = None if now is None else dict(zip(self.recurrences, now))
+        found = {}
+        if moving:
+            found = closed_form.displacement_coefficients(
+                self.shadow, moving, state, previous
+            )
         return [
-            found[i] if i in found else jnp.zeros(0, self.twin.dtype(i))
-            for i in self.models
+            found[i] if i in found else jnp.zeros(0, self.shadow.dtype(i))
+            for i in self.recurrences
         ]
+
+    def refusal(self, leaf: int, where: str) -> ValueError:
+        """The error that says why a leaf, which is at `where`, is not a table."""
+        not_requested = (
+            "tables=, which does not name it (default: all of rank 2 and up)"
+        )
+        return ValueError(
+            f"sparsejax.optim.exact: {where} cannot be kept exact, because of "
+            f"{self.refused.get(leaf, not_requested)}. sgd, momentum, nesterov, adam, "
+            "nadam, adamw, rmsprop, adagrad and similar can, with schedules, decoupled "
+            "weight decay and clipping of gradients. For others use "
+            "sparsejax.optim.lazy(tx), which leaves rows without a gradient as they "
+            "are."
+        )
 
 
 class Planner:
-    """Makes plans, each once.
+    """Makes the plan of a tree of parameters, once for each kind of tree.
 
     Args:
-      call: what to call it in errors.
       tx: the optimizer.
       tables: as for `exact`.
     """
 
-    def __init__(self, call: str, tx: Any, tables: Any):
-        self._call = call
+    def __init__(self, tx: Any, tables: Any):
         self._tx = tx
         self._tables = tables
         self._verdicts = separable.Verdicts(tx)
-        self._alike = _parts.treats_leaves_alike(tx)
-        # What is found out depends on shapes only, and is found out once.
-        self._made = separable.remember(self._make)
-        self._found = separable.remember(functools.partial(_exact_model.find, tx))
+        self._treats_leaves_alike = _parts.treats_leaves_alike(tx)
+        # Both run `tx`, which takes a second. They depend on shapes and dtypes only.
+        self._cached_plan = separable.remember(self._make_plan)
+        self._cached_recurrence = separable.remember(
+            functools.partial(identify.find_recurrence, tx)
+        )
 
     def __call__(self, params: Any) -> tuple[list[Any], Any, Plan]:
         """Leaves and structure of the parameters, and the plan."""
         leaves, treedef = separable.flatten(params)
         specs = tuple(map(follow.spec, leaves))
-        chosen, insists = self._chosen(params, specs)
-        plan = self._made(treedef, specs, chosen)
-        lost = [i for i in chosen if i in plan.refused]
-        if not chosen:
+        if self._tables is None:
+            tables = tuple(
+                i for i, s in enumerate(specs) if _has_rows(s) and len(s.shape) > 1
+            )
+        else:
+            tables = self._requested(params, specs)
+        if not tables:
             raise ValueError(
-                f"{self._call}: the parameters have no table, that is no real float "
+                "sparsejax.optim.exact: the parameters have no table: no real float "
                 "leaf of rank 2 or more. Name one of rank 1 with tables=, or use the "
                 "optimizer as it is."
             )
-        if lost and (insists or not plan.models):
-            where, reason = (
-                lazy.leaf_paths(params, "params")[lost[0]],
-                plan.refused[lost[0]],
-            )
-            error = NOT_EXACT.format(call=self._call, where=where, reason=reason)
-            raise ValueError(error)
+        plan = self._cached_plan(treedef, specs, tables)
+        refused = [i for i in tables if i in plan.refused]
+        if refused and (self._tables is not None or not plan.recurrences):
+            where = lazy.leaf_paths(params, "params")[refused[0]]
+            raise plan.refusal(refused[0], where)
         return leaves, treedef, plan
 
-    def _chosen(
-        self, params: Any, specs: Sequence[Any]
-    ) -> tuple[tuple[int, ...], bool]:
-        fit = [_has_rows(spec) for spec in specs]
-        if self._tables is None:
-            pairs = enumerate(zip(specs, fit))
-            return tuple(i for i, (s, f) in pairs if f and len(s.shape) > 1), False
-        if callable(self._tables):
-            is_leaf = follow.is_leaf
-            paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
-            wishes = [bool(self._tables(path, leaf)) for path, leaf in paths]
-        else:
-            wishes = self._broadcast(params)
-        for i, wish in enumerate(wishes):
-            if wish and not fit[i]:
-                where, found = lazy.leaf_paths(params, "params")[i], specs[i]
-                found = _arguments.show_spec(found)
-                error = (
-                    f"{self._call}: tables= names {where}, which has no rows of "
-                    f"real floats, but is {found}."
-                )
-                raise ValueError(error)
-        return tuple(i for i, wish in enumerate(wishes) if wish), True
-
-    def _broadcast(self, params: Any) -> list[Any]:
+    def _requested(self, params: Any, specs: Sequence[Any]) -> tuple[int, ...]:
+        """The leaves that `tables=` names."""
         is_leaf = follow.is_leaf
-        try:
-            tree = jax.tree.broadcast(self._tables, params, is_leaf=is_leaf)
-            wishes = jax.tree.leaves(tree, is_leaf=is_leaf)
-            known = all(w in (True, False) or is_leaf(w) for w in wishes)
-        except ValueError:
-            known = False
-        if not known:
-            found = _arguments.show(self._tables)
-            want = _arguments.show_tree(params, is_leaf)
-            error = (
-                f"{self._call}: tables= must be a prefix of the tree of "
-                f"parameters, {want}, with True or False at its leaves, got "
-                f"{found}."
-            )
-            raise ValueError(error)
-        return wishes
+        if callable(self._tables):
+            paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+            requested = [bool(self._tables(path, leaf)) for path, leaf in paths]
+        else:
+            try:
+                tree = jax.tree.broadcast(self._tables, params, is_leaf=is_leaf)
+                requested = jax.tree.leaves(tree, is_leaf=is_leaf)
+                are_bools = all(r in (True, False) or is_leaf(r) for r in requested)
+            except ValueError:
+                requested, are_bools = [], False
+            if not are_bools:
+                raise ValueError(
+                    "sparsejax.optim.exact: tables= must be a prefix of the parameter "
+                    f"tree, {_arguments.show_tree(params, is_leaf)}, with True or "
+                    f"False at its leaves, got {_arguments.show(self._tables)}."
+                )
+        for i, request in enumerate(requested):
+            if request and not _has_rows(specs[i]):
+                raise ValueError(
+                    "sparsejax.optim.exact: tables= names "
+                    f"{lazy.leaf_paths(params, 'params')[i]}, which has no rows of "
+                    f"real floats: it is {_arguments.show_spec(specs[i])}."
+                )
+        return tuple(i for i, request in enumerate(requested) if request)
 
-    def _make(self, treedef: Any, specs: Any, chosen: tuple[int, ...]) -> Plan:
+    def _make_plan(self, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:
         refused: dict[int, str] = {}
-        for i, why in self._verdicts.failures(treedef, specs, chosen).items():
+        for i, why in self._verdicts.failures(treedef, specs, tables).items():
             refused[i] = str(self._verdicts.blame(treedef, specs, i, why))
-        owners = follow.follow(self._tx.init, treedef, specs, chosen).owners
-        models: dict[int, Model] = {}
-        for i in chosen:
+        owners = follow.follow(self._tx.init, treedef, specs, tables).owners
+        recurrences: dict[int, Recurrence] = {}
+        for i in tables:
             if i in refused:
                 continue
             where = treedef, specs, i
-            if self._alike:  # then one table tells about all of its kind
+            if self._treats_leaves_alike:  # then one run serves all of this kind
                 kind = jax.ShapeDtypeStruct((9,) * len(specs[i].shape), specs[i].dtype)
                 where = jax.tree.structure(0), (kind,), 0
             try:
-                model = self._found(*where)
-            except _exact_model.NotExactError as error:
-                refused[i] = f"{_blamed(self._tx, *where)}: {error}"
+                recurrence = self._cached_recurrence(*where)
+            except identify.NotExactError as error:
+                refused[i] = f"{_part_to_blame(self._tx, *where)}: {error}"
             else:
                 own = tuple(k for k, owner in enumerate(owners) if owner == i)
-                models[i] = model._replace(leaves=own)
-        following = {i: m.leaves for i, m in models.items()}
-        return Plan(models, refused, Twin(self._tx, treedef, specs, following))
+                recurrences[i] = recurrence._replace(leaves=own)
+        state_leaves = {i: r.leaves for i, r in recurrences.items()}
+        shadow = ShadowModel(self._tx, treedef, specs, state_leaves)
+        return Plan(recurrences, refused, shadow)
 
 
 def _has_rows(spec: Any) -> bool:
-    if follow.is_leaf(spec) or spec is None or not spec.shape:
+    if follow.is_leaf(spec) or not spec.shape:
         return False
     return jnp.issubdtype(spec.dtype, jnp.floating)
 
 
-def _blamed(tx: Any, treedef: Any, specs: Any, table: int) -> str:
-    """The innermost part that is not exact; all names, if each part alone is."""
+def _part_to_blame(tx: Any, treedef: Any, specs: Any, table: int) -> str:
+    """The innermost part that is not exact; all their names, if each part alone is."""
     parts = _parts.children_at(tx, treedef, specs, table)
     for part in parts:
         try:
-            _exact_model.find(part, treedef, specs, table)
-        except _exact_model.NotExactError:
-            return _blamed(part, treedef, specs, table)
+            identify.find_recurrence(part, treedef, specs, table)
+        except identify.NotExactError:
+            return _part_to_blame(part, treedef, specs, table)
     if len(parts) < 2:
         return _parts.name(tx)
     names = [_parts.name(part) for part in _parts.descendants(tx)]
-    return _COUPLED.format(
-        names=", ".join(name for name in names if name not in _parts.TRANSPARENT)
-    )
+    names = [name for name in names if name not in _parts.TRANSPARENT]
+    return f"{', '.join(names)}, one after the other"

@@ -1,0 +1,350 @@
+"""Finds the recurrence of an optimizer by experiment, and verifies it.
+
+The parts of an optax transformation are closures, so nothing can be read out of it.
+Instead it is run on probes (see `shadow_model`), as one identifies an unknown system
+from its responses:
+
+- The ratio of a moment is what a zero-gradient step leaves of a 1.
+- If the update is affine in a moment, that moment moves the weights: a first moment.
+- If the update depends on a moment but is not affine in it, that moment divides: the
+  second moment.
+- What moves the weights without any moments is weight decay.
+
+Then the result is verified. The closed form must agree with the optimizer's own
+zero-gradient steps, from several step counts on, for small and large values of every
+moment. An optimizer that does not agree is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax.optim._exact import closed_form
+from sparsejax.optim._exact.closed_form import Recurrence
+from sparsejax.optim._exact.shadow_model import Probes, ShadowModel, advance_counter
+from sparsejax.optim._lazy import follow, probe
+
+
+WANTED = 2e-7  # relative error of F: about the rounding of float32
+ACCEPTED = 2e-6  # where WANTED takes more nodes than float32 can sum
+NODES = (2, 4, 6, 8, 10, 12, 16, 20)  # numbers of nodes that are tried
+MAX_HORIZON = 4096
+COUNTS = np.array([*range(64), *(2 ** np.arange(6, 21))], np.int32)  # step counts tried
+VERIFIED_FROM = (1, 40, 5000)  # step counts from which the closed form is verified
+VERIFIED_STEPS = 300  # zero-gradient steps that are verified, at most
+TOLERANCE = 5e-5  # rounding of 300 steps in float32
+TOLERANCE_16_BITS = 0.3
+
+
+class NotExactError(Exception):
+    """The reason why a table cannot be kept exact."""
+
+
+def find_recurrence(
+    tx: Any, treedef: Any, specs: Sequence[Any], table: int
+) -> Recurrence:
+    """The recurrence of one table.
+
+    Args:
+      tx: the transformation.
+      treedef: structure of the parameters, None and MaskedNode counting as leaves.
+      specs: its leaves as ShapeDtypeStructs (or None, MaskedNode).
+      table: the index of the leaf.
+
+    Raises:
+      NotExactError: there is none; it says why.
+    """
+    try:
+        with probe.jax_defaults(), np.errstate(all="ignore"):
+            return _find(tx, treedef, specs, table)
+    except NotExactError:
+        raise
+    except Exception as error:
+        message = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+        raise NotExactError(
+            f"it cannot be run on single coordinates of a table ({message})"
+        ) from None
+
+
+def _find(tx, treedef, specs, table) -> Recurrence:
+    following = follow.follow(tx.init, treedef, specs, [table])
+    if table in following.blocked:
+        raise NotExactError(following.blocked[table])
+    paths, _ = jax.tree_util.tree_flatten_with_path(following.state)
+    names = [jax.tree_util.keystr(path) for path, _ in paths]
+    leaves = tuple(k for k, owner in enumerate(following.owners) if owner == table)
+    for k in leaves:
+        shape = paths[k][1].shape
+        if shape != specs[table].shape:
+            raise NotExactError(
+                f"its state {names[k]} of shape {list(shape)} is not of the table's "
+                f"shape {list(specs[table].shape)}"
+            )
+    shadow = ShadowModel(tx, treedef, specs, {table: leaves})
+    _check_shared_state(shadow, table, leaves, names)
+    moment_names = [names[k] for k in leaves]
+    recurrence, decay = _classify_moments(shadow, table, leaves, moment_names)
+    recurrence = _choose_horizon_and_nodes(shadow, table, recurrence, decay)
+    _verify(shadow, table, recurrence)
+    return recurrence
+
+
+# ------------------------------------------------------------------ finding
+
+
+def _check_shared_state(
+    shadow: ShadowModel, table: int, leaves: tuple[int, ...], names: Sequence[str]
+) -> None:
+    """State that belongs to no row must not depend on gradients, not even on NaN."""
+    dtype = shadow.spec(table).dtype
+
+    def run(gradient):
+        state = shadow.init(3)
+        moments = tuple(state[k].reshape(-1) for k in leaves)
+        probes = {table: Probes(jnp.ones(3, dtype), moments)}
+        return shadow.step(state, probes, gradient={table: gradient})[2]
+
+    run = _compile(run, np.zeros(3, dtype))
+    plain, *others = (run(np.full(3, g, dtype)) for g in (0, 1, 100, np.nan))
+    for k, name in enumerate(names):
+        if k in leaves or jnp.issubdtype(plain[k].dtype, jax.dtypes.prng_key):
+            continue
+        # Clipping by global norm spreads NaN to the moments of other leaves, which is
+        # fine. It must not reach counts and flags.
+        is_float = jnp.issubdtype(plain[k].dtype, jnp.inexact)
+        compared = others[:-1] if is_float else others
+        if not all(np.array_equal(plain[k], x[k]) for x in compared):
+            raise NotExactError(
+                f"its state {name} depends on what the gradients were, so that the "
+                "steps ahead are not known"
+            )
+
+
+def _classify_moments(
+    shadow: ShadowModel, table: int, leaves: tuple[int, ...], names: list[str]
+) -> tuple[Recurrence, float]:
+    """Ratios, first and second moments, decay; and the largest decay of one step."""
+    count, dtype = len(leaves), shadow.spec(table).dtype
+    # Probes: moments as they are; each moment times 1.5 and times 2; a large weight.
+    num_probes = 1 + 2 * count + 1
+    scale = np.ones((count, num_probes))
+    for k in range(count):
+        scale[k, 1 + 2 * k : 3 + 2 * k] = 1.5, 2.0
+    weights = np.zeros(num_probes)
+    weights[-1] = 2.0**20  # so that its decay is visible next to any momentum
+
+    def run(signs):
+        # Moments that a training reaches. Otherwise a second moment could be below the
+        # square of the mean, which some optimizers subtract from it.
+        state = shadow.init(1)
+        moments = tuple(state[k].reshape(-1) for k in leaves)
+        probes = {table: Probes(jnp.zeros(1, dtype), moments)}
+
+        def step(carry, sign):
+            state, probes = carry
+            gradient = {table: sign.reshape(1)}
+            _, probes, state = shadow.step(state, probes, gradient=gradient)
+            return (state, probes), None
+
+        (_, probes), _ = jax.lax.scan(step, (state, probes), signs)
+        reached = probes[table].moments
+        fresh = shadow.init(1)
+        ones = Probes(jnp.zeros(1, dtype), tuple(jnp.ones_like(m) for m in reached))
+        left = shadow.step(fresh, {table: ones})[1][table].moments
+        tried = tuple(m * jnp.asarray(s, m.dtype) for m, s in zip(reached, scale))
+        tried = {table: Probes(jnp.asarray(weights, dtype), tried)}
+        respond = lambda count: shadow.step(fresh, tried, ahead=count)[0][table]
+        return left, jax.vmap(respond)(COUNTS)
+
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], 24) * 0.7
+    signs = np.asarray(signs, dtype)
+    left, moved = _compile(run, signs)(signs)
+    ratios = tuple(float(np.asarray(x, np.float64)[0]) for x in left)
+    for name, ratio in zip(names, ratios):
+        if not 0 <= ratio <= 1:
+            raise NotExactError(
+                f"a step without gradient does not shrink its state {name} by a "
+                "constant factor"
+            )
+    moved = np.asarray(moved, np.float64)
+    base = moved[:, 0]
+    span = np.nanmax(np.abs(moved[:, :-1]), initial=0.0)
+    rounding = 0.02 if jnp.finfo(dtype).bits < 32 else 1e-4
+    first, second = [], []
+    for k in range(count):
+        more, twice = moved[:, 1 + 2 * k : 3 + 2 * k].T
+        if np.array_equal(more, base) and np.array_equal(twice, base):
+            continue
+        bend = np.abs((twice - more) - (more - base))
+        (second if np.max(bend) > rounding * span else first).append(k)
+    if len(second) > 1 or (second and not first):
+        paths = " and ".join(names[k] for k in second)
+        raise NotExactError(f"its update is not linear in the state {paths}")
+    decay = (base - moved[:, -1]) / weights[-1]
+    recurrence = Recurrence(
+        leaves,
+        ratios,
+        first_moments=tuple(first),
+        second_moment=second[0] if second else None,
+        decays=bool(np.any(decay != 0)),
+    )
+    return recurrence, float(np.max(decay))
+
+
+def _choose_horizon_and_nodes(
+    shadow: ShadowModel, table: int, recurrence: Recurrence, decay: float
+) -> Recurrence:
+    if not recurrence.first_moments:
+        return recurrence
+    slowest = max(recurrence.ratios[k] for k in recurrence.first_moments)
+    if recurrence.second_moment is not None:
+        slowest /= max(recurrence.ratios[recurrence.second_moment], 1e-30) ** 0.5
+    # Weights shrink meanwhile, so a later term counts for more.
+    slowest /= max(1 - decay, 1e-30)
+    if slowest >= 1:
+        raise NotExactError(
+            "its momentum does not fade while a row gets no gradient (or not faster "
+            "than the second moment that divides it and the weights)"
+        )
+    steps = closed_form.horizon(slowest)
+    if steps > MAX_HORIZON:
+        raise NotExactError(
+            f"its momentum fades too slowly: {steps} steps would have to be "
+            f"replayed, at most {MAX_HORIZON} are"
+        )
+    recurrence = recurrence._replace(horizon=steps)
+    if recurrence.second_moment is None:
+        return recurrence
+    cases = _terms_of_displacement(shadow, table, recurrence)
+    if not all(np.all(np.isfinite(scale)) for _, scale in cases):
+        raise NotExactError(
+            "it divides by the root of a moment with nothing added: eps must not be 0"
+        )
+    for nodes in NODES:
+        bound = max(closed_form.error_bound(*x, nodes=nodes) for x in cases)
+        if bound <= (ACCEPTED if nodes == NODES[-1] else WANTED):
+            return recurrence._replace(nodes=nodes, bound=bound)
+    raise NotExactError(
+        "its dependence on the second moment changes too much from step to step: "
+        f"interpolation is off by up to {bound:.1e}, more than {ACCEPTED:g}"
+    )
+
+
+def _terms_of_displacement(
+    shadow: ShadowModel, table: int, recurrence: Recurrence
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """h_j (relative) and 1 + delta_j, at some step counts, for each first moment."""
+
+    def run(count):
+        fresh = [advance_counter(x, count) for x in shadow.init(1)]
+        ends = np.array([0.0, closed_form.LARGE])
+        recurrences = {table: recurrence}
+        return closed_form.zero_gradient_steps(
+            shadow, recurrences, fresh, {table: ends}
+        )[table]
+
+    counts = np.array([1, 2, 4, 16, 256, 10**5], np.int32)
+    moved = _compile(jax.vmap(run), counts)(counts).astype(np.float64)
+    growth = 1 / np.cumprod(1 - moved[..., -1], axis=1)
+    moved = moved[..., :-1] * growth[..., np.newaxis]
+    moments = recurrence.first_moments
+    moved = moved.reshape(len(counts), recurrence.horizon, len(moments), 2)
+    steps = np.arange(recurrence.horizon)
+    cases = []
+    for n, k in enumerate(moments):
+        powers = recurrence.ratios[k] ** steps
+        for near, far in powers * np.moveaxis(moved[:, :, n], 2, 1):
+            some = near != 0  # the learning rate schedule may be at zero
+            near, far = np.abs(near[some]), np.abs(far[some]) * closed_form.LARGE
+            if near.size:
+                cases.append((near, near / far * (far.sum() / near.sum())))
+    return cases
+
+
+# ------------------------------------------------------------------ verifying
+
+
+def _verify(shadow: ShadowModel, table: int, recurrence: Recurrence) -> None:
+    """Compares the closed form with zero-gradient steps of the optimizer itself."""
+    dtype, wide = shadow.spec(table).dtype, shadow.dtype(table)
+    recurrences = {table: recurrence}
+    length = min(2 * recurrence.horizon, VERIFIED_STEPS)
+    # Roots from far below to far above eps; moments small and large, which shows a clip
+    # of the updates; last a row that only decays.
+    roots = np.array([0, *10.0 ** np.arange(-3, 5), 1, 1], wide)
+    moment = np.array([1, -1, 3, -0.3, 1, 1, 1, 1, 1, 1e6, 0], wide)
+    weights = np.array([0, 0, 0, 0, 0, 0, 0, 0, 1, -2, 1], dtype)
+    n = len(roots)
+    fresh = jax.eval_shape(lambda: shadow.init(n))
+
+    def run(count):
+        state = [advance_counter(x, count) for x in shadow.init(n)]
+        then = closed_form.displacement_coefficients(shadow, recurrences, state, None)
+        then = then[table]
+        moments = [jnp.ones(n, wide) for _ in recurrence.leaves]
+        for k in recurrence.first_moments:
+            moments[k] = jnp.asarray(moment)
+        if recurrence.second_moment is not None:
+            sigma = then[3 * recurrence.decays]
+            moments[recurrence.second_moment] = jnp.square(roots * sigma)
+        moments = tuple(
+            m.astype(fresh[k].dtype) for m, k in zip(moments, recurrence.leaves)
+        )
+        probes = {table: Probes(jnp.asarray(weights), moments)}
+
+        def step(carry, _):
+            state, probes, vector = carry
+            _, probes, state = shadow.step(state, probes)
+            vector = closed_form.displacement_coefficients(
+                shadow, recurrences, state, {table: vector}
+            )[table]
+            return (state, probes, vector), (probes[table], vector)
+
+        start = state, probes, then
+        _, (stepped, now) = jax.lax.scan(step, start, None, length=length)
+
+        old, age = probes[table].weights, jnp.zeros(n, jnp.int32)
+        each = jnp.broadcast_to(then, (n, *then.shape))
+
+        def errors(missed, stepped, now):
+            missed = age + missed
+            new = closed_form.advance(recurrence, old, moments, age, missed, each, now)
+            found = [jnp.abs(new.astype(wide) - stepped.weights.astype(wide))]
+            for ratio, m, real in zip(recurrence.ratios, moments, stepped.moments):
+                left = closed_form.decayed(m.astype(wide), ratio, missed)
+                tiny = np.asarray(jnp.finfo(wide).tiny * 1e3, wide)
+                off = jnp.abs(left - real.astype(wide)) / (jnp.abs(left) + tiny)
+                found.append(off)
+            return jnp.stack(found, axis=1)
+
+        # Errors of weights are relative to the whole distance still to come.
+        distance = closed_form.displacement(recurrence, moments, age, each.T, wide)
+        missed = np.arange(1, length + 1, dtype=np.int32)
+        found = jax.vmap(errors)(missed, stepped, now)
+        return found, jnp.abs(distance) + jnp.abs(old).astype(wide)
+
+    run = _compile(run, np.int32(0))
+    errors, sizes = zip(*(run(np.int32(count)) for count in VERIFIED_FROM))
+    errors, sizes = np.stack(errors), np.stack(sizes).astype(np.float64)
+    # A schedule at its end may leave rounding errors where there should be zero.
+    sizes = np.maximum(sizes, 1e-3 * np.max(sizes, axis=0))
+    errors[..., 0] /= np.where(sizes > 0, sizes, 1)[:, np.newaxis]
+    is_16_bits = jnp.finfo(dtype).bits < 32
+    tolerance = TOLERANCE_16_BITS if is_16_bits else TOLERANCE
+    if not np.max(errors) <= tolerance:  # also where it is NaN
+        _, step, _, what = np.unravel_index(np.argmax(errors), errors.shape)
+        raise NotExactError(
+            f"after {step + 1} steps without gradient the closed form is off by "
+            f"{np.max(errors):.1e} of the {'moments' if what else 'weights'}, which "
+            "is more than rounding"
+        )
+
+
+def _compile(function: Callable, *args: Any) -> Callable:
+    """`function` compiled ahead of time, so that it runs even inside a trace."""
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+    run = probe.compile_probe(jax.jit(function), *specs)
+    return lambda *args: jax.tree.map(np.asarray, run(*args))
