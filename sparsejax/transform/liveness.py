@@ -68,25 +68,26 @@ class Liveness:
         return tuple(v in live for v in jaxpr.invars)
 
     def _walk(self, jaxpr: Any, out: Sequence[bool]) -> set[Any]:
-        live = {
-            v for v, is_live in zip(jaxpr.outvars, out) if is_live and _can_be_live(v)
-        }
+        pairs = zip(jaxpr.outvars, out)
+        live = {v for v, is_live in pairs if is_live and self._can_be_live(v)}
         for eqn in reversed(jaxpr.eqns):
             outs = tuple(v in live for v in eqn.outvars)
             if any(_compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars)):
                 outs = (True,) * len(outs)  # a write to a reference is seen elsewhere
             elif not any(outs):
                 continue
-            flow = _FLOWS.get(eqn.primitive) or _FLOWS.get(eqn.primitive.name)
-            ins = flow(self, eqn, outs) if flow else (True,) * len(eqn.invars)
-            for v, is_live in zip(eqn.invars, ins):
-                if is_live and _can_be_live(v):
+            for v, is_live in zip(eqn.invars, self._flow(eqn, outs)):
+                if is_live and self._can_be_live(v):
                     live.add(v)
         return live
 
+    def _flow(self, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
+        """For each input of an equation, whether it is live."""
+        flow = _FLOWS.get(eqn.primitive) or _FLOWS.get(eqn.primitive.name)
+        return flow(self, eqn, out) if flow else (True,) * len(eqn.invars)
 
-def _can_be_live(v: Any) -> bool:
-    if isinstance(v, _compat.Literal):
-        return False
-    dtype = getattr(v.aval, "dtype", None)
-    return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
+    def _can_be_live(self, v: Any) -> bool:
+        if isinstance(v, _compat.Literal):
+            return False
+        dtype = getattr(v.aval, "dtype", None)
+        return dtype is None or jnp.issubdtype(dtype, jnp.inexact)

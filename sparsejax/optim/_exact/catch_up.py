@@ -121,9 +121,9 @@ def current_rows(
         return jnp.zeros((rows.capacity, *table.weights.shape[1:]), wide)
 
     correction = lax.cond(jnp.any(stale), correct, nothing)
-    # What is written into the moments must depend on the reads in `correct`. So `missed`
-    # does, as if the correction could be NaN and the moments newer than `step`. (XLA
-    # cannot fold x == x, which is false for a NaN, to True.)
+    # What is written into the moments must depend on the reads in `correct`. So does
+    # `missed`, as if the correction could be NaN and the moments newer than `step`.
+    # (XLA cannot fold x == x to True, since it is false for a NaN.)
     some = correction[(slice(None), *(0,) * (correction.ndim - 1))]
     moments_step = jnp.where(
         some == some, records.moments_step, jnp.minimum(records.moments_step, step)

@@ -1,14 +1,14 @@
-"""Wiring `exact` into a step: the ids that a loss reads, taken from its trace.
+"""exact_value_and_grad: finds the ids that a loss reads, and catches their rows up.
 
-The loss is walked as `sparsejax.value_and_grad` walks it, once more and for nothing but
-the ids of its reads. What else that walk computes nobody asks for, and XLA removes it.
-For that, ids must not be computed from rows of a table: which rows must be caught up
-would depend on what is in rows that are not caught up yet.
+The loss is traced and walked as `sparsejax.value_and_grad` does it, but only for the
+ids of its reads. XLA removes whatever else that walk computes. This requires that no
+ids are computed from rows of a table. Otherwise, which rows must be caught up would
+depend on rows that are not caught up yet.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,6 @@ from sparsejax.transform.trace import Call, trace_call
 
 
 CALL = "sparsejax.optim.exact_value_and_grad"
-
-_NOT_EXACT = (
-    CALL + ": takes what sparsejax.optim.exact(...) returned as its second argument, "
-    "got {found}. Elsewhere use sparsejax.value_and_grad."
-)
-_CIRCULAR = (
-    CALL + ": the ids by which {name} is read at {where} are computed from rows of a "
-    "table, so they are not known before those rows are up to date. Catch the rows up "
-    "by hand: tx.catch_up(params, state, ids), in the order in which they are read, "
-    "then sparsejax.value_and_grad."
-)
-
 
 Params = TypeVar("Params")
 P = ParamSpec("P")
@@ -66,17 +54,17 @@ def exact_value_and_grad(
 def exact_value_and_grad(
     fun: Callable[..., Any], tx: Exact, has_aux: bool = False, *, tables: Any = None
 ) -> Callable[..., Any]:
-    """`sparsejax.value_and_grad` that first brings up to date what `fun` will read.
+    """`sparsejax.value_and_grad`, after catching up the rows that `fun` will read.
 
     For a table T that `fun` reads at rows R, it is
 
       params, state = tx.catch_up(params, state, R)
       value, grads = sparsejax.value_and_grad(fun)(params, ...)
 
-    with R found in the trace of `fun`. Rows that are read for an auxiliary output are
-    brought up to date as well; those that are only read under `stop_gradient` are not:
-    name them in a `tx.catch_up` of your own. A leaf that is not read by rows is brought
-    up to date as a whole, which costs something only if it is not.
+    with R found in the trace of `fun`. Rows that are read only for an auxiliary output
+    are caught up too. Rows that are read only under `stop_gradient` are not: name them
+    in a `tx.catch_up` of your own. A leaf that is not read by rows is caught up as a
+    whole, which costs nothing if it is up to date.
 
     Args:
       fun: a function `fun(params, *args, **kwargs)` with a scalar float output, or
@@ -89,9 +77,9 @@ def exact_value_and_grad(
       A function `(params, state, *args, **kwargs) -> ((value, grads), params, state)`.
 
     Raises:
-      TypeError: `tx` is no `exact(...)`.
+      TypeError: `tx` was not made by `exact`.
       ValueError: ids are computed from rows of a table.
-      DensifyError: as `sparsejax.value_and_grad`.
+      DensifyError: as in `sparsejax.value_and_grad`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -109,50 +97,33 @@ def exact_value_and_grad(
       (Array(0.8, dtype=float32), Array(0.8, dtype=float32), 0)
 
     References:
-      `sparsejax.optim.exact`; harvesting values from a trace: oryx, `harvest`.
+      `sparsejax.optim.exact`; oryx, `harvest`, which collects values from a trace.
     """
     if not isinstance(tx, Exact):
-        raise TypeError(_NOT_EXACT.format(found=_arguments.kind_of(tx)))
+        raise TypeError(
+            f"{CALL}: takes what sparsejax.optim.exact(...) returned as its second "
+            f"argument, got {_arguments.kind_of(tx)}. With other optimizers use "
+            "sparsejax.value_and_grad."
+        )
     both = value_and_grad(fun, 0, has_aux, tables=tables)
 
     @functools.wraps(fun)
     def exact_value_and_grad_fun(
         params: Any, state: ExactState, *args: Any, **kwargs: Any
     ) -> Any:
-        full = (params, *args)
-        call = trace_call(fun, 0, has_aux, tables, full, kwargs, CALL)
-        ids = call.tree.unflatten(_ids_of(call))
+        call = trace_call(fun, 0, has_aux, tables, (params, *args), kwargs, CALL)
+        ids = call.tree.unflatten(_ids_read(call))
         params, state = tx.catch_up(params, state, ids)
         return both(params, *args, **kwargs), params, state
 
     return exact_value_and_grad_fun
 
 
-# ------------------------------------------------------------------ the ids
-
-
-class _Everything:
-    """Liveness for which all of a program counts: what is read must be up to date."""
-
-    def variables(self, jaxpr: Any, out: Sequence[bool]) -> "_Everything":
-        """All variables."""
-        del jaxpr, out
-        return self
-
-    def inputs(self, jaxpr: Any, out: Sequence[bool]) -> tuple[bool, ...]:
-        """All inputs."""
-        del out
-        return (True,) * len(jaxpr.invars)
-
-    def __contains__(self, variable: Any) -> bool:
-        return True
-
-
-def _ids_of(call: Call) -> list[Any]:
-    """What `catch_up` takes for each leaf: ids, or `...` for all of it."""
+def _ids_read(call: Call) -> list[Any]:
+    """For each leaf the ids that the program reads, or `...` if it uses all rows."""
     tables = make_plan(call).tables
     while True:
-        plan = collect(call, tables, cast(Liveness, _Everything()))
+        plan = collect(call, tables, _EverythingIsLive())
         whole = {use.table for use in plan.run.dense}
         if not whole:
             break
@@ -163,7 +134,7 @@ def _ids_of(call: Call) -> list[Any]:
         plan.walk(inputs, reads)
         return reads.ids
 
-    _check_known(plan, ids)
+    _check_independent_of_tables(plan, ids)
     found: dict[int, list[jax.Array]] = {leaf.position: [] for leaf in tables}
     for site, x in zip(plan.run.sites, ids(*call.inputs)):
         found[tables[site.table].position].append(x.reshape(-1))
@@ -176,52 +147,48 @@ def _ids_of(call: Call) -> list[Any]:
     ]
 
 
-# ------------------------------------------------------------------ what they are of
+def _check_independent_of_tables(plan: Plan, ids: Callable) -> None:
+    """A ValueError if some of the ids are computed from what is read out of a table."""
+    jaxpr, _ = _compat.trace(ids, *plan.call.inputs)
+    dependence, sites = _Dependence(), plan.run.sites
+
+    def is_from_table(outputs: Sequence[bool]) -> bool:
+        inputs = dependence.inputs(jaxpr, outputs)
+        return any(inputs[leaf.position] for leaf in plan.tables)
+
+    if not is_from_table([True] * len(sites)):
+        return
+    for k, site in enumerate(sites):
+        if is_from_table([n == k for n in range(len(sites))]):
+            raise ValueError(
+                f"{CALL}: the ids by which {plan.tables[site.table].name} is read at "
+                f"{site.where} are computed from rows of a table, so they are not "
+                "known before those rows are up to date. Catch the rows up yourself: "
+                "tx.catch_up(params, state, ids), in the order in which they are read, "
+                "then sparsejax.value_and_grad."
+            )
 
 
-def _check_known(plan: Plan, ids: Callable) -> None:
-    """Raises if some ids are computed from what is read out of a table."""
-    call, tables = plan.call, plan.tables
-    jaxpr, _ = _compat.trace(ids, *call.inputs)
-    positions = {leaf.position for leaf in tables}
-    from_table = _reached(jaxpr, [i in positions for i in range(len(call.inputs))])
-    for site, circular in zip(plan.run.sites, from_table):
-        if circular:
-            name = tables[site.table].name
-            raise ValueError(_CIRCULAR.format(name=name, where=site.where))
+class _EverythingIsLive(Liveness):
+    """For a walk that has to find all reads, not only those that are differentiated."""
+
+    def variables(self, jaxpr: Any, out: Sequence[bool]) -> set[Any]:
+        del out
+        return {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
 
 
-def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs of an open jaxpr are computed from the inputs marked."""
-    marked = {v for v, mark in zip(jaxpr.invars, inputs) if mark}
+class _Dependence(Liveness):
+    """All that an output is computed from: also integers, and what is stopped."""
 
-    def is_marked(v):
-        return not isinstance(v, _compat.Literal) and v in marked
+    def _flow(self, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
+        if eqn.primitive not in _WITH_BODIES:
+            return (True,) * len(eqn.invars)
+        ins = super()._flow(eqn, out)
+        return (True, *ins[1:]) if eqn.primitive is p.cond_p else ins  # its predicate
 
-    for eqn in jaxpr.eqns:
-        ins = [is_marked(v) for v in eqn.invars]
-        if any(ins):
-            outs = _reached_by(eqn, ins)
-            marked.update(v for v, mark in zip(eqn.outvars, outs) if mark)
-    return [is_marked(v) for v in jaxpr.outvars]
+    def _can_be_live(self, v: Any) -> bool:
+        return not isinstance(v, _compat.Literal)
 
 
-def _reached_by(eqn: Any, ins: list[bool]) -> list[bool]:
-    """The same for one equation; all outputs, where nothing better is known."""
-    every = [True] * len(eqn.outvars)
-    if eqn.primitive in (p.jit_p, p.remat_p, _compat.shard_map_p):
-        return _reached(_compat.open_jaxpr(eqn.params["jaxpr"])[0], ins)
-    if eqn.primitive is p.cond_p and not ins[0]:
-        branches = [_compat.open_jaxpr(b)[0] for b in eqn.params["branches"]]
-        return [any(x) for x in zip(*(_reached(b, ins[1:]) for b in branches))]
-    if eqn.primitive is p.scan_p:
-        body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-        n_consts, n_carry = _compat.scan_split(eqn.params)
-        while True:
-            outs = _reached(body, ins)
-            carry = ins[n_consts : n_consts + n_carry]
-            more = [a or b for a, b in zip(carry, outs)]
-            if more == carry:
-                return outs
-            ins = [*ins[:n_consts], *more, *ins[n_consts + n_carry :]]
-    return every
+# Their inputs are looked at one by one; all others matter if any output does.
+_WITH_BODIES = (p.jit_p, p.remat_p, _compat.shard_map_p, p.scan_p, p.cond_p)
