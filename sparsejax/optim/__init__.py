@@ -34,7 +34,9 @@ Questions
 """
 
 from sparsejax.optim._exact.exact import exact as exact
-from sparsejax.optim._exact.value_and_grad import exact_value_and_grad as exact_value_and_grad
+from sparsejax.optim._exact.value_and_grad import (
+    exact_value_and_grad as exact_value_and_grad,
+)
 from sparsejax.optim._lazy.lazy import lazy as lazy
 from sparsejax.optim._lazy.lazy_exact import is_lazy_exact as is_lazy_exact
 from sparsejax.optim._lazy.norm import global_norm as global_norm
