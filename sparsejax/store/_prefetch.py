@@ -1,4 +1,4 @@
-"""Prefetching: the next batch's rows are read while the step of this batch runs.
+"""Pulled rows, and prefetching: reading the next batch's rows while a step runs.
 
 A batch must get the bits that it would get from pull 1, push 1, pull 2, push 2, and so
 on, one after the other. So the rows of the next batch are of three kinds:
