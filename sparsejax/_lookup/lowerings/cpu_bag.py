@@ -106,7 +106,7 @@ def _read_all(table, ids, weights, dtype) -> jax.Array:
     rows = xla.read_rows(table, ids).astype(dtype)
     if weights is None:
         return rows
-    return rows * indexing.append_axes(weights, table.ndim)
+    return rows * indexing.append_axes(weights, rows.ndim)
 
 
 def _piece_length(elements: int, num_bags: int) -> int:

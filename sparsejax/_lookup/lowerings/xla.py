@@ -48,4 +48,4 @@ def weighted_rows(
         return rows
     # What is not read may have any weight, and 0 * inf is NaN.
     weights = jnp.where(indexing.in_range(ids, table.shape[0]), weights, 0)
-    return rows * indexing.append_axes(weights, table.ndim)
+    return rows * indexing.append_axes(weights, rows.ndim)
