@@ -90,11 +90,11 @@ class HashIds:
           column: int, the column they are from.
           words: a sequence of bytes or strings.
         """
-        sizes = self.num_buckets
-        if not isinstance(sizes, (int, np.integer)):
-            _check_column("sparsejax.data.HashIds", column, len(sizes))
-        size = sizes if isinstance(sizes, (int, np.integer)) else sizes[column]
-        words = _as_words(words)
+        call, size = "sparsejax.data.HashIds.encode", self.num_buckets
+        if not isinstance(size, (int, np.integer)):
+            _check_column(call, column, len(size))
+            size = size[column]
+        words = _as_words(call, words)
         salt = _mix_int(_mix_int(self.seed + 1) + column)
         # FNV-1a: exclusive or with a byte, then times a prime, modulo 2^64.
         state = np.full(len(words.lengths), 0xCBF29CE484222325 ^ salt, np.uint64)
@@ -204,8 +204,9 @@ class Vocabulary:
 
     def encode(self, column: int, words: Any) -> np.ndarray:
         """The ids of words, int32 `[n]`; arguments as in `HashIds.encode`."""
-        found = _as_bytes(_as_words(words))
-        _check_column("sparsejax.data.Vocabulary", column, len(self.words))
+        call = "sparsejax.data.Vocabulary.encode"
+        found = _as_bytes(_as_words(call, words))
+        _check_column(call, column, len(self.words))
         known, ids = self.words[column], self.ids[column]
         if not len(known):
             return np.zeros(len(found), np.int32)
@@ -258,34 +259,32 @@ class Vocabulary:
 # ------------------------------------------------------------------ private
 
 
-def _as_words(words: Any) -> Words:
+def _as_words(call: str, words: Any) -> Words:
     """A sequence of bytes or strings as a matrix."""
     if isinstance(words, Words):
         return words
     if isinstance(words, (str, bytes)) or not isinstance(words, Iterable):
-        raise _not_words(words)
+        raise TypeError(
+            f"{call}: words must be a sequence of strings or bytes, got "
+            f"{_arguments.show(words)}."
+        )
     texts = [word.encode() if isinstance(word, str) else word for word in words]
     for text in texts:
         if not isinstance(text, bytes):
-            raise _not_words(text, " in the sequence")
+            raise TypeError(
+                f"{call}: words must be strings or bytes, got {_arguments.show(text)}."
+            )
     lengths = np.array([len(text) for text in texts], np.int64)
     width = int(lengths.max(initial=0))
     joined = b"".join(text.ljust(width, b"\0") for text in texts)
     return Words(np.frombuffer(joined, np.uint8).reshape(len(texts), width), lengths)
 
 
-def _not_words(found: Any, where: str = "") -> TypeError:
-    return TypeError(
-        "sparsejax.data: words must be a sequence of strings or bytes, one for each "
-        f"word, got {_arguments.show(found)}{where}."
-    )
-
-
 def _check_column(call: str, column: int, count: int) -> None:
     if not 0 <= column < count:
         raise IndexError(
-            f"{call}.encode: column {column} is out of range: there are {count}, "
-            "numbered from 0 in the order of the file."
+            f"{call}: column {column} is out of range: there are {count}, numbered "
+            "from 0 in the order of the file."
         )
 
 
