@@ -255,7 +255,7 @@ def test_partition_gives_each_leaf_its_own():
     "make, message",
     [
         (lambda: optim.ftrl(0.0), "ftrl: alpha must be a positive number or a sched"),
-        (lambda: optim.ftrl(0.1, l1=-1.0), "ftrl: l1 must be a number that is not"),
+        (lambda: optim.ftrl(0.1, l1=-1.0), "ftrl: l1 must be a non-negative"),
         (lambda: optim.rowwise_adagrad(-0.1), "rowwise_adagrad: learning_rate must be"),
         (lambda: optim.group_adagrad(0.1, eps=-1e-5), "group_adagrad: eps must be"),
         (lambda: optim.adagrad(0.1, -1.0), "adagrad: initial_accumulator_value must"),

@@ -371,5 +371,5 @@ def test_what_is_no_transformation(make):
     "wrong", [{"initial_scale": 0.5}, {"factor": 1.0}, {"growth_interval": 0}]
 )
 def test_numbers_of_the_loss_scale(wrong):
-    with pytest.raises(ValueError, match="wants initial_scale >= 1, factor > 1"):
+    with pytest.raises(ValueError, match="needs initial_scale >= 1, factor > 1"):
         dynamic_loss_scale(ADAM, **wrong)

@@ -38,7 +38,7 @@ def test_functions_are_no_transformations(not_one):
 
 
 def test_things_are_no_transformations():
-    with pytest.raises(TypeError, match="such as optax.adam.*got float"):
+    with pytest.raises(TypeError, match="such as optax.adam.*got .* type float"):
         lazy(0.1)
 
 
@@ -95,18 +95,18 @@ def test_other_shapes(rows):
 
 def test_other_height_than_the_state():
     rows = sj.SelectedRows(jnp.array([1]), jnp.ones((1, D)), V + 1)
-    with pytest.raises(ValueError, match="the state does not go with these gradients"):
+    with pytest.raises(ValueError, match="the state does not fit these gradients"):
         ADAM.update(_grads(rows), ADAM.init(PARAMS))
 
 
 def test_state_of_another_tree():
     state = ADAM.init({"bias": jnp.zeros(D)})
-    with pytest.raises(ValueError, match="leaves instead of.*lazy.tx..init"):
+    with pytest.raises(ValueError, match="lazy: .*leaves instead of.*init or the last"):
         ADAM.update(_grads(), state, PARAMS)
 
 
 def test_gradients_of_another_tree():
-    with pytest.raises(ValueError, match="trees of other structure"):
+    with pytest.raises(ValueError, match="different tree structures"):
         ADAM.update(_grads(), ADAM.init(PARAMS), PARAMS["emb"])
 
 
@@ -116,9 +116,7 @@ def test_pulled_tables():
         TypeError, match=r"params\['emb'\]\['table'\] is itself a Selec"
     ):
         ADAM.init(_grads(rows))
-    with pytest.raises(
-        TypeError, match=r"params\['emb'\]\['table'\].*hand in its .val"
-    ):
+    with pytest.raises(TypeError, match=r"params\['emb'\]\['table'\].*Pass its .val"):
         ADAM.update(_grads(rows), ADAM.init(PARAMS), _grads(rows))
     # The way that the message names.
     params = rows.values

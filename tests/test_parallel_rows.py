@@ -218,7 +218,7 @@ def test_other_optimizers():
         sj.optim.accumulate(sj.optim.lazy(optax.sgd(0.1)), 2, 16),
         sj.optim.exact(optax.sgd(0.1)),
     ):
-        with pytest.raises(TypeError, match="spread over devices"):
+        with pytest.raises(TypeError, match="sharded over devices"):
             other.update(grads, other.init(params), params)
 
 

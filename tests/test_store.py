@@ -270,7 +270,7 @@ def test_what_push_refuses():
 
 def test_refused_transformations_are_named():
     store = sj.store.KVStore()
-    with pytest.raises(ValueError, match="scale_by_trust_ratio .what makes lamb"):
+    with pytest.raises(ValueError, match="scale_by_trust_ratio .part of lamb"):
         store.init("t", (V, D), optax.lamb(0.1))
     with pytest.raises(TypeError, match="tx must be an optax transformation"):
         store.init("t", (V, D), lambda x: x)

@@ -37,27 +37,27 @@ from sparsejax.optim._exact.exact import exact as exact
 from sparsejax.optim._exact.value_and_grad import (
     exact_value_and_grad as exact_value_and_grad,
 )
+from sparsejax.optim._global_norm import global_norm as global_norm
 from sparsejax.optim._lazy.lazy import lazy as lazy
 from sparsejax.optim._lazy.lazy_exact import is_lazy_exact as is_lazy_exact
-from sparsejax.optim._lazy.norm import global_norm as global_norm
-from sparsejax.optim._lazy.separable import is_row_separable as is_row_separable
+from sparsejax.optim._lazy.row_separable import is_row_separable as is_row_separable
 from sparsejax.optim._optimizers.adagrad import (
     adagrad as adagrad,
     group_adagrad as group_adagrad,
     rowwise_adagrad as rowwise_adagrad,
 )
-from sparsejax.optim._optimizers.ftrl import ftrl as ftrl
-from sparsejax.optim._optimizers.rowwise import (
+from sparsejax.optim._optimizers.adam import (
     partial_rowwise_lamb as partial_rowwise_lamb,
     row_count_adam as row_count_adam,
     rowwise_adam as rowwise_adam,
+)
+from sparsejax.optim._optimizers.ftrl import ftrl as ftrl
+from sparsejax.optim._optimizers.weight_decay import (
+    flush_weight_decay as flush_weight_decay,
+    weight_decay as weight_decay,
 )
 from sparsejax.optim._wrappers.accumulate import accumulate as accumulate
 from sparsejax.optim._wrappers.loss_scale import (
     dynamic_loss_scale as dynamic_loss_scale,
 )
 from sparsejax.optim._wrappers.rounding import rounding as rounding
-from sparsejax.optim._wrappers.weight_decay import (
-    flush_weight_decay as flush_weight_decay,
-    weight_decay as weight_decay,
-)

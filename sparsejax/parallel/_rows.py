@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
-from sparsejax.optim._lazy import table_rows
+from sparsejax.optim._lazy import gather_scatter
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._owners import Metrics, Owners, no_metrics, round_bytes
 
@@ -218,22 +218,22 @@ def add_to(table: Any, rows: ShardedRows) -> jax.Array:
     return _add(jnp.asarray(table), rows.coalesce())
 
 
-@table_rows.merge_duplicates.register
+@gather_scatter.merge_duplicates.register
 def _merge(rows: ShardedRows) -> ShardedRows:
     return rows.coalesce()
 
 
-@table_rows.read_into.register
+@gather_scatter.gather_rows.register
 def _read(rows: ShardedRows, table: Any, otherwise: jax.Array) -> jax.Array:
-    return on_owners(rows, table_rows.read_into, jnp.asarray(table), otherwise)
+    return on_owners(rows, gather_scatter.gather_rows, jnp.asarray(table), otherwise)
 
 
-@table_rows.write_into.register
+@gather_scatter.scatter_rows.register
 def _write(rows: ShardedRows, table: Any, values: jax.Array) -> jax.Array:
-    return on_owners(rows, table_rows.write_into, jnp.asarray(table), values)
+    return on_owners(rows, gather_scatter.scatter_rows, jnp.asarray(table), values)
 
 
-@table_rows.update_of.register
+@gather_scatter.as_update.register
 def _update(rows: ShardedRows, values: jax.Array, grad: SelectedRows) -> Any:
     del grad
     values = indexing.zero_unless(rows.filled(), values)

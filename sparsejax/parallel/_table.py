@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.optim._lazy import placement
+from sparsejax.optim._lazy import state_sharding
 from sparsejax.parallel import _table_parts
 from sparsejax.parallel._table_arithmetic import Arithmetic
 
@@ -366,11 +366,11 @@ def gathered(x: jax.Array) -> jax.Array:
     return jax.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
 
 
-@placement.layout_of.register
+@state_sharding.rows_sharding.register
 def _layout_of(table: ShardedTable) -> NamedSharding | None:
     """Of a traced table its own, whose array does not know it yet."""
     if not isinstance(table.values, Tracer):
-        return placement.layout_of(table.values)
+        return state_sharding.rows_sharding(table.values)
     # An optimizer also tries tables of other heights, which nothing is said of.
     stored = table.num_shards * table.rows_per_shard
     return table.sharding if table.values.shape[:1] == (stored,) else None

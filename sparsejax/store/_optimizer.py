@@ -22,9 +22,8 @@ import numpy as np
 import optax
 
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.optim._lazy import follow, table_rows
+from sparsejax.optim._lazy import gather_scatter, state_leaves, trees
 from sparsejax.optim._lazy.lazy import lazy
-from sparsejax.optim._lazy.separable import remember
 
 
 @contextlib.contextmanager
@@ -69,7 +68,7 @@ class Optimizer:
         self._programs = _programs(tx)
         self._programs.check(spec)
         leaf = jax.tree.structure(0)
-        following = follow.follow(tx.init, leaf, (spec,), (0,))
+        following = state_leaves.find(tx.init, leaf, (spec,), (0,))
         paths, tree = jax.tree_util.tree_flatten_with_path(following.state)
         self.specs = [spec for _, spec in paths]
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
@@ -149,7 +148,7 @@ class _Programs(NamedTuple):
     update: Callable
 
 
-@remember
+@trees.remember
 def _programs(tx: Any) -> _Programs:
     lifted = lazy(tx)
 
@@ -186,7 +185,7 @@ class _Gathered(SelectedRows):
         return self
 
 
-@table_rows.merge_duplicates.register
+@gather_scatter.merge_duplicates.register
 def _(rows: _Gathered) -> _Gathered:
     """The sums of `SelectedRows.coalesce`, without its sort."""
     wide = indexing.accumulator_dtype(rows.dtype)
@@ -195,7 +194,7 @@ def _(rows: _Gathered) -> _Gathered:
     return _Gathered.of(rows.rows, rows.rows, values.astype(rows.dtype))
 
 
-@table_rows.read_into.register
+@gather_scatter.gather_rows.register
 def _(rows: _Gathered, table: Any, otherwise: jax.Array) -> jax.Array:
     """All rows of the table, in order: no gather."""
     filled = indexing.append_axes(rows.filled(), otherwise.ndim)

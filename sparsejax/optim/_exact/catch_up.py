@@ -25,7 +25,7 @@ from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.optim._exact import closed_form
 from sparsejax.optim._exact.closed_form import Recurrence
-from sparsejax.optim._lazy.table_rows import write_into
+from sparsejax.optim._lazy.gather_scatter import scatter_rows
 
 
 _STEP_COLUMNS = 4  # columns of a record in front of F
@@ -150,7 +150,7 @@ def record_update(
     The maximum is `step`. It makes what is written depend on what was read.
     """
     steps = jnp.maximum(weights_steps, step)
-    records = write_into(rows, table.records, _pack(steps, steps, now))
+    records = scatter_rows(rows, table.records, _pack(steps, steps, now))
     return table._replace(records=records, now=now)
 
 

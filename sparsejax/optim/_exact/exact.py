@@ -29,11 +29,13 @@ from sparsejax._rows import SelectedRows
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
 from sparsejax.optim._exact.plan import Plan, Planner
-from sparsejax.optim._lazy import follow as _follow, lazy, parts, placement, separable
-from sparsejax.optim._lazy.table_rows import (
-    check_on_one_device,
-    merge_duplicates,
-    update_of,
+from sparsejax.optim._lazy import (
+    checks,
+    gather_scatter,
+    row_separable,
+    state_leaves,
+    state_sharding,
+    trees,
 )
 
 
@@ -153,17 +155,13 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
       "Lazy Sparse Stochastic Gradient Descent"; Langford et al., 2009). Here it
       serves moments too.
     """
-    if not parts.is_transformation(tx):
-        raise TypeError(
-            f"{CALL}: takes an optax transformation such as optax.adam(1e-3), got "
-            f"{lazy.describe(tx)}."
-        )
+    checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
     planned = Planner(tx, tables)
-    follow = separable.remember(functools.partial(_follow.follow, tx.init))
+    find = trees.remember(functools.partial(state_leaves.find, tx.init))
     inner_update = optax.with_extra_args_support(tx).update
 
     def init(params):
-        placement.check_none_spread(CALL, params)
+        state_sharding.check_not_sharded(CALL, params)
         leaves, _, plan = planned(params)
         inner = tx.init(params)
         # Two arrays, not one twice: a buffer cannot be donated twice.
@@ -188,6 +186,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
             tables[i] = _catch_up.catch_up(tables[i], rows, state.step)
         return _with_tables(treedef, leaves, state, tables)
 
+    @row_separable.mark_exact
     def update(updates, state, params=None, **extra_args):
         grads = updates
         if params is None:
@@ -195,23 +194,23 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
                 f"{CALL}: update needs the parameters: tx.update(grads, state, "
                 "params), with the params that catch_up gave."
             )
-        leaves, treedef = separable.flatten(grads)
-        check_on_one_device(CALL, leaves)
-        weights = lazy.weights_of(grads, treedef, params, CALL)
+        leaves, treedef = trees.flatten(grads)
+        state_sharding.check_not_sharded(CALL, leaves)
+        weights = trees.flatten_params(CALL, grads, params)
         assert weights is not None
         sparse = [i for i, g in enumerate(leaves) if isinstance(g, SelectedRows)]
-        lazy.check_gradients(grads, leaves, weights, sparse, CALL)
+        checks.check_gradients(CALL, grads, weights)
         params = treedef.unflatten(weights)
         _, _, plan = planned(params)
         tables = _tables(plan, weights, state)
         for i in sparse:
             if i not in tables:
-                raise plan.refusal(i, lazy.leaf_paths(grads, "grads")[i])
+                raise plan.refusal(i, trees.leaf_paths(grads, "grads")[i])
 
         # A dense gradient of a table: all rows are updated, so all are caught up.
         step, corrections = state.step, {}
         for i, table in tables.items():
-            if i in sparse or _follow.is_leaf(leaves[i]):
+            if i in sparse or trees.is_none_or_masked(leaves[i]):
                 continue
             tables[i] = _catch_up.catch_up_all_if_stale(table, step)
             corrections[i] = tables[i].weights - table.weights
@@ -219,10 +218,12 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         weights = treedef.flatten_up_to(params)
 
         # A SelectedRows: cut out its rows, as `lazy` does, and bring these up to date.
-        merged = {i: merge_duplicates(leaves[i]) for i in sparse}
-        specs = tuple(map(_follow.spec, weights))
-        owners = follow(treedef, specs, tuple(merged)).owners
-        rows_grads, rows_state, rows_weights = lazy.cut_rows(
+        merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in sparse}
+        specs = tuple(map(trees.to_spec, weights))
+        owners = find(treedef, specs, tuple(merged)).owners
+        heights = {i: rows.height for i, rows in merged.items()}
+        checks.check_state_rows(CALL, state.inner, owners, heights)
+        rows_grads, rows_state, rows_weights = gather_scatter.gather(
             tx.init, treedef, leaves, weights, state.inner, owners, merged
         )
         moments, state_treedef = jax.tree.flatten(rows_state)
@@ -249,9 +250,9 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         for i, correction in corrections.items():
             updates[i] = _add(updates[i], correction)
         for i, rows in merged.items():
-            updates[i] = update_of(rows, updates[i], leaves[i])
+            updates[i] = gather_scatter.as_update(rows, updates[i], leaves[i])
 
-        new = lazy.put_back(state.inner, new, owners, merged)
+        new = gather_scatter.scatter_state(state.inner, new, owners, merged)
         step = step + 1
         for (i, table), now in zip(tables.items(), plan.displacement(new, state.now)):
             if i in merged:
@@ -283,7 +284,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
 
 def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
     """The arrays of each table, taken out of the parameters and the state."""
-    parts.check_state(CALL, state, ExactState)
+    checks.check_state(CALL, state, ExactState)
     inner = jax.tree.leaves(state.inner)
     needed = max((k for r in plan.recurrences.values() for k in r.leaves), default=-1)
     if len(state.books) != len(plan.recurrences) or needed >= len(inner):
@@ -330,7 +331,7 @@ def _add(x: jax.Array, correction: jax.Array) -> jax.Array:
 
 def _ids_by_leaf(params: Any, ids: Any) -> dict[int, Any]:
     """The leaves of `ids`, by the index of the leaf of `params` at the same path."""
-    paths = lazy.leaf_paths(params, "")
+    paths = trees.leaf_paths(params, "")
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(ids):
         path = jax.tree_util.keystr(path)

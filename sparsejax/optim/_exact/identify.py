@@ -25,7 +25,7 @@ import numpy as np
 from sparsejax.optim._exact import closed_form
 from sparsejax.optim._exact.closed_form import Recurrence
 from sparsejax.optim._exact.shadow_model import Probes, ShadowModel, advance_counter
-from sparsejax.optim._lazy import follow, probe
+from sparsejax.optim._lazy import probe, state_leaves
 
 
 WANTED = 2e-7  # relative error of F: about the rounding of float32
@@ -70,7 +70,7 @@ def find_recurrence(
 
 
 def _find(tx, treedef, specs, table) -> Recurrence:
-    following = follow.follow(tx.init, treedef, specs, [table])
+    following = state_leaves.find(tx.init, treedef, specs, [table])
     if table in following.blocked:
         raise NotExactError(following.blocked[table])
     paths, _ = jax.tree_util.tree_flatten_with_path(following.state)

@@ -11,7 +11,7 @@ from sparsejax import _arguments
 from sparsejax.optim._exact import closed_form, identify
 from sparsejax.optim._exact.closed_form import Recurrence
 from sparsejax.optim._exact.shadow_model import ShadowModel
-from sparsejax.optim._lazy import follow, lazy, parts as _parts, separable
+from sparsejax.optim._lazy import optax_internals, row_separable, state_leaves, trees
 
 
 class Plan(NamedTuple):
@@ -67,18 +67,18 @@ class Planner:
     def __init__(self, tx: Any, tables: Any):
         self._tx = tx
         self._tables = tables
-        self._verdicts = separable.Verdicts(tx)
-        self._treats_leaves_alike = _parts.treats_leaves_alike(tx)
+        self._verdicts = row_separable.Verdicts(tx)
+        self._treats_leaves_alike = optax_internals.treats_leaves_alike(tx)
         # Both run `tx`, which takes a second. They depend on shapes and dtypes only.
-        self._cached_plan = separable.remember(self._make_plan)
-        self._cached_recurrence = separable.remember(
+        self._cached_plan = trees.remember(self._make_plan)
+        self._cached_recurrence = trees.remember(
             functools.partial(identify.find_recurrence, tx)
         )
 
     def __call__(self, params: Any) -> tuple[list[Any], Any, Plan]:
         """Leaves and structure of the parameters, and the plan."""
-        leaves, treedef = separable.flatten(params)
-        specs = tuple(map(follow.spec, leaves))
+        leaves, treedef = trees.flatten(params)
+        specs = tuple(map(trees.to_spec, leaves))
         if self._tables is None:
             tables = tuple(
                 i for i, s in enumerate(specs) if _has_rows(s) and len(s.shape) > 1
@@ -94,13 +94,13 @@ class Planner:
         plan = self._cached_plan(treedef, specs, tables)
         refused = [i for i in tables if i in plan.refused]
         if refused and (self._tables is not None or not plan.recurrences):
-            where = lazy.leaf_paths(params, "params")[refused[0]]
+            where = trees.leaf_paths(params, "params")[refused[0]]
             raise plan.refusal(refused[0], where)
         return leaves, treedef, plan
 
     def _requested(self, params: Any, specs: Sequence[Any]) -> tuple[int, ...]:
         """The leaves that `tables=` names."""
-        is_leaf = follow.is_leaf
+        is_leaf = trees.is_none_or_masked
         if callable(self._tables):
             paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
             requested = [bool(self._tables(path, leaf)) for path, leaf in paths]
@@ -121,7 +121,7 @@ class Planner:
             if request and not _has_rows(specs[i]):
                 raise ValueError(
                     "sparsejax.optim.exact: tables= names "
-                    f"{lazy.leaf_paths(params, 'params')[i]}, which has no rows of "
+                    f"{trees.leaf_paths(params, 'params')[i]}, which has no rows of "
                     f"real floats: it is {_arguments.show_spec(specs[i])}."
                 )
         return tuple(i for i, request in enumerate(requested) if request)
@@ -130,7 +130,7 @@ class Planner:
         refused: dict[int, str] = {}
         for i, why in self._verdicts.failures(treedef, specs, tables).items():
             refused[i] = str(self._verdicts.blame(treedef, specs, i, why))
-        owners = follow.follow(self._tx.init, treedef, specs, tables).owners
+        owners = state_leaves.find(self._tx.init, treedef, specs, tables).owners
         recurrences: dict[int, Recurrence] = {}
         for i in tables:
             if i in refused:
@@ -152,21 +152,21 @@ class Planner:
 
 
 def _has_rows(spec: Any) -> bool:
-    if follow.is_leaf(spec) or not spec.shape:
+    if trees.is_none_or_masked(spec) or not spec.shape:
         return False
     return jnp.issubdtype(spec.dtype, jnp.floating)
 
 
 def _part_to_blame(tx: Any, treedef: Any, specs: Any, table: int) -> str:
     """The innermost part that is not exact; all their names, if each part alone is."""
-    parts = _parts.children_at(tx, treedef, specs, table)
+    parts = optax_internals.children_at(tx, treedef, specs, table)
     for part in parts:
         try:
             identify.find_recurrence(part, treedef, specs, table)
         except identify.NotExactError:
             return _part_to_blame(part, treedef, specs, table)
     if len(parts) < 2:
-        return _parts.name(tx)
-    names = [_parts.name(part) for part in _parts.descendants(tx)]
-    names = [name for name in names if name not in _parts.TRANSPARENT]
+        return optax_internals.name(tx)
+    names = [optax_internals.name(part) for part in optax_internals.descendants(tx)]
+    names = [name for name in names if name not in optax_internals.TRANSPARENT]
     return f"{', '.join(names)}, one after the other"

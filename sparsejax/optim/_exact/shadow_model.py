@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import follow
+from sparsejax.optim._lazy import trees
 
 
 class Probes(NamedTuple):
@@ -119,7 +119,7 @@ class ShadowModel:
         """The parameters: `values` of tables, zeros elsewhere."""
         leaves = []
         for i, spec in enumerate(self._specs):
-            if follow.is_leaf(spec):
+            if trees.is_none_or_masked(spec):
                 leaves.append(spec)
                 continue
             if i in values:

@@ -1,7 +1,7 @@
 """lazy: any row-separable optax transformation, run on the rows a gradient touches.
 
-The lift, for a table W of V rows, its state leaves S (those that follow the table, see
-`_follow`), and a gradient given as SelectedRows:
+For a table W of V rows, its state S (the leaves that follow the table, see
+`state_leaves`), and a gradient given as SelectedRows:
 
     (R, g) = gradient.coalesce()                 n distinct rows, duplicates summed
     u, s'  = tx.update(g, S[R], W[R])            together with all dense leaves
@@ -11,88 +11,50 @@ Gathering, arithmetic and scattering cost what n rows cost. Inside a jitted step
 donates its state, XLA scatters in place.
 
 Sharp edges. Empty slots look like rows that were never touched: gradient and weight
-zero, state as `tx.init` makes it; what comes out of them is dropped. Masks and labels
-that are functions of the parameters see n rows instead of V: go by names, types or
-ranks there, not by the number of rows.
+zero, state as `tx.init` makes it. What comes out of them is dropped. Masks and labels
+that are functions of the parameters see n rows instead of V: let them decide by names,
+types or ranks, not by the number of rows.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, is_selected_rows
-from sparsejax.optim._lazy import follow as _follow, parts, placement, separable
-from sparsejax.optim._lazy.table_rows import (
-    merge_duplicates,
-    read_into,
-    update_of,
-    write_into,
+from sparsejax._rows import is_selected_rows
+from sparsejax.optim._lazy import (
+    checks,
+    gather_scatter,
+    optax_internals,
+    row_separable,
+    state_leaves,
+    state_sharding,
+    trees,
 )
 
 
 CALL = "sparsejax.optim.lazy"
 
-_NOT_A_TRANSFORMATION = (
-    CALL + ": takes an optax transformation such as optax.adam(1e-3), got {found}. It "
-    "does not transform functions (jax.experimental.sparse.sparsify does, and means "
-    "another thing): write lazy(tx) around the optimizer, and sparsejax.value_and_grad "
-    "around the loss."
-)
-_NOT_SEPARABLE = (
-    CALL + ": {what} cannot be lifted to rows, because of {reason}. Use an optimizer "
-    "that works row by row (adam, adagrad, rmsprop, sgd, lion, ...), or keep this one "
-    'for the dense leaves: lazy(optax.partition({{"table": optax.adam(1e-3), "dense": '
-    "tx}}, labels)). sparsejax.optim.is_row_separable tells which are."
-)
-_EXACT = (
-    CALL + ": sparsejax.optim.exact takes SelectedRows itself, and rows have to be "
-    "caught up before they are read, which nobody does for it in here or in a store. "
-    "On the device use exact(tx) alone, with its catch_up and flush; else lazy(tx)."
-)
-_ROWS_CHANGED = (
-    "{call}: the gradient of {where} is a SelectedRows whose {found}: a function over "
-    "the whole tree (jax.tree.map, optax.scale, a mask) has been applied to its row "
-    "ids too. Use SelectedRows.map or g * 0.5 for the values, and put optax "
-    "transformations inside of lazy(...), not before it."
-)
-_PULLED = (
-    "{call}: {where} is itself a SelectedRows, a pulled part of a table. An optimizer "
-    "needs an array with state beside it: hand in its .values as the parameter and the "
-    "gradient of those values, and keep .rows to know which rows they are."
-)
-_OTHER_STATE = (
-    CALL + ": the state does not go with these gradients: {found}. Hand in the state "
-    "that lazy(tx).init(params) or the last update gave."
-)
 
-
-def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
+def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArgs:
     """Lifts an optax transformation to gradients that are SelectedRows.
 
-    Rows that the gradient does not name are left alone: their weights *and
-    their state* keep their bits. Momentum, weight decay and moment estimates of
-    a row thus move only at steps that read it, as in TensorFlow's LazyAdam or
-    PyTorch's SparseAdam, while counts and schedules advance at every step.
+    Rows without a gradient are left alone: their weights *and their state* keep their
+    bits. Momentum, weight decay and moment estimates of a row thus change only at steps
+    that read it, as in TensorFlow's LazyAdam or PyTorch's SparseAdam. Counts and
+    schedules advance at every step.
 
-    For SGD and Adagrad that is what dense training does; `is_lazy_exact(tx)`
-    tells for any other. `sparsejax.optim.exact` trains as dense momentum and
-    Adam do.
+    For SGD and Adagrad that equals dense training; `is_lazy_exact(tx)` answers it for
+    any other. `sparsejax.optim.exact` trains as dense momentum and Adam do.
 
-    For the rows R that a gradient names, duplicates summed to g, it computes
+    For the rows R of a gradient, duplicates summed to g, it computes
 
       u, S[R] := tx.update(g, S[R], W[R])
 
-    in one run of `tx` over all leaves, tables and dense ones, so that clipping
-    by global norm is right. The update of a table is a SelectedRows over R,
-    which `optax.apply_updates` adds to the table. A table with a dense gradient
-    is updated densely. Under `jax.jit`, donate parameters and state: both are
-    updated in place.
+    in one run of `tx` over all leaves, tables and dense ones, so clipping by global
+    norm is right. The update of a table is a SelectedRows over R, which
+    `optax.apply_updates` adds to the table. A table with a dense gradient is updated
+    densely. Under `jax.jit`, donate parameters and state: both are updated in place.
 
     Put tree-wide transformations inside: `lazy(optax.chain(clip, adam))`, not
     `optax.chain(clip, lazy(adam))`, which would clip the row ids.
@@ -100,8 +62,12 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
 
     Args:
       tx: an `optax.GradientTransformation` that is row-separable, see
-        `is_row_separable`; yours is as good as optax's. With `optax.partition`
-        and `optax.masked` this is judged leaf by leaf.
+        `is_row_separable`; one of your own will do. With `optax.partition` and
+        `optax.masked` this is decided for each leaf.
+      check: whether to try out that `tx` is row-separable, and to refuse it if not.
+        Pass False for a transformation of your own that is row-separable but refused,
+        because it cannot run on the small table of the test, say. Nothing checks the
+        result then: if a row's step does depend on other rows, training is wrong.
 
     Returns:
       `optax.GradientTransformationExtraArgs`.
@@ -112,12 +78,12 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
       returns updates of the same structure and the new state.
 
     Raises:
-      TypeError: `tx` is no transformation, or has `exact` in it; at update, a
-        SelectedRows whose ids are no longer integers; a parameter that is
-        itself a SelectedRows.
-      ValueError: at init, no leaf can be lifted, because `tx` is not
-        row-separable (the message names the part that is not); at update, the
-        leaf of a SelectedRows cannot be, or its shape is not the table's.
+      TypeError: `tx` is not a transformation, or contains `exact`; at update, a
+        SelectedRows whose ids are no longer integers; a parameter that is itself a
+        SelectedRows.
+      ValueError: at init, no leaf can be lifted, because `tx` is not row-separable
+        (the message names the part that is not); at update, the leaf of a
+        SelectedRows cannot be lifted, or its shape is not the table's.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -139,168 +105,88 @@ def lazy(tx: Any) -> optax.GradientTransformationExtraArgs:
       TensorFlow Addons, `LazyAdam`; PyTorch, `SparseAdam`; PaddlePaddle,
       `Adam(lazy_mode=True)`; MXNet, `lazy_update`.
     """
-    if not parts.is_transformation(tx):
-        raise TypeError(_NOT_A_TRANSFORMATION.format(found=describe(tx)))
-    if separable.holds_exact(tx):
-        raise TypeError(_EXACT)
+    checks.check_transformation(
+        CALL,
+        tx,
+        "optax.adam(1e-3)",
+        " It does not transform functions (jax.experimental.sparse.sparsify does, and "
+        "means something else): write lazy(tx) around the optimizer, and "
+        "sparsejax.value_and_grad around the loss.",
+    )
+    if row_separable.holds_exact(tx):
+        raise TypeError(
+            f"{CALL}: sparsejax.optim.exact accepts SelectedRows itself, and needs "
+            "rows caught up before they are read, which neither lazy nor a store does. "
+            "On the device use exact(tx) alone, with its catch_up and flush. Elsewhere "
+            "use lazy(tx)."
+        )
     inner = optax.with_extra_args_support(tx)
-    # What is found out about `tx` depends on shapes only and is found out once.
-    verdicts = separable.Verdicts(tx)
-    follow = separable.remember(functools.partial(_follow.follow, tx.init))
+    # Both depend on shapes only, and answer the same question once.
+    verdicts = row_separable.Verdicts(tx)
+    find = trees.remember(functools.partial(state_leaves.find, tx.init))
 
     def init(params):
-        leaves, treedef = separable.flatten(params)
-        for where, leaf in zip(leaf_paths(params, "params"), leaves):
-            if isinstance(leaf, SelectedRows):
-                raise TypeError(_PULLED.format(call=CALL, where=where))
-        specs = tuple(map(_follow.spec, leaves))
-        refused = verdicts.refusal(treedef, specs)
+        leaves, treedef = trees.flatten(params)
+        for leaf, where in zip(leaves, trees.leaf_paths(params, "params")):
+            if is_selected_rows(leaf):
+                raise checks.pulled_table(CALL, where)
+        specs = tuple(map(trees.to_spec, leaves))
+        refused = verdicts.refusal(treedef, specs) if check else None
         if refused is not None:
             reason = verdicts.blame(treedef, specs, *refused)
-            what = "this optimizer"
-            raise ValueError(_NOT_SEPARABLE.format(what=what, reason=reason))
-        return placement.init_beside(tx.init, params)
+            raise _not_separable("this optimizer", reason)
+        return state_sharding.init(tx.init, params)
 
     def update(updates, state, params=None, **extra_args):
         grads = updates
-        placement.check_beside(CALL, grads, params, state)
-        leaves, treedef = separable.flatten(grads)
-        tables = [i for i, g in enumerate(leaves) if isinstance(g, SelectedRows)]
+        state_sharding.check_sharded(CALL, grads, params, state)
+        leaves, treedef = trees.flatten(grads)
+        tables = tuple(i for i, g in enumerate(leaves) if is_selected_rows(g))
         if not tables:
             return inner.update(grads, state, params, **extra_args)
-        weights = weights_of(grads, treedef, params)
-        check_gradients(grads, leaves, weights, tables)
+        weights = trees.flatten_params(CALL, grads, params)
+        checks.check_gradients(CALL, grads, weights)
 
-        specs = tuple(_follow.spec(w) for w in weights or leaves)
-        for refused in verdicts.failures(treedef, specs, tables).items():
-            reason = verdicts.blame(treedef, specs, *refused)
-            where = leaf_paths(grads, "grads")[refused[0]]
-            what = f"{where}, which has a SelectedRows gradient,"
-            raise ValueError(_NOT_SEPARABLE.format(what=what, reason=reason))
-        owners = follow(treedef, specs, tuple(tables)).owners
+        specs = tuple(map(trees.to_spec, weights or leaves))
+        if check:
+            failed = verdicts.failures(treedef, specs, tables)
+            refused = {i: verdicts.blame(treedef, specs, i, failed[i]) for i in failed}
+        else:  # nothing can overrule that state cannot be cut into rows
+            blocked = find(treedef, specs, tables).blocked
+            part = optax_internals.name(tx)
+            refused = {i: row_separable.Reason(blocked[i], part) for i in blocked}
+        for i, reason in refused.items():
+            where = trees.leaf_paths(grads, "grads")[i]
+            raise _not_separable(f"{where}, which has a SelectedRows gradient,", reason)
+        owners = find(treedef, specs, tables).owners
+        heights = {i: leaves[i].height for i in tables}
+        checks.check_state_rows(CALL, state, owners, heights)
 
-        merged = {i: merge_duplicates(leaves[i]) for i in tables}
-        cut = cut_rows(tx.init, treedef, leaves, weights, state, owners, merged)
-        updates, new_state = inner.update(*cut, **extra_args)
+        merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in tables}
+        rows = gather_scatter.gather(
+            tx.init, treedef, leaves, weights, state, owners, merged
+        )
+        updates, new_state = inner.update(*rows, **extra_args)
         updates = treedef.flatten_up_to(updates)
-        for i, rows in merged.items():
-            updates[i] = update_of(rows, updates[i], leaves[i])
-        return treedef.unflatten(updates), put_back(state, new_state, owners, merged)
+        for i in tables:
+            updates[i] = gather_scatter.as_update(merged[i], updates[i], leaves[i])
+        new_state = gather_scatter.scatter_state(state, new_state, owners, merged)
+        return treedef.unflatten(updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# ------------------------------------------------------------------ the lift
-
-
-def cut_rows(
-    init, treedef, leaves, weights, state, owners, merged
-) -> tuple[Any, Any, Any]:
-    """Gradients, state and weights with rows in the place of tables."""
-    state_leaves, state_treedef = jax.tree.flatten(state)
-    _check_state(state_leaves, owners, merged)
-    grads = [merged[i].values if i in merged else g for i, g in enumerate(leaves)]
-    if weights is not None:
-        weights = [
-            read_into(merged[i], w, jnp.zeros_like(grads[i])) if i in merged else w
-            for i, w in enumerate(weights)
-        ]
-    if any(owner is not None for owner in owners):
-        # An empty slot has a row that was never touched.
-        untouched = [
-            jnp.zeros_like(x) if i in merged else x
-            for i, x in enumerate(weights or grads)
-        ]
-        fresh = jax.tree.leaves(init(treedef.unflatten(untouched)))
-        for k, owner in enumerate(owners):
-            if owner is not None:
-                state_leaves[k] = read_into(merged[owner], state_leaves[k], fresh[k])
-    return (
-        treedef.unflatten(grads),
-        state_treedef.unflatten(state_leaves),
-        None if weights is None else treedef.unflatten(weights),
+def _not_separable(what: str, reason: row_separable.Reason) -> ValueError:
+    message = (
+        f"{CALL}: {what} cannot be lifted to rows, because of {reason}. Use an "
+        "optimizer that works row by row (adam, adagrad, rmsprop, sgd, lion, ...), or "
+        'keep this one for the dense leaves: lazy(optax.partition({"table": '
+        'optax.adam(1e-3), "dense": tx}, labels)). sparsejax.optim.is_row_separable '
+        "tells which are."
     )
-
-
-def put_back(state, new_state, owners, merged) -> Any:
-    """The new state, tables in it being the old ones with new rows."""
-    leaves, treedef = jax.tree.flatten(new_state)
-    for k, (owner, old) in enumerate(zip(owners, jax.tree.leaves(state))):
-        if owner is not None:
-            leaves[k] = write_into(merged[owner], old, leaves[k])
-    return treedef.unflatten(leaves)
-
-
-# ------------------------------------------------------------------ checks
-
-
-def weights_of(
-    grads: Any, treedef: Any, params: Any, call: str = CALL
-) -> list[Any] | None:
-    if params is None:
-        return None
-    try:
-        return treedef.flatten_up_to(params)
-    except ValueError:
-        shown = [
-            _arguments.show_tree(tree, is_selected_rows) for tree in (grads, params)
-        ]
-        raise ValueError(
-            f"{call}: gradients and params are trees of other structure, {shown[0]} "
-            f"and {shown[1]}. A table's gradient is one SelectedRows at the place of "
-            "the table."
-        ) from None
-
-
-def check_gradients(
-    grads, leaves, weights, tables: Sequence[int], call: str = CALL
-) -> None:
-    for i in tables:
-        rows, values = leaves[i].rows, leaves[i].values
-        where = lambda i=i: leaf_paths(grads, "grads")[i]
-        dtype = getattr(rows, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-            kind = type(rows).__name__ if dtype is None else dtype
-            found = f"rows are {kind}, not integers"
-            raise TypeError(_ROWS_CHANGED.format(call=call, where=where(), found=found))
-        if not hasattr(values, "dtype"):
-            found = f"values are {type(values).__name__}, no array"
-            raise TypeError(_ROWS_CHANGED.format(call=call, where=where(), found=found))
-        if weights is None:
-            continue
-        if isinstance(weights[i], SelectedRows):
-            path = leaf_paths(grads, "params")[i]
-            raise TypeError(_PULLED.format(call=call, where=path))
-        expected = np.shape(weights[i])
-        if leaves[i].shape != expected:
-            found = leaves[i].shape
-            raise ValueError(
-                f"{call}: the gradient of {where()} is a SelectedRows of shape "
-                f"{found}, but the parameter has shape {expected}. Height and row "
-                "shape must be the table's."
-            )
-
-
-def _check_state(state_leaves, owners, merged) -> None:
-    if len(state_leaves) != len(owners):
-        found = f"it has {len(state_leaves)} leaves instead of {len(owners)}"
-        raise ValueError(_OTHER_STATE.format(found=found))
-    for leaf, owner in zip(state_leaves, owners):
-        if owner is not None and np.shape(leaf)[:1] != (merged[owner].height,):
-            found = (
-                f"a leaf of shape {np.shape(leaf)} belongs to a table of "
-                f"{merged[owner].height} rows"
-            )
-            raise ValueError(_OTHER_STATE.format(found=found))
-
-
-def leaf_paths(tree: Any, name: str) -> list[str]:
-    is_leaf = lambda x: isinstance(x, SelectedRows) or _follow.is_leaf(x)
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [name + jax.tree_util.keystr(path) for path, _ in paths]
-
-
-def describe(x: Any) -> str:
-    if callable(x):
-        return f"the function {getattr(x, '__name__', type(x).__name__)}"
-    return f"{type(x).__name__}"
+    if reason.can_be_wrong:
+        message += (
+            " If you know that each row's step depends on that row alone, overrule "
+            "this with lazy(tx, check=False)."
+        )
+    return ValueError(message)

@@ -1,14 +1,14 @@
 """Whether lifting a transformation changes nothing: what moves without a gradient.
 
-`lazy(tx)` leaves the rows alone that a gradient does not name, where the dense run
-hands them a gradient of zero. The two are the same if a row whose gradient is zero
-stays as it is under `tx`, its weights and its state, whatever happened to it before:
+`lazy(tx)` leaves alone the rows without a gradient, where the dense run gives them a
+gradient of zero. The two are equal if a row whose gradient is zero stays as it is under
+`tx`, its weights and its state, whatever happened to it before:
 
     G[r] = 0   =>   U[r] = 0  and  S'[r] = S[r]
 
-This is tried on numbers, as `_probe` tries separability: a few steps on a small table,
-with other rows at each of them, so that rows of all kinds get a gradient of zero: never
-read, read a step ago, read two steps ago. Bits are compared, not values to rounding.
+This is tested on random numbers, as `probe` tests separability: a few steps on a small
+table, with other rows at each of them, so that rows of all kinds get a gradient of
+zero: never read, read a step ago, read two steps ago. Bits are compared.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsejax.optim._lazy import follow, parts, probe, separable
+from sparsejax.optim._lazy import (
+    optax_internals,
+    probe,
+    row_separable,
+    state_leaves,
+    trees,
+)
 
 
-WEIGHTS = "weights"  # how `moving` calls them beside the paths of state leaves
+WEIGHTS = "weights"  # in what `moving` returns
 _TABLE = jax.ShapeDtypeStruct((probe.ROWS, 8), jnp.float32)
 
 
@@ -34,14 +40,15 @@ def is_lazy_exact(tx: Any, params: Any = None) -> bool:
 
       `U[r] = 0` and `S'[r] = S[r]` for each row r outside of R.
 
-    Then leaving those rows alone is no approximation. Where it is one, after momentum
-    or weight decay say, the rows that are not read keep what the dense run would have
-    moved. Counts and schedules, which advance at every step, do not belong to rows and
-    count for nothing here. It is found out by running `tx` on a small table.
+    Then leaving those rows alone is not an approximation. Where it is one, with
+    momentum or weight decay for example, the rows that are not read stay where the
+    dense run would have moved them. Counts and schedules, which advance at every step,
+    do not belong to rows and are not compared. It is found out by running `tx` on a
+    small table.
 
     True for sgd, sign_sgd, adagrad and clipping by value or by global norm before them;
-    False for momentum, adam and all whose state decays, for weight decay, and for what
-    is not row-separable at all (see `is_row_separable`).
+    False for momentum, adam and everything whose state decays, for weight decay, and
+    for what is not row-separable at all (see `is_row_separable`).
 
     Args:
       tx: an optax transformation.
@@ -63,12 +70,12 @@ def is_lazy_exact(tx: Any, params: Any = None) -> bool:
     """
     try:
         if params is None:
-            return separable.is_row_separable(tx) and not moving(tx)
-        leaves, treedef = separable.flatten(params)
-        specs = tuple(map(follow.spec, leaves))
-        arrays = [i for i, s in enumerate(specs) if separable.is_float_array(s)]
+            return row_separable.is_row_separable(tx) and not moving(tx)
+        leaves, treedef = trees.flatten(params)
+        specs = tuple(map(trees.to_spec, leaves))
+        arrays = [i for i, s in enumerate(specs) if row_separable.is_float_array(s)]
         tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
-        failed = separable.Verdicts(tx).failures(treedef, specs, tables)
+        failed = row_separable.Verdicts(tx).failures(treedef, specs, tables)
         lifted = [i for i in tables if i not in failed]
         return bool(lifted) and not moving(tx, treedef, specs, lifted)
     except Exception:
@@ -81,63 +88,62 @@ def moving(
     specs: Sequence[Any] = (_TABLE,),
     tables: Sequence[int] = (0,),
 ) -> list[str]:
-    """What of a row moves although its gradient is zero.
+    """What of a row changes although its gradient is zero.
 
     Args:
       tx: the transformation.
-      treedef: structure of the parameters, holes counting as leaves.
-      specs: ShapeDtypeStructs (or holes) of its leaves.
+      treedef: structure of the parameters, see `trees.flatten`.
+      specs: its leaves, see `trees.to_spec`.
       tables: which leaves are tables.
 
     Returns:
-      `WEIGHTS` and paths of state leaves, in this order; nothing if rows rest.
+      `WEIGHTS`, then paths of state leaves; empty if rows do not change.
 
     Raises:
       Whatever `tx` raises on trees of that kind.
     """
     with probe.jax_defaults(), np.errstate(all="ignore"):
-        small = probe.small_tree(specs, tables)
-        following = follow.follow(tx.init, treedef, small, tables)
-        return _walk(tx, treedef, small, tables, following)
+        specs = probe.small_tree(specs, tables)
+        found = state_leaves.find(tx.init, treedef, specs, tables)
+        required = optax_internals.required_extra_args(tx)
+        extra_args = dict.fromkeys(required, np.float32(1))
+        inner = optax.with_extra_args_support(tx)
 
+        def update(grads, state, weights):
+            args = treedef.unflatten(grads), state, treedef.unflatten(weights)
+            updates, state = inner.update(*args, **extra_args)
+            updates = treedef.flatten_up_to(updates)
+            return [updates[t] for t in tables], jax.tree.leaves(state)
 
-def _walk(tx, treedef, specs, tables, following) -> list[str]:
-    extra_args = dict.fromkeys(parts.required_extra_args(tx), np.float32(1))
-    inner = optax.with_extra_args_support(tx)
-
-    def update(grads, state, weights):
-        trees = treedef.unflatten(grads), state, treedef.unflatten(weights)
-        updates, state = inner.update(*trees, **extra_args)
-        updates = treedef.flatten_up_to(updates)
-        return [updates[t] for t in tables], jax.tree.leaves(state)
-
-    numbers = np.random.default_rng(0)
-    weights = [probe.random_array(numbers, s) for s in specs]
-    init = jax.jit(lambda w: jax.tree.leaves(tx.init(treedef.unflatten(w))))
-    state = [probe.to_host(leaf) for leaf in probe.compile_probe(init, specs)(weights)]
-    run = probe.compile_probe(jax.jit(update), specs, following.state, specs)
-    paths, state_treedef = jax.tree_util.tree_flatten_with_path(following.state)
-    moved, changed = False, set()
-    direction = [probe.random_array(numbers, s) for s in specs]
-    for step, scale in enumerate(probe.SCALES):
-        grads = [probe.random_gradient(numbers, d, scale) for d in direction]
-        resting = np.arange(probe.ROWS) % 3 != step % 3
-        for t in tables:
-            grads[t][resting] = 0
-        updates, new = run(grads, state_treedef.unflatten(state), weights)
-        for t, update_of_t in zip(tables, map(np.asarray, updates)):
-            moved |= bool(np.any(update_of_t[resting] != 0))
-            weights[t] = (weights[t] + update_of_t).astype(weights[t].dtype)
-        new = [probe.to_host(leaf) for leaf in new]
-        for k, owner in enumerate(following.owners):
-            if owner is not None and not _same(state[k][resting], new[k][resting]):
-                changed.add(k)
-        state = [
-            a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(new, state)
-        ]
-    names = [jax.tree_util.keystr(paths[k][0]) for k in sorted(changed)]
-    return [WEIGHTS, *names] if moved else names
-
-
-def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact))
+        rng = np.random.default_rng(0)
+        weights = [probe.random_array(rng, s) for s in specs]
+        init = jax.jit(lambda w: jax.tree.leaves(tx.init(treedef.unflatten(w))))
+        init = probe.compile_probe(init, specs)
+        state = [probe.to_host(leaf) for leaf in init(weights)]
+        run = probe.compile_probe(jax.jit(update), specs, found.state, specs)
+        paths, state_treedef = jax.tree_util.tree_flatten_with_path(found.state)
+        moved, changed = False, set()
+        direction = [probe.random_array(rng, s) for s in specs]
+        for step, scale in enumerate(probe.SCALES):
+            grads = [probe.random_gradient(rng, d, scale) for d in direction]
+            resting = np.arange(probe.ROWS) % 3 != step % 3
+            for t in tables:
+                grads[t][resting] = 0
+            updates, new = run(grads, state_treedef.unflatten(state), weights)
+            for t, update_of_t in zip(tables, map(np.asarray, updates)):
+                moved |= bool(np.any(update_of_t[resting] != 0))
+                weights[t] = (weights[t] + update_of_t).astype(weights[t].dtype)
+            new = [probe.to_host(leaf) for leaf in new]
+            for k, owner in enumerate(found.owners):
+                if owner is None:
+                    continue
+                old_rows, new_rows = state[k][resting], new[k][resting]
+                has_nan = jnp.issubdtype(old_rows.dtype, jnp.inexact)
+                if not np.array_equal(old_rows, new_rows, equal_nan=has_nan):
+                    changed.add(k)
+            state = [
+                leaf if leaf.dtype == old.dtype else leaf.astype(old.dtype)
+                for leaf, old in zip(new, state)
+            ]
+        names = [jax.tree_util.keystr(paths[k][0]) for k in sorted(changed)]
+        return [WEIGHTS, *names] if moved else names

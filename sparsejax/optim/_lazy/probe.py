@@ -1,62 +1,77 @@
 """Runs a transformation on a small table and on rows of it, and compares.
 
-Lifting tx to rows is right if `tx` on the rows that a gradient touches gives what `tx`
-on the whole table gives there, its other rows having a zero gradient. Let
-U, S' = tx(G, S, W) with G zero outside of the rows R. Then for each table
+Lifting `tx` to rows is right if `tx` on the rows R of a gradient gives what `tx` on the
+whole table gives there, with a gradient of zero in the other rows. Let
+U, S' = tx(G, S, W) with G zero outside of R. Then for each table
 
     tx(G[R], S[R], W[R]) = U[R], S'[R]
 
-has to hold, S[R] being the state with the leaves that follow the table cut to R and
-the others as they are. It is tried on numbers, in two walks from a fresh state:
+has to hold. S[R] is the state with the leaves that follow the table cut to R and the
+others as they are. This is tested on random numbers, in two runs from a fresh state:
 
-- *same rows*: R is the same at each step. Compared are U[R] and all of S'[R]. Rows
+- *same rows*: R is the same at each step. U[R] and all of S'[R] are compared. Rows
   outside of R have weights, but no history. This finds means over rows, norms of
   weights, factored moments, and noise.
 - *other rows*: R alternates, and after each step the rows outside of it are put back,
-  as lifting keeps them. Compared are the state leaves that follow no table. This finds
-  what is gathered over all rows and kept: distances from the start, maxima.
+  because lifting keeps them. The state leaves that follow no table are compared. This
+  finds what is accumulated over all rows: distances from the start, maxima.
 
-Both compare one step from the same state, so differences do not add up. In the second
-walk updates are not compared: after Adam, a clip by global norm sees momentum of all
+Both compare one step from the same state, so differences do not add up. The second run
+does not compare updates: after Adam, a clip by global norm sees the momentum of all
 rows if run densely, and of the rows read if lifted, which is what lifting means.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsejax.optim._lazy import follow, parts
+from sparsejax.optim._lazy import optax_internals, state_leaves, trees
 
 
 ROWS = 160  # enough for optimizers that factor what has 128 rows and columns
 TOUCHED = 12
 SCALES = (1.0, 0.1, 10.0, 1.0)  # of the gradients, step by step
-LARGEST = 2**17  # elements of a leaf that is no table; larger ones are made smaller
-QUICKLY = {"xla_backend_optimization_level": 0}  # it runs a dozen times
+LARGEST = 2**17  # elements of a leaf that is not a table; larger ones are made smaller
+COMPILE_FAST = {"xla_backend_optimization_level": 0}  # it runs a dozen times
 
-UPDATES_DIFFER = "the updates of the rows read depend on the rows that are not read"
+
+class Reason(NamedTuple):
+    """Why a table cannot be lifted.
+
+    Attributes:
+      why: what was found.
+      part: name of the part of the transformation to blame, empty if not known yet.
+      can_be_wrong: whether a row-separable transformation may be refused for it.
+    """
+
+    why: str
+    part: str = ""
+    can_be_wrong: bool = True
+
+    def __str__(self) -> str:
+        known = optax_internals.KNOWN_AS.get(self.part)
+        return f"{self.part}{f' ({known})' if known else ''}: {self.why}"
 
 
 def probe(
     tx: Any, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
-) -> tuple[dict[int, Any], str | None]:
-    """Tries whether lifting `tables` gives what the dense run gives.
+) -> tuple[dict[int, Reason], Reason | None]:
+    """Tests whether lifting `tables` gives what the dense run gives.
 
     Args:
       tx: the transformation.
-      treedef: structure of the parameters, holes counting as leaves.
-      specs: ShapeDtypeStructs (or holes) of its leaves.
+      treedef: structure of the parameters, see `trees.flatten`.
+      specs: its leaves, see `trees.to_spec`.
       tables: which leaves are lifted, all at once.
 
     Returns:
-      `(by table, shared)`: why it fails, for the tables for which it does (with the
-      name of the part to blame where it is known); and why it fails in what belongs to
-      no table, or None.
+      `(by table, shared)`: why it fails for the tables for which it does, and why it
+      fails in state that belongs to no table, or None.
 
     Raises:
       Whatever `tx` raises on trees of that kind.
@@ -75,18 +90,23 @@ def probe(
 def _probe(tx, treedef, specs, tables):
     small = small_tree(specs, tables)
     with np.errstate(all="ignore"):
-        following = follow.follow(tx.init, treedef, small, tables)
-        kept_back = parts.not_lifted(following.state, following.owners)
-        reasons = {**following.blocked, **kept_back}
+        found = state_leaves.find(tx.init, treedef, small, tables)
+        known = optax_internals.not_lifted(found.state, found.owners)
+        reasons = {t: Reason(why, "", False) for t, why in found.blocked.items()}
+        reasons |= {t: Reason(why, part, False) for t, (part, why) in known.items()}
         tables = [t for t in tables if t not in reasons]
         if not tables:
             return reasons, None
-        owners = [o if o in tables else None for o in following.owners]
-        run = _Run(tx, treedef, small, tables, owners, following.state)
-        for rows_of_step, walk in _walks(len(SCALES)):
-            shared = run.walk(rows_of_step, walk, reasons)
+        owners = [o if o in tables else None for o in found.owners]
+        run = _Run(tx, treedef, small, tables, owners, found.state)
+        some = np.arange(3, 3 + 7 * TOUCHED, 7)
+        others = np.arange(5, 5 + 9 * TOUCHED, 9)  # shares a row or two with `some`
+        same_rows = [some] * len(SCALES)
+        other_rows = [(some, others)[step % 2] for step in range(len(SCALES))]
+        for rows_of_step, kind in ((same_rows, "same"), (other_rows, "other")):
+            shared = run.steps(rows_of_step, kind, reasons)
             if shared:
-                return reasons, shared
+                return reasons, Reason(shared)
     return reasons, None
 
 
@@ -94,7 +114,7 @@ def _probe(tx, treedef, specs, tables):
 def jax_defaults(anywhere: bool = False) -> Iterator[None]:
     """JAX's own defaults, whatever the caller has set, on the CPU if there is one."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(follow.without_mesh())
+        stack.enter_context(state_leaves.without_mesh())
         stack.enter_context(jax.disable_jit(False))
         stack.enter_context(jax.numpy_dtype_promotion("standard"))
         stack.enter_context(jax.numpy_rank_promotion("allow"))
@@ -108,26 +128,18 @@ def jax_defaults(anywhere: bool = False) -> Iterator[None]:
         yield
 
 
-def _walks(steps: int) -> list[tuple[list[np.ndarray], str]]:
-    some = np.arange(3, 3 + 7 * TOUCHED, 7)
-    others = np.arange(5, 5 + 9 * TOUCHED, 9)  # shares a row or two with `some`
-    alternating = [(some, others)[step % 2] for step in range(steps)]
-    return [([some] * steps, "same"), (alternating, "other")]
-
-
 def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
-    """Shapes to try it on: tables of `ROWS` rows, large dense leaves made smaller."""
+    """Specs to test on: tables of `ROWS` rows, large leaves made smaller."""
     small = []
     for i, spec in enumerate(specs):
-        if not follow.is_leaf(spec):
+        if not trees.is_none_or_masked(spec):
             shape = list(spec.shape)
             if i in tables:
                 shape[0] = ROWS
             limit = LARGEST * (4 if i in tables else 1)
+            first = int(i in tables)  # the rows of a table stay
             while np.prod(shape, dtype=float) > limit:
-                widest = int(np.argmax(shape[1:])) + 1 if i in tables else None
-                widest = int(np.argmax(shape)) if widest is None else widest
-                shape[widest] //= 2
+                shape[first + int(np.argmax(shape[first:]))] //= 2
             spec = jax.ShapeDtypeStruct(tuple(shape), _plain_dtype(spec.dtype))
         small.append(spec)
     return small
@@ -143,24 +155,24 @@ def _plain_dtype(dtype: Any) -> Any:
 class _Run:
     """A transformation compiled twice, for whole tables and for rows of them.
 
-    Compiled ahead of time, since such a program runs on numbers wherever it is called:
-    `lazy(tx).init` may itself be under `jit`.
+    Compiled ahead of time, because `lazy(tx).init` may itself be under `jit`: a
+    compiled program runs on concrete numbers even there.
     """
 
     def __init__(self, tx, treedef, specs, tables, owners, state):
         self.treedef, self.specs, self.tables = treedef, specs, tables
         self.owners = owners
         arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
-        own = follow.depends_on_shapes(tx.init, treedef, specs, arrays)
-        # State of other leaves stays as it is: a compiler then drops their arithmetic,
-        # and a tree of hundreds of leaves costs little more than one table.
+        own = state_leaves.depends_on_shapes(tx.init, treedef, specs, arrays)
+        # The state of dense leaves is not returned. The compiler then drops their
+        # arithmetic, and a tree of hundreds of leaves costs little more than one table.
         self.kept = [k for k, o in enumerate(owners) if o is not None or not own[k]]
         paths, self.state_treedef = jax.tree_util.tree_flatten_with_path(state)
         self.paths = [jax.tree_util.keystr(path) for path, _ in paths]
         state = [leaf for _, leaf in paths]
 
-        numbers = np.random.default_rng(0)
-        self.weights = [random_array(numbers, s) for s in specs]
+        rng = np.random.default_rng(0)
+        self.weights = [random_array(rng, s) for s in specs]
         init = jax.jit(lambda weights: jax.tree.leaves(tx.init(self.tree(weights))))
         self.state = [
             to_host(leaf) for leaf in compile_probe(init, specs)(self.weights)
@@ -172,7 +184,9 @@ class _Run:
         self.part = compile_probe(update, cut, cut_state, cut)
 
     def _update_of(self, tx):
-        extra_args = dict.fromkeys(parts.required_extra_args(tx), np.float32(1))
+        extra_args = dict.fromkeys(
+            optax_internals.required_extra_args(tx), np.float32(1)
+        )
         tx = optax.with_extra_args_support(tx)
 
         def update(grads, state, weights):
@@ -195,14 +209,14 @@ class _Run:
         owned = zip(leaves, self.owners)
         return [x if owner is None else _rows(x, rows) for x, owner in owned]
 
-    def walk(self, rows_of_step, kind, reasons) -> str | None:
+    def steps(self, rows_of_step, kind, reasons) -> str | None:
         """Compares step by step, adds to `reasons`, returns what fails for all."""
-        numbers = np.random.default_rng(1)
+        rng = np.random.default_rng(1)
         # Always in about the same direction, or estimates of a distance stay at zero.
-        direction = [random_array(numbers, s) for s in self.specs]
+        direction = [random_array(rng, s) for s in self.specs]
         weights, state = list(self.weights), list(self.state)
         for scale, rows in zip(SCALES, rows_of_step):
-            dense = [random_gradient(numbers, d, scale) for d in direction]
+            dense = [random_gradient(rng, d, scale) for d in direction]
             for t in self.tables:
                 outside = np.ones(ROWS, bool)
                 outside[rows] = False
@@ -225,10 +239,14 @@ class _Run:
                             f"the state of the rows read ({self.paths[k]}) depends "
                             "on the rows that are not read"
                         )
-                        reasons.setdefault(owner, why)
+                        reasons.setdefault(owner, Reason(why))
             for t, whole, part in zip(self.tables, updates, cut_updates):
                 if kind == "same" and not _close(whole[rows], part):
-                    reasons.setdefault(t, UPDATES_DIFFER)
+                    why = (
+                        "the updates of the rows read depend on the rows that are not "
+                        "read"
+                    )
+                    reasons.setdefault(t, Reason(why))
                 moved = (weights[t] + whole).astype(weights[t].dtype)
                 weights[t] = moved if kind == "same" else _put(weights[t], rows, moved)
             for k in self.kept:
@@ -248,7 +266,7 @@ class _Run:
 def compile_probe(function, *specs):
     lowered = function.lower(*specs)
     try:
-        return lowered.compile(compiler_options=QUICKLY)
+        return lowered.compile(compiler_options=COMPILE_FAST)
     except jax.errors.JaxRuntimeError:  # another compiler, without that option
         return lowered.compile()
 
@@ -259,18 +277,18 @@ def _rows(x, rows):
     return x[rows]
 
 
-def random_array(numbers, spec):
-    if follow.is_leaf(spec):
+def random_array(rng, spec):
+    if trees.is_none_or_masked(spec):
         return spec
     if not jnp.issubdtype(spec.dtype, jnp.inexact):
         return np.zeros(spec.shape, spec.dtype)
-    return numbers.standard_normal(spec.shape).astype(spec.dtype)
+    return rng.standard_normal(spec.shape).astype(spec.dtype)
 
 
-def random_gradient(numbers, direction, scale):
-    if follow.is_leaf(direction):
+def random_gradient(rng, direction, scale):
+    if trees.is_none_or_masked(direction):
         return direction
-    new = 0.5 * numbers.standard_normal(direction.shape) + direction
+    new = 0.5 * rng.standard_normal(direction.shape) + direction
     return (scale * new).astype(direction.dtype)
 
 

@@ -1,7 +1,8 @@
-"""AdaGrad as embeddings are trained with it: one accumulator a row, or one a number.
+"""AdaGrad for embeddings: one accumulator for each row, or one for each coordinate.
 
-The peers differ in where eps is and in what an accumulator belongs to; this file has
-the three rules that `optax.adagrad` (a number, eps inside of the root) does not give.
+Libraries differ in where they add eps and in what has an accumulator of its own. This
+file has the three rules that `optax.adagrad` (each coordinate, eps inside of the root)
+does not cover.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax._rows import indexing
-from sparsejax.optim._optimizers import both_kinds as _kinds
+from sparsejax.optim._optimizers import base
 
 
 class AdagradState(NamedTuple):
-    """Steps taken, and sums of squared gradients: one a row, or one a number."""
+    """Steps taken; sums of squared gradients, one for each row or coordinate."""
 
     count: Any
     sum_of_squares: Any
@@ -32,15 +33,15 @@ def rowwise_adagrad(
       h' = h + mean(g^2)
       w' = w - learning_rate * g / (sqrt(h') + eps)
 
-    State is V numbers instead of V x D. It works with dense gradients, where all rows
-    are updated, and with SelectedRows, where the rows named are (duplicates summed
-    first) and the others keep their bits; bare or inside of `lazy(optax.chain(...))`.
-    In a leaf of rank 1 each element is a row.
+    State is V numbers instead of V x D. A dense gradient updates all rows. A
+    SelectedRows updates its rows (duplicates are summed first), and the others keep
+    their bits. Use it alone or inside of `lazy(optax.chain(...))`. In a leaf of rank 1
+    each element is a row.
 
     Args:
       learning_rate: a number or a schedule of the step.
-      initial_accumulator_value: h at the start, not negative.
-      eps: added beside the root. `group_adagrad` has it inside.
+      initial_accumulator_value: h at the start, non-negative.
+      eps: added outside of the root; `group_adagrad` adds it inside.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -66,8 +67,8 @@ def rowwise_adagrad(
       2011, "Adaptive Subgradient Methods".
     """
     _check("rowwise_adagrad", learning_rate, initial_accumulator_value, eps)
-    beside = lambda h: _kinds.root(h) + _kinds.like(eps, h)
-    return _adagrad(learning_rate, initial_accumulator_value, beside, by_row=True)
+    outside = lambda h: base.root(h) + base.like(eps, h)
+    return _adagrad(learning_rate, initial_accumulator_value, outside, by_row=True)
 
 
 def group_adagrad(
@@ -80,12 +81,12 @@ def group_adagrad(
       h' = h + mean(g^2)
       w' = w - learning_rate * g / sqrt(h' + eps)
 
-    Otherwise it is `rowwise_adagrad`, whose eps is beside the root; its state goes with
-    this one as well. MXNet keeps it as `[V, 1]`.
+    Otherwise it is `rowwise_adagrad`, which adds eps outside of the root; the two have
+    the same state. MXNet keeps it as `[V, 1]`.
 
     Args:
       learning_rate: a number or a schedule of the step.
-      initial_accumulator_value: h at the start, not negative.
+      initial_accumulator_value: h at the start, non-negative.
       eps: added inside of the root.
 
     Returns:
@@ -108,27 +109,27 @@ def group_adagrad(
       MXNet, `contrib.group_adagrad_update`.
     """
     _check("group_adagrad", learning_rate, initial_accumulator_value, eps)
-    inside = lambda h: _kinds.root(h + _kinds.like(eps, h))
+    inside = lambda h: base.root(h + base.like(eps, h))
     return _adagrad(learning_rate, initial_accumulator_value, inside, by_row=True)
 
 
 def adagrad(
     learning_rate: Any, initial_accumulator_value: Any = 0.0, eps: Any = 1e-10
 ) -> optax.GradientTransformationExtraArgs:
-    """AdaGrad with eps beside the root, as PyTorch, Caffe2, Paddle and FBGEMM have it.
+    """AdaGrad with eps outside of the root, as in PyTorch, Caffe2, Paddle and FBGEMM.
 
     For each coordinate w with gradient g and accumulator h:
 
       h' = h + g^2
       w' = w - learning_rate * g / (sqrt(h') + eps)
 
-    `optax.adagrad` has `sqrt(h' + eps)`, and starts h at 0.1. It works with dense and
-    SelectedRows gradients, bare or inside of `lazy(optax.chain(...))`.
+    `optax.adagrad` has `sqrt(h' + eps)`, and starts h at 0.1. This one accepts dense
+    and SelectedRows gradients, alone or inside of `lazy(optax.chain(...))`.
 
     Args:
       learning_rate: a number or a schedule of the step.
-      initial_accumulator_value: h at the start, not negative.
-      eps: added beside the root. PyTorch's is 1e-10, Caffe2's 1e-5, Paddle's 1e-6.
+      initial_accumulator_value: h at the start, non-negative.
+      eps: added outside of the root. PyTorch's is 1e-10, Caffe2's 1e-5, Paddle's 1e-6.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -151,13 +152,13 @@ def adagrad(
       Caffe2, `SparseAdagrad`; PaddlePaddle, `adagrad`.
     """
     _check("adagrad", learning_rate, initial_accumulator_value, eps)
-    beside = lambda h: _kinds.root(h) + _kinds.like(eps, h)
-    return _adagrad(learning_rate, initial_accumulator_value, beside, by_row=False)
+    outside = lambda h: base.root(h) + base.like(eps, h)
+    return _adagrad(learning_rate, initial_accumulator_value, outside, by_row=False)
 
 
 def _check(name: str, learning_rate: Any, initial: Any, eps: Any) -> None:
     call = f"sparsejax.optim.{name}"
-    _kinds.check_not_negative(
+    base.check_not_negative(
         call, learning_rate=learning_rate, initial_accumulator_value=initial, eps=eps
     )
 
@@ -165,30 +166,30 @@ def _check(name: str, learning_rate: Any, initial: Any, eps: Any) -> None:
 def _adagrad(
     learning_rate: Any, initial: Any, scale: Callable, by_row: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """The rule; `scale` makes of the accumulator what the gradient is divided by."""
+    """AdaGrad that divides by `scale(accumulator)`."""
 
     def init(params):
         def start(p):
             zeros = jnp.zeros_like(p, dtype=indexing.accumulator_dtype(p.dtype))
-            zeros = _kinds.row_zeros(p) if by_row else zeros
-            return zeros + _kinds.like(initial, zeros)
+            zeros = base.row_zeros(p) if by_row else zeros
+            return zeros + base.like(initial, zeros)
 
         return AdagradState(jnp.zeros((), jnp.int32), jax.tree.map(start, params))
 
     def update(updates, state, params=None):
-        rate = _kinds.at(learning_rate, state.count)
+        rate = base.at(learning_rate, state.count)
 
         def rule(g, h, w):
             gradient = g.astype(h.dtype)
             square = gradient * gradient
-            new_h = h + (_kinds.row_mean(square) if by_row else square)
+            new_h = h + (base.row_mean(square) if by_row else square)
             divisor = scale(new_h)
-            divisor = _kinds.per_row(divisor, g) if by_row else divisor
-            step = -_kinds.like(rate, h) * _kinds.divide(gradient, divisor)
-            return step.astype(_kinds.result_dtype(g, w)), new_h
+            divisor = base.per_row(divisor, g) if by_row else divisor
+            step = -base.like(rate, h) * base.divide(gradient, divisor)
+            return step.astype(base.result_dtype(g, w)), new_h
 
         states = (state.sum_of_squares,)
-        updates, sums = _kinds.map_leaves(rule, updates, states, params)
+        updates, sums = base.map_leaves(rule, updates, states, params)
         return updates, AdagradState(optax.safe_increment(state.count), sums)
 
-    return _kinds.both_kinds(init, update)
+    return base.dense_or_rows(init, update)

@@ -1,4 +1,4 @@
-"""FTRL-proximal: the optimizer of sparse linear models, many weights being zero."""
+"""FTRL-proximal: for sparse linear models, where many weights become exactly zero."""
 
 from typing import Any, NamedTuple
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax._rows import indexing
-from sparsejax.optim._optimizers import both_kinds as _kinds
+from sparsejax.optim._lazy import checks
+from sparsejax.optim._optimizers import base
 
 
 CALL = "sparsejax.optim.ftrl"
-_WHY = "FTRL computes new weights and returns their difference to the old ones"
 
 
 class FtrlState(NamedTuple):
@@ -40,15 +40,15 @@ def ftrl(
     weights are forgotten at the first step that touches a row. Start from zeros, or
     with `z = -w * (beta / alpha + l2) - sign(w) * l1`, which stands for weights w.
 
-    It works with dense gradients, where all rows move (those without history become 0),
-    and with SelectedRows, where the rows named move and the others keep their bits. It
-    may be used bare or inside of `lazy(optax.chain(...))`.
+    A dense gradient updates all rows (those without history become 0). A SelectedRows
+    updates its rows, and the others keep their bits. Use it alone or inside of
+    `lazy(optax.chain(...))`.
 
     Args:
       alpha: learning rate, a positive number or a schedule of the step. The value of
-        the present step is used throughout, as Caffe2 and MXNet do.
+        the current step is used throughout, as in Caffe2 and MXNet.
       beta: keeps the first steps small; with `beta=0` the first is about `alpha`.
-      l1: strength of the L1 penalty: what makes weights exactly zero.
+      l1: strength of the L1 penalty, which makes weights exactly zero.
       l2: strength of the L2 penalty, in the gradient's unit: `l2 / 2 * w^2` a step.
 
     Returns:
@@ -77,8 +77,8 @@ def ftrl(
       `SparseFtrl`; MXNet, `ftrl_update`.
     """
     positive = "a positive number or a schedule"
-    _kinds.check(CALL, "alpha", alpha, positive, lambda x: x > 0)
-    _kinds.check_not_negative(CALL, beta=beta, l1=l1, l2=l2)
+    base.check(CALL, "alpha", alpha, positive, lambda x: x > 0)
+    base.check_not_negative(CALL, beta=beta, l1=l1, l2=l2)
 
     def init(params):
         wide = lambda p: jnp.zeros_like(p, dtype=indexing.accumulator_dtype(p.dtype))
@@ -86,8 +86,10 @@ def ftrl(
         return FtrlState(jnp.zeros((), jnp.int32), z, n)
 
     def update(updates, state, params=None):
-        _kinds.require_params(CALL, _WHY, params)
-        rate = _kinds.at(alpha, state.count)
+        checks.require_params(
+            CALL, params, "FTRL returns the difference of new weights and old ones"
+        )
+        rate = base.at(alpha, state.count)
 
         def rule(g, z, n, w):
             old = jnp.asarray(w).astype(z.dtype)
@@ -95,17 +97,17 @@ def ftrl(
             square = gradient * gradient
             new_n = n + square
             # sqrt(n') - sqrt(n), without the cancellation when n is large.
-            growth = _kinds.divide(square, _kinds.root(new_n) + _kinds.root(n))
-            new_z = z + gradient - growth / _kinds.like(rate, z) * old
-            strength = _kinds.like(beta, z) + _kinds.root(new_n)
-            strength = strength / _kinds.like(rate, z) + _kinds.like(l2, z)
-            limit = _kinds.like(l1, z)
-            kept = _kinds.divide(jnp.sign(new_z) * limit - new_z, strength)
-            new = jnp.where(jnp.abs(new_z) > limit, kept, _kinds.like(0, z))
-            # Never in a type narrower than the weights': old + (0 - old) must be 0.
-            return (new - old).astype(_kinds.result_dtype(g, w)), new_z, new_n
+            growth = base.divide(square, base.root(new_n) + base.root(n))
+            new_z = z + gradient - growth / base.like(rate, z) * old
+            strength = base.like(beta, z) + base.root(new_n)
+            strength = strength / base.like(rate, z) + base.like(l2, z)
+            limit = base.like(l1, z)
+            kept = base.divide(jnp.sign(new_z) * limit - new_z, strength)
+            new = jnp.where(jnp.abs(new_z) > limit, kept, base.like(0, z))
+            # Never in a dtype narrower than the weights': old + (0 - old) must be 0.
+            return (new - old).astype(base.result_dtype(g, w)), new_z, new_n
 
-        updates, z, n = _kinds.map_leaves(rule, updates, (state.z, state.n), params)
+        updates, z, n = base.map_leaves(rule, updates, (state.z, state.n), params)
         return updates, FtrlState(optax.safe_increment(state.count), z, n)
 
-    return _kinds.both_kinds(init, update)
+    return base.dense_or_rows(init, update)

@@ -1,15 +1,15 @@
-"""accumulate: the mean of k gradients, held by rows.
+"""accumulate: one optimizer step for k gradients, whose sum is held by rows.
 
-A table's gradients are held in a SelectedRows of fixed capacity C in the state:
+The gradients of a table are summed in a SelectedRows of fixed capacity C in the state:
 
-- If C is smaller than the table, its slots are filled in the order in which rows turn
-  up. Each step merges its gradient, finds which of its rows are held already (the ids
-  are sorted, the values stay where they are), and adds to or fills those slots. What is
-  touched is what the gradient touched: held values are neither moved nor copied.
+- If C is smaller than the table, slots are filled in the order in which rows appear.
+  Each step merges its gradient, finds which of its rows have a slot already (by sorting
+  the ids; the values stay where they are), and adds to those or fills new ones. Only
+  the slots of the gradient's rows are touched: no other value is moved or copied.
 - If every row has a slot, row r has slot r.
 
-A slot is empty if its id is the table's height. Its value is then what an earlier round
-left there; emptying the buffer after a step writes ids only.
+A slot is empty if its id is the table's height. Its value is then a leftover of an
+earlier step: emptying the buffer writes ids only.
 """
 
 import operator
@@ -24,45 +24,24 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.optim._lazy import follow, lazy, parts, placement, separable
-from sparsejax.optim._lazy.table_rows import check_on_one_device
-from sparsejax.optim._wrappers import conditional
+from sparsejax.optim._lazy import checks, state_sharding, trees
+from sparsejax.optim._wrappers.update_if import update_if
 
 
 CALL = "sparsejax.optim.accumulate"
-
-_NOT_LAZY = (
-    CALL + ": takes a transformation that takes SelectedRows, such as "
-    "lazy(optax.adam(1e-3)), got {found}."
-)
-_NOT_AN_INT = CALL + ": {name} must be a positive int{more}, got {found}."
-_CAPACITY_TREE = (
-    CALL + ": capacity is an int or a tree (prefix) of ints for params, with None for "
-    "what has a dense gradient, got {found} for {want}."
-)
-_TOO_FEW_SLOTS = (
-    CALL + ": {where} has a dense gradient of {height} rows, but only {slots} slots. "
-    'Give capacity as a tree, with None for this leaf: capacity={{"table": 4096, '
-    '"kernel": None}}.'
-)
-_NO_SLOTS = (
-    CALL + ": {where} has a SelectedRows gradient, but no slots: capacity is None for "
-    "it, or one int for a tree, which gives slots to leaves of rank 2 and more. Give "
-    "capacity as a tree with an int for this leaf."
-)
 
 
 class AccumulateState(NamedTuple):
     """State of `accumulate`; names as in `optax.MultiStepsState`.
 
     Attributes:
-      mini_step: int32, gradients held at the moment, less than `every_k`.
-      gradient_step: int32, steps that `tx` has made.
+      mini_step: int32, how many gradients are held, less than `every_k`.
+      gradient_step: int32, how many steps `tx` has made.
       inner_opt_state: state of `tx`.
-      acc_grads: sums of the gradients held, at least float32: a SelectedRows for each
-        table, arrays for dense leaves.
+      acc_grads: sums of the gradients held, in float32 or wider: a SelectedRows for
+        each table, arrays for dense leaves.
       overflow: int32, how many rows found no slot, over all steps and tables. A row
-        counts once for each gradient that names it.
+        counts once for each gradient that has it.
     """
 
     mini_step: jax.Array
@@ -81,33 +60,33 @@ def accumulate(
 
       updates, state = tx.update((g_1 + ... + g_k) / k, state, params)
 
-    as `optax.MultiSteps` does; with a loss that is a mean over the batch this is a step
-    on one batch k times as large. Before the k-th, updates are zero (a SelectedRows
-    without a filled slot) and the state of `tx` stays as it is. Rows are merged as they
-    come; sums are held in at least float32.
+    as `optax.MultiSteps` does. With a loss that is a mean over the batch, this is a
+    step on one batch k times as large. Before the k-th gradient, updates are zero (a
+    SelectedRows without a filled slot) and the state of `tx` stays as it is. Rows are
+    merged as they come. Sums are in float32 or wider.
 
-    A table's gradients live in a buffer of `capacity` rows. Give it the number of
-    distinct rows that k gradients can touch, or the table's height. A row that finds no
-    slot is left out of this step as if no gradient had named it, and is counted in
-    `state.overflow`. Rows that have one get their whole sum, so a step on too small a
-    buffer is right for the rows that came first.
+    The gradients of a table are held in a buffer of `capacity` rows. Set it to the
+    number of distinct rows that k gradients can have, or to the table's height. A row
+    that finds no slot is left out of this step, as if it had no gradient, and is
+    counted in `state.overflow`. Rows that have a slot get their whole sum, so a step on
+    too small a buffer is right for the rows that came first.
 
     Args:
-      tx: a transformation that takes SelectedRows: `lazy(...)`, or one of this module.
-        Extra arguments of `update` reach it at the k-th gradient.
+      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of this
+        module. Extra arguments of `update` are passed to it at the k-th gradient.
       every_k: int k, or a function of `gradient_step`, a schedule.
       capacity: int, slots for each leaf of rank 2 or more; or a tree (prefix) of the
-        params with ints for tables and None for what has dense gradients. There an int
-        for a leaf of rank 1 makes it a table too. A leaf with slots may have a dense
-        gradient as well if it has no more rows than slots.
+        params with ints for tables and None for leaves with dense gradients. In a tree,
+        an int for a leaf of rank 1 makes that leaf a table too. A leaf with slots may
+        have a dense gradient as well if it has no more rows than slots.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with an `AccumulateState`. Under `jax.jit`
       donate it with the parameters: buffers and tables are updated in place.
 
     Raises:
-      TypeError: `tx` is no transformation.
-      ValueError: `every_k` or `capacity` is no positive int, or no tree for these
+      TypeError: `tx` is not a transformation.
+      ValueError: `every_k` or `capacity` is not a positive int, or not a tree for these
         params; at update, a dense gradient with more rows than slots, or a SelectedRows
         without slots.
 
@@ -127,16 +106,15 @@ def accumulate(
     References:
       `optax.MultiSteps`.
     """
-    if not parts.is_transformation(tx):
-        raise TypeError(_NOT_LAZY.format(found=_arguments.kind_of(tx)))
+    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(tx)
     if not callable(every_k):
-        every_k = _positive("every_k", every_k, more=" or a function of the step")
+        every_k = _positive_int(every_k, "every_k", " or a function of the step")
 
     def init(params):
-        placement.check_none_spread(CALL, params)
+        state_sharding.check_not_sharded(CALL, params)
         inner_state = tx.init(params)
-        leaves, treedef = separable.flatten(params)
+        leaves, treedef = trees.flatten(params)
         buffers = [_empty(*leaf) for leaf in zip(leaves, _slots(params, capacity))]
         # Each an array of its own: no buffer can be donated twice.
         mini_step, gradient_step, overflow = (
@@ -147,23 +125,23 @@ def accumulate(
         )
 
     def update(updates, state, params=None, **extra_args):
-        grads, treedef = separable.flatten(updates)
-        check_on_one_device(CALL, grads)
-        parts.check_state(CALL, state, AccumulateState)
-        lazy.weights_of(updates, treedef, params, CALL)
-        # jnp.asarray: a state from a checkpoint may be of NumPy arrays.
+        grads, treedef = trees.flatten(updates)
+        state_sharding.check_not_sharded(CALL, grads)
+        checks.check_state(CALL, state, AccumulateState)
+        trees.flatten_params(CALL, updates, params)
+        # jnp.asarray: a state from a checkpoint may have NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
         overflow = jnp.asarray(state.overflow)
         for i, grad in enumerate(grads):
-            if not follow.is_leaf(grad):
-                _check(updates, i, sums[i], grad)
+            if not trees.is_none_or_masked(grad):
+                _check_slots(updates, i, sums[i], grad)
                 sums[i], missed = _add(sums[i], grad)
                 overflow += missed
 
         k = every_k(state.gradient_step) if callable(every_k) else every_k
         k = jnp.asarray(k, jnp.int32)
         due = state.mini_step >= k - 1
-        updates, inner_state = conditional.update_if(
+        updates, inner_state = update_if(
             due,
             inner,
             lambda: treedef.unflatten([_mean(*pair, k) for pair in zip(sums, grads)]),
@@ -186,8 +164,8 @@ def accumulate(
 
 
 def _empty(leaf: Any, slots: int | None) -> Any:
-    """What sums of a leaf's gradients are held in, with nothing in it."""
-    if follow.is_leaf(leaf):
+    """The empty buffer for the sum of a leaf's gradients."""
+    if trees.is_none_or_masked(leaf):
         return leaf
     leaf = jnp.asarray(leaf)
     dtype = indexing.accumulator_dtype(leaf.dtype)
@@ -232,8 +210,8 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
 
 
 def _mean(held: Any, grad: Any, k: jax.Array) -> Any:
-    """The mean of k gradients, of the kind that the last one is."""
-    if follow.is_leaf(held):
+    """The mean of k gradients, dense or SelectedRows as the last one is."""
+    if trees.is_none_or_masked(held):
         return held
     if not isinstance(held, SelectedRows):
         return held / k.astype(held.dtype)
@@ -243,7 +221,7 @@ def _mean(held: Any, grad: Any, k: jax.Array) -> Any:
 
 
 def _emptied(due: jax.Array, held: Any) -> Any:
-    if follow.is_leaf(held):
+    if trees.is_none_or_masked(held):
         return held
     if not isinstance(held, SelectedRows):
         return jnp.where(due, jnp.zeros((), held.dtype), held)
@@ -258,53 +236,56 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
     """How many slots each leaf of `params` gets; None where it is held as an array."""
     is_none = lambda x: x is None
     try:
-        numbers, treedef = jax.tree.flatten(capacity, is_leaf=is_none)
+        capacities, treedef = jax.tree.flatten(capacity, is_leaf=is_none)
         subtrees = treedef.flatten_up_to(params)
     except ValueError:
-        found, want = (
-            _arguments.show_tree(capacity, is_none),
-            _arguments.show_tree(params),
-        )
-        raise ValueError(_CAPACITY_TREE.format(found=found, want=want)) from None
+        raise ValueError(
+            f"{CALL}: capacity must be an int or a tree (prefix) of ints for params, "
+            "with None for leaves with a dense gradient, got "
+            f"{_arguments.show_tree(capacity, is_none)} for "
+            f"{_arguments.show_tree(params)}."
+        ) from None
     slots = []
-    for number, subtree in zip(numbers, subtrees):
-        leaves, treedef = separable.flatten(subtree)
-        named = jax.tree_util.treedef_is_leaf(treedef)  # the leaf itself was given
+    for number, subtree in zip(capacities, subtrees):
+        leaves, treedef = trees.flatten(subtree)
+        is_for_one_leaf = jax.tree_util.treedef_is_leaf(treedef)
+        lowest_rank = 1 if is_for_one_leaf else 2
         if number is not None:
-            number = _positive("capacity", number, more=", or a tree of such and None")
-        slots += [_slots_of(leaf, number, 1 if named else 2) for leaf in leaves]
+            number = _positive_int(number, "capacity", ", or a tree of ints and None")
+        for leaf in leaves:
+            dense = trees.is_none_or_masked(leaf) or np.ndim(leaf) < lowest_rank
+            use_array = dense or number is None
+            slots.append(None if use_array else min(number, np.shape(leaf)[0]))
     return slots
 
 
-def _slots_of(leaf: Any, number: int | None, lowest_rank: int) -> int | None:
-    if number is None or follow.is_leaf(leaf) or np.ndim(leaf) < lowest_rank:
-        return None
-    return min(number, np.shape(leaf)[0])
-
-
-def _positive(name: str, number: Any, more: str) -> int:
+def _positive_int(number: Any, name: str, more: str) -> int:
     try:
         found = operator.index(number)
     except TypeError:
         found = 0
     if found < 1 or isinstance(number, bool):
-        shown = _arguments.show(number)
-        raise ValueError(_NOT_AN_INT.format(name=name, more=more, found=shown))
+        raise ValueError(
+            f"{CALL}: {name} must be a positive int{more}, got "
+            f"{_arguments.show(number)}."
+        )
     return found
 
 
-def _check(updates: Any, i: int, held: Any, grad: Any) -> None:
-    rows, slots = isinstance(grad, SelectedRows), isinstance(held, SelectedRows)
-    if rows and not slots:
-        raise ValueError(_NO_SLOTS.format(where=_path(updates, i)))
-    if slots and not rows and held.capacity < held.height:
-        where, slots = _path(updates, i), held.capacity
+def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:
+    """A ValueError if the buffer of leaf i does not fit its gradient."""
+    where = lambda: trees.leaf_paths(updates, "grads")[i]
+    if not isinstance(held, SelectedRows):
+        if isinstance(grad, SelectedRows):
+            raise ValueError(
+                f"{CALL}: {where()} has a SelectedRows gradient, but no slots: its "
+                "capacity is None, or capacity is one int for the whole tree, which "
+                "gives slots to leaves of rank 2 and more. Pass capacity as a tree "
+                "with an int for this leaf."
+            )
+    elif not isinstance(grad, SelectedRows) and held.capacity < held.height:
         raise ValueError(
-            _TOO_FEW_SLOTS.format(where=where, height=held.height, slots=slots)
+            f"{CALL}: {where()} has a dense gradient of {held.height} rows, but only "
+            f"{held.capacity} slots. Pass capacity as a tree, with None for this leaf: "
+            'capacity={"table": 4096, "kernel": None}.'
         )
-
-
-def _path(tree: Any, i: int) -> str:
-    is_leaf = lambda x: isinstance(x, SelectedRows) or follow.is_leaf(x)
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return "grads" + jax.tree_util.keystr(paths[i][0])

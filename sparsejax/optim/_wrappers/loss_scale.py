@@ -1,9 +1,9 @@
 """dynamic_loss_scale: gradients in float16 that neither vanish nor overflow.
 
-float16 ends at 65,504 above and near 6e-8 below. The loss is multiplied by a scale
-that is as large as goes well, and gradients are divided by it. Where that is done
-matters with rows: two slots of one row may be finite and their sum not, so rows are
-unscaled and summed in float32, and it is the sums that are looked at.
+float16 holds magnitudes from about 6e-8 to 65,504. The loss is multiplied by a scale,
+as large as possible, and gradients are divided by it. With rows the order matters: two
+slots of one row may be finite while their sum is not. So rows are unscaled and summed
+in float32, and the sums are tested.
 """
 
 from typing import Any, NamedTuple
@@ -15,20 +15,11 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.optim._lazy import follow, parts, separable
-from sparsejax.optim._wrappers import conditional
+from sparsejax.optim._lazy import checks, trees
+from sparsejax.optim._wrappers.update_if import update_if
 
 
 CALL = "sparsejax.optim.dynamic_loss_scale"
-
-_NOT_LAZY = (
-    CALL + ": takes a transformation that takes SelectedRows, such as "
-    "lazy(optax.adam(1e-3)), got {found}."
-)
-_NUMBERS = (
-    CALL + ": wants initial_scale >= 1, factor > 1 and growth_interval >= 1, got "
-    "{initial_scale}, {factor} and {growth_interval}."
-)
 
 
 class LossScaleState(NamedTuple):
@@ -56,20 +47,20 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Loss scaling for gradients in float16, skipping steps that overflow.
 
-    Multiply the loss by `state.scale`, and hand the scaled gradients in:
+    Multiply the loss by `state.scale`, and pass the scaled gradients:
 
       loss, grads = sj.value_and_grad(lambda p: loss_fn(p) * state.scale)(params)
       updates, state = tx.update(grads, state, params)
 
     With G the scaled gradients, duplicates of a row summed in float32, `tx` gets
-    G / scale in float32. If a number of G is infinite or NaN, the step is left out:
+    G / scale in float32. If any element of G is infinite or NaN, the step is skipped:
     updates are zero (a SelectedRows without a filled slot), the state of `tx` stays as
     it is, and the scale is divided by `factor`, down to 1. After `growth_interval`
     finite steps in a row it is multiplied by `factor`.
 
     Args:
-      tx: a transformation that takes SelectedRows: `lazy(...)`, or one of this module;
-        for parameters of 16 bits themselves, `rounding(lazy(...), ...)`.
+      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of this
+        module; if the parameters have 16 bits too, `rounding(lazy(...), ...)`.
       initial_scale: float, at least 1; a power of two, as is `factor`, rounds nothing.
       growth_interval: int, finite steps before the scale grows.
       factor: float, by how much it grows and shrinks.
@@ -78,8 +69,8 @@ def dynamic_loss_scale(
       `optax.GradientTransformationExtraArgs` with a `LossScaleState`.
 
     Raises:
-      TypeError: `tx` is no transformation.
-      ValueError: numbers out of range.
+      TypeError: `tx` is not a transformation.
+      ValueError: one of the numbers is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -99,18 +90,16 @@ def dynamic_loss_scale(
       Micikevicius et al., 2018, "Mixed Precision Training"; NVIDIA Apex, dynamic loss
       scaling; `jmp.DynamicLossScale`.
     """
-    if not parts.is_transformation(tx):
-        raise TypeError(_NOT_LAZY.format(found=_arguments.kind_of(tx)))
-    numbers = dict(
-        initial_scale=initial_scale, factor=factor, growth_interval=growth_interval
-    )
+    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
     try:
         known = initial_scale >= 1 and factor > 1 and growth_interval >= 1
     except TypeError:  # a string, or None
         known = False
     if not known:
         raise ValueError(
-            _NUMBERS.format(**{k: _arguments.show(x) for k, x in numbers.items()})
+            f"{CALL}: needs initial_scale >= 1, factor > 1 and growth_interval >= 1, "
+            f"got {_arguments.show(initial_scale)}, {_arguments.show(factor)} and "
+            f"{_arguments.show(growth_interval)}."
         )
     inner = optax.with_extra_args_support(tx)
     by = np.float32(factor)
@@ -122,15 +111,15 @@ def dynamic_loss_scale(
         return LossScaleState(scale, good_steps, skipped, tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
-        parts.check_state(CALL, state, LossScaleState)
-        leaves, treedef = separable.flatten(updates)
-        grads = [_unscaled(g, state.scale) for g in leaves]
-        numbers = [g.values if isinstance(g, SelectedRows) else g for g in grads]
+        checks.check_state(CALL, state, LossScaleState)
+        leaves, treedef = trees.flatten(updates)
+        grads = [_unscale(g, state.scale) for g in leaves]
         finite = jnp.asarray(True)
-        for x in numbers:
-            if not follow.is_leaf(x):
-                finite &= jnp.all(jnp.isfinite(x))
-        updates, inner_state = conditional.update_if(
+        for g in grads:
+            if not trees.is_none_or_masked(g):
+                values = g.values if isinstance(g, SelectedRows) else g
+                finite &= jnp.all(jnp.isfinite(values))
+        updates, inner_state = update_if(
             finite,
             inner,
             lambda: treedef.unflatten(grads),
@@ -153,12 +142,12 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _unscaled(grad: Any, scale: jax.Array) -> Any:
-    """A gradient over the scale, merged, in float32 or wider."""
-    if follow.is_leaf(grad):
+def _unscale(grad: Any, scale: jax.Array) -> Any:
+    """A gradient divided by the scale, duplicates merged, in float32 or wider."""
+    if trees.is_none_or_masked(grad):
         return grad
     if isinstance(grad, SelectedRows):
-        return grad.map(lambda v: _unscaled(v, scale)).coalesce()
+        return grad.map(lambda v: _unscale(v, scale)).coalesce()
     grad = jnp.asarray(grad)
     grad = grad.astype(indexing.accumulator_dtype(grad.dtype))
     return grad / scale.astype(grad.dtype)

@@ -1,21 +1,21 @@
 """rounding: tables of 16 bits that learn from updates smaller than their last bit.
 
-`table + update` in bfloat16 rounds to the nearest of its 8 significant bits: an update
-below 1/512 of a weight changes nothing, however often it comes. Two remedies, both on
-the rows read only: round up or down at random, so that updates arrive in expectation;
-or keep a float32 copy of the table, and round that.
+`table + update` in bfloat16 rounds to the nearest number of 8 significant bits: an
+update below 1/512 of a weight changes nothing, however often it comes. There are two
+remedies, both on the rows read only: round up or down at random, so that updates arrive
+in expectation; or keep a float32 copy of the table, and round that.
 
-How the new weight gets into the table. The transformation hands out updates, to be
-added by `optax.apply_updates`, so it returns d = new - old in float32, where old and
-new are both of the narrow type. The sum old + d is formed in float32 and rounded once
-(see `_row_arithmetic`, and for arrays `optax.apply_updates` does the same):
+How the new weight gets into the table. The transformation returns updates, to be added
+by `optax.apply_updates`. So it returns d = new - old in float32, where old and new are
+both numbers of the narrow type. The sum old + d is formed in float32 and rounded once
+(by `SelectedRows.__radd__`, and by `optax.apply_updates` for arrays):
 
 - If d is exact, the sum is new, and the table gets its bits. It is exact where the bits
-  of old and new fit into 24: between numbers of 8 bits (bfloat16) that are within a
-  factor of 2^15 of each other, between numbers of 11 bits (float16) within 2^12.
+  of old and new fit into 24: between numbers of 8 bits (bfloat16) within a factor of
+  2^15 of each other, between numbers of 11 bits (float16) within 2^12.
 - If |new| is larger than that, old + d is new up to 2^-23 |new|, which rounding undoes.
 - If |old| is, old + d is new up to 2^-23 |old|: a weight that falls to less than a
-  4,096th part of itself in a single step may be off by that much, relative to the step.
+  4,096th of itself in one step may be off by that much, relative to the step.
 """
 
 from typing import Any, NamedTuple
@@ -27,31 +27,17 @@ import optax
 from sparsejax import _arguments
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.optim._lazy import follow, lazy, parts, separable
+from sparsejax.optim._lazy import checks, trees
 
 
 CALL = "sparsejax.optim.rounding"
-
-_NOT_LAZY = (
-    CALL + ": takes a transformation that takes SelectedRows, such as "
-    "lazy(optax.adam(1e-3)), got {found}."
-)
-_NO_KEY = (
-    CALL
-    + ": needs rounding_key=jax.random.key(...) to round at random, or master=True "
-    "to keep a float32 copy of each narrow leaf."
-)
-_NO_PARAMS = (
-    CALL + ": update was called without params, and it rounds the new weights. Call "
-    "tx.update(grads, state, params)."
-)
 
 
 class RoundingState(NamedTuple):
     """State of `rounding`.
 
     Attributes:
-      step: int32, updates made; each rounds with a key of its own.
+      step: int32, how many updates were made; each rounds with its own key.
       inner_state: state of `tx`, made for float32 parameters.
       master: float32 copies of the narrow leaves, None elsewhere; () without
         `master=True`.
@@ -73,19 +59,20 @@ def rounding(
       m' = m + u, w' = R(m')     with `master`: m is w in float32, kept in the state
 
     Stochastic rounding takes one of the two neighbours, each with the probability that
-    makes `E[R(x)] = x`. With a master and no key, R rounds to nearest. What is returned
-    is w' - w in float32, so that `optax.apply_updates` gives w' itself. Gradients reach
-    `tx` in float32, duplicates summed in float32, and its state is made for float32
-    parameters; ask for less with optax's own `mu_dtype` and the like.
+    makes `E[R(x)] = x`. With a master and no key, R rounds to nearest. The update is w'
+    - w in float32, so that `optax.apply_updates` gives w' itself. `tx` gets gradients
+    in float32, duplicates summed in float32, and its state is made for float32
+    parameters. For smaller state use optax's own `mu_dtype` and similar arguments.
 
-    Only rows that the gradient names are read, rounded and written, in tables and
-    masters alike. Leaves of other types pass through untouched.
+    Only the rows of the gradient are read, rounded and written, in tables and masters.
+    Leaves of other dtypes are unchanged.
 
     Args:
-      tx: a transformation that takes SelectedRows: `lazy(...)`, or one of this module.
-      rounding_key: one PRNG key, or an int to make one of. The same key gives the same
-        training. Every replica of a table must have the same one.
-      master: keep float32 copies in the state. They cost twice the table's memory and,
+      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of this
+        module.
+      rounding_key: one PRNG key, or an int to make one from. The same key gives the
+        same training. Every replica of a table needs the same one.
+      master: keep float32 copies in the state. They take twice the table's memory and,
         unlike rounding at random, lose nothing.
 
     Returns:
@@ -93,7 +80,7 @@ def rounding(
       `params`. Donate the state under `jax.jit`: masters are updated in place.
 
     Raises:
-      TypeError: `tx` is no transformation, or `rounding_key` no key.
+      TypeError: `tx` is not a transformation, or `rounding_key` not a key.
       ValueError: neither a key nor a master; at update, no params.
 
     Example:
@@ -117,20 +104,22 @@ def rounding(
       et al., 2018, "Mixed Precision Training" (the master copy); FBGEMM,
       `stochastic_rounding`.
     """
-    if not parts.is_transformation(tx):
-        raise TypeError(_NOT_LAZY.format(found=_arguments.kind_of(tx)))
+    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
     if rounding_key is None and not master:
-        raise ValueError(_NO_KEY)
+        raise ValueError(
+            f"{CALL}: needs rounding_key=jax.random.key(...) to round at random, or "
+            "master=True to keep a float32 copy of each bfloat16 or float16 leaf."
+        )
     key = None
     if rounding_key is not None:
         key = _arguments.as_key(CALL, rounding_key, "rounding_key", from_int=True)
     inner = optax.with_extra_args_support(tx)
 
     def init(params):
-        leaves, treedef = separable.flatten(params)
+        leaves, treedef = trees.flatten(params)
         narrow = [_is_narrow(w) for w in leaves]
         wide = [_widen(w) if n else w for w, n in zip(leaves, narrow)]
-        # Not those in `wide`, which `tx` may keep: no buffer can be donated twice.
+        # Not the arrays in `wide`, which `tx` may keep: no buffer can be donated twice.
         copies = [_widen(w) if n else None for w, n in zip(leaves, narrow)]
         return RoundingState(
             jnp.zeros((), jnp.int32),
@@ -139,18 +128,17 @@ def rounding(
         )
 
     def update(updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(_NO_PARAMS)
-        grads, treedef = separable.flatten(updates)
-        weights = lazy.weights_of(updates, treedef, params, CALL)
+        checks.require_params(CALL, params, "it rounds the new weights")
+        grads, treedef = trees.flatten(updates)
+        weights = trees.flatten_params(CALL, updates, params)
         assert weights is not None
-        parts.check_state(CALL, state, RoundingState)
+        checks.check_state(CALL, state, RoundingState)
         narrow = [_is_narrow(w) for w in weights]
         copies = list(weights)
         if master:
             copies = treedef.flatten_up_to(state.master)
             copies = [c if n else w for c, w, n in zip(copies, weights, narrow)]
-        else:  # a table is left as it is: to widen it would make an array of its size
+        else:  # tables stay narrow: a wide copy would be an array of their size
             for i, grad in enumerate(grads):
                 if narrow[i] and not isinstance(grad, SelectedRows):
                     copies[i] = _widen(copies[i])
@@ -163,11 +151,12 @@ def rounding(
         )
         updates = treedef.flatten_up_to(updates)
         for i, w in enumerate(weights):
-            if narrow[i] and not follow.is_leaf(updates[i]):
-                here = None
-                if key is not None:  # of this step and leaf
-                    here = jax.random.fold_in(jax.random.fold_in(key, state.step), i)
-                updates[i], copies[i] = _apply(w, copies[i], updates[i], here)
+            if narrow[i] and not trees.is_none_or_masked(updates[i]):
+                leaf_key = None
+                if key is not None:
+                    leaf_key = jax.random.fold_in(key, state.step)
+                    leaf_key = jax.random.fold_in(leaf_key, i)
+                updates[i], copies[i] = _apply(w, copies[i], updates[i], leaf_key)
         copies = [c if n else None for c, n in zip(copies, narrow)]
         return treedef.unflatten(updates), RoundingState(
             state.step + 1,
@@ -178,9 +167,6 @@ def rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# ------------------------------------------------------------------ private
-
-
 def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
     """The update that takes `weights` to the rounded sum, and the new copy."""
     weights, copy = jnp.asarray(weights), jnp.asarray(copy)
@@ -188,8 +174,8 @@ def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
         new = copy.astype(jnp.float32) + update.astype(jnp.float32)
         rounded = _round(new, weights.dtype, key)
         return rounded.astype(new.dtype) - weights.astype(new.dtype), new
-    # Merged, since a row is rounded once: of a transformation's own making they may
-    # come with duplicates.
+    # Merged, because a row is rounded once, and the updates of some transformations
+    # have duplicates.
     update = update.astype(jnp.float32).coalesce()
     if not update.height:
         return update, copy
@@ -203,13 +189,13 @@ def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
 
 
 def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
-    """float32 to a type of 16 bits: to nearest, or at random if there is a key."""
+    """float32 to a dtype of 16 bits: to nearest, or at random if there is a key."""
     nearest = x.astype(dtype)
     if key is None:
         return nearest
-    # The bits of a float without its sign count its magnitude: the neighbour farther
-    # from zero is one more. Below the largest number that is infinity, which random
-    # rounding never takes: the gap is infinite, and the comparison false.
+    # The bits of a float without its sign, read as an integer, order its magnitude: the
+    # neighbour farther from zero is one more. That of the largest number is infinity,
+    # which is never taken: the gap is infinite, and the comparison false.
     bits = jax.lax.bitcast_convert_type(nearest, jnp.uint16)
     too_far = jnp.abs(nearest.astype(x.dtype)) > jnp.abs(x)
     bits = bits - too_far.astype(bits.dtype)
@@ -227,4 +213,4 @@ def _is_narrow(x: Any) -> bool:
 
 
 def _widen(x: Any) -> Any:
-    return x if follow.is_leaf(x) else x.astype(jnp.float32)
+    return x if trees.is_none_or_masked(x) else x.astype(jnp.float32)

@@ -1,17 +1,17 @@
-"""Decoupled weight decay that a row which was not read gets when it is read again.
+"""Decoupled weight decay: a row gets its missed steps when it is next touched.
 
 AdamW multiplies every weight by `1 - lr_t * rate` at every step. Under `lazy` a row
-that is not read is left alone, so rare rows hardly decay. Here a row that is touched
-gets the decay of all the steps it missed at once, which is a product over them:
+without a gradient is left alone, so rare rows hardly decay. Here a touched row gets the
+decay of all the steps it missed at once, a product over them:
 
   w' = w * prod_{s = last + 1 .. t} (1 - lr_s * rate) + update
 
-One sum is kept, L_t = sum_{s <= t} log(1 - lr_s * rate), and for each row the L at
-which it was last decayed. Then the product is exp(L_t - L_last), whatever the schedule.
+The state has one sum, L_t = sum_{s <= t} log(1 - lr_s * rate), and for each row the L
+at which it was last decayed. Then the product is exp(L_t - L_last), for any schedule.
 
 L grows while the differences stay small, so float32 would lose them: after a million
-steps of 1e-5 a single one is good to a few percent only. L is therefore kept as a sum
-of two floats, which has twice the digits.
+steps of 1e-5 a single step would be accurate to a few percent only. So L is kept as a
+sum of two floats, which has twice the digits.
 """
 
 from typing import Any, NamedTuple
@@ -23,20 +23,15 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import follow
-from sparsejax.optim._optimizers import both_kinds as _kinds
+from sparsejax.optim._lazy import checks, trees
+from sparsejax.optim._optimizers import base
 
 
 CALL = "sparsejax.optim.weight_decay"
-_WHY = "weight decay is a part of the weights"
-_TOO_MUCH = (
-    CALL + ": rate * learning_rate is {found}, but a step can take away less than 1 "
-    "times the weight. Give the rate of AdamW, which the learning rate multiplies."
-)
 
 
 class WeightDecayState(NamedTuple):
-    """Steps taken, the sum L of two floats `[2]`, and for each row its L `[V, 2]`."""
+    """Steps taken; the sum L as two floats `[2]`; for each row its L `[V, 2]`."""
 
     count: Any
     log_decay: jax.Array
@@ -46,27 +41,27 @@ class WeightDecayState(NamedTuple):
 def weight_decay(
     rate: Any, learning_rate: Any = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    """Decoupled weight decay, the missed steps made up for when a row is touched.
+    """Decoupled weight decay; a touched row also gets the steps that it missed.
 
     At step t a touched row w that was last touched at step t - k becomes
 
       w' = w * (1 - lr_t * rate) * ... * (1 - lr_{t-k+1} * rate) + update
 
-    for any schedule of lr. The rows that are not touched keep their bits. Put it last
-    in a chain: `chain(adam(lr), weight_decay(rate, lr))` is `optax.adamw(lr,
-    weight_decay=rate)` for rows touched at every step. `optax.adamw` inside of `lazy`
-    decays a row only at the steps that read it.
+    for any schedule of lr. The other rows keep their bits. Put it last in a chain:
+    `chain(adam(lr), weight_decay(rate, lr))` is `optax.adamw(lr, weight_decay=rate)`
+    for rows touched at every step. `optax.adamw` inside of `lazy` decays a row only at
+    the steps that read it.
 
-    Between two steps that touch it, a row is larger than it would be under dense
-    AdamW: a lookup reads it before its missed decay. `flush_weight_decay` brings all
-    rows up to date, for evaluation and for export.
+    Between two steps that touch it, a row is larger than under dense AdamW: a lookup
+    reads it before its missed decay. `flush_weight_decay` brings all rows up to date,
+    for evaluation and for export.
 
-    It works with dense and SelectedRows updates, bare or inside of
-    `lazy(optax.chain(...))`; use `optax.masked` to leave parameters out.
+    It accepts dense and SelectedRows updates, alone or inside of
+    `lazy(optax.chain(...))`. Use `optax.masked` to leave parameters out.
 
     Args:
-      rate: the decay's strength, as AdamW's `weight_decay`; a number, not negative.
-      learning_rate: a number or a schedule of the step, the one of the optimizer.
+      rate: the decay's strength, as AdamW's `weight_decay`; a non-negative number.
+      learning_rate: that of the optimizer, a number or a schedule of the step.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -98,10 +93,14 @@ def weight_decay(
       Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization"; FBGEMM,
       row-wise AdaGrad with `prev_iter`.
     """
-    _kinds.check_not_negative(CALL, rate=rate, learning_rate=learning_rate)
+    base.check_not_negative(CALL, rate=rate, learning_rate=learning_rate)
     numbers = all(isinstance(x, (int, float)) for x in (rate, learning_rate))
     if numbers and rate * learning_rate >= 1:
-        raise ValueError(_TOO_MUCH.format(found=rate * learning_rate))
+        raise ValueError(
+            f"{CALL}: rate * learning_rate is {rate * learning_rate}, but must be less "
+            "than 1: it is the part of the weights that a step takes away. Pass the "
+            "rate of AdamW, which the learning rate multiplies."
+        )
 
     def init(params):
         dtypes = [indexing.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
@@ -111,32 +110,32 @@ def weight_decay(
         return WeightDecayState(count, log_decay, jax.tree.map(start, params))
 
     def update(updates, state, params=None):
-        _kinds.require_params(CALL, _WHY, params)
-        step = _log_of_step(rate, _kinds.at(learning_rate, state.count), state)
+        checks.require_params(CALL, params, "the decay is a part of the weights")
+        step = _log_of_step(rate, base.at(learning_rate, state.count), state)
         log_decay = _add(state.log_decay, step)
 
         def rule(u, decayed, w):
             wide = indexing.accumulator_dtype(indexing.promote(u.dtype, w.dtype))
             lost = _missed(log_decay, decayed, w).astype(wide) * w.astype(wide)
-            new = (u.astype(wide) + lost).astype(_kinds.result_dtype(u, w))
+            new = (u.astype(wide) + lost).astype(base.result_dtype(u, w))
             return new, jnp.broadcast_to(log_decay, decayed.shape)
 
-        updates, decayed = _kinds.map_leaves(rule, updates, (state.decayed,), params)
+        updates, decayed = base.map_leaves(rule, updates, (state.decayed,), params)
         count = optax.safe_increment(state.count)
         return updates, WeightDecayState(count, log_decay, decayed)
 
-    return _kinds.both_kinds(init, update)
+    return base.dense_or_rows(init, update)
 
 
 def flush_weight_decay(params: Any, state: Any) -> tuple[Any, Any]:
-    """Gives all rows the decay of `weight_decay` that they have missed so far.
+    """Applies to all rows the decay of `weight_decay` that they have missed so far.
 
-    For every row, `w' = w * exp(L - L_last)` with L of the last step taken. It walks
-    over all of every table: call it before evaluation or export, not at each step.
-    Afterwards training goes on as it would have, up to rounding.
+    For every row, `w' = w * exp(L - L_last)` with L of the last step taken. It reads
+    and writes whole tables: call it before evaluation or export, not at each step.
+    Training goes on as without it, up to rounding.
 
     Args:
-      params: the parameters the optimizer trains, all of them.
+      params: all parameters that the optimizer trains.
       state: the optimizer's whole state, with one or more states of `weight_decay`
         anywhere in it.
 
@@ -164,26 +163,24 @@ def flush_weight_decay(params: Any, state: Any) -> tuple[Any, Any]:
     if not any(map(is_ours, nodes)):
         raise ValueError(
             "sparsejax.optim.flush_weight_decay: there is no state of "
-            "sparsejax.optim.weight_decay in what was handed in as the optimizer's "
-            "state. Call flush_weight_decay(params, state) with the state of a chain "
-            "that has it."
+            "sparsejax.optim.weight_decay in state. Pass the whole state of an "
+            "optimizer that has weight_decay in its chain."
         )
-    weights, params_treedef = jax.tree.flatten(params, is_leaf=follow.is_leaf)
+    weights, params_treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
     for k, node in enumerate(nodes):
         if not is_ours(node):
             continue
-        if jax.tree.structure(node.decayed, is_leaf=follow.is_leaf) != params_treedef:
-            found, want = (
-                _arguments.show_tree(params),
-                _arguments.show_tree(node.decayed),
-            )
+        structure = jax.tree.structure(node.decayed, is_leaf=trees.is_none_or_masked)
+        if structure != params_treedef:
             raise ValueError(
-                "sparsejax.optim.flush_weight_decay: params must be all that the "
-                f"optimizer trains, a tree {want}, got {found}."
+                "sparsejax.optim.flush_weight_decay: params must be all parameters "
+                "that the optimizer trains, a tree "
+                f"{_arguments.show_tree(node.decayed)}, got "
+                f"{_arguments.show_tree(params)}."
             )
         decayed = params_treedef.flatten_up_to(node.decayed)
         for i, (w, rows) in enumerate(zip(weights, decayed)):
-            if follow.is_leaf(rows):  # masked: not its to decay
+            if trees.is_none_or_masked(rows):  # not decayed
                 continue
             wide = jnp.asarray(w).astype(indexing.accumulator_dtype(w.dtype))
             lost = _missed(node.log_decay, rows, wide).astype(wide.dtype) * wide
@@ -196,10 +193,10 @@ def flush_weight_decay(params: Any, state: Any) -> tuple[Any, Any]:
 def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.Array:
     """`log(1 - lr * rate)` of one step."""
     if all(isinstance(x, (int, float, np.floating)) for x in (rate, learning_rate)):
-        return _kinds.like(np.log1p(-np.float64(rate * learning_rate)), state.log_decay)
-    rate = _kinds.like(rate, state.log_decay)
-    taken = rate * _kinds.like(learning_rate, state.log_decay)
-    # A schedule's value cannot be refused: all of the weight at most, and L is finite.
+        return base.like(np.log1p(-np.float64(rate * learning_rate)), state.log_decay)
+    rate = base.like(rate, state.log_decay)
+    taken = rate * base.like(learning_rate, state.log_decay)
+    # A schedule's value cannot be checked. Less than all of the weight, so L is finite.
     most = np.nextafter(np.ones((), taken.dtype), np.zeros((), taken.dtype))
     return jnp.log1p(-jnp.minimum(taken, most))
 
@@ -215,6 +212,6 @@ def _add(total: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _missed(log_decay: jax.Array, decayed: jax.Array, w: jax.Array) -> jax.Array:
-    """What the missed steps change a weight of 1 by, one number a row of `w`."""
+    """How much the missed steps change a weight of 1, for each row of `w`."""
     high, low = log_decay[0] - decayed[..., 0], log_decay[1] - decayed[..., 1]
-    return _kinds.per_row(jnp.expm1(high + low), w)
+    return base.per_row(jnp.expm1(high + low), w)

@@ -1,14 +1,12 @@
-"""Transformations of our own: one definition, dense and SelectedRows gradients alike.
+"""What a new optimizer is written with.
 
-Such a transformation is written once, row by row, for arrays whose first axis is the
-rows. `both_kinds` makes of it one that takes either kind of gradient: where some leaf
-is a SelectedRows it is lifted by `lazy`, which keeps the tree of the state; where none
-is, it runs as it is, and all rows move. Inside of another `lazy` it only ever sees
-arrays, so nothing is lifted twice.
+Write `init` and `update` for arrays whose first axis is the rows, so that each row's
+step depends on that row alone, and return `dense_or_rows(init, update)`: it accepts
+dense and SelectedRows gradients. `adagrad.py` is the shortest example.
 
-Below it is what the rules of such transformations share: walking over leaves with
-holes, hyperparameters that may be numbers, schedules or traced values, and means over
-rows. Arithmetic is in float32 for narrower types, and so is state.
+The rest is shared by the rules: a map over leaves, checks of hyperparameters, which may
+be numbers, schedules or traced values, and arithmetic on rows. Arithmetic and state are
+in float32 for narrower dtypes.
 """
 
 import functools
@@ -22,39 +20,40 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing, is_selected_rows
-from sparsejax.optim._lazy import follow, placement
+from sparsejax.optim._lazy import state_sharding, trees
 from sparsejax.optim._lazy.lazy import lazy
 
 
-_OUT_OF_RANGE = "{call}: {name} must be {wanted}, got {found}."
-
-
-def both_kinds(
+def dense_or_rows(
     init: Callable, update: Callable
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation for dense and SelectedRows gradients of one made for rows.
+    """A transformation that accepts dense and SelectedRows gradients.
+
+    If some gradient is a SelectedRows, `update` is lifted by `lazy`, which keeps the
+    structure of the state. Otherwise it runs as it is, and all rows are updated. Inside
+    of another `lazy` it is only called with arrays, so nothing is lifted twice.
 
     Args:
-      init: `params -> state`, leaves of the state following the rows of the parameter.
+      init: `params -> state`, made of leaves that follow the rows of the parameters.
       update: `(updates, state, params) -> (updates, state)`, row by row.
 
     Returns:
       `optax.GradientTransformationExtraArgs`; extra arguments are ignored.
     """
-    by_rows = optax.with_extra_args_support(optax.GradientTransformation(init, update))
-    lifted = lazy(by_rows)
+    dense = optax.with_extra_args_support(optax.GradientTransformation(init, update))
+    lifted = lazy(dense)
 
-    @functools.wraps(update)  # so that messages call it by the name of its maker
+    @functools.wraps(update)  # so that messages name it after the function that made it
     def update_either(updates, state, params=None, **extra_args):
-        leaves = jax.tree.leaves(updates, is_leaf=is_selected_rows)
-        tx = lifted if any(map(is_selected_rows, leaves)) else by_rows
+        leaves, _ = trees.flatten(updates)
+        tx = lifted if any(map(is_selected_rows, leaves)) else dense
         return tx.update(updates, state, params, **extra_args)
 
     @functools.wraps(init)
-    def init_beside(params):
-        return placement.init_beside(init, params)
+    def init_sharded(params):
+        return state_sharding.init(init, params)
 
-    return optax.GradientTransformationExtraArgs(init_beside, update_either)
+    return optax.GradientTransformationExtraArgs(init_sharded, update_either)
 
 
 # ------------------------------------------------------------------ trees
@@ -63,37 +62,28 @@ def both_kinds(
 def map_leaves(
     rule: Callable, updates: Any, states: Sequence[Any], params: Any = None
 ) -> list[Any]:
-    """`rule(g, *state leaves, w) -> (update, *state leaves)` at each leaf.
+    """Calls `rule(g, *state leaves, w) -> (update, *state leaves)` for each leaf.
 
-    Where the gradient is a hole (`None`, `optax.MaskedNode`), it stays one and the
-    state what it is. `w` is None where no parameters are given.
+    Where the gradient is None or `optax.MaskedNode`, it and the state stay as they are.
+    `w` is None if there are no parameters.
 
     Returns:
       The tree of updates and the trees of state.
     """
-    leaves, treedef = jax.tree.flatten(updates, is_leaf=follow.is_leaf)
+    leaves, treedef = jax.tree.flatten(updates, is_leaf=trees.is_none_or_masked)
     columns = [treedef.flatten_up_to(state) for state in states]
     none = [None] * len(leaves)
     weights = none if params is None else treedef.flatten_up_to(params)
     results = []
     for g, w, *state in zip(leaves, weights, *columns):
-        hole = follow.is_leaf(g)
-        results.append((g, *state) if hole else rule(jnp.asarray(g), *state, w))
+        missing = trees.is_none_or_masked(g)
+        results.append((g, *state) if missing else rule(jnp.asarray(g), *state, w))
     count = 1 + len(states)
     return [treedef.unflatten([r[k] for r in results]) for k in range(count)]
 
 
-def require_params(call: str, why: str, params: Any) -> None:
-    """A ValueError where `params` is None."""
-    if params is None:
-        raise ValueError(
-            f"{call}: update was called without params, and {why}. Call "
-            "tx.update(grads, state, params)."
-        )
-
-
 def result_dtype(g: jax.Array, w: Any) -> Any:
-    """The type of an update: the gradient's, wider where the weights are wider."""
+    """The dtype of an update: the gradient's, or that of the weights if it is wider."""
     return g.dtype if w is None else indexing.promote(g.dtype, w.dtype)
 
 
@@ -101,24 +91,18 @@ def result_dtype(g: jax.Array, w: Any) -> Any:
 
 
 def check(call: str, name: str, value: Any, wanted: str, holds: Callable) -> None:
-    """A ValueError if `value` is known now and out of its range."""
-    if value is None or isinstance(value, str):
-        raise TypeError(
-            _OUT_OF_RANGE.format(call=call, name=name, wanted=wanted, found=repr(value))
-        )
-    number = isinstance(value, (int, float, np.ndarray, np.generic))
-    if (number or _arguments.is_concrete(value)) and not np.all(holds(value)):
-        raise ValueError(
-            _OUT_OF_RANGE.format(
-                call=call, name=name, wanted=wanted, found=_arguments.show(value)
-            )
-        )
+    """An error if `value` is known now and out of its range."""
+    other_kind = value is None or isinstance(value, str)
+    known = isinstance(value, (int, float, np.generic)) or _arguments.is_concrete(value)
+    if other_kind or (known and not np.all(holds(value))):
+        error = TypeError if other_kind else ValueError
+        raise error(f"{call}: {name} must be {wanted}, got {_arguments.show(value)}.")
 
 
 def check_not_negative(call: str, **values: Any) -> None:
     """A ValueError if one of `values` is known now and negative."""
     for name, value in values.items():
-        check(call, name, value, "a number that is not negative", lambda x: x >= 0)
+        check(call, name, value, "a non-negative number", lambda x: x >= 0)
 
 
 def check_decay_rates(call: str, **values: Any) -> None:
@@ -128,17 +112,17 @@ def check_decay_rates(call: str, **values: Any) -> None:
 
 
 def at(value: Any, count: Any) -> Any:
-    """A hyperparameter at a step: schedules are asked, numbers stay."""
+    """The value of a hyperparameter, a number or a schedule, at a step."""
     return value(count) if callable(value) else value
 
 
 def like(value: Any, x: jax.Array) -> jax.Array:
-    """A number in the type of `x`, so that strict type promotion is content."""
+    """A number in the dtype of `x`, as strict type promotion requires."""
     return jnp.asarray(value).astype(x.dtype)
 
 
 def bias_correction(decay: Any, count: Any, dtype: Any) -> jax.Array:
-    """`1 - decay**count`, also where that is small: a plain power loses 1e-5 of it."""
+    """`1 - decay**count`, accurate where it is small: a plain power is off by 1e-5."""
     if isinstance(decay, (int, float, np.generic)):
         with np.errstate(divide="ignore"):
             log = np.log(np.float64(decay))
@@ -151,12 +135,12 @@ def bias_correction(decay: Any, count: Any, dtype: Any) -> jax.Array:
 
 
 def row_zeros(p: Any, dtype: Any = None) -> jax.Array:
-    """One zero for each row of `p`, in a type to sum in unless another is given."""
+    """One zero for each row of `p`, in a dtype to sum in unless another is given."""
     return jnp.zeros(jnp.shape(p)[:1], dtype or indexing.accumulator_dtype(p.dtype))
 
 
 def per_row(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x` of shape `[V]`, or a scalar, to be multiplied with `rows` `[V, ...]`."""
+    """`x` of shape `[V]`, or a scalar, reshaped to broadcast against `[V, ...]`."""
     return indexing.append_axes(x, rows.ndim) if x.ndim else x
 
 
@@ -171,8 +155,8 @@ def row_mean(x: jax.Array) -> jax.Array:
     return row_sum(x) / like(width, x)
 
 
-# Guarded by their derivatives and their divisors alone: with a select around the
-# result XLA:CPU takes them one by one, and a step of FTRL took 4 times as long.
+# Only the divisor and the derivative are guarded: with a select around the result
+# XLA:CPU does not vectorise these, and a step of FTRL took 4 times as long.
 
 
 @jax.custom_jvp
@@ -190,5 +174,5 @@ def _root_jvp(primals, tangents):
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b`, or `a` where `b` is 0, which is 0 where the two vanish together."""
+    """`a / b`, or `a` where `b` is 0: so 0 where both are."""
     return a / jnp.where(b == 0, like(1, b), b)

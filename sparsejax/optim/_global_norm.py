@@ -12,9 +12,9 @@ from sparsejax._rows import SelectedRows, is_selected_rows
 def global_norm(tree: Any) -> jax.Array:
     """The Euclidean norm over all leaves of a tree, SelectedRows merged first.
 
-    `sqrt(sum over leaves of sum |x|^2)`, where a SelectedRows counts as the array it
-    stands for: duplicates are summed before they are squared, and empty slots are
-    zero. `optax.tree.norm` on such a tree would square the row ids as well.
+    `sqrt(sum over leaves of sum |x|^2)`, where a SelectedRows counts as the dense array
+    it stands for: duplicates are summed before they are squared, and empty slots are
+    zero. `optax.tree.norm` of such a tree would square the row ids as well.
 
     Args:
       tree: any tree of arrays, SelectedRows, `None` and `optax.MaskedNode`.

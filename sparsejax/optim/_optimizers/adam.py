@@ -6,10 +6,10 @@ All of them are one rule. With g the gradient of a row w, t the number of steps:
   nu' = b2 * nu + (1 - b2) * g^2            or of mean(g^2), one number a row
   r = mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps)
 
-and the update is made of r. By default t is the number of steps taken, as everywhere
-else. With a count for each row it is how often that row was touched: a row read for the
-first time at step 10,000 then makes a full first step instead of one that is too long
-(its moments start at zero whatever the step).
+and the update is made of r. By default t is the number of steps taken, as in other
+libraries. With a count for each row, t is how often that row was touched: a row read
+for the first time at step 10,000 then makes a full first step, not one that is too long
+(its moments start at zero at any step).
 """
 
 from collections.abc import Callable
@@ -20,10 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax._rows import indexing
-from sparsejax.optim._optimizers import both_kinds as _kinds
-
-
-_WHY_LAMB = "LAMB scales each row's step by the norm of its weights"
+from sparsejax.optim._lazy import checks
+from sparsejax.optim._optimizers import base
 
 
 class RowwiseAdamState(NamedTuple):
@@ -52,25 +50,25 @@ def rowwise_adam(
       nu' = b2 * nu + (1 - b2) * mean(g^2)
       w' = w - learning_rate * mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps)
 
-    State is V x (D + 1) numbers instead of V x 2 D. It works with dense gradients,
-    where all rows are updated, and with SelectedRows, where the rows named are
-    (duplicates summed first) and the others keep their bits; bare or inside of
-    `lazy(optax.chain(...))`. In a leaf of rank 1 each element is a row.
+    State is V x (D + 1) numbers instead of V x 2 D. A dense gradient updates all rows.
+    A SelectedRows updates its rows (duplicates are summed first), and the others keep
+    their bits. Use it alone or inside of `lazy(optax.chain(...))`. In a leaf of rank 1
+    each element is a row.
 
     Args:
       learning_rate: a number or a schedule of the step.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      eps: added beside the root of the corrected moment, as optax and FBGEMM do.
-        Caffe2 adds it before the correction: there it is `eps / sqrt(1 - b2^t)`.
+      eps: added to the root of the corrected moment, as in optax and FBGEMM. Caffe2
+        adds it before the correction: there it is `eps / sqrt(1 - b2^t)`.
       row_count: correct the bias by how often each row was touched, instead of by the
         number of steps.
-      mu_dtype: type of `mu`; left out, the parameter's, float32 for narrower ones.
+      mu_dtype: dtype of `mu`; None for the parameter's, float32 if that is narrower.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
       `RowwiseAdamState(count, mu, nu, row_count)`: `mu` `[V, ...]`, `nu` `[V]`, and
-      `row_count` int32 `[V]`, or None unless asked for.
+      `row_count` int32 `[V]`, None without `row_count=True`.
 
     Raises:
       ValueError: an argument is out of its range.
@@ -112,16 +110,16 @@ def row_count_adam(
       nu' = b2 * nu + (1 - b2) * g^2
       w' = w - learning_rate * mu' / (1 - b1^k) / (sqrt(nu' / (1 - b2^k)) + eps)
 
-    `optax.adam` has the number of all steps in the place of k. Then a row that is read
-    for the first time late makes a step of about `(1 - b1) / sqrt(1 - b2)` = 3 learning
-    rates; here it makes one. Rows touched at every step move as under `optax.adam`.
+    `optax.adam` has the number of all steps in place of k. There a row that is first
+    read late makes a step of about `(1 - b1) / sqrt(1 - b2)` = 3 learning rates; here
+    it makes a step of one. Rows touched at every step are updated as by `optax.adam`.
 
     Args:
       learning_rate: a number or a schedule of the (global) step.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      eps: added beside the root of the corrected moment, as optax does.
-      mu_dtype: type of `mu`; left out, the parameter's, float32 for narrower ones.
+      eps: added to the root of the corrected moment, as in optax.
+      mu_dtype: dtype of `mu`; None for the parameter's, float32 if that is narrower.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -172,20 +170,19 @@ def partial_rowwise_lamb(
       r = mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps) + weight_decay * w
       w' = w - learning_rate * |w| / |r| * r
 
-    with the norms of the row. Where one of them is 0 the ratio is 1, as in
-    `optax.lamb`; FBGEMM leaves a row of zeros where it is. `optax.lamb` takes the norms
-    over the whole table, which cannot be lifted to rows; this can. Otherwise as
-    `rowwise_adam`.
+    with the norms of the row. If one of them is 0 the ratio is 1, as in `optax.lamb`;
+    FBGEMM does not update a row of zeros. `optax.lamb` takes the norms of the whole
+    table, and cannot be lifted to rows; this can. Otherwise it is `rowwise_adam`.
 
     Args:
       learning_rate: a number or a schedule of the step.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      eps: added beside the root of the corrected moment.
+      eps: added to the root of the corrected moment.
       weight_decay: how much of the weights is added to the step before it is scaled.
       row_count: correct the bias by how often each row was touched, instead of by the
         number of steps.
-      mu_dtype: type of `mu`; left out, the parameter's, float32 for narrower ones.
+      mu_dtype: dtype of `mu`; None for the parameter's, float32 if that is narrower.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with the state of `rowwise_adam`. `update`
@@ -211,14 +208,16 @@ def partial_rowwise_lamb(
     _check(call, learning_rate, b1, b2, eps, weight_decay=weight_decay)
 
     def direction(r, w):
-        _kinds.require_params(call, _WHY_LAMB, w)
+        checks.require_params(
+            call, w, "LAMB scales each row's step by the norm of its weights"
+        )
         w = jnp.asarray(w).astype(r.dtype)
-        r = r + _kinds.like(weight_decay, r) * w
-        weight_norm = _kinds.root(_kinds.row_sum(w * w))
-        norm = _kinds.root(_kinds.row_sum(r * r))
+        r = r + base.like(weight_decay, r) * w
+        weight_norm = base.root(base.row_sum(w * w))
+        norm = base.root(base.row_sum(r * r))
         known = (weight_norm > 0) & (norm > 0)
-        ratio = jnp.where(known, _kinds.divide(weight_norm, norm), _kinds.like(1, r))
-        return _kinds.per_row(ratio, r) * r
+        ratio = jnp.where(known, base.divide(weight_norm, norm), base.like(1, r))
+        return base.per_row(ratio, r) * r
 
     moments = _Moments(b1, b2, eps, True, row_count, mu_dtype)
     return _adam(moments, learning_rate, direction)
@@ -236,8 +235,8 @@ class _Moments(NamedTuple):
 
 
 def _check(call: str, learning_rate: Any, b1: Any, b2: Any, eps: Any, **more) -> None:
-    _kinds.check_decay_rates(call, b1=b1, b2=b2)
-    _kinds.check_not_negative(call, learning_rate=learning_rate, eps=eps, **more)
+    base.check_decay_rates(call, b1=b1, b2=b2)
+    base.check_not_negative(call, learning_rate=learning_rate, eps=eps, **more)
 
 
 def _adam(
@@ -253,16 +252,16 @@ def _adam(
 
         def second(p):
             wide = indexing.accumulator_dtype(p.dtype)
-            return _kinds.row_zeros(p) if one_a_row else jnp.zeros_like(p, dtype=wide)
+            return base.row_zeros(p) if one_a_row else jnp.zeros_like(p, dtype=wide)
 
         touched = None
         if by_row_count:
-            touched = jax.tree.map(lambda p: _kinds.row_zeros(p, jnp.int32), params)
+            touched = jax.tree.map(lambda p: base.row_zeros(p, jnp.int32), params)
         mu, nu = jax.tree.map(first, params), jax.tree.map(second, params)
         return RowwiseAdamState(jnp.zeros((), jnp.int32), mu, nu, touched)
 
     def update(updates, state, params=None):
-        rate = _kinds.at(learning_rate, state.count)
+        rate = base.at(learning_rate, state.count)
         steps = optax.safe_increment(state.count)
 
         def rule(g, mu, nu, *rest):
@@ -271,28 +270,28 @@ def _adam(
             wide = nu.dtype
             gradient = g.astype(wide)
             square = gradient * gradient
-            square = _kinds.row_mean(square) if one_a_row else square
+            square = base.row_mean(square) if one_a_row else square
             new_mu = _moment(b1, mu.astype(wide), gradient)
             new_nu = _moment(b2, nu, square)
 
-            corrections = (_kinds.bias_correction(b, times, wide) for b in (b1, b2))
+            corrections = (base.bias_correction(b, times, wide) for b in (b1, b2))
             first, second = corrections
             if not one_a_row:
-                second = _kinds.per_row(second, g)
-            divisor = _kinds.root(new_nu / second) + _kinds.like(eps, nu)
-            divisor = _kinds.per_row(divisor, g) if one_a_row else divisor
-            r = _kinds.divide(new_mu / _kinds.per_row(first, g), divisor)
-            step = -_kinds.like(rate, nu) * direction(r, w)
+                second = base.per_row(second, g)
+            divisor = base.root(new_nu / second) + base.like(eps, nu)
+            divisor = base.per_row(divisor, g) if one_a_row else divisor
+            r = base.divide(new_mu / base.per_row(first, g), divisor)
+            step = -base.like(rate, nu) * direction(r, w)
             new = new_mu.astype(mu.dtype), new_nu, *([times] if touched else [])
-            return step.astype(_kinds.result_dtype(g, w)), *new
+            return step.astype(base.result_dtype(g, w)), *new
 
         states = state.mu, state.nu, *([state.row_count] if by_row_count else [])
-        updates, *new = _kinds.map_leaves(rule, updates, states, params)
+        updates, *new = base.map_leaves(rule, updates, states, params)
         return updates, RowwiseAdamState(steps, *new)
 
-    return _kinds.both_kinds(init, update)
+    return base.dense_or_rows(init, update)
 
 
 def _moment(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:
     """`decay * old + (1 - decay) * new`; a Python float's difference is exact."""
-    return _kinds.like(decay, old) * old + _kinds.like(1 - decay, old) * new
+    return base.like(decay, old) * old + base.like(1 - decay, old) * new

@@ -1,0 +1,267 @@
+"""What is read out of optax transformations, none of which is a documented interface.
+
+optax builds transformations by closing over others: `chain` holds tuples of functions,
+`masked` its inner transformation, `partition` a dict of them. `MultiSteps` is an
+object. What is read here serves error messages, and tells apart what only puts parts
+together (`TRANSPARENT`). Where a part is not found, messages are less precise.
+
+tests/test_optim_canaries.py checks every name that this file relies on.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+from jax.core import Tracer
+
+
+# Wrappers that do nothing to rows themselves: row-separable if all of their parts are.
+TRANSPARENT = frozenset(
+    "chain named_chain partition masked with_extra_args_support inject_hyperparams "
+    "apply_if_finite conditionally_transform conditionally_mask lazy".split()
+)
+
+# Wrappers that treat some leaves in another way than others.
+BY_LEAF = frozenset(["partition", "masked"])
+
+# The variables that functions of optax close over, by the function that makes them.
+CLOSURES = {
+    "chain": ("init_fns", "update_fns"),
+    "partition": ("transforms", "param_labels"),
+    "inject_hyperparams": ("inner_factory", "sched_hps", "other_hps", "numeric_hps"),
+}
+
+# What a short run does not show, by its state: (its name, why it cannot be lifted).
+_HOLDS_BACK = (
+    "it holds gradients back and emits them at a later step, which would have to reach "
+    "rows that are not read again (sparsejax.optim.accumulate does, by rows)"
+)
+_OF_MOMENTUM = "its step is made of the momentum of all rows, also of those not read"
+_OF_DISTANCE = "its step size is made of sums over all rows, also of those not read"
+NOT_LIFTED = {
+    optax.MultiStepsState: ("MultiSteps", _HOLDS_BACK),
+    optax.ApplyEvery: ("apply_every", _HOLDS_BACK),
+    optax.contrib.MomoState: ("momo", _OF_MOMENTUM),
+    optax.contrib.MomoAdamState: ("momo_adam", _OF_MOMENTUM),
+    optax.contrib.MuonState: ("scale_by_muon", _OF_MOMENTUM),
+    optax.contrib.ProdigyState: ("prodigy", _OF_DISTANCE),
+    optax.contrib.DAdaptAdamWState: ("dadapt_adamw", _OF_DISTANCE),
+    optax.contrib.MechanicState: ("mechanize", _OF_DISTANCE),
+}
+
+# What users know as another name, added in parentheses.
+KNOWN_AS = {
+    "scale_by_trust_ratio": "part of lamb, lars and fromage",
+    "scale_by_factored_rms": "part of adafactor",
+    "clip_by_block_rms": "also part of adafactor",
+    "scale_by_param_block_rms": "also part of adafactor",
+    "scale_by_muon": "part of muon",
+    "scale_by_shape": "part of muon",
+    "scale_by_sm3": "part of sm3",
+    "scale_by_dog": "part of dog",
+    "scale_by_dowg": "part of dowg",
+    "scale_by_lbfgs": "part of lbfgs",
+    "add_noise": "part of noisy_sgd",
+}
+
+
+def is_transformation(x: Any) -> bool:
+    """Whether `x` is a transformation or, as `optax.MultiSteps`, works like one."""
+    if inspect.isclass(x) or inspect.ismodule(x) or callable(x):
+        return False  # a callable is a schedule, which may have init and update too
+    return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
+
+
+# ------------------------------------------------------------------ names
+
+
+def name(tx: Any) -> str:
+    """What a transformation is called: the function that made it, or its class."""
+    if not isinstance(tx, optax.GradientTransformation):
+        return type(tx).__name__
+    return _function_name(_named_after(tx))
+
+
+def is_optax(tx: Any) -> bool:
+    """Whether what a transformation is named after is optax's own code."""
+    return _is_from_optax(_named_after(tx))
+
+
+def treats_leaves_alike(tx: Any) -> bool:
+    """Whether all leaves are treated alike, as far as is known: optax, and no masks."""
+    return all(
+        _is_from_optax(part.update) and name(part) not in BY_LEAF
+        for part in descendants(tx)
+    )
+
+
+def _named_after(tx: Any) -> Any:
+    """The update function, or the function that `optax.stateless` was called with."""
+    if _function_name(tx.update).startswith("stateless"):
+        for held in _held(tx.update):
+            if inspect.isfunction(held):
+                return held
+    return tx.update
+
+
+def _is_from_optax(function: Any) -> bool:
+    module = getattr(function, "__module__", None) or ""
+    return module.split(".")[0] == "optax"
+
+
+def _function_name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not inspect.ismodule(owner):
+        return type(owner).__name__
+    qualified = getattr(function, "__qualname__", None) or type(function).__qualname__
+    outer = qualified.split(".<locals>")[0]
+    return outer.split(".")[-1].lstrip("_")
+
+
+# ------------------------------------------------------------------ parts
+
+
+def descendants(tx: Any) -> list[Any]:
+    """`tx` and all transformations inside it."""
+    seen, queue = [], [tx]
+    while queue:
+        part = queue.pop(0)
+        if not _among(seen, part):
+            seen.append(part)
+            queue.extend(children(part))
+    return seen
+
+
+def children(tx: Any) -> list[Any]:
+    """The transformations directly inside `tx`, each once, in their order."""
+    found = []
+    for part in (*_chained(tx), *_injected(tx), *_closed_over(tx)):
+        if not _among([tx, *found], part):
+            found.append(part)
+    return found
+
+
+def children_at(tx: Any, treedef: Any, specs: Any, leaf: int) -> list[Any]:
+    """The children that act on a leaf: of `optax.partition` only the one it is for."""
+    cells = _cells(tx.update)
+    transforms, param_labels = CLOSURES["partition"]
+    try:
+        transforms, labels = cells[transforms], cells[param_labels]
+        tree = treedef.unflatten(specs)
+        labels = labels(tree) if callable(labels) else labels
+        flat = jax.tree.broadcast(labels, treedef.unflatten(range(len(specs))))
+        return [transforms[treedef.flatten_up_to(flat)[leaf]]]
+    except Exception:  # not a partition
+        return children(tx)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two transformations are one: parts of a chain are made anew each time."""
+    return a.init == b.init and a.update == b.update
+
+
+def _among(parts: list[Any], tx: Any) -> bool:
+    return any(same(part, tx) for part in parts)
+
+
+def _chained(tx: Any) -> list[Any]:
+    """The parts of `optax.chain`."""
+    init_fns, update_fns = CLOSURES["chain"]
+    inits = _cells(tx.init).get(init_fns, ())
+    updates = _cells(tx.update).get(update_fns, ())
+    if not inits or len(inits) != len(updates):
+        return []
+    parts = zip(inits, updates)
+    return [optax.GradientTransformationExtraArgs(*part) for part in parts]
+
+
+def _injected(tx: Any) -> list[Any]:
+    """What `optax.inject_hyperparams` makes at each step, made with initial values."""
+    cells = {**_cells(tx.update), **_cells(tx.init)}
+    try:
+        found = (cells[variable] for variable in CLOSURES["inject_hyperparams"])
+        factory, scheduled, others, numbers = found
+        scheduled = {k: f(f.init()) for k, f in scheduled.items()}
+        return [factory(**{**others, **numbers, **scheduled})]
+    except Exception:  # not inject_hyperparams
+        return []
+
+
+def _closed_over(tx: Any) -> Iterator[Any]:
+    for function in (tx.update, tx.init):
+        for x in _held(function):
+            if is_transformation(x):
+                yield x
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """The variables a function closes over, by name."""
+    closure = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if closure else ()
+    filled = {}
+    for variable, cell in zip(names, closure):
+        try:
+            filled[variable] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            pass
+    return filled
+
+
+def _held(function: Any) -> Iterator[Any]:
+    """What a function, method or partial carries along, containers opened."""
+    queue = []
+    if isinstance(function, functools.partial):
+        queue += [function.func, *function.args, *function.keywords.values()]
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not inspect.ismodule(owner):
+        queue.append(owner)
+        queue.extend(getattr(owner, "__dict__", {}).values())
+    queue.extend(_cells(function).values())
+    while queue:
+        x = queue.pop(0)
+        if isinstance(x, dict):
+            queue.extend(x.values())
+        elif isinstance(x, (list, tuple)) and not is_transformation(x):
+            queue.extend(x)
+        elif isinstance(x, functools.partial):
+            queue.extend([x.func, *x.args, *x.keywords.values()])
+        else:
+            yield x
+
+
+# ------------------------------------------------------------------ other questions
+
+
+def required_extra_args(tx: Any) -> set[str]:
+    """Names of the extra arguments that some part's update requires."""
+    names = set()
+    for part in descendants(tx):
+        for parameter in inspect.signature(part.update).parameters.values():
+            required = parameter.default is parameter.empty
+            if required and parameter.kind is parameter.KEYWORD_ONLY:
+                names.add(parameter.name)
+    return names
+
+
+def holds_tracer(tx: Any) -> bool:
+    """Whether a part of `tx` was made of values that are being traced."""
+    functions = [f for part in descendants(tx) for f in (part.init, part.update)]
+    return any(isinstance(x, Tracer) for f in functions for x in _held(f))
+
+
+def not_lifted(state: Any, owners: tuple[int | None, ...]) -> dict[int, tuple]:
+    """For each table with state in one of `NOT_LIFTED`: (name, why)."""
+    known = tuple(NOT_LIFTED)
+    found, first = {}, 0
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, known)):
+        last = first + len(jax.tree.leaves(node))
+        if isinstance(node, known):
+            entry = next(r for kind, r in NOT_LIFTED.items() if isinstance(node, kind))
+            found.update({o: entry for o in owners[first:last] if o is not None})
+        first = last
+    return found

@@ -1,0 +1,161 @@
+"""How optimizer state is sharded: as the tables that it belongs to.
+
+`tx.init` makes most state with `zeros_like`, which keeps the sharding of the weights.
+What it makes from a shape alone (one number a row, a count) is on a single device. A
+jitted step would return that state with another sharding, so the second call would
+compile again and copy what was donated. Under `jit` nothing keeps the sharding: `init`
+does not use the values of the weights, and all of the state would be on one device.
+There the sharding is requested explicitly.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from sparsejax import _arguments
+from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax.optim._lazy import state_leaves, trees
+
+
+# ------------------------------------------------------------------ sharded tables
+
+
+@functools.singledispatch
+def rows_sharding(node: Any) -> NamedSharding | None:
+    """The sharding of a table if its rows are known to be sharded, else None.
+
+    A table that is a pytree node of its own type registers its own way.
+    """
+    if _arguments.is_concrete(node) and isinstance(node, jax.Array):
+        sharding = node.sharding
+        if isinstance(sharding, NamedSharding) and any(sharding.spec[:1]):
+            return sharding
+    return None
+
+
+def is_sharded_table(node: Any) -> bool:
+    """Whether `node` is of a type made for sharded tables."""
+    return rows_sharding.dispatch(type(node)) is not rows_sharding.dispatch(object)
+
+
+def _is_leaf(node: Any) -> bool:
+    return is_sharded_table(node) or trees.is_none_or_masked(node)
+
+
+def _sharded_tables(tree: Any) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=is_sharded_table)
+    return [x for x in leaves if is_sharded_table(x)]
+
+
+def check_not_sharded(call: str, tree: Any) -> None:
+    """A TypeError for sharded tables, and for gradients of sharded tables."""
+    special = lambda x: is_selected_rows(x) and type(x) is not SelectedRows
+    is_leaf = lambda x: is_sharded_table(x) or special(x)
+    for leaf in filter(is_leaf, jax.tree.leaves(tree, is_leaf=is_leaf)):
+        raise TypeError(
+            f"{call}: got a {type(leaf).__name__}, whose rows are sharded over "
+            "devices. Only sparsejax.optim.lazy and what is made with it accepts that. "
+            "Shard the table by columns instead (sparsejax.parallel.shard_columns), "
+            "or, to sum gradients over batches, add them: g1 + g2 of two ShardedTables."
+        )
+
+
+def check_sharded(call: str, grads: Any, params: Any, state: Any) -> None:
+    """Errors unless gradients and state belong to the sharded tables of `params`."""
+    tables = _sharded_tables(grads if params is None else params)
+    if params is not None and tables:
+        leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
+        try:
+            found = treedef.flatten_up_to(grads)
+        except ValueError:
+            found = leaves  # another structure, which `trees.flatten_params` reports
+        for table, grad in zip(leaves, found):
+            if not is_sharded_table(table) or trees.is_none_or_masked(grad):
+                continue
+            if not is_sharded_table(grad) or _static(grad) != _static(table):
+                kind, shown = type(table).__name__, _arguments.kind_of(grad)
+                if is_sharded_table(grad):
+                    shown = repr(grad)
+                raise TypeError(
+                    f"{call}: the gradient of a {kind} is a {kind} like it, got "
+                    f"{shown} for {table}. Take it with sparsejax.value_and_grad of a "
+                    "loss that reads the table with sparsejax.parallel.lookup or "
+                    "embedding_bag."
+                )
+    known = set(map(_static, tables))
+    for table in _sharded_tables(state):
+        if _static(table) not in known:
+            raise ValueError(
+                f"{call}: the state holds {table}, but no table among the parameters "
+                f"has that height, layout and mesh: {tables}. Pass the state that "
+                "tx.init(params) or the last update gave for these tables."
+            )
+
+
+def _static(table: Any) -> Any:
+    """What is static about a table: its height, layout and mesh."""
+    return jax.tree.structure(table.map(lambda _: 0))
+
+
+# ------------------------------------------------------------------ init
+
+
+def init(tx_init: Callable, params: Any) -> Any:
+    """`tx_init(params)`, sharded as the tables among `params` are."""
+    tables, i = {}, 0  # by number of the leaf
+    for node in jax.tree.leaves(params, is_leaf=_is_leaf):
+        sharding = rows_sharding(node)
+        if sharding is not None:
+            tables[i] = sharding
+        i += len(jax.tree.leaves(node, is_leaf=trees.is_none_or_masked))
+    if not tables:
+        return tx_init(params)
+
+    leaves, treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
+    specs = tuple(map(trees.to_spec, leaves))
+    owners = state_leaves.find(tx_init, treedef, specs, tuple(tables)).owners
+    mesh = next(iter(tables.values())).mesh
+    leaves, treedef = jax.tree.flatten(tx_init(params))
+    for k, (leaf, owner) in enumerate(zip(leaves, owners)):
+        if not isinstance(leaf, jax.Array):
+            continue
+        known = _arguments.is_concrete(leaf)
+        if owner is not None:
+            want = _sharding(tables[owner].mesh, leaf, tables[owner].spec[0])
+        elif len(leaf.sharding.device_set) == 1 if known else not leaf.ndim:
+            want = _sharding(mesh, leaf)
+        elif not known and all(kind == AxisType.Explicit for kind in mesh.axis_types):
+            # The leaf's type has its sharding. It is written in full, so that the
+            # state that a step returns has the same type.
+            spec = jax.typeof(leaf).sharding.spec
+            want = _sharding(mesh, leaf, *spec[: leaf.ndim])
+        else:
+            continue
+        if not known:
+            leaves[k] = _constrain(leaf, want)
+        elif not leaf.sharding.is_equivalent_to(want, leaf.ndim):
+            leaves[k] = jax.device_put(leaf, want)
+    return treedef.unflatten(leaves)
+
+
+def _constrain(leaf: jax.Array, want: NamedSharding) -> jax.Array:
+    """A traced leaf with this sharding, for any type of mesh axes."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return leaf  # the part of one device already
+    if AxisType.Explicit not in want.mesh.axis_types:
+        return jax.lax.with_sharding_constraint(leaf, want)
+    # `jit` drops the weights, which `init` does not use, and with them the devices.
+    # A type names a mesh without devices; a `shard_map` says which they are.
+    same = jax.shard_map(
+        lambda x: x, mesh=want.mesh, in_specs=want.spec, out_specs=want.spec
+    )
+    return same(jax.reshard(leaf, want))
+
+
+def _sharding(mesh: Any, leaf: jax.Array, *parts: Any) -> NamedSharding:
+    """With one entry for each axis, as the types of explicit axes are written."""
+    rest = (None,) * (leaf.ndim - len(parts))
+    return NamedSharding(mesh, PartitionSpec(*parts, *rest))

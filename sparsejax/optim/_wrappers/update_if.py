@@ -1,0 +1,84 @@
+"""A step that may be skipped: then nothing changes, and nothing is computed.
+
+`lax.cond` passes the state through unchanged where the step is skipped. With donated
+buffers XLA copies no table on either branch (tests/test_optim_memory.py checks that),
+and a skipped step costs no more than its empty updates.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparsejax import _compat
+from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax.transform.table import vary
+
+
+def update_if(
+    wanted: jax.Array,
+    tx: Any,
+    make_grads: Callable[[], Any],
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """`tx.update(make_grads(), state, params)` if `wanted`, else no update.
+
+    Args:
+      wanted: bool scalar.
+      tx: a transformation that accepts extra arguments.
+      make_grads: returns the gradients; called only where they are needed.
+      state: of `tx`.
+      params: parameters, or None.
+      extra_args: extra arguments of `tx.update`.
+
+    Returns:
+      Updates and state. If not `wanted`, updates are zero, each SelectedRows without a
+      filled slot, and the state is unchanged. Leaves of the state keep their dtypes, so
+      that both branches agree and loops can carry it.
+    """
+    axes = []
+
+    def step(state, params):
+        updates, new = tx.update(make_grads(), state, params, **extra_args)
+        return updates, jax.tree.map(_keep_dtype, state, new)
+
+    def look(state, params):
+        updates, new = step(state, params)
+        axes[:] = map(_compat.varying_axes, jax.tree.leaves((updates, new)))
+        return updates
+
+    spec = jax.eval_shape(look, state, params)
+
+    def skip(state, params):
+        del params
+        return jax.tree.map(_zero, spec, is_leaf=is_selected_rows), state
+
+    def with_axes(branch):
+        """A branch whose results vary over the axes of both, inside `shard_map`."""
+
+        def run(state, params):
+            of_skip = map(_compat.varying_axes, jax.tree.leaves(skip(state, params)))
+            of_both = [a | b for a, b in zip(axes, of_skip)]
+            leaves, treedef = jax.tree.flatten(branch(state, params))
+            return treedef.unflatten(map(vary, leaves, of_both))
+
+        return run
+
+    return lax.cond(wanted, with_axes(step), with_axes(skip), state, params)
+
+
+def _keep_dtype(old: Any, new: Any) -> jax.Array:
+    old = jnp.asarray(old)
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _zero(spec: Any) -> Any:
+    if not isinstance(spec, SelectedRows):
+        return jnp.zeros(spec.shape, spec.dtype)
+    rows = jnp.full(spec.rows.shape, spec.height, spec.rows.dtype)
+    # Through the structure, because a subclass has more static fields.
+    return jax.tree.structure(spec).unflatten([rows, _zero(spec.values)])
