@@ -110,7 +110,7 @@ def test_gradients_and_state_must_be_the_tables():
         sj.optim.accumulate(tx, 2, capacity=4),
     )
     for wrong in refusing:
-        with pytest.raises(TypeError, match="table among the parameters is a Sharded"):
+        with pytest.raises(TypeError, match="got a ShardedTable, whose rows are shar"):
             wrong.init({"t": table})
 
 

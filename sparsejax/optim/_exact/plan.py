@@ -146,8 +146,8 @@ class Planner:
             else:
                 own = tuple(k for k, owner in enumerate(owners) if owner == i)
                 recurrences[i] = recurrence._replace(leaves=own)
-        state_leaves = {i: r.leaves for i, r in recurrences.items()}
-        shadow = ShadowModel(self._tx, treedef, specs, state_leaves)
+        moments = {i: r.leaves for i, r in recurrences.items()}
+        shadow = ShadowModel(self._tx, treedef, specs, moments)
         return Plan(recurrences, refused, shadow)
 
 
