@@ -159,8 +159,8 @@ def _check_initializer(
         made = initializer(key, shape, dtype)
         if not isinstance(made, Tracer) and hasattr(made, "dtype"):
             raise ValueError(
-                f"{_CALL}: the initializer of table {name!r} returns an array that is "
-                "not traced, such as NumPy's. It is traced once for all rows, so all "
+                f"{_CALL}: the initializer of table {name!r} is traced once for all "
+                "rows, and returns an array that is not traced, such as NumPy's. So all "
                 "rows would get the same values. Make them with jax.random and the "
                 "key, or, if they are constant, with jax.numpy."
             )
