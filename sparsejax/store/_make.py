@@ -160,8 +160,8 @@ def _check_initializer(
         if not isinstance(made, Tracer) and hasattr(made, "dtype"):
             raise ValueError(
                 f"{_CALL}: the initializer of table {name!r} is traced once for all "
-                "rows, and returns an array that is not traced, such as NumPy's. So all "
-                "rows would get the same values. Make them with jax.random and the "
+                "rows, and returns an array that is not traced, such as NumPy's. So "
+                "all rows would get the same values. Make them with jax.random and the "
                 "key, or, if they are constant, with jax.numpy."
             )
         return made
