@@ -133,7 +133,7 @@ def linear_primitive(
     name: str,
     reference: Callable[..., jax.Array],
     platforms: Mapping[str, Callable[..., jax.Array]],
-) -> Callable[..., jax.Array]:
+) -> Any:
     """`reference` as one primitive, lowered otherwise on some platforms.
 
     Under `vmap`, and for tangents, `reference` takes its place.
@@ -145,7 +145,7 @@ def linear_primitive(
       platforms: by platform, a function that gives the same.
 
     Returns:
-      The function that binds the primitive.
+      The primitive.
     """
 
     def jvp(primals, tangents):
@@ -157,44 +157,55 @@ def linear_primitive(
     def batch(args, dims):
         return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
 
-    p = _primitive(name, reference, platforms, jvp, batch)
-    return p.bind
+    p = _primitive(name, reference, platforms)
+    _ad.primitive_jvps[p] = jvp
+    _batching.primitive_batchers[p] = batch
+    return p
 
 
 def multilinear_primitive(
     name: str,
-    reference: Callable[..., jax.Array],
-    platforms: Mapping[str, Callable[..., jax.Array]],
+    reference: Callable[..., Any],
+    platforms: Mapping[str, Callable[..., Any]],
     transposes: Mapping[int, Callable[..., jax.Array]],
-    batch: Callable[..., jax.Array],
-) -> Callable[..., jax.Array]:
+    batch: Callable[..., Any],
+    *,
+    multiple_results: bool = False,
+) -> Any:
     """`reference` as one primitive that is differentiated as itself.
 
     Args:
       name: of the primitive.
-      reference: a function of arrays and of static keywords, linear in each of the
-        arrays that `transposes` names.
+      reference: a function of arrays and of static keywords, which are hashable, linear
+        in each of the arrays that `transposes` names.
       platforms: by platform, a function that gives the same.
       transposes: by position of an array, `f(cotangent, like, *args, **static)`: the
         cotangent of that array, whose shape and type are those of `like`; its own place
         in `args` is None.
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
         in front; `axes` are the mapped axes, or None.
+      multiple_results: whether `reference` returns a tuple. Then the first of its
+        results is the linear one, and the others have no derivative.
 
     Returns:
-      The function that binds the primitive.
+      The primitive.
     """
+    as_list = list if multiple_results else lambda out: [out]
+    as_results = (lambda outs: outs) if multiple_results else lambda outs: outs[0]
 
     def jvp(primals, tangents, **static):
-        out = p.bind(*primals, **static)
-        total = _ad.Zero(jax.typeof(out).to_tangent_aval())
+        outs = as_list(p.bind(*primals, **static))
+        zeros = [_ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+        total, *others = zeros
         for k in transposes:
             if k < len(primals) and not isinstance(tangents[k], _ad.Zero):
                 args = [*primals[:k], tangents[k], *primals[k + 1 :]]
-                total = _ad.add_tangents(total, p.bind(*args, **static))
-        return out, total
+                term = as_list(p.bind(*args, **static))[0]
+                total = _ad.add_tangents(total, term)
+        return as_results(outs), as_results([total, *others])
 
-    def transpose(cotangent, *args, **static):
+    def transpose(cotangents, *args, **static):
+        cotangent = as_list(cotangents)[0]
         (k,) = (i for i, x in enumerate(args) if _ad.is_undefined_primal(x))
         like = args[k].aval
         result: list[Any] = [None] * len(args)
@@ -206,37 +217,39 @@ def multilinear_primitive(
         return result
 
     def batched(args, dims, **static):
-        return batch(p.bind, args, dims, **static), 0
+        outs = as_list(batch(p.bind, args, dims, **static))
+        return as_results(outs), as_results([0] * len(outs))
 
-    p = _primitive(name, reference, platforms, jvp, batched)
+    p = _primitive(name, reference, platforms, multiple_results)
+    _ad.primitive_jvps[p] = jvp
     _ad.primitive_transposes[p] = transpose
-    return p.bind
+    _batching.primitive_batchers[p] = batched
+    return p
 
 
 def _primitive(
     name: str,
-    reference: Callable[..., jax.Array],
-    platforms: Mapping[str, Callable[..., jax.Array]],
-    jvp: Callable[..., Any],
-    batch: Callable[..., Any],
+    reference: Callable[..., Any],
+    platforms: Mapping[str, Callable[..., Any]],
+    multiple_results: bool = False,
 ) -> Any:
-    """A primitive of one output, its platform chosen when a program is lowered.
+    """A primitive whose platform is chosen when a program is lowered.
 
     So no branch over platforms shows in a jaxpr.
     """
     p = Primitive(name)
+    p.multiple_results = multiple_results
     p.def_impl(functools.partial(_dispatch.apply_primitive, p))
 
     def abstract(*avals, **static):
-        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        out = jax.eval_shape(functools.partial(reference, **static), *specs)
-        return _core.ShapedArray(out.shape, out.dtype)
+        program = jax.make_jaxpr(functools.partial(reference, **static))(*avals)
+        # Types say more than shape and dtype: how explicit mesh axes lay an array out.
+        outs = [v.aval.update(weak_type=False) for v in open_jaxpr(program)[0].outvars]
+        return outs if multiple_results else outs[0]
 
     p.def_abstract_eval(abstract)
-    _ad.primitive_jvps[p] = jvp
-    _batching.primitive_batchers[p] = batch
-    _mlir.register_lowering(p, _mlir.lower_fun(reference, multiple_results=False))
+    rule = functools.partial(_mlir.lower_fun, multiple_results=multiple_results)
+    _mlir.register_lowering(p, rule(reference))
     for platform, lowering in platforms.items():
-        rule = _mlir.lower_fun(lowering, multiple_results=False)
-        _mlir.register_lowering(p, rule, platform=platform)
+        _mlir.register_lowering(p, rule(lowering), platform=platform)
     return p

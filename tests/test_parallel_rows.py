@@ -574,7 +574,7 @@ def test_errors():
         (lambda: shard_rows(_table(), mesh, "x", layout="row"), "layout"),
         (lambda: shard_rows(np.float32(1), mesh, "x"), "at least one axis"),
         (lambda: shard_rows(lambda i: i, mesh, "x"), "needs height="),
-        (lambda: shard_rows(_table(), mesh, "x", height=3), "Leave it out"),
+        (lambda: shard_rows(_table(), mesh, "x", height=3), "Leave height out"),
         (
             lambda: jax.shard_map(look, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(
                 IDS[0]

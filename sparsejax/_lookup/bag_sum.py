@@ -59,7 +59,7 @@ def bag_sum(
     plain = laid_out or not jnp.issubdtype(table.dtype, jnp.floating)
     if plain or 0 in (table.shape[0], ids.size, static["num_bags"]):
         return xla.bag_sum(*args, **static)
-    return _bind(*args, **static)
+    return bag_sum_p.bind(*args, **static)
 
 
 def spread(
@@ -161,7 +161,7 @@ def _number_bags(
     return ids, bags, *weights
 
 
-_bind = _compat.multilinear_primitive(
+bag_sum_p = _compat.multilinear_primitive(
     "bag_sum",
     xla.bag_sum,
     {"cpu": cpu_bag.bag_sum},

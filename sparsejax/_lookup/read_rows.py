@@ -7,7 +7,7 @@ from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, xla
 
 
-_read_rows = _compat.linear_primitive(
+read_rows_p = _compat.linear_primitive(
     "read_rows", xla.read_rows, {"cpu": cpu.read_rows}
 )
 
@@ -28,4 +28,4 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
         return xla.read_rows(table, ids)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:
         return xla.read_rows(table, ids)
-    return _read_rows(table, jnp.maximum(ids, _arguments.scalar(-1, ids)))
+    return read_rows_p.bind(table, jnp.maximum(ids, _arguments.scalar(-1, ids)))

@@ -33,7 +33,6 @@ Costs
 - `wire_bytes`: what a compiled program sends.
 """
 
-from sparsejax.parallel._bag import embedding_bag as embedding_bag
 from sparsejax.parallel._batched_pull import batched_pull as batched_pull
 from sparsejax.parallel._checkpoint import Checkpointer as Checkpointer
 from sparsejax.parallel._columns import shard_columns as shard_columns
@@ -41,11 +40,12 @@ from sparsejax.parallel._data_parallel import (
     DataParallelStep as DataParallelStep,
     data_parallel as data_parallel,
 )
+from sparsejax.parallel._embedding_bag import embedding_bag as embedding_bag
+from sparsejax.parallel._exchange import Metrics as Metrics
 from sparsejax.parallel._lookup import (
     lookup as lookup,
     measure_capacity as measure_capacity,
 )
-from sparsejax.parallel._owners import Metrics as Metrics
 from sparsejax.parallel._plan import plan as plan
 from sparsejax.parallel._replicated import pmean as pmean, psum as psum
 from sparsejax.parallel._rows import ShardedRows as ShardedRows

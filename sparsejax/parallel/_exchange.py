@@ -1,18 +1,27 @@
-"""Rows to and from their owners: what each device does, inside of a `shard_map`.
+"""The exchange of rows between devices: who owns which, and how they travel.
 
-Each device has positions `[n]` that it wants rows of, or has gradients for. Distinct
-and ascending they lie owner by owner, since the owner is `position // R`. From each
-owner's part C slots go out in one *round* of `all_to_all`; where some owner's part is
-longer there are further rounds, as many on every device, until all has gone through:
+A table's N parts lie along some axes of a mesh. Over the other axes the parts are
+replicated, and a batch is sharded over all axes. So a device exchanges rows with the N
+owners along the table's axes, and gradients are also summed over the replicas.
 
-    rounds = ceil(longest part of any device / C)
+Each device has positions `[n]` whose rows it reads, or has gradients for. Sorted and
+without duplicates they are grouped by owner, since the owner is `position // R`. In one
+*round* of `all_to_all` every device sends C of them to each owner. If some owner is
+asked for more, further rounds follow, as many on every device:
 
-So C decides about speed, never about results. Gradients go in two passes of rounds:
-ids first, from which the owner knows its distinct rows, then values, which are added to
-the row of their id. A row is therefore whole before it is used, however many rounds its
-parts took.
+    rounds = ceil(most rows that any device asks of any owner / C)
+
+So C affects speed, never results. Gradients take two passes of rounds: first the ids,
+which tell the owner its distinct rows, then the values, each added to the row of its
+id. So a row is complete before it is used, however many rounds its parts took.
+
+Reads are one primitive, `read_sharded_rows`, and its transpose is another,
+`add_sharded_rows`.
 """
 
+import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,280 +29,517 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sparsejax import _arguments
-from sparsejax._lookup.read_rows import read_rows
+from sparsejax import _arguments, _compat
+from sparsejax._lookup.read_rows import read_rows as _read_local_rows
 from sparsejax._rows import indexing
-from sparsejax.parallel._owners import Metrics, Owners, no_metrics, round_bytes
 
 
-class _Parts(NamedTuple):
-    """One device's distinct positions, cut into the owners' parts."""
+# ------------------------------------------------------------------ owners
 
-    rows: jax.Array  # [u], ascending, then `height`
-    first: jax.Array  # int32[N], where each owner's part begins
-    size: jax.Array  # int32[N], and how long it is
-    slot: jax.Array  # int32[n], the place of each position in `rows`
+
+@dataclasses.dataclass(frozen=True)
+class Owners:
+    """Which device owns which rows; static.
+
+    Args:
+      mesh: the mesh.
+      axes: the mesh axes that the rows are sharded over.
+      rows: R, the number of rows of each owner.
+    """
+
+    mesh: Any
+    axes: tuple[str, ...]
+    rows: int
+
+    @property
+    def count(self) -> int:
+        """N, the number of owners."""
+        return math.prod(self.mesh.shape[name] for name in self.axes)
+
+    @property
+    def height(self) -> int:
+        """The number of positions; as a position it is out of range."""
+        return self.count * self.rows
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The other axes of the mesh: over them the table is replicated."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.axes)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices; a batch is sharded over all of them."""
+        return math.prod(self.mesh.shape.values())
+
+    @property
+    def table_spec(self) -> PartitionSpec:
+        """How tables are sharded, and all else that lies at the owners."""
+        return PartitionSpec(self.axes)
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """How ids are sharded, and the rows read for them."""
+        return PartitionSpec((*self.replica_axes, *self.axes))
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the types of arrays over this mesh carry their sharding."""
+        return any(kind == AxisType.Explicit for kind in self.mesh.axis_types)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """`spec` over this mesh."""
+        return NamedSharding(self.mesh, spec)
+
+    def shard_map(
+        self,
+        body: Callable,
+        *args: Any,
+        in_specs: tuple[PartitionSpec, ...],
+        out_specs: Any,
+        check_vma: bool = False,
+    ) -> Any:
+        """`body` on each device's part of `args`.
+
+        Replicas stay equal because they add in the same order. Types cannot know that,
+        so they are not checked by default.
+        """
+        if self.is_explicit:
+            pairs = zip(args, in_specs)
+            args = tuple(jax.reshard(x, self.sharding(spec)) for x, spec in pairs)
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=check_vma,
+        )(*args)
+
+    def slots(self, n: int, capacity: int | None) -> int:
+        """C for `n` ids a device: `capacity`, or a quarter more than an even share."""
+        if capacity is None:
+            capacity = math.ceil(1.25 * n / self.count) + 8
+        return max(1, min(n, self.rows, capacity))
+
+
+# ------------------------------------------------------------------ metrics
+
+
+class Metrics(NamedTuple):
+    """What an exchange needed, over all devices.
+
+    Args:
+      rounds: int32, the number of rounds.
+      rows: int32, distinct rows asked for, summed over the devices that asked.
+      largest: int32, the most rows that any device asked of any owner: the capacity
+        that would have made it one round.
+      overflow: int32, rows that did not fit into the first round; none is lost.
+      bytes: float32, what one device sends over the wire in all rounds.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> table = sj.parallel.shard_rows(jnp.ones((9, 2)), mesh, "x")
+      >>> ids = jnp.array([1, 2, 3, 1])
+      >>> _, found = sj.parallel.lookup(table, ids, capacity=2, return_metrics=True)
+      >>> int(found.rounds), int(found.rows), int(found.overflow)
+      (2, 3, 1)
+    """
+
+    rounds: jax.Array
+    rows: jax.Array
+    largest: jax.Array
+    overflow: jax.Array
+    bytes: jax.Array
+
+    @classmethod
+    def zero(cls) -> "Metrics":
+        """Those of an exchange without ids."""
+        zero = jnp.zeros((), jnp.int32)
+        return cls(zero, zero, zero, zero, jnp.zeros((), jnp.float32))
+
+
+def measure(
+    owners: Owners, slots: int, positions: jax.Array, dtype: Any, row: tuple[int, ...]
+) -> Metrics:
+    """What the exchange of rows at `positions` takes, without doing it."""
+
+    def body(positions):
+        return _counts(owners, _group_by_owner(owners, positions), slots)
+
+    counts = owners.shard_map(
+        body, positions, in_specs=(owners.batch_spec,), out_specs=PartitionSpec()
+    )
+    return _metrics(owners, slots, counts, positions.dtype, dtype, row)
+
+
+def _counts(owners: Owners, groups: "_Groups", slots: int) -> jax.Array:
+    """int32[4], equal on all devices: rounds, largest, rows, overflow."""
+    overflow = jnp.maximum(groups.size - np.int32(slots), np.int32(0))
+    sums = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (groups.size, overflow)])
+    sums = lax.psum(sums, owners.mesh.axis_names)
+    largest = lax.pmax(jnp.max(groups.size), owners.mesh.axis_names)
+    return jnp.stack([_num_rounds(owners, groups, slots), largest, *sums])
+
+
+def _metrics(
+    owners: Owners,
+    slots: int,
+    counts: jax.Array,
+    id_dtype: Any,
+    dtype: Any,
+    row: tuple[int, ...],
+) -> Metrics:
+    rounds, largest, rows, overflow = (counts[k] for k in range(4))
+    # In each round ids go one way and rows the other.
+    slot_bytes = id_dtype.itemsize + math.prod(row) * jnp.dtype(dtype).itemsize
+    round_bytes = np.float32((owners.count - 1) * slots * slot_bytes)
+    sent = rounds.astype(jnp.float32) * round_bytes
+    return Metrics(rounds, rows, largest, overflow, sent)
 
 
 # ------------------------------------------------------------------ one device's side
 
 
-def sort_out(owners: Owners, positions: jax.Array) -> _Parts:
-    """The distinct positions, owner by owner."""
-    most = max(1, min(positions.size, owners.height))
-    rows, slot, _ = indexing.merge_plan(positions, owners.height, most)
+class _Groups(NamedTuple):
+    """One device's distinct positions, grouped by owner."""
+
+    rows: jax.Array  # [u], ascending, then `height`
+    first: jax.Array  # int32[N], where each owner's group begins
+    size: jax.Array  # int32[N], and how long it is
+    slot: jax.Array  # int32[n], the place of each position in `rows`
+
+
+def _group_by_owner(owners: Owners, positions: jax.Array) -> _Groups:
+    capacity = max(1, min(positions.size, owners.height))
+    rows, slot, _ = indexing.merge_plan(positions, owners.height, capacity)
     starts = np.arange(owners.count + 1, dtype=np.int64) * owners.rows
     edges = jnp.searchsorted(rows, starts.astype(rows.dtype)).astype(jnp.int32)
-    return _Parts(rows, edges[:-1], edges[1:] - edges[:-1], slot)
+    return _Groups(rows, edges[:-1], edges[1:] - edges[:-1], slot)
 
 
-def rounds_of(owners: Owners, parts: _Parts, slots: int) -> jax.Array:
+def _num_rounds(owners: Owners, groups: _Groups, slots: int) -> jax.Array:
     """How many rounds all devices need, the same int32 on each."""
-    longest = lax.pmax(jnp.max(parts.size), owners.mesh.axis_names)
-    return (longest + np.int32(slots - 1)) // np.int32(slots)
+    largest = lax.pmax(jnp.max(groups.size), owners.mesh.axis_names)
+    return (largest + np.int32(slots - 1)) // np.int32(slots)
 
 
-def ids_of_round(owners: Owners, parts: _Parts, slots: int, number: Any) -> jax.Array:
-    """Row numbers at the owner `[N, C]` that round `number` asks for, R for none."""
-    steps = np.arange(slots, dtype=np.int32)
-    within = number * np.int32(slots) + steps
-    at, named = _round(parts, within)
+def _round_ids(owners: Owners, groups: _Groups, slots: int, number: Any) -> jax.Array:
+    """The owners' row numbers `[N, C]` that go out in one round; R in empty slots."""
+    at, used = _round_slots(groups, slots, number)
     starts = np.arange(owners.count).reshape(-1, 1) * owners.rows
-    ids = indexing.take_rows(parts.rows, at) - starts.astype(parts.rows.dtype)
-    return jnp.where(named, ids, _arguments.scalar(owners.rows, ids))
+    ids = indexing.take_rows(groups.rows, at) - starts.astype(groups.rows.dtype)
+    return jnp.where(used, ids, _arguments.scalar(owners.rows, ids))
 
 
-def values_of_round(parts: _Parts, values: jax.Array, slots: int, number: Any) -> Any:
-    """`values [u, ...]` of the ids of round `number`, `[N, C, ...]`."""
-    steps = np.arange(slots, dtype=np.int32)
-    at, named = _round(parts, number * np.int32(slots) + steps)
-    at = jnp.where(named, at, np.int32(values.shape[0]))
-    return indexing.take_rows(values, at)
+def _round_values(groups: _Groups, values: jax.Array, slots: int, number: Any) -> Any:
+    """`values [u, ...]` of the ids of one round, `[N, C, ...]`."""
+    at, used = _round_slots(groups, slots, number)
+    return indexing.take_rows(values, jnp.where(used, at, np.int32(values.shape[0])))
 
 
-def _round(parts: _Parts, within: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Places in `rows` of the elements `within [C]` of each part, and which exist."""
+def _round_slots(
+    groups: _Groups, slots: int, number: Any
+) -> tuple[jax.Array, jax.Array]:
+    """For the slots `[N, C]` of a round: places in `rows`, and which are used."""
+    within = number * np.int32(slots) + np.arange(slots, dtype=np.int32)
     within = jnp.reshape(within, (1, -1))
-    return parts.first.reshape(-1, 1) + within, within < parts.size.reshape(-1, 1)
+    return groups.first.reshape(-1, 1) + within, within < groups.size.reshape(-1, 1)
 
 
-def swap(owners: Owners, x: jax.Array) -> jax.Array:
-    """`x [N, ...]`: what is for owner j goes there; back comes what others had here."""
+def _all_to_all(owners: Owners, x: jax.Array) -> jax.Array:
+    """`x [N, ...]`: `x[j]` goes to owner j, and comes back from it."""
     if owners.count == 1:
         return x
     return lax.all_to_all(x, owners.axes, 0, 0, tiled=True)
 
 
-def repeat_rounds(rounds: Any, single: bool, body: Callable, start: Any) -> Any:
-    """`body(number, carry)` for each round; one that is known to suffice, no loop."""
-    if single:
+def _for_each_round(rounds: Any, is_single: bool, body: Callable, start: Any) -> Any:
+    """`carry = body(number, carry)` for each round; no loop if one always suffices."""
+    if is_single:
         return body(np.int32(0), start)
-    # A `while`, not a loop of static length: as many rounds as this batch needs.
+    # `while_loop`, since the number of rounds depends on the batch.
     more = lambda carry: carry[0] < rounds
     step = lambda carry: (carry[0] + np.int32(1), body(*carry))
     return lax.while_loop(more, step, (jnp.zeros((), jnp.int32), start))[1]
 
 
-def _is_single(owners: Owners, n: int, slots: int) -> bool:
+def _fits_one_round(owners: Owners, n: int, slots: int) -> bool:
     return slots >= min(n, owners.rows)
 
 
-# ------------------------------------------------------------------ reading
+# ------------------------------------------------------------------ reading rows
 
 
-def read(
+def read_rows(
     owners: Owners, slots: int, values: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """Rows `[n, ...]` at `positions`, zeros for `height`, and what it took."""
-    content, n = values.shape[1:], positions.size
-
-    def body(values, positions):
-        parts = sort_out(owners, positions)
-        rounds = rounds_of(owners, parts, slots)
-        # The place of each position's answer: its round, and where in it.
-        owner = positions // _arguments.scalar(owners.rows, positions)
-        named = owner < _arguments.scalar(owners.count, owner)
-        owner = jnp.where(named, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
-        within = parts.slot - parts.first[owner]
-        place = owner * np.int32(slots) + within % np.int32(slots)
-        round_of = jnp.where(named, within // np.int32(slots), np.int32(-1))
-
-        def one(number, rows):
-            asked = swap(owners, ids_of_round(owners, parts, slots, number))
-            answers = _read_own(values, asked)
-            answers = swap(owners, answers).reshape(owners.count * slots, *content)
-            here = round_of == number
-            at = jnp.where(here, place, np.int32(answers.shape[0]))
-            got = indexing.take_rows(answers, at)
-            if rows is None:
-                return got
-            return jnp.where(here.reshape(-1, *(1 for _ in content)), got, rows)
-
-        single = _is_single(owners, positions.size, slots)
-        start = None if single else jnp.zeros((positions.size, *content), values.dtype)
-        rows = repeat_rounds(rounds, single, one, start)
-        return rows, _count(owners, parts, slots)
-
-    if not n:
-        return jnp.zeros((0, *content), values.dtype), no_metrics()
-    batch, table = owners.batch_spec, owners.table_spec
-    out = batch, PartitionSpec()
-    rows, counts = owners.run(body, values, positions, into=(table, batch), out=out)
-    sent = round_bytes(owners, slots, positions.dtype, values.dtype, content)
-    return rows, _metrics(counts, sent)
-
-
-def _read_own(values: jax.Array, asked: jax.Array) -> jax.Array:
-    """Rows `[N, C, ...]` of this owner's, zeros for R."""
-    flat = asked.reshape(-1)
-    named = indexing.in_range(flat, values.shape[0])
-    rows = indexing.zero_unless(named, read_rows(values, flat))
-    return rows.reshape(*asked.shape, *values.shape[1:])
-
-
-def spread(
-    owners: Owners, slots: int, cotangent: jax.Array, positions: jax.Array
-) -> jax.Array:
-    """The transpose of `read`: cotangents of rows added into a whole `[N * R, ...]`."""
-    content, wide = cotangent.shape[1:], indexing.accumulator_dtype(cotangent.dtype)
-
-    def body(cotangent, positions):
-        parts = sort_out(owners, positions)
-        merged = _merged(parts, cotangent.astype(wide))
-
-        def one(number, table):
-            asked = swap(owners, ids_of_round(owners, parts, slots, number))
-            values = swap(owners, values_of_round(parts, merged, slots, number))
-            return indexing.add_rows(table, asked, values)
-
-        single = _is_single(owners, positions.size, slots)
-        start = jnp.zeros((owners.rows, *content), wide)
-        table = repeat_rounds(rounds_of(owners, parts, slots), single, one, start)
-        table = lax.psum(table, owners.others) if owners.others else table
-        return table.astype(cotangent.dtype)
-
-    batch = owners.batch_spec
-    return owners.run(
-        body, cotangent, positions, into=(batch, batch), out=owners.table_spec
-    )
-
-
-def _merged(parts: _Parts, values: jax.Array) -> jax.Array:
-    """Sums `[u, ...]` of `values [n, ...]` for each distinct position."""
-    zeros = jnp.zeros((parts.rows.size, *values.shape[1:]), values.dtype)
-    return indexing.add_rows(zeros, parts.slot, values)
-
-
-# ------------------------------------------------------------------ to the owners
-
-
-def most_rows(owners: Owners, n: int) -> int:
-    """The most distinct rows that an owner can be sent by devices of `n` slots each."""
-    return max(1, min(owners.rows, owners.devices * min(n, owners.rows)))
-
-
-def send(
-    owners: Owners, slots: int, positions: jax.Array, values: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of rows at their owners, summed over all devices.
+    """Reads rows of a sharded table.
 
     Args:
       owners, slots: static.
-      positions: `[n]`, `height` for an empty slot, laid out as batches are.
-      values: `[n, ...]`.
+      values: `[N * R, ...]`, sharded as tables are.
+      positions: `[n]`, sharded as batches are, n a multiple of the devices.
 
     Returns:
-      `(positions [N * M], values [N * M, ...])`, laid out as tables are: of each owner
-      its distinct rows ascending, then empty slots.
+      `(rows [n, ...], metrics)`; zeros for the position `N * R`.
     """
-    content, dtype = values.shape[1:], values.dtype
-    wide = indexing.accumulator_dtype(dtype)
-    here = positions.size // owners.devices
-    most = most_rows(owners, here)
-    longest = max(1, min(here, owners.rows))  # of a part
-    single = _is_single(owners, here, slots)
-    length = slots * -(-longest // slots)
+    if not _arguments.is_concrete(positions):
+        # `jit` finds the devices of a program in its shard_maps, but does not look for
+        # them inside of a primitive. So this one stays outside.
+        spec = owners.batch_spec
+        positions = owners.shard_map(
+            lambda x: x, positions, in_specs=(spec,), out_specs=spec
+        )
+    rows, *metrics = read_rows_p.bind(
+        values, positions, owners=owners, slots=slots, batched=()
+    )
+    return rows, Metrics(*metrics)
 
-    def body(positions, values):
-        parts = sort_out(owners, positions)
-        rounds = rounds_of(owners, parts, slots)
-        values = indexing.zero_unless(positions < owners.height, values).astype(wide)
-        merged = _merged(parts, values)
 
-        def ids(number, asked):
-            new = swap(owners, ids_of_round(owners, parts, slots, number))
-            return lax.dynamic_update_slice(
-                asked, new, (np.int32(0), number * np.int32(slots))
-            )
+def _read(
+    owners: Owners, slots: int, values: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    row = values.shape[1:]
 
-        none = _arguments.scalar(owners.rows, positions)
-        asked = jnp.full((owners.count, length), none, positions.dtype)
-        asked = _of_repeats(owners, repeat_rounds(rounds, single, ids, asked))
-        rows, slot, _ = indexing.merge_plan(asked.reshape(-1), owners.rows, most)
-        slot = slot.reshape(-1, length)
+    def body(values, positions):
+        groups = _group_by_owner(owners, positions)
+        rounds = _num_rounds(owners, groups, slots)
+        # Where the answer to each position comes in: its round, and the place in it.
+        owner = positions // _arguments.scalar(owners.rows, positions)
+        known = owner < _arguments.scalar(owners.count, owner)
+        owner = jnp.where(known, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
+        within = groups.slot - groups.first[owner]
+        place = owner * np.int32(slots) + within % np.int32(slots)
+        round_of = jnp.where(known, within // np.int32(slots), np.int32(-1))
 
-        def add(number, total):
-            new = swap(owners, values_of_round(parts, merged, slots, number))
-            new = _of_repeats(owners, new)
-            at = lax.dynamic_slice_in_dim(slot, number * np.int32(slots), slots, 1)
-            return indexing.add_rows(total, at, new)
+        def one_round(number, rows):
+            asked = _round_ids(owners, groups, slots, number)
+            answers = _read_own_rows(values, _all_to_all(owners, asked))
+            answers = _all_to_all(owners, answers).reshape(owners.count * slots, *row)
+            now = round_of == number
+            at = jnp.where(now, place, np.int32(answers.shape[0]))
+            new = indexing.take_rows(answers, at)
+            if rows is None:
+                return new
+            return jnp.where(now.reshape(-1, *(1 for _ in row)), new, rows)
 
-        total = jnp.zeros((most, *content), wide)
-        total = repeat_rounds(rounds, single, add, total)
-        return _global(owners, rows), total.astype(dtype)
+        is_single = _fits_one_round(owners, positions.size, slots)
+        start = None if is_single else jnp.zeros((positions.size, *row), values.dtype)
+        rows = _for_each_round(rounds, is_single, one_round, start)
+        return rows, _counts(owners, groups, slots)
 
-    table = owners.table_spec
-    return owners.run(
-        body, positions, values, into=(owners.batch_spec,) * 2, out=(table, table)
+    rows, counts = owners.shard_map(
+        body,
+        values,
+        positions,
+        in_specs=(owners.table_spec, owners.batch_spec),
+        out_specs=(owners.batch_spec, PartitionSpec()),
+    )
+    metrics = _metrics(owners, slots, counts, positions.dtype, values.dtype, row)
+    return rows, metrics
+
+
+def _read_own_rows(values: jax.Array, asked: jax.Array) -> jax.Array:
+    """Rows `[N, C, ...]` that this device owns, zeros for R."""
+    flat = asked.reshape(-1)
+    used = indexing.in_range(flat, values.shape[0])
+    rows = indexing.zero_unless(used, _read_local_rows(values, flat))
+    return rows.reshape(*asked.shape, *values.shape[1:])
+
+
+def _add(
+    owners: Owners, slots: int, cotangent: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """The transpose of `_read`: a table `[N * R, ...]` of the cotangents of rows."""
+    row, wide = cotangent.shape[1:], indexing.accumulator_dtype(cotangent.dtype)
+
+    def body(cotangent, positions):
+        groups = _group_by_owner(owners, positions)
+        merged = _sum_duplicates(groups, cotangent.astype(wide))
+
+        def one_round(number, table):
+            asked = _all_to_all(owners, _round_ids(owners, groups, slots, number))
+            values = _round_values(groups, merged, slots, number)
+            return indexing.add_rows(table, asked, _all_to_all(owners, values))
+
+        is_single = _fits_one_round(owners, positions.size, slots)
+        table = jnp.zeros((owners.rows, *row), wide)
+        rounds = _num_rounds(owners, groups, slots)
+        table = _for_each_round(rounds, is_single, one_round, table)
+        table = lax.psum(table, owners.replica_axes) if owners.replica_axes else table
+        return table.astype(cotangent.dtype)
+
+    return owners.shard_map(
+        body,
+        cotangent,
+        positions,
+        in_specs=(owners.batch_spec, owners.batch_spec),
+        out_specs=owners.table_spec,
     )
 
 
-def _of_repeats(owners: Owners, x: jax.Array) -> jax.Array:
-    """`x [N, ...]` of all devices that own the same rows, `[repeats * N, ...]`."""
-    return lax.all_gather(x, owners.others, tiled=True) if owners.others else x
+def _sum_duplicates(groups: _Groups, values: jax.Array) -> jax.Array:
+    """Sums `[u, ...]` of `values [n, ...]` for each distinct position."""
+    zeros = jnp.zeros((groups.rows.size, *values.shape[1:]), values.dtype)
+    return indexing.add_rows(zeros, groups.slot, values)
 
 
-def _global(owners: Owners, rows: jax.Array) -> jax.Array:
-    """Positions of row numbers of this owner's; `height` for R."""
+# ------------------------------------------------------------------ two primitives
+
+# `read_rows_p` is linear in the table, `add_rows_p` in the cotangent, and each is the
+# transpose of the other, so derivatives of any order consist of these two.
+#
+# Under `vmap` all arrays get an axis in front. The static `batched` says of each such
+# axis, the outermost first, whether the tables are different or one and the same.
+
+
+def _read_batched(values, positions, *, owners, slots, batched):
+    read = functools.partial(_read, owners, slots)
+    for own_table in reversed(batched):
+        read = jax.vmap(read, in_axes=(0 if own_table else None, 0))
+    rows, metrics = read(values, positions)
+    return rows, *metrics
+
+
+def _add_batched(cotangent, positions, *, owners, slots, batched):
+    add = functools.partial(_add, owners, slots)
+    for _ in batched:
+        add = jax.vmap(add)
+    shared = tuple(k for k, own_table in enumerate(batched) if not own_table)
+    tables = add(cotangent, positions)
+    return jnp.sum(tables, shared) if shared else tables
+
+
+def _read_transpose(cotangent, like, _, positions, **static):
+    del like
+    return add_rows_p.bind(cotangent, positions, **static)
+
+
+def _add_transpose(table, like, _, positions, **static):
+    del like
+    return read_rows_p.bind(table, positions, **static)[0]
+
+
+def _read_vmap(bind, args, axes, *, batched, **static):
+    (values, positions), own_table = args, axes[0] is not None
+    if own_table:
+        values = jnp.moveaxis(values, axes[0], 0)
+    size = _batch_size(args, axes)
+    positions = _batch_in_front(positions, axes[1], size)
+    return bind(values, positions, batched=(own_table, *batched), **static)
+
+
+def _add_vmap(bind, args, axes, *, batched, **static):
+    size = _batch_size(args, axes)
+    args = [_batch_in_front(x, axis, size) for x, axis in zip(args, axes)]
+    return bind(*args, batched=(True, *batched), **static)
+
+
+def _batch_size(args, axes) -> int:
+    return next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
+
+
+def _batch_in_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
+    if axis is None:
+        return jnp.broadcast_to(x, (size, *x.shape))
+    return jnp.moveaxis(x, axis, 0)
+
+
+read_rows_p = _compat.multilinear_primitive(
+    "read_sharded_rows",
+    _read_batched,
+    {},
+    {0: _read_transpose},
+    _read_vmap,
+    multiple_results=True,
+)
+add_rows_p = _compat.multilinear_primitive(
+    "add_sharded_rows", _add_batched, {}, {0: _add_transpose}, _add_vmap
+)
+
+
+# ------------------------------------------------------------------ gradients of rows
+
+
+def send_to_owners(
+    owners: Owners, slots: int, positions: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Sends gradients of rows to the owners, which sum them over all devices.
+
+    Args:
+      owners, slots: static.
+      positions: `[n]`, `height` for an empty slot, sharded as batches are.
+      values: `[n, ...]`.
+
+    Returns:
+      `(positions [N * M], values [N * M, ...])`, sharded as tables are: each owner has
+      its distinct rows ascending, then empty slots.
+    """
+    row, dtype = values.shape[1:], values.dtype
+    wide = indexing.accumulator_dtype(dtype)
+    here = positions.size // owners.devices
+    # The most distinct rows that one device can send an owner, and that it can get.
+    most_sent = max(1, min(here, owners.rows))
+    most_got = max(1, min(owners.rows, owners.devices * min(here, owners.rows)))
+    is_single = _fits_one_round(owners, here, slots)
+    length = slots * -(-most_sent // slots)
+
+    def body(positions, values):
+        groups = _group_by_owner(owners, positions)
+        rounds = _num_rounds(owners, groups, slots)
+        values = indexing.zero_unless(positions < owners.height, values).astype(wide)
+        merged = _sum_duplicates(groups, values)
+
+        def send_ids(number, got):
+            new = _all_to_all(owners, _round_ids(owners, groups, slots, number))
+            at = np.int32(0), number * np.int32(slots)
+            return lax.dynamic_update_slice(got, new, at)
+
+        none = _arguments.scalar(owners.rows, positions)
+        got = jnp.full((owners.count, length), none, positions.dtype)
+        got = _for_each_round(rounds, is_single, send_ids, got)
+        got = _gather_replicas(owners, got).reshape(-1)
+        rows, slot, _ = indexing.merge_plan(got, owners.rows, most_got)
+        slot = slot.reshape(-1, length)
+
+        def send_values(number, total):
+            new = _round_values(groups, merged, slots, number)
+            new = _gather_replicas(owners, _all_to_all(owners, new))
+            at = lax.dynamic_slice_in_dim(slot, number * np.int32(slots), slots, 1)
+            return indexing.add_rows(total, at, new)
+
+        total = jnp.zeros((most_got, *row), wide)
+        total = _for_each_round(rounds, is_single, send_values, total)
+        return _to_positions(owners, rows), total.astype(dtype)
+
+    return owners.shard_map(
+        body,
+        positions,
+        values,
+        in_specs=(owners.batch_spec, owners.batch_spec),
+        out_specs=(owners.table_spec, owners.table_spec),
+    )
+
+
+def _gather_replicas(owners: Owners, x: jax.Array) -> jax.Array:
+    """`x [N, ...]` of all devices that own the same rows, `[replicas * N, ...]`."""
+    axes = owners.replica_axes
+    return lax.all_gather(x, axes, tiled=True) if axes else x
+
+
+def _to_positions(owners: Owners, rows: jax.Array) -> jax.Array:
+    """This owner's row numbers as positions; R becomes `height`."""
     wide = _arguments.index_dtype(owners.height, rows.dtype)
     first = lax.axis_index(owners.axes).astype(wide) * np.array(owners.rows, wide)
     none = rows >= _arguments.scalar(owners.rows, rows)
     return jnp.where(none, np.array(owners.height, wide), rows.astype(wide) + first)
 
 
-def local(owners: Owners, positions: jax.Array) -> jax.Array:
-    """The inverse: row numbers of this owner's; R for any other position."""
+def to_own_rows(owners: Owners, positions: jax.Array) -> jax.Array:
+    """Positions as this owner's row numbers; R for those of others."""
     first = lax.axis_index(owners.axes).astype(positions.dtype)
     rows = positions - first * _arguments.scalar(owners.rows, positions)
     own = indexing.in_range(rows, owners.rows)
     return jnp.where(own, rows, _arguments.scalar(owners.rows, rows))
-
-
-# ------------------------------------------------------------------ metrics
-
-
-def needed(owners: Owners, slots: int, positions: jax.Array, sent: float) -> Metrics:
-    """What the exchange of `positions` takes, without doing it."""
-
-    def body(positions):
-        return _count(owners, sort_out(owners, positions), slots)
-
-    counts = owners.run(body, positions, into=(owners.batch_spec,), out=PartitionSpec())
-    return _metrics(counts, sent)
-
-
-def _count(owners: Owners, parts: _Parts, slots: int) -> jax.Array:
-    """Rounds, the longest part, distinct rows, and those beyond the first round."""
-    beyond = jnp.maximum(parts.size - np.int32(slots), np.int32(0))
-    sums = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (parts.size, beyond)])
-    sums = lax.psum(sums, owners.mesh.axis_names)
-    longest = lax.pmax(jnp.max(parts.size), owners.mesh.axis_names)
-    return jnp.stack([rounds_of(owners, parts, slots), longest, *sums])
-
-
-def _metrics(counts: jax.Array, sent: float) -> Metrics:
-    rounds, longest, rows, overflow = (counts[k] for k in range(4))
-    moved = rounds.astype(jnp.float32) * np.float32(sent)
-    return Metrics(rounds, rows, longest, overflow, moved)

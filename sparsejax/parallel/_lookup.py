@@ -1,5 +1,6 @@
-"""lookup: rows of a table that is spread over devices, by id."""
+"""lookup: rows of a table whose rows are sharded, by id; its rule and its gradient."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,12 @@ from sparsejax import _arguments, _compat
 from sparsejax._lookup import lookup as _lookup
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
-from sparsejax.parallel._owners import Metrics, Owners, no_metrics
-from sparsejax.parallel._rule import Reading, read_rows
-from sparsejax.parallel._table import ShardedTable, gathered
+from sparsejax.parallel import _exchange
+from sparsejax.parallel._exchange import Metrics, Owners
+from sparsejax.parallel._rows import ShardedRows, concatenate
+from sparsejax.parallel._table import ShardedTable, constrain
+from sparsejax.transform.interpreter import RuleContext, register_rule
+from sparsejax.transform.table import TableRef, replicate, reshard
 
 
 _CALL = "sparsejax.parallel.lookup"
@@ -33,17 +37,18 @@ def lookup(
     capacity: int | str | None = None,
     return_metrics: bool = False,
 ) -> Any:
-    """Rows of a table whose rows are spread over devices, by id.
+    """Rows of a table whose rows are sharded over devices, by id.
 
-    What `sparsejax.lookup` gives, of a table that no device holds. Each device takes a
-    part of the ids, drops duplicates and asks the owners of the rows for them:
-    `capacity` rows of each owner in one round of `all_to_all`, and as many rounds as it
-    takes. So no id is ever lost, whatever the skew. Under `sparsejax.grad` the gradient
-    is a ShardedTable of ShardedRows, which `sparsejax.optim.lazy` sends to the owners.
+    Gives what `sparsejax.lookup` gives, for a table that no device holds. Each device
+    takes its part of the ids, drops duplicates and asks the owners for the rows: at
+    most `capacity` rows of each owner in one round of `all_to_all`, in as many rounds
+    as it takes. So no id is lost, however skewed the ids are. Under `sparsejax.grad`
+    the gradient is a ShardedTable of ShardedRows; `sparsejax.optim.lazy` sends its rows
+    to their owners.
 
-    Call it in the global view, in an ordinary function or under `jit`, with ids of the
-    whole batch. Per device and round, with N owners, C = capacity and rows of B bytes,
-    `(N - 1) * C * (4 + B)` bytes go over the wire, and as much again for the gradient.
+    Call it on global arrays, with the ids of the whole batch, under `jit` or not. With
+    N owners, C = capacity and rows of B bytes, each device sends
+    `(N - 1) * C * (4 + B)` bytes a round, and as much again for the gradient.
 
     Args:
       table: from `shard_rows`.
@@ -52,23 +57,22 @@ def lookup(
         `"error"`, as in `sparsejax.lookup`.
       padding_id: int, an id that reads zeros and gets no gradient.
       max_norm: positive number, as in `sparsejax.lookup`.
-      capacity: int, rows that a device asks of one owner in a round. It decides about
-        speed only: too small costs rounds, too large bandwidth. `"auto"` measures the
-        ids, outside of `jit`; `measure_capacity` does so from a sample. None takes a
+      capacity: int, rows that a device asks of one owner in a round. It affects speed
+        only: too small costs rounds, too large costs bandwidth. `"auto"` measures the
+        ids, outside of `jit`; `measure_capacity` measures a sample. None allows a
         quarter more than an even share of ids that are all different.
-      return_metrics: also return what it took, as `Metrics`.
+      return_metrics: whether to return `Metrics` of the exchange as well.
 
     Returns:
-      `[*ids.shape, *table.shape[1:]]`, or `(rows, metrics)`. Over Explicit axes laid
-      out as `ids` are: shard these over the batch, or every device gets all rows.
+      `[*ids.shape, *table.shape[1:]]`, or `(rows, metrics)`. Over Explicit axes the
+      rows are sharded like `ids`: shard the ids, or every device gets all rows.
 
     Raises:
-      TypeError: `table` is no ShardedTable, `ids` are not integers, or options of a
-        wrong kind.
-      ValueError: unknown `mode`, a `capacity` below 1, "auto" inside `jit`, ids on
-        other devices than the table, or a call from inside a `shard_map` over the
-        table's mesh. `jax.jvp` and `jax.linearize` through it are JAX's own TypeError:
-        there are derivatives in reverse mode only.
+      TypeError: `table` is not a ShardedTable, `ids` are not integers, or an option has
+        the wrong type.
+      ValueError: unknown `mode`, a `capacity` below 1, `"auto"` inside `jit`, ids on
+        other devices than the table, or a call inside a `shard_map` over the table's
+        mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -86,11 +90,11 @@ def lookup(
     check_table(_CALL, table, "lookup")
     if isinstance(ids, SegmentTensor):
         raise TypeError(
-            f"{_CALL}: ids are a SegmentTensor. Reduce the rows of each segment with "
-            "sparsejax.parallel.embedding_bag(table, ids), or look up ids.values for "
-            "all rows."
+            f"{_CALL}: ids are a SegmentTensor. Use "
+            "sparsejax.parallel.embedding_bag(table, ids) to reduce the rows of each "
+            "segment, or look up ids.values to get all rows."
         )
-    ids = beside(_CALL, table, _arguments.as_integers(_CALL, ids))
+    ids = put_on_mesh(_CALL, table, _arguments.as_integers(_CALL, ids))
     _lookup.check_mode(_CALL, mode)
     padding = _lookup.padding_mask(_CALL, ids, padding_id)
     max_norm = _lookup.check_max_norm(_CALL, max_norm, table.dtype)
@@ -104,24 +108,24 @@ def lookup(
 def measure_capacity(
     table: ShardedTable, sample_ids: Any, *, margin: float = 1.1
 ) -> int:
-    """The `capacity` that a batch like this one needs to go through in one round.
+    """The `capacity` with which a batch like this one needs a single round.
 
-    The most distinct rows that any of the devices asks of any owner, and `margin` times
-    as many for batches that differ.
+    The most distinct rows that any device asks of any owner, times `margin`, since
+    batches differ.
 
     Args:
-      table: from `shard_rows`; its rows are not looked at.
-      sample_ids: integers, the ids of one batch of the size that will be looked up, all
-        devices' together; or a list of such batches. They must be known, outside of
-        `jit`.
+      table: from `shard_rows`; its values are not read.
+      sample_ids: integers, the ids of one batch of all devices together, as large as
+        the batches that will be looked up; or a list of such batches. They must be
+        concrete, so call it outside of `jit`.
       margin: number; 1 is just enough for the sample.
 
     Returns:
       int.
 
     Raises:
-      TypeError: `table` is no ShardedTable, or the ids are not integers.
-      ValueError: ids that are not known yet, or none; a `margin` that is no positive
+      TypeError: `table` is not a ShardedTable, or the ids are not integers.
+      ValueError: the ids are traced, or there are none; or `margin` is not a positive
         number.
 
     Example:
@@ -140,20 +144,20 @@ def measure_capacity(
             f"{_MEASURE}: margin must be a positive number, got {margin!r}; 1 is just "
             "enough for the sample."
         )
-    found = count = 0
+    most = count = 0
     for batch in batches:
         if not (_arguments.is_concrete(batch) or isinstance(batch, list | tuple)):
             raise ValueError(
-                f"{_MEASURE}: sample_ids must be known, and inside jit they are not "
-                "yet. Measure outside, and pass the int that it gives as capacity."
+                f"{_MEASURE}: sample_ids must be concrete, and inside jit they are "
+                "traced. Call it outside of jit, and pass its result as capacity."
             )
         batch = _arguments.as_integers(_MEASURE, batch)
-        found, count = max(found, _longest_part(table, batch)), count + batch.size
+        most, count = max(most, _most_asked(table, batch)), count + batch.size
     if not count:
         raise ValueError(
-            f"{_MEASURE}: sample_ids has no ids. Pass those of one batch or of several."
+            f"{_MEASURE}: sample_ids is empty. Pass the ids of one or more batches."
         )
-    return max(1, math.ceil(found * margin))
+    return max(1, math.ceil(most * margin))
 
 
 # ------------------------------------------------------------------ for embedding_bag
@@ -167,7 +171,7 @@ def gather(
     mode: str,
     capacity: int | str | None,
 ) -> tuple[jax.Array, Metrics]:
-    """What `lookup` reads, of arguments that have been checked, and what it took."""
+    """What `lookup` reads, for checked arguments, and the metrics."""
     wanted = _lookup.clip_ids(call, table, ids) if mode == "clip" else ids
     if padding is not None:
         wanted = jnp.where(padding, _arguments.scalar(table.height, ids), wanted)
@@ -178,7 +182,7 @@ def gather(
     if padding is not None:
         bad &= ~padding
     if mode == "error":
-        _lookup.check_none(call, table, gathered(bad), gathered(ids))
+        _lookup.check_none(call, table, replicate(bad), replicate(ids))
     bad = indexing.append_axes(bad, rows.ndim)
     return jnp.where(bad, indexing.fill_value(rows.dtype), rows), metrics
 
@@ -186,24 +190,23 @@ def gather(
 def check_table(call: str, table: Any, name: str) -> None:
     """An error that names `call` unless `table` is a ShardedTable that can be read."""
     if not isinstance(table, ShardedTable):
-        found = _arguments.kind_of(table)
         raise TypeError(
-            f"{call}: table must be a ShardedTable, got {found}. Make one with "
-            "sparsejax.parallel.shard_rows(table, mesh, axis), or use "
-            f"sparsejax.{name} on a table that one device holds."
+            f"{call}: table must be a ShardedTable, got {_arguments.kind_of(table)}. "
+            "Make one with sparsejax.parallel.shard_rows(table, mesh, axis), or use "
+            f"sparsejax.{name} for a table that one device holds."
         )
-    here = jax.sharding.get_abstract_mesh()
-    manual = [n for n in here.manual_axes if n in table.mesh.axis_names]
+    context = jax.sharding.get_abstract_mesh()
+    manual = [n for n in context.manual_axes if n in table.mesh.axis_names]
     if manual:
         raise ValueError(
             f"{call}: called inside of a shard_map over {manual}. It takes the ids of "
-            "the whole batch and splits them itself: call it outside of the shard_map, "
+            "the whole batch and shards them itself: call it outside of the shard_map, "
             "on global arrays."
         )
 
 
-def beside(call: str, table: ShardedTable, ids: Any) -> Any:
-    """Ids where the table's devices can take them, or an error that names `call`."""
+def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> Any:
+    """Ids of one device put on the table's mesh; an error for ids on other devices."""
     mesh = table.mesh
     is_array = isinstance(ids, jax.Array) and _arguments.is_concrete(ids)
     if not (isinstance(mesh, Mesh) and is_array and ids.committed):
@@ -213,20 +216,19 @@ def beside(call: str, table: ShardedTable, ids: Any) -> Any:
         return ids
     if len(here) == 1 and here <= there:
         return jax.device_put(ids, owners_of(table).sharding(PartitionSpec()))
-    names = ", ".join(map(repr, table.axes))
     raise ValueError(
-        f"{call}: ids lie on {ids.sharding}, and the table on {len(there)} devices of "
-        f"{mesh}. Put them there: jax.device_put(ids, NamedSharding(mesh, "
-        f"PartitionSpec({names})))."
+        f"{call}: ids are on {ids.sharding}, the table is on {len(there)} devices of "
+        f"{mesh}. Move the ids: jax.device_put(ids, NamedSharding(mesh, "
+        f"PartitionSpec({', '.join(map(repr, table.axes))})))."
     )
 
 
 def owners_of(table: ShardedTable) -> Owners:
-    """Who owns the rows of a table."""
+    """Which device owns which rows of a table."""
     return Owners(table.mesh, table.axes, table.rows_per_shard)
 
 
-# ------------------------------------------------------------------ private
+# ------------------------------------------------------------------ reading
 
 
 def _read(
@@ -235,89 +237,151 @@ def _read(
     """Rows of ids of any shape, zeros for those out of range."""
     owners = owners_of(table)
     slots = _slots(call, owners, table, ids, capacity)
-    content = table.shape[1:]
     if not ids.size:
-        return jnp.zeros((*ids.shape, *content), table.dtype), no_metrics()
-    flat = _split(owners, table.position(ids))
-    rows, metrics = read_rows(Reading(owners, slots), table.values, flat)
-    return _join(owners, rows, ids), metrics
-
-
-def _split(owners: Owners, positions: jax.Array) -> jax.Array:
-    """Flat positions, filled up so that each device gets as many."""
-    beyond = -positions.size % owners.devices
-    if _compat.explicit_spec(positions) and not beyond:
-        flat = owners.sharding(owners.batch_spec)
-        return lax.reshape(positions, (positions.size,), out_sharding=flat)
-    positions = gathered(positions).reshape(-1)  # a few ids, not rows
-    if beyond:
-        none = jnp.full((beyond,), owners.height, positions.dtype)
-        positions = jnp.concatenate([positions, none])
-    return _place(owners, positions)
-
-
-def _join(owners: Owners, rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """`rows` in the shape of `ids`; over explicit axes laid out as they are."""
+        rows = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+        return rows, Metrics.zero()
+    positions = _shard_positions(owners, table.position(ids))
+    rows, metrics = _exchange.read_rows(owners, slots, table.values, positions)
     shape = (*ids.shape, *rows.shape[1:])
     if not owners.is_explicit:
-        return rows if rows.shape == shape else rows[: ids.size].reshape(shape)
-    layout = _compat.explicit_spec(ids)
-    rest = (None,) * (len(shape) - len(layout))
-    want = owners.sharding(PartitionSpec(*layout, *rest))
+        rows = rows if rows.shape == shape else rows[: ids.size].reshape(shape)
+        return rows, metrics
+    spec = _compat.explicit_spec(ids)
+    spec += (None,) * (len(shape) - len(spec))
+    like_ids = owners.sharding(PartitionSpec(*spec))
     if rows.shape[0] == ids.size:
-        return lax.reshape(rows, shape, out_sharding=want)
-    return jax.reshard(gathered(rows)[: ids.size].reshape(shape), want)
-
-
-def _place(owners: Owners, positions: jax.Array) -> jax.Array:
-    """Laid out as batches are; from one device too, outside of `jit`."""
-    want = owners.sharding(owners.batch_spec)
-    if _arguments.is_concrete(positions) and len(positions.sharding.device_set) == 1:
-        return jax.device_put(positions, want)
-    return jax.reshard(positions, want) if owners.is_explicit else positions
+        return lax.reshape(rows, shape, out_sharding=like_ids), metrics
+    rows = replicate(rows)[: ids.size].reshape(shape)
+    return jax.reshard(rows, like_ids), metrics
 
 
 def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> int:
     here = -(-ids.size // owners.devices)
     if capacity is None:
         return owners.slots(here, None)
-    if isinstance(capacity, str):
-        if capacity != "auto":
-            raise ValueError(
-                f"{call}: capacity must be a positive int, 'auto' or None, got "
-                f"{capacity!r}."
-            )
+    if isinstance(capacity, str) and capacity == "auto":
         if not _arguments.is_concrete(ids):
             raise ValueError(
                 f"{call}: capacity='auto' measures the ids, and inside jit they are "
-                "not known yet. Measure a sample outside and pass the int: capacity = "
+                "traced. Measure a sample outside of jit and pass the int: capacity = "
                 "sparsejax.parallel.measure_capacity(table, sample_ids)."
             )
-        return owners.slots(here, max(1, _longest_part(table, ids)))
-    if isinstance(capacity, bool):
-        raise ValueError(f"{call}: capacity must be a positive int, got {capacity}.")
+        return owners.slots(here, max(1, _most_asked(table, ids)))
+    if isinstance(capacity, str | bool):
+        raise ValueError(
+            f"{call}: capacity must be a positive int, 'auto' or None, got "
+            f"{capacity!r}."
+        )
     hint = " Or give 'auto' or None."
     capacity = _arguments.static_int(call, "capacity", capacity, 1, hint)
     return owners.slots(here, capacity)
 
 
-def _longest_part(table: ShardedTable, ids: Any) -> int:
-    """The most distinct rows that a device asks of an owner, on the host."""
+def _shard_positions(owners: Owners, positions: jax.Array) -> jax.Array:
+    """Positions as `[n]`, padded to a multiple of the devices, sharded over them."""
+    padding = -positions.size % owners.devices
+    batch = owners.sharding(owners.batch_spec)
+    if _compat.explicit_spec(positions) and not padding:
+        return lax.reshape(positions, (positions.size,), out_sharding=batch)
+    positions = replicate(positions).reshape(-1)  # a few ids, not rows
+    if padding:
+        none = jnp.full((padding,), owners.height, positions.dtype)
+        positions = jnp.concatenate([positions, none])
+    if _arguments.is_concrete(positions) and len(positions.sharding.device_set) == 1:
+        return jax.device_put(positions, batch)
+    return jax.reshard(positions, batch) if owners.is_explicit else positions
+
+
+def _most_asked(table: ShardedTable, ids: Any) -> int:
+    """The most distinct rows that a device asks of an owner, computed on the host."""
     owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
-    named = (ids >= 0) & (ids < table.height)
-    longest = 0
-    for part, ok in zip(*(_parts(x, owners.devices) for x in (ids, named))):
-        distinct = np.unique(part[ok])
+    here = -(-ids.size // owners.devices)
+    most = 0
+    for k in range(owners.devices):
+        part = ids[k * here : (k + 1) * here]
+        distinct = np.unique(part[(part >= 0) & (part < table.height)])
         if table.layout == "mod":
             owner = distinct % owners.count
         else:
             owner = distinct // owners.rows
         if owner.size:
-            longest = max(longest, int(np.unique(owner, return_counts=True)[1].max()))
-    return longest
+            most = max(most, int(np.unique(owner, return_counts=True)[1].max()))
+    return most
 
 
-def _parts(x: np.ndarray, count: int) -> Sequence[np.ndarray]:
-    """`x` as the devices take it."""
-    size = -(-x.size // count)
-    return [x[k * size : (k + 1) * size] for k in range(count)]
+# ------------------------------------------------------------------ value_and_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadKind:
+    """What is static about a read of sharded rows; makes the gradient of its table.
+
+    Args:
+      owners: which device owns which rows.
+      slots: C, of the exchange.
+    """
+
+    owners: Owners
+    slots: int
+
+    def package(
+        self,
+        row: Sequence[int],
+        dtype: Any,
+        ids: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        sites: Sequence[Any],
+    ) -> ShardedRows:
+        """The gradient of a table from all its reads; each slot stays on its device."""
+        owners, parts = self.owners, []
+        for i, c, site in zip(ids, cotangents, sites):
+            # A loop adds its length in front of the ids, which devices shard.
+            here = i.shape[-1]
+            turns = i.size // max(1, here)
+            rows = _merge_turns(owners, i.reshape(turns, here))
+            values = _merge_turns(owners, c.reshape(turns, here, *row))
+            filled = indexing.in_range(rows, owners.height)
+            values = indexing.zero_unless(filled, values).astype(dtype)
+            slots = site.kind.slots * turns
+            parts.append(ShardedRows.make(rows, values, owners, slots))
+        return concatenate(parts)
+
+
+def _merge_turns(owners: Owners, x: jax.Array) -> jax.Array:
+    """`[turns, n, ...]` as `[turns * n, ...]`, nothing moved between devices."""
+    if x.shape[0] == 1:
+        # Without the constraint XLA may gather what a jitted gradient returns.
+        return constrain(x[0], owners.mesh, *owners.batch_spec)
+    merge = lambda part: part.reshape(math.prod(part.shape[:2]), *part.shape[2:])
+    by_turn = PartitionSpec(None, *owners.batch_spec)
+    return owners.shard_map(merge, x, in_specs=(by_turn,), out_specs=owners.batch_spec)
+
+
+@register_rule(_exchange.read_rows_p)
+def _read_rule(
+    ctx: RuleContext,
+    ref: Any,
+    positions: jax.Array,
+    *,
+    owners: Owners,
+    slots: int,
+    batched: tuple[bool, ...],
+) -> Any:
+    if not isinstance(ref, TableRef) or ref.row_axis != 0 or any(batched):
+        return NotImplemented
+    rows, *metrics = _exchange.read_rows_p.bind(
+        ref.array, positions, owners=owners, slots=slots, batched=batched
+    )
+    shape, spec, transpose = positions.shape, (), lambda cotangent: cotangent
+    if batched:
+        # Explicit sharding keeps the batch and the ids from becoming one axis.
+        spec, transpose = _compat.explicit_spec(rows), replicate
+        rows, positions = (replicate(x) if spec else x for x in (rows, positions))
+    kind = _ReadKind(owners, slots)
+    rows = reshard(
+        ctx.combine(ref, positions, rows, transpose, kind=kind), spec, owners.mesh
+    )
+    if ref.steps:
+        rows = ref.view(rows.reshape(positions.size, *rows.shape[len(shape) :]))
+        rows = rows.reshape(*shape, *rows.shape[1:])
+    return [rows, *metrics]

@@ -34,8 +34,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from sparsejax import _arguments
+from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._lookup import measure_capacity
-from sparsejax.parallel._owners import Owners
 from sparsejax.parallel._table import ShardedTable, check_axis, shard_rows
 from sparsejax.parallel._wire import format_table
 

@@ -1,9 +1,9 @@
-"""ShardedRows: the gradient of a table whose rows are spread over devices.
+"""ShardedRows: the gradient of a table whose rows are sharded over devices.
 
-It comes in two states. As `sparsejax.value_and_grad` gives it, every slot lies on the
-device whose batch read it, and nothing has been sent. `coalesce` sends the slots to the
-owners of their rows and merges them there; then every owner has its own distinct rows,
-and reading or writing them moves nothing between devices.
+It has two states. `sparsejax.value_and_grad` returns it with every slot on the device
+whose batch read the row, and nothing sent. `coalesce` sends the slots to the owners of
+their rows and merges them there. Then every owner has its own distinct rows, and
+reading or writing these moves nothing between devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,23 +16,23 @@ import numpy as np
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.optim._lazy import gather_scatter
 from sparsejax.parallel import _exchange
-from sparsejax.parallel._owners import Metrics, Owners, no_metrics, round_bytes
+from sparsejax.parallel._exchange import Metrics, Owners
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class ShardedRows(SelectedRows):
-    """A SelectedRows over the positions of a ShardedTable, spread over its devices.
+    """A SelectedRows over the positions of a ShardedTable, sharded over its devices.
 
-    Stands for the `[N * R, ...]` array of the table's stored values. As the child of a
-    ShardedTable it stands for the table's gradient or update in the order of ids:
+    Represents the `[N * R, ...]` array of the table's stored values. As the child of a
+    ShardedTable it represents the table's gradient or update in the order of ids:
     `table.to_dense()`.
 
     Args:
       rows: positions, `N * R` for an empty slot.
       values: a row for each slot.
       height: `N * R`.
-      owners: who owns which rows.
-      slots: for the exchange, how many rows a device sends an owner in a round; None
+      owners: which device owns which rows.
+      slots: how many rows a device sends an owner in one round of the exchange; None
         once the rows are at their owners.
 
     Example:
@@ -53,7 +53,7 @@ class ShardedRows(SelectedRows):
 
     @classmethod
     def make(cls, rows: Any, values: Any, owners: Owners, slots: int | None) -> Any:
-        """Of parts that go together: there are no checks."""
+        """From its parts, without checks."""
         return cls.tree_unflatten((owners.height, owners, slots), (rows, values))
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
@@ -63,7 +63,7 @@ class ShardedRows(SelectedRows):
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
-        """Rebuilds without checks: children may be anything JAX puts there."""
+        """Rebuilds without checks, since JAX puts placeholders into children."""
         self = object.__new__(cls)
         self.__dict__.update(zip(("height", "owners", "slots"), static))
         self.__dict__.update(rows=children[0], values=children[1])
@@ -77,32 +77,29 @@ class ShardedRows(SelectedRows):
     def coalesce(
         self, capacity: int | None = None, *, return_overflow: bool = False
     ) -> Any:
-        """The same array with each row once, at its owner: each owner's ascending.
+        """The same array with each row once, at its owner; rows ascend at each owner.
 
         Args:
-          capacity: None; every owner has room for what it may be sent.
-          return_overflow: also return an int32 scalar, 0.
+          capacity: None; every owner has a slot for each row that it can be sent.
+          return_overflow: whether to return an int32 scalar as well, 0.
 
         Raises:
           ValueError: `capacity` is given.
         """
         if capacity is not None:
             raise ValueError(
-                f"ShardedRows.coalesce: takes no capacity, got {capacity!r}. Each "
-                "owner has a slot for every row that it can be sent, so that none is "
-                "lost."
+                f"ShardedRows.coalesce: takes no capacity, got {capacity!r}. Every "
+                "owner has a slot for each row that it can be sent, so no row is lost."
             )
-        merged = self
-        if self.slots is not None:
-            merged = _send(self)
+        merged = self if self.is_merged else _send(self)
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
 
     def find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
-        """Rows by position, and which are stored; for tests, it gathers all slots."""
+        """Rows by position, and which are stored; for tests: it gathers all slots."""
         return self.everywhere().find(ids)
 
     def retain(self, ids: Any) -> SelectedRows:
-        """Only the rows at these positions; for tests, it gathers all slots."""
+        """Only the rows at these positions; for tests: it gathers all slots."""
         return self.everywhere().retain(ids)
 
     def everywhere(self) -> SelectedRows:
@@ -117,77 +114,74 @@ class ShardedRows(SelectedRows):
     def metrics(self) -> Metrics:
         """What sending these rows to their owners takes: rounds, bytes, overflow."""
         if self.slots is None or not self.capacity:
-            return no_metrics()
-        wide = indexing.accumulator_dtype(self.dtype)
-        content = self.values.shape[1:]
-        sent = round_bytes(self.owners, self.slots, self.rows.dtype, wide, content)
-        return _exchange.needed(self.owners, self.slots, self.safe_rows(), sent)
+            return Metrics.zero()
+        wide, row = indexing.accumulator_dtype(self.dtype), self.values.shape[1:]
+        return _exchange.measure(self.owners, self.slots, self.safe_rows(), wide, row)
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, ShardedRows):
             return concatenate([self, other])
         if is_selected_rows(other) or np.ndim(other) == 0:
             return self.everywhere().__add__(other)
-        return add_to(other, self)
+        return _add_to(other, self)
 
 
 # ------------------------------------------------------------------ at the owners
 
 
-def on_owners(rows: ShardedRows, f: Callable, *args: Any) -> jax.Array:
-    """`f(rows there, *args there)` at each owner.
+def _at_owners(f: Callable, rows: ShardedRows, *args: Any) -> jax.Array:
+    """`f(rows, *args)` at each owner, on its own parts.
 
     Args:
+      f: gets a SelectedRows whose ids are the owner's row numbers.
       rows: merged.
-      f: of a SelectedRows whose ids are the owner's row numbers, and of `args`.
-      *args: arrays, laid out as tables are.
+      *args: arrays, sharded as tables are.
     """
-    owners = rows.owners
+    owners, spec = rows.owners, rows.owners.table_spec
 
     def body(positions, values, *args):
-        own = _exchange.local(owners, positions)
+        own = _exchange.to_own_rows(owners, positions)
         return f(SelectedRows(own, values, owners.rows), *args)
 
-    spec = owners.table_spec
-    into = (spec,) * (2 + len(args))
-    return owners.run(body, rows.rows, rows.values, *args, into=into, out=spec)
+    in_specs = (spec,) * (2 + len(args))
+    return owners.shard_map(
+        body, rows.rows, rows.values, *args, in_specs=in_specs, out_specs=spec
+    )
 
 
-# Jitted, since outside of `jit` a `shard_map` runs operation by operation.
+# These are jitted, since outside of `jit` a `shard_map` runs operation by operation.
 
 
 @jax.jit
 def _send(rows: ShardedRows) -> ShardedRows:
     owners, slots = rows.owners, rows.slots or 1
-    at, values = _exchange.send(owners, slots, rows.safe_rows(), rows.values)
-    return ShardedRows.make(at, values, owners, None)
+    positions = rows.safe_rows()
+    merged = _exchange.send_to_owners(owners, slots, positions, rows.values)
+    return ShardedRows.make(*merged, owners, None)
 
 
 @jax.jit
 def _add(table: jax.Array, rows: ShardedRows) -> jax.Array:
-    return on_owners(rows, lambda own, part: part + own, table)
+    return _at_owners(lambda own, part: part + own, rows, table)
 
 
 @jax.jit
 def _join(parts: Sequence[ShardedRows]) -> ShardedRows:
-    owners = parts[0].owners
+    owners, spec = parts[0].owners, parts[0].owners.batch_spec
     dtype = indexing.promote(*(part.dtype for part in parts))
-    spec = owners.batch_spec
-    rows, values = (
-        owners.run(
-            lambda *xs: jnp.concatenate(xs), *xs, into=(spec,) * len(xs), out=spec
-        )
-        for xs in (
-            [part.rows for part in parts],
-            [part.values.astype(dtype) for part in parts],
-        )
-    )
+
+    def join(xs):
+        join = lambda *xs: jnp.concatenate(xs)
+        return owners.shard_map(join, *xs, in_specs=(spec,) * len(xs), out_specs=spec)
+
+    rows = join([part.rows for part in parts])
+    values = join([part.values.astype(dtype) for part in parts])
     slots = sum(part.slots or 0 for part in parts)
     return ShardedRows.make(rows, values, owners, slots)
 
 
 def concatenate(parts: Sequence[ShardedRows]) -> ShardedRows:
-    """The sum of gradients, as one with all their slots, each where it was."""
+    """The sum of gradients: all their slots, each on the device where it was."""
     owners = parts[0].owners
     for part in parts:
         if part.owners != owners or part.shape != parts[0].shape:
@@ -201,19 +195,18 @@ def concatenate(parts: Sequence[ShardedRows]) -> ShardedRows:
     if any(part.is_merged for part in parts):
         raise ValueError(
             "ShardedRows + ShardedRows: one of them is at its owners already. Add "
-            "gradients before they go through an optimizer or .coalesce()."
+            "gradients before an optimizer or .coalesce() sends them there."
         )
     return _join(list(parts))
 
 
-def add_to(table: Any, rows: ShardedRows) -> jax.Array:
-    """`table + rows`, each owner adding its own."""
+def _add_to(table: Any, rows: ShardedRows) -> jax.Array:
+    """`table + rows`; each owner adds its own rows."""
     if np.shape(table) != rows.shape:
-        found, want = np.shape(table), rows.shape
         raise ValueError(
-            f"array + ShardedRows: shapes {found} and {want} differ. The rows stand "
-            "for the stored values of a ShardedTable: add them to table.values, or use "
-            "optax.apply_updates on trees."
+            f"array + ShardedRows: shapes {np.shape(table)} and {rows.shape} differ. "
+            "ShardedRows have the shape of a ShardedTable's values: add them to "
+            "table.values, or use optax.apply_updates on trees."
         )
     return _add(jnp.asarray(table), rows.coalesce())
 
@@ -225,12 +218,12 @@ def _merge(rows: ShardedRows) -> ShardedRows:
 
 @gather_scatter.gather_rows.register
 def _read(rows: ShardedRows, table: Any, otherwise: jax.Array) -> jax.Array:
-    return on_owners(rows, gather_scatter.gather_rows, jnp.asarray(table), otherwise)
+    return _at_owners(gather_scatter.gather_rows, rows, jnp.asarray(table), otherwise)
 
 
 @gather_scatter.scatter_rows.register
 def _write(rows: ShardedRows, table: Any, values: jax.Array) -> jax.Array:
-    return on_owners(rows, gather_scatter.scatter_rows, jnp.asarray(table), values)
+    return _at_owners(gather_scatter.scatter_rows, rows, jnp.asarray(table), values)
 
 
 @gather_scatter.as_update.register

@@ -1,18 +1,19 @@
-"""ShardedTable: a table whose rows are spread over the devices of a mesh.
+"""ShardedTable: a table whose rows are sharded over the devices of a mesh.
 
-With N devices along the axis, each owns `R = ceil(V / N)` rows. The rows lie one owner
-after the other in one array of `N * R` rows, sharded over the axis; what is beyond V is
-padding, and hidden. Where an id lies is its *position*:
+With N devices along the axis, each owns `R = ceil(V / N)` rows. One array holds the
+rows of all owners in turn, `N * R` rows sharded over the axis; those without an id are
+padding, zero and hidden. The place of an id in this array is its *position*:
 
     layout "mod":   position(id) = (id mod N) * R + id // N
     layout "block": position(id) = id
 
-so that the owner is `position // R` in both. Frequent ids are often neighbours (a
-vocabulary sorted by frequency), and "mod" deals them out to all owners in turn.
+so the owner is `position // R` in both. Frequent ids are often neighbours (in a
+vocabulary sorted by frequency), and "mod" distributes neighbours over all owners.
 """
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -22,37 +23,41 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.optim._lazy import state_sharding
-from sparsejax.parallel import _table_parts
-from sparsejax.parallel._table_arithmetic import Arithmetic
+from sparsejax.transform.table import replicate
 
 
 _CALL = "sparsejax.parallel.shard_rows"
 LAYOUTS = ("mod", "block")
+_NUMBERS = (int, float, complex)
+_ARRAY_ONLY = frozenset(
+    "T at astype copy flatten item max mean min mT ravel reshape sort std sum swapaxes "
+    "take tolist transpose".split()
+)
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ShardedTable(Arithmetic):
-    """A `[height, ...]` table, its rows spread over the devices of a mesh.
+class ShardedTable:
+    """A `[height, ...]` table, its rows sharded over the devices of a mesh.
 
-    A pytree with one child, so that `tx.init`, `jax.jit` with donation, checkpoints and
+    A pytree with one child, so `tx.init`, `jax.jit` with donation, checkpoints and
     `optax.apply_updates` work on it leaf by leaf. `shard_rows` makes one;
     `sparsejax.parallel.lookup` and `embedding_bag` read it. Its gradient under
-    `sparsejax.value_and_grad` is a ShardedTable too, with ShardedRows as its child. Two
-    of one shape and layout are added with `+`, and scaled with `*` and `/` by numbers:
-    sum the gradients of several batches so, not by a function over all leaves, which
-    would add row numbers too.
+    `sparsejax.value_and_grad` is a ShardedTable with ShardedRows as its child.
+
+    Sum the gradients of several batches as `g1 + g2`, and scale them as `g / 2`. Do not
+    use `jax.tree.map(jnp.add, g1, g2)`: it would add row numbers too.
 
     Args:
       values: `[N * R, ...]`, sharded over `axis`, in the order of positions; in
         gradients and updates ShardedRows over positions.
       height: int, the number of rows of the table.
       mesh: the mesh.
-      axis: the mesh axis that the rows are spread over, or a tuple of axes.
-      layout: `"mod"` or `"block"`, which row lies where.
+      axis: the mesh axis that the rows are sharded over, or a tuple of axes.
+      layout: `"mod"` or `"block"`, which device owns which rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -71,26 +76,26 @@ class ShardedTable(Arithmetic):
     axis: str | tuple[str, ...]
     layout: str
 
-    # numpy and jax must hand `array + table` to us instead of looping over objects.
+    # NumPy and JAX must leave `array + table` to us instead of looping over objects.
     __array_ufunc__ = None
 
     # -- pytree ------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The child with its key, and what is static."""
+        """The child with its key, and the static fields."""
         static = self.height, self.mesh, self.axis, self.layout
         return ((jax.tree_util.GetAttrKey("values"), self.values),), static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
-        """Rebuilds without checks: the child may be anything JAX puts there."""
+        """Rebuilds without checks, since JAX puts placeholders into the child."""
         return cls(*children, *static)
 
-    # -- what it is --------------------------------------------------------------
+    # -- properties --------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the table as the user sees it: `(height, ...)`."""
+        """Shape of the table, `(height, ...)`, without padding."""
         return (self.height, *self.values.shape[1:])
 
     @property
@@ -105,12 +110,12 @@ class ShardedTable(Arithmetic):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that the rows are spread over, always as a tuple."""
+        """The mesh axes that the rows are sharded over, always as a tuple."""
         return (self.axis,) if isinstance(self.axis, str) else self.axis
 
     @property
     def num_shards(self) -> int:
-        """N, the number of parts the rows are in."""
+        """N, the number of parts that the rows are in."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
     @property
@@ -120,10 +125,10 @@ class ShardedTable(Arithmetic):
 
     @property
     def sharding(self) -> NamedSharding:
-        """How `values` are laid out."""
+        """How `values` are sharded."""
         rest = ()
         if AxisType.Explicit in self.mesh.axis_types and self.values is not None:
-            # As JAX writes it in types, so that a jitted step finds it again.
+            # As JAX writes it in types, so that a jitted step is not compiled again.
             rest = (None,) * (self.ndim - 1)
         return NamedSharding(self.mesh, PartitionSpec(self.axis, *rest))
 
@@ -137,13 +142,15 @@ class ShardedTable(Arithmetic):
             f"{self.axis!r}, layout={self.layout!r})"
         )
 
+    # -- not an array ------------------------------------------------------------
+
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             f"sparsejax: a ShardedTable of shape {self.shape} was used where an array "
             "is needed (jnp.asarray, an index, sparsejax.lookup). Its rows lie on "
-            f"{self.num_shards} devices: look them up with "
+            f"{self.num_shards} devices: read them with "
             "sparsejax.parallel.lookup(table, ids) or "
-            "sparsejax.parallel.embedding_bag, or call .to_dense() for the whole of it."
+            "sparsejax.parallel.embedding_bag, or call .to_dense() for the whole table."
         )
 
     # So that jnp.asarray, and with it sparsejax.lookup, raises the same error.
@@ -153,10 +160,104 @@ class ShardedTable(Arithmetic):
     def __getitem__(self, ids: Any) -> NoReturn:
         self.__array__()
 
+    def __float__(self) -> NoReturn:
+        self.__array__()
+
+    def __int__(self) -> NoReturn:
+        self.__array__()
+
+    def __index__(self) -> NoReturn:
+        self.__array__()
+
+    def __complex__(self) -> NoReturn:
+        self.__array__()
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this only for attributes that are missing.
+        if name not in _ARRAY_ONLY:
+            raise AttributeError(f"'ShardedTable' object has no attribute {name!r}")
+        try:
+            self.__array__()
+        except TypeError as error:
+            raise AttributeError(str(error)) from None
+
+    # -- sums and scalings -------------------------------------------------------
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, _NUMBERS) and other == 0:
+            return self  # so that Python's sum() works
+        return self._apply(operator.add, "+", other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self.__add__(other)
+
+    def __neg__(self) -> Any:
+        return self.map(operator.neg)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._apply(operator.sub, "-", other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    def __mul__(self, other: Any) -> Any:
+        return self._apply(operator.mul, "*", other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self.__mul__(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        if isinstance(other, ShardedTable):
+            other.__rtruediv__(self)
+        return self._apply(operator.truediv, "/", other)
+
+    def __rtruediv__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(other).__name__} / ShardedTable: a ShardedTable cannot be a "
+            "divisor, since its padding rows are zero. Use table.map(lambda v: ...) on "
+            "its values, padding included."
+        )
+
+    def _apply(self, op: Any, symbol: str, other: Any) -> Any:
+        """`op` of the values of two tables, or of a table and a number."""
+        if isinstance(other, ShardedTable):
+            a, b = self.values, other.values
+            static = [x.tree_flatten_with_keys()[1] for x in (self, other)]
+            if static[0] != static[1] or np.shape(a) != np.shape(b):
+                raise ValueError(
+                    f"ShardedTable {symbol} ShardedTable: {self} and {other} differ in "
+                    "shape, mesh or layout. Both must be tables, or gradients of "
+                    "tables, of one shape and layout on one mesh."
+                )
+            return self.map(lambda a: op(a, b))
+        if not isinstance(other, (*_NUMBERS, np.generic, np.ndarray, jax.Array)):
+            return NotImplemented
+        if np.ndim(other):
+            raise TypeError(
+                f"ShardedTable {symbol} array of shape {np.shape(other)}: the array "
+                "must be a scalar. Use table.map(lambda v: ...) for the values in the "
+                "order of positions, or .to_dense()."
+            )
+        if symbol in "+-":
+            # Padding rows, and rows that a gradient does not store, must stay zero.
+            self.__array__()
+
+        def scale(values):
+            """The data's type wins, as in SelectedRows."""
+            if isinstance(values, SelectedRows) or isinstance(other, _NUMBERS):
+                return op(values, other)
+            wide = indexing.promote(values.dtype, other.dtype)
+            narrow = values.dtype if jnp.issubdtype(values.dtype, jnp.inexact) else wide
+            return op(values.astype(wide), jnp.asarray(other).astype(wide)).astype(
+                narrow
+            )
+
+        return self.map(scale)
+
     # -- ids and positions -------------------------------------------------------
 
     def position(self, ids: Any) -> jax.Array:
-        """Where the rows of `ids` lie among `values`; `N * R` for ids out of range.
+        """The positions of the rows of `ids`; `N * R` for ids out of range.
 
         Args:
           ids: integers of any shape.
@@ -175,7 +276,7 @@ class ShardedTable(Arithmetic):
         return jnp.where(named, ids, _arguments.scalar(shards * rows, ids))
 
     def ids_at(self, position: Any) -> jax.Array:
-        """The inverse of `position`: the ids there, `height` where there is none."""
+        """The inverse of `position`; `height` for padding and out of range."""
         call = "sparsejax.parallel.ShardedTable.ids_at"
         shards, rows = self.num_shards, self.rows_per_shard
         ids = _arguments.as_ids(call, position, shards * rows)
@@ -186,17 +287,18 @@ class ShardedTable(Arithmetic):
         named &= ids < _arguments.scalar(self.height, ids)
         return jnp.where(named, ids, _arguments.scalar(self.height, ids))
 
-    # -- as a whole --------------------------------------------------------------
+    # -- the whole table ---------------------------------------------------------
 
     def to_dense(self) -> jax.Array:
         """The whole table in the order of ids, `[height, ...]`; for tests and export.
 
-        Also of gradients and updates, whose child is a SelectedRows.
+        Works for gradients and updates too, whose child is a SelectedRows.
         """
         if isinstance(self.values, SelectedRows):
-            rows, values = (gathered(x) for x in (self.values.rows, self.values.values))
-            return SelectedRows(self.ids_at(rows), values, self.height).to_dense()
-        values = gathered(self.values)
+            ids = self.ids_at(replicate(self.values.rows))
+            values = replicate(self.values.values)
+            return SelectedRows(ids, values, self.height).to_dense()
+        values = replicate(self.values)
         if self.layout == "mod":
             parts = (self.num_shards, self.rows_per_shard, *values.shape[1:])
             values = jnp.swapaxes(values.reshape(parts), 0, 1).reshape(values.shape)
@@ -215,24 +317,22 @@ def shard_rows(
     layout: str = "mod",
     height: int | None = None,
 ) -> ShardedTable:
-    """Spreads the rows of a table over the devices along a mesh axis.
+    """Shards the rows of a table over the devices along a mesh axis.
 
-    Each of the N devices along the axis gets `ceil(V / N)` rows. Over the
-    mesh's other axes the parts are repeated. `sparsejax.parallel.lookup` and
-    `embedding_bag` read it; the training step around them stays that of one
-    device.
+    Each of the N devices along the axis gets `ceil(V / N)` rows. Over the mesh's other
+    axes the parts are replicated. `sparsejax.parallel.lookup` and `embedding_bag` read
+    the result; the training step around them stays that of one device.
 
     Args:
-      table: `[V, ...]`, a JAX or NumPy array (a `np.memmap` too): each device's
-        part is cut on the host, so that no device ever holds V rows. Inside
-        `jit`, a traced array. A `jax.ShapeDtypeStruct` gives the table's
-        abstract form. Or a function `f(ids) -> rows [len(ids), ...]` of NumPy
-        ids, called for each part that has rows, for tables larger than any one
-        memory.
+      table: `[V, ...]`, a JAX or NumPy array (an `np.memmap` too): each device's part
+        is cut on the host, so no device ever holds V rows. Inside `jit`, a traced
+        array. A `jax.ShapeDtypeStruct` gives the table's abstract form. Or, for tables
+        larger than the memory of a host, a function `f(ids) -> rows [len(ids), ...]`
+        of NumPy ids, called once for each part that has rows.
       mesh: as `jax.make_mesh` gives, its axes Auto or Explicit.
       axis: name of a mesh axis, or a tuple of names.
-      layout: `"mod"` deals ids out in turn, so that frequent ids that are
-        neighbours do not meet on one device; `"block"` keeps neighbours
+      layout: `"mod"` distributes neighbouring ids over the devices, so frequent ids
+        that are neighbours do not all go to one device; `"block"` keeps neighbours
         together.
       height: int, V, for a table given as a function.
 
@@ -240,9 +340,9 @@ def shard_rows(
       `ShardedTable` of shape `[V, ...]`.
 
     Raises:
-      TypeError: `mesh` or `table` is of another kind.
-      ValueError: no such axis or layout, a scalar, `height` missing, rows of
-        another shape from `f`, or known rows over an AbstractMesh.
+      TypeError: `mesh` or `table` has the wrong type.
+      ValueError: no such axis or layout, a scalar, a missing `height`, rows of another
+        shape from `f`, or concrete rows over an AbstractMesh.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -255,28 +355,28 @@ def shard_rows(
       Array([1., 0.], dtype=float32)
 
     References:
-      TorchRec, row-wise sharding; PaddlePaddle, distributed lookup table (ids
-      by remainder over parameter servers).
+      TorchRec, row-wise sharding; PaddlePaddle, distributed lookup table (ids by
+      remainder over parameter servers).
     """
     axis = check_axis(_CALL, mesh, axis)
     if layout not in LAYOUTS:
         raise ValueError(
-            f"{_CALL}: layout must be 'mod' or 'block', got {layout!r}. 'mod' spreads "
-            "neighbouring ids over all devices, 'block' keeps them together."
+            f"{_CALL}: layout must be 'mod' or 'block', got {layout!r}. 'mod' "
+            "distributes neighbouring ids over all devices, 'block' keeps them "
+            "together."
         )
     make = lambda values, height: ShardedTable(values, height, mesh, axis, layout)
     if callable(table):
         hint = " A table given as a function of ids needs height=, its number of rows."
-        whole = _arguments.static_int(_CALL, "height", height, hint=hint)
-        values = _table_parts.from_function(_CALL, table, make(None, whole))
-        return make(values, whole)
+        height = _arguments.static_int(_CALL, "height", height, hint=hint)
+        return make(_values_from(table, make(None, height)), height)
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
         raise TypeError(
             f"{_CALL}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a "
             f"function of ids, got {_arguments.kind_of(table)}."
         )
-    _table_parts.check_numbers(_CALL, table.dtype)
+    _check_numeric(table.dtype)
     shape = tuple(table.shape)
     if not shape:
         raise ValueError(
@@ -286,7 +386,7 @@ def shard_rows(
     if height is not None:
         raise ValueError(
             f"{_CALL}: height={height!r} is for a table given as a function of ids; "
-            f"this one has shape {shape}. Leave it out."
+            f"this table has shape {shape}. Leave height out."
         )
     empty = make(None, shape[0])
     if isinstance(table, jax.ShapeDtypeStruct):
@@ -296,33 +396,112 @@ def shard_rows(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=abstract.sharding)
         )
     if not _arguments.is_concrete(table):
-        return make(_inside_jit(table, empty), shape[0])
+        return make(_values_of_traced(table, empty), shape[0])
     host = table if isinstance(table, np.ndarray) else np.asarray(table)
-    take = lambda ids: host[ids]
-    return make(_table_parts.from_function(_CALL, take, empty), shape[0])
+    return make(_values_from(lambda ids: host[ids], empty), shape[0])
 
 
-# ------------------------------------------------------------------ making
+# ------------------------------------------------------------------ making the values
 
 
-def _inside_jit(table: jax.Array, empty: ShardedTable) -> jax.Array:
-    """`values` of a traced array: the same order, by arithmetic on whole axes."""
+def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
+    """`values` of a traced array, by arithmetic on whole axes."""
     shards, per_shard = empty.num_shards, empty.rows_per_shard
-    table = gathered(table)
-    beyond = shards * per_shard - empty.height
-    table = jnp.pad(table, [(0, beyond), *((0, 0) for _ in table.shape[1:])])
+    table = replicate(table)
+    padding = shards * per_shard - empty.height
+    table = jnp.pad(table, [(0, padding), *((0, 0) for _ in table.shape[1:])])
     if empty.layout == "mod":
         parts = table.reshape(per_shard, shards, *table.shape[1:])
         table = jnp.swapaxes(parts, 0, 1).reshape(table.shape)
-    return laid_out(table, empty.mesh, empty.axis)
+    return constrain(table, empty.mesh, empty.axis)
 
 
-# ------------------------------------------------------------------ shared
+def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
+    """`values` of rows given by NumPy ids, made part by part on the host.
+
+    Each process makes the parts of its own devices only.
+    """
+    check_has_devices(_CALL, empty.mesh)
+    per_shard = empty.rows_per_shard
+    length = empty.num_shards * per_shard
+
+    def ids_of_shard(shard: int) -> np.ndarray:
+        if empty.layout == "mod":
+            return np.arange(shard, empty.height, empty.num_shards)
+        first = shard * per_shard
+        return np.arange(first, min(first + per_shard, empty.height))
+
+    def checked_rows(ids: np.ndarray, row: tuple[int, ...] | None) -> np.ndarray:
+        # NumPy would broadcast a row that is too short without an error.
+        rows = np.asarray(rows_of(ids))
+        _check_numeric(rows.dtype)
+        if rows.shape[:1] != ids.shape or row not in (None, rows.shape[1:]):
+            want = f"[{len(ids)}, ...]" if row is None else (len(ids), *row)
+            raise ValueError(
+                f"{_CALL}: the function returned an array of shape {rows.shape} for "
+                f"{len(ids)} ids; it must return one row for each id, {want}."
+            )
+        return rows
+
+    def shards_in(rows: slice) -> range:
+        start, stop, _ = rows.indices(length)
+        return range(start // per_shard, stop // per_shard)
+
+    # Shape and type are those of this process's first part that has rows.
+    by_rows = NamedSharding(empty.mesh, PartitionSpec(empty.axis))
+    here = by_rows.addressable_devices_indices_map((length,)).values()
+    own = sorted({k for index in here if index for k in shards_in(index[0])})
+    first = next((k for k in own if len(ids_of_shard(k))), None)
+    if first is None:
+        like, made = checked_rows(np.arange(min(1, empty.height)), None), {}
+    else:
+        like = checked_rows(ids_of_shard(first), None)
+        made = {first: like}
+    row, dtype = like.shape[1:], jax.dtypes.canonicalize_dtype(like.dtype)
+
+    def part(index):
+        start, stop, _ = index[0].indices(length)
+        out = np.zeros((stop - start, *row), dtype)
+        for shard in shards_in(index[0]):
+            ids = ids_of_shard(shard)
+            if not len(ids):
+                continue
+            rows = made.pop(shard, None)
+            if rows is None:
+                rows = checked_rows(ids, row)
+            at = shard * per_shard - start
+            out[at : at + len(ids)] = rows
+        return out
+
+    shape = (length, *row)
+    sharding = empty.map(lambda _: jax.ShapeDtypeStruct(shape, dtype)).sharding
+    return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
+
+
+def _check_numeric(dtype: Any) -> None:
+    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
+        raise TypeError(
+            f"{_CALL}: a table must be numeric, got {dtype}. Map text to numbers with "
+            "a vocabulary first (sparsejax.data)."
+        )
+
+
+# ------------------------------------------------------------------ for other layouts
 
 
 def rows_per_shard(height: int, shards: int) -> int:
     """`ceil(height / shards)`, at least 1, so that no part is an empty array."""
     return max(1, -(-height // shards))
+
+
+def check_has_devices(call: str, mesh: Any) -> None:
+    """A ValueError for a mesh without devices."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"{call}: a concrete table needs devices, and an AbstractMesh has none. "
+            "Pass a jax.sharding.Mesh (jax.make_mesh), or "
+            "jax.ShapeDtypeStruct(shape, dtype) for the abstract form."
+        )
 
 
 def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
@@ -343,34 +522,26 @@ def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
     for name in names:
         if types[name] == AxisType.Manual:
             raise ValueError(
-                f"{call}: the mesh axis {name!r} is Manual here, inside of a shard_map "
-                "over it, where arrays are already cut. Call it outside of the "
-                "shard_map."
+                f"{call}: the mesh axis {name!r} is Manual here: inside of a shard_map "
+                "over it arrays are sharded already. Call it outside of the shard_map."
             )
     return names[0] if len(names) == 1 else tuple(names)
 
 
-def laid_out(x: jax.Array, mesh: Any, *parts: Any) -> jax.Array:
-    """`x` sharded as `PartitionSpec(*parts)`, whichever type the mesh's axes have."""
-    rest = (None,) * (x.ndim - len(parts))
-    sharding = NamedSharding(mesh, PartitionSpec(*parts, *rest))
+def constrain(x: jax.Array, mesh: Any, *spec: Any) -> jax.Array:
+    """`x` sharded as `PartitionSpec(*spec)`, over Explicit and Auto axes alike."""
+    rest = (None,) * (x.ndim - len(spec))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec, *rest))
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return jax.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def gathered(x: jax.Array) -> jax.Array:
-    """What is sharded over explicit mesh axes, on every device."""
-    if not _compat.explicit_spec(x):
-        return x
-    return jax.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()))
-
-
 @state_sharding.rows_sharding.register
 def _layout_of(table: ShardedTable) -> NamedSharding | None:
-    """Of a traced table its own, whose array does not know it yet."""
+    """For a traced table its own sharding, since its array does not know it yet."""
     if not isinstance(table.values, Tracer):
         return state_sharding.rows_sharding(table.values)
-    # An optimizer also tries tables of other heights, which nothing is said of.
+    # An optimizer also tries tables of other heights; there is no sharding for these.
     stored = table.num_shards * table.rows_per_shard
     return table.sharding if table.values.shape[:1] == (stored,) else None

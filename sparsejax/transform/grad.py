@@ -11,7 +11,7 @@ from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
-from sparsejax.transform.table import everywhere
+from sparsejax.transform.table import replicate
 from sparsejax.transform.trace import Leaf, trace_call
 
 
@@ -290,8 +290,8 @@ def _package(
         return SelectedRows(
             rows, jnp.zeros((0, *row), jnp.result_type(leaf.value)), height
         )
-    rows = [everywhere(i).reshape(-1) for i in ids]
-    values = [everywhere(c).reshape((-1, *row)) for c in cotangents]
+    rows = [replicate(i).reshape(-1) for i in ids]
+    values = [replicate(c).reshape((-1, *row)) for c in cotangents]
     if len(rows) > 1:
         rows, values = [jnp.concatenate(rows)], [jnp.concatenate(values)]
     filled = indexing.in_range(rows[0], height)

@@ -16,7 +16,7 @@ from sparsejax._rows import SelectedRows
 from sparsejax.transform import rules
 from sparsejax.transform.interpreter import DenseUse, Reads, Run, walk
 from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.table import TableRef, lay_out, vary
+from sparsejax.transform.table import TableRef, reshard, vary
 from sparsejax.transform.trace import Call, Leaf
 
 
@@ -77,7 +77,7 @@ class Plan:
         for site in self.run.sites:
             table = self.tables[site.table].value
             zeros = jnp.zeros(site.lead + jnp.shape(table)[1:], jnp.result_type(table))
-            deltas.append(lay_out(vary(zeros, site.axes), site.spec, site.mesh))
+            deltas.append(reshard(vary(zeros, site.axes), site.spec, site.mesh))
         return deltas
 
 

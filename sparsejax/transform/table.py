@@ -154,14 +154,14 @@ def _combined_bwd(spread, operands, cotangent):
 plant_combined.defvjp(_combined_fwd, _combined_bwd)
 
 
-def everywhere(x: jax.Array) -> jax.Array:
-    """What is sharded over explicit mesh axes, gathered: each copy needs all of it."""
+def replicate(x: jax.Array) -> jax.Array:
+    """`x` on every device, if explicit mesh axes shard it."""
     spec = _compat.explicit_spec(x)
-    return lay_out(x, (None,) * len(spec), jax.typeof(x).sharding.mesh)
+    return reshard(x, (None,) * len(spec), jax.typeof(x).sharding.mesh)
 
 
-def lay_out(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
-    """`x` laid out over explicit mesh axes; no `spec` says nothing."""
+def reshard(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
+    """`x` sharded as `spec` over explicit mesh axes; as it is for an empty `spec`."""
     return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec))) if spec else x
 
 

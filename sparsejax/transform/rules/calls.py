@@ -16,23 +16,6 @@ from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef
 
 
-_CALLS: dict[str, Any] = {}
-
-
-def register_call(name: str) -> Any:
-    """Registers a rule for jitted functions of a name, which must be one of its own.
-
-    The rule is called as `rule(ctx, *inputs)` and takes the place of walking the body,
-    unless it returns `NotImplemented`.
-    """
-
-    def register(rule: Any) -> Any:
-        _CALLS[name] = rule
-        return rule
-
-    return register
-
-
 @register_rule(p.jit_p)
 def _jit_rule(
     ctx: RuleContext,
@@ -43,10 +26,6 @@ def _jit_rule(
     name: str = "jit",
     **_: Any,
 ) -> list[Any]:
-    rule = _CALLS.get(name)
-    outputs = NotImplemented if rule is None else rule(ctx, *inputs)
-    if outputs is not NotImplemented:
-        return outputs
     # Inlined: rebuilding it would compile anew at every call outside jit, and inside
     # jit XLA inlines it anyway. What it asks of shardings is kept.
     args = _constrain(inputs, in_shardings)

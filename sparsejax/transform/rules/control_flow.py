@@ -17,7 +17,7 @@ from sparsejax import _arguments, _compat
 from sparsejax._compat import primitives as p
 from sparsejax.transform.interpreter import Reads, RuleContext, Site, register_rule
 from sparsejax.transform.liveness import Liveness, register_flow
-from sparsejax.transform.table import TableRef, everywhere, lay_out, vary
+from sparsejax.transform.table import TableRef, replicate, reshard, vary
 
 
 _RETURNED = "returns it whole"
@@ -174,7 +174,7 @@ def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]
         at[site.table] = start + site.num_rows
         piece = delta[start : start + site.num_rows]
         piece = piece.reshape(site.lead + delta.shape[1:])
-        pieces.append(lay_out(piece, site.spec, site.mesh))
+        pieces.append(reshard(piece, site.spec, site.mesh))
     return pieces
 
 
@@ -184,7 +184,7 @@ def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
     dtype = _arguments.index_dtype(height)
     pairs = zip(reads.sites, reads.ids)
     # Branches must agree on the layout too, over explicit mesh axes.
-    mine = [everywhere(i).reshape(-1) for s, i in pairs if s.table == shared.table]
+    mine = [replicate(i).reshape(-1) for s, i in pairs if s.table == shared.table]
     rest = shared.num_rows - sum(i.size for i in mine)
     empty = jnp.full((rest,), height, dtype)
     mine = [vary(i, shared.axes) for i in (*mine, empty)]
