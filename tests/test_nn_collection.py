@@ -371,11 +371,14 @@ WRONG_CALLS = [
         "one array of ids, or .* got an object of type dict",
     ),
     (dict(ids={"user": _in_segments(jnp.ones((2, 2), int))}), r"shape \[n\], got \(2,"),
-    (dict(ids={"user": TWO}, weights={"flag": TWO}), r"weights for \['flag'\], of wh"),
+    (
+        dict(ids={"user": TWO}, weights={"flag": TWO}),
+        r"weights has \['flag'\], and ids does not",
+    ),
     (dict(ids={"user": TWO}, weights=TWO), "weights must be a dict"),
     (
         dict(ids={"user": TWO}, weights={"user": jnp.ones(3)}),
-        r"the ids, \(2,\), one",
+        r"the ids, \(2,\), got \(3,\)",
     ),
     (dict(ids={"user": TWO}, weights={"user": TWO > 0}), "real numbers, got bool"),
     (dict(ids={"seen": TWO}, weights={"seen": TWO}), "got combiner='max'"),

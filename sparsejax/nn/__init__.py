@@ -1,7 +1,7 @@
 """Layers as frozen dataclasses: `init(key)` makes parameters, the call applies them.
 
-A layer holds what is static, is hashable, and may be closed over or be a
-static argument of `jit`; its parameters are a dict of arrays beside it::
+A layer holds only what is static, is hashable, and may be closed over or be a static
+argument of `jit`; its parameters are a separate dict of arrays::
 
     layer = sj.nn.Embedding(1_000_000, 64)
     params = layer.init(jax.random.key(0))
@@ -13,22 +13,22 @@ Layers
 - `EmbeddingBag`: bags of rows, each reduced to one.
 - `EmbeddingCollection`: many tables and features in one call.
 - `Dense`: a linear layer on arrays or CSR.
-- `FactorizationMachine`: a linear model, and one of all pairs of features.
-- `tables`: what `sparsejax.value_and_grad(tables=)` is told of layers.
+- `FactorizationMachine`: a linear model plus one of all pairs of features.
+- `tables`: which parameters are tables, for `sparsejax.value_and_grad(tables=)`.
 
 Models whose tables are in a `sparsejax.store.KVStore`
 
 - `SparseBlock`: a model that says which rows it needs.
 - `SparseEmbedding`, `SparseLinear`: blocks of one table.
-- `TableSpec`: what a block asks of the store; `merge_row_ids`: for several
-  blocks.
-- `PulledTables`: what a block is given.
+- `TableSpec`: the table that a block needs in the store.
+- `merge_row_ids`: joins the `row_ids` of several blocks.
+- `PulledTables`: the tables that a block is called with.
 - `Trainer`: pulls, runs and pushes.
 
-For frameworks, each imported when it is asked for
+Adapters to frameworks, each imported on first use
 
-- `sparsejax.nn.flax`, `sparsejax.nn.nnx`, `sparsejax.nn.equinox`:
-  `Layer(layer)` makes a module of theirs out of a layer.
+- `sparsejax.nn.flax`, `sparsejax.nn.nnx`, `sparsejax.nn.equinox`: `Layer(layer)` is
+  that framework's module around a layer.
 """
 
 import importlib as _importlib
@@ -45,18 +45,22 @@ from sparsejax.nn._block_layers import (
     SparseLinear as SparseLinear,
 )
 from sparsejax.nn._collection import EmbeddingCollection as EmbeddingCollection
-from sparsejax.nn._embedding import Embedding as Embedding
-from sparsejax.nn._embedding_bag import EmbeddingBag as EmbeddingBag
-from sparsejax.nn._fm import FactorizationMachine as FactorizationMachine
-from sparsejax.nn._linear import Dense as Dense
-from sparsejax.nn._tables import tables as tables
+from sparsejax.nn._dense import Dense as Dense
+from sparsejax.nn._embedding import (
+    Embedding as Embedding,
+    EmbeddingBag as EmbeddingBag,
+)
+from sparsejax.nn._factorization_machine import (
+    FactorizationMachine as FactorizationMachine,
+)
+from sparsejax.nn._layer import tables as tables
 from sparsejax.nn._trainer import Trainer as Trainer
 
 
-if _TYPE_CHECKING:  # else each is imported when it is asked for
+if _TYPE_CHECKING:  # at run time `__getattr__` imports them
     from sparsejax.nn import equinox as equinox, flax as flax, nnx as nnx
 
-# By name in this package, the distribution that each needs.
+# The package that each adapter needs.
 _ADAPTERS = {"flax": "flax", "nnx": "flax", "equinox": "equinox"}
 
 
@@ -70,9 +74,7 @@ def __getattr__(name: str) -> _Any:
         if (e.name or "").split(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            (
-                f"sparsejax.nn.{name} needs {package}, which is not installed: pip "
-                f"install {package}, or pip install 'sparsejax[interop]'."
-            ),
+            f"sparsejax.nn.{name} needs {package}, which is not installed: pip "
+            f"install {package}, or pip install 'sparsejax[interop]'.",
             name=e.name,
         ) from None

@@ -1,4 +1,4 @@
-"""SparseEmbedding and SparseLinear: the blocks that most others are made of."""
+"""SparseEmbedding and SparseLinear: blocks of one table, which others are made of."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,32 +14,30 @@ from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _matrix
 from sparsejax.nn._block import SparseBlock, TableSpec
-from sparsejax.nn._embedding import Embedding
-from sparsejax.nn._one_table import TABLE_INIT, check_padding_id
+from sparsejax.nn._embedding import TABLE_INIT, Embedding, check_padding_id
 
 
 _EMBEDDING = "sparsejax.nn.SparseEmbedding"
 _LINEAR = "sparsejax.nn.SparseLinear"
-_ZEROS: Any = jax.nn.initializers.zeros
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SparseEmbedding(SparseBlock):
-    """An embedding whose table is in a store: `lookup` of the rows that were pulled.
+    """An embedding whose table is in a store: `lookup` in the rows that were pulled.
 
-    `out[i] = table[ids[i]]`. Inputs are ids of any shape, which gives
-    `[*ids.shape, features]`, or a SegmentTensor of ids, which gives one of rows.
+    `out[i] = table[ids[i]]`. For ids of any shape the result is
+    `[*ids.shape, features]`, for a SegmentTensor of ids a SegmentTensor of rows.
 
     Args:
       num_embeddings: int V, rows of the table.
-      features: int D, width of a row.
-      name: str, the table's name in the store. Blocks of one name share the table.
+      features: int D, length of a row.
+      name: str, the table's name in the store. Blocks with one name share the table.
       param_dtype: of the table.
       initializer: of the table's rows, see `TableSpec`. The default draws rows of
         expected squared norm 1.
       padding_id: int, an id that reads zeros, is not pulled and gets no gradient.
       max_norm: see `sparsejax.lookup`.
-      mode: what an id that is out of range or was not pulled reads, see
+      mode: what an id reads that is out of range or was not pulled, see
         `sparsejax.lookup`.
 
     Example:
@@ -82,17 +80,25 @@ class SparseEmbedding(SparseBlock):
     def row_ids(self, inputs: Any) -> dict[str, Any]:
         """The ids; -1 for padding and for empty elements, which read no row.
 
-        An id out of range stays one. Under mode `"clip"` it is the id it is clipped to,
-        and under `"zero"` it reads no row either.
+        An id out of range stays out of range. Under mode `"clip"` it is the id that it
+        is clipped to, and under `"zero"` it is -1.
         """
-        ids, skip = self._ids_of(inputs)
-        return {self.name: _named(ids, skip, self.num_embeddings, self.mode)}
+        if isinstance(inputs, SegmentTensor):
+            ids = _on_host(_arguments.as_integers(_EMBEDDING, inputs.values))
+            skip = _empty_elements(inputs, ids.ndim)
+        else:
+            ids = _on_host(_arguments.as_integers(_EMBEDDING, inputs))
+            skip = np.zeros(ids.shape, bool)
+        padding = lookup.padding_mask(_EMBEDDING, ids, self.padding_id)
+        if padding is not None:
+            skip = skip | _on_host(padding)
+        return {self.name: _row_ids(ids, skip, self.num_embeddings, self.mode)}
 
     def sparse_forward(
         self, tables: Mapping[str, Any], params: Any, inputs: Any
     ) -> Any:
         """The rows of `inputs`."""
-        del params  # it has none
+        del params  # this block has none
         layer = Embedding(
             self.num_embeddings,
             self.features,
@@ -103,34 +109,23 @@ class SparseEmbedding(SparseBlock):
         )
         return layer({"embedding": tables[self.name]}, inputs)
 
-    def _ids_of(self, inputs: Any) -> tuple[Any, Any]:
-        """Ids, and which of them read zeros: padding, and empty elements."""
-        if isinstance(inputs, SegmentTensor):
-            ids = _known(_arguments.as_integers(_EMBEDDING, inputs.values))
-            skip = _empty(inputs, ids.ndim)
-        else:
-            ids = _known(_arguments.as_integers(_EMBEDDING, inputs))
-            skip = np.zeros(ids.shape, bool)
-        padding = lookup.padding_mask(_EMBEDDING, ids, self.padding_id)
-        return ids, skip if padding is None else skip | _known(padding)
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SparseLinear(SparseBlock):
     """A linear layer on CSR inputs, whose weights are in a store.
 
-    `out = inputs @ weight + bias`, and of `weight` only those rows are pulled whose
+    `out = inputs @ weight + bias`, where only those rows of `weight` are pulled whose
     columns the batch has. The bias is a dense parameter.
 
     Args:
-      features: int, width of the output.
+      features: int, columns of the output.
       in_features: int, columns of the inputs and rows of the table.
       use_bias: bool.
-      name: str, the table's name in the store. Blocks of one name share the table.
+      name: str, the table's name in the store. Blocks with one name share the table.
       param_dtype: of the table and the bias.
       initializer: of the table's rows, see `TableSpec`; zeros by default, so that a
-        column that is first seen late starts without an opinion.
-      mode: what a column that is out of range or was not pulled reads, see
+        column that is seen late does not disturb the output.
+      mode: what a column reads that is out of range or was not pulled, see
         `sparsejax.lookup`.
 
     Example:
@@ -152,7 +147,7 @@ class SparseLinear(SparseBlock):
     use_bias: bool = True
     name: str = "linear"
     param_dtype: Any = jnp.float32
-    initializer: Any = _ZEROS
+    initializer: Any = jax.nn.initializers.zeros
     mode: str = "fill"
 
     def __repr__(self) -> str:
@@ -173,22 +168,22 @@ class SparseLinear(SparseBlock):
         return {"bias": jnp.zeros(shape, self.param_dtype)} if self.use_bias else {}
 
     def row_ids(self, inputs: Any) -> dict[str, Any]:
-        """The columns that `inputs` has an element in; -1 for empty elements.
+        """The columns of the elements of `inputs`; -1 for empty elements.
 
-        Columns out of range as by `SparseEmbedding.row_ids`.
+        Columns out of range are treated as in `SparseEmbedding.row_ids`.
 
         Raises:
-          TypeError, ValueError: `inputs` is no CSR of this layer's columns.
+          TypeError, ValueError: `inputs` is not CSR with this layer's columns.
         """
-        csr = inputs  # not as `sparse_forward` takes it, which would use the device
+        csr = inputs  # a SegmentTensor as it is, so that nothing is put on a device
         if not isinstance(csr, SegmentTensor):
             csr = self._as_csr(csr).elements
         _matrix.check_columns(_LINEAR, csr, self.in_features)
         values = csr.values
         index = values["index"] if isinstance(values, dict) else values
-        index = _known(_arguments.as_integers(_LINEAR, index, "the index"))
-        skip = _empty(csr, index.ndim)
-        return {self.name: _named(index, skip, self.in_features, self.mode)}
+        index = _on_host(_arguments.as_integers(_LINEAR, index, "the index"))
+        skip = _empty_elements(csr, index.ndim)
+        return {self.name: _row_ids(index, skip, self.in_features, self.mode)}
 
     def sparse_forward(
         self, tables: Mapping[str, Any], params: Any, inputs: Any
@@ -197,17 +192,17 @@ class SparseLinear(SparseBlock):
         csr, shape = self._as_csr(inputs), (self.in_features, self.features)
         table = _layer.parameter(_LINEAR, tables, self.name, shape)
         dtype = _matrix.result_dtype(csr, table, None)
-        # `dot` means by a SelectedRows the array it stands for, zero where no row is
-        # stored. Here a row that is not stored was forgotten, so it is read by `mode`.
-        # So is a column out of range, for which `dot` has zeros too.
+        # Not `dot`, which reads zeros for a row that is not stored and for a column out
+        # of range. Here such a row was not pulled by mistake, so `mode` says what it
+        # reads.
         elements = csr.elements
-        nothing = ~indexing.in_range(elements.segment_ids, elements.num_segments)
+        skip = ~indexing.in_range(elements.segment_ids, elements.num_segments)
         call = f"{_LINEAR} of the table {self.name!r}"
-        rows = lookup.read_rows(call, table, csr.index, nothing, self.mode)
+        rows = lookup.read_rows(call, table, csr.index, skip, self.mode)
         wide = indexing.accumulator_dtype(dtype)
         out = _matrix.sum_segments(csr, _matrix.scale(csr, rows, wide))
         if self.use_bias:
-            out = out + _layer.beside(params["bias"], out)
+            out = _layer.add_bias(out, params["bias"])
         return out.astype(dtype)
 
     def _as_csr(self, inputs: Any) -> _matrix.Csr:
@@ -215,8 +210,8 @@ class SparseLinear(SparseBlock):
         if not isinstance(csr, _matrix.Csr):
             raise TypeError(
                 f"{_LINEAR}: inputs are an array of shape {csr.shape}, which has all "
-                "columns, so all rows of the table would be pulled. Pass CSR "
-                "(SegmentTensor.from_csr makes it), or use an ordinary layer, "
+                "columns, so all rows of the table would be pulled. Pass CSR, which "
+                "SegmentTensor.from_csr makes, or use the ordinary layer "
                 "sparsejax.nn.Dense."
             )
         return csr
@@ -226,7 +221,7 @@ class SparseLinear(SparseBlock):
 
 
 def _check(call: str, block: Any, rows: str) -> None:
-    """The fields of a block, or an error."""
+    """An error if a field of a block is wrong; `rows` is its field of table rows."""
     for name in (rows, "features"):
         _layer.check_size(call, name, getattr(block, name))
     _layer.check_dtype(call, "param_dtype", block.param_dtype)
@@ -241,31 +236,31 @@ def _check(call: str, block: Any, rows: str) -> None:
     lookup.check_mode(call, block.mode)
 
 
-def _empty(st: SegmentTensor, ndim: int) -> Any:
-    """Which elements belong to no segment, with as many axes as the values have."""
-    ids = _known(st.segment_ids)
+def _empty_elements(st: SegmentTensor, ndim: int) -> Any:
+    """Which elements are in no segment, with as many axes as the values have."""
+    ids = _on_host(st.segment_ids)
     empty = ~((ids >= 0) & (ids < st.num_segments))
     return indexing.append_axes(empty, ndim)
 
 
-def _known(x: Any) -> Any:
-    """NumPy's array, where the values are known: nothing need be on the device."""
+def _on_host(x: Any) -> Any:
+    """`x` as a NumPy array if its values are known; tracers stay."""
     return np.asarray(x) if _arguments.is_concrete(x) else x
 
 
-def _named(ids: Any, skip: Any, height: int, mode: str) -> Any:
-    """What `row_ids` says of `ids`: -1 where no row is read, and no error.
+def _row_ids(ids: Any, skip: Any, height: int, mode: str) -> Any:
+    """`ids` as `row_ids` returns them: -1 where `skip`, and where `mode` reads no row.
 
-    A bad id of -1 becomes -2, so that the two can be told apart.
+    An id of -1 that is out of range becomes -2, so that Trainer can tell the two apart.
     """
-    xp: Any = np
     if isinstance(ids, np.ndarray) and isinstance(skip, np.ndarray):
-        fine = not ids.size or (ids.min() >= 0 and ids.max() < height)
-        if fine and not skip.any():
+        in_range = not ids.size or (ids.min() >= 0 and ids.max() < height)
+        if in_range and not skip.any():
             return ids
+        xp: Any = np
         limits = np.iinfo(np.int64)
     else:
-        ids, xp = jnp.asarray(ids), jnp
+        xp, ids = jnp, jnp.asarray(ids)
         limits = jnp.iinfo(indexing.promote(ids.dtype, jnp.int8))
     if ids.dtype.kind == "u":  # a large one must not turn into a negative one
         most = min(int(limits.max), int(jnp.iinfo(ids.dtype).max))
@@ -274,12 +269,12 @@ def _named(ids: Any, skip: Any, height: int, mode: str) -> Any:
     if mode == "clip":
         last = min(height - 1, int(limits.max))
         ids = xp.clip(ids, np.array(0, ids.dtype), np.array(last, ids.dtype))
-    else:
-        own = ids >= 0
+    elif mode == "zero":
+        in_range = ids >= 0
         if height <= limits.max:
-            own &= ids < np.array(height, ids.dtype)
+            in_range &= ids < np.array(height, ids.dtype)
+        ids = xp.where(in_range, ids, np.array(-1, ids.dtype))
+    else:
         minus_one = ids == np.array(-1, ids.dtype)
-        other = np.array(-1 if mode == "zero" else -2, ids.dtype)
-        change = ~own if mode == "zero" else minus_one
-        ids = xp.where(change, other, ids)
+        ids = xp.where(minus_one, np.array(-2, ids.dtype), ids)
     return xp.where(skip, np.array(-1, ids.dtype), ids)

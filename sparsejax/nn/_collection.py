@@ -12,21 +12,21 @@ from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._rows import indexing
 from sparsejax._rows.scatter import scatter_assign
-from sparsejax.nn import _collection_fields as _fields, _features, _layer, _stacks
+from sparsejax.nn import _layer, _stacks
+from sparsejax.nn._embedding import Embedding, EmbeddingBag, check_combiner
 
 
 _CALL = "sparsejax.nn.EmbeddingCollection"
-_ALL_TABLES = "{call}: tables must be a dict of all tables, {want}, got {found}."
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class EmbeddingCollection:
     """Named tables, and named features that read them, all in one call.
 
-    Tables of one width, type and kind of gradient are stacked in one array, and
+    Tables of one width, dtype and kind of gradient are stacked in one array, and
     features of one stack are read together where their shapes allow it: single ids (and
     rows that are not reduced) by one gather, bags of one length by another, ragged bags
-    by a third. A model of 26 tables of one width that reads an id of each makes one
+    by a third. A model with 26 tables of one width that reads one id of each makes one
     gather, and its gradient is one SelectedRows.
 
     An id out of range of its own table is never a row of the next one: it reads what
@@ -34,16 +34,16 @@ class EmbeddingCollection:
 
     Args:
       tables: from names to an `Embedding` (its features are rows), an `EmbeddingBag`
-        (its features are bags), or `(num_embeddings, features)` for
-        `EmbeddingBag(num_embeddings, features)`. Kept as a tuple of pairs.
+        (its features are bags), or `(num_embeddings, features)`, short for
+        `EmbeddingBag(num_embeddings, features)`. Stored as a tuple of pairs.
       features: from names to the name of the feature's table, or to `(table,
-        combiner)`. Several may share a table. None for one feature of each table, under
-        the same name. Kept as a tuple of `(name, table, combiner)`.
-      stacked: False keeps every table an array of its own, under its own name.
+        combiner)`. Several may share a table. None for one feature for each table,
+        under the same name. Stored as a tuple of `(name, table, combiner)`.
+      stacked: False keeps each table as an array of its own, under its own name.
 
     Raises:
-      TypeError, ValueError: no such tables or features, or a table that no feature
-        reads.
+      TypeError, ValueError: tables or features of a wrong kind, or a table that no
+        feature reads.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -76,22 +76,20 @@ class EmbeddingCollection:
     stacked: bool = True
 
     def __post_init__(self) -> None:
-        tables = _fields.as_pairs("tables", self.tables, "layers or (rows, width)")
-        tables = tuple((name, _fields.as_layer(name, spec)) for name, spec in tables)
+        tables = _as_pairs("tables", self.tables, "layers or (rows, width)")
+        tables = tuple((name, _as_layer(name, spec)) for name, spec in tables)
         features = self.features
         if features is None:
             features = {name: name for name, _ in tables}
-        if isinstance(features, tuple) and all(map(_fields.is_triple, features)):
+        if isinstance(features, tuple) and all(map(_is_triple, features)):
             features = [(name, (table, combiner)) for name, table, combiner in features]
-        features = _fields.as_pairs("features", features, "tables")
+        features = _as_pairs("features", features, "tables")
         layers = dict(tables)
-        features = tuple(
-            (name, *_fields.as_read(name, x, layers)) for name, x in features
-        )
+        features = tuple((name, *_as_read(name, x, layers)) for name, x in features)
         if unread := sorted(layers.keys() - {table for _, table, _ in features}):
             raise ValueError(
-                f"{_CALL}: no feature reads {unread}. Leave them out, or name a "
-                "feature for each."
+                f"{_CALL}: no feature reads {unread}. Leave them out, or add a feature "
+                "for each."
             )
         _layer.check_bool(_CALL, "stacked", self.stacked)
         _layer.set_fields(self, tables=tables, features=features)
@@ -114,9 +112,9 @@ class EmbeddingCollection:
         return dict(self.tables)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """The parameters: a stack `[sum of V, D]` for each width and type.
+        """The parameters: a stack `[sum of V, D]` for each width and dtype.
 
-        Each table is drawn by its own layer's initializer from a key of its own.
+        Each table is drawn by its layer's initializer, with a key of its own.
 
         Args:
           key: PRNG key.
@@ -143,18 +141,18 @@ class EmbeddingCollection:
         """The embeddings of all features of a batch.
 
         Args:
-          params: as `init` makes them. A stack may be a SelectedRows, of which the rows
-            that `row_ids` tells were pulled.
-          ids: from features to integers, each in any of these forms. `[B]`, an id an
-            example; `[B, L]`, bags filled up with the table's `padding_id`; a
+          params: as `init` makes them. A stack may be pulled rows, a SelectedRows of
+            the rows in `row_ids`.
+          ids: from features to integers, each in one of these forms. `[B]`, one id for
+            each example; `[B, L]`, bags padded with the table's `padding_id`; a
             SegmentTensor of ids, or of `{"index", "value"}`, whose values are weights.
-            Of a feature that is not reduced, any shape or a SegmentTensor. Features may
-            be left out.
+            For a feature that is not reduced, any shape or a SegmentTensor. Features
+            may be left out.
           weights: from features to numbers of the shape of their ids, for sum, mean and
             sqrtn.
 
         Returns:
-          A dict from the features of `ids` to `[B, D]`; of those that are not reduced
+          A dict from the features in `ids` to `[B, D]`; for those that are not reduced
           to `[*shape, D]`, or to a SegmentTensor of the rows.
 
         Raises:
@@ -163,16 +161,16 @@ class EmbeddingCollection:
           checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
         """
         arrays = self._arrays(params)
-        return _features.read_all(_CALL, arrays, self._prepare(ids, weights))
+        return _stacks.read_all(_CALL, arrays, self._prepare(ids, weights))
 
     def row_ids(self, ids: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The rows of each stack that a batch reads, for pulling them from a store.
+        """The rows of each stack that a batch reads, to pull them from a store.
 
         Args:
           ids: as the call takes them.
 
         Returns:
-          By stack, integers `[n]`; what reads no row is negative.
+          By stack, integers `[n]`; an element that reads no row is negative.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -188,7 +186,7 @@ class EmbeddingCollection:
     # -- one table ---------------------------------------------------------------
 
     def place(self, table: str) -> tuple[str, int, int]:
-        """The stack of a table, and the rows `[start, stop)` that it has there.
+        """The stack that holds a table, and the rows `[start, stop)` it has there.
 
         Example:
           >>> import sparsejax as sj
@@ -199,7 +197,7 @@ class EmbeddingCollection:
         return place.stack, place.start, place.stop
 
     def get_table(self, params: Any, table: str) -> Any:
-        """One table `[V, D]`; of gradients or pulled stacks, its part of their slots.
+        """One table `[V, D]`; of gradients or pulled stacks a SelectedRows of its rows.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -236,7 +234,7 @@ class EmbeddingCollection:
         return self.set_rows(params, table, ids, self._as_table(table, values))
 
     def get_rows(self, params: Any, table: str, ids: Any) -> jax.Array:
-        """Rows of one table by id, as its layer reads them.
+        """Rows of one table by id, read as its layer reads them.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -264,11 +262,11 @@ class EmbeddingCollection:
         Args:
           params: as `init` makes them.
           table: its name.
-          ids: integers `[n]`; of equal ones any wins.
+          ids: integers `[n]`; of duplicates any one wins.
           values: `[n, D]`.
 
         Raises:
-          ValueError: no such table, or values of another shape.
+          ValueError: an unknown table, or values of another shape.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -295,10 +293,10 @@ class EmbeddingCollection:
         return {**params, place.stack: scatter_assign(stack, rows, values)}
 
     def stack(self, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Parameters made of all tables by name.
+        """Parameters from all tables by name.
 
         Raises:
-          TypeError: `tables` is no mapping with just the tables' names.
+          TypeError: `tables` is not a mapping with exactly the tables' names.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -313,7 +311,8 @@ class EmbeddingCollection:
             if isinstance(tables, Mapping):
                 found = f"the names {sorted(map(str, tables))}"
             raise TypeError(
-                _ALL_TABLES.format(call=f"{_CALL}.stack", want=want, found=found)
+                f"{_CALL}.stack: tables must be a dict of all tables, {want}, got "
+                f"{found}."
             )
         arrays = {name: self._as_table(name, x) for name, x in tables.items()}
         return {
@@ -322,7 +321,7 @@ class EmbeddingCollection:
         }
 
     def unstack(self, params: Any) -> dict[str, Any]:
-        """All tables by name; of gradients their gradients.
+        """All tables by name; for gradients of the parameters, those of the tables.
 
         Example:
           >>> import jax, sparsejax as sj
@@ -334,7 +333,7 @@ class EmbeddingCollection:
         return {name: self.get_table(params, name) for name, _ in self.tables}
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """What `sparsejax.value_and_grad(tables=)` is told of each stack.
+        """`tables=` of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj
@@ -346,7 +345,7 @@ class EmbeddingCollection:
     # -- private -----------------------------------------------------------------
 
     def _arrays(self, params: Any, dense: bool = True) -> dict[str, Any]:
-        """The stacks, checked; with `dense`, those of dense gradients marked so."""
+        """The stacks, checked; with `dense`, `sparse_grad=False` takes effect."""
         stacks = self._layout[0]
         params = _layer.check_params(_CALL, params, tuple(stacks))
         return {
@@ -356,7 +355,7 @@ class EmbeddingCollection:
             for name, stack in stacks.items()
         }
 
-    def _prepare(self, ids: Any, weights: Any) -> list[_features.Feature]:
+    def _prepare(self, ids: Any, weights: Any) -> list[_stacks.Feature]:
         weights = {} if weights is None else weights
         for name, given in (("ids", ids), ("weights", weights)):
             if not isinstance(given, Mapping):
@@ -367,14 +366,14 @@ class EmbeddingCollection:
                 )
             known = [name for name, _, _ in self.features]
             for feature in given:
-                _fields.check_known("feature", feature, known)
+                _check_known("feature", feature, known)
         if stray := sorted(weights.keys() - ids.keys()):
             raise ValueError(
-                f"{_CALL}: weights for {stray}, of which no ids were given."
+                f"{_CALL}: weights has {stray}, and ids does not. Pass their ids too."
             )
         stacks, places = self._layout
         return [
-            _features.prepare(
+            _stacks.prepare(
                 f"{_CALL}, feature {name!r}",
                 name,
                 self._layers[table],
@@ -389,7 +388,7 @@ class EmbeddingCollection:
         ]
 
     def _known(self, table: Any) -> Any:
-        _fields.check_known("table", table, list(self._layers))
+        _check_known("table", table, list(self._layers))
         return table
 
     def _place(self, table: Any) -> _stacks.Place:
@@ -406,3 +405,64 @@ class EmbeddingCollection:
                 f"{found}."
             )
         return values.astype(layer.param_dtype)
+
+
+# ------------------------------------------------------------------ fields
+
+
+def _as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
+    """A mapping or an iterable of pairs as a tuple of pairs with distinct names."""
+    try:
+        named = dict(given)
+        pairs = tuple(named.items())
+        names = list(named if isinstance(given, Mapping) else (n for n, _ in given))
+    except (TypeError, ValueError):
+        pairs, names = (), []
+    if not pairs or not all(isinstance(name, str) for name, _ in pairs):
+        raise TypeError(
+            f"{_CALL}: {field} must be a dict of names to {what}, with at least one, "
+            f"got {_arguments.show(given)}."
+        )
+    if twice := [name for name in dict(pairs) if names.count(name) > 1]:
+        raise ValueError(
+            f"{_CALL}: {field} has the name {twice[0]!r} twice. Give each its own "
+            "name; several features may read one table."
+        )
+    return pairs
+
+
+def _as_layer(name: str, spec: Any) -> Embedding | EmbeddingBag:
+    if isinstance(spec, (Embedding, EmbeddingBag)):
+        return spec
+    if isinstance(spec, (tuple, list)) and len(spec) == 2:
+        try:
+            return EmbeddingBag(*spec)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{_CALL}, table {name!r}: {error}") from None
+    raise TypeError(
+        f"{_CALL}: table {name!r} must be an Embedding, an EmbeddingBag, or "
+        f"(num_embeddings, features), got {_arguments.show(spec)}."
+    )
+
+
+def _as_read(name: str, given: Any, layers: dict[str, Any]) -> tuple[str, str]:
+    """The table and the combiner of a feature, from `table` or `(table, combiner)`."""
+    table, *rest = given if isinstance(given, (tuple, list)) and given else (given,)
+    if not isinstance(table, str) or len(rest) > 1:
+        raise TypeError(
+            f"{_CALL}: feature {name!r} must be the name of its table, or (table, "
+            f"combiner), got {_arguments.show(given)}."
+        )
+    _check_known("table", table, list(layers))
+    combiner = rest[0] if rest else getattr(layers[table], "combiner", "none")
+    return table, check_combiner(f"{_CALL}, feature {name!r}", combiner)
+
+
+def _is_triple(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 3
+
+
+def _check_known(kind: str, name: Any, known: list[str]) -> None:
+    if name not in known:
+        shown = ", ".join(map(repr, known))
+        raise ValueError(f"{_CALL}: there is no {kind} {name!r}, only {shown}.")

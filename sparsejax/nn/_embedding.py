@@ -1,51 +1,143 @@
-"""Embedding: a table whose rows are looked up by id."""
+"""Embedding and EmbeddingBag: the layers whose only parameter is a table.
+
+`TableLayer` holds what they share: checks of the fields, `init`, and finding the table
+in the parameters. Each layer has its own call, which reads rows and reduces them.
+"""
 
 import dataclasses
-from typing import Any
+import operator
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
 from sparsejax._lookup import lookup
-from sparsejax._rows import indexing
+from sparsejax._lookup.embedding_bag import embedding_bag
+from sparsejax._rows import SelectedRows, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
-from sparsejax.nn._one_table import TABLE_INIT, OneTable, table_fields
 
 
-_CALL = "sparsejax.nn.Embedding"
+COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp", "none")
+
+# Rows of expected squared norm 1, as flax's.
+TABLE_INIT: Any = jax.nn.initializers.variance_scaling(
+    1.0, "fan_in", "normal", out_axis=0
+)
+
+
+class TableLayer:
+    """A layer whose only parameter is a table, `{"embedding": [V, D]}`."""
+
+    _call: ClassVar[str]  # its public name, for errors
+    num_embeddings: int
+    features: int
+    sparse_grad: bool
+    dtype: Any
+    param_dtype: Any
+    padding_id: int | None
+    max_norm: float | None
+    mode: str
+    initializer: _layer.Initializer
+
+    def __repr__(self) -> str:
+        return _layer.show(self)
+
+    def _set_fields(self, **fields: Any) -> None:
+        """Sets the fields, checked."""
+        call = self._call
+        for name in ("num_embeddings", "features"):
+            fields[name] = _layer.check_size(call, name, fields[name])
+        for name in ("dtype", "param_dtype"):
+            if name == "param_dtype" or fields[name] is not None:
+                fields[name] = _layer.check_dtype(call, name, fields[name])
+        _layer.check_bool(call, "sparse_grad", fields["sparse_grad"])
+        _layer.check_initializer(call, "init", fields["initializer"])
+        lookup.check_mode(call, fields["mode"])
+        fields["padding_id"] = check_padding_id(call, fields["padding_id"])
+        fields["max_norm"] = lookup.check_max_norm(
+            call, fields["max_norm"], fields["param_dtype"]
+        )
+        _layer.set_fields(self, **fields)
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """The parameters: `{"embedding": [V, D]}`.
+
+        Args:
+          key: PRNG key.
+
+        Raises:
+          TypeError: `key` is not a PRNG key.
+
+        Example:
+          >>> import jax, sparsejax as sj
+          >>> sj.nn.Embedding(7, 2).init(jax.random.key(0))["embedding"].shape
+          (7, 2)
+        """
+        key = _arguments.as_key(f"{self._call}.init", key)
+        shape, dtype = (self.num_embeddings, self.features), self.param_dtype
+        make = self.initializer
+        return {"embedding": _layer.draw(self._call, "init", make, key, shape, dtype)}
+
+    def table(self, params: Any) -> Any:
+        """The table in `params`, checked.
+
+        Args:
+          params: as `init` makes them, or the table alone.
+
+        Raises:
+          TypeError, ValueError: they are not the parameters of this layer.
+
+        Example:
+          >>> import jax, sparsejax as sj
+          >>> layer = sj.nn.EmbeddingBag(5, 2)
+          >>> layer.table(layer.init(jax.random.key(0))).shape
+          (5, 2)
+        """
+        params = _arguments.as_array(params)
+        if isinstance(params, (jax.Array, SelectedRows)):
+            params = {"embedding": params}
+        call, shape = self._call, (self.num_embeddings, self.features)
+        params = _layer.check_params(call, params, ("embedding",))
+        return _layer.table_of(call, params, "embedding", shape, self.sparse_grad)
+
+    def table_prefix(self) -> dict[str, bool | None]:
+        """`tables=` of `sparsejax.value_and_grad` for the parameters.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.nn.EmbeddingBag(5, 2, sparse_grad=False).table_prefix()
+          {'embedding': False}
+        """
+        return {"embedding": self.sparse_grad}
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
-class Embedding(OneTable):
+class Embedding(TableLayer):
     """A table of one row for each id.
 
-    `out[i] = embedding[ids[i]]`, as `sparsejax.lookup` reads it. Under
-    `sparsejax.grad` the table's gradient is a SelectedRows of the rows read,
-    where at most a quarter of them is; `tables=sparsejax.nn.tables(layer)`
-    insists on it.
+    `out[i] = embedding[ids[i]]`, as `sparsejax.lookup` reads it. Under `sparsejax.grad`
+    the table's gradient is a SelectedRows of the rows read, where these are at most a
+    quarter of the table; `tables=sparsejax.nn.tables(layer)` requires it.
 
     Args:
       num_embeddings: int V, the number of rows.
       features: int D, the length of a row.
-      sparse_grad: False gives the table the dense gradient, under
-        `sparsejax.grad` too.
-      dtype: type of the result; None for that of the table. The rows read are
-        cast, not the table.
-      param_dtype: type of the table.
-      init: initializer `(key, shape, dtype) -> array`. The default draws rows
-        of expected squared norm 1.
+      sparse_grad: False gives the table the dense gradient, under `sparsejax.grad` too.
+      dtype: of the result; None for the table's. The rows read are cast, not the table.
+      param_dtype: of the table.
+      init: initializer `(key, shape, dtype) -> array`. The default draws rows of
+        expected squared norm 1.
       padding_id: int, an id that reads zeros and gets no gradient.
-      max_norm: positive number; rows of greater norm are scaled to it as they
+      max_norm: positive number; rows of greater norm are scaled down to it when they
         are read.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
         `"error"`, as in `sparsejax.lookup`.
-      initializer: the field that `init` is kept in, for `dataclasses.replace`.
+      initializer: the field that keeps `init`, for `dataclasses.replace`.
 
     Raises:
-      TypeError, ValueError: a field of a wrong kind, or sizes that are not
-        positive.
+      TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -60,11 +152,11 @@ class Embedding(OneTable):
       Array([3, 7, 3], dtype=int32)
 
     References:
-      PyTorch, `nn.Embedding(sparse=True)`; Gluon,
-      `nn.Embedding(sparse_grad=True)`; PaddlePaddle,
-      `embedding(is_sparse=True)`; flax, `Embed`.
+      PyTorch, `nn.Embedding(sparse=True)`; Gluon, `nn.Embedding(sparse_grad=True)`;
+      PaddlePaddle, `embedding(is_sparse=True)`; flax, `Embed`.
     """
 
+    _call: ClassVar[str] = "sparsejax.nn.Embedding"
     num_embeddings: int
     features: int
     _: dataclasses.KW_ONLY
@@ -75,9 +167,6 @@ class Embedding(OneTable):
     max_norm: float | None = None
     mode: str = "fill"
     initializer: _layer.Initializer = TABLE_INIT
-
-    def __repr__(self) -> str:
-        return _layer.show(self)
 
     def __init__(
         self,
@@ -93,53 +182,56 @@ class Embedding(OneTable):
         mode: str = "fill",
         initializer: _layer.Initializer = TABLE_INIT,
     ):
-        fields: dict[str, Any] = dict(
-            sparse_grad=sparse_grad, dtype=dtype, param_dtype=param_dtype
-        )
-        fields |= dict(padding_id=padding_id, max_norm=max_norm, mode=mode)
-        fields["initializer"] = initializer if init is None else init
-        _layer.set_fields(
-            self, **table_fields(_CALL, num_embeddings, features, **fields)
+        self._set_fields(
+            num_embeddings=num_embeddings,
+            features=features,
+            sparse_grad=sparse_grad,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            padding_id=padding_id,
+            max_norm=max_norm,
+            mode=mode,
+            initializer=initializer if init is None else init,
         )
 
     def __call__(self, params: Any, ids: Any) -> Any:
         """The rows of `ids`.
 
         Args:
-          params: as `init` makes them, or the table alone. It may be a SelectedRows, of
-            which the rows in `ids` were pulled; others count as out of range.
+          params: as `init` makes them, or the table alone. The table may be pulled
+            rows, a SelectedRows: ids of other rows count as out of range.
           ids: integers of any shape; or a SegmentTensor of them.
 
         Returns:
-          `[*ids.shape, D]`; of a SegmentTensor, one of the rows.
+          `[*ids.shape, D]`; for a SegmentTensor, one of the rows.
 
         Raises:
-          TypeError, ValueError: `params` are not this layer's, or `ids` no integers.
+          TypeError, ValueError: `params` are not this layer's, or `ids` are not
+            integers.
           checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
         """
         table = self.table(params)
         if not isinstance(ids, SegmentTensor):
-            return self._rows(table, _arguments.as_integers(_CALL, ids), None)
+            return self._rows(table, _arguments.as_integers(self._call, ids), None)
         if not hasattr(ids.values, "dtype"):
-            found = _arguments.kind_of(ids.values)
             raise TypeError(
-                f"{_CALL}: the values of a SegmentTensor must be one array of ids, got "
-                f"{found}. Pass that part of them: st.values['ids'], with the same "
-                "segment ids."
+                f"{self._call}: the values of a SegmentTensor must be one array of "
+                f"ids, got {_arguments.kind_of(ids.values)}. Pass that part of them: "
+                "st.values['ids'], with the same segment ids."
             )
         inside = indexing.in_range(ids.segment_ids, ids.num_segments)
-        values = _arguments.as_integers(_CALL, ids.values)
+        values = _arguments.as_integers(self._call, ids.values)
         inside = indexing.append_axes(inside, values.ndim)
         rows = self._rows(table, values, jnp.broadcast_to(inside, values.shape))
         return ids.map(lambda _: rows)
 
     def _rows(self, table: Any, ids: Any, inside: jax.Array | None) -> jax.Array:
         """The rows of `ids`, zeros where they are not `inside`."""
-        skip = lookup.padding_mask(_CALL, ids, self.padding_id)
+        skip = lookup.padding_mask(self._call, ids, self.padding_id)
         if inside is not None:
             skip = ~inside if skip is None else skip | ~inside
-        ids = _arguments.as_ids(_CALL, ids, self.num_embeddings)
-        rows = lookup.read_rows(_CALL, table, ids, skip, self.mode)
+        ids = _arguments.as_ids(self._call, ids, self.num_embeddings)
+        rows = lookup.read_rows(self._call, table, ids, skip, self.mode)
         if self.max_norm is not None:
             rows = lookup.clip_rows(rows, self.max_norm, 1)
         return rows if self.dtype is None else rows.astype(self.dtype)
@@ -147,8 +239,7 @@ class Embedding(OneTable):
     def attend(self, params: Any, query: Any) -> jax.Array:
         """`query @ embedding.T`: the table as the output layer, tied to the input.
 
-        It uses all rows, so a loss that goes through it gives the table a dense
-        gradient.
+        It uses all rows, so the table's gradient is dense.
 
         Args:
           params: as `init` makes them.
@@ -158,8 +249,7 @@ class Embedding(OneTable):
           `[..., V]`, a score for each id, of `dtype` or of the common type of both.
 
         Raises:
-          TypeError, ValueError: the table is a SelectedRows, or `query` is no such
-            array.
+          TypeError: the table is a SelectedRows, or `query` is not such an array.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -175,8 +265,8 @@ class Embedding(OneTable):
         table = self.table(params)
         if not isinstance(table, jax.Array):
             raise TypeError(
-                f"{_CALL}.attend: params['embedding'] is a SelectedRows, of which some "
-                "rows are stored, and attend multiplies all of them. Pass the whole "
+                f"{self._call}.attend: params['embedding'] is a SelectedRows, which "
+                "stores some rows, and attend multiplies all rows. Pass the whole "
                 "table."
             )
         query = _arguments.as_array(query)
@@ -185,7 +275,7 @@ class Embedding(OneTable):
         if not floats or shape[-1:] != (self.features,):
             found = f"{kind} of shape {shape}" if kind else _arguments.kind_of(query)
             raise TypeError(
-                f"{_CALL}.attend: query must be an array of real floats [..., "
+                f"{self._call}.attend: query must be an array of real floats [..., "
                 f"{self.features}], got {found}."
             )
         dtype = self.dtype or indexing.promote(query.dtype, table.dtype)
@@ -194,3 +284,171 @@ class Embedding(OneTable):
         return jnp.tensordot(
             query, table, axes=(-1, -1), preferred_element_type=wide
         ).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, init=False)
+class EmbeddingBag(TableLayer):
+    """A table that is read in bags of rows, each reduced to one row.
+
+    `out[b]` is the sum, the mean, ... of `embedding[ids[i]]` over the i in bag b, as in
+    `sparsejax.embedding_bag`. Under `sparsejax.grad` the table's gradient is a
+    SelectedRows with a row for each id, where these are at most a quarter of the table;
+    `tables=sparsejax.nn.tables(layer)` requires it.
+
+    Args:
+      num_embeddings: int V, the number of rows.
+      features: int D, the length of a row.
+      combiner: how a bag is reduced: `"sum"`, `"mean"`, `"sqrtn"`, `"max"`, `"min"`,
+        `"logsumexp"`, or `"none"` for the rows themselves.
+      sparse_grad, dtype, param_dtype, init, max_norm, mode, initializer: as in
+        `sparsejax.nn.Embedding`.
+      padding_id: int, an id that is in no bag.
+
+    Raises:
+      TypeError, ValueError: a field of a wrong kind, sizes that are not positive, or an
+        unknown combiner.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> ones = jax.nn.initializers.ones
+      >>> layer = sj.nn.EmbeddingBag(1000, 2, combiner="mean", padding_id=-1, init=ones)
+      >>> params = layer.init(jax.random.key(0))
+      >>> layer(params, jnp.array([[3, 7, -1], [-1, -1, -1]]))
+      Array([[1., 1.],
+             [0., 0.]], dtype=float32)
+      >>> layer(params, sj.SegmentTensor.from_lists([[3, 7], [], [5]])).shape
+      (3, 2)
+
+    References:
+      PyTorch, `nn.EmbeddingBag(sparse=True)`; TorchRec, `EmbeddingBagConfig`.
+    """
+
+    _call: ClassVar[str] = "sparsejax.nn.EmbeddingBag"
+    num_embeddings: int
+    features: int
+    _: dataclasses.KW_ONLY
+    combiner: str = "sum"
+    sparse_grad: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.dtype("float32")
+    padding_id: int | None = None
+    max_norm: float | None = None
+    mode: str = "fill"
+    initializer: _layer.Initializer = TABLE_INIT
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        combiner: str = "sum",
+        sparse_grad: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        init: _layer.Initializer | None = None,
+        padding_id: int | None = None,
+        max_norm: float | None = None,
+        mode: str = "fill",
+        initializer: _layer.Initializer = TABLE_INIT,
+    ):
+        self._set_fields(
+            num_embeddings=num_embeddings,
+            features=features,
+            combiner=check_combiner(self._call, combiner),
+            sparse_grad=sparse_grad,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            padding_id=padding_id,
+            max_norm=max_norm,
+            mode=mode,
+            initializer=initializer if init is None else init,
+        )
+
+    def __call__(
+        self,
+        params: Any,
+        ids: Any,
+        segment_ids: Any = None,
+        num_segments: int | None = None,
+        *,
+        weights: Any = None,
+        indices_are_sorted: bool = False,
+    ) -> jax.Array:
+        """One row for each bag.
+
+        Args:
+          params: as `init` makes them, or the table alone. The table may be pulled
+            rows, a SelectedRows: ids of other rows count as out of range.
+          ids: integers. `[..., L]`, each row a bag, padded with `padding_id`; `[n]`
+            with `segment_ids`; or a SegmentTensor of ids, or of `{"index", "value"}`,
+            whose values are the weights.
+          segment_ids: integers `[n]`, the bag of each id.
+          num_segments: int, the number of bags; static.
+          weights: real numbers of the shape of `ids`, for sum, mean and sqrtn;
+            differentiable.
+          indices_are_sorted: whether `segment_ids` ascend, which is faster.
+
+        Returns:
+          `[..., D]`, or `[num_segments, D]`.
+
+        Raises:
+          TypeError, ValueError: `params` are not this layer's, or as
+            `sparsejax.embedding_bag` raises them.
+          checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
+        """
+        table = self.table(params)
+        if isinstance(ids, SegmentTensor):
+            ids, weights = split_weights(self._call, ids, weights)
+        out = embedding_bag(
+            table,
+            ids,
+            segment_ids,
+            num_segments,
+            weights=weights,
+            combiner=self.combiner,
+            mode=self.mode,
+            padding_id=self.padding_id,
+            max_norm=self.max_norm,
+            indices_are_sorted=indices_are_sorted,
+        )
+        return out if self.dtype is None else out.astype(self.dtype)
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def check_combiner(call: str, combiner: Any) -> str:
+    """`combiner` if it is one of `COMBINERS`, or an error."""
+    if combiner not in COMBINERS:
+        known = ", ".join(map(repr, COMBINERS))
+        raise ValueError(f"{call}: combiner must be one of {known}, got {combiner!r}.")
+    return combiner
+
+
+def split_weights(
+    call: str, ids: SegmentTensor, weights: Any
+) -> tuple[SegmentTensor, Any]:
+    """Ids and weights: of `{"index", "value"}` its parts, else what was given."""
+    values = ids.values
+    if not isinstance(values, dict) or values.keys() != {"index", "value"}:
+        return ids, weights
+    if weights is not None:
+        raise ValueError(
+            f"{call}: ids is a SegmentTensor of {{'index', 'value'}}, which has its "
+            "own weights, and weights was passed as well. Leave it out, or pass the "
+            "ids alone."
+        )
+    static = ids.num_segments, ids.is_sorted
+    children = values["index"], ids.segment_ids
+    return SegmentTensor.tree_unflatten(static, children), values["value"]
+
+
+def check_padding_id(call: str, padding_id: Any) -> int | None:
+    """`padding_id` as an int or None, or an error."""
+    try:
+        return None if padding_id is None else operator.index(padding_id)
+    except TypeError:
+        raise TypeError(
+            f"{call}: padding_id must be a static int or None, got "
+            f"{_arguments.show(padding_id)}."
+        ) from None

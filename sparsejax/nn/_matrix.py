@@ -1,11 +1,14 @@
-"""Inputs of the layers that multiply a matrix of features: arrays, or rows of CSR."""
+"""The input matrix of Dense, FactorizationMachine and SparseLinear: array or CSR.
+
+`as_matrix` makes an array or a `Csr` of what the user gave; the operations below take
+either.
+"""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._lookup import lookup
@@ -16,22 +19,15 @@ from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.sums import segment_sum
 
 
-_NOT_A_MATRIX = (
-    "{call}: x must be an array of numbers [..., {columns}], or CSR: a SegmentTensor "
-    "with values {{'index', 'value'}} or of ids alone, a scipy CSR matrix or a BCSR; "
-    "got {found}."
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Csr:
-    """A matrix by rows, as its elements; what is empty counts nothing, safely.
+    """A matrix in CSR, in which empty elements are harmless.
 
     Args:
       elements: SegmentTensor of `{"index", "value"}`, or of the indices alone.
-      index: integers `[n]`, `columns` for an element that counts nothing. (Other ids
-        out of range are there only if `as_matrix` was told to leave them.)
-      value: `[n]`, zero for those; None where all others count one.
+      index: integers `[n]`; `columns` for an element that counts zero. Other indices
+        out of range are there only with `as_matrix(skip_bad=False)`.
+      value: `[n]`, zero for those elements; None if all other values are one.
       columns: number of columns.
     """
 
@@ -43,9 +39,9 @@ class Csr:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Elements(SegmentTensor):
-    """The elements of a matrix whose number of columns is known.
+    """A SegmentTensor of a matrix's elements that knows the number of columns.
 
-    A SegmentTensor in all but that: what is too wide for a layer is seen, in `jit` too.
+    So a matrix that is too wide for a layer is an error, under `jit` too.
     """
 
     columns: int
@@ -65,7 +61,7 @@ class Elements(SegmentTensor):
 
     @classmethod
     def of(cls, elements: SegmentTensor, columns: int) -> "Elements":
-        """The elements of a matrix of so many columns."""
+        """`elements`, of a matrix with `columns` columns."""
         static = elements.num_segments, elements.is_sorted, columns
         return cls.tree_unflatten(static, (elements.values, elements.segment_ids))
 
@@ -73,57 +69,44 @@ class Elements(SegmentTensor):
 # ------------------------------------------------------------------ arguments
 
 
-def num_columns(call: str, x: Any, example: str) -> int:
-    """The number of columns, where `x` tells it; else an error."""
-    if x is None:
-        found = "in_features and x were both left out"
-    elif isinstance(x, SegmentTensor):
-        found = "a SegmentTensor knows its indices only"
-    else:
-        shape = x.shape if hasattr(x, "shape") else np.shape(x)
-        if shape:
-            return int(shape[-1])
-        found = f"x is {_arguments.kind_of(x)}"
-    raise ValueError(
-        f"{call}: the number of columns is not known: {found}. Say it: {example}."
-    )
-
-
 def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
     """`x` as an array `[..., columns]` or as `Csr`, or an error.
 
     Args:
-      call: who to name in errors.
-      x: what the user gave.
+      call: the public call, for errors.
+      x: what the user passed.
       columns: that it must have.
-      skip_bad: whether a column out of range counts nothing, or stays as it is.
+      skip_bad: whether an element whose column is out of range counts zero, or is left
+        as it is.
     """
-    shape = getattr(x, "shape", None)
     if isinstance(x, SegmentTensor):
         check_columns(call, x, columns)
         return _as_csr(call, x, columns, skip_bad)
     if all(hasattr(x, name) for name in ("indptr", "indices", "data")):
+        shape = getattr(x, "shape", None)
         if shape is not None and shape[-1] != columns:
             raise _other_columns(call, shape, columns)
         return _as_csr(call, SegmentTensor.from_csr(x), columns, skip_bad)
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError):
+        array = None
+    if array is None or array.ndim == 0 or not _is_real(array.dtype):
         found = _arguments.kind_of(x)
+        if array is not None:
+            found = f"{array.dtype} of shape {array.shape}"
         raise TypeError(
-            _NOT_A_MATRIX.format(call=call, columns=columns, found=found)
-        ) from None
-    real = jnp.issubdtype(array.dtype, jnp.floating)
-    if array.ndim == 0 or not (real or jnp.issubdtype(array.dtype, jnp.integer)):
-        found = f"{array.dtype} of shape {array.shape}"
-        raise TypeError(_NOT_A_MATRIX.format(call=call, columns=columns, found=found))
+            f"{call}: x must be an array of numbers [..., {columns}], or CSR: a "
+            "SegmentTensor with values {'index', 'value'} or of ids alone, a scipy CSR "
+            f"matrix or a BCSR; got {found}."
+        )
     if array.shape[-1] != columns:
         raise _other_columns(call, array.shape, columns)
     return array
 
 
 def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
-    """An error where `x` is known to have other columns."""
+    """An error if `x` is known to have another number of columns."""
     if isinstance(x, Elements) and x.columns != columns:
         raise _other_columns(call, (x.num_segments, x.columns), columns)
 
@@ -131,7 +114,7 @@ def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
 def _other_columns(call: str, shape: tuple, columns: int) -> ValueError:
     return ValueError(
         f"{call}: x has {shape[-1]} columns (shape {shape}), and the weights have "
-        f"{columns} rows: in_features."
+        f"{columns} rows (in_features)."
     )
 
 
@@ -143,14 +126,12 @@ def _as_csr(call: str, x: SegmentTensor, columns: int, skip_bad: bool) -> Csr:
         index.dtype, jnp.integer
     )
     if fine and value is not None:
-        numbers = getattr(value, "dtype", jnp.bool_)
-        fine = getattr(value, "shape", None) == index.shape and any(
-            jnp.issubdtype(numbers, kind) for kind in (jnp.floating, jnp.integer)
-        )
+        real = _is_real(getattr(value, "dtype", jnp.bool_))
+        fine = real and getattr(value, "shape", None) == index.shape
     if not fine:
         raise TypeError(
             f"{call}: the values of a SegmentTensor must be {{'index': int[n], "
-            "'value': dtype[n]}, or int[n] where all count one, got "
+            "'value': dtype[n]}, or int[n] if all values are one, got "
             f"{_describe(x.values)}."
         )
     index = _arguments.as_ids(call, index, columns, "the index")
@@ -161,6 +142,10 @@ def _as_csr(call: str, x: SegmentTensor, columns: int, skip_bad: bool) -> Csr:
     if value is not None:
         value = indexing.zero_unless(counts, value)
     return Csr(x, index, value, columns)
+
+
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
 
 
 def _describe(values: Any) -> str:
@@ -204,16 +189,16 @@ def multiply(call: str, x: Any, weights: Any, name: str, dtype: Any) -> jax.Arra
 
 
 def read(call: str, x: Csr, weights: Any) -> jax.Array:
-    """The weights' row of each element, zeros for those that count nothing.
+    """The row of the weights for each element, zeros for those that count zero.
 
-    A row that a SelectedRows does not store reads NaN: nobody pulled it.
+    A row that a SelectedRows does not store reads NaN: it was not pulled.
     """
-    nothing = x.index == _arguments.scalar(x.columns, x.index)
-    return lookup.read_rows(call, weights, x.index, nothing, "fill")
+    skip = x.index == _arguments.scalar(x.columns, x.index)
+    return lookup.read_rows(call, weights, x.index, skip, "fill")
 
 
 def sum_segments(x: Csr, rows: jax.Array) -> jax.Array:
-    """The sum of `rows`, one an element, over each row of the matrix."""
+    """The sum of `rows`, one for each element, over each row of the matrix."""
     return segment_sum(
         rows,
         x.elements.segment_ids,
@@ -223,7 +208,7 @@ def sum_segments(x: Csr, rows: jax.Array) -> jax.Array:
 
 
 def scale(x: Csr, rows: jax.Array, dtype: Any) -> jax.Array:
-    """`value * rows`, one row an element."""
+    """`value * rows`, one row for each element."""
     rows = rows.astype(dtype)
     if x.value is None:
         return rows
@@ -236,7 +221,7 @@ def whole(call: str, weights: Any, name: str) -> jax.Array:
     if isinstance(weights, SelectedRows):
         raise TypeError(
             f"{call}: params[{name!r}] is a SelectedRows, of which some rows are "
-            "stored, and x is an array, which multiplies all of them. Pass x as CSR, "
-            "or the whole weights."
+            "stored, and x is an array, which multiplies all rows. Pass x as CSR, or "
+            "the whole weights."
         )
     return weights

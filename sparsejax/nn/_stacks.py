@@ -1,12 +1,18 @@
-"""Tables of one width and type in one array, one after the other.
+"""Stacks of an EmbeddingCollection: tables in one array, read in few gathers.
 
-A batch of many features then reads a few long arrays, each once, instead of many short
-ones. `translate` is where an id of a table becomes a row of its stack, and where an id
-beyond its own table is kept from being a row of the next one.
+Tables of one width and dtype are stacked in one array, one after the other. A batch of
+many features then reads a few long arrays once each, instead of many short ones.
+`translate` turns an id of a table into a row of its stack; an id out of range of its
+own table is never a row of the next one.
+
+Features whose tables share a stack are read together where the same operation reads
+them: single ids, and rows that are not reduced, by one lookup; bags of one length by
+one fixed-length bag; all ragged bags by one segmented bag. The result is then split.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,17 +21,23 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._lookup import lookup
+from sparsejax._lookup.embedding_bag import embedding_bag
 from sparsejax._rows import SelectedRows, indexing
+from sparsejax._segments import SegmentTensor
+from sparsejax._segments.reduce.common import float_dtype
+from sparsejax.nn._embedding import split_weights
 
 
-# What stands for no row in a stack. Padding is in no bag; a bad id reads what `mode`
-# says.
-PADDING, BAD = -1, -2
+# ------------------------------------------------------------------ stacks
+
+# In place of a row of the stack. Padding is in no bag; an id out of range reads what
+# `mode` says.
+PADDING, OUT_OF_RANGE = -1, -2
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a table is: rows `[start, stop)` of a stack."""
+    """Where a table is: in rows `[start, stop)` of a stack."""
 
     stack: str
     start: int
@@ -79,9 +91,7 @@ def arrange(
         )
         places[name] = Place(key, start, stop)
     for stack in stacks.values():
-        _arguments.index_dtype(
-            stack.shape[0]
-        )  # an error where no id can name its last row
+        _arguments.index_dtype(stack.shape[0])  # raises if there are too many rows
     return stacks, places
 
 
@@ -101,43 +111,265 @@ def translate(
     """Ids of a table as rows of its stack.
 
     Args:
-      call: who to name in errors.
-      layer: the table's; its `padding_id`, and its `mode` for ids out of range.
+      call: the public call, for errors.
+      layer: of the table; its `padding_id`, and its `mode` for ids out of range.
       place: where the table is.
       height: rows of the stack.
-      ids: integers of any shape, of which none outside `[0, V)` is a row.
+      ids: integers of any shape.
       inside: bool of the shape of `ids`, which of them count; None for all.
 
     Returns:
-      Signed integers of the same shape that are in `[start, stop)`, or `PADDING` for
-      what is skipped, or `BAD`.
+      Signed integers of the same shape: in `[start, stop)`, or `PADDING` for ids that
+      are skipped, or `OUT_OF_RANGE`.
     """
     given = _arguments.as_integers(call, ids)
     skip = lookup.padding_mask(call, given, layer.padding_id)
     if inside is not None:
         skip = ~inside if skip is None else skip | ~inside
     ids = _arguments.as_ids(call, given, place.num_rows)
-    own = indexing.in_range(ids, place.num_rows)
+    in_range = indexing.in_range(ids, place.num_rows)
     table = jax.ShapeDtypeStruct((place.num_rows,), jnp.float32)
     if layer.mode == "clip":
-        ids, own = lookup.clip_ids(call, table, ids), None
+        ids, in_range = lookup.clip_ids(call, table, ids), None
     elif layer.mode == "error":
-        bad = ~own if skip is None else ~(own | skip)
+        bad = ~in_range if skip is None else ~(in_range | skip)
         lookup.check_none(call, table, bad, ids)
     wide = _arguments.index_dtype(height)
     rows = ids.astype(wide) + np.array(place.start, wide)
-    if own is not None:
-        rows = jnp.where(own, rows, np.array(BAD, wide))
+    if in_range is not None:
+        rows = jnp.where(in_range, rows, np.array(OUT_OF_RANGE, wide))
     return rows if skip is None else jnp.where(skip, np.array(PADDING, wide), rows)
 
 
 def cut(stack: Any, place: Place) -> Any:
-    """One table out of a stack: an array, or the slots of a SelectedRows."""
+    """One table of a stack: an array, or a SelectedRows with all slots of the stack."""
     if not isinstance(stack, SelectedRows):
         return stack[place.start : place.stop]
-    rows, own = stack.rows, place.num_rows
-    inside = (rows >= np.array(place.start, rows.dtype)) & (
-        rows < np.array(place.stop, rows.dtype)
-    )
-    rows = jnp.where(inside, rows - np.array(place.start, rows.dtype), own)
-    return SelectedRows(rows, indexing.zero_unless(inside, stack.values), own)
+    rows, height = stack.rows, place.num_rows
+    start, stop = (_arguments.scalar(x, rows) for x in (place.start, place.stop))
+    inside = (rows >= start) & (rows < stop)
+    rows = jnp.where(inside, rows - start, height)
+    return SelectedRows(rows, indexing.zero_unless(inside, stack.values), height)
+
+
+# ------------------------------------------------------------------ features
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One feature of a batch, its ids translated to rows of a stack.
+
+    Args:
+      name: of the feature.
+      key: features with equal keys are read together.
+      rows: integers in the shape that they are read in: flat, `[bags, L]`, or flat with
+        `segment_ids`.
+      weights: of the shape of `rows`, or None.
+      segments: the SegmentTensor of the ids, or None.
+      finish: from the rows read, or the bags, to the result.
+    """
+
+    name: str
+    key: "Key"
+    rows: jax.Array
+    weights: jax.Array | None
+    segments: SegmentTensor | None
+    finish: Callable[[jax.Array], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """How a feature is read.
+
+    Args:
+      stack: from which stack.
+      mode: what an id out of range reads, `"fill"` or `"zero"`.
+      max_norm: of the table.
+      combiner: `"none"` for a lookup.
+      length: of the bags; None if these are segments; 0 for a lookup.
+      weighted: whether there are weights.
+    """
+
+    stack: str
+    mode: str
+    max_norm: float | None
+    combiner: str = "none"
+    length: int | None = 0
+    weighted: bool = False
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether rows are read and not reduced."""
+        return self.combiner == "none"
+
+
+# ------------------------------------------------------------------ one feature
+
+
+def prepare(
+    call: str,
+    name: str,
+    layer: Any,
+    combiner: str,
+    place: Place,
+    stack: Any,
+    ids: Any,
+    weights: Any,
+) -> Feature:
+    """One feature of a batch, ready to be read.
+
+    Args:
+      call: the public call, for errors.
+      name: of the feature.
+      layer: of its table.
+      combiner: how its bags are reduced; `"none"` for rows.
+      place: where the table is.
+      stack: that holds the table.
+      ids: integers, or a SegmentTensor of them.
+      weights: None, or numbers of the shape of the ids.
+    """
+    segments = None
+    if isinstance(ids, SegmentTensor):
+        segments, weights = split_weights(call, ids, weights)
+        ids = segments.values
+        if not hasattr(ids, "dtype"):
+            raise TypeError(
+                f"{call}: the values of the SegmentTensor must be one array of ids, or "
+                f"{{'index', 'value'}}, got {_arguments.kind_of(ids)}."
+            )
+    ids = _arguments.as_integers(call, ids)
+    if weights is not None:
+        if combiner not in ("sum", "mean", "sqrtn"):
+            raise ValueError(
+                f"{call}: weights are for the combiners 'sum', 'mean' and 'sqrtn', got "
+                f"combiner={combiner!r}."
+            )
+        weights = _as_weights(call, weights, ids.shape, stack.dtype)
+    inside = None
+    if segments is not None:
+        inside = indexing.in_range(segments.segment_ids, segments.num_segments)
+        inside = indexing.append_axes(inside, ids.ndim)
+        inside = jnp.broadcast_to(inside, ids.shape)
+    rows = translate(call, layer, place, stack.shape[0], ids, inside)
+    cast = lambda x: x if layer.dtype is None else x.astype(layer.dtype)
+    key = Key(place.stack, "zero" if layer.mode == "zero" else "fill", layer.max_norm)
+    width = stack.shape[1:]
+
+    # A bag of one row is that row, whatever the combiner.
+    is_single = ids.ndim < 2 or ids.shape[-1] == 1
+    if combiner == "none" or (segments is None and weights is None and is_single):
+        lead = ids.shape if combiner == "none" or ids.ndim < 2 else ids.shape[:-1]
+
+        def finish(x):
+            x = cast(x.reshape(*lead, *width))
+            return x if segments is None else segments.map(lambda _: x)
+
+        if key.mode == "zero":  # so that it can be read with tables of other modes
+            bad = rows == _arguments.scalar(OUT_OF_RANGE, rows)
+            rows = jnp.where(bad, _arguments.scalar(PADDING, rows), rows)
+        return Feature(name, key, rows.reshape(-1), None, segments, finish)
+    key = dataclasses.replace(key, combiner=combiner, weighted=weights is not None)
+    if segments is not None:
+        if ids.ndim != 1:
+            raise ValueError(
+                f"{call}: the ids of a SegmentTensor must have shape [n], got "
+                f"{ids.shape}."
+            )
+        key = dataclasses.replace(key, length=None)
+        return Feature(name, key, rows, weights, segments, cast)
+    if ids.ndim < 2:  # a weighted id is a bag of its own
+        lead, length = ids.shape, 1
+    else:
+        lead, length = ids.shape[:-1], ids.shape[-1]
+    key = dataclasses.replace(key, length=length)
+    shape = math.prod(lead), length
+    rows = rows.reshape(shape)
+    weights = None if weights is None else weights.reshape(shape)
+    finish = lambda x: cast(x.reshape(*lead, *width))
+    return Feature(name, key, rows, weights, None, finish)
+
+
+def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
+    weights = _arguments.to_array(call, weights, "weights")
+    if weights.shape != shape:
+        raise ValueError(
+            f"{call}: weights must have the shape of the ids, {shape}, got "
+            f"{weights.shape}."
+        )
+    real = jnp.issubdtype(weights.dtype, jnp.floating)
+    if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
+        raise TypeError(f"{call}: weights must be real numbers, got {weights.dtype}.")
+    return weights.astype(indexing.accumulator_dtype(float_dtype(dtype)))
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read_all(call: str, stacks: Any, features: Sequence[Feature]) -> dict[str, Any]:
+    """The result of each feature, by name; `stacks` are the arrays by name."""
+    groups: dict[Key, list[Feature]] = {}
+    for feature in features:
+        key = feature.key
+        if key.is_lookup and isinstance(stacks[key.stack], jax.Array):
+            # Under mode "zero" ids out of range are padding by now. (Of a SelectedRows
+            # the mode also says what a row reads that is not stored.)
+            key = dataclasses.replace(key, mode="fill")
+        groups.setdefault(key, []).append(feature)
+    results = {}
+    for key, group in groups.items():
+        results.update(_read(call, stacks[key.stack], key, group))
+    return {feature.name: results[feature.name] for feature in features}
+
+
+def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
+    rows = _join([feature.rows for feature in group])
+    if key.is_lookup:
+        skip = rows == _arguments.scalar(PADDING, rows)
+        out = lookup.read_rows(call, stack, rows, skip, key.mode)
+        if key.max_norm is not None:
+            out = lookup.clip_rows(out, key.max_norm, 1)
+        counts = [feature.rows.shape[0] for feature in group]
+    else:
+        segment_ids, counts, is_sorted = None, [x.rows.shape[0] for x in group], False
+        if key.length is None:
+            segment_ids, counts, is_sorted = _number_segments(group)
+        weights = [x.weights for x in group if x.weights is not None]
+        out = embedding_bag(
+            stack,
+            rows,
+            segment_ids,
+            None if segment_ids is None else sum(counts),
+            weights=_join(weights) if weights else None,
+            combiner=key.combiner,
+            mode=key.mode,
+            padding_id=PADDING,
+            max_norm=key.max_norm,
+            indices_are_sorted=is_sorted,
+        )
+    # The transpose of a split is one concatenation. That of slices adds up an array of
+    # the whole size for each feature: four times the rest of the step.
+    parts = jnp.split(out, np.cumsum(counts)[:-1].tolist())
+    return {x.name: x.finish(part) for x, part in zip(group, parts)}
+
+
+def _join(parts: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _number_segments(group: Sequence[Feature]) -> tuple[jax.Array, list[int], bool]:
+    """Segment ids, numbers of segments and sortedness of several features as one.
+
+    Empty elements go to the last segment of their feature, where their row, `PADDING`,
+    is not counted. So segment ids that ascend in each feature ascend over all of them.
+    """
+    ids, counts, base = [], [], 0
+    tensors = [x.segments for x in group if x.segments is not None]
+    wide = _arguments.index_dtype(sum(x.num_segments for x in tensors))
+    for x in tensors:
+        last = _arguments.scalar(max(x.num_segments - 1, 0), x.segment_ids)
+        inside = indexing.in_range(x.segment_ids, x.num_segments)
+        own = jnp.where(inside, x.segment_ids, last).astype(wide)
+        ids.append(own + np.array(base, wide))
+        counts.append(x.num_segments)
+        base += x.num_segments
+    return _join(ids), counts, all(x.is_sorted for x in tensors)

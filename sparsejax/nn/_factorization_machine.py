@@ -1,4 +1,4 @@
-"""FactorizationMachine: every pair of features, at the cost of each feature."""
+"""FactorizationMachine: all pairs of features, at the cost of one pass over them."""
 
 import dataclasses
 from typing import Any
@@ -18,32 +18,32 @@ _FACTOR_INIT: Any = jax.nn.initializers.normal(0.01)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FactorizationMachine:
-    """A linear model and one of all pairs of features, of low rank.
+    """A linear model plus a model of all pairs of features, of low rank.
 
     With a row `v_c` of R factors for each feature c,
 
       `out = bias + sum_c w_c x_c + sum_{c < d} <v_c, v_d> x_c x_d`
 
-    and the last sum is `(sum_c v_c x_c)^2 - sum_c (v_c x_c)^2`, halved and summed over
-    the R factors, so that it takes one pass over the features. For x in CSR only the
-    rows of `w` and `v` that x names are read, and under `sparsejax.grad` their
-    gradients are SelectedRows.
+    where the last sum is `(sum_c v_c x_c)^2 - sum_c (v_c x_c)^2`, halved and summed
+    over the R factors, so that it takes one pass over the features. For x in CSR only
+    those rows of `w` and `v` are read whose columns x has, and under `sparsejax.grad`
+    their gradients are SelectedRows.
 
     Args:
       in_features: int C, columns of x.
       rank: int R, factors of a feature.
-      outputs: int O for a result `[..., O]`, each output with weights and factors of
-        its own; None for one output and a result `[...]`.
+      outputs: int O for a result `[..., O]`, where each output has its own weights and
+        factors; None for one output and a result `[...]`.
       use_bias: whether a bias is added.
       use_linear: whether there is a linear part.
-      dtype: type of the result; None for the common one of x and the parameters.
-        Products and sums are formed in at least float32.
-      param_dtype: type of the parameters.
+      dtype: of the result; None for the common one of x and the parameters. Products
+        and sums are formed in at least float32.
+      param_dtype: of the parameters.
       factor_init, linear_init, bias_init: initializers `(key, shape, dtype) -> array`.
-        With factors of zero their gradients are zero, too.
+        Factors that are zero have zero gradients, so do not start all of them at zero.
       sparse_grad: what `sparsejax.nn.tables` says of weights and factors. None leaves
-        it to `sparsejax.grad`, True insists (x must be CSR then), False gives them the
-        dense gradient always.
+        it to `sparsejax.grad`, True requires sparse gradients (x must be CSR then),
+        False always gives the dense ones.
 
     Raises:
       TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
@@ -108,7 +108,7 @@ class FactorizationMachine:
           key: PRNG key.
 
         Raises:
-          TypeError: `key` is no PRNG key.
+          TypeError: `key` is not a PRNG key.
 
         Example:
           >>> import jax, sparsejax as sj
@@ -134,18 +134,18 @@ class FactorizationMachine:
         """The prediction for each row of x.
 
         Args:
-          params: as `init` makes them. Weights and factors may be SelectedRows, of
-            which the rows that x names were pulled; others read NaN.
+          params: as `init` makes them. Weights and factors may be pulled rows,
+            SelectedRows: columns whose rows they do not store read NaN.
           x: numbers `[..., C]`. Or `[S, C]` in CSR, as in `sparsejax.nn.Dense`. A
-            feature that a row names twice is two features with the same weights, so the
-            pair of both counts.
+            column that a row has twice is two features with the same weights, so their
+            pair counts too.
 
         Returns:
           `[...]` or `[S]`, with outputs `[..., O]` or `[S, O]`.
 
         Raises:
-          TypeError, ValueError: `params` are not this layer's, or `x` is no such matrix
-            or has other columns.
+          TypeError, ValueError: `params` are not this layer's, or `x` is not such a
+            matrix or has another number of columns.
         """
         shapes = self._shapes()
         params = _layer.check_params(_CALL, params, tuple(shapes))
@@ -155,17 +155,17 @@ class FactorizationMachine:
         x = _matrix.as_matrix(_CALL, x, self.in_features)
         factors = table("factors")
         dtype = _matrix.result_dtype(x, factors, self.dtype)
-        out = _pairs(x, factors, indexing.accumulator_dtype(dtype))
+        out = _sum_of_pairs(x, factors, indexing.accumulator_dtype(dtype))
         if self.use_linear:
             linear = _matrix.multiply(_CALL, x, table("linear"), "linear", dtype)
             out += linear.reshape(out.shape)
         if self.use_bias:
             bias = _layer.parameter(_CALL, params, "bias", shapes["bias"])
-            out += _layer.beside(bias, out)
+            out = _layer.add_bias(out, bias)
         return out.astype(dtype)
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """What `sparsejax.value_and_grad(tables=)` is told of each parameter.
+        """`tables=` of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj
@@ -190,12 +190,12 @@ class FactorizationMachine:
         return shapes
 
 
-def _pairs(x: Any, factors: Any, dtype: Any) -> jax.Array:
-    """The sum over all pairs, in `dtype`, `[...]` or `[..., O]`."""
+def _sum_of_pairs(x: Any, factors: Any, dtype: Any) -> jax.Array:
+    """The sum over all pairs of features, of `dtype`, `[...]` or `[..., O]`."""
     if isinstance(x, _matrix.Csr):
         rows = _matrix.scale(x, _matrix.read(_CALL, x, factors), dtype)
-        both = _matrix.sum_segments(x, jnp.stack([rows, rows * rows], axis=1))
-        total, squares = both[:, 0], both[:, 1]
+        sums = _matrix.sum_segments(x, jnp.stack([rows, rows * rows], axis=1))
+        total, squares = sums[:, 0], sums[:, 1]
     else:
         v = _matrix.whole(_CALL, factors, "factors").astype(dtype)
         x = x.astype(dtype)

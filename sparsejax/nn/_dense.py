@@ -1,4 +1,4 @@
-"""Dense: a matrix of features, stored whole or by rows, times weights."""
+"""Dense: a matrix of features, an array or CSR, times weights."""
 
 import dataclasses
 import functools
@@ -6,36 +6,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax import _arguments
+from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _matrix
 
 
 _CALL = "sparsejax.nn.Dense"
-_EXAMPLE = "Dense(features, in_features), or init(key, x) with an array"
 _KERNEL_INIT: Any = jax.nn.initializers.lecun_normal()
 _BIAS_INIT: Any = jax.nn.initializers.zeros
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Dense:
-    """A linear layer on arrays or on sparse rows, then with a row-sparse gradient.
+    """A linear layer on arrays, or on CSR with a row-sparse gradient.
 
-    `out = x @ kernel + bias`. For x in CSR only the rows of `kernel` that x names are
-    read, and under `sparsejax.grad` the kernel's gradient is a SelectedRows of them.
-    With `features=1` it is a logistic regression's.
+    `out = x @ kernel + bias`. For x in CSR only those rows of `kernel` are read whose
+    columns x has, and under `sparsejax.grad` the kernel's gradient is a SelectedRows of
+    them. With `features=1` it gives the logits of a logistic regression.
 
     Args:
       features: int F, columns of the result.
       in_features: int C, columns of x; None to take it from the x that `init` is given.
       use_bias: whether a bias is added.
-      dtype: type of the result; None for the common one of x and the parameters.
-        Products and sums are formed in at least float32.
-      param_dtype: type of the parameters.
+      dtype: of the result; None for the common one of x and the parameters. Products
+        and sums are formed in at least float32.
+      param_dtype: of the parameters.
       kernel_init, bias_init: initializers `(key, shape, dtype) -> array`.
       sparse_grad: what `sparsejax.nn.tables` says of the kernel. None leaves it to
-        `sparsejax.grad`, True insists (x must be CSR then), False gives it the dense
-        gradient always.
+        `sparsejax.grad`, True requires a sparse gradient (x must be CSR then), False
+        always gives the dense one.
 
     Raises:
       TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
@@ -91,11 +92,11 @@ class Dense:
 
         Args:
           key: PRNG key.
-          x: an input, or its shape and dtype, from which C is taken where the layer
-            does not say it: an array, or a scipy CSR or BCSR matrix.
+          x: an input, or its shape and dtype, from which C is taken if `in_features` is
+            None: an array, or a scipy CSR or BCSR matrix.
 
         Raises:
-          ValueError: C is not known, or is another one than `in_features`.
+          ValueError: C is not known.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -103,11 +104,9 @@ class Dense:
           >>> params["kernel"].shape, params["bias"].shape
           ((30, 4), (4,))
         """
-        columns = self.in_features
-        if columns is None:
-            columns = _matrix.num_columns(f"{_CALL}.init", x, _EXAMPLE)
-            columns = _layer.check_size(f"{_CALL}.init", "in_features", columns)
-        kernel_key, bias_key = jax.random.split(_arguments.as_key(f"{_CALL}.init", key))
+        key = _arguments.as_key(f"{_CALL}.init", key)
+        kernel_key, bias_key = jax.random.split(key)
+        columns = self._columns_of(x) if self.in_features is None else self.in_features
         shape, dtype = (columns, self.features), self.param_dtype
         draw = functools.partial(_layer.draw, _CALL)
         params = {
@@ -118,29 +117,52 @@ class Dense:
             params["bias"] = bias
         return params
 
+    def _columns_of(self, x: Any) -> int:
+        """The number of columns of an input, or an error where it does not say."""
+        if x is None:
+            found = "in_features and x were both left out"
+        elif isinstance(x, SegmentTensor):
+            found = "a SegmentTensor has indices, and no number of columns"
+        else:
+            shape = x.shape if hasattr(x, "shape") else np.shape(x)
+            if shape:
+                return _layer.check_size(f"{_CALL}.init", "in_features", shape[-1])
+            found = f"x is {_arguments.kind_of(x)}"
+        raise ValueError(
+            f"{_CALL}.init: the number of columns is not known: {found}. Pass "
+            "Dense(features, in_features), or init(key, x) with an array."
+        )
+
     def __call__(self, params: Any, x: Any) -> jax.Array:
         """`x @ kernel + bias`.
 
         Args:
-          params: as `init` makes them. The kernel may be a SelectedRows, of which the
-            rows that x names were pulled; others read NaN.
-          x: numbers `[..., C]`. Or `[S, C]` in CSR: a SegmentTensor of a segment a row,
-            with values `{"index": int[n], "value": dtype[n]}`, or the indices alone
-            where all count one; a scipy CSR matrix; a BCSR. Duplicates count each; a
-            column out of `[0, C)` counts nothing.
+          params: as `init` makes them. The kernel may be pulled rows, a SelectedRows:
+            columns whose rows it does not store read NaN.
+          x: numbers `[..., C]`. Or `[S, C]` in CSR: a SegmentTensor with a segment for
+            each row and values `{"index": int[n], "value": dtype[n]}`, or the indices
+            alone if all values are one; a scipy CSR matrix; a BCSR. Duplicates add up;
+            a column out of `[0, C)` counts zero.
 
         Returns:
           `[..., F]`, or `[S, F]`.
 
         Raises:
-          TypeError, ValueError: `params` are not this layer's, or `x` is no such matrix
-            or has other columns.
+          TypeError, ValueError: `params` are not this layer's, or `x` is not such a
+            matrix or has another number of columns.
         """
         names = ("kernel", "bias") if self.use_bias else ("kernel",)
         params = _layer.check_params(_CALL, params, names)
         columns = self.in_features
         if columns is None:
-            columns = _layer.num_rows(_CALL, params, "kernel")
+            found = getattr(params["kernel"], "shape", ())
+            if not found:
+                raise TypeError(
+                    f"{_CALL}: params['kernel'] must be an array of shape "
+                    f"[in_features, {self.features}], got "
+                    f"{_arguments.kind_of(params['kernel'])}."
+                )
+            columns = found[0]
         shape = columns, self.features
         kernel = _layer.table_of(_CALL, params, "kernel", shape, self.sparse_grad)
         x = _matrix.as_matrix(_CALL, x, columns)
@@ -148,16 +170,16 @@ class Dense:
         out = _matrix.multiply(_CALL, x, kernel, "kernel", dtype)
         if self.use_bias:
             bias = _layer.parameter(_CALL, params, "bias", shape[1:])
-            out += _layer.beside(bias, out)
+            out = _layer.add_bias(out, bias)
         return out.astype(dtype)
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """What `sparsejax.value_and_grad(tables=)` is told of each parameter.
+        """`tables=` of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj
           >>> sj.nn.Dense(1, 1000, sparse_grad=True).table_prefix()
           {'kernel': True, 'bias': False}
         """
-        wish: dict[str, bool | None] = {"kernel": self.sparse_grad}
-        return {**wish, "bias": False} if self.use_bias else wish
+        prefix: dict[str, bool | None] = {"kernel": self.sparse_grad}
+        return {**prefix, "bias": False} if self.use_bias else prefix
