@@ -413,7 +413,7 @@ def test_what_is_refused(call, error, message):
 
 def test_ids_beside_a_segment_tensor_are_refused():
     data = segments(jnp.zeros(N))
-    with pytest.raises(ValueError, match="brings its own segments, and segment_ids"):
+    with pytest.raises(ValueError, match="has its own segments: leave out segment_ids"):
         sj.segment_softmax(data, I)
     with pytest.raises(ValueError, match="own segments, and num_segments"):
         sj.segment_softmax(data, num_segments=S)

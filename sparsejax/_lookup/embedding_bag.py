@@ -18,16 +18,9 @@ from sparsejax._lookup import lookup
 from sparsejax._lookup.bag_sum import bag_sum
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
-from sparsejax._segments.reduce.common import (
-    Segments,
-    add_up,
-    beside,
-    float_dtype,
-    over,
-    over_segments,
-)
 from sparsejax._segments.reduce.exponentials import segment_logsumexp
 from sparsejax._segments.reduce.extremes import segment_max, segment_min
+from sparsejax._segments.reduce.segments import Segments, over_segments, quotient
 
 
 _CALL = "sparsejax.embedding_bag"
@@ -194,7 +187,7 @@ class _Bags:
             x = indexing.zero_unless(~self.skip, x)
         if self.segments is None:
             return jnp.sum(x, axis=1)
-        return add_up(x, self.segments)
+        return self.segments.sum(x)
 
     def count(self, dtype: Any) -> jax.Array:
         """The number of elements of each bag."""
@@ -261,12 +254,7 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
             f"{_CALL}: weights must be real numbers, got {weights.dtype}. Cast them "
             "with .astype(jnp.float32)."
         )
-    return weights.astype(_sum_dtype(dtype))
-
-
-def _sum_dtype(dtype: Any) -> Any:
-    """The type of weighted sums and means of `dtype`."""
-    return indexing.accumulator_dtype(float_dtype(dtype))
+    return weights.astype(indexing.float_accumulator_dtype(dtype))
 
 
 # ------------------------------------------------------------------ sums
@@ -300,23 +288,23 @@ def _fused_sum(table: jax.Array, bags: _Bags, mode: str) -> jax.Array:
         lookup.check_none(_CALL, table, bad, bags.ids)
     # Added, not put in its place: the other rows of the bag keep their gradients.
     nan = jnp.where(bags.total(bad.astype(jnp.int32)) > 0, jnp.nan, 0)
-    return total + beside(nan.astype(total.dtype), total.ndim)
+    return total + indexing.append_axes(nan.astype(total.dtype), total.ndim)
 
 
 def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
     """The weighted sum as a mean, or divided by the root of its weights' squares."""
     if combiner == "sum":
         return total
-    dtype = _sum_dtype(total.dtype)
+    dtype = indexing.float_accumulator_dtype(total.dtype)
     weights, squared = bags.weights, combiner == "sqrtn"
     if weights is None:
         by = bags.count(dtype)
     else:
         by = bags.total(weights * weights if squared else weights)
-    some = beside(by != 0, total.ndim)
-    by = jnp.where(some, beside(by, total.ndim), 1)
+    some = indexing.append_axes(by != 0, total.ndim)
+    by = jnp.where(some, indexing.append_axes(by, total.ndim), 1)
     by = jnp.sqrt(by) if squared else by
-    return jnp.where(some, over(total.astype(dtype), by), 0)
+    return jnp.where(some, quotient(total.astype(dtype), by), 0)
 
 
 # ------------------------------------------------------------------ rows first
@@ -328,10 +316,10 @@ def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
         return rows
     if combiner in _SUMS:
         keeps = bags.weights is None and combiner == "sum"
-        dtype = rows.dtype if keeps else _sum_dtype(rows.dtype)
+        dtype = rows.dtype if keeps else indexing.float_accumulator_dtype(rows.dtype)
         x = rows.astype(indexing.accumulator_dtype(dtype))
         if bags.weights is not None:
-            x *= beside(bags.weights, x.ndim)
+            x *= indexing.append_axes(bags.weights, x.ndim)
         total = _divide(bags.total(x), bags, combiner)
         floats = jnp.issubdtype(rows.dtype, jnp.inexact)
         return total.astype(rows.dtype if floats or keeps else dtype)

@@ -70,6 +70,16 @@ def accumulator_dtype(dtype: Any) -> Any:
     return jnp.dtype(dtype)
 
 
+def float_dtype(dtype: Any) -> Any:
+    """The type of a mean of `dtype`: itself for floats, float32 for the rest."""
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+
+
+def float_accumulator_dtype(dtype: Any) -> Any:
+    """The type that a mean of `dtype` is summed in."""
+    return accumulator_dtype(float_dtype(dtype))
+
+
 def promote(*dtypes: Any) -> Any:
     """The common type of `dtypes`, also where the user forbids implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):

@@ -24,7 +24,6 @@ from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax._segments import SegmentTensor
-from sparsejax._segments.reduce.common import float_dtype
 from sparsejax.nn._embedding import split_weights
 
 
@@ -299,7 +298,7 @@ def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
     real = jnp.issubdtype(weights.dtype, jnp.floating)
     if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
         raise TypeError(f"{call}: weights must be real numbers, got {weights.dtype}.")
-    return weights.astype(indexing.accumulator_dtype(float_dtype(dtype)))
+    return weights.astype(indexing.float_accumulator_dtype(dtype))
 
 
 # ------------------------------------------------------------------ reading

@@ -4,9 +4,14 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from sparsejax._segments.reduce import common as args
-from sparsejax._segments.reduce.common import Segments
+from sparsejax._segments.reduce.segments import (
+    Segments,
+    check_arguments,
+    fill_empty,
+    over_segments,
+)
 
 
 _COUNT = "sparsejax.segment_count"
@@ -27,17 +32,17 @@ def segment_count(
     `out[s] = |{i: segment_ids[i] == s}|`
 
     Args:
-      data: `[n, ...]`, any dtype, of which only n counts; or a SegmentTensor.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, any dtype; only n is used; or a SegmentTensor.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: int, the result of a segment without elements; 0 if left out.
 
     Returns:
-      int32 `[num_segments]`, one number a segment also where `data` has more axes.
+      int32 `[num_segments]`, one number a segment, also if `data` has more axes.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -47,10 +52,10 @@ def segment_count(
     References:
       Caffe2, `SegmentIdsToLengths`.
     """
-    _, segments = args.split(
+    _, segments = check_arguments(
         _COUNT, data, segment_ids, num_segments, indices_are_sorted
     )
-    return args.fill_empty(_COUNT, args.count_elements(segments), segments, empty)
+    return fill_empty(_COUNT, segments.lengths(), segments, empty)
 
 
 def segment_any(
@@ -66,8 +71,8 @@ def segment_any(
     `out[s] = or_{i: segment_ids[i] == s} data[i]`
 
     Args:
-      data: bool `[n, ...]`; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: bool `[n, ...]`; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: bool, the result of a segment without elements; False if left out.
@@ -76,7 +81,7 @@ def segment_any(
       bool `[num_segments, ...]`.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does; TypeError also if `data` are not
+      TypeError, ValueError: as `segment_sum`; TypeError also if `data` are not
         booleans.
 
     Example:
@@ -88,7 +93,7 @@ def segment_any(
       NumPy, `any`.
     """
     reduce = functools.partial(_reduce_bool, _ANY, "max", empty)
-    return args.over_segments(
+    return over_segments(
         _ANY, data, segment_ids, num_segments, indices_are_sorted, reduce
     )
 
@@ -106,8 +111,8 @@ def segment_all(
     `out[s] = and_{i: segment_ids[i] == s} data[i]`
 
     Args:
-      data: bool `[n, ...]`; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: bool `[n, ...]`; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: bool, the result of a segment without elements; True if left out.
@@ -116,7 +121,7 @@ def segment_all(
       bool `[num_segments, ...]`.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does; TypeError also if `data` are not
+      TypeError, ValueError: as `segment_sum`; TypeError also if `data` are not
         booleans.
 
     Example:
@@ -128,7 +133,7 @@ def segment_all(
       NumPy, `all`.
     """
     reduce = functools.partial(_reduce_bool, _ALL, "min", empty)
-    return args.over_segments(
+    return over_segments(
         _ALL, data, segment_ids, num_segments, indices_are_sorted, reduce
     )
 
@@ -136,6 +141,10 @@ def segment_all(
 def _reduce_bool(
     call: str, method: str, empty: Any, x: jax.Array, segments: Segments
 ) -> jax.Array:
-    args.check_kind(call, x, True)
-    out = args.scatter(method, method == "min", x, segments)
-    return args.fill_empty(call, out, segments, empty)
+    if x.dtype != jnp.bool_:
+        raise TypeError(
+            f"{call}: data must be boolean, got {x.dtype}. Compare first, as in "
+            "data != 0."
+        )
+    out = segments.scatter(method, method == "min", x)
+    return fill_empty(call, out, segments, empty)

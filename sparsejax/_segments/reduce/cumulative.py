@@ -1,8 +1,8 @@
-"""Running sums and products inside segments: segment_cumsum, and what prod needs.
+"""Running sums and products inside segments: segment_cumsum, and `Order`.
 
-Segments are scanned one after another in one associative scan, whose operator starts
-anew at each segment's first element. Nothing is subtracted, so no segment's rounding,
-infinity or NaN reaches another.
+One associative scan over all segments, whose operator restarts at each segment's first
+element. Nothing is subtracted, so the rounding, infinities and NaN of one segment do
+not reach another.
 """
 
 import dataclasses
@@ -14,8 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsejax._rows import indexing
-from sparsejax._segments.reduce import common as args
-from sparsejax._segments.reduce.common import Segments
+from sparsejax._segments.reduce.segments import (
+    Segments,
+    check_numbers,
+    fill_outside,
+    over_segments,
+)
 
 
 _CUMSUM = "sparsejax.segment_cumsum"
@@ -34,18 +38,18 @@ def segment_cumsum(
     `out[i] = sum_{j <= i: segment_ids[j] == segment_ids[i]} data[j]`
 
     Args:
-      data: `[n, ...]`, integers or floats; or a SegmentTensor, which brings its own
+      data: `[n, ...]`, integers or floats; or a SegmentTensor, which has its own
         segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool; saves a stable sort of the ids.
-      empty: scalar, what elements that belong to no segment get; 0 if left out.
+      empty: scalar, the result of elements outside of all segments; 0 if left out.
 
     Returns:
       `[n, ...]`, of data's shape and dtype. Floats of 16 bits are summed in float32.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -58,16 +62,14 @@ def segment_cumsum(
     """
 
     def cumsum(x: jax.Array, segments: Segments) -> jax.Array:
-        args.check_kind(_CUMSUM, x, False)
+        check_numbers(_CUMSUM, x)
         order = in_order(segments)
-        wide = args.members_only(x, segments).astype(
-            indexing.accumulator_dtype(x.dtype)
-        )
+        wide = segments.mask(x).astype(indexing.accumulator_dtype(x.dtype))
         out = order.back(order.running(jnp.add, 0, order.rows(wide)))
-        out = args.members_only(out.astype(x.dtype), segments)
-        return args.fill_others(_CUMSUM, out, segments, empty)
+        out = segments.mask(out.astype(x.dtype))
+        return fill_outside(_CUMSUM, out, segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _CUMSUM, data, segment_ids, num_segments, indices_are_sorted, cumsum
     )
 
@@ -77,12 +79,12 @@ def segment_cumsum(
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Elements with those of a segment side by side, in the order they had.
+    """The elements grouped by segment, each segment in its original order.
 
     Args:
-      segments: the segments of the elements so ordered.
-      permutation: int32 `[n]`, where each of them is in the data; None if the data has
-        them in that order.
+      segments: the segments of the elements in this order.
+      permutation: int32 `[n]`, the position of each in the data; None if the data is in
+        this order already.
     """
 
     segments: Segments
@@ -95,7 +97,7 @@ class Order:
         return x.at[self.permutation].get(mode="clip", unique_indices=True)
 
     def back(self, x: jax.Array) -> jax.Array:
-        """`x`, which is in this order, in the order of the data."""
+        """`x` from this order to the order of the data."""
         if self.permutation is None:
             return x
         return jnp.zeros_like(x).at[self.permutation].set(x, unique_indices=True)
@@ -109,13 +111,13 @@ class Order:
         reverse: bool = False,
         exclusive: bool = False,
     ) -> jax.Array:
-        """`op` over each element of `x` and all before it (after it) in its segment.
+        """`op` over each element of `x` and all before it in its segment.
 
         Args:
           op: associative, elementwise.
-          identity: what `op` leaves the other operand as.
+          identity: the identity element of `op`.
           x: `[n, ...]`, in this order.
-          reverse: from the last element to the first.
+          reverse: all after it instead.
           exclusive: without the element itself.
         """
         ids = self.segments.ids
@@ -125,11 +127,11 @@ class Order:
         new = jnp.ones((1,), bool)
         edge = ids[1:] != ids[:-1]
         edge = jnp.concatenate([edge, new] if reverse else [new, edge])
-        edge = args.beside(edge, x.ndim)
+        edge = indexing.append_axes(edge, x.ndim)
 
         def combine(a, b):
-            # The neutral element is put in, not the result chosen: where a segment
-            # begins, what came before is then not multiplied by in the gradient.
+            # `where` selects the operand, not the result: the gradient then does not
+            # multiply by what came before a segment's first element.
             (edge_a, a), (edge_b, b) = a, b
             return edge_a | edge_b, op(jnp.where(edge_b, neutral, a), b)
 
@@ -142,7 +144,7 @@ class Order:
 
 
 def in_order(segments: Segments) -> Order:
-    """The elements ordered by segment; those of no segment are before or after."""
+    """The elements grouped by segment; ids out of range come before or after."""
     if segments.is_sorted:
         return Order(segments, None)
     place = lax.iota(jnp.int32, segments.ids.shape[0])

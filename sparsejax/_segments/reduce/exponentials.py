@@ -1,11 +1,11 @@
 """Reductions of exponentials: logsumexp, logmeanexp, softmax and log_softmax.
 
-Each segment is shifted by its maximum, so nothing overflows. A segment of `-inf` only
-has nothing to share out: its logsumexp is `-inf`, its softmax 0, and all gradients are
-0, where `jax.nn.softmax` gives NaN. `+inf` is as in `jax.nn`: the logsumexp is `+inf`,
-and a softmax of it NaN.
+Each segment is shifted by its maximum, so nothing overflows. In a segment of `-inf`
+only, the logsumexp is `-inf`, the softmax is 0 and all gradients are 0, where
+`jax.nn.softmax` gives NaN. `+inf` is as in `jax.nn`: the logsumexp is `+inf`, and the
+softmax NaN.
 
-The derivatives are written down: they need the softmax alone, and not the maximum.
+The derivatives are custom: they need only the softmax, not the maximum.
 """
 
 import functools
@@ -14,8 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax._segments.reduce import common as args
-from sparsejax._segments.reduce.common import Segments
+from sparsejax._rows import indexing
+from sparsejax._segments.reduce.segments import (
+    Segments,
+    as_floats,
+    fill,
+    fill_empty,
+    fill_outside,
+    over_segments,
+)
 
 
 _LOGSUMEXP = "sparsejax.segment_logsumexp"
@@ -40,8 +47,8 @@ def segment_logsumexp(
     `out[s] = log(sum_{i: segment_ids[i] == s} exp(data[i]))`
 
     Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: scalar, the result of a segment without elements; `-inf` if left out.
@@ -51,7 +58,7 @@ def segment_logsumexp(
       segment's softmax; 0 in a segment of `-inf` only.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -63,11 +70,11 @@ def segment_logsumexp(
     """
 
     def logsumexp(x: jax.Array, segments: Segments) -> jax.Array:
-        out = _logsumexp(args.as_floats(_LOGSUMEXP, x), segments.ids, segments.static)
-        out = out.astype(args.float_dtype(x.dtype))
-        return args.fill_empty(_LOGSUMEXP, out, segments, empty)
+        out = _logsumexp(as_floats(_LOGSUMEXP, x), segments.ids, segments.static)
+        out = out.astype(indexing.float_dtype(x.dtype))
+        return fill_empty(_LOGSUMEXP, out, segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _LOGSUMEXP, data, segment_ids, num_segments, indices_are_sorted, logsumexp
     )
 
@@ -85,8 +92,8 @@ def segment_logmeanexp(
     `out[s] = log(mean_{i: segment_ids[i] == s} exp(data[i]))`
 
     Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: scalar, the result of a segment without elements; `-inf` if left out.
@@ -95,7 +102,7 @@ def segment_logmeanexp(
       `[num_segments, ...]`, of data's dtype; float32 of integers.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -107,13 +114,14 @@ def segment_logmeanexp(
     """
 
     def logmeanexp(x: jax.Array, segments: Segments) -> jax.Array:
-        out = _logsumexp(args.as_floats(_LOGMEANEXP, x), segments.ids, segments.static)
-        count = args.count_elements(segments)
+        out = _logsumexp(as_floats(_LOGMEANEXP, x), segments.ids, segments.static)
+        count = segments.lengths()
         log_count = jnp.log(jnp.maximum(count, 1).astype(out.dtype))
-        out = (out - args.beside(log_count, out.ndim)).astype(args.float_dtype(x.dtype))
-        return out if empty is None else args.fill(_LOGMEANEXP, out, count == 0, empty)
+        out -= indexing.append_axes(log_count, out.ndim)
+        out = out.astype(indexing.float_dtype(x.dtype))
+        return out if empty is None else fill(_LOGMEANEXP, out, count == 0, empty)
 
-    return args.over_segments(
+    return over_segments(
         _LOGMEANEXP, data, segment_ids, num_segments, indices_are_sorted, logmeanexp
     )
 
@@ -131,18 +139,18 @@ def segment_softmax(
     `out[i] = exp(data[i]) / sum_{j: segment_ids[j] == segment_ids[i]} exp(data[j])`
 
     Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, what elements that belong to no segment get; 0 if left out.
+      empty: scalar, the result of elements outside of all segments; 0 if left out.
 
     Returns:
       `[n, ...]`, an array of data's shape and dtype; float32 of integers. Zeros in a
       segment of `-inf` only.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -154,11 +162,11 @@ def segment_softmax(
     """
 
     def softmax(x: jax.Array, segments: Segments) -> jax.Array:
-        out = _softmax(args.as_floats(_SOFTMAX, x), segments.ids, segments.static)
-        out = out.astype(args.float_dtype(x.dtype))
-        return args.fill_others(_SOFTMAX, out, segments, empty)
+        out = _softmax(as_floats(_SOFTMAX, x), segments.ids, segments.static)
+        out = out.astype(indexing.float_dtype(x.dtype))
+        return fill_outside(_SOFTMAX, out, segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _SOFTMAX, data, segment_ids, num_segments, indices_are_sorted, softmax
     )
 
@@ -176,18 +184,18 @@ def segment_log_softmax(
     `out[i] = data[i] - log(sum_{j: segment_ids[j] == segment_ids[i]} exp(data[j]))`
 
     Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, what elements that belong to no segment get; 0 if left out.
+      empty: scalar, the result of elements outside of all segments; 0 if left out.
 
     Returns:
       `[n, ...]`, an array of data's shape and dtype; float32 of integers. `-inf` in a
       segment of `-inf` only.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -199,13 +207,11 @@ def segment_log_softmax(
     """
 
     def log_softmax(x: jax.Array, segments: Segments) -> jax.Array:
-        out = _log_softmax(
-            args.as_floats(_LOG_SOFTMAX, x), segments.ids, segments.static
-        )
-        out = out.astype(args.float_dtype(x.dtype))
-        return args.fill_others(_LOG_SOFTMAX, out, segments, empty)
+        out = _log_softmax(as_floats(_LOG_SOFTMAX, x), segments.ids, segments.static)
+        out = out.astype(indexing.float_dtype(x.dtype))
+        return fill_outside(_LOG_SOFTMAX, out, segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _LOG_SOFTMAX, data, segment_ids, num_segments, indices_are_sorted, log_softmax
     )
 
@@ -214,18 +220,18 @@ def segment_log_softmax(
 
 
 def _shifted(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """Each segment's maximum, 0 for `-inf`, and `x` less that; 0 where no member."""
-    top = args.scatter("max", -jnp.inf, x, segments)
+    """Each segment's maximum, 0 for `-inf`, and `x` minus it; 0 outside of segments."""
+    top = segments.scatter("max", -jnp.inf, x)
     top = jnp.where(top == -jnp.inf, jnp.zeros((), x.dtype), top)
-    return top, args.members_only(x - args.spread(top, segments), segments)
+    return top, segments.mask(x - segments.broadcast(top))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _logsumexp(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
     segments = Segments(ids, *static)
     top, x = _shifted(x, segments)
-    # What is no member adds exp(0) to no segment.
-    out = jnp.log(args.add_up(jnp.exp(x), segments)) + top
+    # Elements outside of all segments are dropped by the sum.
+    out = jnp.log(segments.sum(jnp.exp(x))) + top
     return jnp.where(top == jnp.inf, top, out)
 
 
@@ -233,17 +239,17 @@ def _logsumexp(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
 def _logsumexp_jvp(static, primals, tangents):
     x, ids = primals
     segments = Segments(ids, *static)
-    share = _softmax(x, ids, static) * args.members_only(tangents[0], segments)
-    return _logsumexp(x, ids, static), args.add_up(share, segments)
+    share = _softmax(x, ids, static) * segments.mask(tangents[0])
+    return _logsumexp(x, ids, static), segments.sum(share)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
     segments = Segments(ids, *static)
     e = jnp.exp(_shifted(x, segments)[1])
-    total = args.add_up(e, segments)
+    total = segments.sum(e)
     inverse = 1 / jnp.where(total == 0, jnp.ones((), x.dtype), total)
-    return e * args.spread(inverse, segments)  # 0 where no member
+    return e * segments.broadcast(inverse)  # 0 outside of segments
 
 
 @_softmax.defjvp
@@ -251,24 +257,24 @@ def _softmax_jvp(static, primals, tangents):
     x, ids = primals
     segments = Segments(ids, *static)
     share = _softmax(x, ids, static)
-    t = args.members_only(tangents[0], segments)
-    mean = args.add_up(share * t, segments)
-    return share, share * (t - args.spread(mean, segments))
+    t = segments.mask(tangents[0])
+    mean = segments.sum(share * t)
+    return share, share * (t - segments.broadcast(mean))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _log_softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
     segments = Segments(ids, *static)
     x = _shifted(x, segments)[1]
-    total = args.add_up(jnp.exp(x), segments)
+    total = segments.sum(jnp.exp(x))
     log_total = jnp.log(jnp.where(total == 0, jnp.ones((), x.dtype), total))
-    return x - args.spread(log_total, segments)
+    return x - segments.broadcast(log_total)
 
 
 @_log_softmax.defjvp
 def _log_softmax_jvp(static, primals, tangents):
     x, ids = primals
     segments = Segments(ids, *static)
-    t = args.members_only(tangents[0], segments)
-    mean = args.add_up(_softmax(x, ids, static) * t, segments)
-    return _log_softmax(x, ids, static), t - args.spread(mean, segments)
+    t = segments.mask(tangents[0])
+    mean = segments.sum(_softmax(x, ids, static) * t)
+    return _log_softmax(x, ids, static), t - segments.broadcast(mean)

@@ -13,8 +13,11 @@ import numpy as np
 from jax import lax
 
 from sparsejax._rows import indexing
-from sparsejax._segments.reduce import common as args
-from sparsejax._segments.reduce.common import Segments
+from sparsejax._segments.reduce.segments import (
+    Segments,
+    fill_empty,
+    over_segments,
+)
 
 
 _MAX = "sparsejax.segment_max"
@@ -44,22 +47,22 @@ def segment_max(
     gradient evenly, as in `jnp.max`.
 
     Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: scalar, the result of a segment without elements. If left out it is the
         least value of data's dtype: `-inf`, or the lowest integer, or False.
-      unique_indices: bool, as `segment_sum` has it, like the next two.
+      unique_indices: bool; see `segment_sum`, also for the next two.
       bucket_size: int.
-      mode: as `jax.ops.segment_max` has it, like the next one.
-      out_sharding: how the result is laid out over a mesh of explicit axes.
+      mode: as in `jax.ops.segment_max`.
+      out_sharding: the sharding of the result over a mesh of explicit axes.
 
     Returns:
       `[num_segments, ...]`, of data's dtype.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -68,11 +71,11 @@ def segment_max(
       Array([5., 0., 1.], dtype=float32)
 
     References:
-      `jax.ops.segment_max`; Caffe2, `LengthsMax` (which gives 0 without elements, and
-      each of several largest elements the whole gradient).
+      `jax.ops.segment_max`; Caffe2, `LengthsMax` (0 without elements; each of several
+      equal largest elements gets the whole gradient).
     """
     del bucket_size
-    return args.over_segments(
+    return over_segments(
         _MAX,
         data,
         segment_ids,
@@ -103,22 +106,22 @@ def segment_min(
     gradient evenly, as in `jnp.min`.
 
     Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: scalar, the result of a segment without elements. If left out it is the
         largest value of data's dtype: `inf`, or the highest integer, or True.
-      unique_indices: bool, as `segment_sum` has it, like the next two.
+      unique_indices: bool; see `segment_sum`, also for the next two.
       bucket_size: int.
-      mode: as `jax.ops.segment_min` has it, like the next one.
-      out_sharding: how the result is laid out over a mesh of explicit axes.
+      mode: as in `jax.ops.segment_min`.
+      out_sharding: the sharding of the result over a mesh of explicit axes.
 
     Returns:
       `[num_segments, ...]`, of data's dtype.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -130,7 +133,7 @@ def segment_min(
       `jax.ops.segment_min`.
     """
     del bucket_size
-    return args.over_segments(
+    return over_segments(
         _MIN,
         data,
         segment_ids,
@@ -157,8 +160,8 @@ def segment_argmax(
     first axis. NaN counts as the largest.
 
     Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: int, the result of a segment without elements; n if left out.
@@ -167,7 +170,7 @@ def segment_argmax(
       int32 `[num_segments, ...]`.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -177,7 +180,7 @@ def segment_argmax(
     References:
       torch-scatter, `scatter_max` (its second result); NumPy, `argmax`.
     """
-    return args.over_segments(
+    return over_segments(
         _ARGMAX,
         data,
         segment_ids,
@@ -201,8 +204,8 @@ def segment_argmin(
     first axis. NaN counts as the smallest.
 
     Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: int, the result of a segment without elements; n if left out.
@@ -211,7 +214,7 @@ def segment_argmin(
       int32 `[num_segments, ...]`.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -221,7 +224,7 @@ def segment_argmin(
     References:
       torch-scatter, `scatter_min` (its second result); NumPy, `argmin`.
     """
-    return args.over_segments(
+    return over_segments(
         _ARGMIN,
         data,
         segment_ids,
@@ -235,7 +238,7 @@ def segment_argmin(
 
 
 def identity(method: str, dtype: Any) -> Any:
-    """What "max" or "min" of no element is."""
+    """The "max" or "min" of no elements."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return method == "min"
     if jnp.issubdtype(dtype, jnp.integer):
@@ -248,19 +251,19 @@ def _reduce_extreme(
     call: str, method: str, empty: Any, x: jax.Array, segments: Segments
 ) -> jax.Array:
     out = _extreme(x, method, segments)
-    return args.fill_empty(call, out, segments, empty)
+    return fill_empty(call, out, segments, empty)
 
 
 def _extreme(x: jax.Array, method: str, segments: Segments) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return args.scatter(method, identity(method, x.dtype), x, segments)
+        return segments.scatter(method, identity(method, x.dtype), x)
     return _extreme_of_floats(x, segments.ids, (method, *segments.static))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _extreme_of_floats(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
     method, *rest = static
-    return args.scatter(method, identity(method, x.dtype), x, Segments(ids, *rest))
+    return Segments(ids, *rest).scatter(method, identity(method, x.dtype), x)
 
 
 @_extreme_of_floats.defjvp
@@ -268,21 +271,21 @@ def _extreme_jvp(static, primals, tangents):
     x, ids = primals
     segments = Segments(ids, *static[1:])
     out = _extreme_of_floats(x, ids, static)
-    # Linear in the tangent; which elements are extreme does not change with `x`.
+    # Linear in the tangent: which elements are extreme is constant.
     chosen = is_extreme(lax.stop_gradient(x), lax.stop_gradient(out), segments)
     wide = indexing.accumulator_dtype(x.dtype)
     t = jnp.where(chosen, tangents[0].astype(wide), jnp.zeros((), wide))
-    ties = jnp.maximum(args.add_up(chosen.astype(jnp.float32), segments), 1)
-    return out, (args.add_up(t, segments) / ties.astype(wide)).astype(x.dtype)
+    ties = jnp.maximum(segments.sum(chosen.astype(jnp.float32)), 1)
+    return out, (segments.sum(t) / ties.astype(wide)).astype(x.dtype)
 
 
 def is_extreme(x: jax.Array, out: jax.Array, segments: Segments) -> jax.Array:
     """Which elements are the extreme of their segment, bool `[n, ...]`.
 
-    NaN is, where there is one: then `out` is NaN, and nothing is equal to it.
+    So is NaN: `out` is then NaN, to which nothing is equal.
     """
-    equal = (x == args.spread(out, segments)) | (x != x)
-    return args.members_only(equal, segments)
+    equal = (x == segments.broadcast(out)) | (x != x)
+    return segments.mask(equal)
 
 
 def _position(
@@ -292,6 +295,6 @@ def _position(
     n = np.int32(x.shape[0])
     x = lax.stop_gradient(x)
     equal = is_extreme(x, _extreme(x, method, segments), segments)
-    place = args.beside(lax.iota(jnp.int32, x.shape[0]), x.ndim)
-    out = args.scatter("min", n, jnp.where(equal, place, n), segments)
-    return args.fill_empty(call, out, segments, empty)
+    place = indexing.append_axes(lax.iota(jnp.int32, x.shape[0]), x.ndim)
+    out = segments.scatter("min", n, jnp.where(equal, place, n))
+    return fill_empty(call, out, segments, empty)

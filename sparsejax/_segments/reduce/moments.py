@@ -1,7 +1,7 @@
 """Variance, standard deviation and normalisation of each segment.
 
-In two passes: the mean first, then the squares of what is left, so that a large mean
-costs no digits.
+In two passes: the mean, then the squares of the deviations, so that a large mean costs
+no precision.
 """
 
 from typing import Any
@@ -11,8 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax._segments.reduce import common as args
-from sparsejax._segments.reduce.common import Segments
+from sparsejax._rows import indexing
+from sparsejax._segments.reduce.segments import (
+    Segments,
+    as_floats,
+    fill_empty,
+    fill_outside,
+    over_segments,
+    safe_divide,
+)
 
 
 _VAR = "sparsejax.segment_var"
@@ -30,12 +37,12 @@ def segment_var(
 ) -> Any:
     """Variance of each segment.
 
-    `out[s] = mean_{i: segment_ids[i] == s} (data[i] - mean[s])**2`, the mean of all its
-    elements, as `jnp.var` gives with its default `ddof=0`.
+    `out[s] = mean_{i: segment_ids[i] == s} (data[i] - mean[s])**2`, as `jnp.var` with
+    its default `ddof=0`.
 
     Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: scalar, the result of a segment without elements; 0 if left out.
@@ -44,7 +51,7 @@ def segment_var(
       `[num_segments, ...]`, of data's dtype; float32 of integers.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -56,13 +63,11 @@ def segment_var(
     """
 
     def var(x: jax.Array, segments: Segments) -> jax.Array:
-        out = _moments(args.as_floats(_VAR, x), segments)[1]
-        out = out.astype(args.float_dtype(x.dtype))
-        return args.fill_empty(_VAR, out, segments, empty)
+        out = _moments(as_floats(_VAR, x), segments)[1]
+        out = out.astype(indexing.float_dtype(x.dtype))
+        return fill_empty(_VAR, out, segments, empty)
 
-    return args.over_segments(
-        _VAR, data, segment_ids, num_segments, indices_are_sorted, var
-    )
+    return over_segments(_VAR, data, segment_ids, num_segments, indices_are_sorted, var)
 
 
 def segment_std(
@@ -78,8 +83,8 @@ def segment_std(
     `out[s] = sqrt(mean_{i: segment_ids[i] == s} (data[i] - mean[s])**2)`
 
     Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: scalar, the result of a segment without elements; 0 if left out.
@@ -89,7 +94,7 @@ def segment_std(
       is 0, as in each segment of one element, the gradient is 0; `jnp.std` gives NaN.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -101,17 +106,15 @@ def segment_std(
     """
 
     def std(x: jax.Array, segments: Segments) -> jax.Array:
-        var = _moments(args.as_floats(_STD, x), segments)[1]
+        var = _moments(as_floats(_STD, x), segments)[1]
         # The root of a safe number: the gradient of `where` is 0 * that of the root.
         none = var == 0
         root = jnp.sqrt(jnp.where(none, jnp.ones((), var.dtype), var))
         out = jnp.where(none, jnp.zeros((), var.dtype), root)
-        out = out.astype(args.float_dtype(x.dtype))
-        return args.fill_empty(_STD, out, segments, empty)
+        out = out.astype(indexing.float_dtype(x.dtype))
+        return fill_empty(_STD, out, segments, empty)
 
-    return args.over_segments(
-        _STD, data, segment_ids, num_segments, indices_are_sorted, std
-    )
+    return over_segments(_STD, data, segment_ids, num_segments, indices_are_sorted, std)
 
 
 def segment_normalize(
@@ -123,24 +126,24 @@ def segment_normalize(
     empty: Any = None,
     eps: float = 1e-5,
 ) -> Any:
-    """Elements with the mean of their segment taken away, over its deviation.
+    """Each element minus the mean of its segment, over the standard deviation.
 
     `out[i] = (data[i] - mean[s]) / sqrt(max(var[s], eps))` with `s = segment_ids[i]`,
     and the mean and variance of the elements of s.
 
     Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, what elements that belong to no segment get; 0 if left out.
-      eps: positive number, the least variance that is divided by.
+      empty: scalar, the result of elements outside of all segments; 0 if left out.
+      eps: positive number, a lower bound of the variance in the denominator.
 
     Returns:
       `[n, ...]`, an array of data's shape and dtype; float32 of integers.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does; ValueError also if `eps` is not
+      TypeError, ValueError: as `segment_sum`; ValueError also if `eps` is not
         positive.
 
     Example:
@@ -154,16 +157,17 @@ def segment_normalize(
     if not isinstance(eps, (int, float, np.number)) or not eps > 0:
         raise ValueError(
             f"{_NORMALIZE}: eps must be a static positive number, got {eps!r}. It "
-            "bounds the variance that is divided by from below."
+            "is a lower bound of the variance in the denominator."
         )
 
     def normalize(x: jax.Array, segments: Segments) -> jax.Array:
-        away, var = _moments(args.as_floats(_NORMALIZE, x), segments)
+        centered, var = _moments(as_floats(_NORMALIZE, x), segments)
         scale = lax.rsqrt(jnp.maximum(var, jnp.array(eps, var.dtype)))
-        out = (away * args.spread(scale, segments)).astype(args.float_dtype(x.dtype))
-        return args.fill_others(_NORMALIZE, out, segments, empty)
+        out = centered * segments.broadcast(scale)
+        out = out.astype(indexing.float_dtype(x.dtype))
+        return fill_outside(_NORMALIZE, out, segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _NORMALIZE, data, segment_ids, num_segments, indices_are_sorted, normalize
     )
 
@@ -172,8 +176,8 @@ def segment_normalize(
 
 
 def _moments(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """Elements less the mean of their segment, `[n, ...]`, and each one's variance."""
-    count = args.count_elements(segments)
-    mean = args.divide(args.add_up(x, segments), count)
-    away = args.members_only(x - args.spread(mean, segments), segments)
-    return away, args.divide(args.add_up(away * away, segments), count)
+    """Elements minus the mean of their segment, `[n, ...]`, and segments' variances."""
+    count = segments.lengths()
+    mean = safe_divide(segments.sum(x), count)
+    centered = segments.mask(x - segments.broadcast(mean))
+    return centered, safe_divide(segments.sum(centered * centered), count)

@@ -1,11 +1,6 @@
 """Reductions that add or multiply the elements of each segment.
 
-The other reductions are in the files beside this one, by idea: `counts.py`,
-`extremes.py`, `exponentials.py`, `moments.py`, `cumulative.py` and
-`top_k.py`. What they share is in `common.py`.
-
-The rule for ids is the house's: an id outside `[0, num_segments)` names no segment, and
-its element drops, NaN or not.
+An id outside `[0, num_segments)` is out of range: its element is dropped, NaN or not.
 """
 
 import functools
@@ -16,9 +11,15 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-from sparsejax._segments.reduce import common as args
-from sparsejax._segments.reduce.common import Segments
 from sparsejax._segments.reduce.cumulative import in_order
+from sparsejax._segments.reduce.segments import (
+    Segments,
+    check_numbers,
+    fill,
+    fill_empty,
+    over_segments,
+    safe_divide,
+)
 
 
 _SUM = "sparsejax.segment_sum"
@@ -45,37 +46,37 @@ def segment_sum(
 ) -> Any:
     """Sum of each segment.
 
-    `out[s] = sum_{i: segment_ids[i] == s} weights[i] * data[i]`, where weights that are
-    left out are 1.
+    `out[s] = sum_{i: segment_ids[i] == s} weights[i] * data[i]`, with weights 1 if left
+    out.
 
     Args:
-      data: `[n, ...]`, integers or floats; or a SegmentTensor, which brings its own
-        segments, and of whose tree of values each array is reduced.
+      data: `[n, ...]`, integers or floats; or a SegmentTensor, which has its own
+        segments; each array of its tree of values is reduced.
       segment_ids: integers `[n]`, the segment of each element of data's first axis, in
-        any order. An id outside `[0, num_segments)`, a negative one too, is no segment:
-        its element drops.
-      num_segments: int, static. If left out, one more than the largest id, and 0 if
-        there are no ids; inside `jit` it must be given.
+        any order. Elements whose id is outside `[0, num_segments)`, negative ids too,
+        are dropped.
+      num_segments: int, static. If left out, one more than the largest id, or 0 if
+        there are no ids; required inside `jit`.
       indices_are_sorted: bool, a promise that ids never decrease.
       weights: real numbers `[n]`, or None.
       empty: scalar, the result of a segment without elements; 0 if left out.
       unique_indices: bool, a promise that no two elements share a segment.
-      bucket_size: for calls of `jax.ops.segment_sum`; it has no effect. Sums of floats
-        of 16 bits are formed in float32.
-      mode: as `jax.ops.segment_sum` has it: with "clip", ids out of range go to the
-        first and the last segment; with anything else they drop.
-      out_sharding: how the result is laid out over a mesh whose axes types carry
-        (`AxisType.Explicit`); needed there if `data` or ids are laid out.
+      bucket_size: accepted for compatibility with `jax.ops.segment_sum`, ignored.
+        16-bit floats are summed in float32.
+      mode: as in `jax.ops.segment_sum`: with "clip", elements whose id is out of range
+        go to the first or the last segment; otherwise they are dropped.
+      out_sharding: the sharding of the result over a mesh of explicit axes
+        (`AxisType.Explicit`); required there if `data` or ids are sharded.
 
     Returns:
       `[num_segments, ...]`, of data's dtype; of integers with weights that are floats,
       the weights' dtype. Differentiable in `data` and `weights`.
 
     Raises:
-      TypeError: `data` is no array or boolean, ids are no integers, weights no real
-        numbers, or `empty` is no scalar of the result's kind.
-      ValueError: shapes do not go together, `num_segments` is missing inside `jit`, or
-        ids are given beside a SegmentTensor, or are missing without one.
+      TypeError: `data` is not an array or is boolean, ids are not integers, weights
+        are not real numbers, or `empty` is not a scalar of the result's kind.
+      ValueError: shapes do not match, `num_segments` is missing inside `jit`, ids are
+        given together with a SegmentTensor, or are missing without one.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -95,19 +96,19 @@ def segment_sum(
     del bucket_size
 
     def total(x: jax.Array, segments: Segments, *weights: jax.Array) -> jax.Array:
-        args.check_kind(_SUM, x, False)
+        check_numbers(_SUM, x)
         dtype = x.dtype
         if weights:
-            w = args.as_weights(_SUM, weights[0], x)
+            w = _as_weights(_SUM, weights[0], x)
             if not jnp.issubdtype(dtype, jnp.inexact):
                 dtype = indexing.promote(dtype, w.dtype)
             wide = indexing.accumulator_dtype(dtype)
-            x = _weighted(x, args.members_only(w.astype(wide), segments), segments)
+            x = _weighted(x, segments.mask(w.astype(wide)), segments)
         wide = indexing.accumulator_dtype(dtype)
-        out = args.add_up(x.astype(wide), segments).astype(dtype)
-        return args.fill_empty(_SUM, out, segments, empty)
+        out = segments.sum(x.astype(wide)).astype(dtype)
+        return fill_empty(_SUM, out, segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _SUM,
         data,
         segment_ids,
@@ -135,20 +136,20 @@ def segment_mean(
     `out[s] = sum_i w[i] * data[i] / sum_i w[i]`, over all i with `segment_ids[i] == s`.
 
     Args:
-      data: `[n, ...]`, numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       weights: real numbers `[n]`, or None for ones.
       empty: scalar, the result of a segment without elements, or whose weights sum to
-        0; 0 if left out.
+        0. 0 if left out.
 
     Returns:
       `[num_segments, ...]`, of data's dtype; float32 of integers. Differentiable in
       `data` and `weights`.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -162,12 +163,12 @@ def segment_mean(
 
     def mean(x: jax.Array, segments: Segments) -> jax.Array:
         if weights is None:
-            count = args.count_elements(segments)
-            return _quotient(_MEAN, x, None, count, segments, empty)
-        w = _members_weights(_MEAN, x, segments, weights)
-        return _quotient(_MEAN, x, w, args.add_up(w, segments), segments, empty)
+            count = segments.lengths()
+            return _sum_over(_MEAN, x, None, count, segments, empty)
+        w = _masked_weights(_MEAN, x, segments, weights)
+        return _sum_over(_MEAN, x, w, segments.sum(w), segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _MEAN, data, segment_ids, num_segments, indices_are_sorted, mean
     )
 
@@ -181,26 +182,26 @@ def segment_sqrtn(
     weights: Any = None,
     empty: Any = None,
 ) -> Any:
-    """Sum of each segment over the root of its length, weighted or not.
+    """Sum of each segment divided by the root of its length, weighted or not.
 
     `out[s] = sum_i w[i] * data[i] / sqrt(sum_i w[i]**2)`, over all i with
     `segment_ids[i] == s`.
 
     Args:
-      data: `[n, ...]`, numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       weights: real numbers `[n]`, or None for ones.
       empty: scalar, the result of a segment without elements, or whose weights are all
-        0; 0 if left out.
+        0. 0 if left out.
 
     Returns:
       `[num_segments, ...]`, of data's dtype; float32 of integers. Differentiable in
       `data` and `weights`.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -214,42 +215,53 @@ def segment_sqrtn(
 
     def sqrtn(x: jax.Array, segments: Segments) -> jax.Array:
         if weights is None:
-            w, squares = None, args.count_elements(segments)
-            squares = squares.astype(_sum_dtype(x.dtype))
+            w, squares = None, segments.lengths()
+            squares = squares.astype(indexing.float_accumulator_dtype(x.dtype))
         else:
-            w = _members_weights(_SQRTN, x, segments, weights)
-            squares = args.add_up(w * w, segments)
-        # The root of a safe number: the gradient of `where` is 0 * that of the root.
-        none = squares == 0
-        root = jnp.sqrt(jnp.where(none, jnp.ones((), squares.dtype), squares))
-        by = indexing.zero_unless(~none, root)
-        return _quotient(_SQRTN, x, w, by, segments, empty)
+            w = _masked_weights(_SQRTN, x, segments, weights)
+            squares = segments.sum(w * w)
+        # The root of a safe number: the gradient of `where` multiplies 0 by the root's.
+        is_zero = squares == 0
+        root = jnp.sqrt(jnp.where(is_zero, jnp.ones((), squares.dtype), squares))
+        by = indexing.zero_unless(~is_zero, root)
+        return _sum_over(_SQRTN, x, w, by, segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _SQRTN, data, segment_ids, num_segments, indices_are_sorted, sqrtn
     )
 
 
-def _sum_dtype(dtype: Any) -> Any:
-    """The type that means of `dtype` are summed in."""
-    return indexing.accumulator_dtype(args.float_dtype(dtype))
+def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
+    """`weights`, one for each element of `data`, as an array `[n]`."""
+    weights = _arguments.to_array(call, weights, "weights")
+    if weights.shape != data.shape[:1]:
+        raise ValueError(
+            f"{call}: weights must have shape [n], one for each element of data: "
+            f"{data.shape[:1]}, got {weights.shape}."
+        )
+    if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{call}: weights must be real numbers, integers or floats, got "
+            f"{weights.dtype}. Cast them with .astype(jnp.float32)."
+        )
+    return weights
 
 
-def _members_weights(
+def _masked_weights(
     call: str, x: jax.Array, segments: Segments, weights: Any
 ) -> jax.Array:
-    """Weights in the type that `x` is summed in, 0 for elements of no segment."""
-    w = args.as_weights(call, weights, x)
-    return args.members_only(w.astype(_sum_dtype(x.dtype)), segments)
+    """Weights in the type that `x` is summed in, 0 outside of segments."""
+    w = _as_weights(call, weights, x)
+    return segments.mask(w.astype(indexing.float_accumulator_dtype(x.dtype)))
 
 
 def _weighted(x: jax.Array, w: jax.Array, segments: Segments) -> jax.Array:
-    """`w * x`, `x` in the type of `w`; 0 where an element is of no segment."""
-    x = args.members_only(x, segments).astype(w.dtype)
-    return x * args.beside(w, x.ndim)
+    """`w * x` in the type of `w`, 0 outside of segments."""
+    x = segments.mask(x).astype(w.dtype)
+    return x * indexing.append_axes(w, x.ndim)
 
 
-def _quotient(
+def _sum_over(
     call: str,
     x: jax.Array,
     w: jax.Array | None,
@@ -257,14 +269,14 @@ def _quotient(
     segments: Segments,
     empty: Any,
 ) -> jax.Array:
-    """Sums of `x`, or of `w * x`, over `by`; `empty` where that is 0."""
-    dtype = args.float_dtype(x.dtype)
+    """Sums of `x`, or of `w * x`, divided by `by`; `empty` where `by` is 0."""
+    dtype = indexing.float_dtype(x.dtype)
     if w is None:
-        x = x.astype(_sum_dtype(dtype))
+        x = x.astype(indexing.float_accumulator_dtype(dtype))
     else:
         x = _weighted(x, w, segments)
-    out = args.divide(args.add_up(x, segments), by).astype(dtype)
-    return out if empty is None else args.fill(call, out, by == 0, empty)
+    out = safe_divide(segments.sum(x), by).astype(dtype)
+    return out if empty is None else fill(call, out, by == 0, empty)
 
 
 # ------------------------------------------------------------------ products
@@ -287,22 +299,22 @@ def segment_prod(
     `out[s] = prod_{i: segment_ids[i] == s} data[i]`
 
     Args:
-      data: `[n, ...]`, numbers; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like the next two.
+      data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       indices_are_sorted: bool.
       empty: scalar, the result of a segment without elements; 1 if left out.
-      unique_indices: bool, as `segment_sum` has it, like the next two.
+      unique_indices: bool; see `segment_sum`, also for the next two.
       bucket_size: int.
-      mode: as `jax.ops.segment_prod` has it, like the next one.
-      out_sharding: how the result is laid out over a mesh of explicit axes.
+      mode: as in `jax.ops.segment_prod`.
+      out_sharding: the sharding of the result over a mesh of explicit axes.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype. Differentiable, zeros among the data and
-      ids that repeat included, of which `jax.ops.segment_prod` does neither.
+      `[num_segments, ...]`, of data's dtype. Differentiable, also with zeros among the
+      data and repeated ids, unlike `jax.ops.segment_prod`.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does.
+      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -315,11 +327,11 @@ def segment_prod(
     del bucket_size
 
     def prod(x: jax.Array, segments: Segments) -> jax.Array:
-        args.check_kind(_PROD, x, False)
+        check_numbers(_PROD, x)
         out = _product(x.astype(indexing.accumulator_dtype(x.dtype)), segments)
-        return args.fill_empty(_PROD, out.astype(x.dtype), segments, empty)
+        return fill_empty(_PROD, out.astype(x.dtype), segments, empty)
 
-    return args.over_segments(
+    return over_segments(
         _PROD,
         data,
         segment_ids,
@@ -334,26 +346,26 @@ def segment_prod(
 
 def _product(x: jax.Array, segments: Segments) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return args.scatter("mul", 1, x, segments)
+        return segments.scatter("mul", 1, x)
     return _product_of_floats(x, segments.ids, segments.static)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _product_of_floats(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
-    return args.scatter("mul", 1, x, Segments(ids, *static))
+    return Segments(ids, *static).scatter("mul", 1, x)
 
 
 @_product_of_floats.defjvp
 def _product_jvp(static, primals, tangents):
     # The derivative by an element is the product of all others: of those before it and
-    # those after it, so that nothing is divided by and a zero is like any number.
+    # of those after it. Nothing is divided, so zeros need no special case.
     x, ids = primals
     segments = Segments(ids, *static)
     order = in_order(segments)
-    keep = args.beside(segments.inside, x.ndim)
+    keep = indexing.append_axes(segments.inside, x.ndim)
     factors = order.rows(jnp.where(keep, x, jnp.ones((), x.dtype)))
     before = order.running(jnp.multiply, 1, factors, exclusive=True)
     after = order.running(jnp.multiply, 1, factors, exclusive=True, reverse=True)
-    t = order.rows(args.members_only(tangents[0], segments))
+    t = order.rows(segments.mask(tangents[0]))
     out = _product_of_floats(x, ids, static)
-    return out, args.add_up(before * after * t, order.segments)
+    return out, order.segments.sum(before * after * t)

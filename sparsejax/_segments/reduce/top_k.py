@@ -10,10 +10,13 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-from sparsejax._segments.reduce import common as args
-from sparsejax._segments.reduce.common import Segments
 from sparsejax._segments.reduce.cumulative import in_order
 from sparsejax._segments.reduce.extremes import identity, is_extreme
+from sparsejax._segments.reduce.segments import (
+    Segments,
+    fill,
+    over_segments,
+)
 
 
 _CALL = "sparsejax.segment_top_k"
@@ -32,12 +35,11 @@ def segment_top_k(
 
     `values[s, 0] >= values[s, 1] >= ...` are the largest of
     `{data[i]: segment_ids[i] == s}`. Of equal elements the first comes first, and NaN
-    counts as the largest. They are taken one after another: k passes over the data.
+    counts as the largest. Costs k passes over the data.
 
     Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which brings its own segments.
-      segment_ids: integers `[n]`, as `segment_sum` has them, like `num_segments` and
-        `indices_are_sorted`.
+      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
+      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
       num_segments: int.
       k: int, how many.
       indices_are_sorted: bool; saves a sort of the ids.
@@ -50,8 +52,8 @@ def segment_top_k(
       of such pairs.
 
     Raises:
-      TypeError, ValueError: as `segment_sum` does; ValueError also if `k` is no static,
-        non-negative int.
+      TypeError, ValueError: as `segment_sum`; ValueError also if `k` is not a
+        static, non-negative int.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -73,7 +75,7 @@ def segment_top_k(
     def top_k(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
         return _top_k(x, segments, k, empty)
 
-    return args.over_segments(
+    return over_segments(
         _CALL, data, segment_ids, num_segments, indices_are_sorted, top_k
     )
 
@@ -89,31 +91,31 @@ def _top_k(
 
     def take(remaining, _):
         """Takes the first of the largest that remain of each segment."""
-        top = args.scatter("max", lowest, jnp.where(remaining, fixed, lowest), segments)
+        top = segments.scatter("max", lowest, jnp.where(remaining, fixed, lowest))
         largest = remaining & is_extreme(fixed, top, segments)
         found = jnp.where(largest, place[:, None], np.int32(n))
-        found = args.scatter("min", np.int32(n), found, segments)
-        return remaining & (place[:, None] != args.spread(found, segments)), found
+        found = segments.scatter("min", np.int32(n), found)
+        return remaining & (place[:, None] != segments.broadcast(found)), found
 
-    # Made of the data: inside `shard_map` a carry varies over the axes that it does.
-    members = args.members_only(jnp.ones_like(fixed, bool), segments)
+    # Derived from the data, so that inside `shard_map` it varies over the same axes.
+    members = segments.mask(jnp.ones_like(fixed, bool))
     _, found = lax.scan(take, members, length=k)
     found = jnp.moveaxis(found, 0, 1)  # [count, k, columns]
     is_there = found < n
 
     values = jnp.zeros(found.shape, x.dtype)
-    if n:  # from no rows JAX gathers nothing
+    if n:  # JAX cannot gather from no rows
         column = lax.iota(jnp.int32, columns.shape[1])[None, None, :]
         values = columns.at[found, column].get(mode="clip")
         values = jnp.where(is_there, values, jnp.zeros((), x.dtype))
     if empty is not None:
-        values = args.fill(_CALL, values, ~is_there, empty)
+        values = fill(_CALL, values, ~is_there, empty)
 
     # Positions in the data, to positions in the segment.
     order = in_order(segments)
     ids = lax.iota(order.segments.ids.dtype, segments.count)
     begin = jnp.searchsorted(order.segments.ids, ids).astype(jnp.int32)
-    inside = order.back(place - args.spread(begin, order.segments))
+    inside = order.back(place - order.segments.broadcast(begin))
     positions = jnp.where(is_there, indexing.take_rows(inside, found), -1)
     shape = (segments.count, k, *rest)
     return values.reshape(shape), positions.reshape(shape)

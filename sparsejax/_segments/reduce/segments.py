@@ -1,0 +1,299 @@
+"""What every `segment_*` function shares: its arguments, Segments, and empty segments.
+
+A `segment_*` function is a function `f(array, segments)`, where `Segments` says which
+segment each element (first axis) of the array belongs to. `over_segments` checks the
+user's arguments once and calls `f` for the array, or for each array of a SegmentTensor.
+
+Invariant: an element whose id is outside `[0, count)` belongs to no segment and may
+hold anything, NaN too. A scatter drops it. Elementwise results that may be
+differentiated are masked first (`Segments.mask`), since the gradient of a product with
+a dropped element is `0 * NaN`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments
+from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """Which segment each element belongs to.
+
+    Args:
+      ids: signed integer `[n]`; an element whose id is outside `[0, count)` belongs to
+        no segment.
+      count: the number of segments.
+      is_sorted: whether `ids` never decrease, those out of range included: nothing may
+        move them past the others.
+      is_unique: whether no two elements share a segment.
+    """
+
+    ids: jax.Array
+    count: int
+    is_sorted: bool = False
+    is_unique: bool = False
+
+    @property
+    def static(self) -> tuple[int, bool, bool]:
+        """All but the ids, as a static argument of a `custom_jvp`."""
+        return self.count, self.is_sorted, self.is_unique
+
+    @property
+    def inside(self) -> jax.Array:
+        """Which elements belong to a segment, bool `[n]`."""
+        return indexing.in_range(self.ids, self.count)
+
+    def mask(self, x: jax.Array) -> jax.Array:
+        """`x` with zeros in the elements that belong to no segment."""
+        return indexing.zero_unless(self.inside, x)
+
+    def scatter(self, method: str, start: Any, x: jax.Array) -> jax.Array:
+        """`start`, combined with each segment's elements by `.at[].add`, `.max`, ..."""
+        out = jnp.full((self.count, *x.shape[1:]), start, x.dtype)
+        return getattr(out.at[self.ids], method)(
+            x,
+            mode="drop",
+            wrap_negative_indices=False,
+            indices_are_sorted=self.is_sorted,
+            unique_indices=self.is_unique,
+        )
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Sums of `x` in each segment, `[count, ...]`, in the type of `x`."""
+        return self.scatter("add", 0, x)
+
+    def lengths(self) -> jax.Array:
+        """How many elements each segment has, int32 `[count]`."""
+        return self.sum(jnp.ones(self.ids.shape, jnp.int32))
+
+    def broadcast(self, rows: jax.Array) -> jax.Array:
+        """Each element's segment's row, zeros where it has no segment, `[n, ...]`."""
+        if self.count == 0:  # JAX gathers nothing from no rows, not even zeros
+            return jnp.zeros((*self.ids.shape, *rows.shape[1:]), rows.dtype)
+        return rows.at[self.ids].get(
+            mode="fill",
+            fill_value=0,
+            wrap_negative_indices=False,
+            indices_are_sorted=self.is_sorted,
+            unique_indices=self.is_unique,
+        )
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def over_segments(
+    call: str,
+    data: Any,
+    segment_ids: Any,
+    num_segments: Any,
+    indices_are_sorted: bool,
+    f: Callable[..., Any],
+    *arrays: jax.Array,
+    out_sharding: Any = None,
+    **options: Any,
+) -> Any:
+    """`f(array, segments, *arrays)` of `data`, or of each array of a SegmentTensor."""
+    values, segments = check_arguments(
+        call, data, segment_ids, num_segments, indices_are_sorted, **options
+    )
+
+    def one(path, x):
+        if isinstance(x, SegmentTensor):
+            raise ValueError(
+                f"{call}: the values of the SegmentTensor contain another SegmentTensor"
+                f" at values{jax.tree_util.keystr(path)}. Reduce that one first: the "
+                "result has one row for each element of the outer one."
+            )
+        x = _as_data(call, x)
+        if out_sharding is None:
+            return f(x, segments, *arrays)
+
+        # The sharding types constrain only the result; inside, XLA decides.
+        def of_ids(x, ids, *arrays):
+            return f(x, dataclasses.replace(segments, ids=ids), *arrays)
+
+        auto: Any = jax.sharding.auto_axes(of_ids, out_sharding=out_sharding)
+        return auto(x, segments.ids, *arrays)
+
+    is_leaf = lambda x: isinstance(x, SegmentTensor)
+    return jax.tree_util.tree_map_with_path(one, values, is_leaf=is_leaf)
+
+
+def check_arguments(
+    call: str,
+    data: Any,
+    segment_ids: Any,
+    num_segments: Any,
+    indices_are_sorted: bool,
+    *,
+    mode: Any = None,
+    unique_indices: bool = False,
+    name: str = "data",
+) -> tuple[Any, Segments]:
+    """The values, an array or a SegmentTensor's tree, and their segments.
+
+    `name` is what errors call `data`.
+    """
+    is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
+    if isinstance(data, SegmentTensor):
+        # `mode` does not matter: a SegmentTensor's empty elements always drop.
+        given = {"segment_ids": segment_ids, "num_segments": num_segments}
+        for other, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"{call}: {name} is a SegmentTensor, which has its own segments: "
+                    f"leave out {other}, or pass {name}.values instead."
+                )
+        is_sorted |= data.is_sorted
+        return data.values, Segments(
+            data.segment_ids, data.num_segments, is_sorted, is_unique
+        )
+    data = _as_data(call, data)
+    if segment_ids is None:
+        raise ValueError(
+            f"{call}: segment_ids are missing. Pass the segment of each element, or a "
+            "SegmentTensor as data."
+        )
+    ids = _arguments.as_integers(call, segment_ids, "segment_ids")
+    if ids.shape != data.shape[:1]:
+        raise ValueError(
+            f"{call}: segment_ids must have shape [n], one id for each of the n "
+            f"elements along the first axis of {name}, got {ids.shape} for {name} of "
+            f"shape {data.shape}."
+        )
+    if num_segments is not None:
+        count = _arguments.static_int(call, "num_segments", num_segments)
+    elif _arguments.is_concrete(ids):
+        count = max(int(np.asarray(ids).max()) + 1, 0) if ids.size else 0
+    else:
+        raise ValueError(
+            f"{call}: num_segments was left out, and inside jit, or under vmap over "
+            "the ids, it cannot be found from their values (sparsejax.value_and_grad "
+            "traces as jit does). Pass num_segments, a static int."
+        )
+    ids = _arguments.as_ids(call, ids, count, "segment_ids")
+    try:
+        found = lax.GatherScatterMode.from_any(mode)
+    except (TypeError, ValueError):
+        found = lax.GatherScatterMode.ONE_HOT
+    if found is lax.GatherScatterMode.ONE_HOT:
+        raise ValueError(
+            f"{call}: mode must be 'drop', 'clip' or None, got "
+            f"{_arguments.show(mode)}. Elements whose id is out of range are dropped, "
+            "or go to the first or last segment."
+        )
+    if found is lax.GatherScatterMode.CLIP:
+        is_unique = False  # several may go to the last segment
+        ids = jnp.clip(
+            ids, _arguments.scalar(0, ids), _arguments.scalar(max(count - 1, 0), ids)
+        )
+    return data, Segments(ids, count, is_sorted, is_unique)
+
+
+def _as_data(call: str, data: Any) -> jax.Array:
+    try:
+        data = jnp.asarray(data)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{call}: data must be an array or a SegmentTensor, got "
+            f"{_arguments.kind_of(data)}. Map over the arrays of a tree with "
+            "jax.tree.map, or make a SegmentTensor of it."
+        ) from None
+    if data.ndim == 0:
+        raise ValueError(
+            f"{call}: data must have at least one axis, the elements; got a scalar."
+        )
+    return data
+
+
+def check_numbers(call: str, data: jax.Array) -> None:
+    """A TypeError if `data` are booleans."""
+    if data.dtype == jnp.bool_:
+        raise TypeError(
+            f"{call}: data must be numbers, got bool. Cast it with .astype(jnp.int32); "
+            "segment_any and segment_all take bool."
+        )
+
+
+def as_floats(call: str, data: jax.Array) -> jax.Array:
+    """`data` in the type its reduction is computed in: integers become float32."""
+    if jnp.issubdtype(data.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{call}: data must be real numbers, got {data.dtype}. Reduce .real and "
+            ".imag separately."
+        )
+    return data.astype(indexing.float_accumulator_dtype(data.dtype))
+
+
+# ------------------------------------------------------------------ empty segments
+
+
+def fill(call: str, out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array:
+    """`out`, with the scalar `empty` in the rows that are `missing`."""
+    value = _arguments.to_array(call, empty, "empty", "a scalar")
+    # `empty` must not change the kind of the result: no float in integers.
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    promoted = indexing.promote(value, out.dtype)
+    kind = next(kind for kind in kinds if jnp.issubdtype(promoted, kind))
+    if value.ndim or not jnp.issubdtype(out.dtype, kind):
+        raise TypeError(
+            f"{call}: empty must be a scalar that the result's type, {out.dtype}, can "
+            f"hold, got {_arguments.show(empty)}."
+        )
+    missing = indexing.append_axes(missing, out.ndim)
+    return jnp.where(missing, value.astype(out.dtype), out)
+
+
+def fill_empty(call: str, out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
+    """`out`, one row a segment, with `empty`, if given, in segments of no element."""
+    if empty is None:
+        return out
+    return fill(call, out, segments.lengths() == 0, empty)
+
+
+def fill_outside(
+    call: str, out: jax.Array, segments: Segments, empty: Any
+) -> jax.Array:
+    """`out`, one row an element, with `empty`, if given, outside of all segments."""
+    if empty is None:
+        return out
+    return fill(call, out, ~segments.inside, empty)
+
+
+# ------------------------------------------------------------------ division
+
+
+def safe_divide(total: jax.Array, by: jax.Array) -> jax.Array:
+    """`total / by`, where `by` has one number a row; 0 where that is zero."""
+    is_zero = by == 0
+    by = jnp.where(is_zero, jnp.ones((), by.dtype), by).astype(total.dtype)
+    out = quotient(total, indexing.append_axes(by, total.ndim))
+    return indexing.zero_unless(~is_zero, out)
+
+
+@jax.custom_jvp
+def quotient(total: jax.Array, by: jax.Array) -> jax.Array:
+    """`total / by`, where one number of `by` divides many of `total`.
+
+    The derivative multiplies by the inverse. Left to XLA it is a division or a product,
+    depending on the surrounding program: an exported program, which is simplified in
+    another order, then differs in the last bit.
+    """
+    return total / by
+
+
+@quotient.defjvp
+def _quotient_jvp(primals, tangents):
+    (total, by), (total_dot, by_dot) = primals, tangents
+    out, inverse = quotient(total, by), 1 / by
+    return out, (total_dot - out * by_dot) * inverse
