@@ -582,7 +582,7 @@ def test_x64(x64):
             ValueError,
             "values must have as many elements as segment_ids, 2, got 3",
         ),
-        (lambda: make.from_lengths({}, [1]), ValueError, "values hold no array"),
+        (lambda: make.from_lengths({}, [1]), ValueError, "values contain no array"),
         (
             lambda: make.from_lengths(VALUES, [10]),
             ValueError,
@@ -597,7 +597,7 @@ def test_x64(x64):
         (
             lambda: make.from_lengths([[1], [2, 3]], [2]),
             TypeError,
-            "to .*from_lists",
+            "use .*from_lists",
         ),
         (lambda: make.from_lengths([2**40], [1]), ValueError, "within int32"),
         (
@@ -611,9 +611,21 @@ def test_x64(x64):
         (lambda: make.from_offsets(VALUES, [0, 10]), ValueError, "10 elements"),
         (lambda: make.from_padded(VALUES), ValueError, r"must have shape \[S, L\]"),
         (lambda: make.from_padded(3), ValueError, "padded must have at least one axis"),
-        (lambda: make.from_padded(PADDED, filler=0.5), ValueError, "0.5 is no int32"),
-        (lambda: make.from_padded(PADDED > 0), ValueError, "filler=-1 is no bool"),
-        (lambda: make.from_padded(PADDED, filler="a"), ValueError, "filler='a' is no"),
+        (
+            lambda: make.from_padded(PADDED, filler=0.5),
+            ValueError,
+            "0.5 does not fit int32",
+        ),
+        (
+            lambda: make.from_padded(PADDED > 0),
+            ValueError,
+            "filler=-1 does not fit bool",
+        ),
+        (
+            lambda: make.from_padded(PADDED, filler="a"),
+            ValueError,
+            "filler='a' does not fit",
+        ),
         (
             lambda: make.from_padded(PADDED, capacity=HALF),
             ValueError,
@@ -624,7 +636,7 @@ def test_x64(x64):
         (
             lambda: make.from_multi_hot(PADDED * 1.0),
             ValueError,
-            "Weights .*from_csr",
+            "with weights .*from_csr",
         ),
         (lambda: make.from_csr(VALUES), TypeError, "no indices, and an array"),
         (lambda: make.from_csr([0, 1], [1.5]), TypeError, "indices must be integers"),
@@ -639,7 +651,11 @@ def test_x64(x64):
             TypeError,
             "max_length .* 2.5",
         ),
-        (lambda: make.from_lists(LISTS).to_padded(2, "a"), ValueError, "is no int32"),
+        (
+            lambda: make.from_lists(LISTS).to_padded(2, "a"),
+            ValueError,
+            "does not fit int32",
+        ),
         (lambda: make.from_lists(LISTS).to_multi_hot(-1), ValueError, "num_ids .* -1"),
         (
             lambda: make.from_lists(LISTS).to_multi_hot(TEXT),
@@ -677,7 +693,7 @@ def test_refuses_under_jit_what_it_cannot_know():
     batch = jax_sparse.BCSR((one, one, one), shape=(1, 1, 2))
     with pytest.raises(ValueError, match="Use jax.vmap"):
         make.from_csr(batch)
-    with pytest.raises(TypeError, match="a matrix, and indices"):
+    with pytest.raises(TypeError, match="a matrix and also indices"):
         make.from_csr(batch, VALUES)
 
 

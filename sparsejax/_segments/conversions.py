@@ -1,14 +1,15 @@
-"""Segments told by lengths, offsets, segment ids or ranges, and each from the other.
+"""Lengths, offsets, segment ids and ranges: checks, and each computed from the others.
 
-All of these cut one axis of n elements into K segments:
+All of these describe how one axis of n elements is cut into K segments:
 
 - lengths, `[K]`: how many elements each segment has;
 - offsets, `[K + 1]`: where each segment begins, and where the last one ends;
-- segment ids, `[n]`: the segment of each element; an id outside `[0, K)` is none;
+- segment ids, `[n]`: the segment of each element; outside `[0, K)` it is out of range;
 - ranges, `[K, 2]`: where each segment begins, and its length.
 
-Numbers that are known are checked, and computed with NumPy: in a loader, where shapes
-change from batch to batch, nothing compiles. Under `jit` all of it is JAX.
+Known values are checked, and computed with NumPy in int64: in a data loader, where
+shapes change from batch to batch, nothing compiles. Under `jit` all of it is JAX.
+`isinstance(x, np.ndarray)` tells the two apart.
 """
 
 from typing import Any
@@ -18,24 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._segments import numbers as _segment_numbers
-
-
-_SORT_FIRST = "Sort them first: the elements of a range stand side by side."
+from sparsejax._rows import indexing
 
 
 # ------------------------------------------------------------------ public
 
 
 def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
-    """The segment of each element, of segments that follow one another.
+    """The segment of each element, for consecutive segments.
 
     `ids = [0] * lengths[0] + [1] * lengths[1] + ...`
 
     Args:
       lengths: integers `[K]`, not negative.
-      total: int, the size of the result, needed inside `jit`; the sum of `lengths` if
-        left out. Elements beyond that sum get the id K, which is no segment.
+      total: int, the size of the result, required inside `jit`; the sum of `lengths`
+        if left out. Elements beyond that sum get the id K, which is out of range.
 
     Returns:
       int32 `[total]`, ascending.
@@ -43,8 +41,8 @@ def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
     Raises:
       TypeError: `lengths` are not integers.
       ValueError: not one axis, a negative length, or `total` is left out inside `jit`
-        or less than the sum. (Inside `jit`, where the sum is not known, elements for
-        which there is no room are left out: compare `total` with it there.)
+        or less than the sum. Inside `jit`, where the sum is not known, elements that
+        do not fit into `total` are cut without an error.
 
     Example:
       >>> import sparsejax as sj
@@ -57,7 +55,7 @@ def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
       Caffe2, `LengthsToSegmentIds`.
     """
     call = "sparsejax.lengths_to_segment_ids"
-    lengths = _segment_numbers.as_lengths(call, lengths)
+    lengths = as_lengths(call, lengths)
     if total is not None:
         total = _arguments.static_int(call, "total", total, not_an_int=TypeError)
     if isinstance(lengths, np.ndarray):
@@ -73,7 +71,7 @@ def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
             f"{call}: inside jit the sum of lengths is not known, and the result needs "
             "a static size. Pass total=, a static int of at least that sum."
         )
-    return jnp.asarray(_segment_numbers.ids_of_lengths(lengths, total))
+    return jnp.asarray(segment_ids_of(lengths, total))
 
 
 def segment_ids_to_lengths(
@@ -84,14 +82,14 @@ def segment_ids_to_lengths(
     `lengths[k] = sum_{i: segment_ids[i] == k} 1`
 
     Args:
-      segment_ids: integers `[n]` in any order; ids out of range count nowhere.
-      num_segments: int K, needed inside `jit`; the largest id + 1 if left out.
+      segment_ids: integers `[n]` in any order; ids out of range are not counted.
+      num_segments: int K, required inside `jit`; the largest id + 1 if left out.
 
     Returns:
       int32 `[K]`.
 
     Raises:
-      TypeError: `segment_ids` are not integers, or `num_segments` is no static int.
+      TypeError: `segment_ids` are not integers, or `num_segments` is not a static int.
       ValueError: not one axis, or `num_segments` is left out inside `jit`.
 
     Example:
@@ -103,8 +101,13 @@ def segment_ids_to_lengths(
       Caffe2, `SegmentIdsToLengths`, which takes sorted ids only.
     """
     call = "sparsejax.segment_ids_to_lengths"
-    ids, num_segments = _segment_numbers.ids_and_number(call, segment_ids, num_segments)
-    return _segment_numbers.count_ids(ids, num_segments)
+    ids, num_segments = _ids_and_count(call, segment_ids, num_segments)
+    if isinstance(ids, np.ndarray):
+        ids = ids[(ids >= 0) & (ids < num_segments)]
+        counts = np.bincount(ids, minlength=num_segments)
+        return jnp.asarray(counts.astype(np.int32))
+    counts = jnp.zeros((num_segments,), jnp.int32)
+    return indexing.add_rows(counts, ids, jnp.ones(ids.shape, jnp.int32))
 
 
 def lengths_to_offsets(lengths: Any) -> jax.Array:
@@ -131,8 +134,8 @@ def lengths_to_offsets(lengths: Any) -> jax.Array:
       Caffe2, `LengthsToOffsets` with `include_last_offset`; the row pointers of CSR.
     """
     call = "sparsejax.lengths_to_offsets"
-    known = _segment_numbers.as_lengths(call, lengths)
-    return _segment_numbers.offsets_of(call, known, _segment_numbers.width(lengths))
+    known = as_lengths(call, lengths)
+    return _offsets_of(call, known, _index_dtype(lengths))
 
 
 def offsets_to_lengths(offsets: Any) -> jax.Array:
@@ -148,7 +151,7 @@ def offsets_to_lengths(offsets: Any) -> jax.Array:
 
     Raises:
       TypeError: `offsets` are not integers.
-      ValueError: not one axis, no entry at all, or a decreasing one.
+      ValueError: not one axis, no entries, or decreasing ones.
 
     Example:
       >>> import sparsejax as sj
@@ -156,9 +159,9 @@ def offsets_to_lengths(offsets: Any) -> jax.Array:
       Array([1, 3, 0, 2], dtype=int32)
     """
     call = "sparsejax.offsets_to_lengths"
-    known = _segment_numbers.as_offsets(call, offsets, from_zero=False)
+    known = as_offsets(call, offsets, from_zero=False)
     if isinstance(known, np.ndarray):
-        return jnp.asarray(np.diff(known).astype(_segment_numbers.width(offsets)))
+        return jnp.asarray(np.diff(known).astype(_index_dtype(offsets)))
     return jnp.diff(known)
 
 
@@ -184,11 +187,8 @@ def lengths_to_ranges(lengths: Any) -> jax.Array:
       Caffe2, `LengthsToRanges`.
     """
     call = "sparsejax.lengths_to_ranges"
-    known, dtype = (
-        _segment_numbers.as_lengths(call, lengths),
-        _segment_numbers.width(lengths),
-    )
-    offsets = _segment_numbers.offsets_of(call, known, dtype)
+    known, dtype = as_lengths(call, lengths), _index_dtype(lengths)
+    offsets = _offsets_of(call, known, dtype)
     return jnp.stack([offsets[:-1], jnp.asarray(known.astype(dtype))], axis=1)
 
 
@@ -197,20 +197,19 @@ def segment_ids_to_ranges(
 ) -> jax.Array:
     """Where each segment begins, and its length.
 
-    A segment without elements begins where the next one that has some does, and at 0
-    where none follows.
+    An empty segment begins where the next non-empty one does, or at 0 if there is none.
 
     Args:
-      segment_ids: integers `[n]`, ascending; ids out of range count nowhere, but they
-        do take their places.
-      num_segments: int K, needed inside `jit`; the largest id + 1 if left out.
+      segment_ids: integers `[n]`, ascending; ids out of range are not counted, but
+        take up positions.
+      num_segments: int K, required inside `jit`; the largest id + 1 if left out.
 
     Returns:
-      int32 `[K, 2]` of (offset, length). Inside `jit`, where ids that are not sorted
-      cannot be refused, they make all of it -1.
+      int32 `[K, 2]` of (offset, length). Inside `jit`, where unsorted ids cannot raise
+      an error, they make the whole result -1.
 
     Raises:
-      TypeError: `segment_ids` are not integers, or `num_segments` is no static int.
+      TypeError: `segment_ids` are not integers, or `num_segments` is not a static int.
       ValueError: not one axis, ids that are not sorted, or `num_segments` is left out
         inside `jit`.
 
@@ -223,9 +222,9 @@ def segment_ids_to_ranges(
       Caffe2, `SegmentIdsToRanges`.
     """
     call = "sparsejax.segment_ids_to_ranges"
-    ids, num_segments = _segment_numbers.ids_and_number(call, segment_ids, num_segments)
+    ids, num_segments = _ids_and_count(call, segment_ids, num_segments)
     if isinstance(ids, np.ndarray):
-        _segment_numbers.check_sorted(call, ids, _SORT_FIRST)
+        check_sorted(call, ids, "Sort them first: a range is contiguous.")
         offsets = np.searchsorted(ids, np.arange(num_segments + 1))
         lengths = np.diff(offsets)
         begins = np.where(offsets[:-1] == offsets[-1], 0, offsets[:-1])
@@ -235,3 +234,153 @@ def segment_ids_to_ranges(
     begins = jnp.where(offsets[:-1] == offsets[-1], np.int32(0), offsets[:-1])
     ranges = jnp.stack([begins, jnp.diff(offsets)], axis=1)
     return jnp.where(jnp.all(ids[1:] >= ids[:-1]), ranges, np.int32(-1))
+
+
+# ------------------------------------------------------------------ checks
+
+
+def is_known(x: Any) -> bool:
+    """Whether the values of `x` can be read on this host now."""
+    return _arguments.is_concrete(x) and getattr(x, "is_fully_addressable", True)
+
+
+def as_lengths(call: str, lengths: Any) -> Any:
+    """Lengths `[K]`: NumPy's int64 and checked if known, else a JAX array."""
+    lengths = _as_vector(call, lengths, "lengths", "K")
+    if isinstance(lengths, np.ndarray) and lengths.min(initial=0) < 0:
+        at = int(np.argmax(lengths < 0))
+        raise ValueError(
+            f"{call}: lengths must not be negative, got {lengths[at]} for segment "
+            f"{at}. An empty segment has length 0."
+        )
+    return lengths
+
+
+def as_offsets(call: str, offsets: Any, *, from_zero: bool = True) -> Any:
+    """Offsets `[K + 1]`: NumPy's int64 and checked if known, else a JAX array."""
+    offsets = _as_vector(call, offsets, "offsets", "K + 1")
+    if offsets.shape[0] == 0:
+        raise ValueError(
+            f"{call}: offsets must have K + 1 entries for K segments, got none. For no "
+            "segments pass [0]."
+        )
+    if isinstance(offsets, np.ndarray):
+        if from_zero and offsets[0] != 0:
+            raise ValueError(
+                f"{call}: offsets must begin with 0, got {offsets[0]}. They are K + 1 "
+                "entries for K segments: 0, then the cumulative lengths."
+            )
+        _check_ascending(
+            f"{call}: offsets must not decrease",
+            offsets,
+            "They are 0, then the cumulative lengths.",
+        )
+    return offsets
+
+
+def as_num_segments(call: str, num_segments: Any) -> int:
+    """`num_segments` as an int, or an error that names `call`."""
+    return _arguments.static_int(
+        call, "num_segments", num_segments, not_an_int=TypeError
+    )
+
+
+def as_segment_ids(call: str, segment_ids: Any, num_segments: int) -> Any:
+    """Segment ids `[n]`, NumPy's if they came so, `num_segments` if out of range."""
+    ids = _arguments.as_integers(call, segment_ids, "segment_ids")
+    _check_one_axis(call, ids, "segment_ids", "n")
+    dtype = _arguments.index_dtype(num_segments)
+    if isinstance(ids, np.ndarray):
+        outside = (ids < 0) | (ids >= num_segments)
+        return np.where(outside, num_segments, ids.astype(np.int64)).astype(dtype)
+    ids = _arguments.as_ids(call, ids, num_segments, "segment_ids")
+    inside = indexing.in_range(ids, num_segments)
+    return jnp.where(inside, ids, _arguments.scalar(num_segments, ids))
+
+
+def check_sorted(call: str, segment_ids: Any, way_out: str) -> None:
+    """A ValueError if known ids decrease."""
+    if is_known(segment_ids):
+        _check_ascending(
+            f"{call}: segment_ids must be sorted", np.asarray(segment_ids), way_out
+        )
+
+
+def _check_ascending(what: str, x: np.ndarray, way_out: str) -> None:
+    decreases = x[1:] < x[:-1]
+    if decreases.any():
+        at = int(np.argmax(decreases)) + 1
+        raise ValueError(
+            f"{what}, got {x[at]} after {x[at - 1]} at position {at}. {way_out}"
+        )
+
+
+def _check_one_axis(call: str, x: Any, name: str, axis: str) -> None:
+    if x.ndim != 1:
+        raise ValueError(
+            f"{call}: {name} must have one axis, [{axis}], got shape {x.shape}. For a "
+            "batch use jax.vmap."
+        )
+
+
+def _as_vector(call: str, x: Any, name: str, axis: str) -> Any:
+    """Integers `[axis]`: NumPy's int64 if known, else a JAX array."""
+    x = _arguments.as_integers(call, x, name)
+    _check_one_axis(call, x, name, axis)
+    if is_known(x):
+        return np.asarray(x).astype(np.int64)
+    return x.astype(_index_dtype(x))
+
+
+def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, int]:
+    """Segment ids, NumPy's if known, and the number of segments."""
+    ids = _as_vector(call, ids, "segment_ids", "n")
+    known = isinstance(ids, np.ndarray)
+    if num_segments is None:
+        if not known:
+            raise ValueError(
+                f"{call}: inside jit the largest of segment_ids is not known, and the "
+                "result needs a static size. Pass num_segments=."
+            )
+        return ids, int(ids.max(initial=-1)) + 1
+    num_segments = as_num_segments(call, num_segments)
+    # Wide ids would wrap where JAX indexes with 32 bits.
+    return ids if known else _arguments.as_ids(call, ids, num_segments), num_segments
+
+
+# ------------------------------------------------------------------ computing
+
+
+def segment_ids_of(lengths: Any, size: int) -> Any:
+    """Segment ids `[size]` of lengths from `as_lengths`, K after the last segment.
+
+    NumPy's if the lengths are.
+    """
+    k = lengths.shape[0]
+    dtype = _arguments.index_dtype(k)
+    if isinstance(lengths, np.ndarray):
+        ids = np.repeat(np.arange(k, dtype=dtype), lengths)
+        return np.pad(ids, (0, size - ids.size), constant_values=k)
+    # The id of an element is the number of segments that end before it.
+    ends = jnp.cumsum(lengths, dtype=lengths.dtype)
+    steps = indexing.add_rows(jnp.zeros((size,), dtype), ends, jnp.ones((k,), dtype))
+    return jnp.cumsum(steps, dtype=dtype)
+
+
+def _index_dtype(x: Any) -> Any:
+    """int32, or int64 for integers of 64 bits that JAX keeps."""
+    itemsize = getattr(x, "dtype", np.dtype("int32")).itemsize
+    return np.dtype(np.int64 if itemsize > 4 and _arguments.x64_enabled() else np.int32)
+
+
+def _offsets_of(call: str, lengths: Any, dtype: Any) -> jax.Array:
+    if isinstance(lengths, np.ndarray):
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        if offsets[-1] > np.iinfo(dtype).max:
+            raise ValueError(
+                f"{call}: the lengths sum to {offsets[-1]}, which an int32 cannot "
+                "hold. Set jax_enable_x64, or split the data."
+            )
+        return jnp.asarray(offsets.astype(dtype))
+    ends = jnp.cumsum(lengths, dtype=dtype)
+    return jnp.concatenate([jnp.zeros((1,), dtype), ends])

@@ -1,8 +1,8 @@
 """The values of a SegmentTensor: a pytree whose arrays share their first axis.
 
 That axis is the elements. A leaf is an array `[n, ...]`, or a SegmentTensor of n
-segments, each of which is one element: so segments nest. A list is read as an array,
-never as a node of the tree.
+segments, each of which is one element: segments nest. A list is read as an array, never
+as a node of the tree.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,8 @@ from sparsejax import _arguments
 from sparsejax._rows import indexing
 
 
-_NOT_AN_ARRAY = (
-    "{call}: {name} must be an array of numbers, got {found}. Lists of unequal lengths "
-    "go to SegmentTensor.from_lists."
-)
-OVERFLOW = (
-    "{call}: {need} elements do not fit into capacity={capacity}. Give at least "
-    "{need}, or leave capacity out."
-)
-
-
 def is_nested(x: Any) -> bool:
-    """Whether `x` is a SegmentTensor. Its type is defined on top of this module."""
+    """Whether `x` is a SegmentTensor, whose class imports this module."""
     return hasattr(x, "segment_ids") and hasattr(x, "num_segments")
 
 
@@ -42,7 +32,7 @@ def leaves_with_path(values: Any) -> list[tuple[Any, Any]]:
 
 
 def map_leaves(array: Callable, nested: Callable, values: Any) -> Any:
-    """`values` with `array` of each array, and `nested` of each SegmentTensor."""
+    """Maps `array` over the arrays of `values`, and `nested` over SegmentTensors."""
     return jax.tree.map(
         lambda x: nested(x) if is_nested(x) else array(x), values, is_leaf=is_leaf
     )
@@ -52,7 +42,7 @@ def map_leaves(array: Callable, nested: Callable, values: Any) -> Any:
 
 
 def as_elements(call: str, values: Any) -> Any:
-    """`values` with arrays for leaves: JAX's, or NumPy's where they came as such."""
+    """`values` with JAX or NumPy arrays for leaves."""
 
     def as_leaf(path, x):
         name = f"values{jax.tree_util.keystr(path)}"
@@ -62,30 +52,30 @@ def as_elements(call: str, values: Any) -> Any:
 
 
 def as_array(call: str, x: Any, name: str) -> Any:
-    """One array with at least one axis, JAX's or NumPy's."""
+    """`x` as a JAX or NumPy array with at least one axis."""
+    found = _arguments.kind_of(x)
     if not isinstance(x, (jax.Array, np.ndarray)):
         try:
             x = jnp.asarray(x)
         except OverflowError:  # a list with an int that 32 bits cannot hold
             x = np.asarray(x)
         except (TypeError, ValueError):
-            found = _arguments.kind_of(x)
-            raise TypeError(
-                _NOT_AN_ARRAY.format(call=call, name=name, found=found)
-            ) from None
-    if x.dtype == object:  # strings, or integers of more than 64 bits
-        found = "an array of Python objects"
-        raise TypeError(_NOT_AN_ARRAY.format(call=call, name=name, found=found))
+            x = None
+    if x is None or x.dtype == object:  # strings, or integers of more than 64 bits
+        raise TypeError(
+            f"{call}: {name} must be an array of numbers, got {found}. For lists of "
+            "unequal lengths use SegmentTensor.from_lists."
+        )
     if x.ndim == 0:
         raise ValueError(
-            f"{call}: {name} must have at least one axis, that of the elements or "
-            "segments; got a scalar."
+            f"{call}: {name} must have at least one axis, elements or segments; got a "
+            "scalar."
         )
     return narrow(call, x, name)
 
 
 def narrow(call: str, x: Any, name: str) -> Any:
-    """NumPy's integers in a type that JAX keeps, or an error: JAX would wrap them."""
+    """NumPy integers in a type that JAX keeps; an error if JAX would wrap them."""
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
         return x
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -101,7 +91,7 @@ def narrow(call: str, x: Any, name: str) -> Any:
 
 
 def check_count(call: str, values: Any, want: Any = None, other: str = "") -> int:
-    """The number of elements, which is `want` unless that is None, or an error."""
+    """The number of elements; an error unless it is `want` (if given) in all leaves."""
     for path, x in leaves_with_path(values):
         shape = getattr(x, "shape", ())
         found = x.num_segments if is_nested(x) else shape[0] if shape else "a scalar"
@@ -111,22 +101,29 @@ def check_count(call: str, values: Any, want: Any = None, other: str = "") -> in
         if found != want:
             raise ValueError(
                 f"{call}: values{name} must have as many elements as {other}, {want}, "
-                f"got {found}. All share their first axis; a SegmentTensor counts by "
-                "its segments."
+                f"got {found}. All leaves share their first axis; the elements of a "
+                "nested SegmentTensor are its segments."
             )
     if want is None:
         raise ValueError(
-            f"{call}: values hold no array, so it is not known how many elements there "
-            "are. Give an array [n, ...], or a pytree of such arrays."
+            f"{call}: values contain no array. Give an array [n, ...], or a pytree of "
+            "such arrays."
         )
     return want
 
 
-def check_capacity(call: str, values: Any, need: Any, n: int, capacity: int) -> None:
-    """An error if `need` of n elements exceed `capacity`, or may do so unseen."""
+def check_fits(call: str, values: Any, need: Any, n: int, capacity: int) -> None:
+    """An error if `need` elements exceed `capacity`, or may do so without a NaN.
+
+    Args:
+      need: an int, or traced and at most n.
+    """
     if isinstance(need, int):
         if need > capacity:
-            raise ValueError(OVERFLOW.format(call=call, need=need, capacity=capacity))
+            raise ValueError(
+                f"{call}: {need} elements do not fit into capacity={capacity}. Give at "
+                f"least {need}, or leave capacity out."
+            )
     elif capacity < n and not any(map(_has_nan, jax.tree.leaves(values))):
         raise ValueError(
             f"{call}: capacity={capacity} may be too small for {n} elements, and "
@@ -136,7 +133,7 @@ def check_capacity(call: str, values: Any, need: Any, n: int, capacity: int) -> 
 
 
 def nan_unless(ok: Any, values: Any) -> Any:
-    """`values`, all floats among them NaN where the traced `ok` turns out false."""
+    """`values`, with all floats NaN if the traced `ok` is false."""
     mark = lambda x: jnp.where(ok, x, jnp.array(jnp.nan, x.dtype))
     return jax.tree.map(lambda x: mark(x) if _has_nan(x) else x, values)
 
@@ -149,7 +146,7 @@ def _has_nan(x: Any) -> bool:
 
 
 def resize(values: Any, n: int) -> Any:
-    """`values` with n elements: zeros, or empty segments, added, or the last cut."""
+    """`values` with n elements: zeros or empty segments added, or the last ones cut."""
 
     def resize_array(x):
         if x.shape[0] >= n:
@@ -162,6 +159,6 @@ def resize(values: Any, n: int) -> Any:
 
 
 def take(values: Any, order: Any) -> Any:
-    """The elements `order`, a permutation."""
+    """The elements permuted by `order`."""
     take_array = lambda x: indexing.take_rows(x, jnp.asarray(order))
     return map_leaves(take_array, lambda x: x._take_segments(order), values)

@@ -1,7 +1,7 @@
 """Segments as Python's nested lists, and as text.
 
-All of it is NumPy, on numbers that are known: a level of a million elements is
-flattened, or cut, at once, with no Python loop over elements.
+All of it is NumPy, on known values: a level of a million elements is flattened, or cut,
+at once, without a Python loop over elements.
 """
 
 import dataclasses
@@ -13,17 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._segments import elements as _elements, numbers
+from sparsejax._segments import conversions, elements as _elements
 
 
-_NOT_LISTS = (
-    "{call}: lists must be a list of segments, each a list or an array of elements, "
-    "got {found}. A segment of one element or of none is a list, too."
-)
-_MIXED = (
-    "{call}: elements of one level must be all numbers, all lists or all dicts, got "
-    "{found} side by side."
-)
 # How many segments, and how many elements of each, a repr shows: flat, and nested.
 _SHOWN, _SHOWN_NESTED = 8, 4
 
@@ -48,16 +40,16 @@ def read(call: str, lists: Any, dtype: Any) -> Level:
     if isinstance(lists, dict):
         return _join(call, {k: read(call, v, dtype) for k, v in lists.items()})
     if not isinstance(lists, (list, tuple)) and not _is_array(lists):
-        raise TypeError(_NOT_LISTS.format(call=call, found=_name(lists)))
+        raise _not_lists(call, _arguments.kind_of(lists))
     segments = list(lists)
     kinds = {_kind(s) for s in _one_of_each_type(segments)}
     if kinds == {"dict"}:
         return _read_maps(call, segments, dtype)
     if "dict" in kinds:
-        raise TypeError(_MIXED.format(call=call, found=_names(segments)))
+        raise _mixed(call, segments)
     if "number" in kinds:
-        found = next(_name(s) for s in segments if _kind(s) == "number")
-        raise TypeError(_NOT_LISTS.format(call=call, found=f"{found} for a segment"))
+        number = next(s for s in segments if _kind(s) == "number")
+        raise _not_lists(call, f"{_arguments.kind_of(number)} for a segment")
     lengths = np.fromiter(map(len, segments), np.int64, len(segments))
     if "array" in kinds:
         return Level(_join_arrays(call, segments, dtype), lengths)
@@ -66,16 +58,30 @@ def read(call: str, lists: Any, dtype: Any) -> Level:
     if kinds == {False}:
         return Level(read(call, items, dtype), lengths)
     if len(kinds) > 1:
-        raise TypeError(_MIXED.format(call=call, found=_names(items)))
+        raise _mixed(call, items)
     return Level(_as_numbers(call, items, dtype), lengths)
+
+
+def _not_lists(call: str, found: str) -> TypeError:
+    return TypeError(
+        f"{call}: lists must be a list of segments, each a list or an array of "
+        f"elements, got {found}. A segment with one element or none is a list too."
+    )
+
+
+def _mixed(call: str, items: list) -> TypeError:
+    return TypeError(
+        f"{call}: elements of one level must be all numbers, all lists or all dicts, "
+        f"got {_type_names(items)} together."
+    )
 
 
 def _read_maps(call: str, maps: list, dtype: Any) -> Level:
     for kind in set(map(type, itertools.chain.from_iterable(maps))):
         if not issubclass(kind, (int, np.integer)) or kind is bool:
             raise TypeError(
-                f"{call}: the keys of a map must be integers, got {kind.__name__}. For "
-                "several values of an element give a dict of nested lists, not a list "
+                f"{call}: the keys of a map must be integers, got {kind.__name__}. If "
+                "elements have several values, give a dict of nested lists, not a list "
                 "of dicts."
             )
     keys = read(call, [list(m) for m in maps], None)
@@ -86,34 +92,34 @@ def _read_maps(call: str, maps: list, dtype: Any) -> Level:
 
 def _join(call: str, parts: dict) -> Level:
     if not parts:
-        raise TypeError(_NOT_LISTS.format(call=call, found="an empty dict"))
+        raise _not_lists(call, "an empty dict")
     (first, level), *others = parts.items()
     for name, other in others:
         if not np.array_equal(other.lengths, level.lengths):
             raise ValueError(
-                f"{call}: {name!r} has segments of other lengths than {first!r}. The "
-                "parts of a dict cut their elements alike."
+                f"{call}: the segments of {name!r} and {first!r} differ in length. All "
+                "parts of a dict must have equal lengths."
             )
     return Level({name: part.values for name, part in parts.items()}, level.lengths)
 
 
 def _join_arrays(call: str, segments: list, dtype: Any) -> np.ndarray:
-    # Of a batch of arrays some may be empty lists, which have no type of their own.
+    # Some of the arrays may be empty lists, which have no dtype.
     typed = [s for s in segments if len(s) or _is_array(s)]
     try:
         joined = np.concatenate([np.asarray(s) for s in typed])
     except ValueError:
-        found = " and ".join(sorted({str(np.shape(s)) for s in typed}))
+        shapes = " and ".join(sorted({str(np.shape(s)) for s in typed}))
         raise TypeError(
-            f"{call}: arrays of one level must agree in all axes but the first, got "
-            f"shapes {found}."
+            f"{call}: arrays of one level must have equal shapes except for the first "
+            f"axis, got {shapes}."
         ) from None
     return _as_numbers(call, joined, dtype)
 
 
 def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
     if dtype is None and len(items) == 0 and not _is_array(items):
-        dtype = np.int32  # no elements at all: of lists, most are of ids
+        dtype = np.int32  # no elements: most lists are lists of ids
     try:
         x = np.asarray(items)
     except (TypeError, ValueError, OverflowError, jax.errors.JAXTypeError):
@@ -121,7 +127,8 @@ def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)):
         raise TypeError(
             f"{call}: elements must be known numbers of at most 64 bits, got "
-            f"{_names(items)}. Inside jit, where they are not known, use from_lengths."
+            f"{_type_names(items)}. Inside jit, where they are not known, use "
+            "from_lengths."
         )
     if dtype is not None:
         x = _cast(call, x, np.dtype(dtype))
@@ -130,21 +137,20 @@ def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
 
 
 def _cast(call: str, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`x` in `dtype`; an error where an integer would wrap or a fraction be cut."""
+    """`x` in `dtype`; an error if an integer would wrap or a fraction be cut."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return x.astype(dtype)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)) and x.size:
-        found = x.dtype.name
         raise TypeError(
-            f"{call}: dtype={dtype} would cut the fractions of elements of type "
-            f"{found}. Round them first, or leave dtype out."
+            f"{call}: dtype={dtype} would truncate elements of type {x.dtype.name}. "
+            "Round them first, or leave dtype out."
         )
     limits = jnp.iinfo(dtype)
     if x.size and (x.min() < limits.min or x.max() > limits.max):
-        low, high = x.min(), x.max()
         raise ValueError(
-            f"{call}: {dtype} cannot hold all elements, which go from {low} to {high}. "
-            "Give a wider dtype, leave it out, or map the values to smaller ones."
+            f"{call}: {dtype} cannot hold all elements, which range from {x.min()} to "
+            f"{x.max()}. Give a wider dtype, leave it out, or map the values to "
+            "smaller ones."
         )
     return x.astype(dtype)
 
@@ -169,11 +175,7 @@ def _one_of_each_type(items: list) -> list:
     return list(seen.values())
 
 
-def _name(x: Any) -> str:
-    return _arguments.kind_of(x)
-
-
-def _names(items: Any) -> str:
+def _type_names(items: Any) -> str:
     tracer = lambda x: isinstance(x, jax.Array) and not _arguments.is_concrete(x)
     names = {"a traced array" if tracer(x) else type(x).__name__ for x in items}
     return " and ".join(sorted(names))
@@ -185,7 +187,7 @@ def _names(items: Any) -> str:
 def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
     """The elements of each segment as lists, for each array of `values`."""
     known = [segment_ids, *jax.tree.leaves(values)]
-    if not all(map(numbers.is_known, known)):
+    if not all(map(conversions.is_known, known)):
         raise TypeError(
             f"{call}: inside jit the values are not known, and lists cannot hold "
             "tracers. Return the SegmentTensor from the jitted function and call "
@@ -217,7 +219,7 @@ def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
 
 
 def show(values: Any, segment_ids: Any, num_segments: int) -> str:
-    """`values` by segments, those that are not known by type and shape."""
+    """`values` by segments; type and shape of those that are not known."""
     leaves = _elements.leaves_with_path(values)
     if not leaves:
         return repr(values)
@@ -230,38 +232,32 @@ def show(values: Any, segment_ids: Any, num_segments: int) -> str:
 
 
 def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
-    """The segments of `x` and its type; its type and shape where it is not known."""
+    """The segments of `x` and its type; its type and shape if it is not known."""
     innermost = x
     while _elements.is_nested(innermost):
         innermost = innermost.values
     if len(jax.tree.leaves(innermost)) != 1 or not hasattr(innermost, "dtype"):
         return [repr(x)]
     arrays = [segment_ids, *jax.tree.leaves(x)]
-    known = all(numbers.is_known(a) and a.ndim == 1 for a in arrays)
+    known = all(conversions.is_known(a) and a.ndim == 1 for a in arrays)
     if not known or jax.dtypes.float0 in [a.dtype for a in arrays]:
-        return [_spec(x) if x is innermost else repr(x)]
-    room = _SHOWN if x is innermost else _SHOWN_NESTED
+        return [_arguments.show_spec(x) if x is innermost else repr(x)]
+    most = _SHOWN if x is innermost else _SHOWN_NESTED
     ids = np.asarray(segment_ids)
-    shown = [_show_segment(x, ids, k, room) for k in range(min(num_segments, room))]
-    return [_brackets(shown, num_segments > room), innermost.dtype.name]
+    shown = [_show_segment(x, ids, k, most) for k in range(min(num_segments, most))]
+    return [_brackets(shown, num_segments > most), innermost.dtype.name]
 
 
-def _show_segment(x: Any, ids: np.ndarray, k: int, room: int) -> str:
+def _show_segment(x: Any, ids: np.ndarray, k: int, most: int) -> str:
     at = np.flatnonzero(ids == k)
     if _elements.is_nested(x):
         inner = np.asarray(x.segment_ids)
-        shown = [_show_segment(x.values, inner, i, room) for i in at[:room]]
+        shown = [_show_segment(x.values, inner, i, most) for i in at[:most]]
     else:
-        elements = np.asarray(x)[at[:room]].tolist()
+        elements = np.asarray(x)[at[:most]].tolist()
         shown = [f"{e:g}" if isinstance(e, float) else str(e) for e in elements]
-    return _brackets(shown, at.size > room)
+    return _brackets(shown, at.size > most)
 
 
 def _brackets(shown: list[str], more: bool) -> str:
     return f"[{' '.join([*shown, '...'] if more else shown)}]"
-
-
-def _spec(x: Any) -> str:
-    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
-        return repr(x)
-    return f"{np.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"

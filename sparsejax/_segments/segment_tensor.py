@@ -1,20 +1,19 @@
 """SegmentTensor: an axis of elements, cut into segments of any lengths.
 
-Each example of a batch has a list of ids, and no two lists are of one length. A
-SegmentTensor holds all of them in one axis: `values` are the elements, and
-`segment_ids` say which segment each of them belongs to.
+Each example of a batch has a list of ids, of varying length. A SegmentTensor holds all
+of them in one axis: `values` are the elements, and `segment_ids` the segment of each.
 
-Invariants, which every maker sees to:
+Invariants, established by every constructor:
 
-- an element whose segment id is `num_segments` is *empty*: it belongs to no segment
-  and counts nowhere, whatever its value. Ids that are out of range become that one.
-- the numbers of elements (`capacity`, empty ones included) and of segments are static,
+- an element whose segment id is `num_segments` is *empty*: it belongs to no segment,
+  whatever its value. Ids out of range become `num_segments`.
+- the number of elements (`capacity`, empty ones included) and of segments is static,
   so everything works under `jit`. So is `is_sorted`: the ids never decrease, and the
   empty elements come last.
 
 Sharp edges: `jax.tree.map` over a SegmentTensor also visits its segment ids; `.map`
-does not. A batch of them, stacked, is for `jax.vmap` and `jax.lax.scan`; outside of
-these its properties mean nothing.
+does not. A stacked batch of SegmentTensors is for `jax.vmap` and `jax.lax.scan`;
+outside of these its properties are meaningless.
 """
 
 import dataclasses
@@ -27,52 +26,39 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-from sparsejax._segments import (
-    conversions,
-    elements,
-    html,
-    layouts,
-    nested_lists,
-    numbers,
-)
-from sparsejax._segments.makers import Makers
-
-
-_NOT_SORTED = "Leave is_sorted out, or sort them first."
+from sparsejax._segments import conversions, elements, html, nested_lists
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SegmentTensor(Makers):
+class SegmentTensor:
     """Elements in one axis, cut into segments of any lengths.
 
     Segment k is the elements i with `segment_ids[i] == k`, in their order: the
     ids of example k of a batch, say. `sparsejax.embedding_bag` looks up and
-    reduces them; `sparsejax.segment_sum` and its like reduce what they hold.
-    Its parts:
+    reduces them; `sparsejax.segment_sum` and similar reduce the values.
 
     - `from_lists`, `from_lengths`, `from_offsets`, `from_segment_ids`,
-      `from_padded`, `from_multi_hot`, `from_csr`: make one of what you have.
-    - `to_lists`, `to_padded`, `to_multi_hot`: other forms of the same.
-    - `map(f)`: changes the values alone; `sort()`: puts segments side by side.
+      `from_padded`, `from_multi_hot`, `from_csr`: from other representations.
+    - `to_lists`, `to_padded`, `to_multi_hot`: to other representations.
+    - `map(f)`: changes the values only; `sort()`: makes segments contiguous.
     - `lengths`, `offsets`: of the segments; `capacity`: number of elements,
       static.
 
     Args:
-      values: `[n, ...]`, the elements. Or a pytree of such arrays, as ids with
-        their scores; a leaf may also be a SegmentTensor of n segments, each of
-        which is one element then, and so to any depth. A list is read as an
-        array.
-      segment_ids: integers `[n]`, any order; ids out of range belong to no
-        segment.
+      values: `[n, ...]`, the elements; or a pytree of such arrays, as ids with
+        their scores. A leaf may also be a SegmentTensor of n segments, each of
+        which is then one element, to any depth. A list is read as an array.
+      segment_ids: integers `[n]`, any order; elements whose id is out of range
+        belong to no segment.
       num_segments: int, static.
-      is_sorted: bool, static, that `segment_ids` never decrease, and that those
-        that are out of range come last. Trusted inside `jit`, checked outside.
+      is_sorted: bool, static: `segment_ids` never decrease, and ids out of range
+        come last. Trusted inside `jit`, checked outside.
 
     Raises:
-      TypeError: `segment_ids` are not integers, `num_segments` is no static
-        int, or a leaf is no array.
-      ValueError: the shapes do not go together, or `is_sorted` is not so.
+      TypeError: `segment_ids` are not integers, `num_segments` is not a static
+        int, or a leaf is not an array.
+      ValueError: the shapes do not match, or the ids are not sorted.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -100,13 +86,14 @@ class SegmentTensor(Makers):
     def __init__(
         self, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool = False
     ):
-        # Only a user's call comes here: pytree code goes through `tree_unflatten`,
-        # which may carry tracers, ShapeDtypeStructs or plain placeholders.
+        # Only users call this: pytree code goes through `tree_unflatten`, whose
+        # children may be tracers, ShapeDtypeStructs or placeholders.
         call = "SegmentTensor"
-        num_segments = numbers.as_num_segments(call, num_segments)
-        ids = numbers.as_segment_ids(call, segment_ids, num_segments)
+        num_segments = conversions.as_num_segments(call, num_segments)
+        ids = conversions.as_segment_ids(call, segment_ids, num_segments)
         if is_sorted:
-            numbers.check_sorted(call, ids, _NOT_SORTED)
+            way_out = "Leave is_sorted out, or sort them first."
+            conversions.check_sorted(call, ids, way_out)
         values = elements.as_elements(call, values)
         elements.check_count(call, values, ids.shape[0], "segment_ids")
         values = elements.map_leaves(jnp.asarray, lambda x: x, values)
@@ -125,7 +112,7 @@ class SegmentTensor(Makers):
     def _make_unchecked(
         cls, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool
     ) -> Self:
-        """For makers, which have checked: NumPy's arrays become JAX's, no more."""
+        """From checked arguments, whose NumPy arrays become JAX arrays."""
         values = elements.map_leaves(jnp.asarray, lambda x: x, values)
         static = num_segments, is_sorted
         return cls.tree_unflatten(static, (values, jnp.asarray(segment_ids)))
@@ -161,7 +148,7 @@ class SegmentTensor(Makers):
     def offsets(self) -> jax.Array:
         """Where each segment begins, and the last ends, int32 `[num_segments + 1]`.
 
-        These are places in `values` if `is_sorted`, else in those of `.sort()`: the row
+        Positions in `values` if `is_sorted`, else in those of `.sort()`: the row
         pointers of CSR.
         """
         return conversions.lengths_to_offsets(self.lengths)
@@ -177,22 +164,365 @@ class SegmentTensor(Makers):
         raise TypeError(
             "SegmentTensor: one was used where an array is needed, by jnp.asarray, "
             "np.asarray or a numpy function. Its segments differ in length: call "
-            ".to_padded() for rows of one length, or work on .values and .segment_ids."
+            ".to_padded() for rows of equal length, or use .values and .segment_ids."
         )
 
-    # -- other forms of the same -------------------------------------------------
+    # -- from other representations ----------------------------------------------
 
-    def map(self, f: Callable[[jax.Array], jax.Array]) -> "SegmentTensor":
-        """`f` of each array of the values; the segments stay as they are.
-
-        `jax.tree.map` would change the segment ids as well.
+    @classmethod
+    def from_lengths(
+        cls, values: Any, lengths: Any, *, capacity: int | None = None
+    ) -> Self:
+        """Consecutive segments, by their lengths.
 
         Args:
-          f: from an array `[n, ...]` to one of as many elements. Arrays of nested
-            segments, too, are handed to it.
+          values: as in `SegmentTensor`. Elements beyond the sum of `lengths` are
+            empty.
+          lengths: integers `[K]`.
+          capacity: int, the number of elements of the result, by default that of
+            `values`. Empty elements are added, or the last ones cut.
 
         Raises:
-          ValueError: `f` gives another number of elements.
+          ValueError: `lengths` are negative, or their sum exceeds the number of
+            elements or `capacity`. Inside `jit` this cannot be raised, and floats
+            among the values become NaN instead. Integers have no NaN: if the values
+            have no floats, a `capacity` less than the number of elements is an error
+            inside `jit`, and wrong lengths cut the elements differently: `.lengths`
+            then differ from `lengths`. Check lengths from outside before `jit`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> ids, lengths = jnp.array([10, 11, 101]), jnp.array([2, 1, 0])
+          >>> sj.SegmentTensor.from_lengths(ids, lengths, capacity=5)
+          SegmentTensor([[10 11] [101] []], int32, num_segments=3, capacity=5)
+
+        References:
+          Caffe2, values with lengths.
+        """
+        call = "SegmentTensor.from_lengths"
+        lengths = conversions.as_lengths(call, lengths)
+        return cls._from_lengths(call, values, lengths, True, capacity)
+
+    @classmethod
+    def from_offsets(
+        cls, values: Any, offsets: Any, *, capacity: int | None = None
+    ) -> Self:
+        """Consecutive segments, each from one offset to the next.
+
+        Args:
+          values: as in `SegmentTensor`. Elements beyond the last offset are empty.
+          offsets: integers `[K + 1]`, ascending, the first of them 0.
+          capacity: as in `from_lengths`.
+
+        Raises:
+          ValueError: `offsets` decrease or do not begin with 0; otherwise as
+            `from_lengths`, also inside `jit`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.SegmentTensor.from_offsets(jnp.array([10, 11, 101]), [0, 2, 2, 3])
+          SegmentTensor([[10 11] [] [101]], int32, num_segments=3, capacity=3)
+        """
+        return cls._from_offsets(
+            "SegmentTensor.from_offsets", values, offsets, capacity
+        )
+
+    @classmethod
+    def from_segment_ids(
+        cls,
+        values: Any,
+        segment_ids: Any,
+        num_segments: int,
+        *,
+        is_sorted: bool = False,
+    ) -> Self:
+        """Elements and the segment of each; the same as `SegmentTensor(...)`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> ids = jnp.array([1, 0, 1, -1])
+          >>> sj.SegmentTensor.from_segment_ids(jnp.array([5, 6, 7, 8]), ids, 2)
+          SegmentTensor([[6] [5 7]], int32, num_segments=2, capacity=4)
+
+        References:
+          Caffe2, sorted and unsorted segment ids.
+        """
+        return cls(values, segment_ids, num_segments, is_sorted)
+
+    @classmethod
+    def from_padded(
+        cls, padded: Any, *, filler: Any = -1, capacity: int | None = None
+    ) -> Self:
+        """Segments from rows of equal length: the elements that are not `filler`.
+
+        Args:
+          padded: `[S, L, ...]`, one row a segment. The filler may be anywhere; with
+            more than two axes, an element is dropped if all of it is filler.
+          filler: number of the type of `padded`; NaN means NaN.
+          capacity: int, the number of elements of the result. By default the number
+            found, or S * L inside `jit`, where that is not known.
+
+        Raises:
+          ValueError: `padded` has one axis or cannot hold `filler`, or there are more
+            elements than `capacity`. Inside `jit` this cannot be raised: floats become
+            NaN instead, and for integers a `capacity` less than S * L is an error.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.SegmentTensor.from_padded(jnp.array([[1, 2, 3], [3, -1, -1]]))
+          SegmentTensor([[1 2 3] [3]], int32, num_segments=2, capacity=4)
+
+        References:
+          Caffe2, padded representation.
+        """
+        call = "SegmentTensor.from_padded"
+        padded = elements.as_array(call, padded, "padded")
+        if padded.ndim < 2:
+            raise ValueError(
+                f"{call}: padded must have shape [S, L] or [S, L, ...], one row for "
+                f"each segment, got {padded.shape}."
+            )
+        filler = _as_filler(call, filler, padded.dtype)
+        is_nan = filler != filler
+        differs = padded == padded if is_nan else padded != filler
+        mask = differs.any(axis=tuple(range(2, padded.ndim))).reshape(-1)
+        positions, count = _positions(call, mask, capacity)
+        size = positions.shape[0]
+        flat = padded.reshape(mask.shape[0], *padded.shape[2:])
+        elements.check_fits(call, flat, count, mask.shape[0], size)
+        values = _gather(flat, positions)
+        if not isinstance(count, int):
+            values = elements.nan_unless(count <= size, values)
+        ids = _rows_of(positions, padded.shape[:2])
+        return cls._make_unchecked(values, ids, padded.shape[0], True)
+
+    @classmethod
+    def from_multi_hot(cls, multi_hot: Any, *, capacity: int | None = None) -> Self:
+        """Segments of ids, from how often each segment has each id.
+
+        Args:
+          multi_hot: integers or booleans `[S, V]`. Inside `jit` booleans only, since
+            the sum of integers is not known there.
+          capacity: int, the number of elements of the result. By default the number
+            found, or S * V inside `jit`.
+
+        Returns:
+          SegmentTensor of ids, int32, ascending in each segment.
+
+        Raises:
+          ValueError: not such a matrix, or more elements than `capacity`; inside
+            `jit`, `capacity` less than S * V.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.SegmentTensor.from_multi_hot(jnp.array([[0, 1, 2], [1, 0, 0]]))
+          SegmentTensor([[1 2 2] [0]], int32, num_segments=2, capacity=4)
+
+        References:
+          Caffe2, sparse tensor, `DenseVectorToIdList`.
+        """
+        call = "SegmentTensor.from_multi_hot"
+        multi_hot = elements.as_array(call, multi_hot, "multi_hot")
+        hot = multi_hot.dtype == bool
+        if multi_hot.ndim != 2 or not (
+            hot or jnp.issubdtype(multi_hot.dtype, jnp.integer)
+        ):
+            raise ValueError(
+                f"{call}: multi_hot must be integers or booleans [S, V], the count of "
+                f"each id, got {multi_hot.dtype} of shape {multi_hot.shape}. For ids "
+                "with weights use from_csr."
+            )
+        if not hot and not conversions.is_known(multi_hot):
+            raise ValueError(
+                f"{call}: inside jit the sum of {multi_hot.dtype} counts is not known, "
+                "and the result needs a static size. Pass booleans, multi_hot > 0, if "
+                "no id occurs twice."
+            )
+        if not hot and np.asarray(multi_hot).min(initial=0) < 0:
+            raise ValueError(
+                f"{call}: multi_hot must be counts, got {multi_hot.min()}, which is "
+                "negative. For a mask use multi_hot > 0."
+            )
+        counts = multi_hot.reshape(-1)
+        positions, count = _positions(call, counts, capacity)
+        ids = _rows_of(positions, multi_hot.shape)
+        values = positions % np.int32(max(multi_hot.shape[1], 1))
+        elements.check_fits(call, values, count, counts.shape[0], values.shape[0])
+        return cls._make_unchecked(values, ids, multi_hot.shape[0], True)
+
+    @classmethod
+    def from_lists(cls, lists: Any, *, capacity: Any = None, dtype: Any = None) -> Self:
+        """Segments from Python's nested lists, to any depth.
+
+        Args:
+          lists: one of these, nested in any way:
+            a list of lists of numbers, one segment each;
+            a list of NumPy or JAX arrays `[k, ...]`, one segment each;
+            a list of lists of lists, and so on: the elements are segments themselves,
+            and `values` is a SegmentTensor;
+            a dict of such lists with equal lengths: `values` is a dict;
+            a list of maps with integer keys, `{1: [10, 11], 3: [101]}`, one segment of
+            pairs each: `values` is `{"key", "ids"}` with a SegmentTensor of ids, or
+            `{"key", "value"}` if there is one number for each key.
+          capacity: int, the number of elements of the outermost level; or one int or
+            None for each level, outermost first. By default the number found.
+          dtype: of the innermost values. By default what JAX makes of them, or int32
+            if there are none.
+
+        Raises:
+          TypeError: not such lists, or of unequal depth.
+          ValueError: more elements than `capacity`, parts of a dict with different
+            lengths, or integers that the type cannot hold.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.SegmentTensor.from_lists([[[10, 11], [101]], [[11], [50], [102, 103]]])
+          SegmentTensor([[[10 11] [101]] [[11] [50] [102 103]]], int32, num_segments=2,
+          capacity=5)
+          >>> st = sj.SegmentTensor.from_lists([{1: [10, 11], 3: [101]}, {2: [50]}])
+          >>> st.values["key"], st.values["ids"].lengths
+          (Array([1, 3, 2], dtype=int32), Array([2, 1, 1], dtype=int32))
+
+        References:
+          Caffe2, nested segments, `LIST<MAP<INT, LIST<INT>>>`; TensorFlow,
+          `tf.ragged.constant`.
+        """
+        call = "SegmentTensor.from_lists"
+        level = nested_lists.read(call, lists, dtype)
+        sizes = _as_sizes(call, "capacity", capacity)
+        return cls._from_level(call, level, sizes, None)
+
+    @classmethod
+    def from_csr(
+        cls,
+        indptr: Any,
+        indices: Any = None,
+        data: Any = None,
+        *,
+        capacity: int | None = None,
+    ) -> Self:
+        """Segments from the rows of a CSR matrix.
+
+        Args:
+          indptr: integers `[K + 1]`, where each row begins; or, alone, a matrix with
+            `indptr`, `indices` and `data`: scipy's CSR, or JAX's BCSR without batch
+            axes.
+          indices: integers `[n]`, the columns.
+          data: `[n, ...]`, the stored values.
+          capacity: as in `from_lengths`.
+
+        Returns:
+          SegmentTensor with one segment a row. Its values are `{"index", "value"}`, or
+          the array `indices` if there is no `data`.
+
+        Raises:
+          TypeError: `indices` are missing or are not integers.
+          ValueError: a batch, a matrix in another format, or as `from_offsets`.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.SegmentTensor.from_csr([0, 2, 2, 3], [7, 9, 8])
+          SegmentTensor([[7 9] [] [8]], int32, num_segments=3, capacity=3)
+        """
+        call = "SegmentTensor.from_csr"
+        forms = (
+            "Call from_csr(indptr, indices), from_csr(indptr, indices, data), or "
+            "from_csr(matrix) with a CSR or BCSR matrix."
+        )
+        if hasattr(indptr, "indptr"):
+            if indices is not None or data is not None:
+                raise TypeError(f"{call}: got a matrix and also indices. {forms}")
+            matrix, name = indptr, getattr(indptr, "format", "csr")
+            if name != "csr":  # scipy's CSC and BSR have attributes of the same names
+                raise ValueError(
+                    f"{call}: got a matrix in {name.upper()} format, whose indices are "
+                    "not those of rows. Convert it with .tocsr()."
+                )
+            indptr, indices, data = matrix.indptr, matrix.indices, matrix.data
+        elif indices is None:
+            raise TypeError(
+                f"{call}: got no indices, and {_arguments.kind_of(indptr)} is not a "
+                f"CSR matrix. {forms}"
+            )
+        if np.ndim(indptr) != 1:
+            raise ValueError(
+                f"{call}: indptr must have one axis, got shape {np.shape(indptr)}: a "
+                "batch of matrices. Use jax.vmap."
+            )
+        index = _arguments.as_integers(call, indices, "indices")
+        values = index if data is None else {"index": index, "value": data}
+        return cls._from_offsets(call, values, indptr, capacity)
+
+    @classmethod
+    def _from_offsets(
+        cls, call: str, values: Any, offsets: Any, capacity: int | None
+    ) -> Self:
+        offsets = conversions.as_offsets(call, offsets)
+        diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
+        valid = offsets[0] == 0
+        return cls._from_lengths(call, values, diff(offsets), valid, capacity)
+
+    @classmethod
+    def _from_lengths(
+        cls, call: str, values: Any, lengths: Any, valid: Any, capacity: int | None
+    ) -> Self:
+        """From lengths as of `as_lengths`; if traced, `valid` says if they hold."""
+        values = elements.as_elements(call, values)
+        n = elements.check_count(call, values)
+        size = n if capacity is None else _arguments.check_capacity(call, capacity)
+        known = isinstance(lengths, np.ndarray)
+        total = int(lengths.sum()) if known else lengths.sum()
+        if known and total > n:
+            raise ValueError(
+                f"{call}: the segments have {total} elements, and values have {n}. "
+                "Lengths sum to at most the number of elements, and offsets end with "
+                "it."
+            )
+        elements.check_fits(call, values, total, n, size)
+        if not known:
+            valid = valid & jnp.all(lengths >= 0) & (total <= min(n, size))
+            values = elements.nan_unless(valid, values)
+        ids = conversions.segment_ids_of(lengths, size)
+        return cls._make_unchecked(
+            elements.resize(values, size), ids, lengths.shape[0], True
+        )
+
+    @classmethod
+    def _from_level(
+        cls,
+        call: str,
+        level: nested_lists.Level,
+        sizes: tuple[int | None, ...],
+        num_segments: int | None,
+    ) -> Self:
+        """From one level of lists, with empty segments added up to `num_segments`."""
+        need, size, *inner = int(level.lengths.sum()), *sizes, None
+        n = need if size is None else size
+        elements.check_fits(call, (), need, need, n)
+
+        def as_values(x):
+            if isinstance(x, nested_lists.Level):
+                return cls._from_level(call, x, tuple(inner), n)
+            return {k: as_values(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+        lengths = level.lengths
+        if num_segments is not None:
+            lengths = np.pad(lengths, (0, num_segments - lengths.size))
+        return cls._from_lengths(call, as_values(level.values), lengths, True, n)
+
+    # -- to other representations ------------------------------------------------
+
+    def map(self, f: Callable[[jax.Array], jax.Array]) -> "SegmentTensor":
+        """Applies `f` to each array of the values; the segments stay as they are.
+
+        `jax.tree.map` would change the segment ids too.
+
+        Args:
+          f: from an array `[n, ...]` to one with as many elements. Called for arrays
+            of nested segments too.
+
+        Raises:
+          ValueError: `f` changes the number of elements.
 
         Example:
           >>> import sparsejax as sj
@@ -207,23 +537,24 @@ class SegmentTensor(Makers):
         )
 
     def to_padded(self, max_length: Any = None, filler: Any = -1) -> Any:
-        """Rows of one length, filled up with `filler`.
+        """Rows of equal length, padded with `filler`.
 
-        `out[k, j]` is the j-th element of segment k, and `filler` where there is none.
+        `out[k, j]` is the j-th element of segment k, or `filler` if there is none.
 
         Args:
-          max_length: int L; segments that are longer are cut. The longest segment if
-            left out, which inside `jit` is not known. Of nested segments it is for the
-            outermost level; or one int or None for each level, outermost first.
+          max_length: int L; longer segments are cut. By default the longest segment;
+            required inside `jit`. For nested segments it applies to the outermost
+            level; or one int or None for each level, outermost first.
           filler: number that the type of the values can hold.
 
         Returns:
-          `[num_segments, L, ...]`, `[num_segments, L, L', ...]` of nested segments; a
-          tree of such if values are a tree. Differentiable in the values.
+          `[num_segments, L, ...]`, or `[num_segments, L, L', ...]` for nested segments;
+          a tree of such arrays if values are a tree. Differentiable in the values.
 
         Raises:
-          ValueError: `filler` is not of the values' type, `max_length` is no such int,
-            or is left out inside `jit`.
+          TypeError: `max_length` is not a static int.
+          ValueError: `filler` is not of the values' type, or `max_length` is negative
+            or left out inside `jit`.
 
         Example:
           >>> import sparsejax as sj
@@ -236,24 +567,29 @@ class SegmentTensor(Makers):
           Caffe2, padded representation; TensorFlow, `RaggedTensor.to_tensor`.
         """
         call = "SegmentTensor.to_padded"
-        sizes = numbers.as_sizes(call, "max_length", max_length)
+        sizes = _as_sizes(call, "max_length", max_length)
         longest, *inner = *sizes, None
         st, lengths = self.sort(), self.lengths
+        known = conversions.is_known(lengths)
         if longest is None:
-            if not numbers.is_known(lengths):
+            if not known:
                 raise ValueError(
                     f"{call}: inside jit the longest segment is not known, and the "
                     "result needs a static size. Pass max_length=, an int, or for "
                     "nested segments one for each level."
                 )
             longest = int(np.asarray(lengths).max(initial=0))
-        places, filled = layouts.pad_places(lengths, self.capacity, longest)
+        # Position in the sorted elements of each place [S, L], n if there is none.
+        xp, lengths = (np, np.asarray(lengths)) if known else (jnp, lengths)
+        begins = xp.cumsum(lengths, dtype=xp.int32) - lengths
+        column = xp.arange(longest, dtype=xp.int32)[None, :]
+        filled = column < xp.minimum(lengths, np.int32(longest))[:, None]
+        positions = xp.where(filled, begins[:, None] + column, np.int32(self.capacity))
 
         def pad(x):
-            value = layouts.filler_value(call, filler, x.dtype)
-            rows = indexing.take_rows(x, jnp.asarray(places))
-            keep = filled.reshape(filled.shape + (1,) * (rows.ndim - 2))
-            return jnp.where(keep, rows, value)
+            value = _as_filler(call, filler, x.dtype)
+            rows = indexing.take_rows(x, jnp.asarray(positions))
+            return jnp.where(indexing.append_axes(filled, rows.ndim), rows, value)
 
         def pad_nested(x):
             return jax.tree.map(pad, x.to_padded(tuple(inner), filler))
@@ -263,7 +599,7 @@ class SegmentTensor(Makers):
     def to_lists(self) -> Any:
         """Each segment as a list of its elements; nested segments as nested lists.
 
-        A tree of such if values are a tree. `from_lists` reads what this gives.
+        A tree of such lists if values are a tree. The inverse of `from_lists`.
 
         Raises:
           TypeError: inside `jit`, where the values are not known.
@@ -281,19 +617,19 @@ class SegmentTensor(Makers):
         )
 
     def to_multi_hot(self, num_ids: int) -> jax.Array:
-        """How often each segment has each id.
+        """How often each id occurs in each segment.
 
         `out[k, v] = sum_{i: segment_ids[i] == k, values[i] == v} 1`
 
         Args:
-          num_ids: int V. Ids outside `[0, V)` count nowhere.
+          num_ids: int V. Ids outside `[0, V)` are not counted.
 
         Returns:
           int32 `[num_segments, V]`.
 
         Raises:
-          TypeError: values are not one array of integers `[n]`, or `num_ids` is no
-            static int.
+          TypeError: values are not one array of integers `[n]`, or `num_ids` is not
+            a static int.
 
         Example:
           >>> import sparsejax as sj
@@ -310,17 +646,19 @@ class SegmentTensor(Makers):
         if not isinstance(values, (jax.Array, np.ndarray)) or values.ndim != 1:
             raise TypeError(
                 f"{call}: values must be one array of ids [n], integers, got {self!r}. "
-                "Make a SegmentTensor of that part: from_segment_ids(st.values['ids'], "
-                "st.segment_ids, st.num_segments)."
+                "Make a SegmentTensor of the ids only: from_segment_ids("
+                "st.values['ids'], st.segment_ids, st.num_segments)."
             )
         ids = _arguments.as_ids(call, values, num_ids, "values")
-        shape = self.num_segments, num_ids
-        return layouts.count_hot(ids, self.segment_ids, shape)
+        counts = jnp.zeros((self.num_segments, num_ids), jnp.int32)
+        return counts.at[self.segment_ids, ids].add(
+            jnp.ones(ids.shape, jnp.int32), mode="drop", wrap_negative_indices=False
+        )
 
     def sort(self) -> "SegmentTensor":
-        """The same segments with elements side by side, the empty ones last.
+        """The same segments with contiguous elements, the empty ones last.
 
-        Elements of a segment keep their order. Sorted already, it is `self`.
+        Elements of a segment keep their order. Returns `self` if sorted already.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -330,25 +668,97 @@ class SegmentTensor(Makers):
         """
         if self.is_sorted:
             return self
-        order = numbers.stable_order(self.segment_ids)
+        ids = self.segment_ids
+        if conversions.is_known(ids):
+            ids = np.asarray(ids)
+            order = np.argsort(ids, kind="stable").astype(np.int32)
+        else:
+            order = indexing.stable_order(ids, self.num_segments + 1)
         values = elements.take(self.values, order)
-        ids = layouts.gather(numbers.as_known(self.segment_ids), order)
+        ids = _gather(ids, order)
         return self._make_unchecked(values, ids, self.num_segments, True)
 
     # -- as elements of another SegmentTensor ------------------------------------
 
     def _resize_segments(self, n: int) -> "SegmentTensor":
-        """n segments: empty ones added, or the last ones cut."""
+        """n segments: empty ones are added, or the last ones cut."""
         kept = _arguments.scalar(min(n, self.num_segments), self.segment_ids)
         none = _arguments.scalar(n, self.segment_ids)
         ids = jnp.where(self.segment_ids < kept, self.segment_ids, none)
         return self._make_unchecked(self.values, ids, n, self.is_sorted)
 
     def _take_segments(self, order: Any) -> "SegmentTensor":
-        """The segments `order`, a permutation; sorted if this is."""
+        """The segments permuted by `order`; sorted if `self` is."""
         place = jnp.argsort(jnp.asarray(order)).astype(self.segment_ids.dtype)
-        named = indexing.in_range(self.segment_ids, self.num_segments)
+        inside = indexing.in_range(self.segment_ids, self.num_segments)
         ids = indexing.take_rows(place, self.segment_ids)
-        ids = jnp.where(named, ids, _arguments.scalar(self.num_segments, ids))
+        ids = jnp.where(inside, ids, _arguments.scalar(self.num_segments, ids))
         moved = self._make_unchecked(self.values, ids, self.num_segments, False)
         return moved.sort() if self.is_sorted else moved
+
+
+# ------------------------------------------------------------------ private
+
+
+def _as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
+    """An int, or one int or None for each level, as a tuple of at least one."""
+    if not isinstance(sizes, (tuple, list)):
+        sizes = (sizes,)
+    hint = " Or give one int or None for each level of segments, outermost first."
+    return tuple(
+        x if x is None else _arguments.static_int(call, name, x, 0, hint, TypeError)
+        for x in sizes or (None,)
+    )
+
+
+def _as_filler(call: str, filler: Any, dtype: Any) -> np.ndarray:
+    """`filler` in the type of the values, or an error if that cannot hold it."""
+    try:
+        found, value = np.asarray(filler).item(), np.array(filler, dtype)
+    except (OverflowError, TypeError, ValueError):
+        found = value = None
+    rounds = jnp.issubdtype(dtype, jnp.inexact)  # NaN, and 0.1 in float32
+    if value is None or not (rounds or value.item() == found):
+        raise ValueError(
+            f"{call}: filler={_arguments.show(filler)} does not fit {dtype}, the type "
+            "of the values. Give a value of that type that no element has."
+        )
+    return value
+
+
+def _positions(call: str, counts: Any, capacity: int | None) -> tuple[Any, Any]:
+    """The positions of `counts` [n], each repeated by its count, then n as padding.
+
+    Returns:
+      int32 `[capacity]`, and how many positions there are, an int if known. Without a
+      capacity all fit: of traced counts, which are booleans, n.
+    """
+    n = counts.shape[0]
+    if capacity is not None:
+        capacity = _arguments.check_capacity(call, capacity)
+    if conversions.is_known(counts):
+        found = np.repeat(np.arange(n, dtype=np.int32), np.asarray(counts))
+        kept = found[:capacity]
+        size = found.size if capacity is None else capacity
+        return np.pad(kept, (0, size - kept.size), constant_values=n), found.size
+    size = n if capacity is None else capacity
+    (found,) = jnp.nonzero(counts, size=size, fill_value=n)
+    return found.astype(jnp.int32), jnp.sum(counts, dtype=jnp.int32)
+
+
+def _rows_of(positions: Any, shape: tuple[int, int]) -> Any:
+    """The row of each position in a matrix of `shape`; padding gets the row count."""
+    rows, columns = shape
+    xp = np if isinstance(positions, np.ndarray) else jnp
+    row = positions // np.int32(max(columns, 1))
+    return xp.where(positions < rows * columns, row, np.int32(rows))
+
+
+def _gather(x: Any, positions: Any) -> Any:
+    """`x[positions]`, zeros if out of range; with NumPy if both are NumPy arrays."""
+    if not (isinstance(x, np.ndarray) and isinstance(positions, np.ndarray)):
+        return indexing.take_rows(jnp.asarray(x), jnp.asarray(positions))
+    out = np.zeros((positions.size, *x.shape[1:]), x.dtype)
+    inside = positions < x.shape[0]
+    out[inside] = x[positions[inside]]
+    return out
