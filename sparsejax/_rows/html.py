@@ -1,7 +1,7 @@
-"""SelectedRows as HTML, for notebooks, and the pieces that SegmentTensor's view shares.
+"""SelectedRows as HTML, for notebooks, and parts shared with SegmentTensor's HTML.
 
-No more than a few hundred cells are made, whatever the size of the arrays. Colours are
-translucent and text inherits its own, so that it reads on light and on dark pages.
+At most a few hundred cells are made, for arrays of any size. Colours are translucent
+and text inherits its colour, so that light and dark pages both work.
 """
 
 import html
@@ -19,14 +19,14 @@ MUTED = "opacity:0.65"
 
 
 def rows(x: Any) -> str:
-    """A SelectedRows: where its rows lie, and the first of them."""
+    """A SelectedRows: the distribution of its rows, and the first rows."""
     if not (_arguments.is_concrete(x.rows) and _arguments.is_concrete(x.values)):
         return text(repr(x))
     ids = np.asarray(x.rows)
     filled = (ids >= 0) & (ids < x.height)
     shape = " × ".join(f"{n:,}" for n in x.shape)
     title = f"{shape} {x.dtype.name}, {filled.sum():,} of {len(ids):,} slots filled"
-    # Of the values only what is shown leaves the device.
+    # Only the values shown leave the device.
     values = [np.ravel(v) for v in np.asarray(x.values[:_SLOTS])]
     lines = []
     for row, ok, value in zip(ids, filled, values):
@@ -39,12 +39,12 @@ def rows(x: Any) -> str:
 
 
 def _strip(ids: np.ndarray, height: int) -> str:
-    """A line for the table; a tick is the darker, the more of its rows are there."""
+    """A line for the table with ticks, darker where more rows are stored."""
     if not height or not len(ids):
         return ""
     place = np.unique(ids.astype(np.int64)).astype(np.float64) * _TICKS // height
     ticks, counts = np.unique(place.astype(int), return_counts=True)
-    # Shades, so that all ticks of one are one path; the faintest can still be seen.
+    # A few shades, each one path; the faintest is still visible.
     share = np.minimum(1, counts * _TICKS / max(height, _TICKS))
     shades = np.ceil(4 * share).astype(int)
     paths = "".join(
@@ -59,7 +59,7 @@ def _strip(ids: np.ndarray, height: int) -> str:
     )
 
 
-# ------------------------------------------------------------------ pieces
+# ------------------------------------------------------------------ parts
 
 
 def box(kind: str, title: str, parts: list[str]) -> str:

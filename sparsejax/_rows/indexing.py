@@ -1,7 +1,7 @@
-"""Reading and writing rows of arrays by id: the few idioms everything else uses.
+"""Reading and writing rows of arrays by id, and the types of sums.
 
 An id outside `[0, height)` is out of range: reading it gives zeros, writing it does
-nothing. Types of sums are settled here too.
+nothing.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from sparsejax import _arguments
 
 
 def in_range(ids: jax.Array, height: int) -> jax.Array:
-    """Which ids name a row of `[0, height)`."""
+    """Which ids are in `[0, height)`."""
     return (ids >= 0) & (ids < _arguments.scalar(height, ids))
 
 
@@ -25,13 +25,13 @@ def append_axes(x: jax.Array, ndim: int) -> jax.Array:
 
 
 def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
-    """`values` where `keep` (their leading axes) holds, zeros elsewhere."""
+    """`values` where `keep`, over the leading axes, is true; zeros elsewhere."""
     keep = append_axes(keep, values.ndim)
     return jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 
 def fill_value(dtype: Any) -> np.ndarray:
-    """What `jnp.take` writes for an index that is out of range."""
+    """What `jnp.take` returns for an index out of range."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.array(np.nan, dtype)
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -42,17 +42,17 @@ def fill_value(dtype: Any) -> np.ndarray:
 
 
 def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """`table[ids]`, zeros for ids that are out of range."""
-    if table.shape[0] == 0:  # from which JAX gathers nothing, not even zeros
+    """`table[ids]`, zeros for ids out of range."""
+    if table.shape[0] == 0:  # JAX cannot gather from no rows
         return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-    table = jnp.asarray(table)  # a batch outside of jit may be NumPy's
+    table = jnp.asarray(table)  # outside of jit it may be a NumPy array
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     """`table` with `values` added to rows `ids` (duplicates add up).
 
-    The sum of booleans is a boolean, as `+` of arrays has it: whether any is true.
+    The sum of booleans is whether any is true, as `+` of arrays.
     """
     add = table.at[ids].max if table.dtype == jnp.bool_ else table.at[ids].add
     return add(values, mode="drop", wrap_negative_indices=False)
@@ -81,7 +81,7 @@ def float_accumulator_dtype(dtype: Any) -> Any:
 
 
 def promote(*dtypes: Any) -> Any:
-    """The common type of `dtypes`, also where the user forbids implicit promotion."""
+    """The common type of `dtypes`, also under strict type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
@@ -92,18 +92,18 @@ def merge_plan(
     """Where each of `rows` goes when duplicates are merged.
 
     Args:
-      rows: integer `[n]`, every value in `[0, height]`; `height` means none.
+      rows: integer `[n]`, in `[0, height]`; `height` is an empty slot.
       height: number of rows of the table.
       capacity: slots of the result.
 
     Returns:
-      `(unique [capacity], slot int32[n], count int32[])`: the distinct rows ascending
-      and then `height`; the place of each of `rows` among them (`capacity` where it
-      has none); how many distinct rows there are, also when they do not all fit.
+      `(unique [capacity], slot int32[n], count int32[])`: the distinct rows, ascending,
+      then `height`; the slot of each of `rows` in it, or `capacity` if it has none; the
+      true number of distinct rows, even if they do not all fit.
     """
     empty = _arguments.scalar(height, rows)
-    # The ids alone are sorted, and each is then found again by binary search: on
-    # XLA:CPU that is faster than sorting pairs (see benchmarks/NOTES.md).
+    # Only the ids are sorted, and each is then found by binary search: on XLA:CPU that
+    # is faster than sorting pairs (see benchmarks/NOTES.md).
     ordered = lax.sort(rows, is_stable=False)
     first = jnp.ones(rows.shape, bool).at[1:].set(ordered[1:] != ordered[:-1])
     first &= ordered != empty
@@ -111,24 +111,23 @@ def merge_plan(
     place = jnp.where(ordered == empty, np.int32(capacity), place)
     place = jnp.minimum(place, np.int32(capacity))
     unique = set_rows(jnp.full((capacity,), empty, rows.dtype), place, ordered)
-    # In the order of the slots: adding in that order keeps sums reproducible and saves
-    # gathering the values into sorted order.
+    # In slot order: sums are then reproducible, and the values need no gather.
     slot = take_rows(place, jnp.searchsorted(ordered, rows))
     return unique, slot, jnp.sum(first, dtype=jnp.int32)
 
 
 def stable_order(keys: jax.Array, limit: int) -> jax.Array:
-    """The positions that sort `keys`, equal ones in their order, int32 `[n]`.
+    """The permutation that sorts `keys` stably, int32 `[n]`.
 
     Args:
-      keys: integer `[n]`, every value in `[0, limit)`.
+      keys: integer `[n]`, in `[0, limit)`.
       limit: static.
     """
     n = keys.size
     if limit * n > jnp.iinfo(jnp.int32).max:
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
-    # Key and position as one number: XLA:CPU sorts single numbers several times as fast
-    # as pairs, and no two are equal.
+    # Key and position as one number, all distinct: XLA:CPU sorts single numbers several
+    # times as fast as pairs.
     position = lax.iota(jnp.int32, n)
     packed = keys.astype(jnp.int32) * np.int32(n) + position
     return lax.sort(packed, is_stable=False) % np.int32(max(n, 1))
@@ -141,8 +140,8 @@ def find_slots(
     last = sorted_rows.shape[0] - 1
     if last < 0:
         return jnp.zeros(ids.shape, jnp.int32), jnp.zeros(ids.shape, bool)
-    named = in_range(ids, height)  # before the cast, which may be to a narrower type
-    ids = jnp.where(named, ids, _arguments.scalar(0, ids)).astype(sorted_rows.dtype)
+    inside = in_range(ids, height)  # before the cast, which may narrow
+    ids = jnp.where(inside, ids, _arguments.scalar(0, ids)).astype(sorted_rows.dtype)
     slot = jnp.searchsorted(sorted_rows, ids).astype(jnp.int32)
     slot = jnp.minimum(slot, np.int32(last))
-    return slot, named & (sorted_rows[slot] == ids)
+    return slot, inside & (sorted_rows[slot] == ids)

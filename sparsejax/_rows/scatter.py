@@ -1,8 +1,7 @@
 """Writing rows of a table by id: scatter_assign and scatter_weighted_sum.
 
-Both give a new table and write in place where the old one is donated to `jit`: only
-the rows named are read or written. An id outside `[0, height)` names no row and drops;
-it never wraps.
+Both return a new table, and write in place if the old one is donated to `jit`: only
+the given rows are read or written. Ids out of range are dropped; they never wrap.
 """
 
 import math
@@ -23,23 +22,23 @@ _WEIGHTED_SUM = "sparsejax.scatter_weighted_sum"
 def scatter_assign(table: Any, rows: Any, values: Any) -> jax.Array:
     """`table` with some of its rows replaced.
 
-    `out[rows[i]] = values[i]`, every other row as it is.
+    `out[rows[i]] = values[i]`; every other row is unchanged.
 
     Args:
       table: `[V, ...]`.
-      rows: integers of any shape, `[n]` as a rule. Ids out of range, of which
-        `rows == V` is the usual one for an empty slot, drop. Of duplicates one wins,
-        and it is not said which; on a GPU, where the elements of a row are written
-        independently, not even that it is the same one for all of them.
+      rows: integers of any shape, usually `[n]`. Ids out of range, such as V for an
+        empty slot, are dropped. Among duplicates it is unspecified which one wins; on
+        a GPU, which writes the elements of a row independently, the result may mix
+        several.
       values: `[*rows.shape, *table.shape[1:]]`, cast to the table's dtype.
 
     Returns:
       `[V, ...]`, of the table's dtype. Differentiable in `table` and `values`.
 
     Raises:
-      TypeError: `table` is no array, `rows` are not integers, or the table cannot hold
-        values of that kind.
-      ValueError: the shapes do not go together.
+      TypeError: `table` is not an array, `rows` are not integers, or the table cannot
+        hold values of that kind.
+      ValueError: the shapes do not match.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -64,30 +63,30 @@ def scatter_weighted_sum(
 ) -> jax.Array:
     """`table` with some of its rows scaled, and weighted values added to them.
 
-    With `scatter_weighted_sum(table, w0, rows, v1, w1, v2, w2, ...)`, every row r that
-    `rows` names becomes
+    With `scatter_weighted_sum(table, w0, rows, v1, w1, v2, w2, ...)`, every row r in
+    `rows` becomes
 
     `out[r] = w0 * table[r] + sum_{i: rows[i] == r} (w1 * v1[i] + w2 * v2[i] + ...)`
 
-    and every other row stays as it is, bit by bit. `w0` applies once, however often r
-    is named; Caffe2's operator applies it once for each time.
+    and every other row is unchanged, bit by bit. `w0` applies once, however often r
+    occurs; Caffe2's operator applies it at each occurrence.
 
     Args:
       table: `[V, ...]`.
-      weight: scalar w0. The Python number 1 saves merging the duplicates.
-      rows: integers of any shape, `[n]` as a rule. Ids out of range, of which
-        `rows == V` is the usual one for an empty slot, drop.
+      weight: scalar w0. With the Python number 1, duplicates need not be merged.
+      rows: integers of any shape, usually `[n]`. Ids out of range, such as V for an
+        empty slot, are dropped.
       *values_and_weights: pairs of values, `[*rows.shape, *table.shape[1:]]`, and a
-        scalar weight of shape `()` or `(1,)`. No pairs: the rows are scaled only.
+        scalar weight of shape `()` or `(1,)`. Without pairs the rows are only scaled.
 
     Returns:
-      `[V, ...]`, of the table's dtype. Sums are formed in at least float32 and rounded
+      `[V, ...]`, of the table's dtype. Sums are in at least float32 and rounded
       once. Differentiable in the table, the values and the weights.
 
     Raises:
-      TypeError: `table` is no array, `rows` are not integers, or the table is of
-        integers and values or weights are not.
-      ValueError: the shapes do not go together, or a value comes without its weight.
+      TypeError: `table` is not an array, `rows` are not integers, or the table has
+        integers and values or weights do not.
+      ValueError: the shapes do not match, or a value comes without its weight.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -102,18 +101,17 @@ def scatter_weighted_sum(
     table = _as_table(_WEIGHTED_SUM, table)
     flat, shape = _flat_rows(_WEIGHTED_SUM, table, rows)
     if len(values_and_weights) % 2:
-        found = len(values_and_weights)
         raise ValueError(
             f"{_WEIGHTED_SUM}: after rows come pairs of values and weights, got an odd "
-            f"number of arguments there, {found}. The order is (table, w0, rows, v1, "
-            "w1, v2, w2, ...)."
+            f"number of arguments there, {len(values_and_weights)}. The order is "
+            "(table, w0, rows, v1, w1, v2, w2, ...)."
         )
     values = [
         _flat_values(_WEIGHTED_SUM, f"values v{i}", v, shape, table)
         for i, v in enumerate(values_and_weights[::2], 1)
     ]
     weights = [_weight(i, w) for i, w in enumerate((weight, *values_and_weights[1::2]))]
-    # The type of the data is that of the sum; weights never widen it.
+    # The dtype of the data is that of the sum; weights never widen it.
     wide = indexing.promote(table.dtype, *(v.dtype for v in values))
     wide = indexing.accumulator_dtype(wide)
     for i, v in enumerate(values, 1):
@@ -144,7 +142,7 @@ def _as_table(call: str, table: Any) -> jax.Array:
         raise TypeError(
             f"{call}: table must be a JAX or NumPy array, got "
             f"{_arguments.kind_of(table)}. A SelectedRows has no rows to overwrite: "
-            "add to it with +, or write to the array it stands for, .to_dense()."
+            "add to it with +, or write to its dense array, .to_dense()."
         )
     if table.ndim == 0:
         raise ValueError(
@@ -155,19 +153,19 @@ def _as_table(call: str, table: Any) -> jax.Array:
 
 
 def _flat_rows(call: str, table: jax.Array, rows: Any):
-    """`rows` as one axis, and the shape that they came in."""
+    """`rows` as one axis, and their original shape."""
     rows = _arguments.as_ids(call, rows, table.shape[0], "rows")
     return rows.reshape(-1), rows.shape
 
 
 def _flat_values(call: str, name: str, values: Any, shape, table: jax.Array):
-    """`values` with the axes of rows as one."""
+    """`values` with the axes of `rows` as one."""
     values = _arguments.to_array(call, values, name)
     want = (*shape, *table.shape[1:])
     if values.shape != want:
         raise ValueError(
-            f"{call}: {name} must have shape {want}, that of rows and then that of a "
-            f"row of the table, got {values.shape}. There is no broadcasting: use "
+            f"{call}: {name} must have shape {want}, the shape of rows followed by "
+            f"that of a table row, got {values.shape}. There is no broadcasting: use "
             "jnp.broadcast_to."
         )
     return values.reshape(math.prod(shape), *table.shape[1:])
@@ -178,27 +176,27 @@ def _weight(i: int, weight: Any) -> jax.Array:
     if weight.shape not in ((), (1,)):
         raise ValueError(
             f"{_WEIGHTED_SUM}: weight w{i} must be a scalar, of shape () or (1,), got "
-            f"shape {weight.shape}. Multiply the values by weights of their own before "
+            f"shape {weight.shape}. For one weight a row, multiply the values before "
             "the call."
         )
     return weight.reshape(())
 
 
 def _check_lossless(call: str, name: str, found: Any, want: Any) -> None:
-    """Narrower floats will do, but floats in a table of integers will not."""
+    """Accepts narrower floats, but no floats in a table of integers."""
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(found, kind) and not jnp.issubdtype(want, kind):
             raise TypeError(
-                f"{call}: {name} of type {found} and a table of {want}, which cannot "
-                "hold the result. Cast the one or the other with .astype."
+                f"{call}: a table of {want} cannot hold the result for {name} of type "
+                f"{found}. Cast one of them with .astype."
             )
 
 
 def _set_merged(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     """`table` with merged rows replaced; the ids of empty slots are out of range.
 
-    These get distinct ids, negative ones: JAX then differentiates the scatter without
-    sorting out, in arrays of the table's size, which of equal ids has won.
+    These get distinct negative ids. All ids are then unique, and JAX differentiates the
+    scatter without arrays of the table's size that record which of equal ids won.
     """
     empty = -1 - lax.iota(rows.dtype, rows.size)
     rows = jnp.where(indexing.in_range(rows, table.shape[0]), rows, empty)

@@ -1,17 +1,19 @@
 """SelectedRows: an array of which only some rows are stored.
 
-A `SelectedRows` of height V holds n slots, each a row id and that row's values. The
-gradient of a lookup is one, so are an optimizer's update and a pulled part of a table.
+A `SelectedRows` of height V has n slots, each with a row id and that row's values. The
+gradient of a lookup is one, and so are an optimizer's update and the rows pulled from a
+store.
 
-Invariants, which every operation here keeps and none relies on the user for:
+Invariants, which every operation keeps:
 
-- a slot whose id is not in `[0, height)` is *empty*; makers write `height` there.
-  Empty slots may hold anything in `values`: every operation ignores them.
+- a slot whose id is not in `[0, height)` is *empty*, usually with id `height`. Every
+  operation ignores the values of empty slots, which may be anything.
 - duplicates are allowed and mean their sum.
 - the number of slots (`capacity`) is static, so everything works under `jit`.
+- in arithmetic the dtype of the values wins: a strongly typed scalar never widens it.
 
 Sharp edges: `jax.tree.map` over a `SelectedRows` also visits its ids. Use
-`SelectedRows.map` for the values alone, and put optax transformations inside
+`SelectedRows.map` for the values, and put optax transformations inside
 `sparsejax.optim.lazy`, not around it.
 """
 
@@ -42,32 +44,32 @@ Rows = TypeVar("Rows", bound="SelectedRows")
 class SelectedRows:
     """Rows of a `[height, ...]` array, by id.
 
-    Stands for the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
-    zero in every row that no slot names. The gradient of a table under
-    `sparsejax.value_and_grad` is one, and so are an optimizer's update and the
-    rows pulled from a `sparsejax.store.KVStore`. Everything works under `jit`:
+    Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, zero
+    in all other rows. The gradient of a table under `sparsejax.value_and_grad`
+    is one, and so are an optimizer's update and the rows pulled from a
+    `sparsejax.store.KVStore`. Everything works under `jit`:
 
-    - `to_dense()`, `from_dense(x)`: to the array, and of one.
+    - `to_dense()`, `from_dense(x)`: to and from an array.
     - `coalesce()`: each row once, duplicates summed, ids ascending.
     - `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
-    - `map(f)`, `astype(dtype)`: change the values alone.
-    - `a + b`, `a - b`: of two; with an array, an array. `a * 2`, `a / 2`,
+    - `map(f)`, `astype(dtype)`: change only the values.
+    - `a + b`, `a - b`, with an array the result is an array; `a * 2`, `a / 2`,
       `a * b`.
-    - `shape`, `dtype`, `ndim`: of the array stood for.
+    - `shape`, `dtype`, `ndim`: of the dense array.
     - `capacity`, `num_rows()`, `filled()`, `safe_rows()`: about the slots.
 
     `jax.tree.map` over a SelectedRows changes its ids too: use `map`, and put
-    optax transformations inside of `sparsejax.optim.lazy`, not around it.
+    optax transformations inside `sparsejax.optim.lazy`, not around it.
 
     Args:
       rows: integer `[n]`, the id of each slot; `rows[i] == height` is an empty
         slot. An integer type too narrow for `height` is widened.
       values: `[n, ...]`, any dtype, the values of each slot.
-      height: int, the number of rows of the array stood for.
+      height: int, the number of rows of the dense array.
 
     Raises:
       TypeError: `rows` are not integers, or `height` is not an int.
-      ValueError: the shapes do not go together.
+      ValueError: the shapes do not match.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -89,12 +91,12 @@ class SelectedRows:
     values: jax.Array
     height: int
 
-    # numpy must hand `array + selected_rows` to us instead of looping over objects.
+    # `array + selected_rows` must call our __radd__, not NumPy's loop over objects.
     __array_ufunc__ = None
 
     def __init__(self, rows: Any, values: Any, height: int):
-        # Only a user's call comes here: pytree code goes through `tree_unflatten`,
-        # which may carry tracers, ShapeDtypeStructs or plain placeholders.
+        # Only users call this: pytree code goes through `tree_unflatten`, whose
+        # children may be tracers, ShapeDtypeStructs or placeholders.
         call = "SelectedRows"
         rows = _arguments.array_or_spec(call, _arguments.saturate(rows), "rows")
         values = _arguments.array_or_spec(call, values, "values")
@@ -136,7 +138,7 @@ class SelectedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array stood for: `(height, *values.shape[1:])`."""
+        """Shape of the dense array: `(height, *values.shape[1:])`."""
         return (self.height, *self.values.shape[1:])
 
     @property
@@ -146,7 +148,7 @@ class SelectedRows:
 
     @property
     def ndim(self) -> int:
-        """Rank of the array stood for."""
+        """Rank of the dense array."""
         return len(self.values.shape)
 
     @property
@@ -159,10 +161,8 @@ class SelectedRows:
         return jnp.sum(self.filled(), dtype=jnp.int32)
 
     def __repr__(self) -> str:
-        rows, values = (
-            _arguments.show_spec(self.rows),
-            _arguments.show_spec(self.values),
-        )
+        rows = _arguments.show_spec(self.rows)
+        values = _arguments.show_spec(self.values)
         if not _arguments.is_concrete(self.rows) or self.rows.ndim != 1:
             return f"SelectedRows(rows={rows}, values={values}, height={self.height})"
         ids = np.asarray(self.rows)
@@ -184,15 +184,15 @@ class SelectedRows:
 
         Args:
           x: `[V, ...]`.
-          capacity: int, slots of the result. Left out, it is the number of non-zero
-            rows, or V inside `jit`, where that number is not known.
+          capacity: int, slots of the result. By default the number of non-zero rows,
+            or V inside `jit`, where that number is not known.
 
         Returns:
           SelectedRows of height V.
 
         Raises:
-          ValueError: more non-zero rows than `capacity`. Inside `jit`, where it cannot
-            be raised, all values come out as NaN instead.
+          ValueError: more non-zero rows than `capacity`. Inside `jit` this cannot be
+            raised, and all values become NaN instead.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -205,7 +205,7 @@ class SelectedRows:
         call = "SelectedRows.from_dense"
         x = _arguments.to_array(call, x, "x")
         if x.ndim == 0:
-            raise ValueError(f"{call}: a scalar has no rows. Give it one axis or more.")
+            raise ValueError(f"{call}: a scalar has no rows. Give x one axis or more.")
         used = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
         count = jnp.sum(used, dtype=jnp.int32)
         if capacity is None:
@@ -219,7 +219,7 @@ class SelectedRows:
         return cls(rows, values, height)
 
     def to_dense(self) -> jax.Array:
-        """The array stood for, `[height, ...]`; duplicates are summed.
+        """The dense array, `[height, ...]`; duplicates are summed.
 
         Types narrower than float32 are summed in float32 and rounded once; the sum of
         booleans is whether any is true.
@@ -254,22 +254,22 @@ class SelectedRows:
     ) -> Any:
         """The same array with every row at most once: ids ascending, empty slots last.
 
-        `values'[j] = sum_{i: rows[i] == rows'[j]} values[i]`, summed in the order of
-        the slots and, for types narrower than float32, in float32. Rows whose sum is
-        zero are kept. Equal input gives equal bits.
+        `values'[j] = sum_{i: rows[i] == rows'[j]} values[i]`, summed in slot order, and
+        in float32 for narrower types. Rows whose sum is zero are kept. Equal input
+        gives equal bits.
 
         Args:
-          capacity: int, slots of the result. The default, `min(n, height)`, always
-            holds every row.
+          capacity: int, slots of the result. The default, `min(n, height)`, is always
+            enough.
           return_overflow: also return how many distinct rows did not fit.
 
         Returns:
           SelectedRows, or `(SelectedRows, overflow)` with an int32 scalar. On overflow
-          the rows with the largest ids are left out.
+          the rows with the largest ids are dropped.
 
         Raises:
-          ValueError: rows do not fit and `return_overflow` is not set. Inside `jit`,
-            where it cannot be raised, all values come out as NaN instead.
+          ValueError: rows do not fit and `return_overflow` is not set. Inside `jit`
+            this cannot be raised, and all values become NaN instead.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -299,7 +299,7 @@ class SelectedRows:
         return SelectedRows(rows, values, self.height)
 
     def get(self, ids: Any) -> jax.Array:
-        """The rows of `ids`, in the order asked; zeros where a row is not stored.
+        """The rows of `ids`, in that order; zeros where a row is not stored.
 
         Args:
           ids: integers of any shape.
@@ -337,13 +337,13 @@ class SelectedRows:
         return indexing.take_rows(merged.values, jnp.where(stored, slot, none)), stored
 
     def retain(self, ids: Any) -> "SelectedRows":
-        """Only the rows named in `ids`; the other slots become empty.
+        """Only the rows in `ids`; the other slots become empty.
 
         Args:
-          ids: integers of any shape; repeated ids change nothing.
+          ids: integers of any shape; repetitions have no effect.
 
         Returns:
-          SelectedRows of the same capacity, slots in the same places.
+          SelectedRows of the same capacity, slots in the same order.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -362,13 +362,13 @@ class SelectedRows:
     def map(self, f: Callable[[jax.Array], jax.Array]) -> "SelectedRows":
         """The same ids with `f(values)`.
 
-        With duplicates, a function that is not linear wants `.coalesce()` first.
+        With duplicates, call `.coalesce()` first if `f` is not linear.
 
         Args:
           f: `[n, ...] -> [n, ...]`; the row shape may change.
 
         Raises:
-          ValueError: `f` gives another number of slots.
+          ValueError: `f` changes the number of slots.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -408,7 +408,7 @@ class SelectedRows:
         if np.ndim(other):
             return _add_to_array(other, self)
         if isinstance(other, (int, float)) and other == 0:
-            return self  # so that Python's sum() works
+            return self  # sum() starts with 0
         raise TypeError(
             f"SelectedRows + {other}: adding a scalar would change all "
             f"{self.height} rows, stored or not. Call .to_dense() first, or use "
@@ -468,14 +468,14 @@ class SelectedRows:
     def __rtruediv__(self, other: Any) -> NoReturn:
         raise TypeError(_NO_DIVISION_BY_ROWS)
 
-    # -- for the modules beside this one -----------------------------------------
+    # -- slots -------------------------------------------------------------------
 
     def filled(self) -> jax.Array:
-        """Which slots name a row, bool `[n]`."""
+        """Which slots are not empty, bool `[n]`."""
         return indexing.in_range(self.rows, self.height)
 
     def safe_rows(self) -> jax.Array:
-        """`rows` with everything that is out of range written as `height`."""
+        """`rows`, with `height` for every id out of range."""
         _check_rows("SelectedRows", self.rows)
         return jnp.where(
             self.filled(), self.rows, _arguments.scalar(self.height, self.rows)
@@ -494,10 +494,10 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     """The sum of several SelectedRows of one shape, as one with all their slots.
 
     `concatenate([a, b]).to_dense() == a.to_dense() + b.to_dense()`. Nothing is
-    merged: the capacity is the sum of theirs.
+    merged: the capacities add up.
 
     Args:
-      parts: at least one SelectedRows; heights and row shapes equal, dtypes promoted.
+      parts: one or more SelectedRows of equal shape; dtypes are promoted.
 
     Returns:
       SelectedRows.
@@ -564,8 +564,8 @@ def _is_arraylike(x: Any) -> bool:
 def _check_same_shape(call: str, a: Any, b: Any) -> None:
     if a.shape != b.shape:
         raise ValueError(
-            f"{call}: shapes {a.shape} and {b.shape} differ; both must stand for "
-            "arrays of one shape."
+            f"{call}: shapes {a.shape} and {b.shape} differ. Both must represent "
+            "arrays of the same shape."
         )
 
 
@@ -588,15 +588,15 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
     array = jnp.asarray(array)
     if array.shape != rows.shape:
         raise ValueError(
-            f"SelectedRows + array: shapes {rows.shape} and {array.shape} differ; "
-            "there is no broadcasting of a SelectedRows."
+            f"SelectedRows + array: shapes {rows.shape} and {array.shape} differ, and "
+            "a SelectedRows is not broadcast."
         )
     _check_rows("SelectedRows + array", rows.rows)
     wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
     if wide == array.dtype:
         return indexing.add_rows(array, rows.safe_rows(), rows.values.astype(wide))
     # Sums of bfloat16, or float32 updates of bfloat16 weights: add in the wide type and
-    # round once, on the rows alone. Added one by one, small updates would be lost.
+    # round once, for these rows only. Added one by one, small updates would be lost.
     merged = rows.astype(wide).coalesce()
     new = indexing.take_rows(array, merged.rows).astype(wide) + merged.values
     return indexing.set_rows(array, merged.rows, new.astype(array.dtype))

@@ -12,8 +12,8 @@ from sparsejax._rows.html import MUTED, box, number, shape, table, text
 from sparsejax._segments import elements
 
 
-_SEGMENTS, _CELLS = 10, 16  # of a SegmentTensor, and half as many a level deeper
-# Hues far apart, in turn; a segment is known by its place as well as by its colour.
+_SEGMENTS, _CELLS = 10, 16  # half as many one level deeper
+# Distinct hues, in turn.
 _HUES = (210, 30, 140, 280, 0, 180)
 
 
@@ -33,16 +33,16 @@ def segments(x: Any) -> str:
     return box("SegmentTensor", title, parts)
 
 
-def _segment_cells(x: Any, leaf: Any, room: int) -> Iterable[tuple[int, str]]:
+def _segment_cells(x: Any, leaf: Any, most: int) -> Iterable[tuple[int, str]]:
     """The first segments, each as cells of its elements."""
     ids = np.asarray(x.segment_ids)
-    places = [np.flatnonzero(ids == k) for k in range(min(room, x.num_segments))]
+    places = [np.flatnonzero(ids == k) for k in range(min(most, x.num_segments))]
     shown = np.concatenate([np.zeros(0, int), *(p[:_CELLS] for p in places)])
     if elements.is_nested(leaf):
         inner = dict(_inner_cells(leaf))
         texts = [inner.get(int(place), "…") for place in shown]
     else:
-        # At once, and of the values only what is shown leaves the device.
+        # One gather: only the values shown leave the device.
         values = np.asarray(leaf[shown]) if len(shown) else ()
         texts = [number(v) if np.ndim(v) == 0 else shape(v) for v in values]
     for k, mine in enumerate(places):
@@ -55,7 +55,7 @@ def _segment_cells(x: Any, leaf: Any, room: int) -> Iterable[tuple[int, str]]:
 def _inner_cells(leaf: Any) -> Iterable[tuple[int, str]]:
     """Inner segments are elements of the outer ones: enough of them to show."""
     for path, array in elements.leaves_with_path(leaf.values):
-        if not path:  # of a map, the keys would not fit into a cell
+        if not path:  # the keys of a map would not fit into a cell
             yield from _segment_cells(leaf, array, _SEGMENTS * _CELLS // 2)
 
 

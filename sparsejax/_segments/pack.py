@@ -1,7 +1,6 @@
 """pack_segments and unpack_segments: segments to rows of equal length, and back.
 
-Both only move elements, by one gather an array whose indices are computed from the
-lengths; so their gradients move them back.
+Both are one gather per array, with indices computed from the lengths.
 """
 
 from typing import Any
@@ -13,16 +12,11 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-from sparsejax._segments import SegmentTensor
+from sparsejax._segments import SegmentTensor, elements
 
 
 _PACK = "sparsejax.pack_segments"
 _UNPACK = "sparsejax.unpack_segments"
-
-_PADDED = (
-    "{call}: padded must be an array [S, L, ...], or a tree of such arrays that agree "
-    "in S and L, got {found}."
-)
 
 
 def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any:
@@ -31,18 +25,18 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
     `out[s, j]` is element j of segment s, zero where the segment has none.
 
     Args:
-      st: SegmentTensor, whose values are an array `[n, ...]` or a tree of such.
-      max_length: int L. What a segment has beyond is cut, and gets no gradient.
+      st: SegmentTensor, whose values are an array `[n, ...]` or a tree of arrays.
+      max_length: int L. Further elements of a segment are cut and get no gradient.
       return_mask: also return which slots hold an element.
 
     Returns:
-      `[S, max_length, ...]`, or a tree of such, of the values' dtypes. With
-      `return_mask` the pair of this and bool `[S, max_length]`. Differentiable in the
+      `[S, max_length, ...]`, or a tree of such arrays, of the values' dtypes. With
+      `return_mask` a pair of this and bool `[S, max_length]`. Differentiable in the
       values.
 
     Raises:
-      TypeError: `st` is no SegmentTensor, or has one among its values.
-      ValueError: `max_length` is no static, non-negative int.
+      TypeError: `st` is not a SegmentTensor, or its values contain one.
+      ValueError: `max_length` is not a static, non-negative int.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -65,11 +59,12 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
             f"{_PACK}: st must be a SegmentTensor, got {_arguments.kind_of(st)}. Make "
             "one with SegmentTensor.from_lengths(data, lengths)."
         )
-    nested = jax.tree.leaves(st.values, is_leaf=_is_segments)
-    if any(_is_segments(leaf) for leaf in nested):
+    if any(
+        elements.is_nested(leaf) for _, leaf in elements.leaves_with_path(st.values)
+    ):
         raise TypeError(
-            f"{_PACK}: st has a SegmentTensor among its values, whose elements have no "
-            "place in an array. Pack that first, and pass what comes out as the values."
+            f"{_PACK}: the values of st contain a SegmentTensor. Pack that one first, "
+            "and use the result as values."
         )
     max_length = _arguments.static_int(_PACK, "max_length", max_length)
     if not st.is_sorted:
@@ -87,21 +82,21 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
 def unpack_segments(padded: Any, lengths: Any) -> SegmentTensor:
     """The first `lengths[s]` elements of each row s of `padded`, as segments.
 
-    The inverse of `pack_segments`: what that cut is not there any more, so a length
-    above L counts as L.
+    The inverse of `pack_segments`, except for elements that it cut: a length above L
+    counts as L.
 
     Args:
       padded: `[S, L, ...]`, or a tree of such arrays.
       lengths: int `[S]`.
 
     Returns:
-      SegmentTensor of S segments, whose capacity is the number of elements. Inside
-      `jit`, where that is not known, it is S * L, and the elements come first.
-      Differentiable in `padded`.
+      SegmentTensor of S segments. Its capacity is the number of elements, or S * L
+      inside `jit`, where that is not known; empty elements come last. Differentiable
+      in `padded`.
 
     Raises:
       TypeError: `lengths` are not integers.
-      ValueError: the shapes do not go together.
+      ValueError: the shapes do not match.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -118,14 +113,17 @@ def unpack_segments(padded: Any, lengths: Any) -> SegmentTensor:
     padded = jax.tree.map(as_array, padded, is_leaf=is_list)
     shapes = {x.shape[:2] for x in jax.tree.leaves(padded)}
     if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):
-        found = [x.shape for x in jax.tree.leaves(padded)]
-        raise ValueError(_PADDED.format(call=_UNPACK, found=f"shapes {found}"))
+        raise ValueError(
+            f"{_UNPACK}: padded must be an array [S, L, ...], or a tree of such arrays "
+            "with equal S and L, got shapes "
+            f"{[x.shape for x in jax.tree.leaves(padded)]}."
+        )
     ((rows, width),) = shapes
     lengths = _arguments.as_integers(_UNPACK, lengths, "lengths")
     if lengths.shape != (rows,):
         raise ValueError(
-            f"{_UNPACK}: lengths must have shape [{rows}], as padded has rows, got "
-            f"{lengths.shape}."
+            f"{_UNPACK}: lengths must have shape [{rows}], one for each row of padded, "
+            f"got {lengths.shape}."
         )
     capacity = rows * width
     if _arguments.is_concrete(lengths):
@@ -133,19 +131,12 @@ def unpack_segments(padded: Any, lengths: Any) -> SegmentTensor:
         capacity = int(lengths.sum())
     lengths = jnp.clip(jnp.asarray(lengths), 0, width).astype(jnp.int32)
     ends = jnp.cumsum(lengths, dtype=_arguments.index_dtype(rows * width))
-    place = lax.iota(ends.dtype, capacity)
-    row = jnp.searchsorted(ends, place, side="right").astype(ends.dtype)
-    source = row * width + place - indexing.take_rows(ends - lengths, row)
+    position = lax.iota(ends.dtype, capacity)
+    row = jnp.searchsorted(ends, position, side="right").astype(ends.dtype)
+    source = row * width + position - indexing.take_rows(ends - lengths, row)
     source = jnp.where(row < rows, source, rows * width)
     values = jax.tree.map(
         lambda x: indexing.take_rows(x.reshape(rows * width, *x.shape[2:]), source),
         padded,
     )
     return SegmentTensor.from_lengths(values, lengths)
-
-
-# ------------------------------------------------------------------ private
-
-
-def _is_segments(x: Any) -> bool:
-    return isinstance(x, SegmentTensor)

@@ -1,7 +1,7 @@
-"""unique and partition: lists of ids, sorted out before a table is read by them.
+"""unique and partition: distinct ids, and ids grouped by shard.
 
-Ids here are keys of any integer type, hashes and negative numbers too, of which no
-table says what is out of range. So none is dropped and none is cut to 32 bits.
+Ids here are keys of any integer type, including hashes and negative numbers. There is
+no table yet, so no id is out of range: none is dropped and none is cut to 32 bits.
 """
 
 from typing import Any
@@ -22,25 +22,25 @@ _PARTITION = "sparsejax.partition"
 def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The distinct ids, ascending, in an array of static size.
 
-    `out[inverse[i]] == ids[i]`. With it a table is read once for each id of a batch,
-    however often the batch names it: `sj.lookup(table, out)[inverse]`.
+    `out[inverse[i]] == ids[i]`. A table is then read once for each distinct id of a
+    batch: `sj.lookup(table, out)[inverse]`.
 
     Args:
-      ids: integers of any type and shape; negative ones and the largest of the type
-        are ids as any other.
+      ids: integers of any type and shape; negative values and the largest of the type
+        are allowed.
       capacity: int, slots of the result. `ids.size` always suffices.
 
     Returns:
       `(out [capacity], inverse int32[*ids.shape], count int32[])`. `out` has the type
-      of `ids`; its slots from `count` on hold the largest value of that type, which no
-      table has as a row if it is of 32 bits (cast narrower ids before, and look up with
-      another mode than "clip"). `count` is the true number of distinct ids: where it is
-      greater than `capacity`, the greatest ids are left out of `out`, and `inverse` of
-      those is `capacity`, a slot out of range.
+      of `ids`; its slots from `count` on hold the largest value of that type, which is
+      out of range of any table if the type has 32 bits (cast narrower ids first, and do
+      not look up with mode "clip"). `count` is the true number of distinct ids. If it
+      exceeds `capacity`, the largest ids are missing in `out`, and their `inverse` is
+      `capacity`, which is out of range.
 
     Raises:
       TypeError: `ids` are not integers.
-      ValueError: `capacity` is no static, non-negative int; or 64-bit ids that do not
+      ValueError: `capacity` is not a static, non-negative int; or 64-bit ids do not
         fit into 32 bits, without `jax_enable_x64`.
 
     Example:
@@ -57,8 +57,8 @@ def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     capacity = _arguments.check_capacity(_UNIQUE, capacity)
     largest = int(jnp.iinfo(ids.dtype).max)
     flat = ids.reshape(-1)
-    # The plan takes `largest` for no id at all. As one it comes last: after the others,
-    # where the padding is that looks like it.
+    # The plan treats `largest` as an empty slot. As an id it comes last, where the
+    # padding has the same value.
     out, slot, others = indexing.merge_plan(flat, largest, capacity)
     is_largest = flat == _arguments.scalar(largest, flat)
     slot = jnp.where(is_largest, jnp.minimum(others, np.int32(capacity)), slot)
@@ -67,25 +67,25 @@ def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def partition(ids: Any, num_parts: int) -> SegmentTensor:
-    """Ids grouped by their remainder: which shard each goes to, and from where.
+    """Ids grouped by their remainder: the shard of each id, and its position.
 
     Segment p holds the ids with `ids[i] mod num_parts == p`, in the order given. The
-    remainder is Python's, so a negative id wraps up: -1 is in the last part.
+    remainder is Python's, never negative: -1 is in the last part.
 
     Args:
       ids: integers of any type and shape.
-      num_parts: int, number of parts, at least 1.
+      num_parts: int, at least 1.
 
     Returns:
       SegmentTensor of `num_parts` segments and `ids.size` elements, whose values are
-      `{"id": [n], "position": int32[n]}`: `ids.reshape(-1)[position] == id`. So
-      `rows_of_ids[position]` sends along what belongs to the ids, and
-      `jnp.zeros_like(x).at[position].set(x)` brings answers back into their order.
+      `{"id": [n], "position": int32[n]}`, with `ids.reshape(-1)[position] == id`. So
+      `x[position]` groups values that belong to the ids in the same way, and
+      `jnp.zeros_like(x).at[position].set(x)` restores the original order.
 
     Raises:
       TypeError: `ids` are not integers.
-      ValueError: `num_parts` is no static int of at least 1; or 64-bit ids that do not
-        fit into 32 bits, without `jax_enable_x64`.
+      ValueError: `num_parts` is not a static, positive int; or 64-bit ids do not fit
+        into 32 bits, without `jax_enable_x64`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -114,20 +114,17 @@ def partition(ids: Any, num_parts: int) -> SegmentTensor:
 
 
 def _keys(call: str, ids: Any) -> jax.Array:
-    """Ids as a JAX array of their own values; an error where that cannot be."""
+    """Ids as a JAX array, or an error if JAX would cut them to 32 bits."""
     ids = _arguments.as_integers(call, ids)
-    if (
-        isinstance(ids, np.ndarray)
-        and ids.itemsize == 8
-        and not _arguments.x64_enabled()
-    ):
+    is_wide = isinstance(ids, np.ndarray) and ids.itemsize == 8
+    if is_wide and not _arguments.x64_enabled():
         low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
         limits = jnp.iinfo(jnp.int32 if ids.dtype.kind == "i" else jnp.uint32)
         if low < limits.min or high > limits.max:
             raise ValueError(
-                f"{call}: ids of {ids.dtype} reach from {low} to {high}, and without "
+                f"{call}: ids of {ids.dtype} range from {low} to {high}, and without "
                 "64-bit types JAX would cut them to 32 bits. Set jax_enable_x64, or "
-                "hash them to 32 bits first."
+                "hash the ids to 32 bits first."
             )
         ids = ids.astype(limits.dtype)
     return jnp.asarray(ids)

@@ -21,7 +21,7 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-from sparsejax._segments import SegmentTensor
+from sparsejax._segments import SegmentTensor, elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Segments:
 
     def broadcast(self, rows: jax.Array) -> jax.Array:
         """Each element's segment's row, zeros where it has no segment, `[n, ...]`."""
-        if self.count == 0:  # JAX gathers nothing from no rows, not even zeros
+        if self.count == 0:  # JAX cannot gather from no rows
             return jnp.zeros((*self.ids.shape, *rows.shape[1:]), rows.dtype)
         return rows.at[self.ids].get(
             mode="fill",
@@ -108,7 +108,7 @@ def over_segments(
     )
 
     def one(path, x):
-        if isinstance(x, SegmentTensor):
+        if elements.is_nested(x):
             raise ValueError(
                 f"{call}: the values of the SegmentTensor contain another SegmentTensor"
                 f" at values{jax.tree_util.keystr(path)}. Reduce that one first: the "
@@ -125,8 +125,7 @@ def over_segments(
         auto: Any = jax.sharding.auto_axes(of_ids, out_sharding=out_sharding)
         return auto(x, segments.ids, *arrays)
 
-    is_leaf = lambda x: isinstance(x, SegmentTensor)
-    return jax.tree_util.tree_map_with_path(one, values, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(one, values, is_leaf=elements.is_nested)
 
 
 def check_arguments(
