@@ -468,7 +468,13 @@ def test_errors_of_assign():
     fails(ValueError, r"shape \(1, 2, 3\).*got \(2, 3\)", table, rows[None], values)
     fails(ValueError, r"got \(\).*broadcast_to", table, rows, 1.0)
     ints = table.astype(jnp.int32)
-    fails(TypeError, "values of type float32 and a table of int32", ints, rows, values)
+    fails(
+        TypeError,
+        "values of type float32 do not fit into a table of int32",
+        ints,
+        rows,
+        values,
+    )
     fails(TypeError, "complex64.*float32", table, rows, values.astype(jnp.complex64))
 
 
@@ -491,5 +497,21 @@ def test_errors_of_weighted_sum():
     fails(TypeError, "rows must be integers", table, 1, v[:, 0], v, 1)
     ints, w = table.astype(jnp.int32), v.astype(jnp.int32)
     fails(TypeError, "values v1 of type float32", ints, 1, rows, v, 1)
-    fails(TypeError, "weight w1 of type float32 and a table", ints, 1, rows, w, 0.5)
-    fails(TypeError, "weight w0 of type float32 and a table", ints, 0.5, rows, w, 1)
+    fails(
+        TypeError,
+        "weight w1 of type float32 do not fit into a table",
+        ints,
+        1,
+        rows,
+        w,
+        0.5,
+    )
+    fails(
+        TypeError,
+        "weight w0 of type float32 do not fit into a table",
+        ints,
+        0.5,
+        rows,
+        w,
+        1,
+    )

@@ -54,7 +54,7 @@ def scatter_assign(table: Any, rows: Any, values: Any) -> jax.Array:
     table = _as_table(_ASSIGN, table)
     flat, shape = _flat_rows(_ASSIGN, table, rows)
     values = _flat_values(_ASSIGN, "values", values, shape, table)
-    _check_lossless(_ASSIGN, "values", values.dtype, table.dtype)
+    _check_kind(_ASSIGN, "values", values.dtype, table.dtype)
     return indexing.set_rows(table, flat, values.astype(table.dtype))
 
 
@@ -115,9 +115,9 @@ def scatter_weighted_sum(
     wide = indexing.promote(table.dtype, *(v.dtype for v in values))
     wide = indexing.accumulator_dtype(wide)
     for i, v in enumerate(values, 1):
-        _check_lossless(_WEIGHTED_SUM, f"values v{i}", v.dtype, table.dtype)
+        _check_kind(_WEIGHTED_SUM, f"values v{i}", v.dtype, table.dtype)
     for i, w in enumerate(weights):
-        _check_lossless(_WEIGHTED_SUM, f"weight w{i}", w.dtype, table.dtype)
+        _check_kind(_WEIGHTED_SUM, f"weight w{i}", w.dtype, table.dtype)
     w0, *weights = (w.astype(wide) for w in weights)
 
     total = jnp.zeros((flat.size, *table.shape[1:]), wide)
@@ -182,13 +182,13 @@ def _weight(i: int, weight: Any) -> jax.Array:
     return weight.reshape(())
 
 
-def _check_lossless(call: str, name: str, found: Any, want: Any) -> None:
+def _check_kind(call: str, name: str, found: Any, want: Any) -> None:
     """Accepts narrower floats, but no floats in a table of integers."""
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(found, kind) and not jnp.issubdtype(want, kind):
             raise TypeError(
-                f"{call}: a table of {want} cannot hold the result for {name} of type "
-                f"{found}. Cast one of them with .astype."
+                f"{call}: {name} of type {found} do not fit into a table of {want}. "
+                "Cast one of them with .astype."
             )
 
 
