@@ -9,12 +9,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import sparsejax as sj
 from helpers import assert_no_dense, compile_as_users_do
-from sparsejax.optim import lazy
+from sparsejax.optim import dynamic_loss_scale, lazy
+from sparsejax.optim._lazy import gather_scatter, probe
+from sparsejax.optim._optimizers import base, weight_decay
+from sparsejax.optim._wrappers import rounding
 
 
 V, D, N = 200_003, 64, 1024
@@ -27,8 +31,10 @@ TXS = {
 
 
 def _program(tx):
-    lifted = lazy(tx)
+    return _step_of(lazy(tx))
 
+
+def _step_of(lifted):
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, rows, values):
         grads = {"table": sj.SelectedRows(rows, values, V), "bias": jnp.ones(D)}
@@ -81,3 +87,81 @@ def test_a_donated_step_runs():
     new_params, state = step(params, state, grads)
     assert params.is_deleted() and moments.is_deleted()
     assert jnp.all(jnp.isclose(new_params[3], 0.9)) and jnp.all(new_params[4] == 1)
+
+
+# ------------------------------------------------------------------ what XLA honours
+
+
+@pytest.mark.loose_promotion
+def test_a_step_that_may_be_skipped_is_in_place():
+    """`update_if`: neither branch of the `cond` copies a table."""
+    step, args = _step_of(dynamic_loss_scale(lazy(optax.adam(0.1))))
+    compiled = compile_as_users_do(step.lower(*args))
+    assert not re.findall(rf"= f32\[{V},{D}\]\S* copy\(", compiled.as_text())
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    table_bytes = 4 * V * D
+    assert memory.temp_size_in_bytes < 0.1 * table_bytes
+    assert memory.alias_size_in_bytes >= 3 * table_bytes
+
+
+def test_the_scatter_is_of_unique_sorted_rows():
+    """`scatter_rows`: what XLA is told about the ids reaches the compiled program."""
+
+    def write(table, ids, values):
+        rows = sj.SelectedRows(ids, values, 40)
+        return gather_scatter.scatter_rows(rows, table, values)
+
+    args = jnp.ones((40, 8)), jnp.arange(8), jnp.ones((8, 8))
+    text = compile_as_users_do(jax.jit(write).lower(*args)).as_text()
+    scatters = re.findall(r"= f32\[40,8\]\S* scatter\(.*", text)
+    assert len(scatters) == 1
+    assert "unique_indices=true" in scatters[0]
+    assert "indices_are_sorted=true" in scatters[0]
+
+
+def test_no_select_follows_a_guarded_division():
+    """`divide` and `root`: with a select around the result they are not vectorised."""
+    f = jax.jit(lambda a, b: base.divide(base.root(a), b))
+    text = compile_as_users_do(f.lower(jnp.ones(64), jnp.ones(64))).as_text()
+    assert re.search(r"ROOT \S+ = f32\[64\]\S* divide\(", text), text
+    of_divisor = re.findall(r"= f32\[64\]\S* select\(", text)
+    assert len(of_divisor) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_rounding_to_16_bits_and_back_is_kept(dtype):
+    """`rounding`: XLA must not drop float32 -> 16 bits -> float32, though it may where
+    excess precision is allowed: the update would not be that of rounded weights."""
+
+    def apply(weights, update):
+        return rounding._apply(weights, weights.astype(jnp.float32), update, None)[0]
+
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.standard_normal((64, 8)), dtype)
+    update = jnp.asarray(rng.standard_normal((64, 8)), jnp.float32)
+    compiled = compile_as_users_do(jax.jit(apply).lower(weights, update))
+    new = np.asarray(weights, np.float32) + np.asarray(update)
+    rounded = np.asarray(jnp.asarray(new).astype(dtype)).astype(np.float32)
+    expected = rounded - np.asarray(weights, np.float32)
+    np.testing.assert_array_equal(compiled(weights, update), expected)
+
+
+def test_a_sum_of_two_floats_keeps_both():
+    """`weight_decay`: XLA must not simplify (a + b) - a, nor reorder the sum."""
+    rng = np.random.default_rng(0)
+    high = rng.uniform(1, 100, 500).astype(np.float32)
+    low = (high * rng.uniform(-(2**-25), 2**-25, 500)).astype(np.float32)
+    x = (10.0 ** rng.uniform(-7, 0, 500)).astype(np.float32)
+    total = jnp.stack([jnp.asarray(high), jnp.asarray(low)])
+    add = jax.jit(jax.vmap(weight_decay._add, in_axes=(1, 0)))
+    compiled = compile_as_users_do(add.lower(total, jnp.asarray(x)))
+    got = np.asarray(compiled(total, jnp.asarray(x)), np.float64).sum(axis=1)
+    wide = [a.astype(np.float64) for a in (high, low, x)]
+    np.testing.assert_allclose(got, sum(wide), rtol=2.0**-46)
+
+
+def test_probes_compile_without_optimization():
+    """`compile_probe`: the option exists, so that `lazy(tx).init` stays quick."""
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    lowered.compile(compiler_options=probe.COMPILE_FAST)

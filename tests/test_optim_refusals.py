@@ -49,6 +49,9 @@ def test_things_are_no_transformations():
         lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
         lambda tx: optax.partition({"t": tx, "d": optax.sgd(LR)}, lambda p: "t"),
         lambda tx: optax.masked(tx, True),
+        lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("exact", tx)),
+        lambda tx: optax.with_extra_args_support(tx),
+        lambda tx: optax.chain(optax.masked(optax.chain(tx, optax.clip(1.0)), True)),
     ],
 )
 def test_exact_is_not_lifted(wrap):
@@ -170,3 +173,79 @@ def test_refused_under_tracing_too():
             init(PARAMS)
     with pytest.raises(ValueError, match="optax.partition"):
         tx.update(_grads(), optax.lamb(LR).init(PARAMS), PARAMS)
+
+
+# ------------------------------------------------------------------ check=False
+
+
+def scale_by_table(updates, state, params=None, *, rates):
+    """Row by row, but it cannot be tried: `rates` is a dict, not a number."""
+    del params
+    new = jax.tree.map(lambda g, s: 0.9 * s + g, updates, state)
+    step = {
+        "bias": -new["bias"],
+        "emb": {"table": -rates["table"] * new["emb"]["table"]},
+    }
+    return step, new
+
+
+def momentum_by_table():
+    init = lambda params: jax.tree.map(jnp.zeros_like, params)
+    return optax.GradientTransformationExtraArgs(init, scale_by_table)
+
+
+def test_a_wrong_refusal_can_be_overruled():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), momentum_by_table())
+    assert not sj.optim.is_row_separable(tx, PARAMS)
+    with pytest.raises(
+        ValueError, match=r"scale_by_table: it cannot be run.*lazy\(tx, check=False\)"
+    ):
+        lazy(tx).init(PARAMS)
+
+    lifted, rates = lazy(tx, check=False), {"table": 0.5}
+    state, params = lifted.init(PARAMS), PARAMS
+    dense_state, dense = tx.init(PARAMS), PARAMS
+    update = jax.jit(lifted.update)
+    rows = sj.SelectedRows(jnp.array([7, 2, 7, V]), jnp.ones((4, D)), V)
+    for _ in range(3):
+        grads = _grads(rows)
+        updates, state = update(grads, state, params, rates=rates)
+        assert isinstance(updates["emb"]["table"], sj.SelectedRows)
+        params = optax.apply_updates(params, updates)
+        grads = _grads(rows.to_dense())
+        updates, dense_state = tx.update(grads, dense_state, dense, rates=rates)
+        dense = optax.apply_updates(dense, updates)
+    assert jnp.allclose(params["emb"]["table"], dense["emb"]["table"], rtol=1e-6)
+    assert jnp.allclose(params["bias"], dense["bias"], rtol=1e-6)
+    untouched = jnp.delete(params["emb"]["table"], jnp.array([2, 7]), axis=0)
+    assert jnp.all(untouched == 1)
+
+
+def test_the_way_out_is_named_only_where_it_is_one():
+    """Not for optax's own: what was found about these is known to be right."""
+    table = {"table": jnp.ones((V, D))}
+    mean = lambda g, s, p=None: (jax.tree.map(lambda x: x - jnp.mean(x, 0), g), s)
+    transposed = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape[::-1]), params)
+    for tx, is_one in [
+        (optax.GradientTransformation(lambda p: (), mean), True),
+        (optax.stateless(lambda g, p: mean(g, ())[0]), True),
+        (optax.GradientTransformation(transposed, lambda g, s, p=None: (g, s)), False),
+        (optax.lamb(LR), False),
+        (optax.chain(optax.adam(LR), optax.adaptive_grad_clip(0.1)), False),
+        (optax.MultiSteps(optax.adam(LR), 2), False),
+    ]:
+        with pytest.raises(ValueError, match="cannot be lifted") as error:
+            lazy(tx).init(table)
+        assert ("check=False" in str(error.value)) == is_one
+
+
+def test_nothing_overrules_what_cannot_be_done():
+    """exact is not lifted, and state without a row for each row cannot be cut."""
+    with pytest.raises(TypeError, match="lazy: sparsejax.optim.exact .*caught up"):
+        lazy(sj.optim.exact(optax.sgd(LR)), check=False)
+    transposed = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape[::-1]), params)
+    tx = optax.GradientTransformation(transposed, lambda g, s, p=None: (g, s))
+    tx, rows = lazy(tx, check=False), _grads()["emb"]["table"]
+    table = jnp.ones((V, D))
+    with pytest.raises(ValueError, match="grads, which has.* one row for each row"):
+        tx.update(rows, tx.init(table), table)
