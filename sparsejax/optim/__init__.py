@@ -1,13 +1,13 @@
 """Optimizers whose step costs what the batch touches.
 
-`lazy(tx)` is where to start: any optax transformation that works row by
-row, on the rows that a gradient names. It equals dense training for SGD and
-Adagrad; momentum and Adam stand still in rows that are not read.
-`exact(tx)` trains as those do on dense gradients, to rounding.
+Start with `lazy(tx)`: it runs any optax transformation that works row by row
+on the rows of a gradient. It equals dense training for SGD and Adagrad; with
+momentum and Adam, rows that are not read are not updated. `exact(tx)` trains
+as these do on dense gradients, to rounding.
 
 Around an optax transformation
 
-- `lazy`: runs it on the rows that a gradient names.
+- `lazy`: runs it on the rows of a gradient.
 - `exact`: brings rows up to date before they are read.
 - `exact_value_and_grad`: finds these rows, and differentiates.
 - `accumulate`: one step for k gradients.
@@ -18,16 +18,16 @@ Around an optax transformation
 Optimizers, to be put into `lazy(...)`
 
 - `ftrl`: FTRL-proximal, which makes weights exactly zero.
-- `adagrad`: with eps beside the root, as PyTorch has it.
+- `adagrad`: with eps outside of the root, as in PyTorch.
 - `rowwise_adagrad`, `group_adagrad`: one accumulator for each row.
 - `rowwise_adam`, `partial_rowwise_lamb`: one second moment for each row.
 - `row_count_adam`: bias correction by how often a row was touched.
-- `weight_decay`: decoupled, missed steps made up for; `flush_weight_decay`
-  does so for all rows.
+- `weight_decay`: decoupled; a touched row also gets the steps that it missed.
+  `flush_weight_decay` does this for all rows.
 
 Questions
 
-- `is_row_separable`: whether `lazy(tx)` can be.
+- `is_row_separable`: whether `lazy(tx)` is possible.
 - `is_lazy_exact`: whether `lazy(tx)` trains as `tx` does on dense
   gradients.
 - `global_norm`: of a tree with SelectedRows in it.

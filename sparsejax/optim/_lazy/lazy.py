@@ -66,8 +66,8 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
         `optax.masked` this is decided for each leaf.
       check: whether to try out that `tx` is row-separable, and to refuse it if not.
         Pass False for a transformation of your own that is row-separable but refused,
-        because it cannot run on the small table of the test, say. Nothing checks the
-        result then: if a row's step does depend on other rows, training is wrong.
+        for example because it cannot run on the small table of the test. Nothing is
+        checked then: if a row's step does depend on other rows, training is wrong.
 
     Returns:
       `optax.GradientTransformationExtraArgs`.

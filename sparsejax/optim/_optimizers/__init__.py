@@ -1,1 +1,1 @@
-"""Optimizers that optax does not have, for dense and SelectedRows gradients."""
+"""Optimizers that optax does not have; `base.py` says how to write one."""

@@ -1,1 +1,1 @@
-"""Transformations around a transformation: accumulate, rounding, loss scale."""
+"""Wrappers: gradient accumulation, rounding of 16-bit tables, loss scaling."""
