@@ -252,7 +252,7 @@ def test_layers_that_are_no_fields():
         more = [sj.nn.Dense(1, 2)]
 
     for block, name in ((Bare(), "item"), (Unannotated(), "more")):
-        said = f"no dataclass field, '{name}', .*frozen dataclass with annotated fields"
+        said = f"not dataclass fields, '{name}', .*frozen dataclass with annotated fie"
         for call in (
             lambda block=block: make(block),
             block.tables,

@@ -1,18 +1,17 @@
 """SparseBlock: a model whose tables stay in a store, which gives it the rows it needs.
 
 A table that is larger than the device cannot be a parameter. So a block says first,
-from the inputs alone, which rows it will read (`row_ids`); a driver pulls those and
-hands them in as `tables`, beside the dense `params` (`sparse_forward`). What comes back
-for a table is a gradient of the same rows, which is pushed.
+from the inputs alone, which rows it will read (`row_ids`). A driver such as `Trainer`
+pulls them and passes them as `tables`, separate from the dense `params`, to
+`sparse_forward`. The gradient of a table has the same rows, and is pushed.
 
 Invariant: `row_ids` runs on the host, outside of `jit`; `sparse_forward` is a pure
-function for inside. Between them nothing is shared but the inputs, so whatever
-`sparse_forward` reads and `row_ids` did not name was not pulled. A table that was not
-is an error (`NotPulledError`); a row that was not reads NaN, or is an error too under
-`mode="error"`.
+function for inside of it. They share nothing but the inputs, so `sparse_forward` must
+read only what `row_ids` returned. A table that was not pulled is a `NotPulledError`; a
+row that was not pulled reads NaN, and under `mode="error"` is an error too.
 
-In place of pulled rows a table may be given as an array, all of it: a block then is an
-ordinary model, which is how the tests know what is right.
+A table may also be given as a whole array. Then a block is an ordinary model, which is
+what the tests compare with.
 """
 
 import abc
@@ -30,11 +29,11 @@ from sparsejax._rows import indexing, is_selected_rows
 
 
 class NotPulledError(KeyError):
-    """A table that `sparse_forward` uses, and that `row_ids` did not name.
+    """`sparse_forward` uses a table that `row_ids` did not return.
 
-    Raised when `sparse_forward` is traced, before anything is computed. A row that was
-    not pulled, of a table that was, is another matter: it reads NaN, or is an error
-    under `mode="error"`.
+    Raised when `sparse_forward` is traced, before anything is computed. It is about
+    whole tables: a row that was not pulled, of a table that was, reads NaN, or is an
+    error under `mode="error"`.
 
     Args:
       message: which table, in which block, what was pulled, and what to do.
@@ -53,7 +52,7 @@ class NotPulledError(KeyError):
     """
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError's own shows the message as a quoted key
+        return str(self.args[0])  # KeyError's own would quote the message
 
 
 class RowSparseTableError(TypeError):
@@ -62,14 +61,14 @@ class RowSparseTableError(TypeError):
 
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
-    """What a block asks of the store: a table's shape, type and first values.
+    """The table that a block needs in the store: shape, dtype and first values.
 
     Args:
       shape: `(num_rows, ...)`.
       dtype: of the weights.
-      initializer: `(key, shape, dtype) -> array`, as those of `jax.nn.initializers`.
-        The store calls it for each row with shape `(1, ...)`, when that row is first
-        read. None for zeros.
+      initializer: `(key, shape, dtype) -> array`, such as those of
+        `jax.nn.initializers`. The store calls it for each row with shape `(1, ...)`,
+        when that row is first read. None for zeros.
 
     Example:
       >>> import sparsejax as sj
@@ -84,11 +83,11 @@ class TableSpec:
 
 @jax.tree_util.register_pytree_with_keys_class
 class PulledTables(Mapping[str, Any]):
-    """The tables that were pulled, by name; any other name is a `NotPulledError`.
+    """The tables that were pulled, by name; any other name raises NotPulledError.
 
     Args:
       tables: a mapping of names to SelectedRows, or to arrays.
-      owner: str, the block they were pulled for, for the error.
+      owner: str, the block they were pulled for, named in the error.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -118,9 +117,10 @@ class PulledTables(Mapping[str, Any]):
             pulled = sorted(self._tables) or "none"
             raise NotPulledError(
                 f"{self._owner}: the table {name!r} is used in sparse_forward, but it "
-                f"was not pulled; pulled were {pulled}. Only what row_ids names is "
-                f"pulled: return {{{name!r}: ids}} from {self._owner}.row_ids(inputs) "
-                "too, with all the ids that sparse_forward reads."
+                f"was not pulled; pulled were {pulled}. Only the tables that row_ids "
+                f"returns are pulled: return {{{name!r}: ids}} from "
+                f"{self._owner}.row_ids(inputs) too, with all the ids that "
+                "sparse_forward reads."
             )
         return self._tables[name]
 
@@ -137,19 +137,19 @@ class PulledTables(Mapping[str, Any]):
 class SparseBlock(abc.ABC):
     """A model, or a part of one, whose tables are row-sparse and live in a store.
 
-    A subclass says which rows it needs, and what it computes of them:
+    A subclass defines which rows it needs, and what it computes from them:
 
       row_ids(inputs) -> {table name: ids}
       sparse_forward(tables, params, inputs) -> outputs
 
-    `sparse_forward` is called through the block, `block(tables, params, inputs)`; there
-    `tables` is a `PulledTables`, where a name that was not pulled is an error. A frozen
-    dataclass whose fields are layers and other blocks need not say more: `tables()` and
-    `init(key)` come from its fields. Else override them.
+    It is called as `block(tables, params, inputs)`. In `sparse_forward`, `tables` is a
+    `PulledTables`, in which a name that was not pulled is an error. A frozen dataclass
+    whose fields are layers and other blocks gets `tables()` and `init(key)` from its
+    fields; other subclasses override them.
 
     Raises:
-      NotPulledError: by the call, a table that `row_ids` did not name.
-      TypeError: by the call, a table was given to a layer that needs an array.
+      NotPulledError: in the call, a table that `row_ids` did not return.
+      TypeError: in the call, a table was given to a layer that needs an array.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -180,8 +180,8 @@ class SparseBlock(abc.ABC):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # However sparse_forward is called, its tables are checked. Only its own: what
-        # is inherited is wrapped already.
+        # So tables are checked however sparse_forward is called. An inherited one is
+        # wrapped already.
         super().__init_subclass__(**kwargs)
         if "sparse_forward" in vars(cls):
             cls.sparse_forward = _checked(vars(cls)["sparse_forward"])
@@ -190,9 +190,8 @@ class SparseBlock(abc.ABC):
     def row_ids(self, inputs: Any) -> dict[str, Any]:
         """The ids that `sparse_forward` will read of each table, integers of any shape.
 
-        Duplicates are fine. -1 says of an element that it reads no row, as padding
-        does; any other id out of range names no row either, and is taken for a mistake
-        by `Trainer`.
+        Duplicates are fine. -1 means that an element reads no row, such as padding;
+        `Trainer` refuses any other id out of range.
         """
 
     @abc.abstractmethod
@@ -205,14 +204,14 @@ class SparseBlock(abc.ABC):
         return self.sparse_forward(tables, params, inputs)
 
     def tables(self) -> dict[str, TableSpec]:
-        """The tables that a store has to hold, those of all blocks among the fields.
+        """The tables that the store must have, of all blocks among the fields.
 
         Raises:
-          ValueError: two blocks name one table and differ in what it is.
+          ValueError: two blocks have different tables of one name.
         """
         found: dict[str, TableSpec] = {}
         owners: dict[str, SparseBlock] = {}
-        for block in _blocks(self):
+        for block in _blocks([*_layer_fields(self).values()]):
             for name, spec in block.tables().items():
                 owner = owners.setdefault(name, block)
                 if found.setdefault(name, spec) != spec:
@@ -230,7 +229,7 @@ class SparseBlock(abc.ABC):
         return found
 
     def init(self, key: jax.Array) -> Any:
-        """The dense parameters: of each field that is a layer, by the field's name."""
+        """The dense parameters: those of each field that is a layer, by its name."""
         fields = _layer_fields(self)
         key = _arguments.as_key(f"{type(self).__name__}.init", key)
         keys = jax.random.split(key, max(len(fields), 1))
@@ -238,16 +237,16 @@ class SparseBlock(abc.ABC):
 
 
 def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """The union of several `row_ids`: ids of a table that is named twice are joined.
+    """The union of several `row_ids`: the ids of a table in several are concatenated.
 
     Args:
       *row_ids: mappings of table names to ids, integers of any shape.
 
     Returns:
-      dict of names to ids; `[n]` where they were joined, else as given.
+      dict of names to ids; `[n]` if they were concatenated, else as given.
 
     Raises:
-      TypeError: an argument is no mapping, or ids are not integers.
+      TypeError: an argument is not a mapping, or ids are not integers.
 
     Example:
       >>> import numpy as np, sparsejax as sj
@@ -255,17 +254,30 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
       >>> merged["item"].tolist()
       [3, 1, 3]
     """
+    call = "sparsejax.nn.merge_row_ids"
     merged: dict[str, Any] = {}
     for ids_of in row_ids:
         if not isinstance(ids_of, Mapping):
-            found = _arguments.kind_of(ids_of)
             raise TypeError(
-                "sparsejax.nn.merge_row_ids: each argument must be a dict of table "
-                f"names to ids, as row_ids gives it, got {found}."
+                f"{call}: each argument must be a dict of table names to ids, such as "
+                f"row_ids returns, got {_arguments.kind_of(ids_of)}."
             )
         for name, ids in ids_of.items():
-            _arguments.as_integers(f"sparsejax.nn.merge_row_ids: table {name!r}", ids)
-            merged[name] = _join(name, merged[name], ids) if name in merged else ids
+            new = _arguments.as_integers(f"{call}: table {name!r}", ids)
+            if name not in merged:
+                merged[name] = ids
+                continue
+            old = _arguments.as_integers(f"{call}: table {name!r}", merged[name])
+            if _arguments.is_concrete(old) and _arguments.is_concrete(new):
+                # In NumPy: nothing need be on a device.
+                merged[name] = np.concatenate(
+                    [np.ravel(x).astype(np.int64) for x in (old, new)]
+                )
+            else:
+                dtype = indexing.promote(old.dtype, new.dtype)
+                merged[name] = jnp.concatenate(
+                    [x.reshape(-1).astype(dtype) for x in (old, new)]
+                )
     return merged
 
 
@@ -273,17 +285,17 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` on PulledTables, and with an explanation where an array was needed."""
+    """`forward` on PulledTables; raises RowSparseTableError where it needs an array."""
 
     @functools.wraps(forward)
     def sparse_forward(self, tables, params, inputs):
         owner = type(self).__name__
         if not isinstance(tables, Mapping):
-            found = _arguments.kind_of(tables)
             raise TypeError(
                 f"{owner}: tables must be a mapping of names to pulled rows (a "
-                f"SelectedRows) or whole tables (an array), got {found}. "
-                "store.pull(name, ids) gives the rows of one."
+                "SelectedRows) or whole tables (an array), got "
+                f"{_arguments.kind_of(tables)}. store.pull(name, ids) gives the rows "
+                "of one."
             )
         if not isinstance(tables, PulledTables):
             tables = PulledTables(tables, owner)
@@ -335,7 +347,7 @@ def _needs_arrays(
 
 
 def _layer_fields(block: Any) -> dict[str, Any]:
-    """Those fields of a dataclass that are layers, or lists or dicts of layers."""
+    """The fields of a dataclass that are layers, or lists or dicts of layers."""
     fields: dict[str, Any] = {}
     if dataclasses.is_dataclass(block):
         fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
@@ -345,11 +357,11 @@ def _layer_fields(block: Any) -> dict[str, Any]:
     if stray := [n for n, x in known.items() if n not in fields and _is_layered(x)]:
         owner, found = type(block).__name__, " and ".join(map(repr, stray))
         raise TypeError(
-            f"{owner}: layers are kept in what is no dataclass field, {found}, so "
-            "their tables and parameters are not seen. Decorate it as a frozen "
-            "dataclass with annotated fields: @dataclasses.dataclass(frozen=True), "
-            "then item: SparseEmbedding = SparseEmbedding(...). Or override tables() "
-            "and init(key)."
+            f"{owner}: there are layers in attributes that are not dataclass fields, "
+            f"{found}, so their tables and parameters are not seen. Make {owner} a "
+            "frozen dataclass with annotated fields: "
+            "@dataclasses.dataclass(frozen=True), then item: SparseEmbedding = "
+            "SparseEmbedding(...). Or override tables() and init(key)."
         )
     return {name: x for name, x in fields.items() if _is_layered(x)}
 
@@ -359,7 +371,7 @@ def _is_layered(x: Any) -> bool:
         x = tuple(x.values())
     if isinstance(x, (list, tuple)):
         return bool(x) and all(map(_is_layered, x))
-    if isinstance(x, type):  # as annotations name
+    if isinstance(x, type):  # a class, not an instance
         return False
     return callable(getattr(x, "init", None)) and dataclasses.is_dataclass(x)
 
@@ -374,27 +386,9 @@ def _init(x: Any, key: jax.Array) -> Any:
 
 
 def _blocks(x: Any) -> Iterator[SparseBlock]:
-    """The blocks right below: among the fields, or in lists and dicts there."""
-    for field in _layer_fields(x).values():
-        yield from _flat(field)
-
-
-def _flat(x: Any) -> Iterator[SparseBlock]:
+    """The blocks that `x` is or holds in lists and dicts; not those within blocks."""
     if isinstance(x, SparseBlock):
         yield x
-    elif isinstance(x, Mapping):
-        for layer in x.values():
-            yield from _flat(layer)
-    elif isinstance(x, (list, tuple)):
-        for layer in x:
-            yield from _flat(layer)
-
-
-def _join(name: str, a: Any, b: Any) -> Any:
-    """Ids in one axis; NumPy's where both are known: nothing need be on a device."""
-    call = f"sparsejax.nn.merge_row_ids: table {name!r}"
-    a, b = _arguments.as_integers(call, a), _arguments.as_integers(call, b)
-    if not (_arguments.is_concrete(a) and _arguments.is_concrete(b)):
-        wide = indexing.promote(a.dtype, b.dtype)
-        return jnp.concatenate([x.reshape(-1).astype(wide) for x in (a, b)])
-    return np.concatenate([np.ravel(x).astype(np.int64) for x in (a, b)])
+    elif isinstance(x, (Mapping, list, tuple)):
+        for part in x.values() if isinstance(x, Mapping) else x:
+            yield from _blocks(part)

@@ -57,7 +57,7 @@ class Trainer:
       params: the dense parameters, which are copied; `block.init(key)` if left out.
       key: PRNG key or int, for first values.
       table_tx: optax transformation for all tables made here, or a dict of one for each
-        name. It is applied row by row, as by `sparsejax.optim.lazy`.
+        name. It is applied to rows, as `sparsejax.optim.lazy` does.
       inputs: `batch -> inputs` of the block; the batch itself if left out.
       tables: which dense parameters are tables on the device, as of
         `sparsejax.value_and_grad`; `tx` must be `lazy` then. None of them by default.
@@ -70,8 +70,8 @@ class Trainer:
         check raises before anything is updated. Parameters are not donated then.
       mode: what to do with ids out of range, as in `KVStore.pull`. "error" refuses the
         batch before anything is updated; -1 in `row_ids` means that no row is read,
-        such as for padding, and is no error. "drop" leaves such ids out: they read what
-        the block's own mode gives, which is NaN by default, and NaN in a loss spoils
+        such as for padding, and is accepted. "drop" leaves ids out of range out: they
+        read what the block's own mode gives, by default NaN, and NaN in a loss spoils
         all parameters.
 
     Raises:
@@ -475,7 +475,7 @@ class Trainer:
 def _check_arguments(
     block: Any, store: Any, loss: Any, tx: Any, inputs: Any, mode: Any, clip_norm: Any
 ) -> None:
-    """Those that need nothing but themselves, or an error."""
+    """An error if an argument alone is wrong; the others are checked with the store."""
     if isinstance(block, type):
         raise TypeError(
             f"{_CALL}: block is the class {block.__name__} itself. Make an instance: "

@@ -1,8 +1,8 @@
 """The layers of `sparsejax.nn` as modules of equinox.
 
 `Layer(layer, key=...)` is an equinox module around any layer: its parameters are its
-leaves, its call is the layer's. `Embedding(..., key=...)` and its like make the layer
-as well. Inputs may have a batch axis, so `jax.vmap` is not needed.
+leaves, its call is the layer's. `Embedding(..., key=...)` and the others make the layer
+and the module in one call. Inputs may have a batch axis, so `jax.vmap` is not needed.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ _CALL = "sparsejax.nn.equinox.Layer"
 
 
 class Layer(eqx.Module):
-    """An equinox module around a layer of `sparsejax.nn`, or one with its two methods.
+    """An equinox module around a layer of `sparsejax.nn`, or an object like one.
 
     Args:
-      layer: with `init(key) -> params` and `layer(params, *inputs)`; hashable.
-      *inputs: an input, for a layer whose sizes depend on it.
+      layer: has `init(key) -> params` and `layer(params, *inputs)`, and is hashable.
+      *inputs: an input, for a layer that takes its sizes from it.
       key: PRNG key.
 
     Example:

@@ -1,8 +1,8 @@
 """The layers of `sparsejax.nn` as modules of flax.linen.
 
 `Layer(layer)` is a linen module around any layer: its parameters are linen's, its call
-is the layer's. `Embedding(...)` and its like make the layer as well. For flax.nnx see
-`sparsejax.nn.nnx`.
+is the layer's. `Embedding(...)` and the others make the layer and the module in one
+call. For flax.nnx see `sparsejax.nn.nnx`.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ _CALL = "sparsejax.nn.flax.Layer"
 
 
 class Layer(linen.Module):
-    """A linen module around a layer of `sparsejax.nn`, or one with its two methods.
+    """A linen module around a layer of `sparsejax.nn`, or an object like one.
 
     Args:
-      layer: with `init(key) -> params` and `layer(params, *inputs)`; hashable.
-      name: the module's, as linen takes it.
+      layer: has `init(key) -> params` and `layer(params, *inputs)`, and is hashable.
+      name: of the module, as in linen.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -67,7 +67,7 @@ class Layer(linen.Module):
 
 
 def _constructor(kind: Any) -> Callable[..., Layer]:
-    # A class of its own, since linen names modules after their classes.
+    # Each has its own class, since linen names modules after their classes.
     module: Any = type(kind.__name__, (Layer,), {"__doc__": Layer.__doc__})
 
     def make(*args: Any, name: str | None = None, **fields: Any) -> Layer:

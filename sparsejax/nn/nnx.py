@@ -1,8 +1,8 @@
 """The layers of `sparsejax.nn` as modules of flax.nnx.
 
 `Layer(layer, rngs=...)` is an nnx module around any layer: its parameters are
-`nnx.Param`, its call is the layer's. `Embedding(..., rngs=...)` and its like make the
-layer as well.
+`nnx.Param`, its call is the layer's. `Embedding(..., rngs=...)` and the others make the
+layer and the module in one call.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ _CALL = "sparsejax.nn.nnx.Layer"
 
 
 class Layer(nnx.Module):
-    """An nnx module around a layer of `sparsejax.nn`, or one with its two methods.
+    """An nnx module around a layer of `sparsejax.nn`, or an object like one.
 
     Args:
-      layer: with `init(key) -> params` and `layer(params, *inputs)`; hashable.
-      *inputs: an input, for a layer whose sizes depend on it.
-      rngs: `nnx.Rngs`, of which `params` is used.
+      layer: has `init(key) -> params` and `layer(params, *inputs)`, and is hashable.
+      *inputs: an input, for a layer that takes its sizes from it.
+      rngs: `nnx.Rngs`; its stream `params` is used.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -44,7 +44,8 @@ class Layer(nnx.Module):
         self.layer: Any = check_layer(_CALL, layer)
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(
-                f"{_CALL}: rngs must be a flax.nnx.Rngs, as nnx.Rngs(0), got {rngs!r}."
+                f"{_CALL}: rngs must be a flax.nnx.Rngs, such as nnx.Rngs(0), got "
+                f"{rngs!r}."
             )
         made = init_for(layer, rngs.params(), *inputs[:1])
         self.params: nnx.Dict[Any] = nnx.Dict(
