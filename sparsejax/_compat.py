@@ -64,6 +64,15 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def placeholder(aval: Any) -> Any:
+    """An array of which only the type is known, for programs that are never run."""
+    return _placeholder_p.bind(aval=aval)
+
+
+_placeholder_p = Primitive("placeholder")
+_placeholder_p.def_abstract_eval(lambda *, aval: aval)
+
+
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Iterator[None]:
     """Whatever is bound inside keeps the equation's source line, scope and settings."""

@@ -347,6 +347,40 @@ def test_effects_and_randomness_are_kept(capfd):
     np.testing.assert_array_equal(g.to_dense(), jax.grad(fun)(TABLE, key))
 
 
+def test_collecting_binds_only_what_a_table_reaches(monkeypatch):
+    """An equation that no table reaches is bound for the trace and for the gradient."""
+    bound = []
+    bind = jax.lax.sin_p.bind
+    monkeypatch.setattr(
+        jax.lax.sin_p, "bind", lambda *xs, **kw: bound.append(xs) or bind(*xs, **kw)
+    )
+
+    sin = lambda x: jax.lax.sin(x)  # new, so that nothing is found in a cache
+
+    def fun(t, ids, x, key):
+        # Types that a placeholder must have: ids that depend on x, keys, loops.
+        ids = ids + sin(x).astype(ids.dtype)
+        noise = jax.random.normal(jax.random.split(key)[0], (3,))
+        step = lambda c, i: (c + sin(c) + t[i], sin(noise))
+        c, ys = jax.lax.scan(step, noise, ids)
+        branch = lambda f: lambda: jnp.sum(f(c) * t[ids[0]])
+        many = jax.lax.cond(x > 0, branch(sin), branch(jnp.cos))
+        rows = jax.jit(lambda t: sin(t[ids] @ c))(t)
+        return jnp.sum(rows) + many + jnp.sum(jax.checkpoint(lambda y: sin(y))(ys))
+
+    args = TABLE, jnp.array([3, 1]), jnp.float32(2.0), jax.random.key(0)
+    jax.make_jaxpr(fun)(*args)
+    traced = len(bound)
+    assert traced >= 6
+    bound.clear()
+    assert sj.explain(fun)(*args).leaves[0].rows_read == 5
+    assert len(bound) == traced
+    bound.clear()
+    g = jax.jit(sj.grad(fun))(*args)
+    assert isinstance(g, sj.SelectedRows)
+    np.testing.assert_allclose(g.to_dense(), jax.grad(fun)(*args), rtol=1e-5)
+
+
 def test_pulled_rows_as_a_table():
     pulled = sj.SelectedRows(jnp.array([7, 2, 40]), jnp.ones((3, 2)), 40)
 

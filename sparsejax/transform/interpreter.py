@@ -1,11 +1,11 @@
 """The walk: run a traced program again, with tables that are read by rows.
 
-A function of tables and other arrays is traced to a jaxpr and that jaxpr is run, one
+A function of tables and other arrays is traced to a jaxpr, and that jaxpr is run, one
 equation after the other, in an environment where a table is a `TableRef` instead of an
 array. An equation without a `TableRef` among its inputs is bound unchanged. For the
 others there is a rule per primitive, which may
 
-- *read rows*: `ctx.read(ref, ids)` gives the rows and notes that they were read;
+- *read rows*: `ctx.read(ref, ids)` gives the rows and records that they were read;
 - *pass the table on*: return `ref.then(...)`, another row-wise view of it;
 - decline with `NotImplemented`, as does a primitive that has no rule. Then the whole
   table is used, which is a dense use.
@@ -14,19 +14,22 @@ The same walk serves twice. Collecting (under `jax.eval_shape`, so that nothing 
 computed) it finds out which rows are read how often, and which uses are dense.
 Planting, it hands every read a zero *delta* of the shape of what was read; the gradient
 with respect to the deltas is the sparse gradient, and the ids read are its rows.
-`sparsejax.transform.grad` does both and packages the result.
+`plan.py` collects, `grad.py` plants and packages the result.
 
 Sharp edges:
 
-- Reads are numbered in program order, and both runs must number them alike. A rule may
+- Reads are numbered in program order, and both walks must number them alike. A rule may
   therefore branch on types, shapes and liveness, never on values.
-- Control flow runs its body as a walk of its own, with `Reads` of its own; what they
-  are is remembered by the `path` of the equation, since the second run must know how
-  many deltas to hand into the body before it has walked it.
+- The collecting walk binds only equations that a table reaches. What any other equation
+  computes is a placeholder there: a tracer of the right type, made when a rule asks for
+  it. So a large model around a lookup is traced twice, not three times.
+- Control flow runs its body as a walk of its own, with its own `Reads`. Their sites are
+  remembered by the `path` of the equation, since the planting walk must know how many
+  deltas to hand into the body before it walks it.
 - Only reads that the loss is differentiated through count (`ctx.live`). A dense use
-  that is not differentiated gets the plain array; it hinders nothing.
-- The interpreter knows no primitive by name: see `rules.py`, `control_flow.py`,
-  `shard.py`, and `sparsejax.extend.register_rule` for yours.
+  that is not differentiated gets the plain array; the table stays sparse.
+- The interpreter knows no primitive by name: see `rules/`, and
+  `sparsejax.extend.register_rule` for yours.
 """
 
 import dataclasses
@@ -330,12 +333,25 @@ def walk(
     live_variables = run.liveness.variables(jaxpr, live)
 
     def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+        if isinstance(atom, _compat.Literal):
+            return atom.val
+        return env[atom] if atom in env else _compat.placeholder(atom.aval)
+
+    def is_table(atom: Any) -> bool:
+        return not isinstance(atom, _compat.Literal) and isinstance(
+            env.get(atom), TableRef
+        )
 
     for number, eqn in enumerate(jaxpr.eqns):
+        made.update(dict.fromkeys(eqn.outvars, eqn))
+        has_table = any(map(is_table, eqn.invars))
+        has_refs = any(_compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        if not (has_table or has_refs or reads.planting):
+            continue  # `value` makes placeholders of what it computes, where needed
+
         inputs = [value(v) for v in eqn.invars]
         with _compat.equation_context(eqn):
-            if any(isinstance(x, TableRef) for x in inputs):
+            if has_table:
 
                 def producer(position: int, eqn=eqn):
                     atom = eqn.invars[position]
@@ -343,15 +359,12 @@ def walk(
                         return None
                     return made[atom], [value(v) for v in made[atom].invars]
 
-                refs = any(
-                    _compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars)
-                )
                 ctx = RuleContext(
                     run,
                     reads,
                     eqn,
                     (True,)
-                    if refs
+                    if has_refs
                     else tuple(v in live_variables for v in eqn.outvars),
                     _compat.user_line(eqn, where),
                     (*path, number),
@@ -360,9 +373,7 @@ def walk(
                 outputs = _apply_rule(ctx, inputs)
             else:
                 outputs = _compat.bind(eqn, inputs)
-        for v, x in zip(eqn.outvars, outputs):
-            env[v] = x
-            made[v] = eqn
+        env.update(zip(eqn.outvars, outputs))
     return [value(v) for v in jaxpr.outvars]
 
 
