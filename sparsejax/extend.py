@@ -1,19 +1,19 @@
 """Semi-public: teach sparsejax a primitive of yours.
 
-`value_and_grad` walks the traced program and asks, for every equation that
-a table goes into, the rule of that equation's primitive. A primitive
-without a rule uses the whole table, so the table's gradient is dense (or,
-under `tables=`, a `DensifyError`). With a rule it can read rows
+`value_and_grad` walks the traced program and calls, for every equation that
+takes a table, the rule of that equation's primitive. A primitive without a
+rule uses the whole table, so the table's gradient is dense (or, where
+`tables=` requires a sparse one, a `DensifyError`). A rule can read rows
 (`ctx.read`) or pass the table on (`ref.then`).
 
 - `register_rule`: how a primitive reads rows of a table, or passes it on.
 - `register_flow`: through which of its inputs the loss is differentiated.
-- `RuleContext`: what a rule is given, `ctx`.
-- `TableRef`: a table on its way to being read, `ref`.
+- `RuleContext`: `ctx`, the first argument of a rule.
+- `TableRef`: `ref`, a table that has not been read yet.
 
 This module keeps its names from release to release where JAX's own
 internals allow it; `sparsejax.transform.interpreter` explains the contract
-a rule has to keep.
+of a rule.
 """
 
 from collections.abc import Callable
@@ -38,21 +38,22 @@ def register_rule(*primitives: Any) -> Callable[[Callable], Callable]:
 
     - `ctx.read(ref, ids)` gives the rows `[*ids.shape, *ref.content]`, and their
       cotangents become the sparse gradient. An id out of range gets no gradient.
-    - `ctx.combine(ref, ids, out, spread)` notes rows of which only a linear combination
-      `out` is left; they need not be an array.
-    - `ref.then(fn)` is the table with `fn` applied to each row; change `shape=`,
-      `dtype=` or `row_axis=` along with it.
+    - `ctx.combine(ref, ids, out, transpose)` records a read of rows of which the
+      program has only a linear combination `out`; they need not be an array.
+    - `ref.then(fn)` is the table with `fn` applied to each row; pass `shape=`, `dtype=`
+      or `row_axis=` where `fn` changes them.
     - `ctx.dense(x)` is the whole array, which makes the gradient dense.
 
     Args:
       *primitives: `jax.extend.core.Primitive` objects, or their names. A later rule for
-        the same primitive takes the place of the earlier one.
+        the same primitive replaces the earlier one.
 
     Returns:
       A decorator that returns the rule unchanged.
 
     Raises:
-      TypeError: no primitive, or something that is neither a primitive nor a name.
+      TypeError: no primitive is passed, or a value that is neither a primitive nor a
+        name.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj

@@ -21,7 +21,7 @@ from helpers import (
     jitted,
 )
 from sparsejax._lookup.bag_sum import bag_sum
-from sparsejax._lookup.lowerings import cpu_bag, xla
+from sparsejax._lookup.lowerings import cpu, xla
 
 
 pytestmark = pytest.mark.window
@@ -193,7 +193,7 @@ def test_lowerings_give_what_the_reference_gives():
                 indices_are_sorted=is_sorted,
             )
             both = lambda *args, static=static: (
-                cpu_bag.bag_sum(*args, **static),
+                cpu.bag_sum(*args, **static),
                 xla.bag_sum(*args, **static),
             )
             a, b = jax.jit(both)(table, ids, *rest)

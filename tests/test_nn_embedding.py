@@ -348,7 +348,7 @@ def test_wrong_calls():
         TypeError, match=r"must be one array of ids, got an object of type dict"
     ):
         LAYER(params, nested)
-    with pytest.raises(ValueError, match="which bag each id is in is not known"):
+    with pytest.raises(ValueError, match="the bag of each id is unknown"):
         BAG(params, jnp.arange(3))
 
 

@@ -1,12 +1,12 @@
-"""bag_sum: weighted sums of a table's rows, one primitive, lowered for the platform.
+"""bag_sum: weighted sums of a table's rows, one primitive with a lowering per platform.
 
-It knows two layouts of bags. *Fixed*: `ids` are `[B, L]`, a bag a row. *Segmented*:
-`ids` are `[n]` and a second array says in which bag each element is. The rows read,
-`[n, ...]`, are not an array of the program in either; whether they are one of the
-compiled program is up to the platform's lowering.
+There are two layouts of bags. *Fixed*: `ids` are `[B, L]`, one bag per row.
+*Segmented*: `ids` are `[n]`, and a second array has the bag of each element. In both,
+the rows read, `[n, ...]`, are not an array of the traced program; the platform's
+lowering decides whether they are one of the compiled program.
 
-The primitive is linear in the table and in the weights, and is differentiated as
-itself: forward mode is another bag, the transpose scatters the bags' cotangents.
+The primitive is linear in the table and in the weights. Its JVP is the primitive again;
+its transpose scatters the cotangents of the bags.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from sparsejax import _arguments, _compat
-from sparsejax._lookup.lowerings import cpu_bag, xla
+from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._rows import indexing
 
 
@@ -38,8 +38,8 @@ def bag_sum(
       ids: integers, `[B, L]`, or `[n]` with `segment_ids`. Those out of range add
         nothing, whatever their weight.
       weights: of the shape of `ids` and the accumulator's type, or None for ones.
-      segment_ids: integers `[n]`; those out of range are in no bag.
-      num_bags: with `segment_ids`, static.
+      segment_ids: integers `[n]`; an element is dropped where it is out of range.
+      num_bags: static, with `segment_ids`.
       indices_are_sorted: whether `segment_ids` ascend.
 
     Returns:
@@ -54,7 +54,7 @@ def bag_sum(
     args = [table, ids]
     args += [] if segment_ids is None else [segment_ids]
     args += [] if weights is None else [weights]
-    # Arrays that a mesh lays out carry it in their types, which XLA's gather knows.
+    # XLA's gather handles arrays whose types have a sharding; the primitive does not.
     laid_out = any(_compat.is_laid_out(x) for x in args)
     plain = laid_out or not jnp.issubdtype(table.dtype, jnp.floating)
     if plain or 0 in (table.shape[0], ids.size, static["num_bags"]):
@@ -62,7 +62,7 @@ def bag_sum(
     return bag_sum_p.bind(*args, **static)
 
 
-def spread(
+def row_cotangents(
     cotangent: jax.Array,
     ids: jax.Array,
     *rest: jax.Array,
@@ -70,7 +70,7 @@ def spread(
     weighted: bool,
     **_: Any,
 ) -> jax.Array:
-    """The cotangent of each row read, `[*ids.shape, ...]`, from those of the bags."""
+    """Cotangents of the rows read, `[*ids.shape, ...]`, from those of the bags."""
     if segmented:
         out = indexing.take_rows(cotangent, rest[0])
     else:
@@ -87,14 +87,14 @@ def spread(
 def _table_transpose(ct, like, _, ids, *rest, segmented, **static):
     table = jnp.zeros(like.shape, like.dtype)
     if segmented:
-        rows = spread(ct, ids, *rest, segmented=True, **static)
+        rows = row_cotangents(ct, ids, *rest, segmented=True, **static)
         return indexing.add_rows(table, ids, rows.astype(like.dtype))
 
-    # A column of the bags at a time: no array of all the rows read.
+    # One column of the bags at a time, so that there is no array of all rows read.
     def add(j, table):
         column = lambda x: lax.dynamic_index_in_dim(x, j, 1)
         parts = [column(x) for x in (ids, *rest)]
-        rows = spread(ct, *parts, segmented=False, **static)
+        rows = row_cotangents(ct, *parts, segmented=False, **static)
         return indexing.add_rows(table, parts[0], rows.astype(like.dtype))
 
     return lax.fori_loop(0, ids.shape[1], add, table)
@@ -104,7 +104,7 @@ def _weights_transpose(ct, like, table, ids, *rest, segmented, num_bags, **_):
     del num_bags
     axes = tuple(range(ids.ndim, ids.ndim + table.ndim - 1))
     bags = rest[:1] if segmented else ()
-    each = spread(ct, ids, *bags, segmented=segmented, weighted=False)
+    each = row_cotangents(ct, ids, *bags, segmented=segmented, weighted=False)
     rows = indexing.take_rows(table, ids).astype(ct.dtype)
     return jnp.sum(each * rows, axis=axes).astype(like.dtype)
 
@@ -113,39 +113,37 @@ def _weights_transpose(ct, like, table, ids, *rest, segmented, num_bags, **_):
 
 
 def _batch(bind, args, axes, *, segmented, num_bags, **static):
-    """A batch of bags of one table is one larger set of bags of it."""
-    if axes[0] is not None:  # tables of their own
+    """Batched bags of one table are more bags of that table."""
+    if axes[0] is not None:  # a table for each example
         one = lambda *xs: xla.bag_sum(
             *xs, segmented=segmented, num_bags=num_bags, **static
         )
         return jax.vmap(one, in_axes=tuple(axes))(*args)
     size = next(x.shape[a] for x, a in zip(args, axes) if a is not None)
     table, *rest = args
-    rest = [_in_front(x, a, size) for x, a in zip(rest, axes[1:])]
+    rest = [
+        jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
+        for x, a in zip(rest, axes[1:])
+    ]
     if segmented:
-        rest = _number_bags(*rest, num_bags=num_bags, height=table.shape[0])
+        rest = _join_examples(*rest, num_bags=num_bags, height=table.shape[0])
     rest = [x.reshape(-1, *x.shape[2:]) for x in rest]
     total = size * num_bags
     out = bind(table, *rest, segmented=segmented, num_bags=total, **static)
     return out.reshape(size, num_bags, *out.shape[1:])
 
 
-def _in_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
-    if axis is None:
-        return jnp.broadcast_to(x, (size, *x.shape))
-    return jnp.moveaxis(x, axis, 0)
-
-
-def _number_bags(
+def _join_examples(
     ids: jax.Array,
     segment_ids: jax.Array,
     *weights: jax.Array,
     num_bags: int,
     height: int,
 ) -> Sequence[jax.Array]:
-    """Numbers the bags through; what was in none is in one of them, and reads nothing.
+    """Segment ids of one batch of bags, from those of each example.
 
-    So ids that ascend in each example ascend over all of them.
+    An element outside all bags of its example is moved into the nearest of them, where
+    its id is out of range. So segment ids that ascend in each example ascend in all.
     """
     inside = indexing.in_range(segment_ids, num_bags)
     ids = jnp.where(inside, ids, _arguments.scalar(height, ids))
@@ -164,7 +162,7 @@ def _number_bags(
 bag_sum_p = _compat.multilinear_primitive(
     "bag_sum",
     xla.bag_sum,
-    {"cpu": cpu_bag.bag_sum},
+    {"cpu": cpu.bag_sum},
     {0: _table_transpose, 2: _weights_transpose, 3: _weights_transpose},
     _batch,
 )

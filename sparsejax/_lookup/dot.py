@@ -1,8 +1,9 @@
-"""dot: a sparse matrix in rows (CSR) times a dense one, with a row-sparse gradient.
+"""dot: a CSR matrix times a dense one, with a row-sparse gradient.
 
-Invariant, as in `_lookup`: `dense` is read once, by one primitive whose operand is
-`dense` itself, and an element that counts nothing is out of range for it too. So the
-gradient of `dense` has the rows that the matrix names, and no others.
+Invariant, as in `lookup`: `dense` is read once, by one primitive whose operand is
+`dense` itself, and an element of the matrix that is dropped (its column or row is out
+of range) is out of range for that primitive too. So the gradient of `dense` has only
+the rows in the matrix's column indices.
 """
 
 from typing import Any
@@ -19,15 +20,6 @@ from sparsejax._segments import SegmentTensor
 
 _CALL = "sparsejax.dot"
 
-_ELEMENTS = (
-    "{call}: csr's values must be {{'index': int[n], 'value': dtype[n]}}, got {found}. "
-    "For ids that all count one, use value=jnp.ones(n)."
-)
-_NOT_DENSE = (
-    "{call}: dense must be a JAX or NumPy array, or a SelectedRows, of one axis or "
-    "more, got {found}."
-)
-
 
 def dot(
     csr: Any, dense: Any, *, transpose: bool = False, num_columns: int | None = None
@@ -40,12 +32,12 @@ def dot(
     SelectedRows of the rows in `index`, as a lookup's is of its ids.
 
     Args:
-      csr: `[S, C]`, a matrix stored by rows. A SegmentTensor with a segment a row and
-        values `{"index": int[n], "value": dtype[n]}`; or a scipy CSR matrix, or a
-        `jax.experimental.sparse.BCSR` without batch. Duplicates count each. A column
-        out of `[0, C)` counts nothing; it never wraps.
-      dense: `[C, ...]`, transposed `[S, ...]`. Or a SelectedRows of that shape, and
-        means what it stands for: a row that is not stored is zero.
+      csr: `[S, C]`. A SegmentTensor with one segment per row and values
+        `{"index": int[n], "value": dtype[n]}`; or a scipy CSR matrix; or a
+        `jax.experimental.sparse.BCSR` without batch dimensions. Duplicates add up. An
+        element whose column is outside `[0, C)` is dropped; columns never wrap.
+      dense: `[C, ...]`, transposed `[S, ...]`. Or a SelectedRows of that shape, whose
+        rows that are not stored are zeros.
       transpose: bool, multiply by the transposed matrix.
       num_columns: int C. Known from scipy's and BCSR's shapes, and from `dense` unless
         transposed; a SegmentTensor needs it with `transpose`.
@@ -53,11 +45,12 @@ def dot(
     Returns:
       `[S, ...]`. Transposed, a SelectedRows of height C with one slot for each element
       of the matrix, duplicates not merged. The dtype is the common one of `value` and
-      `dense`; sums are formed in at least float32.
+      `dense`; sums are accumulated in at least float32.
 
     Raises:
-      TypeError: `csr` is no such matrix, `dense` no array, or both are of booleans.
-      ValueError: the shapes do not go together, or `num_columns` is missing or wrong.
+      TypeError: `csr` is not such a matrix, `dense` is not an array, or both are
+        booleans.
+      ValueError: shapes do not match, or `num_columns` is missing or wrong.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -80,8 +73,16 @@ def dot(
     if num_columns is not None:
         num_columns = _arguments.static_int(_CALL, "num_columns", num_columns)
     csr, num_columns = _as_csr(csr, num_columns)
-    index, value, segment_ids = _elements(csr)
-    dense = _as_dense(dense)
+    index, value = _elements(csr)
+    segment_ids = csr.segment_ids
+    dense = _arguments.as_array(dense)
+    if not isinstance(dense, (jax.Array, SelectedRows)):
+        raise TypeError(
+            f"{_CALL}: dense must be a JAX or NumPy array, or a SelectedRows, got "
+            f"{_arguments.kind_of(dense)}."
+        )
+    if dense.ndim == 0:
+        raise ValueError(f"{_CALL}: dense must have at least one axis, got a scalar.")
     if transpose and num_columns is None:
         raise ValueError(
             f"{_CALL}: transpose=True needs the number of columns, which a "
@@ -103,7 +104,7 @@ def dot(
     counts = indexing.in_range(index, shape[1]) & indexing.in_range(
         segment_ids, shape[0]
     )
-    # What counts nothing may hold anything, in all three.
+    # A dropped element may hold anything, in all three.
     index = jnp.where(counts, index, _arguments.scalar(shape[1], index))
     dtype = indexing.promote(value.dtype, dense.dtype)
     if dtype == jnp.bool_:
@@ -118,16 +119,15 @@ def dot(
         dense.dtype
     )
     if in_one and not transpose:  # a row of the result is a bag of weighted rows
-        is_sorted = csr.is_sorted
         out = bag_sum(
-            dense, index, value, segment_ids, rows, indices_are_sorted=is_sorted
+            dense, index, value, segment_ids, rows, indices_are_sorted=csr.is_sorted
         )
         return out.astype(dtype)
     segment_ids = jnp.where(
         counts, segment_ids, _arguments.scalar(shape[0], segment_ids)
     )
     read, write = (segment_ids, index) if transpose else (index, segment_ids)
-    products = lookup.read_rows(_CALL, dense, read, None, "zero").astype(wide)
+    products = lookup.read(_CALL, dense, read, None, "zero").astype(wide)
     products *= indexing.append_axes(value, products.ndim)
     if transpose:
         return SelectedRows(write, products.astype(dtype), rows)
@@ -142,8 +142,8 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
     """`csr` as a SegmentTensor, and its number of columns where that is known."""
     if isinstance(csr, SegmentTensor):
         return csr, num_columns
-    # scipy and BCSR are known by what they have, so that neither need be imported.
-    # scipy's CSC has the same three arrays, and means another matrix by them.
+    # scipy and BCSR are recognized by their attributes, so that neither is imported.
+    # scipy's CSC has the same three arrays for another matrix.
     known = all(hasattr(csr, name) for name in ("indptr", "indices", "data", "shape"))
     if not known or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
         found = _arguments.kind_of(csr)
@@ -162,24 +162,20 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
     return SegmentTensor.from_offsets(values, jnp.asarray(csr.indptr)), csr.shape[1]
 
 
-def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Column, value and row of each element, or an error."""
+def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array]:
+    """Column and value of each element."""
     values = csr.values
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
-        keys = isinstance(values, dict)
-        found = f"a dict of {sorted(values)}" if keys else _arguments.kind_of(values)
-        raise TypeError(_ELEMENTS.format(call=_CALL, found=found))
+        is_dict = isinstance(values, dict)
+        found = f"a dict of {sorted(values)}" if is_dict else _arguments.kind_of(values)
+        raise TypeError(
+            f"{_CALL}: csr's values must be {{'index': int[n], 'value': dtype[n]}}, "
+            f"got {found}. For ids that all count one, use value=jnp.ones(n)."
+        )
     index, value = values["index"], jnp.asarray(values["value"])
     if value.ndim != 1 or jnp.shape(index) != value.shape:
-        found = f"shapes {jnp.shape(index)} and {value.shape}"
-        raise ValueError(_ELEMENTS.format(call=_CALL, found=found))
-    return index, value, csr.segment_ids
-
-
-def _as_dense(dense: Any) -> Any:
-    dense = _arguments.as_array(dense)
-    if not isinstance(dense, (jax.Array, SelectedRows)):
-        raise TypeError(_NOT_DENSE.format(call=_CALL, found=_arguments.kind_of(dense)))
-    if dense.ndim == 0:
-        raise ValueError(_NOT_DENSE.format(call=_CALL, found="a scalar"))
-    return dense
+        raise ValueError(
+            f"{_CALL}: csr's values must be {{'index': int[n], 'value': dtype[n]}}, "
+            f"got shapes {jnp.shape(index)} and {value.shape}."
+        )
+    return index, value

@@ -1,11 +1,11 @@
-"""embedding_bag: rows of a table, looked up and reduced bag by bag in one go.
+"""embedding_bag: rows of a table, looked up and reduced bag by bag in one operation.
 
-`sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and numbers computed from the
-weights alone; the rows that are read are then no array of the program. The other
+`sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and a divisor computed from
+the weights alone, so the rows that are read are not an array of the program. The other
 combiners, tables that are SelectedRows, and `max_norm` read the rows first.
 
-What is skipped (padding, and elements of no bag) is left out of every combiner: it is
-in no sum, no count and no maximum.
+Skipped elements (padding, and those of no bag) count in no combiner: not in a sum, not
+in a count, not in a maximum.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def embedding_bag(
     max_norm: float | None = None,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """Rows of `table` by id, reduced to one row a bag.
+    """Rows of `table` by id, reduced to one row per bag.
 
     With `x_i = table[ids[i]]` and weights `w_i` (1 by default), over the i of
     bag b:
@@ -52,29 +52,29 @@ def embedding_bag(
     - `"sum"`: `out[b] = sum w_i x_i`
     - `"mean"`: `out[b] = sum w_i x_i / sum w_i`
     - `"sqrtn"`: `out[b] = sum w_i x_i / sqrt(sum w_i^2)`
-    - `"max"`, `"min"`: of each column; ties share the gradient evenly
+    - `"max"`, `"min"`: per column; ties share the gradient evenly
     - `"logsumexp"`: `out[b] = log sum exp(x_i)`
-    - `"none"`: the rows themselves, as `sparsejax.lookup` gives them
+    - `"none"`: the rows themselves, as `sparsejax.lookup` returns them
 
-    A bag without elements gives zeros, whatever the combiner, and so do a mean
-    whose weights sum up to 0 and a sqrtn whose weights are all 0.
-    Differentiable in `table` and `weights`; under `sparsejax.grad` the gradient
-    of the table is a SelectedRows of a row for each id.
+    An empty bag gives zeros, whatever the combiner, and so do a mean whose
+    weights sum to 0 and a sqrtn whose weights are all 0. Differentiable in
+    `table` and `weights`; under `sparsejax.grad` the gradient of the table is a
+    SelectedRows with one row per id.
 
     Args:
       table: `[V, ...]`, as in `sparsejax.lookup`: an array, or a SelectedRows.
-      ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, each row a bag,
-        filled up with `padding_id`; or a SegmentTensor of ids.
-      segment_ids: integers `[n]`, the bag of each id; out of
-        `[0, num_segments)` an id is in no bag, and is not read.
-      num_segments: int, the number of bags; static. None means the largest
+      ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, one bag per row,
+        padded with `padding_id`; or a SegmentTensor of ids.
+      segment_ids: integers `[n]`, the bag of each id. An id whose segment is
+        outside `[0, num_segments)` is in no bag and is not read.
+      num_segments: static int, the number of bags. None means the largest
         segment id plus 1, outside of `jit` only.
-      weights: real numbers of the shape of `ids` (of its values), for sum, mean
+      weights: real numbers of the shape of `ids` (or its values), for sum, mean
         and sqrtn.
       combiner: how a bag is reduced.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
-        `"error"`, as in `sparsejax.lookup`. It counts in a mean, whatever it
-        reads.
+        `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean,
+        whatever it reads.
       padding_id: int, an id that is in no bag.
       max_norm: positive number, as in `sparsejax.lookup`.
       indices_are_sorted: whether `segment_ids` ascend, which is faster.
@@ -85,13 +85,13 @@ def embedding_bag(
       float32. For `"none"`, `[*ids.shape, *table.shape[1:]]`.
 
     Raises:
-      TypeError: `table`, `ids`, `weights`, `padding_id` or `max_norm` are of a
-        wrong kind.
-      ValueError: unknown `combiner` or `mode`, weights for a combiner that has
-        none, shapes that do not go together, or bags that are not given or
-        given twice.
-      checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of
-        range.
+      TypeError: `table`, `ids`, `weights`, `padding_id` or `max_norm` has a wrong
+        type or dtype.
+      ValueError: `combiner` or `mode` is unknown, `weights` are passed for a
+        combiner that takes none, shapes do not match, or the bags are missing
+        or passed twice.
+      checkify.JaxRuntimeError: ids are out of range, with mode `"error"` outside
+        of `jit`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -126,34 +126,32 @@ def embedding_bag(
         if segments is not None:
             skip = ~segments.inside if skip is None else skip | ~segments.inside
         if w is not None and skip is not None:
-            w = indexing.zero_unless(~skip, w)  # may be anything, and 0 * inf is NaN
+            w = indexing.zero_unless(~skip, w)  # it may be inf, and 0 * inf is NaN
         bags = _Bags(ids, skip, w, segments)
         in_one = isinstance(table, jax.Array) and max_norm is None
         if in_one and combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating):
             total = _fused_sum(table, bags, mode)
             return _divide(total, bags, combiner).astype(table.dtype)
-        rows = lookup.read_rows(_CALL, table, ids, skip, mode)
+        rows = lookup.read(_CALL, table, ids, skip, mode)
         if max_norm is not None:
             rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
         return _reduce_rows(rows, bags, combiner)
 
     if isinstance(ids, SegmentTensor):
         if not hasattr(ids.values, "dtype"):
-            found = _arguments.kind_of(ids.values)
             raise TypeError(
                 f"{_CALL}: the values of the SegmentTensor must be one array of ids, "
-                f"got {found}. Pass one of its arrays as "
-                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments); a "
-                "SegmentTensor among its values goes in by itself, "
-                "embedding_bag(table, st.values), and has a bag for each element out "
-                "here."
+                f"got {_arguments.kind_of(ids.values)}. Pass one of its arrays as "
+                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). If "
+                "its values are a SegmentTensor, pass that: embedding_bag(table, "
+                "st.values) has one bag for each of its segments."
             )
     else:
         if isinstance(ids, (list, tuple)):
             lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
             if len(lengths) > 1:
                 raise TypeError(
-                    f"{_CALL}: ids are lists of different lengths. Make bags of them: "
+                    f"{_CALL}: ids are lists of different lengths. Make them bags: "
                     "embedding_bag(table, SegmentTensor.from_lists(ids))."
                 )
         ids = _arguments.as_integers(_CALL, ids)
@@ -168,11 +166,11 @@ def embedding_bag(
 
 
 class _Bags:
-    """The elements of the bags: of fixed bags `[B, L]`, of segments `[n]`.
+    """The elements of the bags: `[B, L]` for fixed bags, `[n]` for segmented ones.
 
     Args:
-      ids: integers, as looked up.
-      skip: bool, which elements are in no bag; None for none.
+      ids: integers, the ids looked up.
+      skip: bool, which elements are in no bag; None if all are in one.
       weights: numbers, or None for ones.
       segments: None for fixed bags.
     """
@@ -182,7 +180,7 @@ class _Bags:
         self.segments = segments
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sums of `x`, a number or a row for each element, in each bag."""
+        """Sums per bag of `x`, a number or a row for each element."""
         if self.skip is not None:
             x = indexing.zero_unless(~self.skip, x)
         if self.segments is None:
@@ -195,18 +193,18 @@ class _Bags:
 
 
 def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
-    """`reduce` of ids that are a bag a row."""
+    """`reduce` of padded ids, one bag per row."""
     for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
         if given is not None and ids.ndim > 1:
             raise ValueError(
-                f"{_CALL}: ids of shape {ids.shape} are a bag a row, and {name} was "
-                "passed as well. Pass ids [n] with segment_ids, or leave it out."
+                f"{_CALL}: ids of shape {ids.shape} are one bag per row, and {name} "
+                "was passed as well. Pass ids [n] with segment_ids, or leave it out."
             )
     if ids.ndim < 2:
         raise ValueError(
-            f"{_CALL}: ids of shape {ids.shape} without segment_ids: which bag each id "
-            "is in is not known. Pass segment_ids and num_segments, a SegmentTensor, "
-            "or ids padded to [B, L], a bag a row."
+            f"{_CALL}: ids of shape {ids.shape} without segment_ids: the bag of each "
+            "id is unknown. Pass segment_ids and num_segments, a SegmentTensor, or ids "
+            "padded to [B, L], one bag per row."
         )
     out = reduce(ids.reshape(-1, ids.shape[-1]) if ids.ndim > 2 else ids, None)
     lead = ids.shape if out.ndim > table.ndim else ids.shape[:-1]
@@ -234,15 +232,15 @@ def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
 
 
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
-    """`weights` in the shape of `ids`, in the type sums of `dtype` are held in."""
+    """`weights` in the shape of `ids`, in the accumulator's type for `dtype`."""
     if isinstance(weights, SegmentTensor):
         raise TypeError(
             f"{_CALL}: weights must be an array, got a SegmentTensor. Pass "
-            "weights.values: they go with the values of ids, one by one."
+            "weights.values: one number for each of the values of ids."
         )
     weights = _arguments.to_array(_CALL, weights, "weights")
     if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
-        weights = weights.reshape(ids.shape)  # as the ids were
+        weights = weights.reshape(ids.shape)  # as was done to the ids
     if weights.shape != ids.shape:
         raise ValueError(
             f"{_CALL}: weights must have the shape of ids, {ids.shape}, one number for "
@@ -286,13 +284,13 @@ def _fused_sum(table: jax.Array, bags: _Bags, mode: str) -> jax.Array:
         bad &= ~bags.skip
     if mode == "error":
         lookup.check_none(_CALL, table, bad, bags.ids)
-    # Added, not put in its place: the other rows of the bag keep their gradients.
+    # NaN is added, so that the other rows of the bag keep their gradients.
     nan = jnp.where(bags.total(bad.astype(jnp.int32)) > 0, jnp.nan, 0)
     return total + indexing.append_axes(nan.astype(total.dtype), total.ndim)
 
 
 def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
-    """The weighted sum as a mean, or divided by the root of its weights' squares."""
+    """The weighted sum divided as `combiner` has it."""
     if combiner == "sum":
         return total
     dtype = indexing.float_accumulator_dtype(total.dtype)
@@ -311,7 +309,7 @@ def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
 
 
 def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
-    """The combiners, of rows that have been read."""
+    """The combiners, on rows that have been read."""
     if combiner == "none":
         return rows
     if combiner in _SUMS:
@@ -323,7 +321,7 @@ def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
         total = _divide(bags.total(x), bags, combiner)
         floats = jnp.issubdtype(rows.dtype, jnp.inexact)
         return total.astype(rows.dtype if floats or keeps else dtype)
-    segments = _one_after_another(bags)
+    segments = _flat_segments(bags)
     x = rows.reshape(-1, *rows.shape[bags.ids.ndim :])
     reduce = {"max": segment_max, "min": segment_min, "logsumexp": segment_logsumexp}
     return reduce[combiner](
@@ -335,8 +333,8 @@ def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
     )
 
 
-def _one_after_another(bags: _Bags) -> Segments:
-    """The segments of the flat elements, those that are skipped in none."""
+def _flat_segments(bags: _Bags) -> Segments:
+    """The segments of the flattened elements; skipped elements are in none."""
     if bags.segments is None:
         count, length = bags.ids.shape
         ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), length)

@@ -1,12 +1,12 @@
 """lookup: rows of a table by id, the front door of every embedding.
 
-One rule for ids: an id outside `[0, height)` names no row. It is never wrapped, and
-`mode` says what reading it gives.
+One rule for ids: an id outside `[0, height)` is out of range. It is never wrapped;
+`mode` says what it reads.
 
 Invariant: the table is read by exactly one `gather`, whose operand is the table itself,
 and an id that reads no row (out of range, or padding) is out of range for that gather
-too. So whoever walks the jaxpr sees which rows were read, and nothing of the table's
-size but the table.
+too. So a walk over the jaxpr sees which rows are read, and nothing but the table itself
+has its size.
 """
 
 import operator
@@ -23,17 +23,6 @@ from sparsejax._rows import SelectedRows, indexing
 
 _CALL = "sparsejax.lookup"
 _MODES = ("fill", "clip", "zero", "error")
-
-_BAD_IDS = (
-    "{call}: {{bad}} of {{total}} ids are out of range, the first is {{first}} and the "
-    "table has {{height}} rows. Correct the ids, name a padding_id, or use another "
-    "mode."
-)
-_NOT_PULLED = (
-    "{call}: {{bad}} of {{total}} ids name a row that the SelectedRows does not store, "
-    "the first is {{first}} and its height is {{height}}. Pull those rows first, name "
-    "a padding_id, or use mode='zero'."
-)
 
 
 # ------------------------------------------------------------------ public
@@ -55,39 +44,39 @@ def lookup(
     SelectedRows.
 
     Args:
-      table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, a part of a
-        table that was pulled: duplicates sum, and a row that is not stored
+      table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, the rows of
+        a table that were pulled: duplicates sum, and a row that is not stored
         counts as out of range.
       ids: integers of any type, shape and rank. Negative ids are out of range;
         they never wrap.
       mode: what an id that is out of range reads.
-        `"fill"`: NaN, and for other than floats what `jnp.take` fills with.
-        `"clip"`: the nearest row, 0 or V - 1. (In a SelectedRows that row may
-        not be stored either; then it reads as with `"fill"`.)
+        `"fill"`: NaN; for other dtypes than floats what `jnp.take` fills with.
+        `"clip"`: the nearest row, 0 or V - 1. (If a SelectedRows does not store
+        that row, it reads as with `"fill"`.)
         `"zero"`: zeros.
-        `"error"`: an error, through `jax.experimental.checkify`. Inside `jit`
-        the caller makes it a value with `checkify.checkify`; where nobody does,
-        JAX raises its own error that says so. Outside of `jit` it is raised at
-        once. The rows are those of `"fill"`.
+        `"error"`: raises an error through `jax.experimental.checkify`, at once
+        outside of `jit`. Inside `jit`, functionalize it with
+        `checkify.checkify`; without that JAX raises its own error, which says
+        so. The rows are those of `"fill"`.
       padding_id: int, an id that reads zeros and gets no gradient, whatever the
-        mode. Any int: -1, V and the id of a row will do. Compared with `ids` as
-        given.
+        mode. It can be any int (-1, V, the id of a row) and is compared with
+        `ids` before any conversion.
       max_norm: positive number. A row with a greater norm, over all its axes
-        and in at least float32, is scaled to it; all other rows stay as they
-        are, bit by bit. Gradients flow through the norm, as with TensorFlow's
-        `max_norm`. PyTorch's renormalises the table in place instead.
+        and in at least float32, is scaled to it; all other rows keep their
+        bits. Gradients flow through the norm, as with TensorFlow's `max_norm`.
+        (PyTorch's renormalizes the table in place.)
 
     Returns:
       `[*ids.shape, *table.shape[1:]]`, of the table's dtype.
 
     Raises:
-      TypeError: `table` is no array, `ids` are not integers, `padding_id` is no
-        static int, or `max_norm` is no static number or the table has no floats
-        to scale.
-      ValueError: `table` has no axes, an unknown `mode`, or `max_norm` not
+      TypeError: `table` is not an array, `ids` are not integers, `padding_id` is
+        not a static int, `max_norm` is not a static number, or `max_norm` is
+        passed with a table that is not of floats.
+      ValueError: `table` is a scalar, `mode` is unknown, or `max_norm` is not
         positive.
-      checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of
-        range.
+      checkify.JaxRuntimeError: ids are out of range, with mode `"error"` outside
+        of `jit`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -109,16 +98,16 @@ def lookup(
     padding = padding_mask(_CALL, ids, padding_id)
     max_norm = check_max_norm(_CALL, max_norm, table.dtype)
     ids = _arguments.as_ids(_CALL, ids, table.shape[0])
-    rows = read_rows(_CALL, table, ids, padding, mode)
+    rows = read(_CALL, table, ids, padding, mode)
     return rows if max_norm is None else clip_rows(rows, max_norm, table.ndim - 1)
 
 
 # ------------------------------------------------------------------ checks
-# `embedding_bag` takes the same arguments, hence the name of the call.
+# For `embedding_bag` and the layers too, hence `call`, the public name in errors.
 
 
 def as_table(call: str, table: Any) -> Any:
-    """`table` as a JAX array or a SelectedRows; else an error that names `call`."""
+    """`table` as a JAX array or a SelectedRows, or an error."""
     table = _arguments.as_array(table)
     if not isinstance(table, (jax.Array, SelectedRows)):
         raise TypeError(
@@ -135,7 +124,7 @@ def as_table(call: str, table: Any) -> Any:
 
 
 def check_mode(call: str, mode: Any) -> None:
-    """An error that names `call` unless `mode` is one of the four."""
+    """Raises unless `mode` is one of the four."""
     if mode not in _MODES:
         raise ValueError(
             f"{call}: mode must be one of 'fill', 'clip', 'zero' and 'error', got "
@@ -145,20 +134,20 @@ def check_mode(call: str, mode: Any) -> None:
 
 
 def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
-    """Which of `ids`, as given, are padding; None where `padding_id` is None."""
+    """Which of the unconverted `ids` are padding; None if `padding_id` is None."""
     if padding_id is None:
         return None
     try:
         padding = operator.index(padding_id)
     except TypeError:
-        found = _arguments.show(padding_id)
         raise TypeError(
-            f"{call}: padding_id must be a static int or None, got {found}. Pass a "
-            "Python int; inside jit it cannot be an argument that is traced."
+            f"{call}: padding_id must be a static int or None, got "
+            f"{_arguments.show(padding_id)}. Pass a Python int; inside jit it cannot "
+            "be a traced argument."
         ) from None
     limits = jnp.iinfo(ids.dtype)
     if not limits.min <= padding <= limits.max:
-        return jnp.zeros(ids.shape, bool)  # no id of this type can be it
+        return jnp.zeros(ids.shape, bool)  # no id of this type equals it
     return jnp.asarray(ids == _arguments.scalar(padding, ids))
 
 
@@ -167,18 +156,18 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
     if max_norm is None:
         return None
     try:
-        # A string that spells a number is no number.
+        # float("1.0") is 1.0, but a string is not a number.
         found = float("" if isinstance(max_norm, str) else max_norm)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        shown = _arguments.show(max_norm)
         raise TypeError(
-            f"{call}: max_norm must be a static number or None, got {shown}. Pass a "
-            "Python float; inside jit it cannot be an argument that is traced."
+            f"{call}: max_norm must be a static number or None, got "
+            f"{_arguments.show(max_norm)}. Pass a Python float; inside jit it cannot "
+            "be a traced argument."
         ) from None
     if not found > 0:
         raise ValueError(
             f"{call}: max_norm must be a positive number, got {max_norm}. Leave it out "
-            "for rows as they are."
+            "to keep the rows unscaled."
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
@@ -191,10 +180,10 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
 # ------------------------------------------------------------------ reading
 
 
-def read_rows(
+def read(
     call: str, table: Any, ids: jax.Array, padding: jax.Array | None, mode: str
 ) -> jax.Array:
-    """What `lookup` reads, of arguments that the functions above have checked."""
+    """The rows that `lookup` reads, from arguments checked by the functions above."""
     height = table.shape[0]
     wanted = ids
     if mode == "clip":
@@ -202,16 +191,14 @@ def read_rows(
     if padding is not None:
         wanted = jnp.where(padding, _arguments.scalar(height, ids), wanted)
 
-    partial = isinstance(table, SelectedRows)
-    if partial:
+    is_pulled = isinstance(table, SelectedRows)
+    if is_pulled:
         rows, found = table.find(wanted)
     else:
-        rows, found = (
-            indexing.take_rows(table, wanted),
-            indexing.in_range(wanted, height),
-        )
-    if mode == "zero" or (mode == "clip" and not partial):
-        return rows  # zeros where nothing was read
+        rows = indexing.take_rows(table, wanted)
+        found = indexing.in_range(wanted, height)
+    if mode == "zero" or (mode == "clip" and not is_pulled):
+        return rows  # zeros where no row was read
     bad = ~found if padding is None else ~(found | padding)
     if mode == "error":
         check_none(call, table, bad, ids)
@@ -220,7 +207,7 @@ def read_rows(
 
 
 def clip_ids(call: str, table: Any, ids: jax.Array) -> jax.Array:
-    """`ids`, those out of range replaced by that of the nearest row of `table`."""
+    """`ids`, with those out of range replaced by the nearest row of `table`."""
     height = table.shape[0]
     if height == 0 and ids.size:
         raise ValueError(
@@ -231,13 +218,25 @@ def clip_ids(call: str, table: Any, ids: jax.Array) -> jax.Array:
 
 
 def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
-    """An error, through `checkify`, where any of `ids` is `bad`."""
+    """Raises, through `checkify`, if any of `ids` is `bad`."""
     if ids.size == 0:
-        return  # no ids, of which argmax could not name the first
-    complaint = _NOT_PULLED if isinstance(table, SelectedRows) else _BAD_IDS
+        return  # argmax below needs at least one
+    # checkify fills in {bad}, {total}, {first} and {height} when the program runs.
+    if isinstance(table, SelectedRows):
+        message = (
+            f"{call}: {{bad}} of {{total}} ids are of rows that the SelectedRows does "
+            "not store, the first is {first} and its height is {height}. Pull those "
+            "rows first, pass a padding_id, or use mode='zero'."
+        )
+    else:
+        message = (
+            f"{call}: {{bad}} of {{total}} ids are out of range, the first is "
+            "{first} and the table has {height} rows. Correct the ids, pass a "
+            "padding_id, or use another mode."
+        )
     checkify.check(
         ~jnp.any(bad),
-        complaint.format(call=call),
+        message,
         bad=jnp.sum(bad, dtype=jnp.int32),
         total=np.array(ids.size),
         first=ids.reshape(-1)[jnp.argmax(bad.reshape(-1))],
@@ -248,7 +247,7 @@ def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
 def clip_rows(rows: jax.Array, max_norm: float, row_ndim: int) -> jax.Array:
     """`rows`, scaled to `max_norm` where the norm of their last axes is above it.
 
-    Every division and root is of a safe number, also where its result is not used: the
+    Every division and root is of a safe number, even where its result is not used: the
     gradient of `where` multiplies the unused branch's by zero, and 0 * inf is NaN.
     """
     axes = tuple(range(rows.ndim - row_ndim, rows.ndim))

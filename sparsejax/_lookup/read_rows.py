@@ -1,4 +1,4 @@
-"""read_rows: rows of a table by flat ids, one primitive, lowered for the platform."""
+"""read_rows: rows of a table by flat ids, a primitive with a lowering per platform."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
       `[n, ...]`, of the table's dtype.
     """
     table, ids = jnp.asarray(table), jnp.asarray(ids)
-    # Arrays that a mesh lays out carry it in their types, which XLA's gather knows.
+    # XLA's gather handles arrays whose types have a sharding; the primitive does not.
     if _compat.is_laid_out(table) or _compat.is_laid_out(ids):
         return xla.read_rows(table, ids)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:

@@ -198,7 +198,7 @@ class SparseLinear(SparseBlock):
         elements = csr.elements
         skip = ~indexing.in_range(elements.segment_ids, elements.num_segments)
         call = f"{_LINEAR} of the table {self.name!r}"
-        rows = lookup.read_rows(call, table, csr.index, skip, self.mode)
+        rows = lookup.read(call, table, csr.index, skip, self.mode)
         wide = indexing.accumulator_dtype(dtype)
         out = _matrix.sum_segments(csr, _matrix.scale(csr, rows, wide))
         if self.use_bias:

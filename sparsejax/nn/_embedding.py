@@ -231,7 +231,7 @@ class Embedding(TableLayer):
         if inside is not None:
             skip = ~inside if skip is None else skip | ~inside
         ids = _arguments.as_ids(self._call, ids, self.num_embeddings)
-        rows = lookup.read_rows(self._call, table, ids, skip, self.mode)
+        rows = lookup.read(self._call, table, ids, skip, self.mode)
         if self.max_norm is not None:
             rows = lookup.clip_rows(rows, self.max_norm, 1)
         return rows if self.dtype is None else rows.astype(self.dtype)

@@ -194,7 +194,7 @@ def read(call: str, x: Csr, weights: Any) -> jax.Array:
     A row that a SelectedRows does not store reads NaN: it was not pulled.
     """
     skip = x.index == _arguments.scalar(x.columns, x.index)
-    return lookup.read_rows(call, weights, x.index, skip, "fill")
+    return lookup.read(call, weights, x.index, skip, "fill")
 
 
 def sum_segments(x: Csr, rows: jax.Array) -> jax.Array:

@@ -324,7 +324,7 @@ def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
     rows = _join([feature.rows for feature in group])
     if key.is_lookup:
         skip = rows == _arguments.scalar(PADDING, rows)
-        out = lookup.read_rows(call, stack, rows, skip, key.mode)
+        out = lookup.read(call, stack, rows, skip, key.mode)
         if key.max_norm is not None:
             out = lookup.clip_rows(out, key.max_norm, 1)
         counts = [feature.rows.shape[0] for feature in group]

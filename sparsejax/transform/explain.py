@@ -20,8 +20,8 @@ class LeafExplanation:
       name: how the user would write it, e.g. `params['table']`.
       shape, dtype: of the leaf.
       sparse: whether its gradient is a SelectedRows.
-      rows_read: rows read, duplicates counted; the capacity of the gradient.
-      reads: `(rows, "file:line")` of each read.
+      rows_read: number of rows read, duplicates counted; the gradient's capacity.
+      reads: `(number of rows, "file:line")` of each read.
       reason: why it is not sparse; empty if it is.
     """
 
@@ -36,7 +36,7 @@ class LeafExplanation:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """The answer of `explain`: prints as a table, `leaves` holds it as data."""
+    """What `explain` returns: prints as a table; `leaves` has the same as data."""
 
     leaves: tuple[LeafExplanation, ...]
 
@@ -80,30 +80,28 @@ def explain(
 ) -> Callable[..., Explanation]:
     """Tells what `value_and_grad(fun)` does with each leaf, without computing anything.
 
-    Where a table's gradient is dense and should not be, the last column says
-    which operation needs all rows, and where it is. Read rows there instead,
-    give that primitive a rule (`sparsejax.extend.register_rule`), or, if more
-    than a quarter of the rows is read, insist by `tables=`.
+    Where a table's gradient is dense and should not be, the last column names
+    the operation that needs all rows, and its line. Read rows there instead,
+    register a rule for that primitive (`sparsejax.extend.register_rule`), or, if
+    more than a quarter of the rows is read, require it by `tables=`.
 
     Args:
       fun: the loss, as for `sparsejax.value_and_grad`.
       argnums: int or tuple of ints, the arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
-      tables: which leaves are tables, as for `sparsejax.value_and_grad`. A leaf
-        that it insists on and that cannot be sparse is explained, and nothing
-        is raised.
+      tables: which leaves are tables, as for `sparsejax.value_and_grad`. A
+        required leaf that cannot be sparse is explained, and nothing is raised.
 
     Returns:
       A function of the same arguments that returns an `Explanation`. It prints
       as a table: each leaf, whether its gradient is SelectedRows or dense, how
-      many rows are read where (file:line), and why not sparse.
-      `found["params['table']"]`, and `found.leaves` for all of them, have it as
-      data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
-      Arguments may be `jax.ShapeDtypeStruct`, as `jax.eval_shape` gives them.
+      many rows are read where (file:line), and why it is not sparse.
+      `found["params['table']"]`, and `found.leaves` for all leaves, have the same
+      as data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
+      Arguments may be `jax.ShapeDtypeStruct`.
 
     Raises:
-      TypeError: a leaf that cannot be differentiated, or an output that is no
-        scalar.
+      TypeError: a leaf cannot be differentiated, or the output is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -118,7 +116,7 @@ def explain(
       '`dot_general`'
 
     References:
-      The notice that is missing elsewhere when a sparse gradient becomes dense.
+      `torch._dynamo.explain`, which lists where and why a graph breaks.
     """
 
     @functools.wraps(fun)
@@ -127,18 +125,18 @@ def explain(
             fun, argnums, has_aux, tables, args, kwargs, "sparsejax.explain"
         )
         make_plan(call, strict=False)
-        return Explanation(tuple(_describe(leaf) for leaf in call.leaves))
+        return Explanation(tuple(map(_describe, call.leaves)))
 
     return explain_fun
 
 
 def _describe(leaf: Leaf) -> LeafExplanation:
-    shape = leaf.value.shape if hasattr(leaf.value, "shape") else jnp.shape(leaf.value)
-    given = isinstance(leaf.value, SelectedRows)
+    value = leaf.value
+    is_rows = isinstance(value, SelectedRows)
     return LeafExplanation(
         leaf.name,
-        tuple(shape),
-        jnp.result_type(leaf.value.dtype if given else leaf.value).name,
+        tuple(value.shape if is_rows else jnp.shape(value)),
+        jnp.result_type(value.dtype if is_rows else value).name,
         leaf.sparse,
         leaf.rows_read,
         tuple((site.num_rows, site.where) for site in leaf.sites),

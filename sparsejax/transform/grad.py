@@ -50,9 +50,9 @@ def value_and_grad(
     *,
     tables: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad`, with the gradient of a table that is read by rows sparse.
+    """`jax.value_and_grad`, where a table that is read by rows gets a sparse gradient.
 
-    In a training step two lines change, and the loss stays as it is::
+    In a training step two lines change; the loss function does not::
 
       tx = sj.optim.lazy(tx)                                   # around optax's
       loss, grads = sj.value_and_grad(loss_fn)(params, batch)  # in place of jax's
@@ -64,55 +64,55 @@ def value_and_grad(
 
       SelectedRows(rows=[i_1, ..., i_n], values=[dL/dT[i_1], ..., dL/dT[i_n]])
 
-    a slot for each read, in the order of the reads, duplicates not merged, ids
-    out of range as empty slots. `to_dense()` of it is what `jax.grad` gives.
-    The number of slots is static, and `jax.eval_shape` tells it: new ids
-    compile nothing anew.
+    one slot for each read, in the order of the reads. Duplicates are not merged;
+    ids out of range are empty slots. Its `to_dense()` is what `jax.grad` gives.
+    The number of slots is static (`jax.eval_shape` shows it), so new ids do not
+    recompile.
 
-    Sparse is the gradient of a real float leaf of rank 2 or more that is read
-    by rows and used in no other way, at most a quarter of its rows in a call
-    (beyond that a dense gradient is cheaper). How it is read does not matter:
-    `sparsejax.lookup`, `embedding_bag`, `table[ids]`, `jnp.take`,
+    The gradient is sparse for a real float leaf of rank 2 or more that is read
+    by rows and used in no other way, if a call reads at most a quarter of its
+    rows (beyond that a dense gradient is cheaper). How it is read does not
+    matter: `sparsejax.lookup`, `embedding_bag`, `table[ids]`, `jnp.take`,
     `lax.dynamic_slice`, an embedding layer of flax or equinox, inside `jit`,
     `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`.
 
-    Dense is that of every other leaf, and exactly what `jax.grad` gives: a
-    table that is also multiplied as a whole (tied to an output layer), written
-    to, carried through a loop and changed there, or handed to a `custom_vjp`
-    function. `sparsejax.explain(fun)(*args)` prints which leaves are which,
-    where each is read, and why it is not sparse.
+    Every other leaf gets exactly what `jax.grad` gives, a dense gradient. So
+    does a table that is also multiplied as a whole (tied to an output layer),
+    written to, carried through a loop and changed there, or passed to a
+    `custom_vjp` function. `sparsejax.explain(fun)(*args)` prints which leaves
+    are sparse, where each is read, and why a leaf is not sparse.
 
     Args:
       fun: a function with a scalar float output, or `(scalar, aux)`. It is
         traced as under `jit`: array arguments are tracers, everything else
-        (ints, strings, functions) is passed through as it is.
+        (ints, strings, functions) is passed through unchanged.
       argnums: int or tuple of ints, the arguments to differentiate; these are
         passed by position.
       has_aux: whether `fun` returns `(loss, aux)`; aux is any tree, and is not
         differentiated.
-      tables: which leaves are tables. None decides by itself, as above. A tree
-        prefix of bools (or None) of the argument, with every key of a dict in
-        it, or `callable(path, leaf) -> bool`, insists: True gives SelectedRows
-        or an error, whatever share of the rows is read; False gives the dense
-        gradient. With a tuple `argnums` it is a prefix of that tuple.
-        `sparsejax.nn.tables` makes it for layers.
+      tables: which leaves are tables. None decides as above. Or a tree prefix
+        of the argument with True, False or None at its leaves (a dict needs all
+        of its keys), or `callable(path, leaf) -> bool`: True requires
+        SelectedRows, whatever fraction of the rows is read, and raises an error
+        where that is impossible; False gives the dense gradient. With a tuple
+        `argnums` it is a prefix of that tuple. `sparsejax.nn.tables` makes it
+        for layers.
 
     Returns:
       A function of the same arguments that returns `(value, gradient)`, or
       `((value, aux), gradient)`. The gradient has the structure of the argument
       (a tuple of them for a tuple `argnums`), with a SelectedRows of the
       table's shape and dtype where it is sparse. A leaf that is itself a
-      SelectedRows, such as `KVStore.pull` gives, gets one with the same rows.
+      SelectedRows, such as `KVStore.pull` returns, gets one with the same rows.
 
     Raises:
-      DensifyError: `tables=` insists on a leaf that is not read by rows alone.
-        The message names the primitive and your line. Leave the leaf out of
-        `tables=`, read rows there, or give that primitive a rule:
-        `sparsejax.extend.register_rule`.
-      TypeError: a leaf that cannot be differentiated, or an output that is no
-        scalar.
-      ValueError: `argnums` name no positional argument of the call, or
-        `tables=` is no prefix of its tree.
+      DensifyError: a leaf that `tables=` requires to be sparse is not only read
+        by rows. The message names the primitive and your line. Leave the leaf
+        out of `tables=`, read rows there, or register a rule for that
+        primitive: `sparsejax.extend.register_rule`.
+      TypeError: a leaf cannot be differentiated, or the output is not a scalar.
+      ValueError: an argument in `argnums` is not a positional argument of the
+        call, or `tables=` is not a prefix of the argument's tree.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -140,7 +140,7 @@ def value_and_grad(
       >>> grads["w"].shape
       (2,)
 
-      With an auxiliary output, and insisting on the table:
+      With an auxiliary output, and a sparse gradient required:
 
       >>> with_aux = lambda params, batch: (loss_fn(params, batch), batch["ids"].size)
       >>> tables = {"table": True, "w": None}
@@ -151,7 +151,7 @@ def value_and_grad(
 
     References:
       PaddlePaddle, `embedding(is_sparse=True)`; TensorFlow, `IndexedSlices`.
-      Not to be confused with `jax.experimental.sparse.value_and_grad`, which
+      `jax.experimental.sparse.value_and_grad` is something else: it
       differentiates with respect to the stored elements of a sparse *input*.
     """
     caller = "sparsejax.value_and_grad"
@@ -189,20 +189,19 @@ def grad(
     *,
     tables: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.grad`, with the gradient of a table that is read by rows sparse.
+    """`jax.grad`, where a table that is read by rows gets a sparse gradient.
 
-    `grad(fun)(x)` is `value_and_grad(fun)(x)[1]`. `sparsejax.value_and_grad`
-    says what is sparse and what is not, and shows a whole training step;
-    `sparsejax.explain` says it of your function.
+    `grad(fun)(x)` is `value_and_grad(fun)(x)[1]`. See
+    `sparsejax.value_and_grad` for what is sparse and for a training step, and
+    `sparsejax.explain` for why a gradient is not sparse.
 
     Args:
       fun: a function with a scalar float output, or `(scalar, aux)`.
       argnums: int or tuple of ints, the arguments to differentiate; these are
         passed by position.
       has_aux: whether `fun` returns `(loss, aux)`.
-      tables: which leaves are tables: None to decide by itself, a tree prefix
-        of bools, or `callable(path, leaf) -> bool`; as in
-        `sparsejax.value_and_grad`.
+      tables: which leaves are tables, as in `sparsejax.value_and_grad`: None, a
+        tree prefix of bools, or `callable(path, leaf) -> bool`.
 
     Returns:
       A function of the same arguments that returns the gradient, or
@@ -210,11 +209,11 @@ def grad(
       SelectedRows where it is sparse.
 
     Raises:
-      DensifyError: `tables=` insists on a leaf that is not read by rows alone.
-      TypeError: a leaf that cannot be differentiated, or an output that is no
-        scalar.
-      ValueError: `argnums` name no positional argument of the call, or
-        `tables=` is no prefix of its tree.
+      DensifyError: a leaf that `tables=` requires to be sparse is not only read
+        by rows.
+      TypeError: a leaf cannot be differentiated, or the output is not a scalar.
+      ValueError: an argument in `argnums` is not a positional argument of the
+        call, or `tables=` is not a prefix of the argument's tree.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -267,11 +266,8 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
             [cotangents[k] for k in mine],
             [sites[k] for k in mine],
         )
-    return (
-        loss,
-        call.unflatten_aux(aux),
-        [grads[leaf.position] for leaf in call.leaves],
-    )
+    aux = call.unflatten_aux(aux)
+    return loss, aux, [grads[leaf.position] for leaf in call.leaves]
 
 
 def _package(
@@ -282,14 +278,12 @@ def _package(
 ) -> SelectedRows:
     """One SelectedRows of all the reads of a table."""
     height, *row = jnp.shape(leaf.value)
-    if ids and all(site.kind for site in sites):
-        dtype = jnp.result_type(leaf.value)
-        return sites[0].kind.package(row, dtype, ids, cotangents, sites)
+    dtype = jnp.result_type(leaf.value)
     if not ids:
         rows = jnp.zeros((0,), _arguments.index_dtype(height))
-        return SelectedRows(
-            rows, jnp.zeros((0, *row), jnp.result_type(leaf.value)), height
-        )
+        return SelectedRows(rows, jnp.zeros((0, *row), dtype), height)
+    if all(site.kind for site in sites):
+        return sites[0].kind.package(row, dtype, ids, cotangents, sites)
     rows = [replicate(i).reshape(-1) for i in ids]
     values = [replicate(c).reshape((-1, *row)) for c in cotangents]
     if len(rows) > 1:

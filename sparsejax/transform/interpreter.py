@@ -70,9 +70,10 @@ class Site(NamedTuple):
       table: which table.
       lead: static shape of the ids; a loop puts its length in front.
       where: `file:line`.
-      axes: manual mesh axes over which the rows read differ.
-      spec: how explicit axes of `mesh` lay them out, a PartitionSpec's parts, or ().
-      kind: how gradients of such reads are packaged, see `RuleContext.combine`.
+      axes: manual mesh axes over which the rows read vary.
+      spec: how they are sharded over explicit axes of `mesh`: a PartitionSpec's parts,
+        or ().
+      kind: how the gradient of such reads is packaged, see `RuleContext.combine`.
     """
 
     table: int
@@ -129,7 +130,7 @@ class Reads:
         return self._deltas[at : at + count]
 
     def add(self, sites: Sequence[Site], ids: Sequence[jax.Array]) -> None:
-        """Notes reads, with their ids when planting."""
+        """Records reads, with their ids when planting."""
         self.sites.extend(sites)
         self.ids.extend(ids)
 
@@ -144,8 +145,9 @@ class Run:
 
     Args:
       heights: number of rows of each table.
+      liveness: what the loss is differentiated through.
       bodies: by the path of a control-flow equation, the sites in its body or bodies.
-      dense: the dense uses that were met.
+      dense: the dense uses found.
       sites: all reads, once they have been collected.
     """
 
@@ -158,7 +160,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class RuleContext:
-    """What a rule is given beside the inputs and parameters of its equation.
+    """What a rule gets in addition to the inputs and parameters of its equation.
 
     Args:
       run, reads: what the walk shares, and the reads of this program.
@@ -166,7 +168,7 @@ class RuleContext:
       live: for each output of the equation, whether the loss is differentiated
         through it.
       where: the user's `file:line`.
-      path: where the equation stands in the program.
+      path: position of the equation in the program.
 
     Example:
       >>> import sparsejax as sj
@@ -184,14 +186,13 @@ class RuleContext:
     _producer: Callable[[int], Any]
 
     def read(self, ref: TableRef, ids: jax.Array, valid: Any = None) -> jax.Array:
-        """Reads rows: the view's rows at `ids`, differentiated if the loss is.
+        """The view's rows at `ids`, recorded as a read.
 
         Args:
-          ref: the view that is read.
+          ref: the view.
           ids: integers of any shape. An id outside `[0, V)` reads the nearest row and
             gets no gradient.
-          valid: optional bool of the same shape; a read that is not valid gets no
-            gradient either.
+          valid: optional bool of the same shape; where False the read gets no gradient.
 
         Returns:
           `[*ids.shape, *ref.content]`.
@@ -207,32 +208,31 @@ class RuleContext:
         ref: TableRef,
         ids: jax.Array,
         combined: jax.Array,
-        spread: Callable[..., jax.Array],
+        transpose: Callable[..., jax.Array],
         *operands: jax.Array,
         kind: Any = None,
     ) -> jax.Array:
-        """Notes rows that were read, but of which only a linear combination is left.
+        """Records a read of rows of which the program has only a linear combination.
 
-        The rows themselves need then be no array of the program.
+        The rows themselves need not be an array of the program.
 
         Args:
-          ref: the table that was read, not a view that changes its rows.
+          ref: the table, not a view that changes its rows.
           ids: integers of any shape. An id outside `[0, V)` gets no gradient.
-          combined: what was made of the rows at `ids`, linear in them.
-          spread: `spread(cotangent, *operands)`, the transpose: from the cotangent of
-            `combined` that of the rows, `[*ids.shape, *row]`.
-          *operands: arrays that `spread` needs.
-          kind: static, for gradients that are more than a SelectedRows: where all reads
-            of a table have one, `kind.package(row_shape, dtype, ids, cotangents,
-            sites)` of the first makes its gradient, whatever fraction of the rows is
-            read.
+          combined: a linear function of the rows at `ids`.
+          transpose: `transpose(cotangent, *operands)`, the transpose of that function:
+            the cotangent of the rows, `[*ids.shape, *row]`, from that of `combined`.
+          *operands: arrays that `transpose` needs.
+          kind: static, for gradients that are more than a SelectedRows. If all reads of
+            a table have one, `kind.package(row_shape, dtype, ids, cotangents, sites)`
+            of the first makes its gradient, whatever fraction of the rows is read.
 
         Returns:
-          `combined`, differentiated if the loss is.
+          `combined`, recorded as a read.
         """
         ids = _arguments.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
         shape = (*ids.shape, *ref.array.shape[1:])
-        flat = lambda ct, *xs: spread(ct, *xs).reshape(shape).astype(ref.dtype)
+        flat = lambda ct, *xs: transpose(ct, *xs).reshape(shape).astype(ref.dtype)
         return self._plant(ref, combined, ids, None, flat, operands, kind)
 
     def _plant(
@@ -241,11 +241,11 @@ class RuleContext:
         out: jax.Array,
         ids: jax.Array,
         valid: Any = None,
-        spread: Callable[..., jax.Array] | None = None,
+        transpose: Callable[..., jax.Array] | None = None,
         operands: Sequence[jax.Array] = (),
         kind: Any = None,
     ) -> jax.Array:
-        """`out`, made of the rows at flat `ids`, with a delta for them planted."""
+        """`out`, computed from the rows at flat `ids`, with a delta planted."""
         if not any(self.live) or ref.stopped or not ids.size:
             return out
         axes, spec = _compat.varying_axes(out), _compat.explicit_spec(out)
@@ -259,17 +259,17 @@ class RuleContext:
             ok &= jnp.reshape(valid, -1)
         (delta,) = self.reads.take(1)
         self.reads.add([site], [jnp.where(ok, ids, _arguments.scalar(ref.height, ids))])
-        if spread is None:
+        if transpose is None:
             return plant(out, delta)
-        return plant_combined(spread, out, delta, *operands)
+        return plant_combined(transpose, out, delta, *operands)
 
     def dense(
         self, x: Any, why: str = "is not a read of whole rows", live: bool = True
     ) -> Any:
-        """The whole table as an array (what is not a table comes back as it is).
+        """The whole table as an array; an array comes back unchanged.
 
-        If the loss is differentiated through this equation (and through what `live`
-        stands for) that is a dense use, and the table gets no sparse gradient.
+        If the loss is differentiated through this equation, and `live`, this is a dense
+        use, and the table gets no sparse gradient.
         """
         if not isinstance(x, TableRef):
             return x
@@ -285,22 +285,29 @@ class RuleContext:
         return x.materialize()
 
     def producer(self, position: int) -> tuple[Any, list[Any]] | None:
-        """The equation that made input number `position`, with its input values.
+        """The equation that computed input number `position`, with its input values.
 
-        None where it comes from outside this program. For rules that must know how an
-        operand came about (a broadcast scalar, say).
+        None for inputs and constants of this program. For rules that must know how an
+        operand was computed (a broadcast scalar, say).
         """
         return self._producer(position)
 
     def walk(
-        self, jaxpr: Any, args: Sequence[Any], reads: Any = None, **options: Any
+        self,
+        jaxpr: Any,
+        args: Sequence[Any],
+        reads: Reads | None = None,
+        live: Sequence[bool] | None = None,
+        branch: int = 0,
     ) -> list[Any]:
         """Walks a sub-program of the equation.
 
         Args:
           jaxpr, args: the program, open or closed, and its arrays and TableRefs.
-          reads: those of a body of its own, or none to inline it here.
-          **options: `live`, of its outputs, and `branch`, a number of this body.
+          reads: the `Reads` of a body that has its own; None inlines it here.
+          live: for each output of the program, whether the loss is differentiated
+            through it; None if these are the outputs of the equation.
+          branch: which of the equation's programs it is.
 
         Returns:
           list of outputs, arrays and TableRefs.
@@ -311,8 +318,8 @@ class RuleContext:
             self.reads if reads is None else reads,
             inner,
             [*consts, *args],
-            options.get("live", self.live),
-            path=(*self.path, options.get("branch", 0)),
+            self.live if live is None else live,
+            path=(*self.path, branch),
             where=self.where,
         )
 
@@ -329,7 +336,7 @@ def walk(
 ) -> list[Any]:
     """Runs `jaxpr` on `[*consts, *args]`, some of which may be TableRefs."""
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), args))
-    made: dict[Any, Any] = {}
+    producers: dict[Any, Any] = {}  # the equation that each variable comes from
     live_variables = run.liveness.variables(jaxpr, live)
 
     def value(atom: Any) -> Any:
@@ -338,75 +345,66 @@ def walk(
         return env[atom] if atom in env else _compat.placeholder(atom.aval)
 
     def is_table(atom: Any) -> bool:
-        return not isinstance(atom, _compat.Literal) and isinstance(
-            env.get(atom), TableRef
-        )
+        is_literal = isinstance(atom, _compat.Literal)
+        return not is_literal and isinstance(env.get(atom), TableRef)
 
     for number, eqn in enumerate(jaxpr.eqns):
-        made.update(dict.fromkeys(eqn.outvars, eqn))
+        producers.update(dict.fromkeys(eqn.outvars, eqn))
         has_table = any(map(is_table, eqn.invars))
         has_refs = any(_compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars))
         if not (has_table or has_refs or reads.planting):
-            continue  # `value` makes placeholders of what it computes, where needed
+            continue  # `value` makes placeholders of its outputs, where they are needed
 
         inputs = [value(v) for v in eqn.invars]
         with _compat.equation_context(eqn):
-            if has_table:
+            if not has_table:
+                env.update(zip(eqn.outvars, _compat.bind(eqn, inputs)))
+                continue
 
-                def producer(position: int, eqn=eqn):
-                    atom = eqn.invars[position]
-                    if isinstance(atom, _compat.Literal) or atom not in made:
-                        return None
-                    return made[atom], [value(v) for v in made[atom].invars]
+            def producer(position: int, eqn=eqn):
+                atom = eqn.invars[position]
+                if isinstance(atom, _compat.Literal) or atom not in producers:
+                    return None
+                return producers[atom], [value(v) for v in producers[atom].invars]
 
-                ctx = RuleContext(
-                    run,
-                    reads,
-                    eqn,
-                    (True,)
-                    if has_refs
-                    else tuple(v in live_variables for v in eqn.outvars),
-                    _compat.user_line(eqn, where),
-                    (*path, number),
-                    producer,
-                )
-                outputs = _apply_rule(ctx, inputs)
-            else:
-                outputs = _compat.bind(eqn, inputs)
-        env.update(zip(eqn.outvars, outputs))
+            # What is written to a reference may be read by any later equation.
+            live_outputs = (
+                (True,) if has_refs else tuple(v in live_variables for v in eqn.outvars)
+            )
+            line = _compat.user_line(eqn, where)
+            ctx = RuleContext(
+                run, reads, eqn, live_outputs, line, (*path, number), producer
+            )
+            env.update(zip(eqn.outvars, _apply_rule(ctx, inputs)))
     return [value(v) for v in jaxpr.outvars]
 
 
 def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
     eqn = ctx.eqn
-    rule = _RULES.get(eqn.primitive) or _RULES.get(eqn.primitive.name)
+    name = eqn.primitive.name
+    rule = _RULES.get(eqn.primitive) or _RULES.get(name)
     before = len(ctx.reads.sites)
     outputs = NotImplemented if rule is None else rule(ctx, *inputs, **eqn.params)
     if outputs is NotImplemented:
         if len(ctx.reads.sites) != before:
             raise TypeError(
-                f"sparsejax: the rule for {eqn.primitive.name} read rows and then "
-                "returned NotImplemented. Decide before the first ctx.read."
+                f"sparsejax: the rule for {name} read rows and then returned "
+                "NotImplemented. Decide before the first ctx.read."
             )
         return _compat.bind(eqn, [ctx.dense(x) for x in inputs])
     if not eqn.primitive.multiple_results:
         outputs = [outputs]
-    _check_outputs(eqn, outputs)
-    return list(outputs)
-
-
-def _check_outputs(eqn: Any, outputs: Sequence[Any]) -> None:
-    """A rule of somebody's own may be wrong; say so here, not three equations later."""
-    expected = [v.aval for v in eqn.outvars]
-    if len(outputs) != len(expected):
+    # A user's rule may be wrong: say so here, not three equations later.
+    if len(outputs) != len(eqn.outvars):
         raise TypeError(
-            f"sparsejax: the rule for {eqn.primitive.name} returned {len(outputs)} "
-            f"output(s), the primitive has {len(expected)}."
+            f"sparsejax: the rule for {name} returned {len(outputs)} output(s), the "
+            f"primitive has {len(eqn.outvars)}."
         )
-    for x, aval in zip(outputs, expected):
+    for x, v in zip(outputs, eqn.outvars):
         found = tuple(x.shape) if isinstance(x, TableRef) else np.shape(x)
-        if hasattr(aval, "shape") and found != tuple(aval.shape):
+        if hasattr(v.aval, "shape") and found != tuple(v.aval.shape):
             raise TypeError(
-                f"sparsejax: the rule for {eqn.primitive.name} returned shape {found}, "
-                f"the primitive gives {tuple(aval.shape)}."
+                f"sparsejax: the rule for {name} returned shape {found}, the primitive "
+                f"gives {tuple(v.aval.shape)}."
             )
+    return list(outputs)

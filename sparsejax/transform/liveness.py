@@ -1,9 +1,9 @@
 """Which variables of a program the loss is differentiated through.
 
-A table use counts only if its result reaches the loss along floating-point values: what
-is stopped, only compared, or only returned as aux is not a differentiated use. The
-analysis runs backwards over a jaxpr and errs on the safe side: a variable it calls dead
-has a zero gradient, a variable it calls live may still have one.
+A use of a table counts only if its result reaches the loss along floating-point values:
+a use under `stop_gradient`, in a comparison or for aux alone is not differentiated. The
+analysis runs backwards over a jaxpr and is conservative: a variable that it calls dead
+has a zero gradient, one that it calls live may still have a zero gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ _FLOWS: dict[Any, Flow] = {}
 
 
 def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
-    """Says which inputs of a primitive are live when these outputs are. A decorator.
+    """Registers which inputs of a primitive are live, given its outputs. A decorator.
 
-    Without it all inputs are taken to be live as soon as one output is, which is always
-    right, but may count a use of a table that is not differentiated.
+    Without it all inputs are live as soon as one output is. That is always correct, but
+    may count a use of a table that is not differentiated.
 
     Args:
       *primitives: primitive objects, or their names. The function is called as
-        `flow(liveness, eqn, out)` and returns a bool for each input;
-        `liveness.inputs(jaxpr, out)` answers for a jaxpr inside.
+        `flow(liveness, eqn, out)`, with a bool for each output, and returns a bool for
+        each input; `liveness.inputs(jaxpr, out)` does the same for a nested jaxpr.
 
     Returns:
       A decorator that returns the function unchanged.
@@ -49,7 +49,7 @@ def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
 
 
 class Liveness:
-    """Answers, with a memory, for all jaxprs of one traced program."""
+    """Which variables are live, cached, for all jaxprs of one traced program."""
 
     def __init__(self):
         self._known: dict[Any, tuple[Any, set[Any]]] = {}
@@ -58,7 +58,7 @@ class Liveness:
         """The live variables of `jaxpr`, given which of its outputs are."""
         key = id(jaxpr), tuple(out)
         if key not in self._known:
-            # Keeping the jaxpr keeps its id from being given to another one.
+            # The jaxpr is kept as well, so that no other one can get its id.
             self._known[key] = jaxpr, self._walk(jaxpr, out)
         return self._known[key][1]
 
@@ -73,7 +73,7 @@ class Liveness:
         for eqn in reversed(jaxpr.eqns):
             outs = tuple(v in live for v in eqn.outvars)
             if any(_compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-                outs = (True,) * len(outs)  # a write to a reference is seen elsewhere
+                outs = (True,) * len(outs)  # later equations may read the reference
             elif not any(outs):
                 continue
             for v, is_live in zip(eqn.invars, self._flow(eqn, outs)):

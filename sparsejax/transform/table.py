@@ -1,10 +1,10 @@
 """TableRef: a table that has not been read yet, and planting a delta into a read.
 
 While the interpreter walks a program, a table travels as a `TableRef` instead of an
-array. A ref stands for a *row-wise view* of the table: an array `X` with one axis that
-runs over the table's rows, such that the slice of `X` at row r depends on `table[r]`
-alone. Casts, scalings, reshapes and transposes that keep rows whole lead from one view
-to another without touching any row; they are applied to the rows that are read.
+array. A ref stands for a *row-wise view* of the table: an array `X` with one axis over
+the table's rows, such that the slice of `X` at row r depends on `table[r]` alone.
+Casts, scalings, reshapes and transposes that keep rows whole give another view. Nothing
+is computed until rows are read; then these steps are applied to the rows read.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from sparsejax import _compat
 
 @dataclasses.dataclass(frozen=True)
 class RowFunction:
-    """`fn(rows [n, ...], *operands) -> [n, ...]`, acting on each row by itself.
+    """`fn(rows [n, ...], *operands) -> [n, ...]`, acting on each row alone.
 
-    Operands are kept apart from `fn` so that a ref can be handed into a `shard_map`,
-    whose body must not close over arrays from outside.
+    The operands are not closed over by `fn`, so that a ref can be passed into a
+    `shard_map`, whose body must not close over arrays from outside.
     """
 
     fn: Callable[..., jax.Array]
@@ -45,10 +45,10 @@ class TableRef:
       shape: shape of the view.
       dtype: type of the view.
       row_axis: the axis of the view that runs over the table's rows.
-      stopped: whether a `stop_gradient` lies between table and view: reads of it are
-        not differentiated.
-      steps: what leads from rows of the table `[n, *array.shape[1:]]` to rows of the
-        view `[n, *content]`, where `content` is `shape` without `row_axis`.
+      stopped: whether a `stop_gradient` lies between table and view, so that reads of
+        the view are not differentiated.
+      steps: functions that take rows of the table `[n, *array.shape[1:]]` to rows of
+        the view `[n, *content]`, where `content` is `shape` without `row_axis`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -69,7 +69,7 @@ class TableRef:
 
     @classmethod
     def of(cls, index: int, array: jax.Array) -> "TableRef":
-        """The table as it is."""
+        """The table itself, as a view."""
         return cls(index, array, tuple(array.shape), array.dtype)
 
     @property
@@ -105,11 +105,11 @@ class TableRef:
 
 @jax.custom_vjp
 def plant(rows: jax.Array, delta: jax.Array) -> jax.Array:
-    """`rows`; differentiating it sends the rows' cotangent to `delta` as well.
+    """`rows`, whose cotangent also goes to `delta`.
 
-    Written as a rule, not as `rows + delta`, so that nothing is added (and `-0.0` stays
-    what it is) while `delta` costs nothing in the forward pass. The cotangent goes to
-    `rows` too: an outer derivative of the same program sees the table they came from.
+    A rule and not `rows + delta`: nothing is added in the forward pass, and `-0.0`
+    keeps its sign. The cotangent goes to `rows` as well, so that an outer derivative of
+    the same program sees the table they came from.
     """
     del delta
     return rows
@@ -129,26 +129,26 @@ plant.defvjp(_plant_fwd, _plant_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def plant_combined(
-    spread: Callable[..., jax.Array],
+    transpose: Callable[..., jax.Array],
     combined: jax.Array,
     delta: jax.Array,
     *operands: jax.Array,
 ) -> jax.Array:
-    """`plant`, where only a linear combination of the rows is left.
+    """`plant`, where the program has only a linear combination of the rows.
 
-    The cotangent that goes to `delta`, the rows', is `spread(cotangent, *operands)`.
+    The cotangent of the rows, `transpose(cotangent, *operands)`, goes to `delta`.
     """
-    del spread, delta, operands
+    del transpose, delta, operands
     return combined
 
 
-def _combined_fwd(spread, combined, delta, *operands):
-    del spread, delta
+def _combined_fwd(transpose, combined, delta, *operands):
+    del transpose, delta
     return combined, operands
 
 
-def _combined_bwd(spread, operands, cotangent):
-    return cotangent, spread(cotangent, *operands), *(None for _ in operands)
+def _combined_bwd(transpose, operands, cotangent):
+    return cotangent, transpose(cotangent, *operands), *(None for _ in operands)
 
 
 plant_combined.defvjp(_combined_fwd, _combined_bwd)

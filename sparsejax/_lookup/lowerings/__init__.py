@@ -1,1 +1,1 @@
-"""Lowerings of the primitives, one file a platform; `xla` is the reference."""
+"""Lowerings of the primitives, one file per platform; `xla` is the reference."""

@@ -1,6 +1,9 @@
 """Lowerings for XLA:CPU, which is slow where a gather stands alone.
 
-Its loop is only vectorised if arithmetic is fused into it (see benchmarks/NOTES.md).
+The loop of a gather is vectorised only if arithmetic is fused into it, and a gather
+followed by a sum is not fused: the rows read are an array, written and read again.
+benchmarks/NOTES.md has the measurements, tests/test_compiled.py checks that the
+compiled programs have the structure described here.
 """
 
 import jax
@@ -8,21 +11,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsejax import _arguments
 from sparsejax._lookup.lowerings import xla
 from sparsejax._rows import indexing
+
+
+# Columns of a fixed bag that are added in one loop; longest piece of a segmented bag.
+_COLUMNS, _PIECE = 16, 8
+
+
+# ------------------------------------------------------------------ read_rows
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """`table[ids]` for flat ids; those out of range read the nearest row.
 
-    The rows are multiplied by a one that XLA cannot know to be one. Left alone it would
-    move that multiplication to the users of the rows, and the gather would stand alone
-    again; a conditional, whose condition it cannot know either, keeps the two together.
+    The rows are multiplied by a factor that is always one, but that XLA cannot prove to
+    be one, so the gather is fused with arithmetic. Left alone, XLA would move the
+    multiplication into the users of the rows, and the gather would stand alone again. A
+    conditional on a predicate that is always true, which XLA cannot prove either, keeps
+    the two together.
     """
     if ids.size == 0 or not jnp.issubdtype(table.dtype, jnp.floating):
         return xla.read_rows(table, ids)
     least = np.array(jnp.iinfo(ids.dtype).min, ids.dtype)
 
+    # No id is `least`: the caller replaces ids below -1 by -1.
     def read(table, ids):
         one = jnp.where(
             ids > least, jnp.ones((), table.dtype), 2 * jnp.ones((), table.dtype)
@@ -30,10 +44,152 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
         rows = xla.read_rows(table, ids)
         return rows * indexing.append_axes(one, rows.ndim)
 
-    # No id is the least number of its type: that would be out of range, and ids that
-    # come here are written as `height` where they are. Were it otherwise, the row of
-    # an empty slot would be read twice as large, or as zeros.
-    def nothing(table, ids):
+    def never(table, ids):
         return jnp.zeros(ids.shape + table.shape[1:], table.dtype)
 
-    return lax.cond(ids[0] > least, read, nothing, table, ids)
+    return lax.cond(ids[0] > least, read, never, table, ids)
+
+
+# ------------------------------------------------------------------ bag_sum
+
+
+def bag_sum(
+    table: jax.Array,
+    ids: jax.Array,
+    *rest: jax.Array,
+    segmented: bool,
+    weighted: bool,
+    num_bags: int,
+    indices_are_sorted: bool,
+) -> jax.Array:
+    """`xla.bag_sum`, to rounding.
+
+    A sum of a few gathers is one vectorised loop that writes each bag once. So
+
+    - a fixed bag is added up 16 columns at a time;
+    - segmented bags, with their elements in order, are cut into *pieces* of at most 8
+      elements. Pieces are fixed bags. However long a bag is, there are at most `n / 8`
+      pieces and one more for each bag, so adding up their sums by segment is cheap.
+    """
+    weights = rest[-1] if weighted else None
+    if not segmented and ids.size and ids.shape[1] > 1:
+        return _sum_fixed(table, ids, weights)
+    # As long as pieces can be while most of them are more than half full.
+    average = ids.size // max(num_bags, 1)
+    length = max(n for n in (1, 2, 4, _PIECE) if n <= max(average, 1))
+    if not segmented or length == 1:
+        return xla.bag_sum(
+            table,
+            ids,
+            *rest,
+            segmented=segmented,
+            weighted=weighted,
+            num_bags=num_bags,
+            indices_are_sorted=indices_are_sorted,
+        )
+    segment_ids = _arguments.as_ids("bag_sum", rest[0], num_bags)
+    if not indices_are_sorted:
+        ids, segment_ids, weights = _sort(ids, segment_ids, weights, num_bags)
+    return _sum_pieces(table, ids, weights, segment_ids, num_bags, length)
+
+
+def _sum_fixed(
+    table: jax.Array, ids: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    """Sums of fixed bags `[B, L]`.
+
+    Usually all ids are in range, and one check of that is faster than a mask on every
+    number read. The conditional has a second purpose: XLA cannot fuse the gathers with
+    the users of the sums. In one loop with a division or a root they would not be
+    vectorised.
+    """
+    rest = () if weights is None else (weights,)
+
+    def add(read):
+        def add_blocks(table, ids, *rest):
+            first = ids.shape[1] % _COLUMNS
+            cut = lambda at, width: [
+                lax.dynamic_slice_in_dim(x, at, width, 1) for x in (ids, *rest)
+            ]
+            total = _add_columns(read, table, *cut(0, first))
+            if ids.shape[1] < _COLUMNS:
+                return total
+
+            def add_block(k, total):
+                block = cut(first + k * _COLUMNS, _COLUMNS)
+                return _add_columns(read, table, *block, total=total)
+
+            steps = ids.shape[1] // _COLUMNS
+            return lax.fori_loop(0, steps, add_block, total)
+
+        return add_blocks
+
+    all_in_range = jnp.all(indexing.in_range(ids, table.shape[0]))
+    return lax.cond(
+        all_in_range, add(_rows_in_range), add(xla.weighted_rows), table, ids, *rest
+    )
+
+
+def _add_columns(read, table, ids, weights=None, *, total=None) -> jax.Array:
+    """`total`, by default zeros, plus the rows of each column of ids."""
+    wide = indexing.accumulator_dtype(table.dtype)
+    for j in range(ids.shape[1]):
+        w = None if weights is None else weights[:, j]
+        rows = read(table, ids[:, j], w, wide)
+        total = rows if total is None else total + rows
+    if total is None:
+        return jnp.zeros((ids.shape[0], *table.shape[1:]), wide)
+    return total
+
+
+def _rows_in_range(table, ids, weights, dtype) -> jax.Array:
+    """`xla.weighted_rows`, if all ids are in range."""
+    rows = xla.read_rows(table, ids).astype(dtype)
+    if weights is None:
+        return rows
+    return rows * indexing.append_axes(weights, table.ndim)
+
+
+def _sum_pieces(
+    table: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array | None,
+    segment_ids: jax.Array,
+    num_bags: int,
+    length: int,
+) -> jax.Array:
+    """Sums of segmented bags whose elements are in order, in pieces of `length`."""
+    n = ids.size
+    bounds = jnp.arange(num_bags + 1, dtype=segment_ids.dtype)
+    offsets = jnp.searchsorted(segment_ids, bounds).astype(jnp.int32)
+    pieces = (offsets[1:] - offsets[:-1] + np.int32(length - 1)) // np.int32(length)
+    ends = jnp.cumsum(pieces, dtype=jnp.int32)
+    most = min(num_bags, n) + n // length
+    # A piece belongs to the bag whose number is that of the bags that end before it.
+    bag = jnp.zeros((most,), jnp.int32).at[ends].add(np.int32(1), mode="drop")
+    bag = jnp.cumsum(bag, dtype=jnp.int32)
+    known = jnp.minimum(bag, np.int32(num_bags - 1))
+    first = ends[known] - pieces[known]
+    number = jnp.arange(most, dtype=jnp.int32) - first
+    start = offsets[known] + number * np.int32(length)
+    end = jnp.where(bag < num_bags, offsets[known + 1], start)
+    at = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    inside = at < end[:, None]
+    at = jnp.where(inside, at, 0)
+    ids = jnp.where(inside, ids[at], _arguments.scalar(table.shape[0], ids))
+    rest = () if weights is None else (weights[at],)
+    sums = _add_columns(xla.weighted_rows, table, ids, *rest)
+    return jax.ops.segment_sum(sums, bag, num_bags, indices_are_sorted=True)
+
+
+def _sort(
+    ids: jax.Array,
+    segment_ids: jax.Array,
+    weights: jax.Array | None,
+    num_bags: int,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The elements in the order of their bags."""
+    none = _arguments.scalar(num_bags, segment_ids)
+    bags = jnp.where(indexing.in_range(segment_ids, num_bags), segment_ids, none)
+    order = indexing.stable_order(bags, num_bags + 1)
+    return ids[order], bags[order], None if weights is None else weights[order]

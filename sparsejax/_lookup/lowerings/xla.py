@@ -1,4 +1,4 @@
-"""The reference lowerings: plain XLA, always there, and what every other must equal."""
+"""The reference lowerings, in plain XLA. Every other lowering must equal them."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ def bag_sum(
 ) -> jax.Array:
     """Sums of the rows in each bag: see `sparsejax._lookup.bag_sum`.
 
-    Where a sum follows a gather, XLA for GPU and TPU fuses the two, so that the rows
-    of a bag of fixed size are added up as they are read.
+    XLA for GPU and TPU fuses a sum with the gather before it, so that the rows of a
+    fixed bag are added up as they are read.
     """
     wide = indexing.accumulator_dtype(table.dtype)
     rows = weighted_rows(table, ids, rest[-1] if weighted else None, wide)
@@ -46,6 +46,6 @@ def weighted_rows(
     rows = indexing.take_rows(table, ids).astype(dtype)
     if weights is None:
         return rows
-    # What is not read may have any weight, and 0 * inf is NaN.
+    # Where nothing is read the weight may be anything, and 0 * inf is NaN.
     weights = jnp.where(indexing.in_range(ids, table.shape[0]), weights, 0)
     return rows * indexing.append_axes(weights, rows.ndim)

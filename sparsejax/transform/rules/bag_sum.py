@@ -1,7 +1,7 @@
 """The rule for `bag_sum`: a table of which only sums of rows are used.
 
-The rows' cotangents are copies of their bag's, so the rows need never be an array, and
-the gradient of the table is the ids with those copies.
+The cotangent of a row is a (weighted) copy of its bag's. So the rows need not be an
+array, and the gradient of the table is the ids with those copies.
 """
 
 import functools
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax._lookup.bag_sum import bag_sum, spread
+from sparsejax._lookup.bag_sum import bag_sum, row_cotangents
 from sparsejax._rows import indexing
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import TableRef
@@ -28,18 +28,20 @@ def _bag_sum_rule(
     indices_are_sorted: bool,
 ) -> Any:
     if not isinstance(ref, TableRef) or any(isinstance(x, TableRef) for x in rest):
-        return NotImplemented  # weights that are a table
+        return NotImplemented  # the weights are a table
     weights = rest[-1] if weighted else None
     segment_ids = rest[0] if segmented else None
     add = functools.partial(bag_sum, indices_are_sorted=indices_are_sorted)
     if not ref.steps:
         out = add(ref.array, ids, weights, segment_ids, num_bags)
-        cotangents = functools.partial(spread, segmented=segmented, weighted=weighted)
-        return ctx.combine(ref, ids, out, cotangents, ids, *rest)
+        transpose = functools.partial(
+            row_cotangents, segmented=segmented, weighted=weighted
+        )
+        return ctx.combine(ref, ids, out, transpose, ids, *rest)
     if ref.row_axis != 0:
         return NotImplemented
-    # Of another view the rows are made first, and are then a small table of their own.
+    # The rows of any other view are computed first, and are then a small table.
     rows = ctx.read(ref, ids).reshape(-1, *ref.content)
-    here = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
-    here = jnp.where(indexing.in_range(ids, ref.height), here, ids.size)
-    return add(rows, here, weights, segment_ids, num_bags)
+    positions = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
+    positions = jnp.where(indexing.in_range(ids, ref.height), positions, ids.size)
+    return add(rows, positions, weights, segment_ids, num_bags)
