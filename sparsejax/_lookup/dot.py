@@ -115,10 +115,9 @@ def dot(
     wide = indexing.accumulator_dtype(dtype)
     value = indexing.zero_unless(counts, value).astype(wide)
 
-    in_one = isinstance(dense, jax.Array) and wide == indexing.accumulator_dtype(
-        dense.dtype
-    )
-    if in_one and not transpose:  # a row of the result is a bag of weighted rows
+    # A row of the result is a bag of weighted rows of `dense`.
+    same_type = wide == indexing.accumulator_dtype(dense.dtype)
+    if isinstance(dense, jax.Array) and same_type and not transpose:
         out = bag_sum(
             dense, index, value, segment_ids, rows, indices_are_sorted=csr.is_sorted
         )
