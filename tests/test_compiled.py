@@ -1,7 +1,8 @@
 """What the library exists for, read off the compiled training step.
 
 Tables and optimizer state are updated in place, nothing of the table's size is made on
-the way, and new ids do not compile anew.
+the way, and new ids do not compile anew. And what the lowerings for the CPU rely on:
+that XLA fuses a gather with the arithmetic they put next to it, and with nothing else.
 """
 
 import re
@@ -16,6 +17,8 @@ import pytest
 
 import sparsejax as sj
 from helpers import compile_as_users_do
+from sparsejax._lookup.bag_sum import bag_sum
+from sparsejax._lookup.read_rows import read_rows
 
 
 # Dense optax and JAX's own models promote types.
@@ -106,3 +109,61 @@ def test_donated_buffers_are_reused():
     step = jax.jit(partial(_step, tx), donate_argnums=(0, 1))
     params, state, _ = step(params, state, jnp.arange(9), jnp.ones(8))
     assert where((params, state)) == before
+
+
+# ------------------------------------------------------------------ lowerings
+
+
+def _loops_with_a_gather(f, *args):
+    """For each computation of the compiled program that gathers, its operations.
+
+    `f`'s result goes into a root and a division, as an optimizer's rows do. A loop
+    with a gather and one of these is not vectorised (see benchmarks/NOTES.md).
+    """
+    if jax.default_backend() != "cpu":
+        pytest.skip("is about the lowerings for the CPU")
+    user = jax.jit(lambda *args: jnp.sqrt(f(*args) + 1.0) / 3.0)
+    text = str(compile_as_users_do(user.lower(*args)).as_text())
+    assert "sqrt" in text
+    # A computation is a name, its instructions in braces, and ends with "}" alone.
+    computations = [
+        re.findall(r" = (?:\([^)]*\)|\S+) ([\w-]+)\(", computation)
+        for computation in text.split("\n}")
+    ]
+    return [ops for ops in computations if "gather" in ops]
+
+
+_TABLE = jax.ShapeDtypeStruct((100_003, 64), jnp.float32)
+
+
+def _ids(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def test_a_read_is_fused_with_its_multiplication_only():
+    """XLA must not find out that the factor is one, nor that the condition is true."""
+    (ops,) = _loops_with_a_gather(read_rows, _TABLE, _ids(8192))
+    assert ops.count("gather") == 1
+    assert "multiply" in ops
+    assert not {"sqrt", "divide", "add"} & set(ops), ops
+
+
+@pytest.mark.parametrize("length, loops", [(5, {5}), (32, {16}), (37, {5, 16})])
+def test_a_fixed_bag_is_one_loop_of_gathers(length, loops):
+    """And the conditional keeps what uses the sums out of that loop."""
+    found = _loops_with_a_gather(bag_sum, _TABLE, _ids(512, length))
+    assert {ops.count("gather") for ops in found} == loops
+    assert len(found) == 2 * len(loops)  # ids all in range, or not
+    for ops in found:
+        assert ops.count("add") >= ops.count("gather") - 1
+        assert not {"sqrt", "divide"} & set(ops), ops
+
+
+def test_a_segmented_bag_is_one_loop_of_pieces():
+    add = lambda table, ids, bags: bag_sum(
+        table, ids, None, bags, 512, indices_are_sorted=True
+    )
+    found = _loops_with_a_gather(add, _TABLE, _ids(8192), _ids(8192))
+    (pieces,) = [ops for ops in found if ops.count("gather") >= 8]
+    assert pieces.count("add") >= 7
+    assert not {"sqrt", "divide", "scatter"} & set(pieces), pieces
