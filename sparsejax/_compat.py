@@ -1,7 +1,7 @@
-"""The only file that knows what JAX looks like inside, or which version runs.
+"""The only file that depends on JAX internals, or on the version of JAX.
 
-Everything here is either re-exported under a stable name or a small function whose
-body differs between jax 0.10.2 and newer releases. Nothing else in the package imports
+Everything here is re-exported under a stable name, or is a small function whose body
+differs between jax 0.10.2 and newer releases. No other file of the package imports
 `jax.extend`, `jax.interpreters` or `jax._src`.
 """
 
@@ -32,7 +32,7 @@ pvary_p = _core.pvary_p
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))
 
-# Frames of the library are never what a user wants to see. The demo is a user.
+# Source lines in messages are the user's, not the library's. The demo is a user.
 for _name in os.listdir(_PACKAGE):
     if _name not in ("demo", "__pycache__"):
         _source_info.register_exclusion(os.path.join(_PACKAGE, _name))
@@ -75,7 +75,7 @@ _placeholder_p.def_abstract_eval(lambda *, aval: aval)
 
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Iterator[None]:
-    """Whatever is bound inside keeps the equation's source line, scope and settings."""
+    """Equations bound inside keep this one's source line, name scope and settings."""
     stack = _source_info.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with _source_info.user_context(traceback, name_stack=stack), eqn.ctx.manager:
@@ -85,9 +85,9 @@ def equation_context(eqn: Any) -> Iterator[None]:
 def user_line(eqn: Any, enclosing: str | None = None) -> str:
     """`file:line` of the innermost frame that is the user's own.
 
-    Frames of JAX and of this package never count. Where only frames of installed
-    packages are left (a flax layer inside a scan, say), the line of the equation around
-    this one says more, so that is taken if it is known.
+    Frames of JAX and of this package are skipped. If all others are of installed
+    packages (a flax layer inside a scan, say), the line of the enclosing equation says
+    more, and is returned if it is known.
     """
     installed = None
     for frame in _source_info.user_frames(eqn.source_info.traceback):
@@ -100,7 +100,7 @@ def user_line(eqn: Any, enclosing: str | None = None) -> str:
 
 
 def _shown_name(file: str) -> str:
-    """A file's name as its author knows it: a notebook's cell is `In[3]`."""
+    """A file's name as its author knows it: `In[3]` for a cell of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     # Releases before 7.33 name cells so that the number can be read.
@@ -121,19 +121,19 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def varying_axes(x: Any) -> frozenset:
-    """Manual mesh axes over which `x` differs inside `shard_map` (empty elsewhere)."""
+    """Manual mesh axes over which `x` varies inside `shard_map` (empty elsewhere)."""
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()))
 
 
 def explicit_spec(x: Any) -> tuple[Any, ...]:
-    """How `x` is laid out over explicit mesh axes: a PartitionSpec's parts, or ()."""
+    """How `x` is sharded over explicit mesh axes: a PartitionSpec's parts, or ()."""
     spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
     return spec if any(part is not None for part in spec) else ()
 
 
 def is_laid_out(x: Any) -> bool:
-    """Whether the type of `x` says how a mesh lays it out, or that it is varying."""
+    """Whether the type of `x` has a mesh: it has a sharding, or may be varying."""
     mesh = getattr(jax.typeof(x).sharding, "mesh", None)
     return bool(getattr(mesh, "axis_names", ()))
 
@@ -143,15 +143,15 @@ def linear_primitive(
     reference: Callable[..., jax.Array],
     platforms: Mapping[str, Callable[..., jax.Array]],
 ) -> Any:
-    """`reference` as one primitive, lowered otherwise on some platforms.
+    """`reference` as one primitive, with other lowerings on some platforms.
 
-    Under `vmap`, and for tangents, `reference` takes its place.
+    Under `vmap`, and for tangents, `reference` replaces it.
 
     Args:
       name: of the primitive.
-      reference: a function of arrays, linear in the first of them, whose others are
-        not differentiated.
-      platforms: by platform, a function that gives the same.
+      reference: a function of arrays, linear in the first; the others are not
+        differentiated.
+      platforms: by platform, a function that computes the same.
 
     Returns:
       The primitive.
@@ -181,18 +181,18 @@ def multilinear_primitive(
     *,
     multiple_results: bool = False,
 ) -> Any:
-    """`reference` as one primitive that is differentiated as itself.
+    """`reference` as one primitive whose JVP is that primitive again.
 
     Args:
       name: of the primitive.
-      reference: a function of arrays and of static keywords, which are hashable, linear
-        in each of the arrays that `transposes` names.
-      platforms: by platform, a function that gives the same.
+      reference: a function of arrays and of static, hashable keywords, linear in each
+        of the arrays in `transposes`.
+      platforms: by platform, a function that computes the same.
       transposes: by position of an array, `f(cotangent, like, *args, **static)`: the
-        cotangent of that array, whose shape and type are those of `like`; its own place
-        in `args` is None.
+        cotangent of that array, of the shape and type of `like`; in `args` the array
+        itself is None.
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
-        in front; `axes` are the mapped axes, or None.
+        axis first; `axes` are the mapped axes, or None.
       multiple_results: whether `reference` returns a tuple. Then the first of its
         results is the linear one, and the others have no derivative.
 
@@ -244,7 +244,7 @@ def _primitive(
 ) -> Any:
     """A primitive whose platform is chosen when a program is lowered.
 
-    So no branch over platforms shows in a jaxpr.
+    So jaxprs have no branch over platforms.
     """
     p = Primitive(name)
     p.multiple_results = multiple_results

@@ -26,8 +26,8 @@ def _jit_rule(
     name: str = "jit",
     **_: Any,
 ) -> list[Any]:
-    # Inlined: rebuilding it would compile anew at every call outside jit, and inside
-    # jit XLA inlines it anyway. What it asks of shardings is kept.
+    # Inlined: outside of jit a rebuilt one would recompile at every call, and inside
+    # jit XLA inlines it anyway. Its sharding constraints are kept.
     args = _constrain(inputs, in_shardings)
     with jax.named_scope(name):
         return _constrain(ctx.walk(jaxpr, args), out_shardings)
@@ -57,7 +57,7 @@ def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[
 
 @register_rule(p.custom_jvp_call_p, p.custom_vjp_call_p)
 def _custom_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
-    # Its derivative is the user's, and that is written for the whole table: walking the
-    # body would differentiate the body instead.
+    # The user's derivative is written for the whole table; a walk of the body would
+    # differentiate the body instead.
     why = "gives its own derivative for the whole table"
     return _compat.bind(ctx.eqn, [ctx.dense(x, why) for x in inputs])

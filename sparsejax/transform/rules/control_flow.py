@@ -1,9 +1,8 @@
 """Rules for scan, cond (and switch) and checkpoint: equations that hold a body.
 
-They are built again with public functions of JAX around a walk of their body: deltas go
-in and ids come out, a loop's stacked along its length. Bodies take tables (and
-everything else that does not change) by closure, so no table is ever carried, stacked
-or returned.
+They are rebuilt with public functions of JAX around a walk of their body: deltas go in
+and ids come out, those of a loop stacked along its length. Bodies close over tables
+(and everything else that does not change), so no table is carried, stacked or returned.
 """
 
 from collections.abc import Sequence
@@ -104,7 +103,7 @@ def _scan_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[
 def _loop_liveness(
     liveness: Liveness, body: Any, out: Sequence[bool], n_consts: int, n_carry: int
 ) -> tuple[bool, ...]:
-    """What is live when a step ends: what is after the loop, or in the next step."""
+    """Which outputs of a step are live: after the loop, or in the next step."""
     live = tuple(out)
     while True:
         ins = liveness.inputs(body, live)[n_consts : n_consts + n_carry]
@@ -122,7 +121,7 @@ def _cond_rule(
     ctx: RuleContext, index: Any, *operands: Any, branches: Sequence[Any], **_: Any
 ) -> list[Any]:
     # Only one branch runs, so the branches share their deltas: for each table as many
-    # rows as the branch that reads most of it. What a branch leaves over stays empty.
+    # rows as the branch that reads the most. The rest of a branch are empty slots.
     body_sites = ctx.run.bodies.get(ctx.path, [()] * len(branches))
     shared = _largest(body_sites)
     deltas = dict(zip((s.table for s in shared), ctx.reads.take(len(shared))))
@@ -166,7 +165,7 @@ def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
 
 
 def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]:
-    """The deltas of one branch: consecutive pieces of the shared ones."""
+    """The deltas of one branch: consecutive parts of the shared ones."""
     at = dict.fromkeys(deltas, 0)
     pieces = []
     for site in sites if deltas else ():
@@ -179,11 +178,11 @@ def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]
 
 
 def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
-    """The ids one branch read of one table, filled up to the shared length."""
+    """The ids at which one branch read one table, padded to the shared length."""
     height = ctx.run.heights[shared.table]
     dtype = _arguments.index_dtype(height)
     pairs = zip(reads.sites, reads.ids)
-    # Branches must agree on the layout too, over explicit mesh axes.
+    # Branches must agree on the sharding over explicit mesh axes, too.
     mine = [replicate(i).reshape(-1) for s, i in pairs if s.table == shared.table]
     rest = shared.num_rows - sum(i.size for i in mine)
     empty = jnp.full((rest,), height, dtype)

@@ -1,7 +1,7 @@
 """Rules for arithmetic on a table: casts, elementwise functions, scalings, biases.
 
-They pass the table on: every row of the result comes from that row alone, so the
-arithmetic is done later, on the rows that are read.
+They pass the table on: a row of the result depends on that row of the table alone, so
+the arithmetic is done later, on the rows that are read.
 """
 
 from collections.abc import Sequence
@@ -41,13 +41,13 @@ def _elementwise_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
 
 
 @register_rule(p.copy_p, p.sharding_constraint_p)
-def _same_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
+def _identity_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     del ctx, params
     return ref
 
 
 @register_rule(p.device_put_p, "optimization_barrier")
-def _same_each_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
+def _identities_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     del params
     arrays = [x for x in inputs if not isinstance(x, TableRef)]
     if ctx.eqn.primitive.name == "optimization_barrier":
@@ -72,7 +72,7 @@ def _stop_gradient_flow(liveness: Any, eqn: Any, out: Any) -> Sequence[bool]:
 
 @register_rule(_compat.pvary_p)
 def _pvary_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
-    # shard_map marks a replicated table as varying before ids that vary read it.
+    # shard_map marks a replicated table as varying before varying ids read it.
     del ctx
     axes = frozenset(params["axes"])
     return ref.then(lambda rows: vary(rows, axes))
@@ -106,10 +106,10 @@ def _same_for_all_rows(
         return None
     if np.ndim(other) == 0:
         return jnp.asarray(other)
-    made = ctx.producer(position)
-    if made is None or made[0].primitive is not p.broadcast_in_dim_p:
+    producer = ctx.producer(position)
+    if producer is None or producer[0].primitive is not p.broadcast_in_dim_p:
         return None
-    eqn, (source, *_) = made
+    eqn, (source, *_) = producer
     along = [int(d) for d in eqn.params["broadcast_dimensions"]]
     if isinstance(source, TableRef):
         return None

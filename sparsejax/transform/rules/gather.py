@@ -1,13 +1,12 @@
 """Rules for the primitives that read rows: gather, slice, dynamic_slice, read_rows.
 
 A view (`TableRef`) has one axis of rows; its other axes are the *content* of a row. An
-equation reads rows if it picks along the row axis and takes the content whole.
+equation reads rows if it selects along the row axis and takes the whole content.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,26 +48,28 @@ def _gather_rule(
     )
     valid = jnp.ones(batch, bool)
     if mode != lax.GatherScatterMode.CLIP:
-        # XLA clamps a read that is out of range too, but its transpose drops it.
+        # XLA clamps a read that is out of range in these modes, too, but its transpose
+        # drops it.
         valid = start == inside
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         for k, d in enumerate(dims.start_index_map):
-            if d != axis:  # taken whole, so any other start would be out of range
+            if d != axis:  # taken whole, so any start but 0 is out of range
                 valid &= indices[..., k] == 0
     ids = inside[..., None] + _steps(width, inside.ndim + 1, inside.dtype)
-    everywhere = jnp.broadcast_to(valid[..., None], ids.shape)
+    each_valid = jnp.broadcast_to(valid[..., None], ids.shape)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        # What is read there is not used. An id that is no row's says so to a gradient
-        # of this gradient as well.
-        ids = jnp.where(everywhere, ids, _arguments.scalar(ref.height, ids))
-    rows = ctx.read(ref, ids, everywhere)
+        # What these read is replaced below. With ids out of range, a gradient of this
+        # gradient drops them as well.
+        ids = jnp.where(each_valid, ids, _arguments.scalar(ref.height, ids))
+    rows = ctx.read(ref, ids, each_valid)
     # [*batch, width, *content] -> [*batch, *operand's axes] -> without collapsed ones
     rows = jnp.moveaxis(rows, len(batch), len(batch) + axis)
     kept = [d for d in range(ref.ndim) if d not in dims.collapsed_slice_dims]
     rows = rows.reshape(batch + tuple(slice_sizes[d] for d in kept))
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         mask = jnp.reshape(valid, batch + (1,) * len(kept))
-        rows = jnp.where(mask, rows, _fill(fill_value, rows.dtype))
+        fill = indexing.fill_value(rows.dtype) if fill_value is None else fill_value
+        rows = jnp.where(mask, rows, jnp.array(fill, rows.dtype))
     batch_axes, kept_axes = iter(range(len(batch))), iter(range(len(batch), rows.ndim))
     offset = set(map(int, dims.offset_dims))
     order = [next(kept_axes if d in offset else batch_axes) for d in range(rows.ndim)]
@@ -109,7 +110,7 @@ def _slice_rule(
 
 @register_rule("read_rows")
 def _read_rows_rule(ctx: RuleContext, ref: Any, ids: Any) -> Any:
-    # Our own read: a gradient taken by sparsejax inside the function has planted it.
+    # In the trace of a function that itself takes a gradient by sparsejax.
     if ref.row_axis != 0:
         return NotImplemented
     return ctx.read(ref, ids)
@@ -129,9 +130,3 @@ def _whole_rows(ref: TableRef, sizes: Sequence[int]) -> bool:
 def _steps(width: int, ndim: int, dtype: Any) -> np.ndarray:
     """`0, 1, ..., width - 1` along the last of `ndim` axes."""
     return np.arange(width, dtype=dtype).reshape((1,) * (ndim - 1) + (width,))
-
-
-def _fill(fill_value: Any, dtype: Any) -> jax.Array:
-    return jnp.array(
-        indexing.fill_value(dtype) if fill_value is None else fill_value, dtype
-    )

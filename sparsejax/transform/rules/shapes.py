@@ -25,8 +25,8 @@ def _reshape_rule(ctx: RuleContext, ref: Any, *dynamic: Any, **params: Any) -> A
         return NotImplemented
     shape = tuple(ctx.eqn.outvars[0].aval.shape)
     before = math.prod(ref.shape[: ref.row_axis])
-    # The rows stay whole if some axis of the result still runs over them, with as much
-    # of the content in front of it as before.
+    # Rows stay whole if some axis of the result still runs over them, with as much of
+    # the content in front of it as before.
     axes = [
         axis
         for axis, size in enumerate(shape)
@@ -57,7 +57,7 @@ def _broadcast_rule(
         return NotImplemented
     along = [int(d) for d in broadcast_dimensions]
     content = tuple(size for d, size in enumerate(shape) if d != axis)
-    # rows lead in what a row function sees; the other axes keep their order
+    # A row function has the rows on its first axis; the other axes keep their order.
     places = tuple(d + (d < axis) for k, d in enumerate(along) if k != ref.row_axis)
     return ref.then(
         lambda rows: lax.broadcast_in_dim(rows, rows.shape[:1] + content, (0, *places)),

@@ -1,9 +1,9 @@
 """The rule for `shard_map` with replicated tables.
 
-Every device reads rows of its own copy. The deltas are laid out like the reads: sharded
-over the mesh axes along which the rows that were read differ, replicated over the
-others (there every device has the same rows and the same cotangent, which counts once).
-So the gradient has `devices x n` slots, and nothing of the table's size is exchanged.
+Every device reads rows of its own copy. The deltas are sharded like the reads: over the
+mesh axes along which the rows read vary. Over the other axes they are replicated: there
+every device has the same rows and the same cotangent, which counts once. So the
+gradient has `devices x n` slots, and nothing of the table's size is exchanged.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def _shard_map_rule(
         pairs = zip(deltas, body_sites)
         reads = ctx.reads.of_body([d.reshape(s.lead + d.shape[1:]) for d, s in pairs])
         outs = ctx.walk(jaxpr, args, reads)
-        # Without vma types nothing tells along which axes reads differ: assume all.
+        # Without vma types it is unknown along which axes reads vary: assume all.
         found[:] = [s if check_vma else s._replace(axes=manual) for s in reads.sites]
         ids = [i.reshape(-1) for i in reads.ids]
         if check_vma:
@@ -75,7 +75,7 @@ def _shard_map_rule(
 
 
 def _from_outside(site: Site, mesh: Any, manual: frozenset) -> Site:
-    """A site as seen around the `shard_map`: the reads of all devices, flat."""
+    """The site outside of the `shard_map`: the reads of all devices, flat."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes))
     across = tuple(sorted(site.axes & manual))
     types = dict(zip(mesh.axis_names, mesh.axis_types))
@@ -94,11 +94,11 @@ def _is_replicated(spec: Any) -> bool:
 
 
 def _pack(ref: TableRef) -> Any:
-    """The arrays a ref holds: a `shard_map` body must not close over them."""
+    """The arrays of a ref: a `shard_map` body must not close over them."""
     return ref.array, [step.operands for step in ref.steps]
 
 
 def _unpack(ref: TableRef, array: Any, operands: Sequence[Any]) -> TableRef:
-    """`ref` with the arrays it holds replaced by what came in."""
+    """`ref` with its arrays replaced by those passed into the body."""
     steps = tuple(RowFunction(s.fn, tuple(o)) for s, o in zip(ref.steps, operands))
     return dataclasses.replace(ref, array=array, steps=steps)
