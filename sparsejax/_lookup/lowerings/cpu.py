@@ -147,7 +147,7 @@ def _rows_in_range(table, ids, weights, dtype) -> jax.Array:
     rows = xla.read_rows(table, ids).astype(dtype)
     if weights is None:
         return rows
-    return rows * indexing.append_axes(weights, table.ndim)
+    return rows * indexing.append_axes(weights, rows.ndim)
 
 
 def _sum_pieces(
