@@ -54,7 +54,7 @@ def bag_sum(
     args = [table, ids]
     args += [] if segment_ids is None else [segment_ids]
     args += [] if weights is None else [weights]
-    # XLA's gather handles arrays whose types have a sharding; the primitive does not.
+    # The types of these arrays have a mesh, which XLA's gather propagates.
     laid_out = any(_compat.is_laid_out(x) for x in args)
     plain = laid_out or not jnp.issubdtype(table.dtype, jnp.floating)
     if plain or 0 in (table.shape[0], ids.size, static["num_bags"]):

@@ -23,7 +23,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
       `[n, ...]`, of the table's dtype.
     """
     table, ids = jnp.asarray(table), jnp.asarray(ids)
-    # XLA's gather handles arrays whose types have a sharding; the primitive does not.
+    # The types of these arrays have a mesh, which XLA's gather propagates.
     if _compat.is_laid_out(table) or _compat.is_laid_out(ids):
         return xla.read_rows(table, ids)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax._lookup.bag_sum import bag_sum, row_cotangents
+from sparsejax._lookup.bag_sum import bag_sum, bag_sum_p, row_cotangents
 from sparsejax._rows import indexing
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import TableRef
 
 
-@register_rule("bag_sum")
+@register_rule(bag_sum_p)
 def _bag_sum_rule(
     ctx: RuleContext,
     ref: Any,

@@ -13,6 +13,7 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._compat import primitives as p
+from sparsejax._lookup.read_rows import read_rows_p
 from sparsejax._rows import indexing
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import TableRef
@@ -108,7 +109,7 @@ def _slice_rule(
     return jnp.moveaxis(ctx.read(ref, ids), 0, axis)
 
 
-@register_rule("read_rows")
+@register_rule(read_rows_p)
 def _read_rows_rule(ctx: RuleContext, ref: Any, ids: Any) -> Any:
     # In the trace of a function that itself takes a gradient by sparsejax.
     if ref.row_axis != 0:
