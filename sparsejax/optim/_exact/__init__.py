@@ -1,1 +1,10 @@
-"""`exact`: dense optax on touched rows, by catching up the steps a row missed."""
+"""`exact`: dense training at sparse cost, by catching up the steps that a row missed.
+
+- `exact.py`: the transformation and its state.
+- `value_and_grad.py`: `exact_value_and_grad`, which finds the ids that a loss reads.
+- `plan.py`: which leaves are tables, and what `tx` does to each.
+- `catch_up.py`: rows of one table brought to the present step.
+- `closed_form.py`: the mathematics of a run of zero-gradient steps.
+- `identify.py`: finds by experiment what a zero-gradient step of `tx` does.
+- `shadow_model.py`: `tx` on a few probe coordinates.
+"""
