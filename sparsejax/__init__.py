@@ -1,6 +1,6 @@
 """Sparse embedding training in JAX: a training step costs what its batch touches.
 
-Two words change in a training step::
+Two lines change in a training step::
 
     tx = sj.optim.lazy(tx)                                   # around optax's
     loss, grads = sj.value_and_grad(loss_fn)(params, batch)  # in place of jax's
@@ -9,54 +9,52 @@ Two words change in a training step::
 
 The gradient of a table that the loss reads by rows is then a
 `SelectedRows`, and only those rows of weights and optimizer state are
-touched. `help(sj.value_and_grad)` has a whole program, and what is sparse
-and what is not.
+updated. `help(sj.value_and_grad)` has a complete program, and says which
+reads are sparse.
 
 Gradients
 
-- `value_and_grad`, `grad`: JAX's, with SelectedRows for tables that are
+- `value_and_grad`, `grad`: as in JAX, with SelectedRows for tables that are
   read by rows.
-- `explain`: which leaves get a sparse gradient, and why the others do not.
-- `DensifyError`: what `tables=` insists on cannot be sparse.
+- `explain`: which leaves get a sparse gradient, and why others do not.
+- `DensifyError`: a leaf that `tables=` requires to be sparse cannot be.
 
 Rows of tables
 
-- `lookup`: rows by id; `embedding_bag`: looked up and reduced, bag by bag.
+- `lookup`: rows by id; `embedding_bag`: rows of each bag of ids, reduced.
 - `SelectedRows`: rows of an array, by id; `concatenate`: the sum of
   several.
 - `scatter_assign`, `scatter_weighted_sum`: write rows.
-- `unique`, `partition`: distinct ids; ids grouped by the shard that they go
-  to.
-- `dot`: CSR times dense.
+- `unique`, `partition`: distinct ids; ids grouped by shard.
+- `dot`: CSR matrix times dense matrix.
 
 Lists of different lengths
 
-- `SegmentTensor`: elements in one axis, cut into segments of any lengths.
+- `SegmentTensor`: one axis of elements, cut into segments of any lengths.
 - `segment_sum`, `segment_mean`, `segment_sqrtn`, `segment_prod`,
   `segment_max`, `segment_min`, `segment_all`, `segment_any`,
   `segment_count`, `segment_var`, `segment_std`, `segment_logsumexp`,
-  `segment_logmeanexp`: one result a segment.
+  `segment_logmeanexp`: one result per segment.
 - `segment_softmax`, `segment_log_softmax`, `segment_normalize`,
-  `segment_cumsum`: one result an element.
-- `segment_argmax`, `segment_argmin`, `segment_top_k`: places.
+  `segment_cumsum`: one result per element.
+- `segment_argmax`, `segment_argmin`, `segment_top_k`: positions.
 - `lengths_to_offsets`, `lengths_to_ranges`, `lengths_to_segment_ids`,
   `offsets_to_lengths`, `segment_ids_to_lengths`, `segment_ids_to_ranges`:
-  from one form to another.
+  conversions.
 - `pack_segments`, `unpack_segments`: to padded rows, and back.
 
-Packages, each with a page of its own, such as `help(sj.optim)`
+Packages, each with its own help, such as `help(sj.optim)`
 
 - `optim`: `lazy`, `exact`, and optimizers that optax does not have.
 - `nn`: layers, and models whose tables are in a store.
 - `data`: data sets, batches of static shape, readers of text files.
-- `store`: tables in host memory or a file, larger than the device.
-- `parallel`: tables over many devices.
-- `desc`: kinds, types and dimensions before any data; files.
-- `viz`: pictures of rows touched, and of programs.
-- `extend`: rules for primitives of yours.
+- `store`: tables in host memory or a file, larger than device memory.
+- `parallel`: tables sharded over many devices.
+- `desc`: kinds, types and dimensions of variables without data; files.
+- `viz`: plots of the rows touched, and of programs.
+- `extend`: rules for your own primitives.
 
-`NotPulledError` is what a block of `nn` raises for a table that it did not
-ask for.
+A block of `nn` raises `NotPulledError` for a table that it did not declare.
 """
 
 import importlib.metadata as _metadata

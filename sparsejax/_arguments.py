@@ -1,7 +1,7 @@
 """Checks of arguments, how errors show what they found, and what `progress=` means.
 
-One rule for ids, here and everywhere above: an id outside `[0, height)` is out of
-range. It is never wrapped and never clamped.
+One rule for ids, here and in all modules: an id outside `[0, height)` is out of range.
+It is never wrapped, and clamped only where a mode says so.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
     if not isinstance(ids, np.ndarray):
         try:
             ids = np.asarray(ids) if isinstance(ids, np.generic) else jnp.asarray(ids)
-        except OverflowError:  # a list with an int that no id of 32 bits can be
+        except OverflowError:  # a list with an int that 32 bits cannot hold
             ids = np.asarray(ids)
         except (TypeError, ValueError):
             way_out = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
@@ -49,13 +49,13 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
                 f"Pass {way_out}."
             ) from None
     if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
-        ids = ids.astype(jnp.int32)  # [] has no type of its own
+        ids = ids.astype(jnp.int32)  # [] is float32
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         way_out = "Cast them with .astype(jnp.int32)."
         if ids.dtype == object:
             way_out = "An id has at most 64 bits."
         elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
-            way_out = "Of a mask, jnp.flatnonzero gives the ids."
+            way_out = "For a mask use jnp.flatnonzero(mask)."
         raise TypeError(
             f"{call}: {name} must be integers, got {ids.dtype} of shape {ids.shape}. "
             f"{way_out}"
@@ -64,7 +64,7 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
 
 
 def saturate(ids: Any) -> Any:
-    """64-bit NumPy ids within 32 bits where x64 is off: JAX alone would wrap them."""
+    """Clips 64-bit NumPy ids to 32 bits if x64 is off, where JAX would wrap them."""
     wide = isinstance(ids, np.ndarray) and ids.dtype.kind in "iu"
     if not wide or ids.itemsize < 8 or x64_enabled():
         return ids
@@ -73,11 +73,11 @@ def saturate(ids: Any) -> Any:
 
 
 def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
-    """Ids as a signed array of a type that holds `height`; out of range stays so."""
+    """Ids as a signed array that can hold `height`; ids out of range remain so."""
     ids = jnp.asarray(saturate(as_integers(call, ids, name)))
     wide = index_dtype(height)
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
-        # A large unsigned id must not turn into a small or negative signed one.
+        # A large unsigned id must not become a small or negative signed one.
         limit = np.array(min(height, jnp.iinfo(ids.dtype).max), ids.dtype)
         ids = jnp.minimum(ids, limit)
     elif jnp.iinfo(ids.dtype).bits > jnp.iinfo(wide).bits:
@@ -86,7 +86,7 @@ def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
 
 
 def as_array(x: Any) -> Any:
-    """NumPy arrays and frameworks' variables as JAX arrays, anything else as it is."""
+    """NumPy arrays and frameworks' variables as JAX arrays; other objects unchanged."""
     if isinstance(x, jax.Array):
         return x
     known = isinstance(x, np.ndarray) or hasattr(x, "__jax_array__")
@@ -103,33 +103,27 @@ def to_array(
         raise TypeError(f"{call}: {name} must be {what}, got {kind_of(x)}.") from None
 
 
-def array_or_spec(call: str, x: Any, name: str) -> Any:
-    """Lists and numpy arrays become JAX arrays; tracers and specs stay."""
-    spec = hasattr(x, "dtype") and hasattr(x, "shape")
-    return x if spec and not isinstance(x, np.ndarray) else to_array(call, x, name)
-
-
 def show_spec(x: Any) -> str:
-    """`float32[3,2]`, as reprs have it; the repr of what is no array."""
+    """`float32[3,2]` for an array or a spec, else the repr."""
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return repr(x)
     return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is JAX's array, a tracer or NumPy's."""
+    """Whether `x` is a JAX array, a tracer or a NumPy array."""
     return isinstance(x, (jax.Array, np.ndarray))
 
 
 def kind_of(x: Any) -> str:
-    """What an error calls an argument of a wrong kind."""
+    """How an error describes an argument of the wrong type."""
     if is_array(x):
         return f"an array {show_spec(x)}"
     return "None" if x is None else f"an object of type {type(x).__name__}"
 
 
 def show(x: Any) -> str:
-    """How an error shows a number: its repr, unless that is long or a tracer's."""
+    """How an error shows a value: its repr, shortened; tracers as type and shape."""
     if isinstance(x, Tracer):
         return f"a traced {show_spec(x)}"
     if is_array(x) and x.size > 8:
@@ -153,12 +147,12 @@ def _shortened(text: str) -> str:
 
 
 def scalar(value: int, like: Any) -> Any:
-    """`value` in the type of `like`, so that strict type promotion is content."""
+    """`value` in the dtype of `like`, which strict type promotion accepts."""
     return np.array(value, like.dtype)
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the value of `x` can be looked at now."""
+    """Whether `x` is an array with a known value, not a tracer."""
     return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
 
 
@@ -174,9 +168,9 @@ def static_int(
 
     Args:
       call, name: the public function and its argument.
-      hint: the end of the message.
-      not_an_int: raised for anything but an int, tracers included. An int that is too
-        small raises a ValueError.
+      hint: appended to the message.
+      not_an_int: raised if `x` is not an int, or a tracer. An int that is too small
+        is a ValueError.
     """
     try:
         found = operator.index(x)
@@ -195,21 +189,8 @@ def static_int(
 def check_capacity(call: str, capacity: Any) -> int:
     """`capacity` as an int, or an error that names `call`."""
     if is_concrete(capacity) and capacity.ndim == 0 and capacity == capacity // 1:
-        capacity = int(capacity)  # a whole number in an array, of floats too
+        capacity = int(capacity)  # also accepts a whole number in a float array
     return static_int(call, "capacity", capacity)
-
-
-def check_int(call: str, name: str, x: Any, least: int) -> int:
-    """`x` as an int of at least `least`, or a ValueError that names `call`."""
-    try:
-        found = operator.index(x)
-    except TypeError:
-        found = least - 1
-    if found < least:
-        raise ValueError(
-            f"{call}: {name} must be an int of at least {least}, got {show(x)}."
-        )
-    return found
 
 
 def check_bool(call: str, name: str, x: Any) -> bool:
@@ -247,7 +228,7 @@ def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> ja
 def report_overflow(
     call: str, values: jax.Array, count: Any, capacity: int, way_out: str = ""
 ) -> Any:
-    """Raises if `count > capacity`; inside jit, where it cannot, `values` turn NaN."""
+    """Raises if `count > capacity`; inside jit `values` become NaN instead."""
     if is_concrete(count):
         if int(count) > capacity:
             raise ValueError(

@@ -274,7 +274,7 @@ def test_a_vocabulary_counts_and_cuts(tmp_path):
             "2 entries, and the file has 3 columns",
         ),
         (9, dict(separator="ab"), ValueError, "separator must be 'auto' or one"),
-        (9, dict(num_ids=-1), ValueError, "num_ids must be an int of at least 0"),
+        (9, dict(num_ids=-1), ValueError, "num_ids must be a static, non-negative int"),
         (9, dict(header=1), TypeError, "header must be True or False"),
         (2**31, {}, ValueError, "from 2 to 2147483647.* got 2147483648"),
         (9, dict(missing="x"), TypeError, "missing must be a number, got 'x'"),

@@ -98,8 +98,8 @@ class SelectedRows:
         # Only users call this: pytree code goes through `tree_unflatten`, whose
         # children may be tracers, ShapeDtypeStructs or placeholders.
         call = "SelectedRows"
-        rows = _arguments.array_or_spec(call, _arguments.saturate(rows), "rows")
-        values = _arguments.array_or_spec(call, values, "values")
+        rows = _array_or_spec(_arguments.saturate(rows), "rows")
+        values = _array_or_spec(values, "values")
         height = _arguments.static_int(
             call,
             "height",
@@ -544,6 +544,14 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 # ------------------------------------------------------------------ private
+
+
+def _array_or_spec(x: Any, name: str) -> Any:
+    """Lists and NumPy arrays as JAX arrays; tracers and specs unchanged."""
+    is_spec = hasattr(x, "dtype") and hasattr(x, "shape")
+    if is_spec and not isinstance(x, np.ndarray):
+        return x
+    return _arguments.to_array("SelectedRows", x, name)
 
 
 def _check_rows(call: str, rows: Any) -> None:

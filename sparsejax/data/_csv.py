@@ -112,8 +112,8 @@ def as_layout(
     columns: Any,
 ) -> Layout:
     """The arguments of a reader as a Layout."""
-    numbers = _arguments.check_int(call, "num_numbers", num_numbers, 0)
-    ids = _arguments.check_int(call, "num_ids", num_ids, 0)
+    numbers = _arguments.static_int(call, "num_numbers", num_numbers)
+    ids = _arguments.static_int(call, "num_ids", num_ids)
     label = _arguments.check_bool(call, "label", label)
     header = _arguments.check_bool(call, "header", header)
     one = isinstance(separator, str) and len(separator.encode()) == 1

@@ -148,7 +148,7 @@ def iter_csv_ids(
         _ITERATE, num_numbers, num_ids, label, separator, header, columns
     )
     blocks = _blocks(path, ids, layout, missing, progress)
-    size = _arguments.check_int(_ITERATE, "chunk_rows", chunk_rows, 1)
+    size = _arguments.static_int(_ITERATE, "chunk_rows", chunk_rows, 1)
     return _chunks(layout, blocks, size)
 
 

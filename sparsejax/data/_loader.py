@@ -124,9 +124,9 @@ class DataLoader:
         drops = False if drop_remainder is None else drop_remainder
         self._sampler = sampler = Sampler(
             num_rows=len(self._dataset),
-            batch_size=_arguments.check_int(_CALL, "batch_size", batch_size, 1),
+            batch_size=_arguments.static_int(_CALL, "batch_size", batch_size, 1),
             shuffle=_arguments.check_bool(_CALL, "shuffle", shuffle),
-            seed=_arguments.check_int(_CALL, "seed", seed, 0),
+            seed=_arguments.static_int(_CALL, "seed", seed),
             drop_remainder=_arguments.check_bool(_CALL, "drop_remainder", drops),
             shard=_as_shard(shard),
         )
@@ -145,7 +145,7 @@ class DataLoader:
             )
         if drop_remainder is None and not self._mask:
             _warn_of_padding(sampler)
-        self._num_workers = _arguments.check_int(_CALL, "num_workers", num_workers, 0)
+        self._num_workers = _arguments.static_int(_CALL, "num_workers", num_workers)
         self._device = _as_device(device)
         self._buckets = _capacity.measure(self._dataset, sampler, capacity, overflow)
         self._buckets.check(sampler, 0, sampler.rows(0))
@@ -244,8 +244,8 @@ class DataLoader:
                     f"{name}={state[name]!r}, and this one has {name}={ours!r}: the "
                     "same position means other rows here."
                 )
-        epoch = _arguments.check_int(_CALL, "state['epoch']", state["epoch"], 0)
-        batch = _arguments.check_int(_CALL, "state['batch']", state["batch"], 0)
+        epoch = _arguments.static_int(_CALL, "state['epoch']", state["epoch"])
+        batch = _arguments.static_int(_CALL, "state['batch']", state["batch"])
         if batch > len(self):
             raise ValueError(
                 f"{_CALL}: the state is at batch {batch} of an epoch of {len(self)}."
@@ -271,7 +271,7 @@ class DataLoader:
           >>> [float(x.sum()) for x in batches.map(lambda x: x * 10)]
           [10.0, 50.0, 90.0]
         """
-        epoch = _arguments.check_int(_CALL, "epoch", epoch, 0)
+        epoch = _arguments.static_int(_CALL, "epoch", epoch)
         rows = self._sampler.rows(epoch)
         self._buckets.check(self._sampler, epoch, rows)
         batches = _Batches(

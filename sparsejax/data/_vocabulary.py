@@ -62,7 +62,7 @@ class HashIds:
                     "0 is for missing words, so one bucket is too few; and ids have 32 "
                     "bits."
                 )
-        _arguments.check_int("sparsejax.data.HashIds", "seed", self.seed, 0)
+        _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
 
     def sizes(self, num_columns: int) -> list[int]:
         """The number of ids of each column: rows of its table.
@@ -165,9 +165,9 @@ class Vocabulary:
         layout = _csv.as_layout(
             call, num_numbers, num_ids, label, separator, header, columns
         )
-        least = _arguments.check_int(call, "min_count", min_count, 1)
+        least = _arguments.static_int(call, "min_count", min_count, 1)
         if max_size is not None:
-            max_size = _arguments.check_int(call, "max_size", max_size, 1)
+            max_size = _arguments.static_int(call, "max_size", max_size, 1)
         counts: list[dict[bytes, int]] = [{} for _ in range(layout.size("ids"))]
         if isinstance(path, (str, bytes, os.PathLike)):
             path = [path]
