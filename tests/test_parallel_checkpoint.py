@@ -21,8 +21,8 @@ import tensorstore
 import parallel_worker as worker
 import sparsejax as sj
 from helpers import assert_same_bits, assert_trees_close
-from sparsejax.parallel import _checkpoint_leaves
-from sparsejax.parallel._checkpoint_rows import RowLayout, read_part
+from sparsejax.parallel import _checkpoint
+from sparsejax.parallel._resharding import RowLayout, read_part
 
 
 pytestmark = pytest.mark.multidevice
@@ -135,7 +135,7 @@ def test_no_device_is_given_more_than_its_part(tmp_path, monkeypatch):
         parts.append(read_part(seen, *args))
         return parts[-1]
 
-    monkeypatch.setattr(_checkpoint_leaves, "read_part", reading)
+    monkeypatch.setattr(_checkpoint, "read_part", reading)
     with sj.parallel.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, sharded(table, 2, "mod"))
         for layout in LAYOUTS:

@@ -120,7 +120,7 @@ def test_errors_say_what_differs(tmp_path):
         )
         refuses({"t": tree["t"], "g": rows(5)}, r"\['w'\] was saved but is missing")
         refuses({**tree, "g": rows(6)}, r"\['g'\] has height 6, saved was 5")
-        with pytest.raises(FileNotFoundError, match=r"of step 2 in .*of \[3\]"):
+        with pytest.raises(FileNotFoundError, match=r"of step 2 in .*has steps \[3\]"):
             checkpoints.restore(tree, step=2)
         with pytest.raises(ValueError, match="step 3 is not later than .* saved, 3"):
             checkpoints.save(3, tree)

@@ -401,6 +401,56 @@ def test_gradient(program):
         np.testing.assert_allclose(moved, _table() + want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_read_is_one_primitive():
+    """Its parameters are static: no rule hangs on a name, nothing is kept for each."""
+    mesh, axis = _mesh("4")
+    table = sj.parallel.shard_rows(_table(), mesh, axis)
+    for capacity in (2, 3):
+        look = functools.partial(sj.parallel.lookup, mode="zero", capacity=capacity)
+        eqns = jax.make_jaxpr(look)(table, IDS).jaxpr.eqns
+        (read,) = (e for e in eqns if e.primitive.name == "read_sharded_rows")
+        assert read.params["slots"] == capacity
+    # Linear in the table: the tangents of rows are rows of the tangents.
+    tangents = table.map(lambda x: 2 * x)
+    rows, found = jax.jit(lambda t, d: jax.jvp(lambda t: look(t, IDS), (t,), (d,)))(
+        table, tangents
+    )
+    np.testing.assert_array_equal(found, 2 * rows)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_jit_finds_the_devices_of_the_mesh(kind):
+    """Though neither table nor ids are on them, and no jax.set_mesh says so."""
+    mesh, axis = _mesh("4", kind)
+    table = sj.parallel.shard_rows(_table(), mesh, axis)
+    loose = table.map(lambda x: jnp.asarray(np.asarray(x)))
+    assert len(loose.values.sharding.device_set) == 1
+    look = jax.jit(functools.partial(sj.parallel.lookup, mode="zero"))
+    want = sj.lookup(_table(), IDS, mode="zero")
+    np.testing.assert_array_equal(look(loose, IDS), want)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_vmap_over_ids_and_over_tables(shared):
+    mesh, axis = _mesh("4")
+    table = sj.parallel.shard_rows(_table(), mesh, axis)
+    look = functools.partial(sj.parallel.lookup, mode="zero", capacity=2)
+    read = lambda values, ids: look(table.map(lambda _: values), ids)
+    values = table.values if shared else jnp.stack([table.values, 2 * table.values])
+    f = jax.vmap(read, in_axes=(None if shared else 0, 0))
+    grad = jax.jit(jax.grad(lambda values, ids: jnp.sum(jnp.sin(f(values, ids)))))
+
+    def want(values):
+        dense = lambda v: table.map(lambda _: v).to_dense()
+        tables = [values] * 2 if shared else values
+        pairs = zip(tables, IDS)
+        rows = [sj.lookup(dense(v), i, mode="zero") for v, i in pairs]
+        return jnp.sum(jnp.sin(jnp.stack(rows)))
+
+    got = grad(values, IDS[:2])
+    np.testing.assert_allclose(got, jax.grad(want)(values), rtol=1e-5, atol=1e-6)
+
+
 def test_dense_gradient_and_second_derivative():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)

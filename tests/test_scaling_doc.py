@@ -14,7 +14,7 @@ import pytest
 import scaling_page as page
 import sparsejax as sj
 from helpers import assert_same_bits
-from sparsejax.parallel._checkpoint_rows import RowLayout
+from sparsejax.parallel._resharding import RowLayout
 
 
 pytestmark = [pytest.mark.multidevice, pytest.mark.once]

@@ -1,30 +1,30 @@
-"""Tables over many devices: only the rows a batch needs are moved.
+"""Tables over many devices: only the rows that a batch needs are sent.
 
 The training step stays that of one device: `sparsejax.value_and_grad` and
-`sparsejax.optim.lazy` work on what these make::
+`sparsejax.optim.lazy` work on these tables::
 
     mesh = jax.make_mesh((8,), ("x",))
     table = sj.parallel.shard_rows(table, mesh, "x")  # row i on device i mod 8
-    rows = sj.parallel.lookup(table, ids)             # ids and rows travel
+    rows = sj.parallel.lookup(table, ids)             # ids and rows are sent
 
-Rows spread over devices
+Rows sharded over devices
 
 - `shard_rows`: makes a `ShardedTable`.
-- `lookup`, `embedding_bag`: read it; ids and rows go by `all_to_all`.
-- `measure_capacity`: what a batch needs to go through in one round.
-- `ShardedRows`: what its gradient holds; `Metrics`: what an exchange
+- `lookup`, `embedding_bag`: read it, by `all_to_all` of ids and rows.
+- `measure_capacity`: the capacity with which a batch needs one round.
+- `ShardedRows`: the child of its gradient; `Metrics`: what an exchange
   needed.
 
 Other layouts
 
 - `shard_columns`: each device holds some columns of every row.
-- `data_parallel`: tables on every device; makes a `DataParallelStep`.
-- `psum`, `pmean`: over devices, of trees with SelectedRows in them.
+- `data_parallel`: replicated tables; makes a `DataParallelStep`.
+- `psum`, `pmean`: sum trees with SelectedRows in them over devices.
 
 Stores and files
 
 - `batched_pull`: rows of a store, read once for all devices.
-- `SpreadStore`: a store over the memories of several hosts.
+- `SpreadStore`: a store sharded over the memories of several hosts.
 - `Checkpointer`: saves, and restores on other numbers of devices.
 
 Costs
@@ -47,7 +47,7 @@ from sparsejax.parallel._lookup import (
     measure_capacity as measure_capacity,
 )
 from sparsejax.parallel._plan import plan as plan
-from sparsejax.parallel._replicated import pmean as pmean, psum as psum
+from sparsejax.parallel._psum import pmean as pmean, psum as psum
 from sparsejax.parallel._rows import ShardedRows as ShardedRows
 from sparsejax.parallel._spread_store import SpreadStore as SpreadStore
 from sparsejax.parallel._table import (

@@ -1,8 +1,8 @@
 """batched_pull: a store's rows for all devices of a mesh, fetched once.
 
-The devices' parts of a batch name many rows more than once. Here they are put together
-first: each row is read from the store once, goes from the host to one device once, and
-from there to the others by an all-gather between devices.
+Several devices often need the same row. So their ids are merged first: each row is read
+from the store once and copied from the host to one device, and the devices all-gather
+the rows.
 """
 
 import functools
@@ -21,15 +21,6 @@ from sparsejax.store._optimizer import on_host
 
 
 _CALL = "sparsejax.parallel.batched_pull"
-_NOT_A_STORE = (
-    _CALL + ": store must be a sparsejax.store.KVStore, got {found}. A "
-    "sparsejax.parallel.SpreadStore has its own pull."
-)
-_MANY_PROCESSES = (
-    _CALL
-    + ": there are {count} processes, and a KVStore holds the rows of one. Spread "
-    "them over the processes' memories: sparsejax.parallel.SpreadStore(mesh)."
-)
 
 
 def batched_pull(
@@ -41,28 +32,27 @@ def batched_pull(
     capacity: int | None = None,
     mode: str = "error",
 ) -> SelectedRows:
-    """The rows that all devices' ids name, read once from a store, on every device.
+    """The rows for all devices' ids, read once from a store, on every device.
 
-    What `store.pull(name, ids)` gives, for a step over a mesh whose batch is split: a
-    row that several devices need is read once, and crosses from the host once.
+    Returns what `store.pull(name, ids)` returns, for a step over a mesh with a sharded
+    batch. A row that several devices need is read once and copied to a device once.
 
     Args:
-      store: a `sparsejax.store.KVStore`, in one process. Over several, see
+      store: a `sparsejax.store.KVStore`, in one process. For several processes use
         `sparsejax.parallel.SpreadStore`.
       name: of the table.
-      ids: integers of any shape, of all devices: an array, split over the mesh or not,
-        or a list with one for each device.
-      mesh: whose devices get the rows.
+      ids: integers of any shape, those of all devices: an array, sharded over the mesh
+        or not, or a list with an array for each device.
+      mesh: the mesh whose devices get the rows.
       capacity: slots of the result, as in `KVStore.pull`.
       mode: "error" or "drop", as in `KVStore.pull`.
 
     Returns:
-      SelectedRows, each row once, ids ascending, the same on every device. It takes the
-      place of the table in a jitted step over the mesh; give the step's gradient to
-      `store.push`.
+      SelectedRows, each row once, ids ascending, replicated. Use it as the table in a
+      jitted step over the mesh, and pass the step's gradient to `store.push`.
 
     Raises:
-      TypeError: `store` or `mesh` is of another kind, or the ids are not integers.
+      TypeError: `store` or `mesh` has the wrong type, or the ids are not integers.
       KeyError: no such table.
       ValueError: ids out of range, too small a `capacity`, or several processes.
 
@@ -81,10 +71,18 @@ def batched_pull(
       of row ids, one for each device.
     """
     if not isinstance(store, KVStore):
-        raise TypeError(_NOT_A_STORE.format(found=_arguments.kind_of(store)))
+        raise TypeError(
+            f"{_CALL}: store must be a sparsejax.store.KVStore, got "
+            f"{_arguments.kind_of(store)}. A sparsejax.parallel.SpreadStore has its "
+            "own pull."
+        )
     check_mesh(_CALL, mesh)
     if jax.process_count() > 1:
-        raise ValueError(_MANY_PROCESSES.format(count=jax.process_count()))
+        raise ValueError(
+            f"{_CALL}: there are {jax.process_count()} processes, and a KVStore holds "
+            "the rows of one. Shard the rows over the processes' memories: "
+            "sparsejax.parallel.SpreadStore(mesh)."
+        )
     ids = own_ids(_CALL, ids)
     with on_host(required=False):
         pulled = store.pull(name, ids, capacity=capacity, mode=mode)
@@ -92,14 +90,14 @@ def batched_pull(
     each = -(-len(rows) // mesh.size)
     part = lambda k: values[k * each : (k + 1) * each]
     found = to_all_devices(mesh, part, each, values, np.arange(len(rows)))
-    return SelectedRows(everywhere(mesh, rows), found, pulled.height)
+    return SelectedRows(replicate_over(mesh, rows), found, pulled.height)
 
 
 # ------------------------------------------------------------------ for SpreadStore
 
 
 def check_mesh(call: str, mesh: Any) -> None:
-    """An error that names `call` unless `mesh` is one of devices."""
+    """An error that names `call` unless `mesh` is a mesh with devices."""
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f"{call}: mesh must be a jax.sharding.Mesh, got {_arguments.kind_of(mesh)}."
@@ -107,7 +105,7 @@ def check_mesh(call: str, mesh: Any) -> None:
 
 
 def own_ids(call: str, ids: Any) -> np.ndarray:
-    """The ids that this process knows, flat, on the host."""
+    """This process's ids, flat, on the host."""
     if isinstance(ids, list | tuple) and any(np.ndim(x) for x in ids):
         return np.concatenate([own_ids(call, x) for x in ids])
     if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
@@ -116,8 +114,8 @@ def own_ids(call: str, ids: Any) -> np.ndarray:
     return np.asarray(_arguments.as_integers(call, ids)).reshape(-1)
 
 
-def everywhere(mesh: Mesh, x: np.ndarray) -> jax.Array:
-    """`x`, which all processes have, on every device."""
+def replicate_over(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    """`x`, which all processes have, on every device of the mesh."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.make_array_from_callback(x.shape, whole, lambda index: x[index])
 
@@ -129,32 +127,33 @@ def to_all_devices(
     like: np.ndarray,
     slots: np.ndarray,
 ) -> jax.Array:
-    """Rows that lie on the hosts, on every device.
+    """Rows of the hosts on every device, copied to one device and then all-gathered.
 
     Args:
       mesh: N devices.
       part: for the number of one of this process's devices in the mesh, the rows that
-        it takes, at most `each`.
+        are copied to it, at most `each`.
       each: int.
-      like: an array of rows of this kind.
-      slots: `[n]`, which of the `N * each` rows each of the result is; beyond: zeros.
+      like: an array of rows, for their shape and dtype.
+      slots: `[n]`, the place of each row of the result among the `N * each` rows; out
+        of range gives zeros.
 
     Returns:
       `[n, ...]`, replicated.
     """
-    content, dtype = like.shape[1:], like.dtype
+    row, dtype = like.shape[1:], like.dtype
     one_axis = _one_axis(mesh)
-    shape = (mesh.size * each, *content)
+    shape = (mesh.size * each, *row)
 
     def padded(index):
-        out = np.zeros((each, *content), dtype)
+        out = np.zeros((each, *row), dtype)
         rows = part((index[0].start or 0) // each)
         out[: len(rows)] = rows
         return out
 
-    layout = NamedSharding(one_axis, PartitionSpec("all"))
-    parts = jax.make_array_from_callback(shape, layout, padded)
-    return _gather(mesh)(parts, everywhere(one_axis, slots.astype(np.int32)))
+    sharding = NamedSharding(one_axis, PartitionSpec("all"))
+    parts = jax.make_array_from_callback(shape, sharding, padded)
+    return _gather(mesh)(parts, replicate_over(one_axis, slots.astype(np.int32)))
 
 
 def _one_axis(mesh: Mesh) -> Mesh:

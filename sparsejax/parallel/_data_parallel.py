@@ -1,16 +1,17 @@
-"""data_parallel: a step for one device, run over a mesh with the batch split.
+"""data_parallel: a step for one device, run over a mesh with the batch sharded.
 
-The step is written, and means, what it does on one device that has the whole batch:
-losses, means and norms are over the whole batch. XLA partitions it. The batch is split
-along its leading axis, parameters and state are on every device (or as they are laid
-out already: tables by `shard_rows` and `shard_columns` stay where they are), and both
-are updated in place. Over a mesh with Explicit axes the step runs on the same devices
-with Auto axes, since a step for one device says nothing of layouts.
+The step is written for one device that has the whole batch: losses, means and norms are
+over the whole batch. XLA partitions it. The batch is sharded along its leading axis.
+Parameters and state are replicated, except for tables that `shard_rows` or
+`shard_columns` have sharded already, and are updated in place. Over a mesh with
+Explicit axes the step runs on the same devices with Auto axes, since a step for one
+device contains no shardings.
 
-The gradient of a replicated table is a SelectedRows over the batch's slots. The
-optimizer needs it everywhere: ids are gathered, and rows travel in an all-reduce of one
-slot for each id, never of the table's size. With `sparsejax.parallel.pmean(grads,
-axis)` in the step they travel in an all-gather instead, half the bytes.
+The gradient of a replicated table is a SelectedRows over the slots of the batch. The
+optimizer needs it on every device: ids are gathered, and rows are all-reduced, one slot
+for each id, never an array of the table's size. With
+`sparsejax.parallel.pmean(grads, axis)` in the step they are all-gathered instead, which
+sends half the bytes.
 """
 
 import dataclasses
@@ -23,36 +24,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
-from sparsejax.parallel._replicated import whole_batch
+from sparsejax.parallel._psum import whole_batch
 from sparsejax.parallel._table import ShardedTable, check_axis
 
 
 _CALL = "sparsejax.parallel.data_parallel"
-_NOT_A_STEP = (
-    _CALL + ": step must be a function (params, opt_state, batch) -> (params, "
-    "opt_state, ...), got {found}."
-)
-_NOT_A_RESULT = (
-    _CALL + ": step must return a tuple (params, opt_state, ...), got {found}. Put "
-    "losses and metrics behind the two."
-)
-_OTHER_TREE = (
-    _CALL + ": step returned {what} of another structure than it was given, {found} "
-    "instead of {expected}. They replace each other from step to step."
-)
-_OTHER_LEAF = (
-    _CALL + ": step returned {name} as {found}, it was given {expected}. They replace "
-    "each other from step to step."
-)
-_NOTHING_TO_SPLIT = (
-    _CALL + ": no array of the batch can be split over the {devices} devices along "
-    "{axis!r}: the leading axes are {found}. Take a batch whose size is a multiple of "
-    "{devices}, or pad it."
-)
-
-
-# What a step takes and returns.
-_KEPT = ("params", "opt_state")
 
 
 def data_parallel(
@@ -62,42 +38,40 @@ def data_parallel(
     *,
     donate: bool = True,
 ) -> "DataParallelStep":
-    """Runs a training step for one device over a mesh, the batch split over `axis`.
+    """Runs a training step for one device over a mesh, the batch sharded over `axis`.
 
-    `data_parallel(step, mesh, axis)(params, opt_state, batch)` is
-    `step(params, opt_state, batch)`, up to rounding: no call in the step is needed.
-    No axis is bound in it either: of collectives only `sparsejax.parallel.psum` and
-    `pmean` may be called there. Each device reads, and differentiates, its part of the
-    batch. Dense gradients are
-    summed over devices; gradients of tables that are read by rows travel as ids and
-    rows, whatever the tables' size.
+    `data_parallel(step, mesh, axis)(params, opt_state, batch)` equals
+    `step(params, opt_state, batch)` up to rounding. The step needs no collectives, and
+    no axis is bound in it: the only ones allowed are `sparsejax.parallel.psum` and
+    `pmean`. Each device reads and differentiates its part of the batch. Dense gradients
+    are summed over the devices. Gradients of tables that are read by rows travel as ids
+    and rows, however large the table is.
 
-    With `sparsejax.parallel.pmean(grads, axis)` behind `sparsejax.value_and_grad`, rows
-    are gathered rather than all-reduced, which moves half of the bytes, or fewer with
+    With `sparsejax.parallel.pmean(grads, axis)` after `sparsejax.value_and_grad`, rows
+    are gathered instead of all-reduced. That sends half the bytes, or fewer with
     `capacity=`; the result is the same.
 
     Args:
       step: `(params, opt_state, *batch) -> (params, opt_state, ...)`, a function that
-        can be jitted. Whatever else it returns comes back as it is.
-      mesh: as `jax.make_mesh` gives. Its axes count as Auto.
+        can be jitted. Its other results are returned unchanged.
+      mesh: as `jax.make_mesh` gives. Its axes are treated as Auto.
       axis: name of a mesh axis, or a tuple of names.
-      donate: whether parameters and state are given away, and updated in place.
+      donate: whether parameters and state are donated and updated in place.
 
     Returns:
       `DataParallelStep`, called like `step`. Parameters and state that are not on the
-      mesh yet are put on all its devices; hand in at the next step what comes back.
-      Arrays of the batch whose leading axis is a multiple of the number of devices are
-      split, others go to every device, which changes the work of each and not the
-      result; so pad them all to one size. Without a batch every device does the same
-      work. Arrays that are on the mesh already, and tables
-      of `shard_rows` and `shard_columns`, stay where they are. `.lower(...)` is that
-      of the jitted step.
+      mesh yet are replicated; pass the returned ones to the next step. Arrays of the
+      batch are sharded if their leading axis is a multiple of the number of devices,
+      and replicated otherwise, which costs work but does not change the result: pad
+      them to a multiple. Arrays that are on the mesh already, and tables of
+      `shard_rows` and `shard_columns`, stay where they are. `.lower(...)` lowers the
+      jitted step.
 
     Raises:
-      TypeError: `step` is no function, or does not return such a tuple.
-      ValueError: no such axis; nothing in the batch can be split; or the step returns
-        parameters or state of another structure, or of other shapes, or parameters of
-        another dtype.
+      TypeError: `step` is not a function, or does not return such a tuple.
+      ValueError: no such axis; no array of the batch can be sharded; or the step
+        returns parameters or state of another structure or other shapes, or parameters
+        of another dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -118,14 +92,17 @@ def data_parallel(
       MXNet Gluon, `Trainer` and `split_and_load`; Horovod, `DistributedOptimizer`.
     """
     if not callable(step):
-        raise TypeError(_NOT_A_STEP.format(found=_arguments.kind_of(step)))
+        raise TypeError(
+            f"{_CALL}: step must be a function (params, opt_state, batch) -> (params, "
+            f"opt_state, ...), got {_arguments.kind_of(step)}."
+        )
     axis = check_axis(_CALL, mesh, axis)
     axes = (axis,) if isinstance(axis, str) else axis
     return DataParallelStep(step, mesh, axes, bool(donate))
 
 
 class DataParallelStep:
-    """What `data_parallel` makes: called like the step, over the mesh.
+    """A training step over a mesh, made by `data_parallel`; called like the step.
 
     Args:
       step, mesh, donate: as of `data_parallel`.
@@ -167,48 +144,52 @@ class DataParallelStep:
         jitted, args = self._prepare(params, opt_state, batch)
         return jitted.lower(*args)
 
-    # -- how it is laid out ------------------------------------------------------
+    # -- shardings ---------------------------------------------------------------
 
     def _prepare(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
-        """The jitted step for these layouts, and the arguments laid out."""
+        """The jitted step for these shardings, and the arguments on the mesh."""
         whole = NamedSharding(self._mesh, PartitionSpec())
         kept = jax.tree.map(
             lambda x: self._put(x, whole), self._over_auto_axes((params, opt_state))
         )
         leaves, treedef = jax.tree.flatten(kept)
-        layouts = tuple(x.sharding for x in leaves)
-        key = treedef, layouts
+        key = treedef, tuple(x.sharding for x in leaves)
         if key not in self._jitted:
             donated = (0, 1) if self._donate else ()
             self._jitted[key] = jax.jit(self._traced(*key), donate_argnums=donated)
         return self._jitted[key], (*kept, *self._split(batch))
 
-    def _traced(self, treedef: Any, layouts: Sequence[NamedSharding]) -> Any:
-        """The step, what it returns laid out as what it was given."""
+    def _traced(self, treedef: Any, shardings: Sequence[NamedSharding]) -> Any:
+        """The step, its new parameters and state sharded like the old ones."""
 
         def data_parallel_step(params, opt_state, *batch):
             with whole_batch(self._axes, self._mesh):
                 out = self._step(params, opt_state, *batch)
             if not isinstance(out, tuple) or len(out) < 2:
                 size = f" of {len(out)}" if isinstance(out, tuple) else ""
-                raise TypeError(_NOT_A_RESULT.format(found=type(out).__name__ + size))
-            for what, x, given in zip(_KEPT, out, (params, opt_state)):
-                _check_alike(what, x, given)
+                raise TypeError(
+                    f"{_CALL}: step must return a tuple (params, opt_state, ...), got "
+                    f"{type(out).__name__}{size}. Losses and metrics come after these."
+                )
+            _check_replaceable("params", out[0], params)
+            _check_replaceable("opt_state", out[1], opt_state)
             kept = jax.lax.with_sharding_constraint(
-                jax.tree.leaves(out[:2]), list(layouts)
+                jax.tree.leaves(out[:2]), list(shardings)
             )
             return (*treedef.unflatten(kept), *out[2:])
 
         return data_parallel_step
 
     def _split(self, batch: Any) -> Any:
-        """The batch, each of its arrays split along the leading axis if that goes."""
+        """The batch, arrays sharded along their leading axis where it is divisible."""
         devices = math.prod(self._mesh.shape[name] for name in self._axes)
         leading = [np.shape(x)[:1] for x in jax.tree.leaves(batch)]
         if leading and not any(size and size[0] % devices == 0 for size in leading):
             sizes = sorted({size[0] for size in leading if size})
             raise ValueError(
-                _NOTHING_TO_SPLIT.format(devices=devices, axis=self._axes, found=sizes)
+                f"{_CALL}: no array of the batch can be sharded over the {devices} "
+                f"devices along {self._axes!r}: the leading axes are {sizes}. Use a "
+                f"batch size that is a multiple of {devices}, or pad the batch."
             )
 
         def put(x):
@@ -219,19 +200,19 @@ class DataParallelStep:
 
         return jax.tree.map(put, batch)
 
-    def _put(self, x: Any, layout: NamedSharding) -> Any:
-        """`x` laid out so, unless it lies on the mesh already."""
+    def _put(self, x: Any, sharding: NamedSharding) -> Any:
+        """`x` with this sharding, unless it is on the mesh already."""
         found = getattr(x, "sharding", None)
         if isinstance(found, NamedSharding) and found.mesh == self._mesh:
             return x
         if isinstance(found, NamedSharding) and found.mesh == self._given:
-            layout = NamedSharding(self._mesh, found.spec)
+            sharding = NamedSharding(self._mesh, found.spec)
         if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-        return jax.device_put(x, layout)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
 
     def _over_auto_axes(self, tree: Any) -> Any:
-        """The tree, its sharded tables naming the mesh that the step runs over."""
+        """The tree with the mesh of its sharded tables replaced by the Auto one."""
         is_table = lambda x: isinstance(x, ShardedTable)
 
         def move(x):
@@ -241,20 +222,23 @@ class DataParallelStep:
         return jax.tree.map(move, tree, is_leaf=is_table)
 
 
-def _check_alike(what: str, returned: Any, given: Any) -> None:
-    """Raises unless one can stand for the other at the next step.
+def _check_replaceable(what: str, returned: Any, given: Any) -> None:
+    """A ValueError unless `returned` can be passed to the next step for `given`.
 
-    State may come back in another dtype: some optimizers find theirs at the first step.
+    State may change its dtype: some optimizers set it at the first step.
     """
     found, expected = jax.tree.structure(returned), jax.tree.structure(given)
     if found != expected:
-        raise ValueError(_OTHER_TREE.format(what=what, found=found, expected=expected))
+        raise ValueError(
+            f"{_CALL}: step returned {what} of another structure than it was given: "
+            f"{found} instead of {expected}. They are the next step's arguments."
+        )
     leaves, _ = jax.tree_util.tree_flatten_with_path(given)
     for (path, old), new in zip(leaves, jax.tree.leaves(returned)):
         old, new = jax.typeof(old), jax.typeof(new)
         if old.shape != new.shape or what == "params" and old.dtype != new.dtype:
-            name = what + jax.tree_util.keystr(path)
-            say = lambda x: f"{x.dtype.name}{list(x.shape)}"
             raise ValueError(
-                _OTHER_LEAF.format(name=name, found=say(new), expected=say(old))
+                f"{_CALL}: step returned {what}{jax.tree_util.keystr(path)} as "
+                f"{new.dtype.name}{list(new.shape)}, it was given "
+                f"{old.dtype.name}{list(old.shape)}. It is the next step's argument."
             )

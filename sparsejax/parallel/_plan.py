@@ -1,11 +1,11 @@
-"""plan: what each way to lay out a table costs, in memory and on the wire.
+"""plan: what each layout of a table costs, in memory and on the wire.
 
 With N devices, a table `[V, ...]` of rows of d bytes, n ids on each device and step,
-and U the distinct ones among a device's n (n where that is not known), a device holds
+and U distinct ids among a device's n (n if unknown), a device holds
 
     row-sharded         (d + s) ceil(V / N)     s: bytes of optimizer state a row
-    column-sharded      (d + s) V / N           state of other than the table's shape
-    replicated          (d + s) V               is on every device whole
+    column-sharded      (d + s) V / N           state of another shape than the table
+    replicated          (d + s) V               is replicated
 
 and sends in a step, lookup and update together,
 
@@ -14,14 +14,14 @@ and sends in a step, lookup and update together,
     replicated-sparse   (N - 1) U (d + 4)
     replicated-dense    2 V d (N - 1) / N
 
-Row-sharded, C is the capacity: rows for one owner, in one round; without skew a little
-more than U / N. Column-sharded, whole rows travel there and back, and XLA gathers ids
-for each of their three uses; each device works on all N n ids, in narrow rows. (A bag
-that is summed before it leaves its columns travels as one row, and ids that are on all
-devices from the start do not.)
-Replicated, ids and rows of the gradient go to all devices, or all of it is all-reduced.
-Ids have 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers.
-`sparsejax.parallel.wire_bytes` reads what a compiled step really sends.
+Row-sharded: C is the capacity, the rows asked of one owner in one round; without skew
+it is a little more than U / N. Column-sharded: whole rows travel there and back, and
+XLA gathers the ids for each of their three uses; each device reads all N n ids, in
+narrow rows. (A bag that is summed first travels as one row, and replicated ids do not
+travel.) Replicated: ids and rows of the gradient go to all devices, or the dense
+gradient is all-reduced. An id has 4 bytes, or 8 in tables of 2^31 rows. Losses and
+norms add a few numbers. `sparsejax.parallel.wire_bytes` reads what a compiled step
+really sends.
 """
 
 import dataclasses
@@ -48,29 +48,10 @@ LAYOUTS = (
     "replicated-dense",
 )
 
-_NO_SHAPE = (
-    _CALL + ": {name} must be an array, a jax.ShapeDtypeStruct, a ShardedTable or a "
-    "shape as a tuple of ints, got {found}."
-)
-_NO_ROWS = _CALL + ": {name} must have at least one axis, its rows, got shape ()."
-_BAD_BATCH = (
-    _CALL + ": batch must be, for each table, the number of ids in a step (of all "
-    "devices together), or a sample of them as an array of integers; one for all "
-    "tables, or a tree like tables. For {name} it is {found}."
-)
-_OTHER_TREE = _CALL + ": batch must be a tree like tables: {error}"
-_BAD_BUDGET = (
-    _CALL + ": device_bytes must be a positive number of bytes or None, got {found!r}."
-)
-_NO_TABLES = _CALL + ": tables is empty, {found!r}. Give at least one table."
-_BAD_SHAPE = _CALL + ": {name} has the shape {shape}. No axis can be negative."
-_NOT_A_TX = _CALL + ": tx must be an optax transformation or None, got {found!r}."
-_NO_PLAN = _CALL + ": there is no table {name!r}, only {known}."
-
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a layout costs each device.
+    """The cost of a layout for each device.
 
     Args:
       memory: int, bytes of the table and its optimizer state.
@@ -83,17 +64,16 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class TablePlan:
-    """What `plan` found about one table.
+    """The layouts of one table, their costs and the choice.
 
     Args:
-      name: how the user would write it, e.g. `tables['user']`.
+      name: the path of the table, for example `tables['user']`.
       shape, dtype: of the table.
       ids: ids of a device in a step.
-      distinct: how many of them are distinct: the most of any device in the sample, or
-        `ids` where there is none.
-      capacity: of a row-sharded lookup; hand it to `sparsejax.parallel.lookup`.
-      costs: by layout; a layout that the shape does not allow is not there.
-      choice: the layout recommended.
+      distinct: the most distinct ids of any device in the sample; `ids` without one.
+      capacity: for `sparsejax.parallel.lookup`, if row-sharded.
+      costs: by layout; a layout that the shape does not allow is missing.
+      choice: the recommended layout.
     """
 
     name: str
@@ -108,12 +88,12 @@ class TablePlan:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The answer of `plan`: prints as a table, `tables` holds it as data.
+    """The result of `plan`; prints as a table.
 
     Args:
-      tables: a `TablePlan` each.
+      tables: a `TablePlan` for each table.
       num_devices: N.
-      device_bytes: the bytes that a device has for tables, None for no limit.
+      device_bytes: the bytes that a device has for tables; None for no limit.
     """
 
     tables: tuple[TablePlan, ...]
@@ -125,11 +105,11 @@ class Plan:
             if table.name == name:
                 return table
         known = ", ".join(table.name for table in self.tables)
-        raise KeyError(_NO_PLAN.format(name=name, known=known))
+        raise KeyError(f"{_CALL}: there is no table {name!r}, only {known}.")
 
     @property
     def total(self) -> Cost:
-        """What all tables cost a device, each in the layout recommended."""
+        """The cost of all tables for each device, in the recommended layouts."""
         chosen = [table.costs[table.choice] for table in self.tables]
         return Cost(sum(c.memory for c in chosen), sum(c.wire for c in chosen))
 
@@ -137,19 +117,21 @@ class Plan:
         head = ("table", "shape", "ids", "distinct", *LAYOUTS, "choice")
         rows = []
         for table in self.tables:
-            cells = [_both(table.costs.get(layout)) for layout in LAYOUTS]
+            cells = [_show_cost(table.costs.get(layout)) for layout in LAYOUTS]
             shape = f"{table.dtype}[{','.join(map(str, table.shape))}]"
             counts = f"{table.ids:,}", f"{table.distinct:,}"
             rows.append((table.name, shape, *counts, *cells, table.choice))
-        rows.append(("total", "", "", "", "", "", "", "", _both(self.total)))
-        where = f"{self.num_devices} devices; memory of a device, and what it sends"
-        limit = self.device_bytes
-        if limit is not None and self.total.memory > limit:
-            need = _size(self.total.memory)
-            where += (
-                "\n" + f"too large for any layout: {need} of {_size(limit)} on a device"
+        rows.append(("total", "", "", "", "", "", "", "", _show_cost(self.total)))
+        lines = [
+            format_table([head, *rows], right=range(2, 8)),
+            f"{self.num_devices} devices; memory of a device, and what it sends",
+        ]
+        limit, need = self.device_bytes, self.total.memory
+        if limit is not None and need > limit:
+            lines.append(
+                f"too large for any layout: {_size(need)} of {_size(limit)} on a device"
             )
-        return format_table([head, *rows], right=range(2, 8)) + "\n" + where
+        return "\n".join(lines)
 
 
 def plan(
@@ -163,32 +145,31 @@ def plan(
 ) -> Plan:
     """Estimates what each layout of each table costs, and recommends one.
 
-    Recommended is what sends least, and of equals what needs the least memory. Where
-    that does not fit `device_bytes`, tables go to layouts of less memory, those first
-    that free most for each byte sent. The formulas are in the page above this
-    function's source.
+    It recommends the layout that sends the fewest bytes, and among equals the one with
+    the least memory. If the tables do not fit into `device_bytes`, some get layouts of
+    less memory, those first that free the most for each byte sent more. The module's
+    docstring has the formulas.
 
     Args:
       tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
         tuples of ints (of float32).
       mesh: the mesh, or an `AbstractMesh`.
-      batch: for each table what a step reads of it, all devices together: the number of
-        ids, or a sample of them, of which duplicates and skew are measured (best, the
-        ids of a whole step, in its order). A tree like `tables`, or one for all.
-      axis: name of the mesh axis that tables and batch are split over, or a tuple of
-        names; all axes, if left out.
-      tx: the optax transformation whose state lies beside the tables; none, if left
-        out.
-      device_bytes: int, the bytes that each device has for tables and their state. Left
-        out, there is no limit.
+      batch: for each table what a step reads from it, all devices together: the number
+        of ids, or a sample of ids, whose duplicates and skew are measured (best, the
+        ids of a whole step in their order). A tree like `tables`, or one for all.
+      axis: name of the mesh axis that tables and batch are sharded over, or a tuple of
+        names; None for all axes.
+      tx: the optax transformation, whose state takes memory too; None for no state.
+      device_bytes: int, the bytes that each device has for tables and their state; None
+        for no limit.
 
     Returns:
       `Plan`, which prints as a table.
 
     Raises:
-      TypeError: `mesh`, a table, `tx` or `device_bytes` is of another kind.
-      ValueError: no tables, one without rows or of a negative shape, no such axis, or a
-        batch that does not go with the tables.
+      TypeError: `mesh`, a table, `tx` or `device_bytes` has the wrong type.
+      ValueError: no tables, a scalar or a negative shape among them, no such axis, or a
+        batch that does not match the tables.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -207,13 +188,21 @@ def plan(
     all_axes = getattr(mesh, "axis_names", ())
     axis = check_axis(_CALL, mesh, all_axes if axis is None else axis)
     if tx is not None and not callable(getattr(tx, "init", None)):
-        raise TypeError(_NOT_A_TX.format(found=tx))
-    _check_budget(device_bytes)
+        raise TypeError(
+            f"{_CALL}: tx must be an optax transformation or None, got {tx!r}."
+        )
+    is_number = isinstance(device_bytes, int | float | np.number | None)
+    is_number = is_number and not isinstance(device_bytes, bool)
+    if not is_number or (device_bytes is not None and not device_bytes > 0):
+        raise (ValueError if is_number else TypeError)(
+            f"{_CALL}: device_bytes must be a positive number of bytes or None, got "
+            f"{device_bytes!r}."
+        )
     names = (axis,) if isinstance(axis, str) else axis
     devices = math.prod(mesh.shape[name] for name in names)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=_is_table)
     if not paths:
-        raise ValueError(_NO_TABLES.format(found=tables))
+        raise ValueError(f"{_CALL}: tables is empty, {tables!r}. Give at least one.")
     specs = [_spec(_name(path), table) for path, table in paths]
     reads = _reads(batch, treedef, len(specs))
     found = [
@@ -225,13 +214,6 @@ def plan(
 
 
 # ------------------------------------------------------------------ arguments
-
-
-def _check_budget(found: Any) -> None:
-    if isinstance(found, bool) or not isinstance(found, int | float | np.number | None):
-        raise TypeError(_BAD_BUDGET.format(found=found))
-    if found is not None and not found > 0:
-        raise ValueError(_BAD_BUDGET.format(found=found))
 
 
 def _is_table(x: Any) -> bool:
@@ -247,12 +229,19 @@ def _name(path: Any) -> str:
 def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
     if isinstance(table, tuple):
         if any(n < 0 for n in table):
-            raise ValueError(_BAD_SHAPE.format(name=name, shape=table))
+            raise ValueError(
+                f"{_CALL}: {name} has the shape {table}. No axis can be negative."
+            )
         table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(_NO_SHAPE.format(name=name, found=_arguments.kind_of(table)))
+        raise TypeError(
+            f"{_CALL}: {name} must be an array, a jax.ShapeDtypeStruct, a ShardedTable "
+            f"or a shape as a tuple of ints, got {_arguments.kind_of(table)}."
+        )
     if not table.shape:
-        raise ValueError(_NO_ROWS.format(name=name))
+        raise ValueError(
+            f"{_CALL}: {name} must have at least one axis, its rows, got shape ()."
+        )
     return jax.ShapeDtypeStruct(tuple(table.shape), table.dtype)
 
 
@@ -263,7 +252,9 @@ def _reads(batch: Any, treedef: Any, count: int) -> Sequence[Any]:
     try:
         return treedef.flatten_up_to(batch)
     except ValueError as error:
-        raise ValueError(_OTHER_TREE.format(error=error)) from None
+        raise ValueError(
+            f"{_CALL}: batch must be a tree like tables: {error}"
+        ) from None
 
 
 # ------------------------------------------------------------------ one table
@@ -303,11 +294,15 @@ def _sample(name: str, read: Any) -> np.ndarray | None:
         ).reshape(-1)
     if isinstance(read, int | np.integer) and not isinstance(read, bool) and read >= 0:
         return None
-    raise ValueError(_BAD_BATCH.format(name=name, found=repr(read)))
+    raise ValueError(
+        f"{_CALL}: batch must be, for each table, the number of ids in a step (of all "
+        "devices together) or a sample of them as an array of integers; one for all "
+        f"tables, or a tree like tables. For {name} it is {read!r}."
+    )
 
 
 def _most_distinct(sample: np.ndarray, devices: int, height: int) -> int:
-    """The most distinct ids in range that any device has, the sample cut evenly."""
+    """The most distinct ids in range of any device, with the sample sharded evenly."""
     here = -(-sample.size // devices)
     parts = [sample[k * here : (k + 1) * here] for k in range(devices)]
     kept = [part[(part >= 0) & (part < height)] for part in parts]
@@ -322,7 +317,7 @@ def _costs(
     capacity: int,
     tx: Any,
 ) -> dict[str, Cost]:
-    """What the page above says, in whole bytes."""
+    """The formulas of the module's docstring, in whole bytes."""
     height, *content = spec.shape
     row = math.prod(content) * np.dtype(spec.dtype).itemsize
     id_bytes = 4 if height <= np.iinfo(np.int32).max else 8
@@ -365,7 +360,7 @@ def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
 
 
 def _fit(tables: Sequence[TablePlan], budget: int | None) -> Sequence[TablePlan]:
-    """Choices of less memory, until all tables together fit; or as far as it goes."""
+    """The tables with layouts of less memory, until all fit or none is left."""
     tables = list(tables)
     while budget is not None:
         over = sum(t.costs[t.choice].memory for t in tables) - budget
@@ -385,7 +380,7 @@ def _fit(tables: Sequence[TablePlan], budget: int | None) -> Sequence[TablePlan]
 
 
 def _price(table: TablePlan, layout: str, over: int) -> float:
-    """Bytes sent more for each byte freed, of those that need to be freed."""
+    """Additional bytes sent for each byte freed of the `over` that must be freed."""
     now, then = table.costs[table.choice], table.costs[layout]
     return (then.wire - now.wire) / min(over, now.memory - then.memory)
 
@@ -397,5 +392,5 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _both(cost: Cost | None) -> str:
+def _show_cost(cost: Cost | None) -> str:
     return "-" if cost is None else f"{_size(cost.memory)}, {_size(cost.wire)}"

@@ -1,15 +1,15 @@
-"""SpreadStore: tables whose rows are spread over the memories of all processes.
+"""SpreadStore: tables whose rows are sharded over the memories of all processes.
 
-With P processes (hosts), process p holds the rows `id mod P == p` and their optimizer
-state in a `KVStore` of its own, as row `id // P` of it. A pull is three collectives of
-JAX and one local read:
+With P processes (hosts), process p holds the rows with `id mod P == p` and their
+optimizer state in a `KVStore` of its own, as its row `id // P`. A pull takes three
+collectives of JAX and one local read:
 
-    ids     every process learns which rows the others want       process_allgather
-    rows    each reads those of its own rows that anyone wants    KVStore, once a row
+    ids     each process gets the ids of all processes            process_allgather
+    rows    each process reads those of its own rows, once each   KVStore
     values  to one device of the host, then to all devices        all_gather
 
-A gradient is on every device when a step is over, so a push sends nothing: each process
-takes out the rows that it holds. All processes must make the same calls in the same
+After a step the gradient is on every device, so a push sends nothing: each process
+selects the rows that it holds. All processes must make the same calls in the same
 order, as with any collective.
 """
 
@@ -25,8 +25,8 @@ from sparsejax import _arguments
 from sparsejax._rows import SelectedRows
 from sparsejax.parallel._batched_pull import (
     check_mesh,
-    everywhere,
     own_ids,
+    replicate_over,
     to_all_devices,
 )
 from sparsejax.store import KVStore, _requested_rows as requested
@@ -38,17 +38,17 @@ _CALL = "sparsejax.parallel.SpreadStore"
 
 
 class SpreadStore:
-    """A `sparsejax.store.KVStore` spread over the memories of several processes.
+    """A `sparsejax.store.KVStore` whose rows are sharded over several processes.
 
-    Every process makes one, of the same mesh, and calls `init`, `pull` and `push` when
-    the others do. In one process it is a KVStore that serves many devices.
+    Every process creates one with the same mesh, and all of them call `init`, `pull`
+    and `push` together. In one process it is a KVStore that serves many devices.
 
     Args:
-      mesh: whose devices get the rows; with devices of every process.
+      mesh: the mesh whose devices get the rows; it must have devices of every process.
 
     Raises:
-      TypeError: `mesh` is no mesh.
-      ValueError: some process has no device in it.
+      TypeError: `mesh` is not a mesh.
+      ValueError: a process has no device in the mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -77,15 +77,18 @@ class SpreadStore:
             if not devices.size:
                 raise ValueError(
                     f"{_CALL}: the mesh has no device of process {process}. Each "
-                    "process that holds rows must be able to hand them over."
+                    "process needs one, to send the rows that it holds."
                 )
         self._store = KVStore()
         self._heights: dict[str, int] = {}
 
     @property
     def local(self) -> KVStore:
-        """This process's part: for `stats`, `flush`, `save` and `load` to a file of its
-        own, `close`. Row `id // P` of it is row `id` of the whole."""
+        """This process's KVStore, whose row `id // P` is row `id` of the whole table.
+
+        Use it for `stats`, `flush`, `close`, and for `save` and `load` with a file for
+        each process.
+        """
         return self._store
 
     def init(
@@ -98,13 +101,13 @@ class SpreadStore:
         seed: Any = 0,
         **options: Any,
     ) -> None:
-        """Makes a table, of which this process holds its rows.
+        """Creates a table; this process holds its own rows of it.
 
         Args:
-          name, shape_or_array, tx: as in `KVStore.init`, of the whole table.
-          path: of a memory-mapped file; over several processes its name gets
-            `.0-of-2`, `.1-of-2` and so on behind it.
-          seed: of the initializer. Over several processes each folds its own number in.
+          name, shape_or_array, tx: as in `KVStore.init`, for the whole table.
+          path: of a memory-mapped file; with several processes `.0-of-2`, `.1-of-2`
+            and so on are appended.
+          seed: of the initializer; each of several processes folds its number in.
           **options: `initializer` and `dtype`, as in `KVStore.init`.
         """
         is_shape = isinstance(shape_or_array, (tuple, list))
@@ -112,7 +115,7 @@ class SpreadStore:
         known = shape and isinstance(shape[0], (int, np.integer))
         height, process, count = int(shape[0]) if known else 0, *self._place()
         own = len(range(process, height, count))
-        part: Any = shape_or_array  # as it is where KVStore.init says what is wrong
+        part: Any = shape_or_array  # a wrong one is passed on: KVStore.init raises
         if known:
             part = (own, *shape[1:]) if is_shape else shape_or_array[process::count]
         if count > 1:
@@ -126,28 +129,28 @@ class SpreadStore:
     def pull(
         self, name: str, ids: Any, *, capacity: int | None = None, mode: str = "error"
     ) -> SelectedRows:
-        """The rows that the ids of any process name, on every device of the mesh.
+        """The rows for the ids of all processes, on every device of the mesh.
 
         Args:
           name: of the table.
           ids: integers of any shape, those of this process's devices: an array, a
-            global array split over the mesh, or a list with one for each device.
-          capacity: slots of the result; the next power of two, if left out.
+            global array sharded over the mesh, or a list with an array for each device.
+          capacity: slots of the result; None takes the next power of two.
           mode: "error" or "drop", as in `KVStore.pull`.
 
         Returns:
-          SelectedRows of the whole table's height: each row once, ids ascending, then
-          empty slots with zeros; the same on every device.
+          SelectedRows of the whole table's height, replicated: each row once, ids
+          ascending, then empty slots with zeros.
 
         Raises:
           KeyError: no such table.
           TypeError: `ids` are not integers.
           ValueError: ids of any process out of range, or more rows than `capacity`;
-            raised in every process alike.
+            raised in every process.
         """
         call = f"{_CALL}.pull"
         height = self._height(call, name)
-        # As one sees them from here, so that all find the same fault in them.
+        # All processes merge the same ids, so that all raise the same error.
         kind = np.dtype(_arguments.index_dtype(height))
         low, high = np.iinfo(kind).min, np.iinfo(kind).max
         ids = np.clip(own_ids(call, ids).astype(np.int64), low, high)
@@ -160,7 +163,7 @@ class SpreadStore:
         with on_host(required=False):
             own = rows[owner == process] // count
             values = np.asarray(self._store.row_sparse_pull(name, own).values)
-        # A power of two, so that what moves them is compiled a few times only.
+        # A power of two, so that the all-gather is compiled for a few sizes only.
         shares = [np.sum(owner == p) / len(self._devices[p]) for p in range(count)]
         each = requested.bucket(int(np.ceil(max(shares))))
         where = np.full(slots, self._mesh.size * each)
@@ -176,32 +179,33 @@ class SpreadStore:
         found = to_all_devices(self._mesh, part, each, values, where)
         out = np.full(slots, height, rows.dtype)
         out[: rows.size] = rows
-        return SelectedRows(everywhere(self._mesh, out), found, height)
+        return SelectedRows(replicate_over(self._mesh, out), found, height)
 
     def push(self, name: str, grads: SelectedRows) -> None:
-        """Has the optimizer make one step with a gradient, each row where it lies.
+        """Runs one optimizer step with a gradient; each process updates its own rows.
 
         Args:
           name: of the table.
-          grads: SelectedRows of the whole table's height, such as the gradient of what
-            `pull` gave; the same in every process.
+          grads: SelectedRows of the whole table's height, for example the gradient of
+            what `pull` returned; the same in every process.
 
         Raises:
           KeyError: no such table.
-          TypeError, ValueError: no SelectedRows, or of another shape.
+          TypeError: `grads` is not a SelectedRows.
+          ValueError: `grads` has another height or shape.
         """
         call = f"{_CALL}.push"
         height = self._height(call, name)
         if not isinstance(grads, SelectedRows):
             raise TypeError(
-                f"{call}: takes a SelectedRows, got {_arguments.kind_of(grads)}. The "
-                "gradient of what pull gave is one, by sparsejax.value_and_grad."
+                f"{call}: takes a SelectedRows, got {_arguments.kind_of(grads)}. Use "
+                "sparsejax.value_and_grad to differentiate with respect to what pull "
+                "returned."
             )
         if grads.height != height:
-            found = grads.height
             raise ValueError(
-                f"{call}: the gradient is of a table of {found} rows, {name!r} has "
-                f"{height}."
+                f"{call}: the gradient is of a table of {grads.height} rows, {name!r} "
+                f"has {height}."
             )
         process, count = self._place()
         rows, values = (self._whole(x) for x in (grads.rows, grads.values))
@@ -209,7 +213,7 @@ class SpreadStore:
         part = len(range(process, height, count))
         with on_host(required=False):
             rows = np.where(own, rows // count, part).astype(rows.dtype)
-            # Every process makes the step, those without a row of it too: they count.
+            # Processes without any of the rows push too, so that step counts agree.
             self._store.push(name, SelectedRows(rows, values, part))
 
     # -- inside ------------------------------------------------------------------
@@ -233,7 +237,7 @@ class SpreadStore:
         return np.concatenate([x[:n] for x, n in zip(found, sizes)])
 
     def _whole(self, x: Any) -> np.ndarray:
-        """An array that is spread over processes, all of it on this host."""
+        """A whole array on this host, also if it is sharded over processes."""
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             if not x.is_fully_replicated:
                 whole = NamedSharding(self._mesh, PartitionSpec())

@@ -1,9 +1,8 @@
 """wire_bytes: what a compiled program sends between devices, read from its text.
 
-XLA decides which collectives a sharded program needs, so what it moves is best read
-where XLA wrote it down: in the optimized program of one device, which
-`jax.jit(f).lower(...).compile()` holds. With `g` devices in a group and the usual ring
-or pairwise algorithms, each device sends
+XLA decides which collectives a sharded program needs. So they are read from the
+optimized program of one device, `jax.jit(f).lower(...).compile()`. With `g` devices in
+a group and the usual ring or pairwise algorithms, each device sends
 
     all-reduce           2 B (g - 1) / g     B: bytes of the operand
     all-gather             B (g - 1) / g     B: bytes of the result
@@ -13,7 +12,7 @@ or pairwise algorithms, each device sends
     collective-permute     B                 B: bytes of the operand
     collective-broadcast   B                 B: bytes of the operand
 
-Operands are padded buffers of static size: a slot that is empty travels as well.
+Operands are padded buffers of static size, so empty slots are sent as well.
 """
 
 import collections
@@ -29,17 +28,6 @@ from sparsejax import _arguments
 
 
 _CALL = "sparsejax.parallel.wire_bytes"
-_NOT_COMPILED = (
-    _CALL + ": takes a compiled program, got {found}. Compile it first: "
-    "jax.jit(f).lower(*args).compile(), or hand in that program's as_text()."
-)
-_NO_TEXT = (
-    _CALL + ": the text has no ENTRY computation, so it is not an optimized HLO "
-    "module. Hand in jax.jit(f).lower(*args).compile(); what .lower() gives has no "
-    "collectives yet."
-)
-_BAD_TRIPS = _CALL + ": loop_trips must be a number of turns, 0 or more, got {found}."
-
 _KINDS = (
     "all-reduce",
     "all-gather",
@@ -62,7 +50,7 @@ class Collective:
       group_size: how many devices exchange with each other.
       bytes: what one device sends each time it runs.
       times: how often it runs.
-      made_by: the operation of the JAX program it comes from, `"jit(f)/psum"`.
+      made_by: the operation of the JAX program that it comes from, `"jit(f)/psum"`.
     """
 
     kind: str
@@ -80,7 +68,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class WireBytes:
-    """The answer of `wire_bytes`: prints as a table, `collectives` holds it as data."""
+    """The result of `wire_bytes`; prints as a table."""
 
     collectives: tuple[Collective, ...]
 
@@ -91,7 +79,7 @@ class WireBytes:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes for each kind of collective that there is."""
+        """Bytes by kind of collective, for the kinds in the program."""
         found: dict[str, int] = {}
         for c in self.collectives:
             found[c.kind] = found.get(c.kind, 0) + c.total
@@ -119,17 +107,17 @@ def wire_bytes(
     loop_trips: int = 1,
     branch: Callable[[Sequence[int]], int] = max,
 ) -> WireBytes:
-    """What one device sends in one run of a compiled program.
+    """The bytes that one device sends in one run of a compiled program.
 
-    The sum over the program's collectives of the bytes that the page above this
-    function's source names for each, e.g. `2 B (g - 1) / g` for an all-reduce of B
-    bytes in groups of g devices. A loop counts as often as it turns.
+    The sum over the program's collectives, each by its formula in the module's
+    docstring, for example `2 B (g - 1) / g` for an all-reduce of B bytes in groups of g
+    devices. A collective in a loop counts once for each iteration.
 
     Args:
-      compiled: what `jax.jit(f).lower(*args).compile()` gives, or its `as_text()`.
-      loop_trips: turns of a loop whose number the program does not know, such as
-        further rounds of an exchange; 0 leaves such loops out.
-      branch: what of the bytes of its branches a conditional counts for: `max`, or
+      compiled: the result of `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
+      loop_trips: iterations of a loop whose number is not known when compiled, such as
+        the rounds of an exchange; 0 leaves such loops out.
+      branch: which of a conditional's branches counts, from their bytes: `max` or
         `min`.
 
     Returns:
@@ -137,8 +125,9 @@ def wire_bytes(
       `.collectives` a tuple of records.
 
     Raises:
-      TypeError: `compiled` is no compiled program.
-      ValueError: the text is no optimized HLO module, or `loop_trips` is negative.
+      TypeError: `compiled` is not a compiled program.
+      ValueError: the text is not an optimized HLO module, or `loop_trips` is not a
+        non-negative int.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -157,14 +146,28 @@ def wire_bytes(
       R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
       operations in MPICH", 2005; NVIDIA, nccl-tests, "bus bandwidth".
     """
-    if isinstance(loop_trips, bool) or not isinstance(loop_trips, int):
-        raise ValueError(_BAD_TRIPS.format(found=repr(loop_trips)))
-    if loop_trips < 0:
-        raise ValueError(_BAD_TRIPS.format(found=loop_trips))
-    text = _text_of(compiled)
+    is_int = isinstance(loop_trips, int) and not isinstance(loop_trips, bool)
+    if not is_int or loop_trips < 0:
+        raise ValueError(
+            f"{_CALL}: loop_trips must be a non-negative int, the number of iterations "
+            f"of a loop, got {loop_trips!r}."
+        )
+    text = compiled
+    if not isinstance(compiled, str):
+        text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
+    if text is None:
+        raise TypeError(
+            f"{_CALL}: takes a compiled program, got {_arguments.kind_of(compiled)}. "
+            "Compile it first: jax.jit(f).lower(*args).compile(), or pass the "
+            "as_text() of that."
+        )
     entries, computations = _parse(text)
     if not entries:
-        raise ValueError(_NO_TEXT)
+        raise ValueError(
+            f"{_CALL}: the text has no ENTRY computation, so it is not an optimized "
+            "HLO module. Pass jax.jit(f).lower(*args).compile(); the result of "
+            ".lower() has no collectives yet."
+        )
     walk = _Walk(computations, _num_devices(text), loop_trips, branch)
     counted: collections.Counter[Collective] = collections.Counter()
     for entry in entries:
@@ -175,8 +178,10 @@ def wire_bytes(
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of cells as aligned lines, a rule below the first; `right`: those columns
-    are aligned to the right."""
+    """Rows of cells as aligned lines, a rule below the first row.
+
+    The columns in `right` are right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         "  ".join(
@@ -193,7 +198,7 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> st
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
-    """What matters of one line: it is a collective, or it calls a computation."""
+    """One line of HLO: a collective, or a call of a computation."""
 
     opcode: str
     shape: str
@@ -210,17 +215,8 @@ _CALLED = re.compile(
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
 
-def _text_of(compiled: Any) -> str:
-    if isinstance(compiled, str):
-        return compiled
-    text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
-    if text is None:
-        raise TypeError(_NOT_COMPILED.format(found=_arguments.kind_of(compiled)))
-    return text
-
-
 def _parse(text: str) -> tuple[list[str], dict[str, list[_Instruction]]]:
-    """Names of entry computations, and what is in each computation."""
+    """Names of the entry computations, and the instructions of each computation."""
     entries: list[str] = []
     computations: dict[str, list[_Instruction]] = {}
     inside: list[_Instruction] = []
@@ -237,7 +233,7 @@ def _parse(text: str) -> tuple[list[str], dict[str, list[_Instruction]]]:
 
 
 def _instruction(text: str) -> _Instruction | None:
-    """`shape opcode(operands), attributes`; None if it can move nothing."""
+    """Parses `shape opcode(operands), attributes`; None if it cannot send anything."""
     if text.startswith("("):  # a tuple, and layouts may hold parentheses too
         depth = 0
         for end, letter in enumerate(text):
@@ -260,7 +256,7 @@ def _called(rest: str) -> Iterator[tuple[str, str]]:
 
 
 def _num_devices(text: str) -> int:
-    """Replicas times partitions: the group where a collective names none."""
+    """Replicas times partitions: the group size of a collective without groups."""
     counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text)
     return math.prod(map(int, counts[:2]))
 
@@ -275,7 +271,7 @@ class _Walk:
     branch: Callable[[Sequence[int]], int]
 
     def run(self, name: str) -> list[Collective]:
-        """All that one run of a computation moves."""
+        """The collectives in one run of a computation."""
         found: list[Collective] = []
         for instruction in self.computations.get(name, ()):
             found += self._one(instruction)

@@ -1,19 +1,19 @@
-"""Rows of a saved table, in the order that another layout wants them.
+"""Resharding: rows of a saved table, in the order of another layout.
 
-A checkpoint holds a table as it lay on its N devices. Device m of the M devices that it
-is restored to owns the ids `first + i * step`; those of them that one saved part holds
-lie there at equal distances too. So what a device needs is a few strided reads of the
-file, and no device ever holds more than its own part:
+A checkpoint holds a table as it lay on N devices. Each of the M devices that it is
+restored to owns the ids `first + i * step`, and those that one saved part holds lie at
+equal distances there. So a device needs a few strided reads of the file, and never
+holds more than its own part:
 
     from "block"            1 read
     from "mod" to "block"   N reads
     from "mod" to "mod"     N / gcd(N, M) reads
 
-The file keeps each saved part as one chunk, which is read whole. From N to M devices
-of "mod", a device therefore reads `N / gcd(N, M)` saved parts, and all devices together
-read the table `M / gcd(N, M)` times: once when the number of devices is halved, twice
-when it is doubled, M times between "mod" and "block". Chunks up to a gigabyte are kept
-in memory meanwhile, and read once by all devices of a process.
+The file keeps each saved part as one chunk, and a chunk is read whole. From N to M
+devices of "mod", a device therefore reads `N / gcd(N, M)` saved parts, and all devices
+together read the table `M / gcd(N, M)` times: once if the number of devices is halved,
+twice if it is doubled, M times between "mod" and "block". Up to a gigabyte of chunks is
+cached meanwhile, so that the devices of a process read them once.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _READS_AT_ONCE = 16
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Which row of a table lies where. A plain array is one part, in blocks.
+    """The position of each row of a table. A plain array is one part of "block".
 
     Args:
       height: V, the number of rows.
@@ -50,30 +50,31 @@ class RowLayout:
         return rows_per_shard(self.height, self.shards)
 
     def progression(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """The ids at positions `[start, stop)`: for each part, where the first of them
-        goes, counted from `start`, and the ids, which lie at equal distances."""
+        """The ids at positions `[start, stop)`, part by part.
+
+        Yields, for each part, the offset of its first id from `start`, and the ids.
+        """
         rows = self.per_shard
         for shard in range(start // rows, -(-stop // rows)):
             low = max(start, shard * rows)
             high = min(stop, (shard + 1) * rows)
             at = low - shard * rows
-            first, step = (
-                (shard + self.shards * at, self.shards)
-                if self.layout == "mod"
-                else (low, 1)
-            )
+            if self.layout == "mod":
+                first, step = shard + self.shards * at, self.shards
+            else:
+                first, step = low, 1
             ids = range(first, first + step * (high - low), step)
-            named = max(0, -(-(self.height - first) // step))
-            yield low - start, ids[:named]
+            in_range = max(0, -(-(self.height - first) // step))  # the rest is padding
+            yield low - start, ids[:in_range]
 
     def runs(self, ids: range) -> Iterator[tuple[slice, slice]]:
-        """Where ids of equal distances lie: slices of `ids`, and of positions."""
+        """Equally spaced ids as pairs of slices: of `ids`, and of their positions."""
         if not ids:
             return
         if self.layout == "block" or self.shards == 1:
             yield slice(0, len(ids), 1), slice(ids.start, ids[-1] + 1, ids.step)
             return
-        # Every `turn`-th of the ids lies on the same part, `distance` rows further.
+        # Every `turn`-th id lies in the same part, `distance` rows further.
         turn = self.shards // math.gcd(ids.step, self.shards)
         distance = ids.step * turn // self.shards
         for k, first in enumerate(ids[:turn]):
@@ -101,14 +102,14 @@ def read_part(
     index: Sequence[slice],
     shape: Sequence[int],
 ) -> np.ndarray:
-    """What belongs at `index` of the table laid out as `target`, padding as zeros.
+    """The part at `index` of a table in the layout `target`, with zeros for padding.
 
     Args:
-      stored: what can be cut by slices and then `.read()`, in the order of `source`.
-      source: how it was saved.
-      target: how it is to lie.
-      index: one slice for each axis, of an array of `shape`.
-      shape: of the table as `target` stores it.
+      stored: the table in the layout `source`; `stored[slices].read()` is a future.
+      source: the saved layout.
+      target: the wanted layout.
+      index: one slice for each axis of `shape`.
+      shape: of the array that stores the table in the layout `target`.
     """
     bounds = [s.indices(n) for s, n in zip(index, shape)]
     rows, *others = (slice(start, stop) for start, stop, _ in bounds)
@@ -119,7 +120,7 @@ def read_part(
         for at, ids in target.progression(rows.start, rows.stop)
         for into, where in source.runs(ids)
     ]
-    # Only so many at once: what is read lies beside `out` until it is copied there.
+    # Limited, since what is read takes memory until it is copied into `out`.
     for k in range(0, len(wanted), _READS_AT_ONCE):
         some = wanted[k : k + _READS_AT_ONCE]
         reads = [stored[(where, *others)].read() for _, where in some]

@@ -1,13 +1,13 @@
-"""psum and pmean: gradients of replicated tables exchanged as ids and rows.
+"""psum and pmean: gradients of replicated tables, exchanged as ids and rows.
 
 Every device has the whole table and reads its own part of the batch. A dense all-reduce
-of the gradient moves `2 V d (N - 1) / N` bytes (d: bytes of a row). The gradient of n
-rows that a device read is `SelectedRows(rows [n], values [n, ...])`, and because
-duplicates mean their sum, the sum over devices is all devices' slots one after the
-other: an all-gather of ids and rows, `(N - 1) n (d + 4)` bytes, which knows no V.
+of the gradient sends `2 V d (N - 1) / N` bytes (d: bytes of a row). The gradient of the
+n rows that a device read is `SelectedRows(rows [n], values [n, ...])`. Duplicates mean
+their sum, so the sum over devices is the concatenation of all slots: an all-gather of
+ids and rows, `(N - 1) n (d + 4)` bytes, whatever V is.
 
-Every device ends with the same slots in the same order, so that what an optimizer makes
-of them has the same bits everywhere, and replicas stay equal.
+All devices get the same slots in the same order, so the optimizer computes the same
+bits everywhere, and replicas stay equal.
 """
 
 import contextlib
@@ -33,31 +33,30 @@ _whole_batch: contextvars.ContextVar[tuple[tuple[str, ...], Any] | None] = (
 
 
 def psum(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
-    """The sum over the devices of a mesh axis, of a tree with SelectedRows in it.
+    """The sum of a tree with SelectedRows in it over the devices of a mesh axis.
 
-    A SelectedRows becomes the slots of all devices one after the other, which is their
-    sum: ids and rows are gathered, and nothing of the table's size moves. Every other
-    leaf goes through `jax.lax.psum`. For use inside `jax.shard_map`, or `jax.vmap` with
-    an `axis_name`. Give `shard_map` `check_vma=False` if the tree has dense gradients
-    of replicated parameters: under `check_vma=True` JAX has summed those already, and
-    they would be added up again.
+    The sum of SelectedRows is the concatenation of all devices' slots: ids and rows are
+    gathered, and nothing of the table's size is sent. Every other leaf goes through
+    `jax.lax.psum`. Call it inside `jax.shard_map`, or `jax.vmap` with an `axis_name`.
+    If the tree has dense gradients of replicated parameters, give `shard_map`
+    `check_vma=False`: under `check_vma=True` JAX has summed these already, and they
+    would be summed twice.
 
-    In a step that `data_parallel` runs, gradients are of the whole batch already, and
-    this only lays rows out on every device; all else stays as it is. No axis is bound
-    there: `jax.lax.psum`, `pmean` and `axis_index` do not know its name.
+    In a step that `data_parallel` runs, gradients are those of the whole batch already.
+    There this only gathers rows on every device, and leaves all else as it is. No axis
+    is bound there: `jax.lax.psum`, `pmean` and `axis_index` do not know its name.
 
     Args:
       tree: a pytree of arrays and SelectedRows.
       axis_name: name of a mesh axis, or a tuple of names.
       capacity: int, at least 1, the number of slots that each device sends of each
-        SelectedRows, after it has merged its duplicates. If the distinct rows of some
-        device do not fit, all devices send all their slots instead, so that no row is
-        lost. Left out, all slots are sent as they are. `sparsejax.parallel.plan`
-        measures one.
+        SelectedRows after merging duplicates. If the distinct rows of any device do not
+        fit, all devices send all slots instead, so no row is lost. None sends all
+        slots without merging. `sparsejax.parallel.plan` measures one.
 
     Returns:
-      The tree, the same on every device. A SelectedRows of n slots has N * n, also
-      where fewer travelled; the rest is empty.
+      The tree, the same on every device. A SelectedRows of n slots gets N * n slots,
+      some of them empty where `capacity` limits what is sent.
 
     Raises:
       ValueError: outside of `shard_map` and `data_parallel`, or a bad `capacity`.
@@ -114,7 +113,7 @@ def pmean(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
 
 @contextlib.contextmanager
 def whole_batch(axes: tuple[str, ...], mesh: Any) -> Iterator[None]:
-    """Inside, `psum` and `pmean` over `axes` are of values that are sums already."""
+    """Inside, values are sums over `axes` already: `psum` and `pmean` only gather."""
     token = _whole_batch.set((axes, mesh))
     try:
         yield
@@ -133,8 +132,7 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
             "capacity",
             capacity,
             1,
-            " It is the number of slots that each device sends. Left out, all are "
-            "sent.",
+            " It is the number of slots that each device sends. None sends all.",
         )
     try:
         devices = lax.axis_size(axes)
@@ -144,20 +142,20 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
             raise ValueError(
                 f"sparsejax.parallel.{name}: there is no axis {axis_name!r} to sum "
                 "over here. Call it inside of jax.shard_map over a mesh with that "
-                "axis, or in a step that sparsejax.parallel.data_parallel runs over it."
+                "axis, or in a step run by sparsejax.parallel.data_parallel over it."
             ) from None
-        spread = lambda x: (
-            _everywhere(x, *within, capacity) if is_selected_rows(x) else x
+        gather = lambda x: (
+            _gather_global(x, *within, capacity) if is_selected_rows(x) else x
         )
-        return jax.tree.map(spread, tree, is_leaf=is_selected_rows)
+        return jax.tree.map(gather, tree, is_leaf=is_selected_rows)
 
     def reduce(x):
         if isinstance(x, ShardedRows):
             raise TypeError(
-                f"sparsejax.parallel.{name}: a gradient of a ShardedTable goes to the "
-                "owners of its rows by itself; it cannot be summed inside of a "
-                "shard_map. Use sharded tables in the global view, in a step that "
-                "data_parallel or jax.jit runs."
+                f"sparsejax.parallel.{name}: the gradient of a ShardedTable cannot be "
+                "summed inside of a shard_map. sparsejax.optim.lazy sends its rows to "
+                "their owners: call that on global arrays, in a step run by "
+                "data_parallel or jax.jit."
             )
         if is_selected_rows(x):
             total = _gather(x, axes, devices, capacity)
@@ -171,7 +169,7 @@ def _gather(
     x: SelectedRows, axes: tuple[str, ...], devices: int, capacity: int | None
 ) -> SelectedRows:
     """The slots of all devices, in the order of the devices."""
-    # What is gathered is the same on every device; where types tell, they say so.
+    # The result is the same on every device, and where types are checked they say so.
     told = _compat.varying_axes(x.rows) | _compat.varying_axes(x.values)
     to = "invarying" if told else "varying"
     gather = lambda y: lax.all_gather(y, axes, tiled=True, to=to)
@@ -189,18 +187,18 @@ def _gather(
     def all_rows():
         return gather(x.rows), gather(x.values)
 
-    # All devices take the same branch, or they would wait for each other for ever.
+    # All devices must take the same branch: collectives in one of them would hang.
     rows, values = lax.cond(lax.pmax(overflow, axes) == 0, merged_rows, all_rows)
     return SelectedRows(rows, values, x.height)
 
 
-def _everywhere(
+def _gather_global(
     x: SelectedRows, axes: tuple[str, ...], mesh: Any, capacity: int | None
 ) -> SelectedRows:
-    """Slots that lie where the batch put them, on every device."""
+    """A global SelectedRows with its slots gathered on every device."""
     devices = math.prod(mesh.shape[name] for name in axes)
     if isinstance(x, ShardedRows) or x.capacity % devices:
-        return x  # at their owners, or too few to be split
+        return x  # at its owners, or too small to be sharded
     gather = lambda x: _gather(x, axes, devices, capacity)
     spec = PartitionSpec(axes)
     return jax.shard_map(
