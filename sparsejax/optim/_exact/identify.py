@@ -137,8 +137,8 @@ def _classify_moments(
     weights[-1] = 2.0**20  # so that its decay is visible next to any momentum
 
     def run(signs):
-        # Moments that a training reaches. Otherwise a second moment could be below the
-        # square of the mean, which some optimizers subtract from it.
+        # Moments as training reaches them. In arbitrary ones the second moment could be
+        # below the square of the mean, which some optimizers subtract from it.
         state = shadow.init(1)
         moments = tuple(state[k].reshape(-1) for k in leaves)
         probes = {table: Probes(jnp.zeros(1, dtype), moments)}
@@ -229,7 +229,7 @@ def _choose_horizon_and_nodes(
             return recurrence._replace(nodes=nodes, bound=bound)
     raise NotExactError(
         "its dependence on the second moment changes too much from step to step: "
-        f"interpolation is off by up to {bound:.1e}, more than {ACCEPTED:g}"
+        f"interpolation has a relative error of {bound:.1e}, more than {ACCEPTED:g}"
     )
 
 

@@ -43,14 +43,18 @@ class Plan(NamedTuple):
 
     def refusal(self, leaf: int, where: str) -> ValueError:
         """The error that says why a leaf, which is at `where`, is not a table."""
-        not_requested = (
-            "tables=, which does not name it (default: all of rank 2 and up)"
-        )
+        if leaf not in self.refused:
+            return ValueError(
+                f"sparsejax.optim.exact: {where} is a SelectedRows, but its leaf is not "
+                "a table because of tables=, which does not name it. Name it there "
+                "(by default all real float leaves of rank 2 or more are tables), or "
+                "pass its gradient as an array."
+            )
         return ValueError(
             f"sparsejax.optim.exact: {where} cannot be kept exact, because of "
-            f"{self.refused.get(leaf, not_requested)}. sgd, momentum, nesterov, adam, "
-            "nadam, adamw, rmsprop, adagrad and similar can, with schedules, decoupled "
-            "weight decay and clipping of gradients. For others use "
+            f"{self.refused[leaf]}. It can with sgd, momentum, nesterov, adam, nadam, "
+            "adamw, rmsprop, adagrad and similar, with schedules, decoupled weight "
+            "decay and clipping of gradients. For other optimizers use "
             "sparsejax.optim.lazy(tx), which leaves rows without a gradient as they "
             "are."
         )
