@@ -18,7 +18,7 @@ SCHEDULE = optax.linear_schedule(LR, 0.01, 5)
 
 
 def user_written():
-    """State in a dict: a [V] and a [V, 1] leaf, a [D] vector, a count, a hole."""
+    """State in a dict: a [V] and a [V, 1] leaf, a [D] vector, a count, a None."""
 
     def init(params):
         rows = lambda p: jnp.zeros(p.shape[:1], jnp.float32)
@@ -193,10 +193,10 @@ V, D = 23, 5  # no other leaf has an axis of 23
 
 
 def make_params(dtype=jnp.float32, cube=False):
-    numbers = np.random.default_rng(7)
+    rng = np.random.default_rng(7)
     shapes = {"bias": (D,), "table": (V, D), **({"cube": (V, 2, 3)} if cube else {})}
     return {
-        name: jnp.asarray(numbers.standard_normal(shape), dtype)
+        name: jnp.asarray(rng.standard_normal(shape), dtype)
         for name, shape in shapes.items()
     }
 

@@ -300,7 +300,7 @@ def test_capacity_of_another_tree():
         accumulate(ADAM, 2, {"tables": 4}).init(make_params())
 
 
-def test_what_is_no_transformation():
+def test_what_is_not_a_transformation():
     with pytest.raises(TypeError, match="accumulate: takes.*lazy.*got the function"):
         accumulate(lambda x: x, 2, 8)
 

@@ -252,7 +252,7 @@ def test_required_extra_args():
         assert inspect.signature(function).parameters
 
 
-def test_holes_are_leaves():
+def test_masked_nodes():
     state = jax.eval_shape(optax.masked(ADAM, {"table": False}).init, TABLE)
     masked = lambda x: isinstance(x, optax.MaskedNode)
     nodes = jax.tree.leaves(state, is_leaf=masked)

@@ -70,8 +70,8 @@ def test_as_in_the_paper(hyper, x64):
 def test_zeros_are_exact(params_dtype, grads_dtype):
     """Whatever the weights were: `old + (0 - old)` is 0, in rows and dense alike."""
     tx = ftrl(1.0, l1=1.5)
-    numbers = np.random.default_rng(1).standard_normal((V, D))
-    start = jnp.asarray(numbers, params_dtype)
+    start = np.random.default_rng(1).standard_normal((V, D))
+    start = jnp.asarray(start, params_dtype)
     zeros = np.zeros(0, bool)
     with jax.numpy_dtype_promotion("standard"):  # optax adds float32 to bfloat16
 

@@ -260,7 +260,7 @@ def test_without_params():
     assert_trees_close(to_dense(tx.update(grads, state)), to_dense(with_params))
 
 
-def test_holes_in_the_tree():
+def test_none_and_masked_leaves():
     params = {"table": ones(V, D), "frozen": ones(V, D), "none": None}
     grads = {"table": row_gradient(0, (D,)), "frozen": optax.MaskedNode(), "none": None}
     tx = lazy(

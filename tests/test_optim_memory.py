@@ -59,7 +59,7 @@ def test_in_place(name):
     assert memory is not None
     table_bytes = 4 * V * D
     assert memory.temp_size_in_bytes < 0.05 * table_bytes
-    # All tables, of weights and of state, are the buffers that were handed in.
+    # All tables, of weights and of state, are the buffers that were passed in.
     tables = sum(x.shape == (V, D) for x in jax.tree.leaves(args))
     assert memory.alias_size_in_bytes >= tables * table_bytes
 

@@ -210,7 +210,7 @@ def test_state_is_a_named_tree_that_goes_on_with_another_rate(name):
 
 
 @some
-def test_holes_and_masks(name):
+def test_none_and_masked_leaves(name):
     tx, _ = made(name)
     params = {"a": jnp.ones((V, 2)), "none": None, "b": jnp.ones(3)}
     grads = {"a": jnp.ones((V, 2)), "none": None, "b": None}

@@ -362,7 +362,7 @@ def test_rounding_needs_params():
 
 
 @pytest.mark.parametrize("make", [lambda x: rounding(x, 0), dynamic_loss_scale])
-def test_what_is_no_transformation(make):
+def test_what_is_not_a_transformation(make):
     with pytest.raises(TypeError, match=r"takes.*lazy\(optax.adam.*got .* type float"):
         make(0.1)
 

@@ -30,14 +30,14 @@ def _grads(rows=None):
 @pytest.mark.parametrize(
     "not_one", [jnp.sin, lambda x: x, optax.adam, optax.linear_schedule(0, 1, 2)]
 )
-def test_functions_are_no_transformations(not_one):
+def test_functions_are_not_transformations(not_one):
     with pytest.raises(
         TypeError, match="lazy: takes an optax transformation.*sparsify"
     ):
         lazy(not_one)
 
 
-def test_things_are_no_transformations():
+def test_other_objects_are_not_transformations():
     with pytest.raises(TypeError, match="such as optax.adam.*got .* type float"):
         lazy(0.1)
 
@@ -55,7 +55,7 @@ def test_things_are_no_transformations():
     ],
 )
 def test_exact_is_not_lifted(wrap):
-    """It would train on, wrongly: nobody would catch rows up."""
+    """It would train on, but wrongly: nothing would catch rows up."""
     tx = wrap(sj.optim.exact(optax.sgd(LR, momentum=0.9)))
     with pytest.raises(TypeError, match="lazy: sparsejax.optim.exact .*caught up"):
         lazy(tx)

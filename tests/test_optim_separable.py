@@ -130,7 +130,7 @@ def test_labels_may_be_a_function():
 
 
 def test_rank_one_counts_only_where_nothing_has_more():
-    # The bias could be lifted, the table could not: nobody reads a bias by rows.
+    # The bias could be lifted, the table could not: no one reads a bias by rows.
     tx = optax.partition(
         {"no": optax.lamb(LR), "yes": optax.adam(LR)}, {"table": "no", "bias": "yes"}
     )
