@@ -470,7 +470,7 @@ def test_errors_of_assign():
     ints = table.astype(jnp.int32)
     fails(
         TypeError,
-        "values of type float32 do not fit into a table of int32",
+        "values of type float32 in a table of int32",
         ints,
         rows,
         values,
@@ -499,7 +499,7 @@ def test_errors_of_weighted_sum():
     fails(TypeError, "values v1 of type float32", ints, 1, rows, v, 1)
     fails(
         TypeError,
-        "weight w1 of type float32 do not fit into a table",
+        "weight w1 of type float32 in a table",
         ints,
         1,
         rows,
@@ -508,7 +508,7 @@ def test_errors_of_weighted_sum():
     )
     fails(
         TypeError,
-        "weight w0 of type float32 do not fit into a table",
+        "weight w0 of type float32 in a table",
         ints,
         0.5,
         rows,

@@ -187,7 +187,7 @@ def _check_kind(call: str, name: str, found: Any, want: Any) -> None:
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(found, kind) and not jnp.issubdtype(want, kind):
             raise TypeError(
-                f"{call}: {name} of type {found} do not fit into a table of {want}. "
+                f"{call}: cannot store {name} of type {found} in a table of {want}. "
                 "Cast one of them with .astype."
             )
 

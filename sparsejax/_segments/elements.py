@@ -61,7 +61,9 @@ def as_array(call: str, x: Any, name: str) -> Any:
             x = np.asarray(x)
         except (TypeError, ValueError):
             x = None
-    if x is None or x.dtype == object:  # strings, or integers of more than 64 bits
+    if x is not None and x.dtype == object:  # strings, or integers of over 64 bits
+        x, found = None, "an array of Python objects"
+    if x is None:
         raise TypeError(
             f"{call}: {name} must be an array of numbers, got {found}. For lists of "
             "unequal lengths use SegmentTensor.from_lists."

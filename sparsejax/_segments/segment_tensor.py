@@ -466,7 +466,7 @@ class SegmentTensor:
     def _from_lengths(
         cls, call: str, values: Any, lengths: Any, valid: Any, capacity: int | None
     ) -> Self:
-        """From lengths as of `as_lengths`; if traced, `valid` says if they hold."""
+        """From lengths of `as_lengths`; `valid` is false if traced ones are not."""
         values = elements.as_elements(call, values)
         n = elements.check_count(call, values)
         size = n if capacity is None else _arguments.check_capacity(call, capacity)

@@ -48,8 +48,8 @@ def segment_top_k(
     Returns:
       `(values, positions)`, both `[num_segments, k, ...]`. `values` are of data's dtype
       and differentiable; `positions` int32, counted from 0 in each segment, and -1
-      where it has no more elements. Of a SegmentTensor with a tree of values, a tree
-      of such pairs.
+      where it has no more elements. For a SegmentTensor with a tree of values, a tree
+      of pairs.
 
     Raises:
       TypeError, ValueError: as `segment_sum`; ValueError also if `k` is not a
