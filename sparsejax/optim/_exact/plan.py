@@ -45,10 +45,10 @@ class Plan(NamedTuple):
         """The error that says why a leaf, which is at `where`, is not a table."""
         if leaf not in self.refused:
             return ValueError(
-                f"sparsejax.optim.exact: {where} is a SelectedRows, but its leaf is no "
-                "table because of tables=, which does not name it. Name it there (by "
-                "default all real float leaves of rank 2 or more are tables), or pass "
-                "its gradient as an array."
+                f"sparsejax.optim.exact: {where} is a SelectedRows, but its leaf is "
+                "not a table because of tables=, which does not name it. Name it there "
+                "(by default all real float leaves of rank 2 or more are tables), or "
+                "pass its gradient as an array."
             )
         return ValueError(
             f"sparsejax.optim.exact: {where} cannot be kept exact, because of "
