@@ -136,7 +136,7 @@ def test_bad_ids_do_not_spoil_the_parameters():
     made = make(Scored())
     made.step(jnp.array([1, 4, 4]))
     before = jax.tree.map(np.array, (made.params, made.store.pull_all("item")))
-    said = r"1 of 3 ids that Scored.row_ids names of the table 'item' .*"
+    said = r"1 of 3 ids that Scored.row_ids returned for the table 'item' .*"
     for bad, first in ((5, "5"), (-7, "-7"), (-1, r"-2 \(which stands for .* -1")):
         batch = jnp.array([1, bad, 4])
         for call in (made.step, made.predict, lambda x: made.evaluate([x])):

@@ -240,7 +240,9 @@ def test_errors():
     made = Trainer(Names({"item": [1, 2]}), store, loss, tx)
     assert float(made.step(jnp.array([1, 2]))) == 0
     np.testing.assert_allclose(store.pull_all("item")[:3, 0], [0, -0.1, -0.1])
-    with pytest.raises(ValueError, match=r"names the table 'it', which .* has \['item"):
+    with pytest.raises(
+        ValueError, match=r"returned ids for 'it', a table which .* has \['item"
+    ):
         Trainer(Names({"it": [1]}), store, loss, tx).step(jnp.array([1]))
     with pytest.raises(TypeError, match="must return a dict of table names to ids"):
         Trainer(Names([1]), store, loss, tx).step(jnp.array([1]))

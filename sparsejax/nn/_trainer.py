@@ -219,8 +219,9 @@ class Trainer:
         for name in ids:
             if name not in self.store:
                 raise ValueError(
-                    f"{_CALL}: {self._name}.row_ids names the table {name!r}, which "
-                    f"the store does not have; it has {sorted(self.store.names())}. "
+                    f"{_CALL}: {self._name}.row_ids returned ids for {name!r}, a table "
+                    "which the store does not have; it has "
+                    f"{sorted(self.store.names())}. "
                     f"Make it with store.init({name!r}, shape, tx), or add it to "
                     f"{self._name}.tables()."
                 )
@@ -460,8 +461,8 @@ class Trainer:
         bad = ids[(ids < -1) | (ids >= height)]
         was_minus_one = " (which stands for an id of -1 that is not padding)"
         raise ValueError(
-            f"{_CALL}: {bad.size} of {ids.size} ids that {self._name}.row_ids names of "
-            f"the table {name!r} are out of range, the first is "
+            f"{_CALL}: {bad.size} of {ids.size} ids that {self._name}.row_ids returned "
+            f"for the table {name!r} are out of range, the first is "
             f"{int(bad[0])}{was_minus_one if bad[0] == -2 else ''} and the table has "
             f"{height} rows. Nothing was updated: such an id reads NaN, and after one "
             "step all parameters would be NaN. Correct the ids, set a padding_id, give "
