@@ -153,11 +153,11 @@ class Metrics(NamedTuple):
     overflow: jax.Array
     bytes: jax.Array
 
-    @classmethod
-    def zero(cls) -> "Metrics":
-        """Those of an exchange without ids."""
-        zero = jnp.zeros((), jnp.int32)
-        return cls(zero, zero, zero, zero, jnp.zeros((), jnp.float32))
+
+def no_metrics() -> Metrics:
+    """The metrics of an exchange without ids."""
+    zero = jnp.zeros((), jnp.int32)
+    return Metrics(zero, zero, zero, zero, jnp.zeros((), jnp.float32))
 
 
 def measure(

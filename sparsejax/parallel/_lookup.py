@@ -239,7 +239,7 @@ def _read(
     slots = _slots(call, owners, table, ids, capacity)
     if not ids.size:
         rows = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-        return rows, Metrics.zero()
+        return rows, _exchange.no_metrics()
     positions = _shard_positions(owners, table.position(ids))
     rows, metrics = _exchange.read_rows(owners, slots, table.values, positions)
     shape = (*ids.shape, *rows.shape[1:])

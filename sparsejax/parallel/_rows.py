@@ -114,7 +114,7 @@ class ShardedRows(SelectedRows):
     def metrics(self) -> Metrics:
         """What sending these rows to their owners takes: rounds, bytes, overflow."""
         if self.slots is None or not self.capacity:
-            return Metrics.zero()
+            return _exchange.no_metrics()
         wide, row = indexing.accumulator_dtype(self.dtype), self.values.shape[1:]
         return _exchange.measure(self.owners, self.slots, self.safe_rows(), wide, row)
 

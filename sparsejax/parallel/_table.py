@@ -538,7 +538,7 @@ def constrain(x: jax.Array, mesh: Any, *spec: Any) -> jax.Array:
 
 
 @state_sharding.rows_sharding.register
-def _layout_of(table: ShardedTable) -> NamedSharding | None:
+def _sharding_of(table: ShardedTable) -> NamedSharding | None:
     """For a traced table its own sharding, since its array does not know it yet."""
     if not isinstance(table.values, Tracer):
         return state_sharding.rows_sharding(table.values)
