@@ -103,10 +103,14 @@ def test_what_is_no_data_set(make, error, message):
     "options, error, message",
     [
         (dict(batch_size=0), ValueError, "batch_size must be a positive int"),
-        (dict(batch_size=2.0), ValueError, "batch_size must be an int"),
+        (dict(batch_size=2.0), ValueError, "batch_size must be a positive int"),
         (dict(shuffle=1), TypeError, "shuffle must be True or False"),
         (dict(seed=-1), ValueError, "seed must be a static, non-negative int"),
-        (dict(num_workers=-1), ValueError, "num_workers must be an int"),
+        (
+            dict(num_workers=-1),
+            ValueError,
+            "num_workers must be a static, non-negative int",
+        ),
         (dict(shard=(2, 2)), ValueError, "0 <= index < count"),
         (dict(shard=3), ValueError, "0 <= index < count"),
         (dict(overflow="drop"), ValueError, "'error' or 'spill'"),
