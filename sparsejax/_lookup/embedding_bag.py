@@ -8,6 +8,7 @@ Skipped elements (padding, and those of no bag) count in no combiner: not in a s
 in a count, not in a maximum.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -165,6 +166,7 @@ def embedding_bag(
 # ------------------------------------------------------------------ arguments
 
 
+@dataclasses.dataclass(frozen=True)
 class _Bags:
     """The elements of the bags: `[B, L]` for fixed bags, `[n]` for segmented ones.
 
@@ -175,9 +177,10 @@ class _Bags:
       segments: None for fixed bags.
     """
 
-    def __init__(self, ids, skip, weights, segments):
-        self.ids, self.skip, self.weights = ids, skip, weights
-        self.segments = segments
+    ids: jax.Array
+    skip: jax.Array | None
+    weights: jax.Array | None
+    segments: Segments | None
 
     def total(self, x: jax.Array) -> jax.Array:
         """Sums per bag of `x`, a number or a row for each element."""
@@ -186,10 +189,6 @@ class _Bags:
         if self.segments is None:
             return jnp.sum(x, axis=1)
         return self.segments.sum(x)
-
-    def count(self, dtype: Any) -> jax.Array:
-        """The number of elements of each bag."""
-        return self.total(jnp.ones(self.ids.shape, dtype))
 
 
 def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
@@ -296,7 +295,7 @@ def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
     dtype = indexing.float_accumulator_dtype(total.dtype)
     weights, squared = bags.weights, combiner == "sqrtn"
     if weights is None:
-        by = bags.count(dtype)
+        by = bags.total(jnp.ones(bags.ids.shape, dtype))
     else:
         by = bags.total(weights * weights if squared else weights)
     some = indexing.append_axes(by != 0, total.ndim)

@@ -53,11 +53,61 @@ _RULES: dict[Any, Rule] = {}
 
 
 def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
-    """Registers a rule for primitives, given as objects or by name."""
+    """Registers how a primitive reads rows of a table, or passes it on. A decorator.
+
+    The rule is called as `rule(ctx, *inputs, **params)`, with the equation's parameters
+    and its inputs, at least one of which is a `TableRef`. It returns what the primitive
+    returns (a list if that has multiple results), or `NotImplemented`, which makes this
+    a use of the whole table. It may branch on shapes and types, not on values.
+
+    - `ctx.read(ref, ids)` gives the rows `[*ids.shape, *ref.content]`, and their
+      cotangents become the sparse gradient. An id out of range gets no gradient.
+    - `ctx.combine(ref, ids, out, transpose)` records a read of rows of which the
+      program has only a linear combination `out`; they need not be an array.
+    - `ref.then(fn)` is the table with `fn` applied to each row; pass `shape=`, `dtype=`
+      or `row_axis=` where `fn` changes them.
+    - `ctx.dense(x)` is the whole array, which makes the gradient dense.
+
+    Args:
+      *primitives: `jax.extend.core.Primitive` objects, or their names. A later rule for
+        the same primitive replaces the earlier one.
+
+    Returns:
+      A decorator that returns the rule unchanged.
+
+    Raises:
+      TypeError: no primitive is passed, or a value that is neither a primitive nor a
+        name.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> @sj.extend.register_rule("rev")
+      ... def reverse_content(ctx, ref, *, dimensions):
+      ...     if ref.row_axis != 0 or 0 in dimensions:
+      ...         return NotImplemented
+      ...     return ref.then(lambda rows: jnp.flip(rows, dimensions))
+      >>> loss = lambda t: jnp.sum(jnp.flip(t, 1)[jnp.array([3])] * jnp.arange(2.0))
+      >>> sj.grad(loss)(jnp.ones((9, 2))).values
+      Array([[1., 0.]], dtype=float32)
+
+    References:
+      Quax, `quax.register`; Oryx, `oryx.core.interpreters.harvest`.
+    """
+    for primitive in primitives:
+        if not isinstance(primitive, str) and not hasattr(primitive, "bind"):
+            raise TypeError(
+                "sparsejax.extend.register_rule: takes primitives (jax.extend.core."
+                f"Primitive) or their names, got {_arguments.kind_of(primitive)}. "
+                "Write it with parentheses: @register_rule(my_p)."
+            )
+    if not primitives:
+        raise TypeError(
+            "sparsejax.extend.register_rule: needs at least one primitive, as in "
+            "@register_rule(my_p)."
+        )
 
     def register(rule: Rule) -> Rule:
-        for primitive in primitives:
-            _RULES[primitive] = rule
+        _RULES.update(dict.fromkeys(primitives, rule))
         return rule
 
     return register
@@ -108,7 +158,7 @@ class Reads:
     """The reads of one program (or of one body in it), in order.
 
     Args:
-      deltas: one zero array `[*lead, *row_shape]` a read, when planting; None when
+      deltas: when planting, one zero array `[*lead, *row_shape]` per read; None when
         collecting.
     """
 
