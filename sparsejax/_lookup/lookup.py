@@ -224,7 +224,7 @@ def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
     # checkify fills in {bad}, {total}, {first} and {height} when the program runs.
     if isinstance(table, SelectedRows):
         message = (
-            f"{call}: {{bad}} of {{total}} ids are of rows that the SelectedRows does "
+            f"{call}: {{bad}} of {{total}} ids are rows that the SelectedRows does "
             "not store, the first is {first} and its height is {height}. Pull those "
             "rows first, pass a padding_id, or use mode='zero'."
         )
