@@ -1143,7 +1143,7 @@ def test_errors(cells):
     assert said in str(e.value)
     if what == "table was not pulled":
         assert isinstance(e.value, sj.NotPulledError)
-        assert "pulled were ['w']" in str(e.value)
+        assert "pulled tables: ['w']" in str(e.value)
 
 
 # ------------------------------------------------------------------ nothing forgotten

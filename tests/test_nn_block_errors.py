@@ -95,7 +95,7 @@ def test_a_matrix_of_other_columns():
         for mode in ("fill", "error") if "checked" in options else ("fill", "zero"):
             made = make(linear(mode=mode), **options)
             for prefetch in (0, 1):
-                with pytest.raises(ValueError, match=r"x has 6 columns .*have 4 rows"):
+                with pytest.raises(ValueError, match=r"x must have 4 columns .* got 6"):
                     made.fit([WIDE], prefetch=prefetch)
             assert made.steps == 0 and not made.store.pull_all("t").any()
 
@@ -110,7 +110,7 @@ def test_a_matrix_of_other_columns():
 
     params = {"kernel": jnp.ones((4, 1))}
     made = make(Plain(4, 2), params=params)
-    with pytest.raises(ValueError, match=r"Dense: x has 6 columns \(shape \(2, 6\)\)"):
+    with pytest.raises(ValueError, match=r"Dense: .* got 6 \(shape \(2, 6\)\)"):
         made.step(WIDE)
     assert np.isfinite(float(made.step(WIDE[:, :4])))
 
@@ -136,7 +136,7 @@ def test_bad_ids_do_not_spoil_the_parameters():
     made = make(Scored())
     made.step(jnp.array([1, 4, 4]))
     before = jax.tree.map(np.array, (made.params, made.store.pull_all("item")))
-    said = r"1 of 3 ids that Scored.row_ids returned for the table 'item' .*"
+    said = r"1 of 3 ids that Scored.row_ids returned for table 'item' .*"
     for bad, first in ((5, "5"), (-7, "-7"), (-1, r"-2 \(which stands for .* -1")):
         batch = jnp.array([1, bad, 4])
         for call in (made.step, made.predict, lambda x: made.evaluate([x])):
@@ -167,7 +167,7 @@ def test_arguments_are_named():
     other: Any = lambda name: SparseEmbedding(5, 2, name=name)
     trainer: Any = Trainer
     for call, said in (
-        (lambda: make(SparseEmbedding), r"is the class SparseEmbedding itself. Make"),
+        (lambda: make(SparseEmbedding), r"got the class SparseEmbedding. Pass Sparse"),
         (
             lambda: trainer(block, None, loss_of, tx),
             "store must be .*KVStore, got None",
@@ -182,11 +182,11 @@ def test_arguments_are_named():
         (lambda: make(block, mode="skip"), "mode must be 'error' or 'drop'"),
         (lambda: make(block, capacity=-1), "capacity must be a static, non-neg"),
         (lambda: make(block, capacity={"item": -1}), "'item': capacity must be a st"),
-        (lambda: make(block, capacity={"itm": 4}), r"'itm', and .* are \['item'\]"),
-        (lambda: make(block, table_tx={"x": tx}), "table_tx is given for 'x'"),
-        (lambda: make(block, table_tx={}), "table_tx is a dict without 'item'"),
-        (lambda: make(other("read"), store=store), "'read' was made with tx=None"),
-        (lambda: make(other("half"), store=store), "of bfloat16, .*dtype=float32"),
+        (lambda: make(block, capacity={"itm": 4}), r"'itm'; .* are \['item'\]"),
+        (lambda: make(block, table_tx={"x": tx}), "table_tx has unknown tables 'x'"),
+        (lambda: make(block, table_tx={}), "table_tx has no transformation for 'item'"),
+        (lambda: make(other("read"), store=store), "'read' was created with tx=None"),
+        (lambda: make(other("half"), store=store), "dtype bfloat16, .*dtype=float32"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"nn.Trainer.*{said}"):
             call()
@@ -209,7 +209,7 @@ def test_a_table_for_reading_is_refused_before_the_step():
     store.init("read", np.ones((5, 2), np.float32), None)
     made = make(Undeclared(), store=store, params={"w": jnp.ones(2)})
     for prefetch in (0, 1):
-        with pytest.raises(ValueError, match="'read' was made with tx=None"):
+        with pytest.raises(ValueError, match="'read' was created with tx=None"):
             made.fit([jnp.array([1])], prefetch=prefetch)
     assert made.params["w"].tolist() == [1, 1]
     assert made.predict(jnp.array([1])).tolist() == [[1, 1]]  # which is for reading
@@ -219,7 +219,7 @@ def test_a_check_needs_checked():
     made = make(SparseEmbedding(5, 2, name="item", mode="error"))
     for call in (made.step, made.predict, lambda x: made.evaluate([x])):
         with pytest.raises(
-            ValueError, match=r"SparseEmbedding has a check .*checked=T"
+            ValueError, match=r"SparseEmbedding contains a check.*checked=T"
         ):
             call(jnp.array([1]))
     assert made.steps == 0
@@ -252,7 +252,7 @@ def test_layers_that_are_no_fields():
         more = [sj.nn.Dense(1, 2)]
 
     for block, name in ((Bare(), "item"), (Unannotated(), "more")):
-        said = f"not dataclass fields, '{name}', .*frozen dataclass with annotated fie"
+        said = f"'{name}' are not dataclass fields, .*frozen dataclass with annotated"
         for call in (
             lambda block=block: make(block),
             block.tables,

@@ -333,19 +333,31 @@ def test_a_collection_is_static():
 
 Collection: Any = sj.nn.EmbeddingCollection
 WRONG_FIELDS = [
-    (lambda: Collection({}), "tables must be a dict of names to layers"),
-    (lambda: Collection(5), "tables must be a dict"),
-    (lambda: Collection({3: (5, 2)}), "tables must be a dict of names"),
-    (lambda: Collection((("a", (3, 2)), ("a", (4, 2)))), "tables has the name 'a' tw"),
-    (lambda: Collection({"a": (3, 2)}, [("x", "a")] * 2), "features has the name 'x'"),
+    (lambda: Collection({}), "tables must be a non-empty dict of names to lay"),
+    (lambda: Collection(5), "tables must be a non-empty dict"),
+    (lambda: Collection({3: (5, 2)}), "tables must be a non-empty dict"),
+    (
+        lambda: Collection((("a", (3, 2)), ("a", (4, 2)))),
+        "contains the name 'a' tw",
+    ),
+    (
+        lambda: Collection({"a": (3, 2)}, [("x", "a")] * 2),
+        "contains the name 'x' twice",
+    ),
     (lambda: Collection({"a": (3, 2)}, (("x", "a", "sum"),) * 2), "the name 'x' twice"),
     (lambda: Collection({"a": 5}), r"table 'a' must be an Embedding.* got 5"),
     (lambda: Collection({"a": (5, 0)}), "features must be a positive int, got 0"),
-    (lambda: Collection({"a": (5, 2)}, {}), "features must be a dict of names to tab"),
+    (
+        lambda: Collection({"a": (5, 2)}, {}),
+        "features must be a non-empty dict",
+    ),
     (lambda: Collection({"a": (5, 2)}, {"x": "b"}), "no table 'b', only 'a'"),
-    (lambda: Collection({"a": (5, 2)}, {"x": 3}), "feature 'x' must be the name of"),
+    (lambda: Collection({"a": (5, 2)}, {"x": 3}), "feature 'x' must be a table name"),
     (lambda: Collection({"a": (5, 2)}, {"x": ("a", "mode")}), "combiner must be one"),
-    (lambda: Collection({"a": (5, 2), "b": (5, 2)}, {"x": "a"}), r"reads \['b'\]"),
+    (
+        lambda: Collection({"a": (5, 2), "b": (5, 2)}, {"x": "a"}),
+        r"the tables \['b'\]",
+    ),
     (lambda: Collection({"a": (5, 2)}, stacked=3), "stacked must be True or False"),
     (lambda: Collection({"a": (2**30, 2), "b": (2**30, 2)}).place("a"), "of 64 bits"),
 ]
@@ -363,7 +375,7 @@ def _in_segments(values):
 
 TWO = jnp.array([1, 2])
 WRONG_CALLS = [
-    (dict(ids=TWO), r"ids must be a dict from features to their ids, got an array int"),
+    (dict(ids=TWO), r"ids must be a dict of feature names to ids, got an array int"),
     (dict(ids={"users": TWO}), "there is no feature 'users', only 'user', 'flag'"),
     (dict(ids={"user": TWO * 1.0}), "feature 'user': ids must be integers, got float"),
     (
@@ -373,12 +385,12 @@ WRONG_CALLS = [
     (dict(ids={"user": _in_segments(jnp.ones((2, 2), int))}), r"shape \[n\], got \(2,"),
     (
         dict(ids={"user": TWO}, weights={"flag": TWO}),
-        r"weights has \['flag'\], and ids does not",
+        r"weights has features \['flag'\] that are not in ids",
     ),
     (dict(ids={"user": TWO}, weights=TWO), "weights must be a dict"),
     (
         dict(ids={"user": TWO}, weights={"user": jnp.ones(3)}),
-        r"the ids, \(2,\), got \(3,\)",
+        r"of ids, \(2,\), got \(3,\)",
     ),
     (dict(ids={"user": TWO}, weights={"user": TWO > 0}), "real numbers, got bool"),
     (dict(ids={"seen": TWO}, weights={"seen": TWO}), "got combiner='max'"),
@@ -396,18 +408,18 @@ def test_wrong_calls(options, message):
 
 def test_wrong_parameters():
     params = {STACK: jnp.zeros((HEIGHT, D))}
-    with pytest.raises(TypeError, match=r"the names \['float32_3'\], got the names"):
+    with pytest.raises(TypeError, match=r"keys \['float32_3'\], got keys"):
         LAYER({"embedding": params[STACK]}, {"user": TWO})
-    with pytest.raises(ValueError, match="not this layer's parameters"):
+    with pytest.raises(ValueError, match="parameters do not match this layer"):
         LAYER({STACK: jnp.zeros((5, D))}, {"user": TWO})
     for call in (LAYER.place, lambda t: LAYER.get_table(params, t)):
         with pytest.raises(ValueError, match="no table 'users', only 'user'"):
             call("users")
     with pytest.raises(ValueError, match=r"'flag' must be an array of shape \(2, 3\)"):
         LAYER.set_table(params, "flag", jnp.ones((3, 3)))
-    with pytest.raises(ValueError, match=r"values must have shape \(2, 3\), a row for"):
+    with pytest.raises(ValueError, match=r"values must have shape \(2, 3\), one row"):
         LAYER.set_rows(params, "flag", TWO, jnp.ones(3))
     with pytest.raises(
-        TypeError, match=r"stack: tables must be a dict of all .*'flag'"
+        TypeError, match=r"stack: tables must be a dict with keys .*'flag'"
     ):
         LAYER.stack({"user": jnp.ones((101, D))})

@@ -1,7 +1,7 @@
-"""Layers as frozen dataclasses: `init(key)` makes parameters, the call applies them.
+"""Layers as frozen dataclasses: `init(key)` creates parameters, the call applies them.
 
-A layer holds only what is static, is hashable, and may be closed over or be a static
-argument of `jit`; its parameters are a separate dict of arrays::
+A layer holds only static configuration. It is hashable, so a jitted function may close
+over it or take it as a static argument. Its parameters are a separate dict of arrays::
 
     layer = sj.nn.Embedding(1_000_000, 64)
     params = layer.init(jax.random.key(0))
@@ -10,25 +10,25 @@ argument of `jit`; its parameters are a separate dict of arrays::
 Layers
 
 - `Embedding`: a row for each id.
-- `EmbeddingBag`: bags of rows, each reduced to one.
+- `EmbeddingBag`: bags of rows, each reduced to one row.
 - `EmbeddingCollection`: many tables and features in one call.
 - `Dense`: a linear layer on arrays or CSR.
-- `FactorizationMachine`: a linear model plus one of all pairs of features.
+- `FactorizationMachine`: a linear model plus all pairs of features.
 - `tables`: which parameters are tables, for `sparsejax.value_and_grad(tables=)`.
 
-Models whose tables are in a `sparsejax.store.KVStore`
+Models whose tables live in a `sparsejax.store.KVStore`
 
-- `SparseBlock`: a model that says which rows it needs.
-- `SparseEmbedding`, `SparseLinear`: blocks of one table.
+- `SparseBlock`: a model that lists the rows it needs.
+- `SparseEmbedding`, `SparseLinear`: blocks with one table.
 - `TableSpec`: the table that a block needs in the store.
 - `merge_row_ids`: joins the `row_ids` of several blocks.
-- `PulledTables`: the tables that a block is called with.
-- `Trainer`: pulls, runs and pushes.
+- `PulledTables`: the tables passed to a block.
+- `Trainer`: pulls rows, runs a step and pushes gradients.
 
-Adapters to frameworks, each imported on first use
+Framework adapters, each imported on first use
 
-- `sparsejax.nn.flax`, `sparsejax.nn.nnx`, `sparsejax.nn.equinox`: `Layer(layer)` is
-  that framework's module around a layer.
+- `sparsejax.nn.flax`, `sparsejax.nn.nnx`, `sparsejax.nn.equinox`: `Layer(layer)` wraps
+  a layer as a module of that framework.
 """
 
 import importlib as _importlib
@@ -74,7 +74,7 @@ def __getattr__(name: str) -> _Any:
         if (e.name or "").split(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            f"sparsejax.nn.{name} needs {package}, which is not installed: pip "
+            f"sparsejax.nn.{name} needs {package}, which is not installed. Run pip "
             f"install {package}, or pip install 'sparsejax[interop]'.",
             name=e.name,
         ) from None

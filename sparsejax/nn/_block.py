@@ -1,17 +1,17 @@
-"""SparseBlock: a model whose tables stay in a store, which gives it the rows it needs.
+"""SparseBlock: a model whose tables stay in a store and arrive as pulled rows.
 
-A table that is larger than the device cannot be a parameter. So a block says first,
-from the inputs alone, which rows it will read (`row_ids`). A driver such as `Trainer`
-pulls them and passes them as `tables`, separate from the dense `params`, to
-`sparse_forward`. The gradient of a table has the same rows, and is pushed.
+A table larger than device memory cannot be a parameter. Instead, a block first lists
+the rows it will read, from the inputs alone (`row_ids`). A driver such as `Trainer`
+pulls those rows and passes them to `sparse_forward` as `tables`, separate from the
+dense `params`. The gradient of a table has the same rows, and the driver pushes it.
 
 Invariant: `row_ids` runs on the host, outside of `jit`; `sparse_forward` is a pure
-function for inside of it. They share nothing but the inputs, so `sparse_forward` must
-read only what `row_ids` returned. A table that was not pulled is a `NotPulledError`; a
-row that was not pulled reads NaN, and under `mode="error"` is an error too.
+function that runs inside `jit`. They share only the inputs, so `sparse_forward` must
+read only what `row_ids` returned. Using a table that was not pulled raises
+`NotPulledError`; a row that was not pulled reads NaN, or raises under `mode="error"`.
 
-A table may also be given as a whole array. Then a block is an ordinary model, which is
-what the tests compare with.
+A table may also be a whole array. The block is then an ordinary model; the tests
+compare against it.
 """
 
 import abc
@@ -31,12 +31,12 @@ from sparsejax._rows import indexing, is_selected_rows
 class NotPulledError(KeyError):
     """`sparse_forward` uses a table that `row_ids` did not return.
 
-    Raised when `sparse_forward` is traced, before anything is computed. It is about
-    whole tables: a row that was not pulled, of a table that was, reads NaN, or is an
-    error under `mode="error"`.
+    Raised when `sparse_forward` is traced, before anything is computed. It concerns
+    whole tables: if a table was pulled but a row was not, that row reads NaN, or raises
+    under `mode="error"`.
 
     Args:
-      message: which table, in which block, what was pulled, and what to do.
+      message: the table, the block, the tables that were pulled, and what to do.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -48,11 +48,11 @@ class NotPulledError(KeyError):
       SparseEmbedding: the table 'item' is used in sparse_forward, but it wa
 
     References:
-      MXNet's proposal for SparseBlock: a forward without its pull is an error.
+      MXNet's proposal for SparseBlock: a forward pass without its pull is an error.
     """
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError's own would quote the message
+        return str(self.args[0])  # KeyError.__str__ would quote the message
 
 
 class RowSparseTableError(TypeError):
@@ -61,14 +61,14 @@ class RowSparseTableError(TypeError):
 
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
-    """The table that a block needs in the store: shape, dtype and first values.
+    """The table that a block needs in the store: shape, dtype and initial values.
 
     Args:
       shape: `(num_rows, ...)`.
       dtype: of the weights.
-      initializer: `(key, shape, dtype) -> array`, such as those of
-        `jax.nn.initializers`. The store calls it for each row with shape `(1, ...)`,
-        when that row is first read. None for zeros.
+      initializer: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`. The
+        store calls it with shape `(1, ...)` for each row, when that row is first read.
+        None for zeros.
 
     Example:
       >>> import sparsejax as sj
@@ -87,7 +87,7 @@ class PulledTables(Mapping[str, Any]):
 
     Args:
       tables: a mapping of names to SelectedRows, or to arrays.
-      owner: str, the block they were pulled for, named in the error.
+      owner: str, the name of the block, used in error messages.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -108,7 +108,7 @@ class PulledTables(Mapping[str, Any]):
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
-        """Rebuilds without checks: children may be anything JAX puts there."""
+        """Rebuilds without checks, since JAX may pass any objects as children."""
         names, owner = static
         return cls(dict(zip(names, children)), owner)
 
@@ -117,9 +117,9 @@ class PulledTables(Mapping[str, Any]):
             pulled = sorted(self._tables) or "none"
             raise NotPulledError(
                 f"{self._owner}: the table {name!r} is used in sparse_forward, but it "
-                f"was not pulled; pulled were {pulled}. Only the tables that row_ids "
-                f"returns are pulled: return {{{name!r}: ids}} from "
-                f"{self._owner}.row_ids(inputs) too, with all the ids that "
+                f"was not pulled; pulled tables: {pulled}. Only tables returned by "
+                f"row_ids are pulled. Include {{{name!r}: ids}} in the dict that "
+                f"{self._owner}.row_ids(inputs) returns, with every id that "
                 "sparse_forward reads."
             )
         return self._tables[name]
@@ -135,21 +135,21 @@ class PulledTables(Mapping[str, Any]):
 
 
 class SparseBlock(abc.ABC):
-    """A model, or a part of one, whose tables are row-sparse and live in a store.
+    """A model, or part of one, whose tables live in a store and are read by rows.
 
-    A subclass defines which rows it needs, and what it computes from them:
+    A subclass defines the rows it needs and what it computes from them:
 
       row_ids(inputs) -> {table name: ids}
       sparse_forward(tables, params, inputs) -> outputs
 
-    It is called as `block(tables, params, inputs)`. In `sparse_forward`, `tables` is a
-    `PulledTables`, in which a name that was not pulled is an error. A frozen dataclass
-    whose fields are layers and other blocks gets `tables()` and `init(key)` from its
-    fields; other subclasses override them.
+    Call it as `block(tables, params, inputs)`. In `sparse_forward`, `tables` is a
+    `PulledTables`, which raises for a table that was not pulled. A frozen dataclass
+    whose fields are layers or blocks inherits `tables()` and `init(key)`, which collect
+    from its fields; other subclasses override them.
 
     Raises:
-      NotPulledError: in the call, a table that `row_ids` did not return.
-      TypeError: in the call, a table was given to a layer that needs an array.
+      NotPulledError: the call uses a table that `row_ids` did not return.
+      TypeError: the call passes a table to a layer that needs an array.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -180,34 +180,34 @@ class SparseBlock(abc.ABC):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # So tables are checked however sparse_forward is called. An inherited one is
-        # wrapped already.
+        # Tables are checked however sparse_forward is called. An inherited method is
+        # already wrapped.
         super().__init_subclass__(**kwargs)
         if "sparse_forward" in vars(cls):
             cls.sparse_forward = _checked(vars(cls)["sparse_forward"])
 
     @abc.abstractmethod
     def row_ids(self, inputs: Any) -> dict[str, Any]:
-        """The ids that `sparse_forward` will read of each table, integers of any shape.
+        """The ids that `sparse_forward` will read, by table; integers of any shape.
 
-        Duplicates are fine. -1 means that an element reads no row, such as padding;
-        `Trainer` refuses any other id out of range.
+        Duplicates are allowed. -1 marks an element that reads no row, such as padding;
+        `Trainer` rejects any other id out of range.
         """
 
     @abc.abstractmethod
     def sparse_forward(
         self, tables: Mapping[str, Any], params: Any, inputs: Any
     ) -> Any:
-        """The outputs, from pulled `tables`, dense `params` and `inputs`."""
+        """Computes the outputs from pulled `tables`, dense `params` and `inputs`."""
 
     def __call__(self, tables: Mapping[str, Any], params: Any, inputs: Any) -> Any:
         return self.sparse_forward(tables, params, inputs)
 
     def tables(self) -> dict[str, TableSpec]:
-        """The tables that the store must have, of all blocks among the fields.
+        """The tables that the store must have, from all fields that are blocks.
 
         Raises:
-          ValueError: two blocks have different tables of one name.
+          ValueError: two blocks use the same name for different tables.
         """
         found: dict[str, TableSpec] = {}
         owners: dict[str, SparseBlock] = {}
@@ -215,21 +215,21 @@ class SparseBlock(abc.ABC):
             for name, spec in block.tables().items():
                 owner = owners.setdefault(name, block)
                 if found.setdefault(name, spec) != spec:
-                    why = f" of shapes {found[name].shape} and {spec.shape}"
+                    why = f", of shapes {found[name].shape} and {spec.shape}"
                 elif owner is not block and getattr(type(block), "name", "") == name:
-                    why = ", because none was given"  # both have the class's default
+                    why = ", the default"  # both have the class's default
                 else:
                     continue
                 raise ValueError(
-                    f"{type(self).__name__}.tables: two blocks use the name {name!r} "
-                    f"for their table{why}. Give each block a name of its own: "
-                    "SparseEmbedding(..., name='user'). To share one table, use one "
-                    "block twice, or give both the same name and sizes."
+                    f"{type(self).__name__}.tables: two blocks have a table named "
+                    f"{name!r}{why}. Give each block its own name: "
+                    "SparseEmbedding(..., name='user'). To share one table, use the "
+                    "same block twice, or give both blocks the same name and sizes."
                 )
         return found
 
     def init(self, key: jax.Array) -> Any:
-        """The dense parameters: those of each field that is a layer, by its name."""
+        """The dense parameters of each field that is a layer, by field name."""
         fields = _layer_fields(self)
         key = _arguments.as_key(f"{type(self).__name__}.init", key)
         keys = jax.random.split(key, max(len(fields), 1))
@@ -237,13 +237,13 @@ class SparseBlock(abc.ABC):
 
 
 def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """The union of several `row_ids`: the ids of a table in several are concatenated.
+    """Merges several `row_ids`; concatenates the ids of a table that occurs in several.
 
     Args:
       *row_ids: mappings of table names to ids, integers of any shape.
 
     Returns:
-      dict of names to ids; `[n]` if they were concatenated, else as given.
+      A dict of names to ids; `[n]` if concatenated, otherwise unchanged.
 
     Raises:
       TypeError: an argument is not a mapping, or ids are not integers.
@@ -259,8 +259,8 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
     for ids_of in row_ids:
         if not isinstance(ids_of, Mapping):
             raise TypeError(
-                f"{call}: each argument must be a dict of table names to ids, such as "
-                f"row_ids returns, got {_arguments.kind_of(ids_of)}."
+                f"{call}: each argument must be a dict of table names to ids, as "
+                f"returned by row_ids, got {_arguments.kind_of(ids_of)}."
             )
         for name, ids in ids_of.items():
             new = _arguments.as_integers(f"{call}: table {name!r}", ids)
@@ -269,7 +269,7 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             old = _arguments.as_integers(f"{call}: table {name!r}", merged[name])
             if _arguments.is_concrete(old) and _arguments.is_concrete(new):
-                # In NumPy: nothing need be on a device.
+                # In NumPy, so nothing is copied to a device.
                 merged[name] = np.concatenate(
                     [np.ravel(x).astype(np.int64) for x in (old, new)]
                 )
@@ -285,17 +285,16 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` on PulledTables; raises RowSparseTableError where it needs an array."""
+    """`forward` on PulledTables; raises RowSparseTableError if it needs an array."""
 
     @functools.wraps(forward)
     def sparse_forward(self, tables, params, inputs):
         owner = type(self).__name__
         if not isinstance(tables, Mapping):
             raise TypeError(
-                f"{owner}: tables must be a mapping of names to pulled rows (a "
-                "SelectedRows) or whole tables (an array), got "
-                f"{_arguments.kind_of(tables)}. store.pull(name, ids) gives the rows "
-                "of one."
+                f"{owner}: tables must be a dict of names to pulled rows "
+                "(SelectedRows) or whole tables (arrays), got "
+                f"{_arguments.kind_of(tables)}. Use {{name: store.pull(name, ids)}}."
             )
         if not isinstance(tables, PulledTables):
             tables = PulledTables(tables, owner)
@@ -308,12 +307,11 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             short = str(error).strip().splitlines()[0].rstrip(".")
             raise RowSparseTableError(
-                f"{owner}: a table out of `tables` was given to an ordinary layer, "
-                f"which needs an array ({short}). It is a SelectedRows: the rows of "
-                "this batch, not the whole table. Read it with sparsejax.lookup, "
-                "embedding_bag or dot, or with a SparseBlock; ordinary layers accept "
-                f"the rows that were read. Of {sorted(tables)}, `.values` are the rows "
-                "as pulled."
+                f"{owner}: a SelectedRows from `tables` was used where an array is "
+                f"needed ({short}). It holds the rows of this batch, not the whole "
+                "table. Read it with sparsejax.lookup, embedding_bag, dot or a "
+                "SparseBlock, and pass the result to ordinary layers. For the pulled "
+                f"rows themselves use `.values` (tables: {sorted(tables)})."
             ) from error
 
     return sparse_forward
@@ -324,8 +322,8 @@ def _needs_arrays(
 ) -> bool:
     """Whether `forward` fails because it uses pulled rows as arrays.
 
-    It is traced twice, with the pulled rows and with whole tables in their place. If
-    both fail alike, the reason is another one.
+    Traces it twice: with the pulled rows, and with whole tables instead. If both fail
+    with the same error, the cause is something else.
     """
 
     def failure(tables):
@@ -357,11 +355,11 @@ def _layer_fields(block: Any) -> dict[str, Any]:
     if stray := [n for n, x in known.items() if n not in fields and _is_layered(x)]:
         owner, found = type(block).__name__, " and ".join(map(repr, stray))
         raise TypeError(
-            f"{owner}: there are layers in attributes that are not dataclass fields, "
-            f"{found}, so their tables and parameters are not seen. Make {owner} a "
-            "frozen dataclass with annotated fields: "
-            "@dataclasses.dataclass(frozen=True), then item: SparseEmbedding = "
-            "SparseEmbedding(...). Or override tables() and init(key)."
+            f"{owner}: the layers in {found} are not dataclass fields, so tables() "
+            f"and init(key) cannot find them. Make {owner} a frozen dataclass with "
+            "annotated fields: @dataclasses.dataclass(frozen=True), then item: "
+            "SparseEmbedding = SparseEmbedding(...). Or override tables() and "
+            "init(key)."
         )
     return {name: x for name, x in fields.items() if _is_layered(x)}
 
@@ -386,7 +384,7 @@ def _init(x: Any, key: jax.Array) -> Any:
 
 
 def _blocks(x: Any) -> Iterator[SparseBlock]:
-    """The blocks that `x` is or holds in lists and dicts; not those within blocks."""
+    """The block `x`, or those in its lists and dicts; does not descend into blocks."""
     if isinstance(x, SparseBlock):
         yield x
     elif isinstance(x, (Mapping, list, tuple)):

@@ -1,4 +1,4 @@
-"""SparseEmbedding and SparseLinear: blocks of one table, which others are made of."""
+"""SparseEmbedding and SparseLinear: single-table blocks to build models from."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,21 +23,22 @@ _LINEAR = "sparsejax.nn.SparseLinear"
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SparseEmbedding(SparseBlock):
-    """An embedding whose table is in a store: `lookup` in the rows that were pulled.
+    """An embedding whose table lives in a store; it looks up ids in the pulled rows.
 
-    `out[i] = table[ids[i]]`. For ids of any shape the result is
-    `[*ids.shape, features]`, for a SegmentTensor of ids a SegmentTensor of rows.
+    `out[i] = table[ids[i]]`. For an array of ids the result is
+    `[*ids.shape, features]`; for a SegmentTensor of ids it is a SegmentTensor of rows.
 
     Args:
-      num_embeddings: int V, rows of the table.
-      features: int D, length of a row.
-      name: str, the table's name in the store. Blocks with one name share the table.
+      num_embeddings: int V, the number of rows.
+      features: int D, the length of a row.
+      name: str, the table's name in the store. Blocks with the same name share the
+        table.
       param_dtype: of the table.
-      initializer: of the table's rows, see `TableSpec`. The default draws rows of
+      initializer: for the table's rows, see `TableSpec`. The default draws rows of
         expected squared norm 1.
       padding_id: int, an id that reads zeros, is not pulled and gets no gradient.
       max_norm: see `sparsejax.lookup`.
-      mode: what an id reads that is out of range or was not pulled, see
+      mode: what an id reads if it is out of range or was not pulled, see
         `sparsejax.lookup`.
 
     Example:
@@ -78,10 +79,10 @@ class SparseEmbedding(SparseBlock):
         return {self.name: TableSpec(shape, self.param_dtype, self.initializer)}
 
     def row_ids(self, inputs: Any) -> dict[str, Any]:
-        """The ids; -1 for padding and for empty elements, which read no row.
+        """The ids, with -1 for padding and for empty elements, which read no row.
 
-        An id out of range stays out of range. Under mode `"clip"` it is the id that it
-        is clipped to, and under `"zero"` it is -1.
+        An id out of range stays out of range, except that mode `"clip"` returns the
+        clipped id and mode `"zero"` returns -1.
         """
         if isinstance(inputs, SegmentTensor):
             ids = _on_host(_arguments.as_integers(_EMBEDDING, inputs.values))
@@ -112,20 +113,22 @@ class SparseEmbedding(SparseBlock):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SparseLinear(SparseBlock):
-    """A linear layer on CSR inputs, whose weights are in a store.
+    """A linear layer on CSR inputs, whose weights live in a store.
 
-    `out = inputs @ weight + bias`, where only those rows of `weight` are pulled whose
-    columns the batch has. The bias is a dense parameter.
+    `out = inputs @ weight + bias`. Only the rows of `weight` for columns that occur in
+    the batch are pulled. The bias is a dense parameter.
 
     Args:
-      features: int, columns of the output.
-      in_features: int, columns of the inputs and rows of the table.
+      features: int, the number of output columns.
+      in_features: int, the number of columns of the inputs, which is the number of rows
+        of the table.
       use_bias: bool.
-      name: str, the table's name in the store. Blocks with one name share the table.
+      name: str, the table's name in the store. Blocks with the same name share the
+        table.
       param_dtype: of the table and the bias.
-      initializer: of the table's rows, see `TableSpec`; zeros by default, so that a
-        column that is seen late does not disturb the output.
-      mode: what a column reads that is out of range or was not pulled, see
+      initializer: for the table's rows, see `TableSpec`. Zeros by default, so a column
+        first seen late in training does not disturb the output.
+      mode: what a column reads if it is out of range or was not pulled, see
         `sparsejax.lookup`.
 
     Example:
@@ -162,7 +165,7 @@ class SparseLinear(SparseBlock):
         return {self.name: TableSpec(shape, self.param_dtype, self.initializer)}
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """`{"bias": [features]}`, zeros; empty without a bias."""
+        """`{"bias": [features]}` of zeros; empty without a bias."""
         del key
         shape = (self.features,)
         return {"bias": jnp.zeros(shape, self.param_dtype)} if self.use_bias else {}
@@ -173,9 +176,10 @@ class SparseLinear(SparseBlock):
         Columns out of range are treated as in `SparseEmbedding.row_ids`.
 
         Raises:
-          TypeError, ValueError: `inputs` is not CSR with this layer's columns.
+          TypeError, ValueError: `inputs` is not CSR, or has the wrong number of
+            columns.
         """
-        csr = inputs  # a SegmentTensor as it is, so that nothing is put on a device
+        csr = inputs  # a SegmentTensor as it is: nothing is copied to a device
         if not isinstance(csr, SegmentTensor):
             csr = self._as_csr(csr).elements
         _matrix.check_columns(_LINEAR, csr, self.in_features)
@@ -192,9 +196,9 @@ class SparseLinear(SparseBlock):
         csr, shape = self._as_csr(inputs), (self.in_features, self.features)
         table = _layer.parameter(_LINEAR, tables, self.name, shape)
         dtype = _matrix.result_dtype(csr, table, None)
-        # Not `dot`, which reads zeros for a row that is not stored and for a column out
-        # of range. Here such a row was not pulled by mistake, so `mode` says what it
-        # reads.
+        # Not `dot`: it reads zeros for a row that is not stored and for a column out of
+        # range. Here a missing row is one that should have been pulled, so `mode`
+        # decides what it reads.
         elements = csr.elements
         skip = ~indexing.in_range(elements.segment_ids, elements.num_segments)
         call = f"{_LINEAR} of the table {self.name!r}"
@@ -209,9 +213,9 @@ class SparseLinear(SparseBlock):
         csr = _matrix.as_matrix(_LINEAR, inputs, self.in_features, skip_bad=False)
         if not isinstance(csr, _matrix.Csr):
             raise TypeError(
-                f"{_LINEAR}: inputs are an array of shape {csr.shape}, which has all "
-                "columns, so all rows of the table would be pulled. Pass CSR, which "
-                "SegmentTensor.from_csr makes, or use the ordinary layer "
+                f"{_LINEAR}: inputs must be CSR, got an array of shape {csr.shape}. "
+                "An array has every column, so every row of the table would be "
+                "pulled. Convert it with SegmentTensor.from_csr, or use "
                 "sparsejax.nn.Dense."
             )
         return csr
@@ -221,14 +225,14 @@ class SparseLinear(SparseBlock):
 
 
 def _check(call: str, block: Any, rows: str) -> None:
-    """An error if a field of a block is wrong; `rows` is its field of table rows."""
+    """Raises if a field of a block is invalid; `rows` is the name of its field V."""
     for name in (rows, "features"):
         _layer.check_size(call, name, getattr(block, name))
     _layer.check_dtype(call, "param_dtype", block.param_dtype)
     _layer.check_initializer(call, "initializer", block.initializer)
     if not isinstance(block.name, str):
         raise TypeError(
-            f"{call}: name must be a string, the table's name in the store, got "
+            f"{call}: name must be a str (the table's name in the store), got "
             f"{block.name!r}."
         )
     if hasattr(block, "padding_id"):
@@ -237,7 +241,7 @@ def _check(call: str, block: Any, rows: str) -> None:
 
 
 def _empty_elements(st: SegmentTensor, ndim: int) -> Any:
-    """Which elements are in no segment, with as many axes as the values have."""
+    """Which elements are in no segment, with axes added to match the values."""
     ids = _on_host(st.segment_ids)
     empty = ~((ids >= 0) & (ids < st.num_segments))
     return indexing.append_axes(empty, ndim)
@@ -249,7 +253,7 @@ def _on_host(x: Any) -> Any:
 
 
 def _row_ids(ids: Any, skip: Any, height: int, mode: str) -> Any:
-    """`ids` as `row_ids` returns them: -1 where `skip`, and where `mode` reads no row.
+    """`ids` as `row_ids` returns them: -1 where `skip` is set or `mode` reads no row.
 
     An id of -1 that is out of range becomes -2, so that Trainer can tell the two apart.
     """
@@ -262,7 +266,7 @@ def _row_ids(ids: Any, skip: Any, height: int, mode: str) -> Any:
     else:
         xp, ids = jnp, jnp.asarray(ids)
         limits = jnp.iinfo(indexing.promote(ids.dtype, jnp.int8))
-    if ids.dtype.kind == "u":  # a large one must not turn into a negative one
+    if ids.dtype.kind == "u":  # a large id must not become negative
         most = min(int(limits.max), int(jnp.iinfo(ids.dtype).max))
         ids = xp.minimum(ids, np.array(most, ids.dtype))
     ids = ids.astype(limits.dtype)

@@ -1,4 +1,4 @@
-"""EmbeddingCollection: many tables and features of them, read in a few gathers."""
+"""EmbeddingCollection: many tables and features, read in a few gathers."""
 
 import dataclasses
 import functools
@@ -23,27 +23,28 @@ _CALL = "sparsejax.nn.EmbeddingCollection"
 class EmbeddingCollection:
     """Named tables, and named features that read them, all in one call.
 
-    Tables of one width, dtype and kind of gradient are stacked in one array, and
-    features of one stack are read together where their shapes allow it: single ids (and
-    rows that are not reduced) by one gather, bags of one length by another, ragged bags
-    by a third. A model with 26 tables of one width that reads one id of each makes one
-    gather, and its gradient is one SelectedRows.
+    Tables with the same width, dtype and kind of gradient are stacked in one array.
+    Features of one stack are read together if their shapes allow it: single ids (and
+    rows that are not reduced) in one gather, bags of equal length in another, ragged
+    bags in a third. A model that reads one id from each of 26 tables of equal width
+    needs one gather, and its gradient is one SelectedRows.
 
-    An id out of range of its own table is never a row of the next one: it reads what
-    the table's `mode` says.
+    An id that is out of range for its own table never reads a row of the next table;
+    the table's `mode` decides what it reads.
 
     Args:
-      tables: from names to an `Embedding` (its features are rows), an `EmbeddingBag`
-        (its features are bags), or `(num_embeddings, features)`, short for
-        `EmbeddingBag(num_embeddings, features)`. Stored as a tuple of pairs.
-      features: from names to the name of the feature's table, or to `(table,
-        combiner)`. Several may share a table. None for one feature for each table,
-        under the same name. Stored as a tuple of `(name, table, combiner)`.
-      stacked: False keeps each table as an array of its own, under its own name.
+      tables: a dict from names to an `Embedding` (its features are rows), an
+        `EmbeddingBag` (its features are bags), or `(num_embeddings, features)`, short
+        for `EmbeddingBag(num_embeddings, features)`. Stored as a tuple of pairs.
+      features: a dict from feature names to the name of a table, or to
+        `(table, combiner)`. Several features may share a table. None creates one
+        feature per table, with the same name. Stored as a tuple of
+        `(name, table, combiner)`.
+      stacked: False keeps each table as a separate array, under its own name.
 
     Raises:
-      TypeError, ValueError: tables or features of a wrong kind, or a table that no
-        feature reads.
+      TypeError, ValueError: tables or features have the wrong type, or no feature reads
+        a table.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -88,8 +89,8 @@ class EmbeddingCollection:
         features = tuple((name, *_as_read(name, x, layers)) for name, x in features)
         if unread := sorted(layers.keys() - {table for _, table, _ in features}):
             raise ValueError(
-                f"{_CALL}: no feature reads {unread}. Leave them out, or add a feature "
-                "for each."
+                f"{_CALL}: no feature reads the tables {unread}. Remove them, or add "
+                "a feature for each."
             )
         _layer.check_bool(_CALL, "stacked", self.stacked)
         _layer.set_fields(self, tables=tables, features=features)
@@ -112,9 +113,9 @@ class EmbeddingCollection:
         return dict(self.tables)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """The parameters: a stack `[sum of V, D]` for each width and dtype.
+        """The parameters: one stack `[sum of V, D]` for each width and dtype.
 
-        Each table is drawn by its layer's initializer, with a key of its own.
+        Each table is drawn by its layer's initializer, with its own key.
 
         Args:
           key: PRNG key.
@@ -141,36 +142,38 @@ class EmbeddingCollection:
         """The embeddings of all features of a batch.
 
         Args:
-          params: as `init` makes them. A stack may be pulled rows, a SelectedRows of
-            the rows in `row_ids`.
-          ids: from features to integers, each in one of these forms. `[B]`, one id for
-            each example; `[B, L]`, bags padded with the table's `padding_id`; a
-            SegmentTensor of ids, or of `{"index", "value"}`, whose values are weights.
-            For a feature that is not reduced, any shape or a SegmentTensor. Features
-            may be left out.
-          weights: from features to numbers of the shape of their ids, for sum, mean and
-            sqrtn.
+          params: as returned by `init`. A stack may be a SelectedRows of pulled rows,
+            those in `row_ids`.
+          ids: a dict from features to integers, each in one of these forms: `[B]`, one
+            id per example; `[B, L]`, bags padded with the table's `padding_id`; a
+            SegmentTensor of ids, or of `{"index", "value"}`, where "value" holds the
+            weights. A feature that is not reduced accepts any shape, or a
+            SegmentTensor. Features may be left out.
+          weights: a dict from features to numbers with the shape of their ids, for the
+            combiners sum, mean and sqrtn.
 
         Returns:
-          A dict from the features in `ids` to `[B, D]`; for those that are not reduced
-          to `[*shape, D]`, or to a SegmentTensor of the rows.
+          A dict from the features in `ids` to `[B, D]`; a feature that is not reduced
+          gives `[*shape, D]`, or a SegmentTensor of rows.
 
         Raises:
-          TypeError, ValueError: `params` are not this layer's, a feature is unknown, or
-            ids or weights are of a wrong kind or shape.
-          checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
+          TypeError, ValueError: `params` do not match this layer, a feature is unknown,
+            or ids or weights have the wrong type or shape.
+          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
+            of `jit`.
         """
         arrays = self._arrays(params)
         return _stacks.read_all(_CALL, arrays, self._prepare(ids, weights))
 
     def row_ids(self, ids: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The rows of each stack that a batch reads, to pull them from a store.
+        """The rows of each stack that a batch reads, for pulling them from a store.
 
         Args:
-          ids: as the call takes them.
+          ids: as in the call.
 
         Returns:
-          By stack, integers `[n]`; an element that reads no row is negative.
+          A dict from stacks to integers `[n]`; an element that reads no row is
+          negative.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -186,7 +189,7 @@ class EmbeddingCollection:
     # -- one table ---------------------------------------------------------------
 
     def place(self, table: str) -> tuple[str, int, int]:
-        """The stack that holds a table, and the rows `[start, stop)` it has there.
+        """The stack that holds a table, and the table's rows `[start, stop)` in it.
 
         Example:
           >>> import sparsejax as sj
@@ -197,7 +200,7 @@ class EmbeddingCollection:
         return place.stack, place.start, place.stop
 
     def get_table(self, params: Any, table: str) -> Any:
-        """One table `[V, D]`; of gradients or pulled stacks a SelectedRows of its rows.
+        """One table `[V, D]`; a SelectedRows if its stack is one, as in gradients.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -214,7 +217,7 @@ class EmbeddingCollection:
         return _stacks.cut(self._arrays(params, dense=False)[place.stack], place)
 
     def set_table(self, params: Any, table: str, values: Any) -> dict[str, Any]:
-        """`params` with another table.
+        """Returns `params` with one table replaced.
 
         Args:
           params: as `init` makes them.
@@ -257,16 +260,16 @@ class EmbeddingCollection:
     def set_rows(
         self, params: Any, table: str, ids: Any, values: Any
     ) -> dict[str, Any]:
-        """`params` with other rows of one table; ids out of range change nothing.
+        """Returns `params` with rows of one table replaced; skips ids out of range.
 
         Args:
           params: as `init` makes them.
           table: its name.
-          ids: integers `[n]`; of duplicates any one wins.
+          ids: integers `[n]`; for duplicates, any one of the values may win.
           values: `[n, D]`.
 
         Raises:
-          ValueError: an unknown table, or values of another shape.
+          ValueError: the table is unknown, or `values` has the wrong shape.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -283,7 +286,7 @@ class EmbeddingCollection:
         values = _arguments.to_array(call, values, "values").astype(stack.dtype)
         if values.shape != want:
             raise ValueError(
-                f"{call}: values must have shape {want}, a row for each id, got "
+                f"{call}: values must have shape {want}, one row per id, got "
                 f"{values.shape}."
             )
         wide = _arguments.index_dtype(stack.shape[0])
@@ -293,10 +296,10 @@ class EmbeddingCollection:
         return {**params, place.stack: scatter_assign(stack, rows, values)}
 
     def stack(self, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Parameters from all tables by name.
+        """The parameters, from a dict of all tables by name.
 
         Raises:
-          TypeError: `tables` is not a mapping with exactly the tables' names.
+          TypeError: `tables` is not a mapping with exactly the names of the tables.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -309,10 +312,9 @@ class EmbeddingCollection:
         if not isinstance(tables, Mapping) or set(tables) != set(want):
             found = _arguments.kind_of(tables)
             if isinstance(tables, Mapping):
-                found = f"the names {sorted(map(str, tables))}"
+                found = f"keys {sorted(map(str, tables))}"
             raise TypeError(
-                f"{_CALL}.stack: tables must be a dict of all tables, {want}, got "
-                f"{found}."
+                f"{_CALL}.stack: tables must be a dict with keys {want}, got {found}."
             )
         arrays = {name: self._as_table(name, x) for name, x in tables.items()}
         return {
@@ -321,7 +323,7 @@ class EmbeddingCollection:
         }
 
     def unstack(self, params: Any) -> dict[str, Any]:
-        """All tables by name; for gradients of the parameters, those of the tables.
+        """All tables by name; from gradients of the parameters, the tables' gradients.
 
         Example:
           >>> import jax, sparsejax as sj
@@ -333,7 +335,7 @@ class EmbeddingCollection:
         return {name: self.get_table(params, name) for name, _ in self.tables}
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """`tables=` of `sparsejax.value_and_grad` for the parameters.
+        """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj
@@ -345,7 +347,7 @@ class EmbeddingCollection:
     # -- private -----------------------------------------------------------------
 
     def _arrays(self, params: Any, dense: bool = True) -> dict[str, Any]:
-        """The stacks, checked; with `dense`, `sparse_grad=False` takes effect."""
+        """Checks and returns the stacks; with `dense`, applies `sparse_grad=False`."""
         stacks = self._layout[0]
         params = _layer.check_params(_CALL, params, tuple(stacks))
         return {
@@ -361,15 +363,16 @@ class EmbeddingCollection:
             if not isinstance(given, Mapping):
                 found = _arguments.kind_of(given)
                 raise TypeError(
-                    f"{_CALL}: {name} must be a dict from features to their {name}, "
-                    f"got {found}."
+                    f"{_CALL}: {name} must be a dict of feature names to {name}, got "
+                    f"{found}."
                 )
             known = [name for name, _, _ in self.features]
             for feature in given:
                 _check_known("feature", feature, known)
         if stray := sorted(weights.keys() - ids.keys()):
             raise ValueError(
-                f"{_CALL}: weights has {stray}, and ids does not. Pass their ids too."
+                f"{_CALL}: weights has features {stray} that are not in ids. Pass "
+                "their ids too."
             )
         stacks, places = self._layout
         return [
@@ -420,13 +423,13 @@ def _as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
         pairs, names = (), []
     if not pairs or not all(isinstance(name, str) for name, _ in pairs):
         raise TypeError(
-            f"{_CALL}: {field} must be a dict of names to {what}, with at least one, "
-            f"got {_arguments.show(given)}."
+            f"{_CALL}: {field} must be a non-empty dict of names to {what}, got "
+            f"{_arguments.show(given)}."
         )
     if twice := [name for name in dict(pairs) if names.count(name) > 1]:
         raise ValueError(
-            f"{_CALL}: {field} has the name {twice[0]!r} twice. Give each its own "
-            "name; several features may read one table."
+            f"{_CALL}: {field} contains the name {twice[0]!r} twice. Give each its "
+            "own name; several features may read one table."
         )
     return pairs
 
@@ -450,8 +453,8 @@ def _as_read(name: str, given: Any, layers: dict[str, Any]) -> tuple[str, str]:
     table, *rest = given if isinstance(given, (tuple, list)) and given else (given,)
     if not isinstance(table, str) or len(rest) > 1:
         raise TypeError(
-            f"{_CALL}: feature {name!r} must be the name of its table, or (table, "
-            f"combiner), got {_arguments.show(given)}."
+            f"{_CALL}: feature {name!r} must be a table name or (table, combiner), "
+            f"got {_arguments.show(given)}."
         )
     _check_known("table", table, list(layers))
     combiner = rest[0] if rest else getattr(layers[table], "combiner", "none")

@@ -1,4 +1,4 @@
-"""Dense: a matrix of features, an array or CSR, times weights."""
+"""Dense: a linear layer on a feature matrix, given as an array or as CSR."""
 
 import dataclasses
 import functools
@@ -22,24 +22,26 @@ _BIAS_INIT: Any = jax.nn.initializers.zeros
 class Dense:
     """A linear layer on arrays, or on CSR with a row-sparse gradient.
 
-    `out = x @ kernel + bias`. For x in CSR only those rows of `kernel` are read whose
-    columns x has, and under `sparsejax.grad` the kernel's gradient is a SelectedRows of
-    them. With `features=1` it gives the logits of a logistic regression.
+    `out = x @ kernel + bias`. If x is CSR, only the rows of `kernel` for columns that
+    occur in x are read, and under `sparsejax.grad` the kernel's gradient is a
+    SelectedRows of those rows. With `features=1` the outputs are the logits of a
+    logistic regression.
 
     Args:
-      features: int F, columns of the result.
-      in_features: int C, columns of x; None to take it from the x that `init` is given.
-      use_bias: whether a bias is added.
-      dtype: of the result; None for the common one of x and the parameters. Products
-        and sums are formed in at least float32.
+      features: int F, the number of output columns.
+      in_features: int C, the number of columns of x; None to infer it from the x passed
+        to `init`.
+      use_bias: whether to add a bias.
+      dtype: of the result; None for the promoted dtype of x and the parameters.
+        Products and sums are computed in at least float32.
       param_dtype: of the parameters.
       kernel_init, bias_init: initializers `(key, shape, dtype) -> array`.
-      sparse_grad: what `sparsejax.nn.tables` says of the kernel. None leaves it to
-        `sparsejax.grad`, True requires a sparse gradient (x must be CSR then), False
-        always gives the dense one.
+      sparse_grad: what `sparsejax.nn.tables` returns for the kernel. None lets
+        `sparsejax.grad` decide, True requires a sparse gradient (x must then be CSR),
+        False always gives a dense gradient.
 
     Raises:
-      TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
+      TypeError, ValueError: a field has the wrong type, or a size is not positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -92,11 +94,11 @@ class Dense:
 
         Args:
           key: PRNG key.
-          x: an input, or its shape and dtype, from which C is taken if `in_features` is
-            None: an array, or a scipy CSR or BCSR matrix.
+          x: an input (an array, or a scipy CSR or BCSR matrix), or its shape and dtype.
+            C is inferred from it if `in_features` is None.
 
         Raises:
-          ValueError: C is not known.
+          ValueError: `in_features` is None, and C cannot be inferred from `x`.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -118,38 +120,38 @@ class Dense:
         return params
 
     def _columns_of(self, x: Any) -> int:
-        """The number of columns of an input, or an error where it does not say."""
+        """The number of columns of an input; raises if it cannot be inferred."""
         if x is None:
-            found = "in_features and x were both left out"
+            found = "neither in_features nor x was given"
         elif isinstance(x, SegmentTensor):
-            found = "a SegmentTensor has indices, and no number of columns"
+            found = "a SegmentTensor does not store its number of columns"
         else:
             shape = x.shape if hasattr(x, "shape") else np.shape(x)
             if shape:
                 return _layer.check_size(f"{_CALL}.init", "in_features", shape[-1])
             found = f"x is {_arguments.kind_of(x)}"
         raise ValueError(
-            f"{_CALL}.init: the number of columns is not known: {found}. Pass "
-            "Dense(features, in_features), or init(key, x) with an array."
+            f"{_CALL}.init: cannot infer the number of columns of x: {found}. Pass "
+            "in_features to Dense, or call init(key, x) with an array."
         )
 
     def __call__(self, params: Any, x: Any) -> jax.Array:
         """`x @ kernel + bias`.
 
         Args:
-          params: as `init` makes them. The kernel may be pulled rows, a SelectedRows:
-            columns whose rows it does not store read NaN.
-          x: numbers `[..., C]`. Or `[S, C]` in CSR: a SegmentTensor with a segment for
-            each row and values `{"index": int[n], "value": dtype[n]}`, or the indices
-            alone if all values are one; a scipy CSR matrix; a BCSR. Duplicates add up;
-            a column out of `[0, C)` counts zero.
+          params: as returned by `init`. The kernel may be a SelectedRows of pulled
+            rows; a column whose row it does not store reads NaN.
+          x: a numeric array `[..., C]`, or a CSR matrix `[S, C]`: a SegmentTensor with
+            one segment per row and values `{"index": int[n], "value": dtype[n]}` (or
+            only the indices if all values are one), a scipy CSR matrix, or a BCSR.
+            Duplicates are summed; a column outside `[0, C)` contributes zero.
 
         Returns:
           `[..., F]`, or `[S, F]`.
 
         Raises:
-          TypeError, ValueError: `params` are not this layer's, or `x` is not such a
-            matrix or has another number of columns.
+          TypeError, ValueError: `params` do not match this layer, `x` is not such a
+            matrix, or `x` has the wrong number of columns.
         """
         names = ("kernel", "bias") if self.use_bias else ("kernel",)
         params = _layer.check_params(_CALL, params, names)
@@ -174,7 +176,7 @@ class Dense:
         return out.astype(dtype)
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """`tables=` of `sparsejax.value_and_grad` for the parameters.
+        """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj

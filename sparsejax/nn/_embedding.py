@@ -1,7 +1,7 @@
 """Embedding and EmbeddingBag: the layers whose only parameter is a table.
 
-`TableLayer` holds what they share: checks of the fields, `init`, and finding the table
-in the parameters. Each layer has its own call, which reads rows and reduces them.
+`TableLayer` holds what they share: field checks, `init`, and access to the table in the
+parameters. Each layer defines its own call, which reads rows and may reduce them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from sparsejax.nn import _layer
 
 COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp", "none")
 
-# Rows of expected squared norm 1, as flax's.
+# Rows of expected squared norm 1, as in flax.
 TABLE_INIT: Any = jax.nn.initializers.variance_scaling(
     1.0, "fan_in", "normal", out_axis=0
 )
@@ -45,7 +45,7 @@ class TableLayer:
         return _layer.show(self)
 
     def _set_fields(self, **fields: Any) -> None:
-        """Sets the fields, checked."""
+        """Checks the fields and sets them."""
         call = self._call
         for name in ("num_embeddings", "features"):
             fields[name] = _layer.check_size(call, name, fields[name])
@@ -84,10 +84,10 @@ class TableLayer:
         """The table in `params`, checked.
 
         Args:
-          params: as `init` makes them, or the table alone.
+          params: as returned by `init`, or the table alone.
 
         Raises:
-          TypeError, ValueError: they are not the parameters of this layer.
+          TypeError, ValueError: `params` do not match this layer.
 
         Example:
           >>> import jax, sparsejax as sj
@@ -103,7 +103,7 @@ class TableLayer:
         return _layer.table_of(call, params, "embedding", shape, self.sparse_grad)
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """`tables=` of `sparsejax.value_and_grad` for the parameters.
+        """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj
@@ -115,29 +115,30 @@ class TableLayer:
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
 class Embedding(TableLayer):
-    """A table of one row for each id.
+    """A table with one row per id.
 
-    `out[i] = embedding[ids[i]]`, as `sparsejax.lookup` reads it. Under `sparsejax.grad`
-    the table's gradient is a SelectedRows of the rows read, where these are at most a
-    quarter of the table; `tables=sparsejax.nn.tables(layer)` requires it.
+    `out[i] = embedding[ids[i]]`, as in `sparsejax.lookup`. Under `sparsejax.grad` the
+    table's gradient is a SelectedRows of the rows read if they are at most a quarter of
+    the table; `tables=sparsejax.nn.tables(layer)` requires a SelectedRows in any case.
 
     Args:
       num_embeddings: int V, the number of rows.
       features: int D, the length of a row.
-      sparse_grad: False gives the table the dense gradient, under `sparsejax.grad` too.
-      dtype: of the result; None for the table's. The rows read are cast, not the table.
+      sparse_grad: False gives the table a dense gradient, even under `sparsejax.grad`.
+      dtype: of the result; None for the table's dtype. The rows read are cast, not the
+        table.
       param_dtype: of the table.
       init: initializer `(key, shape, dtype) -> array`. The default draws rows of
         expected squared norm 1.
       padding_id: int, an id that reads zeros and gets no gradient.
-      max_norm: positive number; rows of greater norm are scaled down to it when they
-        are read.
+      max_norm: positive number; rows of larger norm are scaled down to it when they are
+        read.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
         `"error"`, as in `sparsejax.lookup`.
       initializer: the field that keeps `init`, for `dataclasses.replace`.
 
     Raises:
-      TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
+      TypeError, ValueError: a field has the wrong type, or a size is not positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -198,17 +199,19 @@ class Embedding(TableLayer):
         """The rows of `ids`.
 
         Args:
-          params: as `init` makes them, or the table alone. The table may be pulled
-            rows, a SelectedRows: ids of other rows count as out of range.
-          ids: integers of any shape; or a SegmentTensor of them.
+          params: as returned by `init`, or the table alone. The table may be a
+            SelectedRows of pulled rows; ids of rows it does not store count as out of
+            range.
+          ids: integers of any shape, or a SegmentTensor of ids.
 
         Returns:
-          `[*ids.shape, D]`; for a SegmentTensor, one of the rows.
+          `[*ids.shape, D]`; for a SegmentTensor of ids, a SegmentTensor of rows.
 
         Raises:
-          TypeError, ValueError: `params` are not this layer's, or `ids` are not
+          TypeError, ValueError: `params` do not match this layer, or `ids` are not
             integers.
-          checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
+          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
+            of `jit`.
         """
         table = self.table(params)
         if not isinstance(ids, SegmentTensor):
@@ -226,7 +229,7 @@ class Embedding(TableLayer):
         return ids.map(lambda _: rows)
 
     def _rows(self, table: Any, ids: Any, inside: jax.Array | None) -> jax.Array:
-        """The rows of `ids`, zeros where they are not `inside`."""
+        """The rows of `ids`, with zeros where `inside` is False."""
         skip = lookup.padding_mask(self._call, ids, self.padding_id)
         if inside is not None:
             skip = ~inside if skip is None else skip | ~inside
@@ -237,16 +240,17 @@ class Embedding(TableLayer):
         return rows if self.dtype is None else rows.astype(self.dtype)
 
     def attend(self, params: Any, query: Any) -> jax.Array:
-        """`query @ embedding.T`: the table as the output layer, tied to the input.
+        """`query @ embedding.T`: uses the table as an output layer tied to the input.
 
-        It uses all rows, so the table's gradient is dense.
+        It reads all rows, so the table's gradient is dense.
 
         Args:
           params: as `init` makes them.
           query: real floats `[..., D]`.
 
         Returns:
-          `[..., V]`, a score for each id, of `dtype` or of the common type of both.
+          `[..., V]`, a score for each id, in `dtype` or the promoted dtype of query and
+          table.
 
         Raises:
           TypeError: the table is a SelectedRows, or `query` is not such an array.
@@ -266,7 +270,7 @@ class Embedding(TableLayer):
         if not isinstance(table, jax.Array):
             raise TypeError(
                 f"{self._call}.attend: params['embedding'] is a SelectedRows, which "
-                "stores some rows, and attend multiplies all rows. Pass the whole "
+                "stores only some rows, but attend needs every row. Pass the whole "
                 "table."
             )
         query = _arguments.as_array(query)
@@ -275,8 +279,8 @@ class Embedding(TableLayer):
         if not floats or shape[-1:] != (self.features,):
             found = f"{kind} of shape {shape}" if kind else _arguments.kind_of(query)
             raise TypeError(
-                f"{self._call}.attend: query must be an array of real floats [..., "
-                f"{self.features}], got {found}."
+                f"{self._call}.attend: query must be a real floating-point array "
+                f"[..., {self.features}], got {found}."
             )
         dtype = self.dtype or indexing.promote(query.dtype, table.dtype)
         wide = indexing.accumulator_dtype(dtype)
@@ -288,12 +292,12 @@ class Embedding(TableLayer):
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
 class EmbeddingBag(TableLayer):
-    """A table that is read in bags of rows, each reduced to one row.
+    """A table whose rows are read in bags, each reduced to one row.
 
-    `out[b]` is the sum, the mean, ... of `embedding[ids[i]]` over the i in bag b, as in
+    `out[b]` is the sum (or mean, ...) of `embedding[ids[i]]` over the i in bag b, as in
     `sparsejax.embedding_bag`. Under `sparsejax.grad` the table's gradient is a
-    SelectedRows with a row for each id, where these are at most a quarter of the table;
-    `tables=sparsejax.nn.tables(layer)` requires it.
+    SelectedRows with a slot per id if there are at most a quarter as many ids as rows;
+    `tables=sparsejax.nn.tables(layer)` requires a SelectedRows in any case.
 
     Args:
       num_embeddings: int V, the number of rows.
@@ -302,11 +306,11 @@ class EmbeddingBag(TableLayer):
         `"logsumexp"`, or `"none"` for the rows themselves.
       sparse_grad, dtype, param_dtype, init, max_norm, mode, initializer: as in
         `sparsejax.nn.Embedding`.
-      padding_id: int, an id that is in no bag.
+      padding_id: int, an id that does not count in any bag.
 
     Raises:
-      TypeError, ValueError: a field of a wrong kind, sizes that are not positive, or an
-        unknown combiner.
+      TypeError, ValueError: a field has the wrong type, a size is not positive, or the
+        combiner is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -377,24 +381,26 @@ class EmbeddingBag(TableLayer):
         """One row for each bag.
 
         Args:
-          params: as `init` makes them, or the table alone. The table may be pulled
-            rows, a SelectedRows: ids of other rows count as out of range.
-          ids: integers. `[..., L]`, each row a bag, padded with `padding_id`; `[n]`
-            with `segment_ids`; or a SegmentTensor of ids, or of `{"index", "value"}`,
-            whose values are the weights.
+          params: as returned by `init`, or the table alone. The table may be a
+            SelectedRows of pulled rows; ids of rows it does not store count as out of
+            range.
+          ids: integers `[..., L]`, each row a bag padded with `padding_id`; integers
+            `[n]` with `segment_ids`; a SegmentTensor of ids; or a SegmentTensor of
+            `{"index", "value"}`, where "value" holds the weights.
           segment_ids: integers `[n]`, the bag of each id.
           num_segments: int, the number of bags; static.
-          weights: real numbers of the shape of `ids`, for sum, mean and sqrtn;
-            differentiable.
-          indices_are_sorted: whether `segment_ids` ascend, which is faster.
+          weights: real numbers with the shape of `ids`, for the combiners sum, mean and
+            sqrtn; differentiable.
+          indices_are_sorted: whether `segment_ids` are ascending, which is faster.
 
         Returns:
           `[..., D]`, or `[num_segments, D]`.
 
         Raises:
-          TypeError, ValueError: `params` are not this layer's, or as
-            `sparsejax.embedding_bag` raises them.
-          checkify.JaxRuntimeError: mode `"error"`, outside of `jit`: ids out of range.
+          TypeError, ValueError: `params` do not match this layer, or
+            `sparsejax.embedding_bag` rejects the ids, segments or weights.
+          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
+            of `jit`.
         """
         table = self.table(params)
         if isinstance(ids, SegmentTensor):
@@ -418,7 +424,7 @@ class EmbeddingBag(TableLayer):
 
 
 def check_combiner(call: str, combiner: Any) -> str:
-    """`combiner` if it is one of `COMBINERS`, or an error."""
+    """Returns `combiner`; raises unless it is one of `COMBINERS`."""
     if combiner not in COMBINERS:
         known = ", ".join(map(repr, COMBINERS))
         raise ValueError(f"{call}: combiner must be one of {known}, got {combiner!r}.")
@@ -428,15 +434,14 @@ def check_combiner(call: str, combiner: Any) -> str:
 def split_weights(
     call: str, ids: SegmentTensor, weights: Any
 ) -> tuple[SegmentTensor, Any]:
-    """Ids and weights: of `{"index", "value"}` its parts, else what was given."""
+    """Ids and weights; splits the values of a SegmentTensor of `{"index", "value"}`."""
     values = ids.values
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         return ids, weights
     if weights is not None:
         raise ValueError(
-            f"{call}: ids is a SegmentTensor of {{'index', 'value'}}, which has its "
-            "own weights, and weights was passed as well. Leave it out, or pass the "
-            "ids alone."
+            f"{call}: weights were given twice: as the 'value' of the SegmentTensor "
+            "ids, and as weights. Leave weights out, or pass ids without 'value'."
         )
     static = ids.num_segments, ids.is_sorted
     children = values["index"], ids.segment_ids
@@ -444,7 +449,7 @@ def split_weights(
 
 
 def check_padding_id(call: str, padding_id: Any) -> int | None:
-    """`padding_id` as an int or None, or an error."""
+    """`padding_id` as an int or None; raises for anything else."""
     try:
         return None if padding_id is None else operator.index(padding_id)
     except TypeError:

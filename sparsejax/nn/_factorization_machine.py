@@ -1,4 +1,4 @@
-"""FactorizationMachine: all pairs of features, at the cost of one pass over them."""
+"""FactorizationMachine: all pairwise interactions, computed in linear time."""
 
 import dataclasses
 from typing import Any
@@ -18,35 +18,35 @@ _FACTOR_INIT: Any = jax.nn.initializers.normal(0.01)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FactorizationMachine:
-    """A linear model plus a model of all pairs of features, of low rank.
+    """A linear model plus a low-rank model of all pairs of features.
 
-    With a row `v_c` of R factors for each feature c,
+    Each feature c has a row `v_c` of R factors:
 
       `out = bias + sum_c w_c x_c + sum_{c < d} <v_c, v_d> x_c x_d`
 
-    where the last sum is `(sum_c v_c x_c)^2 - sum_c (v_c x_c)^2`, halved and summed
-    over the R factors, so that it takes one pass over the features. For x in CSR only
-    those rows of `w` and `v` are read whose columns x has, and under `sparsejax.grad`
+    The last sum equals `(sum_c v_c x_c)^2 - sum_c (v_c x_c)^2`, halved and summed over
+    the R factors, so one pass over the features computes it. If x is CSR, only the rows
+    of `w` and `v` for columns that occur in x are read, and under `sparsejax.grad`
     their gradients are SelectedRows.
 
     Args:
-      in_features: int C, columns of x.
-      rank: int R, factors of a feature.
-      outputs: int O for a result `[..., O]`, where each output has its own weights and
-        factors; None for one output and a result `[...]`.
-      use_bias: whether a bias is added.
-      use_linear: whether there is a linear part.
-      dtype: of the result; None for the common one of x and the parameters. Products
-        and sums are formed in at least float32.
+      in_features: int C, the number of columns of x.
+      rank: int R, the number of factors per feature.
+      outputs: int O for a result `[..., O]`, with separate weights and factors for each
+        output; None for a single output `[...]`.
+      use_bias: whether to add a bias.
+      use_linear: whether to include the linear term.
+      dtype: of the result; None for the promoted dtype of x and the parameters.
+        Products and sums are computed in at least float32.
       param_dtype: of the parameters.
       factor_init, linear_init, bias_init: initializers `(key, shape, dtype) -> array`.
-        Factors that are zero have zero gradients, so do not start all of them at zero.
-      sparse_grad: what `sparsejax.nn.tables` says of weights and factors. None leaves
-        it to `sparsejax.grad`, True requires sparse gradients (x must be CSR then),
-        False always gives the dense ones.
+        Zero factors have zero gradients, so do not initialize all of them to zero.
+      sparse_grad: what `sparsejax.nn.tables` returns for weights and factors. None lets
+        `sparsejax.grad` decide, True requires sparse gradients (x must then be CSR),
+        False always gives dense gradients.
 
     Raises:
-      TypeError, ValueError: a field of a wrong kind, or sizes that are not positive.
+      TypeError, ValueError: a field has the wrong type, or a size is not positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -102,7 +102,8 @@ class FactorizationMachine:
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """The parameters: `{"factors": [C, R], "linear": [C, 1], "bias": []}`.
 
-        With outputs, factors are `[C, O, R]`, weights `[C, O]`, and the bias is `[O]`.
+        If `outputs` is set, factors are `[C, O, R]`, weights `[C, O]`, and the bias
+        `[O]`.
 
         Args:
           key: PRNG key.
@@ -134,18 +135,18 @@ class FactorizationMachine:
         """The prediction for each row of x.
 
         Args:
-          params: as `init` makes them. Weights and factors may be pulled rows,
-            SelectedRows: columns whose rows they do not store read NaN.
-          x: numbers `[..., C]`. Or `[S, C]` in CSR, as in `sparsejax.nn.Dense`. A
-            column that a row has twice is two features with the same weights, so their
-            pair counts too.
+          params: as returned by `init`. Weights and factors may be SelectedRows of
+            pulled rows; a column whose row they do not store reads NaN.
+          x: a numeric array `[..., C]`, or a CSR matrix `[S, C]` as in
+            `sparsejax.nn.Dense`. A column that occurs twice in a row counts as two
+            features with the same weights, so their pair counts too.
 
         Returns:
-          `[...]` or `[S]`, with outputs `[..., O]` or `[S, O]`.
+          `[...]` or `[S]`; if `outputs` is set, `[..., O]` or `[S, O]`.
 
         Raises:
-          TypeError, ValueError: `params` are not this layer's, or `x` is not such a
-            matrix or has another number of columns.
+          TypeError, ValueError: `params` do not match this layer, `x` is not such a
+            matrix, or `x` has the wrong number of columns.
         """
         shapes = self._shapes()
         params = _layer.check_params(_CALL, params, tuple(shapes))
@@ -165,7 +166,7 @@ class FactorizationMachine:
         return out.astype(dtype)
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """`tables=` of `sparsejax.value_and_grad` for the parameters.
+        """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj
@@ -183,7 +184,8 @@ class FactorizationMachine:
             "factors": (self.in_features, *own, self.rank)
         }
         if self.use_linear:
-            # Rows of one number each: a table of rank 2 gets sparse gradients.
+            # Each row is a single number; the second axis makes it a table, which can
+            # get sparse gradients.
             shapes["linear"] = (self.in_features, *(own or (1,)))
         if self.use_bias:
             shapes["bias"] = own
@@ -191,7 +193,7 @@ class FactorizationMachine:
 
 
 def _sum_of_pairs(x: Any, factors: Any, dtype: Any) -> jax.Array:
-    """The sum over all pairs of features, of `dtype`, `[...]` or `[..., O]`."""
+    """The sum over all pairs of features, in `dtype`: `[...]` or `[..., O]`."""
     if isinstance(x, _matrix.Csr):
         rows = _matrix.scale(x, _matrix.read(_CALL, x, factors), dtype)
         sums = _matrix.sum_segments(x, jnp.stack([rows, rows * rows], axis=1))

@@ -1,11 +1,12 @@
-"""What all layers share: checks of fields and parameters, the repr, `tables`.
+"""What all layers share: field and parameter checks, the repr, and `tables`.
 
-A layer is a frozen dataclass of what is static: sizes, dtypes, initializers. So it is
-hashable, may be closed over or be a static argument of `jit`, and layers with equal
-fields are equal. Its parameters are kept apart from it, in the dict that `init` makes.
+A layer is a frozen dataclass of static configuration: sizes, dtypes, initializers. It
+is therefore hashable, can be closed over or passed to `jit` as a static argument, and
+equals any layer with equal fields. Its parameters are separate, in the dict that `init`
+returns.
 
 A new layer is a frozen dataclass with `init(key)`, `__call__(params, x)` and
-`table_prefix()`. It checks its fields and parameters with the functions below. A line
+`table_prefix()`. It checks its fields and parameters with the functions below. One line
 each in `__init__`, `flax`, `nnx` and `equinox` makes it public.
 """
 
@@ -29,23 +30,25 @@ Initializer = Callable[[Any, Any, Any], Any]  # of key, shape and dtype
 
 
 def tables(layers: Any) -> Any:
-    """Which parameters of layers are tables: `tables=` of `sparsejax.value_and_grad`.
+    """Marks which parameters are tables, for `tables=` of `sparsejax.value_and_grad`.
 
-    Without it `sparsejax.grad` decides by itself, and takes the dense gradient where a
-    batch reads more than a quarter of a table or uses it other than by rows. With it
-    every table of a layer with `sparse_grad=True` gets SelectedRows or an error.
+    Without `tables=`, `sparsejax.grad` decides for each table: the gradient is dense if
+    a batch reads more than a quarter of the table, or uses it other than by rows. With
+    it, every table of a layer with `sparse_grad=True` gets a SelectedRows gradient, or
+    an error.
 
     Args:
-      layers: a layer, or a tree of layers with the structure of the parameters: a layer
-        where these have that layer's parameters. Anything that is not a layer of
-        `sparsejax.nn` (None, a function) is left to `sparsejax.grad`.
+      layers: a layer, or a tree of layers that matches the tree of parameters, with
+        each layer in place of its parameters. Anything else in the tree (None, a
+        function) is left to `sparsejax.grad`.
 
     Returns:
-      The tree with a dict of True, False and None in the place of each layer: a prefix
-      of the parameters' tree.
+      The tree with each layer replaced by a dict of True, False and None: a prefix of
+      the tree of parameters.
 
     Raises:
-      TypeError: the tree holds an array or a SelectedRows: parameters, not layers.
+      TypeError: the tree contains an array or a SelectedRows, so it holds parameters,
+        not layers.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -66,12 +69,12 @@ def tables(layers: Any) -> Any:
         call = "sparsejax.nn.tables: layers must be a layer or a tree of layers"
         if isinstance(x, (jax.Array, np.ndarray, SelectedRows)):
             raise TypeError(
-                f"{call}, got one with {_arguments.kind_of(x)}: parameters, it seems. "
-                "Pass the layers that made them."
+                f"{call}, got {_arguments.kind_of(x)}. Pass the layers, not their "
+                "parameters."
             )
         if isinstance(x, type) and hasattr(x, "table_prefix"):
             raise TypeError(
-                f"{call}, got the class {x.__name__} itself. Make an instance: "
+                f"{call}, got the class {x.__name__}. Pass an instance: "
                 f"{x.__name__}(...)."
             )
         return x.table_prefix() if hasattr(x, "table_prefix") else None
@@ -84,28 +87,27 @@ def tables(layers: Any) -> Any:
 
 
 def check_size(call: str, name: str, value: Any) -> int:
-    """`value` as a positive int, or an error."""
+    """`value` as a positive int; raises for anything else."""
     if isinstance(value, bool):
         raise ValueError(f"{call}: {name} must be a positive int, got {value}.")
     return _arguments.static_int(call, name, value, 1)
 
 
 def check_dtype(call: str, name: str, value: Any) -> Any:
-    """`value` as a dtype of real floats, or an error."""
+    """`value` as a real floating-point dtype; raises for anything else."""
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         dtype = None
     if value is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{call}: {name} must be a real floating-point dtype, such as jnp.float32 "
-            f"or jnp.bfloat16, got {value!r}."
+            f"{call}: {name} must be a real floating-point dtype, got {value!r}."
         )
     return dtype
 
 
 def check_bool(call: str, name: str, value: Any, or_none: bool = False) -> Any:
-    """`value`, a bool, or None with `or_none`, or an error."""
+    """Returns `value`; raises unless it is a bool, or None with `or_none`."""
     if isinstance(value, bool) or (or_none and value is None):
         return value
     want = "True, False or None" if or_none else "True or False"
@@ -113,11 +115,11 @@ def check_bool(call: str, name: str, value: Any, or_none: bool = False) -> Any:
 
 
 def check_initializer(call: str, name: str, value: Any) -> Any:
-    """`value` if it is callable, or an error."""
+    """Returns `value`; raises unless it is callable."""
     if not callable(value):
         raise TypeError(
-            f"{call}: {name} must be a function (key, shape, dtype) -> array, such as "
-            f"jax.nn.initializers.normal(0.01), got {_arguments.show(value)}."
+            f"{call}: {name} must be a function (key, shape, dtype) -> array, for "
+            f"example jax.nn.initializers.normal(0.01), got {_arguments.show(value)}."
         )
     return value
 
@@ -128,7 +130,7 @@ def set_fields(layer: Any, **fields: Any) -> None:
 
 
 def show(self: Any) -> str:
-    """The repr of a layer: its class, and the fields that are not at their default."""
+    """The repr of a layer: its class and its non-default fields."""
     parts = []
     for field in dataclasses.fields(self):
         value = getattr(self, field.name)
@@ -149,32 +151,32 @@ def show(self: Any) -> str:
 def draw(
     call: str, name: str, initializer: Initializer, key: Any, shape: tuple, dtype: Any
 ) -> Any:
-    """A parameter's first values, or an error where they have another shape."""
+    """A parameter's initial values; raises if they have the wrong shape."""
     made = initializer(key, shape, dtype)
     found = getattr(made, "shape", None)
     if found != shape:
         raise ValueError(
-            f"{call}.init: {name} must return an array of the shape that it is called "
-            f"with, {shape}, got {found or _arguments.kind_of(made)}."
+            f"{call}.init: {name} must return an array of the requested shape "
+            f"{shape}, got {found or _arguments.kind_of(made)}."
         )
     return made
 
 
 def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
-    """`params` if it is a mapping with exactly these names, or an error."""
+    """Returns `params`; raises unless it is a mapping with exactly these names."""
     if isinstance(params, Mapping) and set(params) == set(names):
         return params
     found = _arguments.kind_of(params)
     if isinstance(params, Mapping):
-        found = f"the names {sorted(map(str, params))}"
+        found = f"keys {sorted(map(str, params))}"
     raise TypeError(
-        f"{call}: params must be the dict that {call}.init(key) makes, with the names "
+        f"{call}: params must be the dict returned by {call}.init(key), with keys "
         f"{sorted(names)}, got {found}."
     )
 
 
 def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
-    """One parameter as a JAX array or a SelectedRows of that shape, or an error."""
+    """One parameter, a JAX array or a SelectedRows of that shape; raises otherwise."""
     value = _arguments.as_array(params[name])
     if not isinstance(value, (jax.Array, SelectedRows)):
         raise TypeError(
@@ -184,7 +186,7 @@ def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
     if tuple(value.shape) != shape:
         raise ValueError(
             f"{call}: params[{name!r}] must have shape {shape}, got {value.shape}. "
-            "These are not this layer's parameters."
+            "These parameters do not match this layer."
         )
     return value
 
@@ -194,9 +196,9 @@ def table_of(
 ) -> Any:
     """A parameter that is read by rows; with `sparse_grad=False` its gradient is dense.
 
-    A dense gradient comes from an identity that `sparsejax.grad` has no rule for: it
-    sees a use of the whole table. If `tables=` requires a sparse gradient, DensifyError
-    names the primitive `dense_gradient`.
+    The dense gradient comes from an identity that `sparsejax.grad` has no rule for, so
+    it treats the read as a use of the whole table. If `tables=` requires a sparse
+    gradient, the DensifyError shows the primitive `dense_gradient`.
     """
     table = parameter(call, params, name, shape)
     if sparse_grad is not False or not isinstance(table, jax.Array):
@@ -212,7 +214,7 @@ dense_gradient_p = _compat.linear_primitive("dense_gradient", lambda x: x, {})
 
 
 def add_bias(out: jax.Array, bias: jax.Array) -> jax.Array:
-    """`out + bias`, which has the last axes of `out`."""
+    """`out + bias`; `bias` has the last axes of `out`."""
     shape = (1,) * (out.ndim - bias.ndim) + bias.shape
     return out + bias.reshape(shape).astype(out.dtype)
 
@@ -221,18 +223,18 @@ def add_bias(out: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def check_layer(call: str, layer: Any) -> Any:
-    """`layer` if it has a layer's two methods, or an error."""
+    """Returns `layer`; raises unless it has a layer's two methods."""
     is_class = isinstance(layer, type)
     if not is_class and callable(layer) and callable(getattr(layer, "init", None)):
         return layer
-    found = f"the class {layer.__name__} itself" if is_class else _arguments.show(layer)
+    found = f"the class {layer.__name__}" if is_class else _arguments.show(layer)
     raise TypeError(
         f"{call}: layer must be a layer of sparsejax.nn, or an object with init(key) "
-        f"and a call (params, *inputs), got {found}."
+        f"and __call__(params, *inputs), got {found}."
     )
 
 
 def init_for(layer: Any, key: jax.Array, *inputs: Any) -> dict[str, Any]:
-    """`layer.init(key)`, with an input where the layer takes its sizes from it."""
+    """`layer.init(key)`, plus an input if the layer infers its sizes from it."""
     needs_input = getattr(layer, "in_features", 0) is None
     return dict(layer.init(key, *inputs) if needs_input else layer.init(key))

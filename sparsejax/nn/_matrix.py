@@ -1,7 +1,7 @@
 """The input matrix of Dense, FactorizationMachine and SparseLinear: array or CSR.
 
-`as_matrix` makes an array or a `Csr` of what the user gave; the operations below take
-either.
+`as_matrix` converts what the user passed to an array or a `Csr`; the operations below
+accept both.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Csr:
 
     Args:
       elements: SegmentTensor of `{"index", "value"}`, or of the indices alone.
-      index: integers `[n]`; `columns` for an element that counts zero. Other indices
-        out of range are there only with `as_matrix(skip_bad=False)`.
+      index: integers `[n]`; `columns` marks an element that contributes zero. Other
+        indices out of range occur only with `as_matrix(skip_bad=False)`.
       value: `[n]`, zero for those elements; None if all other values are one.
       columns: number of columns.
     """
@@ -41,7 +41,7 @@ class Csr:
 class Elements(SegmentTensor):
     """A SegmentTensor of a matrix's elements that knows the number of columns.
 
-    So a matrix that is too wide for a layer is an error, under `jit` too.
+    A matrix that is too wide for a layer therefore raises, under `jit` too.
     """
 
     columns: int
@@ -53,7 +53,7 @@ class Elements(SegmentTensor):
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        """Rebuilds without checks: children may be anything JAX puts there."""
+        """Rebuilds without checks, since JAX may pass any objects as children."""
         *own, columns = static
         self = super().tree_unflatten(tuple(own), children)
         self.__dict__["columns"] = columns
@@ -70,14 +70,14 @@ class Elements(SegmentTensor):
 
 
 def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
-    """`x` as an array `[..., columns]` or as `Csr`, or an error.
+    """Converts `x` to an array `[..., columns]` or a `Csr`; raises if it cannot.
 
     Args:
       call: the public call, for errors.
       x: what the user passed.
-      columns: that it must have.
-      skip_bad: whether an element whose column is out of range counts zero, or is left
-        as it is.
+      columns: the number of columns that `x` must have.
+      skip_bad: whether an element whose column is out of range contributes zero;
+        otherwise it is left unchanged.
     """
     if isinstance(x, SegmentTensor):
         check_columns(call, x, columns)
@@ -96,9 +96,9 @@ def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
         if array is not None:
             found = f"{array.dtype} of shape {array.shape}"
         raise TypeError(
-            f"{call}: x must be an array of numbers [..., {columns}], or CSR: a "
-            "SegmentTensor with values {'index', 'value'} or of ids alone, a scipy CSR "
-            f"matrix or a BCSR; got {found}."
+            f"{call}: x must be a numeric array [..., {columns}] or CSR (a "
+            "SegmentTensor of {'index', 'value'} or of indices, a scipy CSR "
+            f"matrix, or a BCSR), got {found}."
         )
     if array.shape[-1] != columns:
         raise _other_columns(call, array.shape, columns)
@@ -106,15 +106,15 @@ def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
 
 
 def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
-    """An error if `x` is known to have another number of columns."""
+    """Raises if `x` is known to have a different number of columns."""
     if isinstance(x, Elements) and x.columns != columns:
         raise _other_columns(call, (x.num_segments, x.columns), columns)
 
 
 def _other_columns(call: str, shape: tuple, columns: int) -> ValueError:
     return ValueError(
-        f"{call}: x has {shape[-1]} columns (shape {shape}), and the weights have "
-        f"{columns} rows (in_features)."
+        f"{call}: x must have {columns} columns (in_features), got {shape[-1]} (shape "
+        f"{shape})."
     )
 
 
@@ -161,7 +161,7 @@ def _describe(values: Any) -> str:
 
 
 def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
-    """The type of `x @ weights`: `dtype`, or the common one of both."""
+    """The dtype of `x @ weights`: `dtype`, or the promoted dtype of both."""
     if dtype is not None:
         return dtype
     own = getattr(x, "value" if isinstance(x, Csr) else "dtype")
@@ -170,7 +170,7 @@ def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
 
 
 def multiply(call: str, x: Any, weights: Any, name: str, dtype: Any) -> jax.Array:
-    """`x @ weights`, `[..., *weights.shape[1:]]`, of `dtype` and formed in float32."""
+    """`x @ weights`, `[..., *weights.shape[1:]]`, accumulated in at least float32."""
     wide = indexing.accumulator_dtype(dtype)
     if not isinstance(x, Csr):
         weights = whole(call, weights, name)
@@ -189,7 +189,7 @@ def multiply(call: str, x: Any, weights: Any, name: str, dtype: Any) -> jax.Arra
 
 
 def read(call: str, x: Csr, weights: Any) -> jax.Array:
-    """The row of the weights for each element, zeros for those that count zero.
+    """The row of the weights for each element; zeros for one that contributes zero.
 
     A row that a SelectedRows does not store reads NaN: it was not pulled.
     """
@@ -217,11 +217,11 @@ def scale(x: Csr, rows: jax.Array, dtype: Any) -> jax.Array:
 
 
 def whole(call: str, weights: Any, name: str) -> jax.Array:
-    """`weights` as an array, or an error if it is a SelectedRows."""
+    """`weights` as an array; raises if it is a SelectedRows."""
     if isinstance(weights, SelectedRows):
         raise TypeError(
-            f"{call}: params[{name!r}] is a SelectedRows, of which some rows are "
-            "stored, and x is an array, which multiplies all rows. Pass x as CSR, or "
-            "the whole weights."
+            f"{call}: params[{name!r}] is a SelectedRows, which stores only some "
+            "rows, but x is an array, which needs every row. Pass x as CSR, or the "
+            "whole weights."
         )
     return weights

@@ -1,13 +1,14 @@
-"""Stacks of an EmbeddingCollection: tables in one array, read in few gathers.
+"""Stacks of an EmbeddingCollection: several tables in one array, read in few gathers.
 
-Tables of one width and dtype are stacked in one array, one after the other. A batch of
-many features then reads a few long arrays once each, instead of many short ones.
-`translate` turns an id of a table into a row of its stack; an id out of range of its
-own table is never a row of the next one.
+Tables of the same width and dtype are concatenated into one array. A batch of many
+features then reads a few long arrays once each, instead of many short ones. `translate`
+maps an id of a table to a row of its stack; an id that is out of range for its table is
+never mapped to a row of the next table.
 
-Features whose tables share a stack are read together where the same operation reads
-them: single ids, and rows that are not reduced, by one lookup; bags of one length by
-one fixed-length bag; all ragged bags by one segmented bag. The result is then split.
+Features whose tables share a stack are read together if the same operation reads them:
+one lookup reads single ids and rows that are not reduced, one fixed-length bag reads
+all bags of a given length, and one segmented bag reads all ragged bags. The result is
+then split.
 """
 
 import dataclasses
@@ -29,14 +30,14 @@ from sparsejax.nn._embedding import split_weights
 
 # ------------------------------------------------------------------ stacks
 
-# In place of a row of the stack. Padding is in no bag; an id out of range reads what
-# `mode` says.
+# These replace a row of the stack. Padding is in no bag; `mode` decides what an id out
+# of range reads.
 PADDING, OUT_OF_RANGE = -1, -2
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a table is: in rows `[start, stop)` of a stack."""
+    """The location of a table: rows `[start, stop)` of a stack."""
 
     stack: str
     start: int
@@ -44,7 +45,7 @@ class Place:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
+        """The number of rows of the table."""
         return self.stop - self.start
 
 
@@ -68,14 +69,15 @@ class Stack:
 def arrange(
     tables: Sequence[tuple[str, Any]], stacked: bool
 ) -> tuple[dict[str, Stack], dict[str, Place]]:
-    """Which tables share a stack, and where each of them is in it.
+    """Decides which tables share a stack, and where each table is in its stack.
 
     Args:
-      tables: names with their layers.
-      stacked: whether tables of one width, type and kind of gradient share one.
+      tables: pairs of name and layer.
+      stacked: whether tables of the same width, dtype and kind of gradient share a
+        stack.
 
     Returns:
-      The stacks by name, and the places of the tables by theirs.
+      The stacks by name, and the places of the tables by table name.
     """
     stacks: dict[str, Stack] = {}
     places: dict[str, Place] = {}
@@ -107,19 +109,20 @@ def translate(
     ids: Any,
     inside: jax.Array | None = None,
 ) -> jax.Array:
-    """Ids of a table as rows of its stack.
+    """Maps ids of a table to rows of its stack.
 
     Args:
       call: the public call, for errors.
-      layer: of the table; its `padding_id`, and its `mode` for ids out of range.
-      place: where the table is.
-      height: rows of the stack.
+      layer: the table's layer, with its `padding_id` and its `mode` for ids out of
+        range.
+      place: the location of the table.
+      height: the number of rows of the stack.
       ids: integers of any shape.
-      inside: bool of the shape of `ids`, which of them count; None for all.
+      inside: bools with the shape of `ids`, which ids count; None for all.
 
     Returns:
-      Signed integers of the same shape: in `[start, stop)`, or `PADDING` for ids that
-      are skipped, or `OUT_OF_RANGE`.
+      Signed integers of the same shape: a row in `[start, stop)`, `PADDING` for a
+      skipped id, or `OUT_OF_RANGE`.
     """
     given = _arguments.as_integers(call, ids)
     skip = lookup.padding_mask(call, given, layer.padding_id)
@@ -156,16 +159,16 @@ def cut(stack: Any, place: Place) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """One feature of a batch, its ids translated to rows of a stack.
+    """One feature of a batch, with its ids mapped to rows of a stack.
 
     Args:
       name: of the feature.
       key: features with equal keys are read together.
-      rows: integers in the shape that they are read in: flat, `[bags, L]`, or flat with
-        `segment_ids`.
-      weights: of the shape of `rows`, or None.
+      rows: integers in the shape in which they are read: flat, `[bags, L]`, or flat
+        with segments.
+      weights: array with the shape of `rows`, or None.
       segments: the SegmentTensor of the ids, or None.
-      finish: from the rows read, or the bags, to the result.
+      finish: maps the rows read, or the bags, to the result.
     """
 
     name: str
@@ -181,11 +184,11 @@ class Key:
     """How a feature is read.
 
     Args:
-      stack: from which stack.
+      stack: the name of the stack.
       mode: what an id out of range reads, `"fill"` or `"zero"`.
-      max_norm: of the table.
+      max_norm: the table's `max_norm`.
       combiner: `"none"` for a lookup.
-      length: of the bags; None if these are segments; 0 for a lookup.
+      length: the length of the bags; None for segments, 0 for a lookup.
       weighted: whether there are weights.
     """
 
@@ -198,7 +201,7 @@ class Key:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether rows are read and not reduced."""
+        """Whether rows are read without being reduced."""
         return self.combiner == "none"
 
 
@@ -215,17 +218,17 @@ def prepare(
     ids: Any,
     weights: Any,
 ) -> Feature:
-    """One feature of a batch, ready to be read.
+    """Prepares one feature of a batch for reading.
 
     Args:
       call: the public call, for errors.
       name: of the feature.
-      layer: of its table.
+      layer: the layer of the feature's table.
       combiner: how its bags are reduced; `"none"` for rows.
-      place: where the table is.
-      stack: that holds the table.
+      place: the location of the table.
+      stack: the stack that holds the table.
       ids: integers, or a SegmentTensor of them.
-      weights: None, or numbers of the shape of the ids.
+      weights: None, or numbers with the shape of the ids.
     """
     segments = None
     if isinstance(ids, SegmentTensor):
@@ -240,7 +243,7 @@ def prepare(
     if weights is not None:
         if combiner not in ("sum", "mean", "sqrtn"):
             raise ValueError(
-                f"{call}: weights are for the combiners 'sum', 'mean' and 'sqrtn', got "
+                f"{call}: weights need combiner 'sum', 'mean' or 'sqrtn', got "
                 f"combiner={combiner!r}."
             )
         weights = _as_weights(call, weights, ids.shape, stack.dtype)
@@ -263,7 +266,7 @@ def prepare(
             x = cast(x.reshape(*lead, *width))
             return x if segments is None else segments.map(lambda _: x)
 
-        if key.mode == "zero":  # so that it can be read with tables of other modes
+        if key.mode == "zero":  # so it can be read together with tables of other modes
             bad = rows == _arguments.scalar(OUT_OF_RANGE, rows)
             rows = jnp.where(bad, _arguments.scalar(PADDING, rows), rows)
         return Feature(name, key, rows.reshape(-1), None, segments, finish)
@@ -276,7 +279,7 @@ def prepare(
             )
         key = dataclasses.replace(key, length=None)
         return Feature(name, key, rows, weights, segments, cast)
-    if ids.ndim < 2:  # a weighted id is a bag of its own
+    if ids.ndim < 2:  # each weighted id is its own bag
         lead, length = ids.shape, 1
     else:
         lead, length = ids.shape[:-1], ids.shape[-1]
@@ -292,8 +295,7 @@ def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
     weights = _arguments.to_array(call, weights, "weights")
     if weights.shape != shape:
         raise ValueError(
-            f"{call}: weights must have the shape of the ids, {shape}, got "
-            f"{weights.shape}."
+            f"{call}: weights must have the shape of ids, {shape}, got {weights.shape}."
         )
     real = jnp.issubdtype(weights.dtype, jnp.floating)
     if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
@@ -310,8 +312,8 @@ def read_all(call: str, stacks: Any, features: Sequence[Feature]) -> dict[str, A
     for feature in features:
         key = feature.key
         if key.is_lookup and isinstance(stacks[key.stack], jax.Array):
-            # Under mode "zero" ids out of range are padding by now. (Of a SelectedRows
-            # the mode also says what a row reads that is not stored.)
+            # Under mode "zero", ids out of range are padding by now. (For a
+            # SelectedRows the mode also decides what a row that is not stored reads.)
             key = dataclasses.replace(key, mode="fill")
         groups.setdefault(key, []).append(feature)
     results = {}
@@ -345,8 +347,9 @@ def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
             max_norm=key.max_norm,
             indices_are_sorted=is_sorted,
         )
-    # The transpose of a split is one concatenation. That of slices adds up an array of
-    # the whole size for each feature: four times the rest of the step.
+    # The transpose of a split is one concatenation. The transpose of slices would sum
+    # one full-size array per feature, which takes four times as long as the rest of the
+    # step.
     parts = jnp.split(out, np.cumsum(counts)[:-1].tolist())
     return {x.name: x.finish(part) for x, part in zip(group, parts)}
 
@@ -356,10 +359,11 @@ def _join(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _number_segments(group: Sequence[Feature]) -> tuple[jax.Array, list[int], bool]:
-    """Segment ids, numbers of segments and sortedness of several features as one.
+    """Joined segment ids, segment counts, and whether the joined ids are sorted.
 
-    Empty elements go to the last segment of their feature, where their row, `PADDING`,
-    is not counted. So segment ids that ascend in each feature ascend over all of them.
+    Empty elements move to the last segment of their feature, where their row,
+    `PADDING`, is not counted. Ids that ascend within each feature therefore ascend
+    overall.
     """
     ids, counts, base = [], [], 0
     tensors = [x.segments for x in group if x.segments is not None]

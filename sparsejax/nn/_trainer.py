@@ -1,4 +1,4 @@
-"""Trainer: pulls the rows a batch needs, runs a compiled step, pushes their gradients.
+"""Trainer: pulls the rows a batch needs, runs a compiled step, pushes the gradients.
 
 One step, for a block with tables T in the store and dense parameters p:
 
@@ -8,9 +8,9 @@ One step, for a block with tables T in the store and dense parameters p:
     p          = p + tx.update(h)                            in the same program
     store.push(name, g[name])                                for each table
 
-Invariant: the compiled step sees rows in arrays of static capacity, so its memory
-follows from the batch, never from a table. A capacity only grows, and by powers of two,
-so each table causes a few compilations at most; `compilations` counts them.
+Invariant: the compiled step receives rows in arrays of static capacity, so its memory
+depends on the batch, never on the size of a table. Capacities only grow, in powers of
+two, so each table causes a few compilations at most; `compilations` counts them.
 
 Sharp edge: each step donates the parameters and the optimizer state, unless `checked`.
 To keep the current `trainer.params`, copy them, or `save`.
@@ -39,44 +39,45 @@ from sparsejax.transform import value_and_grad
 
 
 _CALL = "sparsejax.nn.Trainer"
-_LEAST_CAPACITY = 8  # of a scipy matrix's elements
+_LEAST_CAPACITY = 8  # for the elements of a scipy matrix
 
 
 class Trainer:
     """Trains a block whose tables are in a store.
 
-    Tables that `block.tables()` names and the store does not have are made there; their
-    rows get their first values when they are first read.
+    Tables in `block.tables()` that the store does not have yet are created there; each
+    row is initialized when it is first read.
 
     Args:
       block: a `SparseBlock`, or an object with its two methods.
       store: a `sparsejax.store.KVStore`.
-      loss: `(outputs, batch) -> scalar`, of the block's outputs.
-      tx: optax transformation of the dense parameters, and of tables that are made here
+      loss: `(outputs, batch) -> scalar`, where `outputs` are the block's.
+      tx: optax transformation for the dense parameters, and for tables created here
         unless `table_tx` is given.
-      params: the dense parameters, which are copied; `block.init(key)` if left out.
-      key: PRNG key or int, for first values.
-      table_tx: optax transformation for all tables made here, or a dict of one for each
-        name. It is applied to rows, as `sparsejax.optim.lazy` does.
-      inputs: `batch -> inputs` of the block; the batch itself if left out.
-      tables: which dense parameters are tables on the device, as of
-        `sparsejax.value_and_grad`; `tx` must be `lazy` then. None of them by default.
-      capacity: int, or a dict of one for each table: slots of a pull. If left out, the
-        rows that a batch needs, rounded up to a power of two, and never less than
-        before. The elements of scipy matrices are padded the same way.
-      clip_norm: positive number; where the global norm of all gradients, of tables and
-        dense parameters together, is greater, they are scaled down to it.
-      checked: run under `checkify`, as blocks with `mode="error"` need it: a failed
-        check raises before anything is updated. Parameters are not donated then.
-      mode: what to do with ids out of range, as in `KVStore.pull`. "error" refuses the
-        batch before anything is updated; -1 in `row_ids` means that no row is read,
-        such as for padding, and is accepted. "drop" leaves ids out of range out: they
-        read what the block's own mode gives, by default NaN, and NaN in a loss spoils
-        all parameters.
+      params: the dense parameters, which are copied; default `block.init(key)`.
+      key: PRNG key or int, for initial values.
+      table_tx: optax transformation for all tables created here, or a dict of one per
+        table name. It is applied to rows, as by `sparsejax.optim.lazy`.
+      inputs: function from a batch to the block's inputs; default the batch itself.
+      tables: which dense parameters are tables on the device, as in
+        `sparsejax.value_and_grad`; `tx` must then be `lazy`. By default none.
+      capacity: int, or a dict of one int per table, the number of slots of a pull. By
+        default the number of rows that a batch needs, rounded up to a power of two, and
+        never less than before. The elements of scipy matrices are padded the same way.
+      clip_norm: positive number; if the global norm of all gradients, of tables and
+        dense parameters together, exceeds it, they are scaled down to it.
+      checked: whether to run under `checkify`, as blocks with `mode="error"` require. A
+        failed check raises before anything is updated. Parameters are then not donated.
+      mode: what to do with ids out of range, as in `KVStore.pull`. "error" rejects the
+        batch before anything is updated; -1 in `row_ids` is accepted and means that no
+        row is read, as for padding. "drop" pulls no row for ids out of range; they read
+        what the block's own mode gives, by default NaN, and a NaN loss makes all
+        parameters NaN.
 
     Raises:
-      TypeError, ValueError: an argument of a wrong kind, a row-sparse dense parameter,
-        or a table of the store that has another shape or dtype or is read-only.
+      TypeError, ValueError: an argument has the wrong type, a dense parameter is
+        row-sparse, or a table in the store has the wrong shape or dtype or is
+        read-only.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -123,7 +124,7 @@ class Trainer:
         self._tables, self._clip_norm = tables, clip_norm
         self._checked, self._mode = checked, mode
         self._name = type(block).__name__
-        self._capacities: dict[str, int] = {}  # of the pulls so far, by table
+        self._capacities: dict[str, int] = {}  # of pulls so far, by table
         self._nnz_capacities: dict[int, int] = {}  # of scipy matrices, by leaf
         key = _arguments.as_key(_CALL, key, from_int=True)
         self._make_tables(key, tx if table_tx is None else table_tx)
@@ -131,7 +132,7 @@ class Trainer:
         if params is None:
             params = block.init(key) if hasattr(block, "init") else {}
         _check_params(params, store)
-        # Copies, since each step donates them: the caller may still use these arrays,
+        # Copy, because each step donates these arrays: the caller may still use them,
         # and the state may share some with the parameters.
         copy = lambda x: x.copy() if isinstance(x, jax.Array) else jnp.array(x)
         self.params = jax.tree.map(copy, params)
@@ -152,7 +153,7 @@ class Trainer:
 
         Args:
           batch: a tree of arrays and SegmentTensors; a scipy CSR matrix in it becomes a
-            SegmentTensor. Batches of the same shapes are compiled once.
+            SegmentTensor. The step is compiled once for batches of the same shapes.
 
         Returns:
           The loss before the step.
@@ -160,19 +161,19 @@ class Trainer:
         Raises:
           NotPulledError: the block uses a table that `row_ids` did not return.
           ValueError: `row_ids` returns a table that the store does not have, or more
-            rows than `capacity`.
-          checkify.JaxRuntimeError: with `checked`, a check of the block failed.
+            distinct rows than `capacity`.
+          checkify.JaxRuntimeError: a check in the block failed, with `checked`.
         """
         batch = self._on_device(batch)
         return self._update(batch, self._pull(batch))
 
     def fit(self, batches: Iterable[Any], *, prefetch: int = 0) -> np.ndarray:
-        """A step for each batch.
+        """Runs one step per batch.
 
         Args:
           batches: an iterable of batches.
-          prefetch: how many batches ahead rows are pulled while a step runs; the result
-            is the same, bit for bit.
+          prefetch: how many batches ahead to pull rows while a step runs; the result is
+            the same, bit for bit.
 
         Returns:
           float32 `[number of batches]`, the loss before each step.
@@ -207,8 +208,8 @@ class Trainer:
         """`block.row_ids` for a batch, checked against the store.
 
         Raises:
-          TypeError, ValueError: not a mapping from tables of the store to ids; or with
-            mode "error" an id is out of range.
+          TypeError, ValueError: the result is not a mapping from tables of the store to
+            ids, or an id is out of range under mode "error".
         """
         ids = self.block.row_ids(self._inputs(batch))
         if not isinstance(ids, Mapping):
@@ -219,10 +220,10 @@ class Trainer:
         for name in ids:
             if name not in self.store:
                 raise ValueError(
-                    f"{_CALL}: {self._name}.row_ids returned ids for {name!r}, a table "
-                    "which the store does not have; it has "
-                    f"{sorted(self.store.names())}. "
-                    f"Make it with store.init({name!r}, shape, tx), or add it to "
+                    f"{_CALL}: {self._name}.row_ids returned ids for table {name!r}, "
+                    "which the store does not have; its tables are "
+                    f"{sorted(self.store.names())}. Create it with "
+                    f"store.init({name!r}, shape, tx), or add it to "
                     f"{self._name}.tables()."
                 )
         if self._mode == "error":
@@ -235,21 +236,22 @@ class Trainer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Saves everything: all rows of all tables, parameters, optimizer states.
 
-        The tables are written by `KVStore.save`, the dense parameters and their
-        optimizer state by `sparsejax.parallel.Checkpointer`, which needs orbax. Rows
-        that were never read are not written: the saved key makes them again.
+        `KVStore.save` writes the tables. `sparsejax.parallel.Checkpointer`, which needs
+        orbax, writes the dense parameters and their optimizer state. Rows that were
+        never read are not written; the saved key regenerates them.
 
-        A process that is killed in a save leaves the last complete save in `path`.
+        If the process is killed during a save, `path` still holds the last complete
+        save.
 
         Args:
-          path: a directory, made if need be.
+          path: a directory, created if it does not exist.
 
         Raises:
           ImportError: orbax is not installed.
           NotADirectoryError: `path` is a file.
         """
         # Tables and dense leaves are saved as a pair with one number. Orbax commits the
-        # dense half last, by a rename: from then on the pair is the one to load.
+        # dense half last, with a rename; only then does `load` see the pair.
         folder = _directory(f"{_CALL}.save", path)
         folder.mkdir(parents=True, exist_ok=True)
         tree = {"params": self.params, "opt_state": self.opt_state}
@@ -262,7 +264,7 @@ class Trainer:
             old.unlink(missing_ok=True)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Restores what `save` wrote; training goes on with the same bits.
+        """Restores what `save` wrote; training continues bit for bit.
 
         Args:
           path: the directory.
@@ -271,7 +273,8 @@ class Trainer:
           ImportError: orbax is not installed.
           FileNotFoundError: nothing was saved there.
           NotADirectoryError: `path` is a file.
-          ValueError: another model or optimizer was saved there, or a file is damaged.
+          ValueError: a different model or optimizer was saved there, or a file is
+            damaged.
         """
         call = f"{_CALL}.load"
         folder = _directory(call, path)
@@ -281,23 +284,24 @@ class Trainer:
             if number is None:
                 raise FileNotFoundError(
                     f"{call}: nothing was saved in {path}. Pass the directory that "
-                    "Trainer.save was given."
+                    "was passed to Trainer.save."
                 )
             try:
                 tree = dense.restore(tree, number)
                 steps = dense.restore_data(number)["steps"]
             except ValueError as error:
                 raise ValueError(
-                    f"{call}: the dense parameters and optimizer state in {path} are "
-                    "of another model or optimizer, or damaged. Make the trainer with "
-                    f"the block and the tx that were saved. {error}"
+                    f"{call}: the dense parameters and optimizer state in {path} "
+                    "belong to a different model or optimizer, or are damaged. "
+                    "Create the trainer with the block and tx that were saved. "
+                    f"{error}"
                 ) from error
         self.store.load(folder / f"store-{number}")
         self.params, self.opt_state = tree["params"], tree["opt_state"]
         self.steps = steps
 
     def stats(self) -> dict[str, Any]:
-        """Steps, compilations of a step, slots of a pull by table, and the store's."""
+        """Steps, compilations, capacities by table, and the store's stats."""
         return {
             "steps": self.steps,
             "compilations": self.compilations,
@@ -312,7 +316,7 @@ class Trainer:
         return self.block.sparse_forward(tables, params, self._inputs(batch))
 
     def _step(self, pulled: Any, params: Any, opt_state: Any, batch: Any) -> Any:
-        self.compilations += 1  # Python runs this once for each compiled program
+        self.compilations += 1  # runs once per compilation
 
         def objective(pulled, params):
             return self._loss(self._forward(pulled, params, batch), batch)
@@ -327,7 +331,7 @@ class Trainer:
         return loss, grads[0], optax.apply_updates(params, updates), opt_state
 
     def _run(self, function: Any, *args: Any) -> Any:
-        """The result of a compiled function; raises where a check in it failed."""
+        """Runs a compiled function; raises if a check in it failed."""
         if self._checked:
             error, out = function(*args)
             error.throw()
@@ -337,17 +341,17 @@ class Trainer:
         except ValueError as error:
             if not _has_checks(function, *args):
                 raise
-            # JAX's own error names neither the block nor the option.
+            # JAX's own error mentions neither the block nor the option.
             raise ValueError(
-                f"{_CALL}: {self._name} has a check in it, as blocks with mode='error' "
-                "have, and a compiled step can only run it with checked=True. Pass "
+                f"{_CALL}: {self._name} contains a check, as blocks with mode='error' "
+                "do, and a compiled step can run checks only with checked=True. Pass "
                 "Trainer(checked=True), or use another mode."
             ) from error
 
     # -- on the host --------------------------------------------------------------
 
     def _make_tables(self, key: jax.Array, table_tx: Any) -> None:
-        """Makes the block's tables that the store lacks, and checks the others."""
+        """Creates the block's tables that the store lacks, and checks the others."""
         specs = self.block.tables() if hasattr(self.block, "tables") else {}
         by_name = isinstance(table_tx, Mapping)
         if not by_name:
@@ -357,9 +361,9 @@ class Trainer:
             for name in specs:
                 if name not in table_tx and name not in self.store:
                     raise ValueError(
-                        f"{_CALL}: table_tx is a dict without {name!r}, a table that "
-                        "the store does not have yet. Give a transformation for each "
-                        f"of {sorted(specs)}, or one for all."
+                        f"{_CALL}: table_tx has no transformation for {name!r}, a "
+                        "table that is not in the store yet. Give one for each of "
+                        f"{sorted(specs)}, or a single one for all."
                     )
         for name, spec in specs.items():
             if name in self.store:
@@ -376,9 +380,9 @@ class Trainer:
             )
 
     def _on_device(self, batch: Any) -> Any:
-        """The batch with SegmentTensors in the place of scipy matrices.
+        """The batch with scipy matrices replaced by SegmentTensors.
 
-        The capacities for their elements grow by powers of two and never shrink.
+        The capacities for their elements grow in powers of two and never shrink.
         """
         is_csr = lambda x: hasattr(x, "indptr") and hasattr(x, "tocsr")
         is_leaf = lambda x: is_csr(x) or isinstance(x, SegmentTensor)
@@ -410,14 +414,14 @@ class Trainer:
         }
 
     def _padded(self, pulled: Mapping[str, SelectedRows]) -> dict[str, SelectedRows]:
-        """The pulled rows, with as many slots as any batch before had."""
+        """Pads the pulled rows to the most slots that any batch has needed so far."""
         for name, rows in pulled.items():
             least = self._capacities.get(name, 0)
             self._capacities[name] = max(least, rows.capacity)
         return {name: _pad(x, self._capacities[name]) for name, x in pulled.items()}
 
     def _update(self, batch: Any, pulled: Mapping[str, SelectedRows]) -> jax.Array:
-        for name in pulled:  # `push` would refuse only after the dense update
+        for name in pulled:  # `push` would raise only after the dense update
             self._check_trainable(name)
         args = self._padded(pulled), self.params, self.opt_state, batch
         loss, grads, self.params, self.opt_state = self._run(self._run_step, *args)
@@ -429,31 +433,31 @@ class Trainer:
     # -- checks -------------------------------------------------------------------
 
     def _check_table(self, name: str, spec: Any) -> None:
-        """An error where the store's table is not the one that the block needs."""
+        """Raises if the store's table is not the one that the block needs."""
         have, want = self.store.spec(name), tuple(spec.shape)
         if have.shape != want:
             raise ValueError(
-                f"{_CALL}: the store's table {name!r} has shape {have.shape}, and "
+                f"{_CALL}: the store's table {name!r} has shape {have.shape}, but "
                 f"{self._name} needs {want}."
             )
         want = jnp.dtype(spec.dtype)
         if have.dtype != want:
             raise TypeError(
-                f"{_CALL}: the store's table {name!r} is of {have.dtype}, and "
-                f"{self._name} has param_dtype={want}. Make the table with "
+                f"{_CALL}: the store's table {name!r} has dtype {have.dtype}, but "
+                f"{self._name} has param_dtype={want}. Create the table with "
                 f"dtype={want}, or the block with param_dtype={have.dtype}."
             )
 
     def _check_trainable(self, name: str) -> None:
         if not self.store.is_trainable(name):
             raise ValueError(
-                f"{_CALL}: the store's table {name!r} was made with tx=None, for "
-                "reading only, and a step could not push to it. Make it with an "
+                f"{_CALL}: the store's table {name!r} was created with tx=None, so it "
+                "is read-only and a step cannot push to it. Create it with an "
                 f"optimizer: store.init({name!r}, shape, tx)."
             )
 
     def _check_in_range(self, name: str, ids: Any) -> None:
-        """An error unless each id is in range or -1, which means no row."""
+        """Raises unless each id is in range or -1, which means no row."""
         ids = np.asarray(_arguments.as_integers(f"{_CALL}: table {name!r}", ids))
         height = self.store.spec(name).shape[0]
         if not ids.size or (ids.min() >= -1 and ids.max() < height):
@@ -461,12 +465,12 @@ class Trainer:
         bad = ids[(ids < -1) | (ids >= height)]
         was_minus_one = " (which stands for an id of -1 that is not padding)"
         raise ValueError(
-            f"{_CALL}: {bad.size} of {ids.size} ids that {self._name}.row_ids returned "
-            f"for the table {name!r} are out of range, the first is "
-            f"{int(bad[0])}{was_minus_one if bad[0] == -2 else ''} and the table has "
-            f"{height} rows. Nothing was updated: such an id reads NaN, and after one "
-            "step all parameters would be NaN. Correct the ids, set a padding_id, give "
-            "the block mode='zero', or pass Trainer(mode='drop')."
+            f"{_CALL}: {bad.size} of {ids.size} ids that {self._name}.row_ids "
+            f"returned for table {name!r} are out of range; the first is "
+            f"{int(bad[0])}{was_minus_one if bad[0] == -2 else ''}, and the table has "
+            f"{height} rows. Nothing was updated: an id out of range reads NaN, and "
+            "one step would make all parameters NaN. Correct the ids, set a "
+            "padding_id, give the block mode='zero', or pass Trainer(mode='drop')."
         )
 
 
@@ -476,25 +480,25 @@ class Trainer:
 def _check_arguments(
     block: Any, store: Any, loss: Any, tx: Any, inputs: Any, mode: Any, clip_norm: Any
 ) -> None:
-    """An error if an argument alone is wrong; the others are checked with the store."""
+    """Raises if an argument is invalid by itself, whatever is in the store."""
     if isinstance(block, type):
         raise TypeError(
-            f"{_CALL}: block is the class {block.__name__} itself. Make an instance: "
-            f"{block.__name__}(...)."
+            f"{_CALL}: block must be an instance, got the class {block.__name__}. "
+            f"Pass {block.__name__}(...)."
         )
     if not _has(block, "row_ids", "sparse_forward"):
         raise TypeError(
-            f"{_CALL}: block must have row_ids(inputs) and sparse_forward(tables, "
-            f"params, inputs), as a sparsejax.nn.SparseBlock has, got {_kind(block)}. "
-            "An ordinary layer does not say which rows it needs: use SparseEmbedding "
-            "or SparseLinear in its place, or train it without a store, with "
+            f"{_CALL}: block must be a sparsejax.nn.SparseBlock, or have its methods "
+            "row_ids(inputs) and sparse_forward(tables, params, inputs), got "
+            f"{_kind(block)}. An ordinary layer does not say which rows it needs. Use "
+            "SparseEmbedding or SparseLinear instead, or train without a store, with "
             "sparsejax.value_and_grad and sparsejax.optim.lazy."
         )
     methods = "init", "names", "spec", "is_trainable", "pull", "push", "prefetch"
     if isinstance(store, type) or not _has(store, *methods):
         raise TypeError(
             f"{_CALL}: store must be a sparsejax.store.KVStore, got {_kind(store)}. "
-            "Make one first."
+            "Create one first."
         )
     for name, f, signature in (
         ("loss", loss, "(outputs, batch) -> scalar"),
@@ -507,8 +511,8 @@ def _check_arguments(
     _check_tx("tx", tx)
     if mode not in ("error", "drop"):
         raise ValueError(
-            f"{_CALL}: mode must be 'error' or 'drop', got {mode!r}. It says what "
-            "happens to ids that are out of range."
+            f"{_CALL}: mode must be 'error' or 'drop', got {mode!r}. It decides what "
+            "happens to ids out of range."
         )
     try:
         positive = clip_norm is None or bool(clip_norm > 0)
@@ -523,7 +527,7 @@ def _check_arguments(
 def _check_tx(name: str, tx: Any) -> None:
     if not _has(tx, "init", "update"):
         raise TypeError(
-            f"{_CALL}: {name} must be an optax transformation, such as "
+            f"{_CALL}: {name} must be an optax transformation, for example "
             f"optax.adam(1e-3), got {_kind(tx)}."
         )
 
@@ -544,14 +548,13 @@ def _check_capacity(capacity: Any, store: Any) -> Any:
 def _check_names(name: str, given: Any, known: Any) -> None:
     if unknown := [x for x in given if x not in known]:
         raise ValueError(
-            f"{_CALL}: {name} is given for {', '.join(map(repr, unknown))}, and there "
-            f"is no such table; there are {sorted(known)}. Leave it out, or correct "
-            "the name."
+            f"{_CALL}: {name} has unknown tables {', '.join(map(repr, unknown))}; the "
+            f"tables are {sorted(known)}. Correct the name, or remove the entry."
         )
 
 
 def _check_params(params: Any, store: Any) -> None:
-    """An error if a dense parameter is row-sparse, or is not an array."""
+    """Raises if a dense parameter is row-sparse or is not an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=is_selected_rows
     ):
@@ -563,15 +566,15 @@ def _check_params(params: Any, store: Any) -> None:
             found = f"the name of the store's table {leaf!r}"
         if found is not None:
             raise TypeError(
-                f"{_CALL}: the dense parameter {where} is {found}, which is "
-                "row-sparse: its rows are owned by the store. Ordinary layers need "
-                "arrays. Leave it out of params, return its ids from row_ids, and read "
-                "it from `tables` in sparse_forward."
+                f"{_CALL}: the dense parameter {where} is {found}, whose rows belong "
+                "to the store. Dense parameters must be arrays. Leave it out of "
+                "params, return its ids from row_ids, and read it from `tables` in "
+                "sparse_forward."
             )
         if isinstance(leaf, (str, bytes)):
             raise TypeError(
-                f"{_CALL}: params must be a tree of arrays, as block.init(key) makes "
-                f"it; params{where} is {_kind(leaf)}."
+                f"{_CALL}: params must be a tree of arrays, as returned by "
+                f"block.init(key), but params{where} is {_kind(leaf)}."
             )
 
 
@@ -608,7 +611,7 @@ def _has_checks(function: Callable[..., Any], *args: Any) -> bool:
     """Whether `function` runs a `checkify.check`; False if it cannot be traced."""
     try:
         error, _ = jax.eval_shape(checkify.checkify(function), *args)
-    except Exception:  # the caller raises the error that it has already
+    except Exception:  # the caller re-raises its own error
         return False
     return bool(jax.tree.leaves(error))
 

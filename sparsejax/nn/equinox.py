@@ -1,8 +1,8 @@
 """The layers of `sparsejax.nn` as modules of equinox.
 
-`Layer(layer, key=...)` is an equinox module around any layer: its parameters are its
-leaves, its call is the layer's. `Embedding(..., key=...)` and the others make the layer
-and the module in one call. Inputs may have a batch axis, so `jax.vmap` is not needed.
+`Layer(layer, key=...)` wraps any layer as an equinox module whose leaves are the
+layer's parameters. `Embedding(..., key=...)` and the others create the layer and the
+module in one call. Inputs may have a batch axis, so `jax.vmap` is not needed.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ _CALL = "sparsejax.nn.equinox.Layer"
 
 
 class Layer(eqx.Module):
-    """An equinox module around a layer of `sparsejax.nn`, or an object like one.
+    """An equinox module that wraps a layer of `sparsejax.nn`, or an object like one.
 
     Args:
-      layer: has `init(key) -> params` and `layer(params, *inputs)`, and is hashable.
-      *inputs: an input, for a layer that takes its sizes from it.
+      layer: hashable, with `init(key) -> params` and `layer(params, *inputs)`.
+      *inputs: an example input, for a layer that infers its sizes from it.
       key: PRNG key.
 
     Example:
@@ -47,11 +47,11 @@ class Layer(eqx.Module):
         self.params = init_for(layer, as_key(_CALL, key), *inputs[:1])
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """The layer's call, with the module's parameters."""
+        """Calls the layer with the module's parameters."""
         return self.layer(self.params, *inputs, **options)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """`Embedding.attend`: scores of all rows."""
+        """`Embedding.attend`, the scores of all rows."""
         return self.layer.attend(self.params, query)
 
 

@@ -1,8 +1,8 @@
 """The layers of `sparsejax.nn` as modules of flax.linen.
 
-`Layer(layer)` is a linen module around any layer: its parameters are linen's, its call
-is the layer's. `Embedding(...)` and the others make the layer and the module in one
-call. For flax.nnx see `sparsejax.nn.nnx`.
+`Layer(layer)` wraps any layer as a linen module that holds its parameters.
+`Embedding(...)` and the others create the layer and the module in one call. For
+flax.nnx see `sparsejax.nn.nnx`.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ _CALL = "sparsejax.nn.flax.Layer"
 
 
 class Layer(linen.Module):
-    """A linen module around a layer of `sparsejax.nn`, or an object like one.
+    """A linen module that wraps a layer of `sparsejax.nn`, or an object like one.
 
     Args:
-      layer: has `init(key) -> params` and `layer(params, *inputs)`, and is hashable.
-      name: of the module, as in linen.
+      layer: hashable, with `init(key) -> params` and `layer(params, *inputs)`.
+      name: the module's name, as in linen.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -48,7 +48,7 @@ class Layer(linen.Module):
 
     @linen.compact
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """The layer's call, with the module's parameters."""
+        """Calls the layer with the module's parameters."""
         if not self._names():
             made = init_for(self.layer, self.make_rng("params"), *inputs[:1])
             for name, value in made.items():
@@ -56,7 +56,7 @@ class Layer(linen.Module):
         return self.layer(self._params(), *inputs, **options)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """`Embedding.attend`: scores of all rows; after the table has been made."""
+        """`Embedding.attend`, the scores of all rows; the table must be initialized."""
         return self.layer.attend(self._params(), query)
 
     def _names(self) -> list[str]:

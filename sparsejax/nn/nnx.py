@@ -1,8 +1,8 @@
 """The layers of `sparsejax.nn` as modules of flax.nnx.
 
-`Layer(layer, rngs=...)` is an nnx module around any layer: its parameters are
-`nnx.Param`, its call is the layer's. `Embedding(..., rngs=...)` and the others make the
-layer and the module in one call.
+`Layer(layer, rngs=...)` wraps any layer as an nnx module that holds its parameters as
+`nnx.Param`. `Embedding(..., rngs=...)` and the others create the layer and the module
+in one call.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ _CALL = "sparsejax.nn.nnx.Layer"
 
 
 class Layer(nnx.Module):
-    """An nnx module around a layer of `sparsejax.nn`, or an object like one.
+    """An nnx module that wraps a layer of `sparsejax.nn`, or an object like one.
 
     Args:
-      layer: has `init(key) -> params` and `layer(params, *inputs)`, and is hashable.
-      *inputs: an input, for a layer that takes its sizes from it.
-      rngs: `nnx.Rngs`; its stream `params` is used.
+      layer: hashable, with `init(key) -> params` and `layer(params, *inputs)`.
+      *inputs: an example input, for a layer that infers its sizes from it.
+      rngs: `nnx.Rngs`, whose `params` stream is used.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -44,7 +44,7 @@ class Layer(nnx.Module):
         self.layer: Any = check_layer(_CALL, layer)
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(
-                f"{_CALL}: rngs must be a flax.nnx.Rngs, such as nnx.Rngs(0), got "
+                f"{_CALL}: rngs must be a flax.nnx.Rngs, for example nnx.Rngs(0), got "
                 f"{rngs!r}."
             )
         made = init_for(layer, rngs.params(), *inputs[:1])
@@ -53,11 +53,11 @@ class Layer(nnx.Module):
         )
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """The layer's call, with the module's parameters."""
+        """Calls the layer with the module's parameters."""
         return self.layer(self._params(), *inputs, **options)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """`Embedding.attend`: scores of all rows."""
+        """`Embedding.attend`, the scores of all rows."""
         return self.layer.attend(self._params(), query)
 
     def _params(self) -> dict[str, Any]:
