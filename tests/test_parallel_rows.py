@@ -489,9 +489,9 @@ def test_sums_of_gradients():
     metrics = a.metrics()
     assert int(metrics.rounds) >= 1
     assert int(metrics.rows) <= 8
-    with pytest.raises(ValueError, match="at its owners already"):
+    with pytest.raises(ValueError, match="already merged at its owners"):
         print(a.coalesce() + b)
-    with pytest.raises(ValueError, match="takes no capacity"):
+    with pytest.raises(ValueError, match="capacity must be None"):
         a.coalesce(3)
 
 

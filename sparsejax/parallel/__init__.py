@@ -1,6 +1,6 @@
 """Tables over many devices: only the rows that a batch needs are sent.
 
-The training step stays that of one device: `sparsejax.value_and_grad` and
+The training step is the same as on one device: `sparsejax.value_and_grad` and
 `sparsejax.optim.lazy` work on these tables::
 
     mesh = jax.make_mesh((8,), ("x",))
@@ -11,25 +11,24 @@ Rows sharded over devices
 
 - `shard_rows`: makes a `ShardedTable`.
 - `lookup`, `embedding_bag`: read it, by `all_to_all` of ids and rows.
-- `measure_capacity`: the capacity with which a batch needs one round.
-- `ShardedRows`: the child of its gradient; `Metrics`: what an exchange
-  needed.
+- `measure_capacity`: the capacity at which a batch needs one round.
+- `ShardedRows`: the values of its gradient; `Metrics`: the cost of an exchange.
 
 Other layouts
 
 - `shard_columns`: each device holds some columns of every row.
 - `data_parallel`: replicated tables; makes a `DataParallelStep`.
-- `psum`, `pmean`: sum trees with SelectedRows in them over devices.
+- `psum`, `pmean`: sum or average trees that contain SelectedRows over devices.
 
 Stores and files
 
 - `batched_pull`: rows of a store, read once for all devices.
-- `SpreadStore`: a store sharded over the memories of several hosts.
-- `Checkpointer`: saves, and restores on other numbers of devices.
+- `SpreadStore`: a store sharded over the memory of several hosts.
+- `Checkpointer`: saves trees, and restores them on any number of devices.
 
 Costs
 
-- `plan`: estimates each layout of each table, and recommends one.
+- `plan`: estimates the cost of each layout of each table, and recommends one.
 - `wire_bytes`: what a compiled program sends.
 """
 

@@ -1,7 +1,7 @@
 """batched_pull: a store's rows for all devices of a mesh, fetched once.
 
-Several devices often need the same row. So their ids are merged first: each row is read
-from the store once and copied from the host to one device, and the devices all-gather
+Several devices often need the same row, so their ids are merged first. Each row is read
+from the store once and copied from the host to one device; then the devices all-gather
 the rows.
 """
 
@@ -41,8 +41,8 @@ def batched_pull(
       store: a `sparsejax.store.KVStore`, in one process. For several processes use
         `sparsejax.parallel.SpreadStore`.
       name: of the table.
-      ids: integers of any shape, those of all devices: an array, sharded over the mesh
-        or not, or a list with an array for each device.
+      ids: integers of any shape, the ids of all devices: an array, sharded over the
+        mesh or not, or a list with one array per device.
       mesh: the mesh whose devices get the rows.
       capacity: slots of the result, as in `KVStore.pull`.
       mode: "error" or "drop", as in `KVStore.pull`.
@@ -53,8 +53,9 @@ def batched_pull(
 
     Raises:
       TypeError: `store` or `mesh` has the wrong type, or the ids are not integers.
-      KeyError: no such table.
-      ValueError: ids out of range, too small a `capacity`, or several processes.
+      KeyError: the store has no such table.
+      ValueError: ids are out of range, `capacity` is too small, or there are several
+        processes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -79,9 +80,9 @@ def batched_pull(
     check_mesh(_CALL, mesh)
     if jax.process_count() > 1:
         raise ValueError(
-            f"{_CALL}: there are {jax.process_count()} processes, and a KVStore holds "
-            "the rows of one. Shard the rows over the processes' memories: "
-            "sparsejax.parallel.SpreadStore(mesh)."
+            f"{_CALL}: a KVStore serves one process, but there are "
+            f"{jax.process_count()}. Shard the rows over the memory of all processes "
+            "with sparsejax.parallel.SpreadStore(mesh)."
         )
     ids = own_ids(_CALL, ids)
     with on_host(required=False):
@@ -97,7 +98,7 @@ def batched_pull(
 
 
 def check_mesh(call: str, mesh: Any) -> None:
-    """An error that names `call` unless `mesh` is a mesh with devices."""
+    """Raises unless `mesh` is a mesh with devices."""
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f"{call}: mesh must be a jax.sharding.Mesh, got {_arguments.kind_of(mesh)}."
@@ -127,7 +128,7 @@ def to_all_devices(
     like: np.ndarray,
     slots: np.ndarray,
 ) -> jax.Array:
-    """Rows of the hosts on every device, copied to one device and then all-gathered.
+    """Copies host rows to one device each, then all-gathers them on every device.
 
     Args:
       mesh: N devices.

@@ -1,9 +1,9 @@
 """Checkpointer: orbax checkpoints of trees in which tables are sharded.
 
-The tree is saved as a flat dictionary of arrays by path, each table as it lies on its
-devices, together with a JSON record of heights, layouts and types. The record is
-compared before anything is read. A table may be restored on another number of devices
-and in another layout: each device reads the rows that it owns (`_resharding.py`).
+The tree is saved as a flat dictionary of arrays by path, each table as it is sharded,
+together with a JSON record of heights, layouts and types. `restore` compares the record
+before it reads anything. A table may be restored on a different number of devices and
+in a different layout; each device reads the rows that it owns (`_resharding.py`).
 
 Orbax does the rest. It copies to the host before `save` returns, writes in the
 background, and renames a checkpoint to its final name once it is complete.
@@ -40,7 +40,7 @@ class Checkpointer:
     """Saves and restores trees of sharded tables, optimizer states and dense arrays.
 
     A tree saved on N devices can be restored on M devices, in either layout, bit for
-    bit: row r of the table is row r again, on whichever device it lies. Padding is not
+    bit: row r of the table is row r again, on whichever device holds it. Padding is not
     restored. A table saved sharded can be restored as a plain array, and the reverse.
     No device reads more than the rows it owns.
 
@@ -61,7 +61,7 @@ class Checkpointer:
         accepts, `gs://` too.
       max_to_keep: how many checkpoints to keep, at least 1; older ones are deleted.
         None keeps all.
-      read_only: for a process that reads while another one trains: it creates no
+      read_only: for a process that reads while another one trains. It creates no
         directory and does not clean up a save in progress.
 
     Raises:
@@ -99,7 +99,7 @@ class Checkpointer:
         self.directory: str = path if "://" in path else os.path.abspath(path)
         if os.path.isfile(self.directory):
             raise NotADirectoryError(
-                f"{_CALL}: {self.directory} is a file. Give a directory."
+                f"{_CALL}: {self.directory} is a file. Pass a directory."
             )
         if max_to_keep is not None:
             max_to_keep = _arguments.static_int(
@@ -136,10 +136,10 @@ class Checkpointer:
             several processes, that of the first one is saved.
 
         Raises:
-          TypeError: a leaf has another type or no values (abstract, or traced by
-            `jit`), JSON cannot hold `data`, or `step` is not an int.
+          TypeError: a leaf has an unsupported type or no values (abstract, or traced by
+            `jit`), `data` is not JSON-serializable, or `step` is not an int.
           ValueError: `step` is not later, or the checkpointer is read-only or closed.
-            An error of the previous save is raised here as well.
+            An error in the previous save is also raised here.
         """
         call = f"{_CALL}.save"
         self._check_open(call)
@@ -183,7 +183,7 @@ class Checkpointer:
             )
 
     def wait(self) -> None:
-        """Waits until all saves are on disk; raises the error of one that failed."""
+        """Waits until all saves are on disk; raises if one of them failed."""
         self._check_open(f"{_CALL}.wait")
         self._manager.wait_until_finished()
 
@@ -244,8 +244,8 @@ class Checkpointer:
         Raises:
           FileNotFoundError: there is no such checkpoint.
           TypeError: `step` is not an int.
-          ValueError: trees, heights, shapes or types differ; the message says which. Or
-            the checkpoint is damaged: files are truncated or missing.
+          ValueError: trees, heights, shapes or dtypes differ (the message says which),
+            or the checkpoint is damaged: files are truncated or missing.
         """
         call = f"{_CALL}.restore"
         step, record = self._record(call, step)
@@ -312,12 +312,12 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _reading(self, call: str, step: int) -> Iterator[None]:
-        """Errors inside become errors about the checkpoint."""
+        """Turns errors inside into errors about the checkpoint."""
         try:
             yield
         except (ValueError, OSError, KeyError) as error:
             raise ValueError(
-                f"{call}: step {step} in {self.directory} could not be read, it may be "
+                f"{call}: step {step} in {self.directory} could not be read; it may be "
                 # Orbax's own text may contain a whole spec.
                 f"damaged or incomplete: {str(error)[:200]}. The directory has "
                 f"steps {self.all_steps()}."
@@ -326,7 +326,7 @@ class Checkpointer:
     def _restore_plain(
         self, step: int, saved: Mapping[str, "_Spec"], leaves: Mapping[str, "_Leaf"]
     ) -> dict[str, Any]:
-        """The leaves that are not sharded tables, saved or wanted: orbax reads them."""
+        """The leaves that are sharded tables on neither side; orbax reads them."""
         stored = [name for name, leaf in saved.items() if not leaf.is_empty]
         plain = [n for n in stored if saved[n].rows is None and leaves[n].rows is None]
         if not plain:
@@ -342,9 +342,9 @@ class Checkpointer:
 
 
 def _as_step(call: str, step: Any) -> int:
-    """`step` as an int. Orbax accepts other types, and then cannot find the step."""
+    """`step` as an int. Orbax accepts other types, but then cannot find the step."""
     bad = (
-        f"{call}: step must be an int of at least 0, got {_arguments.show(step)}. "
+        f"{call}: step must be a non-negative int, got {_arguments.show(step)}. "
         "Convert it with int(step)."
     )
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
@@ -363,12 +363,12 @@ def _as_step(call: str, step: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """What the record says of a leaf.
+    """What the record says about a leaf.
 
     Args:
-      shape: of a ShardedTable its own, without padding.
-      dtype: its name; for a Python number the name of its type.
-      rows: which rows of a ShardedTable lie where; None for any other leaf.
+      shape: the shape; for a ShardedTable without padding.
+      dtype: the name of the dtype, or of the type of a Python number.
+      rows: where the rows of a ShardedTable are; None for any other leaf.
     """
 
     shape: tuple[int, ...]
@@ -397,8 +397,8 @@ class _Leaf(_Spec):
     """A leaf of a tree to save, or of a tree like the one to restore.
 
     Args:
-      value: the leaf; of a table its values.
-      table_sharding: of a table, how its rows are sharded over its mesh.
+      value: the leaf; for a table, its values.
+      table_sharding: for a table, how its rows are sharded over its mesh.
     """
 
     value: Any
@@ -412,7 +412,7 @@ class _Leaf(_Spec):
 
     @property
     def sharding(self) -> Any:
-        """Its sharding once restored; None for uncommitted or not a JAX array."""
+        """Its sharding once restored; None if uncommitted or not a JAX array."""
         if self.table_sharding is not None:
             return self.table_sharding
         sharding = getattr(self.value, "sharding", None)
@@ -439,12 +439,12 @@ class _Leaf(_Spec):
         """The value as orbax accepts it."""
         x = jax.random.key_data(self.value) if self.is_key else self.value
         if isinstance(x, jax.Array) and jax.process_count() > 1:
-            # An array that each process has for itself is saved from the first one.
+            # An array local to each process is saved from the first process.
             return np.asarray(x) if x.is_fully_addressable else x
         return np.asarray(x) if isinstance(x, np.generic) else x
 
     def restore_args(self, orbax: Any) -> Any:
-        """What tells orbax how to restore it."""
+        """Tells orbax how to restore it."""
         if isinstance(self.value, _SCALARS):
             return orbax.RestoreArgs(restore_type=type(self.value))
         if self.sharding is None or self.is_key:
@@ -521,10 +521,10 @@ def _unflatten(like: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def _statics(tree: Any) -> dict[str, list]:
-    """By path, what gives row ids their meaning.
+    """By path, the static fields that give row ids their meaning.
 
-    That is the height of a SelectedRows, and the layout of a ShardedTable whose child
-    is one: its rows are positions.
+    They are the height of a SelectedRows, and the layout of a ShardedTable whose child
+    is a SelectedRows, because its rows are positions.
     """
     by_position = lambda x: isinstance(x, ShardedTable) and is_selected_rows(x.values)
     found, _ = jax.tree_util.tree_flatten_with_path(
@@ -576,7 +576,7 @@ def _table_sharding(table: ShardedTable) -> NamedSharding | None:
     found = getattr(table.values, "sharding", None)
     if isinstance(found, NamedSharding) and found.mesh == table.mesh:
         if found.is_equivalent_to(table.sharding, table.ndim):
-            return found  # spelled as it was, so that a jitted step is not recompiled
+            return found  # spelled the same, so that a jitted step is not recompiled
     return table.sharding
 
 

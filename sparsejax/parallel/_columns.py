@@ -1,9 +1,9 @@
 """shard_columns: every device holds some columns of all rows of a table.
 
-Each device reads all ids of the batch in its own columns. So there is no routing and no
+Each device reads all ids of the batch in its own columns, so there is no routing and no
 capacity to choose, and skewed ids do not matter. The rows read are sharded by columns
-too, and the optimizer updates each device's columns locally. Only the ids travel, to
-every device, and the rows read where the model needs whole rows
+too, and the optimizer updates each device's columns locally. Only the ids are sent, to
+every device, plus the rows read where the model needs whole rows
 (`sparsejax.parallel.plan` counts the bytes).
 
 The table is a plain array with a sharding. XLA's partitioner needs no help with it:
@@ -33,19 +33,18 @@ def shard_columns(
     The result is an ordinary array. `sparsejax.lookup`, `embedding_bag`,
     `sparsejax.value_and_grad` and `sparsejax.optim.lazy` work on it inside a jitted
     step over the mesh; the rows `[..., D]` that are read are sharded by columns too.
-    Pass the step ids that are on every device
-    (`jax.device_put(ids, NamedSharding(mesh, P()))`): sharded ids are gathered by XLA
-    anew for each use. Outside of `jit`, `tx.init(params)` shards the state like the
-    tables; inside of `jit`, give `out_shardings`. Over Explicit axes, `value_and_grad`
-    gathers whole rows of the gradient on every device; over Auto axes they stay
-    sharded.
+    Pass ids that are replicated on every device
+    (`jax.device_put(ids, NamedSharding(mesh, P()))`): XLA gathers sharded ids again for
+    each use. Outside of `jit`, `tx.init(params)` shards the state like the tables;
+    inside of `jit`, give `out_shardings`. Over Explicit axes, `value_and_grad` gathers
+    whole rows of the gradient on every device; over Auto axes they stay sharded.
 
     Args:
-      table: `[V, ..., D]`, a JAX or NumPy array (an `np.memmap` too: only each device's
-        part is read), or inside `jit` a traced array, so that
-        `jax.jit(lambda key: shard_columns(init(key), mesh, axis))` makes each part on
+      table: `[V, ..., D]`, a JAX or NumPy array (for an `np.memmap`, only each device's
+        part is read), or a traced array inside `jit`, so that
+        `jax.jit(lambda key: shard_columns(init(key), mesh, axis))` creates each part on
         its device. A `jax.ShapeDtypeStruct` gives the abstract form.
-      mesh: as `jax.make_mesh` gives, its axes Auto or Explicit.
+      mesh: as returned by `jax.make_mesh`, with Auto or Explicit axes.
       axis: name of a mesh axis, or a tuple of names.
 
     Returns:
@@ -53,8 +52,9 @@ def shard_columns(
 
     Raises:
       TypeError: `mesh` or `table` has the wrong type.
-      ValueError: no such axis, a table of fewer than two axes, D not a multiple of the
-        number of devices, or a concrete array over an AbstractMesh.
+      ValueError: `axis` is unknown, the table has fewer than two axes, D is not a
+        multiple of the number of devices, or the array is concrete and the mesh
+        abstract.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -87,7 +87,7 @@ def shard_columns(
             f"{_CALL}: {shape[-1]} columns cannot be divided evenly over the {parts} "
             f"devices along {axis!r}. Pad the table to {wider} columns (jnp.pad), "
             f"choose an axis whose size divides {shape[-1]}, or use shard_rows, which "
-            "takes any shape."
+            "accepts any shape."
         )
     spec = PartitionSpec(*(None,) * (len(shape) - 1), axis)
     sharding = NamedSharding(mesh, spec)

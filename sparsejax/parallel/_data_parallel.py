@@ -4,14 +4,14 @@ The step is written for one device that has the whole batch: losses, means and n
 over the whole batch. XLA partitions it. The batch is sharded along its leading axis.
 Parameters and state are replicated, except for tables that `shard_rows` or
 `shard_columns` have sharded already, and are updated in place. Over a mesh with
-Explicit axes the step runs on the same devices with Auto axes, since a step for one
-device contains no shardings.
+Explicit axes, the step runs on the same devices with Auto axes, because a single-device
+step contains no shardings.
 
 The gradient of a replicated table is a SelectedRows over the slots of the batch. The
-optimizer needs it on every device: ids are gathered, and rows are all-reduced, one slot
-for each id, never an array of the table's size. With
-`sparsejax.parallel.pmean(grads, axis)` in the step they are all-gathered instead, which
-sends half the bytes.
+optimizer needs it on every device, so ids are gathered and rows are all-reduced: one
+slot per id, never an array of the table's size. With
+`sparsejax.parallel.pmean(grads, axis)` in the step the rows are all-gathered instead,
+which sends half the bytes.
 """
 
 import dataclasses
@@ -38,14 +38,14 @@ def data_parallel(
     *,
     donate: bool = True,
 ) -> "DataParallelStep":
-    """Runs a training step for one device over a mesh, the batch sharded over `axis`.
+    """Runs a single-device training step over a mesh, with the batch sharded.
 
     `data_parallel(step, mesh, axis)(params, opt_state, batch)` equals
     `step(params, opt_state, batch)` up to rounding. The step needs no collectives, and
     no axis is bound in it: the only ones allowed are `sparsejax.parallel.psum` and
     `pmean`. Each device reads and differentiates its part of the batch. Dense gradients
-    are summed over the devices. Gradients of tables that are read by rows travel as ids
-    and rows, however large the table is.
+    are summed over the devices. Gradients of tables that are read by rows are sent as
+    ids and rows, however large the table is.
 
     With `sparsejax.parallel.pmean(grads, axis)` after `sparsejax.value_and_grad`, rows
     are gathered instead of all-reduced. That sends half the bytes, or fewer with
@@ -54,8 +54,8 @@ def data_parallel(
     Args:
       step: `(params, opt_state, *batch) -> (params, opt_state, ...)`, a function that
         can be jitted. Its other results are returned unchanged.
-      mesh: as `jax.make_mesh` gives. Its axes are treated as Auto.
-      axis: name of a mesh axis, or a tuple of names.
+      mesh: as returned by `jax.make_mesh`. Its axes are treated as Auto.
+      axis: name of the mesh axis to shard the batch over, or a tuple of names.
       donate: whether parameters and state are donated and updated in place.
 
     Returns:
@@ -63,15 +63,15 @@ def data_parallel(
       mesh yet are replicated; pass the returned ones to the next step. Arrays of the
       batch are sharded if their leading axis is a multiple of the number of devices,
       and replicated otherwise, which costs work but does not change the result: pad
-      them to a multiple. Arrays that are on the mesh already, and tables of
+      them to a multiple. Arrays that are already on the mesh, and tables from
       `shard_rows` and `shard_columns`, stay where they are. `.lower(...)` lowers the
       jitted step.
 
     Raises:
       TypeError: `step` is not a function, or does not return such a tuple.
-      ValueError: no such axis; no array of the batch can be sharded; or the step
-        returns parameters or state of another structure or other shapes, or parameters
-        of another dtype.
+      ValueError: `axis` is unknown, no array of the batch can be sharded, or the step
+        returns parameters or state with a different structure or different shapes, or
+        parameters with a different dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -105,7 +105,7 @@ class DataParallelStep:
     """A training step over a mesh, made by `data_parallel`; called like the step.
 
     Args:
-      step, mesh, donate: as of `data_parallel`.
+      step, mesh, donate: as in `data_parallel`.
       axes: names of mesh axes.
 
     Example:
@@ -140,7 +140,7 @@ class DataParallelStep:
         return jitted(*args)
 
     def lower(self, params: Any, opt_state: Any, *batch: Any) -> jax.stages.Lowered:
-        """`jax.jit(step).lower(...)`, of arrays or of `jax.ShapeDtypeStruct`."""
+        """`jax.jit(step).lower(...)`, for arrays or `jax.ShapeDtypeStruct`."""
         jitted, args = self._prepare(params, opt_state, batch)
         return jitted.lower(*args)
 
@@ -160,7 +160,7 @@ class DataParallelStep:
         return self._jitted[key], (*kept, *self._split(batch))
 
     def _traced(self, treedef: Any, shardings: Sequence[NamedSharding]) -> Any:
-        """The step, its new parameters and state sharded like the old ones."""
+        """The step, with new parameters and state sharded like the old ones."""
 
         def data_parallel_step(params, opt_state, *batch):
             with whole_batch(self._axes, self._mesh):
@@ -181,15 +181,15 @@ class DataParallelStep:
         return data_parallel_step
 
     def _split(self, batch: Any) -> Any:
-        """The batch, arrays sharded along their leading axis where it is divisible."""
+        """The batch, with arrays sharded along their leading axis if divisible."""
         devices = math.prod(self._mesh.shape[name] for name in self._axes)
         leading = [np.shape(x)[:1] for x in jax.tree.leaves(batch)]
         if leading and not any(size and size[0] % devices == 0 for size in leading):
             sizes = sorted({size[0] for size in leading if size})
             raise ValueError(
-                f"{_CALL}: no array of the batch can be sharded over the {devices} "
-                f"devices along {self._axes!r}: the leading axes are {sizes}. Use a "
-                f"batch size that is a multiple of {devices}, or pad the batch."
+                f"{_CALL}: the batch must have an array that can be sharded over the "
+                f"{devices} devices along {self._axes!r}, got leading axes {sizes}. "
+                f"Use a batch size that is a multiple of {devices}, or pad the batch."
             )
 
         def put(x):
@@ -212,7 +212,7 @@ class DataParallelStep:
         return jax.device_put(x, sharding)
 
     def _over_auto_axes(self, tree: Any) -> Any:
-        """The tree with the mesh of its sharded tables replaced by the Auto one."""
+        """The tree, with the mesh of its sharded tables replaced by the Auto mesh."""
         is_table = lambda x: isinstance(x, ShardedTable)
 
         def move(x):
@@ -230,15 +230,15 @@ def _check_replaceable(what: str, returned: Any, given: Any) -> None:
     found, expected = jax.tree.structure(returned), jax.tree.structure(given)
     if found != expected:
         raise ValueError(
-            f"{_CALL}: step returned {what} of another structure than it was given: "
-            f"{found} instead of {expected}. They are the next step's arguments."
+            f"{_CALL}: step must return {what} with the structure of its argument, "
+            f"{expected}, got {found}. They are the next step's arguments."
         )
     leaves, _ = jax.tree_util.tree_flatten_with_path(given)
     for (path, old), new in zip(leaves, jax.tree.leaves(returned)):
         old, new = jax.typeof(old), jax.typeof(new)
         if old.shape != new.shape or what == "params" and old.dtype != new.dtype:
             raise ValueError(
-                f"{_CALL}: step returned {what}{jax.tree_util.keystr(path)} as "
-                f"{new.dtype.name}{list(new.shape)}, it was given "
-                f"{old.dtype.name}{list(old.shape)}. It is the next step's argument."
+                f"{_CALL}: step must return {what}{jax.tree_util.keystr(path)} as "
+                f"{old.dtype.name}{list(old.shape)}, like its argument, got "
+                f"{new.dtype.name}{list(new.shape)}. It is the next step's argument."
             )

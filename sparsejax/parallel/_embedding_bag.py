@@ -1,9 +1,9 @@
-"""embedding_bag: rows of a table whose rows are sharded, reduced bag by bag.
+"""embedding_bag: reads rows of a row-sharded table and reduces them bag by bag.
 
-The rows are read as in `sparsejax.parallel.lookup`, each distinct row once a device.
-They are then a small table that `sparsejax.embedding_bag` reduces on each device. A bag
-of padded ids lies on one device. A bag of segment ids may extend over several devices,
-whose sums are added up.
+The rows are read as in `sparsejax.parallel.lookup`, each distinct row once per device.
+They form a small table, which `sparsejax.embedding_bag` reduces on each device. A bag
+of padded ids lies on one device. A bag of segment ids may span several devices, whose
+sums are then added.
 """
 
 import math
@@ -48,15 +48,15 @@ def embedding_bag(
     capacity: int | str | None = None,
     return_metrics: bool = False,
 ) -> Any:
-    """Rows of a table whose rows are sharded over devices, reduced to one row a bag.
+    """Reads rows of a table that is sharded by rows, and reduces each bag to one row.
 
-    Gives what `sparsejax.embedding_bag` gives. With `x_i = table[ids[i]]` and weights
-    `w_i`, `out[b] = sum w_i x_i` over the i of bag b, or their mean, sqrtn, max, min or
-    logsumexp. The rows travel as in `sparsejax.parallel.lookup`, each distinct row once
-    a device, and are reduced where they arrive.
+    Returns the same bags as `sparsejax.embedding_bag`. With `x_i = table[ids[i]]` and
+    weights `w_i`, `out[b] = sum w_i x_i` over the i of bag b, or their mean, sqrtn,
+    max, min or logsumexp. The rows are sent as in `sparsejax.parallel.lookup`, each
+    distinct row once per device, and reduced where they arrive.
 
-    For padded ids `[..., L]` nothing else travels. With segment ids the devices' sums
-    `[num_segments, ...]` are added up; for the combiners max, min and logsumexp the
+    For padded ids `[..., L]` nothing else is sent. With segment ids the devices' sums
+    `[num_segments, ...]` are all-reduced; for the combiners max, min and logsumexp the
     rows are gathered on every device.
 
     Args:
@@ -66,15 +66,15 @@ def embedding_bag(
       segment_ids: integers `[n]`, the bag of each id; an id whose segment id is outside
         `[0, num_segments)` is in no bag, and is not read.
       num_segments: int, the number of bags.
-      weights: real numbers of the shape of `ids` (of its values), for sum, mean and
-        sqrtn.
+      weights: real numbers with the shape of `ids` (or of its values), for the
+        combiners sum, mean and sqrtn.
       combiner: how a bag is reduced, as in `sparsejax.embedding_bag`.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
         `"error"`.
-      padding_id: int, an id that no bag contains.
+      padding_id: int, an id that does not count in any bag.
       max_norm: positive number, as in `sparsejax.lookup`.
       capacity: as in `sparsejax.parallel.lookup`.
-      return_metrics: whether to return `Metrics` of the exchange as well.
+      return_metrics: whether to also return the `Metrics` of the exchange.
 
     Returns:
       `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for padded ids;
@@ -83,7 +83,7 @@ def embedding_bag(
 
     Raises:
       TypeError: `table` is not a ShardedTable, or an argument has the wrong type.
-      ValueError: unknown `combiner` or `mode`, or shapes that do not match.
+      ValueError: `combiner` or `mode` is unknown, or shapes do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -101,8 +101,9 @@ def embedding_bag(
     if isinstance(ids, SegmentTensor):
         if segment_ids is not None or num_segments is not None:
             raise ValueError(
-                f"{_CALL}: ids are a SegmentTensor, which has its own segments. Leave "
-                "out segment_ids and num_segments, or pass ids.values with them."
+                f"{_CALL}: segment_ids and num_segments must be left out if ids is a "
+                "SegmentTensor, which has its own segments. Leave them out, or pass "
+                "ids.values with them."
             )
         ids, segment_ids, num_segments = ids.values, ids.segment_ids, ids.num_segments
     ids = put_on_mesh(_CALL, table, _arguments.as_integers(_CALL, ids))
@@ -123,7 +124,7 @@ def embedding_bag(
             f"{_CALL}: ids of shape {ids.shape} "
             f"{'without' if ids.ndim < 2 else 'with'} segment_ids. Pass ids [n] with "
             "segment_ids and num_segments, a SegmentTensor, or only ids padded to "
-            "[..., L], one bag a row."
+            "[..., L], one bag per row."
         )
 
     max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
@@ -134,7 +135,7 @@ def embedding_bag(
         skip = outside if skip is None else skip | outside
     skip = jnp.zeros_like(ids, bool) if skip is None else skip
 
-    # Padded so that every device gets equally many bags, or elements.
+    # Pad so that every device gets the same number of bags, or elements.
     owners, lead = owners_of(table), ids.shape[:-1]
     spec = _compat.explicit_spec(ids)[: len(lead) + (combiner == "none")]
     pad = lambda x, value: None if x is None else _pad(owners, x, value)
@@ -237,7 +238,7 @@ def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.A
 
 
 def _reduce(rows, skip, weights, combiner, segment_ids=None, count=None) -> jax.Array:
-    """`sparsejax.embedding_bag` of `rows`, element k of the bags being row k."""
+    """`sparsejax.embedding_bag` of `rows`, where element k of the bags is row k."""
     here = jax.lax.iota(jnp.int32, skip.size).reshape(skip.shape)
     return _bag.embedding_bag(
         rows,

@@ -6,14 +6,14 @@ owners along the table's axes, and gradients are also summed over the replicas.
 
 Each device has positions `[n]` whose rows it reads, or has gradients for. Sorted and
 without duplicates they are grouped by owner, since the owner is `position // R`. In one
-*round* of `all_to_all` every device sends C of them to each owner. If some owner is
-asked for more, further rounds follow, as many on every device:
+*round* of `all_to_all` every device sends C of them to each owner. If a device requests
+more from some owner, more rounds follow, the same number on every device:
 
-    rounds = ceil(most rows that any device asks of any owner / C)
+    rounds = ceil(most rows that any device requests from any owner / C)
 
 So C affects speed, never results. Gradients take two passes of rounds: first the ids,
 which tell the owner its distinct rows, then the values, each added to the row of its
-id. So a row is complete before it is used, however many rounds its parts took.
+id. A row is therefore complete before it is used, however many rounds its parts took.
 
 Reads are one primitive, `read_sharded_rows`, and its transpose is another,
 `add_sharded_rows`.
@@ -75,12 +75,12 @@ class Owners:
 
     @property
     def table_spec(self) -> PartitionSpec:
-        """How tables are sharded, and all else that lies at the owners."""
+        """How tables are sharded, and everything else that lies at the owners."""
         return PartitionSpec(self.axes)
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """How ids are sharded, and the rows read for them."""
+        """How ids and the rows read for them are sharded."""
         return PartitionSpec((*self.replica_axes, *self.axes))
 
     @property
@@ -102,8 +102,8 @@ class Owners:
     ) -> Any:
         """`body` on each device's part of `args`.
 
-        Replicas stay equal because they add in the same order. Types cannot know that,
-        so they are not checked by default.
+        Replicas stay equal because they add in the same order. JAX's types cannot
+        express that, so they are not checked by default.
         """
         if self.is_explicit:
             pairs = zip(args, in_specs)
@@ -131,11 +131,11 @@ class Metrics(NamedTuple):
 
     Args:
       rounds: int32, the number of rounds.
-      rows: int32, distinct rows asked for, summed over the devices that asked.
-      largest: int32, the most rows that any device asked of any owner: the capacity
-        that would have made it one round.
-      overflow: int32, rows that did not fit into the first round; none is lost.
-      bytes: float32, what one device sends over the wire in all rounds.
+      rows: int32, distinct rows requested, summed over the requesting devices.
+      largest: int32, the most rows that any device requested from any owner; with this
+        capacity one round would have sufficed.
+      overflow: int32, rows that did not fit into the first round; no row is lost.
+      bytes: float32, bytes that one device sends in all rounds.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -163,7 +163,7 @@ def no_metrics() -> Metrics:
 def measure(
     owners: Owners, slots: int, positions: jax.Array, dtype: Any, row: tuple[int, ...]
 ) -> Metrics:
-    """What the exchange of rows at `positions` takes, without doing it."""
+    """The cost of exchanging the rows at `positions`, without the exchange."""
 
     def body(positions):
         return _counts(owners, _group_by_owner(owners, positions), slots)
@@ -286,8 +286,8 @@ def read_rows(
       `(rows [n, ...], metrics)`; zeros for the position `N * R`.
     """
     if not _arguments.is_concrete(positions):
-        # `jit` finds the devices of a program in its shard_maps, but does not look for
-        # them inside of a primitive. So this one stays outside.
+        # `jit` finds the devices of a program in its shard_maps, but does not look
+        # inside primitives, so this shard_map stays outside.
         spec = owners.batch_spec
         positions = owners.shard_map(
             lambda x: x, positions, in_specs=(spec,), out_specs=spec
@@ -306,7 +306,8 @@ def _read(
     def body(values, positions):
         groups = _group_by_owner(owners, positions)
         rounds = _num_rounds(owners, groups, slots)
-        # Where the answer to each position comes in: its round, and the place in it.
+        # Where the answer for each position arrives: its round, and its place in that
+        # round.
         owner = positions // _arguments.scalar(owners.rows, positions)
         known = owner < _arguments.scalar(owners.count, owner)
         owner = jnp.where(known, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
@@ -352,7 +353,7 @@ def _read_own_rows(values: jax.Array, asked: jax.Array) -> jax.Array:
 def _add(
     owners: Owners, slots: int, cotangent: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """The transpose of `_read`: a table `[N * R, ...]` of the cotangents of rows."""
+    """The transpose of `_read`: sums cotangents of rows into a table `[N * R, ...]`."""
     row, wide = cotangent.shape[1:], indexing.accumulator_dtype(cotangent.dtype)
 
     def body(cotangent, positions):
@@ -391,8 +392,9 @@ def _sum_duplicates(groups: _Groups, values: jax.Array) -> jax.Array:
 # `read_rows_p` is linear in the table, `add_rows_p` in the cotangent, and each is the
 # transpose of the other, so derivatives of any order consist of these two.
 #
-# Under `vmap` all arrays get an axis in front. The static `batched` says of each such
-# axis, the outermost first, whether the tables are different or one and the same.
+# Under `vmap` all arrays get a leading axis. For each such axis, outermost first, the
+# static `batched` says whether there is a separate table per batch element or one
+# shared table.
 
 
 def _read_batched(values, positions, *, owners, slots, batched):
@@ -480,7 +482,8 @@ def send_to_owners(
     row, dtype = values.shape[1:], values.dtype
     wide = indexing.accumulator_dtype(dtype)
     here = positions.size // owners.devices
-    # The most distinct rows that one device can send an owner, and that it can get.
+    # The most distinct rows that one device can send to an owner, and that an owner can
+    # receive.
     most_sent = max(1, min(here, owners.rows))
     most_got = max(1, min(owners.rows, owners.devices * min(here, owners.rows)))
     is_single = _fits_one_round(owners, here, slots)
@@ -538,7 +541,7 @@ def _to_positions(owners: Owners, rows: jax.Array) -> jax.Array:
 
 
 def to_own_rows(owners: Owners, positions: jax.Array) -> jax.Array:
-    """Positions as this owner's row numbers; R for those of others."""
+    """Positions as this owner's row numbers; R for rows of other owners."""
     first = lax.axis_index(owners.axes).astype(positions.dtype)
     rows = positions - first * _arguments.scalar(owners.rows, positions)
     own = indexing.in_range(rows, owners.rows)

@@ -1,4 +1,4 @@
-"""lookup: rows of a table whose rows are sharded, by id; its rule and its gradient."""
+"""lookup: reads rows of a row-sharded table; its transformation rule and gradient."""
 
 import dataclasses
 import math
@@ -37,18 +37,18 @@ def lookup(
     capacity: int | str | None = None,
     return_metrics: bool = False,
 ) -> Any:
-    """Rows of a table whose rows are sharded over devices, by id.
+    """Reads rows, by id, of a table whose rows are sharded over devices.
 
-    Gives what `sparsejax.lookup` gives, for a table that no device holds. Each device
-    takes its part of the ids, drops duplicates and asks the owners for the rows: at
-    most `capacity` rows of each owner in one round of `all_to_all`, in as many rounds
-    as it takes. So no id is lost, however skewed the ids are. Under `sparsejax.grad`
-    the gradient is a ShardedTable of ShardedRows; `sparsejax.optim.lazy` sends its rows
-    to their owners.
+    Returns the same rows as `sparsejax.lookup`, for a table too large for one device.
+    Each device takes its part of the ids, drops duplicates and requests the rows from
+    their owners: at most `capacity` rows from each owner in one round of `all_to_all`,
+    in as many rounds as needed. No id is lost, however skewed the ids are. Under
+    `sparsejax.grad` the gradient is a ShardedTable of ShardedRows;
+    `sparsejax.optim.lazy` sends its rows to their owners.
 
     Call it on global arrays, with the ids of the whole batch, under `jit` or not. With
     N owners, C = capacity and rows of B bytes, each device sends
-    `(N - 1) * C * (4 + B)` bytes a round, and as much again for the gradient.
+    `(N - 1) * C * (4 + B)` bytes per round, and the same again for the gradient.
 
     Args:
       table: from `shard_rows`.
@@ -57,11 +57,12 @@ def lookup(
         `"error"`, as in `sparsejax.lookup`.
       padding_id: int, an id that reads zeros and gets no gradient.
       max_norm: positive number, as in `sparsejax.lookup`.
-      capacity: int, rows that a device asks of one owner in a round. It affects speed
-        only: too small costs rounds, too large costs bandwidth. `"auto"` measures the
-        ids, outside of `jit`; `measure_capacity` measures a sample. None allows a
-        quarter more than an even share of ids that are all different.
-      return_metrics: whether to return `Metrics` of the exchange as well.
+      capacity: int, the number of rows that a device requests from one owner per round.
+        It only affects speed: too small a value costs rounds, too large a value costs
+        bandwidth. `"auto"` measures the ids, outside of `jit`; `measure_capacity`
+        measures a sample. None allows 25% more than an even share if all ids are
+        distinct.
+      return_metrics: whether to also return the `Metrics` of the exchange.
 
     Returns:
       `[*ids.shape, *table.shape[1:]]`, or `(rows, metrics)`. Over Explicit axes the
@@ -70,9 +71,9 @@ def lookup(
     Raises:
       TypeError: `table` is not a ShardedTable, `ids` are not integers, or an option has
         the wrong type.
-      ValueError: unknown `mode`, a `capacity` below 1, `"auto"` inside `jit`, ids on
-        other devices than the table, or a call inside a `shard_map` over the table's
-        mesh.
+      ValueError: `mode` is unknown, `capacity` is below 1 or is `"auto"` inside `jit`,
+        the ids are on other devices than the table, or it is called inside a
+        `shard_map` over the table's mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -90,9 +91,9 @@ def lookup(
     check_table(_CALL, table, "lookup")
     if isinstance(ids, SegmentTensor):
         raise TypeError(
-            f"{_CALL}: ids are a SegmentTensor. Use "
+            f"{_CALL}: ids must be an array of integers, got a SegmentTensor. Use "
             "sparsejax.parallel.embedding_bag(table, ids) to reduce the rows of each "
-            "segment, or look up ids.values to get all rows."
+            "segment, or look up ids.values to get every row."
         )
     ids = put_on_mesh(_CALL, table, _arguments.as_integers(_CALL, ids))
     _lookup.check_mode(_CALL, mode)
@@ -108,25 +109,24 @@ def lookup(
 def measure_capacity(
     table: ShardedTable, sample_ids: Any, *, margin: float = 1.1
 ) -> int:
-    """The `capacity` with which a batch like this one needs a single round.
+    """The `capacity` at which batches like this one need a single round.
 
-    The most distinct rows that any device asks of any owner, times `margin`, since
-    batches differ.
+    The most distinct rows that any device requests from any owner, times `margin`,
+    because batches differ.
 
     Args:
       table: from `shard_rows`; its values are not read.
       sample_ids: integers, the ids of one batch of all devices together, as large as
         the batches that will be looked up; or a list of such batches. They must be
-        concrete, so call it outside of `jit`.
-      margin: number; 1 is just enough for the sample.
+        concrete, so call this function outside of `jit`.
+      margin: positive number; 1 is just enough for the sample.
 
     Returns:
       int.
 
     Raises:
       TypeError: `table` is not a ShardedTable, or the ids are not integers.
-      ValueError: the ids are traced, or there are none; or `margin` is not a positive
-        number.
+      ValueError: the ids are traced or empty, or `margin` is not a positive number.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -141,21 +141,22 @@ def measure_capacity(
         batches = [batches if isinstance(sample_ids, list | tuple) else sample_ids]
     if not isinstance(margin, (int, float, np.number)) or not 0 < margin < math.inf:
         raise ValueError(
-            f"{_MEASURE}: margin must be a positive number, got {margin!r}; 1 is just "
-            "enough for the sample."
+            f"{_MEASURE}: margin must be a positive number, got {margin!r}. A margin "
+            "of 1 is just enough for the sample."
         )
     most = count = 0
     for batch in batches:
         if not (_arguments.is_concrete(batch) or isinstance(batch, list | tuple)):
             raise ValueError(
-                f"{_MEASURE}: sample_ids must be concrete, and inside jit they are "
-                "traced. Call it outside of jit, and pass its result as capacity."
+                f"{_MEASURE}: sample_ids must be concrete, got traced ids. Call it "
+                "outside of jit, and pass its result as capacity."
             )
         batch = _arguments.as_integers(_MEASURE, batch)
         most, count = max(most, _most_asked(table, batch)), count + batch.size
     if not count:
         raise ValueError(
-            f"{_MEASURE}: sample_ids is empty. Pass the ids of one or more batches."
+            f"{_MEASURE}: sample_ids must not be empty. Pass the ids of one or more "
+            "batches."
         )
     return max(1, math.ceil(most * margin))
 
@@ -171,7 +172,7 @@ def gather(
     mode: str,
     capacity: int | str | None,
 ) -> tuple[jax.Array, Metrics]:
-    """What `lookup` reads, for checked arguments, and the metrics."""
+    """The rows that `lookup` reads, for checked arguments, and the metrics."""
     wanted = _lookup.clip_ids(call, table, ids) if mode == "clip" else ids
     if padding is not None:
         wanted = jnp.where(padding, _arguments.scalar(table.height, ids), wanted)
@@ -188,7 +189,7 @@ def gather(
 
 
 def check_table(call: str, table: Any, name: str) -> None:
-    """An error that names `call` unless `table` is a ShardedTable that can be read."""
+    """Raises unless `table` is a ShardedTable that can be read here."""
     if not isinstance(table, ShardedTable):
         raise TypeError(
             f"{call}: table must be a ShardedTable, got {_arguments.kind_of(table)}. "
@@ -199,14 +200,14 @@ def check_table(call: str, table: Any, name: str) -> None:
     manual = [n for n in context.manual_axes if n in table.mesh.axis_names]
     if manual:
         raise ValueError(
-            f"{call}: called inside of a shard_map over {manual}. It takes the ids of "
-            "the whole batch and shards them itself: call it outside of the shard_map, "
-            "on global arrays."
+            f"{call}: cannot be called inside a shard_map over {manual}. It takes the "
+            "ids of the whole batch and shards them itself. Call it outside of the "
+            "shard_map, on global arrays."
         )
 
 
 def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> Any:
-    """Ids of one device put on the table's mesh; an error for ids on other devices."""
+    """Moves ids from one device to the table's mesh; raises if they are elsewhere."""
     mesh = table.mesh
     is_array = isinstance(ids, jax.Array) and _arguments.is_concrete(ids)
     if not (isinstance(mesh, Mesh) and is_array and ids.committed):
@@ -217,8 +218,8 @@ def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> Any:
     if len(here) == 1 and here <= there:
         return jax.device_put(ids, owners_of(table).sharding(PartitionSpec()))
     raise ValueError(
-        f"{call}: ids are on {ids.sharding}, the table is on {len(there)} devices of "
-        f"{mesh}. Move the ids: jax.device_put(ids, NamedSharding(mesh, "
+        f"{call}: ids must be on the table's {len(there)} devices, {mesh}, got "
+        f"{ids.sharding}. Move them with jax.device_put(ids, NamedSharding(mesh, "
         f"PartitionSpec({', '.join(map(repr, table.axes))})))."
     )
 
@@ -234,7 +235,7 @@ def owners_of(table: ShardedTable) -> Owners:
 def _read(
     call: str, table: ShardedTable, ids: jax.Array, capacity: int | str | None
 ) -> tuple[jax.Array, Metrics]:
-    """Rows of ids of any shape, zeros for those out of range."""
+    """The rows of ids of any shape; zeros for ids out of range."""
     owners = owners_of(table)
     slots = _slots(call, owners, table, ids, capacity)
     if not ids.size:
@@ -262,9 +263,9 @@ def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> in
     if isinstance(capacity, str) and capacity == "auto":
         if not _arguments.is_concrete(ids):
             raise ValueError(
-                f"{call}: capacity='auto' measures the ids, and inside jit they are "
-                "traced. Measure a sample outside of jit and pass the int: capacity = "
-                "sparsejax.parallel.measure_capacity(table, sample_ids)."
+                f"{call}: capacity='auto' measures the ids, which needs concrete ids, "
+                "got traced ids. Measure a sample outside of jit and pass the int: "
+                "capacity = sparsejax.parallel.measure_capacity(table, sample_ids)."
             )
         return owners.slots(here, max(1, _most_asked(table, ids)))
     if isinstance(capacity, str | bool):
@@ -272,13 +273,13 @@ def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> in
             f"{call}: capacity must be a positive int, 'auto' or None, got "
             f"{capacity!r}."
         )
-    hint = " Or give 'auto' or None."
+    hint = " 'auto' and None are also accepted."
     capacity = _arguments.static_int(call, "capacity", capacity, 1, hint)
     return owners.slots(here, capacity)
 
 
 def _shard_positions(owners: Owners, positions: jax.Array) -> jax.Array:
-    """Positions as `[n]`, padded to a multiple of the devices, sharded over them."""
+    """Positions as `[n]`, padded to a multiple of the devices and sharded over them."""
     padding = -positions.size % owners.devices
     batch = owners.sharding(owners.batch_spec)
     if _compat.explicit_spec(positions) and not padding:
@@ -293,7 +294,7 @@ def _shard_positions(owners: Owners, positions: jax.Array) -> jax.Array:
 
 
 def _most_asked(table: ShardedTable, ids: Any) -> int:
-    """The most distinct rows that a device asks of an owner, computed on the host."""
+    """The most distinct rows that a device requests from an owner; runs on the host."""
     owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
     here = -(-ids.size // owners.devices)
     most = 0
@@ -314,7 +315,7 @@ def _most_asked(table: ShardedTable, ids: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _ReadKind:
-    """What is static about a read of sharded rows; makes the gradient of its table.
+    """The static part of a read of sharded rows; builds the gradient of its table.
 
     Args:
       owners: which device owns which rows.
@@ -335,7 +336,8 @@ class _ReadKind:
         """The gradient of a table from all its reads; each slot stays on its device."""
         owners, parts = self.owners, []
         for i, c, site in zip(ids, cotangents, sites):
-            # A loop adds its length in front of the ids, which devices shard.
+            # A loop adds a leading axis, its length; the ids behind it are sharded over
+            # devices.
             here = i.shape[-1]
             turns = i.size // max(1, here)
             rows = _merge_turns(owners, i.reshape(turns, here))
@@ -348,7 +350,7 @@ class _ReadKind:
 
 
 def _merge_turns(owners: Owners, x: jax.Array) -> jax.Array:
-    """`[turns, n, ...]` as `[turns * n, ...]`, nothing moved between devices."""
+    """`[turns, n, ...]` as `[turns * n, ...]`, without moving data between devices."""
     if x.shape[0] == 1:
         # Without the constraint XLA may gather what a jitted gradient returns.
         return constrain(x[0], owners.mesh, *owners.batch_spec)

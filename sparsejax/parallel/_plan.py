@@ -14,14 +14,14 @@ and sends in a step, lookup and update together,
     replicated-sparse   (N - 1) U (d + 4)
     replicated-dense    2 V d (N - 1) / N
 
-Row-sharded: C is the capacity, the rows asked of one owner in one round; without skew
-it is a little more than U / N. Column-sharded: whole rows travel there and back, and
-XLA gathers the ids for each of their three uses; each device reads all N n ids, in
-narrow rows. (A bag that is summed first travels as one row, and replicated ids do not
-travel.) Replicated: ids and rows of the gradient go to all devices, or the dense
-gradient is all-reduced. An id has 4 bytes, or 8 in tables of 2^31 rows. Losses and
-norms add a few numbers. `sparsejax.parallel.wire_bytes` reads what a compiled step
-really sends.
+Row-sharded: C is the capacity, the rows requested from one owner in one round; without
+skew it is slightly more than U / N. Column-sharded: whole rows are sent in both
+directions, and XLA gathers the ids for each of their three uses; each device reads all
+N n ids, in narrow rows. (A bag that is summed first is sent as one row, and replicated
+ids are not sent.) Replicated: ids and rows of the gradient go to all devices, or the
+dense gradient is all-reduced. An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses
+and norms add a few numbers. `sparsejax.parallel.wire_bytes` reports what a compiled
+step actually sends.
 """
 
 import dataclasses
@@ -69,10 +69,10 @@ class TablePlan:
     Args:
       name: the path of the table, for example `tables['user']`.
       shape, dtype: of the table.
-      ids: ids of a device in a step.
+      ids: the number of ids per device and step.
       distinct: the most distinct ids of any device in the sample; `ids` without one.
       capacity: for `sparsejax.parallel.lookup`, if row-sharded.
-      costs: by layout; a layout that the shape does not allow is missing.
+      costs: by layout, without layouts that the shape does not allow.
       choice: the recommended layout.
     """
 
@@ -93,7 +93,7 @@ class Plan:
     Args:
       tables: a `TablePlan` for each table.
       num_devices: N.
-      device_bytes: the bytes that a device has for tables; None for no limit.
+      device_bytes: the bytes that each device has for tables; None for no limit.
     """
 
     tables: tuple[TablePlan, ...]
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def total(self) -> Cost:
-        """The cost of all tables for each device, in the recommended layouts."""
+        """The cost per device of all tables in their recommended layouts."""
         chosen = [table.costs[table.choice] for table in self.tables]
         return Cost(sum(c.memory for c in chosen), sum(c.wire for c in chosen))
 
@@ -145,21 +145,22 @@ def plan(
 ) -> Plan:
     """Estimates what each layout of each table costs, and recommends one.
 
-    It recommends the layout that sends the fewest bytes, and among equals the one with
-    the least memory. If the tables do not fit into `device_bytes`, some get layouts of
-    less memory, those first that free the most for each byte sent more. The module's
-    docstring has the formulas.
+    It recommends the layout that sends the fewest bytes and, among equals, the one that
+    needs the least memory. If the tables do not fit into `device_bytes`, some get
+    layouts that need less memory, starting with those that free the most memory per
+    extra byte sent. The module docstring has the formulas.
 
     Args:
       tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
         tuples of ints (of float32).
       mesh: the mesh, or an `AbstractMesh`.
-      batch: for each table what a step reads from it, all devices together: the number
-        of ids, or a sample of ids, whose duplicates and skew are measured (best, the
-        ids of a whole step in their order). A tree like `tables`, or one for all.
+      batch: for each table, what a step reads from it on all devices together: the
+        number of ids, or a sample of ids, whose duplicates and skew are measured
+        (ideally the ids of a whole step, in order). A tree like `tables`, or one value
+        for all tables.
       axis: name of the mesh axis that tables and batch are sharded over, or a tuple of
         names; None for all axes.
-      tx: the optax transformation, whose state takes memory too; None for no state.
+      tx: the optax transformation, whose state also takes memory; None for no state.
       device_bytes: int, the bytes that each device has for tables and their state; None
         for no limit.
 
@@ -168,8 +169,8 @@ def plan(
 
     Raises:
       TypeError: `mesh`, a table, `tx` or `device_bytes` has the wrong type.
-      ValueError: no tables, a scalar or a negative shape among them, no such axis, or a
-        batch that does not match the tables.
+      ValueError: there are no tables, a table is a scalar or has a negative shape,
+        `axis` is unknown, or `batch` does not match `tables`.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -202,7 +203,9 @@ def plan(
     devices = math.prod(mesh.shape[name] for name in names)
     paths, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=_is_table)
     if not paths:
-        raise ValueError(f"{_CALL}: tables is empty, {tables!r}. Give at least one.")
+        raise ValueError(
+            f"{_CALL}: tables must contain at least one table, got {tables!r}."
+        )
     specs = [_spec(_name(path), table) for path, table in paths]
     reads = _reads(batch, treedef, len(specs))
     found = [
@@ -230,7 +233,7 @@ def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
     if isinstance(table, tuple):
         if any(n < 0 for n in table):
             raise ValueError(
-                f"{_CALL}: {name} has the shape {table}. No axis can be negative."
+                f"{_CALL}: {name} must have a non-negative shape, got {table}."
             )
         table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
@@ -246,7 +249,7 @@ def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
 
 
 def _reads(batch: Any, treedef: Any, count: int) -> Sequence[Any]:
-    """For each table the number of ids, or a sample."""
+    """The number of ids or a sample, for each table."""
     if isinstance(batch, int | np.integer) or hasattr(batch, "dtype"):
         return [batch] * count
     try:
@@ -295,14 +298,14 @@ def _sample(name: str, read: Any) -> np.ndarray | None:
     if isinstance(read, int | np.integer) and not isinstance(read, bool) and read >= 0:
         return None
     raise ValueError(
-        f"{_CALL}: batch must be, for each table, the number of ids in a step (of all "
-        "devices together) or a sample of them as an array of integers; one for all "
-        f"tables, or a tree like tables. For {name} it is {read!r}."
+        f"{_CALL}: batch must be the number of ids per step (on all devices together) "
+        "or a sample of ids as an integer array, either one for all tables or a tree "
+        f"like tables; for {name} got {read!r}."
     )
 
 
 def _most_distinct(sample: np.ndarray, devices: int, height: int) -> int:
-    """The most distinct ids in range of any device, with the sample sharded evenly."""
+    """The most distinct in-range ids on any device, with the sample sharded evenly."""
     here = -(-sample.size // devices)
     parts = [sample[k * here : (k + 1) * here] for k in range(devices)]
     kept = [part[(part >= 0) & (part < height)] for part in parts]
@@ -317,7 +320,7 @@ def _costs(
     capacity: int,
     tx: Any,
 ) -> dict[str, Cost]:
-    """The formulas of the module's docstring, in whole bytes."""
+    """The formulas in the module docstring, in whole bytes."""
     height, *content = spec.shape
     row = math.prod(content) * np.dtype(spec.dtype).itemsize
     id_bytes = 4 if height <= np.iinfo(np.int32).max else 8
@@ -343,7 +346,7 @@ def _costs(
 
 
 def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
-    """Bytes of optimizer state of the table's own shape, and of other shapes."""
+    """Bytes of optimizer state with the table's shape, and with other shapes."""
     if tx is None:
         return 0, 0
     like = aside = 0
@@ -360,7 +363,7 @@ def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
 
 
 def _fit(tables: Sequence[TablePlan], budget: int | None) -> Sequence[TablePlan]:
-    """The tables with layouts of less memory, until all fit or none is left."""
+    """Moves tables to layouts that need less memory, until all fit or none is left."""
     tables = list(tables)
     while budget is not None:
         over = sum(t.costs[t.choice].memory for t in tables) - budget

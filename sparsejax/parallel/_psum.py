@@ -1,10 +1,10 @@
 """psum and pmean: gradients of replicated tables, exchanged as ids and rows.
 
-Every device has the whole table and reads its own part of the batch. A dense all-reduce
-of the gradient sends `2 V d (N - 1) / N` bytes (d: bytes of a row). The gradient of the
-n rows that a device read is `SelectedRows(rows [n], values [n, ...])`. Duplicates mean
-their sum, so the sum over devices is the concatenation of all slots: an all-gather of
-ids and rows, `(N - 1) n (d + 4)` bytes, whatever V is.
+Every device holds the whole table and reads its own part of the batch. A dense
+all-reduce of the gradient sends `2 V d (N - 1) / N` bytes (d: bytes per row). The
+gradient of the n rows that a device read is `SelectedRows(rows [n], values [n, ...])`.
+Duplicates are summed, so the sum over devices is the concatenation of all slots: an
+all-gather of ids and rows, `(N - 1) n (d + 4)` bytes, whatever V is.
 
 All devices get the same slots in the same order, so the optimizer computes the same
 bits everywhere, and replicas stay equal.
@@ -33,34 +33,36 @@ _whole_batch: contextvars.ContextVar[tuple[tuple[str, ...], Any] | None] = (
 
 
 def psum(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
-    """The sum of a tree with SelectedRows in it over the devices of a mesh axis.
+    """Sums a tree that contains SelectedRows over the devices of a mesh axis.
 
     The sum of SelectedRows is the concatenation of all devices' slots: ids and rows are
     gathered, and nothing of the table's size is sent. Every other leaf goes through
     `jax.lax.psum`. Call it inside `jax.shard_map`, or `jax.vmap` with an `axis_name`.
-    If the tree has dense gradients of replicated parameters, give `shard_map`
-    `check_vma=False`: under `check_vma=True` JAX has summed these already, and they
-    would be summed twice.
+    If the tree has dense gradients of replicated parameters, pass `check_vma=False` to
+    `shard_map`: under `check_vma=True` JAX has already summed them, and they would be
+    summed twice.
 
-    In a step that `data_parallel` runs, gradients are those of the whole batch already.
-    There this only gathers rows on every device, and leaves all else as it is. No axis
-    is bound there: `jax.lax.psum`, `pmean` and `axis_index` do not know its name.
+    In a step run by `data_parallel`, gradients are already those of the whole batch.
+    This function then only gathers rows on every device, and leaves everything else
+    unchanged. No axis is bound there: `jax.lax.psum`, `pmean` and `axis_index` do not
+    know its name.
 
     Args:
       tree: a pytree of arrays and SelectedRows.
       axis_name: name of a mesh axis, or a tuple of names.
-      capacity: int, at least 1, the number of slots that each device sends of each
+      capacity: int, at least 1, the number of slots that each device sends for each
         SelectedRows after merging duplicates. If the distinct rows of any device do not
-        fit, all devices send all slots instead, so no row is lost. None sends all
-        slots without merging. `sparsejax.parallel.plan` measures one.
+        fit, all devices send all slots instead, so no row is lost. None sends all slots
+        without merging. `sparsejax.parallel.plan` measures a suitable value.
 
     Returns:
       The tree, the same on every device. A SelectedRows of n slots gets N * n slots,
       some of them empty where `capacity` limits what is sent.
 
     Raises:
-      ValueError: outside of `shard_map` and `data_parallel`, or a bad `capacity`.
-      TypeError: the gradient of a ShardedTable inside of `shard_map`.
+      ValueError: called outside of `shard_map` and `data_parallel`, or `capacity` is
+        not a positive int.
+      TypeError: the tree has the gradient of a ShardedTable, inside a `shard_map`.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -79,7 +81,7 @@ def psum(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
 
 
 def pmean(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
-    """The mean over the devices of a mesh axis, of a tree with SelectedRows in it.
+    """Averages a tree that contains SelectedRows over the devices of a mesh axis.
 
     `psum(tree) / N`, see `sparsejax.parallel.psum`. Where each device's loss is the
     mean over its part of the batch, and the parts are equal, the mean of the gradients
@@ -94,8 +96,9 @@ def pmean(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
       The tree, the same on every device.
 
     Raises:
-      ValueError: outside of `shard_map` and `data_parallel`, or a bad `capacity`.
-      TypeError: the gradient of a ShardedTable inside of `shard_map`.
+      ValueError: called outside of `shard_map` and `data_parallel`, or `capacity` is
+        not a positive int.
+      TypeError: the tree has the gradient of a ShardedTable, inside a `shard_map`.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -113,7 +116,7 @@ def pmean(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
 
 @contextlib.contextmanager
 def whole_batch(axes: tuple[str, ...], mesh: Any) -> Iterator[None]:
-    """Inside, values are sums over `axes` already: `psum` and `pmean` only gather."""
+    """Inside, values are already sums over `axes`: `psum` and `pmean` only gather."""
     token = _whole_batch.set((axes, mesh))
     try:
         yield
@@ -140,9 +143,9 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
         within = _whole_batch.get()
         if within is None or not set(axes) <= set(within[0]):
             raise ValueError(
-                f"sparsejax.parallel.{name}: there is no axis {axis_name!r} to sum "
-                "over here. Call it inside of jax.shard_map over a mesh with that "
-                "axis, or in a step run by sparsejax.parallel.data_parallel over it."
+                f"sparsejax.parallel.{name}: the axis {axis_name!r} is not bound "
+                "here. Call it inside jax.shard_map over a mesh with that axis, or "
+                "in a step run by sparsejax.parallel.data_parallel over that axis."
             ) from None
         gather = lambda x: (
             _gather_global(x, *within, capacity) if is_selected_rows(x) else x
@@ -153,8 +156,8 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
         if isinstance(x, ShardedRows):
             raise TypeError(
                 f"sparsejax.parallel.{name}: the gradient of a ShardedTable cannot be "
-                "summed inside of a shard_map. sparsejax.optim.lazy sends its rows to "
-                "their owners: call that on global arrays, in a step run by "
+                "summed inside a shard_map. sparsejax.optim.lazy sends its rows to "
+                "their owners; use it on global arrays, in a step run by "
                 "data_parallel or jax.jit."
             )
         if is_selected_rows(x):
@@ -169,7 +172,7 @@ def _gather(
     x: SelectedRows, axes: tuple[str, ...], devices: int, capacity: int | None
 ) -> SelectedRows:
     """The slots of all devices, in the order of the devices."""
-    # The result is the same on every device, and where types are checked they say so.
+    # The result is the same on every device; where types are checked, they must say so.
     told = _compat.varying_axes(x.rows) | _compat.varying_axes(x.values)
     to = "invarying" if told else "varying"
     gather = lambda y: lax.all_gather(y, axes, tiled=True, to=to)

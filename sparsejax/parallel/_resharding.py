@@ -1,8 +1,8 @@
-"""Resharding: rows of a saved table, in the order of another layout.
+"""Resharding: reads rows of a saved table in the order of another layout.
 
-A checkpoint holds a table as it lay on N devices. Each of the M devices that it is
-restored to owns the ids `first + i * step`, and those that one saved part holds lie at
-equal distances there. So a device needs a few strided reads of the file, and never
+A checkpoint stores a table as it was sharded over N devices. Each of the M devices that
+restore it owns the ids `first + i * step`, and within one saved part its rows are
+equally spaced. A device therefore needs a few strided reads of the file, and never
 holds more than its own part:
 
     from "block"            1 read
@@ -13,7 +13,7 @@ The file keeps each saved part as one chunk, and a chunk is read whole. From N t
 devices of "mod", a device therefore reads `N / gcd(N, M)` saved parts, and all devices
 together read the table `M / gcd(N, M)` times: once if the number of devices is halved,
 twice if it is doubled, M times between "mod" and "block". Up to a gigabyte of chunks is
-cached meanwhile, so that the devices of a process read them once.
+cached, so that the devices of a process read each chunk once.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _READS_AT_ONCE = 16
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """The position of each row of a table. A plain array is one part of "block".
+    """The position of each row of a table. A plain array is one "block".
 
     Args:
       height: V, the number of rows.
@@ -74,7 +74,7 @@ class RowLayout:
         if self.layout == "block" or self.shards == 1:
             yield slice(0, len(ids), 1), slice(ids.start, ids[-1] + 1, ids.step)
             return
-        # Every `turn`-th id lies in the same part, `distance` rows further.
+        # Every `turn`-th id lies in the same part, `distance` rows apart.
         turn = self.shards // math.gcd(ids.step, self.shards)
         distance = ids.step * turn // self.shards
         for k, first in enumerate(ids[:turn]):
@@ -107,7 +107,7 @@ def read_part(
     Args:
       stored: the table in the layout `source`; `stored[slices].read()` is a future.
       source: the saved layout.
-      target: the wanted layout.
+      target: the requested layout.
       index: one slice for each axis of `shape`.
       shape: of the array that stores the table in the layout `target`.
     """
@@ -120,7 +120,7 @@ def read_part(
         for at, ids in target.progression(rows.start, rows.stop)
         for into, where in source.runs(ids)
     ]
-    # Limited, since what is read takes memory until it is copied into `out`.
+    # Limited, because each read takes memory until it is copied into `out`.
     for k in range(0, len(wanted), _READS_AT_ONCE):
         some = wanted[k : k + _READS_AT_ONCE]
         reads = [stored[(where, *others)].read() for _, where in some]

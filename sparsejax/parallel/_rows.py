@@ -1,9 +1,9 @@
 """ShardedRows: the gradient of a table whose rows are sharded over devices.
 
 It has two states. `sparsejax.value_and_grad` returns it with every slot on the device
-whose batch read the row, and nothing sent. `coalesce` sends the slots to the owners of
-their rows and merges them there. Then every owner has its own distinct rows, and
-reading or writing these moves nothing between devices.
+whose batch read the row; nothing has been sent yet. `coalesce` sends the slots to the
+owners of their rows and merges them there. Each owner then holds its own distinct rows,
+and reading or writing them moves nothing between devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class ShardedRows(SelectedRows):
       values: a row for each slot.
       height: `N * R`.
       owners: which device owns which rows.
-      slots: how many rows a device sends an owner in one round of the exchange; None
+      slots: how many rows a device sends to an owner in one round of the exchange; None
         once the rows are at their owners.
 
     Example:
@@ -53,7 +53,7 @@ class ShardedRows(SelectedRows):
 
     @classmethod
     def make(cls, rows: Any, values: Any, owners: Owners, slots: int | None) -> Any:
-        """From its parts, without checks."""
+        """Builds it from its parts, without checks."""
         return cls.tree_unflatten((owners.height, owners, slots), (rows, values))
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
@@ -63,7 +63,7 @@ class ShardedRows(SelectedRows):
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
-        """Rebuilds without checks, since JAX puts placeholders into children."""
+        """Rebuilds without checks, since JAX may pass any objects as children."""
         self = object.__new__(cls)
         self.__dict__.update(zip(("height", "owners", "slots"), static))
         self.__dict__.update(rows=children[0], values=children[1])
@@ -80,26 +80,28 @@ class ShardedRows(SelectedRows):
         """The same array with each row once, at its owner; rows ascend at each owner.
 
         Args:
-          capacity: None; every owner has a slot for each row that it can be sent.
-          return_overflow: whether to return an int32 scalar as well, 0.
+          capacity: must be None; every owner has a slot for each row it may receive.
+          return_overflow: whether to also return the overflow, an int32 scalar that is
+            0.
 
         Raises:
           ValueError: `capacity` is given.
         """
         if capacity is not None:
             raise ValueError(
-                f"ShardedRows.coalesce: takes no capacity, got {capacity!r}. Every "
-                "owner has a slot for each row that it can be sent, so no row is lost."
+                f"ShardedRows.coalesce: capacity must be None, got {capacity!r}. "
+                "Every owner has a slot for each row it may receive, so no row is "
+                "lost."
             )
         merged = self if self.is_merged else _send(self)
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
 
     def find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
-        """Rows by position, and which are stored; for tests: it gathers all slots."""
+        """Rows by position, and which are stored. For tests: it gathers all slots."""
         return self.everywhere().find(ids)
 
     def retain(self, ids: Any) -> SelectedRows:
-        """Only the rows at these positions; for tests: it gathers all slots."""
+        """Only the rows at these positions. For tests: it gathers all slots."""
         return self.everywhere().retain(ids)
 
     def everywhere(self) -> SelectedRows:
@@ -112,7 +114,7 @@ class ShardedRows(SelectedRows):
         return ShardedRows.make(self.rows, values, self.owners, self.slots)
 
     def metrics(self) -> Metrics:
-        """What sending these rows to their owners takes: rounds, bytes, overflow."""
+        """The cost of sending these rows to their owners: rounds, bytes, overflow."""
         if self.slots is None or not self.capacity:
             return _exchange.no_metrics()
         wide, row = indexing.accumulator_dtype(self.dtype), self.values.shape[1:]
@@ -133,7 +135,7 @@ def _at_owners(f: Callable, rows: ShardedRows, *args: Any) -> jax.Array:
     """`f(rows, *args)` at each owner, on its own parts.
 
     Args:
-      f: gets a SelectedRows whose ids are the owner's row numbers.
+      f: function of a SelectedRows whose ids are the owner's row numbers.
       rows: merged.
       *args: arrays, sharded as tables are.
     """
@@ -149,7 +151,7 @@ def _at_owners(f: Callable, rows: ShardedRows, *args: Any) -> jax.Array:
     )
 
 
-# These are jitted, since outside of `jit` a `shard_map` runs operation by operation.
+# Jitted, because outside of `jit` a `shard_map` runs operation by operation.
 
 
 @jax.jit
@@ -181,7 +183,7 @@ def _join(parts: Sequence[ShardedRows]) -> ShardedRows:
 
 
 def concatenate(parts: Sequence[ShardedRows]) -> ShardedRows:
-    """The sum of gradients: all their slots, each on the device where it was."""
+    """The sum of gradients: all their slots, each still on its device."""
     owners = parts[0].owners
     for part in parts:
         if part.owners != owners or part.shape != parts[0].shape:
@@ -194,8 +196,8 @@ def concatenate(parts: Sequence[ShardedRows]) -> ShardedRows:
         return parts[0]
     if any(part.is_merged for part in parts):
         raise ValueError(
-            "ShardedRows + ShardedRows: one of them is at its owners already. Add "
-            "gradients before an optimizer or .coalesce() sends them there."
+            "ShardedRows + ShardedRows: one of them is already merged at its owners. "
+            "Add gradients before an optimizer or .coalesce() sends them there."
         )
     return _join(list(parts))
 
@@ -205,7 +207,7 @@ def _add_to(table: Any, rows: ShardedRows) -> jax.Array:
     if np.shape(table) != rows.shape:
         raise ValueError(
             f"array + ShardedRows: shapes {np.shape(table)} and {rows.shape} differ. "
-            "ShardedRows have the shape of a ShardedTable's values: add them to "
+            "A ShardedRows has the shape of a ShardedTable's values. Add it to "
             "table.values, or use optax.apply_updates on trees."
         )
     return _add(jnp.asarray(table), rows.coalesce())

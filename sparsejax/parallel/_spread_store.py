@@ -1,4 +1,4 @@
-"""SpreadStore: tables whose rows are sharded over the memories of all processes.
+"""SpreadStore: tables whose rows are sharded over the memory of all processes.
 
 With P processes (hosts), process p holds the rows with `id mod P == p` and their
 optimizer state in a `KVStore` of its own, as its row `id // P`. A pull takes three
@@ -41,10 +41,12 @@ class SpreadStore:
     """A `sparsejax.store.KVStore` whose rows are sharded over several processes.
 
     Every process creates one with the same mesh, and all of them call `init`, `pull`
-    and `push` together. In one process it is a KVStore that serves many devices.
+    and `push` together. In a single process it is a KVStore that serves several
+    devices.
 
     Args:
-      mesh: the mesh whose devices get the rows; it must have devices of every process.
+      mesh: the mesh whose devices get the rows; it must contain devices of every
+        process.
 
     Raises:
       TypeError: `mesh` is not a mesh.
@@ -76,8 +78,9 @@ class SpreadStore:
         for process, devices in enumerate(self._devices):
             if not devices.size:
                 raise ValueError(
-                    f"{_CALL}: the mesh has no device of process {process}. Each "
-                    "process needs one, to send the rows that it holds."
+                    f"{_CALL}: mesh must contain a device of every process, got none "
+                    f"of process {process}. Each process sends its rows through one "
+                    "of its devices."
                 )
         self._store = KVStore()
         self._heights: dict[str, int] = {}
@@ -86,8 +89,8 @@ class SpreadStore:
     def local(self) -> KVStore:
         """This process's KVStore, whose row `id // P` is row `id` of the whole table.
 
-        Use it for `stats`, `flush`, `close`, and for `save` and `load` with a file for
-        each process.
+        Use it for `stats`, `flush` and `close`, and for `save` and `load` with one file
+        per process.
         """
         return self._store
 
@@ -105,9 +108,9 @@ class SpreadStore:
 
         Args:
           name, shape_or_array, tx: as in `KVStore.init`, for the whole table.
-          path: of a memory-mapped file; with several processes `.0-of-2`, `.1-of-2`
+          path: of a memory-mapped file; with several processes, `.0-of-2`, `.1-of-2`
             and so on are appended.
-          seed: of the initializer; each of several processes folds its number in.
+          seed: for the initializer; with several processes, each folds in its index.
           **options: `initializer` and `dtype`, as in `KVStore.init`.
         """
         is_shape = isinstance(shape_or_array, (tuple, list))
@@ -115,7 +118,7 @@ class SpreadStore:
         known = shape and isinstance(shape[0], (int, np.integer))
         height, process, count = int(shape[0]) if known else 0, *self._place()
         own = len(range(process, height, count))
-        part: Any = shape_or_array  # a wrong one is passed on: KVStore.init raises
+        part: Any = shape_or_array  # passed on if wrong: KVStore.init raises
         if known:
             part = (own, *shape[1:]) if is_shape else shape_or_array[process::count]
         if count > 1:
@@ -133,8 +136,8 @@ class SpreadStore:
 
         Args:
           name: of the table.
-          ids: integers of any shape, those of this process's devices: an array, a
-            global array sharded over the mesh, or a list with an array for each device.
+          ids: integers of any shape, the ids of this process's devices: an array, a
+            global array sharded over the mesh, or a list with one array per device.
           capacity: slots of the result; None takes the next power of two.
           mode: "error" or "drop", as in `KVStore.pull`.
 
@@ -143,10 +146,10 @@ class SpreadStore:
           ascending, then empty slots with zeros.
 
         Raises:
-          KeyError: no such table.
+          KeyError: there is no such table.
           TypeError: `ids` are not integers.
-          ValueError: ids of any process out of range, or more rows than `capacity`;
-            raised in every process.
+          ValueError: ids of any process are out of range, or there are more distinct
+            rows than `capacity`; raised in every process.
         """
         call = f"{_CALL}.pull"
         height = self._height(call, name)
@@ -163,7 +166,7 @@ class SpreadStore:
         with on_host(required=False):
             own = rows[owner == process] // count
             values = np.asarray(self._store.row_sparse_pull(name, own).values)
-        # A power of two, so that the all-gather is compiled for a few sizes only.
+        # A power of two, so that the all-gather is compiled for only a few sizes.
         shares = [np.sum(owner == p) / len(self._devices[p]) for p in range(count)]
         each = requested.bucket(int(np.ceil(max(shares))))
         where = np.full(slots, self._mesh.size * each)
@@ -190,7 +193,7 @@ class SpreadStore:
             what `pull` returned; the same in every process.
 
         Raises:
-          KeyError: no such table.
+          KeyError: there is no such table.
           TypeError: `grads` is not a SelectedRows.
           ValueError: `grads` has another height or shape.
         """
@@ -198,14 +201,14 @@ class SpreadStore:
         height = self._height(call, name)
         if not isinstance(grads, SelectedRows):
             raise TypeError(
-                f"{call}: takes a SelectedRows, got {_arguments.kind_of(grads)}. Use "
-                "sparsejax.value_and_grad to differentiate with respect to what pull "
-                "returned."
+                f"{call}: grads must be a SelectedRows, got "
+                f"{_arguments.kind_of(grads)}. Use sparsejax.value_and_grad to "
+                "differentiate with respect to what pull returned."
             )
         if grads.height != height:
             raise ValueError(
-                f"{call}: the gradient is of a table of {grads.height} rows, {name!r} "
-                f"has {height}."
+                f"{call}: grads must have height {height}, the number of rows of "
+                f"{name!r}, got {grads.height}."
             )
         process, count = self._place()
         rows, values = (self._whole(x) for x in (grads.rows, grads.values))
@@ -213,7 +216,7 @@ class SpreadStore:
         part = len(range(process, height, count))
         with on_host(required=False):
             rows = np.where(own, rows // count, part).astype(rows.dtype)
-            # Processes without any of the rows push too, so that step counts agree.
+            # Processes without any of these rows also push, so that step counts agree.
             self._store.push(name, SelectedRows(rows, values, part))
 
     # -- inside ------------------------------------------------------------------

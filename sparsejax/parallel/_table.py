@@ -1,8 +1,9 @@
 """ShardedTable: a table whose rows are sharded over the devices of a mesh.
 
 With N devices along the axis, each owns `R = ceil(V / N)` rows. One array holds the
-rows of all owners in turn, `N * R` rows sharded over the axis; those without an id are
-padding, zero and hidden. The place of an id in this array is its *position*:
+rows of all owners in turn, `N * R` rows sharded over the axis. Rows without an id are
+padding: zero, and hidden from the user. The place of an id in this array is its
+*position*:
 
     layout "mod":   position(id) = (id mod N) * R + id // N
     layout "block": position(id) = id
@@ -41,7 +42,7 @@ _ARRAY_ONLY = frozenset(
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardedTable:
-    """A `[height, ...]` table, its rows sharded over the devices of a mesh.
+    """A `[height, ...]` table whose rows are sharded over the devices of a mesh.
 
     A pytree with one child, so `tx.init`, `jax.jit` with donation, checkpoints and
     `optax.apply_updates` work on it leaf by leaf. `shard_rows` makes one;
@@ -52,8 +53,8 @@ class ShardedTable:
     use `jax.tree.map(jnp.add, g1, g2)`: it would add row numbers too.
 
     Args:
-      values: `[N * R, ...]`, sharded over `axis`, in the order of positions; in
-        gradients and updates ShardedRows over positions.
+      values: array `[N * R, ...]` sharded over `axis`, in order of position; a
+        ShardedRows in gradients and updates.
       height: int, the number of rows of the table.
       mesh: the mesh.
       axis: the mesh axis that the rows are sharded over, or a tuple of axes.
@@ -88,7 +89,7 @@ class ShardedTable:
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
-        """Rebuilds without checks, since JAX puts placeholders into the child."""
+        """Rebuilds without checks, since JAX may pass any object as the child."""
         return cls(*children, *static)
 
     # -- properties --------------------------------------------------------------
@@ -100,7 +101,7 @@ class ShardedTable:
 
     @property
     def dtype(self) -> Any:
-        """The type of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
@@ -115,7 +116,7 @@ class ShardedTable:
 
     @property
     def num_shards(self) -> int:
-        """N, the number of parts that the rows are in."""
+        """N, the number of parts that the rows are divided into."""
         return math.prod(self.mesh.shape[name] for name in self.axes)
 
     @property
@@ -128,7 +129,7 @@ class ShardedTable:
         """How `values` are sharded."""
         rest = ()
         if AxisType.Explicit in self.mesh.axis_types and self.values is not None:
-            # As JAX writes it in types, so that a jitted step is not compiled again.
+            # Spelled as in JAX's types, so that a jitted step is not recompiled.
             rest = (None,) * (self.ndim - 1)
         return NamedSharding(self.mesh, PartitionSpec(self.axis, *rest))
 
@@ -213,21 +214,21 @@ class ShardedTable:
 
     def __rtruediv__(self, other: Any) -> NoReturn:
         raise TypeError(
-            f"{type(other).__name__} / ShardedTable: a ShardedTable cannot be a "
-            "divisor, since its padding rows are zero. Use table.map(lambda v: ...) on "
-            "its values, padding included."
+            f"{type(other).__name__} / ShardedTable: cannot divide by a ShardedTable, "
+            "because its padding rows are zero. Use table.map(lambda v: ...) on its "
+            "values, padding included."
         )
 
     def _apply(self, op: Any, symbol: str, other: Any) -> Any:
-        """`op` of the values of two tables, or of a table and a number."""
+        """Applies `op` to the values of two tables, or to a table and a number."""
         if isinstance(other, ShardedTable):
             a, b = self.values, other.values
             static = [x.tree_flatten_with_keys()[1] for x in (self, other)]
             if static[0] != static[1] or np.shape(a) != np.shape(b):
                 raise ValueError(
-                    f"ShardedTable {symbol} ShardedTable: {self} and {other} differ in "
-                    "shape, mesh or layout. Both must be tables, or gradients of "
-                    "tables, of one shape and layout on one mesh."
+                    f"ShardedTable {symbol} ShardedTable: {self} and {other} differ "
+                    "in shape, mesh or layout. Both must be tables, or both "
+                    "gradients, with the same shape, layout and mesh."
                 )
             return self.map(lambda a: op(a, b))
         if not isinstance(other, (*_NUMBERS, np.generic, np.ndarray, jax.Array)):
@@ -235,15 +236,15 @@ class ShardedTable:
         if np.ndim(other):
             raise TypeError(
                 f"ShardedTable {symbol} array of shape {np.shape(other)}: the array "
-                "must be a scalar. Use table.map(lambda v: ...) for the values in the "
-                "order of positions, or .to_dense()."
+                "must be a scalar. Use table.map(lambda v: ...) on the values in "
+                "order of position, or .to_dense()."
             )
         if symbol in "+-":
             # Padding rows, and rows that a gradient does not store, must stay zero.
             self.__array__()
 
         def scale(values):
-            """The data's type wins, as in SelectedRows."""
+            """The data's dtype wins, as in SelectedRows."""
             if isinstance(values, SelectedRows) or isinstance(other, _NUMBERS):
                 return op(values, other)
             wide = indexing.promote(values.dtype, other.dtype)
@@ -292,7 +293,7 @@ class ShardedTable:
     def to_dense(self) -> jax.Array:
         """The whole table in the order of ids, `[height, ...]`; for tests and export.
 
-        Works for gradients and updates too, whose child is a SelectedRows.
+        Also works for gradients and updates, whose child is a SelectedRows.
         """
         if isinstance(self.values, SelectedRows):
             ids = self.ids_at(replicate(self.values.rows))
@@ -321,15 +322,15 @@ def shard_rows(
 
     Each of the N devices along the axis gets `ceil(V / N)` rows. Over the mesh's other
     axes the parts are replicated. `sparsejax.parallel.lookup` and `embedding_bag` read
-    the result; the training step around them stays that of one device.
+    the result; the training step around them is the same as on one device.
 
     Args:
-      table: `[V, ...]`, a JAX or NumPy array (an `np.memmap` too): each device's part
-        is cut on the host, so no device ever holds V rows. Inside `jit`, a traced
-        array. A `jax.ShapeDtypeStruct` gives the table's abstract form. Or, for tables
-        larger than the memory of a host, a function `f(ids) -> rows [len(ids), ...]`
-        of NumPy ids, called once for each part that has rows.
-      mesh: as `jax.make_mesh` gives, its axes Auto or Explicit.
+      table: `[V, ...]`, a JAX or NumPy array (or `np.memmap`): each device's part is
+        cut on the host, so no device ever holds V rows. Inside `jit`, a traced array. A
+        `jax.ShapeDtypeStruct` gives the table's abstract form. Or, for tables larger
+        than the memory of a host, a function `f(ids) -> rows [len(ids), ...]` of NumPy
+        ids, called once for each part that has rows.
+      mesh: as returned by `jax.make_mesh`, with Auto or Explicit axes.
       axis: name of a mesh axis, or a tuple of names.
       layout: `"mod"` distributes neighbouring ids over the devices, so frequent ids
         that are neighbours do not all go to one device; `"block"` keeps neighbours
@@ -341,8 +342,9 @@ def shard_rows(
 
     Raises:
       TypeError: `mesh` or `table` has the wrong type.
-      ValueError: no such axis or layout, a scalar, a missing `height`, rows of another
-        shape from `f`, or concrete rows over an AbstractMesh.
+      ValueError: `axis` or `layout` is unknown, `table` is a scalar, `height` is
+        missing, `f` returns rows of the wrong shape, or the rows are concrete and the
+        mesh abstract.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -362,7 +364,7 @@ def shard_rows(
     if layout not in LAYOUTS:
         raise ValueError(
             f"{_CALL}: layout must be 'mod' or 'block', got {layout!r}. 'mod' "
-            "distributes neighbouring ids over all devices, 'block' keeps them "
+            "distributes neighbouring ids over all devices; 'block' keeps them "
             "together."
         )
     make = lambda values, height: ShardedTable(values, height, mesh, axis, layout)
@@ -385,8 +387,8 @@ def shard_rows(
         )
     if height is not None:
         raise ValueError(
-            f"{_CALL}: height={height!r} is for a table given as a function of ids; "
-            f"this table has shape {shape}. Leave height out."
+            f"{_CALL}: height is only for a table given as a function of ids, got "
+            f"height={height!r} and a table of shape {shape}. Leave height out."
         )
     empty = make(None, shape[0])
     if isinstance(table, jax.ShapeDtypeStruct):
@@ -405,7 +407,7 @@ def shard_rows(
 
 
 def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
-    """`values` of a traced array, by arithmetic on whole axes."""
+    """`values` of a traced array, computed by reshapes of whole axes."""
     shards, per_shard = empty.num_shards, empty.rows_per_shard
     table = replicate(table)
     padding = shards * per_shard - empty.height
@@ -417,9 +419,9 @@ def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
 
 
 def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
-    """`values` of rows given by NumPy ids, made part by part on the host.
+    """`values` from a function of NumPy ids, built part by part on the host.
 
-    Each process makes the parts of its own devices only.
+    Each process builds only the parts of its own devices.
     """
     check_has_devices(_CALL, empty.mesh)
     per_shard = empty.rows_per_shard
@@ -438,8 +440,8 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
         if rows.shape[:1] != ids.shape or row not in (None, rows.shape[1:]):
             want = f"[{len(ids)}, ...]" if row is None else (len(ids), *row)
             raise ValueError(
-                f"{_CALL}: the function returned an array of shape {rows.shape} for "
-                f"{len(ids)} ids; it must return one row for each id, {want}."
+                f"{_CALL}: the function must return one row per id, {want} for "
+                f"{len(ids)} ids, got shape {rows.shape}."
             )
         return rows
 
@@ -447,7 +449,7 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
         start, stop, _ = rows.indices(length)
         return range(start // per_shard, stop // per_shard)
 
-    # Shape and type are those of this process's first part that has rows.
+    # Shape and dtype are those of this process's first part that has rows.
     by_rows = NamedSharding(empty.mesh, PartitionSpec(empty.axis))
     here = by_rows.addressable_devices_indices_map((length,)).values()
     own = sorted({k for index in here if index for k in shards_in(index[0])})
@@ -495,21 +497,21 @@ def rows_per_shard(height: int, shards: int) -> int:
 
 
 def check_has_devices(call: str, mesh: Any) -> None:
-    """A ValueError for a mesh without devices."""
+    """Raises a ValueError for a mesh without devices."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            f"{call}: a concrete table needs devices, and an AbstractMesh has none. "
+            f"{call}: a concrete table needs devices, but an AbstractMesh has none. "
             "Pass a jax.sharding.Mesh (jax.make_mesh), or "
             "jax.ShapeDtypeStruct(shape, dtype) for the abstract form."
         )
 
 
 def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
-    """The axis as a name or a tuple of two names or more, or an error naming `call`."""
+    """The axis as one name or a tuple of two or more; raises if it is invalid."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
-            f"{call}: mesh must be a jax.sharding.Mesh, as jax.make_mesh gives, got "
-            f"{_arguments.kind_of(mesh)}."
+            f"{call}: mesh must be a jax.sharding.Mesh, as returned by jax.make_mesh, "
+            f"got {_arguments.kind_of(mesh)}."
         )
     names = (axis,) if isinstance(axis, str) else axis
     known = isinstance(names, tuple | list) and all(n in mesh.axis_names for n in names)
@@ -522,8 +524,9 @@ def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
     for name in names:
         if types[name] == AxisType.Manual:
             raise ValueError(
-                f"{call}: the mesh axis {name!r} is Manual here: inside of a shard_map "
-                "over it arrays are sharded already. Call it outside of the shard_map."
+                f"{call}: the mesh axis {name!r} is Manual here, because arrays are "
+                "already sharded inside a shard_map. Call it outside of the "
+                "shard_map."
             )
     return names[0] if len(names) == 1 else tuple(names)
 
@@ -542,6 +545,6 @@ def _sharding_of(table: ShardedTable) -> NamedSharding | None:
     """For a traced table its own sharding, since its array does not know it yet."""
     if not isinstance(table.values, Tracer):
         return state_sharding.rows_sharding(table.values)
-    # An optimizer also tries tables of other heights; there is no sharding for these.
+    # An optimizer also probes tables of other heights, which have no sharding.
     stored = table.num_shards * table.rows_per_shard
     return table.sharding if table.values.shape[:1] == (stored,) else None

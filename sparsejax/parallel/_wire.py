@@ -1,6 +1,6 @@
-"""wire_bytes: what a compiled program sends between devices, read from its text.
+"""wire_bytes: counts what a compiled program sends between devices, from its HLO text.
 
-XLA decides which collectives a sharded program needs. So they are read from the
+XLA decides which collectives a sharded program needs, so they are read from the
 optimized program of one device, `jax.jit(f).lower(...).compile()`. With `g` devices in
 a group and the usual ring or pairwise algorithms, each device sends
 
@@ -12,7 +12,7 @@ a group and the usual ring or pairwise algorithms, each device sends
     collective-permute     B                 B: bytes of the operand
     collective-broadcast   B                 B: bytes of the operand
 
-Operands are padded buffers of static size, so empty slots are sent as well.
+Operands are padded buffers of static size, so empty slots are sent too.
 """
 
 import collections
@@ -45,12 +45,12 @@ class Collective:
     """One collective of a program.
 
     Args:
-      kind: its HLO name, `"all-to-all"`.
-      shape: of its result, as HLO writes it, `"f32[4,8]"`.
+      kind: its HLO name, for example `"all-to-all"`.
+      shape: the shape of its result in HLO notation, `"f32[4,8]"`.
       group_size: how many devices exchange with each other.
-      bytes: what one device sends each time it runs.
+      bytes: bytes that one device sends each time it runs.
       times: how often it runs.
-      made_by: the operation of the JAX program that it comes from, `"jit(f)/psum"`.
+      made_by: the JAX operation that it comes from, for example `"jit(f)/psum"`.
     """
 
     kind: str
@@ -115,9 +115,9 @@ def wire_bytes(
 
     Args:
       compiled: the result of `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
-      loop_trips: iterations of a loop whose number is not known when compiled, such as
-        the rounds of an exchange; 0 leaves such loops out.
-      branch: which of a conditional's branches counts, from their bytes: `max` or
+      loop_trips: how many iterations to assume for a loop whose count is not known at
+        compile time, such as the rounds of an exchange; 0 ignores such loops.
+      branch: how to choose the branch of a conditional that counts, by bytes: `max` or
         `min`.
 
     Returns:
@@ -149,24 +149,24 @@ def wire_bytes(
     is_int = isinstance(loop_trips, int) and not isinstance(loop_trips, bool)
     if not is_int or loop_trips < 0:
         raise ValueError(
-            f"{_CALL}: loop_trips must be a non-negative int, the number of iterations "
-            f"of a loop, got {loop_trips!r}."
+            f"{_CALL}: loop_trips must be a non-negative int (iterations of a loop), "
+            f"got {loop_trips!r}."
         )
     text = compiled
     if not isinstance(compiled, str):
         text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
     if text is None:
         raise TypeError(
-            f"{_CALL}: takes a compiled program, got {_arguments.kind_of(compiled)}. "
-            "Compile it first: jax.jit(f).lower(*args).compile(), or pass the "
-            "as_text() of that."
+            f"{_CALL}: compiled must be a compiled program or its text, got "
+            f"{_arguments.kind_of(compiled)}. Pass jax.jit(f).lower(*args).compile(), "
+            "or its .as_text()."
         )
     entries, computations = _parse(text)
     if not entries:
         raise ValueError(
-            f"{_CALL}: the text has no ENTRY computation, so it is not an optimized "
-            "HLO module. Pass jax.jit(f).lower(*args).compile(); the result of "
-            ".lower() has no collectives yet."
+            f"{_CALL}: compiled must be the text of an optimized HLO module, got text "
+            "without an ENTRY computation. Pass jax.jit(f).lower(*args).compile(); "
+            "the result of .lower() has no collectives yet."
         )
     walk = _Walk(computations, _num_devices(text), loop_trips, branch)
     counted: collections.Counter[Collective] = collections.Counter()
@@ -178,7 +178,7 @@ def wire_bytes(
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of cells as aligned lines, a rule below the first row.
+    """Rows of cells as aligned lines, with a rule below the first row.
 
     The columns in `right` are right-aligned.
     """
@@ -249,7 +249,7 @@ def _instruction(text: str) -> _Instruction | None:
 
 
 def _called(rest: str) -> Iterator[tuple[str, str]]:
-    """`(attribute, computation)` for each computation that an instruction names."""
+    """`(attribute, computation)` for each computation that an instruction refers to."""
     for attribute, names in _CALLED.findall(rest):
         for name in names.strip("{}").split(","):
             yield attribute, name.strip().lstrip("%")
@@ -335,7 +335,7 @@ def _split_tuple(shape: str) -> list[str]:
 
 
 def _short(shape: str) -> str:
-    """A tuple of equal arrays as `4 x f32[8]`, several as `f32[8] + f32[3]`."""
+    """Equal arrays in a tuple as `4 x f32[8]`, different ones as `f32[8] + f32[3]`."""
     counts = collections.Counter(
         f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(shape)
     )
