@@ -1,4 +1,4 @@
-"""Checks of arguments, how errors show what they found, and what `progress=` means.
+"""Argument checks, values as error messages show them, and `progress=`.
 
 One rule for ids, here and in all modules: an id outside `[0, height)` is out of range.
 It is never wrapped, and clamped only where a mode says so.
@@ -23,13 +23,13 @@ def x64_enabled() -> bool:
 
 
 def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
-    """`dtype` if it can hold `height` (the empty slot's id), else int32 or int64."""
+    """`dtype` if `height` (the id of an empty slot) fits, else int32 or int64."""
     for candidate in (dtype, jnp.int32):
         if height <= jnp.iinfo(candidate).max:
             return jnp.dtype(candidate)
     if not x64_enabled():
         raise ValueError(
-            f"sparsejax: a table of {height} rows needs ids of 64 bits. Set "
+            f"sparsejax: a table with {height} rows needs 64-bit ids. Set "
             "jax_enable_x64, or split the table."
         )
     return jnp.dtype(jnp.int64)
@@ -53,7 +53,7 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         way_out = "Cast them with .astype(jnp.int32)."
         if ids.dtype == object:
-            way_out = "An id has at most 64 bits."
+            way_out = "Ids must fit in 64 bits."
         elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
             way_out = "For a mask use jnp.flatnonzero(mask)."
         raise TypeError(
@@ -116,18 +116,19 @@ def is_array(x: Any) -> bool:
 
 
 def kind_of(x: Any) -> str:
-    """How an error describes an argument of the wrong type."""
-    if is_array(x):
-        return f"an array {show_spec(x)}"
-    return "None" if x is None else f"an object of type {type(x).__name__}"
+    """`x` as an error describes it: `a list`, `an int`, `a float32[3,2] array`."""
+    if x is None:
+        return "None"
+    kind = f"{show_spec(x)} array" if is_array(x) else type(x).__name__
+    return f"{'an' if kind[0] in 'AEIOaeio' else 'a'} {kind}"
 
 
 def show(x: Any) -> str:
-    """How an error shows a value: its repr, shortened; tracers as type and shape."""
+    """A value as an error shows it: its repr, or its kind if that is long or traced."""
     if isinstance(x, Tracer):
         return f"a traced {show_spec(x)}"
     if is_array(x) and x.size > 8:
-        return f"an array {show_spec(x)}"
+        return kind_of(x)
     if isinstance(x, (dict, list, tuple)) and any(map(is_array, jax.tree.leaves(x))):
         return show_tree(x)
     return _shortened(repr(x))
@@ -220,8 +221,8 @@ def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> ja
     else:
         found = show(key)
     raise TypeError(
-        f"{call}: {name} must be one PRNG key{' or an int' if from_int else ''}, such "
-        f"as jax.random.key(0), got {found}."
+        f"{call}: {name} must be one PRNG key{' or an int' if from_int else ''}, for "
+        f"example jax.random.key(0), got {found}."
     )
 
 
@@ -232,14 +233,14 @@ def report_overflow(
     if is_concrete(count):
         if int(count) > capacity:
             raise ValueError(
-                f"{call}: {int(count)} distinct rows do not fit into capacity="
-                f"{capacity}. Give at least {int(count)}, or leave capacity out."
+                f"{call}: {int(count)} distinct rows do not fit in capacity={capacity}."
+                f" Pass capacity={int(count)} or more, or omit it."
             )
         return values
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         raise ValueError(
             f"{call}: capacity={capacity} may be too small, and inside jit "
-            f"{values.dtype} values have no NaN to report it with. Leave capacity out"
+            f"{values.dtype} values cannot become NaN to report it. Omit capacity"
             f"{way_out}."
         )
     return jnp.where(count > capacity, jnp.array(jnp.nan, values.dtype), values)
@@ -249,16 +250,16 @@ def report_overflow(
 def progress_reporter(
     call: str, progress: Any, unit: str = " rows", *, needs_tqdm: bool = False
 ) -> Iterator[Callable[..., Any]]:
-    """Gives the function `report(done, total)` that an argument `progress` stands for.
+    """Turns a `progress` argument into a function `report(done, total)`.
 
     Args:
-      call: for messages, and shown before the bar.
-      progress: True for a tqdm bar on stderr, or a line every two seconds where tqdm is
-        not installed; False for nothing; or a function, which is `report` itself.
-      unit: of `done` and `total`, with its space: `" rows"`, or `"B"`.
-      needs_tqdm: makes a missing tqdm an ImportError.
+      call: shown before the bar, and in errors.
+      progress: True for a tqdm bar on stderr, or for a line every two seconds if tqdm
+        is not installed; False for nothing; or a function, used as `report` itself.
+      unit: of `done` and `total`, including the space: `" rows"`, or `"B"`.
+      needs_tqdm: if true, a missing tqdm raises an ImportError.
 
-    Further keyword arguments of `report`, such as `loss="0.51"`, are shown as well.
+    `report` also shows its keyword arguments, like `loss="0.51"`.
     """
     if callable(progress):
         yield progress
@@ -276,8 +277,8 @@ def progress_reporter(
     except ImportError:
         if needs_tqdm:
             raise ImportError(
-                f"{call}: progress=True needs tqdm, which is not installed. Install it "
-                "with pip install 'sparsejax[data]'."
+                f"{call}: progress=True needs tqdm, which is not installed. Run "
+                "pip install 'sparsejax[data]'."
             ) from None
         yield _progress_lines(call, unit)
         return
@@ -286,7 +287,7 @@ def progress_reporter(
 
         def report(done: float, total: float, **shown: str) -> None:
             nonlocal bar
-            if bar is None:  # not before `total` is known
+            if bar is None:  # `total` is only known now
                 options = {"unit": unit, "unit_scale": True, "dynamic_ncols": True}
                 bar = stack.enter_context(tqdm(desc=call, total=total, **options))
             if shown:

@@ -1,11 +1,11 @@
-"""Files: replaced whole, and archives read with care.
+"""Atomic replacement of files, and safe reading of `.npz` archives.
 
-`replacing` writes a new file next to the old one, forces it to disk, renames it over
-the old one (which is atomic) and forces the directory to disk. A reader sees the old
-file or the new one, never a part. A process that is killed in between leaves a file
-with its own name; the next call that writes to the same place removes it.
+`replacing` writes a temporary file next to the target, flushes it to disk, renames it
+over the target (an atomic step) and flushes the directory to disk. A reader sees
+either the old file or the new one, never a partial file. If the process is killed, its
+temporary file remains; the next call that writes to the same path removes it.
 
-`read_npz` checks every member of an archive before it reads one, and never unpickles.
+`read_npz` checks every member of an archive before it reads any, and never unpickles.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ import numpy as np
 
 
 def as_path(call: str, path: Any) -> Any:
-    """`path`, or a TypeError: `open` also accepts an int, as a file descriptor."""
+    """`path`, or a TypeError: `open` alone would accept an int as file descriptor."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"{call}: path must be a str or an os.PathLike, got {path!r}.")
+        raise TypeError(f"{call}: path must be a str or os.PathLike, got {path!r}.")
     return path
 
 
@@ -35,9 +35,9 @@ def as_path(call: str, path: Any) -> Any:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write to, which replaces `path` at the end.
+    """Opens a file for writing that replaces `path` at the end.
 
-    On an error `path` stays as it was. A symbolic link is followed.
+    If an error is raised, `path` stays unchanged. Symbolic links are followed.
     """
     path = pathlib.Path(os.path.realpath(path))
     prefix = f".{path.name}.{platform.node()}."
@@ -61,7 +61,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _remove_abandoned(directory: pathlib.Path, prefix: str) -> None:
-    """Removes the files of processes of this machine that no longer run."""
+    """Removes temporary files whose process no longer runs on this machine."""
     for name in os.listdir(directory):
         pid = name.removeprefix(prefix).partition("-")[0]
         if name.startswith(prefix) and pid.isdigit() and not _is_alive(int(pid)):
@@ -73,7 +73,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it runs, and belongs to another user
+    except OSError:  # the process runs, but belongs to another user
         return True
     return True
 
@@ -98,27 +98,27 @@ def read_npz(
 ) -> dict[str, np.ndarray]:
     """The arrays of an `.npz` file, by name.
 
-    All members are checked before one is read: that they are plain arrays, whose shapes
-    agree with the bytes stored. So a damaged or hostile file runs no code and makes
-    this process allocate no more than the archive holds.
+    Before any member is read, all are checked to be plain arrays whose shapes match
+    their stored size. A damaged or hostile file therefore cannot run code, nor make
+    this process allocate more memory than the size of the archive.
 
     Args:
       call: for messages.
-      path: of the file.
-      what: what the file should be, for messages: "a file that ... wrote".
-      required: names of arrays that must be there.
+      path: the file.
+      what: what the file should be, for messages: "a file written by ...".
+      required: names of the arrays that the file must contain.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is not such a file, or is damaged.
+      ValueError: the file is damaged, or not what it should be.
     """
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             members = {m.filename.removesuffix(".npy"): m for m in archive.infolist()}
             if not members.keys() >= set(required):
                 raise ValueError(
-                    f"it has the arrays {', '.join(sorted(members))}, not "
-                    f"{', '.join(required)}"
+                    f"expected arrays named {', '.join(required)}, found "
+                    f"{', '.join(sorted(members))}"
                 )
             for name, member in members.items():
                 _check_member(archive, name, member)
@@ -140,18 +140,19 @@ def _check_member(archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo) 
         elif version == (2, 0):
             shape, _, dtype = np.lib.format.read_array_header_2_0(file)
         else:
-            raise ValueError(f"its array {name!r} has the unknown version {version}")
+            raise ValueError(f"array {name!r} has an unknown format version, {version}")
         stored = member.file_size - file.tell()
     if dtype.hasobject:
-        raise ValueError(f"its array {name!r} holds pickled objects")
+        raise ValueError(f"array {name!r} contains pickled objects")
     if math.prod(shape) * dtype.itemsize != stored:
         raise ValueError(
-            f"its array {name!r} should be {dtype}{list(shape)}, but has {stored} bytes"
+            f"array {name!r} has {stored} bytes, which do not match its header, "
+            f"{dtype}{list(shape)}"
         )
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     with archive.open(member) as file:
         array = np.lib.format.read_array(file, allow_pickle=False)
-        file.read()  # to the end, where the checksum is compared
+        file.read()  # zipfile verifies the checksum at the end
     return array

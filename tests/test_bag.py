@@ -604,7 +604,7 @@ IDS = jnp.array([0, 1, 2])
         (
             lambda: jax.jit(lambda i: sj.embedding_bag(TABLE, i, i))(IDS),
             ValueError,
-            "num_segments was left out",
+            "num_segments is required",
         ),
         (
             lambda: sj.embedding_bag(

@@ -56,8 +56,8 @@ def test_infinity_is_a_number_where_it_is_written(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(path=None), "path must be a str or an os.PathLike, got None"),
-        (dict(path=3), "path must be a str or an os.PathLike, got 3"),
+        (dict(path=None), "path must be a str or os.PathLike, got None"),
+        (dict(path=3), "path must be a str or os.PathLike, got 3"),
         (dict(dtype="foo"), "dtype must be a dtype of real numbers, got 'foo'"),
         (dict(dtype=complex), "dtype must be a dtype of real numbers"),
         (dict(dtype=None), "dtype must be a dtype of real numbers, got None"),

@@ -33,7 +33,7 @@ DATASET = sj.data.ArrayDataset(ROWS, np.arange(20, dtype=np.int32))
         (lambda: sj.data.ArrayDataset(np.array(["a"])), TypeError, "dtype <U1"),
         (lambda: sj.data.ArrayDataset(np.float32(1)), ValueError, "is one number"),
         (lambda: sj.data.ArrayDataset(np.ma.zeros(2)), TypeError, "masked array"),
-        (lambda: sj.data.ArrayDataset(object()), TypeError, "type object"),
+        (lambda: sj.data.ArrayDataset(object()), TypeError, "is an object"),
         (
             lambda: sj.data.ArrayDataset(scipy.sparse.csc_matrix((2, 2))),
             TypeError,

@@ -76,7 +76,7 @@ def test_describe_refuses():
         sj.desc.describe({"a": spec(1), "b": spec(1)}, ["x"])
     with pytest.raises(ValueError, match="'x' is the name of more than one"):
         sj.desc.describe({"a": spec(1), "b": spec(1)}, ["x", "x"])
-    with pytest.raises(TypeError, match="a.0 must be an array.* type str"):
+    with pytest.raises(TypeError, match="a.0 must be an array.* got a str"):
         sj.desc.describe({"a": ["table"]})
 
 
@@ -149,7 +149,7 @@ def test_bytes_refuse():
             sj.desc.to_bytes(dataclasses.replace(good, **changes))
     with pytest.raises(ValueError, match="3 bytes are not a VarDesc .without type"):
         sj.desc.from_bytes(b"\x0a\x01x")
-    with pytest.raises(TypeError, match="takes bytes.* type str"):
+    with pytest.raises(TypeError, match="must be bytes.* got a str"):
         sj.desc.from_bytes("x")  # pyright: ignore[reportArgumentType]
     without = b"\x0a\x01x\x10\x01"
     with pytest.raises(ValueError, match="SELECTED_ROWS and has no selected_rows_desc"):

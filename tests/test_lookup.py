@@ -465,15 +465,15 @@ def test_errors():
         with pytest.raises(kind, match=f"{call}.*{match}"):
             sj.lookup(*args, **kwargs)
 
-    fails(TypeError, "table must be a JAX or NumPy array.*type list", [[1.0]], ids)
-    fails(TypeError, r".*type dict.*params\['table'\]", {"t": table}, ids)
+    fails(TypeError, "table must be a JAX or NumPy array.*got a list", [[1.0]], ids)
+    fails(TypeError, r".*got a dict.*params\['table'\]", {"t": table}, ids)
     fails(ValueError, r"at least one axis, got shape \(\)", jnp.float32(1), ids)
     floats = ids.astype(float)
     fails(TypeError, r"ids must be integers, got float32.*astype", table, floats)
     fails(TypeError, "ids must be integers, got bool", table, ids > 0)
-    fails(TypeError, "ids must be an array of integers.*type str", table, "1")
+    fails(TypeError, "ids must be an array of integers.*got a str", table, "1")
     fails(TypeError, "array of integers.*got None", table, None)
-    fails(TypeError, "array of integers.*type list", table, [[1], [1, 2]])
+    fails(TypeError, "array of integers.*got a list", table, [[1], [1, 2]])
     fails(TypeError, "ids must be integers, got object", table, [2**80])
     four = "one of 'fill', 'clip', 'zero' and 'error', got 'wrap'"
     fails(ValueError, four, table, ids, mode="wrap")

@@ -300,7 +300,7 @@ def test_tables_one_by_one():
     out = LAYER.get_rows(changed, "flag", jnp.array([[1, 2]]))
     np.testing.assert_array_equal(out, [[[1.0] * D, [0.0] * D]])
     part = sj.SelectedRows([101, 7, HEIGHT], jnp.ones((3, D)), HEIGHT)
-    with pytest.raises(TypeError, match="has no rows to overwrite"):
+    with pytest.raises(TypeError, match="To change a SelectedRows, add to it"):
         LAYER.set_table({STACK: part}, "flag", new)
 
 
@@ -375,12 +375,12 @@ def _in_segments(values):
 
 TWO = jnp.array([1, 2])
 WRONG_CALLS = [
-    (dict(ids=TWO), r"ids must be a dict of feature names to ids, got an array int"),
+    (dict(ids=TWO), r"ids must be a dict of feature names to ids, got an int"),
     (dict(ids={"users": TWO}), "there is no feature 'users', only 'user', 'flag'"),
     (dict(ids={"user": TWO * 1.0}), "feature 'user': ids must be integers, got float"),
     (
         dict(ids={"user": _in_segments({"id": TWO})}),
-        "one array of ids, or .* got an object of type dict",
+        "one array of ids, or .* got a dict",
     ),
     (dict(ids={"user": _in_segments(jnp.ones((2, 2), int))}), r"shape \[n\], got \(2,"),
     (

@@ -295,7 +295,7 @@ def test_capacity_is_positive(capacity):
 
 def test_capacity_of_another_tree():
     with pytest.raises(
-        ValueError, match="capacity must be an int or a tree.*got {.*} for {"
+        ValueError, match="capacity must be an int or a prefix.*got {.*} for params {"
     ):
         accumulate(ADAM, 2, {"tables": 4}).init(make_params())
 
@@ -308,17 +308,13 @@ def test_what_is_not_a_transformation():
 def test_too_few_slots_for_a_dense_gradient():
     tx, params = accumulate(ADAM, 2, 4), make_params()
     grads = to_dense(make_grads(0))
-    with pytest.raises(
-        ValueError, match=r"grads\['table'\] has a dense.*23 rows.*4 sl"
-    ):
+    with pytest.raises(ValueError, match=r"grads\['table'\] is a dense.*23 rows.*4 sl"):
         jax.jit(tx.update)(grads, tx.init(params), params)
 
 
 def test_rows_without_slots():
     tx, params = accumulate(ADAM, 2, {"table": None, "bias": None}), make_params()
-    with pytest.raises(
-        ValueError, match=r"grads\['table'\] has a SelectedRows.*an int"
-    ):
+    with pytest.raises(ValueError, match=r"grads\['table'\] is a SelectedRows.*an int"):
         tx.update(make_grads(0), tx.init(params), params)
     # One int gives slots to what has rank 2; a tree gives them to what it names.
     params = jnp.zeros(V)

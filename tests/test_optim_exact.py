@@ -408,7 +408,7 @@ def test_refused_by_name(name):
 
 def test_what_is_wrong_is_said():
     params = make_params()
-    with pytest.raises(TypeError, match="takes an optax transformation"):
+    with pytest.raises(TypeError, match="must be an optax transformation"):
         exact(lambda x: x)
     with pytest.raises(ValueError, match="no table"):
         exact(optax.sgd(0.1)).init({"bias": jnp.ones(3)})
@@ -417,7 +417,7 @@ def test_what_is_wrong_is_said():
     state = MOMENTUM.init(params)
     with pytest.raises(ValueError, match="update needs the parameters"):
         MOMENTUM.update(gradient([1]), state)
-    with pytest.raises(TypeError, match="takes the state that its own init"):
+    with pytest.raises(TypeError, match="must be the one returned by its init"):
         MOMENTUM.catch_up(params, state.inner, {"table": jnp.array([1])})
     with pytest.raises(ValueError, match="ids name .*'tabel'"):
         MOMENTUM.catch_up(params, state, {"tabel": jnp.array([1])})

@@ -278,7 +278,7 @@ def test_what_is_out_of_range_is_refused(make, message):
 def test_params_are_asked_for(name):
     tx, _ = made(name)
     state = tx.init(make_params())
-    message = f"sparsejax.optim.{name}: update was called without params"
+    message = f"sparsejax.optim.{name}: update needs params"
     for grads in (make_grads(0), to_dense(make_grads(0))):
         with pytest.raises(ValueError, match=message):
             tx.update(grads, state)

@@ -32,13 +32,13 @@ def _grads(rows=None):
 )
 def test_functions_are_not_transformations(not_one):
     with pytest.raises(
-        TypeError, match="lazy: takes an optax transformation.*sparsify"
+        TypeError, match="lazy: tx must be an optax transformation.*sparsify"
     ):
         lazy(not_one)
 
 
 def test_other_objects_are_not_transformations():
-    with pytest.raises(TypeError, match="such as optax.adam.*got .* type float"):
+    with pytest.raises(TypeError, match="for example optax.adam.*got a float"):
         lazy(0.1)
 
 
@@ -74,9 +74,7 @@ def test_exact_is_not_lifted(wrap):
 )
 def test_changed_ids(change):
     changed = _grads(change(_grads()["emb"]["table"]))
-    message = (
-        r"grads\['emb'\]\['table'\].*row ids too.*SelectedRows.map.*inside of lazy"
-    )
+    message = r"grads\['emb'\]\['table'\].*ids too.*SelectedRows.map.*inside lazy"
     for update in (ADAM.update, jax.jit(ADAM.update)):
         with pytest.raises(TypeError, match=message):
             update(changed, ADAM.init(PARAMS), PARAMS)
@@ -91,14 +89,14 @@ def test_changed_ids(change):
     ],
 )
 def test_other_shapes(rows):
-    message = r"grads\['emb'\]\['table'\] is a SelectedRows of shape .* \(23, 5\)"
+    message = r"grads\['emb'\]\['table'\] must have the shape .* \(23, 5\), got"
     with pytest.raises(ValueError, match=message):
         ADAM.update(_grads(rows), ADAM.init(PARAMS), PARAMS)
 
 
 def test_other_height_than_the_state():
     rows = sj.SelectedRows(jnp.array([1]), jnp.ones((1, D)), V + 1)
-    with pytest.raises(ValueError, match="the state does not fit these gradients"):
+    with pytest.raises(ValueError, match="the state does not match these gradients"):
         ADAM.update(_grads(rows), ADAM.init(PARAMS))
 
 
@@ -109,14 +107,14 @@ def test_state_of_another_tree():
 
 
 def test_gradients_of_another_tree():
-    with pytest.raises(ValueError, match="different tree structures"):
+    with pytest.raises(ValueError, match="the same tree structure"):
         ADAM.update(_grads(), ADAM.init(PARAMS), PARAMS["emb"])
 
 
 def test_pulled_tables():
     rows = _grads()["emb"]["table"]
     with pytest.raises(
-        TypeError, match=r"params\['emb'\]\['table'\] is itself a Selec"
+        TypeError, match=r"params\['emb'\]\['table'\] must be an array, got a Selec"
     ):
         ADAM.init(_grads(rows))
     with pytest.raises(TypeError, match=r"params\['emb'\]\['table'\].*Pass its .val"):
@@ -155,10 +153,10 @@ def test_a_state_that_follows_in_another_way():
 
     update = lambda updates, state, params=None: (updates, state)
     for init, why in [
-        (transposed, r"state leaf \['table'\] of shape .* does not have one row for"),
+        (transposed, r"state leaf \['table'\] of shape .* does not have one row per"),
         (
             one_leaf_a_row,
-            "its state has another structure when the table has more rows",
+            "the structure of its state depends on the number of rows",
         ),
     ]:
         tx = lazy(optax.GradientTransformation(init, update))
@@ -247,5 +245,5 @@ def test_nothing_overrules_what_cannot_be_done():
     tx = optax.GradientTransformation(transposed, lambda g, s, p=None: (g, s))
     tx, rows = lazy(tx, check=False), _grads()["emb"]["table"]
     table = jnp.ones((V, D))
-    with pytest.raises(ValueError, match="grads, which has.* one row for each row"):
+    with pytest.raises(ValueError, match="grads, which has.* one row per row"):
         tx.update(rows, tx.init(table), table)

@@ -141,5 +141,5 @@ def test_flush_finds_all_of_them():
 def test_flush_says_where_there_is_nothing():
     params = jnp.ones((V, D))
     state = optax.sgd(0.1).init(params)
-    with pytest.raises(ValueError, match="flush_weight_decay: there is no state of"):
+    with pytest.raises(ValueError, match="flush_weight_decay: state must contain"):
         flush_weight_decay(params, state)

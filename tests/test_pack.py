@@ -139,7 +139,7 @@ def test_refusals():
     with pytest.raises(TypeError, match="st must be a SegmentTensor"):
         sj.pack_segments(DATA, 3)
     nested = sj.SegmentTensor.from_lengths({"ids": make()}, [1, 3])
-    with pytest.raises(TypeError, match="Pack that one first"):
+    with pytest.raises(TypeError, match="Pack the inner one first"):
         sj.pack_segments(nested, 3)
     for padded in (DATA[:, 0], {"a": np.ones((4, 2)), "b": np.ones((4, 3))}, {}):
         with pytest.raises(ValueError, match=r"unpack_segments: padded must be"):

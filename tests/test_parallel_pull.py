@@ -125,7 +125,7 @@ def test_errors():
     spread.init("t", (9, 2), optax.sgd(0.1))
     with pytest.raises(ValueError, match="are out of range"):
         spread.pull("t", [9])
-    with pytest.raises(TypeError, match="must be a SelectedRows, got an array float32"):
+    with pytest.raises(TypeError, match="must be a SelectedRows, got a float32"):
         spread.push("t", jnp.ones((9, 2)))
     with pytest.raises(ValueError, match="height 9, .* of 't', got 8"):
         spread.push("t", sj.SelectedRows([1], jnp.ones((1, 2)), 8))

@@ -103,7 +103,7 @@ def test_gradients_and_state_must_be_the_tables():
             tx.update(wrong, state, table)
     with pytest.raises(TypeError, match="layout='mod'.* for .*layout='block'"):
         tx.update(gradient, state, other)
-    with pytest.raises(ValueError, match="the state holds .*layout='block'"):
+    with pytest.raises(ValueError, match="the state is for .*layout='block'"):
         tx.update(gradient, tx.init(other), table)
     refusing: Any = (
         sj.optim.exact(optax.adam(0.1)),

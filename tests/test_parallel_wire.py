@@ -145,9 +145,7 @@ def test_asynchronous_forms_and_other_spellings():
 def test_errors():
     trips: Any
     lowered = jax.jit(jnp.sin).lower(jnp.ones(3))
-    with pytest.raises(
-        TypeError, match="compiled must be .*, got an object of type Lowered"
-    ):
+    with pytest.raises(TypeError, match="compiled must be .*, got a Lowered"):
         sj.parallel.wire_bytes(lowered)
     with pytest.raises(ValueError, match="without an ENTRY computation"):
         sj.parallel.wire_bytes(lowered.as_text())

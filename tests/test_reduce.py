@@ -335,7 +335,7 @@ def test_each_array_of_a_tree_of_values_is_reduced():
 def test_a_nested_segment_tensor_is_refused():
     inner = sj.SegmentTensor.from_lengths(jnp.arange(9), np.ones(N, int))
     data = segments({"key": jnp.arange(N), "ids": inner})
-    with pytest.raises(ValueError, match=r"values\['ids'\]. Reduce that one first"):
+    with pytest.raises(ValueError, match=r"values\['ids'\]. Reduce the inner one"):
         sj.segment_sum(data)
     assert sj.segment_count(data).tolist() == [3, 0, 0, 3]
 
@@ -350,7 +350,7 @@ def test_num_segments_is_found_outside_of_jit_only():
     assert sj.segment_sum(x, jnp.array([-1, -4, -1])).shape == (0,)
     assert sj.segment_sum(x[:0], []).shape == (0,)
     assert jax.jit(lambda x: sj.segment_sum(x, np.array([0, 4, 1])))(x).shape == (5,)
-    with pytest.raises(ValueError, match="segment_sum: num_segments was left out"):
+    with pytest.raises(ValueError, match="segment_sum: num_segments is required"):
         jax.jit(sj.segment_sum)(x, jnp.array([0, 4, 1]))
 
 
@@ -378,8 +378,8 @@ I = jnp.array([0, 1, 0])
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: sj.segment_sum(X), ValueError, "segment_sum: segment_ids are missing"),
-        (lambda: sj.segment_sum(X, I[:2]), ValueError, r"\[n\], one id for each"),
+        (lambda: sj.segment_sum(X), ValueError, "segment_sum: segment_ids is missing"),
+        (lambda: sj.segment_sum(X, I[:2]), ValueError, r"\[n\], one id per element"),
         (lambda: sj.segment_sum(X, X), TypeError, "segment_ids must be integers"),
         (lambda: sj.segment_sum({"a": X}, I), TypeError, "data must be an array or a"),
         (lambda: sj.segment_sum(X[0, 0], I), ValueError, "at least one axis"),
@@ -393,8 +393,16 @@ I = jnp.array([0, 1, 0])
             "must be 'drop', 'clip' or",
         ),
         (lambda: sj.segment_max(X, I, empty=X), TypeError, "must be a scalar"),
-        (lambda: sj.segment_argmax(X, I, empty=0.5), TypeError, "int32, can hold"),
-        (lambda: sj.segment_mean(X, I, weights=X), ValueError, r"have shape \[n\]"),
+        (
+            lambda: sj.segment_argmax(X, I, empty=0.5),
+            TypeError,
+            "result, int32",
+        ),
+        (
+            lambda: sj.segment_mean(X, I, weights=X),
+            ValueError,
+            r"one entry per",
+        ),
         (lambda: sj.segment_mean(X, I, weights=I > 0), TypeError, "weights must be"),
         (
             lambda: sj.segment_softmax(X.astype(complex), I),
@@ -413,7 +421,7 @@ def test_what_is_refused(call, error, message):
 
 def test_ids_beside_a_segment_tensor_are_refused():
     data = segments(jnp.zeros(N))
-    with pytest.raises(ValueError, match="has its own segments: leave out segment_ids"):
+    with pytest.raises(ValueError, match="has its own segments. Omit segment_ids"):
         sj.segment_softmax(data, I)
     with pytest.raises(ValueError, match="own segments: leave out num_segments"):
         sj.segment_softmax(data, num_segments=S)

@@ -341,7 +341,7 @@ def test_other_dtypes_stay(dtype, x64):
     assert (a * 2).dtype == dtype
 
 
-OVERFLOW = r"coalesce: 3 distinct rows do not fit into capacity=2\. Give at least 3"
+OVERFLOW = r"coalesce: 3 distinct rows do not fit in capacity=2\. Pass capacity=3"
 
 
 def test_coalesce_overflow():
@@ -367,7 +367,7 @@ def test_coalesce_overflow():
 
 def test_overflow_of_integers_cannot_be_told_inside_jit():
     a = sj.SelectedRows(jnp.array([4, 0]), ones(2, 2, dtype=np.int32), V)
-    with pytest.raises(ValueError, match="int32 values have no NaN.*return_overflow"):
+    with pytest.raises(ValueError, match="int32 values cannot .*return_overflow"):
         jax.jit(lambda a: a.coalesce(capacity=1))(a)
     with pytest.raises(ValueError, match="do not fit"):
         a.coalesce(capacity=1)
@@ -425,7 +425,7 @@ def test_from_dense_of_other_shapes(shape):
 
 
 def test_from_dense_of_a_scalar():
-    with pytest.raises(ValueError, match="a scalar has no rows"):
+    with pytest.raises(ValueError, match="at least one axis, got a scalar"):
         sj.SelectedRows.from_dense(jnp.float32(1))
 
 
@@ -539,17 +539,17 @@ def test_arithmetic_errors():
             op(a, 1)
         with raises(TypeError, "adding a scalar"):
             op(jnp.float32(1), a)
-        with raises(ValueError, r"\(7, 3\) and \(8, 3\) differ"):
+        with raises(ValueError, r"shapes must be equal, got \(7, 3\) and \(8, 3\)"):
             op(a, other)
-        with raises(ValueError, r"SelectedRows \+ array: shapes \(7, 3\) and \(3,\)"):
+        with raises(ValueError, r"Rows \+ array: the shapes .* \(7, 3\) and \(3,\)"):
             op(jnp.ones((3,)), a)
-    with raises(TypeError, r"array of shape \(7, 3\): only scalars scale"):
+    with raises(TypeError, r"array must be a scalar, got shape \(7, 3\)"):
         _ = a * array
-    with raises(TypeError, "only scalars scale"):
+    with raises(TypeError, "the array must be a scalar"):
         _ = array * a
-    with raises(TypeError, "only scalars scale"):
+    with raises(TypeError, "the array must be a scalar"):
         _ = a / array
-    with raises(ValueError, "differ"):
+    with raises(ValueError, "shapes must be equal"):
         _ = a * other
     for numerator in (1, array, a):
         with raises(TypeError, r"infinite there.*\.map"):
@@ -557,11 +557,11 @@ def test_arithmetic_errors():
     for op in (operator.mul, operator.truediv):
         with raises(TypeError, "unsupported operand|can't multiply"):
             op(a, "x")
-    with raises(ValueError, "needs at least one SelectedRows"):
+    with raises(ValueError, "pass at least one SelectedRows"):
         sj.concatenate([])
-    with raises(TypeError, "got an array .*from_dense"):
+    with raises(TypeError, "got a float32.*from_dense"):
         sj.concatenate([a, array])
-    with raises(ValueError, r"concatenate: shapes \(7, 3\) and \(8, 3\) differ"):
+    with raises(ValueError, r"concatenate: the dense shapes .* \(7, 3\) and \(8, 3\)"):
         sj.concatenate([a, other])
 
 
@@ -572,7 +572,7 @@ def test_maker_errors():
     values = jnp.ones((2, 3))
     make_: Any = sj.SelectedRows
     with pytest.raises(
-        TypeError, match=r"rows must be integers.*float32.*use SelectedRows\.map"
+        TypeError, match=r"rows must be integers.*float32.*Use SelectedRows\.map"
     ):
         make_(jnp.array([1.0, 2.0]), values, V)
     with pytest.raises(TypeError, match="rows must be integers.*bool"):
@@ -591,7 +591,7 @@ def test_maker_errors():
         make_(jnp.array([1, 2]), values, -1)
     with pytest.raises(TypeError, match="height must be a static, non-negative int"):
         jax.jit(lambda h: make_(jnp.array([1, 2]), values, h))(7)
-    with pytest.raises(ValueError, match="needs ids of 64 bits. Set jax_enable_x64"):
+    with pytest.raises(ValueError, match="needs 64-bit ids. Set jax_enable_x64"):
         make_(jnp.array([1, 2]), values, 2**31)
 
 
@@ -611,7 +611,7 @@ def test_errors_of_get_retain_and_map():
         a.get(jnp.array([1.0]))
     with pytest.raises(TypeError, match=r"SelectedRows\.retain: ids must be integers"):
         a.retain([1.0])
-    with pytest.raises(ValueError, match=r"must keep the first axis, 2 slots.*\(3,\)"):
+    with pytest.raises(ValueError, match=r"must keep the number .* 2, .*\(3,\)"):
         a.map(lambda v: v[0])
     assert a.get([]).shape == (0, 3)
     assert a.retain([]).num_rows() == 0
@@ -621,7 +621,7 @@ def test_errors_of_get_retain_and_map():
 def test_nothing_densifies_silently():
     a: Any = make_rows([4, 0], V)[0]
     for f in (np.asarray, jnp.asarray, np.array, np.ravel, jnp.array):
-        with pytest.raises(TypeError, match=r"shape \(7, 3\).*call \.to_dense\(\)"):
+        with pytest.raises(TypeError, match=r"shape \(7, 3\).*Call \.to_dense\(\)"):
             f(a)
     for f in (jnp.sum, jnp.sin, np.sin, lambda a: np.ones((V, 3)) @ a, operator.abs):
         with pytest.raises(TypeError):

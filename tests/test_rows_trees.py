@@ -127,7 +127,7 @@ def test_it_is_a_pytree():
     for placeholder in (object(), None, "x", 3):
         rebuilt = jax.tree.unflatten(treedef, [placeholder] * 2)
         assert rebuilt.rows is placeholder and rebuilt.height == V
-    with pytest.raises(TypeError, match="changes the ids too"):
+    with pytest.raises(TypeError, match="also changes the ids"):
         jax.tree.map(lambda x: x.astype(float), a).map(lambda v: v)
 
 

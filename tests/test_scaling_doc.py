@@ -169,7 +169,7 @@ def test_more_than_2_to_31_rows_need_64_bit_ids():
         step, args = page.plan_step(mesh, 1, 7_812_500_000, 128, 32_768)
         return step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
 
-    with pytest.raises(ValueError, match="needs ids of 64 bits. Set jax_enable_x64"):
+    with pytest.raises(ValueError, match="needs 64-bit ids. Set jax_enable_x64"):
         lower()
     with jax.enable_x64(True):
         assert "all_to_all" in lower()

@@ -486,7 +486,7 @@ def test_errors_of_weighted_sum():
             sj.scatter_weighted_sum(*args)
 
     pulled = sj.SelectedRows(rows, v, V)
-    fails(TypeError, "type SelectedRows", pulled, 1, rows, v, 1)
+    fails(TypeError, "got a SelectedRows", pulled, 1, rows, v, 1)
     fails(
         ValueError, "pairs of values and weights, got an odd number", table, 1, rows, v
     )

@@ -1,4 +1,4 @@
-"""Rows of arrays by id: SelectedRows, reading and writing rows, scatter."""
+"""SelectedRows, and reading, writing and scattering rows by id."""
 
 from sparsejax._rows.selected_rows import (
     SelectedRows as SelectedRows,

@@ -1,7 +1,7 @@
-"""SelectedRows as HTML, for notebooks, and parts shared with SegmentTensor's HTML.
+"""HTML for SelectedRows in notebooks, and parts shared with SegmentTensor.
 
-At most a few hundred cells are made, for arrays of any size. Colours are translucent
-and text inherits its colour, so that light and dark pages both work.
+However large the arrays, the output has at most a few hundred cells. Colours are
+translucent and text inherits its colour, so light and dark themes both work.
 """
 
 import html
@@ -19,14 +19,14 @@ MUTED = "opacity:0.65"
 
 
 def rows(x: Any) -> str:
-    """A SelectedRows: the distribution of its rows, and the first rows."""
+    """HTML for a SelectedRows: where its rows are, and the first of them."""
     if not (_arguments.is_concrete(x.rows) and _arguments.is_concrete(x.values)):
         return text(repr(x))
     ids = np.asarray(x.rows)
     filled = (ids >= 0) & (ids < x.height)
     shape = " × ".join(f"{n:,}" for n in x.shape)
     title = f"{shape} {x.dtype.name}, {filled.sum():,} of {len(ids):,} slots filled"
-    # Only the values shown leave the device.
+    # Only the displayed values leave the device.
     values = [np.ravel(v) for v in np.asarray(x.values[:_SLOTS])]
     lines = []
     for row, ok, value in zip(ids, filled, values):
@@ -39,12 +39,12 @@ def rows(x: Any) -> str:
 
 
 def _strip(ids: np.ndarray, height: int) -> str:
-    """A line for the table with ticks, darker where more rows are stored."""
+    """A line for the whole table, with darker ticks where more rows are stored."""
     if not height or not len(ids):
         return ""
     place = np.unique(ids.astype(np.int64)).astype(np.float64) * _TICKS // height
     ticks, counts = np.unique(place.astype(int), return_counts=True)
-    # A few shades, each one path; the faintest is still visible.
+    # A few shades, one path each; even the faintest is visible.
     share = np.minimum(1, counts * _TICKS / max(height, _TICKS))
     shades = np.ceil(4 * share).astype(int)
     paths = "".join(

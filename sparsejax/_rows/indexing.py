@@ -1,7 +1,6 @@
-"""Reading and writing rows of arrays by id, and the types of sums.
+"""Reading and writing rows of arrays by id, and accumulator dtypes.
 
-An id outside `[0, height)` is out of range: reading it gives zeros, writing it does
-nothing.
+Reading an id out of range (outside `[0, height)`) gives zeros; writing it does nothing.
 """
 
 from typing import Any
@@ -20,12 +19,12 @@ def in_range(ids: jax.Array, height: int) -> jax.Array:
 
 
 def append_axes(x: jax.Array, ndim: int) -> jax.Array:
-    """`x` with axes of length 1 appended, `ndim` in all."""
+    """`x` with axes of length 1 appended, up to rank `ndim`."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
 
 
 def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
-    """`values` where `keep`, over the leading axes, is true; zeros elsewhere."""
+    """`values` where the mask `keep` of the leading axes is true, zeros elsewhere."""
     keep = append_axes(keep, values.ndim)
     return jnp.where(keep, values, jnp.zeros((), values.dtype))
 
@@ -43,45 +42,45 @@ def fill_value(dtype: Any) -> np.ndarray:
 
 def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """`table[ids]`, zeros for ids out of range."""
-    if table.shape[0] == 0:  # JAX cannot gather from no rows
+    if table.shape[0] == 0:  # JAX cannot gather from an empty axis
         return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-    table = jnp.asarray(table)  # outside of jit it may be a NumPy array
+    table = jnp.asarray(table)  # outside jit it may be a NumPy array
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """`table` with `values` added to rows `ids` (duplicates add up).
+    """`table` with `values` added to rows `ids`; duplicates are summed.
 
-    The sum of booleans is whether any is true, as `+` of arrays.
+    The sum of booleans is their logical or, as with `+` on arrays.
     """
     add = table.at[ids].max if table.dtype == jnp.bool_ else table.at[ids].add
     return add(values, mode="drop", wrap_negative_indices=False)
 
 
 def set_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """`table` with rows `ids` replaced; the ids in range are unique."""
+    """`table` with rows `ids` replaced; ids in range must be unique."""
     return table.at[ids].set(values, mode="drop", wrap_negative_indices=False)
 
 
 def accumulator_dtype(dtype: Any) -> Any:
-    """The type sums of `dtype` are held in: at least float32 for floats."""
+    """The dtype that sums of `dtype` accumulate in: at least float32 for floats."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         return jnp.dtype(jnp.float32)
     return jnp.dtype(dtype)
 
 
 def float_dtype(dtype: Any) -> Any:
-    """The type of a mean of `dtype`: itself for floats, float32 for the rest."""
+    """The dtype of a mean: `dtype` itself for floats, else float32."""
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
 def float_accumulator_dtype(dtype: Any) -> Any:
-    """The type that a mean of `dtype` is summed in."""
+    """The dtype that a mean of `dtype` accumulates in."""
     return accumulator_dtype(float_dtype(dtype))
 
 
 def promote(*dtypes: Any) -> Any:
-    """The common type of `dtypes`, also under strict type promotion."""
+    """The common type of `dtypes`, even under strict dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
@@ -97,13 +96,13 @@ def merge_plan(
       capacity: slots of the result.
 
     Returns:
-      `(unique [capacity], slot int32[n], count int32[])`: the distinct rows, ascending,
-      then `height`; the slot of each of `rows` in it, or `capacity` if it has none; the
-      true number of distinct rows, even if they do not all fit.
+      `(unique [capacity], slot int32[n], count int32[])`: the distinct rows in
+      ascending order, padded with `height`; the slot of each of `rows` in `unique`, or
+      `capacity` if it has no slot; the number of distinct rows, even if not all fit.
     """
     empty = _arguments.scalar(height, rows)
-    # Only the ids are sorted, and each is then found by binary search: on XLA:CPU that
-    # is faster than sorting pairs (see benchmarks/NOTES.md).
+    # Sort only the ids, then find each one by binary search: on XLA:CPU this is faster
+    # than sorting pairs (see benchmarks/NOTES.md).
     ordered = lax.sort(rows, is_stable=False)
     first = jnp.ones(rows.shape, bool).at[1:].set(ordered[1:] != ordered[:-1])
     first &= ordered != empty
@@ -111,7 +110,7 @@ def merge_plan(
     place = jnp.where(ordered == empty, np.int32(capacity), place)
     place = jnp.minimum(place, np.int32(capacity))
     unique = set_rows(jnp.full((capacity,), empty, rows.dtype), place, ordered)
-    # In slot order: sums are then reproducible, and the values need no gather.
+    # In slot order, so sums are reproducible and the values need no gather.
     slot = take_rows(place, jnp.searchsorted(ordered, rows))
     return unique, slot, jnp.sum(first, dtype=jnp.int32)
 
@@ -126,8 +125,8 @@ def stable_order(keys: jax.Array, limit: int) -> jax.Array:
     n = keys.size
     if limit * n > jnp.iinfo(jnp.int32).max:
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
-    # Key and position as one number, all distinct: XLA:CPU sorts single numbers several
-    # times as fast as pairs.
+    # Pack key and position into one distinct number: XLA:CPU sorts single numbers
+    # several times as fast as pairs.
     position = lax.iota(jnp.int32, n)
     packed = keys.astype(jnp.int32) * np.int32(n) + position
     return lax.sort(packed, is_stable=False) % np.int32(max(n, 1))
@@ -136,7 +135,7 @@ def stable_order(keys: jax.Array, limit: int) -> jax.Array:
 def find_slots(
     sorted_rows: jax.Array, ids: jax.Array, height: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`(slot, stored)` of each id among ascending `sorted_rows`, by binary search."""
+    """Finds each id in ascending `sorted_rows` by binary search: `(slot, stored)`."""
     last = sorted_rows.shape[0] - 1
     if last < 0:
         return jnp.zeros(ids.shape, jnp.int32), jnp.zeros(ids.shape, bool)

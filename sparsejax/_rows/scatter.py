@@ -1,7 +1,7 @@
 """Writing rows of a table by id: scatter_assign and scatter_weighted_sum.
 
-Both return a new table, and write in place if the old one is donated to `jit`: only
-the given rows are read or written. Ids out of range are dropped; they never wrap.
+Both return a new table. They read and write only the given rows, in place if the old
+table is donated to `jit`. Ids out of range are dropped; they never wrap.
 """
 
 import math
@@ -27,17 +27,16 @@ def scatter_assign(table: Any, rows: Any, values: Any) -> jax.Array:
     Args:
       table: `[V, ...]`.
       rows: integers of any shape, usually `[n]`. Ids out of range, such as V for an
-        empty slot, are dropped. Among duplicates it is unspecified which one wins; on
-        a GPU, which writes the elements of a row independently, the result may mix
-        several.
+        empty slot, are dropped. Which of several duplicates wins is unspecified. A GPU
+        writes the elements of a row independently, so the result may mix duplicates.
       values: `[*rows.shape, *table.shape[1:]]`, cast to the table's dtype.
 
     Returns:
       `[V, ...]`, of the table's dtype. Differentiable in `table` and `values`.
 
     Raises:
-      TypeError: `table` is not an array, `rows` are not integers, or the table cannot
-        hold values of that kind.
+      TypeError: `table` is not an array, `rows` are not integers, or the dtype of
+        `values` cannot be cast to the table's.
       ValueError: the shapes do not match.
 
     Example:
@@ -63,30 +62,30 @@ def scatter_weighted_sum(
 ) -> jax.Array:
     """`table` with some of its rows scaled, and weighted values added to them.
 
-    With `scatter_weighted_sum(table, w0, rows, v1, w1, v2, w2, ...)`, every row r in
-    `rows` becomes
+    `scatter_weighted_sum(table, w0, rows, v1, w1, v2, w2, ...)` replaces every row r in
+    `rows` by
 
     `out[r] = w0 * table[r] + sum_{i: rows[i] == r} (w1 * v1[i] + w2 * v2[i] + ...)`
 
-    and every other row is unchanged, bit by bit. `w0` applies once, however often r
-    occurs; Caffe2's operator applies it at each occurrence.
+    and leaves every other row unchanged, bit for bit. `w0` applies once, however often
+    r occurs; Caffe2's operator applies it at each occurrence.
 
     Args:
       table: `[V, ...]`.
-      weight: scalar w0. With the Python number 1, duplicates need not be merged.
+      weight: scalar w0. The Python number 1 is fastest: duplicates are not merged.
       rows: integers of any shape, usually `[n]`. Ids out of range, such as V for an
         empty slot, are dropped.
       *values_and_weights: pairs of values, `[*rows.shape, *table.shape[1:]]`, and a
-        scalar weight of shape `()` or `(1,)`. Without pairs the rows are only scaled.
+        scalar weight of shape `()` or `(1,)`. Without pairs, the rows are only scaled.
 
     Returns:
-      `[V, ...]`, of the table's dtype. Sums are in at least float32 and rounded
-      once. Differentiable in the table, the values and the weights.
+      `[V, ...]`, of the table's dtype. Sums accumulate in at least float32 and are
+      rounded once. Differentiable in the table, the values and the weights.
 
     Raises:
-      TypeError: `table` is not an array, `rows` are not integers, or the table has
-        integers and values or weights do not.
-      ValueError: the shapes do not match, or a value comes without its weight.
+      TypeError: `table` is not an array, `rows` are not integers, or values or weights
+        cannot be cast to the table's dtype.
+      ValueError: the shapes do not match, or a weight is missing.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -102,8 +101,8 @@ def scatter_weighted_sum(
     flat, shape = _flat_rows(_WEIGHTED_SUM, table, rows)
     if len(values_and_weights) % 2:
         raise ValueError(
-            f"{_WEIGHTED_SUM}: after rows come pairs of values and weights, got an odd "
-            f"number of arguments there, {len(values_and_weights)}. The order is "
+            f"{_WEIGHTED_SUM}: the arguments after rows must be pairs of values and "
+            f"weights, got an odd number, {len(values_and_weights)}. The order is "
             "(table, w0, rows, v1, w1, v2, w2, ...)."
         )
     values = [
@@ -111,7 +110,7 @@ def scatter_weighted_sum(
         for i, v in enumerate(values_and_weights[::2], 1)
     ]
     weights = [_weight(i, w) for i, w in enumerate((weight, *values_and_weights[1::2]))]
-    # The dtype of the data is that of the sum; weights never widen it.
+    # The data determine the dtype of the sum; weights never widen it.
     wide = indexing.promote(table.dtype, *(v.dtype for v in values))
     wide = indexing.accumulator_dtype(wide)
     for i, v in enumerate(values, 1):
@@ -126,7 +125,7 @@ def scatter_weighted_sum(
     update = SelectedRows(flat, total, table.shape[0])
     if isinstance(weight, (int, float)) and weight == 1:
         return table + update
-    # Read once, scale once, write once: duplicates are merged first.
+    # Merge duplicates first, so each row is read, scaled and written once.
     update = update.coalesce()
     old = indexing.take_rows(table, update.rows).astype(wide)
     new = (w0 * old + update.values).astype(table.dtype)
@@ -141,13 +140,13 @@ def _as_table(call: str, table: Any) -> jax.Array:
     if not isinstance(table, jax.Array):
         raise TypeError(
             f"{call}: table must be a JAX or NumPy array, got "
-            f"{_arguments.kind_of(table)}. A SelectedRows has no rows to overwrite: "
-            "add to it with +, or write to its dense array, .to_dense()."
+            f"{_arguments.kind_of(table)}. To change a SelectedRows, add to it with +, "
+            "or write to its dense array, .to_dense()."
         )
     if table.ndim == 0:
         raise ValueError(
-            f"{call}: table must have at least one axis, got shape {table.shape}. The "
-            "first axis is the rows."
+            f"{call}: table must have at least one axis (the rows), got shape "
+            f"{table.shape}."
         )
     return table
 
@@ -164,9 +163,8 @@ def _flat_values(call: str, name: str, values: Any, shape, table: jax.Array):
     want = (*shape, *table.shape[1:])
     if values.shape != want:
         raise ValueError(
-            f"{call}: {name} must have shape {want}, the shape of rows followed by "
-            f"that of a table row, got {values.shape}. There is no broadcasting: use "
-            "jnp.broadcast_to."
+            f"{call}: {name} must have shape rows.shape + table.shape[1:] = {want}, "
+            f"got {values.shape}. They are not broadcast; use jnp.broadcast_to."
         )
     return values.reshape(math.prod(shape), *table.shape[1:])
 
@@ -175,15 +173,14 @@ def _weight(i: int, weight: Any) -> jax.Array:
     weight = _arguments.to_array(_WEIGHTED_SUM, weight, f"weight w{i}", "a scalar")
     if weight.shape not in ((), (1,)):
         raise ValueError(
-            f"{_WEIGHTED_SUM}: weight w{i} must be a scalar, of shape () or (1,), got "
-            f"shape {weight.shape}. For one weight a row, multiply the values before "
-            "the call."
+            f"{_WEIGHTED_SUM}: weight w{i} must be a scalar of shape () or (1,), got "
+            f"shape {weight.shape}. For one weight per row, multiply the values first."
         )
     return weight.reshape(())
 
 
 def _check_kind(call: str, name: str, found: Any, want: Any) -> None:
-    """Accepts narrower floats, but no floats in a table of integers."""
+    """Accepts narrowing of floats, but no floats in a table of integers."""
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(found, kind) and not jnp.issubdtype(want, kind):
             raise TypeError(
@@ -195,8 +192,9 @@ def _check_kind(call: str, name: str, found: Any, want: Any) -> None:
 def _set_merged(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     """`table` with merged rows replaced; the ids of empty slots are out of range.
 
-    These get distinct negative ids. All ids are then unique, and JAX differentiates the
-    scatter without arrays of the table's size that record which of equal ids won.
+    Empty slots get distinct negative ids, so all ids are unique. JAX can then
+    differentiate the scatter without table-sized arrays that record which of several
+    duplicates won.
     """
     empty = -1 - lax.iota(rows.dtype, rows.size)
     rows = jnp.where(indexing.in_range(rows, table.shape[0]), rows, empty)

@@ -1,16 +1,16 @@
 """SelectedRows: an array of which only some rows are stored.
 
-A `SelectedRows` of height V has n slots, each with a row id and that row's values. The
-gradient of a lookup is one, and so are an optimizer's update and the rows pulled from a
-store.
+A `SelectedRows` of height V has n slots, each with a row id and the values of that row.
+The gradient of a lookup is a SelectedRows, and so are an optimizer's update and the
+rows pulled from a store.
 
-Invariants, which every operation keeps:
+Every operation keeps these invariants:
 
-- a slot whose id is not in `[0, height)` is *empty*, usually with id `height`. Every
+- A slot whose id is not in `[0, height)` is *empty*; usually its id is `height`. Every
   operation ignores the values of empty slots, which may be anything.
-- duplicates are allowed and mean their sum.
-- the number of slots (`capacity`) is static, so everything works under `jit`.
-- in arithmetic the dtype of the values wins: a strongly typed scalar never widens it.
+- Duplicates are allowed and mean their sum.
+- The number of slots (`capacity`) is static, so everything works under `jit`.
+- In arithmetic the dtype of the values wins: a strongly typed scalar never widens it.
 
 Sharp edges: `jax.tree.map` over a `SelectedRows` also visits its ids. Use
 `SelectedRows.map` for the values, and put optax transformations inside
@@ -31,9 +31,9 @@ from sparsejax._rows import html, indexing
 
 
 _NO_DIVISION_BY_ROWS = (
-    "SelectedRows as a divisor: the rows that are not stored are zero, so the result "
-    "would be infinite there. Use .map(lambda v: x / v) for the stored rows, or "
-    ".to_dense()."
+    "SelectedRows cannot be a divisor: rows that are not stored are zero, so the "
+    "result would be infinite there. Use .map(lambda v: x / v) to divide by the stored "
+    "rows only, or .to_dense()."
 )
 
 Rows = TypeVar("Rows", bound="SelectedRows")
@@ -44,26 +44,27 @@ Rows = TypeVar("Rows", bound="SelectedRows")
 class SelectedRows:
     """Rows of a `[height, ...]` array, by id.
 
-    Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, zero
-    in all other rows. The gradient of a table under `sparsejax.value_and_grad`
-    is one, and so are an optimizer's update and the rows pulled from a
-    `sparsejax.store.KVStore`. Everything works under `jit`:
+    Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
+    zeros in all other rows. The gradient of a table under
+    `sparsejax.value_and_grad` is a SelectedRows, and so are an optimizer's update
+    and the rows pulled from a `sparsejax.store.KVStore`. Everything works under
+    `jit`:
 
-    - `to_dense()`, `from_dense(x)`: to and from an array.
-    - `coalesce()`: each row once, duplicates summed, ids ascending.
+    - `to_dense()`, `from_dense(x)`: convert to and from an array.
+    - `coalesce()`: merges duplicates; ids ascend.
     - `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
     - `map(f)`, `astype(dtype)`: change only the values.
-    - `a + b`, `a - b`, with an array the result is an array; `a * 2`, `a / 2`,
+    - `a + b`, `a - b` (with an array, the result is an array), `a * 2`, `a / 2`,
       `a * b`.
     - `shape`, `dtype`, `ndim`: of the dense array.
     - `capacity`, `num_rows()`, `filled()`, `safe_rows()`: about the slots.
 
-    `jax.tree.map` over a SelectedRows changes its ids too: use `map`, and put
+    `jax.tree.map` over a SelectedRows also changes its ids: use `map`, and put
     optax transformations inside `sparsejax.optim.lazy`, not around it.
 
     Args:
-      rows: integer `[n]`, the id of each slot; `rows[i] == height` is an empty
-        slot. An integer type too narrow for `height` is widened.
+      rows: integer `[n]`, the id of each slot; `rows[i] == height` marks an empty
+        slot. Integers too narrow for `height` are widened.
       values: `[n, ...]`, any dtype, the values of each slot.
       height: int, the number of rows of the dense array.
 
@@ -112,8 +113,8 @@ class SelectedRows:
         _check_rows("SelectedRows", rows)
         if len(rows.shape) != 1 or values.shape[:1] != rows.shape:
             raise ValueError(
-                "SelectedRows: rows must have shape [n] and values [n, ...], the slots "
-                f"first, got {rows.shape} and {values.shape}. For a batch use jax.vmap."
+                "SelectedRows: rows must have shape [n] and values shape [n, ...], got "
+                f"{rows.shape} and {values.shape}. For a batch use jax.vmap."
             )
         wide = _arguments.index_dtype(height, rows.dtype)
         if wide != rows.dtype and not isinstance(rows, jax.ShapeDtypeStruct):
@@ -123,7 +124,7 @@ class SelectedRows:
     # -- pytree ------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Children with their keys."""
+        """The children with their keys."""
         keys = jax.tree_util.GetAttrKey("rows"), jax.tree_util.GetAttrKey("values")
         return tuple(zip(keys, (self.rows, self.values))), self.height
 
@@ -157,7 +158,7 @@ class SelectedRows:
         return self.values.shape[0]
 
     def num_rows(self) -> jax.Array:
-        """Number of filled slots (duplicates counted each), an int32 scalar."""
+        """Number of filled slots, each duplicate included, as an int32 scalar."""
         return jnp.sum(self.filled(), dtype=jnp.int32)
 
     def __repr__(self) -> str:
@@ -180,19 +181,19 @@ class SelectedRows:
 
     @classmethod
     def from_dense(cls, x: Any, capacity: int | None = None) -> Self:
-        """The rows of `x` that are not all zero, ascending.
+        """The rows of `x` that are not all zero, with ascending ids.
 
         Args:
           x: `[V, ...]`.
           capacity: int, slots of the result. By default the number of non-zero rows,
-            or V inside `jit`, where that number is not known.
+            or V inside `jit`, where that number is unknown.
 
         Returns:
           SelectedRows of height V.
 
         Raises:
-          ValueError: more non-zero rows than `capacity`. Inside `jit` this cannot be
-            raised, and all values become NaN instead.
+          ValueError: `x` has more non-zero rows than `capacity`. Inside `jit`, all
+            values become NaN instead.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -205,7 +206,7 @@ class SelectedRows:
         call = "SelectedRows.from_dense"
         x = _arguments.to_array(call, x, "x")
         if x.ndim == 0:
-            raise ValueError(f"{call}: a scalar has no rows. Give x one axis or more.")
+            raise ValueError(f"{call}: x must have at least one axis, got a scalar.")
         used = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
         count = jnp.sum(used, dtype=jnp.int32)
         if capacity is None:
@@ -221,8 +222,8 @@ class SelectedRows:
     def to_dense(self) -> jax.Array:
         """The dense array, `[height, ...]`; duplicates are summed.
 
-        Types narrower than float32 are summed in float32 and rounded once; the sum of
-        booleans is whether any is true.
+        Floats narrower than float32 are summed in float32 and rounded once. The sum of
+        booleans is their logical or.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -235,10 +236,9 @@ class SelectedRows:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"SelectedRows: one of shape {self.shape} was used where an array is "
-            "needed, by jnp.asarray, np.asarray or a numpy function. It would become a "
-            f"dense array of {self.shape}: call .to_dense() if that is what you want, "
-            "or work on .rows and .values."
+            f"SelectedRows of shape {self.shape} cannot be converted to an array "
+            "implicitly, by jnp.asarray, np.asarray or a NumPy function. Call "
+            ".to_dense() for the dense array, or use .rows and .values."
         )
 
     # -- rows --------------------------------------------------------------------
@@ -252,24 +252,24 @@ class SelectedRows:
     def coalesce(
         self, capacity: int | None = None, *, return_overflow: bool = False
     ) -> Any:
-        """The same array with every row at most once: ids ascending, empty slots last.
+        """Merges duplicates: each row at most once, ids ascending, empty slots last.
 
-        `values'[j] = sum_{i: rows[i] == rows'[j]} values[i]`, summed in slot order, and
-        in float32 for narrower types. Rows whose sum is zero are kept. Equal input
-        gives equal bits.
+        `values'[j] = sum_{i: rows[i] == rows'[j]} values[i]`, summed in slot order, in
+        float32 for narrower floats. Rows whose sum is zero are kept. The result is
+        deterministic, bit for bit.
 
         Args:
-          capacity: int, slots of the result. The default, `min(n, height)`, is always
-            enough.
-          return_overflow: also return how many distinct rows did not fit.
+          capacity: int, slots of the result. The default, `min(n, height)`, always
+            suffices.
+          return_overflow: whether to return how many distinct rows did not fit.
 
         Returns:
           SelectedRows, or `(SelectedRows, overflow)` with an int32 scalar. On overflow
           the rows with the largest ids are dropped.
 
         Raises:
-          ValueError: rows do not fit and `return_overflow` is not set. Inside `jit`
-            this cannot be raised, and all values become NaN instead.
+          ValueError: the rows do not fit and `return_overflow` is not set. Inside
+            `jit`, all values become NaN instead.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -294,12 +294,12 @@ class SelectedRows:
             return SelectedRows(rows, values, self.height), overflow
         if capacity < min(self.capacity, self.height):
             call = "SelectedRows.coalesce"
-            way_out = ", or ask for return_overflow=True"
+            way_out = ", or pass return_overflow=True"
             values = _arguments.report_overflow(call, values, count, capacity, way_out)
         return SelectedRows(rows, values, self.height)
 
     def get(self, ids: Any) -> jax.Array:
-        """The rows of `ids`, in that order; zeros where a row is not stored.
+        """The rows with these ids, in order; zeros for rows that are not stored.
 
         Args:
           ids: integers of any shape.
@@ -319,7 +319,7 @@ class SelectedRows:
         return self._find("SelectedRows.get", ids)[0]
 
     def find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
-        """`get(ids)`, and for each id whether its row is stored, bool `[*ids.shape]`.
+        """`get(ids)`, and whether each row is stored, bool `[*ids.shape]`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -337,7 +337,7 @@ class SelectedRows:
         return indexing.take_rows(merged.values, jnp.where(stored, slot, none)), stored
 
     def retain(self, ids: Any) -> "SelectedRows":
-        """Only the rows in `ids`; the other slots become empty.
+        """Keeps only the rows in `ids`; the other slots become empty.
 
         Args:
           ids: integers of any shape; repetitions have no effect.
@@ -360,9 +360,9 @@ class SelectedRows:
         return SelectedRows(rows, indexing.zero_unless(keep, self.values), self.height)
 
     def map(self, f: Callable[[jax.Array], jax.Array]) -> "SelectedRows":
-        """The same ids with `f(values)`.
+        """Applies `f` to the values; the ids stay the same.
 
-        With duplicates, call `.coalesce()` first if `f` is not linear.
+        If `f` is not linear and there are duplicates, call `.coalesce()` first.
 
         Args:
           f: `[n, ...] -> [n, ...]`; the row shape may change.
@@ -379,13 +379,13 @@ class SelectedRows:
         values = f(self.values)
         if jnp.shape(values)[:1] != self.rows.shape:
             raise ValueError(
-                f"SelectedRows.map: f must keep the first axis, {self.rows.shape[0]} "
-                f"slots; it returned shape {jnp.shape(values)}."
+                f"SelectedRows.map: f must keep the number of slots (the first axis), "
+                f"{self.rows.shape[0]}, but returned shape {jnp.shape(values)}."
             )
         return SelectedRows(self.rows, values, self.height)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> "SelectedRows":
-        """The same rows with values of another type."""
+        """The same rows with values cast to `dtype`."""
         return self.map(lambda v: v.astype(dtype))
 
     # -- arithmetic ---------------------------------------------------------------
@@ -412,7 +412,7 @@ class SelectedRows:
         raise TypeError(
             f"SelectedRows + {other}: adding a scalar would change all "
             f"{self.height} rows, stored or not. Call .to_dense() first, or use "
-            ".map(lambda v: v + ...) for the stored rows only."
+            ".map(lambda v: v + ...) to change only the stored rows."
         )
 
     @overload
@@ -475,7 +475,7 @@ class SelectedRows:
         return indexing.in_range(self.rows, self.height)
 
     def safe_rows(self) -> jax.Array:
-        """`rows`, with `height` for every id out of range."""
+        """`rows` with every id out of range replaced by `height`."""
         _check_rows("SelectedRows", self.rows)
         return jnp.where(
             self.filled(), self.rows, _arguments.scalar(self.height, self.rows)
@@ -486,15 +486,15 @@ class SelectedRows:
 
 
 def is_selected_rows(x: Any) -> TypeGuard[SelectedRows]:
-    """Whether `x` is a SelectedRows: `is_leaf` of `jax.tree` functions."""
+    """Whether `x` is a SelectedRows; for `is_leaf=` of `jax.tree` functions."""
     return isinstance(x, SelectedRows)
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
-    """The sum of several SelectedRows of one shape, as one with all their slots.
+    """The sum of several SelectedRows of equal shape, with all of their slots.
 
-    `concatenate([a, b]).to_dense() == a.to_dense() + b.to_dense()`. Nothing is
-    merged: the capacities add up.
+    `concatenate([a, b]).to_dense() == a.to_dense() + b.to_dense()`. Duplicates are
+    not merged: the capacities add up.
 
     Args:
       parts: one or more SelectedRows of equal shape; dtypes are promoted.
@@ -504,7 +504,7 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
     Raises:
       TypeError: a part is not a SelectedRows.
-      ValueError: no parts, or shapes that differ.
+      ValueError: `parts` is empty, or the shapes differ.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -519,19 +519,20 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
         summands: list[Any] = list(parts)
     except TypeError:
         raise TypeError(
-            "sparsejax.concatenate: takes a list of SelectedRows, got "
+            "sparsejax.concatenate: parts must be a list of SelectedRows, got "
             f"{_arguments.kind_of(parts)}."
         ) from None
     if not summands:
         raise ValueError(
-            "sparsejax.concatenate: needs at least one SelectedRows, got an empty list."
+            "sparsejax.concatenate: parts must not be empty: pass at least one "
+            "SelectedRows."
         )
     for part in summands:
         if not is_selected_rows(part):
             raise TypeError(
-                "sparsejax.concatenate: takes a list of SelectedRows, got "
-                f"{_arguments.kind_of(part)} in the list. SelectedRows.from_dense "
-                "makes a SelectedRows from an array."
+                "sparsejax.concatenate: every part must be a SelectedRows, got "
+                f"{_arguments.kind_of(part)}. Convert arrays with "
+                "SelectedRows.from_dense."
             )
         _check_same_shape("sparsejax.concatenate", summands[0], part)
     if len(summands) == 1:
@@ -558,10 +559,10 @@ def _check_rows(call: str, rows: Any) -> None:
     """A TypeError unless `rows` are integers."""
     if not jnp.issubdtype(rows.dtype, jnp.integer):
         raise TypeError(
-            f"{call}: rows must be integers (row ids), got {rows.dtype}. A function "
-            "over the whole tree (jax.tree.map, or an optax transformation outside of "
-            "sparsejax.optim.lazy) changes the ids too: use SelectedRows.map for the "
-            "values, and put transformations inside lazy(...)."
+            f"{call}: rows must be integers (row ids), got {rows.dtype}. jax.tree.map, "
+            "or an optax transformation outside sparsejax.optim.lazy, also changes the "
+            "ids. Use SelectedRows.map to change the values, and put transformations "
+            "inside lazy(...)."
         )
 
 
@@ -572,39 +573,38 @@ def _is_arraylike(x: Any) -> bool:
 def _check_same_shape(call: str, a: Any, b: Any) -> None:
     if a.shape != b.shape:
         raise ValueError(
-            f"{call}: shapes {a.shape} and {b.shape} differ. Both must represent "
-            "arrays of the same shape."
+            f"{call}: the dense shapes must be equal, got {a.shape} and {b.shape}."
         )
 
 
 def _scale(op, symbol: str, values: jax.Array, by: Any) -> jax.Array:
     if np.ndim(by):
         raise TypeError(
-            f"SelectedRows {symbol} array of shape {np.shape(by)}: only scalars scale "
-            "a SelectedRows. Use .map to act on the stored values, or .to_dense()."
+            f"SelectedRows {symbol} array: the array must be a scalar, got shape "
+            f"{np.shape(by)}. Use .map to change the stored values, or .to_dense()."
         )
     if isinstance(by, (bool, int, float, complex)):
         return op(values, by)
-    # The data's type wins: a float32 scalar must not widen bfloat16 rows.
+    # The dtype of the values wins: a float32 scalar must not widen bfloat16 rows.
     wide = indexing.promote(values.dtype, by.dtype)
     narrow = values.dtype if jnp.issubdtype(values.dtype, jnp.inexact) else wide
     return op(values.astype(wide), jnp.asarray(by).astype(wide)).astype(narrow)
 
 
 def _add_to_array(array: Any, rows: Any) -> jax.Array:
-    """The scatter-add; the result has the array's type, as `array.at[...].add` has."""
+    """The scatter-add, in the array's dtype as for `array.at[...].add`."""
     array = jnp.asarray(array)
     if array.shape != rows.shape:
         raise ValueError(
-            f"SelectedRows + array: shapes {rows.shape} and {array.shape} differ, and "
-            "a SelectedRows is not broadcast."
+            f"SelectedRows + array: the shapes must be equal, got {rows.shape} and "
+            f"{array.shape}. A SelectedRows does not broadcast."
         )
     _check_rows("SelectedRows + array", rows.rows)
     wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
     if wide == array.dtype:
         return indexing.add_rows(array, rows.safe_rows(), rows.values.astype(wide))
-    # Sums of bfloat16, or float32 updates of bfloat16 weights: add in the wide type and
-    # round once, for these rows only. Added one by one, small updates would be lost.
+    # For sums of bfloat16, and float32 updates of bfloat16 weights, add in the wide
+    # dtype and round once, for these rows only. One at a time, small updates are lost.
     merged = rows.astype(wide).coalesce()
     new = indexing.take_rows(array, merged.rows).astype(wide) + merged.values
     return indexing.set_rows(array, merged.rows, new.astype(array.dtype))

@@ -1,3 +1,3 @@
-"""Segments of elements: SegmentTensor, its other forms, and reductions."""
+"""SegmentTensor, conversions between representations of segments, and reductions."""
 
 from sparsejax._segments.segment_tensor import SegmentTensor as SegmentTensor

@@ -1,15 +1,15 @@
-"""Lengths, offsets, segment ids and ranges: checks, and each computed from the others.
+"""Lengths, offsets, segment ids and ranges: checks and conversions.
 
-All of these describe how one axis of n elements is cut into K segments:
+All of these describe how one axis of n elements is split into K segments:
 
-- lengths, `[K]`: how many elements each segment has;
+- lengths, `[K]`: the number of elements in each segment;
 - offsets, `[K + 1]`: where each segment begins, and where the last one ends;
-- segment ids, `[n]`: the segment of each element; outside `[0, K)` it is out of range;
+- segment ids, `[n]`: the segment of each element, out of range if outside `[0, K)`;
 - ranges, `[K, 2]`: where each segment begins, and its length.
 
-Known values are checked, and computed with NumPy in int64: in a data loader, where
-shapes change from batch to batch, nothing compiles. Under `jit` all of it is JAX.
-`isinstance(x, np.ndarray)` tells the two apart.
+Concrete values are checked, and converted by NumPy in int64, so nothing recompiles in a
+data loader whose shapes change from batch to batch. Under `jit` everything is JAX.
+`isinstance(x, np.ndarray)` distinguishes the two.
 """
 
 from typing import Any
@@ -32,17 +32,17 @@ def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
 
     Args:
       lengths: integers `[K]`, not negative.
-      total: int, the size of the result, required inside `jit`; the sum of `lengths`
-        if left out. Elements beyond that sum get the id K, which is out of range.
+      total: int, the size of the result; by default the sum of `lengths`, and required
+        inside `jit`. Elements beyond that sum get the id K, which is out of range.
 
     Returns:
       int32 `[total]`, ascending.
 
     Raises:
       TypeError: `lengths` are not integers.
-      ValueError: not one axis, a negative length, or `total` is left out inside `jit`
-        or less than the sum. Inside `jit`, where the sum is not known, elements that
-        do not fit into `total` are cut without an error.
+      ValueError: `lengths` is not one-dimensional or has a negative entry, or `total`
+        is less than the sum, or missing inside `jit`. Inside `jit`, where the sum is
+        unknown, elements beyond `total` are cut without an error.
 
     Example:
       >>> import sparsejax as sj
@@ -62,14 +62,14 @@ def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
         need = int(lengths.sum())
         if total is not None and total < need:
             raise ValueError(
-                f"{call}: the lengths sum to {need}, more than total={total}. Give at "
-                f"least {need}, or leave total out."
+                f"{call}: the lengths sum to {need}, more than total={total}. Pass "
+                f"total={need} or more, or omit it."
             )
         total = need if total is None else total
     elif total is None:
         raise ValueError(
-            f"{call}: inside jit the sum of lengths is not known, and the result needs "
-            "a static size. Pass total=, a static int of at least that sum."
+            f"{call}: inside jit the sum of lengths is unknown, but the result needs a "
+            "static size. Pass total, a static int that is at least this sum."
         )
     return jnp.asarray(segment_ids_of(lengths, total))
 
@@ -77,20 +77,21 @@ def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
 def segment_ids_to_lengths(
     segment_ids: Any, num_segments: int | None = None
 ) -> jax.Array:
-    """How many elements each segment has.
+    """The number of elements in each segment.
 
     `lengths[k] = sum_{i: segment_ids[i] == k} 1`
 
     Args:
       segment_ids: integers `[n]` in any order; ids out of range are not counted.
-      num_segments: int K, required inside `jit`; the largest id + 1 if left out.
+      num_segments: int K, required inside `jit`; by default the largest id + 1.
 
     Returns:
       int32 `[K]`.
 
     Raises:
       TypeError: `segment_ids` are not integers, or `num_segments` is not a static int.
-      ValueError: not one axis, or `num_segments` is left out inside `jit`.
+      ValueError: `segment_ids` is not one-dimensional, or `num_segments` is missing
+        inside `jit`.
 
     Example:
       >>> import sparsejax as sj
@@ -123,7 +124,8 @@ def lengths_to_offsets(lengths: Any) -> jax.Array:
 
     Raises:
       TypeError: `lengths` are not integers.
-      ValueError: not one axis, a negative length, or a sum that the type cannot hold.
+      ValueError: `lengths` is not one-dimensional or has a negative entry, or its sum
+        overflows the dtype.
 
     Example:
       >>> import sparsejax as sj
@@ -139,7 +141,7 @@ def lengths_to_offsets(lengths: Any) -> jax.Array:
 
 
 def offsets_to_lengths(offsets: Any) -> jax.Array:
-    """How many elements each segment has.
+    """The number of elements in each segment.
 
     `lengths[k] = offsets[k + 1] - offsets[k]`
 
@@ -151,7 +153,7 @@ def offsets_to_lengths(offsets: Any) -> jax.Array:
 
     Raises:
       TypeError: `offsets` are not integers.
-      ValueError: not one axis, no entries, or decreasing ones.
+      ValueError: `offsets` is not one-dimensional, is empty, or decreases.
 
     Example:
       >>> import sparsejax as sj
@@ -176,7 +178,8 @@ def lengths_to_ranges(lengths: Any) -> jax.Array:
 
     Raises:
       TypeError: `lengths` are not integers.
-      ValueError: not one axis, a negative length, or a sum that the type cannot hold.
+      ValueError: `lengths` is not one-dimensional or has a negative entry, or its sum
+        overflows the dtype.
 
     Example:
       >>> import sparsejax as sj
@@ -202,16 +205,16 @@ def segment_ids_to_ranges(
     Args:
       segment_ids: integers `[n]`, ascending; ids out of range are not counted, but
         take up positions.
-      num_segments: int K, required inside `jit`; the largest id + 1 if left out.
+      num_segments: int K, required inside `jit`; by default the largest id + 1.
 
     Returns:
-      int32 `[K, 2]` of (offset, length). Inside `jit`, where unsorted ids cannot raise
-      an error, they make the whole result -1.
+      int32 `[K, 2]` of (offset, length). Inside `jit`, unsorted ids cannot raise an
+      error; they make the whole result -1.
 
     Raises:
       TypeError: `segment_ids` are not integers, or `num_segments` is not a static int.
-      ValueError: not one axis, ids that are not sorted, or `num_segments` is left out
-        inside `jit`.
+      ValueError: `segment_ids` is not one-dimensional or not sorted, or `num_segments`
+        is missing inside `jit`.
 
     Example:
       >>> import sparsejax as sj
@@ -224,7 +227,7 @@ def segment_ids_to_ranges(
     call = "sparsejax.segment_ids_to_ranges"
     ids, num_segments = _ids_and_count(call, segment_ids, num_segments)
     if isinstance(ids, np.ndarray):
-        check_sorted(call, ids, "Sort them first: a range is contiguous.")
+        check_sorted(call, ids, "Sort them first, since ranges are contiguous.")
         offsets = np.searchsorted(ids, np.arange(num_segments + 1))
         lengths = np.diff(offsets)
         begins = np.where(offsets[:-1] == offsets[-1], 0, offsets[:-1])
@@ -240,40 +243,40 @@ def segment_ids_to_ranges(
 
 
 def is_known(x: Any) -> bool:
-    """Whether the values of `x` can be read on this host now."""
+    """Whether the values of `x` are concrete and readable on this host."""
     return _arguments.is_concrete(x) and getattr(x, "is_fully_addressable", True)
 
 
 def as_lengths(call: str, lengths: Any) -> Any:
-    """Lengths `[K]`: NumPy's int64 and checked if known, else a JAX array."""
+    """Lengths `[K]`: checked NumPy int64 if known, else a JAX array."""
     lengths = _as_vector(call, lengths, "lengths", "K")
     if isinstance(lengths, np.ndarray) and lengths.min(initial=0) < 0:
         at = int(np.argmax(lengths < 0))
         raise ValueError(
-            f"{call}: lengths must not be negative, got {lengths[at]} for segment "
-            f"{at}. An empty segment has length 0."
+            f"{call}: lengths must be non-negative, got {lengths[at]} for segment {at}."
+            " An empty segment has length 0."
         )
     return lengths
 
 
 def as_offsets(call: str, offsets: Any, *, from_zero: bool = True) -> Any:
-    """Offsets `[K + 1]`: NumPy's int64 and checked if known, else a JAX array."""
+    """Offsets `[K + 1]`: checked NumPy int64 if known, else a JAX array."""
     offsets = _as_vector(call, offsets, "offsets", "K + 1")
     if offsets.shape[0] == 0:
         raise ValueError(
-            f"{call}: offsets must have K + 1 entries for K segments, got none. For no "
-            "segments pass [0]."
+            f"{call}: offsets must have K + 1 entries for K segments, got none. For "
+            "zero segments pass [0]."
         )
     if isinstance(offsets, np.ndarray):
         if from_zero and offsets[0] != 0:
             raise ValueError(
-                f"{call}: offsets must begin with 0, got {offsets[0]}. They are K + 1 "
-                "entries for K segments: 0, then the cumulative lengths."
+                f"{call}: offsets must begin with 0, got {offsets[0]}. For K segments "
+                "pass K + 1 entries: 0, then the cumulative lengths."
             )
         _check_ascending(
             f"{call}: offsets must not decrease",
             offsets,
-            "They are 0, then the cumulative lengths.",
+            "Offsets are 0, then the cumulative lengths.",
         )
     return offsets
 
@@ -286,7 +289,7 @@ def as_num_segments(call: str, num_segments: Any) -> int:
 
 
 def as_segment_ids(call: str, segment_ids: Any, num_segments: int) -> Any:
-    """Segment ids `[n]`, NumPy's if they came so, `num_segments` if out of range."""
+    """Segment ids `[n]`, ids out of range as `num_segments`; NumPy stays NumPy."""
     ids = _arguments.as_integers(call, segment_ids, "segment_ids")
     _check_one_axis(call, ids, "segment_ids", "n")
     dtype = _arguments.index_dtype(num_segments)
@@ -299,7 +302,7 @@ def as_segment_ids(call: str, segment_ids: Any, num_segments: int) -> Any:
 
 
 def check_sorted(call: str, segment_ids: Any, way_out: str) -> None:
-    """A ValueError if known ids decrease."""
+    """Raises a ValueError if known ids decrease."""
     if is_known(segment_ids):
         _check_ascending(
             f"{call}: segment_ids must be sorted", np.asarray(segment_ids), way_out
@@ -324,7 +327,7 @@ def _check_one_axis(call: str, x: Any, name: str, axis: str) -> None:
 
 
 def _as_vector(call: str, x: Any, name: str, axis: str) -> Any:
-    """Integers `[axis]`: NumPy's int64 if known, else a JAX array."""
+    """Integers `[axis]`: NumPy int64 if known, else a JAX array."""
     x = _arguments.as_integers(call, x, name)
     _check_one_axis(call, x, name, axis)
     if is_known(x):
@@ -333,18 +336,18 @@ def _as_vector(call: str, x: Any, name: str, axis: str) -> Any:
 
 
 def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, int]:
-    """Segment ids, NumPy's if known, and the number of segments."""
+    """Segment ids, as a NumPy array if known, and the number of segments."""
     ids = _as_vector(call, ids, "segment_ids", "n")
     known = isinstance(ids, np.ndarray)
     if num_segments is None:
         if not known:
             raise ValueError(
-                f"{call}: inside jit the largest of segment_ids is not known, and the "
-                "result needs a static size. Pass num_segments=."
+                f"{call}: inside jit the largest segment id is unknown, but the result "
+                "needs a static size. Pass num_segments, a static int."
             )
         return ids, int(ids.max(initial=-1)) + 1
     num_segments = as_num_segments(call, num_segments)
-    # Wide ids would wrap where JAX indexes with 32 bits.
+    # 64-bit ids would wrap where JAX indexes with 32 bits.
     return ids if known else _arguments.as_ids(call, ids, num_segments), num_segments
 
 
@@ -352,9 +355,9 @@ def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, 
 
 
 def segment_ids_of(lengths: Any, size: int) -> Any:
-    """Segment ids `[size]` of lengths from `as_lengths`, K after the last segment.
+    """Segment ids `[size]` from checked lengths; K after the last segment.
 
-    NumPy's if the lengths are.
+    A NumPy array if the lengths are.
     """
     k = lengths.shape[0]
     dtype = _arguments.index_dtype(k)
@@ -368,7 +371,7 @@ def segment_ids_of(lengths: Any, size: int) -> Any:
 
 
 def _index_dtype(x: Any) -> Any:
-    """int32, or int64 for integers of 64 bits that JAX keeps."""
+    """int64 for 64-bit integers if x64 is enabled, else int32."""
     itemsize = getattr(x, "dtype", np.dtype("int32")).itemsize
     return np.dtype(np.int64 if itemsize > 4 and _arguments.x64_enabled() else np.int32)
 
@@ -378,8 +381,8 @@ def _offsets_of(call: str, lengths: Any, dtype: Any) -> jax.Array:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         if offsets[-1] > np.iinfo(dtype).max:
             raise ValueError(
-                f"{call}: the lengths sum to {offsets[-1]}, which an int32 cannot "
-                "hold. Set jax_enable_x64, or split the data."
+                f"{call}: the lengths sum to {offsets[-1]}, which overflows int32. Set "
+                "jax_enable_x64, or split the data."
             )
         return jnp.asarray(offsets.astype(dtype))
     ends = jnp.cumsum(lengths, dtype=dtype)

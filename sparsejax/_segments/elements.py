@@ -1,8 +1,8 @@
 """The values of a SegmentTensor: a pytree whose arrays share their first axis.
 
-That axis is the elements. A leaf is an array `[n, ...]`, or a SegmentTensor of n
-segments, each of which is one element: segments nest. A list is read as an array, never
-as a node of the tree.
+That axis is the elements. A leaf is an array `[n, ...]` or, for nested segments, a
+SegmentTensor of n segments, each of which is one element. A list is read as an array,
+never as a node of the tree.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from sparsejax._rows import indexing
 
 
 def is_nested(x: Any) -> bool:
-    """Whether `x` is a SegmentTensor, whose class imports this module."""
+    """Whether `x` is a SegmentTensor (its class imports this module)."""
     return hasattr(x, "segment_ids") and hasattr(x, "num_segments")
 
 
 def is_leaf(x: Any) -> bool:
-    """Whether `x` is one leaf: a SegmentTensor, or a list that is read as an array."""
+    """Whether `x` is a leaf: a SegmentTensor, or a list, which is read as an array."""
     return is_nested(x) or isinstance(x, list)
 
 
@@ -42,7 +42,7 @@ def map_leaves(array: Callable, nested: Callable, values: Any) -> Any:
 
 
 def as_elements(call: str, values: Any) -> Any:
-    """`values` with JAX or NumPy arrays for leaves."""
+    """`values` with JAX or NumPy arrays as leaves."""
 
     def as_leaf(path, x):
         name = f"values{jax.tree_util.keystr(path)}"
@@ -57,7 +57,7 @@ def as_array(call: str, x: Any, name: str) -> Any:
     if not isinstance(x, (jax.Array, np.ndarray)):
         try:
             x = jnp.asarray(x)
-        except OverflowError:  # a list with an int that 32 bits cannot hold
+        except OverflowError:  # a list with an int that does not fit in 32 bits
             x = np.asarray(x)
         except (TypeError, ValueError):
             x = None
@@ -70,14 +70,14 @@ def as_array(call: str, x: Any, name: str) -> Any:
         )
     if x.ndim == 0:
         raise ValueError(
-            f"{call}: {name} must have at least one axis, elements or segments; got a "
+            f"{call}: {name} must have at least one axis (elements or segments), got a "
             "scalar."
         )
     return narrow(call, x, name)
 
 
 def narrow(call: str, x: Any, name: str) -> Any:
-    """NumPy integers in a type that JAX keeps; an error if JAX would wrap them."""
+    """NumPy integers in JAX's dtype; an error if they would wrap there."""
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
         return x
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -86,14 +86,14 @@ def narrow(call: str, x: Any, name: str) -> Any:
         low, high = x.min(), x.max()
         if low < limits.min or high > limits.max:
             raise ValueError(
-                f"{call}: {name} must be within {dtype}, got integers from {low} to "
+                f"{call}: {name} must fit in {dtype}, got integers from {low} to "
                 f"{high}. Set jax_enable_x64, or map the values to smaller ones."
             )
     return x.astype(dtype, copy=False)
 
 
 def check_count(call: str, values: Any, want: Any = None, other: str = "") -> int:
-    """The number of elements; an error unless it is `want` (if given) in all leaves."""
+    """The number of elements; an error unless all leaves have it (and it is `want`)."""
     for path, x in leaves_with_path(values):
         shape = getattr(x, "shape", ())
         found = x.num_segments if is_nested(x) else shape[0] if shape else "a scalar"
@@ -103,19 +103,19 @@ def check_count(call: str, values: Any, want: Any = None, other: str = "") -> in
         if found != want:
             raise ValueError(
                 f"{call}: values{name} must have as many elements as {other}, {want}, "
-                f"got {found}. All leaves share their first axis; the elements of a "
-                "nested SegmentTensor are its segments."
+                f"got {found}. All leaves must have the same first axis; the elements "
+                "of a nested SegmentTensor are its segments."
             )
     if want is None:
         raise ValueError(
-            f"{call}: values contain no array. Give an array [n, ...], or a pytree of "
-            "such arrays."
+            f"{call}: values must be an array [n, ...] or a pytree of such arrays, got "
+            "no array."
         )
     return want
 
 
 def check_fits(call: str, values: Any, need: Any, n: int, capacity: int) -> None:
-    """An error if `need` elements exceed `capacity`, or may do so without a NaN.
+    """Raises if `need` elements exceed `capacity`, or may do so and no NaN can show it.
 
     Args:
       need: an int, or traced and at most n.
@@ -123,19 +123,19 @@ def check_fits(call: str, values: Any, need: Any, n: int, capacity: int) -> None
     if isinstance(need, int):
         if need > capacity:
             raise ValueError(
-                f"{call}: {need} elements do not fit into capacity={capacity}. Give at "
-                f"least {need}, or leave capacity out."
+                f"{call}: {need} elements do not fit in capacity={capacity}. Pass "
+                f"capacity={need} or more, or omit it."
             )
     elif capacity < n and not any(map(_has_nan, jax.tree.leaves(values))):
         raise ValueError(
-            f"{call}: capacity={capacity} may be too small for {n} elements, and "
-            f"inside jit integers have no NaN to report it with. Give at least {n}, or "
-            "leave capacity out."
+            f"{call}: capacity={capacity} may be too small for {n} elements, and inside"
+            " jit integers cannot become NaN to report it. Pass "
+            f"capacity={n} or more, or omit it."
         )
 
 
 def nan_unless(ok: Any, values: Any) -> Any:
-    """`values`, with all floats NaN if the traced `ok` is false."""
+    """`values`, with all floats set to NaN if the traced `ok` is false."""
     mark = lambda x: jnp.where(ok, x, jnp.array(jnp.nan, x.dtype))
     return jax.tree.map(lambda x: mark(x) if _has_nan(x) else x, values)
 
@@ -148,7 +148,7 @@ def _has_nan(x: Any) -> bool:
 
 
 def resize(values: Any, n: int) -> Any:
-    """`values` with n elements: zeros or empty segments added, or the last ones cut."""
+    """`values` cut to n elements, or padded with zeros or empty segments."""
 
     def resize_array(x):
         if x.shape[0] >= n:

@@ -1,4 +1,4 @@
-"""SegmentTensor as HTML, for notebooks: a coloured row of cells for each segment."""
+"""HTML for SegmentTensor in notebooks: a coloured row of cells for each segment."""
 
 import html
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from sparsejax._rows.html import MUTED, box, number, shape, table, text
 from sparsejax._segments import elements
 
 
-_SEGMENTS, _CELLS = 10, 16  # half as many one level deeper
-# Distinct hues, in turn.
+_SEGMENTS, _CELLS = 10, 16  # half as many at the next level
+# Distinct hues, used in turn.
 _HUES = (210, 30, 140, 280, 0, 180)
 
 
 def segments(x: Any) -> str:
-    """A SegmentTensor: a coloured row of cells for each segment."""
+    """HTML for a SegmentTensor: a coloured row of cells for each segment."""
     arrays = jax.tree.leaves(x)
     if not all(map(_arguments.is_concrete, arrays)) or np.ndim(x.segment_ids) != 1:
         return text(repr(x))
@@ -42,7 +42,7 @@ def _segment_cells(x: Any, leaf: Any, most: int) -> Iterable[tuple[int, str]]:
         inner = dict(_inner_cells(leaf))
         texts = [inner.get(int(place), "…") for place in shown]
     else:
-        # One gather: only the values shown leave the device.
+        # One gather: only the displayed values leave the device.
         values = np.asarray(leaf[shown]) if len(shown) else ()
         texts = [number(v) if np.ndim(v) == 0 else shape(v) for v in values]
     for k, mine in enumerate(places):
@@ -53,7 +53,7 @@ def _segment_cells(x: Any, leaf: Any, most: int) -> Iterable[tuple[int, str]]:
 
 
 def _inner_cells(leaf: Any) -> Iterable[tuple[int, str]]:
-    """Inner segments are elements of the outer ones: enough of them to show."""
+    """The cells of the inner segments, which are elements of the outer ones."""
     for path, array in elements.leaves_with_path(leaf.values):
         if not path:  # the keys of a map would not fit into a cell
             yield from _segment_cells(leaf, array, _SEGMENTS * _CELLS // 2)

@@ -1,7 +1,7 @@
-"""Segments as Python's nested lists, and as text.
+"""Conversion between segments and nested Python lists, and the repr of segments.
 
-All of it is NumPy, on known values: a level of a million elements is flattened, or cut,
-at once, without a Python loop over elements.
+All of this is NumPy on known values: a level is flattened or split at once, without a
+Python loop over its elements.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from sparsejax import _arguments
 from sparsejax._segments import conversions, elements as _elements
 
 
-# How many segments, and how many elements of each, a repr shows: flat, and nested.
+# How many segments, and elements of each, a repr shows: flat, and nested.
 _SHOWN, _SHOWN_NESTED = 8, 4
 
 
@@ -25,7 +25,7 @@ class Level:
     """One level of nested lists: the elements of all segments, and their lengths.
 
     `values` is a NumPy array, a Level whose segments are the elements, or a dict of
-    such.
+    these.
     """
 
     values: Any
@@ -36,7 +36,7 @@ class Level:
 
 
 def read(call: str, lists: Any, dtype: Any) -> Level:
-    """The levels of nested lists, or of a dict of them; `dtype` is of the innermost."""
+    """The levels of nested lists, or a dict of them; `dtype` is the innermost dtype."""
     if isinstance(lists, dict):
         return _join(call, {k: read(call, v, dtype) for k, v in lists.items()})
     if not isinstance(lists, (list, tuple)) and not _is_array(lists):
@@ -64,15 +64,15 @@ def read(call: str, lists: Any, dtype: Any) -> Level:
 
 def _not_lists(call: str, found: str) -> TypeError:
     return TypeError(
-        f"{call}: lists must be a list of segments, each a list or an array of "
-        f"elements, got {found}. A segment with one element or none is a list too."
+        f"{call}: lists must be a list of segments, and each segment a list or array "
+        f"of elements, got {found}. Write one element as [x], and none as []."
     )
 
 
 def _mixed(call: str, items: list) -> TypeError:
     return TypeError(
-        f"{call}: elements of one level must be all numbers, all lists or all dicts, "
-        f"got {_type_names(items)} together."
+        f"{call}: the elements of a level must be all numbers, all lists or all dicts, "
+        f"got a mix of {_type_names(items)}."
     )
 
 
@@ -80,8 +80,8 @@ def _read_maps(call: str, maps: list, dtype: Any) -> Level:
     for kind in set(map(type, itertools.chain.from_iterable(maps))):
         if not issubclass(kind, (int, np.integer)) or kind is bool:
             raise TypeError(
-                f"{call}: the keys of a map must be integers, got {kind.__name__}. If "
-                "elements have several values, give a dict of nested lists, not a list "
+                f"{call}: the keys of a map must be integers, got {kind.__name__}. For "
+                "elements with several values, pass a dict of nested lists, not a list "
                 "of dicts."
             )
     keys = read(call, [list(m) for m in maps], None)
@@ -97,8 +97,8 @@ def _join(call: str, parts: dict) -> Level:
     for name, other in others:
         if not np.array_equal(other.lengths, level.lengths):
             raise ValueError(
-                f"{call}: the segments of {name!r} and {first!r} differ in length. All "
-                "parts of a dict must have equal lengths."
+                f"{call}: all entries of a dict must have the same segment lengths, "
+                f"but {name!r} and {first!r} differ."
             )
     return Level({name: part.values for name, part in parts.items()}, level.lengths)
 
@@ -111,24 +111,23 @@ def _join_arrays(call: str, segments: list, dtype: Any) -> np.ndarray:
     except ValueError:
         shapes = " and ".join(sorted({str(np.shape(s)) for s in typed}))
         raise TypeError(
-            f"{call}: arrays of one level must have equal shapes except for the first "
-            f"axis, got {shapes}."
+            f"{call}: the arrays of a level must have equal shapes except along the "
+            f"first axis, got {shapes}."
         ) from None
     return _as_numbers(call, joined, dtype)
 
 
 def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
     if dtype is None and len(items) == 0 and not _is_array(items):
-        dtype = np.int32  # no elements: most lists are lists of ids
+        dtype = np.int32  # for lists without elements, since most lists are of ids
     try:
         x = np.asarray(items)
     except (TypeError, ValueError, OverflowError, jax.errors.JAXTypeError):
         x = np.zeros((), object)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)):
         raise TypeError(
-            f"{call}: elements must be known numbers of at most 64 bits, got "
-            f"{_type_names(items)}. Inside jit, where they are not known, use "
-            "from_lengths."
+            f"{call}: elements must be concrete numbers of at most 64 bits, got "
+            f"{_type_names(items)}. Inside jit, use from_lengths."
         )
     if dtype is not None:
         x = _cast(call, x, np.dtype(dtype))
@@ -137,20 +136,19 @@ def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
 
 
 def _cast(call: str, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`x` in `dtype`; an error if an integer would wrap or a fraction be cut."""
+    """`x` in `dtype`; an error if an integer would wrap or a float be truncated."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return x.astype(dtype)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)) and x.size:
         raise TypeError(
             f"{call}: dtype={dtype} would truncate elements of type {x.dtype.name}. "
-            "Round them first, or leave dtype out."
+            "Round them first, or omit dtype."
         )
     limits = jnp.iinfo(dtype)
     if x.size and (x.min() < limits.min or x.max() > limits.max):
         raise ValueError(
-            f"{call}: {dtype} cannot hold all elements, which range from {x.min()} to "
-            f"{x.max()}. Give a wider dtype, leave it out, or map the values to "
-            "smaller ones."
+            f"{call}: {dtype} cannot hold all elements, got integers from {x.min()} to "
+            f"{x.max()}. Use a wider dtype, omit it, or map the values to smaller ones."
         )
     return x.astype(dtype)
 
@@ -168,7 +166,7 @@ def _kind(x: Any) -> str:
 
 
 def _one_of_each_type(items: list) -> list:
-    """One item of each type, and all arrays, among which ranks differ."""
+    """One item of each type; all items if any is an array, since ranks may differ."""
     seen = dict(zip(map(type, items), items))
     if any(issubclass(kind, (np.ndarray, jax.Array)) for kind in seen):
         return items
@@ -185,13 +183,13 @@ def _type_names(items: Any) -> str:
 
 
 def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
-    """The elements of each segment as lists, for each array of `values`."""
+    """Each array of `values` as lists, one list of elements per segment."""
     known = [segment_ids, *jax.tree.leaves(values)]
     if not all(map(conversions.is_known, known)):
         raise TypeError(
-            f"{call}: inside jit the values are not known, and lists cannot hold "
-            "tracers. Return the SegmentTensor from the jitted function and call "
-            ".to_lists() there."
+            f"{call}: inside jit the values are unknown, so they cannot become lists. "
+            "Return the SegmentTensor from the jitted function, and call .to_lists() "
+            "outside."
         )
     ids = np.asarray(segment_ids)
     ends = np.cumsum(np.bincount(ids, minlength=num_segments + 1)[:num_segments])
@@ -219,7 +217,7 @@ def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
 
 
 def show(values: Any, segment_ids: Any, num_segments: int) -> str:
-    """`values` by segments; type and shape of those that are not known."""
+    """`values` by segment; dtype and shape of unknown values."""
     leaves = _elements.leaves_with_path(values)
     if not leaves:
         return repr(values)
@@ -232,7 +230,7 @@ def show(values: Any, segment_ids: Any, num_segments: int) -> str:
 
 
 def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
-    """The segments of `x` and its type; its type and shape if it is not known."""
+    """The segments of `x` and its dtype; its dtype and shape if it is unknown."""
     innermost = x
     while _elements.is_nested(innermost):
         innermost = innermost.values

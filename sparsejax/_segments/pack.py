@@ -1,6 +1,6 @@
-"""pack_segments and unpack_segments: segments to rows of equal length, and back.
+"""pack_segments and unpack_segments: between segments and rows of equal length.
 
-Both are one gather per array, with indices computed from the lengths.
+Each is a single gather per array, with indices computed from the lengths.
 """
 
 from typing import Any
@@ -26,12 +26,12 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
 
     Args:
       st: SegmentTensor, whose values are an array `[n, ...]` or a tree of arrays.
-      max_length: int L. Further elements of a segment are cut and get no gradient.
-      return_mask: also return which slots hold an element.
+      max_length: int L. Elements of a segment beyond L are cut and get no gradient.
+      return_mask: whether to return which slots contain an element.
 
     Returns:
       `[S, max_length, ...]`, or a tree of such arrays, of the values' dtypes. With
-      `return_mask` a pair of this and bool `[S, max_length]`. Differentiable in the
+      `return_mask`, a pair of this and bool `[S, max_length]`. Differentiable in the
       values.
 
     Raises:
@@ -63,8 +63,8 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
         elements.is_nested(leaf) for _, leaf in elements.leaves_with_path(st.values)
     ):
         raise TypeError(
-            f"{_PACK}: the values of st contain a SegmentTensor. Pack that one first, "
-            "and use the result as values."
+            f"{_PACK}: the values of st contain a SegmentTensor. Pack the inner one "
+            "first, and use the result as values."
         )
     max_length = _arguments.static_int(_PACK, "max_length", max_length)
     if not st.is_sorted:
@@ -91,8 +91,8 @@ def unpack_segments(padded: Any, lengths: Any) -> SegmentTensor:
 
     Returns:
       SegmentTensor of S segments. Its capacity is the number of elements, or S * L
-      inside `jit`, where that is not known; empty elements come last. Differentiable
-      in `padded`.
+      inside `jit`, where that number is unknown; empty elements come last.
+      Differentiable in `padded`.
 
     Raises:
       TypeError: `lengths` are not integers.

@@ -1,19 +1,20 @@
-"""SegmentTensor: an axis of elements, cut into segments of any lengths.
+"""SegmentTensor: an axis of elements, split into segments of any lengths.
 
-Each example of a batch has a list of ids, of varying length. A SegmentTensor holds all
-of them in one axis: `values` are the elements, and `segment_ids` the segment of each.
+Each example of a batch has a list of ids, and the lists differ in length. A
+SegmentTensor stores all of them along one axis: `values` are the elements, and
+`segment_ids` the segment of each.
 
-Invariants, established by every constructor:
+Every constructor establishes these invariants:
 
-- an element whose segment id is `num_segments` is *empty*: it belongs to no segment,
+- An element whose segment id is `num_segments` is *empty*: it belongs to no segment,
   whatever its value. Ids out of range become `num_segments`.
-- the number of elements (`capacity`, empty ones included) and of segments is static,
-  so everything works under `jit`. So is `is_sorted`: the ids never decrease, and the
-  empty elements come last.
+- The number of elements (`capacity`, including empty ones) and the number of segments
+  are static, so everything works under `jit`. So is `is_sorted`: the ids never
+  decrease, and the empty elements come last.
 
 Sharp edges: `jax.tree.map` over a SegmentTensor also visits its segment ids; `.map`
 does not. A stacked batch of SegmentTensors is for `jax.vmap` and `jax.lax.scan`;
-outside of these its properties are meaningless.
+outside these its properties are meaningless.
 """
 
 import dataclasses
@@ -32,28 +33,29 @@ from sparsejax._segments import conversions, elements, html, nested_lists
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class SegmentTensor:
-    """Elements in one axis, cut into segments of any lengths.
+    """Elements along one axis, split into segments of any lengths.
 
-    Segment k is the elements i with `segment_ids[i] == k`, in their order: the
-    ids of example k of a batch, say. `sparsejax.embedding_bag` looks up and
-    reduces them; `sparsejax.segment_sum` and similar reduce the values.
+    Segment k consists of the elements i with `segment_ids[i] == k`, in their
+    order; for example, the ids of example k in a batch. `sparsejax.embedding_bag`
+    looks up and reduces them; `sparsejax.segment_sum` and its relatives reduce
+    the values.
 
     - `from_lists`, `from_lengths`, `from_offsets`, `from_segment_ids`,
       `from_padded`, `from_multi_hot`, `from_csr`: from other representations.
     - `to_lists`, `to_padded`, `to_multi_hot`: to other representations.
-    - `map(f)`: changes the values only; `sort()`: makes segments contiguous.
-    - `lengths`, `offsets`: of the segments; `capacity`: number of elements,
-      static.
+    - `map(f)`: changes only the values; `sort()`: makes segments contiguous.
+    - `lengths`, `offsets`: of the segments; `capacity`: the static number of
+      elements.
 
     Args:
-      values: `[n, ...]`, the elements; or a pytree of such arrays, as ids with
-        their scores. A leaf may also be a SegmentTensor of n segments, each of
-        which is then one element, to any depth. A list is read as an array.
-      segment_ids: integers `[n]`, any order; elements whose id is out of range
+      values: `[n, ...]`, the elements; or a pytree of such arrays, for example
+        ids and their scores. A leaf may also be a SegmentTensor of n segments,
+        each of which is one element, to any depth. A list is read as an array.
+      segment_ids: integers `[n]`, in any order; elements whose id is out of range
         belong to no segment.
       num_segments: int, static.
-      is_sorted: bool, static: `segment_ids` never decrease, and ids out of range
-        come last. Trusted inside `jit`, checked outside.
+      is_sorted: bool, static: whether `segment_ids` never decrease and ids out of
+        range come last. Checked outside `jit`, trusted inside.
 
     Raises:
       TypeError: `segment_ids` are not integers, `num_segments` is not a static
@@ -70,8 +72,8 @@ class SegmentTensor:
       >>> st.lengths
       Array([1, 2], dtype=int32)
 
-    `jax.tree.map` over a SegmentTensor also changes its segment ids: use
-    `.map`.
+    `jax.tree.map` over a SegmentTensor also changes its segment ids; use `.map`
+    instead.
 
     References:
       Caffe2, Sparse Operations; TensorFlow, `tf.RaggedTensor`; TorchRec,
@@ -112,7 +114,7 @@ class SegmentTensor:
     def _make_unchecked(
         cls, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool
     ) -> Self:
-        """From checked arguments, whose NumPy arrays become JAX arrays."""
+        """From checked arguments; NumPy arrays become JAX arrays."""
         values = elements.map_leaves(jnp.asarray, lambda x: x, values)
         static = num_segments, is_sorted
         return cls.tree_unflatten(static, (values, jnp.asarray(segment_ids)))
@@ -120,7 +122,7 @@ class SegmentTensor:
     # -- pytree ------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Children with their keys."""
+        """The children with their keys."""
         keys = map(jax.tree_util.GetAttrKey, ("values", "segment_ids"))
         children = zip(keys, (self.values, self.segment_ids))
         return tuple(children), (self.num_segments, self.is_sorted)
@@ -136,19 +138,19 @@ class SegmentTensor:
 
     @property
     def capacity(self) -> int:
-        """Number of elements, empty ones included; static."""
+        """Number of elements, including empty ones; static."""
         return self.segment_ids.shape[0]
 
     @property
     def lengths(self) -> jax.Array:
-        """Number of elements of each segment, int32 `[num_segments]`."""
+        """Number of elements in each segment, int32 `[num_segments]`."""
         return conversions.segment_ids_to_lengths(self.segment_ids, self.num_segments)
 
     @property
     def offsets(self) -> jax.Array:
-        """Where each segment begins, and the last ends, int32 `[num_segments + 1]`.
+        """Where each segment begins and the last one ends, int32 `[num_segments + 1]`.
 
-        Positions in `values` if `is_sorted`, else in those of `.sort()`: the row
+        These are positions in the values of `.sort()` (of `self`, if sorted): the row
         pointers of CSR.
         """
         return conversions.lengths_to_offsets(self.lengths)
@@ -162,9 +164,9 @@ class SegmentTensor:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            "SegmentTensor: one was used where an array is needed, by jnp.asarray, "
-            "np.asarray or a numpy function. Its segments differ in length: call "
-            ".to_padded() for rows of equal length, or use .values and .segment_ids."
+            "SegmentTensor cannot be converted to an array implicitly, by jnp.asarray, "
+            "np.asarray or a NumPy function. Call .to_padded() for rows of equal "
+            "length, or use .values and .segment_ids."
         )
 
     # -- from other representations ----------------------------------------------
@@ -173,22 +175,22 @@ class SegmentTensor:
     def from_lengths(
         cls, values: Any, lengths: Any, *, capacity: int | None = None
     ) -> Self:
-        """Consecutive segments, by their lengths.
+        """Consecutive segments with the given lengths.
 
         Args:
           values: as in `SegmentTensor`. Elements beyond the sum of `lengths` are
             empty.
           lengths: integers `[K]`.
           capacity: int, the number of elements of the result, by default that of
-            `values`. Empty elements are added, or the last ones cut.
+            `values`. The result is padded with empty elements, or cut.
 
         Raises:
-          ValueError: `lengths` are negative, or their sum exceeds the number of
-            elements or `capacity`. Inside `jit` this cannot be raised, and floats
-            among the values become NaN instead. Integers have no NaN: if the values
-            have no floats, a `capacity` less than the number of elements is an error
-            inside `jit`, and wrong lengths cut the elements differently: `.lengths`
-            then differ from `lengths`. Check lengths from outside before `jit`.
+          ValueError: a length is negative, or the sum of `lengths` exceeds the number
+            of elements or `capacity`. Inside `jit`, floats among the values become NaN
+            instead. If there are no floats, nothing can become NaN: a `capacity` below
+            the number of elements raises inside `jit` too, but wrong lengths silently
+            split the elements differently, and `.lengths` differs from `lengths`.
+            Check untrusted lengths before `jit`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -211,12 +213,12 @@ class SegmentTensor:
 
         Args:
           values: as in `SegmentTensor`. Elements beyond the last offset are empty.
-          offsets: integers `[K + 1]`, ascending, the first of them 0.
+          offsets: integers `[K + 1]`, ascending, beginning with 0.
           capacity: as in `from_lengths`.
 
         Raises:
-          ValueError: `offsets` decrease or do not begin with 0; otherwise as
-            `from_lengths`, also inside `jit`.
+          ValueError: `offsets` decrease or do not begin with 0; otherwise, and inside
+            `jit`, as for `from_lengths`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -236,7 +238,7 @@ class SegmentTensor:
         *,
         is_sorted: bool = False,
     ) -> Self:
-        """Elements and the segment of each; the same as `SegmentTensor(...)`.
+        """Elements and the segment id of each; the same as `SegmentTensor(...)`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -256,16 +258,17 @@ class SegmentTensor:
         """Segments from rows of equal length: the elements that are not `filler`.
 
         Args:
-          padded: `[S, L, ...]`, one row a segment. The filler may be anywhere; with
+          padded: `[S, L, ...]`, one row per segment. The filler may be anywhere; with
             more than two axes, an element is dropped if all of it is filler.
-          filler: number of the type of `padded`; NaN means NaN.
+          filler: number that the dtype of `padded` can represent; NaN matches NaN.
           capacity: int, the number of elements of the result. By default the number
-            found, or S * L inside `jit`, where that is not known.
+            found, or S * L inside `jit`, where that number is unknown.
 
         Raises:
-          ValueError: `padded` has one axis or cannot hold `filler`, or there are more
-            elements than `capacity`. Inside `jit` this cannot be raised: floats become
-            NaN instead, and for integers a `capacity` less than S * L is an error.
+          ValueError: `padded` has fewer than two axes, its dtype cannot represent
+            `filler`, or there are more elements than `capacity`. Inside `jit`, floats
+            become NaN instead of the last error, and for integers a `capacity` below
+            S * L is an error.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -279,8 +282,8 @@ class SegmentTensor:
         padded = elements.as_array(call, padded, "padded")
         if padded.ndim < 2:
             raise ValueError(
-                f"{call}: padded must have shape [S, L] or [S, L, ...], one row for "
-                f"each segment, got {padded.shape}."
+                f"{call}: padded must have shape [S, L] or [S, L, ...], one row per "
+                f"segment, got {padded.shape}."
             )
         filler = _as_filler(call, filler, padded.dtype)
         is_nan = filler != filler
@@ -298,11 +301,11 @@ class SegmentTensor:
 
     @classmethod
     def from_multi_hot(cls, multi_hot: Any, *, capacity: int | None = None) -> Self:
-        """Segments of ids, from how often each segment has each id.
+        """Segments of ids, from the count of each id in each segment.
 
         Args:
-          multi_hot: integers or booleans `[S, V]`. Inside `jit` booleans only, since
-            the sum of integers is not known there.
+          multi_hot: integers or booleans `[S, V]`. Inside `jit` only booleans, since
+            the sum of integers is unknown there.
           capacity: int, the number of elements of the result. By default the number
             found, or S * V inside `jit`.
 
@@ -310,8 +313,8 @@ class SegmentTensor:
           SegmentTensor of ids, int32, ascending in each segment.
 
         Raises:
-          ValueError: not such a matrix, or more elements than `capacity`; inside
-            `jit`, `capacity` less than S * V.
+          ValueError: `multi_hot` is not such a matrix, or there are more elements than
+            `capacity`; inside `jit`, `capacity` is less than S * V.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -328,20 +331,20 @@ class SegmentTensor:
             hot or jnp.issubdtype(multi_hot.dtype, jnp.integer)
         ):
             raise ValueError(
-                f"{call}: multi_hot must be integers or booleans [S, V], the count of "
-                f"each id, got {multi_hot.dtype} of shape {multi_hot.shape}. For ids "
+                f"{call}: multi_hot must be integers or booleans [S, V] (the count of "
+                f"each id), got {multi_hot.dtype} of shape {multi_hot.shape}. For ids "
                 "with weights use from_csr."
             )
         if not hot and not conversions.is_known(multi_hot):
             raise ValueError(
-                f"{call}: inside jit the sum of {multi_hot.dtype} counts is not known, "
-                "and the result needs a static size. Pass booleans, multi_hot > 0, if "
-                "no id occurs twice."
+                f"{call}: inside jit the sum of {multi_hot.dtype} counts is unknown, "
+                "but the result needs a static size. If no id occurs twice, pass "
+                "booleans, multi_hot > 0."
             )
         if not hot and np.asarray(multi_hot).min(initial=0) < 0:
             raise ValueError(
-                f"{call}: multi_hot must be counts, got {multi_hot.min()}, which is "
-                "negative. For a mask use multi_hot > 0."
+                f"{call}: multi_hot must be non-negative counts, got {multi_hot.min()}."
+                " For a mask use multi_hot > 0."
             )
         counts = multi_hot.reshape(-1)
         positions, count = _positions(call, counts, capacity)
@@ -352,27 +355,27 @@ class SegmentTensor:
 
     @classmethod
     def from_lists(cls, lists: Any, *, capacity: Any = None, dtype: Any = None) -> Self:
-        """Segments from Python's nested lists, to any depth.
+        """Segments from nested Python lists, to any depth.
 
         Args:
           lists: one of these, nested in any way:
-            a list of lists of numbers, one segment each;
-            a list of NumPy or JAX arrays `[k, ...]`, one segment each;
+            a list of lists of numbers, each one segment;
+            a list of NumPy or JAX arrays `[k, ...]`, each one segment;
             a list of lists of lists, and so on: the elements are segments themselves,
             and `values` is a SegmentTensor;
             a dict of such lists with equal lengths: `values` is a dict;
-            a list of maps with integer keys, `{1: [10, 11], 3: [101]}`, one segment of
-            pairs each: `values` is `{"key", "ids"}` with a SegmentTensor of ids, or
-            `{"key", "value"}` if there is one number for each key.
+            a list of maps with integer keys, `{1: [10, 11], 3: [101]}`, each one
+            segment of pairs: `values` is `{"key", "ids"}` with a SegmentTensor of ids,
+            or `{"key", "value"}` if each key maps to one number.
           capacity: int, the number of elements of the outermost level; or one int or
-            None for each level, outermost first. By default the number found.
-          dtype: of the innermost values. By default what JAX makes of them, or int32
-            if there are none.
+            None per level, outermost first. By default the number found.
+          dtype: of the innermost values. By default the one JAX infers, or int32 if
+            there are no elements.
 
         Raises:
-          TypeError: not such lists, or of unequal depth.
-          ValueError: more elements than `capacity`, parts of a dict with different
-            lengths, or integers that the type cannot hold.
+          TypeError: `lists` are not such lists, or their depth is not uniform.
+          ValueError: there are more elements than `capacity`, entries of a dict have
+            different lengths, or integers overflow the dtype.
 
         Example:
           >>> import sparsejax as sj
@@ -404,20 +407,21 @@ class SegmentTensor:
         """Segments from the rows of a CSR matrix.
 
         Args:
-          indptr: integers `[K + 1]`, where each row begins; or, alone, a matrix with
-            `indptr`, `indices` and `data`: scipy's CSR, or JAX's BCSR without batch
-            axes.
+          indptr: integers `[K + 1]`, where each row begins; or, as the only argument, a
+            matrix with `indptr`, `indices` and `data`: a scipy CSR matrix, or a JAX
+            BCSR without batch axes.
           indices: integers `[n]`, the columns.
           data: `[n, ...]`, the stored values.
           capacity: as in `from_lengths`.
 
         Returns:
-          SegmentTensor with one segment a row. Its values are `{"index", "value"}`, or
-          the array `indices` if there is no `data`.
+          SegmentTensor with one segment per row. Its values are `{"index", "value"}`,
+          or the array `indices` if there is no `data`.
 
         Raises:
           TypeError: `indices` are missing or are not integers.
-          ValueError: a batch, a matrix in another format, or as `from_offsets`.
+          ValueError: `indptr` is a batch, the matrix has another format, or as for
+            `from_offsets`.
 
         Example:
           >>> import sparsejax as sj
@@ -431,23 +435,23 @@ class SegmentTensor:
         )
         if hasattr(indptr, "indptr"):
             if indices is not None or data is not None:
-                raise TypeError(f"{call}: got a matrix and also indices. {forms}")
+                raise TypeError(f"{call}: got both a matrix and indices. {forms}")
             matrix, name = indptr, getattr(indptr, "format", "csr")
             if name != "csr":  # scipy's CSC and BSR have attributes of the same names
                 raise ValueError(
-                    f"{call}: got a matrix in {name.upper()} format, whose indices are "
-                    "not those of rows. Convert it with .tocsr()."
+                    f"{call}: the matrix must be in CSR format, got {name.upper()}. "
+                    "Convert it with .tocsr()."
                 )
             indptr, indices, data = matrix.indptr, matrix.indices, matrix.data
         elif indices is None:
             raise TypeError(
-                f"{call}: got no indices, and {_arguments.kind_of(indptr)} is not a "
-                f"CSR matrix. {forms}"
+                f"{call}: indices are missing, and {_arguments.kind_of(indptr)} is not "
+                f"a CSR matrix. {forms}"
             )
         if np.ndim(indptr) != 1:
             raise ValueError(
-                f"{call}: indptr must have one axis, got shape {np.shape(indptr)}: a "
-                "batch of matrices. Use jax.vmap."
+                f"{call}: indptr must have one axis, got shape {np.shape(indptr)}. For "
+                "a batch of matrices use jax.vmap."
             )
         index = _arguments.as_integers(call, indices, "indices")
         values = index if data is None else {"index": index, "value": data}
@@ -466,7 +470,7 @@ class SegmentTensor:
     def _from_lengths(
         cls, call: str, values: Any, lengths: Any, valid: Any, capacity: int | None
     ) -> Self:
-        """From lengths of `as_lengths`; `valid` is false if traced ones are not."""
+        """From checked lengths; `valid` says whether traced lengths are valid."""
         values = elements.as_elements(call, values)
         n = elements.check_count(call, values)
         size = n if capacity is None else _arguments.check_capacity(call, capacity)
@@ -474,9 +478,9 @@ class SegmentTensor:
         total = int(lengths.sum()) if known else lengths.sum()
         if known and total > n:
             raise ValueError(
-                f"{call}: the segments have {total} elements, and values have {n}. "
-                "Lengths sum to at most the number of elements, and offsets end with "
-                "it."
+                f"{call}: the segments have {total} elements in all, but values has "
+                f"only {n}. The sum of lengths, or the last offset, must not exceed "
+                "the number of elements."
             )
         elements.check_fits(call, values, total, n, size)
         if not known:
@@ -495,7 +499,7 @@ class SegmentTensor:
         sizes: tuple[int | None, ...],
         num_segments: int | None,
     ) -> Self:
-        """From one level of lists, with empty segments added up to `num_segments`."""
+        """From one level of lists, padded to `num_segments` with empty segments."""
         need, size, *inner = int(level.lengths.sum()), *sizes, None
         n = need if size is None else size
         elements.check_fits(call, (), need, need, n)
@@ -513,13 +517,13 @@ class SegmentTensor:
     # -- to other representations ------------------------------------------------
 
     def map(self, f: Callable[[jax.Array], jax.Array]) -> "SegmentTensor":
-        """Applies `f` to each array of the values; the segments stay as they are.
+        """Applies `f` to each array of the values; the segments stay the same.
 
-        `jax.tree.map` would change the segment ids too.
+        `jax.tree.map` would also change the segment ids.
 
         Args:
-          f: from an array `[n, ...]` to one with as many elements. Called for arrays
-            of nested segments too.
+          f: maps an array `[n, ...]` to one with as many elements. It is also called
+            for the arrays of nested segments.
 
         Raises:
           ValueError: `f` changes the number of elements.
@@ -542,10 +546,10 @@ class SegmentTensor:
         `out[k, j]` is the j-th element of segment k, or `filler` if there is none.
 
         Args:
-          max_length: int L; longer segments are cut. By default the longest segment;
-            required inside `jit`. For nested segments it applies to the outermost
-            level; or one int or None for each level, outermost first.
-          filler: number that the type of the values can hold.
+          max_length: int L; longer segments are cut. By default the length of the
+            longest segment; required inside `jit`. For nested segments an int applies
+            to the outermost level; or pass one int or None per level, outermost first.
+          filler: number that the dtype of the values can represent.
 
         Returns:
           `[num_segments, L, ...]`, or `[num_segments, L, L', ...]` for nested segments;
@@ -553,8 +557,8 @@ class SegmentTensor:
 
         Raises:
           TypeError: `max_length` is not a static int.
-          ValueError: `filler` is not of the values' type, or `max_length` is negative
-            or left out inside `jit`.
+          ValueError: the dtype of the values cannot represent `filler`, or `max_length`
+            is negative, or missing inside `jit`.
 
         Example:
           >>> import sparsejax as sj
@@ -574,12 +578,12 @@ class SegmentTensor:
         if longest is None:
             if not known:
                 raise ValueError(
-                    f"{call}: inside jit the longest segment is not known, and the "
-                    "result needs a static size. Pass max_length=, an int, or for "
-                    "nested segments one for each level."
+                    f"{call}: inside jit the length of the longest segment is unknown, "
+                    "but the result needs a static size. Pass max_length, an int, or "
+                    "for nested segments one int per level."
                 )
             longest = int(np.asarray(lengths).max(initial=0))
-        # Position in the sorted elements of each place [S, L], n if there is none.
+        # The position of each entry [S, L] in the sorted elements; n for the padding.
         xp, lengths = (np, np.asarray(lengths)) if known else (jnp, lengths)
         begins = xp.cumsum(lengths, dtype=xp.int32) - lengths
         column = xp.arange(longest, dtype=xp.int32)[None, :]
@@ -602,7 +606,7 @@ class SegmentTensor:
         A tree of such lists if values are a tree. The inverse of `from_lists`.
 
         Raises:
-          TypeError: inside `jit`, where the values are not known.
+          TypeError: called inside `jit`, where the values are unknown.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -645,8 +649,8 @@ class SegmentTensor:
         values = self.values
         if not isinstance(values, (jax.Array, np.ndarray)) or values.ndim != 1:
             raise TypeError(
-                f"{call}: values must be one array of ids [n], integers, got {self!r}. "
-                "Make a SegmentTensor of the ids only: from_segment_ids("
+                f"{call}: values must be one array of integer ids [n], got {self!r}. "
+                "Make a SegmentTensor of only the ids: from_segment_ids("
                 "st.values['ids'], st.segment_ids, st.num_segments)."
             )
         ids = _arguments.as_ids(call, values, num_ids, "values")
@@ -656,9 +660,9 @@ class SegmentTensor:
         )
 
     def sort(self) -> "SegmentTensor":
-        """The same segments with contiguous elements, the empty ones last.
+        """The same segments with contiguous elements, and empty elements last.
 
-        Elements of a segment keep their order. Returns `self` if sorted already.
+        Elements of a segment keep their order. Returns `self` if it is sorted already.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -681,14 +685,14 @@ class SegmentTensor:
     # -- as elements of another SegmentTensor ------------------------------------
 
     def _resize_segments(self, n: int) -> "SegmentTensor":
-        """n segments: empty ones are added, or the last ones cut."""
+        """Pads with empty segments, or cuts, to n segments."""
         kept = _arguments.scalar(min(n, self.num_segments), self.segment_ids)
         none = _arguments.scalar(n, self.segment_ids)
         ids = jnp.where(self.segment_ids < kept, self.segment_ids, none)
         return self._make_unchecked(self.values, ids, n, self.is_sorted)
 
     def _take_segments(self, order: Any) -> "SegmentTensor":
-        """The segments permuted by `order`; sorted if `self` is."""
+        """The segments permuted by `order`; the result is sorted if `self` is."""
         place = jnp.argsort(jnp.asarray(order)).astype(self.segment_ids.dtype)
         inside = indexing.in_range(self.segment_ids, self.num_segments)
         ids = indexing.take_rows(place, self.segment_ids)
@@ -701,10 +705,10 @@ class SegmentTensor:
 
 
 def _as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
-    """An int, or one int or None for each level, as a tuple of at least one."""
+    """`sizes`, an int or None or one per level, as a non-empty tuple."""
     if not isinstance(sizes, (tuple, list)):
         sizes = (sizes,)
-    hint = " Or give one int or None for each level of segments, outermost first."
+    hint = " For nested segments pass one int or None per level, outermost first."
     return tuple(
         x if x is None else _arguments.static_int(call, name, x, 0, hint, TypeError)
         for x in sizes or (None,)
@@ -712,7 +716,7 @@ def _as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
 
 
 def _as_filler(call: str, filler: Any, dtype: Any) -> np.ndarray:
-    """`filler` in the type of the values, or an error if that cannot hold it."""
+    """`filler` in the dtype of the values; an error if it is not representable."""
     try:
         found, value = np.asarray(filler).item(), np.array(filler, dtype)
     except (OverflowError, TypeError, ValueError):
@@ -720,8 +724,9 @@ def _as_filler(call: str, filler: Any, dtype: Any) -> np.ndarray:
     rounds = jnp.issubdtype(dtype, jnp.inexact)  # NaN, and 0.1 in float32
     if value is None or not (rounds or value.item() == found):
         raise ValueError(
-            f"{call}: filler={_arguments.show(filler)} does not fit {dtype}, the type "
-            "of the values. Give a value of that type that no element has."
+            f"{call}: filler={_arguments.show(filler)} cannot be represented in "
+            f"{dtype}, the dtype of the values. Pass a value of that dtype that no "
+            "element has."
         )
     return value
 
@@ -730,8 +735,8 @@ def _positions(call: str, counts: Any, capacity: int | None) -> tuple[Any, Any]:
     """The positions of `counts` [n], each repeated by its count, then n as padding.
 
     Returns:
-      int32 `[capacity]`, and how many positions there are, an int if known. Without a
-      capacity all fit: of traced counts, which are booleans, n.
+      int32 `[capacity]`, and the number of positions, an int if known. Without a
+      capacity all positions fit: traced counts are booleans, so n slots suffice.
     """
     n = counts.shape[0]
     if capacity is not None:
@@ -755,7 +760,7 @@ def _rows_of(positions: Any, shape: tuple[int, int]) -> Any:
 
 
 def _gather(x: Any, positions: Any) -> Any:
-    """`x[positions]`, zeros if out of range; with NumPy if both are NumPy arrays."""
+    """`x[positions]`, zeros if out of range; in NumPy if both are NumPy arrays."""
     if not (isinstance(x, np.ndarray) and isinstance(positions, np.ndarray)):
         return indexing.take_rows(jnp.asarray(x), jnp.asarray(positions))
     out = np.zeros((positions.size, *x.shape[1:]), x.dtype)

@@ -1,7 +1,7 @@
 """unique and partition: distinct ids, and ids grouped by shard.
 
-Ids here are keys of any integer type, including hashes and negative numbers. There is
-no table yet, so no id is out of range: none is dropped and none is cut to 32 bits.
+Here ids are keys of any integer type, including hashes and negative numbers. Without a
+table no id is out of range: none is dropped, and none is truncated to 32 bits.
 """
 
 from typing import Any
@@ -20,28 +20,28 @@ _PARTITION = "sparsejax.partition"
 
 
 def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The distinct ids, ascending, in an array of static size.
+    """The distinct ids in ascending order, in an array of static size.
 
-    `out[inverse[i]] == ids[i]`. A table is then read once for each distinct id of a
-    batch: `sj.lookup(table, out)[inverse]`.
+    `out[inverse[i]] == ids[i]`, so `sj.lookup(table, out)[inverse]` reads a table only
+    once for each distinct id of a batch.
 
     Args:
-      ids: integers of any type and shape; negative values and the largest of the type
-        are allowed.
+      ids: integers of any dtype and shape, including negative values and the largest
+        value of the dtype.
       capacity: int, slots of the result. `ids.size` always suffices.
 
     Returns:
-      `(out [capacity], inverse int32[*ids.shape], count int32[])`. `out` has the type
-      of `ids`; its slots from `count` on hold the largest value of that type, which is
-      out of range of any table if the type has 32 bits (cast narrower ids first, and do
-      not look up with mode "clip"). `count` is the true number of distinct ids. If it
-      exceeds `capacity`, the largest ids are missing in `out`, and their `inverse` is
-      `capacity`, which is out of range.
+      `(out [capacity], inverse int32[*ids.shape], count int32[])`. `out` has the dtype
+      of `ids`; its slots from `count` on contain the largest value of that dtype, which
+      is out of range for any table if the dtype has 32 bits (cast narrower ids first,
+      and do not look up with mode "clip"). `count` is the true number of distinct ids.
+      If it exceeds `capacity`, the largest ids are missing from `out`, and their
+      `inverse` is `capacity`, which is out of range.
 
     Raises:
       TypeError: `ids` are not integers.
       ValueError: `capacity` is not a static, non-negative int; or 64-bit ids do not
-        fit into 32 bits, without `jax_enable_x64`.
+        fit in 32 bits and `jax_enable_x64` is not set.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -57,8 +57,8 @@ def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     capacity = _arguments.check_capacity(_UNIQUE, capacity)
     largest = int(jnp.iinfo(ids.dtype).max)
     flat = ids.reshape(-1)
-    # The plan treats `largest` as an empty slot. As an id it comes last, where the
-    # padding has the same value.
+    # The plan treats `largest` as an empty slot. As an id it comes last, right before
+    # padding of the same value.
     out, slot, others = indexing.merge_plan(flat, largest, capacity)
     is_largest = flat == _arguments.scalar(largest, flat)
     slot = jnp.where(is_largest, jnp.minimum(others, np.int32(capacity)), slot)
@@ -67,25 +67,25 @@ def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def partition(ids: Any, num_parts: int) -> SegmentTensor:
-    """Ids grouped by their remainder: the shard of each id, and its position.
+    """Ids grouped by `ids mod num_parts`, with their original positions.
 
-    Segment p holds the ids with `ids[i] mod num_parts == p`, in the order given. The
-    remainder is Python's, never negative: -1 is in the last part.
+    Segment p contains the ids with `ids[i] mod num_parts == p`, in their original
+    order. The remainder is Python's, never negative: -1 is in the last part.
 
     Args:
-      ids: integers of any type and shape.
+      ids: integers of any dtype and shape.
       num_parts: int, at least 1.
 
     Returns:
       SegmentTensor of `num_parts` segments and `ids.size` elements, whose values are
-      `{"id": [n], "position": int32[n]}`, with `ids.reshape(-1)[position] == id`. So
-      `x[position]` groups values that belong to the ids in the same way, and
+      `{"id": [n], "position": int32[n]}`, with `ids.reshape(-1)[position] == id`.
+      `x[position]` groups other values in the same way, and
       `jnp.zeros_like(x).at[position].set(x)` restores the original order.
 
     Raises:
       TypeError: `ids` are not integers.
       ValueError: `num_parts` is not a static, positive int; or 64-bit ids do not fit
-        into 32 bits, without `jax_enable_x64`.
+        in 32 bits and `jax_enable_x64` is not set.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -114,7 +114,7 @@ def partition(ids: Any, num_parts: int) -> SegmentTensor:
 
 
 def _keys(call: str, ids: Any) -> jax.Array:
-    """Ids as a JAX array, or an error if JAX would cut them to 32 bits."""
+    """Ids as a JAX array, or an error if JAX would truncate them to 32 bits."""
     ids = _arguments.as_integers(call, ids)
     is_wide = isinstance(ids, np.ndarray) and ids.itemsize == 8
     if is_wide and not _arguments.x64_enabled():
@@ -122,9 +122,9 @@ def _keys(call: str, ids: Any) -> jax.Array:
         limits = jnp.iinfo(jnp.int32 if ids.dtype.kind == "i" else jnp.uint32)
         if low < limits.min or high > limits.max:
             raise ValueError(
-                f"{call}: ids of {ids.dtype} range from {low} to {high}, and without "
-                "64-bit types JAX would cut them to 32 bits. Set jax_enable_x64, or "
-                "hash the ids to 32 bits first."
+                f"{call}: ids from {low} to {high} do not fit in 32 bits, to which JAX "
+                f"would truncate {ids.dtype}. Set jax_enable_x64, or hash the ids to "
+                "32 bits first."
             )
         ids = ids.astype(limits.dtype)
     return jnp.asarray(ids)

@@ -1,4 +1,4 @@
-"""The global norm of a tree in which some leaves are SelectedRows."""
+"""The global norm of a tree with SelectedRows among its leaves."""
 
 from typing import Any
 
@@ -10,21 +10,21 @@ from sparsejax._rows import SelectedRows, is_selected_rows
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The Euclidean norm over all leaves of a tree, SelectedRows merged first.
+    """The Euclidean norm over all leaves of a tree, including SelectedRows.
 
     `sqrt(sum over leaves of sum |x|^2)`, where a SelectedRows counts as the dense array
-    it stands for: duplicates are summed before they are squared, and empty slots are
-    zero. `optax.tree.norm` of such a tree would square the row ids as well.
+    that it represents: duplicates are summed before squaring, and empty slots are zero.
+    `optax.tree.norm` of such a tree would square the row ids as well.
 
     Args:
       tree: any tree of arrays, SelectedRows, `None` and `optax.MaskedNode`.
 
     Returns:
-      A scalar, what `optax.tree.norm` gives for the tree with each SelectedRows
+      A scalar, equal to `optax.tree.norm` of the tree with each SelectedRows as
       `.to_dense()`; 0 for a tree without leaves.
 
     Raises:
-      TypeError: a SelectedRows whose rows are no longer integers.
+      TypeError: the rows of a SelectedRows are not integers.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -34,7 +34,7 @@ def global_norm(tree: Any) -> jax.Array:
       Array(5., dtype=float32)
 
     References:
-      `optax.tree.norm`; clipping by it: Pascanu et al., 2013, "On the difficulty of
+      `optax.tree.norm`; for clipping: Pascanu et al., 2013, "On the difficulty of
       training recurrent neural networks".
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_selected_rows)
@@ -47,7 +47,8 @@ def _merged(leaf: Any) -> jax.Array:
         return leaf
     if not jnp.issubdtype(leaf.rows.dtype, jnp.integer):
         raise TypeError(
-            f"sparsejax.optim.global_norm: a SelectedRows has {leaf.rows.dtype} rows. "
-            "A tree-wide function has changed its ids too: use SelectedRows.map there."
+            "sparsejax.optim.global_norm: the rows of a SelectedRows must be integers, "
+            f"got {leaf.rows.dtype}. Probably jax.tree.map changed them: use "
+            "SelectedRows.map to change only the values."
         )
     return leaf.coalesce().values  # zeros in its empty slots

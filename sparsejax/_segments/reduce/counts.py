@@ -1,4 +1,4 @@
-"""Counting the elements of each segment, and any and all of booleans."""
+"""segment_count, segment_any and segment_all."""
 
 import functools
 from typing import Any
@@ -27,19 +27,19 @@ def segment_count(
     indices_are_sorted: bool = False,
     empty: Any = None,
 ) -> jax.Array:
-    """Number of elements of each segment.
+    """Number of elements in each segment.
 
     `out[s] = |{i: segment_ids[i] == s}|`
 
     Args:
       data: `[n, ...]`, any dtype; only n is used; or a SegmentTensor.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: int, the result of a segment without elements; 0 if left out.
+      empty: int, the result for an empty segment; 0 by default.
 
     Returns:
-      int32 `[num_segments]`, one number a segment, also if `data` has more axes.
+      int32 `[num_segments]`, one number per segment, even if `data` has more axes.
 
     Raises:
       TypeError, ValueError: as `segment_sum`.
@@ -72,10 +72,10 @@ def segment_any(
 
     Args:
       data: bool `[n, ...]`; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: bool, the result of a segment without elements; False if left out.
+      empty: bool, the result for an empty segment; False by default.
 
     Returns:
       bool `[num_segments, ...]`.
@@ -112,10 +112,10 @@ def segment_all(
 
     Args:
       data: bool `[n, ...]`; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: bool, the result of a segment without elements; True if left out.
+      empty: bool, the result for an empty segment; True by default.
 
     Returns:
       bool `[num_segments, ...]`.

@@ -1,8 +1,8 @@
-"""Running sums and products inside segments: segment_cumsum, and `Order`.
+"""segment_cumsum, and `Order`: running sums and products inside segments.
 
-One associative scan over all segments, whose operator restarts at each segment's first
-element. Nothing is subtracted, so the rounding, infinities and NaN of one segment do
-not reach another.
+One associative scan runs over all segments; its operator restarts at the first element
+of each segment. Nothing is subtracted, so rounding errors, infinities and NaN do not
+leak from one segment into another.
 """
 
 import dataclasses
@@ -33,17 +33,17 @@ def segment_cumsum(
     indices_are_sorted: bool = False,
     empty: Any = None,
 ) -> Any:
-    """Running sum of `data` inside each segment.
+    """Cumulative sum of `data` inside each segment.
 
     `out[i] = sum_{j <= i: segment_ids[j] == segment_ids[i]} data[j]`
 
     Args:
       data: `[n, ...]`, integers or floats; or a SegmentTensor, which has its own
         segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool; saves a stable sort of the ids.
-      empty: scalar, the result of elements outside of all segments; 0 if left out.
+      empty: scalar, the result for elements outside all segments; 0 by default.
 
     Returns:
       `[n, ...]`, of data's shape and dtype. Floats of 16 bits are summed in float32.
@@ -83,8 +83,8 @@ class Order:
 
     Args:
       segments: the segments of the elements in this order.
-      permutation: int32 `[n]`, the position of each in the data; None if the data is in
-        this order already.
+      permutation: int32 `[n]`, the position of each element in the data; None if the
+        data is already in this order.
     """
 
     segments: Segments
@@ -111,14 +111,14 @@ class Order:
         reverse: bool = False,
         exclusive: bool = False,
     ) -> jax.Array:
-        """`op` over each element of `x` and all before it in its segment.
+        """`op` over each element of `x` and all earlier ones of its segment.
 
         Args:
           op: associative, elementwise.
           identity: the identity element of `op`.
           x: `[n, ...]`, in this order.
-          reverse: all after it instead.
-          exclusive: without the element itself.
+          reverse: all later ones instead.
+          exclusive: excluding the element itself.
         """
         ids = self.segments.ids
         if ids.shape[0] == 0:
@@ -130,8 +130,8 @@ class Order:
         edge = indexing.append_axes(edge, x.ndim)
 
         def combine(a, b):
-            # `where` selects the operand, not the result: the gradient then does not
-            # multiply by what came before a segment's first element.
+            # `where` selects the operand, not the result, so the gradient does not
+            # multiply by elements of an earlier segment.
             (edge_a, a), (edge_b, b) = a, b
             return edge_a | edge_b, op(jnp.where(edge_b, neutral, a), b)
 

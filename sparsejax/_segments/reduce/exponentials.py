@@ -1,9 +1,9 @@
-"""Reductions of exponentials: logsumexp, logmeanexp, softmax and log_softmax.
+"""Segment logsumexp, logmeanexp, softmax and log_softmax.
 
-Each segment is shifted by its maximum, so nothing overflows. In a segment of `-inf`
-only, the logsumexp is `-inf`, the softmax is 0 and all gradients are 0, where
-`jax.nn.softmax` gives NaN. `+inf` is as in `jax.nn`: the logsumexp is `+inf`, and the
-softmax NaN.
+Each segment is shifted by its maximum, so nothing overflows. In a segment that contains
+only `-inf`, the logsumexp is `-inf`, and the softmax and all gradients are 0, where
+`jax.nn.softmax` gives NaN. `+inf` behaves as in `jax.nn`: the logsumexp is `+inf`, and
+the softmax NaN.
 
 The derivatives are custom: they need only the softmax, not the maximum.
 """
@@ -48,14 +48,14 @@ def segment_logsumexp(
 
     Args:
       data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of a segment without elements; `-inf` if left out.
+      empty: scalar, the result for an empty segment; `-inf` by default.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype; float32 of integers. Its gradient is the
-      segment's softmax; 0 in a segment of `-inf` only.
+      `[num_segments, ...]`, of data's dtype; float32 for integers. Its gradient is the
+      segment's softmax, or 0 in a segment that contains only `-inf`.
 
     Raises:
       TypeError, ValueError: as `segment_sum`.
@@ -93,13 +93,13 @@ def segment_logmeanexp(
 
     Args:
       data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of a segment without elements; `-inf` if left out.
+      empty: scalar, the result for an empty segment; `-inf` by default.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype; float32 of integers.
+      `[num_segments, ...]`, of data's dtype; float32 for integers.
 
     Raises:
       TypeError, ValueError: as `segment_sum`.
@@ -140,14 +140,14 @@ def segment_softmax(
 
     Args:
       data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of elements outside of all segments; 0 if left out.
+      empty: scalar, the result for elements outside all segments; 0 by default.
 
     Returns:
-      `[n, ...]`, an array of data's shape and dtype; float32 of integers. Zeros in a
-      segment of `-inf` only.
+      `[n, ...]`, an array of data's shape and dtype; float32 for integers. Zeros in a
+      segment that contains only `-inf`.
 
     Raises:
       TypeError, ValueError: as `segment_sum`.
@@ -185,14 +185,14 @@ def segment_log_softmax(
 
     Args:
       data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of elements outside of all segments; 0 if left out.
+      empty: scalar, the result for elements outside all segments; 0 by default.
 
     Returns:
-      `[n, ...]`, an array of data's shape and dtype; float32 of integers. `-inf` in a
-      segment of `-inf` only.
+      `[n, ...]`, an array of data's shape and dtype; float32 for integers. `-inf` in a
+      segment that contains only `-inf`.
 
     Raises:
       TypeError, ValueError: as `segment_sum`.
@@ -220,7 +220,7 @@ def segment_log_softmax(
 
 
 def _shifted(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """Each segment's maximum, 0 for `-inf`, and `x` minus it; 0 outside of segments."""
+    """Each segment's maximum (0 for `-inf`), and `x` minus it; 0 outside segments."""
     top = segments.scatter("max", -jnp.inf, x)
     top = jnp.where(top == -jnp.inf, jnp.zeros((), x.dtype), top)
     return top, segments.mask(x - segments.broadcast(top))
@@ -230,7 +230,7 @@ def _shifted(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
 def _logsumexp(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
     segments = Segments(ids, *static)
     top, x = _shifted(x, segments)
-    # Elements outside of all segments are dropped by the sum.
+    # The sum drops elements outside all segments.
     out = jnp.log(segments.sum(jnp.exp(x))) + top
     return jnp.where(top == jnp.inf, top, out)
 
@@ -249,7 +249,7 @@ def _softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
     e = jnp.exp(_shifted(x, segments)[1])
     total = segments.sum(e)
     inverse = 1 / jnp.where(total == 0, jnp.ones((), x.dtype), total)
-    return e * segments.broadcast(inverse)  # 0 outside of segments
+    return e * segments.broadcast(inverse)  # 0 outside segments
 
 
 @_softmax.defjvp

@@ -1,7 +1,7 @@
-"""The largest and smallest element of each segment, and where it is.
+"""The largest and smallest element of each segment, and their positions.
 
-NaN counts as larger than all, and as smaller than all, as in `jnp.max` and `jnp.min`: a
-segment that holds one gives NaN, and its NaN elements share the gradient.
+NaN propagates as in `jnp.max` and `jnp.min`: a segment that contains a NaN gives NaN,
+and its NaN elements share the gradient.
 """
 
 import functools
@@ -48,12 +48,12 @@ def segment_max(
 
     Args:
       data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of a segment without elements. If left out it is the
-        least value of data's dtype: `-inf`, or the lowest integer, or False.
-      unique_indices: bool; see `segment_sum`, also for the next two.
+      empty: scalar, the result for an empty segment. By default the smallest value of
+        data's dtype: `-inf`, the lowest integer, or False.
+      unique_indices: bool; see `segment_sum` for this and the next two.
       bucket_size: int.
       mode: as in `jax.ops.segment_max`.
       out_sharding: the sharding of the result over a mesh of explicit axes.
@@ -107,12 +107,12 @@ def segment_min(
 
     Args:
       data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of a segment without elements. If left out it is the
-        largest value of data's dtype: `inf`, or the highest integer, or True.
-      unique_indices: bool; see `segment_sum`, also for the next two.
+      empty: scalar, the result for an empty segment. By default the largest value of
+        data's dtype: `inf`, the highest integer, or True.
+      unique_indices: bool; see `segment_sum` for this and the next two.
       bucket_size: int.
       mode: as in `jax.ops.segment_min`.
       out_sharding: the sharding of the result over a mesh of explicit axes.
@@ -154,17 +154,17 @@ def segment_argmax(
     indices_are_sorted: bool = False,
     empty: Any = None,
 ) -> Any:
-    """Where the first largest element of each segment is.
+    """Position of the first largest element of each segment.
 
-    `out[s] = min {i: segment_ids[i] == s and data[i] == max[s]}`, a position in data's
-    first axis. NaN counts as the largest.
+    `out[s] = min {i: segment_ids[i] == s and data[i] == max[s]}`, a position along
+    data's first axis. NaN counts as the largest.
 
     Args:
       data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: int, the result of a segment without elements; n if left out.
+      empty: int, the result for an empty segment; n by default.
 
     Returns:
       int32 `[num_segments, ...]`.
@@ -198,17 +198,17 @@ def segment_argmin(
     indices_are_sorted: bool = False,
     empty: Any = None,
 ) -> Any:
-    """Where the first smallest element of each segment is.
+    """Position of the first smallest element of each segment.
 
-    `out[s] = min {i: segment_ids[i] == s and data[i] == min[s]}`, a position in data's
-    first axis. NaN counts as the smallest.
+    `out[s] = min {i: segment_ids[i] == s and data[i] == min[s]}`, a position along
+    data's first axis. NaN counts as the smallest.
 
     Args:
       data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: int, the result of a segment without elements; n if left out.
+      empty: int, the result for an empty segment; n by default.
 
     Returns:
       int32 `[num_segments, ...]`.
@@ -238,7 +238,7 @@ def segment_argmin(
 
 
 def identity(method: str, dtype: Any) -> Any:
-    """The "max" or "min" of no elements."""
+    """The identity element of "max" or "min"."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return method == "min"
     if jnp.issubdtype(dtype, jnp.integer):
@@ -271,7 +271,7 @@ def _extreme_jvp(static, primals, tangents):
     x, ids = primals
     segments = Segments(ids, *static[1:])
     out = _extreme_of_floats(x, ids, static)
-    # Linear in the tangent: which elements are extreme is constant.
+    # Linear in the tangent: the choice of extreme elements is constant.
     chosen = is_extreme(lax.stop_gradient(x), lax.stop_gradient(out), segments)
     wide = indexing.accumulator_dtype(x.dtype)
     t = jnp.where(chosen, tangents[0].astype(wide), jnp.zeros((), wide))
@@ -282,7 +282,7 @@ def _extreme_jvp(static, primals, tangents):
 def is_extreme(x: jax.Array, out: jax.Array, segments: Segments) -> jax.Array:
     """Which elements are the extreme of their segment, bool `[n, ...]`.
 
-    So is NaN: `out` is then NaN, to which nothing is equal.
+    NaN counts as extreme: `out` is then NaN, and no comparison with NaN is true.
     """
     equal = (x == segments.broadcast(out)) | (x != x)
     return segments.mask(equal)

@@ -1,7 +1,7 @@
 """Variance, standard deviation and normalisation of each segment.
 
-In two passes: the mean, then the squares of the deviations, so that a large mean costs
-no precision.
+Two passes compute the mean and then the squared deviations, so a large mean does not
+cost precision.
 """
 
 from typing import Any
@@ -42,13 +42,13 @@ def segment_var(
 
     Args:
       data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of a segment without elements; 0 if left out.
+      empty: scalar, the result for an empty segment; 0 by default.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype; float32 of integers.
+      `[num_segments, ...]`, of data's dtype; float32 for integers.
 
     Raises:
       TypeError, ValueError: as `segment_sum`.
@@ -84,14 +84,15 @@ def segment_std(
 
     Args:
       data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of a segment without elements; 0 if left out.
+      empty: scalar, the result for an empty segment; 0 by default.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype; float32 of integers. Where the variance
-      is 0, as in each segment of one element, the gradient is 0; `jnp.std` gives NaN.
+      `[num_segments, ...]`, of data's dtype; float32 for integers. Where the variance
+      is 0, for example in a segment of one element, the gradient is 0, where `jnp.std`
+      gives NaN.
 
     Raises:
       TypeError, ValueError: as `segment_sum`.
@@ -107,7 +108,7 @@ def segment_std(
 
     def std(x: jax.Array, segments: Segments) -> jax.Array:
         var = _moments(as_floats(_STD, x), segments)[1]
-        # The root of a safe number: the gradient of `where` is 0 * that of the root.
+        # The square root of a safe number: `where` multiplies its gradient by 0.
         none = var == 0
         root = jnp.sqrt(jnp.where(none, jnp.ones((), var.dtype), var))
         out = jnp.where(none, jnp.zeros((), var.dtype), root)
@@ -126,21 +127,21 @@ def segment_normalize(
     empty: Any = None,
     eps: float = 1e-5,
 ) -> Any:
-    """Each element minus the mean of its segment, over the standard deviation.
+    """Normalises each segment to mean 0 and variance 1.
 
     `out[i] = (data[i] - mean[s]) / sqrt(max(var[s], eps))` with `s = segment_ids[i]`,
-    and the mean and variance of the elements of s.
+    and the mean and variance of the elements of segment s.
 
     Args:
       data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of elements outside of all segments; 0 if left out.
-      eps: positive number, a lower bound of the variance in the denominator.
+      empty: scalar, the result for elements outside all segments; 0 by default.
+      eps: positive number, a lower bound on the variance in the denominator.
 
     Returns:
-      `[n, ...]`, an array of data's shape and dtype; float32 of integers.
+      `[n, ...]`, an array of data's shape and dtype; float32 for integers.
 
     Raises:
       TypeError, ValueError: as `segment_sum`; ValueError also if `eps` is not
@@ -156,8 +157,8 @@ def segment_normalize(
     """
     if not isinstance(eps, (int, float, np.number)) or not eps > 0:
         raise ValueError(
-            f"{_NORMALIZE}: eps must be a static positive number, got {eps!r}. It "
-            "is a lower bound of the variance in the denominator."
+            f"{_NORMALIZE}: eps must be a static, positive number, got {eps!r}. It is "
+            "the lower bound on the variance in the denominator."
         )
 
     def normalize(x: jax.Array, segments: Segments) -> jax.Array:
@@ -176,7 +177,7 @@ def segment_normalize(
 
 
 def _moments(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """Elements minus the mean of their segment, `[n, ...]`, and segments' variances."""
+    """Elements minus the mean of their segment, `[n, ...]`, and segment variances."""
     count = segments.lengths()
     mean = safe_divide(segments.sum(x), count)
     centered = segments.mask(x - segments.broadcast(mean))

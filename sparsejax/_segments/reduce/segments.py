@@ -1,11 +1,12 @@
-"""What every `segment_*` function shares: its arguments, Segments, and empty segments.
+"""What all `segment_*` functions share: arguments, Segments, and empty segments.
 
-A `segment_*` function is a function `f(array, segments)`, where `Segments` says which
-segment each element (first axis) of the array belongs to. `over_segments` checks the
-user's arguments once and calls `f` for the array, or for each array of a SegmentTensor.
+The core of a `segment_*` function is a function `f(array, segments)`, where `Segments`
+says which segment each element (first axis) of the array belongs to. `over_segments`
+checks the user's arguments once and calls `f` for the array, or for each array of a
+SegmentTensor.
 
-Invariant: an element whose id is outside `[0, count)` belongs to no segment and may
-hold anything, NaN too. A scatter drops it. Elementwise results that may be
+Invariant: an element whose id is outside `[0, count)` belongs to no segment, and its
+value may be anything, even NaN. A scatter drops it. Elementwise results that may be
 differentiated are masked first (`Segments.mask`), since the gradient of a product with
 a dropped element is `0 * NaN`.
 """
@@ -32,8 +33,7 @@ class Segments:
       ids: signed integer `[n]`; an element whose id is outside `[0, count)` belongs to
         no segment.
       count: the number of segments.
-      is_sorted: whether `ids` never decrease, those out of range included: nothing may
-        move them past the others.
+      is_sorted: whether `ids` never decrease, including ids out of range.
       is_unique: whether no two elements share a segment.
     """
 
@@ -44,7 +44,7 @@ class Segments:
 
     @property
     def static(self) -> tuple[int, bool, bool]:
-        """All but the ids, as a static argument of a `custom_jvp`."""
+        """Everything but the ids, as a static argument of a `custom_jvp`."""
         return self.count, self.is_sorted, self.is_unique
 
     @property
@@ -53,7 +53,7 @@ class Segments:
         return indexing.in_range(self.ids, self.count)
 
     def mask(self, x: jax.Array) -> jax.Array:
-        """`x` with zeros in the elements that belong to no segment."""
+        """`x` with zeros for the elements that belong to no segment."""
         return indexing.zero_unless(self.inside, x)
 
     def scatter(self, method: str, start: Any, x: jax.Array) -> jax.Array:
@@ -68,16 +68,16 @@ class Segments:
         )
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Sums of `x` in each segment, `[count, ...]`, in the type of `x`."""
+        """Sums of `x` in each segment, `[count, ...]`, in the dtype of `x`."""
         return self.scatter("add", 0, x)
 
     def lengths(self) -> jax.Array:
-        """How many elements each segment has, int32 `[count]`."""
+        """The number of elements in each segment, int32 `[count]`."""
         return self.sum(jnp.ones(self.ids.shape, jnp.int32))
 
     def broadcast(self, rows: jax.Array) -> jax.Array:
-        """Each element's segment's row, zeros where it has no segment, `[n, ...]`."""
-        if self.count == 0:  # JAX cannot gather from no rows
+        """The row of each element's segment, `[n, ...]`; zeros outside segments."""
+        if self.count == 0:  # JAX cannot gather from an empty axis
             return jnp.zeros((*self.ids.shape, *rows.shape[1:]), rows.dtype)
         return rows.at[self.ids].get(
             mode="fill",
@@ -111,8 +111,8 @@ def over_segments(
         if elements.is_nested(x):
             raise ValueError(
                 f"{call}: the values of the SegmentTensor contain another SegmentTensor"
-                f" at values{jax.tree_util.keystr(path)}. Reduce that one first: the "
-                "result has one row for each element of the outer one."
+                f" at values{jax.tree_util.keystr(path)}. Reduce the inner one first: "
+                "the result has one row per element of the outer one."
             )
         x = _as_data(call, x)
         if out_sharding is None:
@@ -141,17 +141,17 @@ def check_arguments(
 ) -> tuple[Any, Segments]:
     """The values, an array or a SegmentTensor's tree, and their segments.
 
-    `name` is what errors call `data`.
+    Errors refer to `data` as `name`.
     """
     is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
     if isinstance(data, SegmentTensor):
-        # `mode` does not matter: a SegmentTensor's empty elements always drop.
+        # `mode` does not matter: the empty elements of a SegmentTensor always drop.
         given = {"segment_ids": segment_ids, "num_segments": num_segments}
         for other, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"{call}: {name} is a SegmentTensor, which has its own segments: "
-                    f"leave out {other}, or pass {name}.values instead."
+                    f"{call}: {name} is a SegmentTensor, which has its own segments. "
+                    f"Omit {other}, or pass {name}.values instead."
                 )
         is_sorted |= data.is_sorted
         return data.values, Segments(
@@ -160,15 +160,14 @@ def check_arguments(
     data = _as_data(call, data)
     if segment_ids is None:
         raise ValueError(
-            f"{call}: segment_ids are missing. Pass the segment of each element, or a "
-            "SegmentTensor as data."
+            f"{call}: segment_ids is missing. Pass the segment id of each element, or "
+            "a SegmentTensor as data."
         )
     ids = _arguments.as_integers(call, segment_ids, "segment_ids")
     if ids.shape != data.shape[:1]:
         raise ValueError(
-            f"{call}: segment_ids must have shape [n], one id for each of the n "
-            f"elements along the first axis of {name}, got {ids.shape} for {name} of "
-            f"shape {data.shape}."
+            f"{call}: segment_ids must have shape [n], one id per element along the "
+            f"first axis of {name}, got {ids.shape} for {name} of shape {data.shape}."
         )
     if num_segments is not None:
         count = _arguments.static_int(call, "num_segments", num_segments)
@@ -176,9 +175,9 @@ def check_arguments(
         count = max(int(np.asarray(ids).max()) + 1, 0) if ids.size else 0
     else:
         raise ValueError(
-            f"{call}: num_segments was left out, and inside jit, or under vmap over "
-            "the ids, it cannot be found from their values (sparsejax.value_and_grad "
-            "traces as jit does). Pass num_segments, a static int."
+            f"{call}: num_segments is required inside jit or sparsejax.value_and_grad, "
+            "and under vmap over the ids, where their values are unknown. Pass "
+            "num_segments, a static int."
         )
     ids = _arguments.as_ids(call, ids, count, "segment_ids")
     try:
@@ -188,11 +187,11 @@ def check_arguments(
     if found is lax.GatherScatterMode.ONE_HOT:
         raise ValueError(
             f"{call}: mode must be 'drop', 'clip' or None, got "
-            f"{_arguments.show(mode)}. Elements whose id is out of range are dropped, "
-            "or go to the first or last segment."
+            f"{_arguments.show(mode)}. With 'clip', elements whose id is out of range "
+            "go to the first or last segment; otherwise they are dropped."
         )
     if found is lax.GatherScatterMode.CLIP:
-        is_unique = False  # several may go to the last segment
+        is_unique = False  # several elements may go to the last segment
         ids = jnp.clip(
             ids, _arguments.scalar(0, ids), _arguments.scalar(max(count - 1, 0), ids)
         )
@@ -205,27 +204,27 @@ def _as_data(call: str, data: Any) -> jax.Array:
     except (TypeError, ValueError):
         raise TypeError(
             f"{call}: data must be an array or a SegmentTensor, got "
-            f"{_arguments.kind_of(data)}. Map over the arrays of a tree with "
-            "jax.tree.map, or make a SegmentTensor of it."
+            f"{_arguments.kind_of(data)}. For a tree of arrays, use jax.tree.map or "
+            "make a SegmentTensor of it."
         ) from None
     if data.ndim == 0:
         raise ValueError(
-            f"{call}: data must have at least one axis, the elements; got a scalar."
+            f"{call}: data must have at least one axis (the elements), got a scalar."
         )
     return data
 
 
 def check_numbers(call: str, data: jax.Array) -> None:
-    """A TypeError if `data` are booleans."""
+    """Raises a TypeError if `data` are booleans."""
     if data.dtype == jnp.bool_:
         raise TypeError(
-            f"{call}: data must be numbers, got bool. Cast it with .astype(jnp.int32); "
-            "segment_any and segment_all take bool."
+            f"{call}: data must be numbers, got bool. Cast it with .astype(jnp.int32), "
+            "or use segment_any or segment_all."
         )
 
 
 def as_floats(call: str, data: jax.Array) -> jax.Array:
-    """`data` in the type its reduction is computed in: integers become float32."""
+    """`data` in the dtype of the computation; integers become float32."""
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
         raise TypeError(
             f"{call}: data must be real numbers, got {data.dtype}. Reduce .real and "
@@ -246,15 +245,15 @@ def fill(call: str, out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array
     kind = next(kind for kind in kinds if jnp.issubdtype(promoted, kind))
     if value.ndim or not jnp.issubdtype(out.dtype, kind):
         raise TypeError(
-            f"{call}: empty must be a scalar that the result's type, {out.dtype}, can "
-            f"hold, got {_arguments.show(empty)}."
+            f"{call}: empty must be a scalar that can be cast to the dtype of the "
+            f"result, {out.dtype}, got {_arguments.show(empty)}."
         )
     missing = indexing.append_axes(missing, out.ndim)
     return jnp.where(missing, value.astype(out.dtype), out)
 
 
 def fill_empty(call: str, out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
-    """`out`, one row a segment, with `empty`, if given, in segments of no element."""
+    """`out`, one row per segment, with `empty`, if given, for empty segments."""
     if empty is None:
         return out
     return fill(call, out, segments.lengths() == 0, empty)
@@ -263,7 +262,7 @@ def fill_empty(call: str, out: jax.Array, segments: Segments, empty: Any) -> jax
 def fill_outside(
     call: str, out: jax.Array, segments: Segments, empty: Any
 ) -> jax.Array:
-    """`out`, one row an element, with `empty`, if given, outside of all segments."""
+    """`out`, one row per element, with `empty`, if given, outside all segments."""
     if empty is None:
         return out
     return fill(call, out, ~segments.inside, empty)
@@ -273,7 +272,7 @@ def fill_outside(
 
 
 def safe_divide(total: jax.Array, by: jax.Array) -> jax.Array:
-    """`total / by`, where `by` has one number a row; 0 where that is zero."""
+    """`total / by`, where `by` has one number per row; 0 where that is zero."""
     is_zero = by == 0
     by = jnp.where(is_zero, jnp.ones((), by.dtype), by).astype(total.dtype)
     out = quotient(total, indexing.append_axes(by, total.ndim))

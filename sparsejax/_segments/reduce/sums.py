@@ -1,6 +1,6 @@
 """Reductions that add or multiply the elements of each segment.
 
-An id outside `[0, num_segments)` is out of range: its element is dropped, NaN or not.
+An id outside `[0, num_segments)` is out of range: its element is dropped, even a NaN.
 """
 
 import functools
@@ -46,20 +46,20 @@ def segment_sum(
 ) -> Any:
     """Sum of each segment.
 
-    `out[s] = sum_{i: segment_ids[i] == s} weights[i] * data[i]`, with weights 1 if left
-    out.
+    `out[s] = sum_{i: segment_ids[i] == s} weights[i] * data[i]`; by default all weights
+    are 1.
 
     Args:
       data: `[n, ...]`, integers or floats; or a SegmentTensor, which has its own
-        segments; each array of its tree of values is reduced.
-      segment_ids: integers `[n]`, the segment of each element of data's first axis, in
-        any order. Elements whose id is outside `[0, num_segments)`, negative ids too,
+        segments. Each array in its tree of values is reduced.
+      segment_ids: integers `[n]`, the segment of each element along data's first axis,
+        in any order. Elements whose id is outside `[0, num_segments)`, even negative,
         are dropped.
-      num_segments: int, static. If left out, one more than the largest id, or 0 if
-        there are no ids; required inside `jit`.
+      num_segments: int, static. By default the largest id + 1, or 0 if there are no
+        ids; required inside `jit`.
       indices_are_sorted: bool, a promise that ids never decrease.
       weights: real numbers `[n]`, or None.
-      empty: scalar, the result of a segment without elements; 0 if left out.
+      empty: scalar, the result for an empty segment; 0 by default.
       unique_indices: bool, a promise that no two elements share a segment.
       bucket_size: accepted for compatibility with `jax.ops.segment_sum`, ignored.
         16-bit floats are summed in float32.
@@ -69,14 +69,14 @@ def segment_sum(
         (`AxisType.Explicit`); required there if `data` or ids are sharded.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype; of integers with weights that are floats,
-      the weights' dtype. Differentiable in `data` and `weights`.
+      `[num_segments, ...]`, of data's dtype, or of the weights' dtype for integer data
+      with float weights. Differentiable in `data` and `weights`.
 
     Raises:
       TypeError: `data` is not an array or is boolean, ids are not integers, weights
         are not real numbers, or `empty` is not a scalar of the result's kind.
-      ValueError: shapes do not match, `num_segments` is missing inside `jit`, ids are
-        given together with a SegmentTensor, or are missing without one.
+      ValueError: shapes do not match, `num_segments` is missing inside `jit`, or ids
+        are given together with a SegmentTensor, or are missing without one.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -131,21 +131,21 @@ def segment_mean(
     weights: Any = None,
     empty: Any = None,
 ) -> Any:
-    """Mean of each segment, weighted or not.
+    """Mean of each segment, optionally weighted.
 
     `out[s] = sum_i w[i] * data[i] / sum_i w[i]`, over all i with `segment_ids[i] == s`.
 
     Args:
       data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
       weights: real numbers `[n]`, or None for ones.
-      empty: scalar, the result of a segment without elements, or whose weights sum to
-        0. 0 if left out.
+      empty: scalar, the result for a segment that is empty or whose weights sum to 0;
+        0 by default.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype; float32 of integers. Differentiable in
+      `[num_segments, ...]`, of data's dtype; float32 for integers. Differentiable in
       `data` and `weights`.
 
     Raises:
@@ -182,22 +182,22 @@ def segment_sqrtn(
     weights: Any = None,
     empty: Any = None,
 ) -> Any:
-    """Sum of each segment divided by the root of its length, weighted or not.
+    """Sum of each segment over the square root of its length, optionally weighted.
 
     `out[s] = sum_i w[i] * data[i] / sqrt(sum_i w[i]**2)`, over all i with
     `segment_ids[i] == s`.
 
     Args:
       data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
       weights: real numbers `[n]`, or None for ones.
-      empty: scalar, the result of a segment without elements, or whose weights are all
-        0. 0 if left out.
+      empty: scalar, the result for a segment that is empty or whose weights are all 0;
+        0 by default.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype; float32 of integers. Differentiable in
+      `[num_segments, ...]`, of data's dtype; float32 for integers. Differentiable in
       `data` and `weights`.
 
     Raises:
@@ -220,7 +220,7 @@ def segment_sqrtn(
         else:
             w = _masked_weights(_SQRTN, x, segments, weights)
             squares = segments.sum(w * w)
-        # The root of a safe number: the gradient of `where` multiplies 0 by the root's.
+        # The square root of a safe number: `where` multiplies its gradient by 0.
         is_zero = squares == 0
         root = jnp.sqrt(jnp.where(is_zero, jnp.ones((), squares.dtype), squares))
         by = indexing.zero_unless(~is_zero, root)
@@ -236,12 +236,12 @@ def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
     weights = _arguments.to_array(call, weights, "weights")
     if weights.shape != data.shape[:1]:
         raise ValueError(
-            f"{call}: weights must have shape [n], one for each element of data: "
+            f"{call}: weights must have one entry per element of data, shape "
             f"{data.shape[:1]}, got {weights.shape}."
         )
     if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
         raise TypeError(
-            f"{call}: weights must be real numbers, integers or floats, got "
+            f"{call}: weights must be real numbers (integers or floats), got "
             f"{weights.dtype}. Cast them with .astype(jnp.float32)."
         )
     return weights
@@ -250,13 +250,13 @@ def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
 def _masked_weights(
     call: str, x: jax.Array, segments: Segments, weights: Any
 ) -> jax.Array:
-    """Weights in the type that `x` is summed in, 0 outside of segments."""
+    """Weights in the dtype that `x` is summed in, 0 outside segments."""
     w = _as_weights(call, weights, x)
     return segments.mask(w.astype(indexing.float_accumulator_dtype(x.dtype)))
 
 
 def _weighted(x: jax.Array, w: jax.Array, segments: Segments) -> jax.Array:
-    """`w * x` in the type of `w`, 0 outside of segments."""
+    """`w * x` in the dtype of `w`, 0 outside segments."""
     x = segments.mask(x).astype(w.dtype)
     return x * indexing.append_axes(w, x.ndim)
 
@@ -300,18 +300,18 @@ def segment_prod(
 
     Args:
       data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
       indices_are_sorted: bool.
-      empty: scalar, the result of a segment without elements; 1 if left out.
-      unique_indices: bool; see `segment_sum`, also for the next two.
+      empty: scalar, the result for an empty segment; 1 by default.
+      unique_indices: bool; see `segment_sum` for this and the next two.
       bucket_size: int.
       mode: as in `jax.ops.segment_prod`.
       out_sharding: the sharding of the result over a mesh of explicit axes.
 
     Returns:
-      `[num_segments, ...]`, of data's dtype. Differentiable, also with zeros among the
-      data and repeated ids, unlike `jax.ops.segment_prod`.
+      `[num_segments, ...]`, of data's dtype. Unlike `jax.ops.segment_prod`,
+      differentiable even with zeros in the data and repeated ids.
 
     Raises:
       TypeError, ValueError: as `segment_sum`.
@@ -357,8 +357,8 @@ def _product_of_floats(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
 
 @_product_of_floats.defjvp
 def _product_jvp(static, primals, tangents):
-    # The derivative by an element is the product of all others: of those before it and
-    # of those after it. Nothing is divided, so zeros need no special case.
+    # The derivative with respect to an element is the product of all elements before it
+    # and all after it. Nothing is divided, so zeros need no special case.
     x, ids = primals
     segments = Segments(ids, *static)
     order = in_order(segments)

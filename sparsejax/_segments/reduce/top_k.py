@@ -33,23 +33,23 @@ def segment_top_k(
 ) -> Any:
     """The k largest elements of each segment, and their positions inside it.
 
-    `values[s, 0] >= values[s, 1] >= ...` are the largest of
-    `{data[i]: segment_ids[i] == s}`. Of equal elements the first comes first, and NaN
-    counts as the largest. Costs k passes over the data.
+    `values[s, 0] >= values[s, 1] >= ...` are the largest elements of
+    `{data[i]: segment_ids[i] == s}`. Equal elements keep their order, and NaN counts as
+    the largest. The cost is k passes over the data.
 
     Args:
       data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum`, also for the next two.
+      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
-      k: int, how many.
+      k: int, the number of elements.
       indices_are_sorted: bool; saves a sort of the ids.
-      empty: scalar, the value where a segment has no more elements; 0 if left out.
+      empty: scalar, the value for slots beyond the last element; 0 by default.
 
     Returns:
       `(values, positions)`, both `[num_segments, k, ...]`. `values` are of data's dtype
-      and differentiable; `positions` int32, counted from 0 in each segment, and -1
-      where it has no more elements. For a SegmentTensor with a tree of values, a tree
-      of pairs.
+      and differentiable; `positions` are int32, counted from 0 in each segment, and -1
+      beyond its last element. For a SegmentTensor with a tree of values, a tree of such
+      pairs.
 
     Raises:
       TypeError, ValueError: as `segment_sum`; ValueError also if `k` is not a
@@ -90,28 +90,28 @@ def _top_k(
     place = lax.iota(jnp.int32, n)
 
     def take(remaining, _):
-        """Takes the first of the largest that remain of each segment."""
+        """Takes the first of the largest remaining elements of each segment."""
         top = segments.scatter("max", lowest, jnp.where(remaining, fixed, lowest))
         largest = remaining & is_extreme(fixed, top, segments)
         found = jnp.where(largest, place[:, None], np.int32(n))
         found = segments.scatter("min", np.int32(n), found)
         return remaining & (place[:, None] != segments.broadcast(found)), found
 
-    # Derived from the data, so that inside `shard_map` it varies over the same axes.
+    # Derived from the data, so that it varies over the same axes inside `shard_map`.
     members = segments.mask(jnp.ones_like(fixed, bool))
     _, found = lax.scan(take, members, length=k)
     found = jnp.moveaxis(found, 0, 1)  # [count, k, columns]
     is_there = found < n
 
     values = jnp.zeros(found.shape, x.dtype)
-    if n:  # JAX cannot gather from no rows
+    if n:  # JAX cannot gather from an empty axis
         column = lax.iota(jnp.int32, columns.shape[1])[None, None, :]
         values = columns.at[found, column].get(mode="clip")
         values = jnp.where(is_there, values, jnp.zeros((), x.dtype))
     if empty is not None:
         values = fill(_CALL, values, ~is_there, empty)
 
-    # Positions in the data, to positions in the segment.
+    # From positions in the data to positions in the segment.
     order = in_order(segments)
     ids = lax.iota(order.segments.ids.dtype, segments.count)
     begin = jnp.searchsorted(order.segments.ids, ids).astype(jnp.int32)

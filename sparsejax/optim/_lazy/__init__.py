@@ -3,12 +3,12 @@
 A step with a SelectedRows gradient goes through `lazy.py`, which uses
 
 - `trees.py`: leaves and paths of gradients and parameters;
-- `checks.py`: errors for what is passed in;
-- `row_separable.py`: may this table be lifted, and what forbids it; `probe.py` runs the
-  transformation to find out, `optax_internals.py` names its parts;
+- `checks.py`: argument checks;
+- `row_separable.py`: whether a table can be lifted and, if not, which part prevents it;
+  `probe.py` runs the transformation to find out, `optax_internals.py` names its parts;
 - `state_leaves.py`: which leaves of the state follow a table;
-- `gather_scatter.py`: rows of tables and state;
-- `state_sharding.py`: state is sharded as its tables are.
+- `gather_scatter.py`: gathers and scatters rows of tables and state;
+- `state_sharding.py`: shards state like its tables.
 
-`lazy_exact.py` answers whether lifting changes anything.
+`lazy_exact.py` determines whether lazy training equals dense training.
 """

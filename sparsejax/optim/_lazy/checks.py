@@ -1,4 +1,4 @@
-"""Checks of what a transformation is made of and called with."""
+"""Argument checks for transformations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,22 +14,23 @@ from sparsejax.optim._lazy.optax_internals import is_transformation
 
 
 def check_transformation(call: str, tx: Any, example: str, hint: str = "") -> None:
-    """A TypeError unless `tx` is an optax transformation."""
+    """Raises a TypeError unless `tx` is an optax transformation."""
     if is_transformation(tx):
         return
     found = _arguments.kind_of(tx)
     if callable(tx):
         found = f"the function {getattr(tx, '__name__', type(tx).__name__)}"
     raise TypeError(
-        f"{call}: takes an optax transformation such as {example}, got {found}.{hint}"
+        f"{call}: tx must be an optax transformation, for example {example}, got "
+        f"{found}.{hint}"
     )
 
 
 def check_state(call: str, state: Any, kind: Any) -> None:
-    """A TypeError unless `state` has the fields of `kind`."""
+    """Raises a TypeError unless `state` has the fields of `kind`."""
     if not all(hasattr(state, field) for field in kind._fields):
         raise TypeError(
-            f"{call}: takes the state that its own init or update gave, got "
+            f"{call}: state must be the one returned by its init or update, got "
             f"{_arguments.kind_of(state)}."
         )
 
@@ -40,13 +41,13 @@ def check_state_rows(
     owners: Sequence[int | None],
     heights: dict[int, int],
 ) -> None:
-    """A ValueError unless the state has the leaves and the rows of these tables.
+    """Raises a ValueError unless the state matches these tables.
 
     Args:
       call: the public name, for messages.
       state: the state of `tx`.
-      owners: for each leaf that it should have the table that it follows, or None.
-      heights: by table, how many rows its gradient has.
+      owners: for each expected leaf, the table that it follows, or None.
+      heights: for each table, the height of its gradient.
     """
     leaves = jax.tree.leaves(state)
     wrong = None
@@ -60,22 +61,22 @@ def check_state_rows(
         wrong = f"it has {len(leaves)} leaves instead of {len(owners)}"
     if wrong:
         raise ValueError(
-            f"{call}: the state does not fit these gradients: {wrong}. Pass the state "
-            "that init or the last update gave for these parameters."
+            f"{call}: the state does not match these gradients: {wrong}. Pass the "
+            "state that init or the last update returned for these parameters."
         )
 
 
 def require_params(call: str, params: Any, why: str) -> None:
-    """A ValueError if `params` is None."""
+    """Raises a ValueError if `params` is None."""
     if params is None:
         raise ValueError(
-            f"{call}: update was called without params, and {why}. Call "
+            f"{call}: update needs params, because {why}. Call "
             "tx.update(grads, state, params)."
         )
 
 
 def check_gradients(call: str, grads: Any, weights: Sequence[Any] | None) -> None:
-    """Errors unless each SelectedRows in `grads` fits its table.
+    """Raises unless each SelectedRows in `grads` matches its table.
 
     Args:
       call: the public name, for messages.
@@ -96,10 +97,9 @@ def check_gradients(call: str, grads: Any, weights: Sequence[Any] | None) -> Non
         if wrong:
             raise TypeError(
                 f"{call}: the gradient {where('grads')} is a SelectedRows whose "
-                f"{wrong}. A function over the whole tree (jax.tree.map, optax.scale, "
-                "a mask) has changed its row ids too. Use SelectedRows.map or g * 0.5 "
-                "to change the values, and put optax transformations inside of "
-                "lazy(...), not before it."
+                f"{wrong}. Probably jax.tree.map, optax.scale or a mask changed its "
+                "ids too. Use SelectedRows.map or g * 0.5 to change the values, and "
+                "put optax transformations inside lazy(...), not before it."
             )
         if weights is None:
             continue
@@ -107,16 +107,14 @@ def check_gradients(call: str, grads: Any, weights: Sequence[Any] | None) -> Non
             raise pulled_table(call, where("params"))
         if grad.shape != np.shape(weights[i]):
             raise ValueError(
-                f"{call}: the gradient {where('grads')} is a SelectedRows of shape "
-                f"{grad.shape}, but the parameter has shape {np.shape(weights[i])}. "
-                "They must be equal."
+                f"{call}: the SelectedRows gradient {where('grads')} must have the "
+                f"shape of its parameter, {np.shape(weights[i])}, got {grad.shape}."
             )
 
 
 def pulled_table(call: str, where: str) -> TypeError:
     return TypeError(
-        f"{call}: {where} is itself a SelectedRows, a pulled part of a table. An "
-        "optimizer needs an array, with state of the same rows. Pass its .values as "
-        "the parameter and the gradient of those values, and keep .rows to know which "
-        "rows they are."
+        f"{call}: {where} must be an array, got a SelectedRows (rows pulled from a "
+        "table). Pass its .values as the parameter and the gradient of those values, "
+        "and keep its .rows to know which rows they are."
     )

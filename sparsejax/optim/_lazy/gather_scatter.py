@@ -1,7 +1,7 @@
-"""Rows of tables and of optimizer state: gathered for a step, scattered back after it.
+"""Gathers rows of tables and optimizer state for a step, and scatters them back.
 
-The functions on one table are open to other kinds of SelectedRows, such as those of a
-sharded table: a subclass registers its own way (`functools.singledispatch`).
+The functions on one table use `functools.singledispatch`, so that a subclass of
+SelectedRows, like that of a sharded table, can register its own implementation.
 """
 
 import functools
@@ -21,14 +21,14 @@ from sparsejax._rows import SelectedRows, indexing
 
 @functools.singledispatch
 def merge_duplicates(grad: SelectedRows) -> SelectedRows:
-    """The distinct rows, ascending, their values summed."""
-    # At least one slot, so that no reduction inside `tx` meets an empty array.
+    """Merges duplicates: distinct rows, ascending, with their values summed."""
+    # At least one slot, so that no reduction inside `tx` sees an empty array.
     return grad.coalesce(capacity=max(1, min(grad.capacity, grad.height)))
 
 
 @functools.singledispatch
 def gather_rows(rows: SelectedRows, table: Any, otherwise: jax.Array) -> jax.Array:
-    """Rows of a table, `otherwise` in empty slots."""
+    """Rows of a table; `otherwise` in empty slots."""
     if not rows.height:
         return otherwise
     read = read_rows(jnp.asarray(table), rows.rows)
@@ -39,12 +39,12 @@ def gather_rows(rows: SelectedRows, table: Any, otherwise: jax.Array) -> jax.Arr
 
 @functools.singledispatch
 def scatter_rows(rows: SelectedRows, table: Any, values: jax.Array) -> jax.Array:
-    """The table with these rows, which are distinct and ascending, replaced."""
+    """The table with these rows replaced; the rows must be distinct and ascending."""
     table = jnp.asarray(table)
     if not rows.height:
         return table
-    # Each empty slot gets an id of its own beyond the end. XLA may then be told that
-    # ids are unique, and needs no atomic writes where it scatters in parallel.
+    # Each empty slot gets a distinct id beyond the end. XLA can then be told that ids
+    # are unique, and needs no atomic writes where it scatters in parallel.
     ids = rows.rows
     unique = rows.height + rows.capacity <= jnp.iinfo(ids.dtype).max
     if unique:
@@ -61,12 +61,12 @@ def scatter_rows(rows: SelectedRows, table: Any, values: jax.Array) -> jax.Array
 
 @functools.singledispatch
 def as_update(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
-    """The update of a table, zero in empty slots, with at most the gradient's capacity.
+    """The update of a table: zero in empty slots, and no more slots than the gradient.
 
     Args:
       rows: the merged gradient.
-      values: what `tx` made of it.
-      grad: the gradient as it came.
+      values: the update that `tx` computed from it.
+      grad: the original gradient.
     """
     values = indexing.zero_unless(rows.filled(), values)
     slots = min(grad.capacity, grad.height)
@@ -85,7 +85,7 @@ def gather(
     owners: Sequence[int | None],
     merged: dict[int, SelectedRows],
 ) -> tuple[Any, Any, Any]:
-    """What `tx.update` is called with: rows in place of the tables.
+    """The arguments of `tx.update`, with rows in place of tables.
 
     Args:
       init: `tx.init`.
@@ -93,11 +93,11 @@ def gather(
       grads: their leaves.
       weights: leaves of the parameters, or None.
       state: the state of `tx`.
-      owners: for each leaf of the state the table that it follows, or None.
-      merged: by table (number of a leaf), its gradient without duplicates.
+      owners: for each leaf of the state, the table that it follows, or None.
+      merged: for each table (leaf index), its gradient without duplicates.
 
     Returns:
-      Trees of gradients, state and parameters (None if there were none).
+      Trees of gradients, state and parameters (None without parameters).
     """
     state_leaves, state_treedef = jax.tree.flatten(state)
     grads = [merged[i].values if i in merged else g for i, g in enumerate(grads)]
@@ -107,7 +107,7 @@ def gather(
             for i, w in enumerate(weights)
         ]
     if any(owner is not None for owner in owners):
-        # An empty slot has the state of a row that was never touched.
+        # An empty slot gets the state of a row that was never touched.
         untouched = [
             jnp.zeros_like(x) if i in merged else x
             for i, x in enumerate(weights or grads)
@@ -129,7 +129,7 @@ def scatter_state(
     owners: Sequence[int | None],
     merged: dict[int, SelectedRows],
 ) -> Any:
-    """The new state, with its rows written into the tables of the old one."""
+    """The new state, with its rows written into the tables of the old state."""
     leaves, treedef = jax.tree.flatten(new_state)
     for k, (owner, old) in enumerate(zip(owners, jax.tree.leaves(state))):
         if owner is not None:

@@ -1,4 +1,4 @@
-"""lazy: any row-separable optax transformation, run on the rows a gradient touches.
+"""lazy: runs any row-separable optax transformation on the rows a gradient touches.
 
 For a table W of V rows, its state S (the leaves that follow the table, see
 `state_leaves`), and a gradient given as SelectedRows:
@@ -7,13 +7,13 @@ For a table W of V rows, its state S (the leaves that follow the table, see
     u, s'  = tx.update(g, S[R], W[R])            together with all dense leaves
     updates = SelectedRows(R, u, V),  S[R] := s'
 
-Gathering, arithmetic and scattering cost what n rows cost. Inside a jitted step that
-donates its state, XLA scatters in place.
+The cost of gathering, arithmetic and scattering is proportional to n, not V. Inside a
+jitted step that donates its state, XLA scatters in place.
 
-Sharp edges. Empty slots look like rows that were never touched: gradient and weight
-zero, state as `tx.init` makes it. What comes out of them is dropped. Masks and labels
-that are functions of the parameters see n rows instead of V: let them decide by names,
-types or ranks, not by the number of rows.
+Sharp edges. Empty slots look like rows that were never touched: zero gradient and
+weights, and the initial state of `tx.init`. Their results are dropped. Masks and labels
+that are functions of the parameters see n rows instead of V, so they must decide by
+names, types or ranks, not by the number of rows.
 """
 
 import functools
@@ -39,35 +39,35 @@ CALL = "sparsejax.optim.lazy"
 def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArgs:
     """Lifts an optax transformation to gradients that are SelectedRows.
 
-    Rows without a gradient are left alone: their weights *and their state* keep their
-    bits. Momentum, weight decay and moment estimates of a row thus change only at steps
-    that read it, as in TensorFlow's LazyAdam or PyTorch's SparseAdam. Counts and
-    schedules advance at every step.
+    Rows without a gradient stay unchanged, bit for bit: their weights *and their
+    state*. Momentum, weight decay and moment estimates of a row therefore change only
+    at steps that read it, as in TensorFlow's LazyAdam or PyTorch's SparseAdam. Counts
+    and schedules advance at every step.
 
-    For SGD and Adagrad that equals dense training; `is_lazy_exact(tx)` answers it for
-    any other. `sparsejax.optim.exact` trains as dense momentum and Adam do.
+    For SGD and Adagrad this equals dense training; `is_lazy_exact(tx)` tells for any
+    other transformation. `sparsejax.optim.exact` matches dense momentum and Adam.
 
-    For the rows R of a gradient, duplicates summed to g, it computes
+    For the rows R of a gradient, with duplicates summed to g, it computes
 
       u, S[R] := tx.update(g, S[R], W[R])
 
-    in one run of `tx` over all leaves, tables and dense ones, so clipping by global
-    norm is right. The update of a table is a SelectedRows over R, which
+    in one run of `tx` over all leaves, tables and dense leaves together, so clipping by
+    global norm is correct. The update of a table is a SelectedRows over R, which
     `optax.apply_updates` adds to the table. A table with a dense gradient is updated
-    densely. Under `jax.jit`, donate parameters and state: both are updated in place.
+    densely. Under `jax.jit`, donate parameters and state to update both in place.
 
     Put tree-wide transformations inside: `lazy(optax.chain(clip, adam))`, not
     `optax.chain(clip, lazy(adam))`, which would clip the row ids.
-    `clip_by_global_norm` *after* adam sees the updates of the rows read only.
+    `clip_by_global_norm` *after* adam sees only the updates of the rows read.
 
     Args:
-      tx: an `optax.GradientTransformation` that is row-separable, see
-        `is_row_separable`; one of your own will do. With `optax.partition` and
-        `optax.masked` this is decided for each leaf.
-      check: whether to try out that `tx` is row-separable, and to refuse it if not.
-        Pass False for a transformation of your own that is row-separable but refused,
-        for example because it cannot run on the small table of the test. Nothing is
-        checked then: if a row's step does depend on other rows, training is wrong.
+      tx: an `optax.GradientTransformation`, yours or optax's, that is row-separable
+        (see `is_row_separable`). With `optax.partition` and `optax.masked`, each leaf
+        is judged separately.
+      check: whether to test that `tx` is row-separable, and refuse it if not. Pass
+        False for a row-separable transformation of your own that is refused, for
+        example because it cannot run on the small table of the test. Then nothing is
+        checked: if a row's step does depend on other rows, training is wrong.
 
     Returns:
       `optax.GradientTransformationExtraArgs`.
@@ -78,9 +78,8 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
       returns updates of the same structure and the new state.
 
     Raises:
-      TypeError: `tx` is not a transformation, or contains `exact`; at update, a
-        SelectedRows whose ids are no longer integers; a parameter that is itself a
-        SelectedRows.
+      TypeError: `tx` is not a transformation, or contains `exact`; a parameter is
+        itself a SelectedRows; at update, the ids of a SelectedRows are not integers.
       ValueError: at init, no leaf can be lifted, because `tx` is not row-separable
         (the message names the part that is not); at update, the leaf of a
         SelectedRows cannot be lifted, or its shape is not the table's.
@@ -109,19 +108,18 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
         CALL,
         tx,
         "optax.adam(1e-3)",
-        " It does not transform functions (jax.experimental.sparse.sparsify does, and "
-        "means something else): write lazy(tx) around the optimizer, and "
-        "sparsejax.value_and_grad around the loss.",
+        " lazy wraps the optimizer; sparsejax.value_and_grad wraps the loss. (To "
+        "sparsify a function is something else: jax.experimental.sparse.sparsify.)",
     )
     if row_separable.holds_exact(tx):
         raise TypeError(
-            f"{CALL}: sparsejax.optim.exact accepts SelectedRows itself, and needs "
-            "rows caught up before they are read, which neither lazy nor a store does. "
-            "On the device use exact(tx) alone, with its catch_up and flush. Elsewhere "
-            "use lazy(tx)."
+            f"{CALL}: sparsejax.optim.exact already accepts SelectedRows, and its rows "
+            "must be caught up before they are read, which neither lazy nor a store "
+            "does. For tables on the device, use exact(tx) alone, with its catch_up "
+            "and flush. Otherwise use lazy(tx)."
         )
     inner = optax.with_extra_args_support(tx)
-    # Both depend on shapes only, and answer the same question once.
+    # Both depend only on shapes, and cache their answers.
     verdicts = row_separable.Verdicts(tx)
     find = trees.remember(functools.partial(state_leaves.find, tx.init))
 
@@ -151,7 +149,7 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
         if check:
             failed = verdicts.failures(treedef, specs, tables)
             refused = {i: verdicts.blame(treedef, specs, i, failed[i]) for i in failed}
-        else:  # nothing can overrule that state cannot be cut into rows
+        else:  # check=False cannot help if the state has no rows to gather
             blocked = find(treedef, specs, tables).blocked
             part = optax_internals.name(tx)
             refused = {i: row_separable.Reason(blocked[i], part) for i in blocked}
@@ -182,11 +180,11 @@ def _not_separable(what: str, reason: row_separable.Reason) -> ValueError:
         "optimizer that works row by row (adam, adagrad, rmsprop, sgd, lion, ...), or "
         'keep this one for the dense leaves: lazy(optax.partition({"table": '
         'optax.adam(1e-3), "dense": tx}, labels)). sparsejax.optim.is_row_separable '
-        "tells which are."
+        "tells which optimizers work."
     )
     if reason.can_be_wrong:
         message += (
-            " If you know that each row's step depends on that row alone, overrule "
-            "this with lazy(tx, check=False)."
+            " If you know that each row's step depends only on that row, skip this "
+            "check with lazy(tx, check=False)."
         )
     return ValueError(message)

@@ -1,14 +1,14 @@
-"""Whether lifting a transformation changes nothing: what moves without a gradient.
+"""Whether lazy training equals dense training: what changes without a gradient.
 
-`lazy(tx)` leaves alone the rows without a gradient, where the dense run gives them a
-gradient of zero. The two are equal if a row whose gradient is zero stays as it is under
-`tx`, its weights and its state, whatever happened to it before:
+`lazy(tx)` does not touch rows without a gradient, where a dense run gives them a zero
+gradient. The two are equal if `tx` leaves a row with a zero gradient unchanged, weights
+and state, whatever happened to it before:
 
     G[r] = 0   =>   U[r] = 0  and  S'[r] = S[r]
 
-This is tested on random numbers, as `probe` tests separability: a few steps on a small
-table, with other rows at each of them, so that rows of all kinds get a gradient of
-zero: never read, read a step ago, read two steps ago. Bits are compared.
+Like separability in `probe`, this is tested on random numbers: a few steps on a small
+table, each with different rows, so that zero gradients occur for rows that were never
+read, read one step ago, and read two steps ago. The comparison is bit for bit.
 """
 
 from collections.abc import Sequence
@@ -28,36 +28,35 @@ from sparsejax.optim._lazy import (
 )
 
 
-WEIGHTS = "weights"  # in what `moving` returns
+WEIGHTS = "weights"  # in the result of `moving`
 _TABLE = jax.ShapeDtypeStruct((probe.ROWS, 8), jnp.float32)
 
 
 def is_lazy_exact(tx: Any, params: Any = None) -> bool:
     """Whether `lazy(tx)` trains exactly as `tx` does with dense gradients.
 
-    For a gradient G that is zero outside of the rows R, weights W and state S it asks
-    whether, with `U, S' = tx(G, S, W)`,
+    For a gradient G that is zero outside the rows R, weights W and state S, with
+    `U, S' = tx(G, S, W)`, it tests whether
 
-      `U[r] = 0` and `S'[r] = S[r]` for each row r outside of R.
+      `U[r] = 0` and `S'[r] = S[r]` for each row r outside R.
 
-    Then leaving those rows alone is not an approximation. Where it is one, with
-    momentum or weight decay for example, the rows that are not read stay where the
-    dense run would have moved them. Counts and schedules, which advance at every step,
-    do not belong to rows and are not compared. It is found out by running `tx` on a
-    small table.
+    If so, skipping those rows is not an approximation. Otherwise, with momentum or
+    weight decay for example, rows that are not read stay unchanged where a dense run
+    would have moved them. Counts and schedules, which advance at every step, do not
+    belong to rows and are not compared. The test runs `tx` on a small table.
 
-    True for sgd, sign_sgd, adagrad and clipping by value or by global norm before them;
-    False for momentum, adam and everything whose state decays, for weight decay, and
-    for what is not row-separable at all (see `is_row_separable`).
+    True for sgd, sign_sgd and adagrad, also after clipping by value or by global norm.
+    False for momentum, adam and anything else whose state decays, for weight decay, and
+    for anything that is not row-separable (see `is_row_separable`).
 
     Args:
       tx: an optax transformation.
       params: parameters (or ShapeDtypeStructs) for transformations that need them. The
-        answer is then about all leaves that can be lifted. Left out, `tx` is tried on
+        answer is then about all leaves that can be lifted. By default `tx` is tested on
         one table.
 
     Returns:
-      bool. Never raises: what cannot be run is not exact.
+      bool. Never raises: a transformation that cannot be run is not exact.
 
     Example:
       >>> import optax
@@ -66,7 +65,7 @@ def is_lazy_exact(tx: Any, params: Any = None) -> bool:
       (True, False)
 
     References:
-      TensorFlow Addons, `LazyAdam`, which says how lazy updates differ from Adam's.
+      TensorFlow Addons, `LazyAdam`, which explains how lazy updates differ from Adam.
     """
     try:
         if params is None:
@@ -88,7 +87,7 @@ def moving(
     specs: Sequence[Any] = (_TABLE,),
     tables: Sequence[int] = (0,),
 ) -> list[str]:
-    """What of a row changes although its gradient is zero.
+    """The parts of a row that change although its gradient is zero.
 
     Args:
       tx: the transformation.
@@ -97,10 +96,10 @@ def moving(
       tables: which leaves are tables.
 
     Returns:
-      `WEIGHTS`, then paths of state leaves; empty if rows do not change.
+      `WEIGHTS` and paths of state leaves; empty if rows do not change.
 
     Raises:
-      Whatever `tx` raises on trees of that kind.
+      Whatever `tx` raises on such trees.
     """
     with probe.jax_defaults(), np.errstate(all="ignore"):
         specs = probe.small_tree(specs, tables)

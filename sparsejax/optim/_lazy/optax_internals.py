@@ -1,9 +1,10 @@
-"""What is read out of optax transformations, none of which is a documented interface.
+"""Inspects optax transformations, through interfaces that optax does not document.
 
-optax builds transformations by closing over others: `chain` holds tuples of functions,
-`masked` its inner transformation, `partition` a dict of them. `MultiSteps` is an
-object. What is read here serves error messages, and tells apart what only puts parts
-together (`TRANSPARENT`). Where a part is not found, messages are less precise.
+optax builds transformations by closing over others: `chain` closes over tuples of
+functions, `masked` over its inner transformation, `partition` over a dict of them;
+`MultiSteps` is an object. This file finds the parts for error messages, and recognizes
+wrappers that only combine parts (`TRANSPARENT`). If a part is not found, messages are
+less precise.
 
 tests/test_optim_canaries.py checks every name that this file relies on.
 """
@@ -18,29 +19,30 @@ import optax
 from jax.core import Tracer
 
 
-# Wrappers that do nothing to rows themselves: row-separable if all of their parts are.
+# Wrappers that are row-separable if all of their parts are.
 TRANSPARENT = frozenset(
     "chain named_chain partition masked with_extra_args_support inject_hyperparams "
     "apply_if_finite conditionally_transform conditionally_mask lazy".split()
 )
 
-# Wrappers that treat some leaves in another way than others.
+# Wrappers that treat some leaves differently from others.
 BY_LEAF = frozenset(["partition", "masked"])
 
-# The variables that functions of optax close over, by the function that makes them.
+# The variables that optax functions close over, by the function that makes them.
 CLOSURES = {
     "chain": ("init_fns", "update_fns"),
     "partition": ("transforms", "param_labels"),
     "inject_hyperparams": ("inner_factory", "sched_hps", "other_hps", "numeric_hps"),
 }
 
-# What a short run does not show, by its state: (its name, why it cannot be lifted).
+# Transformations that a short run does not unmask, by the type of their state: (name,
+# why it cannot be lifted).
 _HOLDS_BACK = (
-    "it holds gradients back and emits them at a later step, which would have to reach "
-    "rows that are not read again (sparsejax.optim.accumulate does, by rows)"
+    "it accumulates gradients and applies them at a later step, where it would have to "
+    "update rows that are not read again (sparsejax.optim.accumulate does this by rows)"
 )
-_OF_MOMENTUM = "its step is made of the momentum of all rows, also of those not read"
-_OF_DISTANCE = "its step size is made of sums over all rows, also of those not read"
+_OF_MOMENTUM = "its step depends on the momentum of all rows, even those not read"
+_OF_DISTANCE = "its step size depends on sums over all rows, even those not read"
 NOT_LIFTED = {
     optax.MultiStepsState: ("MultiSteps", _HOLDS_BACK),
     optax.ApplyEvery: ("apply_every", _HOLDS_BACK),
@@ -52,7 +54,7 @@ NOT_LIFTED = {
     optax.contrib.MechanicState: ("mechanize", _OF_DISTANCE),
 }
 
-# What users know as another name, added in parentheses.
+# The names that users know, shown in parentheses.
 KNOWN_AS = {
     "scale_by_trust_ratio": "part of lamb, lars and fromage",
     "scale_by_factored_rms": "part of adafactor",
@@ -69,9 +71,9 @@ KNOWN_AS = {
 
 
 def is_transformation(x: Any) -> bool:
-    """Whether `x` is a transformation or, as `optax.MultiSteps`, works like one."""
+    """Whether `x` is a transformation or, like `optax.MultiSteps`, works like one."""
     if inspect.isclass(x) or inspect.ismodule(x) or callable(x):
-        return False  # a callable is a schedule, which may have init and update too
+        return False  # a callable is a schedule, even if it has init and update
     return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
 
@@ -79,19 +81,19 @@ def is_transformation(x: Any) -> bool:
 
 
 def name(tx: Any) -> str:
-    """What a transformation is called: the function that made it, or its class."""
+    """The name of a transformation: the function that made it, or its class."""
     if not isinstance(tx, optax.GradientTransformation):
         return type(tx).__name__
     return _function_name(_named_after(tx))
 
 
 def is_optax(tx: Any) -> bool:
-    """Whether what a transformation is named after is optax's own code."""
+    """Whether the function that names a transformation is from optax."""
     return _is_from_optax(_named_after(tx))
 
 
 def treats_leaves_alike(tx: Any) -> bool:
-    """Whether all leaves are treated alike, as far as is known: optax, and no masks."""
+    """Whether all leaves are surely treated alike: only optax code, and no masks."""
     return all(
         _is_from_optax(part.update) and name(part) not in BY_LEAF
         for part in descendants(tx)
@@ -99,7 +101,7 @@ def treats_leaves_alike(tx: Any) -> bool:
 
 
 def _named_after(tx: Any) -> Any:
-    """The update function, or the function that `optax.stateless` was called with."""
+    """The update function, or the function passed to `optax.stateless`."""
     if _function_name(tx.update).startswith("stateless"):
         for held in _held(tx.update):
             if inspect.isfunction(held):
@@ -138,7 +140,7 @@ def descendants(tx: Any) -> list[Any]:
 
 
 def children(tx: Any) -> list[Any]:
-    """The transformations directly inside `tx`, each once, in their order."""
+    """The transformations directly inside `tx`, each once, in order."""
     found = []
     for part in (*_chained(tx), *_injected(tx), *_closed_over(tx)):
         if not _among([tx, *found], part):
@@ -147,7 +149,7 @@ def children(tx: Any) -> list[Any]:
 
 
 def children_at(tx: Any, treedef: Any, specs: Any, leaf: int) -> list[Any]:
-    """The children that act on a leaf: of `optax.partition` only the one it is for."""
+    """The children that act on a leaf: for `optax.partition`, only the one for it."""
     cells = _cells(tx.update)
     transforms, param_labels = CLOSURES["partition"]
     try:
@@ -161,7 +163,7 @@ def children_at(tx: Any, treedef: Any, specs: Any, leaf: int) -> list[Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two transformations are one: parts of a chain are made anew each time."""
+    """Whether two transformations are the same; parts of a chain are rebuilt often."""
     return a.init == b.init and a.update == b.update
 
 
@@ -181,7 +183,7 @@ def _chained(tx: Any) -> list[Any]:
 
 
 def _injected(tx: Any) -> list[Any]:
-    """What `optax.inject_hyperparams` makes at each step, made with initial values."""
+    """What `optax.inject_hyperparams` builds at each step, with initial values."""
     cells = {**_cells(tx.update), **_cells(tx.init)}
     try:
         found = (cells[variable] for variable in CLOSURES["inject_hyperparams"])
@@ -200,7 +202,7 @@ def _closed_over(tx: Any) -> Iterator[Any]:
 
 
 def _cells(function: Any) -> dict[str, Any]:
-    """The variables a function closes over, by name."""
+    """The variables that a function closes over, by name."""
     closure = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if closure else ()
     filled = {}
@@ -213,7 +215,7 @@ def _cells(function: Any) -> dict[str, Any]:
 
 
 def _held(function: Any) -> Iterator[Any]:
-    """What a function, method or partial carries along, containers opened."""
+    """Everything a function, method or partial refers to, with containers opened."""
     queue = []
     if isinstance(function, functools.partial):
         queue += [function.func, *function.args, *function.keywords.values()]
@@ -238,7 +240,7 @@ def _held(function: Any) -> Iterator[Any]:
 
 
 def required_extra_args(tx: Any) -> set[str]:
-    """Names of the extra arguments that some part's update requires."""
+    """Names of the extra arguments that the update of some part requires."""
     names = set()
     for part in descendants(tx):
         for parameter in inspect.signature(part.update).parameters.values():
@@ -249,13 +251,13 @@ def required_extra_args(tx: Any) -> set[str]:
 
 
 def holds_tracer(tx: Any) -> bool:
-    """Whether a part of `tx` was made of values that are being traced."""
+    """Whether a part of `tx` was made from traced values."""
     functions = [f for part in descendants(tx) for f in (part.init, part.update)]
     return any(isinstance(x, Tracer) for f in functions for x in _held(f))
 
 
 def not_lifted(state: Any, owners: tuple[int | None, ...]) -> dict[int, tuple]:
-    """For each table with state in one of `NOT_LIFTED`: (name, why)."""
+    """`(name, why)` for each table that has state of a type in `NOT_LIFTED`."""
     known = tuple(NOT_LIFTED)
     found, first = {}, 0
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, known)):

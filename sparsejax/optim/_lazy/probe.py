@@ -1,24 +1,24 @@
-"""Runs a transformation on a small table and on rows of it, and compares.
+"""Runs a transformation on a small table and on some of its rows, and compares.
 
-Lifting `tx` to rows is right if `tx` on the rows R of a gradient gives what `tx` on the
-whole table gives there, with a gradient of zero in the other rows. Let
-U, S' = tx(G, S, W) with G zero outside of R. Then for each table
+Lifting `tx` to rows is correct if `tx` gives the same for the rows R of a gradient as
+it gives there on the whole table, with a zero gradient in the other rows. With
+U, S' = tx(G, S, W) and G zero outside R, it must hold for each table that
 
     tx(G[R], S[R], W[R]) = U[R], S'[R]
 
-has to hold. S[R] is the state with the leaves that follow the table cut to R and the
-others as they are. This is tested on random numbers, in two runs from a fresh state:
+S[R] is the state with the leaves that follow the table restricted to R and the others
+unchanged. This is tested on random numbers, in two runs from a fresh state:
 
-- *same rows*: R is the same at each step. U[R] and all of S'[R] are compared. Rows
-  outside of R have weights, but no history. This finds means over rows, norms of
-  weights, factored moments, and noise.
-- *other rows*: R alternates, and after each step the rows outside of it are put back,
-  because lifting keeps them. The state leaves that follow no table are compared. This
-  finds what is accumulated over all rows: distances from the start, maxima.
+- *same rows*: R is the same at each step, and U[R] and all of S'[R] are compared. Rows
+  outside R have weights but no history. This finds means over rows, norms of weights,
+  factored moments, and noise.
+- *other rows*: R alternates, and after each step the rows outside it are restored, as
+  lifting keeps them. The state leaves that follow no table are compared. This finds
+  accumulations over all rows: distances from the start, maxima.
 
-Both compare one step from the same state, so differences do not add up. The second run
-does not compare updates: after Adam, a clip by global norm sees the momentum of all
-rows if run densely, and of the rows read if lifted, which is what lifting means.
+Both compare single steps from the same state, so differences do not add up. The second
+run does not compare updates: after Adam, a clip by global norm sees the momentum of all
+rows in a dense run, but only that of the rows read if lifted, as intended.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ import optax
 from sparsejax.optim._lazy import optax_internals, state_leaves, trees
 
 
-ROWS = 160  # enough for optimizers that factor what has 128 rows and columns
+ROWS = 160  # enough for optimizers that factor matrices of 128 rows and columns
 TOUCHED = 12
-SCALES = (1.0, 0.1, 10.0, 1.0)  # of the gradients, step by step
-LARGEST = 2**17  # elements of a leaf that is not a table; larger ones are made smaller
-COMPILE_FAST = {"xla_backend_optimization_level": 0}  # it runs a dozen times
+SCALES = (1.0, 0.1, 10.0, 1.0)  # of the gradients, one per step
+LARGEST = 2**17  # elements of a leaf that is not a table; larger leaves are shrunk
+COMPILE_FAST = {"xla_backend_optimization_level": 0}  # since it runs only a dozen times
 
 
 class Reason(NamedTuple):
@@ -45,8 +45,8 @@ class Reason(NamedTuple):
 
     Attributes:
       why: what was found.
-      part: name of the part of the transformation to blame, empty if not known yet.
-      can_be_wrong: whether a row-separable transformation may be refused for it.
+      part: name of the part that is to blame, empty if not known yet.
+      can_be_wrong: whether it may also refuse a row-separable transformation.
     """
 
     why: str
@@ -61,7 +61,7 @@ class Reason(NamedTuple):
 def probe(
     tx: Any, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
 ) -> tuple[dict[int, Reason], Reason | None]:
-    """Tests whether lifting `tables` gives what the dense run gives.
+    """Tests whether lifting `tables` gives the result of a dense run.
 
     Args:
       tx: the transformation.
@@ -70,11 +70,11 @@ def probe(
       tables: which leaves are lifted, all at once.
 
     Returns:
-      `(by table, shared)`: why it fails for the tables for which it does, and why it
-      fails in state that belongs to no table, or None.
+      `(by table, shared)`: why it fails, for each table that fails, and why it fails in
+      state that belongs to no table, or None.
 
     Raises:
-      Whatever `tx` raises on trees of that kind.
+      Whatever `tx` raises on such trees.
     """
     try:
         with jax_defaults():
@@ -82,7 +82,7 @@ def probe(
     except Exception:
         if jax.default_backend() == "cpu":
             raise
-    # A part may hold arrays that live on an accelerator, and cannot be run elsewhere.
+    # A part may refer to arrays on an accelerator, so it can only run there.
     with jax_defaults(anywhere=True):
         return _probe(tx, treedef, specs, tables)
 
@@ -112,7 +112,7 @@ def _probe(tx, treedef, specs, tables):
 
 @contextlib.contextmanager
 def jax_defaults(anywhere: bool = False) -> Iterator[None]:
-    """JAX's own defaults, whatever the caller has set, on the CPU if there is one."""
+    """JAX's defaults, whatever the caller has set, and the CPU if there is one."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_leaves.without_mesh())
         stack.enter_context(jax.disable_jit(False))
@@ -129,7 +129,7 @@ def jax_defaults(anywhere: bool = False) -> Iterator[None]:
 
 
 def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
-    """Specs to test on: tables of `ROWS` rows, large leaves made smaller."""
+    """Specs for the test: tables of `ROWS` rows, and large leaves shrunk."""
     small = []
     for i, spec in enumerate(specs):
         if not trees.is_none_or_masked(spec):
@@ -137,7 +137,7 @@ def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
             if i in tables:
                 shape[0] = ROWS
             limit = LARGEST * (4 if i in tables else 1)
-            first = int(i in tables)  # the rows of a table stay
+            first = int(i in tables)  # a table keeps its rows
             while np.prod(shape, dtype=float) > limit:
                 shape[first + int(np.argmax(shape[first:]))] //= 2
             spec = jax.ShapeDtypeStruct(tuple(shape), _plain_dtype(spec.dtype))
@@ -146,7 +146,7 @@ def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
 
 
 def _plain_dtype(dtype: Any) -> Any:
-    # Rounding must not look like a dependence on rows.
+    # Rounding errors must not look like a dependence on rows.
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.complex64
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else dtype
@@ -155,8 +155,8 @@ def _plain_dtype(dtype: Any) -> Any:
 class _Run:
     """A transformation compiled twice, for whole tables and for rows of them.
 
-    Compiled ahead of time, because `lazy(tx).init` may itself be under `jit`: a
-    compiled program runs on concrete numbers even there.
+    It is compiled ahead of time because `lazy(tx).init` may itself be under `jit`: even
+    there, a compiled program runs on concrete numbers.
     """
 
     def __init__(self, tx, treedef, specs, tables, owners, state):
@@ -164,8 +164,8 @@ class _Run:
         self.owners = owners
         arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
         own = state_leaves.depends_on_shapes(tx.init, treedef, specs, arrays)
-        # The state of dense leaves is not returned. The compiler then drops their
-        # arithmetic, and a tree of hundreds of leaves costs little more than one table.
+        # The state of dense leaves is not returned, so the compiler drops their
+        # arithmetic: a tree of hundreds of leaves costs little more than one table.
         self.kept = [k for k, o in enumerate(owners) if o is not None or not own[k]]
         paths, self.state_treedef = jax.tree_util.tree_flatten_with_path(state)
         self.paths = [jax.tree_util.keystr(path) for path, _ in paths]
@@ -210,9 +210,9 @@ class _Run:
         return [x if owner is None else _rows(x, rows) for x, owner in owned]
 
     def steps(self, rows_of_step, kind, reasons) -> str | None:
-        """Compares step by step, adds to `reasons`, returns what fails for all."""
+        """Compares step by step, adds to `reasons`, and returns what fails for all."""
         rng = np.random.default_rng(1)
-        # Always in about the same direction, or estimates of a distance stay at zero.
+        # Gradients keep a direction, or estimates of a distance would stay at zero.
         direction = [random_array(rng, s) for s in self.specs]
         weights, state = list(self.weights), list(self.state)
         for scale, rows in zip(SCALES, rows_of_step):
@@ -230,8 +230,8 @@ class _Run:
                 owner = self.owners[k]
                 if owner is None and not _close(new[k], cut_new[k]):
                     return (
-                        f"its state {self.paths[k]} is made of all rows, also of "
-                        "those that are not read"
+                        f"its state {self.paths[k]} depends on all rows, even those "
+                        "that are not read"
                     )
                 if kind == "same" and owner is not None:
                     if not _close(new[k][rows], cut_new[k]):
@@ -267,7 +267,7 @@ def compile_probe(function, *specs):
     lowered = function.lower(*specs)
     try:
         return lowered.compile(compiler_options=COMPILE_FAST)
-    except jax.errors.JaxRuntimeError:  # another compiler, without that option
+    except jax.errors.JaxRuntimeError:  # a compiler without that option
         return lowered.compile()
 
 
@@ -304,7 +304,7 @@ def _put(old, rows, new):
 
 
 def _close(a, b) -> bool:
-    """Equal up to rounding: exactly so for integers, in norm for floats."""
+    """Whether `a` equals `b`: exactly for integers, up to rounding for floats."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     a, b = np.asarray(a), np.asarray(b)

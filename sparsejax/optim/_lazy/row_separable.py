@@ -1,4 +1,4 @@
-"""Whether a transformation may be lifted to rows, and which part of it forbids that."""
+"""Whether a transformation can be lifted to rows, and which part prevents it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,43 +10,43 @@ from sparsejax.optim._lazy import optax_internals, probe, trees
 from sparsejax.optim._lazy.probe import Reason
 
 
-MOST_TRIED = 8  # leaves tried at init, those with most rows
-MOST_REMEMBERED = 32  # trees of parameters for one transformation
+MOST_TRIED = 8  # leaves tested at init, those with the most rows
+MOST_REMEMBERED = 32  # trees of parameters cached for one transformation
 
 _GENERIC = jax.ShapeDtypeStruct((probe.ROWS, 130), jnp.float32)
 _LEAF = jax.tree.structure(0)
 
 
 def is_row_separable(tx: Any, params: Any = None) -> bool:
-    """Whether a transformation gives the same for some rows alone as for all rows.
+    """Whether a transformation treats each row independently of the others.
 
-    For a gradient G that is zero outside of the rows R, state S and weights W, and
-    `U, S' = tx(G, S, W)`, it asks whether `tx(G[R], S[R], W[R]) = U[R], S'[R]`: whether
-    no row's step depends on rows that were not read. This is what
-    `sparsejax.optim.lazy` relies on. It is found out by running `tx` on a small table,
-    for a few steps with the same rows and a few with changing rows, so your own
-    transformations are tested as well. Only what a short run does not show is known
-    by its state (MultiSteps, apply_every, prodigy and a few more).
+    For a gradient G that is zero outside the rows R, state S and weights W, with
+    `U, S' = tx(G, S, W)`, it tests whether `tx(G[R], S[R], W[R]) = U[R], S'[R]`: no
+    row's step may depend on rows that were not read. `sparsejax.optim.lazy` relies on
+    this. The test runs `tx` on a small table, a few steps with the same rows and a few
+    with changing rows, so it works for your own transformations too. Transformations
+    that a short run does not unmask are recognized by their state (MultiSteps,
+    apply_every, prodigy and a few more).
 
     True for sgd (with momentum), adam, adamw, adagrad, rmsprop, adadelta, yogi, lion,
-    radam, novograd and similar ones, with clipping, schedules, masks and
-    `inject_hyperparams` around them. False for what looks at all rows of a table:
-    lamb, lars, adafactor, muon, prodigy, sm3, lbfgs; for noise; for what keeps
-    gradients for later: MultiSteps, apply_every; and for `sparsejax.optim.exact`, which
-    accepts SelectedRows itself.
+    radam, novograd and similar optimizers, also with clipping, schedules, masks and
+    `inject_hyperparams`. False for optimizers that need all rows of a table (lamb,
+    lars, adafactor, muon, prodigy, sm3, lbfgs), for noise, for accumulation of
+    gradients (MultiSteps, apply_every), and for `sparsejax.optim.exact`, which accepts
+    SelectedRows itself.
 
     `optax.clip_by_global_norm` *after* adam counts as separable. Lifted, it clips by
     the norm over the rows that were read, without the momentum of the others.
 
     Args:
       tx: an optax transformation.
-      params: parameters (or ShapeDtypeStructs) for transformations that need them,
-        such as `optax.partition` with labels for a certain tree. The answer is then
-        whether `lazy(tx).init(params)` accepts them: whether some leaf can be lifted.
-        Left out, `tx` is tried on one table.
+      params: parameters (or ShapeDtypeStructs) for transformations that need them, like
+        `optax.partition` with labels for a particular tree. The answer is then whether
+        `lazy(tx).init(params)` accepts them: whether some leaf can be lifted. By
+        default `tx` is tested on one table.
 
     Returns:
-      bool. Never raises: what cannot be run is not row-separable.
+      bool. Never raises: a transformation that cannot be run is not row-separable.
 
     Example:
       >>> import optax
@@ -84,14 +84,14 @@ _EXACT = "_sparsejax_exact"
 def mark_exact(update: Callable) -> Callable:
     """Marks the update function of `sparsejax.optim.exact`, which is never lifted.
 
-    It accepts SelectedRows itself, and is row-separable, but wrong without catch_up.
+    It accepts SelectedRows itself. It is row-separable, but wrong without catch_up.
     """
     setattr(update, _EXACT, True)
     return update
 
 
 def holds_exact(tx: Any) -> bool:
-    """Whether a part of `tx` is `exact`."""
+    """Whether some part of `tx` is `exact`."""
     parts = optax_internals.descendants(tx)
     return any(getattr(part.update, _EXACT, False) for part in parts)
 
@@ -100,34 +100,34 @@ def holds_exact(tx: Any) -> bool:
 
 
 class Verdicts:
-    """Which tables `tx` can be lifted for, found out once for each tree of parameters.
+    """Which tables `tx` can be lifted for, tested once for each tree of parameters.
 
-    Trees are given by their structure and the specs of their leaves, see `trees`;
-    tables by the numbers of their leaves.
+    A tree is given by its structure and the specs of its leaves (see `trees`), and a
+    table by its leaf index.
     """
 
     def __init__(self, tx: Any):
         self._tx = tx
         self._trials = {}
-        # Then a table can be tried without the rest of the tree, however large that is.
+        # If so, a table can be tested without the rest of a possibly large tree.
         self._alone = optax_internals.treats_leaves_alike(tx)
 
     def refusal(self, treedef: Any, specs: Sequence[Any]) -> tuple[int, Reason] | None:
-        """A table and why it cannot be lifted, or None if some leaf can be."""
+        """A table and why it cannot be lifted, or None if some leaf can."""
         arrays = [i for i, s in enumerate(specs) if is_float_array(s)]
         tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
         tables.sort(key=lambda i: specs[i].shape[0], reverse=True)
         tried = tables[:MOST_TRIED]
         some_not_tried = len(tables) > len(tried) and not self._alone
         if some_not_tried or not tables:
-            return None  # update decides for the leaves that are read by rows
+            return None  # update decides, for the leaves that are read by rows
         failed = self.failures(treedef, specs, tried)
         return (tables[0], failed[tables[0]]) if len(failed) == len(tried) else None
 
     def failures(
         self, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
     ) -> dict[int, Reason]:
-        """The tables that cannot be lifted, not counting faults of other tables."""
+        """The tables that cannot be lifted, excluding faults of other tables."""
         if self._alone:
             kinds = {t: self._on(_LEAF, [_small(specs[t])]) for t in tables}
             failed = {t: trials.failures(self._tx, [0]) for t, trials in kinds.items()}
@@ -153,7 +153,7 @@ class Verdicts:
         try:
             hash(treedef)
             key = treedef, tuple(specs)
-        except TypeError:  # static data of a user's own node may be unhashable
+        except TypeError:  # static data of a user's pytree node may be unhashable
             key = str(treedef), tuple(specs)
         if key not in self._trials:
             if len(self._trials) >= MOST_REMEMBERED:
@@ -163,7 +163,7 @@ class Verdicts:
 
 
 class _Trials:
-    """What was found out about a transformation and its parts on one tree."""
+    """Test results for a transformation and its parts on one tree."""
 
     def __init__(self, treedef: Any, specs: tuple[Any, ...]):
         self._tree = treedef, specs
@@ -181,20 +181,20 @@ class _Trials:
 
     def _try(self, tx: Any, tables: Sequence[int]) -> dict[int, Reason]:
         if optax_internals.holds_tracer(tx):
-            return {}  # made in a trace, as by inject_hyperparams: it cannot be run
+            return {}  # made in a trace, as by inject_hyperparams: cannot be run
         try:
             failed, shared = probe.probe(tx, *self._tree, tables)
         except Exception as error:
             message = str(error).strip().split("\n")[0]
             message = f"{type(error).__name__}: {message}"
-            shared = Reason(f"it cannot be run on rows of a table ({message})")
+            shared = Reason(f"it cannot run on rows of a table ({message})")
         if shared:
             return dict.fromkeys(tables, shared)
         if optax_internals.name(tx) not in optax_internals.TRANSPARENT:
             return failed
-        # What only puts parts together is row-separable if each part is, even where the
-        # whole is not: after decoupled weight decay, a clip by global norm sees the
-        # decay of all rows if run densely, and of the rows read if lifted.
+        # A wrapper that only combines parts is row-separable if each part is, even if
+        # the whole is not: after decoupled weight decay, a clip by global norm sees the
+        # decay of all rows in a dense run, but only of the rows read if lifted.
         return {t: why for t, why in failed.items() if self._fails_in_a_part(tx, t)}
 
     def _fails_in_a_part(self, tx: Any, table: int) -> bool:

@@ -1,12 +1,12 @@
 """Which leaves of an optimizer's state follow the rows of a table.
 
 A state leaf follows a table if row r of the leaf belongs to row r of the table. Adam's
-`mu` and `nu` do, its `count` does not, and a vector of shape `[D]` does not either,
-even where D equals the number of rows. So a shape alone does not tell, but how it
-changes does. `tx.init` is evaluated abstractly twice, the second time with p_i more
-rows in table i, a different p_i for each table. A state leaf of shape `[V_i, ...]` that
-becomes `[V_i + p_i, ...]` follows table i. One that does not change follows no table.
-Any other change means that the state cannot be cut into rows.
+`mu` and `nu` do, its `count` does not, and neither does a vector of shape `[D]`, even
+if D equals the number of rows. So the shape alone is ambiguous, but how it changes is
+not. `tx.init` is evaluated abstractly twice, the second time with p_i more rows in
+table i, with a different p_i for each table. A state leaf of shape `[V_i, ...]` that
+becomes `[V_i + p_i, ...]` follows table i. A leaf that does not change follows no
+table. Any other change means that the state cannot be split into rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ class StateLeaves(NamedTuple):
     """The leaves of an optimizer's state, in the order of `jax.tree.leaves(state)`.
 
     Attributes:
-      owners: for each leaf the table (number of a parameter leaf) that it follows, or
+      owners: for each leaf, the table (index of a parameter leaf) that it follows, or
         None.
-      blocked: by table, why the state cannot be cut into its rows.
+      blocked: for each table, why the state cannot be split into its rows.
       state: the state as ShapeDtypeStructs.
     """
 
@@ -39,7 +39,7 @@ def find(
       init: `tx.init`.
       treedef: structure of the parameters, see `trees.flatten`.
       specs: its leaves, see `trees.to_spec`.
-      tables: which leaves are tables; their first axis is the rows.
+      tables: which leaves are tables, with rows along the first axis.
     """
     more = _more_rows(tables)
     state = _state(init, treedef, specs)
@@ -47,7 +47,7 @@ def find(
     grown = _state(init, treedef, _grow(specs, more))
     after, grown_structure = jax.tree.flatten(grown)
     if structure != grown_structure:
-        why = "its state has another structure when the table has more rows"
+        why = "the structure of its state depends on the number of rows"
         return StateLeaves((None,) * len(before), dict.fromkeys(tables, why), state)
 
     owners, blocked = [], {}
@@ -63,7 +63,7 @@ def find(
                         f"{jax.tree_util.keystr(path) or '(all of it)'} of shape "
                         f"{list(old.shape)} becomes {list(new.shape)} when the "
                         f"table has {more[table]} more rows, so it does not have "
-                        "one row for each row of the table"
+                        "one row per row of the table"
                     )
         owners.append(owner)
     return StateLeaves(tuple(owners), blocked, state)
@@ -72,7 +72,7 @@ def find(
 def depends_on_shapes(
     init: Callable, treedef: Any, specs: Sequence[Any], leaves: Sequence[int]
 ) -> list[bool]:
-    """For each state leaf, whether its shape changes with that of any of `leaves`."""
+    """For each state leaf, whether its shape depends on that of any of `leaves`."""
     grown = _state(init, treedef, _grow(specs, _more_rows(leaves)))
     before, structure = jax.tree.flatten(_state(init, treedef, specs))
     after, grown_structure = jax.tree.flatten(grown)
@@ -82,7 +82,7 @@ def depends_on_shapes(
 
 
 def without_mesh() -> Any:
-    """A context in which shapes are global shapes, inside `shard_map` too."""
+    """A context in which shapes are global shapes, even inside `shard_map`."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -92,7 +92,7 @@ def _state(init: Callable, treedef: Any, specs: Sequence[Any]) -> Any:
 
 
 def _more_rows(leaves: Sequence[int]) -> dict[int, int]:
-    """How many rows to add to each leaf: odd, so that no two add up to a third."""
+    """How many rows to add to each leaf: odd numbers, so no two add up to a third."""
     return {leaf: 2 * k + 3 for k, leaf in enumerate(leaves)}
 
 

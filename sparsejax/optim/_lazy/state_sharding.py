@@ -1,11 +1,11 @@
-"""How optimizer state is sharded: as the tables that it belongs to.
+"""Shards optimizer state like the tables that it belongs to.
 
 `tx.init` makes most state with `zeros_like`, which keeps the sharding of the weights.
-What it makes from a shape alone (one number a row, a count) is on a single device. A
-jitted step would return that state with another sharding, so the second call would
-compile again and copy what was donated. Under `jit` nothing keeps the sharding: `init`
-does not use the values of the weights, and all of the state would be on one device.
-There the sharding is requested explicitly.
+State made from a shape alone (one number per row, a count) is on a single device. A
+jitted step would return it with another sharding, so the second call would recompile
+and copy the donated buffers. Under `jit` nothing keeps the sharding: `init` does not
+use the values of the weights, and all state would be on one device. There the sharding
+is requested explicitly.
 """
 
 import functools
@@ -27,7 +27,7 @@ from sparsejax.optim._lazy import state_leaves, trees
 def rows_sharding(node: Any) -> NamedSharding | None:
     """The sharding of a table if its rows are known to be sharded, else None.
 
-    A table that is a pytree node of its own type registers its own way.
+    A table type that is a pytree node registers its own implementation.
     """
     if _arguments.is_concrete(node) and isinstance(node, jax.Array):
         sharding = node.sharding
@@ -37,7 +37,7 @@ def rows_sharding(node: Any) -> NamedSharding | None:
 
 
 def is_sharded_table(node: Any) -> bool:
-    """Whether `node` is of a type made for sharded tables."""
+    """Whether the type of `node` is registered as a sharded table."""
     return rows_sharding.dispatch(type(node)) is not rows_sharding.dispatch(object)
 
 
@@ -51,20 +51,20 @@ def _sharded_tables(tree: Any) -> list[Any]:
 
 
 def check_not_sharded(call: str, tree: Any) -> None:
-    """A TypeError for sharded tables, and for gradients of sharded tables."""
+    """Raises a TypeError for sharded tables and gradients of sharded tables."""
     special = lambda x: is_selected_rows(x) and type(x) is not SelectedRows
     is_leaf = lambda x: is_sharded_table(x) or special(x)
     for leaf in filter(is_leaf, jax.tree.leaves(tree, is_leaf=is_leaf)):
         raise TypeError(
             f"{call}: got a {type(leaf).__name__}, whose rows are sharded over "
-            "devices. Only sparsejax.optim.lazy and what is made with it accepts that. "
-            "Shard the table by columns instead (sparsejax.parallel.shard_columns), "
-            "or, to sum gradients over batches, add them: g1 + g2 of two ShardedTables."
+            "devices. Only sparsejax.optim.lazy and optimizers built on it accept "
+            "that. Shard the table by columns (sparsejax.parallel.shard_columns); or, "
+            "to sum gradients over batches, add the ShardedTables: g1 + g2."
         )
 
 
 def check_sharded(call: str, grads: Any, params: Any, state: Any) -> None:
-    """Errors unless gradients and state belong to the sharded tables of `params`."""
+    """Raises unless gradients and state match the sharded tables of `params`."""
     tables = _sharded_tables(grads if params is None else params)
     if params is not None and tables:
         leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
@@ -80,23 +80,23 @@ def check_sharded(call: str, grads: Any, params: Any, state: Any) -> None:
                 if is_sharded_table(grad):
                     shown = repr(grad)
                 raise TypeError(
-                    f"{call}: the gradient of a {kind} is a {kind} like it, got "
-                    f"{shown} for {table}. Take it with sparsejax.value_and_grad of a "
-                    "loss that reads the table with sparsejax.parallel.lookup or "
-                    "embedding_bag."
+                    f"{call}: the gradient of a {kind} must be a {kind} of the same "
+                    f"height, layout and mesh, got {shown} for {table}. Use "
+                    "sparsejax.value_and_grad, with a loss that reads the table "
+                    "through sparsejax.parallel.lookup or embedding_bag."
                 )
     known = set(map(_static, tables))
     for table in _sharded_tables(state):
         if _static(table) not in known:
             raise ValueError(
-                f"{call}: the state holds {table}, but no table among the parameters "
-                f"has that height, layout and mesh: {tables}. Pass the state that "
-                "tx.init(params) or the last update gave for these tables."
+                f"{call}: the state is for {table}, but no table in the parameters has "
+                f"this height, layout and mesh: {tables}. Pass the state that "
+                "tx.init(params) or the last update returned for these tables."
             )
 
 
 def _static(table: Any) -> Any:
-    """What is static about a table: its height, layout and mesh."""
+    """The static part of a table: its height, layout and mesh."""
     return jax.tree.structure(table.map(lambda _: 0))
 
 
@@ -104,8 +104,8 @@ def _static(table: Any) -> Any:
 
 
 def init(tx_init: Callable, params: Any) -> Any:
-    """`tx_init(params)`, sharded as the tables among `params` are."""
-    tables, i = {}, 0  # by number of the leaf
+    """`tx_init(params)`, sharded like the tables in `params`."""
+    tables, i = {}, 0  # by leaf index
     for node in jax.tree.leaves(params, is_leaf=_is_leaf):
         sharding = rows_sharding(node)
         if sharding is not None:
@@ -128,8 +128,8 @@ def init(tx_init: Callable, params: Any) -> Any:
         elif len(leaf.sharding.device_set) == 1 if known else not leaf.ndim:
             want = _sharding(mesh, leaf)
         elif not known and all(kind == AxisType.Explicit for kind in mesh.axis_types):
-            # The leaf's type has its sharding. It is written in full, so that the
-            # state that a step returns has the same type.
+            # The type of the leaf includes its sharding. Write it in full, so that the
+            # state a step returns has the same type.
             spec = jax.typeof(leaf).sharding.spec
             want = _sharding(mesh, leaf, *spec[: leaf.ndim])
         else:
@@ -144,11 +144,11 @@ def init(tx_init: Callable, params: Any) -> Any:
 def _constrain(leaf: jax.Array, want: NamedSharding) -> jax.Array:
     """A traced leaf with this sharding, for any type of mesh axes."""
     if jax.sharding.get_abstract_mesh().manual_axes:
-        return leaf  # the part of one device already
+        return leaf  # already the shard of one device
     if AxisType.Explicit not in want.mesh.axis_types:
         return jax.lax.with_sharding_constraint(leaf, want)
-    # `jit` drops the weights, which `init` does not use, and with them the devices.
-    # A type names a mesh without devices; a `shard_map` says which they are.
+    # `jit` drops the weights, which `init` does not use, and with them the devices. The
+    # mesh of a type has no devices; a `shard_map` supplies them.
     same = jax.shard_map(
         lambda x: x, mesh=want.mesh, in_specs=want.spec, out_specs=want.spec
     )
@@ -156,6 +156,6 @@ def _constrain(leaf: jax.Array, want: NamedSharding) -> jax.Array:
 
 
 def _sharding(mesh: Any, leaf: jax.Array, *parts: Any) -> NamedSharding:
-    """With one entry for each axis, as the types of explicit axes are written."""
+    """A sharding with one entry per axis, as in the types of explicit axes."""
     rest = (None,) * (leaf.ndim - len(parts))
     return NamedSharding(mesh, PartitionSpec(*parts, *rest))

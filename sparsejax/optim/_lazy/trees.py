@@ -1,7 +1,7 @@
 """Trees of gradients and parameters: their leaves, paths and shapes.
 
 A SelectedRows is one leaf. So are `None` and `optax.MaskedNode`, which JAX and optax
-put where a leaf has no gradient: leaves of two trees can then be matched by number.
+use where a leaf has no gradient, so the leaves of two trees match by index.
 """
 
 import functools
@@ -24,12 +24,12 @@ def is_leaf(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure; see `is_leaf`."""
+    """Leaves and structure, with leaves as in `is_leaf`."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:
-    """The leaves of `params` in the order of those of `grads`; None for no params."""
+    """The leaves of `params` in the order of those of `grads`, or None."""
     if params is None:
         return None
     try:
@@ -39,9 +39,9 @@ def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:
             _arguments.show_tree(tree, is_selected_rows) for tree in (grads, params)
         )
         raise ValueError(
-            f"{call}: gradients and params have different tree structures, {grads} and "
-            f"{params}. The gradient of a table is one SelectedRows, in the place of "
-            "the table."
+            f"{call}: gradients and params must have the same tree structure, got "
+            f"{grads} and {params}. In the gradients, one SelectedRows takes the place "
+            "of each table."
         ) from None
 
 
@@ -52,7 +52,7 @@ def leaf_paths(tree: Any, name: str) -> list[str]:
 
 
 def to_spec(x: Any) -> Any:
-    """A leaf as a ShapeDtypeStruct; None or MaskedNode stay, other objects are None."""
+    """A leaf as ShapeDtypeStruct; None and MaskedNode stay, other objects are None."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     if isinstance(x, (bool, int, float, complex)):
@@ -61,10 +61,10 @@ def to_spec(x: Any) -> Any:
 
 
 def remember(function: Callable, size: int = 32) -> Callable:
-    """`functools.lru_cache`, without the cache where the arguments have no hash.
+    """`functools.lru_cache` that skips the cache if the arguments are unhashable.
 
-    The arguments are transformations, structures and specs of trees. Static data of a
-    user's pytree node may be unhashable, and its structure then is.
+    The arguments are transformations, tree structures and specs. Unhashable static data
+    in a user's pytree node makes its structure unhashable.
     """
     cached = functools.lru_cache(size)(function)
 

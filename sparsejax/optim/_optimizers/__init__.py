@@ -1,1 +1,1 @@
-"""Optimizers that optax does not have; `base.py` says how to write one."""
+"""Optimizers that optax does not have; `base.py` explains how to write one."""

@@ -1,8 +1,8 @@
-"""AdaGrad for embeddings: one accumulator for each row, or one for each coordinate.
+"""AdaGrad for embeddings, with one accumulator per row or per coordinate.
 
-Libraries differ in where they add eps and in what has an accumulator of its own. This
-file has the three rules that `optax.adagrad` (each coordinate, eps inside of the root)
-does not cover.
+Libraries differ in where they add eps and in what shares an accumulator. This file has
+the three rules that `optax.adagrad` (per coordinate, eps inside the square root) does
+not cover.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from sparsejax.optim._optimizers import base
 
 
 class AdagradState(NamedTuple):
-    """Steps taken; sums of squared gradients, one for each row or coordinate."""
+    """The number of steps, and sums of squared gradients per row or coordinate."""
 
     count: Any
     sum_of_squares: Any
@@ -26,22 +26,22 @@ class AdagradState(NamedTuple):
 def rowwise_adagrad(
     learning_rate: Any, initial_accumulator_value: Any = 0.0, eps: Any = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """AdaGrad with one accumulator for each row of a table.
+    """AdaGrad with one accumulator per row of a table.
 
     For the gradient g of row w with accumulator h:
 
       h' = h + mean(g^2)
       w' = w - learning_rate * g / (sqrt(h') + eps)
 
-    State is V numbers instead of V x D. A dense gradient updates all rows. A
-    SelectedRows updates its rows (duplicates are summed first), and the others keep
-    their bits. Use it alone or inside of `lazy(optax.chain(...))`. In a leaf of rank 1
-    each element is a row.
+    The state is V numbers instead of V x D. A dense gradient updates all rows. A
+    SelectedRows updates its rows (duplicates are summed first) and leaves the others
+    unchanged, bit for bit. Use it alone or inside `lazy(optax.chain(...))`. In a leaf
+    of rank 1, each element is a row.
 
     Args:
-      learning_rate: a number or a schedule of the step.
-      initial_accumulator_value: h at the start, non-negative.
-      eps: added outside of the root; `group_adagrad` adds it inside.
+      learning_rate: a number or a schedule.
+      initial_accumulator_value: the initial h, non-negative.
+      eps: added outside the square root; `group_adagrad` adds it inside.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -74,20 +74,20 @@ def rowwise_adagrad(
 def group_adagrad(
     learning_rate: Any, initial_accumulator_value: Any = 0.0, eps: Any = 1e-5
 ) -> optax.GradientTransformationExtraArgs:
-    """MXNet's GroupAdaGrad: one accumulator for each row, eps inside of the root.
+    """MXNet's GroupAdaGrad: one accumulator per row, eps inside the square root.
 
     For the gradient g of row w with accumulator h:
 
       h' = h + mean(g^2)
       w' = w - learning_rate * g / sqrt(h' + eps)
 
-    Otherwise it is `rowwise_adagrad`, which adds eps outside of the root; the two have
-    the same state. MXNet keeps it as `[V, 1]`.
+    It differs from `rowwise_adagrad`, which adds eps outside the square root, only in
+    this; the two have the same state. MXNet stores it as `[V, 1]`.
 
     Args:
-      learning_rate: a number or a schedule of the step.
-      initial_accumulator_value: h at the start, non-negative.
-      eps: added inside of the root.
+      learning_rate: a number or a schedule.
+      initial_accumulator_value: the initial h, non-negative.
+      eps: added inside the square root.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -116,20 +116,22 @@ def group_adagrad(
 def adagrad(
     learning_rate: Any, initial_accumulator_value: Any = 0.0, eps: Any = 1e-10
 ) -> optax.GradientTransformationExtraArgs:
-    """AdaGrad with eps outside of the root, as in PyTorch, Caffe2, Paddle and FBGEMM.
+    """AdaGrad with eps outside the square root, as in PyTorch, Caffe2 and others.
 
     For each coordinate w with gradient g and accumulator h:
 
       h' = h + g^2
       w' = w - learning_rate * g / (sqrt(h') + eps)
 
-    `optax.adagrad` has `sqrt(h' + eps)`, and starts h at 0.1. This one accepts dense
-    and SelectedRows gradients, alone or inside of `lazy(optax.chain(...))`.
+    `optax.adagrad` has `sqrt(h' + eps)`, and h starts at 0.1. PyTorch, Caffe2, Paddle
+    and FBGEMM have the rule above. This optimizer accepts dense and SelectedRows
+    gradients, alone or inside `lazy(optax.chain(...))`.
 
     Args:
-      learning_rate: a number or a schedule of the step.
-      initial_accumulator_value: h at the start, non-negative.
-      eps: added outside of the root. PyTorch's is 1e-10, Caffe2's 1e-5, Paddle's 1e-6.
+      learning_rate: a number or a schedule.
+      initial_accumulator_value: the initial h, non-negative.
+      eps: added outside the square root. The defaults of others are 1e-10 (PyTorch),
+        1e-5 (Caffe2) and 1e-6 (Paddle).
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state

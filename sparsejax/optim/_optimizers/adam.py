@@ -1,15 +1,15 @@
-"""Adam and LAMB with one second moment for each row, or one count of steps for each.
+"""Adam and LAMB with one second moment, or one step count, per row.
 
-All of them are one rule. With g the gradient of a row w, t the number of steps:
+All share one rule. For the gradient g of a row w after t steps:
 
   mu' = b1 * mu + (1 - b1) * g
-  nu' = b2 * nu + (1 - b2) * g^2            or of mean(g^2), one number a row
+  nu' = b2 * nu + (1 - b2) * g^2            or mean(g^2), one number per row
   r = mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps)
 
-and the update is made of r. By default t is the number of steps taken, as in other
-libraries. With a count for each row, t is how often that row was touched: a row read
-for the first time at step 10,000 then makes a full first step, not one that is too long
-(its moments start at zero at any step).
+and the update is computed from r. By default t is the number of all steps, as in other
+libraries. With a count per row, t is how often that row was touched: a row that is
+first read at step 10,000 then takes a normal first step, not one that is too long
+(since its moments still start at zero).
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from sparsejax.optim._optimizers import base
 
 
 class RowwiseAdamState(NamedTuple):
-    """Steps taken, first and second moments, how often each row was touched or None."""
+    """The number of steps, first and second moments, and touches per row or None."""
 
     count: Any
     mu: Any
@@ -42,7 +42,7 @@ def rowwise_adam(
     row_count: bool = False,
     mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with one second moment for each row of a table.
+    """Adam with one second moment per row of a table.
 
     For the gradient g of row w at step t = 1, 2, ...:
 
@@ -50,20 +50,20 @@ def rowwise_adam(
       nu' = b2 * nu + (1 - b2) * mean(g^2)
       w' = w - learning_rate * mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps)
 
-    State is V x (D + 1) numbers instead of V x 2 D. A dense gradient updates all rows.
-    A SelectedRows updates its rows (duplicates are summed first), and the others keep
-    their bits. Use it alone or inside of `lazy(optax.chain(...))`. In a leaf of rank 1
-    each element is a row.
+    The state is V x (D + 1) numbers instead of V x 2 D. A dense gradient updates all
+    rows. A SelectedRows updates its rows (duplicates are summed first) and leaves the
+    others unchanged, bit for bit. Use it alone or inside `lazy(optax.chain(...))`. In a
+    leaf of rank 1, each element is a row.
 
     Args:
-      learning_rate: a number or a schedule of the step.
+      learning_rate: a number or a schedule.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      eps: added to the root of the corrected moment, as in optax and FBGEMM. Caffe2
-        adds it before the correction: there it is `eps / sqrt(1 - b2^t)`.
-      row_count: correct the bias by how often each row was touched, instead of by the
-        number of steps.
-      mu_dtype: dtype of `mu`; None for the parameter's, float32 if that is narrower.
+      eps: added to the square root of the corrected moment, as in optax and FBGEMM.
+        Caffe2 adds it before the correction, where it is `eps / sqrt(1 - b2^t)`.
+      row_count: whether to correct the bias by how often each row was touched, instead
+        of the number of steps.
+      mu_dtype: dtype of `mu`; None for the parameter's, but at least float32.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -102,7 +102,7 @@ def row_count_adam(
     *,
     mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam whose bias correction counts how often each row was touched.
+    """Adam with bias correction by how often each row was touched.
 
     For each coordinate of a row that is touched for the k-th time:
 
@@ -110,16 +110,16 @@ def row_count_adam(
       nu' = b2 * nu + (1 - b2) * g^2
       w' = w - learning_rate * mu' / (1 - b1^k) / (sqrt(nu' / (1 - b2^k)) + eps)
 
-    `optax.adam` has the number of all steps in place of k. There a row that is first
-    read late makes a step of about `(1 - b1) / sqrt(1 - b2)` = 3 learning rates; here
-    it makes a step of one. Rows touched at every step are updated as by `optax.adam`.
+    `optax.adam` has the number of all steps in place of k. There, a row that is first
+    read late takes a step of about `(1 - b1) / sqrt(1 - b2)` = 3 learning rates; here
+    it takes a step of one. Rows touched at every step are updated as by `optax.adam`.
 
     Args:
       learning_rate: a number or a schedule of the (global) step.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      eps: added to the root of the corrected moment, as in optax.
-      mu_dtype: dtype of `mu`; None for the parameter's, float32 if that is narrower.
+      eps: added to the square root of the corrected moment, as in optax.
+      mu_dtype: dtype of `mu`; None for the parameter's, but at least float32.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -161,7 +161,7 @@ def partial_rowwise_lamb(
     row_count: bool = False,
     mu_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """LAMB by rows: one second moment and one trust ratio for each row of a table.
+    """LAMB by rows: one second moment and one trust ratio per row of a table.
 
     For the gradient g of row w at step t = 1, 2, ...:
 
@@ -170,19 +170,19 @@ def partial_rowwise_lamb(
       r = mu' / (1 - b1^t) / (sqrt(nu' / (1 - b2^t)) + eps) + weight_decay * w
       w' = w - learning_rate * |w| / |r| * r
 
-    with the norms of the row. If one of them is 0 the ratio is 1, as in `optax.lamb`;
-    FBGEMM does not update a row of zeros. `optax.lamb` takes the norms of the whole
-    table, and cannot be lifted to rows; this can. Otherwise it is `rowwise_adam`.
+    with the norms of the row. If either norm is 0, the ratio is 1, as in `optax.lamb`;
+    FBGEMM does not update a row of zeros. `optax.lamb` uses the norms of the whole
+    table, so it cannot be lifted to rows. Otherwise this is `rowwise_adam`.
 
     Args:
-      learning_rate: a number or a schedule of the step.
+      learning_rate: a number or a schedule.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1).
-      eps: added to the root of the corrected moment.
-      weight_decay: how much of the weights is added to the step before it is scaled.
-      row_count: correct the bias by how often each row was touched, instead of by the
-        number of steps.
-      mu_dtype: dtype of `mu`; None for the parameter's, float32 if that is narrower.
+      eps: added to the square root of the corrected moment.
+      weight_decay: the multiple of the weights added to the step before scaling.
+      row_count: whether to correct the bias by how often each row was touched, instead
+        of the number of steps.
+      mu_dtype: dtype of `mu`; None for the parameter's, but at least float32.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with the state of `rowwise_adam`. `update`
@@ -209,7 +209,7 @@ def partial_rowwise_lamb(
 
     def direction(r, w):
         checks.require_params(
-            call, w, "LAMB scales each row's step by the norm of its weights"
+            call, w, "LAMB scales the step of each row by the norm of its weights"
         )
         w = jnp.asarray(w).astype(r.dtype)
         r = r + base.like(weight_decay, r) * w
@@ -224,7 +224,7 @@ def partial_rowwise_lamb(
 
 
 class _Moments(NamedTuple):
-    """The rule for the moments."""
+    """The hyperparameters of the moments."""
 
     b1: Any
     b2: Any
@@ -242,7 +242,7 @@ def _check(call: str, learning_rate: Any, b1: Any, b2: Any, eps: Any, **more) ->
 def _adam(
     moments: _Moments, learning_rate: Any, direction: Callable
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps of `-learning_rate * direction(r, w)`, r as above."""
+    """Steps of `-learning_rate * direction(r, w)`, with r as above."""
     b1, b2, eps, one_a_row, by_row_count, mu_dtype = moments
 
     def init(params):
@@ -293,5 +293,5 @@ def _adam(
 
 
 def _moment(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-    """`decay * old + (1 - decay) * new`; a Python float's difference is exact."""
+    """`decay * old + (1 - decay) * new`, with `1 - decay` in the precision given."""
     return base.like(decay, old) * old + base.like(1 - decay, old) * new

@@ -1,12 +1,12 @@
-"""What a new optimizer is written with.
+"""Tools for writing optimizers.
 
-Write `init` and `update` for arrays whose first axis is the rows, so that each row's
-step depends on that row alone, and return `dense_or_rows(init, update)`: it accepts
+Write `init` and `update` for arrays whose first axis is the rows, such that each row's
+step depends only on that row, and return `dense_or_rows(init, update)`, which accepts
 dense and SelectedRows gradients. `adagrad.py` is the shortest example.
 
-The rest is shared by the rules: a map over leaves, checks of hyperparameters, which may
-be numbers, schedules or traced values, and arithmetic on rows. Arithmetic and state are
-in float32 for narrower dtypes.
+The optimizers share the rest: a map over leaves, checks of hyperparameters (which may
+be numbers, schedules or traced values), and arithmetic on rows. Arithmetic and state
+are in float32 for narrower dtypes.
 """
 
 import functools
@@ -29,12 +29,12 @@ def dense_or_rows(
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that accepts dense and SelectedRows gradients.
 
-    If some gradient is a SelectedRows, `update` is lifted by `lazy`, which keeps the
-    structure of the state. Otherwise it runs as it is, and all rows are updated. Inside
-    of another `lazy` it is only called with arrays, so nothing is lifted twice.
+    If some gradient is a SelectedRows, `lazy` lifts `update` and keeps the structure of
+    the state. Otherwise `update` runs directly and updates all rows. Inside another
+    `lazy` it is only called with arrays, so nothing is lifted twice.
 
     Args:
-      init: `params -> state`, made of leaves that follow the rows of the parameters.
+      init: `params -> state`, with leaves that follow the rows of the parameters.
       update: `(updates, state, params) -> (updates, state)`, row by row.
 
     Returns:
@@ -43,7 +43,7 @@ def dense_or_rows(
     dense = optax.with_extra_args_support(optax.GradientTransformation(init, update))
     lifted = lazy(dense)
 
-    @functools.wraps(update)  # so that messages name it after the function that made it
+    @functools.wraps(update)  # errors show the name of the function that made `update`
     def update_either(updates, state, params=None, **extra_args):
         leaves, _ = trees.flatten(updates)
         tx = lifted if any(map(is_selected_rows, leaves)) else dense
@@ -64,7 +64,7 @@ def map_leaves(
 ) -> list[Any]:
     """Calls `rule(g, *state leaves, w) -> (update, *state leaves)` for each leaf.
 
-    Where the gradient is None or `optax.MaskedNode`, it and the state stay as they are.
+    Where the gradient is None or `optax.MaskedNode`, it and the state stay unchanged.
     `w` is None if there are no parameters.
 
     Returns:
@@ -83,7 +83,7 @@ def map_leaves(
 
 
 def result_dtype(g: jax.Array, w: Any) -> Any:
-    """The dtype of an update: the gradient's, or that of the weights if it is wider."""
+    """The dtype of an update: the wider one of the gradient's and the weights'."""
     return g.dtype if w is None else indexing.promote(g.dtype, w.dtype)
 
 
@@ -91,7 +91,7 @@ def result_dtype(g: jax.Array, w: Any) -> Any:
 
 
 def check(call: str, name: str, value: Any, wanted: str, holds: Callable) -> None:
-    """An error if `value` is known now and out of its range."""
+    """Raises if `value` is concrete and out of its range."""
     other_kind = value is None or isinstance(value, str)
     known = isinstance(value, (int, float, np.generic)) or _arguments.is_concrete(value)
     if other_kind or (known and not np.all(holds(value))):
@@ -100,29 +100,29 @@ def check(call: str, name: str, value: Any, wanted: str, holds: Callable) -> Non
 
 
 def check_not_negative(call: str, **values: Any) -> None:
-    """A ValueError if one of `values` is known now and negative."""
+    """Raises a ValueError if one of `values` is concrete and negative."""
     for name, value in values.items():
         check(call, name, value, "a non-negative number", lambda x: x >= 0)
 
 
 def check_decay_rates(call: str, **values: Any) -> None:
-    """A ValueError if one of `values` is known now and not in [0, 1)."""
+    """Raises a ValueError if one of `values` is concrete and not in [0, 1)."""
     for name, value in values.items():
         check(call, name, value, "in [0, 1)", lambda x: (x >= 0) & (x < 1))
 
 
 def at(value: Any, count: Any) -> Any:
-    """The value of a hyperparameter, a number or a schedule, at a step."""
+    """The value at step `count` of a hyperparameter, a number or a schedule."""
     return value(count) if callable(value) else value
 
 
 def like(value: Any, x: jax.Array) -> jax.Array:
-    """A number in the dtype of `x`, as strict type promotion requires."""
+    """A number in the dtype of `x`, as strict dtype promotion requires."""
     return jnp.asarray(value).astype(x.dtype)
 
 
 def bias_correction(decay: Any, count: Any, dtype: Any) -> jax.Array:
-    """`1 - decay**count`, accurate where it is small: a plain power is off by 1e-5."""
+    """`1 - decay**count`, accurate if small, where a plain power is off by 1e-5."""
     if isinstance(decay, (int, float, np.generic)):
         with np.errstate(divide="ignore"):
             log = np.log(np.float64(decay))
@@ -135,7 +135,7 @@ def bias_correction(decay: Any, count: Any, dtype: Any) -> jax.Array:
 
 
 def row_zeros(p: Any, dtype: Any = None) -> jax.Array:
-    """One zero for each row of `p`, in a dtype to sum in unless another is given."""
+    """One zero per row of `p`, by default in the accumulator dtype."""
     return jnp.zeros(jnp.shape(p)[:1], dtype or indexing.accumulator_dtype(p.dtype))
 
 
@@ -155,8 +155,8 @@ def row_mean(x: jax.Array) -> jax.Array:
     return row_sum(x) / like(width, x)
 
 
-# Only the divisor and the derivative are guarded: with a select around the result
-# XLA:CPU does not vectorise these, and a step of FTRL took 4 times as long.
+# Only the denominator and the derivative are guarded: with a select around the result,
+# XLA:CPU does not vectorise these, and a step of FTRL takes 4 times as long.
 
 
 @jax.custom_jvp
@@ -174,5 +174,5 @@ def _root_jvp(primals, tangents):
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b`, or `a` where `b` is 0: so 0 where both are."""
+    """`a / b`, or `a` where `b` is 0; so 0 where both are 0."""
     return a / jnp.where(b == 0, like(1, b), b)

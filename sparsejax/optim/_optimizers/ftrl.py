@@ -1,4 +1,4 @@
-"""FTRL-proximal: for sparse linear models, where many weights become exactly zero."""
+"""FTRL-proximal, for sparse linear models: many weights become exactly zero."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ CALL = "sparsejax.optim.ftrl"
 
 
 class FtrlState(NamedTuple):
-    """Steps taken; for each coordinate `z` and `n`, the sum of squared gradients."""
+    """The number of steps; per coordinate, `z` and the sum of squared gradients `n`."""
 
     count: Any
     z: Any
@@ -25,9 +25,9 @@ class FtrlState(NamedTuple):
 def ftrl(
     alpha: Any, beta: Any = 1.0, l1: Any = 0.0, l2: Any = 0.0
 ) -> optax.GradientTransformationExtraArgs:
-    """FTRL-proximal with a learning rate for each coordinate.
+    """FTRL-proximal with a learning rate per coordinate.
 
-    For a gradient g at weights w, coordinate by coordinate:
+    For the gradient g at weights w, for each coordinate:
 
       n' = n + g^2
       z' = z + g - (sqrt(n') - sqrt(n)) / alpha * w
@@ -36,20 +36,20 @@ def ftrl(
 
     The update is `w' - w`. Where w' is 0, adding it to w gives exactly 0.
 
-    The new weights depend on the old ones only through z, which starts at 0: initial
-    weights are forgotten at the first step that touches a row. Start from zeros, or
-    with `z = -w * (beta / alpha + l2) - sign(w) * l1`, which stands for weights w.
+    The new weights depend on the old ones only through z, which starts at 0: the first
+    step that touches a row forgets its initial weights. Start from zeros, or with
+    `z = -w * (beta / alpha + l2) - sign(w) * l1`, which represents weights w.
 
     A dense gradient updates all rows (those without history become 0). A SelectedRows
-    updates its rows, and the others keep their bits. Use it alone or inside of
-    `lazy(optax.chain(...))`.
+    updates its rows and leaves the others unchanged, bit for bit. Use it alone or
+    inside `lazy(optax.chain(...))`.
 
     Args:
-      alpha: learning rate, a positive number or a schedule of the step. The value of
-        the current step is used throughout, as in Caffe2 and MXNet.
-      beta: keeps the first steps small; with `beta=0` the first is about `alpha`.
+      alpha: learning rate, a positive number or a schedule. The current value is used
+        throughout, as in Caffe2 and MXNet.
+      beta: keeps the first steps small; with `beta=0` the first step is about `alpha`.
       l1: strength of the L1 penalty, which makes weights exactly zero.
-      l2: strength of the L2 penalty, in the gradient's unit: `l2 / 2 * w^2` a step.
+      l2: strength of the L2 penalty in units of the gradient: `l2 / 2 * w^2` per step.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state `FtrlState(count, z, n)`; `z`
@@ -87,7 +87,7 @@ def ftrl(
 
     def update(updates, state, params=None):
         checks.require_params(
-            CALL, params, "FTRL returns the difference of new weights and old ones"
+            CALL, params, "FTRL returns the difference of new and old weights"
         )
         rate = base.at(alpha, state.count)
 
@@ -96,7 +96,7 @@ def ftrl(
             gradient = g.astype(z.dtype)
             square = gradient * gradient
             new_n = n + square
-            # sqrt(n') - sqrt(n), without the cancellation when n is large.
+            # sqrt(n') - sqrt(n), without cancellation for large n.
             growth = base.divide(square, base.root(new_n) + base.root(n))
             new_z = z + gradient - growth / base.like(rate, z) * old
             strength = base.like(beta, z) + base.root(new_n)
@@ -104,7 +104,7 @@ def ftrl(
             limit = base.like(l1, z)
             kept = base.divide(jnp.sign(new_z) * limit - new_z, strength)
             new = jnp.where(jnp.abs(new_z) > limit, kept, base.like(0, z))
-            # Never in a dtype narrower than the weights': old + (0 - old) must be 0.
+            # Never in a narrower dtype than the weights: old + (0 - old) must be 0.
             return (new - old).astype(base.result_dtype(g, w)), new_z, new_n
 
         updates, z, n = base.map_leaves(rule, updates, (state.z, state.n), params)

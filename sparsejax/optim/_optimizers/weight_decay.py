@@ -1,17 +1,18 @@
-"""Decoupled weight decay: a row gets its missed steps when it is next touched.
+"""Decoupled weight decay that makes up for missed steps when a row is next touched.
 
-AdamW multiplies every weight by `1 - lr_t * rate` at every step. Under `lazy` a row
-without a gradient is left alone, so rare rows hardly decay. Here a touched row gets the
-decay of all the steps it missed at once, a product over them:
+AdamW multiplies every weight by `1 - lr_t * rate` at every step. Under `lazy`, a row
+without a gradient does not change, so rare rows hardly decay. Here a touched row gets
+the decay of all steps that it missed at once, as a product:
 
   w' = w * prod_{s = last + 1 .. t} (1 - lr_s * rate) + update
 
-The state has one sum, L_t = sum_{s <= t} log(1 - lr_s * rate), and for each row the L
-at which it was last decayed. Then the product is exp(L_t - L_last), for any schedule.
+The state has one sum, L_t = sum_{s <= t} log(1 - lr_s * rate), and for each row the
+value of L when it was last decayed. The product is then exp(L_t - L_last), for any
+schedule.
 
 L grows while the differences stay small, so float32 would lose them: after a million
-steps of 1e-5 a single step would be accurate to a few percent only. So L is kept as a
-sum of two floats, which has twice the digits.
+steps of 1e-5, a single step would be accurate only to a few percent. So L is stored as
+the sum of two floats, which doubles its precision.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ CALL = "sparsejax.optim.weight_decay"
 
 
 class WeightDecayState(NamedTuple):
-    """Steps taken; the sum L as two floats `[2]`; for each row its L `[V, 2]`."""
+    """The number of steps; the sum L as two floats `[2]`; per row its L `[V, 2]`."""
 
     count: Any
     log_decay: jax.Array
@@ -41,27 +42,27 @@ class WeightDecayState(NamedTuple):
 def weight_decay(
     rate: Any, learning_rate: Any = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    """Decoupled weight decay; a touched row also gets the steps that it missed.
+    """Decoupled weight decay; a touched row also gets the decay that it missed.
 
-    At step t a touched row w that was last touched at step t - k becomes
+    At step t, a touched row w that was last touched at step t - k becomes
 
       w' = w * (1 - lr_t * rate) * ... * (1 - lr_{t-k+1} * rate) + update
 
-    for any schedule of lr. The other rows keep their bits. Put it last in a chain:
-    `chain(adam(lr), weight_decay(rate, lr))` is `optax.adamw(lr, weight_decay=rate)`
-    for rows touched at every step. `optax.adamw` inside of `lazy` decays a row only at
-    the steps that read it.
+    for any schedule of lr. The other rows stay unchanged, bit for bit. Put it last in a
+    chain: `chain(adam(lr), weight_decay(rate, lr))` is
+    `optax.adamw(lr, weight_decay=rate)` for rows touched at every step. In contrast,
+    `optax.adamw` inside `lazy` decays a row only at the steps that read it.
 
-    Between two steps that touch it, a row is larger than under dense AdamW: a lookup
-    reads it before its missed decay. `flush_weight_decay` brings all rows up to date,
-    for evaluation and for export.
+    Between two steps that touch it, a row is larger than under dense AdamW, because a
+    lookup reads it before the missed decay is applied. `flush_weight_decay` brings all
+    rows up to date, for evaluation and export.
 
-    It accepts dense and SelectedRows updates, alone or inside of
-    `lazy(optax.chain(...))`. Use `optax.masked` to leave parameters out.
+    It accepts dense and SelectedRows updates, alone or inside
+    `lazy(optax.chain(...))`. Use `optax.masked` to exclude parameters.
 
     Args:
-      rate: the decay's strength, as AdamW's `weight_decay`; a non-negative number.
-      learning_rate: that of the optimizer, a number or a schedule of the step.
+      rate: the strength of the decay, like `weight_decay` of AdamW; non-negative.
+      learning_rate: of the optimizer, a number or a schedule.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with state
@@ -97,9 +98,9 @@ def weight_decay(
     numbers = all(isinstance(x, (int, float)) for x in (rate, learning_rate))
     if numbers and rate * learning_rate >= 1:
         raise ValueError(
-            f"{CALL}: rate * learning_rate is {rate * learning_rate}, but must be less "
-            "than 1: it is the part of the weights that a step takes away. Pass the "
-            "rate of AdamW, which the learning rate multiplies."
+            f"{CALL}: rate * learning_rate, the fraction of the weights that a step "
+            f"removes, must be less than 1, got {rate * learning_rate}. Pass the "
+            "weight_decay of AdamW as rate."
         )
 
     def init(params):
@@ -110,7 +111,7 @@ def weight_decay(
         return WeightDecayState(count, log_decay, jax.tree.map(start, params))
 
     def update(updates, state, params=None):
-        checks.require_params(CALL, params, "the decay is a part of the weights")
+        checks.require_params(CALL, params, "the decay is a fraction of the weights")
         step = _log_of_step(rate, base.at(learning_rate, state.count), state)
         log_decay = _add(state.log_decay, step)
 
@@ -128,22 +129,22 @@ def weight_decay(
 
 
 def flush_weight_decay(params: Any, state: Any) -> tuple[Any, Any]:
-    """Applies to all rows the decay of `weight_decay` that they have missed so far.
+    """Applies the decay of `weight_decay` that rows have missed so far, to all rows.
 
-    For every row, `w' = w * exp(L - L_last)` with L of the last step taken. It reads
-    and writes whole tables: call it before evaluation or export, not at each step.
-    Training goes on as without it, up to rounding.
+    For every row, `w' = w * exp(L - L_last)`, with L of the latest step. It reads and
+    writes whole tables: call it before evaluation or export, not at each step. Up to
+    rounding, it does not affect training.
 
     Args:
       params: all parameters that the optimizer trains.
-      state: the optimizer's whole state, with one or more states of `weight_decay`
-        anywhere in it.
+      state: the whole state of the optimizer, with one or more states of `weight_decay`
+        anywhere inside.
 
     Returns:
-      `(params, state)`, both new.
+      The new `(params, state)`.
 
     Raises:
-      ValueError: there is no state of `weight_decay` in `state`.
+      ValueError: `state` contains no state of `weight_decay`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -162,9 +163,9 @@ def flush_weight_decay(params: Any, state: Any) -> tuple[Any, Any]:
     nodes, treedef = jax.tree.flatten(state, is_leaf=is_ours)
     if not any(map(is_ours, nodes)):
         raise ValueError(
-            "sparsejax.optim.flush_weight_decay: there is no state of "
-            "sparsejax.optim.weight_decay in state. Pass the whole state of an "
-            "optimizer that has weight_decay in its chain."
+            "sparsejax.optim.flush_weight_decay: state must contain the state of "
+            "sparsejax.optim.weight_decay. Pass the whole state of an optimizer that "
+            "has weight_decay in its chain."
         )
     weights, params_treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
     for k, node in enumerate(nodes):
@@ -174,8 +175,7 @@ def flush_weight_decay(params: Any, state: Any) -> tuple[Any, Any]:
         if structure != params_treedef:
             raise ValueError(
                 "sparsejax.optim.flush_weight_decay: params must be all parameters "
-                "that the optimizer trains, a tree "
-                f"{_arguments.show_tree(node.decayed)}, got "
+                f"that the optimizer trains, {_arguments.show_tree(node.decayed)}, got "
                 f"{_arguments.show_tree(params)}."
             )
         decayed = params_treedef.flatten_up_to(node.decayed)
@@ -196,13 +196,13 @@ def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.
         return base.like(np.log1p(-np.float64(rate * learning_rate)), state.log_decay)
     rate = base.like(rate, state.log_decay)
     taken = rate * base.like(learning_rate, state.log_decay)
-    # A schedule's value cannot be checked. Less than all of the weight, so L is finite.
+    # The value of a schedule cannot be checked. Keep it below 1, so that L is finite.
     most = np.nextafter(np.ones((), taken.dtype), np.zeros((), taken.dtype))
     return jnp.log1p(-jnp.minimum(taken, most))
 
 
 def _add(total: jax.Array, x: jax.Array) -> jax.Array:
-    """The sum of two floats `total` and `x`, again as two floats (Knuth's two-sum)."""
+    """`total`, the sum of two floats, plus `x`, as two floats (Knuth's two-sum)."""
     high, low = total[0], total[1]
     rounded = high + x
     back = rounded - high
@@ -212,6 +212,6 @@ def _add(total: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _missed(log_decay: jax.Array, decayed: jax.Array, w: jax.Array) -> jax.Array:
-    """How much the missed steps change a weight of 1, for each row of `w`."""
+    """By how much the missed steps change a weight of 1, for each row of `w`."""
     high, low = log_decay[0] - decayed[..., 0], log_decay[1] - decayed[..., 1]
     return base.per_row(jnp.expm1(high + low), w)

@@ -1,15 +1,15 @@
-"""accumulate: one optimizer step for k gradients, whose sum is held by rows.
+"""accumulate: one optimizer step for k gradients, accumulated sparsely.
 
-The gradients of a table are summed in a SelectedRows of fixed capacity C in the state:
+The state sums the gradients of a table in a SelectedRows of fixed capacity C:
 
 - If C is smaller than the table, slots are filled in the order in which rows appear.
-  Each step merges its gradient, finds which of its rows have a slot already (by sorting
-  the ids; the values stay where they are), and adds to those or fills new ones. Only
-  the slots of the gradient's rows are touched: no other value is moved or copied.
+  Each step merges its gradient, finds which of its rows already have a slot (by sorting
+  only the ids), and adds to these slots or fills new ones. Only the slots of the
+  gradient's rows are touched: no other value is moved or copied.
 - If every row has a slot, row r has slot r.
 
-A slot is empty if its id is the table's height. Its value is then a leftover of an
-earlier step: emptying the buffer writes ids only.
+A slot is empty if its id is the table's height. Its value is then left over from an
+earlier step, since emptying the buffer only writes ids.
 """
 
 import operator
@@ -35,13 +35,13 @@ class AccumulateState(NamedTuple):
     """State of `accumulate`; names as in `optax.MultiStepsState`.
 
     Attributes:
-      mini_step: int32, how many gradients are held, less than `every_k`.
-      gradient_step: int32, how many steps `tx` has made.
+      mini_step: int32, the number of accumulated gradients, less than `every_k`.
+      gradient_step: int32, the number of steps of `tx`.
       inner_opt_state: state of `tx`.
-      acc_grads: sums of the gradients held, in float32 or wider: a SelectedRows for
-        each table, arrays for dense leaves.
-      overflow: int32, how many rows found no slot, over all steps and tables. A row
-        counts once for each gradient that has it.
+      acc_grads: the sums of gradients, in float32 or wider: a SelectedRows for each
+        table, arrays for dense leaves.
+      overflow: int32, the number of rows that found no slot, over all steps and tables.
+        A row counts once per gradient that contains it.
     """
 
     mini_step: jax.Array
@@ -56,39 +56,39 @@ def accumulate(
 ) -> optax.GradientTransformationExtraArgs:
     """Gradient accumulation that stays sparse: one step of `tx` for k gradients.
 
-    Holds gradients g_1, ..., g_k and at the k-th runs
+    Accumulates gradients g_1, ..., g_k, and at the k-th runs
 
       updates, state = tx.update((g_1 + ... + g_k) / k, state, params)
 
-    as `optax.MultiSteps` does. With a loss that is a mean over the batch, this is a
-    step on one batch k times as large. Before the k-th gradient, updates are zero (a
-    SelectedRows without a filled slot) and the state of `tx` stays as it is. Rows are
-    merged as they come. Sums are in float32 or wider.
+    like `optax.MultiSteps`. If the loss is a mean over the batch, this is a step on one
+    batch that is k times as large. Before the k-th gradient, updates are zero (a
+    SelectedRows without a filled slot) and the state of `tx` does not change. Rows are
+    merged as they arrive. Sums are in float32 or wider.
 
-    The gradients of a table are held in a buffer of `capacity` rows. Set it to the
+    The gradients of a table are summed in a buffer of `capacity` rows. Set it to the
     number of distinct rows that k gradients can have, or to the table's height. A row
-    that finds no slot is left out of this step, as if it had no gradient, and is
-    counted in `state.overflow`. Rows that have a slot get their whole sum, so a step on
-    too small a buffer is right for the rows that came first.
+    that finds no slot is omitted from this step, as if it had no gradient, and is
+    counted in `state.overflow`. Rows that have a slot get their full sum, so even with
+    too small a buffer the step is correct for the rows that came first.
 
     Args:
-      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of this
-        module. Extra arguments of `update` are passed to it at the k-th gradient.
-      every_k: int k, or a function of `gradient_step`, a schedule.
+      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of
+        `sparsejax.optim`. It gets extra arguments of `update` at the k-th gradient.
+      every_k: int k, or a schedule: a function of `gradient_step`.
       capacity: int, slots for each leaf of rank 2 or more; or a tree (prefix) of the
         params with ints for tables and None for leaves with dense gradients. In a tree,
         an int for a leaf of rank 1 makes that leaf a table too. A leaf with slots may
-        have a dense gradient as well if it has no more rows than slots.
+        also have a dense gradient if it has no more rows than slots.
 
     Returns:
-      `optax.GradientTransformationExtraArgs` with an `AccumulateState`. Under `jax.jit`
-      donate it with the parameters: buffers and tables are updated in place.
+      `optax.GradientTransformationExtraArgs` with an `AccumulateState`. Under
+      `jax.jit`, donate it with the parameters to update buffers and tables in place.
 
     Raises:
       TypeError: `tx` is not a transformation.
-      ValueError: `every_k` or `capacity` is not a positive int, or not a tree for these
-        params; at update, a dense gradient with more rows than slots, or a SelectedRows
-        without slots.
+      ValueError: `every_k` or `capacity` is not a positive int, or `capacity` is not a
+        prefix of these params; at update, a dense gradient has more rows than slots, or
+        a leaf with a SelectedRows gradient has no slots.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -116,7 +116,7 @@ def accumulate(
         inner_state = tx.init(params)
         leaves, treedef = trees.flatten(params)
         buffers = [_empty(*leaf) for leaf in zip(leaves, _slots(params, capacity))]
-        # Each an array of its own: no buffer can be donated twice.
+        # Separate arrays, since no buffer can be donated twice.
         mini_step, gradient_step, overflow = (
             jnp.zeros((), jnp.int32) for _ in range(3)
         )
@@ -129,7 +129,7 @@ def accumulate(
         state_sharding.check_not_sharded(CALL, grads)
         checks.check_state(CALL, state, AccumulateState)
         trees.flatten_params(CALL, updates, params)
-        # jnp.asarray: a state from a checkpoint may have NumPy arrays.
+        # A state from a checkpoint may contain NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
         overflow = jnp.asarray(state.overflow)
         for i, grad in enumerate(grads):
@@ -177,7 +177,7 @@ def _empty(leaf: Any, slots: int | None) -> Any:
 
 
 def _add(held: Any, grad: Any) -> tuple[Any, Any]:
-    """The sum with a gradient added, and how many rows found no slot."""
+    """The sum with a gradient added, and the number of rows that found no slot."""
     if not isinstance(held, SelectedRows):
         return held + grad.astype(held.dtype), 0
     if not isinstance(grad, SelectedRows):
@@ -210,7 +210,7 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
 
 
 def _mean(held: Any, grad: Any, k: jax.Array) -> Any:
-    """The mean of k gradients, dense or SelectedRows as the last one is."""
+    """The mean of k gradients, dense or SelectedRows like the last one."""
     if trees.is_none_or_masked(held):
         return held
     if not isinstance(held, SelectedRows):
@@ -233,16 +233,16 @@ def _emptied(due: jax.Array, held: Any) -> Any:
 
 
 def _slots(params: Any, capacity: Any) -> list[int | None]:
-    """How many slots each leaf of `params` gets; None where it is held as an array."""
+    """The number of slots of each leaf of `params`; None if its sum is an array."""
     is_none = lambda x: x is None
     try:
         capacities, treedef = jax.tree.flatten(capacity, is_leaf=is_none)
         subtrees = treedef.flatten_up_to(params)
     except ValueError:
         raise ValueError(
-            f"{CALL}: capacity must be an int or a tree (prefix) of ints for params, "
-            "with None for leaves with a dense gradient, got "
-            f"{_arguments.show_tree(capacity, is_none)} for "
+            f"{CALL}: capacity must be an int or a prefix of the params tree, with "
+            "None for leaves with a dense gradient, got "
+            f"{_arguments.show_tree(capacity, is_none)} for params "
             f"{_arguments.show_tree(params)}."
         ) from None
     slots = []
@@ -273,19 +273,19 @@ def _positive_int(number: Any, name: str, more: str) -> int:
 
 
 def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:
-    """A ValueError if the buffer of leaf i does not fit its gradient."""
+    """Raises a ValueError if the gradient of leaf i does not match its buffer."""
     where = lambda: trees.leaf_paths(updates, "grads")[i]
     if not isinstance(held, SelectedRows):
         if isinstance(grad, SelectedRows):
             raise ValueError(
-                f"{CALL}: {where()} has a SelectedRows gradient, but no slots: its "
-                "capacity is None, or capacity is one int for the whole tree, which "
-                "gives slots to leaves of rank 2 and more. Pass capacity as a tree "
-                "with an int for this leaf."
+                f"{CALL}: {where()} is a SelectedRows, but its leaf has no slots: its "
+                "capacity is None, or capacity is one int, which gives slots only to "
+                "leaves of rank 2 or more. Pass capacity as a tree with an int for "
+                "this leaf."
             )
     elif not isinstance(grad, SelectedRows) and held.capacity < held.height:
         raise ValueError(
-            f"{CALL}: {where()} has a dense gradient of {held.height} rows, but only "
-            f"{held.capacity} slots. Pass capacity as a tree, with None for this leaf: "
-            'capacity={"table": 4096, "kernel": None}.'
+            f"{CALL}: {where()} is a dense gradient of {held.height} rows, but its "
+            f"leaf has only {held.capacity} slots. Pass capacity as a tree with None "
+            'for this leaf, for example {"table": 4096, "kernel": None}.'
         )

@@ -1,9 +1,9 @@
-"""dynamic_loss_scale: gradients in float16 that neither vanish nor overflow.
+"""dynamic_loss_scale: float16 gradients that neither underflow nor overflow.
 
-float16 holds magnitudes from about 6e-8 to 65,504. The loss is multiplied by a scale,
-as large as possible, and gradients are divided by it. With rows the order matters: two
-slots of one row may be finite while their sum is not. So rows are unscaled and summed
-in float32, and the sums are tested.
+float16 represents magnitudes from about 6e-8 to 65,504. The loss is multiplied by a
+scale, as large as possible, and gradients are divided by it. With rows the order
+matters: two slots of one row may be finite while their sum is not. So rows are unscaled
+and summed in float32, and the sums are tested.
 """
 
 from typing import Any, NamedTuple
@@ -26,9 +26,9 @@ class LossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`.
 
     Attributes:
-      scale: float32, what to multiply the next loss by.
+      scale: float32, the factor for the next loss.
       good_steps: int32, finite steps since the scale last changed.
-      skipped: int32, steps left out because a gradient was not finite.
+      skipped: int32, steps skipped because a gradient was not finite.
       inner_state: state of `tx`.
     """
 
@@ -45,32 +45,33 @@ def dynamic_loss_scale(
     growth_interval: int = 2000,
     factor: float = 2.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Loss scaling for gradients in float16, skipping steps that overflow.
+    """Dynamic loss scaling for float16 gradients; skips steps that overflow.
 
     Multiply the loss by `state.scale`, and pass the scaled gradients:
 
       loss, grads = sj.value_and_grad(lambda p: loss_fn(p) * state.scale)(params)
       updates, state = tx.update(grads, state, params)
 
-    With G the scaled gradients, duplicates of a row summed in float32, `tx` gets
-    G / scale in float32. If any element of G is infinite or NaN, the step is skipped:
-    updates are zero (a SelectedRows without a filled slot), the state of `tx` stays as
-    it is, and the scale is divided by `factor`, down to 1. After `growth_interval`
-    finite steps in a row it is multiplied by `factor`.
+    For the scaled gradients G, with duplicates summed in float32, `tx` gets G / scale
+    in float32. If any element of G is infinite or NaN, the step is skipped: updates are
+    zero (a SelectedRows without a filled slot), the state of `tx` does not change, and
+    the scale is divided by `factor`, down to 1. After `growth_interval` consecutive
+    finite steps, the scale is multiplied by `factor`.
 
     Args:
-      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of this
-        module; if the parameters have 16 bits too, `rounding(lazy(...), ...)`.
-      initial_scale: float, at least 1; a power of two, as is `factor`, rounds nothing.
+      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of
+        `sparsejax.optim`; for 16-bit parameters, `rounding(lazy(...), ...)`.
+      initial_scale: float, at least 1. If it and `factor` are powers of two, scaling
+        does not round.
       growth_interval: int, finite steps before the scale grows.
-      factor: float, by how much it grows and shrinks.
+      factor: float, by which the scale grows and shrinks.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with a `LossScaleState`.
 
     Raises:
       TypeError: `tx` is not a transformation.
-      ValueError: one of the numbers is out of its range.
+      ValueError: an argument is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -97,8 +98,8 @@ def dynamic_loss_scale(
         known = False
     if not known:
         raise ValueError(
-            f"{CALL}: needs initial_scale >= 1, factor > 1 and growth_interval >= 1, "
-            f"got {_arguments.show(initial_scale)}, {_arguments.show(factor)} and "
+            f"{CALL}: requires initial_scale >= 1, factor > 1 and growth_interval >= 1,"
+            f" got {_arguments.show(initial_scale)}, {_arguments.show(factor)} and "
             f"{_arguments.show(growth_interval)}."
         )
     inner = optax.with_extra_args_support(tx)
@@ -106,7 +107,7 @@ def dynamic_loss_scale(
 
     def init(params):
         scale = jnp.asarray(initial_scale, jnp.float32)
-        # Each an array of its own: no buffer can be donated twice.
+        # Separate arrays, since no buffer can be donated twice.
         good_steps, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return LossScaleState(scale, good_steps, skipped, tx.init(params))
 
@@ -143,7 +144,7 @@ def dynamic_loss_scale(
 
 
 def _unscale(grad: Any, scale: jax.Array) -> Any:
-    """A gradient divided by the scale, duplicates merged, in float32 or wider."""
+    """A gradient over the scale, with duplicates merged, in float32 or wider."""
     if trees.is_none_or_masked(grad):
         return grad
     if isinstance(grad, SelectedRows):

@@ -1,18 +1,18 @@
-"""rounding: tables of 16 bits that learn from updates smaller than their last bit.
+"""rounding: 16-bit tables that learn from updates smaller than their last bit.
 
 `table + update` in bfloat16 rounds to the nearest number of 8 significant bits: an
-update below 1/512 of a weight changes nothing, however often it comes. There are two
-remedies, both on the rows read only: round up or down at random, so that updates arrive
-in expectation; or keep a float32 copy of the table, and round that.
+update below 1/512 of a weight changes nothing, however often it repeats. There are two
+remedies, and both touch only the rows read: round up or down at random, so updates take
+effect in expectation; or keep a float32 copy of the table, and round that.
 
-How the new weight gets into the table. The transformation returns updates, to be added
-by `optax.apply_updates`. So it returns d = new - old in float32, where old and new are
-both numbers of the narrow type. The sum old + d is formed in float32 and rounded once
-(by `SelectedRows.__radd__`, and by `optax.apply_updates` for arrays):
+How the new weight reaches the table: the transformation returns updates, which
+`optax.apply_updates` adds. So it returns d = new - old in float32, where old and new
+are both numbers of the narrow dtype. The sum old + d is computed in float32 and rounded
+once (by `SelectedRows.__radd__`, and by `optax.apply_updates` for arrays):
 
-- If d is exact, the sum is new, and the table gets its bits. It is exact where the bits
-  of old and new fit into 24: between numbers of 8 bits (bfloat16) within a factor of
-  2^15 of each other, between numbers of 11 bits (float16) within 2^12.
+- If d is exact, the sum is new, and the table gets exactly new. It is exact if the bits
+  of old and new fit in 24: for numbers of 8 bits (bfloat16) within a factor of 2^15 of
+  each other, for numbers of 11 bits (float16) within 2^12.
 - If |new| is larger than that, old + d is new up to 2^-23 |new|, which rounding undoes.
 - If |old| is, old + d is new up to 2^-23 |old|: a weight that falls to less than a
   4,096th of itself in one step may be off by that much, relative to the step.
@@ -37,7 +37,7 @@ class RoundingState(NamedTuple):
     """State of `rounding`.
 
     Attributes:
-      step: int32, how many updates were made; each rounds with its own key.
+      step: int32, the number of updates; each rounds with its own key.
       inner_state: state of `tx`, made for float32 parameters.
       master: float32 copies of the narrow leaves, None elsewhere; () without
         `master=True`.
@@ -51,37 +51,37 @@ class RoundingState(NamedTuple):
 def rounding(
     tx: Any, rounding_key: Any = None, *, master: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains tables of bfloat16 or float16 with updates too small for their bits.
+    """Trains bfloat16 or float16 tables with updates too small for their precision.
 
-    For a weight w of 16 bits and the update u that `tx` makes, in float32,
+    For a 16-bit weight w and the float32 update u of `tx`,
 
       w' = R(w + u)         with `rounding_key`: R rounds up or down at random
       m' = m + u, w' = R(m')     with `master`: m is w in float32, kept in the state
 
-    Stochastic rounding takes one of the two neighbours, each with the probability that
-    makes `E[R(x)] = x`. With a master and no key, R rounds to nearest. The update is w'
-    - w in float32, so that `optax.apply_updates` gives w' itself. `tx` gets gradients
-    in float32, duplicates summed in float32, and its state is made for float32
-    parameters. For smaller state use optax's own `mu_dtype` and similar arguments.
+    Stochastic rounding picks one of the two neighbours, with probabilities such that
+    `E[R(x)] = x`. With a master and no key, R rounds to nearest. The update is w' - w
+    in float32, so that `optax.apply_updates` gives exactly w'. `tx` gets float32
+    gradients, with duplicates summed in float32, and its state is made for float32
+    parameters. For smaller state, use optax's own `mu_dtype` and similar arguments.
 
     Only the rows of the gradient are read, rounded and written, in tables and masters.
-    Leaves of other dtypes are unchanged.
+    Leaves of other dtypes get the updates of `tx` unchanged.
 
     Args:
-      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of this
-        module.
-      rounding_key: one PRNG key, or an int to make one from. The same key gives the
-        same training. Every replica of a table needs the same one.
-      master: keep float32 copies in the state. They take twice the table's memory and,
-        unlike rounding at random, lose nothing.
+      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of
+        `sparsejax.optim`.
+      rounding_key: one PRNG key, or an int as its seed. The same key reproduces the
+        same training. All replicas of a table need the same key.
+      master: whether to keep float32 copies in the state. They take twice the memory of
+        the table and, unlike stochastic rounding, lose nothing.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with a `RoundingState`; `update` needs
-      `params`. Donate the state under `jax.jit`: masters are updated in place.
+      `params`. Under `jax.jit`, donate the state to update masters in place.
 
     Raises:
-      TypeError: `tx` is not a transformation, or `rounding_key` not a key.
-      ValueError: neither a key nor a master; at update, no params.
+      TypeError: `tx` is not a transformation, or `rounding_key` is not a key.
+      ValueError: there is neither a key nor a master; at update, `params` is missing.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -107,8 +107,8 @@ def rounding(
     checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
     if rounding_key is None and not master:
         raise ValueError(
-            f"{CALL}: needs rounding_key=jax.random.key(...) to round at random, or "
-            "master=True to keep a float32 copy of each bfloat16 or float16 leaf."
+            f"{CALL}: pass rounding_key=jax.random.key(...) for stochastic rounding, "
+            "or master=True to keep a float32 copy of each bfloat16 or float16 leaf."
         )
     key = None
     if rounding_key is not None:
@@ -119,7 +119,8 @@ def rounding(
         leaves, treedef = trees.flatten(params)
         narrow = [_is_narrow(w) for w in leaves]
         wide = [_widen(w) if n else w for w, n in zip(leaves, narrow)]
-        # Not the arrays in `wide`, which `tx` may keep: no buffer can be donated twice.
+        # Not the arrays in `wide`: `tx` may keep these, and no buffer can be donated
+        # twice.
         copies = [_widen(w) if n else None for w, n in zip(leaves, narrow)]
         return RoundingState(
             jnp.zeros((), jnp.int32),
@@ -138,7 +139,7 @@ def rounding(
         if master:
             copies = treedef.flatten_up_to(state.master)
             copies = [c if n else w for c, w, n in zip(copies, weights, narrow)]
-        else:  # tables stay narrow: a wide copy would be an array of their size
+        else:  # tables stay narrow, since a wide copy would have their full size
             for i, grad in enumerate(grads):
                 if narrow[i] and not isinstance(grad, SelectedRows):
                     copies[i] = _widen(copies[i])
@@ -174,8 +175,8 @@ def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
         new = copy.astype(jnp.float32) + update.astype(jnp.float32)
         rounded = _round(new, weights.dtype, key)
         return rounded.astype(new.dtype) - weights.astype(new.dtype), new
-    # Merged, because a row is rounded once, and the updates of some transformations
-    # have duplicates.
+    # Merged, because each row must be rounded once, and the updates of some
+    # transformations have duplicates.
     update = update.astype(jnp.float32).coalesce()
     if not update.height:
         return update, copy
@@ -189,13 +190,14 @@ def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
 
 
 def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
-    """float32 to a dtype of 16 bits: to nearest, or at random if there is a key."""
+    """Rounds float32 to a 16-bit dtype: to nearest, or stochastically with a key."""
     nearest = x.astype(dtype)
     if key is None:
         return nearest
-    # The bits of a float without its sign, read as an integer, order its magnitude: the
-    # neighbour farther from zero is one more. That of the largest number is infinity,
-    # which is never taken: the gap is infinite, and the comparison false.
+    # Without the sign, the bits of a float read as an integer are ordered like its
+    # magnitude: adding one gives the neighbour farther from zero. For the largest
+    # number that is infinity, which is never picked: the gap is infinite, so the
+    # comparison is false.
     bits = jax.lax.bitcast_convert_type(nearest, jnp.uint16)
     too_far = jnp.abs(nearest.astype(x.dtype)) > jnp.abs(x)
     bits = bits - too_far.astype(bits.dtype)

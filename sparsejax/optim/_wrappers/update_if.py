@@ -1,8 +1,8 @@
-"""A step that may be skipped: then nothing changes, and nothing is computed.
+"""A step that may be skipped; if so, nothing is computed and nothing changes.
 
-`lax.cond` passes the state through unchanged where the step is skipped. With donated
-buffers XLA copies no table on either branch (tests/test_optim_memory.py checks that),
-and a skipped step costs no more than its empty updates.
+If the step is skipped, `lax.cond` passes the state through. With donated buffers, XLA
+copies no table on either branch (tests/test_optim_memory.py checks this), and a skipped
+step costs no more than its empty updates.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,15 @@ def update_if(
     Args:
       wanted: bool scalar.
       tx: a transformation that accepts extra arguments.
-      make_grads: returns the gradients; called only where they are needed.
+      make_grads: returns the gradients; called only if the step runs.
       state: of `tx`.
       params: parameters, or None.
       extra_args: extra arguments of `tx.update`.
 
     Returns:
-      Updates and state. If not `wanted`, updates are zero, each SelectedRows without a
-      filled slot, and the state is unchanged. Leaves of the state keep their dtypes, so
-      that both branches agree and loops can carry it.
+      Updates and state. If not `wanted`, updates are zero (a SelectedRows has no filled
+      slot), and the state is unchanged. Leaves of the state keep their dtypes, so that
+      both branches agree and loops can carry them.
     """
     axes = []
 
@@ -58,7 +58,7 @@ def update_if(
         return jax.tree.map(_zero, spec, is_leaf=is_selected_rows), state
 
     def with_axes(branch):
-        """A branch whose results vary over the axes of both, inside `shard_map`."""
+        """Makes the results of both branches vary over the same `shard_map` axes."""
 
         def run(state, params):
             of_skip = map(_compat.varying_axes, jax.tree.leaves(skip(state, params)))
@@ -80,5 +80,5 @@ def _zero(spec: Any) -> Any:
     if not isinstance(spec, SelectedRows):
         return jnp.zeros(spec.shape, spec.dtype)
     rows = jnp.full(spec.rows.shape, spec.height, spec.rows.dtype)
-    # Through the structure, because a subclass has more static fields.
+    # Through the tree structure, because a subclass has more static fields.
     return jax.tree.structure(spec).unflatten([rows, _zero(spec.values)])
