@@ -150,15 +150,15 @@ REFUSED = {
     "mechanize": (lambda: contrib.mechanize(optax.sgd(LR)), "mechanize"),
     "multi_steps": (
         lambda: optax.MultiSteps(optax.adam(LR), 4),
-        "MultiSteps: it holds gradients back",
+        "MultiSteps: it accumulates gradients",
     ),
     "multi_steps_transformation": (
         lambda: optax.MultiSteps(optax.adam(LR), 4).gradient_transformation(),
-        "MultiSteps: it holds gradients back",
+        "MultiSteps: it accumulates gradients",
     ),
     "apply_every": (
         lambda: optax.chain(optax.apply_every(4), optax.adam(LR)),
-        "apply_every: it holds gradients back",
+        "apply_every: it accumulates gradients",
     ),
     "add_noise": (
         lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(LR)),

@@ -220,7 +220,7 @@ def test_kinds_of_rows_that_are_written(tmp_path):
     assert [own.tolist() for own in labels] == [[1, 2], []]
     with pytest.raises(ValueError, match="row 1 has no labels and no elements"):
         sj.data.write_libsvm(path, np.array([[1, 0], [0, 0]]), [[1], []])
-    with pytest.raises(ValueError, match="X has 2 rows and y has 3"):
+    with pytest.raises(ValueError, match="one entry per row of X, 2, got 3"):
         sj.data.write_libsvm(path, dense, [1, 2, 3])
     with pytest.raises(TypeError, match="must be a scipy CSR"):
         sj.data.write_libsvm(path, [1, 2], [1, 2])

@@ -166,7 +166,7 @@ def test_wide_types_follow_x64(x64):
 
 def test_padding_is_marked_or_left_out_or_at_least_logged(caplog):
     _numbered(10, batch_size=4)
-    assert "2 row(s) of padding" in caplog.text and "mask=True marks" in caplog.text
+    assert "2 row(s) of padding" in caplog.text and "mask=True to mark" in caplog.text
     caplog.clear()
     dropped = list(_numbered(10, batch_size=4, drop_remainder=True))
     assert [number.tolist() for _, number in dropped] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -179,7 +179,7 @@ def test_padding_is_marked_or_left_out_or_at_least_logged(caplog):
     assert [mask.tolist() for _, mask in single] == [[True, True], [True, False]]
     assert not caplog.text
     dataset = sj.data.ArrayDataset({"mask": np.arange(3)})
-    with pytest.raises(ValueError, match="Rename it"):
+    with pytest.raises(ValueError, match="Rename the column"):
         sj.data.DataLoader(dataset, 2, mask=True)
 
 
@@ -233,7 +233,7 @@ def test_too_small_a_capacity_is_named():
     )
     with pytest.raises(ValueError, match=message):
         _numbered(40, batch_size=4, capacity=3)
-    with pytest.raises(ValueError, match=r"which takes 1\d\d here, or overflow"):
+    with pytest.raises(ValueError, match=r"which is 1\d\d here, or overflow"):
         _numbered(400, batch_size=50, capacity=3, shuffle=True)
     loader = _numbered(40, batch_size=4, capacity=14, shuffle=True)
     with pytest.raises(ValueError, match=r"capacity=14 .* Pass capacity=16, "):
@@ -350,12 +350,12 @@ def test_a_saved_place_resumes_exactly(num_workers):
 def test_a_place_among_other_rows_is_refused():
     state = _numbered(20, batch_size=4, shuffle=True).get_state()
     for options in (dict(batch_size=5), dict(batch_size=4, seed=1)):
-        with pytest.raises(ValueError, match="position means other rows here"):
+        with pytest.raises(ValueError, match="so its batches have other rows"):
             _numbered(20, shuffle=True, **options).set_state(state)
     loader = _numbered(20, batch_size=4, shuffle=True)
-    with pytest.raises(ValueError, match="what get_state"):
+    with pytest.raises(ValueError, match="returned by get_state"):
         loader.set_state({"epoch": 1})
-    with pytest.raises(ValueError, match="batch 6 of an epoch of 5"):
+    with pytest.raises(ValueError, match="batch 6, but an epoch has only 5"):
         loader.set_state({**state, "batch": 6})
 
 

@@ -136,7 +136,7 @@ def test_fixed_capacity():
     assert made.stats()["capacities"] == {"item": 6, "words": 40}
     small = trainer(capacity=2)
     for prefetch in (0, 1):
-        with pytest.raises(ValueError, match="do not fit into capacity=2"):
+        with pytest.raises(ValueError, match="do not fit in capacity=2"):
             small.fit(batches(1), prefetch=prefetch)
     assert small.steps == 0
 

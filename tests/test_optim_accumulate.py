@@ -301,7 +301,7 @@ def test_capacity_of_another_tree():
 
 
 def test_what_is_not_a_transformation():
-    with pytest.raises(TypeError, match="accumulate: takes.*lazy.*got the function"):
+    with pytest.raises(TypeError, match="accumulate: tx must.*lazy.*got the function"):
         accumulate(lambda x: x, 2, 8)
 
 

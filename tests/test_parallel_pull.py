@@ -117,7 +117,7 @@ def test_errors():
         pull(store, "u", [1], mesh)
     with pytest.raises(ValueError, match="1 of 2 ids for table 't' are out of range"):
         pull(store, "t", [1, worker.HEIGHT], mesh)
-    with pytest.raises(ValueError, match="do not fit into capacity=1"):
+    with pytest.raises(ValueError, match="do not fit in capacity=1"):
         pull(store, "t", [1, 2], mesh, capacity=1)
     spread = sj.parallel.SpreadStore(mesh)
     with pytest.raises(KeyError, match="SpreadStore.pull: there is no table 't'"):

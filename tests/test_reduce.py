@@ -423,5 +423,5 @@ def test_ids_beside_a_segment_tensor_are_refused():
     data = segments(jnp.zeros(N))
     with pytest.raises(ValueError, match="has its own segments. Omit segment_ids"):
         sj.segment_softmax(data, I)
-    with pytest.raises(ValueError, match="own segments: leave out num_segments"):
+    with pytest.raises(ValueError, match="own segments. Omit num_segments"):
         sj.segment_softmax(data, num_segments=S)

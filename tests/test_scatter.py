@@ -460,7 +460,7 @@ def test_errors_of_assign():
             sj.scatter_assign(*args)
 
     pulled = sj.SelectedRows(rows, values, V)
-    fails(TypeError, r"type SelectedRows.*add to it with \+", pulled, rows, values)
+    fails(TypeError, r"got a SelectedRows.*add to it with \+", pulled, rows, values)
     fails(TypeError, "table must be a JAX or NumPy array.*list", [[1.0]], rows, values)
     fails(ValueError, "at least one axis", jnp.float32(1), rows, values)
     fails(TypeError, "rows must be integers, got float32", table, values[:, 0], values)
@@ -491,7 +491,7 @@ def test_errors_of_weighted_sum():
         ValueError, "pairs of values and weights, got an odd number", table, 1, rows, v
     )
     fails(ValueError, r"w0, rows, v1, w1", table, 1, rows, v, 1, v)
-    fails(ValueError, r"values v2 must have shape \(2, 3\)", table, 1, rows, v, 1, 1, v)
+    fails(ValueError, r"values v2 must .* \(2, 3\)", table, 1, rows, v, 1, 1, v)
     fails(ValueError, r"weight w1 must be a scalar.*\(2, 3\)", table, 1, rows, v, v)
     fails(ValueError, r"weight w0 must be a scalar.*\(2,\)", table, v[:, 0], rows)
     fails(TypeError, "rows must be integers", table, 1, v[:, 0], v, 1)

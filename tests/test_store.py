@@ -91,7 +91,7 @@ def test_ids_out_of_range():
 
 def test_what_pull_refuses():
     store = store_of(weights(), None)
-    with pytest.raises(ValueError, match="3 distinct rows .* Give capacity=3 or more"):
+    with pytest.raises(ValueError, match="3 distinct rows .* Pass capacity=3 or more"):
         store.pull("t", jnp.array([1, 2, 3, 3]), capacity=2)
     with pytest.raises(TypeError, match="ids must be integers, got float32"):
         store.pull("t", jnp.array([1.0]))
@@ -252,13 +252,11 @@ def test_what_push_refuses():
         store.push("fixed", rows)
     with pytest.raises(TypeError, match="must be a SelectedRows .* got a float32"):
         store.push("t", jnp.ones((V, D)))
-    with pytest.raises(
-        ValueError, match=r"has shape \(61, 5\), and the table \(60, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"shape .* \(60, 5\), got \(61, 5\)"):
         store.push("t", sj.SelectedRows([1], jnp.ones((1, D)), V + 1))
-    with pytest.raises(TypeError, match="rows of type float32, not integers"):
+    with pytest.raises(TypeError, match="rows .* must be integers, got float32"):
         store.push("t", jax.tree.map(lambda x: x * 0.5, rows))
-    with pytest.raises(ValueError, match="an empty list"):
+    with pytest.raises(ValueError, match="is an empty list"):
         store.push("t", [])
     assert_same_bits(store.pull_all("t"), weights())
 
@@ -290,17 +288,17 @@ def test_a_state_leaf_as_long_as_the_table_is_not_taken_for_rows():
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"name": 3}, TypeError, "name of a table is a string, got 3"),
+        ({"name": 3}, TypeError, "name must be a string, got 3"),
         ({"shape": ()}, ValueError, "at least one axis"),
         ({"shape": "10"}, TypeError, "needs a shape.* got a str"),
         ({"shape": (10, -1)}, TypeError, "needs a shape"),
-        ({"dtype": np.int32}, TypeError, "int32; an optimizer needs a real floating"),
-        ({"dtype": np.float64}, ValueError, "float64, which JAX cuts to 32 bits"),
+        ({"dtype": np.int32}, TypeError, "real floating-point .* got int32"),
+        ({"dtype": np.float64}, ValueError, "float64, which JAX truncates to 32 bits"),
         ({"initializer": 0.1}, TypeError, "initializer must be a function"),
         (
             {"shape": weights(), "initializer": NORMAL},
             ValueError,
-            "leave out one of the two",
+            "both an array and an initializer",
         ),
         (
             {"initializer": NORMAL, "seed": "a"},
@@ -324,7 +322,7 @@ def test_names_and_closing():
         store.init("b", (4,), None, dtype=np.int32)
         assert store.names() == ("a", "b") and "a" in store and 3 not in store
         assert repr(store) == "KVStore(a: float32[3,2], b: int32[4])"
-        with pytest.raises(ValueError, match="there is a table 'a' already"):
+        with pytest.raises(ValueError, match="table 'a' already exists"):
             store.init("a", (3, 2), None)
     assert repr(store) == "KVStore(closed)"
     store.close()

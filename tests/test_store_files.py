@@ -320,7 +320,9 @@ def test_a_mapped_table_of_an_array(tmp_path):
         expected = store.pull_all("t")
         store.save(tmp_path / "store")
     with sj.store.KVStore() as store:
-        with pytest.raises(ValueError, match="exists already, and table 't' comes"):
+        with pytest.raises(
+            ValueError, match="table 't' has an array, but .* already exists"
+        ):
             store.init("t", ARRAY, TX, path=path)
         store.init("t", (V, D), TX, path=path)
         assert_same_bits(store.pull_all("t"), expected)

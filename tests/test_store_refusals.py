@@ -103,7 +103,7 @@ def test_inside_of_traced_functions():
         lambda: jax.jit(lambda a: store.assign("w", a))(array),
     ]
     for use in uses:
-        with pytest.raises(TypeError, match="KVStore.* is in the memory of the host"):
+        with pytest.raises(TypeError, match="KVStore.* is in host memory"):
             use()
     assert not store.pull_all("w").any() and other.names() == ()
 

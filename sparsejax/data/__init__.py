@@ -1,16 +1,16 @@
 """Data sets and batches of static capacity, and readers of sparse text formats.
 
-Data sets and batches, made of NumPy arrays and SegmentTensors of them
+Data sets and batches of NumPy arrays and SegmentTensors
 
 - `ArrayDataset`: columns of equal length: arrays, CSR, lists of ids,
   SegmentTensors.
 - `SimpleDataset`: a sequence of items.
-- `DataLoader`: batches of one static shape, shuffled, sharded; resumes
+- `DataLoader`: batches of one static shape, shuffled and sharded; it resumes
   exactly.
 
 Files
 
-- `read_csv_ids`: labels, numbers and categories: Criteo's logs, ratings.
+- `read_csv_ids`: labels, numbers and categories, as in Criteo's logs or ratings.
 - `iter_csv_ids`: the same, in chunks.
 - `HashIds`, `Vocabulary`: ids of categories, by a hash or by a list.
 - `read_libsvm`, `write_libsvm`: rows of `label index:value ...`.

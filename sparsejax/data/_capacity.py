@@ -1,22 +1,21 @@
-"""The static capacities of a loader's batches: as given, or measured.
+"""The static capacities of a loader's batches, as given or measured.
 
 A ragged column needs a capacity for each level of segments, so that all batches have
 one shape and a jitted step compiles once. A bucket is a tuple of capacities for each
 column (empty for an array). There are one or two buckets. A batch goes into the first
-one that it fits into, so a step compiles at most as often as there are buckets.
+bucket in which it fits, so a step compiles at most once per bucket.
 
-`capacity="auto"` measures. A batch is B of n rows with known lengths. Where the rows
-come in their own order, the largest batch is known exactly. Where each epoch has
-another order, two bounds hold:
+`capacity="auto"` measures. A batch is B of n rows with known lengths. Without
+shuffling, the largest batch is known exactly. With shuffling, two bounds hold:
 
 - no B rows have more elements than the B longest;
 - Hoeffding (1963): a sum of B lengths drawn without replacement is at most as likely to
-  be large as one drawn with it, so by Chernoff, for M(t) = mean(exp(t * length)),
-  `P(size >= c) <= min_t exp(-t * c) * M(t)^B`. Solved for c, with P = `risk`, that is
-  `c = min_t (B * log M(t) + log(1 / risk)) / t`.
+  be large as one drawn with replacement. So by Chernoff, for
+  M(t) = mean(exp(t * length)), `P(size >= c) <= min_t exp(-t * c) * M(t)^B`. Solving
+  P = `risk` for c gives `c = min_t (B * log M(t) + log(1 / risk)) / t`.
 
-The second is mostly far below the first, and a risk of 1e-12 needs little more capacity
-than one of 1e-3, because only its logarithm counts.
+The second bound is usually far below the first. A risk of 1e-12 needs little more
+capacity than one of 1e-3, because only its logarithm counts.
 """
 
 import dataclasses
@@ -39,22 +38,21 @@ _SPILL_RISK = 1e-3
 
 
 def largest(lengths: np.ndarray, batch_size: int) -> int:
-    """The sum of the `batch_size` greatest lengths: no batch has more."""
+    """The sum of the `batch_size` greatest lengths; no batch has more elements."""
     if batch_size >= len(lengths):
         return int(lengths.sum())
     return int(np.partition(lengths, -batch_size)[-batch_size:].sum())
 
 
 def tail_bound(lengths: np.ndarray, batch_size: int, risk: float) -> int:
-    """c such that a random batch has more than c elements with at most that risk."""
+    """The c that a random batch exceeds with probability at most `risk`."""
     values, counts = np.unique(lengths, return_counts=True)
     if values[-1] <= 0:
         return 0
     share = np.log(counts / len(lengths))
     deviation = np.sqrt(batch_size * lengths.var()) + 1.0
     # Any t gives a valid bound. The best t is about sqrt(2 log(1 / risk)) / deviation
-    # where sums are nearly normal, and of the order of 1 / length where few rows are
-    # long.
+    # if sums are nearly normal, and of the order of 1 / length if few rows are long.
     best = np.inf
     for t in np.geomspace(1e-2 / deviation, 1e2 / min(deviation, values[-1]), 400):
         exponents = t * values + share
@@ -72,14 +70,14 @@ class Level:
     """The capacity of one level of a ragged column.
 
     Args:
-      name: of the column, and of the level where there are several.
+      name: of the column, and of the level if there are several.
       lengths: int64 `[n]`, elements of each row.
       size: the capacity.
       reason: what was measured, or "as given".
-      auto: what "auto" would take.
-      sure: a capacity into which every batch of every epoch fits.
+      auto: the capacity that "auto" would choose.
+      sure: a capacity in which every batch of every epoch fits.
       always_fits: whether `size` is known to be such a capacity.
-      mean: elements of a batch on average.
+      mean: the average number of elements in a batch.
     """
 
     name: str
@@ -97,8 +95,8 @@ class Buckets:
     """The capacities of all columns; `measure` makes them.
 
     Args:
-      columns: for each column its levels, none for an array.
-      spills: whether there is a second bucket, into which every batch fits.
+      columns: the levels of each column; none for an array.
+      spills: whether there is a second bucket, in which every batch fits.
     """
 
     columns: tuple[tuple[Level, ...], ...]
@@ -125,7 +123,7 @@ class Buckets:
         return self.sizes[0 if fits else 1]
 
     def check(self, sampler: Sampler, epoch: int, rows: np.ndarray) -> None:
-        """Raises if a batch of the epoch does not fit, on any shard."""
+        """Raises if a batch of the epoch does not fit on some shard."""
         if self.spills:
             return
         for level in (lv for levels in self.columns for lv in levels):
@@ -137,18 +135,18 @@ class Buckets:
             batch = int(np.argmax(found.max(axis=0) > level.size))
             auto = ""
             if level.size < level.auto < level.sure:
-                auto = f"; capacity='auto', which takes {level.auto} here"
+                auto = f", capacity='auto', which is {level.auto} here"
             raise ValueError(
                 f"{_CALL}: capacity={level.size} of {level.name} is too small: batch "
                 f"{batch} of epoch {epoch} has {found[:, batch].max()} elements, and "
                 f"the largest batch of that epoch has {found.max()}. Pass "
-                f"capacity={level.sure}, into which every batch"
-                f"{' of every epoch' if sampler.shuffle else ''} fits{auto}, or "
-                "overflow='spill' for a second, larger size."
+                f"capacity={level.sure}, which fits every batch"
+                f"{' of every epoch' if sampler.shuffle else ''}{auto}, or "
+                "overflow='spill' for a second, larger capacity."
             )
 
     def lines(self) -> list[str]:
-        """What was chosen, and why, a line a level."""
+        """What was chosen, and why, one line per level."""
         shown = []
         for level in (lv for levels in self.columns for lv in levels):
             filled = level.mean / level.size if level.size else 1.0
@@ -172,8 +170,8 @@ def measure(
         if isinstance(column, _columns.Array):
             if given is not None:
                 raise ValueError(
-                    f"{_CALL}: capacity={given!r}, but {name} is an array, whose rows "
-                    "need none. Leave it out or give None."
+                    f"{_CALL}: {name} is an array, which needs no capacity, got "
+                    f"capacity={given!r}. Omit it, or pass None for this column."
                 )
             found.append(())
             continue
@@ -192,20 +190,20 @@ def measure(
 def _as_level(
     name: str, lengths: np.ndarray, sampler: Sampler, size: int | None, risk: float
 ) -> Level:
-    """A level of this capacity; None measures it."""
+    """A level with the capacity `size`; None measures it."""
     batch_size = sampler.batch_size
     if not sampler.shuffle:
         rows = np.arange(sampler.num_rows)
         sure = auto = int(sampler.sizes(rows, lengths).max(initial=0))
-        reason = "the largest batch, in the order of the rows"
+        reason = "the largest batch, without shuffling"
     else:
         sure = largest(lengths, batch_size)
         auto = min(sure, tail_bound(lengths, batch_size, risk))
-        reason = f"as many as the {batch_size} longest rows have: every batch fits"
+        reason = f"the total of the {batch_size} longest rows, so every batch fits"
         if auto < sure:
             reason = (
                 f"a batch has more with a probability below {risk:g}; every batch "
-                f"would fit into {sure}"
+                f"would fit in {sure}"
             )
     if size is None:
         size = auto
@@ -216,7 +214,7 @@ def _as_level(
 
 
 def _by_column(dataset: ArrayDataset, capacity: Any) -> list[Any]:
-    """What was given for each column; None for "auto" and for an array."""
+    """The capacity given for each column; None for "auto" and for an array."""
     ragged = [isinstance(c, _columns.Ragged) for c in dataset.columns]
     if isinstance(capacity, str) and capacity == "auto":
         return [None] * len(ragged)
@@ -237,7 +235,7 @@ def _by_level(given: Any, levels: int, name: str) -> list[int | None]:
     parts = list(given) if isinstance(given, (tuple, list)) else [given]
     if len(parts) > levels:
         raise ValueError(
-            f"{_CALL}: capacity={given!r} of {name} has {len(parts)} numbers, and the "
+            f"{_CALL}: capacity={given!r} of {name} has {len(parts)} numbers, but the "
             f"column has {levels} level(s) of segments."
         )
     for p in parts:
@@ -249,6 +247,6 @@ def _by_level(given: Any, levels: int, name: str) -> list[int | None]:
 
 def _not_a_capacity(found: Any, kind: str) -> ValueError:
     return ValueError(
-        f"{_CALL}: capacity must be 'auto', an int, or for several ragged columns a "
-        f"{kind} with one of these or None for each column, got {found!r}."
+        f"{_CALL}: capacity must be 'auto', an int, or (for several columns) a {kind} "
+        f"with 'auto', an int or None for each column, got {found!r}."
     )

@@ -1,10 +1,10 @@
-"""Columns of a data set: what a row of each is, and how rows become a batch.
+"""Columns of a data set: their rows, and how rows become a batch.
 
-A column is an array, whose rows are stacked, or it is ragged: elements in one axis and
-the offsets at which each row begins, as in a SegmentTensor, but in NumPy. Elements may
-be rows of a ragged column themselves, to any depth. Each level needs a capacity.
+A column is either an array, whose rows are stacked, or ragged: elements along one axis
+and the offset at which each row begins, as in a SegmentTensor, but in NumPy. Elements
+may themselves be rows of a ragged column, to any depth. Each level needs a capacity.
 
-Nothing here touches a device: a batch is made of NumPy arrays, in the types that JAX
+Nothing here touches a device: a batch consists of NumPy arrays, in the dtypes that JAX
 keeps. A jitted function puts it on the device when it is called.
 """
 
@@ -22,9 +22,9 @@ from sparsejax._segments import SegmentTensor, elements
 class Array:
     """A column whose rows all have one shape: `[n, ...]`."""
 
-    source: Any  # what the user gave; single rows are read from it
+    source: Any  # the user's argument; single rows are read from it
     values: np.ndarray
-    dtype: np.dtype  # what JAX keeps of it
+    dtype: np.dtype  # the dtype in JAX
 
     def __len__(self) -> int:
         return len(self.values)
@@ -35,7 +35,7 @@ class Ragged:
     """A column whose rows differ in length.
 
     Args:
-      source: what the user gave, or None inside another column.
+      source: the user's argument, or None inside another column.
       offsets: int64 `[n + 1]`, ascending.
       values: a tree of Array and of Ragged whose rows are the elements.
     """
@@ -55,11 +55,11 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
     """A column from an array, a CSR matrix, a SegmentTensor or a list."""
     if isinstance(data, SegmentTensor):
         return _of_segments(call, data, data, name)
-    if hasattr(data, "tocsr"):  # scipy's, known without an import
+    if hasattr(data, "tocsr"):  # recognizes scipy without importing it
         if getattr(data, "format", None) != "csr":
             raise TypeError(
-                f"{call}: {name} is a sparse matrix in the format {data.format}, and "
-                "rows are read from CSR. Call .tocsr()."
+                f"{call}: {name} must be in CSR format if it is a sparse matrix, got "
+                f"{data.format}. Call .tocsr()."
             )
         parts = {"index": data.indices, "value": data.data}
         return Ragged(data, _as_offsets(data.indptr), _leaves(call, parts, name))
@@ -67,9 +67,9 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
         return _of_list(call, data, name)
     if not hasattr(data, "shape") or not hasattr(data, "dtype"):
         raise TypeError(
-            f"{call}: {name} is {_arguments.kind_of(data)}. A column is an array, a "
-            "scipy CSR matrix, a SegmentTensor, or a list with a list or an array for "
-            "each row."
+            f"{call}: {name} must be an array, a scipy CSR matrix, a SegmentTensor, or "
+            "a list with one list or array per row, got "
+            f"{_arguments.kind_of(data)}."
         )
     return _of_array(call, data, name)
 
@@ -77,14 +77,14 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
 def _of_array(call: str, data: Any, name: str) -> Array:
     if isinstance(data, np.ma.MaskedArray):
         raise TypeError(
-            f"{call}: {name} is a masked array, which JAX does not have. Fill it with "
+            f"{call}: {name} is a masked array, which JAX does not support. Call "
             ".filled(...), and pass the mask as another column."
         )
     _refuse_keys(call, data, name)
     values = np.asanyarray(data)  # a memory map stays one
     if values.ndim == 0:
         raise ValueError(
-            f"{call}: {name} is one number. A column has a row for each example."
+            f"{call}: {name} must have one row per example, got a single number."
         )
     known = values.dtype.kind in "biufc" or jax.numpy.issubdtype(
         values.dtype, jax.numpy.inexact
@@ -92,15 +92,15 @@ def _of_array(call: str, data: Any, name: str) -> Array:
     if not known:  # strings, objects, dates
         raise TypeError(
             f"{call}: {name} has dtype {values.dtype}, which JAX does not support. "
-            "Convert it to numbers first, and categories to ids."
+            "Convert it to numbers, and categories to ids."
         )
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(values.dtype))
     if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
         low, high, limits = values.min(), values.max(), np.iinfo(dtype)
         if low < limits.min or high > limits.max:
             raise ValueError(
-                f"{call}: {name} has integers from {low} to {high}, and JAX keeps "
-                f"{dtype}. Set jax_enable_x64, or use smaller ids."
+                f"{call}: {name} must fit in {dtype}, got integers from {low} to "
+                f"{high}. Set jax_enable_x64, or use smaller ids."
             )
     return Array(data, values, dtype)
 
@@ -114,7 +114,7 @@ def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
                 found, one = type(row).__name__, type(first).__name__
                 raise ValueError(
                     _not_one_column(
-                        call, name, f"row {at} is {found} and row 0 is {one}"
+                        call, name, f"row {at} is of type {found} and row 0 of {one}"
                     )
                 )
         return _of_array(call, np.asarray(data), name)
@@ -135,9 +135,9 @@ def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
 
 def _not_one_column(call: str, name: str, reason: str) -> str:
     return (
-        f"{call}: {name} is a list whose rows cannot be read as one column: {reason}. "
-        "Rows that differ in length must be lists or arrays of numbers, of one type "
-        "and depth."
+        f"{call}: the rows of the list {name} do not form a column: {reason}. Rows "
+        "of different lengths must be lists or arrays of numbers, of one type and "
+        "depth."
     )
 
 
@@ -149,8 +149,8 @@ def _refuse_keys(call: str, data: Any, name: str) -> None:
     keys = jax.dtypes.prng_key
     if isinstance(data, jax.Array) and jax.numpy.issubdtype(data.dtype, keys):
         raise TypeError(
-            f"{call}: {name} has random keys, which cannot be in a batch. Pass "
-            "jax.random.key_data(keys), which is numbers."
+            f"{call}: {name} contains PRNG keys, which cannot be in a batch. Pass "
+            "jax.random.key_data(keys) instead."
         )
 
 
@@ -178,7 +178,7 @@ def _as_offsets(offsets: Any) -> np.ndarray:
 
 
 def get(column: Array | Ragged, key: int | slice) -> Any:
-    """`column[key]`, of the kind that the user gave."""
+    """`column[key]`, in the user's own type."""
     source = column.source
     if isinstance(column, Array):
         return source[key]
@@ -208,7 +208,7 @@ def _map(f: Any, values: Any) -> Any:
 
 
 def lengths(column: Ragged) -> list[np.ndarray]:
-    """For each level, outermost first, the number of elements of each row, int64 `[n]`.
+    """The number of elements of each row, int64 `[n]`, per level, outermost first.
 
     Levels of the same depth in a tree share an entry, the maximum of their numbers.
     """
@@ -238,10 +238,10 @@ def take(
     """`rows` as a batch of `size` rows, padded with zeros or empty rows.
 
     Args:
-      column: to take them from.
+      column: the source of the rows.
       rows: integers, at most `size` of them.
-      size: rows of the batch.
-      capacities: of a ragged column's levels, outermost first; large enough.
+      size: the number of rows of the batch.
+      capacities: of the levels of a ragged column, outermost first; large enough.
 
     Returns:
       NumPy array `[size, ...]`, or a SegmentTensor of NumPy arrays with `size` segments

@@ -1,9 +1,9 @@
-"""How CSV is read: lines of a label, numbers and categories are cut into fields.
+"""CSV reading: splits lines of a label, numbers and categories into fields.
 
-Fields have a separator between them, and nothing is quoted. A `Layout` says which
-fields are the label, which are numbers and which are categories: so many of each, in
-this order; or `columns` gives the position or the name of each. `read` cuts a block of
-lines at once: a `Table` knows where each field begins and ends in the text.
+A separator divides fields, and nothing is quoted. A `Layout` says which fields are the
+label, numbers and categories: either a count of each, in this order, or `columns` with
+the position or name of each. `read` splits a block of lines at once: a `Table` knows
+where each field begins and ends in the text.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class Layout:
 
     Args:
       call: for messages.
-      places: the fields of "label", "numbers" and "ids", where the file has such: ints
-        from 0, or names.
-      num_fields: of a row; None if only the first line tells.
+      places: the fields of "label", "numbers" and "ids", if present: ints from 0, or
+        names.
+      num_fields: of a row; None if the first line determines it.
       separator: one character, or "auto".
-      header: whether the first line is names.
+      header: whether the first line contains names.
     """
 
     call: str
@@ -50,14 +50,14 @@ class Layout:
         return len(self.places.get(key, ()))
 
     def names(self) -> list[str]:
-        """The names of the categories if all of them have one, else no names."""
+        """The names of the categories if all have one, else an empty list."""
         places = self.places.get("ids", ())
         return list(places) if all(isinstance(p, str) for p in places) else []
 
     def describe(self) -> str:
-        """What a row has, for messages."""
+        """The fields of a row, for messages."""
         if self.num_fields is None:
-            return "as the first line has"
+            return "as in the first line"
         numbers, ids = self.size("numbers"), self.size("ids")
         parts = ["label"] if self.size("label") else []
         parts += [f"{numbers} numbers"] if numbers else []
@@ -79,7 +79,7 @@ class Layout:
                             path,
                             line,
                             f"the names {_text.show(b', '.join(names), 200)}",
-                            f"the name {place!r} once, as columns has it",
+                            f"the name {place!r} once, as in columns=",
                         )
                     place = names.index(place.encode())
                 elif place >= len(first):
@@ -87,7 +87,7 @@ class Layout:
                         path,
                         line,
                         _count(len(first)),
-                        f"a field {place}, counted from 0, as columns has it",
+                        f"a field {place} (counting from 0), as in columns=",
                     )
                 own.append(place)
             found[key] = tuple(own)
@@ -124,8 +124,8 @@ def as_layout(
     if columns is not None:
         if (numbers, ids, label) != (NUM_NUMBERS, NUM_IDS, True):
             raise ValueError(
-                f"{call}: columns says which fields to read, and so do num_numbers, "
-                "num_ids and label. Leave these out."
+                f"{call}: columns already says which fields to read. Omit num_numbers, "
+                "num_ids and label."
             )
         places = _as_places(call, columns)
         named = any(isinstance(p, str) for own in places.values() for p in own)
@@ -134,8 +134,8 @@ def as_layout(
     last = first + numbers + ids
     if not last:
         raise ValueError(
-            f"{call}: a row must have a label, a number or a category. label is False, "
-            "num_numbers and num_ids are 0."
+            f"{call}: a row must have a label, a number or a category, got label=False "
+            "with num_numbers and num_ids 0."
         )
     places: dict[str, tuple[Any, ...]] = {"label": (0,)} if label else {}
     places["numbers"] = tuple(range(first, first + numbers))
@@ -147,10 +147,10 @@ def _as_places(call: str, columns: Any) -> dict[str, tuple[Any, ...]]:
     is_map = isinstance(columns, Mapping)
     if not is_map or "ids" not in columns or not columns.keys() <= set(_KEYS):
         raise ValueError(
-            f"{call}: columns must be a dict with the key 'ids', and maybe 'label' and "
-            f"'numbers', got {columns!r}. For lines of user,item,rating: by the names "
-            "in the first line, columns={'label': 'rating', 'ids': ['user', 'item']}; "
-            "or by position, from 0, columns={'label': 2, 'ids': [0, 1]}."
+            f"{call}: columns must be a dict with the key 'ids' and optionally 'label' "
+            f"and 'numbers', got {columns!r}. For lines of user,item,rating, pass the "
+            "names in the first line, {'label': 'rating', 'ids': ['user', 'item']}, or "
+            "the positions from 0, {'label': 2, 'ids': [0, 1]}."
         )
     out: dict[str, tuple[Any, ...]] = {}
     for key in (key for key in _KEYS if key in columns):
@@ -164,8 +164,8 @@ def _as_places(call: str, columns: Any) -> dict[str, tuple[Any, ...]]:
         if None in own:
             want = "one int or str" if key == "label" else "a list of ints and strs"
             raise ValueError(
-                f"{call}: columns[{key!r}] must be {want}: a field's position in a "
-                f"row, from 0, or its name in the first line. Got {given!r}."
+                f"{call}: columns[{key!r}] must be {want} (the position of a field, "
+                f"from 0, or its name in the first line), got {given!r}."
             )
         out[key] = own
     return out
@@ -189,7 +189,7 @@ class Words(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A block of lines, cut into fields.
+    """A block of lines, split into fields.
 
     Args:
       path: of the file.

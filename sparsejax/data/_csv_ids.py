@@ -1,7 +1,6 @@
-"""read_csv_ids, iter_csv_ids: CSV files of labels, numbers and categories into arrays.
+"""read_csv_ids, iter_csv_ids: CSV files of labels, numbers and categories as arrays.
 
-How a file is cut into fields is in `_csv.py`, how categories become ids in
-`_vocabulary.py`.
+`_csv.py` splits a file into fields, and `_vocabulary.py` turns categories into ids.
 """
 
 import os
@@ -33,43 +32,43 @@ def read_csv_ids(
     missing: float = np.nan,
     progress: Any = False,
 ) -> dict[str, np.ndarray]:
-    """Reads rows of labels, numbers and categories: click logs, ratings.
+    """Reads rows of labels, numbers and categories, like click logs or ratings.
 
     The default is the order of Criteo's click logs: a label, numbers, categories. For
     other files, for example lines of user,item,rating, `columns` says which field is
-    what.
+    which.
 
     Fields are separated by a tab or a comma, and nothing is quoted. Categories are any
-    bytes, for example Criteo's hexadecimal words. An empty field is a missing one.
+    bytes, for example Criteo's hexadecimal words. An empty field is a missing value.
     Empty lines are skipped.
 
     Args:
       path: of a text file; gzip and bzip2 are recognized by their first bytes.
-      ids: what turns categories into ids: a `HashIds`, a `Vocabulary`, or an int, short
+      ids: turns categories into ids: a `HashIds`, a `Vocabulary`, or an int as short
         for `HashIds(int)`. Missing categories get id 0.
-      num_numbers: int, numbers of a row.
-      num_ids: int, categories of a row.
+      num_numbers: int, the number of numbers in a row.
+      num_ids: int, the number of categories in a row.
       label: whether the first field is the label, a number.
-      columns: which fields to read, instead of these three: a dict with "ids" and maybe
-        "label" (one field) and "numbers". A field is an int, its position in a row from
-        0, or a str, its name in the first line, which then is a header. Other fields
-        are not read.
+      columns: the fields to read, instead of these three: a dict with "ids" and
+        optionally "label" (one field) and "numbers". A field is an int, its position in
+        a row from 0, or a str, its name in the first line, which is then a header.
+        Other fields are not read.
       separator: one character; "auto" is a tab if the first line has one, else a comma.
-      header: whether the first line is names and not a row.
-      missing: the number for a missing number or label. With the default, NaN, a
-        missing label is an error.
+      header: whether the first line contains names and is not a row.
+      missing: replaces a missing number or label. With the default, NaN, a missing
+        label is an error.
       progress: True for a progress bar on stderr, or a function of (bytes read, bytes
         of the file).
 
     Returns:
       A dict of columns, for `ArrayDataset`: "label" float32 `[n]` (if there is one),
-      "numbers" float32 `[n, num_numbers]`, "ids" int32 `[n, num_ids]`; or those that
-      `columns` has. The ids of column c are in `[0, ids.sizes(num_ids)[c])`.
+      "numbers" float32 `[n, num_numbers]`, "ids" int32 `[n, num_ids]`; or those in
+      `columns`. The ids of column c are in `[0, ids.sizes(num_ids)[c])`.
 
     Raises:
-      TypeError: `ids`, `path` or another argument is of the wrong type.
-      ValueError: a row has another number of fields, or a field should be a number and
-        is not: the message begins with file:line.
+      TypeError: `ids`, `path` or another argument has the wrong type.
+      ValueError: a row has a wrong number of fields, or a field is not a number as it
+        should be. The message begins with file:line.
       OSError: the file cannot be read, or is damaged.
 
     Example:
@@ -119,20 +118,20 @@ def iter_csv_ids(
     missing: float = np.nan,
     progress: Any = False,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Reads what `read_csv_ids` reads in chunks, for files larger than the memory.
+    """Reads a file like `read_csv_ids`, in chunks, for files larger than memory.
 
     Args:
       path, ids: as in `read_csv_ids`.
-      chunk_rows: int, rows of a chunk; the last one may have fewer.
+      chunk_rows: int, rows of a chunk; the last chunk may have fewer.
       num_numbers, num_ids, label, columns, separator, header, missing, progress: as in
         `read_csv_ids`.
 
     Returns:
-      Iterator over dicts as `read_csv_ids` returns them.
+      Iterator over dicts like those of `read_csv_ids`.
 
     Raises:
       TypeError, ValueError, OSError: as `read_csv_ids`; errors in the file are raised
-        when their chunk is read.
+        when the chunk is read.
 
     Example:
       >>> import os, tempfile, sparsejax as sj
@@ -158,7 +157,7 @@ def iter_csv_ids(
 def _blocks(
     path: Any, ids: Any, layout: _csv.Layout, missing: Any, progress: Any
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The columns of a file, a block of lines at a time; checks its arguments now."""
+    """The columns of a file, a block of lines at a time; checks arguments eagerly."""
     call = layout.call
     if isinstance(ids, (int, np.integer)) and not isinstance(ids, bool):
         ids = HashIds(int(ids))
@@ -172,9 +171,9 @@ def _blocks(
     known = list(ids.names) if isinstance(ids, Vocabulary) else []
     if known and names and known != names:
         raise ValueError(
-            f"{call}: the vocabulary is of the columns {known}, and the ids of the "
-            f"file are {names}, in this order. Name them in columns= as the vocabulary "
-            "does; if they are the same columns under other names, pass "
+            f"{call}: the vocabulary is for the columns {known}, but the ids in the "
+            f"file are {names}, in this order. Use the names of the vocabulary in "
+            "columns=; or, if these are the same columns under other names, pass "
             "dataclasses.replace(vocabulary, names=())."
         )
     path = as_path(call, path)
@@ -218,7 +217,7 @@ def _join(
 def _chunks(
     layout: _csv.Layout, blocks: Iterator[dict[str, np.ndarray]], size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """`blocks`, cut again, into `size` rows."""
+    """`blocks`, split into chunks of `size` rows."""
     waiting, count = [], 0
     for block in blocks:
         waiting.append(block)

@@ -1,4 +1,4 @@
-"""ArrayDataset, SimpleDataset: data sets in memory, of one or several columns."""
+"""ArrayDataset, SimpleDataset: in-memory data sets of one or several columns."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,20 @@ from sparsejax.data import _columns
 
 
 _NO_COLUMN = (
-    "sparsejax.data.ArrayDataset: pass at least one column: an array, a scipy CSR "
-    "matrix, a SegmentTensor or a list of rows; or a dict of them."
+    "sparsejax.data.ArrayDataset: pass at least one column (an array, a scipy CSR "
+    "matrix, a SegmentTensor or a list of rows), or a dict of columns."
 )
 
 
 class SimpleDataset:
-    """A sequence of items, as they are.
+    """A sequence of items, unchanged.
 
     Args:
-      data: anything with `len()` and indexing by int: a list of `(ids, label)`.
+      data: anything with `len()` and indexing by int, like a list of `(ids, label)`.
 
     A `DataLoader` reads each item as one row of one or several columns: numbers and
-    arrays of one shape stack; lists, arrays that differ in length, and scipy rows
-    become SegmentTensors.
+    arrays of equal shape are stacked; lists, arrays of different lengths, and scipy
+    rows become SegmentTensors.
 
     Raises:
       TypeError: `data` is not a sequence.
@@ -42,8 +42,8 @@ class SimpleDataset:
     def __init__(self, data: Sequence[Any]):
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise TypeError(
-                "sparsejax.data.SimpleDataset: data must be a sequence, with len() and "
-                f"indexing, got {_arguments.kind_of(data)}. list(...) makes one from "
+                "sparsejax.data.SimpleDataset: data must be a sequence with len() and "
+                f"indexing, got {_arguments.kind_of(data)}. Use list(...) to convert "
                 "an iterable."
             )
         refuse_columns("sparsejax.data.SimpleDataset", data)
@@ -63,18 +63,18 @@ class ArrayDataset:
     """Columns of equal length: row i of the data set is row i of each column.
 
     Args:
-      *columns: each one of these, with n rows:
-        an array `[n, ...]` of NumPy or JAX, or a memory-mapped one;
-        a scipy CSR matrix `[n, C]`, a row of which is a matrix `[1, C]`;
-        a SegmentTensor of n segments, also nested; a row is the elements of a segment;
-        a list with a list or an array of numbers for each row, of any lengths.
+      *columns: columns with n rows, each one of these:
+        a NumPy or JAX array `[n, ...]`, possibly memory-mapped;
+        a scipy CSR matrix `[n, C]`, whose rows are matrices `[1, C]`;
+        a SegmentTensor of n segments, possibly nested; a row is the elements of one;
+        a list with one list or array of numbers per row, of any lengths.
         Or one dict of columns.
 
-    `dataset[i]` is row i: a tuple if there are several columns, a dict if there is a
-    dict. `dataset[a:b]` has the same structure, with a slice of each column.
+    `dataset[i]` is row i: a tuple for several columns, a dict for a dict of columns.
+    `dataset[a:b]` has the same structure, with a slice of each column.
 
     Raises:
-      TypeError: a column is none of these.
+      TypeError: a column has another type.
       ValueError: the columns have different numbers of rows, or there are no columns.
 
     Example:
@@ -100,7 +100,7 @@ class ArrayDataset:
             if len(columns) > 1:
                 raise TypeError(
                     "sparsejax.data.ArrayDataset: a dict of columns must be the only "
-                    f"argument, got {len(columns)}. Put all columns into the dict."
+                    f"argument, got {len(columns)}. Put all columns in the dict."
                 )
             self._keys, columns = list(maps[0]), tuple(maps[0].values())
             if not columns:
@@ -112,9 +112,9 @@ class ArrayDataset:
             if len(column) != len(self):
                 first = self.names()[0]
                 raise ValueError(
-                    f"sparsejax.data.ArrayDataset: {name} has {len(column)} row(s), "
-                    f"{first} has {len(self)}. Every column must have a row for each "
-                    "example."
+                    "sparsejax.data.ArrayDataset: all columns must have the same "
+                    f"number of rows, got {len(column)} for {name} and {len(self)} for "
+                    f"{first}."
                 )
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ class ArrayDataset:
         return self._columns
 
     def names(self, n: int | None = None) -> list[str]:
-        """What messages call each column."""
+        """The name of each column in messages."""
         if self._keys is not None:
             return [repr(key) for key in self._keys]
         n = len(self._columns) if n is None else n
@@ -171,18 +171,18 @@ def refuse_columns(call: str, dataset: Any) -> None:
     """Raises if columns are passed where a sequence of items is expected."""
     if isinstance(dataset, Mapping):
         raise TypeError(
-            f"{call}: got a dict, whose items are not numbered. If it has columns, "
-            "ArrayDataset(dict) makes a data set of them."
+            f"{call}: expected a sequence of items, got a dict. For a dict of columns, "
+            "use ArrayDataset(dict)."
         )
     if isinstance(dataset, tuple) and any(getattr(x, "shape", ()) for x in dataset):
         raise TypeError(
-            f"{call}: got a tuple of arrays. If they are columns, ArrayDataset(x, y) "
-            "makes a data set of them; if they are rows, pass a list."
+            f"{call}: expected a sequence of items, got a tuple of arrays. If they are "
+            "columns, use ArrayDataset(x, y); if they are rows, pass a list."
         )
 
 
 def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
-    """`dataset` as columns: a sequence of items is read and transposed."""
+    """`dataset` as columns; a sequence of items is read and transposed."""
     if isinstance(dataset, ArrayDataset):
         return dataset
     refuse_columns(call, dataset)
@@ -197,9 +197,9 @@ def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
         same = type(item) is type(first) and len(item) == len(first)
         if not same or isinstance(item, dict) and item.keys() != keys:
             raise ValueError(
-                f"{call}: item {at} of the data set is {_parts(item)}, and item 0 is "
-                f"{_parts(first)}. All items must have the same parts: tuples of one "
-                "length, or dicts of the same keys."
+                f"{call}: item {at} of the data set is {_parts(item)}, but item 0 is "
+                f"{_parts(first)}. All items must be tuples of the same length, or "
+                "dicts with the same keys."
             )
     columns = {key: _stack([item[key] for item in items]) for key in keys}
     if isinstance(first, dict):
@@ -244,8 +244,5 @@ def _as_key(kind: str, key: Any, n: int) -> int | slice:
             f"{call}: the index must be an int or a slice, got {_arguments.show(key)}."
         ) from None
     if not -n <= place < n:
-        raise IndexError(
-            f"{call}: row {place} is out of range: there are {n} rows, numbered from "
-            "0; -1 is the last."
-        )
+        raise IndexError(f"{call}: row {place} is out of range for {n} rows.")
     return place % n

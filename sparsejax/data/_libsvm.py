@@ -1,13 +1,12 @@
-"""The libsvm text format (svmlight's): sparse rows with a label, in and out.
+"""Reads and writes the libsvm (svmlight) text format: sparse rows with a label.
 
-A line is `label [qid:q] index:value index:value ...  # comment`. A block of lines is
-read in one of two ways:
+A line is `label [qid:q] index:value index:value ...  # comment`. There are two ways to
+read a block of lines:
 
-- The fast way looks at the block as bytes. It checks that each token has a colon
-  exactly where it should have one, and reads all numbers at once. Where anything is
-  unusual it gives up.
-- The slow way reads line by line in Python. It defines the format, and its errors name
-  the line.
+- The fast path works on bytes. It checks that each token has a colon exactly where
+  expected, and reads all numbers at once. If anything is unusual, it gives up.
+- The slow path reads line by line in Python. It defines the format, and its errors
+  give the line.
 """
 
 import os
@@ -71,27 +70,26 @@ def read_libsvm(
 
     Args:
       path: of a text file; gzip and bzip2 are recognized by their first bytes.
-      zero_based: True if the first feature has index 0 in the file, False if it has 1.
-        "auto": True if the index 0 occurs. Set it for files that belong together: one
-        of them may not have the first feature.
+      zero_based: whether the first feature has index 0 in the file, instead of 1.
+        "auto" means True if the index 0 occurs. Set it for files that belong together,
+        since one of them may lack the first feature.
       num_features: int C, columns of the matrix. The default is the largest index in
         the file, which may be smaller in a test set than in the training set.
-      dtype: of values and labels. Floats are rounded, but 1e39 does not fit float32.
+      dtype: of values and labels. Floats are rounded, but 1e39 does not fit in float32.
       multilabel: whether a line has any number of labels, separated by commas.
-      query_id: whether to return `qid:q` after the label as well, -1 where a line has
-        none.
+      query_id: whether to also return the `qid:q` after each label, -1 if missing.
       progress: True for a progress bar on stderr, or a function of (bytes read, bytes
         of the file).
 
     Returns:
       `(X, y)`, and with `query_id` `(X, y, qid)`: X a `scipy.sparse.csr_matrix`
       `[n, C]` of 32-bit indices where they suffice; y `[n]`, with `multilabel` a list
-      of n arrays; qid int64 `[n]`. `ArrayDataset(X, y)` accepts them as they are.
+      of n arrays; qid int64 `[n]`. `ArrayDataset(X, y)` accepts them directly.
 
     Raises:
-      TypeError: `path` is not a path, or `dtype` not a dtype of real numbers.
-      ValueError: a malformed line, a number that does not fit `dtype`, or an index that
-        contradicts `zero_based` or `num_features`: the message begins with file:line.
+      TypeError: `path` is not a path, or `dtype` is not a dtype of real numbers.
+      ValueError: a line is malformed, a number does not fit in `dtype`, or an index
+        contradicts `zero_based` or `num_features`. The message begins with file:line.
       OSError: the file cannot be read, or is damaged.
 
     Example:
@@ -151,7 +149,7 @@ def read_libsvm(
         row = int(np.searchsorted(indptr, at, side="right")) - 1
         line = int(join("lines", np.zeros(0, np.int64))[row])
         last = "" if num_features is None else f" to {first + columns - 1}"
-        expected = f"an index from {first}{last}, zero_based being {zero_based}"
+        expected = f"an index from {first}{last}, since zero_based={zero_based}"
         _text.refuse(path, line, f"index {index[at]}", expected)
     if columns - 1 <= np.iinfo(np.int32).max >= len(index):
         index, indptr = index.astype(np.int32), indptr.astype(np.int32)
@@ -324,20 +322,20 @@ def write_libsvm(
 ) -> None:
     """Writes rows as `label index:value index:value ...`.
 
-    `read_libsvm` returns the same elements, bit by bit if it reads their dtype. The
-    file does not say how many columns there are after the last used one: read it with
-    `num_features`. An old file is replaced when the new one is complete.
+    `read_libsvm` returns the same elements, bit for bit if it reads their dtype. The
+    file does not store the number of columns: pass `num_features` when reading it. An
+    old file is replaced when the new one is complete.
 
     Args:
-      path: of the file; a name that ends in `.gz` or `.bz2` compresses it.
-      X: a scipy CSR matrix `[n, C]`, with its explicit zeros; an array `[n, C]`,
-        without its zeros; or a SegmentTensor of `{"index", "value"}`.
-      y: numbers `[n]`, or a sequence of n sequences, for several labels a row.
-      zero_based: whether the first feature gets index 0; else 1, as in LIBSVM.
+      path: of the file; the suffix `.gz` or `.bz2` compresses it.
+      X: a scipy CSR matrix `[n, C]`, written with its explicit zeros; an array
+        `[n, C]`, without its zeros; or a SegmentTensor of `{"index", "value"}`.
+      y: numbers `[n]`, or a sequence of n sequences for several labels per row.
+      zero_based: whether the first feature gets index 0 instead of 1, as in LIBSVM.
       query_id: integers `[n]`, written as `qid:q`.
 
     Raises:
-      TypeError: X is not such a matrix, or y has no numbers.
+      TypeError: X is not such a matrix, or y is not numeric.
       ValueError: the numbers of rows differ, or a row has neither label nor element.
       OSError: the file cannot be written.
 
@@ -359,16 +357,20 @@ def write_libsvm(
     n, first = len(offsets) - 1, 0 if zero_based else 1
     if len(index) and index.min() < 0:
         raise ValueError(
-            f"{_WRITE}: X has the column {index.min()}; columns are numbered from 0."
+            f"{_WRITE}: the column indices of X must be non-negative, got "
+            f"{index.min()}."
         )
     for name, other in (("y", y), ("query_id", query_id)):
         if (other is not None or name == "y") and not hasattr(other, "__len__"):
             raise TypeError(
-                f"{_WRITE}: {name} must have an entry for each row of X, got "
+                f"{_WRITE}: {name} must have one entry per row of X, got "
                 f"{_arguments.kind_of(other)}."
             )
         if other is not None and len(other) != n:
-            raise ValueError(f"{_WRITE}: X has {n} rows and {name} has {len(other)}.")
+            raise ValueError(
+                f"{_WRITE}: {name} must have one entry per row of X, {n}, got "
+                f"{len(other)}."
+            )
     with _text.write(path) as file:
         step = 1 << 14
         for row in range(0, n, step):
@@ -387,8 +389,8 @@ def write_libsvm(
                 line = f"{_label(y[at])}{query}{''.join(own)}\n"
                 if line == "\n":
                     raise ValueError(
-                        f"{_WRITE}: row {at} has no labels and no elements. This "
-                        "format skips empty lines: leave such rows out."
+                        f"{_WRITE}: row {at} has no labels and no elements. Remove "
+                        "such rows, since this format skips empty lines."
                     )
                 lines.append(line)
             file.write("".join(lines).encode())
@@ -439,7 +441,7 @@ def _label(label: Any) -> str:
     labels = np.atleast_1d(np.asarray(label))
     if labels.dtype.kind not in "biuf":
         raise TypeError(
-            f"{_WRITE}: y must hold numbers, or lists of numbers, got "
+            f"{_WRITE}: y must contain numbers or lists of numbers, got "
             f"{_arguments.show(label)}."
         )
     return ",".join(_texts(labels))

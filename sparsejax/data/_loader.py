@@ -1,12 +1,12 @@
-"""DataLoader: batches of static capacity, on grain.
+"""DataLoader: batches of static capacity, on top of grain.
 
-Grain gets whole batches, not rows. NumPy cuts a batch out of the columns in a fraction
-of a millisecond; a pipeline of rows takes about ten microseconds of Python for each of
-them. What grain does is to read ahead in threads and to keep the position.
+Grain gets whole batches, not rows. NumPy gathers a batch from the columns in a fraction
+of a millisecond, whereas a pipeline of rows takes about ten microseconds of Python per
+row. Grain's part is to read ahead in threads and to keep the position.
 
-Threads and not processes: grain's workers need `absl.app.run` around the program and a
-guarded `__main__`, and each gets a copy of the data set; and NumPy lets threads run in
-parallel. Use `to_grain` if you want `mp_prefetch` all the same.
+Threads, not processes: grain's worker processes need `absl.app.run` around the program
+and a guarded `__main__`, and each gets a copy of the data set; and NumPy lets threads
+run in parallel. To use `mp_prefetch` anyway, call `to_grain`.
 """
 
 import dataclasses
@@ -32,38 +32,39 @@ _LOG = logging.getLogger("sparsejax.data")
 class DataLoader:
     """Batches of static shape, so that a jitted step compiles once.
 
-    Each `for batch in loader` is one epoch. A batch has the structure of the data set's
-    items: arrays are stacked, `[batch_size, ...]`; rows of CSR, of SegmentTensors and
-    of lists become a SegmentTensor of `batch_size` segments, always of the same
-    capacity. Batches are NumPy arrays; a jitted function puts them on the device when
-    it is called.
+    Each `for batch in loader` is one epoch. A batch has the structure of the items in
+    the data set: arrays are stacked, `[batch_size, ...]`; rows of CSR matrices,
+    SegmentTensors and lists become a SegmentTensor of `batch_size` segments, always
+    with the same capacity. Batches are NumPy arrays; a jitted function puts them on the
+    device when it is called.
 
     Args:
       dataset: ArrayDataset, SimpleDataset, or any sequence of items, which is read
         completely when the loader is made.
-      batch_size: int, rows of a batch.
+      batch_size: int, rows per batch.
       shuffle: whether each epoch has its own random order of all rows.
       seed: int, of these orders. The same seed gives the same orders everywhere.
-      drop_remainder: whether rows that make no full batch are left out of the epoch.
-        If not, the last batch is padded with zeros and with empty rows. The default is
-        False, with a warning in the log where there is such padding and no mask.
-      mask: whether each batch also has bool `[batch_size]`, False for a row of padding:
+      drop_remainder: whether to drop the rows of an epoch that do not fill a batch.
+        Otherwise the last batch is padded with zeros and empty rows. The default is
+        False, and logs a warning if there is padding and no mask.
+      mask: whether each batch also has bool `[batch_size]`, False for padding rows:
         after the columns, `x, y, mask`, or in a dict under "mask".
-      capacity: how many elements a batch of ragged rows can hold. An int; or "auto" to
-        measure it. Without shuffling, that is the largest batch. With shuffling, it is
-        the number that a batch exceeds with a probability below 1e-12, or the sum of
-        the longest rows if that is less. `repr(loader)` says what was chosen. For
-        several columns give a tuple or dict as the items are, with "auto", an int or
-        None for each; for nested rows a tuple of numbers, outermost first.
+      capacity: the number of elements in a batch of ragged rows, padding included: an
+        int, or "auto" to measure it. Without shuffling, "auto" is the size of the
+        largest batch. With shuffling, it is the number that a batch exceeds with a
+        probability below 1e-12, or the total of the longest rows if that is less.
+        `repr(loader)` shows the choice. For several columns, pass a tuple or dict in
+        the structure of the items, with "auto", an int or None for each; for nested
+        rows, a tuple of ints, outermost first.
       overflow: what to do if a batch does not fit. "error" raises before the first
-        batch of such an epoch. "spill" adds a second capacity into which every batch
-        fits: then the step compiles at most twice, and "auto" allows about one batch
-        in a thousand to spill.
-      num_workers: int, threads that make batches ahead of time; 0 for none.
-      shard: (index, count): this is one of several loaders, each with its part of every
-        epoch. The parts are disjoint, together they have all rows, and they have
-        equally many batches of the same capacities. batch_size is that of each shard.
-      device: a device or sharding to put the batches on; None leaves them in NumPy.
+        batch of such an epoch. "spill" adds a second capacity that fits every batch:
+        then the step compiles at most twice, and "auto" lets about one batch in a
+        thousand spill.
+      num_workers: int, threads that prepare batches ahead of time; 0 for none.
+      shard: (index, count), if this is one of several loaders that each get a part of
+        every epoch. The parts are disjoint and together contain all rows; they have the
+        same number of batches and the same capacities. `batch_size` is per shard.
+      device: a device or sharding for the batches; None leaves them in NumPy.
 
     Raises:
       TypeError, ValueError: an argument is wrong, or a capacity is too small.
@@ -79,7 +80,7 @@ class DataLoader:
       >>> loader.capacity
       3
 
-    The state is two numbers, also in the middle of an epoch, and with workers:
+    The state is two numbers, even in the middle of an epoch and with workers:
 
       >>> batches = iter(loader)
       >>> _, label = next(batches)
@@ -111,8 +112,8 @@ class DataLoader:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(
                 f"{_CALL}: dataset must be an ArrayDataset, a SimpleDataset or a "
-                f"sequence of items, got {_arguments.kind_of(dataset)}. "
-                "ArrayDataset(X, y) makes one from columns."
+                f"sequence of items, got {_arguments.kind_of(dataset)}. For columns, "
+                "use ArrayDataset(X, y)."
             )
         self._dataset = as_array_dataset(_CALL, dataset)
         if not len(self._dataset):
@@ -132,16 +133,16 @@ class DataLoader:
         )
         if not len(sampler):
             raise ValueError(
-                f"{_CALL}: {sampler.num_rows} rows on {sampler.shard[1]} shard(s) make "
-                f"no full batch of {sampler.batch_size}. Take a smaller batch_size, or "
-                "drop_remainder=False."
+                f"{_CALL}: {sampler.num_rows} rows on {sampler.shard[1]} shard(s) do "
+                f"not fill a batch of {sampler.batch_size}. Use a smaller batch_size, "
+                "or drop_remainder=False."
             )
         self._mask = _arguments.check_bool(_CALL, "mask", mask)
         item = self._dataset.join([None] * len(self._dataset.columns))
         if self._mask and isinstance(item, dict) and "mask" in item:
             raise ValueError(
-                f"{_CALL}: mask=True puts the mask under the key 'mask', and the data "
-                "set has a column of that name. Rename it."
+                f"{_CALL}: mask=True stores the mask under the key 'mask', but the "
+                "data set already has a column of that name. Rename the column."
             )
         if drop_remainder is None and not self._mask:
             _warn_of_padding(sampler)
@@ -176,17 +177,17 @@ class DataLoader:
 
     @property
     def capacity(self) -> Any:
-        """Elements that a batch can hold: an int for one ragged column.
+        """The capacity of a batch: an int for one ragged column.
 
-        For several columns a tuple or dict as the items are, for nested rows a tuple of
-        ints, outermost first. None if all columns are arrays. With `overflow="spill"`
-        this is the first size.
+        For several columns, a tuple or dict in the structure of the items; for nested
+        rows, a tuple of ints, outermost first. None if all columns are arrays. With
+        `overflow="spill"` this is the first capacity.
         """
         return self._shown(0)
 
     @property
     def spill_capacity(self) -> Any:
-        """The second size of `overflow="spill"`, or None if there is none."""
+        """The second capacity of `overflow="spill"`, or None without one."""
         return self._shown(1) if self._buckets.spills else None
 
     def _shown(self, bucket: int) -> Any:
@@ -199,7 +200,7 @@ class DataLoader:
     # -- the state ---------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        """The position of the last iterator, for `set_state`; JSON can hold it."""
+        """The position of the last iterator, for `set_state`; JSON-serializable."""
         if self._last is not None:
             state = self._last.get_state()
             if state["batch"] < len(self):
@@ -211,17 +212,17 @@ class DataLoader:
 
         Args:
           state: from `get_state` of this loader or one like it. Workers, capacity and
-            the index of the shard may differ.
+            shard index may differ.
 
         Raises:
-          ValueError: it is from a loader whose batches have other rows.
+          ValueError: the state is from a loader whose batches have other rows.
         """
         epoch, batch = self._check_state(state)
         self._next = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
         self._last = None
 
     def _facts(self) -> dict[str, Any]:
-        """What decides which rows are in which batch."""
+        """The settings that determine which rows are in which batch."""
         facts = dataclasses.asdict(self._sampler)
         _, facts["num_shards"] = facts.pop("shard")
         return facts
@@ -234,21 +235,22 @@ class DataLoader:
         want = {"epoch", "batch", *facts}
         if not isinstance(state, dict) or state.keys() != want:
             raise ValueError(
-                f"{_CALL}: state must be what get_state() returned, a dict with "
+                f"{_CALL}: state must be a dict returned by get_state(), with the keys "
                 f"{sorted(want)}, got {state!r}."
             )
         for name, ours in facts.items():
             if state[name] != ours:
                 raise ValueError(
                     f"{_CALL}: the state was saved by a loader with "
-                    f"{name}={state[name]!r}, and this one has {name}={ours!r}: the "
-                    "same position means other rows here."
+                    f"{name}={state[name]!r}, but this one has {name}={ours!r}, so its "
+                    "batches have other rows."
                 )
         epoch = _arguments.static_int(_CALL, "state['epoch']", state["epoch"])
         batch = _arguments.static_int(_CALL, "state['batch']", state["batch"])
         if batch > len(self):
             raise ValueError(
-                f"{_CALL}: the state is at batch {batch} of an epoch of {len(self)}."
+                f"{_CALL}: the state is at batch {batch}, but an epoch has only "
+                f"{len(self)} batches."
             )
         return epoch, batch
 
@@ -261,7 +263,7 @@ class DataLoader:
           epoch: int, from 0.
 
         Raises:
-          ValueError: `epoch` is not such an int, or with overflow `"error"` a batch of
+          ValueError: `epoch` is not such an int, or with `overflow="error"` a batch of
             that epoch does not fit.
 
         Example:
@@ -281,7 +283,7 @@ class DataLoader:
 
     def _start(self, epoch: int, batch: int) -> Any:
         grain, threads = _import_grain(), self._num_workers
-        # Two batches ahead for each thread: one is being made, one waits.
+        # Two batches per thread: one in preparation, one waiting.
         options = grain.ReadOptions(
             num_threads=threads, prefetch_buffer_size=2 * threads
         )
@@ -305,17 +307,17 @@ class LoaderIterator(Iterator[Any]):
             return jax.device_put(batch, device)
         except ValueError as error:
             raise ValueError(
-                f"{_CALL}: a batch cannot be placed as device= says. Take a "
-                "batch_size, and for ragged columns a capacity, that the number of "
-                f"devices divides. JAX says: {error}"
+                f"{_CALL}: a batch cannot be placed on device=. Use a batch_size, and "
+                "for ragged columns a capacity, that is divisible by the number of "
+                f"devices. JAX says: {error}"
             ) from error
 
     def get_state(self) -> dict[str, Any]:
-        """The position of the next batch, for `set_state`; JSON can hold it."""
+        """The position of the next batch, for `set_state`; JSON-serializable."""
         return self._loader._state(self._epoch, self._batches.get_state()["next_index"])
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues from there, exactly."""
+        """Continues exactly from `state`."""
         self._epoch, batch = self._loader._check_state(state)
         self._batches = self._loader._start(self._epoch, batch)
 
@@ -358,8 +360,8 @@ def _import_grain() -> Any:
         import grain
     except ImportError:
         raise ImportError(
-            f"{_CALL} needs grain, which is not installed. pip install "
-            "'sparsejax[data]' brings it."
+            f"{_CALL} needs grain, which is not installed. Run pip install "
+            "'sparsejax[data]'."
         ) from None
     return grain
 
@@ -372,20 +374,20 @@ def _as_shard(found: Any) -> tuple[int, int]:
     if not 0 <= index < count:
         raise ValueError(
             f"{_CALL}: shard must be (index, count) with 0 <= index < count, got "
-            f"{found!r}. In a job of several processes: (jax.process_index(), "
+            f"{found!r}. In a multi-process job, pass (jax.process_index(), "
             "jax.process_count())."
         )
     return index, count
 
 
 def _as_device(found: Any) -> Any:
-    """What `jax.device_put` accepts, also a tree of these, or an error."""
+    """A device, a sharding or a tree of these, as for `jax.device_put`, or an error."""
     kinds = jax.Device, jax.sharding.Sharding, jax.sharding.PartitionSpec, Format
     leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, kinds))
     if not all(isinstance(x, kinds) for x in leaves):
         raise TypeError(
-            f"{_CALL}: device must be a jax.Device or a sharding, or None to leave "
-            f"batches in NumPy, got {found!r}. jax.devices('cpu')[0] is a device."
+            f"{_CALL}: device must be a jax.Device (for example jax.devices()[0]), a "
+            f"sharding, or None to leave batches in NumPy, got {found!r}."
         )
     return found
 
@@ -396,9 +398,9 @@ def _warn_of_padding(sampler: Sampler) -> None:
     if padding:
         _LOG.warning(
             "%s: %d rows do not divide into batches of %d%s, so each epoch ends with "
-            "%d row(s) of padding, zeros and empty rows that look like data. mask=True "
-            "marks them (for x, y, mask in loader), drop_remainder=True leaves the "
-            "rest out of the epoch, and drop_remainder=False accepts the padding.",
+            "%d row(s) of padding, which look like data. Pass mask=True to mark them "
+            "(for x, y, mask in loader), drop_remainder=True to drop the rest of the "
+            "rows, or drop_remainder=False to accept the padding.",
             _CALL,
             sampler.num_rows,
             sampler.batch_size,

@@ -1,9 +1,8 @@
-"""Sampler: which rows each batch of each epoch has, on each shard. Numbers only.
+"""Sampler: the row indices of each batch of each epoch on each shard.
 
-The order is a function of (seed, epoch). A position in it is therefore two numbers, and
-any batch can be made without the batches before it. All shards cut the same order, and
-have equally many batches: a program that runs on all of them at once would hang
-otherwise.
+The order is a function of (seed, epoch). A position is therefore two numbers, and any
+batch can be made without those before it. All shards split the same order and have the
+same number of batches; otherwise a program that runs on all of them would hang.
 """
 
 import dataclasses
@@ -18,14 +17,14 @@ _DOMAIN = (0x0BA7C4E5,)
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """The order of the rows, and how it is cut into batches.
+    """The order of the rows, and how it is split into batches.
 
     Args:
       num_rows: int n.
       batch_size: rows of a batch on each shard.
       shuffle: whether each epoch has its own order.
       seed: of the orders.
-      drop_remainder: whether a batch that is not full is left out.
+      drop_remainder: whether to drop a batch that is not full.
       shard: (index, count).
     """
 
@@ -54,7 +53,7 @@ class Sampler:
         return np.argsort(bits.random_raw(self.num_rows), kind="stable")
 
     def cut(self, rows: np.ndarray) -> list[np.ndarray]:
-        """An epoch's rows, cut into the batches of this shard."""
+        """The rows of an epoch, split into the batches of this shard."""
         index, count = self.shard
         rows, size = rows[index::count], self.batch_size
         return [rows[i * size : (i + 1) * size] for i in range(len(self))]

@@ -1,8 +1,8 @@
-"""HashIds and Vocabulary: words become ids, by a hash or by a list.
+"""HashIds and Vocabulary: turn words into ids, by a hash or by a list.
 
 Id 0 is for missing words and, in a Vocabulary, for out-of-vocabulary (OOV) words. Words
-are a matrix of bytes, one row a word, with their lengths: all words of a column are
-hashed or compared at once.
+are a matrix of bytes, one row per word, with their lengths, so all words of a column
+are hashed or compared at once.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ _MASK = (1 << 64) - 1
 
 @dataclasses.dataclass(frozen=True)
 class HashIds:
-    """Ids of categories by a hash: needs no pass over the data; words may share an id.
+    """Ids of categories by a hash; needs no pass over the data, but ids may collide.
 
     The id of a word in column c is `1 + mix(fnv1a(word, salt(seed, c))) mod (B - 1)`,
     and 0 if it is missing. It is the same in every process and on every machine. The
-    same word in two columns gets different ids.
+    same word gets different ids in different columns.
 
     Args:
-      num_buckets: int B, rows of a table, below 2^31, or one for each column.
+      num_buckets: int B, rows of a table, below 2^31; or one per column.
       seed: int; another seed gives other collisions.
 
     Raises:
@@ -58,9 +58,8 @@ class HashIds:
             if not whole or not 2 <= size <= np.iinfo(np.int32).max:
                 raise ValueError(
                     "sparsejax.data.HashIds: num_buckets must be an int from 2 to "
-                    f"2147483647, or one for each column, got {self.num_buckets!r}. Id "
-                    "0 is for missing words, so one bucket is too few; and ids have 32 "
-                    "bits."
+                    f"2147483647, or one per column, got {self.num_buckets!r}. Id 0 is "
+                    "for missing words, and ids are int32."
                 )
         _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
 
@@ -78,7 +77,7 @@ class HashIds:
         found = [int(size) for size in self.num_buckets]
         if len(found) != num_columns:
             raise ValueError(
-                f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, and "
+                f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, but "
                 f"the file has {num_columns} columns of categories."
             )
         return found
@@ -107,15 +106,15 @@ class HashIds:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Ids of categories by a list: each word has its own, the most frequent one is 1.
+    """Ids of categories by a list: one id per word, 1 for the most frequent.
 
-    Id 0 is for out-of-vocabulary (OOV) and for missing words. `build` makes it.
+    Id 0 is for out-of-vocabulary (OOV) and missing words. Use `build` to make one.
 
     Args:
-      words: for each column its words, an array of bytes in ascending order.
-      ids: for each column the ids of these words, int32, from 1 on.
-      names: of the columns, if the file has names for them. A reader then refuses
-        columns of other names.
+      words: for each column, its words, an array of bytes in ascending order.
+      ids: for each column, the ids of these words, int32, starting from 1.
+      names: of the columns, if the file has names. A reader then refuses columns with
+        other names.
 
     Example:
       >>> import os, tempfile, sparsejax as sj
@@ -155,8 +154,8 @@ class Vocabulary:
           path: a file, or a list of files with the same columns.
           num_numbers, num_ids, label, columns, separator, header, progress: as in
             `read_csv_ids`.
-          min_count: int, words that occur less often are left out.
-          max_size: int, the largest number of ids of a column, id 0 included.
+          min_count: int, the least number of occurrences of a word to keep.
+          max_size: int, the largest number of ids of a column, including id 0.
 
         Raises:
           TypeError, ValueError, OSError: as `read_csv_ids`.
@@ -173,7 +172,7 @@ class Vocabulary:
             path = [path]
         elif not isinstance(path, Iterable) or hasattr(path, "read"):
             raise TypeError(
-                f"{call}: path must be a str or an os.PathLike, or a list of them, got "
+                f"{call}: path must be a str or os.PathLike, or a list of these, got "
                 f"{path!r}."
             )
         for file in [as_path(call, file) for file in path]:
@@ -187,7 +186,7 @@ class Vocabulary:
         return cls(words, ids, layout.names())
 
     def sizes(self, num_columns: int | None = None) -> list[int]:
-        """The number of ids of each column, id 0 included: rows of its table.
+        """The number of ids of each column, including id 0: the rows of its table.
 
         Args:
           num_columns: int, number of columns, to be checked; or None.
@@ -198,7 +197,7 @@ class Vocabulary:
         if num_columns not in (None, len(self.words)):
             raise ValueError(
                 f"sparsejax.data.Vocabulary: the vocabulary has {len(self.words)} "
-                f"columns, and the file has {num_columns} columns of categories."
+                f"columns, but the file has {num_columns} columns of categories."
             )
         return [len(words) + 1 for words in self.words]
 
@@ -214,7 +213,7 @@ class Vocabulary:
         return np.where(known[place] == found, ids[place], np.int32(0))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file. Save it with the model, which is useless without it.
+        """Writes it to a file. Keep the file with the model, which needs it.
 
         Args:
           path: of an `.npz` file, with arrays "words k" and "ids k" for each column k,
@@ -283,8 +282,7 @@ def _as_words(call: str, words: Any) -> Words:
 def _check_column(call: str, column: int, count: int) -> None:
     if not 0 <= column < count:
         raise IndexError(
-            f"{call}: column {column} is out of range: there are {count}, numbered "
-            "from 0 in the order of the file."
+            f"{call}: column {column} is out of range for {count} columns."
         )
 
 

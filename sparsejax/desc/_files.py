@@ -51,9 +51,9 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
     """
     if not isinstance(selected_rows, SelectedRows):
         raise TypeError(
-            "sparsejax.desc.save_selected_rows: takes a SelectedRows, got "
-            f"{_arguments.kind_of(selected_rows)}. Save arrays with np.save, and trees "
-            "with orbax."
+            "sparsejax.desc.save_selected_rows: selected_rows must be a SelectedRows, "
+            f"got {_arguments.kind_of(selected_rows)}. Save arrays with np.save, and "
+            "trees with orbax."
         )
     filled = np.asarray(selected_rows.filled())
     rows = np.asarray(selected_rows.rows)[filled].astype("<i8")
@@ -160,7 +160,7 @@ def _read_paddle(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
     def version(part: str) -> None:
         found = number("<I", part)
         if found != _VERSION:
-            raise ValueError(f"it is of version {found}, and only 0 can be read")
+            raise ValueError(f"it has version {found}, but only version 0 is supported")
 
     version("its version")
     count = number("<Q", "the number of rows")

@@ -90,9 +90,9 @@ def infer(
     is_pair = type(out) is tuple and len(out) == 2
     if not has_aux and is_pair and _is_loss(out[0]):
         raise TypeError(
-            "sparsejax.desc.infer: the function returns a pair whose first part is a "
-            "float scalar. If that is (loss, aux), pass has_aux=True, so that the "
-            "gradients are inferred too; if it is not a loss, return a dict or a list."
+            "sparsejax.desc.infer: the function returns a pair that begins with a "
+            "float scalar. If this is (loss, aux), pass has_aux=True to infer the gradients "
+            "too; if not, return a dict or a list."
         )
     loss = out[0] if has_aux else out
     if not _is_loss(loss):

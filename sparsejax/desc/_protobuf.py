@@ -61,8 +61,8 @@ def to_bytes(desc: VarDesc) -> bytes:
     """
     if not isinstance(desc, VarDesc):
         raise TypeError(
-            f"sparsejax.desc.to_bytes: takes one VarDesc, got {kind_of(desc)}. For a "
-            "list: [to_bytes(desc) for desc in describe(tree)]."
+            f"sparsejax.desc.to_bytes: desc must be one VarDesc, got {kind_of(desc)}. "
+            "For a list, use [to_bytes(desc) for desc in describe(tree)]."
         )
     if desc.type not in _KINDS:
         raise ValueError(
@@ -116,7 +116,7 @@ def from_bytes(data: bytes) -> VarDesc:
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(
-            "sparsejax.desc.from_bytes: takes bytes, as to_bytes returns them, got "
+            "sparsejax.desc.from_bytes: data must be bytes from to_bytes, got "
             f"{kind_of(data)}."
         )
     try:
@@ -130,8 +130,8 @@ def from_bytes(data: bytes) -> VarDesc:
     part = "selected_rows_desc" if kind == SELECTED_ROWS else "lod_desc"
     if not message.HasField(part):
         raise ValueError(
-            f"sparsejax.desc.from_bytes: {message.name} is of type {kind} and has no "
-            f"{part}, the field with its data type and dims."
+            f"sparsejax.desc.from_bytes: {message.name} of type {kind} lacks the field "
+            f"{part}, which has its data type and dims."
         )
     value = getattr(message, part)
     tensor, level = (value, 0)
@@ -180,7 +180,7 @@ def parse(kind: str, data: bytes) -> Any:
         raise ValueError("not in protobuf's wire format") from None
     missing = message.FindInitializationErrors()
     if missing:
-        raise ValueError(f"without {', '.join(missing)}")
+        raise ValueError(f"missing: {', '.join(missing)}")
     return message
 
 

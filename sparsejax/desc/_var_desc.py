@@ -101,15 +101,15 @@ def describe(
         own: list[Any] = list(names) if isinstance(names, list | tuple) else [names]
         if len(own) != len(paths) or not all(isinstance(n, str) for n in own):
             raise ValueError(
-                "sparsejax.desc.describe: names must be one name for each of the "
-                f"{len(paths)} variables of the tree ({', '.join(paths)}), or a "
+                "sparsejax.desc.describe: names must have one name for each of the "
+                f"{len(paths)} variables of the tree ({', '.join(paths)}), or be a "
                 f"function of the path, got {own}."
             )
     for name in own:
         if own.count(name) > 1:
             raise ValueError(
-                f"sparsejax.desc.describe: {name!r} is the name of more than one "
-                "variable. Names must be unique: pass others as names=."
+                "sparsejax.desc.describe: names must be unique, but more than one "
+                f"variable is named {name!r}. Pass other names with names=."
             )
     keep = persistable if callable(persistable) else lambda _: persistable
     return [

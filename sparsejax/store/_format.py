@@ -81,8 +81,8 @@ def check_same(
         if found.get(field) != expected[field]:
             raise ValueError(
                 f"{call}: table {name!r} has {field} {_show(expected[field])} here, "
-                f"but {_show(found.get(field))} in {path}. Call init with the "
-                "arguments that the file was made with, or use another file."
+                f"but {_show(found.get(field))} in {path}. Call init with the same "
+                "arguments as when the file was made, or use another file."
             )
 
 

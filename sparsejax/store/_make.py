@@ -1,4 +1,4 @@
-"""Makes a table from the arguments of `KVStore.init`, which are checked here."""
+"""Checks the arguments of `KVStore.init`, and makes the table."""
 
 import os
 from collections.abc import Callable
@@ -40,24 +40,25 @@ def make_table(
     if initializer is not None:
         if array is not None:
             raise ValueError(
-                f"{_CALL}: table {name!r} has an array and an initializer. The array "
-                "holds the first weights of all rows: leave out one of the two."
+                f"{_CALL}: table {name!r} has both an array and an initializer. Omit "
+                "the initializer, since the array has the initial weights of all rows, "
+                "or pass a shape."
             )
         if not callable(initializer):
             raise TypeError(
                 f"{_CALL}: initializer must be a function (key, shape, dtype) -> "
-                "array, such as jax.nn.initializers.normal(0.01), got "
+                "array, for example jax.nn.initializers.normal(0.01), got "
                 f"{_arguments.show(initializer)}."
             )
         if shape[0] > 1 << 32:
             raise ValueError(
-                f"{_CALL}: an initializer supports at most 2**32 rows, and table "
+                f"{_CALL}: an initializer supports at most 2**32 rows, but table "
                 f"{name!r} has {shape[0]}."
             )
     if path is not None and array is not None and os.path.exists(path):
         raise ValueError(
-            f"{_CALL}: {path} exists already, and table {name!r} comes with an array. "
-            "Give the shape to open the file, or another path."
+            f"{_CALL}: table {name!r} has an array, but {path} already exists. Pass "
+            "the shape to open the file, or use another path."
         )
     key = _arguments.as_key(_CALL, seed, "seed", from_int=True)
     check_not_traced(_CALL, name, "keys", key)
@@ -89,8 +90,8 @@ def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
         return tuple(int(n) for n in x), None
     if not isinstance(x, (np.ndarray, jax.Array)):
         raise TypeError(
-            f"{_CALL}: table {name!r} needs a shape, as a tuple of ints, or an array "
-            f"of weights, got {x if is_sequence else _arguments.kind_of(x)}."
+            f"{_CALL}: table {name!r} needs a shape (a tuple of ints) or an array of "
+            f"weights, got {x if is_sequence else _arguments.kind_of(x)}."
         )
     return x.shape, np.asarray(x)
 
@@ -107,8 +108,8 @@ def _as_dtype(name: str, dtype: Any, array: np.ndarray | None) -> np.dtype:
         ) from None
     if array is not None and found != array.dtype:
         raise ValueError(
-            f"{_CALL}: table {name!r} comes with an array of {array.dtype}, and "
-            f"dtype={found}. Leave dtype out, or cast the array."
+            f"{_CALL}: table {name!r} has an array of {array.dtype}, but "
+            f"dtype={found}. Omit dtype, or cast the array."
         )
     return found
 
@@ -118,8 +119,8 @@ def _check_shape_and_optimizer(
 ) -> None:
     if not shape:
         raise ValueError(
-            f"{_CALL}: table {name!r} must have at least one axis, the rows, got shape "
-            f"{shape}."
+            f"{_CALL}: table {name!r} must have at least one axis (the rows), got "
+            f"shape {shape}."
         )
     try:
         _arguments.index_dtype(shape[0])  # there must be an id for each row
@@ -130,19 +131,20 @@ def _check_shape_and_optimizer(
         raise TypeError(f"{_CALL}: dtype must be a numeric type, got {dtype}.")
     if tx is not None and not all(hasattr(tx, x) for x in ("init", "update")):
         raise TypeError(
-            f"{_CALL}: tx must be an optax transformation, such as optax.adagrad(0.1), "
-            f"or None for a table that is only read, got {_arguments.kind_of(tx)}."
+            f"{_CALL}: tx must be an optax transformation, for example "
+            "optax.adagrad(0.1), or None for a read-only table, got "
+            f"{_arguments.kind_of(tx)}."
         )
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{_CALL}: table {name!r} has dtype {dtype}; an optimizer needs a real "
-            "floating-point type. Use tx=None for a table that is only read."
+            f"{_CALL}: table {name!r} must have a real floating-point dtype for an "
+            f"optimizer, got {dtype}. For a read-only table, pass tx=None."
         )
     parts = 2 if dtype.kind == "c" else 1
     if dtype.itemsize > 4 * parts and not _arguments.x64_enabled():
         raise ValueError(
-            f"{_CALL}: table {name!r} has dtype {dtype}, which JAX cuts to 32 bits. "
-            "Set jax_enable_x64, or use a type of 32 bits or less."
+            f"{_CALL}: table {name!r} has dtype {dtype}, which JAX truncates to 32 "
+            "bits. Set jax_enable_x64, or use a dtype of at most 32 bits."
         )
 
 
@@ -160,9 +162,9 @@ def _check_initializer(
         if not isinstance(made, Tracer) and hasattr(made, "dtype"):
             raise ValueError(
                 f"{_CALL}: the initializer of table {name!r} is traced once for all "
-                "rows, and returns an array that is not traced, such as NumPy's. So "
-                "all rows would get the same values. Make them with jax.random and the "
-                "key, or, if they are constant, with jax.numpy."
+                "rows, but returns an untraced array (for example from NumPy), so all "
+                "rows would get the same values. Use jax.random with the key, or "
+                "jax.numpy for constants."
             )
         return made
 
@@ -177,5 +179,5 @@ def _check_initializer(
     if found != shape:
         raise ValueError(
             f"{_CALL}: the initializer of table {name!r} must return an array of the "
-            f"shape that it is called with, {shape} for one row; it returned {found}."
+            f"requested shape, {shape} for one row, but returned {found}."
         )

@@ -92,9 +92,9 @@ class MappedFile:
             free = shutil.disk_usage(path.parent).free
             if end > free:
                 raise OSError(
-                    f"{call}: {path} may grow to {end} bytes, and its file system has "
-                    f"{free} left. Writing to a table on a full disk kills the "
-                    "process. Free some space, or use another file system."
+                    f"{call}: {path} may grow to {end} bytes, but its file system has "
+                    f"only {free} left, and writing to a mapped file on a full disk "
+                    "kills the process. Free some space, or use another file system."
                 )
             with replacing(path) as file:
                 _format.write_header(file, MAGIC, header | {"start": start})
@@ -109,7 +109,7 @@ class MappedFile:
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     raise RuntimeError(
-                        f"{call}: {path} is in use by another store, of this process "
+                        f"{call}: {path} is in use by another store, in this process "
                         "or another one. Close that store first."
                     ) from None
             self.found = _format.read_header(call, path, self._file, MAGIC)

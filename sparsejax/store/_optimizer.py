@@ -39,8 +39,8 @@ def on_host(*, required: bool = True) -> Iterator[Any]:
         device = None
     if device is None and required:
         raise RuntimeError(
-            "sparsejax.store: JAX has no CPU device here, and the store updates its "
-            "rows on the CPU. If JAX_PLATFORMS is set, add the CPU to it: "
+            "sparsejax.store: the store updates its rows on the CPU, but JAX has no "
+            "CPU device here. If JAX_PLATFORMS is set, add the CPU to it: "
             "JAX_PLATFORMS=cuda,cpu."
         )
     if device is None:

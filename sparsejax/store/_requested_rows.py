@@ -17,13 +17,12 @@ LEAST_CAPACITY = 8
 
 
 def check_not_traced(call: str, name: str, what: str, *arrays: Any) -> None:
-    """Raises a TypeError if an array is a tracer: a store works outside of jit."""
+    """Raises a TypeError if an array is a tracer: a store works only outside jit."""
     if any(isinstance(x, Tracer) for x in arrays):
         raise TypeError(
-            f"{call}: table {name!r} is in the memory of the host, and {what} traced "
-            "by jit, vmap, grad or scan have no values there. Call it outside: pull, "
-            "pass the SelectedRows to the jitted step, and push the gradient that it "
-            "returns."
+            f"{call}: table {name!r} is in host memory, so it cannot use {what} traced "
+            "by jit, vmap, grad or scan. Call it outside: pull, pass the SelectedRows "
+            "to the jitted step, and push the gradient that it returns."
         )
 
 
@@ -33,8 +32,8 @@ def distinct_rows(
     """The rows of `ids`, each once, ascending, in the dtype of SelectedRows.rows."""
     if mode not in ("error", "drop"):
         raise ValueError(
-            f"{call}: mode must be 'error' or 'drop', got {mode!r}. 'drop' leaves out "
-            "ids that are out of range, such as a padding id of -1."
+            f"{call}: mode must be 'error' or 'drop', got {mode!r}. 'drop' ignores ids "
+            "that are out of range, for example a padding id of -1."
         )
     ids = _arguments.as_integers(call, ids)
     check_not_traced(call, name, "ids", ids)
@@ -90,8 +89,8 @@ def capacity_for(
     capacity = _arguments.check_capacity(call, capacity)
     if count > capacity:
         raise ValueError(
-            f"{call}: {count} distinct rows of table {name!r} do not fit into "
-            f"capacity={capacity}. Give capacity={count} or more, or leave it out."
+            f"{call}: {count} distinct rows of table {name!r} do not fit in "
+            f"capacity={capacity}. Pass capacity={count} or more, or omit it."
         )
     return capacity
 

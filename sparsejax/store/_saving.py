@@ -31,12 +31,12 @@ def save(
     """Writes all tables, and then replaces `path`."""
     if os.path.isdir(as_path(_SAVE, path)):
         raise IsADirectoryError(
-            f"{_SAVE}: {path} is a directory. Give the path of a file in it."
+            f"{_SAVE}: path must be a file, got the directory {path}."
         )
     if _memory.is_mapped_table(path):
         raise ValueError(
-            f"{_SAVE}: {path} is the file of a memory-mapped table, and saving would "
-            "destroy it. Save to another path."
+            f"{_SAVE}: {path} is the file of a memory-mapped table, which saving would "
+            "destroy. Save to another path."
         )
     descriptions, touched = {}, {}
     for name, table in tables.items():
@@ -149,9 +149,9 @@ def _checked_descriptions(
         )
     if found.keys() != tables.keys():
         raise ValueError(
-            f"{_LOAD}: {path} holds the tables {sorted(found)}, and this store "
-            f"{sorted(tables)}. Before load, call init for each table of the file and "
-            "for no other."
+            f"{_LOAD}: {path} has the tables {sorted(found)}, but this store has "
+            f"{sorted(tables)}. Before load, call init for exactly the tables of the "
+            "file."
         )
     expected = file.tell()
     for name, description in found.items():

@@ -32,21 +32,21 @@ _CALL = "sparsejax.store.KVStore"
 
 
 class KVStore:
-    """Named tables in host memory or in files, whose rows are pulled and pushed.
+    """Named tables in host memory or files, accessed by pulling and pushing rows.
 
     A table of V rows stays on the host, together with its optimizer state. A
     step pulls the rows that its batch needs to the device, as a SelectedRows,
     and pushes their gradient. The store then runs the optimizer on those rows
     of weights and state, exactly as `sparsejax.optim.lazy` would on the device:
 
-      W[R], S[R] := step(W[R], S[R], g)      R the rows of the gradient g
+      W[R], S[R] := step(W[R], S[R], g)      R: the rows of the gradient g
 
-    So the device holds only the rows of a batch, however large V is.
+    So the device needs memory only for the rows of a batch, however large V is.
 
     A pulled SelectedRows takes the place of the table in `sparsejax.lookup`,
     `embedding_bag` and the layers of `sparsejax.nn`. Its gradient from
-    `sparsejax.value_and_grad` is a SelectedRows with the same rows, which can
-    be pushed. Rows that were not pulled read NaN. (`jax.grad` does not accept
+    `sparsejax.value_and_grad` is a SelectedRows with the same rows, ready to be
+    pushed. Rows that were not pulled read as NaN. (`jax.grad` does not accept
     ids: pass it `pulled.values`.)
 
     A store runs one call at a time; calls from other threads wait. Each table
@@ -54,13 +54,13 @@ class KVStore:
     table.
 
     - `init`: makes a table, or opens its file.
-    - `pull`, `push`: moves rows to the device, and their gradient back.
+    - `pull`, `push`: move rows to the device, and their gradient back.
     - `prefetch`: batches with their rows, read while the previous step runs.
-    - `assign`, `pull_all`: sets rows; reads all rows.
+    - `assign`, `pull_all`: set rows; read all rows.
     - `save`, `load`: all tables, to and from a file.
     - `names`, `spec`, `is_trainable`, `stats`: the tables, their shapes and
-      dtypes, and what was done with them.
-    - `flush`, `close`: writes mapped files to the disk; ends the store, as does
+      dtypes, and their statistics.
+    - `flush`, `close`: write mapped files to disk; end the store, as does
       `with KVStore() as store`.
 
     Example:
@@ -149,11 +149,11 @@ class KVStore:
         call = f"{_CALL}.init"
         self._check_open(call)
         if not isinstance(name, str):
-            raise TypeError(f"{call}: the name of a table is a string, got {name!r}.")
+            raise TypeError(f"{call}: name must be a string, got {name!r}.")
         if name in self._tables:
             raise ValueError(
-                f"{call}: there is a table {name!r} already. Choose another name, or "
-                "push to the existing table."
+                f"{call}: table {name!r} already exists. Use another name, or push to "
+                "the existing table."
             )
         table = make_table(name, shape_or_array, tx, path, initializer, seed, dtype)
         self._run(call, lambda: self._tables.update({name: table}))
@@ -200,7 +200,7 @@ class KVStore:
         return self._table(f"{_CALL}.is_trainable", name).optimizer is not None
 
     def stats(self) -> dict[str, TableStats]:
-        """For each table its size and what was done with it."""
+        """The size and statistics of each table."""
         tables = self._tables.items()
         return self._run(f"{_CALL}.stats", lambda: {n: t.stats() for n, t in tables})
 
@@ -217,18 +217,18 @@ class KVStore:
           capacity: slots of the result; by default the next power of two (at most V),
             so that a jitted step is compiled only a few times. With the same capacity
             for all batches it is compiled once.
-          mode: what to do with ids out of range: "error", or "drop" to leave them out,
-            such as a padding id of -1.
+          mode: for ids out of range: "error", or "drop" to ignore them, for example a
+            padding id of -1.
 
         Returns:
-          SelectedRows of height V: each row once, ids ascending, and then empty slots
-          with `rows == V` and zeros.
+          SelectedRows of height V: each row once, ids ascending, followed by empty
+          slots with `rows == V` and zeros.
 
         Raises:
-          KeyError: no such table.
+          KeyError: there is no such table.
           TypeError: `ids` are not integers.
-          ValueError: ids out of range; more rows than `capacity` (the message says how
-            many).
+          ValueError: ids are out of range, or there are more rows than `capacity` (the
+            message says how many).
         """
         call = f"{_CALL}.pull"
         table = self._table(call, name)
@@ -239,10 +239,10 @@ class KVStore:
         return self._run(call, work)
 
     def row_sparse_pull(self, name: str, row_ids: Any) -> SelectedRows:
-        """The rows of `row_ids` without empty slots: MXNet's operation.
+        """The rows of `row_ids` without empty slots, as in MXNet.
 
-        As `pull`, with as many slots as there are distinct rows. That number is part of
-        the result's shape, so a jitted step is compiled again for each new number.
+        Like `pull`, but with exactly as many slots as distinct rows. That number is
+        part of the result's shape, so a jitted step recompiles for each new number.
         """
         call = f"{_CALL}.row_sparse_pull"
         table = self._table(call, name)
@@ -255,10 +255,10 @@ class KVStore:
     def push(self, name: str, grads: Any) -> None:
         """One step of the optimizer with a gradient.
 
-        Slots with the same row are summed, as `SelectedRows.coalesce` does. All other
-        rows keep their weights and state. While `prefetch` runs, the gradient is queued
-        and not waited for: it may still be being computed, and must not be donated. An
-        error of such a push is raised by the next call.
+        Duplicates are summed, as by `SelectedRows.coalesce`. All other rows keep their
+        weights and state. While `prefetch` runs, `push` queues the gradient and does
+        not wait for it: the gradient may still be computing, and must not be donated.
+        The next call raises an error of such a push.
 
         Args:
           name: of the table.
@@ -266,7 +266,7 @@ class KVStore:
 
         Raises:
           KeyError: no such table.
-          TypeError, ValueError: not a SelectedRows, or one of another shape.
+          TypeError, ValueError: `grads` is not a SelectedRows of the table's shape.
         """
         table = self._table(f"{_CALL}.push", name)
         gradient = _checked_gradient(table, grads)
@@ -290,24 +290,24 @@ class KVStore:
     ) -> Generator[tuple[Batch, Any]]:
         """Batches with their rows, which are read while the previous step runs.
 
-        Gives the same bits as pulling the rows of each batch when its turn comes: they
-        include all that was pushed before the batch is asked for. A thread of the store
-        reads the rows that the running step did not pull, waits for the step's
-        gradients, and forwards the rows that these change. Between two batches `push`
-        returns at once; a step may push nothing, once or often, to any table. Other
-        calls wait for the pushes before them.
+        The result is the same, bit for bit, as pulling the rows of each batch when it
+        is requested: it includes everything pushed before. A thread of the store reads
+        the rows that the running step did not pull, waits for the gradients of the
+        step, and forwards the rows that they change. Between two batches `push` returns
+        at once; a step may push any number of times, to any table. Other calls wait for
+        earlier pushes.
 
         Args:
-          batches: an iterable of anything; the next batches are taken from it early.
-          ids_of: `batch -> {name: ids}`, or the ids alone in a store with one table.
-          depth: how many batches are prepared ahead; 0 prepares none.
-          capacity: as in `pull`, or a mapping with one for each table name.
+          batches: an iterable of anything; batches are taken from it ahead of time.
+          ids_of: `batch -> {name: ids}`, or just the ids in a store with one table.
+          depth: the number of batches prepared ahead; 0 prepares none.
+          capacity: as in `pull`, or a mapping from table names to capacities.
           mode: as in `pull`.
 
         Returns:
           An iterator of `(batch, {name: SelectedRows})`, or of `(batch, SelectedRows)`
-          where `ids_of` returns the ids alone. Closing it early ends the thread. An
-          error of `batches` or `ids_of` is raised at the turn of its batch.
+          if `ids_of` returns just the ids. Closing it early ends the thread. Errors of
+          `batches` or `ids_of` are raised when their batch is requested.
 
         Raises:
           KeyError: a capacity for a table that does not exist.
@@ -358,9 +358,9 @@ class KVStore:
             is_alone = not isinstance(ids, Mapping)
             if is_alone and len(self._tables) != 1:
                 raise TypeError(
-                    f"{call}: ids_of must return {{name: ids}}, unless the store has "
-                    f"one table. It has {self.names() or 'none'}, and ids_of returned "
-                    f"{_arguments.kind_of(ids)}."
+                    f"{call}: ids_of must return {{name: ids}} unless the store has "
+                    f"one table, got {_arguments.kind_of(ids)} for the tables "
+                    f"{self.names() or 'none'}."
                 )
             if is_alone:
                 ids = {self.names()[0]: ids}
@@ -439,7 +439,7 @@ class KVStore:
             return self._run(call, work)
 
     def assign(self, name: str, weights: Any) -> None:
-        """Sets the weights of rows; the optimizer state stays as it is.
+        """Sets the weights of rows; the optimizer state does not change.
 
         Args:
           name: of the table.
@@ -476,9 +476,8 @@ class KVStore:
         """Writes all tables to a file, weights and state.
 
         The file is written next to `path`, and replaces it when it is complete and on
-        the disk. If the process is killed, `path` holds its old content or all of the
-        new. Of tables that were not made from an array, only the rows touched are
-        written.
+        disk. If the process is killed, `path` has either its old or its new content.
+        For tables that were not made from an array, only touched rows are written.
 
         Args:
           path: of the file, in an existing directory.
@@ -495,14 +494,14 @@ class KVStore:
             self._run(call, lambda: _saving.save(path, self._tables, report))
 
     def load(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
-        """Reads what `save` wrote into the tables of this store.
+        """Loads a file written by `save` into the tables of this store.
 
-        A file holds no functions: first call `init` for each table, with the shape, the
-        optimizer and the initializer that it was saved with. The seed comes from the
-        file, so that untouched rows start as they would have.
+        A file contains no functions: first call `init` for each table, with the shape,
+        optimizer and initializer that it was saved with. The seed comes from the file,
+        so untouched rows start as they would have.
 
-        The file is read twice, and nothing is changed until all of it was checked. If
-        the second reading stops, the tables are half loaded: pulls, pushes and `save`
+        The file is read twice, and nothing changes until all of it has been checked. If
+        the second pass fails, the tables are half loaded: pulls, pushes and `save`
         raise RuntimeError until a `load` succeeds, and `init` refuses a mapped file.
 
         Args:
@@ -510,9 +509,9 @@ class KVStore:
           progress: as in `save`; each row counts twice, when checked and when read.
 
         Raises:
-          FileNotFoundError: no such file.
-          ValueError: not the file of a store, a truncated or damaged one (each part has
-            a checksum), or one of other tables. Nothing was changed.
+          FileNotFoundError: there is no such file.
+          ValueError: the file is not that of a store, is truncated or damaged (each
+            part has a checksum), or has other tables. Nothing has changed.
         """
         call = f"{_CALL}.load"
 
@@ -554,9 +553,7 @@ class KVStore:
 
     def _check_open(self, call: str) -> None:
         if self._closed:
-            raise ValueError(
-                f"{call}: this store is closed. Make a new one, or close it later."
-            )
+            raise ValueError(f"{call}: this store is closed. Make a new one.")
 
     def _table(self, call: str, name: Any) -> Table:
         self._check_open(call)
@@ -577,14 +574,15 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
     call = f"{_CALL}.push"
     if table.optimizer is None:
         raise ValueError(
-            f"{call}: table {table.name!r} was made with tx=None, to be read only. "
-            "Give init an optax transformation, such as optax.adagrad(0.1)."
+            f"{call}: table {table.name!r} is read-only, since it was made with "
+            "tx=None. Pass init an optax transformation, for example "
+            "optax.adagrad(0.1)."
         )
     parts = list(grads) if isinstance(grads, (list, tuple)) else [grads]
     if not parts:
         raise ValueError(
-            f"{call}: an empty list for table {table.name!r}. Give at least one "
-            "SelectedRows."
+            f"{call}: grads for table {table.name!r} is an empty list. Pass at least "
+            "one SelectedRows."
         )
     for part in parts:
         if not isinstance(part, SelectedRows):
@@ -597,23 +595,22 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
             found = type(part.rows).__name__ if dtype is None else dtype
             raise TypeError(
-                f"{call}: the gradient for table {table.name!r} has rows of type "
-                f"{found}, not integers: jax.grad gives no ids, and jax.tree.map "
-                "changes them. Use sparsejax.value_and_grad, and SelectedRows.map for "
-                "the values alone."
+                f"{call}: the rows of the gradient for table {table.name!r} must be "
+                f"integers, got {found}. (jax.grad returns no ids, and jax.tree.map "
+                "changes them.) Use sparsejax.value_and_grad, and SelectedRows.map to "
+                "change only the values."
             )
         check_not_traced(call, table.name, "gradients", part.rows, part.values)
         if jnp.issubdtype(part.dtype, jnp.complexfloating):
             raise TypeError(
-                f"{call}: the gradient for table {table.name!r} is {part.dtype}, and "
-                f"the table {table.dtype}. A real loss has a real gradient: take .real "
-                "of it, if that is intended."
+                f"{call}: the gradient for table {table.name!r} must be real like the "
+                f"table ({table.dtype}), got {part.dtype}. If this is intended, use "
+                "its .real part."
             )
         if part.shape != table.shape:
             raise ValueError(
-                f"{call}: the gradient for table {table.name!r} has shape "
-                f"{part.shape}, and the table {table.shape}. Height and row shape must "
-                "be the same."
+                f"{call}: the gradient for table {table.name!r} must have the shape of "
+                f"the table, {table.shape}, got {part.shape}."
             )
     return parts[0] if len(parts) == 1 else concatenate(parts)
 
@@ -638,8 +635,8 @@ def _rows_to_assign(
         if is_known:
             found = f"{dtype}{list(weights.shape)}"
         raise TypeError(
-            f"{call}: weights for table {name!r} must be a SelectedRows, or an array "
-            f"of all rows, of shape {table.shape}, and real if the table is; got "
+            f"{call}: weights for table {name!r} must be a SelectedRows or an array of "
+            f"all rows, of shape {table.shape} (and real if the table is), got "
             f"{found}."
         )
     values = np.asarray(values)
@@ -653,7 +650,7 @@ def _rows_to_assign(
     if filled.size != distinct.size:
         raise ValueError(
             f"{call}: the SelectedRows for table {name!r} has duplicate rows. "
-            "Give each row once; .coalesce() sums duplicates."
+            "Pass each row once; .coalesce() sums duplicates."
         )
     order = filled[np.argsort(positions[filled])]
     yield distinct, values[order].astype(table.dtype)

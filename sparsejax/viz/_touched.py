@@ -19,9 +19,9 @@ _POINTS = 2000
 def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any:
     """Plots the rows that each step touches, and the skew of the reads.
 
-    On the left: for each step the ids it reads and the distinct rows among them, which
-    is what a sparse step costs; and the number of rows of the table, which is what a
-    dense step costs. On the right: the share of all reads that the most popular rows
+    Left: for each step, the number of ids and of distinct rows among them, which is the
+    cost of a sparse step; and the number of rows of the table, which is the cost of a
+    dense step. Right: the share of all reads that the most popular rows
     get.
 
     Args:
@@ -56,14 +56,12 @@ def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any
         )
     if not isinstance(steps, Iterable):
         raise TypeError(
-            "sparsejax.viz.rows_touched: steps must be a list of the ids of each step, "
-            f"got {kind_of(steps)}."
+            "sparsejax.viz.rows_touched: steps must be a list with the ids of each "
+            f"step, got {kind_of(steps)}."
         )
     ids = [_ids_of(k, step, num_rows) for k, step in enumerate(steps)]
     if not ids:
-        raise ValueError(
-            "sparsejax.viz.rows_touched: there are no steps: steps is empty."
-        )
+        raise ValueError("sparsejax.viz.rows_touched: steps must not be empty.")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -88,8 +86,8 @@ def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
     elif isinstance(x, SelectedRows):
         if x.height != num_rows:
             raise ValueError(
-                f"sparsejax.viz.rows_touched: step {step} is a SelectedRows of height "
-                f"{x.height}, but num_rows is {num_rows}."
+                f"sparsejax.viz.rows_touched: step {step} must have height num_rows="
+                f"{num_rows}, got a SelectedRows of height {x.height}."
             )
         x = x.rows
     try:
@@ -100,7 +98,7 @@ def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
         found = kind_of(x if ids.dtype == object else ids)
         raise TypeError(
             f"sparsejax.viz.rows_touched: step {step} must be integer ids, a "
-            f"SegmentTensor of them, or a SelectedRows, got {found}."
+            f"SegmentTensor of ids, or a SelectedRows, got {found}."
         )
     ids = ids.reshape(-1)
     return ids[(ids >= 0) & (ids < num_rows)]
