@@ -162,7 +162,7 @@ def test_fields_in_any_order(tmp_path):
         ({"ids": [0, -1]}, r"columns\['ids'\] must be a list of ints and strs"),
         ({"ids": None}, r"columns\['ids'\] must be a list"),
         ({"ids": 0, "label": [2]}, r"columns\['label'\] must be one int or str"),
-        ({"ids": [0, 4]}, ":1: found 4 fields, expected a field 4, counted from 0"),
+        ({"ids": [0, 4]}, ":1: found 4 fields, expected a field 4 .counting from 0"),
         ({"ids": "usr"}, ":1: found the names 'user, item, rating, time', exp.* 'usr'"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_vocabulary_counts_and_cuts(tmp_path):
         (9, dict(header=1), TypeError, "header must be True or False"),
         (2**31, {}, ValueError, "from 2 to 2147483647.* got 2147483648"),
         (9, dict(missing="x"), TypeError, "missing must be a number, got 'x'"),
-        (9, dict(path=None), TypeError, "path must be a str or an os.PathLike, got N"),
+        (9, dict(path=None), TypeError, "path must be a str or os.PathLike, got N"),
         (9, dict(path=io.BytesIO()), TypeError, "path must be a str .*BytesIO"),
     ],
 )

@@ -228,8 +228,8 @@ def test_the_tail_bound_holds_exactly(lengths, batch_size, risk):
 def test_too_small_a_capacity_is_named():
     message = (
         "capacity=3 of column 0 is too small: batch 0 of epoch 0 has 6 elements, and "
-        "the largest batch of that epoch has 10. Pass capacity=10, into which every "
-        "batch fits, "
+        "the largest batch of that epoch has 10. Pass capacity=10, which fits every "
+        "batch, "
     )
     with pytest.raises(ValueError, match=message):
         _numbered(40, batch_size=4, capacity=3)

@@ -196,7 +196,7 @@ def test_a_wrong_refusal_can_be_overruled():
     tx = optax.chain(optax.clip_by_global_norm(1.0), momentum_by_table())
     assert not sj.optim.is_row_separable(tx, PARAMS)
     with pytest.raises(
-        ValueError, match=r"scale_by_table: it cannot be run.*lazy\(tx, check=False\)"
+        ValueError, match=r"scale_by_table: it cannot run.*lazy\(tx, check=False\)"
     ):
         lazy(tx).init(PARAMS)
 

@@ -12,11 +12,11 @@ import optax
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; the message is one line that says how."""
+    """A mistake that the user can correct; the one-line message says how."""
 
 
-# Each with the learning rate to begin with, for a loss summed over the batch. It falls
-# to zero during the training.
+# With the initial learning rate of each, for a loss summed over the batch. The rate
+# decays to zero during training.
 OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]] = {
     "sgd": (optax.sgd, 0.025),
     "adagrad": (optax.adagrad, 0.1),
@@ -50,7 +50,7 @@ class Config:
 
     @property
     def rate(self) -> float:
-        """The learning rate to begin with; the default depends on the optimizer."""
+        """The initial learning rate; the default depends on the optimizer."""
         return self.learning_rate or OPTIMIZERS[self.optimizer][1]
 
 
@@ -144,7 +144,7 @@ def parse(argv: Sequence[str] | None) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raises a `UserError` before the training for what would fail after it."""
+    """Raises a `UserError` before training for anything that would fail after it."""
     if config.save:
         _check_target("--save", config.save, [config.text])
     if config.plot:
@@ -162,7 +162,7 @@ def check(config: Config) -> None:
 
 
 def _check_target(option: str, path: str, inputs: Sequence[str | None]) -> None:
-    """Raises a `UserError` unless a file can be written at `path`; writes none.
+    """Raises a `UserError` unless a file can be written at `path`; writes nothing.
 
     Args:
       option: of the command line, for messages.

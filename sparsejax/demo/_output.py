@@ -1,4 +1,4 @@
-"""The demo's results: neighbours of words, a file of vectors, a picture."""
+"""The demo's results: neighbours of words, a file of vectors, and a plot."""
 
 import contextlib
 import json
@@ -24,14 +24,14 @@ _INK, _MUTED, _ACCENT = "#1a1a1a", "#b4bcc6", "#2b6cb0"
 
 
 def nearest(vectors: np.ndarray, of: int, number: int) -> list[int]:
-    """The words whose vectors have the largest cosine similarity with that of `of`."""
+    """The words whose vectors are most similar to that of `of`, by cosine."""
     units = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     order = np.argsort(-(units @ units[of]), kind="stable")
     return [int(i) for i in order if i != of][:number]
 
 
 def print_neighbours(corpus: Corpus, vectors: np.ndarray, number: int = 12) -> None:
-    """Prints frequent words, and the words that the model finds similar."""
+    """Prints frequent words, and the words most similar to each."""
     print("\nNearest neighbours (cosine):")
     # The vectors of rare words are still close to their random initial values.
     known = int(np.sum(corpus.counts >= _KNOWN_FROM)) or len(corpus.words)

@@ -1,4 +1,4 @@
-"""Timing programs fairly on a machine that has other work too.
+"""Times programs fairly on a machine that also does other work.
 
 The demo's table and the benchmarks use it.
 
@@ -28,7 +28,7 @@ import jax
 
 
 class Compiled(NamedTuple):
-    """A compiled program, and what is known from compiling it.
+    """A compiled program, with statistics from its compilation.
 
     Args:
       run: the program.
@@ -58,7 +58,7 @@ def alternate(
     repeats: int,
     seconds: float = float("inf"),
 ) -> tuple[dict[str, list[float]], Any]:
-    """Times programs that take turns.
+    """Times programs in turn.
 
     Args:
       programs: by name, `(state, inputs) -> (state, result)`. They may donate `state`.
@@ -93,7 +93,7 @@ def _timed(program: Callable, state: Any, inputs: Callable) -> tuple[Any, float]
 
 
 def wait_for_rest(most: float = 5.0) -> None:
-    """Returns when no thread of this process is running, or after `most` seconds."""
+    """Waits until no thread of this process is running, at most `most` seconds."""
     step = 0.002
     for _ in range(int(most / step)):
         before = time.process_time()
@@ -108,7 +108,7 @@ def median_ms(times: Sequence[float]) -> float:
 
 
 def free_bytes() -> int | None:
-    """Memory available without swapping, or None if the system does not tell."""
+    """Memory available without swapping, or None if unknown."""
     limits = []
     try:
         for line in pathlib.Path("/proc/meminfo").read_text().splitlines():

@@ -91,8 +91,8 @@ def infer(
     if not has_aux and is_pair and _is_loss(out[0]):
         raise TypeError(
             "sparsejax.desc.infer: the function returns a pair that begins with a "
-            "float scalar. If this is (loss, aux), pass has_aux=True to infer the gradients "
-            "too; if not, return a dict or a list."
+            "float scalar. If this is (loss, aux), pass has_aux=True to infer the "
+            "gradients too; if not, return a dict or a list."
         )
     loss = out[0] if has_aux else out
     if not _is_loss(loss):

@@ -20,7 +20,7 @@ BARE = "value"  # the path of a variable that is not in a tree
 
 @dataclasses.dataclass(frozen=True)
 class VarDesc:
-    """The description of a variable, known before any data.
+    """The description of a variable, before any data.
 
     Args:
       name: str.

@@ -1,7 +1,7 @@
 """Host memory of a store: the arrays of a table, mapped files, and pooled buffers.
 
-The arrays of a table start as zeros that take no room: pages of memory, or of a sparse
-file, exist once they are written to.
+The arrays of a table start as zeros that take no space: pages of memory, or of a sparse
+file, are allocated when first written.
 """
 
 import collections
@@ -180,7 +180,7 @@ def _round_up(size: int) -> int:
 
 
 def _zeros(spec: Any) -> np.ndarray:
-    """Zeros in pages of 4 kB, each of which takes memory once it is written to.
+    """Zeros in pages of 4 kB, each allocated when first written.
 
     `np.zeros` asks for pages of 2 MB, and the system clears a whole page for the first
     row touched in it: 20 million rows of 32, touched at random, took 5 GB and 30 s.
@@ -212,12 +212,12 @@ _pool: dict[int, collections.deque] = {}
 
 
 def pooled_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """As `np.empty`, in memory that returns to a pool when no array uses it any more.
+    """Like `np.empty`, in memory that returns to a pool when no array uses it any more.
 
     The system clears fresh memory page by page at the first write, which takes as long
     as gathering rows into it. JAX's CPU device uses such an array in place and keeps a
-    reference to it, so memory returns to the pool after JAX's last array over it is
-    gone. tests/test_store_aliasing.py checks both.
+    reference to it, so the memory returns to the pool only after JAX's last array over
+    it is gone. tests/test_store_aliasing.py checks both.
     """
     dtype = np.dtype(dtype)
     count = math.prod(shape)

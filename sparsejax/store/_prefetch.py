@@ -59,11 +59,11 @@ class PulledRows:
         table.pull_seconds += time.perf_counter() - began
 
     def wait_for(self, other: "PulledRows") -> None:
-        """Makes rows late that an earlier batch pulled: its push may change them."""
+        """Marks rows late that an earlier batch pulled; its push may change them."""
         self._is_late |= is_among(self.rows, other.rows)
 
     def read_early(self) -> None:
-        """Reads all rows but the late ones."""
+        """Reads all rows except the late ones."""
         self._read(~self._is_late)
 
     def forward(self, rows: np.ndarray, weights: np.ndarray) -> None:
@@ -141,7 +141,7 @@ class InFlightBatches:
         self._all.append(batch)
 
     def finish(self, batch: InFlightBatch) -> dict[str, SelectedRows]:
-        """Gives a batch to the user, who has finished its owner's batch before it."""
+        """Gives a batch to the user, who has finished the owner's previous batch."""
         owner = batch.owner
         self._all = [b for b in self._all if b.owner is not owner or not b.is_out]
         batch.is_out = True
@@ -227,7 +227,7 @@ class WorkQueue:
         return future
 
     def raise_error(self) -> None:
-        """Raises the first error of `call_later` that was not raised yet."""
+        """Raises the first pending error of `call_later`."""
         if self._errors:
             raise self._errors.popleft()
 

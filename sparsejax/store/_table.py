@@ -30,7 +30,7 @@ CHUNK = 1 << 16  # rows at a time, where all rows are read or written
 
 
 class TableStats(NamedTuple):
-    """The size of a table and what was done with it, from `KVStore.stats()`.
+    """The size and usage statistics of a table, from `KVStore.stats()`.
 
     Args:
       rows: of the table.
@@ -119,7 +119,7 @@ class Table:
             self._is_zero = [not x.any() for x in leaves]
 
     def stats(self) -> TableStats:
-        """What the table holds now and what was done with it."""
+        """The current size and usage statistics of the table."""
         return TableStats(
             rows=self.height,
             touched_rows=int(np.count_nonzero(self.touched)),
@@ -134,7 +134,7 @@ class Table:
         )
 
     def description(self) -> dict[str, Any]:
-        """The description that files keep of it."""
+        """The description of the table for its files."""
         return _format.describe(
             self.shape,
             self.dtype,
@@ -218,7 +218,7 @@ class Table:
     # -- the first touch --------------------------------------------------------------
 
     def touch(self, rows: np.ndarray) -> None:
-        """Gives the `rows` that are untouched yet their first weights and state."""
+        """Gives those of `rows` that are untouched their initial weights and state."""
         self.check_usable()
         fresh = rows[np.take(self.touched, rows, mode="clip") == 0]
         if self.initializer is None and all(self._is_zero):
@@ -256,7 +256,7 @@ class Table:
         return np.asarray(new)[: rows.size].reshape(-1, *self.shape[1:])
 
     def reset(self, key: dict[str, Any]) -> None:
-        """Forgets all rows; rows touched later start from `key`."""
+        """Resets all rows; rows touched later start from `key`."""
         for rows in self.chunks():
             if not self.given:
                 rows = rows[self.touched[rows] != 0]

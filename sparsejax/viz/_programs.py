@@ -20,10 +20,10 @@ _MARK = "background:hsla(0,70%,50%,0.22)"
 
 @dataclasses.dataclass(frozen=True)
 class ProgramDiff:
-    """Two programs, and the arrays as large as a table that they make.
+    """Two programs, and the table-sized arrays that they make.
 
     Prints as a unified diff. A notebook shows the two side by side and marks the lines
-    that make an array as large as a table.
+    that make a table-sized array.
 
     Args:
       before: str, the program of `jax.grad`.
@@ -42,7 +42,7 @@ class ProgramDiff:
     tables: tuple[str, ...]
 
     def large(self, program: str) -> list[str]:
-        """The lines of a program that make an array as large as a table.
+        """The lines of a program that make a table-sized array.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -54,7 +54,7 @@ class ProgramDiff:
         return [line for line in program.splitlines() if self._is_large(line)]
 
     def summary(self) -> str:
-        """How many arrays as large as a table each program makes, in words.
+        """How many table-sized arrays each program makes, in words.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
