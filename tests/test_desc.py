@@ -152,11 +152,9 @@ def test_bytes_refuse():
     with pytest.raises(TypeError, match="must be bytes.* got a str"):
         sj.desc.from_bytes("x")  # pyright: ignore[reportArgumentType]
     without = b"\x0a\x01x\x10\x01"
-    with pytest.raises(
-        ValueError, match="SELECTED_ROWS lacks the field selected_rows_desc"
-    ):
+    with pytest.raises(ValueError, match="SELECTED_ROWS lacks .* selected_rows_desc"):
         sj.desc.from_bytes(without)
-    with pytest.raises(ValueError, match="without selected_rows_desc.data_type"):
+    with pytest.raises(ValueError, match="missing: selected_rows_desc.data_type"):
         sj.desc.from_bytes(without + b"\x22\x02\x08\x63")
 
 

@@ -74,9 +74,7 @@ def test_a_type_beside_an_array():
     with pytest.raises(ValueError, match="array of float32, but dtype=float16"):
         store.init("w", array, SGD, dtype=np.float16)
     store.init("w", array, SGD, dtype=np.float32)
-    with pytest.raises(
-        ValueError, match="KVStore.init: a table with 1099511627776 rows"
-    ):
+    with pytest.raises(ValueError, match="init: a table with 1099511627776 rows"):
         store.init("x", (2**40, 32), SGD)
 
 

@@ -236,9 +236,9 @@ class SelectedRows:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"SelectedRows of shape {self.shape} cannot be converted to an array "
-            "implicitly, by jnp.asarray, np.asarray or a NumPy function. Call "
-            ".to_dense() for the dense array, or use .rows and .values."
+            f"SelectedRows: one of shape {self.shape} was used where an array is "
+            "needed, by jnp.asarray, np.asarray or a NumPy function. Call .to_dense() "
+            "for the dense array, or use .rows and .values."
         )
 
     # -- rows --------------------------------------------------------------------

@@ -164,7 +164,7 @@ class SegmentTensor:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            "SegmentTensor cannot be converted to an array implicitly, by jnp.asarray, "
+            "SegmentTensor: one was used where an array is needed, by jnp.asarray, "
             "np.asarray or a NumPy function. Call .to_padded() for rows of equal "
             "length, or use .values and .segment_ids."
         )
