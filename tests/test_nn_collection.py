@@ -359,7 +359,7 @@ WRONG_FIELDS = [
         r"the tables \['b'\]",
     ),
     (lambda: Collection({"a": (5, 2)}, stacked=3), "stacked must be True or False"),
-    (lambda: Collection({"a": (2**30, 2), "b": (2**30, 2)}).place("a"), "of 64 bits"),
+    (lambda: Collection({"a": (2**30, 2), "b": (2**30, 2)}).place("a"), "64-bit ids"),
 ]
 
 
