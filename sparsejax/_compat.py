@@ -58,14 +58,14 @@ def is_ref_type(aval: Any) -> bool:
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Runs one equation on other inputs, as `eval_jaxpr` does; always a list."""
+    """Runs one equation on other inputs, as `eval_jaxpr` does; returns a list."""
     params = eqn.primitive.get_bind_params(eqn.params)
     out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def placeholder(aval: Any) -> Any:
-    """An array of which only the type is known, for programs that are never run."""
+    """An array with only a type, for programs that are never run."""
     return _placeholder_p.bind(aval=aval)
 
 
@@ -83,7 +83,7 @@ def equation_context(eqn: Any) -> Iterator[None]:
 
 
 def user_line(eqn: Any, enclosing: str | None = None) -> str:
-    """`file:line` of the innermost frame that is the user's own.
+    """`file:line` of the innermost frame in user code.
 
     Frames of JAX and of this package are skipped. If all others are of installed
     packages (a flax layer inside a scan, say), the line of the enclosing equation says
@@ -143,7 +143,7 @@ def linear_primitive(
     reference: Callable[..., jax.Array],
     platforms: Mapping[str, Callable[..., jax.Array]],
 ) -> Any:
-    """`reference` as one primitive, with other lowerings on some platforms.
+    """Makes `reference` one primitive, with other lowerings on some platforms.
 
     Under `vmap`, and for tangents, `reference` replaces it.
 
@@ -181,7 +181,7 @@ def multilinear_primitive(
     *,
     multiple_results: bool = False,
 ) -> Any:
-    """`reference` as one primitive whose JVP is that primitive again.
+    """Makes `reference` one primitive whose JVP is that primitive again.
 
     Args:
       name: of the primitive.

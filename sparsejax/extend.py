@@ -1,4 +1,4 @@
-"""Semi-public: teach sparsejax a primitive of yours.
+"""Semi-public: teach sparsejax how to handle your own primitives.
 
 `value_and_grad` walks the traced program and calls, for every equation that
 takes a table, the rule of that equation's primitive. A primitive without a
@@ -7,13 +7,12 @@ rule uses the whole table, so the table's gradient is dense (or, where
 (`ctx.read`) or pass the table on (`ref.then`).
 
 - `register_rule`: how a primitive reads rows of a table, or passes it on.
-- `register_flow`: through which of its inputs the loss is differentiated.
+- `register_flow`: which inputs of a primitive the loss is differentiated through.
 - `RuleContext`: `ctx`, the first argument of a rule.
 - `TableRef`: `ref`, a table that has not been read yet.
 
-This module keeps its names from release to release where JAX's own
-internals allow it; `sparsejax.transform.interpreter` explains the contract
-of a rule.
+These names stay the same between releases as far as JAX's own internals allow;
+`sparsejax.transform.interpreter` explains the contract of a rule.
 """
 
 from sparsejax.transform.interpreter import (

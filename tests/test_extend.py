@@ -58,7 +58,7 @@ def test_wrong_rules_are_told():
     def wrong_shape(ctx, table, ids):
         return ctx.read(table, ids)[:1]
 
-    with pytest.raises(TypeError, match=r"rule for wrong_rows returned shape \(1, 2\)"):
+    with pytest.raises(TypeError, match=r"wrong_rows must return .* got \(1, 2\)"):
         sj.grad(loss)(TABLE)
 
     @sj.extend.register_rule(p)
@@ -66,7 +66,7 @@ def test_wrong_rules_are_told():
         ctx.read(table, ids)
         return NotImplemented
 
-    with pytest.raises(TypeError, match="Decide before"):
+    with pytest.raises(TypeError, match="Return NotImplemented before"):
         sj.grad(loss)(TABLE)
 
 

@@ -35,9 +35,9 @@ def bag_sum(
 
     Args:
       table: `[V, ...]`.
-      ids: integers, `[B, L]`, or `[n]` with `segment_ids`. Those out of range add
-        nothing, whatever their weight.
-      weights: of the shape of `ids` and the accumulator's type, or None for ones.
+      ids: integers, `[B, L]`, or `[n]` with `segment_ids`. An id out of range adds
+        nothing, whatever its weight.
+      weights: with the shape of `ids` and the accumulator dtype, or None for ones.
       segment_ids: integers `[n]`; an element is dropped where it is out of range.
       num_bags: static, with `segment_ids`.
       indices_are_sorted: whether `segment_ids` ascend.
@@ -142,8 +142,8 @@ def _join_examples(
 ) -> Sequence[jax.Array]:
     """Segment ids of one batch of bags, from those of each example.
 
-    An element outside all bags of its example is moved into the nearest of them, where
-    its id is out of range. So segment ids that ascend in each example ascend in all.
+    An element outside all bags of its example moves to the nearest bag, with an id that
+    is out of range. Segment ids that ascend in each example therefore ascend overall.
     """
     inside = indexing.in_range(segment_ids, num_bags)
     ids = jnp.where(inside, ids, _arguments.scalar(height, ids))

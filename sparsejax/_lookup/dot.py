@@ -1,9 +1,9 @@
-"""dot: a CSR matrix times a dense one, with a row-sparse gradient.
+"""dot: a CSR matrix times a dense matrix, with a row-sparse gradient.
 
 Invariant, as in `lookup`: `dense` is read once, by one primitive whose operand is
 `dense` itself, and an element of the matrix that is dropped (its column or row is out
-of range) is out of range for that primitive too. So the gradient of `dense` has only
-the rows in the matrix's column indices.
+of range) is out of range for that primitive too. The gradient of `dense` therefore has
+only the rows in the matrix's column indices.
 """
 
 from typing import Any
@@ -29,23 +29,23 @@ def dot(
     `out[s] = sum_{i in segment s} value[i] * dense[index[i]]`, and transposed
     `out[c] = sum_{i: index[i] == c} value[i] * dense[segment(i)]`. Differentiable in
     `dense` and in `value`. Under `sparsejax.grad` the gradient of `dense` is a
-    SelectedRows of the rows in `index`, as a lookup's is of its ids.
+    SelectedRows of the rows in `index`, as for a lookup.
 
     Args:
       csr: `[S, C]`. A SegmentTensor with one segment per row and values
         `{"index": int[n], "value": dtype[n]}`; or a scipy CSR matrix; or a
-        `jax.experimental.sparse.BCSR` without batch dimensions. Duplicates add up. An
-        element whose column is outside `[0, C)` is dropped; columns never wrap.
-      dense: `[C, ...]`, transposed `[S, ...]`. Or a SelectedRows of that shape, whose
-        rows that are not stored are zeros.
-      transpose: bool, multiply by the transposed matrix.
-      num_columns: int C. Known from scipy's and BCSR's shapes, and from `dense` unless
-        transposed; a SegmentTensor needs it with `transpose`.
+        `jax.experimental.sparse.BCSR` without batch dimensions. Duplicates are summed.
+        An element whose column is outside `[0, C)` is dropped; columns never wrap.
+      dense: `[C, ...]`, or `[S, ...]` with `transpose`. Or a SelectedRows of that
+        shape, in which rows that are not stored are zeros.
+      transpose: whether to multiply by the transposed matrix.
+      num_columns: int C. Inferred from the shape of a scipy matrix or a BCSR, and from
+        `dense` unless transposed; a SegmentTensor needs it with `transpose`.
 
     Returns:
-      `[S, ...]`. Transposed, a SelectedRows of height C with one slot for each element
-      of the matrix, duplicates not merged. The dtype is the common one of `value` and
-      `dense`; sums are accumulated in at least float32.
+      `[S, ...]`. With `transpose`, a SelectedRows of height C with one slot per element
+      of the matrix; duplicates are not merged. The dtype is the promoted dtype of
+      `value` and `dense`; sums are accumulated in at least float32.
 
     Raises:
       TypeError: `csr` is not such a matrix, `dense` is not an array, or both are
@@ -86,7 +86,7 @@ def dot(
     if transpose and num_columns is None:
         raise ValueError(
             f"{_CALL}: transpose=True needs the number of columns, which a "
-            "SegmentTensor does not know. Pass num_columns."
+            "SegmentTensor does not store. Pass num_columns."
         )
     shape = (
         csr.num_segments,
@@ -96,8 +96,8 @@ def dot(
     if dense.shape[0] != columns:
         mark = ".T" if transpose else ""
         raise ValueError(
-            f"{_CALL}: csr{mark} is [{rows}, {columns}] and dense has shape "
-            f"{dense.shape}: the first axis of dense must be {columns}."
+            f"{_CALL}: the first axis of dense must be {columns}, since csr{mark} is "
+            f"[{rows}, {columns}], got shape {dense.shape}."
         )
 
     index = _arguments.as_ids(_CALL, index, shape[1], "csr's index")
@@ -109,8 +109,8 @@ def dot(
     dtype = indexing.promote(value.dtype, dense.dtype)
     if dtype == jnp.bool_:
         raise TypeError(
-            f"{_CALL}: value and dense are both booleans, which have no sum. Cast one "
-            "of them, with .astype(jnp.int32) to count."
+            f"{_CALL}: value and dense must not both be bool. Cast one of them; "
+            ".astype(jnp.int32) counts."
         )
     wide = indexing.accumulator_dtype(dtype)
     value = indexing.zero_unless(counts, value).astype(wide)
@@ -138,20 +138,21 @@ def dot(
 
 
 def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | None]:
-    """`csr` as a SegmentTensor, and its number of columns where that is known."""
+    """`csr` as a SegmentTensor, and its number of columns if known."""
     if isinstance(csr, SegmentTensor):
         return csr, num_columns
-    # scipy and BCSR are recognized by their attributes, so that neither is imported.
-    # scipy's CSC has the same three arrays for another matrix.
+    # scipy matrices and BCSR are recognized by their attributes, so neither is
+    # imported. scipy's CSC has the same three arrays, but a different meaning.
     known = all(hasattr(csr, name) for name in ("indptr", "indices", "data", "shape"))
     if not known or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
         found = _arguments.kind_of(csr)
         if known:
             found += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
         raise TypeError(
-            f"{_CALL}: csr must be a SegmentTensor with values {{'index', 'value'}}, a "
-            f"scipy CSR matrix or a BCSR, got {found}. SegmentTensor.from_csr makes "
-            "one of indptr, indices and data; scipy's other formats have .tocsr()."
+            f"{_CALL}: csr must be a SegmentTensor with values {{'index', 'value'}}, "
+            f"a scipy CSR matrix or a BCSR, got {found}. Use "
+            "SegmentTensor.from_csr(indptr, indices, data), or .tocsr() for scipy's "
+            "other formats."
         )
     if num_columns is not None and num_columns != csr.shape[1]:
         raise ValueError(
@@ -169,7 +170,7 @@ def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array]:
         found = f"a dict of {sorted(values)}" if is_dict else _arguments.kind_of(values)
         raise TypeError(
             f"{_CALL}: csr's values must be {{'index': int[n], 'value': dtype[n]}}, "
-            f"got {found}. For ids that all count one, use value=jnp.ones(n)."
+            f"got {found}. If every id has weight one, use value=jnp.ones(n)."
         )
     index, value = values["index"], jnp.asarray(values["value"])
     if value.ndim != 1 or jnp.shape(index) != value.shape:

@@ -1,11 +1,11 @@
-"""embedding_bag: rows of a table, looked up and reduced bag by bag in one operation.
+"""embedding_bag: reads rows of a table and reduces them bag by bag in one operation.
 
 `sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and a divisor computed from
-the weights alone, so the rows that are read are not an array of the program. The other
+the weights alone, so the rows read are never an array in the program. The other
 combiners, tables that are SelectedRows, and `max_norm` read the rows first.
 
-Skipped elements (padding, and those of no bag) count in no combiner: not in a sum, not
-in a count, not in a maximum.
+Skipped elements (padding, and those in no bag) are ignored by every combiner: in sums,
+in counts and in maxima.
 """
 
 import dataclasses
@@ -70,15 +70,15 @@ def embedding_bag(
         outside `[0, num_segments)` is in no bag and is not read.
       num_segments: static int, the number of bags. None means the largest
         segment id plus 1, outside of `jit` only.
-      weights: real numbers of the shape of `ids` (or its values), for sum, mean
-        and sqrtn.
+      weights: real numbers with the shape of `ids` (or of its values), for the
+        combiners sum, mean and sqrtn.
       combiner: how a bag is reduced.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
         `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean,
         whatever it reads.
-      padding_id: int, an id that is in no bag.
+      padding_id: int, an id that does not count in any bag.
       max_norm: positive number, as in `sparsejax.lookup`.
-      indices_are_sorted: whether `segment_ids` ascend, which is faster.
+      indices_are_sorted: whether `segment_ids` are ascending, which is faster.
 
     Returns:
       `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for
@@ -86,13 +86,13 @@ def embedding_bag(
       float32. For `"none"`, `[*ids.shape, *table.shape[1:]]`.
 
     Raises:
-      TypeError: `table`, `ids`, `weights`, `padding_id` or `max_norm` has a wrong
+      TypeError: `table`, `ids`, `weights`, `padding_id` or `max_norm` has the wrong
         type or dtype.
-      ValueError: `combiner` or `mode` is unknown, `weights` are passed for a
-        combiner that takes none, shapes do not match, or the bags are missing
-        or passed twice.
-      checkify.JaxRuntimeError: ids are out of range, with mode `"error"` outside
-        of `jit`.
+      ValueError: `combiner` or `mode` is unknown, `weights` are passed for a combiner
+        that does not accept them, shapes do not match, or the bags are missing or
+        passed twice.
+      checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside of
+        `jit`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -107,13 +107,13 @@ def embedding_bag(
              [3., 4.]], dtype=float32)
 
     References:
-      Caffe2, `SparseLengthsSum` and its kin; PyTorch, `EmbeddingBag`;
+      Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
       TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
     table = lookup.as_table(_CALL, table)
     if table.dtype == jnp.bool_:
         raise TypeError(
-            f"{_CALL}: table must be of numbers, got bool. Cast it with "
+            f"{_CALL}: table must be numeric, got bool. Cast it with "
             ".astype(jnp.int32)."
         )
     lookup.check_mode(_CALL, mode)
@@ -143,17 +143,18 @@ def embedding_bag(
             raise TypeError(
                 f"{_CALL}: the values of the SegmentTensor must be one array of ids, "
                 f"got {_arguments.kind_of(ids.values)}. Pass one of its arrays as "
-                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). If "
-                "its values are a SegmentTensor, pass that: embedding_bag(table, "
-                "st.values) has one bag for each of its segments."
+                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). "
+                "If its values are a SegmentTensor, pass embedding_bag(table, "
+                "st.values), which has one bag per inner segment."
             )
     else:
         if isinstance(ids, (list, tuple)):
             lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
             if len(lengths) > 1:
                 raise TypeError(
-                    f"{_CALL}: ids are lists of different lengths. Make them bags: "
-                    "embedding_bag(table, SegmentTensor.from_lists(ids))."
+                    f"{_CALL}: ids must be an array, got lists of different lengths. "
+                    "Convert them: embedding_bag(table, "
+                    "SegmentTensor.from_lists(ids))."
                 )
         ids = _arguments.as_integers(_CALL, ids)
         if segment_ids is None or ids.ndim != 1:
@@ -196,14 +197,15 @@ def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
     for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
         if given is not None and ids.ndim > 1:
             raise ValueError(
-                f"{_CALL}: ids of shape {ids.shape} are one bag per row, and {name} "
-                "was passed as well. Pass ids [n] with segment_ids, or leave it out."
+                f"{_CALL}: {name} must be left out for ids of shape {ids.shape}, "
+                "which are one bag per row. Leave it out, or pass ids [n] with "
+                "segment_ids."
             )
     if ids.ndim < 2:
         raise ValueError(
-            f"{_CALL}: ids of shape {ids.shape} without segment_ids: the bag of each "
-            "id is unknown. Pass segment_ids and num_segments, a SegmentTensor, or ids "
-            "padded to [B, L], one bag per row."
+            f"{_CALL}: ids of shape {ids.shape} need segment_ids, the bag of each id. "
+            "Pass segment_ids and num_segments, a SegmentTensor, or ids padded to "
+            "[B, L], one bag per row."
         )
     out = reduce(ids.reshape(-1, ids.shape[-1]) if ids.ndim > 2 else ids, None)
     lead = ids.shape if out.ndim > table.ndim else ids.shape[:-1]
@@ -215,27 +217,29 @@ def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
         known = ", ".join(map(repr, _COMBINERS))
         raise ValueError(
             f"{_CALL}: combiner must be one of {known}, got "
-            f"{_arguments.show(combiner)}. 'none' gives the rows, not reduced."
+            f"{_arguments.show(combiner)}. 'none' returns the rows without reducing "
+            "them."
         )
     if weights is not None and combiner not in _SUMS:
         raise ValueError(
-            f"{_CALL}: weights are for the combiners 'sum', 'mean' and 'sqrtn', got "
-            f"combiner={combiner!r}. Leave them out, or scale the rows of sj.lookup."
+            f"{_CALL}: weights need combiner 'sum', 'mean' or 'sqrtn', got "
+            f"combiner={combiner!r}. Leave them out, or scale the rows of "
+            "sparsejax.lookup."
         )
     if combiner == "logsumexp" and not jnp.issubdtype(table.dtype, jnp.floating):
         raise TypeError(
-            f"{_CALL}: combiner='logsumexp' needs a table of real floats, got "
+            f"{_CALL}: combiner='logsumexp' needs a real floating-point table, got "
             f"{table.dtype}. Cast it with .astype(jnp.float32)."
         )
     return combiner
 
 
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
-    """`weights` in the shape of `ids`, in the accumulator's type for `dtype`."""
+    """`weights` in the shape of `ids`, in the accumulator dtype for `dtype`."""
     if isinstance(weights, SegmentTensor):
         raise TypeError(
             f"{_CALL}: weights must be an array, got a SegmentTensor. Pass "
-            "weights.values: one number for each of the values of ids."
+            "weights.values, one number per id."
         )
     weights = _arguments.to_array(_CALL, weights, "weights")
     if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:

@@ -1,12 +1,12 @@
-"""lookup: rows of a table by id, the front door of every embedding.
+"""lookup: reads rows of a table by id; every embedding goes through it.
 
-One rule for ids: an id outside `[0, height)` is out of range. It is never wrapped;
-`mode` says what it reads.
+One rule for ids: an id outside `[0, height)` is out of range. It never wraps; `mode`
+decides what it reads.
 
 Invariant: the table is read by exactly one `gather`, whose operand is the table itself,
 and an id that reads no row (out of range, or padding) is out of range for that gather
-too. So a walk over the jaxpr sees which rows are read, and nothing but the table itself
-has its size.
+too. A walk over the jaxpr therefore sees which rows are read, and nothing except the
+table itself has the table's size.
 """
 
 import operator
@@ -39,44 +39,40 @@ def lookup(
     """Rows of `table`, by id.
 
     `out[i] = table[ids[i]]`, and with `max_norm` c also
-    `out[i] *= c / norm(out[i])` where the row's Euclidean norm is greater than
-    c. Differentiable in `table`; under `sparsejax.grad` the gradient is a
-    SelectedRows.
+    `out[i] *= c / norm(out[i])` where the row's Euclidean norm exceeds c.
+    Differentiable in `table`; under `sparsejax.grad` the gradient is a SelectedRows.
 
     Args:
-      table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, the rows of
-        a table that were pulled: duplicates sum, and a row that is not stored
-        counts as out of range.
+      table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, such as pulled
+        rows: duplicates are summed, and a row that is not stored counts as out of
+        range.
       ids: integers of any type, shape and rank. Negative ids are out of range;
         they never wrap.
-      mode: what an id that is out of range reads.
-        `"fill"`: NaN; for other dtypes than floats what `jnp.take` fills with.
-        `"clip"`: the nearest row, 0 or V - 1. (If a SelectedRows does not store
-        that row, it reads as with `"fill"`.)
-        `"zero"`: zeros.
-        `"error"`: raises an error through `jax.experimental.checkify`, at once
-        outside of `jit`. Inside `jit`, functionalize it with
-        `checkify.checkify`; without that JAX raises its own error, which says
-        so. The rows are those of `"fill"`.
+      mode: what an id out of range reads. `"fill"`: NaN; for non-float dtypes, the fill
+        value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1. (If a SelectedRows
+        does not store that row, it reads as with `"fill"`.) `"zero"`: zeros. `"error"`:
+        raises through `jax.experimental.checkify`, immediately outside of `jit`. Inside
+        `jit`, functionalize with `checkify.checkify`; otherwise JAX raises its own
+        error, which says so. The rows are those of `"fill"`.
       padding_id: int, an id that reads zeros and gets no gradient, whatever the
         mode. It can be any int (-1, V, the id of a row) and is compared with
         `ids` before any conversion.
-      max_norm: positive number. A row with a greater norm, over all its axes
-        and in at least float32, is scaled to it; all other rows keep their
-        bits. Gradients flow through the norm, as with TensorFlow's `max_norm`.
-        (PyTorch's renormalizes the table in place.)
+      max_norm: positive number. A row with a larger norm, over all its axes and in at
+        least float32, is scaled to it; all other rows keep their bits. Gradients flow
+        through the norm, as with TensorFlow's `max_norm`. (PyTorch's renormalizes the
+        table in place.)
 
     Returns:
       `[*ids.shape, *table.shape[1:]]`, of the table's dtype.
 
     Raises:
       TypeError: `table` is not an array, `ids` are not integers, `padding_id` is
-        not a static int, `max_norm` is not a static number, or `max_norm` is
-        passed with a table that is not of floats.
+        not a static int, `max_norm` is not a static number, or `max_norm` is passed
+        with a table that is not floating point.
       ValueError: `table` is a scalar, `mode` is unknown, or `max_norm` is not
         positive.
-      checkify.JaxRuntimeError: ids are out of range, with mode `"error"` outside
-        of `jit`.
+      checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside of
+        `jit`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -103,11 +99,11 @@ def lookup(
 
 
 # ------------------------------------------------------------------ checks
-# For `embedding_bag` and the layers too, hence `call`, the public name in errors.
+# Shared with `embedding_bag` and the layers; `call` is the public name in errors.
 
 
 def as_table(call: str, table: Any) -> Any:
-    """`table` as a JAX array or a SelectedRows, or an error."""
+    """`table` as a JAX array or a SelectedRows; raises for anything else."""
     table = _arguments.as_array(table)
     if not isinstance(table, (jax.Array, SelectedRows)):
         raise TypeError(
@@ -128,8 +124,8 @@ def check_mode(call: str, mode: Any) -> None:
     if mode not in _MODES:
         raise ValueError(
             f"{call}: mode must be one of 'fill', 'clip', 'zero' and 'error', got "
-            f"{_arguments.show(mode)}. 'fill' reads NaN where an id is out of range, "
-            "as jnp.take does."
+            f"{_arguments.show(mode)}. 'fill' reads NaN for ids out of range, as "
+            "jnp.take does."
         )
 
 
@@ -152,11 +148,11 @@ def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
 
 
 def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
-    """`max_norm` as a positive float for rows of `dtype`, or an error."""
+    """`max_norm` as a positive float; raises if it is invalid for rows of `dtype`."""
     if max_norm is None:
         return None
     try:
-        # float("1.0") is 1.0, but a string is not a number.
+        # A string is rejected, although float("1.0") would accept it.
         found = float("" if isinstance(max_norm, str) else max_norm)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise TypeError(
@@ -171,8 +167,8 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{call}: max_norm needs a table of floats, got {dtype}. Cast the table, "
-            "or leave max_norm out."
+            f"{call}: max_norm needs a floating-point table, got {dtype}. Cast the "
+            "table, or leave max_norm out."
         )
     return found
 
@@ -211,8 +207,8 @@ def clip_ids(call: str, table: Any, ids: jax.Array) -> jax.Array:
     height = table.shape[0]
     if height == 0 and ids.size:
         raise ValueError(
-            f"{call}: mode='clip' on a table of shape {table.shape}: it has no row to "
-            "clip to. Use mode='zero', or a table of at least one row."
+            f"{call}: mode='clip' needs a table with at least one row, got shape "
+            f"{table.shape}. Use mode='zero', or a larger table."
         )
     return jnp.clip(ids, 0, max(height - 1, 0))
 
@@ -247,8 +243,9 @@ def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
 def clip_rows(rows: jax.Array, max_norm: float, row_ndim: int) -> jax.Array:
     """`rows`, scaled to `max_norm` where the norm of their last axes is above it.
 
-    Every division and root is of a safe number, even where its result is not used: the
-    gradient of `where` multiplies the unused branch's by zero, and 0 * inf is NaN.
+    Every division and square root gets a safe argument, even where its result is not
+    used: the gradient of `where` multiplies the unused branch's gradient by zero, and 0
+    * inf is NaN.
     """
     axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
     x = rows.astype(indexing.accumulator_dtype(rows.dtype))

@@ -17,7 +17,7 @@ class LeafExplanation:
     """What `explain` found about one leaf.
 
     Args:
-      name: how the user would write it, e.g. `params['table']`.
+      name: the leaf as the user would write it, e.g. `params['table']`.
       shape, dtype: of the leaf.
       sparse: whether its gradient is a SelectedRows.
       rows_read: number of rows read, duplicates counted; the gradient's capacity.
@@ -36,7 +36,7 @@ class LeafExplanation:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """What `explain` returns: prints as a table; `leaves` has the same as data."""
+    """What `explain` returns; prints as a table, with `leaves` as data."""
 
     leaves: tuple[LeafExplanation, ...]
 
@@ -45,9 +45,7 @@ class Explanation:
             if leaf.name == name:
                 return leaf
         known = ", ".join(leaf.name for leaf in self.leaves)
-        raise KeyError(
-            f"sparsejax.explain: no leaf is called {name}; there are {known}"
-        )
+        raise KeyError(f"sparsejax.explain: there is no leaf {name}, only {known}.")
 
     def __repr__(self) -> str:
         head = ("leaf", "shape", "gradient", "rows read", "where, or why not")
@@ -78,12 +76,12 @@ def explain(
     *,
     tables: Any = None,
 ) -> Callable[..., Explanation]:
-    """Tells what `value_and_grad(fun)` does with each leaf, without computing anything.
+    """Explains what `value_and_grad(fun)` does with each leaf; computes nothing.
 
-    Where a table's gradient is dense and should not be, the last column names
-    the operation that needs all rows, and its line. Read rows there instead,
-    register a rule for that primitive (`sparsejax.extend.register_rule`), or, if
-    more than a quarter of the rows is read, require it by `tables=`.
+    If a table's gradient is dense but should not be, the last column shows the
+    operation that needs all rows, and its line. Read rows there instead, register a
+    rule for that primitive (`sparsejax.extend.register_rule`), or, if more than a
+    quarter of the rows are read, require a sparse gradient with `tables=`.
 
     Args:
       fun: the loss, as for `sparsejax.value_and_grad`.
@@ -96,8 +94,8 @@ def explain(
       A function of the same arguments that returns an `Explanation`. It prints
       as a table: each leaf, whether its gradient is SelectedRows or dense, how
       many rows are read where (file:line), and why it is not sparse.
-      `found["params['table']"]`, and `found.leaves` for all leaves, have the same
-      as data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
+      `found["params['table']"]` (and `found.leaves` for all leaves) hold the same as
+      data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
       Arguments may be `jax.ShapeDtypeStruct`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`value_and_grad` and `grad`: JAX's, SelectedRows where a table is read by rows."""
+"""`value_and_grad` and `grad` as in JAX, with SelectedRows for tables read by rows."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ def value_and_grad(
     *,
     tables: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad`, where a table that is read by rows gets a sparse gradient.
+    """`jax.value_and_grad`, with sparse gradients for tables that are read by rows.
 
     In a training step two lines change; the loss function does not::
 
@@ -94,22 +94,21 @@ def value_and_grad(
         of the argument with True, False or None at its leaves (a dict needs all
         of its keys), or `callable(path, leaf) -> bool`: True requires
         SelectedRows, whatever fraction of the rows is read, and raises an error
-        where that is impossible; False gives the dense gradient. With a tuple
-        `argnums` it is a prefix of that tuple. `sparsejax.nn.tables` makes it
-        for layers.
+        where that is impossible; False gives the dense gradient. With a tuple `argnums`
+        it is a prefix of that tuple. `sparsejax.nn.tables` builds it for layers.
 
     Returns:
       A function of the same arguments that returns `(value, gradient)`, or
       `((value, aux), gradient)`. The gradient has the structure of the argument
       (a tuple of them for a tuple `argnums`), with a SelectedRows of the
-      table's shape and dtype where it is sparse. A leaf that is itself a
-      SelectedRows, such as `KVStore.pull` returns, gets one with the same rows.
+      table's shape and dtype where it is sparse. A leaf that is itself a SelectedRows,
+      as returned by `KVStore.pull`, gets one with the same rows.
 
     Raises:
-      DensifyError: a leaf that `tables=` requires to be sparse is not only read
-        by rows. The message names the primitive and your line. Leave the leaf
-        out of `tables=`, read rows there, or register a rule for that
-        primitive: `sparsejax.extend.register_rule`.
+      DensifyError: a leaf that `tables=` requires to be sparse is not only read by
+        rows. The message shows the primitive and your source line. Leave the leaf out
+        of `tables=`, read rows there, or register a rule for that primitive:
+        `sparsejax.extend.register_rule`.
       TypeError: a leaf cannot be differentiated, or the output is not a scalar.
       ValueError: an argument in `argnums` is not a positional argument of the
         call, or `tables=` is not a prefix of the argument's tree.
@@ -189,7 +188,7 @@ def grad(
     *,
     tables: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.grad`, where a table that is read by rows gets a sparse gradient.
+    """`jax.grad`, with sparse gradients for tables that are read by rows.
 
     `grad(fun)(x)` is `value_and_grad(fun)(x)[1]`. See
     `sparsejax.value_and_grad` for what is sparse and for a training step, and
@@ -276,7 +275,7 @@ def _package(
     cotangents: Sequence[jax.Array],
     sites: Sequence[Site],
 ) -> SelectedRows:
-    """One SelectedRows of all the reads of a table."""
+    """One SelectedRows from all reads of a table."""
     height, *row = jnp.shape(leaf.value)
     dtype = jnp.result_type(leaf.value)
     if not ids:

@@ -1,20 +1,20 @@
 """The walk: run a traced program again, with tables that are read by rows.
 
-A function of tables and other arrays is traced to a jaxpr, and that jaxpr is run, one
-equation after the other, in an environment where a table is a `TableRef` instead of an
-array. An equation without a `TableRef` among its inputs is bound unchanged. For the
-others there is a rule per primitive, which may
+A function of tables and other arrays is traced to a jaxpr. The jaxpr is run, equation
+by equation, in an environment where a table is a `TableRef` instead of an array. An
+equation without a `TableRef` among its inputs is bound unchanged. For the others there
+is a rule per primitive, which may
 
 - *read rows*: `ctx.read(ref, ids)` gives the rows and records that they were read;
 - *pass the table on*: return `ref.then(...)`, another row-wise view of it;
 - decline with `NotImplemented`, as does a primitive that has no rule. Then the whole
   table is used, which is a dense use.
 
-The same walk serves twice. Collecting (under `jax.eval_shape`, so that nothing is
-computed) it finds out which rows are read how often, and which uses are dense.
-Planting, it hands every read a zero *delta* of the shape of what was read; the gradient
-with respect to the deltas is the sparse gradient, and the ids read are its rows.
-`plan.py` collects, `grad.py` plants and packages the result.
+The same walk serves twice. When collecting (under `jax.eval_shape`, so nothing is
+computed), it finds where rows are read, how many, and which uses are dense. When
+planting, it gives every read a zero *delta* with the shape of what was read; the
+gradient with respect to the deltas is the sparse gradient, and the ids read are its
+rows. `plan.py` collects, `grad.py` plants and packages the result.
 
 Sharp edges:
 
@@ -22,14 +22,14 @@ Sharp edges:
   therefore branch on types, shapes and liveness, never on values.
 - The collecting walk binds only equations that a table reaches. What any other equation
   computes is a placeholder there: a tracer of the right type, made when a rule asks for
-  it. So a large model around a lookup is traced twice, not three times.
-- Control flow runs its body as a walk of its own, with its own `Reads`. Their sites are
-  remembered by the `path` of the equation, since the planting walk must know how many
-  deltas to hand into the body before it walks it.
+  it. A large model around a lookup is therefore traced twice, not three times.
+- Control flow walks its body separately, with its own `Reads`. Their sites are stored
+  by the `path` of the equation, since the planting walk must know how many deltas to
+  pass into the body before it walks it.
 - Only reads that the loss is differentiated through count (`ctx.live`). A dense use
   that is not differentiated gets the plain array; the table stays sparse.
-- The interpreter knows no primitive by name: see `rules/`, and
-  `sparsejax.extend.register_rule` for yours.
+- The interpreter itself contains no primitives: see `rules/`, and
+  `sparsejax.extend.register_rule` for your own.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ _RULES: dict[Any, Rule] = {}
 
 
 def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
-    """Registers how a primitive reads rows of a table, or passes it on. A decorator.
+    """Decorator: registers how a primitive reads rows of a table, or passes it on.
 
     The rule is called as `rule(ctx, *inputs, **params)`, with the equation's parameters
     and its inputs, at least one of which is a `TableRef`. It returns what the primitive
@@ -62,8 +62,8 @@ def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
 
     - `ctx.read(ref, ids)` gives the rows `[*ids.shape, *ref.content]`, and their
       cotangents become the sparse gradient. An id out of range gets no gradient.
-    - `ctx.combine(ref, ids, out, transpose)` records a read of rows of which the
-      program has only a linear combination `out`; they need not be an array.
+    - `ctx.combine(ref, ids, out, transpose)` records a read of rows if the program only
+      has a linear combination `out` of them; the rows need not be an array.
     - `ref.then(fn)` is the table with `fn` applied to each row; pass `shape=`, `dtype=`
       or `row_axis=` where `fn` changes them.
     - `ctx.dense(x)` is the whole array, which makes the gradient dense.
@@ -76,7 +76,7 @@ def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
       A decorator that returns the rule unchanged.
 
     Raises:
-      TypeError: no primitive is passed, or a value that is neither a primitive nor a
+      TypeError: no primitive is passed, or an argument is neither a primitive nor a
         name.
 
     Example:
@@ -96,9 +96,10 @@ def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
     for primitive in primitives:
         if not isinstance(primitive, str) and not hasattr(primitive, "bind"):
             raise TypeError(
-                "sparsejax.extend.register_rule: takes primitives (jax.extend.core."
-                f"Primitive) or their names, got {_arguments.kind_of(primitive)}. "
-                "Write it with parentheses: @register_rule(my_p)."
+                "sparsejax.extend.register_rule: primitives must be "
+                "jax.extend.core.Primitive objects or their names, got "
+                f"{_arguments.kind_of(primitive)}. Use it with parentheses: "
+                "@register_rule(my_p)."
             )
     if not primitives:
         raise TypeError(
@@ -118,7 +119,7 @@ class Site(NamedTuple):
 
     Args:
       table: which table.
-      lead: static shape of the ids; a loop puts its length in front.
+      lead: static shape of the ids; a loop prepends its length.
       where: `file:line`.
       axes: manual mesh axes over which the rows read vary.
       spec: how they are sharded over explicit axes of `mesh`: a PartitionSpec's parts,
@@ -135,7 +136,7 @@ class Site(NamedTuple):
     kind: Any = None
 
     def in_loop(self, length: int) -> "Site":
-        """The same reads, once for every step of a loop."""
+        """The same reads, repeated for every step of a loop."""
         spec = (None, *self.spec) if self.spec else ()
         return self._replace(lead=(length, *self.lead), spec=spec)
 
@@ -185,7 +186,7 @@ class Reads:
         self.ids.extend(ids)
 
     def of_body(self, deltas: Sequence[jax.Array]) -> "Reads":
-        """Reads for a body: planting `deltas`, or collecting as this one does."""
+        """Reads for a body: planting `deltas` if this one plants, else collecting."""
         return Reads(deltas if self.planting else None)
 
 
@@ -210,7 +211,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class RuleContext:
-    """What a rule gets in addition to the inputs and parameters of its equation.
+    """What a rule receives in addition to its equation's inputs and parameters.
 
     Args:
       run, reads: what the walk shares, and the reads of this program.
@@ -262,7 +263,7 @@ class RuleContext:
         *operands: jax.Array,
         kind: Any = None,
     ) -> jax.Array:
-        """Records a read of rows of which the program has only a linear combination.
+        """Records a read of rows if the program has only a linear combination of them.
 
         The rows themselves need not be an array of the program.
 
@@ -274,8 +275,9 @@ class RuleContext:
             the cotangent of the rows, `[*ids.shape, *row]`, from that of `combined`.
           *operands: arrays that `transpose` needs.
           kind: static, for gradients that are more than a SelectedRows. If all reads of
-            a table have one, `kind.package(row_shape, dtype, ids, cotangents, sites)`
-            of the first makes its gradient, whatever fraction of the rows is read.
+            a table have a kind,
+            `kind.package(row_shape, dtype, ids, cotangents, sites)` of the first one
+            builds the gradient, whatever fraction of the rows is read.
 
         Returns:
           `combined`, recorded as a read.
@@ -316,7 +318,7 @@ class RuleContext:
     def dense(
         self, x: Any, why: str = "is not a read of whole rows", live: bool = True
     ) -> Any:
-        """The whole table as an array; an array comes back unchanged.
+        """The whole table as an array; an array is returned unchanged.
 
         If the loss is differentiated through this equation, and `live`, this is a dense
         use, and the table gets no sparse gradient.
@@ -338,7 +340,7 @@ class RuleContext:
         """The equation that computed input number `position`, with its input values.
 
         None for inputs and constants of this program. For rules that must know how an
-        operand was computed (a broadcast scalar, say).
+        operand was computed, for example as a broadcast scalar.
         """
         return self._producer(position)
 
@@ -354,7 +356,7 @@ class RuleContext:
 
         Args:
           jaxpr, args: the program, open or closed, and its arrays and TableRefs.
-          reads: the `Reads` of a body that has its own; None inlines it here.
+          reads: separate `Reads` for a body; None inlines the body here.
           live: for each output of the program, whether the loss is differentiated
             through it; None if these are the outputs of the equation.
           branch: which of the equation's programs it is.
@@ -439,7 +441,7 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
         if len(ctx.reads.sites) != before:
             raise TypeError(
                 f"sparsejax: the rule for {name} read rows and then returned "
-                "NotImplemented. Decide before the first ctx.read."
+                "NotImplemented. Return NotImplemented before the first ctx.read."
             )
         return _compat.bind(eqn, [ctx.dense(x) for x in inputs])
     if not eqn.primitive.multiple_results:
@@ -447,14 +449,14 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
     # A user's rule may be wrong: say so here, not three equations later.
     if len(outputs) != len(eqn.outvars):
         raise TypeError(
-            f"sparsejax: the rule for {name} returned {len(outputs)} output(s), the "
-            f"primitive has {len(eqn.outvars)}."
+            f"sparsejax: the rule for {name} must return {len(eqn.outvars)} "
+            f"output(s), like the primitive, got {len(outputs)}."
         )
     for x, v in zip(outputs, eqn.outvars):
         found = tuple(x.shape) if isinstance(x, TableRef) else np.shape(x)
         if hasattr(v.aval, "shape") and found != tuple(v.aval.shape):
             raise TypeError(
-                f"sparsejax: the rule for {name} returned shape {found}, the primitive "
-                f"gives {tuple(v.aval.shape)}."
+                f"sparsejax: the rule for {name} must return shape "
+                f"{tuple(v.aval.shape)}, like the primitive, got {found}."
             )
     return list(outputs)

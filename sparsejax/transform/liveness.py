@@ -3,7 +3,7 @@
 A use of a table counts only if its result reaches the loss along floating-point values:
 a use under `stop_gradient`, in a comparison or for aux alone is not differentiated. The
 analysis runs backwards over a jaxpr and is conservative: a variable that it calls dead
-has a zero gradient, one that it calls live may still have a zero gradient.
+has a zero gradient; one that it calls live may still have one.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ _FLOWS: dict[Any, Flow] = {}
 
 
 def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
-    """Registers which inputs of a primitive are live, given its outputs. A decorator.
+    """Decorator: registers which inputs of a primitive are live, given its outputs.
 
-    Without it all inputs are live as soon as one output is. That is always correct, but
-    may count a use of a table that is not differentiated.
+    By default all inputs are live if any output is. That is always correct, but may
+    count a use of a table that is not differentiated.
 
     Args:
       *primitives: primitive objects, or their names. The function is called as
@@ -58,7 +58,7 @@ class Liveness:
         """The live variables of `jaxpr`, given which of its outputs are."""
         key = id(jaxpr), tuple(out)
         if key not in self._known:
-            # The jaxpr is kept as well, so that no other one can get its id.
+            # Keep the jaxpr too, so that no other jaxpr can reuse its id.
             self._known[key] = jaxpr, self._walk(jaxpr, out)
         return self._known[key][1]
 

@@ -1,8 +1,8 @@
 """The plan of a call: which leaves get a sparse gradient, and the reads of each.
 
-A leaf gets SelectedRows if every differentiated use of it is a read of rows and, unless
-`tables=` requires it, if it reads at most a quarter of them. To see that, the program
-is walked once without computing anything.
+A leaf gets a SelectedRows gradient if every differentiated use of it is a read of rows
+and, unless `tables=` requires it, if at most a quarter of its rows are read. To find
+out, the program is walked once without computing anything.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ MAX_FRACTION = 0.25
 
 
 class DensifyError(NotImplementedError):
-    """A table that must get a sparse gradient is used in a way that needs all its rows.
+    """A table whose gradient must be sparse is used in a way that needs all its rows.
 
     Raised by `sparsejax.value_and_grad` and `sparsejax.grad` for a leaf that `tables=`
-    requires to be sparse, and only for such a leaf: any other gets the dense gradient
-    of `jax.grad`, and `sparsejax.explain` says why.
+    requires to be sparse, and only for such a leaf: any other leaf gets the dense
+    gradient of `jax.grad`, and `sparsejax.explain` says why.
 
     Args:
-      message: which table, which primitive, where, and what to do.
+      message: the table, the primitive, its source line, and what to do.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -49,12 +49,12 @@ class DensifyError(NotImplementedError):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The tables of a call, and what a walk with just these tables meets.
+    """The tables of a call, and what a walk with exactly these tables finds.
 
     Args:
       call: the traced call.
       tables: the leaves that are walked as tables; a table's number is its place here.
-      run: what the collecting walk has found.
+      run: what the collecting walk found.
     """
 
     call: Call
@@ -133,9 +133,9 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
         leaf.reason = "a scalar has no rows"
     if leaf.required and leaf.reason and strict:
         raise DensifyError(
-            f"sparsejax.value_and_grad: tables= names the leaf {leaf.name} "
-            f"({dtype.name} of shape {shape}), which cannot be a table: {leaf.reason}. "
-            "Leave it out of tables= (or set it to False there)."
+            f"sparsejax.value_and_grad: tables= marks {leaf.name} ({dtype.name} of "
+            f"shape {shape}) as a table, but it cannot be one: {leaf.reason}. Leave "
+            "it out of tables= (or set it to False there)."
         )
     if leaf.required is False:
         leaf.reason = "tables= says so"
@@ -149,8 +149,8 @@ def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
     if uses and leaf.required and strict:
         use = uses[0]
         raise DensifyError(
-            f"sparsejax.value_and_grad: the table {leaf.name} (shape {shape}) was to "
-            f"get a sparse gradient (tables=), but `{use.primitive}` at {use.where} "
+            "sparsejax.value_and_grad: tables= requires a sparse gradient for "
+            f"{leaf.name} (shape {shape}), but `{use.primitive}` at {use.where} "
             f"{use.why}, so its gradient has all {shape[0]} rows.\n"
             "Two ways out:\n"
             f"  - leave {leaf.name} out of tables= (or set it to False there) and take "

@@ -1,4 +1,4 @@
-"""TableRef: a table that has not been read yet, and planting a delta into a read.
+"""TableRef: a table that has not been read yet; and planting a delta into a read.
 
 While the interpreter walks a program, a table travels as a `TableRef` instead of an
 array. A ref stands for a *row-wise view* of the table: an array `X` with one axis over
@@ -40,15 +40,15 @@ class TableRef:
     """A row-wise view of table number `index`.
 
     Args:
-      index: which of the tables of this transformation.
+      index: the number of the table in this transformation.
       array: the table itself, `[V, ...]`.
       shape: shape of the view.
       dtype: type of the view.
       row_axis: the axis of the view that runs over the table's rows.
       stopped: whether a `stop_gradient` lies between table and view, so that reads of
         the view are not differentiated.
-      steps: functions that take rows of the table `[n, *array.shape[1:]]` to rows of
-        the view `[n, *content]`, where `content` is `shape` without `row_axis`.
+      steps: functions that map rows of the table `[n, *array.shape[1:]]` to rows of the
+        view `[n, *content]`, where `content` is `shape` without `row_axis`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -107,7 +107,7 @@ class TableRef:
 def plant(rows: jax.Array, delta: jax.Array) -> jax.Array:
     """`rows`, whose cotangent also goes to `delta`.
 
-    A rule and not `rows + delta`: nothing is added in the forward pass, and `-0.0`
+    A custom rule, not `rows + delta`: nothing is added in the forward pass, and `-0.0`
     keeps its sign. The cotangent goes to `rows` as well, so that an outer derivative of
     the same program sees the table they came from.
     """
@@ -134,7 +134,7 @@ def plant_combined(
     delta: jax.Array,
     *operands: jax.Array,
 ) -> jax.Array:
-    """`plant`, where the program has only a linear combination of the rows.
+    """`plant`, for a program that has only a linear combination of the rows.
 
     The cotangent of the rows, `transpose(cotangent, *operands)`, goes to `delta`.
     """

@@ -21,9 +21,9 @@ class Leaf:
     The last three fields are filled in by `make_plan`.
 
     Args:
-      name: how the user would write it, e.g. `params['table']`.
+      name: the leaf as the user would write it, e.g. `params['table']`.
       value: what was passed: an array, a float or a SelectedRows.
-      required: what `tables=` says of it: True, False, or None to decide here.
+      required: what `tables=` says about it: True, False, or None to decide here.
       position: which input of the program it is (its values, for a SelectedRows).
       sparse: whether its gradient is a SelectedRows.
       reason: why it is not.
@@ -152,8 +152,8 @@ def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
         if not -count <= i < count:
             raise ValueError(
                 f"{caller}: argnums={argnums!r} needs at least "
-                f"{i + 1 if i >= 0 else -i} positional argument(s), the call has "
-                f"{count}. Differentiated arguments must be passed by position."
+                f"{i + 1 if i >= 0 else -i} positional argument(s), got {count}. "
+                "Differentiated arguments must be passed by position."
             )
     return tuple(int(i) % count for i in numbers)
 
@@ -196,8 +196,8 @@ def _required(
     for value in required:
         if value is not None and not isinstance(value, (bool, np.bool_)):
             raise TypeError(
-                f"{caller}: tables= takes True, False, None, a tree of them or a "
-                f"callable(path, leaf) -> bool; found {_arguments.show(value)} in it."
+                f"{caller}: tables= must be True, False, None, a tree of these, or a "
+                f"callable(path, leaf) -> bool, got {_arguments.show(value)}."
             )
     return required
 
@@ -210,9 +210,9 @@ def _check_differentiable(caller: str, name: str, value: Any) -> None:
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         found = type(value).__name__ if dtype is None else dtype.name
         raise TypeError(
-            f"{caller}: cannot differentiate with respect to {name}, which is {found}; "
-            "it must be real or complex floating point. Pass it as an argument that "
-            "argnums does not name, or split it off the tree (equinox.partition, "
+            f"{caller}: cannot differentiate with respect to {name}: it must be real "
+            f"or complex floating point, got {found}. Pass it as an argument that is "
+            "not in argnums, or split it off the tree (equinox.partition, "
             "flax.nnx.split)."
         )
 
@@ -226,8 +226,8 @@ def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
         if not isinstance(out, tuple) or len(out) != 2:
             length = f" of length {len(out)}" if isinstance(out, tuple) else ""
             raise TypeError(
-                f"{caller}: with has_aux=True the function must return (loss, aux), it "
-                f"returned {_arguments.kind_of(out)}{length}."
+                f"{caller}: with has_aux=True the function must return (loss, aux), "
+                f"got {_arguments.kind_of(out)}{length}."
             )
         out, aux = out
     try:

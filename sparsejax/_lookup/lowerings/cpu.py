@@ -1,4 +1,4 @@
-"""Lowerings for XLA:CPU, which is slow where a gather stands alone.
+"""Lowerings for XLA:CPU, where a gather on its own is slow.
 
 The loop of a gather is vectorised only if arithmetic is fused into it, and a gather
 followed by a sum is not fused: the rows read are an array, written and read again.

@@ -83,8 +83,8 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
     where D(s, t) is the product of (1 - learning rate * weight decay), and
     F_t(v_t) m_t is the whole distance that m_t would still move the weights. F
     is one short vector per step. Each row keeps the one of the step at which it
-    was last brought up to date. So the cost of a row does not depend on how
-    long it was not read, and a step costs what its rows cost. Any learning rate
+    was last brought up to date. The cost of a row therefore does not depend on how long
+    it was not read, and a step costs only as much as its rows. Any learning rate
     schedule works.
 
     F is computed by running `tx` itself a bounded number of steps ahead (176
@@ -111,7 +111,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         divided at most by the root of one moment plus eps: sgd, momentum,
         nesterov, adam, nadam, adamw, rmsprop, adagrad and similar, chained with
         clipping of gradients, schedules, decoupled weight decay,
-        inject_hyperparams. This is found out by running it.
+        inject_hyperparams. `init` checks this by running it.
       tables: which leaves are tables: a tree prefix of bools, or
         `callable(path, leaf) -> bool`. None takes every real float leaf of rank
         2 or more that `tx` treats in this way. Name the tables if the model has
@@ -119,22 +119,20 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
 
     Returns:
       `(init, update, catch_up, flush)`.
-      `init(params)` gives an `ExactState`.
-      `catch_up(params, state, ids)` gives `(params, state)` with rows brought
-      up to date. `ids` is a tree like `params`, with integers of any shape at
-      tables, None or nothing at other leaves; `...` means all rows. Ids out of
-      range are ignored. Duplicates are allowed.
-      `update(grads, state, params, **extra_args)` is optax's. The gradient of a
-      table is a SelectedRows, or dense, which moves all rows.
-      `flush(params, state)` gives `(params, state)` with all rows up to date.
-      Call it also after setting a hyper-parameter in the state by hand, because
-      F looks ahead.
+      `init(params)` returns an `ExactState`. `catch_up(params, state, ids)` returns
+      `(params, state)` with rows brought up to date. `ids` is a tree like `params`,
+      with integers of any shape at tables, None or nothing at other leaves; `...` means
+      all rows. Ids out of range are ignored. Duplicates are allowed.
+      `update(grads, state, params, **extra_args)` is optax's. The gradient of a table
+      is a SelectedRows, or dense, which moves all rows. `flush(params, state)` returns
+      `(params, state)` with all rows up to date. Call it also after setting a
+      hyper-parameter in the state by hand, because F looks ahead.
 
     Raises:
-      TypeError: `tx` is not a transformation; a state that is not `exact`'s.
-      ValueError: at init, `tx` does something else to rows without a gradient
-        (the message names the part, and why), or there is no table; at update,
-        a SelectedRows is the gradient of a leaf that is not a table.
+      TypeError: `tx` is not an optax transformation, or the state is not from `exact`.
+      ValueError: at init, `tx` treats rows without a gradient differently (the message
+        says which part, and why), or there is no table; at update, a SelectedRows is
+        the gradient of a leaf that is not a table.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -151,9 +149,9 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
       (Array([1.], dtype=float32), Array([1.75], dtype=float32))
 
     References:
-      The last-step counter is that of sparse regularised SGD (Carpenter, 2008,
-      "Lazy Sparse Stochastic Gradient Descent"; Langford et al., 2009). Here it
-      serves moments too.
+      The last-step counter comes from sparse regularised SGD (Carpenter, 2008, "Lazy
+      Sparse Stochastic Gradient Descent"; Langford et al., 2009). Here it also covers
+      moments.
     """
     checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
     planned = Planner(tx, tables)
@@ -192,7 +190,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         if params is None:
             raise ValueError(
                 f"{CALL}: update needs the parameters: tx.update(grads, state, "
-                "params), with the params that catch_up gave."
+                "params), with the params that catch_up returned."
             )
         leaves, treedef = trees.flatten(grads)
         state_sharding.check_not_sharded(CALL, leaves)
@@ -289,8 +287,9 @@ def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
     needed = max((k for r in plan.recurrences.values() for k in r.leaves), default=-1)
     if len(state.books) != len(plan.recurrences) or needed >= len(inner):
         raise TypeError(
-            f"{CALL}: the state belongs to another tree of parameters. Hand in the "
-            "state that init(params), catch_up, update or flush gave for these."
+            f"{CALL}: the state belongs to a different tree of parameters. Pass the "
+            "state that init(params), catch_up, update or flush returned for these "
+            "parameters."
         )
     tables = {}
     per_table = zip(plan.recurrences.items(), state.books, state.now)
@@ -337,8 +336,8 @@ def _ids_by_leaf(params: Any, ids: Any) -> dict[int, Any]:
         path = jax.tree_util.keystr(path)
         if path not in paths:
             raise ValueError(
-                f"{CALL}: ids name {path or 'the whole tree'}, which is not a leaf of "
-                f"the parameters; there are {', '.join(paths)}."
+                f"{CALL}: ids has a leaf at {path or 'the root'}, but the parameters "
+                f"do not; their leaves are {', '.join(paths)}."
             )
         found[paths.index(path)] = leaf
     return found

@@ -80,8 +80,8 @@ def _find(tx, treedef, specs, table) -> Recurrence:
         shape = paths[k][1].shape
         if shape != specs[table].shape:
             raise NotExactError(
-                f"its state {names[k]} of shape {list(shape)} is not of the table's "
-                f"shape {list(specs[table].shape)}"
+                f"its state {names[k]} of shape {list(shape)} does not have the "
+                f"table's shape {list(specs[table].shape)}"
             )
     shadow = ShadowModel(tx, treedef, specs, {table: leaves})
     _check_shared_state(shadow, table, leaves, names)
@@ -118,8 +118,8 @@ def _check_shared_state(
         compared = others[:-1] if is_float else others
         if not all(np.array_equal(plain[k], x[k]) for x in compared):
             raise NotExactError(
-                f"its state {name} depends on what the gradients were, so that the "
-                "steps ahead are not known"
+                f"its state {name} depends on past gradients, so future steps are not "
+                "known"
             )
 
 
@@ -212,8 +212,8 @@ def _choose_horizon_and_nodes(
     steps = closed_form.horizon(slowest)
     if steps > MAX_HORIZON:
         raise NotExactError(
-            f"its momentum fades too slowly: {steps} steps would have to be "
-            f"replayed, at most {MAX_HORIZON} are"
+            f"its momentum fades too slowly: {steps} steps would have to be replayed, "
+            f"but the limit is {MAX_HORIZON}"
         )
     recurrence = recurrence._replace(horizon=steps)
     if recurrence.second_moment is None:

@@ -46,17 +46,17 @@ class Plan(NamedTuple):
         if leaf not in self.refused:
             return ValueError(
                 f"sparsejax.optim.exact: {where} is a SelectedRows, but its leaf is "
-                "not a table because of tables=, which does not name it. Name it there "
+                "not a table, because tables= does not include it. Include it there "
                 "(by default all real float leaves of rank 2 or more are tables), or "
                 "pass its gradient as an array."
             )
         return ValueError(
             f"sparsejax.optim.exact: {where} cannot be kept exact, because of "
-            f"{self.refused[leaf]}. It can with sgd, momentum, nesterov, adam, nadam, "
-            "adamw, rmsprop, adagrad and similar, with schedules, decoupled weight "
-            "decay and clipping of gradients. For other optimizers use "
-            "sparsejax.optim.lazy(tx), which leaves rows without a gradient as they "
-            "are."
+            f"{self.refused[leaf]}. Supported are sgd, momentum, nesterov, adam, "
+            "nadam, adamw, rmsprop, adagrad and similar, with schedules, decoupled "
+            "weight decay and gradient clipping. For other optimizers use "
+            "sparsejax.optim.lazy(tx), which leaves rows without a gradient "
+            "unchanged."
         )
 
 
@@ -92,8 +92,8 @@ class Planner:
         if not tables:
             raise ValueError(
                 "sparsejax.optim.exact: the parameters have no table: no real float "
-                "leaf of rank 2 or more. Name one of rank 1 with tables=, or use the "
-                "optimizer as it is."
+                "leaf of rank 2 or more. Mark one of rank 1 with tables=, or use the "
+                "optimizer unwrapped."
             )
         plan = self._cached_plan(treedef, specs, tables)
         refused = [i for i in tables if i in plan.refused]
@@ -124,9 +124,9 @@ class Planner:
         for i, request in enumerate(requested):
             if request and not _has_rows(specs[i]):
                 raise ValueError(
-                    "sparsejax.optim.exact: tables= names "
-                    f"{trees.leaf_paths(params, 'params')[i]}, which has no rows of "
-                    f"real floats: it is {_arguments.show_spec(specs[i])}."
+                    "sparsejax.optim.exact: tables= marks "
+                    f"{trees.leaf_paths(params, 'params')[i]} as a table, but it has "
+                    f"no rows of real floats: it is {_arguments.show_spec(specs[i])}."
                 )
         return tuple(i for i, request in enumerate(requested) if request)
 

@@ -56,15 +56,15 @@ def exact_value_and_grad(
 ) -> Callable[..., Any]:
     """`sparsejax.value_and_grad`, after catching up the rows that `fun` will read.
 
-    For a table T that `fun` reads at rows R, it is
+    For a table T that `fun` reads at rows R, this is
 
       params, state = tx.catch_up(params, state, R)
       value, grads = sparsejax.value_and_grad(fun)(params, ...)
 
     with R found in the trace of `fun`. Rows that are read only for an auxiliary output
-    are caught up too. Rows that are read only under `stop_gradient` are not: name them
-    in a `tx.catch_up` of your own. A leaf that is not read by rows is caught up as a
-    whole, which costs nothing if it is up to date.
+    are caught up too. Rows that are read only under `stop_gradient` are not: pass them
+    to `tx.catch_up` yourself. A leaf that is not read by rows is caught up as a whole,
+    which costs nothing if it is up to date.
 
     Args:
       fun: a function `fun(params, *args, **kwargs)` with a scalar float output, or
@@ -101,8 +101,8 @@ def exact_value_and_grad(
     """
     if not isinstance(tx, Exact):
         raise TypeError(
-            f"{CALL}: takes what sparsejax.optim.exact(...) returned as its second "
-            f"argument, got {_arguments.kind_of(tx)}. With other optimizers use "
+            f"{CALL}: tx must be what sparsejax.optim.exact(...) returned, got "
+            f"{_arguments.kind_of(tx)}. For other optimizers use "
             "sparsejax.value_and_grad."
         )
     both = value_and_grad(fun, 0, has_aux, tables=tables)

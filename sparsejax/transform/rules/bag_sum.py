@@ -1,4 +1,4 @@
-"""The rule for `bag_sum`: a table of which only sums of rows are used.
+"""The rule for `bag_sum`: a table of which the program uses only sums of rows.
 
 The cotangent of a row is a (weighted) copy of its bag's. So the rows need not be an
 array, and the gradient of the table is the ids with those copies.

@@ -1,4 +1,4 @@
-"""Rules for calls: jit, closed_call, and functions with a derivative of their own.
+"""Rules for calls: jit, closed_call, and functions with a custom derivative.
 
 A nested `jit` is walked where it stands.
 """

@@ -1,4 +1,4 @@
-"""Rules for scan, cond (and switch) and checkpoint: equations that hold a body.
+"""Rules for scan, cond (and switch) and checkpoint: equations that contain a body.
 
 They are rebuilt with public functions of JAX around a walk of their body: deltas go in
 and ids come out, those of a loop stacked along its length. Bodies close over tables
@@ -121,7 +121,7 @@ def _cond_rule(
     ctx: RuleContext, index: Any, *operands: Any, branches: Sequence[Any], **_: Any
 ) -> list[Any]:
     # Only one branch runs, so the branches share their deltas: for each table as many
-    # rows as the branch that reads the most. The rest of a branch are empty slots.
+    # rows as the branch that reads the most. The remaining slots of a branch are empty.
     body_sites = ctx.run.bodies.get(ctx.path, [()] * len(branches))
     shared = _largest(body_sites)
     deltas = dict(zip((s.table for s in shared), ctx.reads.take(len(shared))))
