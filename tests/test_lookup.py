@@ -362,7 +362,7 @@ def test_max_norm_bounds_and_keeps(values, max_norm):
 # ------------------------------------------------------------------ errors in ids
 
 OUT_OF_RANGE = (
-    r"sparsejax\.lookup: 2 of 4 ids are out of range, the first is 9 and the table has "
+    r"sparsejax\.lookup: 2 of 4 ids are out of range; the first is 9 and the table has "
     r"7 rows\. Correct the ids"
 )
 
@@ -436,7 +436,7 @@ def test_a_row_that_was_not_pulled_is_an_error():
     pulled = sj.SelectedRows(jnp.array([4, 0]), ones, V)
     read = functools.partial(sj.lookup, mode="error", padding_id=-1)
     error, _ = jax.jit(checkify.checkify(read))(pulled, jnp.array([4, -1, 2, 3]))
-    message = r"2 of 4 ids are rows that the SelectedRows does not store, the first "
+    message = r"2 of 4 ids are rows that the SelectedRows does not store; the first "
     with pytest.raises(checkify.JaxRuntimeError, match=message + "is 2 and its hei"):
         error.throw()
     assert read(pulled, [4, -1, 0]).tolist() == [[1] * D, [0] * D, [1] * D]

@@ -139,7 +139,7 @@ def test_an_id_never_reads_the_neighbour():
     call = checkify.checkify(jax.jit(lambda ids: strict(params, {"a": ids})["a"]))
     assert call(jnp.array([4, -1]))[0].get() is None
     message = str(call(jnp.array([4, 5]))[0].get())
-    assert "feature 'a': 1 of 2 ids are out of range, the first is 5" in message
+    assert "feature 'a': 1 of 2 ids are out of range; the first is 5" in message
     assert "the table has 5 rows" in message
 
 

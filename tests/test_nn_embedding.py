@@ -346,7 +346,7 @@ def test_wrong_calls():
     nested = sj.SegmentTensor({"ids": jnp.arange(2)}, jnp.arange(2), 2)
     with pytest.raises(TypeError, match=r"must be one array of ids, got a dict"):
         LAYER(params, nested)
-    with pytest.raises(ValueError, match="the bag of each id is unknown"):
+    with pytest.raises(ValueError, match="need segment_ids, the bag of each id"):
         BAG(params, jnp.arange(3))
 
 

@@ -378,7 +378,7 @@ def _st(values):
 
 ONES = jnp.ones((2, C))
 WRONG_CALLS = [
-    (DENSE, lambda p: (p["kernel"], ONES), r"keys \['bias', 'kernel'\], got an array"),
+    (DENSE, lambda p: (p["kernel"], ONES), r"keys \['bias', 'kernel'\], got a float32"),
     (DENSE, lambda p: ({"w": 1}, ONES), r"got keys \['w'\]"),
     (DENSE, lambda p: ({**p, "kernel": "k"}, ONES), "must be an array of shape"),
     (

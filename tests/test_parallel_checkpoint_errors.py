@@ -42,7 +42,7 @@ def test_errors_of_steps_and_of_what_is_no_tree(tmp_path, monkeypatch):
         for good in (jnp.ones(3), sharded(table_of(), 2, "mod")):
             with pytest.raises(TypeError, match="is traced by jax.jit"):
                 jax.jit(lambda x: checkpoints.save(4, {"w": x}))(good)
-        with pytest.raises(TypeError, match="data must be a dictionary .*got a list"):
+        with pytest.raises(TypeError, match="data must be a dictionary .*type list"):
             checkpoints.save(4, tree, data=[1])
         assert checkpoints.all_steps() == [2, 3]
         with monkeypatch.context() as patch:

@@ -221,12 +221,12 @@ def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
     if isinstance(table, SelectedRows):
         message = (
             f"{call}: {{bad}} of {{total}} ids are rows that the SelectedRows does "
-            "not store, the first is {first} and its height is {height}. Pull those "
+            "not store; the first is {first} and its height is {height}. Pull those "
             "rows first, pass a padding_id, or use mode='zero'."
         )
     else:
         message = (
-            f"{call}: {{bad}} of {{total}} ids are out of range, the first is "
+            f"{call}: {{bad}} of {{total}} ids are out of range; the first is "
             "{first} and the table has {height} rows. Correct the ids, pass a "
             "padding_id, or use another mode."
         )
