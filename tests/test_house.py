@@ -94,9 +94,9 @@ def _nodes_that_run(node):
     """All nodes but those under `if TYPE_CHECKING:`."""
     yield node
     for child in ast.iter_child_nodes(node):
-        test = getattr(child, "test", None)
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(test)):
-            yield from _nodes_that_run(child)
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield from _nodes_that_run(child)
 
 
 def _imported(path):
