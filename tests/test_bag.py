@@ -117,7 +117,7 @@ def _oracle_step(weighted):
 # ------------------------------------------------------------------ values, gradients
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("layout", "weighted"),
     [(layout, False) for layout in LAYOUTS]
@@ -210,6 +210,7 @@ def test_lowerings_give_what_the_reference_gives():
             compare(ids, jnp.asarray(bags), count)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_narrow_types_are_summed_in_float32(dtype):
     table = np.full((4, 2), 0.01, dtype)

@@ -14,6 +14,7 @@ from benchmarks import __main__, sharded  # noqa: E402
 pytestmark = [pytest.mark.loose_promotion, pytest.mark.multidevice]
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, capsys):
     # The sides' losses are compared before they are timed.
     path = tmp_path / "lines.jsonl"

@@ -15,6 +15,7 @@ from benchmarks import __main__, store as bench  # noqa: E402
 pytestmark = pytest.mark.loose_promotion
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
     argv = "--rows 301 --dim 4 --ids 128 --repeats 3 --optimizers adagrad --json"

@@ -225,6 +225,7 @@ def test_malformed_rows_are_named(tmp_path, rows, message):
         sj.data.read_csv_ids(path, 1000, **LAYOUT)
 
 
+@pytest.mark.slow
 def test_a_hash_is_the_same_in_every_process():
     words = [f"{i:08x}".encode() for i in range(2000)]
     encoder = sj.data.HashIds([50, 1000], seed=3)

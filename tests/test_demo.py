@@ -53,6 +53,7 @@ def no_training(monkeypatch):
 # ------------------------------------------------------------------ end to end
 
 
+@pytest.mark.slow
 def test_end_to_end(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(_train, "_TIMED_ROWS", (50, 40_000))
     save, picture = tmp_path / "vectors.npz", tmp_path / "picture.png"

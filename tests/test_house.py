@@ -130,7 +130,8 @@ def _is_in(module, part):
     return f"{module}.".startswith(f"sparsejax.{part}.")
 
 
-def _graph():
+@functools.cache
+def _imports():
     """What each file imports, itself and the packages' `__init__` left out.
 
     An `__init__` only hands on names, and importing a module runs the `__init__` above
@@ -146,6 +147,10 @@ def _graph():
                 found |= set(_house_imports(MODULES[package])) - {package}
         graph[module] = found - {module}
     return graph
+
+
+def _graph():
+    return {module: set(found) for module, found in _imports().items()}
 
 
 # ------------------------------------------------------------------ import direction

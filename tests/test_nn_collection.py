@@ -247,6 +247,7 @@ def test_gradient_is_that_of_the_tables_one_by_one():
     assert_trees_close(g.to_dense(), 2 * of_jax[STACK], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_numerical_gradients_and_wide_types(x64):
     wide: Any = dict(param_dtype="float64", padding_id=0)
     layer = sj.nn.EmbeddingCollection(

@@ -219,6 +219,7 @@ def test_gradient_is_that_of_plain_jnp(name):
     assert_trees_close(_dense(g), twice, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_numerical_gradients(x64):
     matrix = _scipy(np.float64)
     st = _segments(matrix)

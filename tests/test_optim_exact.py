@@ -446,6 +446,7 @@ IN_PLACE = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_step_is_by_rows_and_in_place(name):
     # Nothing that is read to catch up is needed for the gradient of a linear loss, so

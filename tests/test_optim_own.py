@@ -88,7 +88,7 @@ def _put_back(old, new, touched):
     return jax.tree.map(choose, old, new)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @each
 def test_rows_are_the_dense_run_with_other_rows_put_back(name):
     tx, step = made(name)
@@ -122,6 +122,7 @@ def test_is_row_separable(name):
     assert optim.is_row_separable(made(name)[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.loose_promotion  # optax's clip
 @some
 def test_inside_of_a_lazy_chain(name):
@@ -194,6 +195,7 @@ def test_types_under_x64(name, x64):
         assert _kinds((new, new_state)) == _kinds((params, state))
 
 
+@pytest.mark.quick(1)
 @some
 def test_state_is_a_named_tree_that_goes_on_with_another_rate(name):
     tx, step = made(name)
@@ -274,6 +276,7 @@ def test_what_is_out_of_range_is_refused(make, message):
         make()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["ftrl", "partial_rowwise_lamb", "weight_decay"])
 def test_params_are_asked_for(name):
     tx, _ = made(name)

@@ -85,6 +85,7 @@ RULES = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_as_defined(rule):
     """A table of rank 3 by rows with duplicates, against NumPy on its touched rows."""

@@ -153,6 +153,7 @@ def make_step(tx, reduce=lambda grads: grads, value_and_grad=sj.value_and_grad):
     return step
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("capacity", "kind"),
     [

@@ -110,6 +110,7 @@ def test_axes_of_data(shape):
 # ------------------------------------------------------------------ against jax.ops
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NAMESAKES)
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, np.uint32, np.complex64])
 def test_calls_of_jax_ops_are_served(name, dtype):

@@ -170,6 +170,7 @@ def test_every_operation_with_64_bit_ids(x64):
     assert set(floats.values()) == {np.dtype(np.float32)}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("ids_dtype", ["int8", "int16", "uint8", "uint32"])
 def test_ids_of_narrow_and_unsigned_types(ids_dtype):
     rows = np.array([44, 3, 44, 120, 100], ids_dtype)

@@ -111,6 +111,7 @@ def test_rows_of_any_rank(shape):
     np.testing.assert_allclose(store.pull_all("t"), table)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_types(dtype):
     table = weights().astype(dtype)
@@ -138,7 +139,7 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_push_is_lazy_on_the_device_bit_by_bit(name):
     tx = TRANSFORMATIONS[name]()
@@ -177,6 +178,7 @@ def loss(params, ids, targets):
     return jnp.sum(params["w"] * (sj.lookup(params["t"], ids) - targets) ** 2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_training_on_pulled_rows_is_training_on_the_table(name):
     tx = sj.optim.lazy(TRANSFORMATIONS[name]())
@@ -410,6 +412,7 @@ def test_pull_all_reports():
 # ------------------------------------------------------------------ types of 64 bits
 
 
+@pytest.mark.slow
 def test_under_x64(x64):
     table = weights()
     store = store_of(table, optax.adagrad(0.1))

@@ -171,6 +171,7 @@ def test_memory_is_not_free_while_jax_has_it(pool):
     assert is_free(pool, at)
 
 
+@pytest.mark.slow
 def test_a_running_program_keeps_its_arguments(pool):
     """If this fails: rows change while the step that reads them runs."""
     store, weights = new_store()

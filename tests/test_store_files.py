@@ -164,6 +164,7 @@ def test_saving_over_a_mapped_table_is_refused(tmp_path):
         assert_same_bits(store.pull_all("lazy"), before)
 
 
+@pytest.mark.slow
 def test_a_load_that_is_stopped(tmp_path):
     """While the file is checked nothing changes; later on the tables are marked."""
     store, path, table = new_store(), tmp_path / "store", tmp_path / "table"

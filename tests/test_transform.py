@@ -27,10 +27,8 @@ def to_dense(g):
 REPRESENTATIVE = [
     "index_out_of_range",
     "vmapped_index",
-    "dynamic_slice",
     "cast",
     "scaled_by_parameter",
-    "jitted",
     "scanned_carry",
     "branch_in_scan",
     "checkpointed",
@@ -142,7 +140,7 @@ MAKES_TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
 def test_shapes_are_known_before_data(name):
     with jax.enable_x64(True):
         _, (got, _) = _eager(name)
