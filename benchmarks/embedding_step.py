@@ -275,17 +275,23 @@ def record(r: Result, machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def plot(results: Sequence[Result], path: str, title: str) -> None:
-    """Step time over rows and over ids, both axes logarithmic."""
+    """Step time over rows and over ids, whichever varies; both axes logarithmic."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    figure.suptitle(title, fontsize=10)
     panels = {
         "rows": ("rows of the table", f"{FIXED_IDS:,} ids a step"),
         "ids": ("ids a step", f"{FIXED_ROWS:,} rows"),
     }
-    axes = figure.subplots(1, 2, sharey=True)
-    for ax, (sweep, (label, fixed)) in zip(axes, panels.items()):
+    sizes = {
+        sweep: {getattr(r.case, sweep) for r in results if r.case.sweep == sweep}
+        for sweep in panels
+    }
+    shown = [s for s in panels if len(sizes[s]) > 1] or list(panels)
+    figure = Figure(figsize=(1.5 + 5.0 * len(shown), 4.5), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    for ax, sweep in zip(axes, shown):
+        label, fixed = panels[sweep]
         ax.set(xscale="log", yscale="log", xlabel=label, title=fixed)
         ax.grid(alpha=0.3)
         for number, name in enumerate(OPTIMIZERS):
