@@ -17,7 +17,7 @@ from optax import contrib
 
 import sparsejax as sj
 from optimizers import LR, REFUSED, SCHEDULE, SEPARABLE
-from sparsejax.optim._lazy import lazy_exact
+from sparsejax.optim._lazy import is_lazy_exact
 
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "optax_table.md"
@@ -290,7 +290,7 @@ def verdict(tx):
     """`(exact, lazy or refused, what moves without a gradient)`."""
     if not sj.optim.is_row_separable(tx):
         return "refused", []
-    moved = lazy_exact.moving(tx)
+    moved = is_lazy_exact.moving(tx)
     return ("lazy" if moved else "exact"), moved
 
 
@@ -302,8 +302,8 @@ def rows(sections=SECTIONS):
             if hasattr(module, name):
                 found, moved = verdict(entry.make())
                 fields = dict.fromkeys(re.sub(r".*\W", "", path) for path in moved)
-                fields.pop(lazy_exact.WEIGHTS, None)
-                what = ["weights"] if lazy_exact.WEIGHTS in moved else []
+                fields.pop(is_lazy_exact.WEIGHTS, None)
+                what = ["weights"] if is_lazy_exact.WEIGHTS in moved else []
                 what += [f"`{field}`" for field in fields]
                 note = ", ".join(what) + ("." if what else "")
                 text = " ".join(filter(None, [note, entry.note]))

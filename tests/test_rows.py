@@ -561,7 +561,7 @@ def test_arithmetic_errors():
     with raises(ValueError, "pass at least one SelectedRows"):
         sj.concatenate([])
     with raises(TypeError, "got a float32.*from_dense"):
-        sj.concatenate([a, array])
+        sj.concatenate([a, array])  # pyright: ignore[reportArgumentType]
     with raises(ValueError, r"concatenate: the dense shapes .* \(7, 3\) and \(8, 3\)"):
         sj.concatenate([a, other])
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import html, indexing
+from sparsejax._rows import html, indexing, merge
 
 
 _NO_DIVISION_BY_ROWS = (
@@ -283,7 +283,7 @@ class SelectedRows:
         if capacity is None:
             capacity = min(self.capacity, self.height)
         capacity = _arguments.check_capacity("SelectedRows.coalesce", capacity)
-        rows, slot, count = indexing.merge_plan(self.safe_rows(), self.height, capacity)
+        rows, slot, count = merge.merge_plan(self.safe_rows(), self.height, capacity)
         wide = indexing.accumulator_dtype(self.dtype)
         zeros = jnp.zeros((capacity, *self.values.shape[1:]), wide)
         values = indexing.add_rows(zeros, slot, self.values.astype(wide)).astype(
@@ -332,7 +332,7 @@ class SelectedRows:
     def _find(self, call: str, ids: Any) -> tuple[jax.Array, jax.Array]:
         ids = _arguments.as_ids(call, ids, self.height)
         merged = self.coalesce()
-        slot, stored = indexing.find_slots(merged.rows, ids, self.height)
+        slot, stored = merge.find_slots(merged.rows, ids, self.height)
         none = np.int32(merged.capacity)
         return indexing.take_rows(merged.values, jnp.where(stored, slot, none)), stored
 
@@ -355,7 +355,7 @@ class SelectedRows:
           MXNet, `sparse.retain`.
         """
         ids = _arguments.as_ids("SelectedRows.retain", ids, self.height).reshape(-1)
-        _, keep = indexing.find_slots(jnp.sort(ids), self.rows, self.height)
+        _, keep = merge.find_slots(jnp.sort(ids), self.rows, self.height)
         rows = jnp.where(keep, self.rows, _arguments.scalar(self.height, self.rows))
         return SelectedRows(rows, indexing.zero_unless(keep, self.values), self.height)
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import indexing
+from sparsejax._rows import indexing, merge
 from sparsejax._segments import conversions, elements, html, nested_lists
 
 
@@ -677,7 +677,7 @@ class SegmentTensor:
             ids = np.asarray(ids)
             order = np.argsort(ids, kind="stable").astype(np.int32)
         else:
-            order = indexing.stable_order(ids, self.num_segments + 1)
+            order = merge.stable_order(ids, self.num_segments + 1)
         values = elements.take(self.values, order)
         ids = _gather(ids, order)
         return self._make_unchecked(values, ids, self.num_segments, True)

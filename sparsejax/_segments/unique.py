@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import indexing
+from sparsejax._rows import merge
 from sparsejax._segments import SegmentTensor
 
 
@@ -59,7 +59,7 @@ def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     flat = ids.reshape(-1)
     # The plan treats `largest` as an empty slot. As an id it comes last, right before
     # padding of the same value.
-    out, slot, others = indexing.merge_plan(flat, largest, capacity)
+    out, slot, others = merge.merge_plan(flat, largest, capacity)
     is_largest = flat == _arguments.scalar(largest, flat)
     slot = jnp.where(is_largest, jnp.minimum(others, np.int32(capacity)), slot)
     count = others + jnp.any(is_largest).astype(jnp.int32)
@@ -102,7 +102,7 @@ def partition(ids: Any, num_parts: int) -> SegmentTensor:
     wide = _arguments.index_dtype(num_parts, flat.dtype)
     part = jnp.remainder(flat.astype(wide), np.array(num_parts, wide))
     part = part.astype(_arguments.index_dtype(num_parts))
-    position = indexing.stable_order(part, num_parts)
+    position = merge.stable_order(part, num_parts)
     values = {"id": flat[position], "position": position}
     segment_ids = part[position]
     return SegmentTensor.from_segment_ids(

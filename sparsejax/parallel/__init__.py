@@ -53,4 +53,4 @@ from sparsejax.parallel._table import (
     ShardedTable as ShardedTable,
     shard_rows as shard_rows,
 )
-from sparsejax.parallel._wire import wire_bytes as wire_bytes
+from sparsejax.parallel._wire_bytes import wire_bytes as wire_bytes

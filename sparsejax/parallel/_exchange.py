@@ -33,7 +33,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.read_rows import read_rows as _read_local_rows
-from sparsejax._rows import indexing
+from sparsejax._rows import indexing, merge
 
 
 # ------------------------------------------------------------------ owners
@@ -213,7 +213,7 @@ class _Groups(NamedTuple):
 
 def _group_by_owner(owners: Owners, positions: jax.Array) -> _Groups:
     capacity = max(1, min(positions.size, owners.height))
-    rows, slot, _ = indexing.merge_plan(positions, owners.height, capacity)
+    rows, slot, _ = merge.merge_plan(positions, owners.height, capacity)
     starts = np.arange(owners.count + 1, dtype=np.int64) * owners.rows
     edges = jnp.searchsorted(rows, starts.astype(rows.dtype)).astype(jnp.int32)
     return _Groups(rows, edges[:-1], edges[1:] - edges[:-1], slot)
@@ -504,7 +504,7 @@ def send_to_owners(
         got = jnp.full((owners.count, length), none, positions.dtype)
         got = _for_each_round(rounds, is_single, send_ids, got)
         got = _gather_replicas(owners, got).reshape(-1)
-        rows, slot, _ = indexing.merge_plan(got, owners.rows, most_got)
+        rows, slot, _ = merge.merge_plan(got, owners.rows, most_got)
         slot = slot.reshape(-1, length)
 
         def send_values(number, total):

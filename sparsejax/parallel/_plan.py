@@ -37,7 +37,7 @@ from sparsejax import _arguments
 from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._lookup import measure_capacity
 from sparsejax.parallel._table import ShardedTable, check_axis, shard_rows
-from sparsejax.parallel._wire import format_table
+from sparsejax.parallel._wire_bytes import format_table
 
 
 _CALL = "sparsejax.parallel.plan"

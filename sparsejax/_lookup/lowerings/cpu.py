@@ -13,7 +13,7 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._lookup.lowerings import xla
-from sparsejax._rows import indexing
+from sparsejax._rows import indexing, merge
 
 
 # Columns of a fixed bag that are added in one loop; longest piece of a segmented bag.
@@ -191,5 +191,5 @@ def _sort(
     """The elements in the order of their bags."""
     none = _arguments.scalar(num_bags, segment_ids)
     bags = jnp.where(indexing.in_range(segment_ids, num_bags), segment_ids, none)
-    order = indexing.stable_order(bags, num_bags + 1)
+    order = merge.stable_order(bags, num_bags + 1)
     return ids[order], bags[order], None if weights is None else weights[order]

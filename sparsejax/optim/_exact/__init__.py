@@ -1,7 +1,7 @@
 """`exact`: dense training at sparse cost, by catching up the steps that a row missed.
 
 - `exact.py`: the transformation and its state.
-- `value_and_grad.py`: `exact_value_and_grad`, which finds the ids that a loss reads.
+- `exact_value_and_grad.py`: finds the ids that a loss reads before it runs.
 - `plan.py`: which leaves are tables, and what `tx` does to each.
 - `catch_up.py`: rows of one table brought to the present step.
 - `closed_form.py`: the mathematics of a run of zero-gradient steps.

@@ -10,5 +10,5 @@ A step with a SelectedRows gradient goes through `lazy.py`, which uses
 - `gather_scatter.py`: gathers and scatters rows of tables and state;
 - `state_sharding.py`: shards state like its tables.
 
-`lazy_exact.py` determines whether lazy training equals dense training.
+`is_lazy_exact.py` determines whether lazy training equals dense training.
 """

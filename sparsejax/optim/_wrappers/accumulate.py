@@ -23,7 +23,7 @@ import optax
 from jax import lax
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import SelectedRows, indexing, merge
 from sparsejax.optim._lazy import checks, state_sharding, trees
 from sparsejax.optim._wrappers.update_if import update_if
 
@@ -196,7 +196,7 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
     else:
         places = lax.iota(jnp.int32, held.capacity)
         ordered, places = lax.sort((held.rows, places), num_keys=1)
-        found, known = indexing.find_slots(ordered, rows, held.height)
+        found, known = merge.find_slots(ordered, rows, held.height)
         new = here & ~known
         free = held.num_rows() + jnp.cumsum(new, dtype=jnp.int32) - 1
         slot = jnp.where(new, jnp.minimum(free, none), none)
