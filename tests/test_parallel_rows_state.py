@@ -99,7 +99,7 @@ def test_gradients_and_state_must_be_the_tables():
     gradient = sj.grad(lambda t: _loss(sj.parallel.lookup, t, IDS[0]))(table)
     rows = sj.SelectedRows([1], jnp.ones((1, D)), V)
     for wrong in (jnp.ones((V, D)), rows):
-        with pytest.raises(TypeError, match="gradient of a ShardedTable must be a Sharded"):
+        with pytest.raises(TypeError, match="of a ShardedTable must be a Sharded"):
             tx.update(wrong, state, table)
     with pytest.raises(TypeError, match="layout='mod'.* for .*layout='block'"):
         tx.update(gradient, state, other)

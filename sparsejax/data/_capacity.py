@@ -203,7 +203,7 @@ def _as_level(
         if auto < sure:
             reason = (
                 f"a batch has more with a probability below {risk:g}; every batch "
-                f"would fit in {sure}"
+                f"would fit into {sure}"
             )
     if size is None:
         size = auto
