@@ -30,7 +30,7 @@ def check_state(call: str, state: Any, kind: Any) -> None:
     """Raises a TypeError unless `state` has the fields of `kind`."""
     if not all(hasattr(state, field) for field in kind._fields):
         raise TypeError(
-            f"{call}: state must be the one returned by its init or update, got "
+            f"{call}: state must be one that this transformation returned, got "
             f"{_arguments.kind_of(state)}."
         )
 
