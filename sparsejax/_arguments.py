@@ -105,7 +105,8 @@ def to_array(
 
 def show_spec(x: Any) -> str:
     """`float32[3,2]` for an array or a spec, else the repr."""
-    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+    # A tree of types, as jax.tree.map(type, grads) makes, must print as well.
+    if isinstance(x, type) or not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return repr(x)
     return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
 

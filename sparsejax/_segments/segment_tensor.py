@@ -157,7 +157,8 @@ class SegmentTensor:
 
     def __repr__(self) -> str:
         shown = nested_lists.show(self.values, self.segment_ids, self.num_segments)
-        n = self.capacity if hasattr(self.segment_ids, "shape") else self.segment_ids
+        shape = getattr(self.segment_ids, "shape", None)  # leaves may be anything
+        n = shape[0] if isinstance(shape, tuple) and shape else self.segment_ids
         return f"SegmentTensor({shown}, num_segments={self.num_segments}, capacity={n})"
 
     _repr_html_ = html.segments
