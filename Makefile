@@ -12,7 +12,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 # A file's tests run in one process: they share what they compile.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Stops with a sentence where $(1) is no Python, or one too old.
 check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \

@@ -98,6 +98,10 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("quick"):
         kept = _representatives(kept)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    # Files with slow tests first, so that no process is left alone with one at the end.
+    is_slow = lambda x: x.get_closest_marker("slow") or x.get_closest_marker("once")
+    slow = {item.path for item in kept if is_slow(item)}
+    kept.sort(key=lambda item: item.path not in slow)
     items[:] = kept
 
 

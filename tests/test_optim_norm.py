@@ -51,6 +51,6 @@ def test_is_differentiable():
 def test_changed_ids():
     rows = sj.SelectedRows(jnp.array([1, 1]), jnp.ones((2, 4)), 9)
     with pytest.raises(
-        TypeError, match="global_norm: .*float32 rows.*SelectedRows.map"
+        TypeError, match="global_norm: the rows .*got float32.*SelectedRows.map"
     ):
         global_norm(jax.tree.map(lambda x: x.astype(jnp.float32), rows))

@@ -1151,7 +1151,7 @@ def _():
         run("get_tensor_from_selected_rows", x=jnp.ones((2, 2)))
     x = get("sum_width_mismatch_error", "inputs")
     assert "same shape" in CASES["sum_width_mismatch_error"]["error"]["message"]
-    with pytest.raises(ValueError, match="shapes .6, 2. and .6, 3. differ"):
+    with pytest.raises(ValueError, match="shapes must be equal, got .6, 2. and .6, 3."):
         run("sum", inputs=list(x.values()))
 
 

@@ -215,7 +215,7 @@ def test_what_prefetch_refuses():
     store = new_store(("a", "b"))
     with pytest.raises(ValueError, match="depth must be a static, non-negative int"):
         store.prefetch([], np.array, depth=-1)
-    with pytest.raises(TypeError, match=r"return .name: ids., .* It has \('a', 'b'\)"):
+    with pytest.raises(TypeError, match=r"return .name: ids. .* tables \('a', 'b'\)"):
         next(store.prefetch([[1]], np.array))
     with pytest.raises(KeyError, match="no table 'c'"):
         next(store.prefetch([[1]], lambda ids: {"c": ids}))
