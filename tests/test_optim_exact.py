@@ -417,7 +417,9 @@ def test_what_is_wrong_is_said():
     state = MOMENTUM.init(params)
     with pytest.raises(ValueError, match="update needs the parameters"):
         MOMENTUM.update(gradient([1]), state)
-    with pytest.raises(TypeError, match="must be the one returned by its init"):
+    with pytest.raises(
+        TypeError, match="must be one that this transformation returned"
+    ):
         MOMENTUM.catch_up(params, state.inner, {"table": jnp.array([1])})
     with pytest.raises(ValueError, match="ids has a leaf at .*'tabel'"):
         MOMENTUM.catch_up(params, state, {"tabel": jnp.array([1])})
