@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _representatives(items):
-    """The tests that are not slow, and each value of each of their parameters once."""
+    """What `--quick` runs, see above."""
     seen, kept, runs = set(), [], collections.Counter()
     for item in items:
         if item.get_closest_marker("slow") or item.get_closest_marker("once"):

@@ -156,9 +156,6 @@ def reached() -> set[tuple[str, int]]:
 
 
 def main() -> None:
-    # As in the tests, which have 8 devices made of the CPU.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     # As under pytest: 8 devices made of the CPU. JAX is not imported yet.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flag = "--xla_force_host_platform_device_count"
