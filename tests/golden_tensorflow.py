@@ -609,6 +609,16 @@ record(
 )
 record("tf.nn.nce_loss", sampled_loss(tf.nn.nce_loss), sampled, wanted)
 
+# Last, since the random inputs above would change: a sum keeps weights of 0 or less.
+for combiner in ("sqrtn", "sum"):
+    record(
+        "tf.nn.safe_embedding_lookup_sparse(params, sp_ids, sp_weights)",
+        safe,
+        {**unsafe, "weights": signed},
+        ["params"],
+        combiner=combiner,
+    )
+
 
 if __name__ == "__main__":
     versions = f"TensorFlow {tf.__version__} with Keras {keras.__version__}"

@@ -174,6 +174,7 @@ def test_ids_out_of_range_count_nowhere(ids):
     assert_trees_close(traced(sj.segment_ids_to_ranges, 5)(ids), ranges)
 
 
+@pytest.mark.slow
 def test_vmap():
     lengths = jnp.array([[2, 0, 1], [0, 0, 0], [1, 1, 4]], jnp.int32)
     ids = jax.vmap(lambda x: sj.lengths_to_segment_ids(x, 6))(lengths)

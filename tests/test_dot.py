@@ -66,6 +66,7 @@ def test_dense_of_any_rank(row_shape):
     assert got.rows.tolist() == INDEX.tolist()  # a slot each, not merged
 
 
+@pytest.mark.slow
 def test_scipy_and_bcsr():
     sparse = pytest.importorskip("scipy.sparse")
     want = matrix()
@@ -130,6 +131,7 @@ def test_a_matrix_without_elements():
     assert sj.dot(csr, DENSE[:0], num_columns=0).shape == (0, D)
 
 
+@pytest.mark.slow
 def test_dense_may_be_selected_rows():
     rows, values = np.array([96, 5, C, 5, 7]), integers((5, D), seed=4)
     values[2] = np.nan
@@ -170,6 +172,7 @@ def test_narrow_types_are_summed_wide():
     assert float(got[0]) == float(jnp.bfloat16(n / 256))
 
 
+@pytest.mark.slow
 def test_x64(x64):
     csr = make_csr(INDEX.astype(np.int64), VALUE)
     assert sj.dot(csr, DENSE).dtype == jnp.float32
@@ -210,6 +213,7 @@ def test_dense_is_read_once_as_a_bag():
     assert_no_dense(f, DENSE)
 
 
+@pytest.mark.slow
 def test_vmap_and_scan():
     batch = jnp.stack([jnp.asarray(DENSE), -2 * jnp.asarray(DENSE)])
     want = np.stack([matrix() @ d for d in np.asarray(batch)])
@@ -222,6 +226,7 @@ def test_vmap_and_scan():
     assert_trees_close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 def test_rows_of_the_matrix_on_several_devices():
     auto = (jax.sharding.AxisType.Auto,)

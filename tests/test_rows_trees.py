@@ -63,6 +63,17 @@ def test_vmap():
     assert np.isnan(short.values[0]).all() and np.isfinite(short.values[1]).all()
 
 
+@pytest.mark.parametrize("reduce", [jax.lax.psum, jax.lax.pmean])
+def test_a_collective_of_jax_names_ours(reduce):
+    """In a step of one's own over devices, where it is the habit."""
+    _, batch = two_and_their_batch()
+    total = lambda g: jax.tree.map(lambda x: reduce(x, "devices"), g)
+    for step in (total, lambda g: reduce(g, "devices")):
+        with pytest.raises((TypeError, ValueError), match="row ids of a Sel") as caught:
+            jax.vmap(step, axis_name="devices")(batch)
+        assert "sparsejax.parallel.pmean" in str(caught.value)
+
+
 def test_scan():
     parts = [
         make_rows(rows, V, seed=i)[0] for i, rows in enumerate([[4, 0, 4], [V, 1, 1]])
@@ -128,7 +139,7 @@ def test_it_is_a_pytree():
         rebuilt = jax.tree.unflatten(treedef, [placeholder] * 2)
         assert rebuilt.rows is placeholder and rebuilt.height == V
     with pytest.raises(TypeError, match="also changes the ids"):
-        jax.tree.map(lambda x: x.astype(float), a).map(lambda v: v)
+        jax.tree.map(lambda x: np.asarray(x, float), a).map(lambda v: v)
 
 
 def test_it_is_frozen():

@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import parameterized
 from jax.test_util import check_grads
 
 import sparsejax as sj
@@ -133,7 +135,7 @@ def weighted_sums(rows, t, v1, v2):
         sj.scatter_weighted_sum(t, 1, rows, v1, 2.0),
         sj.scatter_weighted_sum(t, 1.0, rows, v1, -1),
         sj.scatter_weighted_sum(t, 0, rows, v2, 1),
-        sj.scatter_weighted_sum(t, -2, rows),
+        sj.scatter_weighted_sum(t, 2, rows),
     )
 
 
@@ -147,7 +149,7 @@ def test_weighted_sum(case):
         weighted_sum(table, 1, rows, v1, 2),
         weighted_sum(table, 1, rows, v1, -1),
         weighted_sum(table, 0, rows, v2, 1),
-        weighted_sum(table, -2, rows),
+        weighted_sum(table, 2, rows),
     )
     for got, expected in zip(run_jitted(weighted_sums, rows, table, v1, v2), want):
         np.testing.assert_array_equal(got, expected)
@@ -191,6 +193,7 @@ def test_sums_of_bfloat16_are_rounded_once(w0, values_dtype):
     assert np.asarray(got)[:, 0].tolist() == [256 * w0 + 256, 256]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "float64", "complex64"])
 def test_weighted_sum_keeps_the_tables_dtype(dtype, x64):
     table = np.full((V, D), 3, dtype)
@@ -435,12 +438,15 @@ def test_caffe2_scatter_assign(name, x64):
         assert any(np.array_equal(row, x) for x in may_be)
 
 
-@pytest.mark.parametrize("name", [n for n in CAFFE2 if "WeightedSum" in n])
-def test_caffe2_scatter_weighted_sum(name):
-    *args, want = CAFFE2[name]
-    table, w0, rows = args[:3]
-    for f in (sj.scatter_weighted_sum, jax.jit(sj.scatter_weighted_sum)):
-        got = np.asarray(f(*args))
+class TestCaffe2(chex.TestCase):
+    @chex.variants(  # pyright: ignore[reportCallIssue]
+        with_jit=True, without_jit=True, with_device=True, without_device=True
+    )
+    @parameterized.named_parameters((n, n) for n in CAFFE2 if "WeightedSum" in n)
+    def test_scatter_weighted_sum(self, name):
+        *args, want = CAFFE2[name]
+        table, w0, rows = args[:3]
+        got = np.asarray(self.variant(sj.scatter_weighted_sum)(*args))
         # It scales a row once for each time that it is named, we do so once.
         times = np.bincount(rows, minlength=len(table))
         more = (w0**times - np.where(times, w0, 1)).astype(np.float32)

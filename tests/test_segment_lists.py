@@ -51,6 +51,7 @@ def test_round_trip(lists):
     assert roomy.capacity == 30 and roomy.to_lists() == lists
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.lists(
         st.dictionaries(st.integers(-5, 5), st.lists(ints, max_size=3), max_size=3),
@@ -178,7 +179,7 @@ def test_refuses_types_and_capacities():
         with pytest.raises(ValueError, match="capacity must be .* got"):
             make.from_lists([[1]], capacity=capacity)
     with pytest.raises(TypeError, match="capacity must be .* got 1.5"):
-        make.from_lists([[1]], capacity=1.5)
+        make.from_lists([[1]], capacity=1.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="Inside jit.*use from_lengths"):
         jax.eval_shape(lambda x: make.from_lists([[x, x]]).values, 1.0)
 

@@ -206,6 +206,7 @@ def test_multi_hot_counts():
 # ------------------------------------------------------------------ any segments
 
 
+@pytest.mark.slow
 @hypothesis.given(
     st.lists(st.integers(-3, 9), min_size=9, max_size=9),
     st.integers(0, 4),
@@ -449,6 +450,7 @@ def test_is_a_pytree():
         np.asarray(x)
 
 
+@pytest.mark.slow
 def test_vmap_over_a_batch():
     batch = [[[1, 2], [3]], [[], [4, 5, 6]]]
     parts = [make.from_lists(lists, capacity=4) for lists in batch]

@@ -109,9 +109,9 @@ def test_unique_maps_over_a_batch():
 def test_unique_refuses():
     capacity: Any
     for capacity in (-1, 2.5, None):
-        with pytest.raises(ValueError, match="unique: capacity must be"):
+        with pytest.raises(ValueError, match="unique: size must be"):
             sj.unique([1, 2], capacity)
-    with pytest.raises(ValueError, match="unique: capacity must be"):
+    with pytest.raises(ValueError, match="unique: size must be"):
         jax.jit(sj.unique)(jnp.array([1, 2]), 2)
     with pytest.raises(TypeError, match="unique: ids must be integers"):
         sj.unique(jnp.ones(3), 3)

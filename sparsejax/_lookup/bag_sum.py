@@ -9,6 +9,7 @@ The primitive is linear in the table and in the weights. Its JVP is the primitiv
 its transpose scatters the cotangents of the bags.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, xla
-from sparsejax._rows import indexing
+from sparsejax._rows import indexing, quantized
+from sparsejax._rows.quantized import QuantizedTable
 
 
 def bag_sum(
@@ -30,6 +32,7 @@ def bag_sum(
     num_bags: int | None = None,
     *,
     indices_are_sorted: bool = False,
+    bits: int | None = None,
 ) -> jax.Array:
     """`out[b] = sum_{i in bag b} weights[i] * table[ids[i]]`.
 
@@ -41,22 +44,27 @@ def bag_sum(
       segment_ids: integers `[n]`; an element is dropped where it is out of range.
       num_bags: static, with `segment_ids`.
       indices_are_sorted: whether `segment_ids` ascend.
+      bits: of the codes, where the table is the codes of a QuantizedTable. Then there
+        are weights, 0 where an id is out of range.
 
     Returns:
       `[B or num_bags, ...]`, in the accumulator's type: float32 for narrower floats.
+      Of codes the sums of their planes, float32 `[..., 8 // bits, bytes]`.
     """
     static: dict[str, Any] = dict(
         segmented=segment_ids is not None,
         weighted=weights is not None,
         num_bags=ids.shape[0] if num_bags is None else num_bags,
         indices_are_sorted=indices_are_sorted,
+        bits=bits,
     )
     args = [table, ids]
     args += [] if segment_ids is None else [segment_ids]
     args += [] if weights is None else [weights]
     # The types of these arrays have a mesh, which XLA's gather propagates.
     laid_out = any(_compat.is_laid_out(x) for x in args)
-    plain = laid_out or not jnp.issubdtype(table.dtype, jnp.floating)
+    is_float = bits is not None or jnp.issubdtype(table.dtype, jnp.floating)
+    plain = laid_out or not is_float
     if plain or 0 in (table.shape[0], ids.size, static["num_bags"]):
         return xla.bag_sum(*args, **static)
     return bag_sum_p.bind(*args, **static)
@@ -81,32 +89,77 @@ def row_cotangents(
     return out
 
 
+def quantized_bag_sum(
+    table: QuantizedTable,
+    ids: jax.Array,
+    weights: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    num_bags: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+) -> jax.Array:
+    """`bag_sum` of a quantized table, float32.
+
+    `sum w (scale codes + bias) = sum (w scale) codes + sum w bias`: sums of codes with
+    other weights, and one number for each bag.
+    """
+    pair = quantized.scales(table, ids)
+    if weights is not None:
+        pair = pair * weights.astype(pair.dtype)[..., None]
+    scale, bias = pair[..., 0], pair[..., 1]
+    total = bag_sum(
+        table.codes,
+        ids,
+        scale,
+        segment_ids,
+        num_bags,
+        indices_are_sorted=indices_are_sorted,
+        bits=table.bits,
+    )
+    if segment_ids is None:
+        bias = jnp.sum(bias, axis=1)
+    else:
+        zeros = jnp.zeros((total.shape[0],), bias.dtype)
+        bias = zeros.at[segment_ids].add(
+            bias,
+            mode="drop",
+            wrap_negative_indices=False,
+            indices_are_sorted=indices_are_sorted,
+        )
+    total += indexing.append_axes(bias, total.ndim)
+    total = quantized.join_planes(total, math.prod(table.row_shape))
+    return total.reshape(-1, *table.row_shape)
+
+
 # ------------------------------------------------------------------ derivatives
 
 
 def _table_transpose(ct, like, _, ids, *rest, segmented, **static):
-    table = jnp.zeros(like.shape, like.dtype)
+    wide = indexing.accumulator_dtype(like.dtype)  # an id may be read many times
+    table = jnp.zeros(like.shape, wide)
     if segmented:
         rows = row_cotangents(ct, ids, *rest, segmented=True, **static)
-        return indexing.add_rows(table, ids, rows.astype(like.dtype))
+        return indexing.add_rows(table, ids, rows.astype(wide)).astype(like.dtype)
 
     # One column of the bags at a time, so that there is no array of all rows read.
     def add(j, table):
         column = lambda x: lax.dynamic_index_in_dim(x, j, 1)
         parts = [column(x) for x in (ids, *rest)]
         rows = row_cotangents(ct, *parts, segmented=False, **static)
-        return indexing.add_rows(table, parts[0], rows.astype(like.dtype))
+        return indexing.add_rows(table, parts[0], rows.astype(wide))
 
-    return lax.fori_loop(0, ids.shape[1], add, table)
+    return lax.fori_loop(0, ids.shape[1], add, table).astype(like.dtype)
 
 
-def _weights_transpose(ct, like, table, ids, *rest, segmented, num_bags, **_):
+def _weights_transpose(ct, like, table, ids, *rest, segmented, num_bags, bits, **_):
     del num_bags
-    axes = tuple(range(ids.ndim, ids.ndim + table.ndim - 1))
     bags = rest[:1] if segmented else ()
     each = row_cotangents(ct, ids, *bags, segmented=segmented, weighted=False)
-    rows = indexing.take_rows(table, ids).astype(ct.dtype)
-    return jnp.sum(each * rows, axis=axes).astype(like.dtype)
+    rows = indexing.take_rows(table, ids)
+    if bits is not None:
+        rows = quantized.planes(rows, bits)
+    axes = tuple(range(ids.ndim, rows.ndim))
+    return jnp.sum(each * rows.astype(ct.dtype), axis=axes).astype(like.dtype)
 
 
 # ------------------------------------------------------------------ vmap
@@ -127,7 +180,7 @@ def _batch(bind, args, axes, *, segmented, num_bags, **static):
     ]
     if segmented:
         rest = _join_examples(*rest, num_bags=num_bags, height=table.shape[0])
-    rest = [x.reshape(-1, *x.shape[2:]) for x in rest]
+    rest = [indexing.merge_axes(x, 2) for x in rest]
     total = size * num_bags
     out = bind(table, *rest, segmented=segmented, num_bags=total, **static)
     return out.reshape(size, num_bags, *out.shape[1:])

@@ -6,15 +6,18 @@ of range) is out of range for that primitive too. The gradient of `dense` theref
 only the rows in the matrix's column indices.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, CSRLike
 from sparsejax._lookup import lookup
-from sparsejax._lookup.bag_sum import bag_sum
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
+from sparsejax._rows import QuantizedTable, SelectedRows, indexing, is_quantized
 from sparsejax._segments import SegmentTensor
 
 
@@ -22,7 +25,11 @@ _CALL = "sparsejax.dot"
 
 
 def dot(
-    csr: Any, dense: Any, *, transpose: bool = False, num_columns: int | None = None
+    csr: CSRLike,
+    dense: ArrayLike | SelectedRows | QuantizedTable,
+    *,
+    transpose: bool = False,
+    num_columns: int | None = None,
 ) -> Any:
     """`csr @ dense`, or with `transpose` the SelectedRows of `csr.T @ dense`.
 
@@ -37,7 +44,7 @@ def dot(
         `jax.experimental.sparse.BCSR` without batch dimensions. Duplicates are summed.
         An element whose column is outside `[0, C)` is dropped; columns never wrap.
       dense: `[C, ...]`, or `[S, ...]` with `transpose`. Or a SelectedRows of that
-        shape, in which rows that are not stored are zeros.
+        shape, in which rows that are not stored are zeros; or a QuantizedTable.
       transpose: whether to multiply by the transposed matrix.
       num_columns: int C. Inferred from the shape of a scipy matrix or a BCSR, and from
         `dense` unless transposed; a SegmentTensor needs it with `transpose`.
@@ -76,13 +83,14 @@ def dot(
     index, value = _elements(csr)
     segment_ids = csr.segment_ids
     dense = _arguments.as_array(dense)
-    if not isinstance(dense, (jax.Array, SelectedRows)):
+    if not isinstance(dense, (jax.Array, SelectedRows, QuantizedTable)):
         raise TypeError(
-            f"{_CALL}: dense must be a JAX or NumPy array, or a SelectedRows, got "
-            f"{_arguments.kind_of(dense)}."
+            f"{_CALL}: dense must be a JAX or NumPy array, a SelectedRows or a "
+            f"QuantizedTable, got {_arguments.kind_of(dense)}."
         )
     if dense.ndim == 0:
         raise ValueError(f"{_CALL}: dense must have at least one axis, got a scalar.")
+    lookup.check_not_stacked(_CALL, "dense", dense)
     if transpose and num_columns is None:
         raise ValueError(
             f"{_CALL}: transpose=True needs the number of columns, which a "
@@ -117,8 +125,9 @@ def dot(
 
     # A row of the result is a bag of weighted rows of `dense`.
     same_type = wide == indexing.accumulator_dtype(dense.dtype)
-    if isinstance(dense, jax.Array) and same_type and not transpose:
-        out = bag_sum(
+    if not isinstance(dense, SelectedRows) and same_type and not transpose:
+        add: Any = quantized_bag_sum if is_quantized(dense) else bag_sum
+        out = add(
             dense, index, value, segment_ids, rows, indices_are_sorted=csr.is_sorted
         )
         return out.astype(dtype)

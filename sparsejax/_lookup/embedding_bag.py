@@ -8,6 +8,8 @@ Skipped elements (padding, and those in no bag) are ignored by every combiner: i
 in counts and in maxima.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 
@@ -15,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup
-from sparsejax._lookup.bag_sum import bag_sum
-from sparsejax._rows import indexing
+from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
+from sparsejax._rows import QuantizedTable, SelectedRows, indexing, is_quantized
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.exponentials import segment_logsumexp
 from sparsejax._segments.reduce.extremes import segment_max, segment_min
@@ -33,12 +36,12 @@ _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
 
 def embedding_bag(
-    table: Any,
-    ids: Any,
-    segment_ids: Any = None,
+    table: ArrayLike | SelectedRows | QuantizedTable,
+    ids: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     *,
-    weights: Any = None,
+    weights: ArrayLike | None = None,
     combiner: str = "sum",
     mode: str = "fill",
     padding_id: int | None = None,
@@ -63,7 +66,8 @@ def embedding_bag(
     SelectedRows with one row per id.
 
     Args:
-      table: `[V, ...]`, as in `sparsejax.lookup`: an array, or a SelectedRows.
+      table: `[V, ...]`, as in `sparsejax.lookup`: an array, a SelectedRows, or a
+        QuantizedTable.
       ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, one bag per row,
         padded with `padding_id`; or a SegmentTensor of ids.
       segment_ids: integers `[n]`, the bag of each id. An id whose segment is
@@ -73,8 +77,8 @@ def embedding_bag(
       weights: real numbers with the shape of `ids` (or of its values), for the
         combiners sum, mean and sqrtn.
       combiner: how a bag is reduced.
-      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
-        `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean,
+      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
+        `"raise"` or `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean,
         whatever it reads.
       padding_id: int, an id that does not count in any bag.
       max_norm: positive number, as in `sparsejax.lookup`.
@@ -91,7 +95,7 @@ def embedding_bag(
       ValueError: `combiner` or `mode` is unknown, `weights` are passed for a combiner
         that does not accept them, shapes do not match, or the bags are missing or
         passed twice.
-      checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside of
+      checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside of
         `jit`.
 
     Example:
@@ -116,7 +120,7 @@ def embedding_bag(
             f"{_CALL}: table must be numeric, got bool. Cast it with "
             ".astype(jnp.int32)."
         )
-    lookup.check_mode(_CALL, mode)
+    mode = lookup.check_mode(_CALL, mode)
     max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
     combiner = _check_combiner(combiner, weights, table)
 
@@ -129,8 +133,8 @@ def embedding_bag(
         if w is not None and skip is not None:
             w = indexing.zero_unless(~skip, w)  # it may be inf, and 0 * inf is NaN
         bags = _Bags(ids, skip, w, segments)
-        in_one = isinstance(table, jax.Array) and max_norm is None
-        if in_one and combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating):
+        is_sum = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
+        if not isinstance(table, SelectedRows) and max_norm is None and is_sum:
             total = _fused_sum(table, bags, mode)
             return _divide(total, bags, combiner).astype(table.dtype)
         rows = lookup.read(_CALL, table, ids, skip, mode)
@@ -207,7 +211,7 @@ def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
             "Pass segment_ids and num_segments, a SegmentTensor, or ids padded to "
             "[B, L], one bag per row."
         )
-    out = reduce(ids.reshape(-1, ids.shape[-1]) if ids.ndim > 2 else ids, None)
+    out = reduce(indexing.merge_axes(ids, ids.ndim - 1), None)
     lead = ids.shape if out.ndim > table.ndim else ids.shape[:-1]
     return out.reshape(*lead, *table.shape[1:])
 
@@ -261,18 +265,19 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
 # ------------------------------------------------------------------ sums
 
 
-def _fused_sum(table: jax.Array, bags: _Bags, mode: str) -> jax.Array:
+def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax.Array:
     """The weighted sum of each bag, in the accumulator's type."""
     height = table.shape[0]
     wanted = lookup.clip_ids(_CALL, table, bags.ids) if mode == "clip" else bags.ids
     ids = wanted
     if bags.skip is not None:
         ids = jnp.where(bags.skip, _arguments.scalar(height, ids), ids)
+    add: Any = quantized_bag_sum if is_quantized(table) else bag_sum
     if bags.segments is None:
-        total = bag_sum(table, ids, bags.weights)
+        total = add(table, ids, bags.weights)
     else:
         segments = bags.segments
-        total = bag_sum(
+        total = add(
             table,
             ids,
             bags.weights,
@@ -325,7 +330,7 @@ def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
         floats = jnp.issubdtype(rows.dtype, jnp.inexact)
         return total.astype(rows.dtype if floats or keeps else dtype)
     segments = _flat_segments(bags)
-    x = rows.reshape(-1, *rows.shape[bags.ids.ndim :])
+    x = indexing.merge_axes(rows, bags.ids.ndim)
     reduce = {"max": segment_max, "min": segment_min, "logsumexp": segment_logsumexp}
     return reduce[combiner](
         x,

@@ -9,6 +9,8 @@ too. A walk over the jaxpr therefore sees which rows are read, and nothing excep
 table itself has the table's size.
 """
 
+from __future__ import annotations
+
 import operator
 from typing import Any
 
@@ -18,7 +20,14 @@ import numpy as np
 from jax.experimental import checkify
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._arguments import ArrayLike
+from sparsejax._rows import (
+    QuantizedTable,
+    SelectedRows,
+    indexing,
+    is_quantized,
+    quantized,
+)
 
 
 _CALL = "sparsejax.lookup"
@@ -29,8 +38,8 @@ _MODES = ("fill", "clip", "zero", "error")
 
 
 def lookup(
-    table: Any,
-    ids: Any,
+    table: ArrayLike | SelectedRows | QuantizedTable,
+    ids: ArrayLike,
     *,
     mode: str = "fill",
     padding_id: int | None = None,
@@ -45,15 +54,16 @@ def lookup(
     Args:
       table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, such as pulled
         rows: duplicates are summed, and a row that is not stored counts as out of
-        range.
+        range. Or a QuantizedTable: the rows that are read are dequantized.
       ids: integers of any type, shape and rank. Negative ids are out of range;
         they never wrap.
       mode: what an id out of range reads. `"fill"`: NaN; for non-float dtypes, the fill
         value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1. (If a SelectedRows
-        does not store that row, it reads as with `"fill"`.) `"zero"`: zeros. `"error"`:
-        raises through `jax.experimental.checkify`, immediately outside of `jit`. Inside
-        `jit`, functionalize with `checkify.checkify`; otherwise JAX raises its own
-        error, which says so. The rows are those of `"fill"`.
+        does not store that row, it reads as with `"fill"`.) `"zero"`: zeros. `"raise"`
+        or `"error"`, two words for one mode: raises through
+        `jax.experimental.checkify`, immediately outside of `jit`. Inside `jit`,
+        functionalize with `checkify.checkify`; otherwise JAX raises its own error,
+        which says so. The rows are those of `"fill"`.
       padding_id: int, an id that reads zeros and gets no gradient, whatever the
         mode. It can be any int (-1, V, the id of a row) and is compared with
         `ids` before any conversion.
@@ -71,7 +81,7 @@ def lookup(
         with a table that is not floating point.
       ValueError: `table` is a scalar, `mode` is unknown, or `max_norm` is not
         positive.
-      checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside of
+      checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside of
         `jit`.
 
     Example:
@@ -90,7 +100,7 @@ def lookup(
     """
     table = as_table(_CALL, table)
     ids = _arguments.as_integers(_CALL, ids)
-    check_mode(_CALL, mode)
+    mode = check_mode(_CALL, mode)
     padding = padding_mask(_CALL, ids, padding_id)
     max_norm = check_max_norm(_CALL, max_norm, table.dtype)
     ids = _arguments.as_ids(_CALL, ids, table.shape[0])
@@ -102,31 +112,38 @@ def lookup(
 # Shared with `embedding_bag` and the layers; `call` is the public name in errors.
 
 
-def as_table(call: str, table: Any) -> Any:
-    """`table` as a JAX array or a SelectedRows; raises for anything else."""
+def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
+    """`table` as one of the kinds of table; raises for anything else."""
     table = _arguments.as_array(table)
-    if not isinstance(table, (jax.Array, SelectedRows)):
+    if not isinstance(table, (jax.Array, SelectedRows, QuantizedTable)):
         raise TypeError(
-            f"{call}: table must be a JAX or NumPy array, or a SelectedRows, got "
-            f"{_arguments.kind_of(table)}. Pass the array of weights itself, as in "
-            "params['table']."
+            f"{call}: table must be a JAX or NumPy array, a SelectedRows or a "
+            f"QuantizedTable, got {_arguments.kind_of(table)}. Pass the array of "
+            "weights itself, as in params['table']."
         )
     if table.ndim == 0:
         raise ValueError(
             f"{call}: table must have at least one axis, got shape {table.shape}. The "
             "first axis is the rows: a table is [V], [V, D] or [V, ...]."
         )
+    check_not_stacked(call, "table", table)
     return table
 
 
-def check_mode(call: str, mode: Any) -> None:
-    """Raises unless `mode` is one of the four."""
-    if mode not in _MODES:
+def check_not_stacked(call: str, name: str, x: Any) -> None:
+    """Raises if `x` is a SelectedRows of a stack of tables."""
+    if isinstance(x, SelectedRows) and x.stack:
         raise ValueError(
-            f"{call}: mode must be one of 'fill', 'clip', 'zero' and 'error', got "
-            f"{_arguments.show(mode)}. 'fill' reads NaN for ids out of range, as "
-            "jnp.take does."
+            f"{call}: {name} must have one axis of rows, got a SelectedRows of a stack "
+            f"of tables, of shape {x.shape}. Read its .unstacked(), in which row v of "
+            f"table k has the id k * {x.shape[1]} + v."
         )
+
+
+def check_mode(call: str, mode: Any) -> str:
+    """`mode` as `read` takes it; raises unless it is known."""
+    hint = "'fill' reads NaN for ids out of range, as jnp.take does."
+    return _arguments.check_mode(call, mode, _MODES, hint)
 
 
 def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
@@ -188,10 +205,20 @@ def read(
         wanted = jnp.where(padding, _arguments.scalar(height, ids), wanted)
 
     is_pulled = isinstance(table, SelectedRows)
+    is_one_gather = mode in ("clip", "fill") and padding is None
+    if is_one_gather and not is_pulled and height and ids.ndim:
+        # Another mask could be another pass over the rows.
+        if is_quantized(table):
+            return quantized.read(table, wanted, np.nan)
+        fill = indexing.fill_value(table.dtype)
+        return table.at[wanted].get(
+            mode=mode, fill_value=fill, wrap_negative_indices=False
+        )
     if is_pulled:
         rows, found = table.find(wanted)
     else:
-        rows = indexing.take_rows(table, wanted)
+        take = indexing.take_rows
+        rows = table.get(wanted) if is_quantized(table) else take(table, wanted)
         found = indexing.in_range(wanted, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):
         return rows  # zeros where no row was read
@@ -234,9 +261,9 @@ def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
         ~jnp.any(bad),
         message,
         bad=jnp.sum(bad, dtype=jnp.int32),
-        total=np.array(ids.size),
+        total=np.array(ids.size, _arguments.index_dtype(ids.size)),
         first=ids.reshape(-1)[jnp.argmax(bad.reshape(-1))],
-        height=np.array(table.shape[0]),
+        height=np.array(table.shape[0], _arguments.index_dtype(table.shape[0])),
     )
 
 

@@ -1,7 +1,17 @@
-"""SelectedRows, and reading, writing and scattering rows by id."""
+"""SelectedRows, QuantizedTable; reading, writing and scattering rows by id."""
 
+from sparsejax._rows.quantized import (
+    QuantizedTable as QuantizedTable,
+    is_quantized as is_quantized,
+    quantize as quantize,
+)
 from sparsejax._rows.selected_rows import (
     SelectedRows as SelectedRows,
     concatenate as concatenate,
+    flat_rows as flat_rows,
     is_selected_rows as is_selected_rows,
+    restacked as restacked,
+    stacked_rows as stacked_rows,
+    with_known_sum as with_known_sum,
+    with_slots as with_slots,
 )

@@ -3,6 +3,7 @@
 Reading an id out of range (outside `[0, height)`) gives zeros; writing it does nothing.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -20,6 +21,14 @@ def in_range(ids: jax.Array, height: int) -> jax.Array:
 def append_axes(x: jax.Array, ndim: int) -> jax.Array:
     """`x` with axes of length 1 appended, up to rank `ndim`."""
     return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+
+
+def merge_axes(x: Any, count: int) -> Any:
+    """`x` with its first `count` axes as one.
+
+    Unlike `x.reshape(-1, ...)`, also where another axis has length 0.
+    """
+    return x.reshape(math.prod(x.shape[:count]), *x.shape[count:])
 
 
 def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
@@ -52,13 +61,42 @@ def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
 
     The sum of booleans is their logical or, as with `+` on arrays.
     """
+    table = jnp.asarray(table)  # outside jit it may be a NumPy array
     add = table.at[ids].max if table.dtype == jnp.bool_ else table.at[ids].add
     return add(values, mode="drop", wrap_negative_indices=False)
 
 
 def set_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     """`table` with rows `ids` replaced; ids in range must be unique."""
+    table = jnp.asarray(table)  # outside jit it may be a NumPy array
     return table.at[ids].set(values, mode="drop", wrap_negative_indices=False)
+
+
+def set_distinct_rows(
+    table: jax.Array,
+    rows: jax.Array,
+    values: jax.Array,
+    *,
+    indices_are_sorted: bool = False,
+) -> jax.Array:
+    """`table` with distinct rows replaced; any number of `rows` may be its height.
+
+    Each such empty slot gets another id beyond the end. XLA can then be told that ids
+    are unique, and needs no atomic writes where it scatters in parallel.
+    """
+    height, slots = table.shape[0], rows.shape[0]
+    unique = height + slots <= jnp.iinfo(rows.dtype).max
+    if unique:
+        beyond = jnp.arange(slots, dtype=rows.dtype)
+        filled = in_range(rows, height)
+        rows = rows + jnp.where(filled, _arguments.scalar(0, rows), beyond)
+    return table.at[rows].set(
+        values.astype(table.dtype),
+        mode="drop",
+        wrap_negative_indices=False,
+        indices_are_sorted=indices_are_sorted,
+        unique_indices=unique,
+    )
 
 
 def accumulator_dtype(dtype: Any) -> Any:

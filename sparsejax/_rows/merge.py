@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax import _arguments
-from sparsejax._rows import indexing
+from sparsejax import _arguments, _compat
+from sparsejax._rows import indexing, merge_cuda
 
 
 def merge_plan(
@@ -24,6 +24,12 @@ def merge_plan(
       ascending order, padded with `height`; the slot of each of `rows` in `unique`, or
       `capacity` if it has no slot; the number of distinct rows, even if not all fit.
     """
+    if not rows.size or _compat.is_laid_out(rows):
+        return _merge_plan(rows, height=height, capacity=capacity)
+    return tuple(_merge_plan_p.bind(rows, height=height, capacity=capacity))
+
+
+def _merge_plan(rows, *, height, capacity):
     empty = _arguments.scalar(height, rows)
     # Sort only the ids, then find each one by binary search: on XLA:CPU this is faster
     # than sorting pairs (see benchmarks/NOTES.md).
@@ -37,6 +43,95 @@ def merge_plan(
     # In slot order, so sums are reproducible and the values need no gather.
     slot = indexing.take_rows(place, jnp.searchsorted(ordered, rows))
     return unique, slot, jnp.sum(first, dtype=jnp.int32)
+
+
+def _plan_types(rows, *, height, capacity):
+    plan = ((capacity,), rows.dtype), (rows.shape, jnp.int32)
+    return [*plan, ((), jnp.int32)]
+
+
+_merge_plan_p = _compat.platform_primitive(
+    "merge_plan", _merge_plan, {"cuda": merge_cuda.merge_plan}, _plan_types
+)
+
+
+def coalesce(
+    rows: jax.Array, values: jax.Array, height: int, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Merges duplicate rows, always in the same order.
+
+    Args:
+      rows: integer `[n]`, in `[0, height]`; `height` is an empty slot.
+      values: `[n, ...]`.
+      height: number of rows of the table.
+      capacity: slots of the result.
+
+    Returns:
+      `(rows [capacity], values [capacity, ...], count int32[])`: the distinct rows in
+      ascending order, padded with `height`; their sums; the number of distinct rows,
+      even if not all fit.
+    """
+    if not rows.size or _compat.is_laid_out(rows) or _compat.is_laid_out(values):
+        return _coalesce(rows, values, height=height, capacity=capacity)
+    return tuple(_coalesce_p.bind(rows, values, height=height, capacity=capacity))
+
+
+def _coalesce(rows, values, *, height, capacity):
+    unique, slot, count = _merge_plan(rows, height=height, capacity=capacity)
+    wide = indexing.accumulator_dtype(values.dtype)
+    zeros = jnp.zeros((capacity, *values.shape[1:]), wide)
+    total = indexing.add_rows(zeros, slot, values.astype(wide))
+    return unique, total.astype(values.dtype), count
+
+
+def _coalesce_types(rows, values, *, height, capacity):
+    summed = (capacity, *values.shape[1:])
+    return [((capacity,), rows.dtype), (summed, values.dtype), ((), jnp.int32)]
+
+
+_coalesce_p = _compat.platform_primitive(
+    "coalesce", _coalesce, {"cuda": merge_cuda.coalesce}, _coalesce_types
+)
+
+
+def first_slots(rows: jax.Array, height: int) -> jax.Array:
+    """For each of `rows` the first slot with the same id, int32 `[n]`, by hashing.
+
+    Each id is hashed to one of 4 n cells, and the first slot in a cell wins it. Ids
+    equal to the winner's have found their first slot, since equal ids share all their
+    cells. The others go round again with another hash. In each round at least one id of
+    each cell is done, so the loop ends.
+
+    Args:
+      rows: integer `[n]`; ids out of `[0, height)` are empty slots, for which the
+        result is n.
+      height: number of rows of the table.
+    """
+    n = rows.shape[0]
+    bits = max(4, (4 * n - 1).bit_length())
+    cells, none = np.int32(1 << bits), np.int32(n)
+    slots = lax.iota(jnp.int32, n)
+    low = rows.astype(jnp.uint32)
+    high = (rows >> 32).astype(jnp.uint32) if rows.dtype.itemsize > 4 else None
+
+    def turn(state):
+        k, found = state
+        # Odd factors, as different from each other as may be (Knuth, 6.4).
+        factor = np.uint32(0x9E3779B1) + k * np.uint32(0x85EBCA6A)
+        mixed = low * factor
+        if high is not None:
+            mixed += high * (factor ^ np.uint32(0xC2B2AE34))
+        cell = lax.shift_right_logical(mixed, np.uint32(32 - bits)).astype(jnp.int32)
+        waits = found < 0
+        cell = jnp.where(waits, cell, cells)
+        winners = jnp.full((1 << bits,), none).at[cell].min(slots, mode="drop")
+        winner = jnp.minimum(winners[jnp.minimum(cell, cells - 1)], none - 1)
+        found = jnp.where(waits & (rows[winner] == rows), winner, found)
+        return k + np.uint32(1), found
+
+    start = jnp.where(indexing.in_range(rows, height), np.int32(-1), none)
+    waiting = lambda state: jnp.any(state[1] < 0)
+    return lax.while_loop(waiting, turn, (np.uint32(0), start))[1]
 
 
 def stable_order(keys: jax.Array, limit: int) -> jax.Array:

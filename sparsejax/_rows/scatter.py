@@ -4,6 +4,8 @@ Both return a new table. They read and write only the given rows, in place if th
 table is donated to `jit`. Ids out of range are dropped; they never wrap.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing
 
 
@@ -19,7 +22,7 @@ _ASSIGN = "sparsejax.scatter_assign"
 _WEIGHTED_SUM = "sparsejax.scatter_weighted_sum"
 
 
-def scatter_assign(table: Any, rows: Any, values: Any) -> jax.Array:
+def scatter_assign(table: ArrayLike, rows: ArrayLike, values: ArrayLike) -> jax.Array:
     """`table` with some of its rows replaced.
 
     `out[rows[i]] = values[i]`; every other row is unchanged.
@@ -58,7 +61,7 @@ def scatter_assign(table: Any, rows: Any, values: Any) -> jax.Array:
 
 
 def scatter_weighted_sum(
-    table: Any, weight: Any, rows: Any, *values_and_weights: Any
+    table: ArrayLike, weight: ArrayLike, rows: ArrayLike, *values_and_weights: ArrayLike
 ) -> jax.Array:
     """`table` with some of its rows scaled, and weighted values added to them.
 
@@ -157,7 +160,9 @@ def _flat_rows(call: str, table: jax.Array, rows: Any):
     return rows.reshape(-1), rows.shape
 
 
-def _flat_values(call: str, name: str, values: Any, shape, table: jax.Array):
+def _flat_values(
+    call: str, name: str, values: Any, shape, table: jax.Array
+) -> jax.Array:
     """`values` with the axes of `rows` as one."""
     values = _arguments.to_array(call, values, name)
     want = (*shape, *table.shape[1:])

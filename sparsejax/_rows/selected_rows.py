@@ -10,24 +10,39 @@ Every operation keeps these invariants:
   operation ignores the values of empty slots, which may be anything.
 - Duplicates are allowed and mean their sum.
 - The number of slots (`capacity`) is static, so everything works under `jit`.
+- The rows of a stack of K tables, `[K, V, ...]`, are its K * V rows, in order: row v of
+  table k has the id k * V + v.
 - In arithmetic the dtype of the values wins: a strongly typed scalar never widens it.
 
-Sharp edges: `jax.tree.map` over a `SelectedRows` also visits its ids. Use
-`SelectedRows.map` for the values, and put optax transformations inside
-`sparsejax.optim.lazy`, not around it.
+`jax.tree.map` over a `SelectedRows` also visits its ids, as a leaf that can be moved
+but not computed with (see `row_ids`). Use `SelectedRows.map` for the values, and put
+optax transformations inside `sparsejax.optim.lazy`, not around it.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, Self, TypeGuard, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    Self,
+    TypeGuard,
+    TypeVar,
+    overload,
+)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import html, indexing, merge
+from sparsejax._arguments import ArrayLike, Spec
+from sparsejax._rows import html, indexing, merge, row_ids
 
 
 _NO_DIVISION_BY_ROWS = (
@@ -39,9 +54,24 @@ _NO_DIVISION_BY_ROWS = (
 Rows = TypeVar("Rows", bound="SelectedRows")
 
 
+class _NamesTheCause(type):
+    """The class of SelectedRows, which says more where JAX's errors show it.
+
+    `jnp.mean(g)` is refused by the class of its argument. Adam without `lazy` maps over
+    gradient and moments together, where one tree has this class and the other an array.
+    """
+
+    def __repr__(cls) -> str:
+        return (
+            f"<class 'sparsejax.{cls.__name__}'>, rows of an array by id: use .values, "
+            ".map, .to_dense() or sparsejax.optim.global_norm; optimizers need "
+            "sparsejax.optim.lazy"
+        )
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows:
+class SelectedRows(metaclass=_NamesTheCause):
     """Rows of a `[height, ...]` array, by id.
 
     Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
@@ -57,19 +87,24 @@ class SelectedRows:
     - `a + b`, `a - b` (with an array, the result is an array), `a * 2`, `a / 2`,
       `a * b`.
     - `shape`, `dtype`, `ndim`: of the dense array.
+    - `unstacked()`: for a stack of tables, the rows of one table `[K * V, ...]`.
     - `capacity`, `num_rows()`, `filled()`, `safe_rows()`: about the slots.
 
-    `jax.tree.map` over a SelectedRows also changes its ids: use `map`, and put
-    optax transformations inside `sparsejax.optim.lazy`, not around it.
+    A pytree with two leaves. Arithmetic on the ids through a tree (`jax.tree.map`,
+    `jax.lax.psum`, optax outside of `sparsejax.optim.lazy`) raises; moving them works.
+    `rows` is a plain array.
 
     Args:
       rows: integer `[n]`, the id of each slot; `rows[i] == height` marks an empty
         slot. Integers too narrow for `height` are widened.
       values: `[n, ...]`, any dtype, the values of each slot.
       height: int, the number of rows of the dense array.
+      stack: tuple of ints, the leading axes of a stack of tables: `(K,)` for the array
+        `[K, V, ...]`. Then `height` is K * V, and row v of table k has the id
+        k * V + v. So is the gradient of such a parameter that is read at (k, v).
 
     Raises:
-      TypeError: `rows` are not integers, or `height` is not an int.
+      TypeError: `rows` are not integers, or `height` or `stack` are not ints.
       ValueError: the shapes do not match.
 
     Example:
@@ -91,11 +126,18 @@ class SelectedRows:
     rows: jax.Array
     values: jax.Array
     height: int
+    stack: tuple[int, ...] = ()
 
     # `array + selected_rows` must call our __radd__, not NumPy's loop over objects.
     __array_ufunc__ = None
 
-    def __init__(self, rows: Any, values: Any, height: int):
+    def __init__(
+        self,
+        rows: ArrayLike | Spec,
+        values: ArrayLike | Spec,
+        height: int,
+        stack: Sequence[int] = (),
+    ):
         # Only users call this: pytree code goes through `tree_unflatten`, whose
         # children may be tracers, ShapeDtypeStructs or placeholders.
         call = "SelectedRows"
@@ -119,28 +161,65 @@ class SelectedRows:
         wide = _arguments.index_dtype(height, rows.dtype)
         if wide != rows.dtype and not isinstance(rows, jax.ShapeDtypeStruct):
             rows = jnp.asarray(rows).astype(wide)
-        self.__dict__.update(rows=rows, values=values, height=height)
+        vars(self).update(rows=rows, values=values, height=height)
+        if stack != ():
+            vars(self).update(stack=_check_stack(stack, height))
 
     # -- pytree ------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The children with their keys."""
         keys = jax.tree_util.GetAttrKey("rows"), jax.tree_util.GetAttrKey("values")
-        return tuple(zip(keys, (self.rows, self.values))), self.height
+        children, static = SelectedRows.tree_flatten(self)
+        return tuple(zip(keys, children)), static
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The children; ids without arithmetic, see `row_ids`."""
+        fields = vars(self)
+        ids = fields.get("_leaf")
+        if ids is None:
+            ids = row_ids.seal(fields["rows"])
+        static = (self.height, self.stack) if self.stack else self.height
+        return (ids, self.values), static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
-        self.__dict__.update(rows=children[0], values=children[1], height=static)
+        ids = children[0]
+        if isinstance(static, tuple):
+            static, stack = static
+            vars(self).update(stack=stack)
+        if row_ids.is_sealed_tracer(ids):
+            vars(self).update(_leaf=ids, values=children[1], height=static)
+        else:
+            ids = row_ids.unseal(ids)
+            vars(self).update(rows=ids, values=children[1], height=static)
         return self
+
+    if not TYPE_CHECKING:  # type checkers would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # Reached for the `rows` of a traced leaf. They are unsealed at each use: a
+            # tracer that is kept could be of a function whose trace is over.
+            if name == "rows" and "_leaf" in vars(self):
+                return row_ids.unseal(vars(self)["_leaf"])
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     # -- what it is --------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the dense array: `(height, *values.shape[1:])`."""
-        return (self.height, *self.values.shape[1:])
+        """Shape of the dense array: `(height, *values.shape[1:])`.
+
+        Of a stack `(*stack, height // prod(stack), *values.shape[1:])`.
+        """
+        return (*self.row_shape, *self.values.shape[1:])
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The axes of the dense array that run over rows: `(height,)`, or (K, V)."""
+        return (*self.stack, self.height // math.prod(self.stack))
 
     @property
     def dtype(self) -> Any:
@@ -150,7 +229,7 @@ class SelectedRows:
     @property
     def ndim(self) -> int:
         """Rank of the dense array."""
-        return len(self.values.shape)
+        return len(self.stack) + len(self.values.shape)
 
     @property
     def capacity(self) -> int:
@@ -162,25 +241,30 @@ class SelectedRows:
         return jnp.sum(self.filled(), dtype=jnp.int32)
 
     def __repr__(self) -> str:
-        rows = _arguments.show_spec(self.rows)
-        values = _arguments.show_spec(self.values)
-        if not _arguments.is_concrete(self.rows) or self.rows.ndim != 1:
-            return f"SelectedRows(rows={rows}, values={values}, height={self.height})"
-        ids = np.asarray(self.rows)
+        ids, values = self.rows, _arguments.show_spec(self.values)
+        known = _arguments.is_concrete(ids) and ids.ndim == 1
+        if not known or not jnp.issubdtype(ids.dtype, jnp.integer):
+            rows = _arguments.show_spec(ids)
+            return f"SelectedRows(rows={rows}, values={values}, {self._show_height()})"
+        ids = np.asarray(ids)
         filled = (ids >= 0) & (ids < self.height)
         shown = [str(r) if ok else "-" for r, ok in zip(ids[:8], filled[:8])]
         shown += ["..."] if ids.size > 8 else []
         return (
             f"SelectedRows(rows=[{' '.join(shown)}], values={values}, "
-            f"height={self.height}, num_rows={filled.sum()})"
+            f"{self._show_height()}, num_rows={filled.sum()})"
         )
+
+    def _show_height(self) -> str:
+        stack = f", stack={self.stack}" if self.stack else ""
+        return f"height={self.height}{stack}"
 
     _repr_html_ = html.rows
 
     # -- to and from dense -------------------------------------------------------
 
     @classmethod
-    def from_dense(cls, x: Any, capacity: int | None = None) -> Self:
+    def from_dense(cls, x: ArrayLike, capacity: int | None = None) -> Self:
         """The rows of `x` that are not all zero, with ascending ids.
 
         Args:
@@ -230,33 +314,36 @@ class SelectedRows:
           >>> sj.SelectedRows(jnp.array([1, 1]), jnp.array([2.0, 3.0]), 3).to_dense()
           Array([0., 5., 0.], dtype=float32)
         """
-        zeros = jnp.zeros(self.shape, indexing.accumulator_dtype(self.dtype))
+        shape = (self.height, *self.values.shape[1:])
+        zeros = jnp.zeros(shape, indexing.accumulator_dtype(self.dtype))
         values = self.values.astype(zeros.dtype)
-        return indexing.add_rows(zeros, self.safe_rows(), values).astype(self.dtype)
+        dense = indexing.add_rows(zeros, self.safe_rows(), values).astype(self.dtype)
+        return stacked_rows(self, dense)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             f"SelectedRows: one of shape {self.shape} was used where an array is "
             "needed, by jnp.asarray, np.asarray or a NumPy function. Call .to_dense() "
-            "for the dense array, or use .rows and .values."
+            "for the dense array, or use .rows and .values, .map(f) for a function of "
+            "the values, or sparsejax.optim.global_norm."
         )
 
     # -- rows --------------------------------------------------------------------
 
     @overload
-    def coalesce(self, capacity: int | None = None) -> "SelectedRows": ...
+    def coalesce(self, capacity: int | None = None) -> SelectedRows: ...
     @overload
     def coalesce(
         self, capacity: int | None = None, *, return_overflow: Literal[True]
-    ) -> tuple["SelectedRows", jax.Array]: ...
+    ) -> tuple[SelectedRows, jax.Array]: ...
     def coalesce(
         self, capacity: int | None = None, *, return_overflow: bool = False
     ) -> Any:
         """Merges duplicates: each row at most once, ids ascending, empty slots last.
 
-        `values'[j] = sum_{i: rows[i] == rows'[j]} values[i]`, summed in slot order, in
-        float32 for narrower floats. Rows whose sum is zero are kept. The result is
-        deterministic, bit for bit.
+        `values'[j] = sum_{i: rows[i] == rows'[j]} values[i]`, summed in float32 for
+        narrower floats. Rows whose sum is zero are kept. The order of summation is
+        fixed, so equal input gives equal bits.
 
         Args:
           capacity: int, slots of the result. The default, `min(n, height)`, always
@@ -283,22 +370,19 @@ class SelectedRows:
         if capacity is None:
             capacity = min(self.capacity, self.height)
         capacity = _arguments.check_capacity("SelectedRows.coalesce", capacity)
-        rows, slot, count = merge.merge_plan(self.safe_rows(), self.height, capacity)
-        wide = indexing.accumulator_dtype(self.dtype)
-        zeros = jnp.zeros((capacity, *self.values.shape[1:]), wide)
-        values = indexing.add_rows(zeros, slot, self.values.astype(wide)).astype(
-            self.dtype
+        rows, values, count = merge.coalesce(
+            self.safe_rows(), self.values, self.height, capacity
         )
         if return_overflow:
             overflow = jnp.maximum(count - capacity, 0)
-            return SelectedRows(rows, values, self.height), overflow
+            return with_slots(self, rows, values), overflow
         if capacity < min(self.capacity, self.height):
             call = "SelectedRows.coalesce"
             way_out = ", or pass return_overflow=True"
             values = _arguments.report_overflow(call, values, count, capacity, way_out)
-        return SelectedRows(rows, values, self.height)
+        return with_slots(self, rows, values)
 
-    def get(self, ids: Any) -> jax.Array:
+    def get(self, ids: ArrayLike) -> jax.Array:
         """The rows with these ids, in order; zeros for rows that are not stored.
 
         Args:
@@ -318,7 +402,7 @@ class SelectedRows:
         """
         return self._find("SelectedRows.get", ids)[0]
 
-    def find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
+    def find(self, ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """`get(ids)`, and whether each row is stored, bool `[*ids.shape]`.
 
         Example:
@@ -333,10 +417,12 @@ class SelectedRows:
         ids = _arguments.as_ids(call, ids, self.height)
         merged = self.coalesce()
         slot, stored = merge.find_slots(merged.rows, ids, self.height)
-        none = np.int32(merged.capacity)
-        return indexing.take_rows(merged.values, jnp.where(stored, slot, none)), stored
+        slot = jnp.where(stored, slot, np.int32(merged.capacity))
+        # Wide, for the derivative: it adds up the cotangents of a row read many times.
+        values = merged.values.astype(indexing.accumulator_dtype(self.dtype))
+        return indexing.take_rows(values, slot).astype(self.dtype), stored
 
-    def retain(self, ids: Any) -> "SelectedRows":
+    def retain(self, ids: ArrayLike) -> SelectedRows:
         """Keeps only the rows in `ids`; the other slots become empty.
 
         Args:
@@ -355,11 +441,12 @@ class SelectedRows:
           MXNet, `sparse.retain`.
         """
         ids = _arguments.as_ids("SelectedRows.retain", ids, self.height).reshape(-1)
-        _, keep = merge.find_slots(jnp.sort(ids), self.rows, self.height)
-        rows = jnp.where(keep, self.rows, _arguments.scalar(self.height, self.rows))
-        return SelectedRows(rows, indexing.zero_unless(keep, self.values), self.height)
+        rows = self.rows
+        _, keep = merge.find_slots(jnp.sort(ids), rows, self.height)
+        rows = jnp.where(keep, rows, _arguments.scalar(self.height, rows))
+        return with_slots(self, rows, indexing.zero_unless(keep, self.values))
 
-    def map(self, f: Callable[[jax.Array], jax.Array]) -> "SelectedRows":
+    def map(self, f: Callable[[jax.Array], jax.Array]) -> SelectedRows:
         """Applies `f` to the values; the ids stay the same.
 
         If `f` is not linear and there are duplicates, call `.coalesce()` first.
@@ -376,21 +463,43 @@ class SelectedRows:
           >>> g.map(lambda v: v.clip(max=3.5)).values
           Array([[3. , 3.5]], dtype=float32)
         """
-        values = f(self.values)
-        if jnp.shape(values)[:1] != self.rows.shape:
+        values = _array_or_spec(f(self.values), "values")
+        if "rows" in vars(self):
+            _check_rows("SelectedRows.map", self.rows)
+        if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
                 f"SelectedRows.map: f must keep the number of slots (the first axis), "
-                f"{self.rows.shape[0]}, but returned shape {jnp.shape(values)}."
+                f"{self.capacity}, but returned shape {values.shape}."
             )
-        return SelectedRows(self.rows, values, self.height)
+        new = object.__new__(SelectedRows)
+        kept = {k: x for k, x in vars(self).items() if k in _ALL_BUT_VALUES}
+        vars(new).update(kept, values=values)
+        return new
 
-    def astype(self, dtype: jax.typing.DTypeLike) -> "SelectedRows":
+    def astype(self, dtype: jax.typing.DTypeLike) -> SelectedRows:
         """The same rows with values cast to `dtype`."""
         return self.map(lambda v: v.astype(dtype))
 
+    # -- a stack of tables -------------------------------------------------------
+
+    def unstacked(self) -> SelectedRows:
+        """The same rows, of the array `[height, ...]` instead of `[K, V, ...]`.
+
+        Itself, unless it is a stack of tables.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> g = sj.SelectedRows(jnp.array([7]), jnp.ones((1, 2)), 12, stack=(3,))
+          >>> g.shape, g.unstacked().shape
+          ((3, 4, 2), (12, 2))
+        """
+        if not self.stack:
+            return self
+        return SelectedRows(self.rows, self.values, self.height)
+
     # -- arithmetic ---------------------------------------------------------------
 
-    def __neg__(self) -> "SelectedRows":
+    def __neg__(self) -> SelectedRows:
         return self.map(operator.neg)
 
     @overload
@@ -406,6 +515,9 @@ class SelectedRows:
         if not _is_arraylike(other):
             return NotImplemented
         if np.ndim(other):
+            array, values, total = self.__dict__.get("_known_sum", (None, None, None))
+            if array is other and values is self.values:
+                return total
             return _add_to_array(other, self)
         if isinstance(other, (int, float)) and other == 0:
             return self  # sum() starts with 0
@@ -444,7 +556,7 @@ class SelectedRows:
     def __rsub__(self, other: Any) -> Any:
         return (-self).__add__(other)
 
-    def __mul__(self, other: Any) -> "SelectedRows":
+    def __mul__(self, other: Any) -> SelectedRows:
         if is_selected_rows(other):
             _check_same_shape("SelectedRows *", self, other)
             merged = self.coalesce()  # a product is not linear in duplicates
@@ -455,15 +567,29 @@ class SelectedRows:
             return NotImplemented
         return self.map(lambda v: _scale(operator.mul, "*", v, other))
 
-    def __rmul__(self, other: Any) -> "SelectedRows":
+    def __rmul__(self, other: Any) -> SelectedRows:
         return self.__mul__(other)
 
-    def __truediv__(self, other: Any) -> "SelectedRows":
+    def __truediv__(self, other: Any) -> SelectedRows:
         if is_selected_rows(other):
             raise TypeError(_NO_DIVISION_BY_ROWS)
         if not _is_arraylike(other):
             return NotImplemented
         return self.map(lambda v: _scale(operator.truediv, "/", v, other))
+
+    def __pow__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            f"SelectedRows ** {_arguments.show(other)}: a power is not linear in "
+            "duplicates. Use .coalesce().map(lambda v: v ** 2) for merged rows, "
+            ".values for what is stored, or sparsejax.optim.global_norm for the norm."
+        )
+
+    def __abs__(self) -> NoReturn:
+        raise TypeError(
+            "abs(SelectedRows): absolute values are not linear in duplicates. Use "
+            ".coalesce().map(abs) for merged rows, .values for what is stored, or "
+            "sparsejax.optim.global_norm for the norm."
+        )
 
     def __rtruediv__(self, other: Any) -> NoReturn:
         raise TypeError(_NO_DIVISION_BY_ROWS)
@@ -476,10 +602,10 @@ class SelectedRows:
 
     def safe_rows(self) -> jax.Array:
         """`rows` with every id out of range replaced by `height`."""
-        _check_rows("SelectedRows", self.rows)
-        return jnp.where(
-            self.filled(), self.rows, _arguments.scalar(self.height, self.rows)
-        )
+        rows = self.rows
+        _check_rows("SelectedRows", rows)
+        filled = indexing.in_range(rows, self.height)
+        return jnp.where(filled, rows, _arguments.scalar(self.height, rows))
 
 
 # ------------------------------------------------------------------ functions
@@ -488,6 +614,17 @@ class SelectedRows:
 def is_selected_rows(x: Any) -> TypeGuard[SelectedRows]:
     """Whether `x` is a SelectedRows; for `is_leaf=` of `jax.tree` functions."""
     return isinstance(x, SelectedRows)
+
+
+def with_known_sum(rows: Rows, array: Any, total: Any) -> Rows:
+    """The same rows, of which it is known that `array + rows` is `total`.
+
+    It is known of this object and these values only: not of what is computed from it,
+    nor of what a `jax.jit` makes of it.
+    """
+    out = object.__new__(type(rows))
+    vars(out).update(vars(rows), _known_sum=(array, rows.values, total))
+    return out
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
@@ -541,13 +678,76 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     dtype = indexing.promote(*(p.dtype for p in summands))
     rows = jnp.concatenate([p.rows.astype(rows_dtype) for p in summands])
     values = jnp.concatenate([p.values.astype(dtype) for p in summands])
-    return type(summands[0])(rows, values, summands[0].height)
+    total: Any = with_slots(summands[0], rows, values)
+    return total
+
+
+def with_slots(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
+    """Other slots of an array with the same axes of rows."""
+    return SelectedRows(rows, values, like.height, like.stack)
+
+
+def flat_rows(like: SelectedRows, array: Any) -> Any:
+    """An array with axes (K, V) of rows as `[K * V, ...]`; others unchanged."""
+    if not like.stack:
+        return array
+    return indexing.merge_axes(jnp.asarray(array), len(like.row_shape))
+
+
+def stacked_rows(like: SelectedRows, array: Any) -> Any:
+    """The inverse of `flat_rows`."""
+    if not like.stack:
+        return array
+    return array.reshape(*like.row_shape, *array.shape[1:])
+
+
+def restacked(rows: SelectedRows, stack: tuple[int, ...], array: Any) -> SelectedRows:
+    """The inverse of `SelectedRows.unstacked`.
+
+    Args:
+      rows: of one table.
+      stack: the leading axes.
+      array: None, or the array to which they are added, with these axes. The sum that
+        `with_known_sum` knows is that with this array as one table.
+    """
+    out = SelectedRows(rows.rows, rows.values, rows.height, stack)
+    _, values, total = vars(rows).get("_known_sum", (None, None, None))
+    if array is None or values is not rows.values:
+        return out
+    return with_known_sum(out, array, stacked_rows(out, total))
 
 
 # ------------------------------------------------------------------ private
 
 
-def _array_or_spec(x: Any, name: str) -> Any:
+_ALL_BUT_VALUES = frozenset(["rows", "_leaf", "height", "stack"])
+
+
+def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
+    """The leading axes of a stack, as a tuple of ints that divide `height`."""
+    call, hint = "SelectedRows", " It holds the leading axes of a stack of tables."
+    if not isinstance(stack, (tuple, list)):
+        raise TypeError(
+            f"{call}: stack must be a tuple of ints, got {_arguments.kind_of(stack)}. "
+            "For K tables of V rows pass stack=(K,) and height=K * V."
+        )
+    sizes = tuple(
+        _arguments.static_int(
+            call, "each size in stack", size, hint=hint, not_an_int=TypeError
+        )
+        for size in stack
+    )
+    tables = math.prod(sizes)
+    if not tables or height % tables:
+        raise ValueError(
+            f"{call}: height must be the number of rows of all {tables} tables of "
+            f"stack={sizes}, got {height}. For K tables of V rows pass stack=(K,) and "
+            "height=K * V."
+        )
+    return sizes
+
+
+def _array_or_spec(x: Any, name: str) -> jax.Array | jax.ShapeDtypeStruct:
     """Lists and NumPy arrays as JAX arrays; tracers and specs unchanged."""
     is_spec = hasattr(x, "dtype") and hasattr(x, "shape")
     if is_spec and not isinstance(x, np.ndarray):
@@ -600,11 +800,14 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
             f"{array.shape}. A SelectedRows does not broadcast."
         )
     _check_rows("SelectedRows + array", rows.rows)
+    array = flat_rows(rows, array)
     wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
     if wide == array.dtype:
-        return indexing.add_rows(array, rows.safe_rows(), rows.values.astype(wide))
+        values = rows.values.astype(wide)
+        return stacked_rows(rows, indexing.add_rows(array, rows.safe_rows(), values))
     # For sums of bfloat16, and float32 updates of bfloat16 weights, add in the wide
     # dtype and round once, for these rows only. One at a time, small updates are lost.
     merged = rows.astype(wide).coalesce()
     new = indexing.take_rows(array, merged.rows).astype(wide) + merged.values
-    return indexing.set_rows(array, merged.rows, new.astype(array.dtype))
+    new = indexing.set_rows(array, merged.rows, new.astype(array.dtype))
+    return stacked_rows(rows, new)

@@ -12,6 +12,8 @@ data loader whose shapes change from batch to batch. Under `jit` everything is J
 `isinstance(x, np.ndarray)` distinguishes the two.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -19,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 
 
 # ------------------------------------------------------------------ public
 
 
-def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
+def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.Array:
     """The segment of each element, for consecutive segments.
 
     `ids = [0] * lengths[0] + [1] * lengths[1] + ...`
@@ -75,7 +78,7 @@ def lengths_to_segment_ids(lengths: Any, total: int | None = None) -> jax.Array:
 
 
 def segment_ids_to_lengths(
-    segment_ids: Any, num_segments: int | None = None
+    segment_ids: ArrayLike, num_segments: int | None = None
 ) -> jax.Array:
     """The number of elements in each segment.
 
@@ -111,7 +114,7 @@ def segment_ids_to_lengths(
     return indexing.add_rows(counts, ids, jnp.ones(ids.shape, jnp.int32))
 
 
-def lengths_to_offsets(lengths: Any) -> jax.Array:
+def lengths_to_offsets(lengths: ArrayLike) -> jax.Array:
     """Where each segment begins, and where the last one ends.
 
     `offsets[k] = lengths[0] + ... + lengths[k - 1]`
@@ -140,7 +143,7 @@ def lengths_to_offsets(lengths: Any) -> jax.Array:
     return _offsets_of(call, known, _index_dtype(lengths))
 
 
-def offsets_to_lengths(offsets: Any) -> jax.Array:
+def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
     """The number of elements in each segment.
 
     `lengths[k] = offsets[k + 1] - offsets[k]`
@@ -167,7 +170,7 @@ def offsets_to_lengths(offsets: Any) -> jax.Array:
     return jnp.diff(known)
 
 
-def lengths_to_ranges(lengths: Any) -> jax.Array:
+def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
     """Where each segment begins, and its length.
 
     Args:
@@ -196,7 +199,7 @@ def lengths_to_ranges(lengths: Any) -> jax.Array:
 
 
 def segment_ids_to_ranges(
-    segment_ids: Any, num_segments: int | None = None
+    segment_ids: ArrayLike, num_segments: int | None = None
 ) -> jax.Array:
     """Where each segment begins, and its length.
 

@@ -51,7 +51,7 @@ def as_elements(call: str, values: Any) -> Any:
     return jax.tree_util.tree_map_with_path(as_leaf, values, is_leaf=is_leaf)
 
 
-def as_array(call: str, x: Any, name: str) -> Any:
+def as_array(call: str, x: Any, name: str) -> jax.Array | np.ndarray:
     """`x` as a JAX or NumPy array with at least one axis."""
     found = _arguments.kind_of(x)
     if not isinstance(x, (jax.Array, np.ndarray)):

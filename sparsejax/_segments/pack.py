@@ -3,6 +3,8 @@
 Each is a single gather per array, with indices computed from the lengths.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor, elements
 
@@ -19,7 +22,9 @@ _PACK = "sparsejax.pack_segments"
 _UNPACK = "sparsejax.unpack_segments"
 
 
-def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any:
+def pack_segments(
+    st: SegmentTensor, max_length: int, *, return_mask: bool = False
+) -> Any:
     """Segments as the rows of one array, cut at `max_length` and padded with zeros.
 
     `out[s, j]` is element j of segment s, zero where the segment has none.
@@ -79,7 +84,7 @@ def pack_segments(st: Any, max_length: int, *, return_mask: bool = False) -> Any
     return (packed, mask) if return_mask else packed
 
 
-def unpack_segments(padded: Any, lengths: Any) -> SegmentTensor:
+def unpack_segments(padded: PyTree, lengths: ArrayLike) -> SegmentTensor:
     """The first `lengths[s]` elements of each row s of `padded`, as segments.
 
     The inverse of `pack_segments`, except for elements that it cut: a length above L

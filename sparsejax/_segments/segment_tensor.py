@@ -17,15 +17,19 @@ does not. A stacked batch of SegmentTensors is for `jax.vmap` and `jax.lax.scan`
 outside these its properties are meaningless.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, CSRLike, PyTree
 from sparsejax._rows import indexing, merge
 from sparsejax._segments import conversions, elements, html, nested_lists
 
@@ -80,13 +84,17 @@ class SegmentTensor:
       `JaggedTensor`.
     """
 
-    values: Any
+    values: PyTree
     segment_ids: jax.Array
     num_segments: int
     is_sorted: bool
 
     def __init__(
-        self, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool = False
+        self,
+        values: PyTree,
+        segment_ids: ArrayLike,
+        num_segments: int,
+        is_sorted: bool = False,
     ):
         # Only users call this: pytree code goes through `tree_unflatten`, whose
         # children may be tracers, ShapeDtypeStructs or placeholders.
@@ -174,7 +182,7 @@ class SegmentTensor:
 
     @classmethod
     def from_lengths(
-        cls, values: Any, lengths: Any, *, capacity: int | None = None
+        cls, values: PyTree, lengths: ArrayLike, *, capacity: int | None = None
     ) -> Self:
         """Consecutive segments with the given lengths.
 
@@ -208,7 +216,7 @@ class SegmentTensor:
 
     @classmethod
     def from_offsets(
-        cls, values: Any, offsets: Any, *, capacity: int | None = None
+        cls, values: PyTree, offsets: ArrayLike, *, capacity: int | None = None
     ) -> Self:
         """Consecutive segments, each from one offset to the next.
 
@@ -233,8 +241,8 @@ class SegmentTensor:
     @classmethod
     def from_segment_ids(
         cls,
-        values: Any,
-        segment_ids: Any,
+        values: PyTree,
+        segment_ids: ArrayLike,
         num_segments: int,
         *,
         is_sorted: bool = False,
@@ -254,7 +262,7 @@ class SegmentTensor:
 
     @classmethod
     def from_padded(
-        cls, padded: Any, *, filler: Any = -1, capacity: int | None = None
+        cls, padded: ArrayLike, *, filler: ArrayLike = -1, capacity: int | None = None
     ) -> Self:
         """Segments from rows of equal length: the elements that are not `filler`.
 
@@ -301,7 +309,9 @@ class SegmentTensor:
         return cls._make_unchecked(values, ids, padded.shape[0], True)
 
     @classmethod
-    def from_multi_hot(cls, multi_hot: Any, *, capacity: int | None = None) -> Self:
+    def from_multi_hot(
+        cls, multi_hot: ArrayLike, *, capacity: int | None = None
+    ) -> Self:
         """Segments of ids, from the count of each id in each segment.
 
         Args:
@@ -355,7 +365,13 @@ class SegmentTensor:
         return cls._make_unchecked(values, ids, multi_hot.shape[0], True)
 
     @classmethod
-    def from_lists(cls, lists: Any, *, capacity: Any = None, dtype: Any = None) -> Self:
+    def from_lists(
+        cls,
+        lists: PyTree,
+        *,
+        capacity: int | Sequence[int | None] | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> Self:
         """Segments from nested Python lists, to any depth.
 
         Args:
@@ -399,9 +415,9 @@ class SegmentTensor:
     @classmethod
     def from_csr(
         cls,
-        indptr: Any,
-        indices: Any = None,
-        data: Any = None,
+        indptr: ArrayLike | CSRLike,
+        indices: ArrayLike | None = None,
+        data: ArrayLike | None = None,
         *,
         capacity: int | None = None,
     ) -> Self:
@@ -434,29 +450,31 @@ class SegmentTensor:
             "Call from_csr(indptr, indices), from_csr(indptr, indices, data), or "
             "from_csr(matrix) with a CSR or BCSR matrix."
         )
+        pointers: Any = indptr
         if hasattr(indptr, "indptr"):
             if indices is not None or data is not None:
                 raise TypeError(f"{call}: got both a matrix and indices. {forms}")
-            matrix, name = indptr, getattr(indptr, "format", "csr")
+            name = getattr(indptr, "format", "csr")
             if name != "csr":  # scipy's CSC and BSR have attributes of the same names
                 raise ValueError(
                     f"{call}: the matrix must be in CSR format, got {name.upper()}. "
                     "Convert it with .tocsr()."
                 )
-            indptr, indices, data = matrix.indptr, matrix.indices, matrix.data
+            indices, data = pointers.indices, pointers.data
+            pointers = pointers.indptr
         elif indices is None:
             raise TypeError(
                 f"{call}: indices are missing, and {_arguments.kind_of(indptr)} is not "
                 f"a CSR matrix. {forms}"
             )
-        if np.ndim(indptr) != 1:
+        if np.ndim(pointers) != 1:
             raise ValueError(
-                f"{call}: indptr must have one axis, got shape {np.shape(indptr)}. For "
-                "a batch of matrices use jax.vmap."
+                f"{call}: indptr must have one axis, got shape {np.shape(pointers)}. "
+                "For a batch of matrices use jax.vmap."
             )
         index = _arguments.as_integers(call, indices, "indices")
         values = index if data is None else {"index": index, "value": data}
-        return cls._from_offsets(call, values, indptr, capacity)
+        return cls._from_offsets(call, values, pointers, capacity)
 
     @classmethod
     def _from_offsets(
@@ -517,7 +535,7 @@ class SegmentTensor:
 
     # -- to other representations ------------------------------------------------
 
-    def map(self, f: Callable[[jax.Array], jax.Array]) -> "SegmentTensor":
+    def map(self, f: Callable[[jax.Array], jax.Array]) -> SegmentTensor:
         """Applies `f` to each array of the values; the segments stay the same.
 
         `jax.tree.map` would also change the segment ids.
@@ -541,7 +559,9 @@ class SegmentTensor:
             values, self.segment_ids, self.num_segments, self.is_sorted
         )
 
-    def to_padded(self, max_length: Any = None, filler: Any = -1) -> Any:
+    def to_padded(
+        self, max_length: int | Sequence[int] | None = None, filler: ArrayLike = -1
+    ) -> Any:
         """Rows of equal length, padded with `filler`.
 
         `out[k, j]` is the j-th element of segment k, or `filler` if there is none.
@@ -660,7 +680,7 @@ class SegmentTensor:
             jnp.ones(ids.shape, jnp.int32), mode="drop", wrap_negative_indices=False
         )
 
-    def sort(self) -> "SegmentTensor":
+    def sort(self) -> SegmentTensor:
         """The same segments with contiguous elements, and empty elements last.
 
         Elements of a segment keep their order. Returns `self` if it is sorted already.
@@ -685,14 +705,14 @@ class SegmentTensor:
 
     # -- as elements of another SegmentTensor ------------------------------------
 
-    def _resize_segments(self, n: int) -> "SegmentTensor":
+    def _resize_segments(self, n: int) -> SegmentTensor:
         """Pads with empty segments, or cuts, to n segments."""
         kept = _arguments.scalar(min(n, self.num_segments), self.segment_ids)
         none = _arguments.scalar(n, self.segment_ids)
         ids = jnp.where(self.segment_ids < kept, self.segment_ids, none)
         return self._make_unchecked(self.values, ids, n, self.is_sorted)
 
-    def _take_segments(self, order: Any) -> "SegmentTensor":
+    def _take_segments(self, order: Any) -> SegmentTensor:
         """The segments permuted by `order`; the result is sorted if `self` is."""
         place = jnp.argsort(jnp.asarray(order)).astype(self.segment_ids.dtype)
         inside = indexing.in_range(self.segment_ids, self.num_segments)
@@ -752,7 +772,7 @@ def _positions(call: str, counts: Any, capacity: int | None) -> tuple[Any, Any]:
     return found.astype(jnp.int32), jnp.sum(counts, dtype=jnp.int32)
 
 
-def _rows_of(positions: Any, shape: tuple[int, int]) -> Any:
+def _rows_of(positions: Any, shape: Sequence[int]) -> Any:
     """The row of each position in a matrix of `shape`; padding gets the row count."""
     rows, columns = shape
     xp = np if isinstance(positions, np.ndarray) else jnp

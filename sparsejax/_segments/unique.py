@@ -4,6 +4,8 @@ Here ids are keys of any integer type, including hashes and negative numbers. Wi
 table no id is out of range: none is dropped, and none is truncated to 32 bits.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import merge
 from sparsejax._segments import SegmentTensor
 
@@ -19,7 +22,7 @@ _UNIQUE = "sparsejax.unique"
 _PARTITION = "sparsejax.partition"
 
 
-def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The distinct ids in ascending order, in an array of static size.
 
     `out[inverse[i]] == ids[i]`, so `sj.lookup(table, out)[inverse]` reads a table only
@@ -28,24 +31,25 @@ def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     Args:
       ids: integers of any dtype and shape, including negative values and the largest
         value of the dtype.
-      capacity: int, slots of the result. `ids.size` always suffices.
+      size: int, slots of the result, as in `jax.numpy.unique`. `ids.size` always
+        suffices.
 
     Returns:
-      `(out [capacity], inverse int32[*ids.shape], count int32[])`. `out` has the dtype
+      `(out [size], inverse int32[*ids.shape], count int32[])`. `out` has the dtype
       of `ids`; its slots from `count` on contain the largest value of that dtype, which
       is out of range for any table if the dtype has 32 bits (cast narrower ids first,
       and do not look up with mode "clip"). `count` is the true number of distinct ids.
-      If it exceeds `capacity`, the largest ids are missing from `out`, and their
-      `inverse` is `capacity`, which is out of range.
+      If it exceeds `size`, the largest ids are missing from `out`, and their
+      `inverse` is `size`, which is out of range.
 
     Raises:
       TypeError: `ids` are not integers.
-      ValueError: `capacity` is not a static, non-negative int; or 64-bit ids do not
+      ValueError: `size` is not a static, non-negative int; or 64-bit ids do not
         fit in 32 bits and `jax_enable_x64` is not set.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
-      >>> out, inverse, count = sj.unique(jnp.array([7, 3, 7, 7]), capacity=3)
+      >>> out, inverse, count = sj.unique(jnp.array([7, 3, 7, 7]), size=3)
       >>> out, inverse, count
       (Array([         3,          7, 2147483647], dtype=int32),
        Array([1, 0, 1, 1], dtype=int32), Array(2, dtype=int32))
@@ -54,19 +58,19 @@ def unique(ids: Any, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
       Caffe2, `Unique`; `jax.numpy.unique(size=)`.
     """
     ids = _keys(_UNIQUE, ids)
-    capacity = _arguments.check_capacity(_UNIQUE, capacity)
+    size = _arguments.check_capacity(_UNIQUE, size, "size")
     largest = int(jnp.iinfo(ids.dtype).max)
     flat = ids.reshape(-1)
     # The plan treats `largest` as an empty slot. As an id it comes last, right before
     # padding of the same value.
-    out, slot, others = merge.merge_plan(flat, largest, capacity)
+    out, slot, others = merge.merge_plan(flat, largest, size)
     is_largest = flat == _arguments.scalar(largest, flat)
-    slot = jnp.where(is_largest, jnp.minimum(others, np.int32(capacity)), slot)
+    slot = jnp.where(is_largest, jnp.minimum(others, np.int32(size)), slot)
     count = others + jnp.any(is_largest).astype(jnp.int32)
     return out, slot.reshape(ids.shape), count
 
 
-def partition(ids: Any, num_parts: int) -> SegmentTensor:
+def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
     """Ids grouped by `ids mod num_parts`, with their original positions.
 
     Segment p contains the ids with `ids[i] mod num_parts == p`, in their original

@@ -6,6 +6,8 @@ benchmarks/NOTES.md has the measurements, tests/test_compiled.py checks that the
 compiled programs have the structure described here.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from sparsejax._rows import indexing, merge
 
 
 # Columns of a fixed bag that are added in one loop; longest piece of a segmented bag.
-_COLUMNS, _PIECE = 16, 8
+_COLUMNS, _PIECE, _PIECE_OF_CODES = 16, 8, 16
 
 
 # ------------------------------------------------------------------ read_rows
@@ -61,6 +63,7 @@ def bag_sum(
     weighted: bool,
     num_bags: int,
     indices_are_sorted: bool,
+    bits: xla.Codes | None = None,
 ) -> jax.Array:
     """`xla.bag_sum`, to rounding.
 
@@ -71,12 +74,31 @@ def bag_sum(
       elements. Pieces are fixed bags. However long a bag is, there are at most `n / 8`
       pieces and one more for each bag, so adding up their sums by segment is cheap.
     """
+    if bits in (4, 2):  # one loop for each plane; one for all is not vectorised
+        static: dict[str, Any] = dict(
+            segmented=segmented,
+            weighted=weighted,
+            num_bags=num_bags,
+            indices_are_sorted=indices_are_sorted,
+        )
+        each = [
+            bag_sum(table, ids, *rest, **static, bits=(bits, k))
+            for k in range(8 // bits)
+        ]
+        return jnp.concatenate(each, axis=1)
     weights = rest[-1] if weighted else None
-    if not segmented and ids.size and ids.shape[1] > 1:
-        return _sum_fixed(table, ids, weights)
+    if bits is not None:
+        weights = xla.in_range_only(weights, ids, table.shape[0])
+        rest = (*rest[:-1], weights)
+    # Shapes are symbolic in an export for any size of batch.
+    is_static = isinstance(ids.shape[-1], int)
+    if is_static and not segmented and ids.size and ids.shape[1] > 1:
+        return _sum_fixed(table, ids, weights, bits)
     # As long as pieces can be while most of them are more than half full.
-    average = ids.size // max(num_bags, 1)
-    length = max(n for n in (1, 2, 4, _PIECE) if n <= max(average, 1))
+    average = ids.size // max(num_bags, 1) if is_static and segmented else 0
+    longest = _PIECE if bits is None else _PIECE_OF_CODES
+    lengths = (1, 2, 4, 8, 16)
+    length = max(n for n in lengths if n <= min(max(average, 1), longest))
     if not segmented or length == 1:
         return xla.bag_sum(
             table,
@@ -86,15 +108,16 @@ def bag_sum(
             weighted=weighted,
             num_bags=num_bags,
             indices_are_sorted=indices_are_sorted,
+            bits=bits,
         )
     segment_ids = _arguments.as_ids("bag_sum", rest[0], num_bags)
     if not indices_are_sorted:
         ids, segment_ids, weights = _sort(ids, segment_ids, weights, num_bags)
-    return _sum_pieces(table, ids, weights, segment_ids, num_bags, length)
+    return _sum_pieces(table, ids, weights, segment_ids, num_bags, length, bits)
 
 
 def _sum_fixed(
-    table: jax.Array, ids: jax.Array, weights: jax.Array | None
+    table: jax.Array, ids: jax.Array, weights: jax.Array | None, bits: xla.Codes | None
 ) -> jax.Array:
     """Sums of fixed bags `[B, L]`.
 
@@ -111,43 +134,52 @@ def _sum_fixed(
             cut = lambda at, width: [
                 lax.dynamic_slice_in_dim(x, at, width, 1) for x in (ids, *rest)
             ]
-            total = _add_columns(read, table, *cut(0, first))
+            total = _add_columns(read, bits, table, *cut(0, first))
             if ids.shape[1] < _COLUMNS:
                 return total
 
             def add_block(k, total):
                 block = cut(first + k * _COLUMNS, _COLUMNS)
-                return _add_columns(read, table, *block, total=total)
+                return _add_columns(read, bits, table, *block, total=total)
 
             steps = ids.shape[1] // _COLUMNS
             return lax.fori_loop(0, steps, add_block, total)
 
         return add_blocks
 
+    if bits is not None:  # no mask, so no other way; but still a conditional
+        never = lambda table, ids, *rest: _add_columns(None, bits, table, ids[:, :0])
+        ids = jnp.maximum(ids, _arguments.scalar(-1, ids))
+        least = _arguments.scalar(jnp.iinfo(ids.dtype).min, ids)
+        return lax.cond(
+            ids[0, 0] > least,
+            add(xla.weighted_rows_in_range),
+            never,
+            table,
+            ids,
+            *rest,
+        )
     all_in_range = jnp.all(indexing.in_range(ids, table.shape[0]))
     return lax.cond(
-        all_in_range, add(_rows_in_range), add(xla.weighted_rows), table, ids, *rest
+        all_in_range,
+        add(xla.weighted_rows_in_range),
+        add(xla.weighted_rows),
+        table,
+        ids,
+        *rest,
     )
 
 
-def _add_columns(read, table, ids, weights=None, *, total=None) -> jax.Array:
+def _add_columns(read, bits, table, ids, weights=None, *, total=None) -> jax.Array:
     """`total`, by default zeros, plus the rows of each column of ids."""
-    wide = indexing.accumulator_dtype(table.dtype)
     for j in range(ids.shape[1]):
         w = None if weights is None else weights[:, j]
-        rows = read(table, ids[:, j], w, wide)
+        rows = read(table, ids[:, j], w, bits)
         total = rows if total is None else total + rows
     if total is None:
-        return jnp.zeros((ids.shape[0], *table.shape[1:]), wide)
+        shape, dtype = xla.row_type(table, bits)
+        return jnp.zeros((ids.shape[0], *shape), dtype)
     return total
-
-
-def _rows_in_range(table, ids, weights, dtype) -> jax.Array:
-    """`xla.weighted_rows`, if all ids are in range."""
-    rows = xla.read_rows(table, ids).astype(dtype)
-    if weights is None:
-        return rows
-    return rows * indexing.append_axes(weights, rows.ndim)
 
 
 def _sum_pieces(
@@ -157,6 +189,7 @@ def _sum_pieces(
     segment_ids: jax.Array,
     num_bags: int,
     length: int,
+    bits: xla.Codes | None,
 ) -> jax.Array:
     """Sums of segmented bags whose elements are in order, in pieces of `length`."""
     n = ids.size
@@ -177,8 +210,11 @@ def _sum_pieces(
     inside = at < end[:, None]
     at = jnp.where(inside, at, 0)
     ids = jnp.where(inside, ids[at], _arguments.scalar(table.shape[0], ids))
-    rest = () if weights is None else (weights[at],)
-    sums = _add_columns(xla.weighted_rows, table, ids, *rest)
+    rest = ()
+    if weights is not None:
+        weights = weights[at]
+        rest = (weights if bits is None else jnp.where(inside, weights, 0),)
+    sums = _add_columns(xla.weighted_rows, bits, table, ids, *rest)
     return jax.ops.segment_sum(sums, bag, num_bags, indices_are_sorted=True)
 
 

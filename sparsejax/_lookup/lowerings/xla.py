@@ -1,10 +1,15 @@
 """The reference lowerings, in plain XLA. Every other lowering must equal them."""
 
+from typing import Any, TypeAlias
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from sparsejax._rows import indexing
+from sparsejax._rows import indexing, quantized
+
+
+# How many bits a code has, and which plane is wanted, by default all of them.
+Codes: TypeAlias = int | tuple[int, int]
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -20,17 +25,20 @@ def bag_sum(
     weighted: bool,
     num_bags: int,
     indices_are_sorted: bool,
+    bits: Codes | None = None,
 ) -> jax.Array:
     """Sums of the rows in each bag: see `sparsejax._lookup.bag_sum`.
 
     XLA for GPU and TPU fuses a sum with the gather before it, so that the rows of a
     fixed bag are added up as they are read.
     """
-    wide = indexing.accumulator_dtype(table.dtype)
-    rows = weighted_rows(table, ids, rest[-1] if weighted else None, wide)
+    weights = rest[-1] if weighted else None
+    if bits is not None:
+        weights = in_range_only(weights, ids, table.shape[0])
+    rows = weighted_rows(table, ids, weights, bits)
     if not segmented:
         return jnp.sum(rows, axis=1)
-    total = jnp.zeros((num_bags, *table.shape[1:]), wide)
+    total = jnp.zeros((num_bags, *rows.shape[1:]), rows.dtype)
     return total.at[rest[0]].add(
         rows,
         mode="drop",
@@ -40,12 +48,46 @@ def bag_sum(
 
 
 def weighted_rows(
-    table: jax.Array, ids: jax.Array, weights: jax.Array | None, dtype: np.dtype
+    table: jax.Array, ids: jax.Array, weights: jax.Array | None, bits: Codes | None
 ) -> jax.Array:
-    """`weights * table[ids]`, in `dtype`; zeros where an id is out of range."""
-    rows = indexing.take_rows(table, ids).astype(dtype)
+    """`weights * table[ids]`, wide; zeros where an id is out of range."""
+    if bits is not None:  # their weights are 0 already
+        return weighted_rows_in_range(table, ids, weights, bits)
+    rows = indexing.take_rows(table, ids)
+    rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
     if weights is None:
         return rows
-    # Where nothing is read the weight may be anything, and 0 * inf is NaN.
-    weights = jnp.where(indexing.in_range(ids, table.shape[0]), weights, 0)
+    weights = in_range_only(weights, ids, table.shape[0])
     return rows * indexing.append_axes(weights, rows.ndim)
+
+
+def weighted_rows_in_range(
+    table: jax.Array, ids: jax.Array, weights: jax.Array | None, bits: Codes | None
+) -> jax.Array:
+    """`weighted_rows`, if all ids are in range, or have weight 0 for codes."""
+    rows = read_rows(table, ids)
+    if bits is None:
+        rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
+    else:
+        rows = quantized.planes(rows, *_as_planes(bits)).astype(jnp.float32)
+    if weights is None:
+        return rows
+    return rows * indexing.append_axes(weights, rows.ndim)
+
+
+def in_range_only(weights: Any, ids: jax.Array, height: int) -> jax.Array:
+    """`weights`, 0 where an id is out of range."""
+    # Where nothing is read the weight may be anything, and 0 * inf is NaN.
+    return jnp.where(indexing.in_range(ids, height), weights, 0)
+
+
+def row_type(table: jax.Array, bits: Codes | None) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a weighted row."""
+    if bits is None:
+        return table.shape[1:], indexing.accumulator_dtype(table.dtype)
+    bits, only = _as_planes(bits)
+    return (8 // bits if only is None else 1, table.shape[1]), jnp.float32
+
+
+def _as_planes(bits: Codes) -> tuple[int, int | None]:
+    return bits if isinstance(bits, tuple) else (bits, None)

@@ -1,11 +1,15 @@
 """segment_count, segment_any and segment_all."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from sparsejax._arguments import ArrayLike
+from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.segments import (
     Segments,
     check_arguments,
@@ -20,12 +24,12 @@ _ALL = "sparsejax.segment_all"
 
 
 def segment_count(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> jax.Array:
     """Number of elements in each segment.
 
@@ -59,12 +63,12 @@ def segment_count(
 
 
 def segment_any(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Whether any element of each segment is true.
 
@@ -99,12 +103,12 @@ def segment_any(
 
 
 def segment_all(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Whether all elements of each segment are true.
 

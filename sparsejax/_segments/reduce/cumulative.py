@@ -5,6 +5,8 @@ of each segment. Nothing is subtracted, so rounding errors, infinities and NaN d
 leak from one segment into another.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.segments import (
     Segments,
     check_numbers,
@@ -26,12 +30,12 @@ _CUMSUM = "sparsejax.segment_cumsum"
 
 
 def segment_cumsum(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Cumulative sum of `data` inside each segment.
 

@@ -8,13 +8,17 @@ the softmax NaN.
 The derivatives are custom: they need only the softmax, not the maximum.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.segments import (
     Segments,
     as_floats,
@@ -35,12 +39,12 @@ _LOG_SOFTMAX = "sparsejax.segment_log_softmax"
 
 
 def segment_logsumexp(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Logarithm of the sum of exponentials of each segment.
 
@@ -80,12 +84,12 @@ def segment_logsumexp(
 
 
 def segment_logmeanexp(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Logarithm of the mean of exponentials of each segment.
 
@@ -127,12 +131,12 @@ def segment_logmeanexp(
 
 
 def segment_softmax(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Softmax over the elements of each segment.
 
@@ -172,12 +176,12 @@ def segment_softmax(
 
 
 def segment_log_softmax(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Logarithm of the softmax over the elements of each segment.
 

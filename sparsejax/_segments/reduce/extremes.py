@@ -4,6 +4,8 @@ NaN propagates as in `jnp.max` and `jnp.min`: a segment that contains a NaN give
 and its NaN elements share the gradient.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 
@@ -12,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.segments import (
     Segments,
     fill_empty,
@@ -30,16 +34,16 @@ _ARGMIN = "sparsejax.segment_argmin"
 
 
 def segment_max(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
     unique_indices: bool = False,
     bucket_size: int | None = None,
-    mode: Any = None,
-    out_sharding: Any = None,
+    mode: str | jax.lax.GatherScatterMode | None = None,
+    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
 ) -> Any:
     """Largest element of each segment.
 
@@ -89,16 +93,16 @@ def segment_max(
 
 
 def segment_min(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
     unique_indices: bool = False,
     bucket_size: int | None = None,
-    mode: Any = None,
-    out_sharding: Any = None,
+    mode: str | jax.lax.GatherScatterMode | None = None,
+    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
 ) -> Any:
     """Smallest element of each segment.
 
@@ -147,12 +151,12 @@ def segment_min(
 
 
 def segment_argmax(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Position of the first largest element of each segment.
 
@@ -191,12 +195,12 @@ def segment_argmax(
 
 
 def segment_argmin(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Position of the first smallest element of each segment.
 

@@ -4,6 +4,8 @@ Two passes compute the mean and then the squared deviations, so a large mean doe
 cost precision.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -11,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.segments import (
     Segments,
     as_floats,
@@ -28,12 +32,12 @@ _NORMALIZE = "sparsejax.segment_normalize"
 
 
 def segment_var(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Variance of each segment.
 
@@ -71,12 +75,12 @@ def segment_var(
 
 
 def segment_std(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Standard deviation of each segment.
 
@@ -119,12 +123,12 @@ def segment_std(
 
 
 def segment_normalize(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
     eps: float = 1e-5,
 ) -> Any:
     """Normalises each segment to mean 0 and variance 1.

@@ -3,6 +3,8 @@
 An id outside `[0, num_segments)` is out of range: its element is dropped, even a NaN.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 
@@ -10,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.cumulative import in_order
 from sparsejax._segments.reduce.segments import (
     Segments,
@@ -32,17 +36,17 @@ _PROD = "sparsejax.segment_prod"
 
 
 def segment_sum(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    weights: Any = None,
-    empty: Any = None,
+    *,
+    weights: ArrayLike | None = None,
+    empty: ArrayLike | None = None,
     unique_indices: bool = False,
     bucket_size: int | None = None,
-    mode: Any = None,
-    out_sharding: Any = None,
+    mode: str | jax.lax.GatherScatterMode | None = None,
+    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
 ) -> Any:
     """Sum of each segment.
 
@@ -123,13 +127,13 @@ def segment_sum(
 
 
 def segment_mean(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    weights: Any = None,
-    empty: Any = None,
+    *,
+    weights: ArrayLike | None = None,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Mean of each segment, optionally weighted.
 
@@ -174,13 +178,13 @@ def segment_mean(
 
 
 def segment_sqrtn(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    weights: Any = None,
-    empty: Any = None,
+    *,
+    weights: ArrayLike | None = None,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """Sum of each segment over the square root of its length, optionally weighted.
 
@@ -283,16 +287,16 @@ def _sum_over(
 
 
 def segment_prod(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
-    *,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    *,
+    empty: ArrayLike | None = None,
     unique_indices: bool = False,
     bucket_size: int | None = None,
-    mode: Any = None,
-    out_sharding: Any = None,
+    mode: str | jax.lax.GatherScatterMode | None = None,
+    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
 ) -> Any:
     """Product of each segment.
 

@@ -1,5 +1,7 @@
 """segment_top_k: the k largest elements of each segment."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -9,7 +11,9 @@ import numpy as np
 from jax import lax
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.cumulative import in_order
 from sparsejax._segments.reduce.extremes import identity, is_extreme
 from sparsejax._segments.reduce.segments import (
@@ -23,13 +27,13 @@ _CALL = "sparsejax.segment_top_k"
 
 
 def segment_top_k(
-    data: Any,
-    segment_ids: Any = None,
+    data: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     *,
     k: int,
     indices_are_sorted: bool = False,
-    empty: Any = None,
+    empty: ArrayLike | None = None,
 ) -> Any:
     """The k largest elements of each segment, and their positions inside it.
 

@@ -1,0 +1,358 @@
+"""top_k: the rows of a table with the highest scores, exactly, in chunks of the table.
+
+Invariant: no array has V columns, or more rows of the table than a chunk. A `scan` goes
+over the chunks in the order of ids and keeps the k best so far; `lax.top_k` puts the
+lower index first among equals, so those found earlier, with lower ids, stay in front.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments, _compat
+from sparsejax._arguments import ArrayLike
+from sparsejax._lookup import lookup
+from sparsejax._rows import QuantizedTable, SelectedRows, indexing, is_quantized
+from sparsejax._segments import SegmentTensor
+
+
+_CALL = "sparsejax.top_k"
+# Elements of a chunk's scores, and of its rows: a few MB, as caches hold them.
+_CHUNK_ELEMENTS = 1 << 21
+
+
+def top_k(
+    table: ArrayLike,
+    queries: ArrayLike,
+    k: int,
+    *,
+    score: str | Callable[[jax.Array, jax.Array], jax.Array] = "dot",
+    bias: ArrayLike | None = None,
+    exclude: ArrayLike | SegmentTensor | None = None,
+    chunk_size: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The k rows of a table with the highest scores for each query, exactly.
+
+      ids[b, 0], ids[b, 1], ... = argsort_i(-score(queries[b], table[i]) - bias[i])
+
+    Equal to sorting the scores of all V rows, without them: the table is read in chunks
+    of C rows, so that memory beyond the result is `O(B C)`. Of rows with equal scores
+    the lower id comes first. Nothing is differentiated: for gradients look the ids up
+    and score these rows.
+
+    Args:
+      table: `[V, D]` floats. (`sparsejax.parallel.top_k` takes a ShardedTable.)
+      queries: `[..., D]`, one or more vectors.
+      k: int, at most V.
+      score: `"dot"`; `"cosine"`, where a vector of zeros scores 0; `"l2"`, minus the
+        squared distance; or a function of queries `[B, D]` and rows `[C, D]` (or
+        `[C, ...]`, as in the table) to scores `[B, C]`, in which each row's score
+        depends on that row alone.
+      bias: `[V]` or `[V, 1]`, added to the scores.
+      exclude: ids that are not to be found, such as what a user has seen: ints `[E]`
+        for all queries, or `[..., E]`, padded with -1; or a SegmentTensor with a
+        segment for each query.
+      chunk_size: int C; by default so many rows that a chunk's scores and rows take a
+        few megabytes.
+      precision: as in `jnp.matmul`. GPUs and TPUs round the factors of float32 products
+        by default; `"highest"` does not.
+
+    Returns:
+      `(scores, ids)`, both `[..., k]`, scores descending in at least float32. Where
+      fewer than k rows are left, scores of -inf with id -1.
+
+    Raises:
+      TypeError: `table` or `queries` is not an array of floats, or ids are not
+        integers.
+      ValueError: shapes do not match, `k` or `chunk_size` is not a positive int, `k` is
+        above V, or `score` is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> items = jnp.array([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]])
+      >>> users = jnp.array([[1.0, 0.5]])
+      >>> sj.top_k(items, users, 2)
+      (Array([[2., 1.]], dtype=float32), Array([[2, 0]], dtype=int32))
+      >>> sj.top_k(items, users, 2, exclude=jnp.array([[2, -1]]))[1]
+      Array([[0, 1]], dtype=int32)
+
+    References:
+      `jax.lax.top_k`; TensorFlow Recommenders, `factorized_top_k.Streaming`; FAISS,
+      `IndexFlat`.
+    """
+    table = as_table(_CALL, table)
+    search = Search(_CALL, table.shape, queries, k, score, bias, exclude, precision)
+    search_in = search.queries, table, search.bias, search.pairs
+    best = search.in_rows(*search_in, chunk_size)
+    return search.results(*best)
+
+
+# ------------------------------------------------------------------ with parallel
+
+
+def as_table(call: str, table: Any) -> jax.Array:
+    """`table` as an array of floats; raises for anything else."""
+    is_other = isinstance(table, (SelectedRows, QuantizedTable))
+    if is_other or hasattr(table, "rows_per_shard"):
+        way_out = "Pass the whole table."
+        if is_quantized(table):
+            way_out = "It reads every row: pass the table.dequantize()."
+        elif not is_other:
+            way_out = "Use sparsejax.parallel.top_k for a ShardedTable."
+        raise TypeError(
+            f"{call}: table must be an array, got {_arguments.kind_of(table)}. "
+            f"{way_out}"
+        )
+    table = lookup.as_table(call, table)
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(f"{call}: table must be floats, got {table.dtype}.")
+    return table
+
+
+class Search:
+    """Checked arguments of a search, and its parts.
+
+    Args:
+      call: the public name, in errors.
+      shape: of the table.
+      queries, k, score, bias, exclude, precision: as in `top_k`.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        shape: tuple[int, ...],
+        queries: Any,
+        k: Any,
+        score: Any,
+        bias: Any,
+        exclude: Any,
+        precision: Any,
+    ):
+        self.call, self.height = call, shape[0]
+        self.k = _arguments.static_int(call, "k", k, 1)
+        if self.k > self.height:
+            raise ValueError(
+                f"{call}: k={self.k} is above the number of rows of the table, "
+                f"{self.height}."
+            )
+        queries = _arguments.to_array(call, queries, "queries", "an array of floats")
+        if not jnp.issubdtype(queries.dtype, jnp.floating):
+            raise TypeError(
+                f"{call}: queries must be floats, got {queries.dtype} of shape "
+                f"{queries.shape}. To search with ids, look them up first."
+            )
+        is_own = callable(score)
+        if not is_own and (len(shape) != 2 or queries.shape[-1:] != shape[1:]):
+            raise ValueError(
+                f"{call}: table must be [V, D] and queries [..., D], got shapes "
+                f"{shape} and {queries.shape}."
+            )
+        if not is_own and score not in _SCORES:
+            raise ValueError(
+                f"{call}: score must be one of {', '.join(map(repr, _SCORES))} or a "
+                f"function of (queries, rows), got {_arguments.show(score)}."
+            )
+        self.score = score if is_own else _SCORES[score](precision)
+        self.lead = queries.shape[:-1]
+        queries = queries.reshape(math.prod(self.lead), *queries.shape[-1:])
+        self.queries = lax.stop_gradient(queries)
+        self.bias = None if bias is None else self._check_bias(bias)
+        self.pairs = None if exclude is None else self._check_exclude(exclude)
+
+    def in_rows(
+        self,
+        queries: jax.Array,
+        table: jax.Array,
+        bias: Any,
+        pairs: Any,
+        chunk_size: Any,
+        count: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The best min(k, V) rows of `table`, `(scores, rows)`; -inf for none.
+
+        Args:
+          queries: `[B, D]`, those of this search.
+          table: the table, or a device's part of it.
+          bias: `[V, 1]` or None.
+          pairs: `(query [m], row [m])` that are excluded, or None.
+          chunk_size: int or None.
+          count: the number of rows that count, those in front; None for all.
+        """
+        height = table.shape[0]
+        k = min(self.k, height)
+        table = lax.stop_gradient(table)
+        if chunk_size is None:
+            width = max(len(queries), math.prod(table.shape[1:]), 1)
+            chunk_size = max(_CHUNK_ELEMENTS // width, 128)
+        chunk = _arguments.static_int(self.call, "chunk_size", chunk_size, 1)
+        chunk = min(chunk, height)
+        within = lax.iota(_arguments.index_dtype(height), chunk)
+
+        def scores_of(first, begin):
+            part, first = table, jnp.asarray(first)
+            if table.dtype.itemsize < 4:
+                # XLA slices such floats on a CPU by casting the table, and would do so
+                # once for all chunks.
+                part, first = lax.optimization_barrier((table, first))
+            rows = lax.dynamic_slice_in_dim(part, first, chunk)
+            scores = self._scores(queries, rows)
+            if bias is not None:
+                part = lax.dynamic_slice_in_dim(bias, first, chunk)
+                scores += part.reshape(1, chunk).astype(scores.dtype)
+            # -0. is the equal of 0., but not for `lax.top_k`.
+            scores = jnp.where(scores == 0, 0, scores)
+            # The last chunk begins earlier, so as not to end behind the table.
+            counts = first + within >= begin
+            if count is not None:
+                counts &= first + within < count
+            scores = jnp.where(counts[None], scores, -jnp.inf)
+            if pairs is None:
+                return scores
+            query, row = pairs
+            is_here = (row >= first) & (row < first + chunk)
+            column = jnp.where(is_here, row - first, chunk)
+            return scores.at[query, column].set(-jnp.inf, mode="drop")
+
+        def step(best, begin):
+            scores, found = best
+            first = jnp.minimum(begin, height - chunk)
+            top, place = lax.top_k(scores_of(first, begin), min(k, chunk))
+            scores = jnp.concatenate([scores, top], axis=1)
+            found = jnp.concatenate([found, first + place.astype(found.dtype)], axis=1)
+            scores, place = lax.top_k(scores, k)
+            return (scores, jnp.take_along_axis(found, place, axis=1)), None
+
+        begins = np.arange(0, height, chunk).astype(within.dtype)
+        like = jax.eval_shape(scores_of, begins[0], begins[0])
+        none = jnp.full((len(queries), k), -jnp.inf, like.dtype)
+        nowhere = jnp.full(none.shape, -1, within.dtype)
+        # Inside `shard_map` the best so far vary as what they are made of.
+        given = [queries, table, *jax.tree.leaves((bias, pairs, count))]
+        axes = frozenset().union(*map(_compat.varying_axes, given))
+        if axes:
+            along = tuple(sorted(axes))
+            none, nowhere = (_compat.to_varying(x, along) for x in (none, nowhere))
+        best, _ = lax.scan(step, (none, nowhere), begins)
+        return best
+
+    def results(self, scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What is returned, of `[B, k]`."""
+        ids = jnp.where(scores == -jnp.inf, _arguments.scalar(-1, ids), ids)
+        shape = (*self.lead, self.k)
+        return scores.reshape(shape), ids.reshape(shape)
+
+    # -- private -----------------------------------------------------------------
+
+    def _scores(self, queries: jax.Array, rows: jax.Array) -> jax.Array:
+        scores, want = self.score(queries, rows), (len(queries), len(rows))
+        if not isinstance(scores, jax.Array) or scores.shape != want:
+            raise ValueError(
+                f"{self.call}: score must return [B, C] for queries [B, D] and C rows, "
+                f"{want} here, got {_arguments.kind_of(scores)}."
+            )
+        return scores.astype(indexing.float_accumulator_dtype(scores.dtype))
+
+    def _check_bias(self, bias: Any) -> jax.Array:
+        bias = _arguments.to_array(self.call, bias, "bias", "an array of floats")
+        if bias.shape not in ((self.height,), (self.height, 1)):
+            raise ValueError(
+                f"{self.call}: bias must be [V] or [V, 1] with the V = {self.height} "
+                f"rows of table, got shape {bias.shape}."
+            )
+        return lax.stop_gradient(bias.reshape(self.height, 1))
+
+    def _check_exclude(self, exclude: Any) -> tuple[jax.Array, jax.Array]:
+        """Pairs of a query and an id that it must not find, both `[m]`."""
+        call, size = self.call, len(self.queries)
+        if isinstance(exclude, SegmentTensor):
+            if exclude.num_segments != size:
+                raise ValueError(
+                    f"{call}: exclude must have a segment for each of the {size} "
+                    f"queries, got {exclude.num_segments}."
+                )
+            ids = _arguments.as_ids(call, exclude.values, self.height, "exclude")
+            query = exclude.segment_ids
+            # What is in no segment is excluded nowhere.
+            return jnp.where(query < 0, np.int32(size), query), ids
+        if _is_ragged(exclude):
+            raise TypeError(
+                f"{call}: exclude must be an array or a SegmentTensor, got sets, or "
+                "lists of several lengths. Pass "
+                "SegmentTensor.from_lists([list(ids) for ids in exclude])."
+            )
+        ids = _arguments.as_ids(call, exclude, self.height, "exclude")
+        if ids.ndim != 1 and ids.shape[:-1] != self.lead or not ids.ndim:
+            raise ValueError(
+                f"{call}: exclude must be [E], or [..., E] with the axes {self.lead} "
+                f"of queries, got shape {ids.shape}. Pad with -1, or pass a "
+                "SegmentTensor."
+            )
+        ids = jnp.broadcast_to(ids, (*self.lead, ids.shape[-1])).reshape(-1)
+        each = ids.size // max(size, 1)
+        return lax.iota(jnp.int32, ids.size) // np.int32(max(each, 1)), ids
+
+
+def _is_ragged(x: Any) -> bool:
+    """Whether `x` is a list of sets, or of lists of several lengths."""
+    if not isinstance(x, list | tuple):
+        return False
+    inner = [y for y in x if isinstance(y, list | tuple | set | frozenset)]
+    is_set = any(isinstance(y, set | frozenset) for y in inner)
+    return is_set or len(set(map(len, inner))) > 1
+
+
+# ------------------------------------------------------------------ scores
+
+
+def _products(precision: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def products(queries, rows):
+        dtype = indexing.promote(queries.dtype, rows.dtype)
+        return jnp.einsum(
+            "bd,cd->bc",
+            queries.astype(dtype),
+            rows.astype(dtype),
+            precision=precision,
+            preferred_element_type=indexing.accumulator_dtype(dtype),
+        )
+
+    return products
+
+
+def _squares(x: jax.Array) -> jax.Array:
+    x = x.astype(indexing.accumulator_dtype(x.dtype))
+    return jnp.sum(x * x, axis=-1)
+
+
+def _cosine(precision: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def cosine(queries, rows):
+        scores = _products(precision)(queries, rows)
+
+        def inverse(x):
+            squares = _squares(x).astype(scores.dtype)
+            return jnp.where(squares > 0, lax.rsqrt(squares), 0)
+
+        return scores * inverse(queries)[:, None] * inverse(rows)[None]
+
+    return cosine
+
+
+def _l2(precision: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def l2(queries, rows):
+        twice = 2 * _products(precision)(queries, rows)
+        squares = [_squares(x).astype(twice.dtype) for x in (queries, rows)]
+        # Rounding must not make a distance to itself negative.
+        return jnp.minimum(twice - squares[1][None] - squares[0][:, None], 0)
+
+    return l2
+
+
+_SCORES = {"dot": _products, "cosine": _cosine, "l2": _l2}

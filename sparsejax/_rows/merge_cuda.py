@@ -1,0 +1,134 @@
+"""Merging duplicates on CUDA, where adding floats to equal rows takes atomics.
+
+XLA compiles a scatter-add of floats to a loop of compare-and-swap for each number,
+unless it knows that ids are unique (openxla/xla#46225), and its order, so the last
+bits, differ from run to run. So duplicates are merged first, without a scatter.
+benchmarks/NOTES.md says what these programs compile to.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments
+from sparsejax._rows import indexing
+
+
+# Powers of two: elements of a chunk, and sums of chunks of a chunk.
+_CHUNK, _CHUNK_OF_SUMS = 8, 32
+
+
+def merge_rows(
+    rows: jax.Array, values: jax.Array, *, height: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sums the values of equal row ids; see `optim._lazy.block_pass.merge_rows`.
+
+    Ids are sorted with their positions, the values are gathered in that order, and each
+    run of equal ids is added up, always in the same order.
+    """
+    n = rows.shape[0]
+    ids, order = lax.sort((rows, lax.iota(jnp.int32, n)), num_keys=1, is_stable=True)
+    follows = jnp.pad(ids[1:] == ids[:-1], (1, 0))
+    wide = indexing.accumulator_dtype(values.dtype)
+    total = run_sums(values[order].astype(wide), follows, _CHUNK)
+    at, count = _positions(~follows & (ids < _arguments.scalar(height, ids)))
+    filled = lax.iota(jnp.int32, n) < count
+    distinct = jnp.where(filled, ids[jnp.minimum(at, np.int32(n - 1))], height)
+    return distinct.astype(rows.dtype), at, total.astype(values.dtype), count
+
+
+def merge_plan(
+    rows: jax.Array, *, height: int, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where each row goes, see `merge.merge_plan`, without a binary search."""
+    slots = lax.iota(jnp.int32, rows.shape[0])
+    ids, order = lax.sort((rows, slots), num_keys=1, is_stable=True)
+    filled = ids < _arguments.scalar(height, ids)
+    first = filled & jnp.pad(ids[1:] != ids[:-1], (1, 0), constant_values=True)
+    place = jnp.cumsum(first, dtype=jnp.int32) - np.int32(1)
+    place = jnp.where(filled, jnp.minimum(place, np.int32(capacity)), capacity)
+    # Others go beyond the end, each to another place: then the ids are unique.
+    to = jnp.where(first & (place < capacity), place, slots + np.int32(capacity))
+    unique = jnp.full((capacity,), _arguments.scalar(height, ids))
+    unique = unique.at[to].set(ids, mode="drop", unique_indices=True)
+    slot = slots.at[order].set(place, unique_indices=True)
+    return unique, slot, jnp.sum(first, dtype=jnp.int32)
+
+
+def coalesce(
+    rows: jax.Array, values: jax.Array, *, height: int, capacity: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Distinct rows in ascending order and their sums; see `merge.coalesce`."""
+    distinct, at, total, count = merge_rows(rows, values, height=height)
+    more = max(capacity - rows.shape[0], 0)
+    distinct = jnp.pad(
+        distinct, (0, more), constant_values=_arguments.scalar(height, rows)
+    )
+    at = jnp.pad(at, (0, more), constant_values=np.int32(rows.shape[0]))
+    return distinct[:capacity], indexing.take_rows(total, at[:capacity]), count
+
+
+def run_sums(values: jax.Array, follows: jax.Array, chunk: int) -> jax.Array:
+    """For each element the sum from it to the end of its run.
+
+    `sums[i] = values[i] + (sums[i + 1] if follows[i + 1] else 0)`. Inside a chunk the
+    sums of 1, 2, 4, ... elements are added to those that come after them, which XLA
+    fuses into one kernel; the sums of whole chunks are added up in the same way.
+
+    Args:
+      values: `[n, ...]`.
+      follows: bool `[n]`, whether an element is in the run of the one before it.
+      chunk: a power of two.
+
+    Returns:
+      `[n, ...]`.
+    """
+    n = values.shape[0]
+    chunks = -(-n // chunk)
+    pad = chunks * chunk - n
+    v = jnp.pad(values, ((0, pad),) + ((0, 0),) * (values.ndim - 1))
+    v = v.reshape(chunks, chunk, *values.shape[1:])
+    f = jnp.pad(follows, (0, pad)).reshape(chunks, chunk)
+
+    sums, step = v, 1
+    same = _shift(f, 1, False)  # the next `step` elements are in the run
+    ends = _shift(f, 1, True)  # the run goes on to the end of the chunk
+    while step < chunk:
+        sums = sums + _only(same, _shift(sums, step, 0))
+        same &= _shift(same, step, False)
+        ends &= _shift(ends, step, True)
+        step *= 2
+    if chunks > 1:
+        goes_on = f[1:, 0]
+        firsts = jnp.pad(goes_on & ends[:-1, 0], (1, 0))
+        rest = _only(goes_on, run_sums(sums[:, 0], firsts, _CHUNK_OF_SUMS)[1:])
+        rest = jnp.pad(rest, ((0, 1),) + ((0, 0),) * (rest.ndim - 1))
+        sums = sums + _only(ends, rest[:, None])
+    return sums.reshape(chunks * chunk, *values.shape[1:])[:n]
+
+
+def _shift(x: jax.Array, by: int, fill: Any) -> jax.Array:
+    """`x[:, by:]`, filled up at the end."""
+    widths = ((0, 0), (0, by)) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(x[:, by:], widths, constant_values=fill)
+
+
+def _only(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` where the mask is true, else zeros."""
+    mask = indexing.append_axes(mask, x.ndim)
+    return jnp.where(mask, x, jnp.zeros((), x.dtype))
+
+
+def _positions(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the mask is true, int32 `[n]`, padded with n; and how often."""
+    n = mask.shape[0]
+    place = jnp.cumsum(mask, dtype=jnp.int32)
+    slots = lax.iota(jnp.int32, n)
+    # The others beyond the end, each at another place: then the ids are unique.
+    to = jnp.where(mask, place - np.int32(1), slots + np.int32(n))
+    none = jnp.full((n,), np.int32(n))
+    at = none.at[to].set(slots, mode="drop", unique_indices=True)
+    return at, place[-1]

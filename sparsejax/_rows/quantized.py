@@ -1,0 +1,724 @@
+"""QuantizedTable: a table whose rows are small integers with a scale and a bias each.
+
+Row v of a quantized table is `scale[v] * codes[v] + bias[v]`, with codes of 8, 4 or 2
+bits. Codes of 4 and 2 bits are packed, the first in the lowest bits of a byte; bytes
+are filled up with zeros. Rows are dequantized as they are read, so no program has the
+table as floats, unless it calls `dequantize`.
+
+The numbers are those of Caffe2 and FBGEMM, bit for bit: how a range is found, which
+operations round, and where a row of equal numbers has scale 0 and where 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, NoReturn, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, KeyLike
+from sparsejax._rows import indexing, merge
+from sparsejax._rows.selected_rows import SelectedRows
+
+
+_QUANTIZE = "sparsejax.quantize"
+
+# Caffe2's search tries ranges cut by multiples of a 200th, down to 84 % of the range.
+_BINS, _LEAST_BINS = 200, 168
+# Added to a range of 8 bits before dividing by it, in Caffe2 and FBGEMM.
+_EPSILON = 1e-8
+# The relative rounding error of float32.
+_FLOAT32 = 2.0**-24
+
+
+# ------------------------------------------------------------------ the type
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class QuantizedTable:
+    """A table in 8, 4 or 2 bits a number, with a scale and a bias for each row.
+
+    Represents the array of rows `scale[v] * codes[v] + bias[v]`. `sparsejax.quantize`
+    makes it of an array, `from_fused` of the bytes of Caffe2, FBGEMM or PyTorch. It
+    takes an array's place as the table of `sparsejax.lookup`, `embedding_bag`, `dot`
+    and of layers of `sparsejax.nn`, whose results have its `dtype`. Rows are
+    dequantized as they are read. Everything works under `jit`:
+
+    - `shape`, `ndim`, `dtype`: of the array that it represents; `nbytes`: its size.
+    - `codes`, `scale`, `bias`, `bits`, `scale_dtype`: what it consists of.
+    - `get(ids)`: rows by id; `pull(ids)`: the same as a SelectedRows, for training.
+    - `dequantize()`: the whole array.
+    - `astype(dtype)`: reads give another dtype.
+    - `unpack()`: the same numbers with one code a byte, which are faster to read.
+    - `to_fused()`, `from_fused(...)`: to and from one array of bytes.
+
+    A pytree with two leaves, integers and scales. It has no gradient by itself: pass it
+    to a function as an argument that is not differentiated. Training in 8 bits
+    differentiates the rows that are read: see `pull` and `sparsejax.optim.rounding`.
+
+    Args:
+      codes: uint8 `[V, bytes]`, the codes of a row, packed.
+      scale_bias: float32 or float16 `[V, 2]`.
+      bits: 8, 4 or 2.
+      row_shape: tuple of ints, the shape of a row.
+      dtype: the floating-point dtype that reads give.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> table = sj.quantize(jnp.array([[0.0, 1.0, 3.0], [5.0, 5.0, 5.0]]), bits=2)
+      >>> table
+      QuantizedTable(float32[2,3], bits=2, scale_dtype=float16, nbytes=10)
+      >>> sj.lookup(table, jnp.array([1, 0, 9]))
+      Array([[ 5.,  5.,  5.],
+             [ 0.,  1.,  3.],
+             [nan, nan, nan]], dtype=float32)
+
+    References:
+      Caffe2, `FloatToFused8BitRowwiseQuantized` and its family; FBGEMM,
+      `IntNBitTableBatchedEmbeddingBagsCodegen`; Guan et al., 2019, "Post-training 4-bit
+      quantization on embedding tables".
+    """
+
+    codes: jax.Array
+    scale_bias: jax.Array
+    bits: int
+    row_shape: tuple[int, ...]
+    dtype: np.dtype
+
+    # `array + table` must not become NumPy's loop over objects.
+    __array_ufunc__ = None
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """The children with their keys."""
+        children, static = QuantizedTable.tree_flatten(self)
+        names = map(jax.tree_util.GetAttrKey, ("codes", "scale_bias"))
+        return tuple(zip(names, children)), static
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The children; what is static is JSON, for exports."""
+        static = self.bits, self.row_shape, jnp.dtype(self.dtype).name
+        return (self.codes, self.scale_bias), static
+
+    @classmethod
+    def tree_unflatten(
+        cls, static: tuple[int, tuple[int, ...], str], children: Iterable[Any]
+    ) -> QuantizedTable:
+        """Rebuilds without checks: children may be anything JAX puts there."""
+        bits, row_shape, dtype = static
+        codes, scale_bias = children
+        return cls(codes, scale_bias, bits, row_shape, jnp.dtype(dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that the table represents."""
+        return (*self.codes.shape[:-1], *self.row_shape)
+
+    @property
+    def ndim(self) -> int:
+        """Rank of that array."""
+        return len(self.shape)
+
+    @property
+    def scale(self) -> jax.Array:
+        """The scale of each row, `[V]`."""
+        return self.scale_bias[..., 0]
+
+    @property
+    def bias(self) -> jax.Array:
+        """The bias of each row, `[V]`: what code 0 stands for."""
+        return self.scale_bias[..., 1]
+
+    @property
+    def scale_dtype(self) -> Any:
+        """The dtype of scales and biases."""
+        return self.scale_bias.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of codes, scales and biases."""
+        pair = math.prod(self.scale_bias.shape) * self.scale_dtype.itemsize
+        return math.prod(self.codes.shape) + pair
+
+    def __repr__(self) -> str:
+        leaves = self.codes, self.scale_bias
+        if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
+            codes, pair = map(_arguments.show_spec, leaves)  # in a tree of something
+            return f"QuantizedTable(codes={codes}, scale_bias={pair})"
+        shape = ",".join(map(str, self.shape))
+        return (
+            f"QuantizedTable({self.dtype.name}[{shape}], bits={self.bits}, "
+            f"scale_dtype={self.scale_dtype.name}, nbytes={self.nbytes})"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"QuantizedTable: one of shape {self.shape} was used where an array is "
+            "needed, by jnp.asarray, np.asarray or a NumPy function. Read rows with "
+            "sparsejax.lookup(table, ids), or call .dequantize() for the whole array."
+        )
+
+    # -- reading -----------------------------------------------------------------
+
+    def get(self, ids: ArrayLike) -> jax.Array:
+        """Rows by id; zeros for an id out of range, as `SelectedRows.get`.
+
+        `sparsejax.lookup` has other modes.
+
+        Args:
+          ids: integers of any shape.
+
+        Returns:
+          `[*ids.shape, *row_shape]`, of `dtype`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.quantize(jnp.array([[1.0, 2.0]])).get(jnp.array([0, 1]))
+          Array([[1., 2.],
+                 [0., 0.]], dtype=float32)
+        """
+        call = "QuantizedTable.get"
+        return read(self, _arguments.as_ids(call, ids, self.shape[0]), 0)
+
+    def pull(self, ids: ArrayLike) -> SelectedRows:
+        """The distinct rows of some ids as a SelectedRows, to differentiate.
+
+        It takes the table's place in a loss: `sparsejax.value_and_grad` then gives the
+        gradient of these rows, which `sparsejax.optim.rounding` accepts for the table.
+
+        Args:
+          ids: integers of any shape; those out of range are ignored.
+
+        Returns:
+          SelectedRows of the table's height, ids ascending, with as many slots as there
+          are ids, or rows if there are fewer.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> table = sj.quantize(jnp.ones((100, 2)))
+          >>> table.pull(jnp.array([7, 3, 7]))
+          SelectedRows(rows=[3 7 -], values=float32[3,2], height=100, num_rows=2)
+
+        References:
+          `sparsejax.store.KVStore.pull`.
+        """
+        height = self.shape[0]
+        ids = _arguments.as_ids("QuantizedTable.pull", ids, height).reshape(-1)
+        ids = jnp.where(indexing.in_range(ids, height), ids, height).astype(ids.dtype)
+        rows, _, _ = merge.merge_plan(ids, height, min(ids.size, height))
+        return SelectedRows(rows, read(self, rows, 0), height)
+
+    def dequantize(self) -> jax.Array:
+        """The whole array, `[V, ...]`, of `dtype`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.quantize(jnp.array([[1.0, 2.0]])).dequantize()
+          Array([[1., 2.]], dtype=float32)
+
+        References:
+          Caffe2, `Fused8BitRowwiseQuantizedToFloat` and its family.
+        """
+        return _dequantize(self, self.codes, self.scale_bias)
+
+    # -- other forms -------------------------------------------------------------
+
+    def astype(self, dtype: DTypeLike) -> QuantizedTable:
+        """The same codes; reads give `dtype`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.quantize(jnp.ones((1, 2))).astype(jnp.bfloat16).get(0)
+          Array([1, 1], dtype=bfloat16)
+        """
+        kind = _float_dtype("QuantizedTable.astype", "dtype", dtype)
+        return dataclasses.replace(self, dtype=kind)
+
+    def unpack(self) -> QuantizedTable:
+        """The same numbers in codes of 8 bits, with float32 scales and biases.
+
+        Such codes take a byte each, whatever their range, and are faster to read.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.quantize(jnp.ones((1, 6)), bits=2).unpack()
+          QuantizedTable(float32[1,6], bits=8, scale_dtype=float32, nbytes=14)
+
+        References:
+          Caffe2, `FloatToFused4BitFakeRowwiseQuantized`.
+        """
+        size = math.prod(self.row_shape)
+        codes = join_planes(planes(self.codes, self.bits), size)
+        pair = self.scale_bias.astype(jnp.float32)
+        return QuantizedTable(codes, pair, 8, self.row_shape, self.dtype)
+
+    def to_fused(self) -> jax.Array:
+        """The table as bytes: of each row the codes, the scale and the bias.
+
+        Returns:
+          uint8 `[V, bytes + 2 * size]`, where `size` is 4 for float32 scales and 2 for
+          float16, little-endian.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.quantize(jnp.array([[3.0, 3.0, 6.0]]), bits=2).to_fused()
+          Array([[48,  0, 60,  0, 66]], dtype=uint8)
+
+        References:
+          Caffe2, `FloatToFused8BitRowwiseQuantized`; PyTorch,
+          `torch.ops.quantized.embedding_bag_byte_prepack`.
+        """
+        pair = lax.bitcast_convert_type(self.scale_bias, jnp.uint8)
+        pair = pair.reshape(*pair.shape[:-2], -1)
+        return jnp.concatenate([self.codes, pair], axis=-1)
+
+    @classmethod
+    def from_fused(
+        cls,
+        fused: ArrayLike,
+        bits: int = 8,
+        *,
+        scale_dtype: DTypeLike | None = None,
+        features: int | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> QuantizedTable:
+        """The table of such bytes as `to_fused` gives.
+
+        Args:
+          fused: uint8 `[V, bytes + 2 * size]`.
+          bits: 8, 4 or 2.
+          scale_dtype: float32 or float16. By default float32 for 8 bits, and float16
+            for fewer.
+          features: int, numbers in a row. By default as many as the bytes hold.
+          dtype: what reads give.
+
+        Raises:
+          TypeError: `fused` is not a uint8 array, or a dtype is not such a one.
+          ValueError: `bits` is not 8, 4 or 2, or the bytes do not hold `features`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> fused = jnp.array([[48, 0, 60, 0, 66]], jnp.uint8)
+          >>> sj.QuantizedTable.from_fused(fused, 2, features=3).get(0)
+          Array([3., 3., 6.], dtype=float32)
+
+        References:
+          Caffe2, `Fused8BitRowwiseQuantizedToFloat`.
+        """
+        call = "QuantizedTable.from_fused"
+        bits, pair_dtype = _check_bits(call, bits, scale_dtype)
+        fused = _arguments.to_array(call, fused, "fused", "an array of bytes")
+        if fused.dtype != jnp.uint8 or fused.ndim != 2:
+            raise TypeError(
+                f"{call}: fused must be a uint8 array [V, bytes], got "
+                f"{_arguments.kind_of(fused)}. For bytes on disk use np.fromfile(path, "
+                "np.uint8).reshape(rows, -1)."
+            )
+        tail = 2 * pair_dtype.itemsize
+        held = (fused.shape[1] - tail) * (8 // bits)
+        if held < 1:
+            raise ValueError(
+                f"{call}: fused must have at least {tail + 1} columns, one code and "
+                f"{tail} bytes of scale and bias, got {fused.shape[1]}. Check bits and "
+                "scale_dtype."
+            )
+        features = held if features is None else features
+        features = _arguments.static_int(call, "features", features, 1)
+        if features > held or features <= held - 8 // bits:
+            raise ValueError(
+                f"{call}: features={features} needs {_num_bytes(features, bits)} bytes "
+                f"of codes, but with scale and bias of {pair_dtype.name} a row of "
+                f"{fused.shape[1]} bytes has {fused.shape[1] - tail}. Check features, "
+                "bits and scale_dtype."
+            )
+        codes, pair = fused[:, :-tail], fused[:, -tail:]
+        pair = lax.bitcast_convert_type(pair.reshape(len(pair), 2, -1), pair_dtype)
+        kind = _float_dtype(call, "dtype", dtype)
+        return cls(codes, pair, bits, (features,), kind)
+
+
+def is_quantized(x: Any) -> TypeGuard[QuantizedTable]:
+    """Whether `x` is a QuantizedTable; for `is_leaf=` of `jax.tree` functions."""
+    return isinstance(x, QuantizedTable)
+
+
+# ------------------------------------------------------------------ codes
+
+# The *planes* of packed bytes: plane k has the k-th code of every byte. To split bytes
+# into planes is one shift and one mask for whole rows, which is vectorized; codes in
+# their order are planes with the last two axes swapped.
+
+
+def planes(packed: jax.Array, bits: int, only: int | None = None) -> jax.Array:
+    """Bytes `[..., n]` as codes `[..., 8 // bits, n]`, or only one plane of them."""
+    if bits == 8:
+        return packed[..., None, :]
+    numbers = range(8 // bits) if only is None else [only]
+    shifts = np.array([bits * k for k in numbers], np.uint8)
+    shifts = jnp.asarray(shifts.reshape((1,) * (packed.ndim - 1) + (-1, 1)))
+    shifted = jnp.broadcast_arrays(packed[..., None, :], shifts)
+    return lax.shift_right_logical(*shifted) & jnp.uint8((1 << bits) - 1)
+
+
+def join_planes(x: jax.Array, size: int) -> jax.Array:
+    """`[..., 8 // bits, n]`, numbers of planes, as `[..., size]` in their order."""
+    if x.shape[-2] == 1:
+        return x[..., 0, :]
+    x = jnp.swapaxes(x, -1, -2)
+    return x.reshape(*x.shape[:-2], -1)[..., :size]
+
+
+def _pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Codes `[..., size]` as bytes."""
+    if bits == 8:
+        return codes
+    per = 8 // bits
+    pad = -codes.shape[-1] % per
+    codes = jnp.pad(codes, ((0, 0),) * (codes.ndim - 1) + ((0, pad),))
+    codes = codes.reshape(*codes.shape[:-1], -1, per)
+    factors = np.array([1 << (bits * k) for k in range(per)], np.uint8)
+    factors = factors.reshape((1,) * (codes.ndim - 1) + (per,))
+    return jnp.sum(codes * factors, axis=-1, dtype=jnp.uint8)
+
+
+def _num_bytes(features: int, bits: int) -> int:
+    return -(-features // (8 // bits))
+
+
+# ------------------------------------------------------------------ reading
+
+
+def read(table: QuantizedTable, ids: jax.Array, fill: float) -> jax.Array:
+    """Rows by id, `[*ids.shape, *row_shape]`; `fill` where an id is out of range."""
+    if table.shape[0] == 0:  # JAX cannot gather from an empty axis
+        return jnp.full((*ids.shape, *table.row_shape), fill, table.dtype)
+    # The scale of such an id is 0 or NaN, so its codes may be any.
+    return _dequantize(table, read_codes(table, ids), scales(table, ids, fill))
+
+
+def read_codes(table: QuantizedTable, ids: jax.Array) -> jax.Array:
+    """Codes by id, `[*ids.shape, bytes]`; the nearest row's if out of range."""
+    codes = jnp.asarray(table.codes)
+    return codes.at[ids].get(mode="clip", wrap_negative_indices=False)
+
+
+def read_pairs(table: QuantizedTable, ids: jax.Array) -> jax.Array:
+    """Scale and bias by id, `[*ids.shape, 2]`; the nearest row's if out of range."""
+    pair = jnp.asarray(table.scale_bias)
+    return pair.at[ids].get(mode="clip", wrap_negative_indices=False)
+
+
+def scales(table: QuantizedTable, ids: jax.Array, fill: float = 0.0) -> jax.Array:
+    """Scale and bias by id, float32 `[*ids.shape, 2]`; `fill` if out of range."""
+    pair = jnp.asarray(table.scale_bias)
+    pair = pair.at[ids].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
+    return pair.astype(jnp.float32)
+
+
+def _dequantize(table: QuantizedTable, packed: jax.Array, pair: jax.Array) -> jax.Array:
+    """Rows of codes with their scales, in the dtype and the shape of rows."""
+    pair = pair.astype(jnp.float32)[..., None, None]
+    x = planes(packed, table.bits).astype(jnp.float32)
+    x = x * pair[..., 0, :, :] + pair[..., 1, :, :]
+    x = join_planes(x, math.prod(table.row_shape))
+    return x.reshape(*packed.shape[:-1], *table.row_shape).astype(table.dtype)
+
+
+# ------------------------------------------------------------------ quantizing
+
+
+def quantize(
+    table: ArrayLike,
+    bits: int = 8,
+    *,
+    scale_dtype: DTypeLike | None = None,
+    symmetric: bool = False,
+    search: str | None = None,
+    key: KeyLike | None = None,
+) -> QuantizedTable:
+    """A table in 8, 4 or 2 bits a number.
+
+    Of each row x, with `n = 2^bits - 1` and R the nearest integer (ties to even),
+
+      bias = min(x),  scale = (max(x) - bias) / n,  codes = R((x - bias) / scale)
+
+    so that an error is at most half of `scale`. With `symmetric`, zero is exact and
+    codes stand for multiples of `scale` from -m to m, where `m = 2^(bits - 1) - 1`:
+
+      scale = max|x| / m,  bias = -(m + 1) scale
+
+    With `search="greedy"`, the range is cut from both ends, by 200ths of it, as long as
+    it is longer than 168 of them; the first local minimum that is the best so far of
+    the sum of squared errors is taken. It pays for 4 and 2 bits.
+
+    `bias` and `scale` are rounded to `scale_dtype` before codes are computed. A row of
+    equal numbers is exact up to the rounding of `bias`. Results are those of Caffe2's
+    operators bit for bit, outside of `jit`; inside, XLA may round a scale differently
+    in its last bit.
+
+    Args:
+      table: floats `[V, ...]`, of rank 2 or more. A row is what one id reads.
+      bits: 8, 4 or 2. Codes of 4 and 2 bits are packed into bytes.
+      scale_dtype: float32 or float16, of scales and biases. By default float32 for 8
+        bits, and float16 for fewer.
+      symmetric: whether codes are multiples of a scale, on both sides of zero.
+      search: None or `"greedy"`.
+      key: a PRNG key or an int, to round up or down at random, such that the expected
+        value of a number within the range is that number. Without one, to nearest.
+
+    Returns:
+      QuantizedTable, whose reads give the dtype of `table`. Inside `jit`, a row with
+      NaN or infinity, or beyond the range of `scale_dtype`, reads NaN.
+
+    Raises:
+      TypeError: `table` is not an array of floats, or `scale_dtype` or `key` is not
+        one of these.
+      ValueError: `bits` is not 8, 4 or 2, `table` has rank below 2, `search` is
+        unknown or used with `symmetric`, or, outside of `jit`, a row is not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> table = jax.random.normal(jax.random.key(0), (1000, 64))
+      >>> for bits in (8, 4, 2):
+      ...     small = sj.quantize(table, bits, search="greedy" if bits < 8 else None)
+      ...     error = jnp.sqrt(jnp.mean((small.dequantize() - table) ** 2))
+      ...     print(bits, small.nbytes, f"{error:.3f}")
+      8 72000 0.005
+      4 36000 0.082
+      2 20000 0.450
+
+    References:
+      Caffe2, `FloatToFused8BitRowwiseQuantized`, `FloatToFused4BitRowwiseQuantized`
+      and its engine GREEDY; FBGEMM, `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`.
+    """
+    call = _QUANTIZE
+    bits, pair_dtype = _check_bits(call, bits, scale_dtype)
+    if isinstance(table, (SelectedRows, QuantizedTable)):
+        way_out = "Pass its .dequantize()."
+        if isinstance(table, SelectedRows):
+            way_out = "Pass its .to_dense(), or quantize its .values."
+        raise TypeError(
+            f"{call}: table must be an array of floats, got "
+            f"{_arguments.kind_of(table)}. {way_out}"
+        )
+    table = _arguments.to_array(call, table, "table", "an array of floats")
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(
+            f"{call}: table must be an array of floats, got {table.dtype}. Cast it "
+            "with .astype(jnp.float32)."
+        )
+    if table.ndim < 2:
+        raise ValueError(
+            f"{call}: table must be [V, D] or [V, ...], got shape {table.shape}. Each "
+            "row has a scale and a bias, which would be larger than one number."
+        )
+    symmetric = _arguments.check_bool(call, "symmetric", symmetric)
+    if search not in (None, "greedy"):
+        raise ValueError(
+            f"{call}: search must be None or 'greedy', got {_arguments.show(search)}. "
+            "None takes the range of each row as it is."
+        )
+    if search and symmetric:
+        raise ValueError(
+            f"{call}: search='greedy' cuts a range at either end, so it cannot be "
+            "symmetric. Leave out one of them."
+        )
+    if key is not None:
+        key = _arguments.as_key(call, key, from_int=True)
+    row_shape, dtype = table.shape[1:], table.dtype
+    # Caffe2 divides rows by their scale in some operators, and multiplies in others.
+    divides = bits < 8 and (search is not None or dtype == jnp.float16)
+    x = table.reshape(table.shape[0], math.prod(row_shape))
+    codes, pair = _quantize(
+        x, key, bits, pair_dtype, symmetric, search is not None, divides
+    )
+    finite = jnp.isfinite(pair).all(axis=1)
+    if _arguments.is_concrete(finite) and not finite.all():
+        bad = np.flatnonzero(~np.asarray(finite))
+        raise ValueError(
+            f"{call}: {bad.size} of {finite.size} rows have NaN, infinity, or numbers "
+            f"beyond {pair_dtype.name}, the dtype of scales; the first is row "
+            f"{bad[0]}. Replace such numbers with jnp.nan_to_num, or pass "
+            "scale_dtype=jnp.float32 for large ones."
+        )
+    pair = jnp.where(finite[:, None], pair, jnp.array(jnp.nan, pair.dtype))
+    return QuantizedTable(codes, pair, bits, row_shape, dtype)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("bits", "scale_dtype", "symmetric", "greedy", "divides"),
+)
+def _quantize(x, key, bits, scale_dtype, symmetric, greedy, divides):
+    """Packed codes `[V, bytes]`, and scale and bias `[V, 2]`, of rows `[V, D]`."""
+    x = x.astype(jnp.float32)
+    if 0 in x.shape:
+        codes = jnp.zeros((len(x), _num_bytes(x.shape[1], bits)), jnp.uint8)
+        return codes, jnp.zeros((len(x), 2), scale_dtype)
+    levels = (1 << bits) - 1
+    rounded = lambda v: v.astype(scale_dtype).astype(jnp.float32)
+    if symmetric:
+        middle = (levels + 1) // 2
+        scale = rounded(_divide(jnp.max(jnp.abs(x), axis=1), middle - 1))
+        scale = jnp.where(scale == 0, 1, scale)
+        bias = rounded(-middle * scale)
+        return _encode(x, scale, bias, 1 / scale, bits, divides, key, 1, scale_dtype)
+    low, high = jnp.min(x, axis=1), jnp.max(x, axis=1)
+    if greedy:
+        low, high = _search_range(x, low, high, bits, rounded)
+    low = rounded(low)
+    span = high - low
+    if bits == 8 and scale_dtype == jnp.float32:
+        scale = _divide(span, levels)
+        inverse = levels / (span + _EPSILON)
+    else:
+        scale = rounded(_divide(span, levels))
+        scale = jnp.where((span == 0) | (scale == 0), 1, scale)
+        inverse = 1 / scale
+        if not divides:
+            is_tiny = jnp.isinf(inverse)
+            scale, inverse = (jnp.where(is_tiny, 1, v) for v in (scale, inverse))
+    return _encode(x, scale, low, inverse, bits, divides, key, 0, scale_dtype)
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def requantize(
+    rows: jax.Array, pair: jax.Array, key: jax.Array | None, bits: int
+) -> tuple[jax.Array, jax.Array]:
+    """Rows of a table after an update, as codes and scales.
+
+    A row keeps its scale and bias as long as they fit: then numbers that did not change
+    keep their codes, also if the others are rounded at random. A row that has left its
+    range, or shrunk to less than half of it, gets a new one.
+
+    Args:
+      rows: float32 `[n, D]`, the new rows.
+      pair: their old scales and biases, `[n, 2]`.
+      key: to round up or down at random, or None.
+      bits: of a code.
+
+    Returns:
+      `(codes, scale_bias)`, uint8 `[n, bytes]` and `[n, 2]`.
+    """
+    levels = (1 << bits) - 1
+    old_scale, old_bias = pair.astype(jnp.float32).T
+    low, high = jnp.min(rows, axis=1), jnp.max(rows, axis=1)
+    top = old_bias + levels * old_scale
+    # Numbers on the edge of the range are off by the rounding of float32.
+    slack = 1e-3 * old_scale + 4 * _FLOAT32 * jnp.maximum(jnp.abs(low), jnp.abs(high))
+    fits = (low >= old_bias - slack) & (high <= top + slack)
+    fits &= 2 * (high - low) >= top - old_bias
+    rounded = lambda v: v.astype(pair.dtype).astype(jnp.float32)
+    bias = rounded(low)
+    scale = rounded((high - bias) / levels)
+    scale = jnp.where(scale > 0, scale, 1)
+    scale, bias = jnp.where(fits, old_scale, scale), jnp.where(fits, old_bias, bias)
+    return _encode(rows, scale, bias, 1 / scale, bits, True, key, 0, pair.dtype)
+
+
+def _encode(x, scale, bias, inverse, bits, divides, key, least, scale_dtype):
+    """Codes and scales of rows whose range is known."""
+    scale, bias, inverse = (v[:, None] for v in (scale, bias, inverse))
+    if key is not None:
+        codes = (x - bias) / jnp.where(scale == 0, 1, scale)
+        codes = jnp.floor(codes + jax.random.uniform(key, x.shape))
+    elif divides:
+        codes = jnp.round((x - bias) / scale)
+    else:
+        codes = jnp.round((x - bias) * inverse)
+    codes = jnp.clip(codes, least, (1 << bits) - 1).astype(jnp.uint8)
+    pair = jnp.concatenate([scale, bias], axis=1).astype(scale_dtype)
+    return _pack(codes, bits), pair
+
+
+def _search_range(x, low, high, bits, rounded):
+    """The range that Caffe2's greedy search finds, from that of each row."""
+    levels = (1 << bits) - 1
+    step = _divide(high - low, _BINS)
+    least = _LEAST_BINS * step
+
+    def loss(low, high):
+        low = rounded(low)
+        span = high - low
+        scale = jnp.where(span == 0, 1, rounded(_divide(span, levels)))
+        inverse = (1 / scale)[:, None]
+        low, scale = low[:, None], scale[:, None]
+        codes = jnp.clip(jnp.round((x - low) * inverse), 0, levels)
+        error = x - (codes * scale + low)
+        return jnp.sqrt(jnp.sum(error * error, axis=1))
+
+    def is_wide(state):
+        low, high = state[:2]
+        return low + least < high
+
+    def cut(state):
+        low, high, found, best, best_low, best_high = state
+        left, right = loss(low + step, high), loss(low, high - step)
+        is_best = (found < left) & (found < right) & (found < best)
+        is_left = left < right
+        new = (
+            jnp.where(is_left, low + step, low),
+            jnp.where(is_left, high, high - step),
+            jnp.where(is_left, left, right),
+            jnp.where(is_best, found, best),
+            jnp.where(is_best, low, best_low),
+            jnp.where(is_best, high, best_high),
+        )
+        wide = is_wide(state)
+        return tuple(jnp.where(wide, a, b) for a, b in zip(new, state))
+
+    first = loss(low, high)
+    state = low, high, first, first, low, high
+    *_, low, high = lax.while_loop(lambda s: is_wide(s).any(), cut, state)
+    return low, high
+
+
+def _divide(x: jax.Array, by: int) -> jax.Array:
+    """`x / by`, correctly rounded: XLA multiplies by the inverse of a constant."""
+    return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.float32(by))
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _check_bits(call: str, bits: Any, scale_dtype: Any) -> tuple[int, Any]:
+    """`bits` and the dtype of scales, or an error that names `call`."""
+    if isinstance(bits, bool) or bits not in (8, 4, 2):
+        raise ValueError(
+            f"{call}: bits must be 8, 4 or 2, got {_arguments.show(bits)}. For 16 bits "
+            "cast the table with .astype(jnp.bfloat16)."
+        )
+    if scale_dtype is None:
+        scale_dtype = jnp.float32 if bits == 8 else jnp.float16
+    try:
+        found = jnp.dtype(scale_dtype)
+    except TypeError:
+        found = None
+    if found not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16)):
+        raise TypeError(
+            f"{call}: scale_dtype must be float32 or float16, got "
+            f"{_arguments.show(scale_dtype)}. Leave it out for float32 with 8 bits and "
+            "float16 with fewer."
+        )
+    return int(bits), found
+
+
+def _float_dtype(call: str, name: str, dtype: Any) -> Any:
+    try:
+        found = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f"{call}: {name} must be a floating-point dtype, got "
+            f"{_arguments.show(dtype)}. Rows are floats."
+        )
+    return found

@@ -1,0 +1,530 @@
+"""QuantizedTable: its numbers, its reads, its forms, and training in 8 bits.
+
+What Caffe2 itself answered is in test_caffe2_mapping.py; here its arithmetic is written
+out once more in NumPy, a number at a time, for more rows than are recorded.
+"""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export
+
+import sparsejax as sj
+from helpers import assert_same_bits, compile_as_users_do
+
+
+F32, F16 = np.float32, np.float16
+KINDS = [(4, F16), (8, F32), (8, F16), (4, F32), (2, F16)]
+all_kinds = pytest.mark.parametrize("bits, scale_dtype", KINDS)
+
+
+def each_kind(test):
+    """Runs a test for each kind of table; --quick runs one."""
+    return pytest.mark.quick(1)(all_kinds(test))
+
+
+def each_kind_quick(test):
+    return pytest.mark.quick(2)(all_kinds(test))
+
+
+def make_rows(count=48, width=7, seed=0):
+    """Rows of all magnitudes, on both sides of zero, some of equal numbers."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((count, width)) * 10.0 ** rng.integers(-3, 3, (count, 1))
+    x[::7] = x[::7, :1]
+    x[3], x[4, 1:], x[5] = 0, 1.0, np.abs(x[5])
+    return x.astype(F32)
+
+
+# ------------------------------------------------------------------ Caffe2, in NumPy
+
+
+def caffe2_loss(x, low, high, bits):
+    low, levels = F32(F16(low)), F32((1 << bits) - 1)
+    span = F32(high - low)
+    scale = F32(1) if span == 0 else F32(F16(span / levels))
+    total = F32(0)
+    with np.errstate(all="ignore"):
+        inverse = F32(1) / scale
+        for v in x:
+            code = max(F32(0), min(np.rint((v - low) * inverse), levels))
+            error = F32(v - F32(F32(code * scale) + low))
+            total = F32(total + F32(error * error))
+    return np.sqrt(total)
+
+
+def caffe2_search(x, low, high, bits):
+    step = F32((high - low) / F32(200))
+    least = F32(F32(168) * step)
+    found = best = caffe2_loss(x, low, high, bits)
+    now_low, now_high = low, high
+    while F32(now_low + least) < now_high:
+        left = caffe2_loss(x, F32(now_low + step), now_high, bits)
+        right = caffe2_loss(x, now_low, F32(now_high - step), bits)
+        if found < left and found < right and found < best:
+            best, low, high = found, now_low, now_high
+        if left < right:
+            now_low, found = F32(now_low + step), left
+        else:
+            now_high, found = F32(now_high - step), right
+    return low, high
+
+
+def caffe2_bytes(rows, bits, scale_dtype, greedy=False, divides=False):
+    """Rows of codes, scale and bias, as Caffe2's CPU operators write them."""
+    levels, per = F32((1 << bits) - 1), 8 // bits
+    out = []
+    for x in rows:
+        low, high = x.min(), x.max()
+        if greedy:
+            low, high = caffe2_search(x, low, high, bits)
+        low = F32(scale_dtype(low))
+        span = F32(high - low)
+        if bits == 8 and scale_dtype is F32:
+            scale, inverse = F32(span / levels), F32(255) / F32(span + F32(1e-8))
+        else:
+            scale = F32(scale_dtype(span / levels)) if span else F32(1)
+            scale = scale if scale else F32(1)
+            inverse = F32(1) / scale
+        ratio = (x - low) / scale if divides else (x - low) * inverse
+        codes = np.clip(np.rint(ratio), 0, levels).astype(np.uint8)
+        codes = np.pad(codes, (0, -len(codes) % per)).reshape(-1, per)
+        packed = (codes << (bits * np.arange(per))).sum(axis=1).astype(np.uint8)
+        pair = np.array([scale, low], scale_dtype).view(np.uint8)
+        out.append(np.concatenate([packed, pair]))
+    return np.stack(out)
+
+
+@each_kind_quick
+def test_bytes_are_caffe2s(bits, scale_dtype):
+    """Outside of jit and inside, where XLA would divide by multiplying."""
+    x = make_rows()
+    want = caffe2_bytes(x, bits, scale_dtype)
+    to_bytes = lambda x: sj.quantize(x, bits, scale_dtype=scale_dtype).to_fused()
+    assert_same_bits(to_bytes(x), want)
+    assert_same_bits(jax.jit(to_bytes)(x), want)
+    again = sj.QuantizedTable.from_fused(
+        want, bits, scale_dtype=scale_dtype, features=x.shape[1]
+    )
+    assert_same_bits(again.to_fused(), want)
+    assert again.shape == x.shape and again.nbytes == want.size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 2])
+def test_greedy_search_is_caffe2s(bits):
+    x = make_rows(32, 12, 1)
+    want = caffe2_bytes(x, bits, F16, greedy=True, divides=True)
+    got = sj.quantize(x, bits, search="greedy")
+    assert_same_bits(got.to_fused(), want)
+    plain = sj.quantize(x, bits)
+    error = lambda t: np.linalg.norm(np.asarray(t.dequantize()) - x, axis=1)
+    assert np.all(error(got) <= error(plain) * 1.01 + 1e-6)
+    assert np.sum(error(got) < 0.99 * error(plain)) > 8  # it pays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 2])
+def test_float16_tables_are_divided(bits):
+    x = make_rows().astype(F16)
+    want = caffe2_bytes(x.astype(F32), bits, F16, divides=True)
+    table = sj.quantize(x, bits)
+    assert_same_bits(table.to_fused(), want)
+    assert table.dtype == F16 and table.dequantize().dtype == F16
+
+
+# ------------------------------------------------------------------ numbers
+
+
+@each_kind
+def test_errors_are_at_most_half_a_scale(bits, scale_dtype):
+    x = make_rows(seed=2)
+    table = sj.quantize(x, bits, scale_dtype=scale_dtype)
+    scale = np.asarray(table.scale, F32)[:, None]
+    # The rounding of the bias and of the scale to float16 add a little.
+    slack = np.abs(x).max(1, keepdims=True) * (2e-3 if scale_dtype is F16 else 1e-5)
+    slack += (1 << bits) * 2.0**-24 * (scale_dtype is F16)  # of small scales
+    assert np.all(np.abs(np.asarray(table.dequantize()) - x) <= 0.5 * scale + slack)
+    equal = x.max(1) == x.min(1)
+    np.testing.assert_allclose(
+        table.dequantize()[equal], x[equal], rtol=1e-3 if scale_dtype is F16 else 0
+    )
+
+
+@each_kind
+def test_symmetric(bits, scale_dtype):
+    x = make_rows(seed=3)
+    x[:, 0] = 0
+    table = sj.quantize(x, bits, scale_dtype=scale_dtype, symmetric=True)
+    got, negated = (
+        np.asarray(t.dequantize())
+        for t in (table, sj.quantize(-x, bits, scale_dtype=scale_dtype, symmetric=True))
+    )
+    assert not got[:, 0].any()  # exactly zero
+    np.testing.assert_allclose(got, -negated, rtol=1e-4, atol=1e-7 * np.abs(x).max())
+    scale = np.asarray(table.scale, F32)[:, None]
+    slack = np.abs(x).max(1, keepdims=True) * 1e-3 + 1e-6
+    assert np.all(np.abs(got - x) <= 0.5 * scale + slack)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 2])
+def test_rounding_at_random_is_unbiased(bits):
+    """1024 draws: every mean is within 5 of its standard deviations."""
+    x = make_rows(20, 6, 4)
+    one = lambda key: sj.quantize(x, bits, scale_dtype=F32, key=key).dequantize()
+    keys = jax.random.split(jax.random.key(0), 1024)
+    drawn = np.asarray(jax.jit(jax.vmap(one))(keys)).astype(np.float64)
+    deviation = drawn.std(axis=0) / 32
+    off = np.abs(drawn.mean(axis=0) - x)
+    # Where the expected number of draws of the rarer neighbour is below one, the
+    # deviation that was seen is 0.
+    gap = np.asarray(sj.quantize(x, bits, scale_dtype=F32).scale)[:, None]
+    assert np.all(off <= 5 * deviation + 5e-3 * gap + 1e-6 * np.abs(x))
+    assert np.median(deviation[gap[:, 0] > 0]) > 0
+    assert all(len(np.unique(d)) <= 2 for d in drawn.reshape(1024, -1).T.round(9))
+
+
+def test_rows_that_are_not_finite():
+    x = make_rows(6)
+    x[2, 1], x[4, 0] = np.nan, np.inf
+    with pytest.raises(ValueError, match="2 of 6 rows.*the first is row 2"):
+        sj.quantize(x)
+    got = jax.jit(lambda x: sj.quantize(x, 4).dequantize())(x)
+    bad = np.isnan(got).all(axis=1)
+    assert bad.tolist() == [False, False, True, False, True, False]
+    assert not np.isnan(got[~bad]).any()
+    with pytest.raises(ValueError, match="beyond float16"):
+        sj.quantize(np.array([[-1e5, 0.0]], F32), 4)
+    wide = sj.quantize(np.array([[-1e5, 0.0]], F32), 4, scale_dtype=F32)
+    assert wide.get(0).tolist() == [-1e5, 0.0]
+
+
+def test_empty_and_odd_shapes():
+    assert sj.quantize(np.ones((0, 3), F32)).dequantize().shape == (0, 3)
+    table = sj.quantize(np.ones((3, 0), F32), 4)
+    assert table.get(1).shape == (0,) and table.nbytes == 12
+    empty = sj.lookup(sj.quantize(np.ones((0, 3), F32)), jnp.array([0]))
+    assert np.isnan(empty).all()
+    cube = np.arange(24, dtype=F32).reshape(3, 2, 4)
+    table = sj.quantize(cube)
+    assert table.shape == (3, 2, 4) and table.scale.shape == (3,)
+    np.testing.assert_allclose(table.get([[2, 0]]), cube[[2, 0]][None], atol=0.02)
+
+
+# ------------------------------------------------------------------ reads
+
+IDS = np.array([3, 11, 3, 0, 40, -1, 99, 7, 7, 20, 5, 12], np.int32)
+BAGS = np.array([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 5, 9], np.int32)
+WEIGHTS = np.linspace(-1, 2, 12).astype(F32)
+
+
+@each_kind
+def test_reads_are_those_of_the_dequantized_table(bits, scale_dtype):
+    x = make_rows(seed=5)
+    table = sj.quantize(x, bits, scale_dtype=scale_dtype)
+    whole = table.dequantize()
+    padded = IDS.reshape(3, 4)
+    csr = sj.SegmentTensor({"index": IDS, "value": WEIGHTS}, BAGS, 6)
+
+    def reads(table):
+        bag = functools.partial(sj.embedding_bag, table)
+        modes = "fill", "clip", "zero"
+        outs = [sj.lookup(table, padded, mode=mode) for mode in modes]
+        outs.append(sj.lookup(table, IDS, padding_id=3, max_norm=1.0))
+        outs.append(bag(IDS, BAGS, 6, weights=WEIGHTS, combiner="mean", mode="zero"))
+        outs.append(bag(padded, padding_id=7, combiner="sqrtn", mode="clip"))
+        outs.append(bag(IDS, BAGS, 6))  # NaN in the bag of what is out of range
+        outs.append(bag(IDS, BAGS, 6, combiner="max", mode="zero"))
+        long = np.tile(WEIGHTS, 3).reshape(2, 18)  # more than one block of columns
+        outs.append(bag(np.tile(IDS, 3).reshape(2, 18), weights=long, mode="zero"))
+        two = np.tile(np.stack([IDS, IDS[::-1]]), (1, 9))  # in pieces
+        many = lambda ids: bag(ids, np.sort(np.tile(BAGS, 9)), 6, mode="zero")
+        outs.append(jax.vmap(many)(two))
+        outs.append(sj.dot(csr, table))
+        first = jax.tree.map(lambda a: a[:6], table)
+        outs.append(sj.dot(csr, first, transpose=True, num_columns=40).values)
+        return outs
+
+    got, want = jax.jit(reads)(table), jax.jit(reads)(whole)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        scale = np.nanmax(np.abs(np.asarray(b))) if b.size else 0
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * (1 + scale))
+    assert_same_bits(table.get(IDS), sj.lookup(table, IDS, mode="zero"))
+
+
+@pytest.mark.slow
+def test_dtype_of_reads():
+    table = sj.quantize(jnp.asarray(make_rows(), jnp.bfloat16))
+    assert table.dtype == jnp.bfloat16
+    ids = jnp.arange(4).reshape(2, 2)
+    assert sj.embedding_bag(table, ids).dtype == jnp.bfloat16
+    wide = table.astype(jnp.float32)
+    assert sj.embedding_bag(wide, ids).dtype == sj.lookup(wide, ids).dtype == F32
+    assert_same_bits(wide.codes, table.codes)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_nothing_has_the_tables_size(bits):
+    """In the compiled programs: no floats [V, D], and few temporaries."""
+    height, width = 100_000, 64
+    rows = jax.eval_shape(
+        lambda x: sj.quantize(x, bits), jax.ShapeDtypeStruct((height, width), F32)
+    )
+    layer = sj.nn.EmbeddingBag(height, width)
+    ids = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+    flat = jax.ShapeDtypeStruct((1024,), jnp.int32)
+
+    def serve(table, ids, flat):
+        bags = sj.embedding_bag(table, flat, flat // 16, 64, indices_are_sorted=True)
+        return sj.lookup(table, ids[:, 0]) + layer(table, ids) + bags
+
+    compiled = compile_as_users_do(jax.jit(serve).lower(rows, ids, flat))
+    text, memory = str(compiled.as_text()), compiled.memory_analysis()
+    assert memory is not None
+    assert f"u8[{height},{width * bits // 8}]" in text
+    for kind in ("f32", "s32", "f16"):
+        assert f"{kind}[{height},{width}]" not in text
+    assert memory.temp_size_in_bytes < rows.nbytes / 4
+
+
+# ------------------------------------------------------------------ forms
+
+
+def test_a_tree_of_two_leaves():
+    x = make_rows()
+    table = sj.quantize(x, 4)
+    assert repr(table) == (
+        "QuantizedTable(float32[48,7], bits=4, scale_dtype=float16, nbytes=384)"
+    )
+    assert [str(p) for (p,), _ in jax.tree_util.tree_leaves_with_path(table)] == [
+        ".codes",
+        ".scale_bias",
+    ]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), table, table)
+    assert stacked.shape == (2, 48, 7)
+    _, scanned = jax.lax.scan(lambda _, t: (None, sj.lookup(t, 3)), None, stacked)
+    assert_same_bits(scanned[1], table.get(3))
+    moved = jax.device_put(table, jax.devices()[-1])
+    assert_same_bits(moved.to_fused(), table.to_fused())
+    assert hash(jax.tree.structure(table)) == hash(jax.tree.structure(moved))
+    assert "ShapeDtypeStruct" not in repr(jax.eval_shape(lambda: table))
+    repr(jax.tree.map(lambda _: None, table))
+
+
+def test_unpack_is_caffe2s_fake_layout():
+    x = make_rows()
+    table = sj.quantize(x, 2)
+    fake = table.unpack()
+    assert fake.bits == 8 and fake.codes.max() == 3
+    assert_same_bits(fake.dequantize(), table.dequantize())
+    assert fake.to_fused().shape == (48, 7 + 8)
+
+
+@pytest.mark.slow
+def test_exported_and_read_again():
+    table = sj.quantize(make_rows(), 4)
+    fun = jax.jit(lambda t, ids: (sj.embedding_bag(t, ids), t))
+    (batch,) = export.symbolic_shape("batch")
+    ids = jax.ShapeDtypeStruct((batch, 4), jnp.int32)
+    exported = export.export(fun, platforms=("cpu", "cuda", "tpu"))(table, ids)
+    again = export.deserialize(exported.serialize())
+    ids = jnp.arange(12).reshape(3, 4)
+    (got, same), (want, _) = again.call(table, ids), fun(table, ids)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert repr(same) == repr(table)
+
+
+@pytest.mark.slow
+def test_saved_by_orbax(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    params = {"item": sj.quantize(make_rows()), "w": jnp.ones(3)}
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "at", params)
+        saver.wait_until_finished()
+        again = saver.restore(tmp_path / "at", jax.eval_shape(lambda: params))
+    assert_same_bits(again["item"].to_fused(), params["item"].to_fused())
+
+
+@pytest.mark.slow
+def test_layers_take_one():
+    rng = np.random.default_rng(0)
+    ids, st = jnp.array([[3, 1], [0, 0]]), sj.SegmentTensor.from_lists([[1, 2], [4]])
+    values = {"index": st.values, "value": jnp.ones(st.values.shape)}
+    csr = sj.SegmentTensor(values, st.segment_ids, st.num_segments)
+    collection = sj.nn.EmbeddingCollection({"a": (5, 4), "b": (7, 4)})
+    layers = {
+        "one": (sj.nn.Embedding(9, 4), ids),
+        "bag": (sj.nn.EmbeddingBag(9, 4, combiner="mean"), st),
+        "all": (collection, {"a": ids, "b": st}),
+        "dense": (sj.nn.Dense(4, in_features=9, use_bias=False), csr),
+    }
+    for name, (layer, inputs) in layers.items():
+        params = layer.init(jax.random.key(rng.integers(99)))
+        small = {k: sj.quantize(w) for k, w in params.items()}
+        whole = {k: w.dequantize() for k, w in small.items()}
+        got, want = layer(small, inputs), layer(whole, inputs)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
+    table = collection.get_table(
+        {k: sj.quantize(w) for k, w in collection.init(jax.random.key(0)).items()}, "b"
+    )
+    assert isinstance(table, sj.QuantizedTable) and table.shape == (7, 4)
+
+
+# ------------------------------------------------------------------ derivatives
+
+
+@pytest.mark.slow
+def test_gradients_beside_a_quantized_table():
+    """Weights of a bag, and dense parameters, have those of the dequantized table."""
+    table = sj.quantize(make_rows(), 4)
+
+    def loss(params, table):
+        bags = sj.embedding_bag(table, IDS, BAGS, 6, weights=params["w"], mode="zero")
+        return jnp.sum((bags @ params["m"]) ** 2)
+
+    params = {"w": jnp.asarray(WEIGHTS), "m": jnp.ones((7, 2))}
+    want = jax.grad(loss)(params, table.dequantize())
+    for grad in (jax.grad(loss), sj.grad(loss), jax.jit(sj.grad(loss))):
+        for got, name in ((grad(params, table), name) for name in params):
+            scale = np.abs(want[name]).max()
+            np.testing.assert_allclose(
+                got[name], want[name], rtol=1e-4, atol=1e-5 * scale
+            )
+
+
+def test_a_table_of_integers_has_no_gradient():
+    params = {"item": sj.quantize(make_rows()), "w": jnp.ones(7)}
+    loss = lambda p: jnp.sum(sj.lookup(p["item"], IDS, mode="zero") @ p["w"])
+    with pytest.raises(
+        TypeError, match=r"p\['item'\] is a QuantizedTable.*pull\(ids\)"
+    ):
+        sj.value_and_grad(loss)(params)
+    with pytest.raises(TypeError, match="uint8"):
+        jax.grad(loss)(params)
+    grads = jax.grad(loss, allow_int=True)(params)  # of scales, that is of two numbers
+    dense = jax.grad(lambda t: jnp.sum(sj.lookup(t, IDS, mode="zero")))(
+        params["item"].dequantize()
+    )
+    np.testing.assert_allclose(grads["item"].bias, dense.sum(1), rtol=1e-5)
+    codes = np.asarray(params["item"].codes, F32)
+    np.testing.assert_allclose(grads["item"].scale, (dense * codes).sum(1), rtol=1e-5)
+
+
+# ------------------------------------------------------------------ training
+
+
+def step(tx, params, state, ids, target):
+    """One step of a table on pulled rows; the loss is what they are off by."""
+
+    def loss(params):
+        rows = sj.lookup(params["t"], ids, mode="zero")
+        return jnp.sum((rows - target) ** 2)
+
+    pulled = {**params, "t": params["t"].pull(ids)}
+    grads = sj.grad(loss)(pulled)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.loose_promotion  # optax's adam
+def test_a_step_in_8_bits_touches_the_rows_read():
+    x = make_rows(40, 8, 6)
+    params = {"t": sj.quantize(x)}
+    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
+    ids, target = jnp.array([7, 3, 7, 99]), 100 * jnp.ones((4, 8))
+    train = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    before = jax.tree.map(np.asarray, params)["t"]
+    after, state = train(params, tx.init(params), ids, target)
+    after = jax.tree.map(np.asarray, after)["t"]
+    others = np.delete(np.arange(40), [3, 7])
+    assert_same_bits(after.codes[others], before.codes[others])
+    assert_same_bits(after.scale_bias[others], before.scale_bias[others])
+    old = np.asarray(before.dequantize())
+    # The gradient is 2 (row - target) for each read, and row 7 is read twice.
+    want = {3: np.full(8, 100.0), 7: 200 - old[7]}
+    for row, new in want.items():
+        scale = np.ptp(new) / 255
+        np.testing.assert_allclose(after.get(row), new, atol=scale + 1e-4)
+    assert state.step == 1 and state.master == ()
+
+
+@pytest.mark.slow
+def test_rows_keep_their_scales_as_long_as_they_fit():
+    """So numbers that did not change keep their codes, however they are rounded."""
+    from sparsejax._rows import quantized
+
+    x = jnp.asarray(make_rows(20, 8, 7)[8:13])
+    table = sj.quantize(x)
+    rows = table.dequantize()
+    middle = rows.at[:, 3].set(rows.mean(axis=1))
+    outside = rows.at[:, 3].set(2 * rows.max(axis=1) + 1)
+    small = rows.mean(axis=1, keepdims=True) + 0.3 * (rows - rows.mean())
+    for new, fits in ((middle, True), (outside, False), (small, False)):
+        codes, pair = quantized.requantize(new, table.scale_bias, jax.random.key(0), 8)
+        assert np.array_equal(pair, table.scale_bias) == fits
+        again = sj.QuantizedTable(codes, pair, 8, (8,), table.dtype)
+        off = np.abs(np.asarray(again.dequantize() - new))
+        assert np.all(off <= np.asarray(again.scale)[:, None] * 1.001)
+        if fits:
+            same = np.delete(np.arange(8), 3)
+            assert_same_bits(codes[:, same], table.codes[:, same])
+
+
+@pytest.mark.slow
+@pytest.mark.loose_promotion
+def test_training_in_8_bits():
+    """Updates smaller than half a code have their effect, where rounded at random."""
+    rng = np.random.default_rng(0)
+    height, width = 400, 8
+    target = jnp.asarray(rng.uniform(-1, 1, (height, width)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, height, (1500, 64)))
+    start = sj.quantize(jnp.asarray(rng.uniform(-1, 1, (height, width)), jnp.float32))
+
+    def train(tx, table):
+        one = lambda c, ids: (step(tx, c[0], c[1], ids, target[ids]), None)
+        params = {"t": table}
+        carry = params, tx.init(params)
+        (params, state), _ = jax.jit(lambda c: jax.lax.scan(one, c, ids))(carry)
+        error = jnp.abs(params["t"].dequantize() - target).mean()
+        return float(error), params["t"], state
+
+    sgd = sj.optim.lazy(optax.sgd(2e-3))  # updates of up to 4e-3: half a code
+    at_random, table, _ = train(sj.optim.rounding(sgd, 0), start)
+    assert table.codes.dtype == jnp.uint8 and table.bits == 8
+    float32, _, state = train(sj.optim.rounding(sgd, master=True), start)
+    assert state.master["t"].shape == start.shape
+    adam, _, state = train(sj.optim.rounding(sj.optim.lazy(optax.adam(1e-2)), 0), start)
+    assert state.inner_state[0].mu["t"].shape == start.shape
+    assert at_random < 1.1 * float32 + 0.01
+    assert adam < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.loose_promotion
+def test_a_step_in_8_bits_is_in_place():
+    height, width = 200_000, 64
+    params = {
+        "t": jax.eval_shape(sj.quantize, jax.ShapeDtypeStruct((height, width), F32))
+    }
+    tx = sj.optim.rounding(sj.optim.rowwise_adagrad(0.1), 0)
+    state = jax.eval_shape(tx.init, params)
+    ids = jax.ShapeDtypeStruct((256,), jnp.int32)
+    target = jax.ShapeDtypeStruct((256, width), F32)
+    train = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    compiled = compile_as_users_do(train.lower(params, state, ids, target))
+    text, memory = str(compiled.as_text()), compiled.memory_analysis()
+    assert memory is not None
+    assert f"f32[{height},{width}]" not in text
+    assert memory.alias_size_in_bytes >= params["t"].nbytes
+    assert memory.temp_size_in_bytes < params["t"].nbytes / 10

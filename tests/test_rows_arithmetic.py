@@ -1,0 +1,376 @@
+"""Row ids through trees: moved by any of JAX's means, never computed with."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnusedExpression=false
+
+import copy
+import functools
+import inspect
+import operator
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import sparsejax as sj
+from helpers import assert_trees_close
+
+
+V = 1000
+IDS = [3, 7, 400]
+G = sj.SelectedRows(jnp.array(IDS), jnp.arange(6.0).reshape(3, 2), V)
+H = sj.SelectedRows(jnp.array([3, 9, 400]), jnp.ones((3, 2)), V)
+LAZY = sj.optim.lazy(optax.adam(0.1))
+PARAMS = {"t": jnp.ones((V, 2))}
+P = jax.sharding.PartitionSpec
+
+# Errors name what is right instead.
+RIGHT = (
+    r"sparsejax\.parallel\.psum.*sparsejax\.optim\.global_norm.*sparsejax\.optim\.lazy"
+)
+
+
+def step(tx, g, h):
+    del h
+    return tx.update({"t": g}, tx.init(PARAMS), PARAMS)
+
+
+def each(f):
+    """`f` on every leaf, as one writes it."""
+    return lambda *gs: jax.tree.map(f, *gs)
+
+
+ONE = {  # of one gradient
+    "abs": jnp.abs,
+    "astype": lambda x: x.astype(jnp.bfloat16),
+    "clip": lambda x: jnp.clip(x, -1, 1),
+    "cumsum": jnp.cumsum,
+    "divide": lambda x: x / 2,
+    "lax.neg": lax.neg,
+    "max": jnp.max,
+    "mean": lambda x: jnp.mean(x, 0),
+    "method astype": lambda x: x.astype("float32") * 0.5,
+    "method clip": lambda x: x.clip(-1, 1),
+    "method sum": lambda x: x.sum(),
+    "minus": operator.neg,
+    "negative": jnp.negative,
+    "one minus": lambda x: 1 - x,
+    "plus one": lambda x: x + 1,
+    "power": lambda x: x**2,
+    "scale": lambda x: 0.5 * x,
+    "scale by a tracer": lambda x: x * jnp.sum(jnp.ones(2)),
+    "scale by an int": lambda x: 2 * x,
+    "sign": jnp.sign,
+    "sort": jnp.sort,
+    "sqrt": jnp.sqrt,
+    "square": jnp.square,
+    "sum": jnp.sum,
+}
+TWO = {  # of two gradients
+    "add": jnp.add,
+    "average": lambda x, y: 0.9 * x + 0.1 * y,
+    "lax.add": lax.add,
+    "maximum": jnp.maximum,
+    "multiply": operator.mul,
+    "operator add": operator.add,
+    "subtract": operator.sub,
+}
+TREES = {  # functions on whole trees
+    "optax.chain(clip, lazy)": functools.partial(
+        step, optax.chain(optax.clip(1), LAZY)
+    ),
+    "optax.chain(clip_by_global_norm, lazy)": functools.partial(
+        step, optax.chain(optax.clip_by_global_norm(1.0), LAZY)
+    ),
+    "optax.chain(lazy, scale)": functools.partial(
+        step, optax.chain(LAZY, optax.scale(-1.0))
+    ),
+    "optax.global_norm": lambda g, h: optax.global_norm(g),
+    "optax.tree_utils": lambda g, h: optax.tree_utils.tree_mul(g, h),
+    "optax.incremental_update": lambda g, h: optax.incremental_update(g, h, 0.1),
+    "optax.sgd": functools.partial(step, optax.sgd(0.1)),
+    "optax.tree.add": optax.tree.add,
+    "optax.tree.cast": lambda g, h: optax.tree.cast(g, jnp.bfloat16),
+    "optax.tree.norm": lambda g, h: optax.tree.norm(g),
+    "optax.tree.scale": lambda g, h: optax.tree.scale(2, g),
+    "optax.tree.sub": optax.tree.sub,
+    "optax.tree.sum": lambda g, h: optax.tree.sum(g),
+}
+COMPUTE = {
+    **{f"tree.map {name}": lambda g, h, f=f: each(f)(g) for name, f in ONE.items()},
+    **{f"tree.map {name}": lambda g, h, f=f: each(f)(g, h) for name, f in TWO.items()},
+    **TREES,
+}
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")
+@pytest.mark.parametrize("name", COMPUTE)
+def test_arithmetic_is_refused(name):
+    """Eagerly and traced; the error names what to write."""
+    f = COMPUTE[name]
+    for run in (f, jax.jit(f).lower):
+        with pytest.raises((TypeError, ValueError), match=RIGHT):
+            run(G, H)
+    with pytest.raises((TypeError, ValueError), match=RIGHT):
+        jax.jit(jax.vmap(f)).lower(stack(G, H), stack(H, G))
+
+
+COLLECTIVES = {
+    "psum": lambda g: lax.psum(g, "x"),
+    "pmean": lambda g: lax.pmean(g, "x"),
+    "psum_scatter": lambda g: lax.psum_scatter(g, "x", tiled=True),
+    "pmax": lambda g: lax.pmax(g, "x"),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_reductions_over_devices_are_refused(name):
+    f = COLLECTIVES[name]
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(
+        f, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False
+    )
+    for run, g in (sharded, G), (jax.vmap(f, axis_name="x"), stack(G, H)):
+        with pytest.raises((TypeError, ValueError), match="row_ids"):
+            run(g)
+    if name in ("psum", "pmean"):  # and that is what does it
+        total = jax.shard_map(
+            lambda g: getattr(sj.parallel, name)(g, "x"),
+            mesh=mesh,
+            in_specs=P("x"),
+            out_specs=P(),
+            check_vma=False,
+        )
+        np.testing.assert_array_equal(total(G).to_dense(), G.to_dense())
+
+
+def test_numpy_functions_are_refused():
+    for f in (np.add, np.multiply, np.maximum):
+        with pytest.raises(TypeError, match=rf"np\.{f.__name__}.*{RIGHT}"):
+            jax.tree.map(f, G, H)
+        with pytest.raises(TypeError, match=RIGHT):  # also of a tree on the host
+            jax.tree.map(f, jax.device_get(G), jax.device_get(H))
+    with pytest.raises(TypeError, match=RIGHT):
+        jax.tree.map(np.sum, G)
+
+
+@pytest.mark.slow
+def test_no_function_of_jax_computes_with_ids():
+    """All of jax.numpy and lax, on ids alone, with themselves and with a number."""
+    ids = jax.tree.leaves(G)[0]
+    # What is asked about an array; and what XLA refuses only when it is compiled.
+    about = "lexsort ndim shape size nonzero flatnonzero shape_as_value".split()
+    late = "argmax argmin argsort nanargmax nanargmin top_k rng_bit_generator".split()
+    wrong = []
+    for module in (jnp, lax):
+        for name, f in inspect.getmembers(module, callable):
+            if isinstance(f, type) or name in (*about, *late) or name[0] == "_":
+                continue
+            if name.startswith(("atleast_", "broadcast_")):
+                continue  # each argument gives a result of its own
+            for args in (ids,), (ids, ids), (ids, 2), (ids, 2.0):
+                call = lambda x, f=f, more=args[1:]: f(
+                    x, *(x if a is ids else a for a in more)
+                )
+                try:
+                    out = jax.eval_shape(call, ids)
+                except Exception:
+                    continue  # refused, or not a function of arrays
+                for leaf in jax.tree.leaves(out):
+                    if getattr(leaf, "dtype", bool) not in (bool, ids.aval.dtype):
+                        wrong.append((module.__name__, name, args[1:], leaf))
+    assert not wrong
+
+
+# ------------------------------------------------------------------ what is right
+
+
+def stack(*gs):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *gs)
+
+
+def test_what_the_errors_name_is_right():
+    a, b = G.to_dense(), H.to_dense()
+    assert_trees_close((G + H).to_dense(), a + b)
+    assert_trees_close((G * 2.0).to_dense(), 2 * a)
+    assert_trees_close(G.map(jnp.negative).to_dense(), -a)
+    norm = sj.optim.global_norm({"g": G})
+    assert_trees_close(norm, jnp.sqrt(jnp.sum(a**2)))
+    is_rows = lambda x: isinstance(x, sj.SelectedRows)
+    total = jax.tree.map(operator.add, {"t": G}, {"t": H}, is_leaf=is_rows)
+    assert_trees_close(total["t"].to_dense(), a + b)
+
+
+def test_arguments_of_update_in_the_wrong_order():
+    """tx.update(params, state, grads), which would train on the weights."""
+    grads = {"t": G}
+    for tx in (LAZY, sj.optim.adagrad(0.1), sj.optim.exact(optax.sgd(0.1, 0.9))):
+        with pytest.raises(TypeError, match=r"tx\.update\(grads, state, params\)"):
+            tx.update(PARAMS, tx.init(PARAMS), grads)
+
+
+@pytest.mark.loose_promotion
+def test_the_likeliest_mistakes_name_their_cause():
+    adam = optax.adam(0.1)
+    for tx in (adam, optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)):
+        with pytest.raises((TypeError, ValueError), match=r"sparsejax\.optim\.lazy"):
+            tx.update({"t": G}, tx.init(PARAMS), PARAMS)
+    whole = r"(?=.*\.values)(?=.*\.map)(?=.*sparsejax\.optim\.global_norm)"
+    for f in (jnp.mean, jnp.sum, jnp.abs, jnp.square, jnp.linalg.norm, abs, np.asarray):
+        with pytest.raises(TypeError, match=whole):
+            f(G)
+    with pytest.raises(TypeError, match=whole):
+        G**2
+
+
+# ------------------------------------------------------------------ moves
+
+MOVES = {
+    "identity": lambda g: jax.tree.map(lambda x: x, g),
+    "asarray": lambda g: jax.tree.map(jnp.asarray, g),
+    "copy": lambda g: jax.tree.map(jnp.copy, g),
+    "method copy": lambda g: jax.tree.map(lambda x: x.copy(), g),
+    "stack and index": lambda g: jax.tree.map(lambda x: x[0], stack(g, H)),
+    "where": lambda g: jax.tree.map(lambda x, y: jnp.where(True, x, y), g, H),
+    "select": lambda g: jax.tree.map(
+        lambda x, y: lax.select(jnp.ones(x.shape, bool), x, y), g, H
+    ),
+    "concatenate and slice": lambda g: jax.tree.map(
+        lambda x, y: jnp.concatenate([x, y])[:3], g, H
+    ),
+    "cond": lambda g: lax.cond(jnp.array(True), lambda: g, lambda: H),
+    "switch": lambda g: lax.switch(jnp.array(1), [lambda: H, lambda: g]),
+    "while": lambda g: lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (H, g))[0],
+    "scan carry": lambda g: lax.scan(lambda c, _: (c, None), g, None, length=2)[0],
+    "scan out": lambda g: jax.tree.map(
+        lambda x: x[1], lax.scan(lambda c, _: (c, c), g, None, length=2)[1]
+    ),
+    "scan in": lambda g: lax.scan(lambda c, x: (x, None), H, stack(H, g))[0],
+    "vmap": lambda g: jax.tree.map(lambda x: x[1], jax.vmap(lambda x: x)(stack(H, g))),
+    "vmapped cond": lambda g: jax.tree.map(
+        lambda x: x[0],
+        jax.vmap(lambda p, a: lax.cond(p, lambda: a, lambda: H))(
+            jnp.array([True, False]), stack(g, H)
+        ),
+    ),
+    "map": lambda g: jax.tree.map(lambda x: x[0], lax.map(lambda x: x, stack(g, H))),
+    "checkpoint": jax.checkpoint(lambda g: g),
+    "jit": jax.jit(lambda g: g),
+    "jit of jit": jax.jit(lambda g: jax.jit(lambda x: x)(g)),
+    "optimization_barrier": lax.optimization_barrier,
+    "stop_gradient": lax.stop_gradient,
+    "device_put": jax.device_put,
+    "block_until_ready": jax.block_until_ready,
+}
+
+
+def assert_same(got: Any, want: sj.SelectedRows = G) -> None:
+    assert type(got) is type(want) and got.height == want.height
+    np.testing.assert_array_equal(np.asarray(got.rows), np.asarray(want.rows))
+    np.testing.assert_array_equal(np.asarray(got.values), np.asarray(want.values))
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_moves(name):
+    f = MOVES[name]
+    assert_same(f(G))
+    assert_same(jax.jit(f)(G))
+    spec = jax.eval_shape(f, G)
+    assert spec.rows.dtype == jnp.int32 and spec.rows.shape == (3,)
+
+
+def test_moves_out_of_programs_and_back():
+    leaves, treedef = jax.tree.flatten(G)
+    for got in (
+        pickle.loads(pickle.dumps(G)),
+        jax.tree.unflatten(treedef, pickle.loads(pickle.dumps(leaves))),
+        copy.deepcopy(jax.jit(lambda g: g)(G)),
+        jax.tree.map(copy.deepcopy, G),
+        jax.device_get(G),
+        jax.tree.map(np.asarray, G),
+        jax.device_put(jax.device_get(G)),
+        jax.jit(lambda g: g)(jax.tree.map(np.asarray, G)),
+        jax.tree.map(lambda x: x[0], jax.tree.map(lambda *x: np.stack(x), G, H)),
+        jax.tree.unflatten(treedef, [np.array(IDS), np.asarray(G.values)]),
+        jax.jit(lambda: G)(),
+        jax.jit(lambda: jax.tree.unflatten(treedef, leaves))(),
+        jax.jit(lambda g: jax.tree.map(lambda x, y: jnp.where(True, x, y), g, H))(G),
+        jax.jit(lambda g: g, donate_argnums=0)(jax.tree.map(jnp.copy, G)),
+    ):
+        assert_same(got)
+    assert [x.dtype for x in leaves] == [jnp.int32, jnp.float32]
+    np.testing.assert_array_equal(leaves[0], IDS)
+    zeros = jax.jit(lambda g: jax.tree.map(jnp.zeros_like, g))(G)
+    assert not zeros.to_dense().any() and zeros.num_rows() == 0
+    assert not jax.tree.map(jnp.zeros_like, G).to_dense().any()
+
+
+def test_shapes_before_data():
+    spec = jax.eval_shape(lambda g: g, G)
+    assert [x.dtype for x in jax.tree.leaves(spec)] == [jnp.int32, jnp.float32]
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), G)
+    for s in spec, like:
+        assert_same(jax.jit(lambda g: g).lower(s).compile()(G))
+        assert jax.eval_shape(lambda g: g + g, s).capacity == 6
+
+
+def test_moves_through_callbacks_and_derivatives():
+    seen = []
+    jax.jit(lambda g: jax.debug.callback(seen.append, g))(G)
+    jax.effects_barrier()
+    assert_same(seen[0])
+    loss = lambda g, scale: jnp.sum((g * scale).to_dense() ** 2)
+    want = 2 * jnp.sum(G.values**2)
+    for f in (loss, jax.jit(loss), jax.checkpoint(loss)):
+        assert_trees_close(jax.grad(f, argnums=1)(G, 1.0), want)
+    out, transpose = jax.vjp(lambda g: jnp.sum(g.to_dense() * 3), G)
+    del out
+    cotangent = transpose(1.0)[0]
+    assert cotangent.values.tolist() == [[3.0, 3.0]] * 3
+    assert "rows=" in repr(cotangent)  # whose rows are float0, as of any integers
+
+
+def test_exported_with_its_type():
+    export = pytest.importorskip("jax.export")
+    pytest.importorskip("flatbuffers")
+    program = export.export(jax.jit(lambda g: (g, g.to_dense())))(G)
+    again = export.deserialize(program.serialize())
+    got, array = again.call(G)
+    assert_same(got)
+    assert_trees_close(array, G.to_dense())
+
+
+@pytest.mark.multidevice
+@pytest.mark.window
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_moves_between_devices(kind):
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    sharded = jax.sharding.NamedSharding(mesh, P("x"))
+    ids = np.arange(8, dtype=np.int32)
+    g = sj.SelectedRows(ids, np.ones((8, 2), np.float32), V)
+    put = jax.device_put(g, sharded)
+    assert put.rows.sharding.is_equivalent_to(sharded, 1)
+    got = jax.jit(lambda g: g * 1.0)(put)  # the compiler decides how it is sharded
+    assert_same(got, g)
+    assert got.rows.sharding.is_equivalent_to(sharded, 1)
+    assert_same(jax.jit(lambda g: g, out_shardings=sharded)(g), g)
+    assert_same(
+        jax.jit(lambda g: lax.scan(lambda c, _: (c, None), g, length=2)[0])(put), g
+    )
+    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("x"))
+    turn = [(k, (k + 1) % 4) for k in range(4)]
+    moved = over(lambda g: lax.ppermute(g, "x", turn), out_specs=P("x"))(put)
+    assert moved.rows.tolist() == np.roll(ids, 2).tolist()
+    gather = lambda g: lax.all_gather(g, "x", tiled=True)
+    assert_same(over(gather, out_specs=P(), check_vma=False)(put), g)
+    with pytest.raises((TypeError, ValueError), match="row_ids"):
+        over(lambda g: lax.psum(g, "x"), out_specs=P())(put)
