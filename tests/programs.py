@@ -51,6 +51,12 @@ def index_out_of_range(table, w, ids):
 
 
 @sparse
+def index_out_of_range_mixed(table, w, ids):
+    # The gradient of a row that was read depends on one that was out of range.
+    return jnp.tanh(_loss(table[ids * 60], w)) ** 2
+
+
+@sparse
 def index_negative(table, w, ids):
     return _loss(table[ids - 3], w)
 
@@ -154,6 +160,16 @@ def lax_gather_two_starts(table, w, ids):
 
 
 @sparse
+def lax_gather_windows_out_of_range(table, w, ids):
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=(1, 2), collapsed_slice_dims=(), start_index_map=(0,)
+    )
+    mode = "promise_in_bounds"
+    read = lambda t: lax.gather(t, ids[:, None] * 60, dims, (3, D), mode=mode)
+    return jnp.tanh(_loss(read(table), w)) ** 2 + _loss(read(table * w), w)
+
+
+@sparse
 def vmapped_index(table, w, ids):
     return _loss(jax.vmap(lambda i: table[i])(ids), w)
 
@@ -229,6 +245,74 @@ def scaled_by_parameter(table, w, ids):
 @sparse
 def scaled_by_row_vector(table, w, ids):
     return _loss((table * w + w)[ids], w)
+
+
+@sparse
+def scaled_out_of_range(table, w, ids):
+    far = ids * 60 - 20
+    stopped = lax.stop_gradient(table)
+    modes = "fill", "clip", "promise_in_bounds"
+    return sum(
+        _loss((x * w + w[0]).at[far].get(mode=mode, fill_value=0.5), w)
+        for mode in modes
+        for x in (table, stopped)
+    )
+
+
+@sparse
+def powers(table, w, ids):
+    a = (1.5 + jnp.tanh(table)) ** (2.0 + w) + 3.0 ** jnp.tanh(table)
+    return _loss(a[ids], w) + _loss(jnp.arctan2(table, 3.0 + w[0])[ids], w)
+
+
+@sparse
+def broadcast_to_more(table, w, ids):
+    a = w[:3, None, None] * table
+    b = table[:, None] - table[ids][None]
+    c = jnp.clip(jnp.ones((2, 1, 1)) - table, -0.5, w[0])
+    return _loss(a[:, ids], w) + _loss(b[ids[:2]], w) + _loss(c[:, ids], w)
+
+
+@sparse
+def broadcast_vector(table, w, ids):
+    # A row of the view has more axes than a row of the table.
+    view = jnp.maximum(table[:, :, None], w[:3]) + w[None, None, :1]
+    return jnp.sum(jnp.sin(view[ids]))
+
+
+@sparse
+def vmapped_scale(table, w, ids):
+    rows = jax.vmap(lambda s: (table * s)[ids])(w)
+    return _loss(rows, w) + _loss(jax.vmap(lambda s: (s - table).T[:, 3])(w), w)
+
+
+@sparse
+def vmapped_scale_and_index(table, w, ids):
+    read = lambda s, i: jnp.clip(table * s, -1.0, s)[i]
+    return _loss(jax.vmap(read)(w, ids[:D]), w) + _loss(
+        jax.vmap(read, (None, 1), out_axes=1)(w, jnp.stack([ids, ids + 1])), w
+    )
+
+
+@sparse
+def vmapped_take_of_scaled(table, w, ids):
+    far = jnp.stack([ids[:D] * 60, ids[:D] - 20], axis=1)
+    read = lambda s, i: jnp.take(s + table, i, axis=0, fill_value=0.5)
+    return _loss(jax.vmap(read)(w, far), w)
+
+
+@sparse
+def nearest_codeword(table, w, ids):
+    x = jnp.stack([w, w + 1.0])
+    distances = jnp.sum((x[:, None] - table[None]) ** 2, axis=-1)
+    codes = table[jnp.argmin(distances, axis=1)]
+    return jnp.sum((x - codes) ** 2) + _loss(table[ids], w)
+
+
+@sparse
+def indexed_by_the_table(table, w, ids):
+    codes = jnp.clip(table[:, 0], 0.0, 3.0).astype(jnp.int32)
+    return _loss(w[codes][:, None], w) + _loss(table[ids], w)
 
 
 @sparse
@@ -434,6 +518,32 @@ def checkpointed_scan(table, w, ids):
 
 
 @sparse
+def checkpointed_and_passed_on(table, w, ids):
+    total, same = jax.checkpoint(lambda t: (_loss(t[ids], w), t))(table)
+    return total + _loss(same[ids + 1], w)
+
+
+@sparse
+def checkpointed_view_passed_on(table, w, ids):
+    @jax.checkpoint
+    def body(t, w):
+        view = jnp.tanh(w) * t
+        return _loss(view[ids], w), view.T, jax.checkpoint(lambda t: t)(t)
+
+    total, view, same = body(table * 2.0, w)
+    return total + _loss(view[:, ids].T, w) + _loss(same[ids + 1], w)
+
+
+@sparse
+def branch_and_passed_on(table, w, ids):
+    def branch(scale):
+        return lambda t: (scale * _loss(t[ids], w), t)
+
+    total, same = lax.cond(ids[0] > 20, branch(1.0), branch(2.0), table)
+    return total + _loss(same[ids + 1], w)
+
+
+@sparse
 def while_beside(table, w, ids):
     k, _ = lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + jnp.sum(c[1])), (0, table)
@@ -442,29 +552,29 @@ def while_beside(table, w, ids):
 
 
 @jax.custom_jvp
-def _twice(x):
+def twice(x):
     return 2.0 * x
 
 
-_twice.defjvps(lambda t, ans, x: 3.0 * t)
+twice.defjvps(lambda t, ans, x: 3.0 * t)
 
 
 @jax.custom_vjp
-def _half(x):
+def half(x):
     return 0.5 * x
 
 
-_half.defvjp(lambda x: (0.5 * x, None), lambda _, g: (0.25 * g,))
+half.defvjp(lambda x: (0.5 * x, None), lambda _, g: (0.25 * g,))
 
 
 @sparse
 def custom_jvp_rows(table, w, ids):
-    return _loss(_twice(table[ids]), w) + _loss(jax.nn.relu(table[ids]), w)
+    return _loss(twice(table[ids]), w) + _loss(jax.nn.relu(table[ids]), w)
 
 
 @sparse
 def custom_vjp_rows(table, w, ids):
-    return _loss(_half(table[ids]), w)
+    return _loss(half(table[ids]), w)
 
 
 @sparse
@@ -550,12 +660,12 @@ def elements(table, w, ids):
 
 @dense
 def custom_jvp_table(table, w, ids):
-    return _loss(_twice(table)[ids], w)
+    return _loss(twice(table)[ids], w)
 
 
 @dense
 def custom_vjp_table(table, w, ids):
-    return _loss(_half(table)[ids], w)
+    return _loss(half(table)[ids], w)
 
 
 @dense

@@ -1,14 +1,18 @@
 """Rules of one's own."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive  # noqa: TID251
 from jax.interpreters import mlir  # noqa: TID251
 
 import sparsejax as sj
+from sparsejax.transform import interpreter, liveness
 
 
 def _new_primitive(name):
@@ -75,3 +79,79 @@ def test_wrong_registrations():
         sj.extend.register_rule(lambda ctx: None)
     with pytest.raises(TypeError, match="at least one"):
         sj.extend.register_rule()
+
+
+def test_a_rule_before_jaxs_own():
+    """The rule for "gather" that a DensifyError suggests; other gathers as before."""
+    columns = lambda t: jnp.sum(t[IDS, :1] ** 2)
+    rows = lambda t: jnp.sum(t[IDS] ** 2)
+    assert isinstance(sj.grad(columns)(TABLE), jax.Array)
+    with pytest.raises(sj.DensifyError, match=r'register_rule\("gather"\)'):
+        sj.grad(columns, tables=True)(TABLE)
+    calls = []
+
+    def rule(ctx, table, ids, *, dimension_numbers, slice_sizes, **params):
+        calls.append(slice_sizes)
+        if table.row_axis != 0 or slice_sizes != (1, 1):
+            return NotImplemented
+        return ctx.read(table, ids[:, 0])[:, :1]
+
+    with _restored(interpreter._RULES):
+        sj.extend.register_rule("gather")(rule)
+        g = sj.grad(columns, tables=True)(TABLE)
+        np.testing.assert_allclose(g.to_dense(), jax.grad(columns)(TABLE))
+        g = sj.grad(rows, tables=True)(TABLE)
+        np.testing.assert_allclose(g.to_dense(), jax.grad(rows)(TABLE))
+        # Registered for the primitive itself, and later: it comes first.
+        whole = lambda ctx, table, ids, **params: ctx.dense(table)[:3, :1]
+        sj.extend.register_rule(lax.gather_p)(whole)
+        with pytest.raises(sj.DensifyError):
+            sj.grad(columns, tables=True)(TABLE)
+    assert (1, 1) in calls and (1, 2) in calls
+
+
+def test_a_cell_that_is_run_again_replaces_its_rule():
+    p = _new_primitive("run_again")
+    loss = lambda t: jnp.sum(p.bind(t, IDS))
+
+    def cell(reads):
+        @sj.extend.register_rule(p)
+        def rule(ctx, table, ids):
+            return 2.0 * ctx.read(table, ids) if reads else NotImplemented
+
+    cell(True)
+    assert sj.explain(loss, tables=True)(TABLE).leaves[0].sparse
+    cell(False)
+    assert not sj.explain(loss, tables=True)(TABLE).leaves[0].sparse
+
+
+def test_a_flow_by_name_comes_before_jaxs_own():
+    loss = lambda t: jnp.sum(jax.jit(jnp.sin)(t[IDS]))
+    assert sj.explain(loss)(TABLE).leaves[0].rows_read == 3
+    with _restored(liveness._FLOWS):
+        sj.extend.register_flow("jit")(lambda liveness, eqn, out: (False,))
+        assert sj.explain(loss)(TABLE).leaves[0].rows_read == 0
+
+
+@contextlib.contextmanager
+def _restored(registry):
+    """What is registered inside is forgotten afterwards."""
+    before = {name: list(entries) for name, entries in registry._entries.items()}
+    try:
+        yield
+    finally:
+        registry._entries = before
+
+
+def test_rows_out_of_range_give_nothing_to_what_a_view_is_made_of():
+    """Neither for ids, nor for those that a rule says are not valid."""
+    p = _new_primitive("masked_rows")
+    loss = lambda t, w: jnp.sum(p.bind(t * w[None], jnp.array([3, 70, -1, 5])))
+
+    @sj.extend.register_rule(p)
+    def rule(ctx, table, ids):
+        return 2.0 * ctx.read(table, ids, valid=ids != 5)
+
+    g, g_w = sj.grad(loss, (0, 1), tables=(True, False))(TABLE, jnp.ones(2))
+    np.testing.assert_array_equal(g.rows, [3, 40, 40, 40])
+    np.testing.assert_allclose(g_w, 2.0 * TABLE[3])

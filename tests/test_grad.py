@@ -1,15 +1,19 @@
 """The surface of value_and_grad, grad and explain: arguments, errors, the table."""
 
+import dataclasses
 import functools
 import inspect
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsejax as sj
+from sparsejax import _compat
 
 
 pytestmark = pytest.mark.window
@@ -198,7 +202,12 @@ def test_densify_error_says_what_and_where():
     [
         (lambda: sj.grad(_loss)(IDS, IDS), TypeError, "params.*int32"),
         (lambda: sj.grad(_loss)("x", IDS), TypeError, "params.*str"),
-        (lambda: sj.grad(_loss, 3)(_params(), IDS), ValueError, "argnums=3.*4 pos"),
+        (lambda: sj.grad(_loss, 3)(_params(), IDS), TypeError, "argnums=3.*4 pos"),
+        (lambda: sj.grad(_loss, -3)(_params(), IDS), ValueError, "argnums=-3.*3 pos"),
+        (lambda: sj.grad(_loss, (0, 0))(_params(), IDS), ValueError, r"0, 0\).*once"),
+        (lambda: sj.grad(_loss, (0, -2))(_params(), IDS), ValueError, "more than once"),
+        (lambda: sj.grad(lambda p: (p, p))(jnp.ones(2)), TypeError, "scalar.* a tuple"),
+        (lambda: sj.grad(lambda p: [p[0]])(jnp.ones(2)), TypeError, "scalar.* a list"),
         (lambda: sj.grad(_loss, (0.5,))(_params(), IDS), TypeError, "argnums"),  # pyright: ignore
         (lambda: sj.grad(lambda t: t)(jnp.ones(3)), TypeError, r"scalar.*float32\[3\]"),
         (lambda: sj.grad(lambda t: (t, 1))(1.0), TypeError, "has_aux=True"),
@@ -210,6 +219,38 @@ def test_densify_error_says_what_and_where():
 def test_errors(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+MAKERS: dict[str, Any] = {
+    "value_and_grad": sj.value_and_grad,
+    "grad": sj.grad,
+    "explain": sj.explain,
+    "optim.exact_value_and_grad": sj.optim.exact_value_and_grad,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_call_without_its_second_parentheses_fails_at_once(name):
+    """At construction: nothing is traced, and nothing that is returned is called."""
+    make = MAKERS[name]
+    own = rf"sparsejax\.{name}"
+    right = rf"{own}: .* Write {own}\(loss_fn\)\(params, batch\)"
+    for wrong, found in (
+        ((jnp.float32(1.0), IDS), r"fun must be a function, got a float32\[\] array"),
+        ((_params(), IDS), "fun must be a function, got a dict"),
+        ((None,), "fun must be a function, got None"),
+        ((_loss, _params(), IDS), "argnums must be an int or a tuple of ints"),
+    ):
+        if name.startswith("optim"):  # its second argument is not argnums
+            if wrong[0] is _loss:
+                continue
+            wrong = wrong[0], optax.sgd(0.1)
+        with pytest.raises(TypeError, match=right) as caught:
+            make(*wrong)
+        assert re.search(found, str(caught.value))
+    more = (optax.sgd(0.1),) if name.startswith("optim") else ()
+    with pytest.raises(TypeError, match="has_aux must be True or False, got 'yes'"):
+        make(_loss, *more, has_aux="yes")
 
 
 # -- explain ---------------------------------------------------------------------------
@@ -272,3 +313,96 @@ def test_explain_takes_shapes_for_all_arguments():
     batch = {"ids": shapes((2, 3), jnp.int32)}
     (leaf,) = sj.explain(fun)(shapes((60, 2), jnp.float32), batch).leaves
     assert leaf.sparse and leaf.rows_read == 6
+
+
+# -- containers, sizes and settings out of the ordinary --------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Callable:
+    """A tree whose container can be called, as modules of equinox can."""
+
+    table: Any
+    w: Any
+
+    def __call__(self, ids):
+        return jnp.sum(self.table[ids] @ self.w)
+
+
+@pytest.mark.parametrize("leaves", [(True, False), (True, None), (None, None)])
+def test_tables_is_a_tree_that_can_be_called(leaves):
+    model = Callable(jnp.ones((10, 2)), jnp.ones(2))
+    loss = lambda model, ids: model(ids)
+    g = sj.grad(loss, tables=Callable(*leaves))(model, IDS)
+    assert isinstance(g.table, sj.SelectedRows) == bool(leaves[0])
+    _assert_same(g, jax.grad(loss)(model, IDS))
+    (wrapped,) = sj.grad(loss, (0,), tables=(Callable(*leaves),))(model, IDS)
+    assert isinstance(wrapped.table, sj.SelectedRows) == bool(leaves[0])
+
+
+def test_tables_is_a_function_that_is_a_tree():
+    is_table = jax.tree_util.Partial(lambda rank, path, leaf: leaf.ndim == rank, 2)
+    model = Callable(jnp.ones((10, 2)), jnp.ones(2))
+    g = sj.grad(lambda model: model(IDS), tables=is_table)(model)
+    assert isinstance(g.table, sj.SelectedRows)
+
+
+def test_tables_is_another_tree_that_can_be_called():
+    loss = lambda params: jnp.sum(params["t"])
+    with pytest.raises(ValueError, match="must be a prefix"):
+        sj.grad(loss, tables=Callable(True, None))({"t": jnp.ones(3)})
+
+
+READS = {
+    "index": lambda t: t[IDS],
+    "take": lambda t: jnp.take(t, IDS, axis=0),
+    "lookup": lambda t: sj.lookup(t, IDS, max_norm=1.0),
+    "bag": lambda t: sj.embedding_bag(t, IDS[None], combiner="mean"),
+    "bag_max": lambda t: sj.embedding_bag(t, IDS[None], combiner="max"),
+    "bag_of_a_view": lambda t: sj.embedding_bag(2.0 * t, IDS[None]),
+    "scan": lambda t: jax.lax.scan(lambda c, i: (c, t[i]), 0.0, IDS)[1],
+}
+
+
+@pytest.mark.parametrize("shape", [(40, 0), (40, 0, 2)])
+@pytest.mark.parametrize("read", READS)
+def test_rows_without_numbers(read, shape):
+    loss = lambda t: jnp.sum(READS[read](t))
+    assert sj.grad(loss)(jnp.ones(shape)).shape == shape
+    g = sj.grad(loss, tables=True)(jnp.ones(shape))
+    assert g.shape == shape and g.values.shape[1:] == shape[1:]
+
+
+def test_bags_of_no_ids():
+    ids, table = jnp.zeros((2, 3, 0), int), jnp.ones((40, 4))
+    for combiner in ("sum", "mean", "max"):
+        out = sj.embedding_bag(table, ids, combiner=combiner)
+        np.testing.assert_array_equal(out, np.zeros((2, 3, 4)))
+
+
+@pytest.mark.parametrize("read", READS)
+def test_debug_nans(read):
+    """No NaN arises that is not in the result."""
+    with jax.debug_nans(True):
+        g = sj.grad(lambda t: jnp.sum(READS[read](t)), tables=True)(jnp.ones((40, 2)))
+    assert np.all(np.isfinite(g.values))
+
+
+def test_debug_nans_sees_a_nan_that_was_read():
+    fun = lambda t: jnp.sum(jnp.take(t, jnp.array([50]), axis=0))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        sj.grad(fun, tables=True)(jnp.ones((40, 2)))
+
+
+def test_more_rows_than_32_bits_can_name():
+    """What JAX differentiates without 64-bit ids has a dense gradient."""
+    table = jax.ShapeDtypeStruct((2**31 + 5, 2), jnp.float32)
+    loss = lambda t: jnp.sum(t[3:5])
+    assert jax.eval_shape(sj.grad(loss), table) == jax.eval_shape(jax.grad(loss), table)
+    assert "64-bit ids" in sj.explain(loss)(table)["t"].reason
+    with pytest.raises(sj.DensifyError, match="64-bit ids"):
+        jax.eval_shape(sj.grad(loss, tables=True), table)
+    with _compat.enable_x64(True):
+        g = jax.eval_shape(sj.grad(loss), table)
+    assert g.rows.dtype == jnp.int64 and g.shape == table.shape

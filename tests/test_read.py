@@ -49,6 +49,7 @@ def test_ranks(shape):
     _same(jax.jit(read_rows)(table, ids), xla.read_rows(table, ids))
 
 
+@pytest.mark.slow
 def test_under_vmap_and_derivatives(x64):
     table, ids = jnp.sin(jnp.arange(21.0)).reshape(7, 3), jnp.array([[4, 4], [0, 6]])
     for axes in ((None, 0), (0, 0), (0, None)):

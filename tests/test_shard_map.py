@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
+from sparsejax import _compat
 
 
 pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion, pytest.mark.window]
@@ -77,12 +78,30 @@ def test_replicated_table(case, vma, axis_type):
         assert g.capacity == (8 if vma or case is _psum_both else 16)
 
 
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+def test_reshard(spec):
+    """A table that stays where it is, is still the table; one that moves is dense."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+
+    def loss(t, ids):
+        whole = jax.sharding.reshard(3.0 * t, NamedSharding(mesh, P()))
+        return jnp.sum(jnp.sin(whole[ids] * W))
+
+    with jax.set_mesh(mesh):
+        t = jax.device_put(_table(), NamedSharding(mesh, spec))
+        want = jax.jit(jax.grad(loss))(t, IDS)
+        g = jax.jit(sj.grad(loss))(t, IDS)
+        assert isinstance(g, sj.SelectedRows) == (spec == P())
+        g = g.to_dense() if isinstance(g, sj.SelectedRows) else g
+        np.testing.assert_allclose(g, want, rtol=2e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("vma", [True, False])
 def test_inside_shard_map(vma):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 
     def body(t, i):
-        t = lax.pcast(t, ("x",), to="varying") if vma else t
+        t = _compat.to_varying(t, ("x",)) if vma else t
         g = sj.grad(lambda t: jnp.sum(jnp.sin(t[i] * W)), tables=True)(t)
         return g.rows, g.values
 
@@ -94,6 +113,7 @@ def test_inside_shard_map(vma):
     np.testing.assert_allclose(g.to_dense(), want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sharded_table_is_dense_use():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 

@@ -10,6 +10,7 @@ import pytest
 import sparsejax as sj
 from helpers import assert_no_dense, dense as dense_of, slow_but
 from programs import DENSE, PROGRAMS, V, arguments
+from sparsejax import _compat
 
 
 pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
@@ -34,6 +35,26 @@ REPRESENTATIVE = [
     "checkpointed",
     "bag_ragged",
 ]
+
+
+# These compile for a second and more, and others take the same paths.
+COSTLY = {
+    "lax_gather_windows",
+    "lax_map_batched",
+    "scanned_nested",
+    "switch",
+    "bag_fixed",
+    "bag_max",
+    "bag_vmapped",
+    "bag_of_a_view",
+    "bag_in_control_flow",
+}
+
+
+# What one row gets here depends on a row out of range. JAX's gather drops the cotangent
+# of that row, and the transpose of this reads the nearest row: its own Hessians by
+# `jacfwd` and `jacrev` differ, so only the former is compared.
+OUT_OF_RANGE = {"index_out_of_range_mixed", "lax_gather_windows_out_of_range"}
 
 
 @functools.cache
@@ -62,6 +83,8 @@ def _transformed(name):
 
     def second(grad, table):
         """The gradient of a function of the gradient."""
+        if name in OUT_OF_RANGE:
+            return jax.jvp(grad, (table,), (jnp.cos(table),))[1]
         return jax.grad(lambda t: jnp.sum(jnp.sin(grad(t))))(table)
 
     @jax.jit
@@ -98,7 +121,7 @@ def _transformed(name):
     }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, *(PROGRAMS.keys() - COSTLY)))
 def test_equals_jax_grad(name, x64):
     jitted, (value, (want, want_w)) = _compiled(name)
     for got, (g, g_w) in (_eager(name), jitted):
@@ -137,12 +160,14 @@ MAKES_TABLES = {
     "compared_beside": "compares the whole table",
     "while_beside": "carries the whole table through a while loop",
     "scaled_by_row_vector": "JAX broadcasts the vector to the table's shape",
+    "nearest_codeword": "compares with the whole table",
+    "indexed_by_the_table": "takes an index from each row",
 }
 
 
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
 def test_shapes_are_known_before_data(name):
-    with jax.enable_x64(True):
+    with _compat.enable_x64(True):
         _, (got, _) = _eager(name)
         wide = jax.eval_shape(sj.grad(PROGRAMS[name]), *arguments(dtype=jnp.float64))
     # And with 32-bit types: as many rows, by which only the types differ.

@@ -1,5 +1,7 @@
 """`explain`: which leaves get a sparse gradient, where they are read, and why not."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -7,9 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax.transform.plan import make_plan
-from sparsejax.transform.trace import Leaf, trace_call
+from sparsejax.transform.trace import Leaf, check_fun, trace_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ def explain(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Callable[..., Explanation]:
     """Explains what `value_and_grad(fun)` does with each leaf; computes nothing.
 
@@ -116,6 +119,7 @@ def explain(
     References:
       `torch._dynamo.explain`, which lists where and why a graph breaks.
     """
+    check_fun("sparsejax.explain", fun, argnums, has_aux)
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:

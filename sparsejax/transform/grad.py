@@ -1,5 +1,7 @@
 """`value_and_grad` and `grad` as in JAX, with SelectedRows for tables read by rows."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -8,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._arguments import PyTree
+from sparsejax._rows import SelectedRows, indexing, with_slots
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
 from sparsejax.transform.table import replicate
-from sparsejax.transform.trace import Leaf, trace_call
+from sparsejax.transform.trace import Leaf, check_fun, trace_call
 
 
 P = ParamSpec("P")
@@ -25,7 +28,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
     *,
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Callable[P, tuple[jax.Array, Any]]: ...
 @overload
 def value_and_grad(
@@ -33,7 +36,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: Literal[True],
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
 @overload
 def value_and_grad(
@@ -41,14 +44,14 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Callable[P, tuple[Any, Any]]: ...
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, with sparse gradients for tables that are read by rows.
 
@@ -74,7 +77,8 @@ def value_and_grad(
     rows (beyond that a dense gradient is cheaper). How it is read does not
     matter: `sparsejax.lookup`, `embedding_bag`, `table[ids]`, `jnp.take`,
     `lax.dynamic_slice`, an embedding layer of flax or equinox, inside `jit`,
-    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`.
+    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`. The rows of a stack of K
+    tables, `[K, V, ...]` read at (k, v), are those of all tables: see `SelectedRows`.
 
     Every other leaf gets exactly what `jax.grad` gives, a dense gradient. So
     does a table that is also multiplied as a whole (tied to an output layer),
@@ -109,9 +113,10 @@ def value_and_grad(
         rows. The message shows the primitive and your source line. Leave the leaf out
         of `tables=`, read rows there, or register a rule for that primitive:
         `sparsejax.extend.register_rule`.
-      TypeError: a leaf cannot be differentiated, or the output is not a scalar.
-      ValueError: an argument in `argnums` is not a positional argument of the
-        call, or `tables=` is not a prefix of the argument's tree.
+      TypeError: a leaf cannot be differentiated, the output is not a scalar, or the
+        call has too few positional arguments for `argnums`.
+      ValueError: `argnums` names an argument twice, or `tables=` is not a prefix of the
+        argument's tree.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -153,12 +158,24 @@ def value_and_grad(
       `jax.experimental.sparse.value_and_grad` is something else: it
       differentiates with respect to the stored elements of a sparse *input*.
     """
+    return transform(fun, argnums, has_aux, tables)
+
+
+def transform(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    tables: Any,
+    stacks: bool = True,
+) -> Callable[..., Any]:
+    """`value_and_grad`; without `stacks` no leaf is taken for a stack of tables."""
     caller = "sparsejax.value_and_grad"
+    check_fun(caller, fun, argnums, has_aux)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(fun, argnums, has_aux, tables, args, kwargs, caller)
-        loss, aux, grads = _differentiate(make_plan(call))
+        loss, aux, grads = _differentiate(make_plan(call, stacks=stacks))
         grads = jax.tree_util.tree_unflatten(call.tree, grads)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -171,7 +188,7 @@ def grad(
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: Literal[True],
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Callable[P, tuple[Any, Aux]]: ...
 @overload
 def grad(
@@ -179,14 +196,14 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Callable[P, Any]: ...
 def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Callable[..., Any]:
     """`jax.grad`, with sparse gradients for tables that are read by rows.
 
@@ -210,9 +227,10 @@ def grad(
     Raises:
       DensifyError: a leaf that `tables=` requires to be sparse is not only read
         by rows.
-      TypeError: a leaf cannot be differentiated, or the output is not a scalar.
-      ValueError: an argument in `argnums` is not a positional argument of the
-        call, or `tables=` is not a prefix of the argument's tree.
+      TypeError: a leaf cannot be differentiated, the output is not a scalar, or the
+        call has too few positional arguments for `argnums`.
+      ValueError: `argnums` names an argument twice, or `tables=` is not a prefix of the
+        argument's tree.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -224,6 +242,7 @@ def grad(
     References:
       PaddlePaddle, SelectedRows; TensorFlow, IndexedSlices.
     """
+    check_fun("sparsejax.grad", fun, argnums, has_aux)
     both = value_and_grad(fun, argnums, has_aux, tables=tables)
 
     @functools.wraps(fun)
@@ -255,7 +274,7 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
     grads: dict[int, Any] = {}
     for leaf, g in zip(dense, dense_grads):
         if isinstance(leaf.value, SelectedRows):
-            g = SelectedRows(leaf.value.rows, g, leaf.value.height)
+            g = with_slots(leaf.value, leaf.value.rows, g)
         grads[leaf.position] = g
     for number, leaf in enumerate(plan.tables):
         mine = [k for k, site in enumerate(sites) if site.table == number]
@@ -276,16 +295,17 @@ def _package(
     sites: Sequence[Site],
 ) -> SelectedRows:
     """One SelectedRows from all reads of a table."""
-    height, *row = jnp.shape(leaf.value)
+    height, row, stack = leaf.height, leaf.row_shape, leaf.stack
     dtype = jnp.result_type(leaf.value)
     if not ids:
         rows = jnp.zeros((0,), _arguments.index_dtype(height))
-        return SelectedRows(rows, jnp.zeros((0, *row), dtype), height)
+        return SelectedRows(rows, jnp.zeros((0, *row), dtype), height, stack)
     if all(site.kind for site in sites):
         return sites[0].kind.package(row, dtype, ids, cotangents, sites)
     rows = [replicate(i).reshape(-1) for i in ids]
-    values = [replicate(c).reshape((-1, *row)) for c in cotangents]
+    values = [indexing.merge_axes(replicate(c), c.ndim - len(row)) for c in cotangents]
     if len(rows) > 1:
         rows, values = [jnp.concatenate(rows)], [jnp.concatenate(values)]
     filled = indexing.in_range(rows[0], height)
-    return SelectedRows(rows[0], indexing.zero_unless(filled, values[0]), height)
+    values = indexing.zero_unless(filled, values[0])
+    return SelectedRows(rows[0], values, height, stack)

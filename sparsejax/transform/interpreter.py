@@ -32,6 +32,8 @@ Sharp edges:
   `sparsejax.extend.register_rule` for your own.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -45,11 +47,12 @@ from sparsejax import _arguments, _compat
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
 from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.table import TableRef, plant, plant_combined
+from sparsejax.transform.registry import Registry
+from sparsejax.transform.table import TableRef, drop_cotangents, plant, plant_combined
 
 
 Rule = Callable[..., Any]
-_RULES: dict[Any, Rule] = {}
+_RULES = Registry()
 
 
 def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
@@ -69,8 +72,9 @@ def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
     - `ctx.dense(x)` is the whole array, which makes the gradient dense.
 
     Args:
-      *primitives: `jax.extend.core.Primitive` objects, or their names. A later rule for
-        the same primitive replaces the earlier one.
+      *primitives: `jax.extend.core.Primitive` objects, or their names. Of several rules
+        for a primitive, JAX's own included, the latest is asked first; where it
+        returns `NotImplemented`, the one before it is.
 
     Returns:
       A decorator that returns the rule unchanged.
@@ -108,10 +112,33 @@ def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
         )
 
     def register(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(primitives, rule))
+        for primitive in primitives:
+            _RULES.add(primitive, rule)
         return rule
 
     return register
+
+
+_KNOWS_STACKS = "_sparsejax_knows_stacks"
+
+
+def register_rule_of_stacks(*primitives: Any) -> Callable[[Rule], Rule]:
+    """`register_rule`, for a rule that also knows tables in a stack and parts of them.
+
+    Other rules take `row_axis` and `array` for all there is to know of a view. They are
+    asked only about views with all rows of a table.
+    """
+
+    def register(rule: Rule) -> Rule:
+        setattr(rule, _KNOWS_STACKS, True)
+        return register_rule(*primitives)(rule)
+
+    return register
+
+
+def knows_stacks(primitive: str) -> bool:
+    """Whether a rule for the primitive of that name knows tables in a stack."""
+    return any(getattr(rule, _KNOWS_STACKS, False) for rule in _RULES.named(primitive))
 
 
 class Site(NamedTuple):
@@ -135,7 +162,7 @@ class Site(NamedTuple):
     mesh: Any = None
     kind: Any = None
 
-    def in_loop(self, length: int) -> "Site":
+    def in_loop(self, length: int) -> Site:
         """The same reads, repeated for every step of a loop."""
         spec = (None, *self.spec) if self.spec else ()
         return self._replace(lead=(length, *self.lead), spec=spec)
@@ -185,7 +212,7 @@ class Reads:
         self.sites.extend(sites)
         self.ids.extend(ids)
 
-    def of_body(self, deltas: Sequence[jax.Array]) -> "Reads":
+    def of_body(self, deltas: Sequence[jax.Array]) -> Reads:
         """Reads for a body: planting `deltas` if this one plants, else collecting."""
         return Reads(deltas if self.planting else None)
 
@@ -236,23 +263,55 @@ class RuleContext:
     path: tuple[Any, ...]
     _producer: Callable[[int], Any]
 
-    def read(self, ref: TableRef, ids: jax.Array, valid: Any = None) -> jax.Array:
+    def read(
+        self,
+        ref: TableRef,
+        ids: jax.Array,
+        valid: jax.Array | None = None,
+        drop: bool = True,
+    ) -> jax.Array:
         """The view's rows at `ids`, recorded as a read.
 
         Args:
           ref: the view.
           ids: integers of any shape. An id outside `[0, V)` reads the nearest row and
-            gets no gradient.
+            gets no gradient; nor does what the view is computed with.
           valid: optional bool of the same shape; where False the read gets no gradient.
+          drop: False if there are no such reads, or if the rule itself replaces what
+            they read.
 
         Returns:
           `[*ids.shape, *ref.content]`.
         """
         shape = jnp.shape(ids)
-        ids = _arguments.as_ids("RuleContext.read", ids, ref.height).reshape(-1)
-        rows = self._plant(ref, read_rows(ref.array, ids), ids, valid)
-        rows = ref.view(rows)
+        height = ref.array.shape[0]
+        ids = _arguments.as_ids("RuleContext.read", ids, height).reshape(-1)
+        counts = indexing.in_range(ids, ref.height)
+        if valid is not None:
+            counts &= jnp.reshape(valid, -1)
+        if ref.first is not None:
+            last = _arguments.scalar(ref.height - 1, ids)
+            ids = jnp.clip(ids, _arguments.scalar(0, ids), last) + ref.first
+        rows = ref.view(self._plant(ref, read_rows(ref.array, ids), ids, counts))
+        differentiated = self.reads.planting and any(self.live)
+        if drop and differentiated and jnp.issubdtype(rows.dtype, jnp.inexact):
+            rows = drop_cotangents(rows, counts)
         return rows.reshape(shape + rows.shape[1:])
+
+    def collect(self, ref: TableRef, num_ids: int) -> Any:
+        """Records a read of so many rows, where only types count: in the first walk.
+
+        Returns:
+          What stands for the equation's output; None if the rows have to be read.
+        """
+        (out,) = self.eqn.outvars
+        if self.reads.planting or _compat.is_laid_out(ref.array):
+            return None
+        if _compat.is_laid_out(out.aval):
+            return None
+        if any(self.live) and not ref.stopped and num_ids:
+            self.reads.add([Site(ref.index, (num_ids,), self.where)], [])
+        return _compat.placeholder(out.aval)
 
     def combine(
         self,
@@ -285,19 +344,23 @@ class RuleContext:
         ids = _arguments.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
         shape = (*ids.shape, *ref.array.shape[1:])
         flat = lambda ct, *xs: transpose(ct, *xs).reshape(shape).astype(ref.dtype)
-        return self._plant(ref, combined, ids, None, flat, operands, kind)
+        counts = indexing.in_range(ids, ref.height)
+        return self._plant(ref, combined, ids, counts, flat, operands, kind)
 
     def _plant(
         self,
         ref: TableRef,
         out: jax.Array,
         ids: jax.Array,
-        valid: Any = None,
+        counts: jax.Array,
         transpose: Callable[..., jax.Array] | None = None,
         operands: Sequence[jax.Array] = (),
         kind: Any = None,
     ) -> jax.Array:
-        """`out`, computed from the rows at flat `ids`, with a delta planted."""
+        """`out`, computed from the rows at flat `ids`, with a delta planted.
+
+        The mask `counts` says which of the reads get a gradient.
+        """
         if not any(self.live) or ref.stopped or not ids.size:
             return out
         axes, spec = _compat.varying_axes(out), _compat.explicit_spec(out)
@@ -306,11 +369,9 @@ class RuleContext:
         if not self.reads.planting:
             self.reads.add([site], [])
             return out
-        ok = indexing.in_range(ids, ref.height)
-        if valid is not None:
-            ok &= jnp.reshape(valid, -1)
         (delta,) = self.reads.take(1)
-        self.reads.add([site], [jnp.where(ok, ids, _arguments.scalar(ref.height, ids))])
+        ids = jnp.where(counts, ids, _arguments.scalar(ref.array.shape[0], ids))
+        self.reads.add([site], [ids])
         if transpose is None:
             return plant(out, delta)
         return plant_combined(transpose, out, delta, *operands)
@@ -434,15 +495,22 @@ def walk(
 def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
     eqn = ctx.eqn
     name = eqn.primitive.name
-    rule = _RULES.get(eqn.primitive) or _RULES.get(name)
     before = len(ctx.reads.sites)
-    outputs = NotImplemented if rule is None else rule(ctx, *inputs, **eqn.params)
-    if outputs is NotImplemented:
+    refs = [x for x in inputs if isinstance(x, TableRef)]
+    for rule in _RULES.find(eqn.primitive):
+        if not getattr(rule, _KNOWS_STACKS, False) and not all(
+            ref.has_all_rows for ref in refs
+        ):
+            continue
+        outputs = rule(ctx, *inputs, **eqn.params)
+        if outputs is not NotImplemented:
+            break
         if len(ctx.reads.sites) != before:
             raise TypeError(
                 f"sparsejax: the rule for {name} read rows and then returned "
                 "NotImplemented. Return NotImplemented before the first ctx.read."
             )
+    else:
         return _compat.bind(eqn, [ctx.dense(x) for x in inputs])
     if not eqn.primitive.multiple_results:
         outputs = [outputs]

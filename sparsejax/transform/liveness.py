@@ -12,11 +12,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparsejax import _compat
+from sparsejax.transform.registry import Registry
 
 
 # primitive (or its name) -> flow(liveness, eqn, out) -> for each input, is it live
 Flow = Callable[["Liveness", Any, tuple[bool, ...]], Sequence[bool]]
-_FLOWS: dict[Any, Flow] = {}
+_FLOWS = Registry()
 
 
 def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
@@ -42,7 +43,7 @@ def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
 
     def register(flow: Flow) -> Flow:
         for primitive in primitives:
-            _FLOWS[primitive] = flow
+            _FLOWS.add(primitive, flow)
         return flow
 
     return register
@@ -83,8 +84,9 @@ class Liveness:
 
     def _flow(self, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
         """For each input of an equation, whether it is live."""
-        flow = _FLOWS.get(eqn.primitive) or _FLOWS.get(eqn.primitive.name)
-        return flow(self, eqn, out) if flow else (True,) * len(eqn.invars)
+        for flow in _FLOWS.find(eqn.primitive):
+            return flow(self, eqn, out)
+        return (True,) * len(eqn.invars)
 
     def _can_be_live(self, v: Any) -> bool:
         if isinstance(v, _compat.Literal):

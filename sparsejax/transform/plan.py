@@ -3,18 +3,31 @@
 A leaf gets a SelectedRows gradient if every differentiated use of it is a read of rows
 and, unless `tables=` requires it, if at most a quarter of its rows are read. To find
 out, the program is walked once without computing anything.
+
+The rows of a leaf `[K, V, ...]` may be its K rows `[V, ...]`, or it may be a stack of K
+tables that is read at (k, v), with K * V rows. Where the first walk finds other uses
+than reads of the K rows, or K is less than V, another one takes such leaves for stacks.
+A leaf remains one if all its uses are then reads, of fewer numbers than before.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows
 from sparsejax.transform import rules
-from sparsejax.transform.interpreter import DenseUse, Reads, Run, walk
+from sparsejax.transform.interpreter import (
+    DenseUse,
+    Reads,
+    Run,
+    Site,
+    knows_stacks,
+    walk,
+)
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.table import TableRef, reshard, vary
 from sparsejax.transform.trace import Call, Leaf
@@ -65,7 +78,8 @@ class Plan:
         """The outputs of the program on `inputs`, with the tables as TableRefs."""
         call, inputs = self.call, list(inputs)
         for number, leaf in enumerate(self.tables):
-            inputs[leaf.position] = TableRef.of(number, inputs[leaf.position])
+            array = inputs[leaf.position]
+            inputs[leaf.position] = TableRef.of(number, array, leaf.stacked)
         # The loss is differentiated, aux is not.
         live = (True,) + (False,) * (len(call.jaxpr.outvars) - 1)
         outs = walk(self.run, reads, call.jaxpr, [*call.consts, *inputs], live)
@@ -75,17 +89,40 @@ class Plan:
         """A zero for each read, to be planted there."""
         deltas = []
         for site in self.run.sites:
-            table = self.tables[site.table].value
-            zeros = jnp.zeros(site.lead + jnp.shape(table)[1:], jnp.result_type(table))
+            leaf = self.tables[site.table]
+            zeros = jnp.zeros(site.lead + leaf.row_shape, jnp.result_type(leaf.value))
             deltas.append(reshard(vary(zeros, site.axes), site.spec, site.mesh))
         return deltas
+
+    def uses(self) -> dict[int, "Uses"]:
+        """The uses of each table, by the leaf's position."""
+        run = self.run
+        return {
+            leaf.position: Uses(
+                [s for s in run.sites if s.table == number and s.num_rows],
+                [use for use in run.dense if use.table == number],
+            )
+            for number, leaf in enumerate(self.tables)
+        }
+
+
+class Uses(NamedTuple):
+    """What a walk finds about one table: reads of rows, and dense uses."""
+
+    sites: list[Site]
+    dense: list[DenseUse]
+
+    @property
+    def num_rows(self) -> Any:
+        """Number of rows read."""
+        return sum(site.num_rows for site in self.sites)
 
 
 def collect(
     call: Call, tables: Sequence[Leaf], liveness: Liveness | None = None
 ) -> Plan:
     """Walks the program, without computing anything, for its reads and dense uses."""
-    heights = [jnp.shape(leaf.value)[0] for leaf in tables]
+    heights = [leaf.height for leaf in tables]
     plan = Plan(call, tables, Run(heights, liveness or Liveness()))
     reads = Reads()
     if tables:
@@ -94,13 +131,14 @@ def collect(
     return plan
 
 
-def make_plan(call: Call, strict: bool = True) -> Plan:
+def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
     """Decides which leaves are sparse.
 
     Args:
       call: the traced call.
       strict: whether a leaf that cannot be what `tables=` requires raises, or only gets
         a reason.
+      stacks: whether a leaf may be a stack of tables.
 
     Returns:
       The plan whose tables are the sparse leaves.
@@ -109,17 +147,70 @@ def make_plan(call: Call, strict: bool = True) -> Plan:
       DensifyError: a leaf that `tables=` requires to be sparse cannot be.
     """
     tables = [leaf for leaf in call.leaves if _may_be_table(leaf, strict)]
+    plan = collect(call, tables)
+    uses = plan.uses()
+    tried = [leaf for leaf in tables if _may_be_stack(leaf, uses[leaf.position])]
+    if stacks and tried:
+        plan = _try_stacks(call, tables, tried, uses)
     while True:
-        plan = collect(call, tables)
-        for number, leaf in enumerate(tables):
-            sites = [s for s in plan.run.sites if s.table == number]
-            leaf.sites = [s for s in sites if s.num_rows]
-            uses = [use for use in plan.run.dense if use.table == number]
-            leaf.sparse = _is_sparse(leaf, uses, strict)
+        for leaf in tables:
+            leaf.sites = uses[leaf.position].sites
+            leaf.sparse = _is_sparse(leaf, uses[leaf.position].dense, strict)
         kept = [leaf for leaf in tables if leaf.sparse]
-        if len(kept) == len(tables):
+        if plan is not None and len(kept) == len(plan.tables):
             return plan
         tables = kept  # walk again: the numbers of tables and reads have changed
+        plan = collect(call, tables)
+        uses = plan.uses()
+
+
+def _may_be_stack(leaf: Leaf, uses: Uses) -> bool:
+    """Whether a second look at a leaf may find that it is a stack of tables."""
+    shape = jnp.shape(leaf.value)
+    if len(shape) < 3 or not isinstance(shape[1], int):
+        return False
+    height = shape[0] * shape[1]
+    if not height or not _arguments.has_index_dtype(height):
+        return False
+    if uses.dense:
+        return all(knows_stacks(use.primitive) for use in uses.dense)
+    # Parts of few long rows may be read; of many short ones it would hardly matter.
+    return shape[0] < shape[1] and any(not site.kind for site in uses.sites)
+
+
+def _try_stacks(
+    call: Call, tables: Sequence[Leaf], tried: Sequence[Leaf], uses: dict[int, Uses]
+) -> Plan | None:
+    """Walks with leaves as stacks, and decides which are.
+
+    Args:
+      call: the traced call.
+      tables: the leaves that were walked as tables.
+      tried: those of them that may be stacks.
+      uses: what was found about each leaf; for stacks it is replaced.
+
+    Returns:
+      The plan of that walk, if all that were tried are stacks.
+    """
+    for leaf in tried:
+        leaf.stacked = True
+    plan = collect(call, [t for t in tables if t.stacked or not uses[t.position].dense])
+    found = plan.uses()
+    for leaf in tried:
+        was, now = uses[leaf.position], found[leaf.position]
+        if was.dense or not now.dense and _reads_less(leaf, now, was):
+            uses[leaf.position] = now
+        else:
+            leaf.stacked = False
+    return plan if all(leaf.stacked for leaf in tried) else None
+
+
+def _reads_less(leaf: Leaf, now: Uses, was: Uses) -> bool:
+    """Whether a leaf is read for fewer numbers as a stack than by its first axis."""
+    try:
+        return now.num_rows < was.num_rows * jnp.shape(leaf.value)[1]
+    except _compat.InconclusiveDimensionOperation:  # a symbolic shape, in an export
+        return True
 
 
 def _may_be_table(leaf: Leaf, strict: bool) -> bool:
@@ -131,6 +222,10 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
         leaf.reason = "not real floating point"
     elif not shape:
         leaf.reason = "a scalar has no rows"
+    elif not isinstance(shape[0], int):
+        leaf.reason = f"the number of its rows, {shape[0]}, is not a constant"
+    elif not _arguments.has_index_dtype(shape[0]):
+        leaf.reason = f"{shape[0]} rows need 64-bit ids (jax_enable_x64)"
     if leaf.required and leaf.reason and strict:
         raise DensifyError(
             f"sparsejax.value_and_grad: tables= marks {leaf.name} ({dtype.name} of "
@@ -151,7 +246,7 @@ def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
         raise DensifyError(
             "sparsejax.value_and_grad: tables= requires a sparse gradient for "
             f"{leaf.name} (shape {shape}), but `{use.primitive}` at {use.where} "
-            f"{use.why}, so its gradient has all {shape[0]} rows.\n"
+            f"{use.why}, so its gradient has all {leaf.height} rows.\n"
             "Two ways out:\n"
             f"  - leave {leaf.name} out of tables= (or set it to False there) and take "
             "the dense gradient;\n"
@@ -167,9 +262,16 @@ def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
         leaf.reason = "no differentiated read"
     elif all(site.kind for site in leaf.sites):
         return True
-    elif leaf.rows_read > MAX_FRACTION * shape[0]:
-        leaf.reason = (
-            f"reads {leaf.rows_read} of {shape[0]} rows, more than a quarter, where "
-            "dense is cheaper"
-        )
+    else:
+        leaf.reason = _too_many(leaf.rows_read, leaf.height)
     return not leaf.reason
+
+
+def _too_many(rows_read: Any, height: int) -> str:
+    """Why so many reads make a gradient dense; empty if they do not."""
+    reads = f"reads {rows_read} of {height} rows"
+    try:
+        many = rows_read > int(MAX_FRACTION * height)
+    except _compat.InconclusiveDimensionOperation:  # a symbolic shape, in an export
+        return f"{reads}, which may be more than a quarter; tables= decides"
+    return f"{reads}, more than a quarter, where dense is cheaper" if many else ""

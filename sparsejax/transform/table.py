@@ -7,17 +7,23 @@ Casts, scalings, reshapes and transposes that keep rows whole give another view.
 is computed until rows are read; then these steps are applied to the rows read.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sparsejax import _compat
+from sparsejax import _arguments, _compat
+from sparsejax._arguments import ArrayLike
+from sparsejax._rows import indexing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +54,14 @@ class TableRef:
       stopped: whether a `stop_gradient` lies between table and view, so that reads of
         the view are not differentiated.
       steps: functions that map rows of the table `[n, *array.shape[1:]]` to rows of the
-        view `[n, *content]`, where `content` is `shape` without `row_axis`.
+        view `[n, *content]`, where `content` is `shape` without the axes of rows.
+      stack_axis: a second axis of rows, in front of `row_axis`, if the view is a stack:
+        a table `[K * V, ...]` reshaped to `[K, V, ...]`, or a parameter of that shape
+        that is read by two numbers, whose `array` is reshaped. Else None.
+      first: the first of the table's rows that the view has, an integer scalar; None
+        if it has all of them. A table of a stack is such a view.
+
+    Rules of users get neither stacks nor parts of them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -66,11 +79,17 @@ class TableRef:
     row_axis: int = 0
     stopped: bool = False
     steps: tuple[RowFunction, ...] = ()
+    stack_axis: int | None = None
+    first: Any = None
 
     @classmethod
-    def of(cls, index: int, array: jax.Array) -> "TableRef":
-        """The table itself, as a view."""
-        return cls(index, array, tuple(array.shape), array.dtype)
+    def of(cls, index: int, array: jax.Array, stacked: bool = False) -> TableRef:
+        """The table itself, as a view; or `[K, V, ...]` as a view of `[K * V, ...]`."""
+        shape, dtype = tuple(array.shape), array.dtype
+        if not stacked:
+            return cls(index, array, shape, dtype)
+        rows = indexing.merge_axes(array, 2)
+        return cls(index, rows, shape, dtype, row_axis=1, stack_axis=0)
 
     @property
     def ndim(self) -> int:
@@ -79,13 +98,45 @@ class TableRef:
 
     @property
     def height(self) -> int:
-        """V, the number of rows."""
-        return self.array.shape[0]
+        """Number of rows of the view."""
+        return math.prod(self.shape[axis] for axis in self.row_axes)
+
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """The axes of the view that run over rows, two of them for a stack."""
+        stack = () if self.stack_axis is None else (self.stack_axis,)
+        return (*stack, self.row_axis)
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether row r of the view is row r of the table."""
+        return self.stack_axis is None and self.first is None
 
     @property
     def content(self) -> tuple[int, ...]:
         """Shape of one row of the view."""
-        return self.shape[: self.row_axis] + self.shape[self.row_axis + 1 :]
+        return without(self.shape, self.row_axes)
+
+    def part(self, start: ArrayLike, size: int) -> TableRef:
+        """Tables `start, ..., start + size - 1` of a stack."""
+        assert self.stack_axis is not None
+        shape = list(self.shape)
+        shape[self.stack_axis] = size
+        dtype = _arguments.index_dtype(self.array.shape[0])
+        first = jnp.asarray(start, dtype) * np.array(self.shape[self.row_axis], dtype)
+        if self.first is not None:
+            first += self.first
+        return dataclasses.replace(self, shape=tuple(shape), first=first)
+
+    def one(self, number: ArrayLike) -> TableRef:
+        """Table `number` of a stack."""
+        stack_axis, row_axis = self.row_axes
+        part = self.part(number, 1)
+        shape, axis = (
+            without(part.shape, (stack_axis,)),
+            row_axis - (row_axis > stack_axis),
+        )
+        return dataclasses.replace(part, shape=shape, row_axis=axis, stack_axis=None)
 
     def then(self, fn: Callable[..., jax.Array], *operands: Any, **changes: Any) -> Any:
         """The view after one more row function; `changes` are fields that change."""
@@ -99,8 +150,31 @@ class TableRef:
         return rows
 
     def materialize(self) -> jax.Array:
-        """The whole view as an array: all V rows."""
-        return jnp.moveaxis(self.view(self.array), 0, self.row_axis)
+        """The whole view as an array: all its rows."""
+        rows = self.array
+        if self.first is not None:
+            rows = lax.dynamic_slice_in_dim(rows, self.first, self.height)
+        rows = self.view(rows)
+        axes = self.row_axes
+        rows = rows.reshape(*(self.shape[axis] for axis in axes), *rows.shape[1:])
+        return jnp.moveaxis(rows, range(len(axes)), axes)
+
+    @property
+    def operands(self) -> tuple[Any, Sequence[Sequence[Any]]]:
+        """All arrays of the view but the table, as a tree."""
+        return self.first, [step.operands for step in self.steps]
+
+    def with_operands(self, operands: tuple[Any, Sequence[Sequence[Any]]]) -> Any:
+        """The view with other arrays in place of its `operands`."""
+        first, of_steps = operands
+        pairs = zip(self.steps, of_steps, strict=True)
+        steps = tuple(RowFunction(step.fn, tuple(new)) for step, new in pairs)
+        return dataclasses.replace(self, first=first, steps=steps)
+
+
+def without(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """`shape` without `axes`."""
+    return tuple(size for axis, size in enumerate(shape) if axis not in axes)
 
 
 @jax.custom_vjp
@@ -154,6 +228,35 @@ def _combined_bwd(transpose, operands, cotangent):
 plant_combined.defvjp(_combined_fwd, _combined_bwd)
 
 
+def drop_cotangents(x: jax.Array, keep: jax.Array) -> jax.Array:
+    """`x`, whose cotangents are zero where the mask `keep` of its first axes is False.
+
+    So does a gather that is out of range: it gives the nearest row, and the tangent of
+    that row, but its transpose drops the cotangent. A primitive, since no derivative
+    rule of Python is forward as well as reverse, and differentiable again.
+    """
+    return _drop_cotangents_p.bind(x, keep)
+
+
+def _drop_transpose(cotangent, like, x, keep):
+    del like, x
+    return indexing.zero_unless(keep, cotangent)
+
+
+def _drop_batch(bind, args, axes):
+    size = next(x.shape[a] for x, a in zip(args, axes) if a is not None)
+    args = (
+        jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
+        for x, a in zip(args, axes)
+    )
+    return bind(*args)
+
+
+_drop_cotangents_p = _compat.multilinear_primitive(
+    "drop_cotangents", lambda x, keep: x, {}, {0: _drop_transpose}, _drop_batch
+)
+
+
 def replicate(x: jax.Array) -> jax.Array:
     """`x` on every device, if explicit mesh axes shard it."""
     spec = _compat.explicit_spec(x)
@@ -162,10 +265,14 @@ def replicate(x: jax.Array) -> jax.Array:
 
 def reshard(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
     """`x` sharded as `spec` over explicit mesh axes; as it is for an empty `spec`."""
-    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec))) if spec else x
+    return (
+        jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        if spec
+        else x
+    )
 
 
 def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """`x`, marked as varying over the manual mesh `axes` it is not yet varying over."""
     missing = axes - _compat.varying_axes(x)
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+    return _compat.to_varying(x, tuple(sorted(missing))) if missing else x

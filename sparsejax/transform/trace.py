@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows
 from sparsejax.transform.interpreter import Site
 
 
@@ -18,7 +19,7 @@ from sparsejax.transform.interpreter import Site
 class Leaf:
     """One leaf of the arguments that are differentiated.
 
-    The last three fields are filled in by `make_plan`.
+    The last four fields are filled in by `make_plan`.
 
     Args:
       name: the leaf as the user would write it, e.g. `params['table']`.
@@ -28,6 +29,8 @@ class Leaf:
       sparse: whether its gradient is a SelectedRows.
       reason: why it is not.
       sites: the reads of it that count.
+      stacked: whether it is a stack of tables `[K, V, ...]` read at (k, v), whose rows
+        are those of all tables.
     """
 
     name: str
@@ -37,6 +40,22 @@ class Leaf:
     sparse: bool = False
     reason: str = ""
     sites: Sequence[Site] = ()
+    stacked: bool = False
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The leading axes of a stack of tables."""
+        return tuple(jnp.shape(self.value)[:1]) if self.stacked else ()
+
+    @property
+    def height(self) -> int:
+        """Number of rows."""
+        return math.prod(jnp.shape(self.value)[: 1 + self.stacked])
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        return tuple(jnp.shape(self.value)[1 + self.stacked :])
 
     @property
     def rows_read(self) -> int:
@@ -80,14 +99,17 @@ def trace_call(
         (chosen,) = chosen
     paths, tree = jax.tree_util.tree_flatten_with_path(chosen, is_leaf=is_selected_rows)
     names = _argument_names(fun, numbers)
+    name_of = lambda path: (
+        names[0] + jax.tree_util.keystr(path)
+        if isinstance(argnums, int)
+        else names[path[0].idx] + jax.tree_util.keystr(path[1:])
+    )
+    _check_not_quantized(caller, chosen, name_of)
     inputs: list[Any] = []
     leaves: list[Leaf] = []
     required = _required(caller, tables, chosen, paths)
     for (path, value), is_required in zip(paths, required):
-        if isinstance(argnums, int):
-            name = names[0] + jax.tree_util.keystr(path)
-        else:
-            name = names[path[0].idx] + jax.tree_util.keystr(path[1:])
+        name = name_of(path)
         if isinstance(value, SelectedRows):
             inputs.append(value.rows)
             leaves.append(Leaf(name, value, is_required, len(inputs)))
@@ -110,7 +132,9 @@ def trace_call(
     def flat(*xs):
         nonlocal aux_tree
         values = [
-            SelectedRows.tree_unflatten(leaf.value.height, xs[leaf.position - 1 :][:2])
+            SelectedRows.tree_unflatten(
+                leaf.value.tree_flatten()[1], xs[leaf.position - 1 :][:2]
+            )
             if isinstance(leaf.value, SelectedRows)
             else xs[leaf.position]
             for leaf in leaves
@@ -141,21 +165,42 @@ def trace_call(
 # -- arguments -------------------------------------------------------------------------
 
 
-def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
-    numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-    for i in numbers:
+def check_fun(caller: str, fun: Any, argnums: Any = 0, has_aux: Any = False) -> None:
+    """Raises unless these describe a function: before it is called, and traced."""
+    right = f"Write {caller}(loss_fn)(params, batch)"
+    if not callable(fun):
+        raise TypeError(
+            f"{caller}: fun must be a function, got {_arguments.kind_of(fun)}. {right}"
+            ", with the function itself first, and its arguments in a second call."
+        )
+    for i in argnums if isinstance(argnums, (tuple, list)) else (argnums,):
         if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
             raise TypeError(
                 f"{caller}: argnums must be an int or a tuple of ints, got "
-                f"{_arguments.show(argnums)}."
+                f"{_arguments.show(argnums)}. {right} if these are arguments of the "
+                "function: they come in a second call."
             )
+    _arguments.check_bool(caller, "has_aux", has_aux)
+
+
+def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
+    numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    for i in numbers:
         if not -count <= i < count:
-            raise ValueError(
+            error = TypeError if i >= 0 else ValueError  # as JAX
+            raise error(
                 f"{caller}: argnums={argnums!r} needs at least "
                 f"{i + 1 if i >= 0 else -i} positional argument(s), got {count}. "
                 "Differentiated arguments must be passed by position."
             )
-    return tuple(int(i) % count for i in numbers)
+    numbers = tuple(int(i) % count for i in numbers)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"{caller}: argnums={argnums!r} names an argument more than once, of "
+            f"{count} positional argument(s). Name each once; its gradient can be used "
+            "in several places."
+        )
+    return numbers
 
 
 def _argument_names(fun: Callable, numbers: Sequence[int]) -> list[str]:
@@ -175,7 +220,7 @@ def _required(
     caller: str, tables: Any, chosen: Any, paths: Sequence[Any]
 ) -> list[bool | None]:
     """What `tables=` says of each leaf: True, False or None."""
-    if callable(tables):
+    if _arguments.is_predicate(tables, chosen):
         return [bool(tables(path, leaf)) for path, leaf in paths]
     required: list[Any] = []
 
@@ -200,6 +245,17 @@ def _required(
                 f"callable(path, leaf) -> bool, got {_arguments.show(value)}."
             )
     return required
+
+
+def _check_not_quantized(caller: str, chosen: Any, name_of: Callable) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(chosen, is_leaf=is_quantized):
+        if is_quantized(leaf):
+            name = name_of(path)
+            raise TypeError(
+                f"{caller}: {name} is a QuantizedTable, whose integers have no "
+                "gradient. Pass it in an argument that is not in argnums. To train it, "
+                f"pass the rows that are read in its place: {name}.pull(ids)."
+            )
 
 
 def _check_differentiable(caller: str, name: str, value: Any) -> None:
@@ -230,8 +286,8 @@ def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
                 f"got {_arguments.kind_of(out)}{length}."
             )
         out, aux = out
-    try:
-        loss = jnp.asarray(out)
+    try:  # a list of numbers is not an array
+        loss = None if isinstance(out, (list, tuple)) else jnp.asarray(out)
     except (TypeError, ValueError):
         loss = None
     if loss is None or jnp.shape(loss) != () or is_selected_rows(out):

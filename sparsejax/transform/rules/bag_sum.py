@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from sparsejax._lookup.bag_sum import bag_sum, bag_sum_p, row_cotangents
 from sparsejax._rows import indexing
-from sparsejax.transform.interpreter import RuleContext, register_rule
+from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
 from sparsejax.transform.table import TableRef
 
 
-@register_rule(bag_sum_p)
+@register_rule_of_stacks(bag_sum_p)
 def _bag_sum_rule(
     ctx: RuleContext,
     ref: Any,
@@ -26,22 +26,24 @@ def _bag_sum_rule(
     weighted: bool,
     num_bags: int,
     indices_are_sorted: bool,
+    bits: int | None,
 ) -> Any:
     if not isinstance(ref, TableRef) or any(isinstance(x, TableRef) for x in rest):
         return NotImplemented  # the weights are a table
+    assert bits is None  # codes are no floats
     weights = rest[-1] if weighted else None
     segment_ids = rest[0] if segmented else None
     add = functools.partial(bag_sum, indices_are_sorted=indices_are_sorted)
-    if not ref.steps:
+    if not ref.steps and ref.has_all_rows:
         out = add(ref.array, ids, weights, segment_ids, num_bags)
         transpose = functools.partial(
             row_cotangents, segmented=segmented, weighted=weighted
         )
         return ctx.combine(ref, ids, out, transpose, ids, *rest)
-    if ref.row_axis != 0:
+    if ref.row_axes != (0,):
         return NotImplemented
     # The rows of any other view are computed first, and are then a small table.
-    rows = ctx.read(ref, ids).reshape(-1, *ref.content)
+    rows = indexing.merge_axes(ctx.read(ref, ids, drop=False), ids.ndim)
     positions = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
     positions = jnp.where(indexing.in_range(ids, ref.height), positions, ids.size)
     return add(rows, positions, weights, segment_ids, num_bags)

@@ -11,12 +11,12 @@ from jax import lax
 
 from sparsejax import _compat
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import RuleContext, register_rule
+from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
 from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef
 
 
-@register_rule(p.jit_p)
+@register_rule_of_stacks(p.jit_p)
 def _jit_rule(
     ctx: RuleContext,
     *inputs: Any,
@@ -44,18 +44,20 @@ def _constrain(xs: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     return [one(x, s) for x, s in zip(xs, [*shardings, *pad])]
 
 
-@register_rule("closed_call", "core_call")
+@register_rule_of_stacks("closed_call", "core_call")
 def _call_rule(ctx: RuleContext, *inputs: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
     return ctx.walk(call_jaxpr, inputs)
 
 
-@register_flow(p.jit_p, p.remat_p, "closed_call", "core_call", _compat.shard_map_p)
+@register_flow(
+    p.jit_p, _compat.remat_p, "closed_call", "core_call", _compat.shard_map_p
+)
 def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
     jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
     return liveness.inputs(_compat.open_jaxpr(jaxpr)[0], out)
 
 
-@register_rule(p.custom_jvp_call_p, p.custom_vjp_call_p)
+@register_rule_of_stacks(p.custom_jvp_call_p, p.custom_vjp_call_p)
 def _custom_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     # The user's derivative is written for the whole table; a walk of the body would
     # differentiate the body instead.

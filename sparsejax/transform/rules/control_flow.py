@@ -14,7 +14,12 @@ from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import Reads, RuleContext, Site, register_rule
+from sparsejax.transform.interpreter import (
+    Reads,
+    RuleContext,
+    Site,
+    register_rule_of_stacks,
+)
 from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef, replicate, reshard, vary
 
@@ -25,38 +30,45 @@ _RETURNED = "returns it whole"
 # -- checkpoint ------------------------------------------------------------------------
 
 
-@register_rule(p.remat_p)
+@register_rule_of_stacks(_compat.remat_p)
 def _checkpoint_rule(
     ctx: RuleContext, *inputs: Any, jaxpr: Any, prevent_cse: Any, policy: Any, **_: Any
 ) -> list[Any]:
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
     body_sites = ctx.run.bodies.get(ctx.path, ())
     found: list[Site] = []
+    views: list[Any] = []
 
     def run(arrays, deltas):
         full = _merge(inputs, places, arrays)
         reads = ctx.reads.of_body(deltas)
         outs = ctx.walk(jaxpr, full, reads)
         found[:] = reads.sites
-        outs = [ctx.dense(o, _RETURNED, live) for o, live in zip(outs, ctx.live)]
-        return outs, reads.ids
+        # Of a view only the operands are arrays of the body.
+        views[:] = [o if isinstance(o, TableRef) else None for o in outs]
+        return [v.operands if v else o for o, v in zip(outs, views)], reads.ids
 
     rebuilt = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
     outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(body_sites)))
     ctx.run.bodies[ctx.path] = tuple(found)
     ctx.reads.add(found, ids)
-    return outs
+    return [v.with_operands(o) if v else o for o, v in zip(outs, views)]
 
 
 # -- scan ------------------------------------------------------------------------------
 
 
-@register_rule(p.scan_p)
+@register_rule_of_stacks(p.scan_p)
 def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     body, _ = _compat.open_jaxpr(params["jaxpr"])
     length, (n_consts, n_carry) = params["length"], _compat.scan_split(params)
     consts, carry = inputs[:n_consts], list(inputs[n_consts : n_consts + n_carry])
-    xs = [ctx.dense(x, "is looped over") for x in inputs[n_consts + n_carry :]]
+    xs = list(inputs[n_consts + n_carry :])
+    stacks = {i: x for i, x in enumerate(xs) if _is_stack(x)}
+    for i, x in enumerate(xs):
+        # The loop is over the numbers of the tables in a stack.
+        numbered = i in stacks
+        xs[i] = jnp.arange(length) if numbered else ctx.dense(x, "is looped over")
     into, out_of = body.invars[n_consts : n_consts + n_carry], body.outvars[:n_carry]
     for i, (c, a, b) in enumerate(zip(carry, into, out_of)):
         if isinstance(c, TableRef) and a is not b:
@@ -69,6 +81,7 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
 
     def step(changing, x):
         x, deltas = x
+        x = [stacks[i].one(k) if i in stacks else k for i, k in enumerate(x)]
         reads = ctx.reads.of_body(deltas)
         args = [*consts, *_merge(carry, places, changing), *x]
         outs = ctx.walk(params["jaxpr"], args, reads, live=live)
@@ -79,17 +92,23 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
         ]
         return [outs[i] for i in places], (outs[n_carry:], reads.ids)
 
+    xs = xs, ctx.reads.take(len(body_sites))
     changing, (ys, ids) = lax.scan(
         step,
         [carry[i] for i in places],
-        (xs, ctx.reads.take(len(body_sites))),
-        length=length,
+        xs,
+        # A symbolic length, in an export, must come from the arrays.
+        length=None if jax.tree.leaves(xs) else length,
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
     ctx.run.bodies[ctx.path] = tuple(found)
     ctx.reads.add([s.in_loop(length) for s in found], ids)
     return [*_merge(carry, places, changing), *ys]
+
+
+def _is_stack(x: Any) -> bool:
+    return isinstance(x, TableRef) and x.stack_axis == 0
 
 
 @register_flow(p.scan_p)
@@ -116,7 +135,7 @@ def _loop_liveness(
 # -- cond and switch -------------------------------------------------------------------
 
 
-@register_rule(p.cond_p)
+@register_rule_of_stacks(p.cond_p)
 def _cond_rule(
     ctx: RuleContext, index: Any, *operands: Any, branches: Sequence[Any], **_: Any
 ) -> list[Any]:
@@ -158,7 +177,8 @@ def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
         for site in sites:
             total[site.table] = total.get(site.table, 0) + site.num_rows
             seen = result.get(site.table, site._replace(lead=(0,), spec=()))
-            size = max(seen.num_rows, total[site.table])
+            # Numbers of rows may be symbolic, in an export.
+            size = _compat.max_dim(seen.num_rows, total[site.table])
             axes = seen.axes | site.axes
             result[site.table] = seen._replace(lead=(size,), axes=axes)
     return [result[table] for table in sorted(result)]

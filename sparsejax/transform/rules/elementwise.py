@@ -4,6 +4,8 @@ They pass the table on: a row of the result depends on that row of the table alo
 the arithmetic is done later, on the rows that are read.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +16,9 @@ from jax import lax
 
 from sparsejax import _compat
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import RuleContext, register_rule
+from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
 from sparsejax.transform.liveness import register_flow
-from sparsejax.transform.table import TableRef, vary
+from sparsejax.transform.table import TableRef, vary, without
 
 
 # -- one operand -----------------------------------------------------------------------
@@ -26,12 +28,12 @@ _ELEMENTWISE = (
     p.ceil_p, p.convert_element_type_p, p.cos_p, p.cosh_p, p.erf_p, p.erfc_p,
     p.erf_inv_p,
     p.exp_p, p.exp2_p, p.expm1_p, p.floor_p, p.integer_pow_p, p.is_finite_p, p.log_p,
-    p.log1p_p, p.logistic_p, p.name_p, p.neg_p, p.reduce_precision_p, p.round_p,
+    p.log1p_p, p.logistic_p, _compat.name_p, p.neg_p, p.reduce_precision_p, p.round_p,
     p.rsqrt_p, p.sign_p, p.sin_p, p.sinh_p, p.sqrt_p, p.square_p, p.tan_p, p.tanh_p,
 )  # fmt: skip
 
 
-@register_rule(*_ELEMENTWISE)
+@register_rule_of_stacks(*_ELEMENTWISE)
 def _elementwise_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     # A cast of the table becomes a cast of the rows: flax's Embed(dtype=bfloat16) casts
     # all V rows before it looks up a few.
@@ -40,13 +42,22 @@ def _elementwise_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     return ref.then(lambda rows: primitive.bind(rows, **params), dtype=dtype)
 
 
-@register_rule(p.copy_p, p.sharding_constraint_p)
+@register_rule_of_stacks(p.copy_p, p.sharding_constraint_p)
 def _identity_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     del ctx, params
     return ref
 
 
-@register_rule(p.device_put_p, "optimization_barrier")
+@register_rule_of_stacks("reshard")
+def _reshard_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
+    # jax 0.8 writes one before each argument of a shard_map; most of them move nothing.
+    # A table that does move is an array of its own.
+    del params
+    before, after = (v.aval.sharding for v in (*ctx.eqn.invars, *ctx.eqn.outvars))
+    return ref if before == after else NotImplemented
+
+
+@register_rule_of_stacks(p.device_put_p, "optimization_barrier")
 def _identities_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     del params
     arrays = [x for x in inputs if not isinstance(x, TableRef)]
@@ -58,7 +69,7 @@ def _identities_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     return [x if isinstance(x, TableRef) else next(rest) for x in inputs]
 
 
-@register_rule(p.stop_gradient_p)
+@register_rule_of_stacks(p.stop_gradient_p)
 def _stop_gradient_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     del ctx, params
     return ref.then(lax.stop_gradient, stopped=True)
@@ -70,42 +81,64 @@ def _stop_gradient_flow(liveness: Any, eqn: Any, out: Any) -> Sequence[bool]:
     return (False,) * len(eqn.invars)
 
 
-@register_rule(_compat.pvary_p)
-def _pvary_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
+@register_rule_of_stacks(_compat.pvary_p)
+def _pvary_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     # shard_map marks a replicated table as varying before varying ids read it.
-    del ctx
     axes = frozenset(params["axes"])
-    return ref.then(lambda rows: vary(rows, axes))
+    mark = functools.partial(vary, axes=axes)
+    outs = [x.then(mark) if isinstance(x, TableRef) else mark(x) for x in inputs]
+    # Up to jax 0.9 one equation marks several arrays.
+    return outs if ctx.eqn.primitive.multiple_results else outs[0]
 
 
-# -- two operands, one of them the same for all rows -----------------------------------
+# -- two operands: one is the same for all rows, or both are views of one table --------
 
 
-@register_rule(p.mul_p, p.div_p, p.add_p, p.sub_p, p.max_p, p.min_p)
+@register_rule_of_stacks(
+    p.mul_p, p.div_p, p.add_p, p.sub_p, p.max_p, p.min_p, p.pow_p, p.rem_p, p.atan2_p
+)
 def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
     left = isinstance(x, TableRef)
-    ref, position = (x, 1) if left else (y, 0)
-    other = _same_for_all_rows(ctx, ref, y if left else x, position)
-    if other is None:
-        return NotImplemented
-    primitive = ctx.eqn.primitive
+    ref, other, position = (x, y, 1) if left else (y, x, 0)
+    out, axes = ctx.eqn.outvars[0].aval, ref.row_axes
+    if any(out.shape[axis] != ref.shape[axis] for axis in axes):
+        return NotImplemented  # one row, broadcast to many
+    changes = dict(shape=tuple(out.shape), dtype=out.dtype)
+    content = without(out.shape, axes)
 
-    def fn(rows, other):
-        other = jnp.broadcast_to(other, rows.shape) if other.ndim else other
+    def bind(rows, other):
+        # Either may be broadcast to the content of the other one.
+        if other.ndim:
+            shape = np.broadcast_shapes(rows.shape[1:], other.shape[1:])
+            rows = jnp.broadcast_to(rows, rows.shape[:1] + shape)
+            other = jnp.broadcast_to(other, rows.shape)
         other = vary(other, _compat.varying_axes(rows))
-        return primitive.bind(*((rows, other) if left else (other, rows)), **params)
+        args = (rows, other) if left else (other, rows)
+        rows = ctx.eqn.primitive.bind(*args, **params)
+        return jnp.broadcast_to(rows, rows.shape[:1] + content)
 
-    return ref.then(fn, other, dtype=ctx.eqn.outvars[0].aval.dtype)
+    if isinstance(other, TableRef):
+        same = (other.index, other.row_axes) == (ref.index, axes)
+        if not same or other.first is not ref.first:
+            return NotImplemented
+        table = dataclasses.replace(ref, steps=())
+        both = lambda rows, mine, its: bind(
+            ref.with_operands(mine).view(rows), other.with_operands(its).view(rows)
+        )
+        changes |= dict(stopped=ref.stopped and other.stopped)
+        return table.then(both, ref.operands, other.operands, **changes)
+    other = _same_for_all_rows(ctx, ref, other, position)
+    return NotImplemented if other is None else ref.then(bind, other, **changes)
 
 
 def _same_for_all_rows(
     ctx: RuleContext, ref: TableRef, other: Any, position: int
 ) -> jax.Array | None:
-    """`other` as `()` or `[1, *content]` if it is the same for every row, else None."""
-    if isinstance(other, TableRef):
-        return None
+    """`other` as `()` or `[1, ...]` if it is the same for every row, else None."""
     if np.ndim(other) == 0:
         return jnp.asarray(other)
+    if all(np.shape(other)[axis] == 1 for axis in ref.row_axes):
+        return jnp.reshape(other, (1, *without(np.shape(other), ref.row_axes)))
     producer = ctx.producer(position)
     if producer is None or producer[0].primitive is not p.broadcast_in_dim_p:
         return None
@@ -118,6 +151,6 @@ def _same_for_all_rows(
         return source
     for size, d in zip(source.shape, along):
         shape[d] = size
-    if shape[ref.row_axis] != 1:
+    if any(shape[axis] != 1 for axis in ref.row_axes):
         return None
-    return jnp.moveaxis(source.reshape(shape), ref.row_axis, 0)
+    return source.reshape(1, *without(shape, ref.row_axes))

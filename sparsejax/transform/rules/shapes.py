@@ -1,48 +1,57 @@
 """Rules for transpose, reshape, squeeze and broadcast: rows stay whole."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import RuleContext, register_rule
+from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
+from sparsejax.transform.table import without
 
 
-@register_rule(p.transpose_p)
+@register_rule_of_stacks(p.transpose_p)
 def _transpose_rule(ctx: RuleContext, ref: Any, *, permutation: Any) -> Any:
     del ctx
-    axis = permutation.index(ref.row_axis)
-    content = [d - (d > ref.row_axis) for d in permutation if d != ref.row_axis]
-    order = (0, *(d + 1 for d in content))
-    shape = tuple(ref.shape[d] for d in permutation)
-    return ref.then(lambda rows: lax.transpose(rows, order), shape=shape, row_axis=axis)
+    content = [d for d in range(ref.ndim) if d not in ref.row_axes]
+    order = (0, *(content.index(d) + 1 for d in permutation if d in content))
+    return ref.then(
+        lambda rows: lax.transpose(rows, order),
+        shape=tuple(ref.shape[d] for d in permutation),
+        **_at([permutation.index(axis) for axis in ref.row_axes]),
+    )
 
 
-@register_rule(p.reshape_p, p.squeeze_p)
+@register_rule_of_stacks(p.reshape_p, p.squeeze_p)
 def _reshape_rule(ctx: RuleContext, ref: Any, *dynamic: Any, **params: Any) -> Any:
     if dynamic or params.get("dimensions") and ctx.eqn.primitive is p.reshape_p:
         return NotImplemented
     shape = tuple(ctx.eqn.outvars[0].aval.shape)
-    before = math.prod(ref.shape[: ref.row_axis])
-    # Rows stay whole if some axis of the result still runs over them, with as much of
-    # the content in front of it as before.
-    axes = [
-        axis
-        for axis, size in enumerate(shape)
-        if size == ref.height and math.prod(shape[:axis]) == before
+    start, *rest = ref.row_axes
+    if rest and rest != [start + 1]:
+        return NotImplemented  # the rows of a stack are not in order
+    before = math.prod(ref.shape[:start])
+    # Rows stay whole if one axis of the result, or two for a stack, still run over
+    # them, with as much of the content in front as before.
+    found = [
+        range(axis, axis + count)
+        for count in (1, 2)
+        for axis in range(len(shape) - count + 1)
+        if math.prod(shape[axis : axis + count]) == ref.height
+        and math.prod(shape[:axis]) == before
     ]
-    if not axes:
+    if not found:
         return NotImplemented
-    content = shape[: axes[0]] + shape[axes[0] + 1 :]
+    content = without(shape, found[0])
     return ref.then(
         lambda rows: rows.reshape(rows.shape[:1] + content),
         shape=shape,
-        row_axis=axes[0],
+        **_at(found[0]),
     )
 
 
-@register_rule(p.broadcast_in_dim_p)
+@register_rule_of_stacks(p.broadcast_in_dim_p)
 def _broadcast_rule(
     ctx: RuleContext,
     ref: Any,
@@ -52,15 +61,23 @@ def _broadcast_rule(
     **_,
 ) -> Any:
     del ctx
-    axis = int(broadcast_dimensions[ref.row_axis])
-    if dynamic or shape[axis] != ref.height:
-        return NotImplemented
     along = [int(d) for d in broadcast_dimensions]
-    content = tuple(size for d, size in enumerate(shape) if d != axis)
+    axes = [along[axis] for axis in ref.row_axes]
+    # A table of one row may be broadcast to many.
+    if dynamic or any(shape[along[a]] != ref.shape[a] for a in ref.row_axes):
+        return NotImplemented
+    content = without(shape, axes)
     # A row function has the rows on its first axis; the other axes keep their order.
-    places = tuple(d + (d < axis) for k, d in enumerate(along) if k != ref.row_axis)
+    rest = [d for d in range(len(shape)) if d not in axes]
+    places = tuple(rest.index(d) + 1 for d in along if d in rest)
     return ref.then(
         lambda rows: lax.broadcast_in_dim(rows, rows.shape[:1] + content, (0, *places)),
         shape=tuple(shape),
-        row_axis=axis,
+        **_at(axes),
     )
+
+
+def _at(axes: Sequence[int]) -> dict[str, Any]:
+    """The fields of a view whose rows run over these axes."""
+    *stack, axis = axes
+    return dict(stack_axis=stack[0] if stack else None, row_axis=axis)

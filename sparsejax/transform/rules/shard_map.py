@@ -15,11 +15,11 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from sparsejax import _compat
-from sparsejax.transform.interpreter import RuleContext, Site, register_rule
-from sparsejax.transform.table import RowFunction, TableRef, vary
+from sparsejax.transform.interpreter import RuleContext, Site, register_rule_of_stacks
+from sparsejax.transform.table import TableRef, vary
 
 
-@register_rule(_compat.shard_map_p)
+@register_rule_of_stacks(_compat.shard_map_p)
 def _shard_map_rule(
     ctx: RuleContext,
     *inputs: Any,
@@ -28,12 +28,11 @@ def _shard_map_rule(
     in_specs: Sequence[Any],
     out_specs: Sequence[Any],
     check_vma: bool,
-    newly_manual_axes: frozenset,
-    **_: Any,
+    **others: Any,
 ) -> list[Any]:
-    manual = frozenset(newly_manual_axes)
+    manual = _compat.manual_axes(others)
     inputs = tuple(
-        x if _is_replicated(spec) else ctx.dense(x, "splits it over devices")
+        x if _is_replicated(spec, x) else ctx.dense(x, "splits it over devices")
         for x, spec in zip(inputs, in_specs)
     )
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
@@ -43,7 +42,11 @@ def _shard_map_rule(
     found: list[Site] = []
 
     def run(arrays, packed, deltas):
-        tables = iter([_unpack(ref, *new) for ref, new in zip(refs, packed)])
+        # The body must not close over arrays.
+        tables = iter(
+            dataclasses.replace(ref.with_operands(operands), array=array)
+            for ref, (array, operands) in zip(refs, packed)
+        )
         rest = iter(arrays)
         args = [next(tables if isinstance(x, TableRef) else rest) for x in inputs]
         pairs = zip(deltas, body_sites)
@@ -57,10 +60,7 @@ def _shard_map_rule(
         outs = [ctx.dense(o, "returns it", live) for o, live in zip(outs, ctx.live)]
         return outs, ids
 
-    deltas = [
-        delta.reshape((-1, *delta.shape[1:]))
-        for delta in ctx.reads.take(len(body_sites))
-    ]
+    deltas = ctx.reads.take(len(body_sites))  # their first axis is split over devices
     outs, ids = jax.shard_map(
         run,
         mesh=mesh,
@@ -68,7 +68,7 @@ def _shard_map_rule(
         out_specs=(list(out_specs), specs),
         axis_names=manual,
         check_vma=check_vma,
-    )([inputs[i] for i in places], [_pack(ref) for ref in refs], deltas)
+    )([inputs[i] for i in places], [(r.array, r.operands) for r in refs], deltas)
     ctx.run.bodies[ctx.path] = tuple(found)
     ctx.reads.add([_from_outside(site, mesh, manual) for site in found], ids)
     return outs
@@ -89,16 +89,5 @@ def _from_outside(site: Site, mesh: Any, manual: frozenset) -> Site:
     )
 
 
-def _is_replicated(spec: Any) -> bool:
+def _is_replicated(spec: Any, x: Any) -> bool:
     return all(part is None for part in spec)
-
-
-def _pack(ref: TableRef) -> Any:
-    """The arrays of a ref: a `shard_map` body must not close over them."""
-    return ref.array, [step.operands for step in ref.steps]
-
-
-def _unpack(ref: TableRef, array: Any, operands: Sequence[Any]) -> TableRef:
-    """`ref` with its arrays replaced by those passed into the body."""
-    steps = tuple(RowFunction(s.fn, tuple(o)) for s, o in zip(ref.steps, operands))
-    return dataclasses.replace(ref, array=array, steps=steps)

@@ -1,0 +1,108 @@
+"""Random programs and optimizers, see `fuzz.py`, and short ones that once failed."""
+
+import pytest
+
+import fuzz_chains
+import sparsejax as sj
+from fuzz import search
+from fuzz_programs import arguments, check, loss_of
+
+
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+
+SCALED = ("binary", 0, 2, 1)  # t * w
+ROWS, FAR = ("lookup_rows", 0, 0, 0), ("lookup_rows", 0, 0, 1)
+
+# A program, and how its gradient was taken when it differed from JAX's, or raised.
+CASES = {
+    "every_row_with_every_vector": (("outer", 0, 1, 1),),
+    "every_row_with_rows": (ROWS, ("outer", 1, 1, 0), ROWS),
+    "scaled_out_of_range": (SCALED, FAR),
+    "vmapped_scale": (("vmap_values", 0, 1, 0, (("binary", 0, 2, 5), ROWS)),),
+    "vmapped_scale_and_ids": (("vmap_values", 0, 0, 0, (("binary", 0, 2, 5), ROWS)),),
+    "checkpoint_returns_the_table": (("checkpoint", 0, 0, 1, (ROWS,)), FAR),
+    "checkpoint_returns_a_view": (("checkpoint", 0, 0, 0, (ROWS, SCALED)), FAR),
+    "jit_returns_the_table": (("jit", 0, 0, 1, (ROWS,)), FAR),
+    "scan_returns_the_table": (("scan", 0, 0, 1, (ROWS,)), FAR),
+    "cond_returns_the_table": (("cond", 0, 0, 1, (ROWS,)), FAR),
+    "stack": (("stack", 0, 0, 0), ("read_stack", 0, 0, 0), ("read_stack", 0, 3, 1)),
+    "vmapped_stack": (("stack", 0, 0, 0), ("vmap_stack", 0, 0, 0, (FAR,))),
+    "scanned_stack": (("stack", 0, 0, 0), ("scan_over", 0, 0, 0, (SCALED, ROWS))),
+}
+DENSE = {"every_row_with_every_vector"}  # no rows are read
+QUICK = {
+    "scaled_out_of_range": ("eager", "forward_over_reverse"),
+    "vmapped_scale_and_ids": ("eager",),
+    "checkpoint_returns_a_view": ("eager",),
+}
+
+
+# Chains of transformations, how they were run, and what is right.
+CHAINS = {
+    "state_of_python_numbers": (
+        (("scale_by_optimistic_gradient", 0),),
+        "accumulated",
+        "compared",
+    ),
+    "refused_beside_a_schedule": (
+        (("inject_hyperparams", 1, (("clip", 0),)), ("prodigy()", 0)),
+        "jitted",
+        "refused",
+    ),
+    "coordinates_mixed_after_moments": (
+        (("scale_by_adam", 0), ("centralize", 0)),
+        "exact",
+        "refused",
+    ),
+    "coordinates_mixed_before_moments": (
+        (("centralize", 0), ("trace", 0)),
+        "exact",
+        "compared",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_programs_that_failed(name):
+    """What raised did so while it was traced, and that is quick."""
+    for how in ("traced", *QUICK.get(name, ())):
+        assert check(CASES[name], how) == "compared"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_are_sparse(name, x64):
+    found = sj.explain(loss_of(CASES[name]), tables=True)(*arguments())["t"]
+    assert found.sparse and bool(found.rows_read) != (name in DENSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["eager", "required", "second_order", "vmapped"])
+@pytest.mark.parametrize("name", CASES)
+def test_programs_that_failed_in_every_way(name, how):
+    assert check(CASES[name], how) == "compared"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_that_failed(name):
+    chain, how, found = CHAINS[name]
+    assert fuzz_chains.check(chain, how) == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_programs(seed):
+    _search("programs", seed, 20)
+
+
+@pytest.mark.slow
+def test_random_chains():
+    _search("chains", 0, 12)
+
+
+def _search(kind, seed, examples):
+    counts, failure = search(kind, seed, examples)
+    assert not failure, f"{failure[1]}: {failure[0]}"
+    # Most are ones that JAX, or optax, accepts.
+    compared = sum(n for (_, what), n in counts.items() if what == "compared")
+    assert compared > 0.5 * examples, counts

@@ -1,0 +1,370 @@
+"""K tables in one array, `[K * V, D]` or `[K, V, D]`, read by two numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import sparsejax as sj
+from helpers import assert_no_dense, slow_but
+from sparsejax.transform import interpreter
+
+
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+
+K, V, D = 3, 37, 4
+IDS, FAR = np.array([3, 1, 3]), np.array([3, -1, 500, 36, -40])
+EACH = np.stack([IDS, IDS + 1, IDS * 11])  # ids for each of the tables
+
+# A program of the stack, and how many rows it reads.
+PROGRAMS = {
+    "number_and_ids": (lambda t: t[2, IDS], 3),
+    "numbers_and_ids": (lambda t: t[jnp.array([0, 1, 7]), IDS], 3),
+    "out_of_range": (lambda t: t[2, FAR], 5),
+    "one_table": (lambda t: t[1][FAR], 5),
+    "last_table": (lambda t: t[-1][IDS], 3),
+    "dynamic_table": (lambda t: t[jnp.array(5)][FAR], 5),
+    "take": (lambda t: jnp.take(t[1], FAR, axis=0, fill_value=0.5), 5),
+    "all_tables": (lambda t: t[:, IDS], 9),
+    "some_tables": (lambda t: t[1:3][:, FAR], 10),
+    "every_other_table": (lambda t: t[::2, 3], 2),
+    "block": (lambda t: t[1:3, 2:6], 8),
+    "dynamic_block": (
+        lambda t: lax.dynamic_slice(t, (1, jnp.array(90), 0), (2, 3, D)),
+        6,
+    ),
+    "vmap": (lambda t: jax.vmap(lambda a, i: a[i])(t, EACH), 9),
+    "vmap_same_ids": (lambda t: jax.vmap(lambda a: a[FAR])(t), 15),
+    "vmap_take": (
+        lambda t: jax.vmap(lambda a, i: jnp.take(a, i, 0, mode="clip"))(t, EACH),
+        9,
+    ),
+    "vmap_twice": (
+        lambda t: jax.vmap(jax.vmap(lambda a, i: a[i], (None, 0)))(t, EACH),
+        9,
+    ),
+    "vmap_another_axis": (
+        lambda t: jax.vmap(lambda a, i: a[i], (1, 0))(jnp.swapaxes(t, 0, 1), EACH),
+        9,
+    ),
+    "vmap_lookup": (
+        lambda t: jax.vmap(lambda a, i: sj.lookup(a, i, mode="zero"))(t, EACH),
+        9,
+    ),
+    "vmap_bag": (
+        lambda t: jax.vmap(lambda a, i: sj.embedding_bag(a, i[None], mode="zero"))(
+            t, EACH
+        ),
+        9,
+    ),
+    "scan": (lambda t: lax.scan(lambda c, a: (c, a[FAR]), 0.0, t)[1], 15),
+    "scan_reverse": (
+        lambda t: lax.scan(
+            lambda c, x: (jnp.tanh(c + jnp.sum((2.0 * x[0])[x[1]])), c),
+            jnp.zeros(()),
+            (t, EACH),
+            reverse=True,
+        )[1],
+        9,
+    ),
+    "scan_checkpoint": (
+        lambda t: lax.scan(
+            jax.checkpoint(lambda c, x: (c + jnp.sum(jnp.sin(x[0][x[1]])), None)),
+            jnp.zeros(()),
+            (t.astype(jnp.float64), EACH),
+        )[0],
+        9,
+    ),
+    "scan_bag": (
+        lambda t: lax.scan(
+            lambda c, x: (c, sj.embedding_bag(x[0], x[1][None], mode="clip")),
+            0.0,
+            (t, EACH),
+        )[1],
+        9,
+    ),
+    "loop": (
+        lambda t: lax.fori_loop(
+            0, K, lambda k, c: c + jnp.sin(t[k][IDS]), jnp.zeros((3, D))
+        ),
+        9,
+    ),
+    "branch": (
+        lambda t: lax.cond(jnp.array(3) > 2, lambda: t[1, IDS], lambda: t[2, :3]),
+        3,
+    ),
+    "returned_by_checkpoint": (
+        lambda t: jax.checkpoint(lambda t: (t[1], t[2, IDS]))(t)[0][IDS + 1],
+        3,
+    ),
+    "transposed": (lambda t: t.T[:, IDS, 2], 3),
+    "back_to_one": (lambda t: t.reshape(K * V, D)[FAR], 5),
+    "split_otherwise": (lambda t: t.reshape(V, K, 2, 2)[IDS, 2], 3),
+    "row_functions": (lambda t: ((t + jnp.arange(4.0)) * jnp.tanh(t))[2, FAR], 5),
+    "outer": (lambda t: (t[0, IDS][:, None] - t[2])[:, IDS], 6),
+}
+
+# Whole tables of the stack, or numbers of each table, are not rows.
+DENSE = {
+    "sum_of_a_table": lambda t: jnp.sum(t[1] ** 2),
+    "number_of_a_table": lambda t: (t * jnp.arange(3.0)[:, None, None])[1, IDS],
+    "columns": lambda t: t[1, IDS, :2],
+    "sum_of_tables": lambda t: jnp.sum(t, axis=0)[IDS],
+}
+
+
+def _table():
+    return jax.random.normal(jax.random.key(0), (K * V, D), jnp.float64)
+
+
+def _loss(read):
+    return lambda table: jnp.sum(jnp.sin(read(table.reshape(K, V, D))))
+
+
+def _close(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+QUICK = ["out_of_range", "dynamic_table", "some_tables", "vmap", "scan_checkpoint"]
+
+
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
+def test_equals_jax_grad(name, x64):
+    read, rows = PROGRAMS[name]
+    loss, table = _loss(read), _table()
+
+    def second(grad):
+        norm = lambda t: jnp.sum(jnp.sin(grad(t)))
+        return jax.grad(norm)(table)
+
+    @jax.jit
+    def run(table):
+        sparse = lambda t: sj.grad(loss, tables=True)(t).to_dense()
+        tables = jnp.stack([table, -table])
+        return (
+            sj.grad(loss, tables=True)(table),
+            (sparse(table), jax.grad(loss)(table)),
+            (jax.vmap(sparse)(tables), jax.vmap(jax.grad(loss))(tables)),
+            second(sparse),
+        )
+
+    g, *pairs, twice = run(table)
+    assert isinstance(g, sj.SelectedRows)
+    for found, want in pairs:
+        _close(found, want)
+    # Outside jit: jaxlib 0.7.2 compiles this one of jax.grad to other numbers.
+    _close(twice, second(jax.grad(loss)))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_reads_rows_only(name, x64):
+    read, rows = PROGRAMS[name]
+    loss = _loss(read)
+    found = sj.explain(loss)(_table())["table"]
+    assert found.rows_read == rows and found.sparse, found.reason
+    assert_no_dense(sj.value_and_grad(loss), _table())
+
+
+# -- the parameter is the stack --------------------------------------------------------
+
+
+def _stack():
+    return _table().reshape(K, V, D)
+
+
+def _as_param(read):
+    return lambda stack: jnp.sum(jnp.sin(read(stack)))
+
+
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
+def test_a_stack_as_a_parameter_reads_rows_only(name, x64):
+    read, rows = PROGRAMS[name]
+    found = sj.explain(_as_param(read))(_stack())["stack"]
+    assert found.rows_read == rows and found.sparse, found.reason
+    # A reshape of the whole stack is free, in a compiled program.
+    program = sj.value_and_grad(_as_param(read))
+    assert_no_dense(program, _stack(), allow=["reshape"], heights=[V, K * V])
+    g = jax.eval_shape(sj.grad(_as_param(read)), _stack())
+    assert (g.shape, g.stack, g.height) == ((K, V, D), (K,), K * V)
+    assert g.capacity == rows
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(list(PROGRAMS), marks=pytest.mark.slow)]
+)
+def test_a_stack_as_a_parameter_equals_jax_grad(names, x64):
+    losses = [_as_param(PROGRAMS[name][0]) for name in names]
+
+    @jax.jit
+    def run(stack):
+        sparse = [sj.grad(loss)(stack).to_dense() for loss in losses]
+        return sparse, [jax.grad(loss)(stack) for loss in losses]
+
+    @jax.jit
+    def run_on_both(stack):  # under vmap, and differentiated again
+        stacks = jnp.stack([stack, -stack])
+        of = lambda grad: (
+            jax.vmap(grad(losses[0]))(stacks),
+            jax.grad(lambda s: jnp.sum(jnp.sin(grad(losses[0])(s))))(stack),
+        )
+        return of(lambda loss: lambda s: sj.grad(loss)(s).to_dense()), of(jax.grad)
+
+    for name, *pair in zip(names, *run(_stack())):
+        np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-9, err_msg=name)
+    if names is QUICK:
+        return
+    for pair in zip(*run_on_both(_stack())):
+        _close(*pair)
+
+
+# What decides: how a parameter of shape `[9, 40, 4]` is read, and the rows it then has.
+KINDS = {
+    "whole_rows": (lambda t: t[:1] * t[0], (9,), 2),
+    "rows_of_a_table": (lambda t: t[3][IDS], (9, 40), 3),
+    "two_ids": (lambda t: t[IDS, IDS + 1], (9, 40), 3),
+    "part_of_a_row": (lambda t: t[IDS, :2], (9, 40), 6),
+    "both": (lambda t: t[IDS[:1]].sum() + t[1, IDS], (9, 40), 43),
+    "a_table_at_a_traced_place": (
+        lambda t: jnp.take(t[jnp.argmax(t[0, 0])], IDS, axis=0),
+        (9, 40),
+        3,
+    ),
+    "every_table": (lambda t: t[:, 7], (9, 40), 9),
+}
+
+
+def test_what_the_rows_are(x64):
+    """Reads of whole `[40, 4]` rows keep them, if no part of them is read."""
+    table = jax.random.normal(jax.random.key(1), (9, 40, 4), jnp.float64)
+    losses = [lambda t, k=kind: jnp.sum(jnp.sin(k[0](t))) for kind in KINDS.values()]
+
+    @jax.jit
+    def run(table):
+        sparse = [sj.grad(loss)(table) for loss in losses]
+        dense = [g.to_dense() for g in sparse]
+        return sparse, dense, [jax.grad(loss)(table) for loss in losses]
+
+    for (_, row_shape, rows), g, dense, want in zip(KINDS.values(), *run(table)):
+        assert (g.row_shape, g.capacity) == (row_shape, rows)
+        _close(dense, want)
+    # Of many short rows, parts are read as before.
+    many = sj.grad(lambda t: jnp.sum(t[3][IDS]))(jnp.swapaxes(table, 0, 1))
+    assert (many.row_shape, many.capacity) == ((40,), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_stack_in_a_shard_map(check_vma, x64):
+    """Every device reads rows of its own copy, or of one table of it."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    ids, table = jnp.arange(16) % 7, jnp.ones((K, 290, D)).at[1].mul(jnp.pi)
+    spec = jax.sharding.PartitionSpec
+
+    def loss(t):
+        def body(t, one, ids):
+            add = lambda total, table: (total + jnp.sin(table[ids]), None)
+            return lax.scan(add, one[ids] * t[2, ids], t)[0]
+
+        run = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(spec(), spec(), spec("x")),
+            out_specs=spec("x"),
+            check_vma=check_vma,
+        )
+        return jnp.sum(run(t, t[1], ids))
+
+    g, want = jax.jit(lambda t: (sj.grad(loss)(t), jax.grad(loss)(t)))(table)
+    assert g.stack == (K,) and g.capacity == 16 * (2 + K)
+    _close(g.to_dense(), want)
+
+
+def test_the_rows_of_all_tables_count(x64):
+    """A quarter of them, and not of the tables."""
+    loss = lambda t, ids: jnp.sum(t[1, ids])
+    grad = lambda count: jax.eval_shape(sj.grad(loss), _stack(), jnp.zeros(count, int))
+    most = K * V // 4
+    assert isinstance(grad(most), sj.SelectedRows)
+    assert not isinstance(grad(most + 1), sj.SelectedRows)
+    found = sj.explain(loss)(_stack(), jnp.zeros(most + 1, int))["t"]
+    assert found.reason.startswith(f"reads {most + 1} of {K * V} rows")
+
+
+def test_dense_kernels_in_a_stack(x64):
+    """As of layers in a scan: what is said is why their rows are not read."""
+
+    def loss(params, x):
+        step = lambda x, layer: (jnp.tanh(x @ layer["w"]) + layer["t"][IDS, 0], None)
+        return jnp.sum(jax.lax.scan(step, x, params)[0])
+
+    params = {"w": jnp.ones((4, 3, 3)), "t": jnp.ones((4, 50, 3))}
+    found = sj.explain(loss)(params, jnp.ones(3))
+    assert "`dot_general`" in found["params['w']"].reason
+    assert "`gather`" in found["params['t']"].reason  # single numbers of a row
+    whole = lambda t: jnp.sum(t[1] ** 2) + jnp.sum(t[0, IDS])
+    with pytest.raises(sj.DensifyError, match=f"has all {K * V} rows"):
+        sj.grad(whole, tables=True)(_stack())
+    g = sj.grad(lambda t: jnp.sum(t[0, IDS]), tables=False)(_stack())
+    assert isinstance(g, jax.Array)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_uses(name, x64):
+    loss = _loss(DENSE[name])
+    g = sj.grad(loss)(_table())
+    assert isinstance(g, jax.Array)
+    _close(g, jax.grad(loss)(_table()))
+
+
+def test_a_users_rule_gets_no_stack(x64, monkeypatch):
+    """It would take the first axis for that of the rows."""
+    seen = []
+
+    def rule(ctx, table, **params):
+        seen.append(table.shape)
+        return NotImplemented
+
+    monkeypatch.setattr(
+        interpreter._RULES, "_entries", dict(interpreter._RULES._entries)
+    )
+    sj.extend.register_rule("rev")(rule)
+    loss = _loss(lambda t: jnp.flip(t, 2)[1, IDS])
+    assert not sj.explain(loss)(_table())["table"].sparse and not seen
+    flat = lambda t: jnp.sum(jnp.flip(t, 1)[IDS])
+    assert not sj.explain(flat)(_table())["t"].sparse and seen == [(K * V, D)]
+
+
+@pytest.mark.slow
+def test_flax_embeddings_under_vmap_and_scan(x64):
+    nn = pytest.importorskip("flax.linen")
+
+    class Stacked(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            split = dict(variable_axes={"params": 0}, split_rngs={"params": True})
+            x = nn.vmap(nn.Embed, **split)(V, D, name="vmapped")(ids)
+
+            class Step(nn.Module):
+                @nn.compact
+                def __call__(self, total, ids):
+                    rows = nn.Embed(V, D, name="embed")(ids)
+                    return jnp.tanh(total + jnp.sum(jnp.sin(rows))), None
+
+            total, _ = nn.scan(Step, **split)(name="scanned")(jnp.zeros(()), ids)
+            return jnp.sum(jnp.sin(x)) + total
+
+    model = Stacked()
+    params = model.init(jax.random.key(0), EACH)
+    flat = jax.tree.map(lambda x: x.reshape(K * V, D), params)
+
+    def loss(flat):
+        params = jax.tree.map(lambda x: x.reshape(K, V, D), flat)
+        return model.apply(params, EACH)
+
+    g, want = jax.jit(lambda p: (sj.grad(loss)(p), jax.grad(loss)(p)))(flat)
+    is_rows = lambda x: isinstance(x, sj.SelectedRows)
+    for a, b in zip(jax.tree.leaves(g, is_leaf=is_rows), jax.tree.leaves(want)):
+        assert is_rows(a) and a.capacity == 9
+        np.testing.assert_allclose(a.to_dense(), b, rtol=1e-5, atol=1e-6)
