@@ -23,7 +23,7 @@ from sparsejax.optim._lazy import is_lazy_exact
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "optax_table.md"
 
 HEAD = """\
-# optax through `lazy`
+# Optax transformations through `lazy`
 
 This page is made by `python tests/optax_table.py` (optax {version}). A test makes it
 again and compares.
@@ -266,6 +266,10 @@ OURS = {
     "ftrl": Entry(
         lambda: sj.optim.ftrl(LR),
         "Exact for rows that start at zero, as it means them to.",
+    ),
+    "ema": Entry(
+        lambda: sj.optim.ema(0.9),
+        "`ema_params` adds the steps that rows missed: it is exact.",
     ),
     "weight_decay": Entry(
         lambda: sj.optim.weight_decay(0.1),

@@ -47,6 +47,7 @@ def test_chains_of_lazies():
     assert_trees_close(*run(grads, params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "outer",
     [
@@ -93,9 +94,43 @@ def test_partition_runs_tables_and_dense_leaves_differently():
     assert_trees_close(*run(grads, state, params))
 
 
+def python_numbers():
+    """State that is numbers of Python's, as optax's `is_initial_step`."""
+
+    def update(updates, state, params=None):
+        del state, params
+        return jax.tree.map(jnp.negative, updates), {"first": False, "scale": 2.0}
+
+    init = lambda params: {"first": True, "scale": 1.0}
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: sj.optim.accumulate(tx, 2, {"bias": None, "table": 9}),
+        sj.optim.dynamic_loss_scale,
+        lambda tx: sj.optim.rounding(tx, 0),
+    ],
+    ids=["accumulate", "dynamic_loss_scale", "rounding"],
+)
+def test_state_of_python_numbers(wrap):
+    tx, params = wrap(lazy(python_numbers())), make_params()
+
+    @jax.jit
+    def step(state, grads):
+        return tx.update(grads, state, params)[1]
+
+    state, grads = tx.init(params), jax.tree.map(jnp.nan_to_num, make_grads(0))
+    for _ in range(2):
+        state = step(state, grads)
+    assert not optax.tree_utils.tree_get(state, "first")
+
+
 # ------------------------------------------------------------------ transformations
 
 
+@pytest.mark.slow
 def test_init_is_the_transformations_own():
     tx, params = optax.adam(LR), make_params()
     expected = tx.init(params)
@@ -157,6 +192,7 @@ def test_under_vmap():
         assert_trees_close(one, alone(g))
 
 
+@pytest.mark.slow
 def test_numpy_state_from_a_checkpoint():
     tx, params, grads = ADAM, make_params(), make_grads(0)
     state = tx.init(params)

@@ -4,7 +4,9 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +113,7 @@ DENSE_EQUIVALENT = {
     "adam": lambda: optax.adam(0.01),
     # eps as large as the moments, which the interpolation must see; fast decay.
     "adam_large_eps": lambda: optax.adam(0.01, b1=0.8, b2=0.95, eps=0.05),
+    "centralized": lambda: optax.chain(optax.centralize(), optax.adam(0.01)),
     "adamw_cosine": lambda: optax.adamw(COSINE, weight_decay=0.3),
     "clipped_injected_adamw": lambda: optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -316,6 +319,7 @@ def test_rows_not_caught_up_are_counted_and_put_right():
     assert relative(flushed["table"], dense["table"]) < 1e-6
 
 
+@pytest.mark.slow
 def test_hyperparameters_set_by_hand():
     make = optax.inject_hyperparams(optax.sgd, static_args="nesterov")
     inner = make(learning_rate=0.1, momentum=0.8)
@@ -361,6 +365,7 @@ def test_another_optimizer_for_each_leaf():
         assert relative(params[name], dense[name]) < 1e-6
 
 
+@pytest.mark.slow
 def test_bfloat16_tables():
     tx, batches = optax.sgd(0.02, momentum=0.9), make_batches(40)
     (params, state), losses = train_exact(tx, make_params(jnp.bfloat16), batches)
@@ -386,6 +391,10 @@ REFUSED = {
     "clipped_after": (
         lambda: optax.chain(optax.trace(0.9), optax.clip_by_global_norm(1.0)),
         "trace, clip_by_global_norm, one after the other",
+    ),
+    "centralized_after": (
+        lambda: optax.chain(optax.adam(0.1), optax.centralize()),
+        "centralize.*coordinate of a row by what the others",
     ),
     "apply_if_finite": (
         lambda: optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
@@ -565,6 +574,7 @@ def test_own_code_promotes_nothing():
     assert updates["table"].capacity == 5
 
 
+@pytest.mark.slow
 def test_state_may_be_donated_from_the_first_step_on():
     tx = exact(optax.adamw(1e-2), tables=SPARSE)
     params = make_params()
@@ -582,3 +592,25 @@ def test_state_may_be_donated_from_the_first_step_on():
     params, state = jit(tx.flush)(params, state)
     params, state = step(params, state, ids[1], targets[1])
     assert int(state.step) == 2 and np.isfinite(params["table"]).all()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class CallableTree:
+    """A tree whose container can be called, as modules of equinox can."""
+
+    table: Any
+    w: Any
+
+    def __call__(self, ids):
+        return self.table[ids] @ self.w
+
+
+def test_tables_is_a_tree_that_can_be_called():
+    params = CallableTree(jnp.ones((20, 2)), jnp.ones((2, 3)))
+    as_tree = exact(optax.sgd(0.1, momentum=0.9), tables=CallableTree(True, False))
+    by_name = exact(
+        optax.sgd(0.1, momentum=0.9), tables=lambda path, x: x.shape == (20, 2)
+    )
+    found, want = (jax.tree.structure(tx.init(params)) for tx in (as_tree, by_name))
+    assert found == want

@@ -65,6 +65,7 @@ def _nnx_model():
     return nnx, Model(nnx.Rngs(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 def test_nnx_optimizer(jitted):
     nnx, model = _nnx_model()
@@ -95,6 +96,39 @@ def test_nnx_optimizer(jitted):
     assert optimizer.step[...] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("jitted", [False, True])
+def test_nnx_optimizer_accumulates(jitted):
+    """Its state is of nnx's kind after the first step, and that after the second."""
+    nnx, model = _nnx_model()
+    _, dense_model = _nnx_model()
+    accumulated = sj.optim.accumulate(lazy(optax.sgd(LR)), 2, capacity=8)
+    optimizer = nnx.Optimizer(model, accumulated, wrt=nnx.Param)
+    dense = nnx.Optimizer(
+        dense_model, optax.MultiSteps(optax.sgd(LR), 2), wrt=nnx.Param
+    )
+    ids = jnp.array([3, 1, 3])
+    graph, _ = nnx.split(model)
+
+    def loss(params, scale):
+        layer = nnx.merge(graph, params)
+        return scale * jnp.sum(jnp.sin(layer.dense(layer.embed(ids))))
+
+    def step(grad, model, optimizer, scale):
+        optimizer.update(model, grad(loss)(nnx.state(model, nnx.Param), scale))
+
+    sparse_step, dense_step = (
+        (nnx.jit(step, static_argnums=0) if jitted else step) for _ in range(2)
+    )
+    sparse_grad = lambda f: sj.grad(f, tables=lambda path, x: x.shape == (V, D))
+    for k in range(4):
+        sparse_step(sparse_grad, model, optimizer, k + 1.0)
+        dense_step(jax.grad, dense_model, dense, k + 1.0)
+    assert_trees_close(
+        nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(dense_model))
+    )
+
+
 def test_equinox_module():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.Embedding(V, D, key=jax.random.key(0))
@@ -117,6 +151,7 @@ def test_equinox_module():
     _check(model.weight, new.weight, model.weight + expected.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.multidevice
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_shard_map(kind):

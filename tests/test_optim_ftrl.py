@@ -18,13 +18,13 @@ from sparsejax.optim import ftrl
 V, D = 23, 4
 
 
-def _reference(w, z, n, g, alpha, beta, l1, l2):
+def _reference(w, z, n, g, learning_rate, beta, l1, l2):
     """One step of McMahan et al., 2013, algorithm 1, at each coordinate."""
-    sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / alpha
+    sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / learning_rate
     z = z + g - sigma * w
     n = n + g * g
     with np.errstate(divide="ignore", invalid="ignore"):
-        w = -(z - np.sign(z) * l1) / ((beta + np.sqrt(n)) / alpha + l2)
+        w = -(z - np.sign(z) * l1) / ((beta + np.sqrt(n)) / learning_rate + l2)
     return np.where(np.abs(z) <= l1, 0, w), z, n
 
 
@@ -36,9 +36,9 @@ def _gradients(steps=6, dtype=np.float32):
 @pytest.mark.parametrize(
     "hyper",
     [
-        {"alpha": 0.1},
-        {"alpha": 0.05, "beta": 0.5, "l1": 0.7, "l2": 0.3},
-        {"alpha": 0.2, "beta": 0.0, "l1": 2.0},
+        {"learning_rate": 0.1},
+        {"learning_rate": 0.05, "beta": 0.5, "l1": 0.7, "l2": 0.3},
+        {"learning_rate": 0.2, "beta": 0.0, "l1": 2.0},
     ],
 )
 def test_as_in_the_paper(hyper, x64):
@@ -63,6 +63,7 @@ def test_as_in_the_paper(hyper, x64):
         assert np.any(params[3:] == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params_dtype, grads_dtype",
     [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float32")],
@@ -111,11 +112,11 @@ def test_a_large_sum_of_squares_loses_no_step():
 
 
 def test_starts_from_weights_when_z_stands_for_them():
-    """What the docstring tells: z = -w * (beta / alpha + l2) - sign(w) * l1."""
-    alpha, beta, l1, l2 = 0.1, 1.0, 0.3, 0.2
+    """What the docstring tells: z = -w * (beta / lr + l2) - sign(w) * l1."""
+    lr, beta, l1, l2 = 0.1, 1.0, 0.3, 0.2
     w = jnp.asarray(_gradients(1)[0])
-    tx = ftrl(alpha, beta, l1, l2)
+    tx = ftrl(lr, beta, l1, l2)
     state = tx.init(w)
-    state = state._replace(z=-w * (beta / alpha + l2) - jnp.sign(w) * l1)
+    state = state._replace(z=-w * (beta / lr + l2) - jnp.sign(w) * l1)
     updates, _ = tx.update(jnp.zeros_like(w), state, w)
     assert np.all(np.abs(updates) < 1e-6)

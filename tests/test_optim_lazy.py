@@ -124,6 +124,7 @@ def test_equals_the_dense_run_with_other_rows_put_back(name):
     assert all(jnp.all(jnp.isfinite(p)) for p in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLIPPED_LAST)
 def test_a_clip_after_momentum_sees_the_rows_read(name):
     tx = lazy(CLIPPED_LAST[name]())

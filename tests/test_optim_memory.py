@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_no_dense, compile_as_users_do
+from helpers import IN_PLACE, assert_no_dense, compile_as_users_do
 from sparsejax.optim import dynamic_loss_scale, lazy
 from sparsejax.optim._lazy import gather_scatter, probe
 from sparsejax.optim._optimizers import base, weight_decay
@@ -68,7 +68,37 @@ def test_in_place(name):
 @pytest.mark.parametrize("name", TXS)
 def test_nothing_of_the_tables_size_arises(name):
     step, args = _program(TXS[name]())
-    assert_no_dense(step, *args, allow=("scatter", "scatter-add"), heights={V})
+    assert_no_dense(step, *args, allow=IN_PLACE, heights={V})
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_the_rows_read_and_their_cotangents_share_memory(name):
+    """`block_pass.after`: the gradient of dense weights is computed first."""
+    tx = lazy({"sgd": optax.sgd, "adam": optax.adam}[name](0.1))
+    n = 49_152  # of more than a quarter of the rows, the gradient would be dense
+
+    def loss_fn(params, ids, clicked):
+        logits = sj.lookup(params["table"], ids, mode="clip") @ params["weights"]
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, clicked))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, *batch):
+        loss, grads = sj.value_and_grad(loss_fn)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = {
+        "table": jax.ShapeDtypeStruct((V, D), jnp.float32),
+        "weights": jax.ShapeDtypeStruct((D,), jnp.float32),
+    }
+    args = params, jax.eval_shape(tx.init, params)
+    ids = jax.ShapeDtypeStruct((n,), jnp.int32)
+    clicked = jax.ShapeDtypeStruct((n,), jnp.float32)
+    compiled = compile_as_users_do(step.lower(*args, ids, clicked))
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1.3 * (4 * n * D)
 
 
 @pytest.mark.loose_promotion
@@ -92,6 +122,7 @@ def test_a_donated_step_runs():
 # ------------------------------------------------------------------ what XLA honours
 
 
+@pytest.mark.slow
 @pytest.mark.loose_promotion
 def test_a_step_that_may_be_skipped_is_in_place():
     """`update_if`: neither branch of the `cond` copies a table."""

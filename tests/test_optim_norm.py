@@ -53,4 +53,4 @@ def test_changed_ids():
     with pytest.raises(
         TypeError, match="global_norm: the rows .*got float32.*SelectedRows.map"
     ):
-        global_norm(jax.tree.map(lambda x: x.astype(jnp.float32), rows))
+        global_norm(jax.tree.map(lambda x: np.asarray(x, np.float32), rows))

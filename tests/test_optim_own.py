@@ -19,6 +19,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import (
+    IN_PLACE,
     assert_no_dense,
     assert_same_bits,
     assert_trees_close,
@@ -45,6 +46,7 @@ MAKERS = {
         lr, weight_decay=0.01
     ),
     "weight_decay": lambda lr=LR: optim.weight_decay(0.5, lr),
+    "ema": lambda lr=LR: optim.ema(0.9),
 }
 each = pytest.mark.parametrize("name", MAKERS)
 # One of each file, where the rule matters less.
@@ -88,6 +90,7 @@ def _put_back(old, new, touched):
     return jax.tree.map(choose, old, new)
 
 
+@pytest.mark.slow
 @pytest.mark.quick(3)
 @each
 def test_rows_are_the_dense_run_with_other_rows_put_back(name):
@@ -122,6 +125,7 @@ def test_is_row_separable(name):
     assert optim.is_row_separable(made(name)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.loose_promotion  # optax's clip
 @some
@@ -147,7 +151,7 @@ def test_nothing_of_the_tables_size_arises(name):
     step = lambda *args: _step(tx, *args)[:2]
     params, grads = make_params(), make_grads(0)
     args = grads, jax.eval_shape(tx.init, params), params
-    assert_no_dense(step, *args, allow=("scatter", "scatter-add"), heights={V})
+    assert_no_dense(step, *args, allow=IN_PLACE, heights={V})
 
 
 @pytest.mark.parametrize("name", ["rowwise_adam_row_count"])
@@ -256,7 +260,7 @@ def test_partition_gives_each_leaf_its_own():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: optim.ftrl(0.0), "ftrl: alpha must be a positive number or a sched"),
+        (lambda: optim.ftrl(0.0), "ftrl: learning_rate must be a positive number or"),
         (lambda: optim.ftrl(0.1, l1=-1.0), "ftrl: l1 must be a non-negative"),
         (lambda: optim.rowwise_adagrad(-0.1), "rowwise_adagrad: learning_rate must be"),
         (lambda: optim.group_adagrad(0.1, eps=-1e-5), "group_adagrad: eps must be"),
@@ -267,8 +271,12 @@ def test_partition_gives_each_leaf_its_own():
             lambda: optim.partial_rowwise_lamb(0.1, weight_decay=-1.0),
             "partial_rowwise_lamb: weight_decay must be",
         ),
-        (lambda: optim.weight_decay(-0.1), "weight_decay: rate must be"),
-        (lambda: optim.weight_decay(2.0, 0.5), r"weight_decay: rate \* learning_rate"),
+        (lambda: optim.ema(1.0), r"ema: decay must be in \[0, 1\)"),
+        (lambda: optim.weight_decay(-0.1), "weight_decay: weight_decay must be"),
+        (
+            lambda: optim.weight_decay(2.0, 0.5),
+            r"weight_decay: weight_decay \* learning_rate",
+        ),
     ],
 )
 def test_what_is_out_of_range_is_refused(make, message):
@@ -277,7 +285,9 @@ def test_what_is_out_of_range_is_refused(make, message):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["ftrl", "partial_rowwise_lamb", "weight_decay"])
+@pytest.mark.parametrize(
+    "name", ["ftrl", "partial_rowwise_lamb", "weight_decay", "ema"]
+)
 def test_params_are_asked_for(name):
     tx, _ = made(name)
     state = tx.init(make_params())

@@ -196,6 +196,7 @@ def test_mu_may_be_narrow():
         assert new.nu["table"].dtype == updates["table"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_in_a_scan_and_under_vmap():
     """Two copies of a model train beside each other, each for three steps."""
     tx = optim.rowwise_adam(LR, row_count=True)

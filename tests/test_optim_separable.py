@@ -19,9 +19,7 @@ from optimizers import (
     SEPARABLE,
 )
 from sparsejax.optim import is_row_separable, lazy
-
-
-pytestmark = pytest.mark.window
+from sparsejax.optim._lazy import optax_internals
 
 
 PARAMS = {"table": jnp.zeros((50, 6)), "bias": jnp.zeros(6)}
@@ -117,6 +115,7 @@ def test_judged_leaf_by_leaf():
     assert is_row_separable(tx, TREE)
 
 
+@pytest.mark.slow
 def test_the_partition_to_blame_is_the_tables():
     tx = _partition(optax.lamb(LR), optax.sm3(LR))
     params = {"table": jnp.zeros((90, 6)), "kernel": jnp.zeros((80, 6))}
@@ -129,6 +128,7 @@ def test_labels_may_be_a_function():
     assert is_row_separable(_partition(optax.adam(LR), optax.lamb(LR), labels), TREE)
 
 
+@pytest.mark.slow
 def test_rank_one_counts_only_where_nothing_has_more():
     # The bias could be lifted, the table could not: no one reads a bias by rows.
     tx = optax.partition(
@@ -160,6 +160,26 @@ def test_judged_the_same_in_any_trace():
     jax.grad(f)(jnp.ones(3))
     jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones((2, 3)))
     assert set(seen) == {(True, False)}
+
+
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
+def test_schedules_are_numbers_in_a_trace(wrap, promotion):
+    """Else what holds one counts as made in the trace, which cannot be tested."""
+    injected = optax.inject_hyperparams(optax.sgd)(optax.cosine_decay_schedule(LR, 9))
+    tx = lazy(optax.chain(injected, optax.scale_by_trust_ratio()))
+    with jax.numpy_dtype_promotion(promotion):
+        with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+            wrap(tx.init)(jnp.ones((3, 50, 6)))
+
+
+def test_what_is_injected_is_found_under_strict_promotion():
+    make = lambda learning_rate: optax.masked(optax.sgd(learning_rate), True)
+    tx = optax.inject_hyperparams(make)(optax.cosine_decay_schedule(LR, 9))
+    for promotion in ("standard", "strict"):
+        with jax.numpy_dtype_promotion(promotion):
+            names = map(optax_internals.name, optax_internals.descendants(tx))
+            assert "masked" in names
 
 
 @pytest.mark.multidevice

@@ -22,8 +22,14 @@ Optimizers, to be put into `lazy(...)`
 - `rowwise_adagrad`, `group_adagrad`: one accumulator for each row.
 - `rowwise_adam`, `partial_rowwise_lamb`: one second moment for each row.
 - `row_count_adam`: bias correction by how often a row was touched.
+- `ema`: the exponential moving average of the parameters, which `ema_params`
+  reads.
 - `weight_decay`: decoupled; a touched row also gets the steps that it missed.
   `flush_weight_decay` does this for all rows.
+
+Rows that change hands
+
+- `reset_rows`: fresh weights and fresh state for some rows of a table.
 
 Questions
 
@@ -51,11 +57,13 @@ from sparsejax.optim._optimizers.adam import (
     row_count_adam as row_count_adam,
     rowwise_adam as rowwise_adam,
 )
+from sparsejax.optim._optimizers.ema import ema as ema, ema_params as ema_params
 from sparsejax.optim._optimizers.ftrl import ftrl as ftrl
 from sparsejax.optim._optimizers.weight_decay import (
     flush_weight_decay as flush_weight_decay,
     weight_decay as weight_decay,
 )
+from sparsejax.optim._reset_rows import reset_rows as reset_rows
 from sparsejax.optim._wrappers.accumulate import accumulate as accumulate
 from sparsejax.optim._wrappers.loss_scale import (
     dynamic_loss_scale as dynamic_loss_scale,

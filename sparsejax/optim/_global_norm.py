@@ -1,15 +1,18 @@
 """The global norm of a tree with SelectedRows among its leaves."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, is_selected_rows
 
 
-def global_norm(tree: Any) -> jax.Array:
+def global_norm(tree: PyTree) -> jax.Array:
     """The Euclidean norm over all leaves of a tree, including SelectedRows.
 
     `sqrt(sum over leaves of sum |x|^2)`, where a SelectedRows counts as the dense array

@@ -69,8 +69,13 @@ class CurrentRows(NamedTuple):
 
 def new_records(height: int, now: jax.Array) -> jax.Array:
     """The records of a table at step 0."""
-    zero = jnp.zeros((height,), jnp.int32)
-    return _pack(zero, zero, now)
+    return records_at(jnp.zeros((), jnp.int32), height, now)
+
+
+def records_at(step: jax.Array, height: int, now: jax.Array) -> jax.Array:
+    """The records of rows that are up to date at `step`, where F is `now`."""
+    steps = jnp.broadcast_to(step, (height,))
+    return _pack(steps, steps, now)
 
 
 # ------------------------------------------------------------------ some rows
@@ -159,8 +164,8 @@ def record_update(
 
 def record_update_of_all(table: Table, now: jax.Array, step: jax.Array) -> Table:
     """`record_update` of every row."""
-    steps = jnp.broadcast_to(step, table.records.shape[:1])
-    return table._replace(records=_pack(steps, steps, now), now=now)
+    records = records_at(step, table.records.shape[0], now)
+    return table._replace(records=records, now=now)
 
 
 def catch_up_all(table: Table, step: jax.Array) -> Table:

@@ -16,6 +16,8 @@ which says how far the moments were still going to move the weights.
 - `flush` does for all rows what these two do for some.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
@@ -70,7 +73,7 @@ class Exact(NamedTuple):
     flush: Callable[..., tuple[Any, ExactState]]
 
 
-def exact(tx: Any, *, tables: Any = None) -> Exact:
+def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     """Trains as `tx` does on dense gradients, at the cost of the rows that are read.
 
     A row without a gradient still moves in dense training. Let its weights be
@@ -173,7 +176,7 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
     def catch_up(params, state, ids):
         leaves, treedef, plan = planned(params)
         tables = _tables(plan, leaves, state)
-        for i, ids_of_leaf in _ids_by_leaf(params, ids).items():
+        for i, ids_of_leaf in trees.ids_by_leaf(CALL, "ids", params, ids).items():
             if i not in tables:
                 continue  # its gradients are dense, so it is never behind
             if ids_of_leaf is ...:
@@ -197,6 +200,8 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         weights = trees.flatten_params(CALL, grads, params)
         assert weights is not None
         sparse = [i for i, g in enumerate(leaves) if isinstance(g, SelectedRows)]
+        if not sparse:
+            checks.check_order(CALL, params)
         checks.check_gradients(CALL, grads, weights)
         params = treedef.unflatten(weights)
         _, _, plan = planned(params)
@@ -204,6 +209,14 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         for i in sparse:
             if i not in tables:
                 raise plan.refusal(i, trees.leaf_paths(grads, "grads")[i])
+            if leaves[i].stack:
+                raise ValueError(
+                    f"{CALL}: {trees.leaf_paths(grads, 'grads')[i]} has rows of a "
+                    f"stack of tables, of shape {leaves[i].shape}, whose rows exact "
+                    "does not catch up. Take its gradient by exact_value_and_grad, or "
+                    "with tables=False for it, which gives an array; or keep the "
+                    "parameter as one table [K * V, ...], reshaped in the loss."
+                )
 
         # A dense gradient of a table: all rows are updated, so all are caught up.
         step, corrections = state.step, {}
@@ -219,8 +232,8 @@ def exact(tx: Any, *, tables: Any = None) -> Exact:
         merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in sparse}
         specs = tuple(map(trees.to_spec, weights))
         owners = find(treedef, specs, tuple(merged)).owners
-        heights = {i: rows.height for i, rows in merged.items()}
-        checks.check_state_rows(CALL, state.inner, owners, heights)
+        row_shapes = {i: rows.row_shape for i, rows in merged.items()}
+        checks.check_state_rows(CALL, state.inner, owners, row_shapes)
         rows_grads, rows_state, rows_weights = gather_scatter.gather(
             tx.init, treedef, leaves, weights, state.inner, owners, merged
         )
@@ -326,18 +339,3 @@ def _state(inner: Any, step: Any, stale: Any, tables: dict[int, Table]) -> Exact
 def _add(x: jax.Array, correction: jax.Array) -> jax.Array:
     """Adds in the wider dtype; the result has the dtype of `x`."""
     return (x.astype(correction.dtype) + correction).astype(x.dtype)
-
-
-def _ids_by_leaf(params: Any, ids: Any) -> dict[int, Any]:
-    """The leaves of `ids`, by the index of the leaf of `params` at the same path."""
-    paths = trees.leaf_paths(params, "")
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(ids):
-        path = jax.tree_util.keystr(path)
-        if path not in paths:
-            raise ValueError(
-                f"{CALL}: ids has a leaf at {path or 'the root'}, but the parameters "
-                f"do not; their leaves are {', '.join(paths)}."
-            )
-        found[paths.index(path)] = leaf
-    return found

@@ -6,6 +6,8 @@ ids are computed from rows of a table. Otherwise, which rows must be caught up w
 depend on rows that are not caught up yet.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
@@ -14,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments, _compat
+from sparsejax._arguments import PyTree
 from sparsejax._compat import primitives as p
 from sparsejax.optim._exact.exact import Exact, ExactState
-from sparsejax.transform.grad import value_and_grad
+from sparsejax.transform.grad import transform
 from sparsejax.transform.interpreter import Reads
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.plan import Plan, collect, make_plan
-from sparsejax.transform.trace import Call, trace_call
+from sparsejax.transform.trace import Call, check_fun, trace_call
 
 
 CALL = "sparsejax.optim.exact_value_and_grad"
@@ -33,9 +36,9 @@ P = ParamSpec("P")
 def exact_value_and_grad(
     fun: Callable[Concatenate[Params, P], Any],
     tx: Exact,
-    has_aux: Literal[False] = False,
     *,
-    tables: Any = None,
+    has_aux: Literal[False] = False,
+    tables: PyTree = None,
 ) -> Callable[
     Concatenate[Params, ExactState, P],
     tuple[tuple[jax.Array, Any], Params, ExactState],
@@ -44,15 +47,15 @@ def exact_value_and_grad(
 def exact_value_and_grad(
     fun: Callable[Concatenate[Params, P], Any],
     tx: Exact,
-    has_aux: bool = False,
     *,
-    tables: Any = None,
+    has_aux: bool = False,
+    tables: PyTree = None,
 ) -> Callable[
     Concatenate[Params, ExactState, P],
     tuple[tuple[Any, Any], Params, ExactState],
 ]: ...
 def exact_value_and_grad(
-    fun: Callable[..., Any], tx: Exact, has_aux: bool = False, *, tables: Any = None
+    fun: Callable[..., Any], tx: Exact, *, has_aux: bool = False, tables: PyTree = None
 ) -> Callable[..., Any]:
     """`sparsejax.value_and_grad`, after catching up the rows that `fun` will read.
 
@@ -99,13 +102,14 @@ def exact_value_and_grad(
     References:
       `sparsejax.optim.exact`; oryx, `harvest`, which collects values from a trace.
     """
+    check_fun(CALL, fun, 0, has_aux)
     if not isinstance(tx, Exact):
         raise TypeError(
             f"{CALL}: tx must be what sparsejax.optim.exact(...) returned, got "
             f"{_arguments.kind_of(tx)}. For other optimizers use "
             "sparsejax.value_and_grad."
         )
-    both = value_and_grad(fun, 0, has_aux, tables=tables)
+    both = transform(fun, 0, has_aux, tables, stacks=False)
 
     @functools.wraps(fun)
     def exact_value_and_grad_fun(
@@ -121,7 +125,7 @@ def exact_value_and_grad(
 
 def _ids_read(call: Call) -> list[Any]:
     """For each leaf the ids that the program reads, or `...` if it uses all rows."""
-    tables = make_plan(call).tables
+    tables = make_plan(call, stacks=False).tables
     while True:
         plan = collect(call, tables, _EverythingIsLive())
         whole = {use.table for use in plan.run.dense}
@@ -191,4 +195,4 @@ class _Dependence(Liveness):
 
 
 # Their inputs are looked at one by one; all others matter if any output does.
-_WITH_BODIES = (p.jit_p, p.remat_p, _compat.shard_map_p, p.scan_p, p.cond_p)
+_WITH_BODIES = (p.jit_p, _compat.remat_p, _compat.shard_map_p, p.scan_p, p.cond_p)

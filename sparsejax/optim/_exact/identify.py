@@ -10,11 +10,16 @@ from its responses:
   second moment.
 - What moves the weights without any moments is weight decay.
 
+A first step may differ from all later ones (a flag in the state says so). So the probes
+start from the state of a few steps of training, as well as from that of `init`, and
+what is no moment must be a constant or a step counter from the first step on.
+
 Then the result is verified. The closed form must agree with the optimizer's own
 zero-gradient steps, from several step counts on, for small and large values of every
 moment. An optimizer that does not agree is refused.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +38,7 @@ ACCEPTED = 2e-6  # where WANTED takes more nodes than float32 can sum
 NODES = (2, 4, 6, 8, 10, 12, 16, 20)  # numbers of nodes that are tried
 MAX_HORIZON = 4096
 COUNTS = np.array([*range(64), *(2 ** np.arange(6, 21))], np.int32)  # step counts tried
+LATER_STEPS = 6  # in which flags and counters are observed
 VERIFIED_FROM = (1, 40, 5000)  # step counts from which the closed form is verified
 VERIFIED_STEPS = 300  # zero-gradient steps that are verified, at most
 TOLERANCE = 5e-5  # rounding of 300 steps in float32
@@ -85,6 +91,7 @@ def _find(tx, treedef, specs, table) -> Recurrence:
             )
     shadow = ShadowModel(tx, treedef, specs, {table: leaves})
     _check_shared_state(shadow, table, leaves, names)
+    _check_single_coordinates(shadow, table, leaves)
     moment_names = [names[k] for k in leaves]
     recurrence, decay = _classify_moments(shadow, table, leaves, moment_names)
     recurrence = _choose_horizon_and_nodes(shadow, table, recurrence, decay)
@@ -98,20 +105,45 @@ def _find(tx, treedef, specs, table) -> Recurrence:
 def _check_shared_state(
     shadow: ShadowModel, table: int, leaves: tuple[int, ...], names: Sequence[str]
 ) -> None:
-    """State that belongs to no row must not depend on gradients, not even on NaN."""
+    """State that belongs to no row must not depend on gradients, not even on NaN.
+
+    Flags and integers among it must be constants or step counters.
+    """
     dtype = shadow.spec(table).dtype
 
     def run(gradient):
         state = shadow.init(3)
         moments = tuple(state[k].reshape(-1) for k in leaves)
         probes = {table: Probes(jnp.ones(3, dtype), moments)}
-        return shadow.step(state, probes, gradient={table: gradient})[2]
+        gradient = {table: gradient}
+        _, probes, first = shadow.step(state, probes, gradient=gradient)
+
+        def step(carry, _):
+            _, probes, state = shadow.step(*carry, gradient=gradient)
+            return (state, probes), state
+
+        _, later = jax.lax.scan(step, (first, probes), None, length=LATER_STEPS)
+        return first, later
 
     run = _compile(run, np.zeros(3, dtype))
-    plain, *others = (run(np.full(3, g, dtype)) for g in (0, 1, 100, np.nan))
+    found = [run(np.full(3, g, dtype)) for g in (0, 1, 100, np.nan)]
+    plain, *others = (first for first, _ in found)
     for k, name in enumerate(names):
         if k in leaves or jnp.issubdtype(plain[k].dtype, jax.dtypes.prng_key):
             continue
+        for first, later in found[:-1]:
+            steps = np.stack([first[k], *later[k]])
+            by_one = np.arange(len(steps), dtype=np.int64).reshape(
+                -1, *[1] * first[k].ndim
+            )
+            is_float = jnp.issubdtype(steps.dtype, jnp.inexact)
+            if not is_float and not any(
+                np.array_equal(steps, steps[:1] + by_one * each) for each in (0, 1)
+            ):
+                raise NotExactError(
+                    f"its state {name} is neither a constant nor a count of steps, so "
+                    "future steps are not known"
+                )
         # Clipping by global norm spreads NaN to the moments of other leaves, which is
         # fine. It must not reach counts and flags.
         is_float = jnp.issubdtype(plain[k].dtype, jnp.inexact)
@@ -121,6 +153,38 @@ def _check_shared_state(
                 f"its state {name} depends on past gradients, so future steps are not "
                 "known"
             )
+
+
+def _check_single_coordinates(
+    shadow: ShadowModel, table: int, leaves: tuple[int, ...]
+) -> None:
+    """Without a gradient, no coordinate of a row may depend on the others."""
+    in_rows, size = _in_rows(shadow, table)
+    values = np.random.default_rng(0).random((1 + len(leaves), 4 * size)) + 0.5
+
+    def run(ahead):
+        weights, *moments = jnp.asarray(values, shadow.spec(table).dtype)
+        probes = {table: Probes(weights, tuple(moments))}
+        found = []
+        for model in shadow, in_rows:
+            moved, after, _ = model.step(model.init(4 * size), probes, ahead)
+            found.append((moved[table], after[table].moments))
+        return found
+
+    ahead = np.array([0, 5], np.int32)
+    for a, b in zip(*map(jax.tree.leaves, _compile(jax.vmap(run), ahead)(ahead))):
+        if not probe.is_close(a, b):
+            raise NotExactError(
+                "a step without gradient moves each coordinate of a row by what the "
+                "others of that row are"
+            )
+
+
+def _in_rows(shadow: ShadowModel, table: int) -> tuple[ShadowModel, int]:
+    """The model with rows of several coordinates, and how many those are."""
+    rank = len(shadow.spec(table).shape)
+    row_shape = (2, 3, *(1,) * rank)[: rank - 1]
+    return shadow.with_rows(row_shape), math.prod(row_shape)
 
 
 def _classify_moments(
@@ -136,35 +200,44 @@ def _classify_moments(
     weights = np.zeros(num_probes)
     weights[-1] = 2.0**20  # so that its decay is visible next to any momentum
 
-    def run(signs):
+    in_rows, size = _in_rows(shadow, table)
+    # Different coordinates: a gradient may be centralized before it makes moments.
+    directions = np.linspace(1.0, -0.8, size)
+
+    def run(gradients):
         # Moments as training reaches them. In arbitrary ones the second moment could be
         # below the square of the mean, which some optimizers subtract from it.
-        state = shadow.init(1)
+        state = in_rows.init(size)
         moments = tuple(state[k].reshape(-1) for k in leaves)
-        probes = {table: Probes(jnp.zeros(1, dtype), moments)}
+        probes = {table: Probes(jnp.zeros(size, dtype), moments)}
 
-        def step(carry, sign):
+        def step(carry, gradient):
             state, probes = carry
-            gradient = {table: sign.reshape(1)}
-            _, probes, state = shadow.step(state, probes, gradient=gradient)
+            _, probes, state = in_rows.step(state, probes, gradient={table: gradient})
             return (state, probes), None
 
-        (_, probes), _ = jax.lax.scan(step, (state, probes), signs)
-        reached = probes[table].moments
-        fresh = shadow.init(1)
+        (state, probes), _ = jax.lax.scan(step, (state, probes), gradients)
+        reached = tuple(m[:1] for m in probes[table].moments)
         ones = Probes(jnp.zeros(1, dtype), tuple(jnp.ones_like(m) for m in reached))
-        left = shadow.step(fresh, {table: ones})[1][table].moments
         tried = tuple(m * jnp.asarray(s, m.dtype) for m, s in zip(reached, scale))
         tried = {table: Probes(jnp.asarray(weights, dtype), tried)}
-        respond = lambda count: shadow.step(fresh, tried, ahead=count)[0][table]
-        return left, jax.vmap(respond)(COUNTS)
+        left, moved = [], []
+        for start in shadow.init(1), state:
+            left.append(shadow.step(start, {table: ones})[1][table].moments)
+            respond = lambda count, start=start: shadow.step(start, tried, ahead=count)[
+                0
+            ][table]
+            moved.append(jax.vmap(respond)(COUNTS))
+        return left, jnp.concatenate(moved)
 
     signs = np.random.default_rng(0).choice([-1.0, 1.0], 24) * 0.7
-    signs = np.asarray(signs, dtype)
-    left, moved = _compile(run, signs)(signs)
-    ratios = tuple(float(np.asarray(x, np.float64)[0]) for x in left)
-    for name, ratio in zip(names, ratios):
-        if not 0 <= ratio <= 1:
+    gradients = np.asarray(np.outer(signs, directions), dtype)
+    left, moved = _compile(run, gradients)(gradients)
+    at_first, ratios = (
+        tuple(float(np.asarray(x, np.float64)[0]) for x in each) for each in left
+    )
+    for name, ratio, same in zip(names, ratios, at_first):
+        if not 0 <= ratio <= 1 or ratio != same:
             raise NotExactError(
                 f"a step without gradient does not shrink its state {name} by a "
                 "constant factor"
@@ -281,7 +354,12 @@ def _verify(shadow: ShadowModel, table: int, recurrence: Recurrence) -> None:
     fresh = jax.eval_shape(lambda: shadow.init(n))
 
     def run(count):
-        state = [advance_counter(x, count) for x in shadow.init(n)]
+        # After one step, for what the first one changes.
+        start = shadow.init(n)
+        first = tuple(start[k].reshape(-1) for k in recurrence.leaves)
+        first = {table: Probes(jnp.asarray(weights), first)}
+        state = shadow.step(start, first)[2]
+        state = [advance_counter(x, count - 1) for x in state]
         then = closed_form.displacement_coefficients(shadow, recurrences, state, None)
         then = then[table]
         moments = [jnp.ones(n, wide) for _ in recurrence.leaves]

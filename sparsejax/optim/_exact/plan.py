@@ -105,7 +105,7 @@ class Planner:
     def _requested(self, params: Any, specs: Sequence[Any]) -> tuple[int, ...]:
         """The leaves that `tables=` names."""
         is_leaf = trees.is_none_or_masked
-        if callable(self._tables):
+        if _arguments.is_predicate(self._tables, params):
             paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
             requested = [bool(self._tables(path, leaf)) for path, leaf in paths]
         else:

@@ -11,6 +11,7 @@ The optimizer state of the copy is what `tx.init` makes of it, except that
   among them are *step counters*: j steps later they are greater by j.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ class ShadowModel:
       specs: its leaves as ShapeDtypeStructs (or None, MaskedNode).
       state_leaves: by table (the index of a leaf), the indices of the state leaves that
         follow it.
+      row_shape: of the tables, whose coordinates are probes; one each by default.
     """
 
     def __init__(
@@ -47,16 +49,23 @@ class ShadowModel:
         treedef: Any,
         specs: Sequence[Any],
         state_leaves: dict[int, tuple[int, ...]],
+        row_shape: Sequence[int] | None = None,
     ):
         self._tx = optax.with_extra_args_support(tx)
         self._treedef = treedef
         self._specs = specs
         self._state_leaves = state_leaves
+        self._row_shape = row_shape
         self._moment_of = {
             k: (table, position)
             for table, leaves in state_leaves.items()
             for position, k in enumerate(leaves)
         }
+
+    def with_rows(self, row_shape: Sequence[int]) -> "ShadowModel":
+        """The same, with the probes of a table as the coordinates of such rows."""
+        parts = self._tx, self._treedef, self._specs, self._state_leaves
+        return ShadowModel(*parts, row_shape)
 
     def spec(self, table: int) -> Any:
         """Shape and dtype of a table."""
@@ -122,11 +131,11 @@ class ShadowModel:
             if trees.is_none_or_masked(spec):
                 leaves.append(spec)
                 continue
-            if i in values:
-                rows = values[i].shape[:1]
-            else:
-                rows = (count,) * (i in self._state_leaves)
-            shape = (*rows, *(1,) * (len(spec.shape) - len(rows)))
+            probes = values[i].shape[0] if i in values else count
+            shape = (1,) * len(spec.shape)
+            if i in values or i in self._state_leaves:
+                row_shape = self._row_shape or shape[1:]
+                shape = (probes // math.prod(row_shape), *row_shape)
             value = values[i] if i in values else jnp.zeros(shape, spec.dtype)
             leaves.append(value.reshape(shape).astype(spec.dtype))
         return self._treedef.unflatten(leaves)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import is_selected_rows
+from sparsejax._rows import is_quantized, is_selected_rows
 from sparsejax.optim._lazy import trees
 from sparsejax.optim._lazy.optax_internals import is_transformation
 
@@ -39,7 +39,7 @@ def check_state_rows(
     call: str,
     state: Any,
     owners: Sequence[int | None],
-    heights: dict[int, int],
+    row_shapes: dict[int, tuple[int, ...]],
 ) -> None:
     """Raises a ValueError unless the state matches these tables.
 
@@ -47,16 +47,17 @@ def check_state_rows(
       call: the public name, for messages.
       state: the state of `tx`.
       owners: for each expected leaf, the table that it follows, or None.
-      heights: for each table, the height of its gradient.
+      row_shapes: for each table, the axes of rows of its gradient.
     """
     leaves = jax.tree.leaves(state)
     wrong = None
     for leaf, owner in zip(leaves, owners):
-        if owner is not None and np.shape(leaf)[:1] != (heights[owner],):
-            wrong = (
-                f"a leaf of shape {np.shape(leaf)} belongs to a table of "
-                f"{heights[owner]} rows"
-            )
+        if owner is None:
+            continue
+        shape, rows = np.shape(leaf), row_shapes[owner]
+        if shape[: len(rows)] != rows:
+            rows = " x ".join(map(str, rows))
+            wrong = f"a leaf of shape {shape} belongs to a table of {rows} rows"
     if len(leaves) != len(owners):
         wrong = f"it has {len(leaves)} leaves instead of {len(owners)}"
     if wrong:
@@ -73,6 +74,30 @@ def require_params(call: str, params: Any, why: str) -> None:
             f"{call}: update needs params, because {why}. Call "
             "tx.update(grads, state, params)."
         )
+
+
+def check_not_quantized(call: str, params: Any) -> None:
+    """Raises a TypeError for a QuantizedTable, whose updates need rounding."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
+    for path, leaf in paths:
+        if is_quantized(leaf):
+            where = f"params{jax.tree_util.keystr(path)}"
+            raise TypeError(
+                f"{call}: {where} is a QuantizedTable, whose rows must be rounded to "
+                "their codes after each update. Wrap the optimizer: "
+                "sparsejax.optim.rounding(tx, key)."
+            )
+
+
+def check_order(call: str, params: Any) -> None:
+    """Raises a TypeError if `params` look like gradients. For a call without tables."""
+    for i, leaf in enumerate(trees.flatten(params)[0]):
+        if is_selected_rows(leaf):
+            raise TypeError(
+                f"{call}: {trees.leaf_paths(params, 'params')[i]} is a SelectedRows, "
+                "but no gradient is. Probably gradients and parameters are in each "
+                "other's place: call tx.update(grads, state, params)."
+            )
 
 
 def check_gradients(call: str, grads: Any, weights: Sequence[Any] | None) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _arguments
 from sparsejax._lookup.read_rows import read_rows
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import SelectedRows, indexing, is_quantized
 
 
 # ------------------------------------------------------------------ one table
@@ -31,7 +30,10 @@ def gather_rows(rows: SelectedRows, table: Any, otherwise: jax.Array) -> jax.Arr
     """Rows of a table; `otherwise` in empty slots."""
     if not rows.height:
         return otherwise
-    read = read_rows(jnp.asarray(table), rows.rows)
+    if is_quantized(table):
+        read = table.get(rows.rows)
+    else:
+        read = read_rows(jnp.asarray(table), rows.rows)
     filled = indexing.append_axes(rows.filled(), read.ndim)
     # An optimization_barrier before the arithmetic made no difference on XLA:CPU.
     return jnp.where(filled, read, otherwise.astype(read.dtype))
@@ -43,20 +45,7 @@ def scatter_rows(rows: SelectedRows, table: Any, values: jax.Array) -> jax.Array
     table = jnp.asarray(table)
     if not rows.height:
         return table
-    # Each empty slot gets a distinct id beyond the end. XLA can then be told that ids
-    # are unique, and needs no atomic writes where it scatters in parallel.
-    ids = rows.rows
-    unique = rows.height + rows.capacity <= jnp.iinfo(ids.dtype).max
-    if unique:
-        beyond = jnp.arange(rows.capacity, dtype=ids.dtype)
-        ids = ids + jnp.where(rows.filled(), _arguments.scalar(0, ids), beyond)
-    return table.at[ids].set(
-        values.astype(table.dtype),
-        mode="drop",
-        wrap_negative_indices=False,
-        indices_are_sorted=True,
-        unique_indices=unique,
-    )
+    return indexing.set_distinct_rows(table, rows.rows, values, indices_are_sorted=True)
 
 
 @functools.singledispatch

@@ -11,6 +11,8 @@ table, each with different rows, so that zero gradients occur for rows that were
 read, read one step ago, and read two steps ago. The comparison is bit for bit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparsejax._arguments import PyTree
 from sparsejax.optim._lazy import (
     optax_internals,
     probe,
@@ -32,7 +35,7 @@ WEIGHTS = "weights"  # in the result of `moving`
 _TABLE = jax.ShapeDtypeStruct((probe.ROWS, 8), jnp.float32)
 
 
-def is_lazy_exact(tx: Any, params: Any = None) -> bool:
+def is_lazy_exact(tx: optax.GradientTransformation, params: PyTree = None) -> bool:
     """Whether `lazy(tx)` trains exactly as `tx` does with dense gradients.
 
     For a gradient G that is zero outside the rows R, weights W and state S, with

@@ -16,8 +16,9 @@ that are functions of the parameters see n rows instead of V, so they must decid
 names, types or ranks, not by the number of rows.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any
 
 import optax
 
@@ -27,6 +28,8 @@ from sparsejax.optim._lazy import (
     gather_scatter,
     optax_internals,
     row_separable,
+    row_update,
+    stacks,
     state_leaves,
     state_sharding,
     trees,
@@ -36,7 +39,9 @@ from sparsejax.optim._lazy import (
 CALL = "sparsejax.optim.lazy"
 
 
-def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArgs:
+def lazy(
+    tx: optax.GradientTransformation, *, check: bool = True
+) -> optax.GradientTransformationExtraArgs:
     """Lifts an optax transformation to gradients that are SelectedRows.
 
     Rows without a gradient stay unchanged, bit for bit: their weights *and their
@@ -47,6 +52,9 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
     For SGD and Adagrad this equals dense training; `is_lazy_exact(tx)` tells for any
     other transformation. `sparsejax.optim.exact` matches dense momentum and Adam.
 
+    The rows of a stack of tables `[K, V, ...]` are those of all its tables, each
+    updated as a row of one table.
+
     For the rows R of a gradient, with duplicates summed to g, it computes
 
       u, S[R] := tx.update(g, S[R], W[R])
@@ -56,8 +64,11 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
     `optax.apply_updates` adds to the table. A table with a dense gradient is updated
     densely. Under `jax.jit`, donate parameters and state to update both in place.
 
+    State that follows a table keeps its dtype at a sparse gradient, also where optax
+    would promote it, as the moments of a float16 table at float32 gradients.
+
     Put tree-wide transformations inside: `lazy(optax.chain(clip, adam))`, not
-    `optax.chain(clip, lazy(adam))`, which would clip the row ids.
+    `optax.chain(clip, lazy(adam))`, which would clip the row ids, and raises.
     `clip_by_global_norm` *after* adam sees only the updates of the rows read.
 
     Args:
@@ -124,6 +135,7 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
     find = trees.remember(functools.partial(state_leaves.find, tx.init))
 
     def init(params):
+        checks.check_not_quantized(CALL, params)
         leaves, treedef = trees.flatten(params)
         for leaf, where in zip(leaves, trees.leaf_paths(params, "params")):
             if is_selected_rows(leaf):
@@ -141,11 +153,14 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
         leaves, treedef = trees.flatten(grads)
         tables = tuple(i for i, g in enumerate(leaves) if is_selected_rows(g))
         if not tables:
+            checks.check_order(CALL, params)
             return inner.update(grads, state, params, **extra_args)
         weights = trees.flatten_params(CALL, grads, params)
         checks.check_gradients(CALL, grads, weights)
 
         specs = tuple(map(trees.to_spec, weights or leaves))
+        stacked = {i: leaves[i] for i in tables if leaves[i].stack}
+        specs = stacks.specs(stacked, specs)
         if check:
             failed = verdicts.failures(treedef, specs, tables)
             refused = {i: verdicts.blame(treedef, specs, i, failed[i]) for i in failed}
@@ -155,26 +170,54 @@ def lazy(tx: Any, *, check: bool = True) -> optax.GradientTransformationExtraArg
             refused = {i: row_separable.Reason(blocked[i], part) for i in blocked}
         for i, reason in refused.items():
             where = trees.leaf_paths(grads, "grads")[i]
-            raise _not_separable(f"{where}, which has a SelectedRows gradient,", reason)
+            what = f"{where}, which has a SelectedRows gradient,"
+            if i in stacked:
+                what = f"{where}, a stack of tables whose gradient has rows of each,"
+            raise _not_separable(what, reason, i in stacked)
         owners = find(treedef, specs, tables).owners
-        heights = {i: leaves[i].height for i in tables}
-        checks.check_state_rows(CALL, state, owners, heights)
+        row_shapes = {i: leaves[i].row_shape for i in tables}
+        checks.check_state_rows(CALL, state, owners, row_shapes)
+        given = weights
+        if stacked:
+            leaves, weights, state = stacks.flatten(
+                stacked, leaves, weights, state, owners
+            )
 
-        merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in tables}
-        rows = gather_scatter.gather(
-            tx.init, treedef, leaves, weights, state, owners, merged
+        passes = row_update.update(
+            inner,
+            treedef,
+            leaves,
+            weights,
+            state,
+            owners,
+            tables,
+            extra_args,
+            check,
         )
-        updates, new_state = inner.update(*rows, **extra_args)
-        updates = treedef.flatten_up_to(updates)
-        for i in tables:
-            updates[i] = gather_scatter.as_update(merged[i], updates[i], leaves[i])
-        new_state = gather_scatter.scatter_state(state, new_state, owners, merged)
+        if passes is not None:
+            updates, new_state = passes
+        else:
+            merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in tables}
+            rows = gather_scatter.gather(
+                tx.init, treedef, leaves, weights, state, owners, merged
+            )
+            updates, new_state = inner.update(*rows, **extra_args)
+            updates = treedef.flatten_up_to(updates)
+            for i in tables:
+                updates[i] = gather_scatter.as_update(merged[i], updates[i], leaves[i])
+            new_state = gather_scatter.scatter_state(state, new_state, owners, merged)
+        if stacked:
+            updates, new_state = stacks.restore(
+                stacked, given, updates, new_state, owners
+            )
         return treedef.unflatten(updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _not_separable(what: str, reason: row_separable.Reason) -> ValueError:
+def _not_separable(
+    what: str, reason: row_separable.Reason, is_stack: bool = False
+) -> ValueError:
     message = (
         f"{CALL}: {what} cannot be lifted to rows, because of {reason}. Use an "
         "optimizer that works row by row (adam, adagrad, rmsprop, sgd, lion, ...), or "
@@ -182,6 +225,10 @@ def _not_separable(what: str, reason: row_separable.Reason) -> ValueError:
         'optax.adam(1e-3), "dense": tx}, labels)). sparsejax.optim.is_row_separable '
         "tells which optimizers work."
     )
+    if is_stack:
+        message += (
+            " Or keep the parameter as one table [K * V, ...], reshaped in the loss."
+        )
     if reason.can_be_wrong:
         message += (
             " If you know that each row's step depends only on that row, skip this "

@@ -9,6 +9,7 @@ less precise.
 tests/test_optim_canaries.py checks every name that this file relies on.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
@@ -188,10 +189,21 @@ def _injected(tx: Any) -> list[Any]:
     try:
         found = (cells[variable] for variable in CLOSURES["inject_hyperparams"])
         factory, scheduled, others, numbers = found
-        scheduled = {k: f(f.init()) for k, f in scheduled.items()}
-        return [factory(**{**others, **numbers, **scheduled})]
+        with _on_numbers():
+            scheduled = {k: f(f.init()) for k, f in scheduled.items()}
+            return [factory(**{**others, **numbers, **scheduled})]
     except Exception:  # not inject_hyperparams
         return []
+
+
+@contextlib.contextmanager
+def _on_numbers() -> Iterator[None]:
+    """Schedules give numbers, in a trace too: what holds a tracer cannot be tested."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.ensure_compile_time_eval())
+        stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        stack.enter_context(jax.numpy_rank_promotion("allow"))
+        yield
 
 
 def _closed_over(tx: Any) -> Iterator[Any]:

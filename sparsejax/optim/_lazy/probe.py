@@ -16,6 +16,9 @@ unchanged. This is tested on random numbers, in two runs from a fresh state:
   lifting keeps them. The state leaves that follow no table are compared. This finds
   accumulations over all rows: distances from the start, maxima.
 
+A stack of tables `[K, V, ...]` is tested on two tables, whose rows are those of both:
+what `tx` does to the stack must be what it does to rows of one table.
+
 Both compare single steps from the same state, so differences do not add up. The second
 run does not compare updates: after Adam, a clip by global norm sees the momentum of all
 rows in a dense run, but only that of the rows read if lifted, as intended.
@@ -30,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparsejax._rows import indexing
 from sparsejax.optim._lazy import optax_internals, state_leaves, trees
 
 
@@ -133,16 +137,22 @@ def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
     small = []
     for i, spec in enumerate(specs):
         if not trees.is_none_or_masked(spec):
-            shape = list(spec.shape)
+            first = 0
             if i in tables:
-                shape[0] = ROWS
+                spec, first = with_few_rows(spec), trees.row_axes(spec)
+            shape = list(spec.shape)
             limit = LARGEST * (4 if i in tables else 1)
-            first = int(i in tables)  # a table keeps its rows
-            while np.prod(shape, dtype=float) > limit:
+            while np.prod(shape, dtype=float) > limit:  # a table keeps its rows
                 shape[first + int(np.argmax(shape[first:]))] //= 2
-            spec = jax.ShapeDtypeStruct(tuple(shape), _plain_dtype(spec.dtype))
+            spec = trees.reshaped(spec, shape, _plain_dtype(spec.dtype))
         small.append(spec)
     return small
+
+
+def with_few_rows(spec: Any) -> Any:
+    """The spec of a table, with `ROWS` rows; of a stack, with two such tables."""
+    count = trees.row_axes(spec)
+    return trees.reshaped(spec, (*(2, ROWS)[-count:], *spec.shape[count:]))
 
 
 def _plain_dtype(dtype: Any) -> Any:
@@ -160,6 +170,8 @@ class _Run:
     """
 
     def __init__(self, tx, treedef, specs, tables, owners, state):
+        self.row_axes = {t: trees.row_axes(specs[t]) for t in tables}
+        specs = [trees.plain(spec) for spec in specs]
         self.treedef, self.specs, self.tables = treedef, specs, tables
         self.owners = owners
         arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
@@ -203,11 +215,33 @@ class _Run:
         return self.treedef.unflatten(leaves)
 
     def cut(self, leaves, rows):
-        return [_rows(x, rows) if i in self.tables else x for i, x in enumerate(leaves)]
+        return [
+            self.rows(x, i, rows) if i in self.tables else x
+            for i, x in enumerate(leaves)
+        ]
 
     def cut_state(self, leaves, rows):
         owned = zip(leaves, self.owners)
-        return [x if owner is None else _rows(x, rows) for x, owner in owned]
+        return [x if owner is None else self.rows(x, owner, rows) for x, owner in owned]
+
+    def rows(self, x, table, rows):
+        """These rows of a table, or of the state that follows it."""
+        count = self.row_axes[table]
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((len(rows), *x.shape[count:]), x.dtype)
+        return indexing.merge_axes(x, count)[self.numbers(table, rows)]
+
+    def put(self, old, table, rows, new):
+        """A table with these rows replaced by those of `new`."""
+        out, count = np.array(old), self.row_axes[table]
+        rows = self.numbers(table, rows)
+        flat = indexing.merge_axes(out, count)
+        flat[rows] = indexing.merge_axes(new, count)[rows]
+        return out
+
+    def numbers(self, table, rows):
+        """For a stack, other rows: some of each of its two tables."""
+        return rows * 3 if self.row_axes[table] > 1 else rows
 
     def steps(self, rows_of_step, kind, reasons) -> str | None:
         """Compares step by step, adds to `reasons`, and returns what fails for all."""
@@ -218,9 +252,7 @@ class _Run:
         for scale, rows in zip(SCALES, rows_of_step):
             dense = [random_gradient(rng, d, scale) for d in direction]
             for t in self.tables:
-                outside = np.ones(ROWS, bool)
-                outside[rows] = False
-                dense[t][outside] = 0
+                dense[t] = self.put(np.zeros_like(dense[t]), t, rows, dense[t])
             updates, new = self._step(self.whole, dense, state, weights)
             cut, cut_weights = self.cut(dense, rows), self.cut(weights, rows)
             cut_state = self.cut_state(state, rows)
@@ -228,30 +260,35 @@ class _Run:
 
             for k in self.kept:
                 owner = self.owners[k]
-                if owner is None and not _close(new[k], cut_new[k]):
+                if owner is None and not is_close(new[k], cut_new[k]):
                     return (
                         f"its state {self.paths[k]} depends on all rows, even those "
                         "that are not read"
                     )
                 if kind == "same" and owner is not None:
-                    if not _close(new[k][rows], cut_new[k]):
+                    if not is_close(self.rows(new[k], owner, rows), cut_new[k]):
                         why = (
                             f"the state of the rows read ({self.paths[k]}) depends "
                             "on the rows that are not read"
                         )
                         reasons.setdefault(owner, Reason(why))
             for t, whole, part in zip(self.tables, updates, cut_updates):
-                if kind == "same" and not _close(whole[rows], part):
+                if kind == "same" and not is_close(self.rows(whole, t, rows), part):
                     why = (
                         "the updates of the rows read depend on the rows that are not "
                         "read"
                     )
                     reasons.setdefault(t, Reason(why))
                 moved = (weights[t] + whole).astype(weights[t].dtype)
-                weights[t] = moved if kind == "same" else _put(weights[t], rows, moved)
+                weights[t] = (
+                    moved if kind == "same" else self.put(weights[t], t, rows, moved)
+                )
             for k in self.kept:
-                put_back = kind == "other" and self.owners[k] is not None
-                state[k] = _put(state[k], rows, new[k]) if put_back else new[k]
+                owner = self.owners[k]
+                put_back = kind == "other" and owner is not None
+                state[k] = (
+                    self.put(state[k], owner, rows, new[k]) if put_back else new[k]
+                )
         return None
 
     def _step(self, update, grads, state, weights):
@@ -269,12 +306,6 @@ def compile_probe(function, *specs):
         return lowered.compile(compiler_options=COMPILE_FAST)
     except jax.errors.JaxRuntimeError:  # a compiler without that option
         return lowered.compile()
-
-
-def _rows(x, rows):
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(rows), *x.shape[1:]), x.dtype)
-    return x[rows]
 
 
 def random_array(rng, spec):
@@ -297,13 +328,7 @@ def to_host(x: Any) -> Any:
     return x if is_key else np.asarray(x)
 
 
-def _put(old, rows, new):
-    out = np.array(old)
-    out[rows] = new[rows]
-    return out
-
-
-def _close(a, b) -> bool:
+def is_close(a, b) -> bool:
     """Whether `a` equals `b`: exactly for integers, up to rounding for floats."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)

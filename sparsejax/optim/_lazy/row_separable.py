@@ -1,11 +1,15 @@
 """Whether a transformation can be lifted to rows, and which part prevents it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from sparsejax._arguments import PyTree
 from sparsejax.optim._lazy import optax_internals, probe, trees
 from sparsejax.optim._lazy.probe import Reason
 
@@ -17,7 +21,7 @@ _GENERIC = jax.ShapeDtypeStruct((probe.ROWS, 130), jnp.float32)
 _LEAF = jax.tree.structure(0)
 
 
-def is_row_separable(tx: Any, params: Any = None) -> bool:
+def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) -> bool:
     """Whether a transformation treats each row independently of the others.
 
     For a gradient G that is zero outside the rows R, state S and weights W, with
@@ -149,7 +153,7 @@ class Verdicts:
             treedef, specs, table = _LEAF, [_small(specs[table])], 0
         return self._on(treedef, specs).blame(self._tx, table, reason)
 
-    def _on(self, treedef: Any, specs: Sequence[Any]) -> "_Trials":
+    def _on(self, treedef: Any, specs: Sequence[Any]) -> _Trials:
         try:
             hash(treedef)
             key = treedef, tuple(specs)
@@ -214,7 +218,7 @@ class _Trials:
 
 
 def _small(spec: Any) -> Any:
-    return jax.ShapeDtypeStruct((probe.ROWS, *spec.shape[1:]), spec.dtype)
+    return probe.with_few_rows(spec)
 
 
 def is_float_array(spec: Any) -> bool:

@@ -6,13 +6,16 @@ if D equals the number of rows. So the shape alone is ambiguous, but how it chan
 not. `tx.init` is evaluated abstractly twice, the second time with p_i more rows in
 table i, with a different p_i for each table. A state leaf of shape `[V_i, ...]` that
 becomes `[V_i + p_i, ...]` follows table i. A leaf that does not change follows no
-table. Any other change means that the state cannot be split into rows.
+table. Any other change means that the state cannot be split into rows. A stack of
+tables `[K, V, ...]` grows along both of its axes of rows.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+from sparsejax.optim._lazy import trees
 
 
 class StateLeaves(NamedTuple):
@@ -39,7 +42,8 @@ def find(
       init: `tx.init`.
       treedef: structure of the parameters, see `trees.flatten`.
       specs: its leaves, see `trees.to_spec`.
-      tables: which leaves are tables, with rows along the first axis.
+      tables: which leaves are tables, with rows along the first axis, or along the
+        first two for a `trees.StackSpec`.
     """
     more = _more_rows(tables)
     state = _state(init, treedef, specs)
@@ -88,7 +92,7 @@ def without_mesh() -> Any:
 
 def _state(init: Callable, treedef: Any, specs: Sequence[Any]) -> Any:
     with without_mesh():
-        return jax.eval_shape(init, treedef.unflatten(specs))
+        return jax.eval_shape(init, treedef.unflatten(map(trees.plain, specs)))
 
 
 def _more_rows(leaves: Sequence[int]) -> dict[int, int]:
@@ -99,17 +103,19 @@ def _more_rows(leaves: Sequence[int]) -> dict[int, int]:
 def _grow(specs: Sequence[Any], more: dict[int, int]) -> list[Any]:
     grown = list(specs)
     for i, extra in more.items():
-        rows, *rest = specs[i].shape
-        grown[i] = jax.ShapeDtypeStruct((rows + extra, *rest), specs[i].dtype)
+        shape, count = specs[i].shape, trees.row_axes(specs[i])
+        rows = (size + extra for size in shape[:count])
+        grown[i] = trees.reshaped(specs[i], (*rows, *shape[count:]))
     return grown
 
 
 def _follows(old: Any, new: Any, table: Any, extra: int) -> bool:
-    rows = table.shape[0]
+    count = trees.row_axes(table)
+    rows = table.shape[:count]
     return (
-        old.shape[:1] == (rows,)
-        and new.shape[:1] == (rows + extra,)
-        and old.shape[1:] == new.shape[1:]
+        old.shape[:count] == rows
+        and new.shape[:count] == tuple(size + extra for size in rows)
+        and old.shape[count:] == new.shape[count:]
     )
 
 

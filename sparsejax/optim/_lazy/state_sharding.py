@@ -152,7 +152,7 @@ def _constrain(leaf: jax.Array, want: NamedSharding) -> jax.Array:
     same = jax.shard_map(
         lambda x: x, mesh=want.mesh, in_specs=want.spec, out_specs=want.spec
     )
-    return same(jax.reshard(leaf, want))
+    return same(jax.sharding.reshard(leaf, want))
 
 
 def _sharding(mesh: Any, leaf: jax.Array, *parts: Any) -> NamedSharding:

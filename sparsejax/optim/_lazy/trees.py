@@ -5,7 +5,7 @@ use where a leaf has no gradient, so the leaves of two trees match by index.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,27 @@ def leaf_paths(tree: Any, name: str) -> list[str]:
     return [name + jax.tree_util.keystr(path) for path, _ in paths]
 
 
+def ids_by_leaf(call: str, name: str, params: Any, ids: Any) -> dict[int, Any]:
+    """The leaves of `ids`, by the index of the leaf of `params` at the same path.
+
+    Args:
+      call, name: the public function and its argument, for messages.
+      params: all parameters.
+      ids: a tree like them, with None or nothing where a leaf has no ids.
+    """
+    paths = leaf_paths(params, "")
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(ids):
+        path = jax.tree_util.keystr(path)
+        if path not in paths:
+            raise ValueError(
+                f"{call}: {name} has a leaf at {path or 'the root'}, but the "
+                f"parameters do not; their leaves are {', '.join(paths)}."
+            )
+        found[paths.index(path)] = leaf
+    return found
+
+
 def to_spec(x: Any) -> Any:
     """A leaf as ShapeDtypeStruct; None and MaskedNode stay, other objects are None."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
@@ -58,6 +79,34 @@ def to_spec(x: Any) -> Any:
     if isinstance(x, (bool, int, float, complex)):
         return jax.ShapeDtypeStruct((), jax.dtypes.result_type(x))
     return x if is_none_or_masked(x) else None
+
+
+class StackSpec(jax.ShapeDtypeStruct):
+    """The spec of a stack of tables `[K, V, ...]`, which has two axes of rows."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StackSpec) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((StackSpec, self.shape, self.dtype))
+
+
+def row_axes(spec: Any) -> int:
+    """How many axes of a table run over its rows."""
+    return 2 if isinstance(spec, StackSpec) else 1
+
+
+def reshaped(spec: Any, shape: Sequence[int], dtype: Any = None) -> Any:
+    """A spec of the same kind."""
+    kind = StackSpec if isinstance(spec, StackSpec) else jax.ShapeDtypeStruct
+    return kind(tuple(shape), spec.dtype if dtype is None else dtype)
+
+
+def plain(spec: Any) -> Any:
+    """A spec as JAX knows it."""
+    if isinstance(spec, StackSpec):
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+    return spec
 
 
 def remember(function: Callable, size: int = 32) -> Callable:

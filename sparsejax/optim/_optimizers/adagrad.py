@@ -5,6 +5,8 @@ the three rules that `optax.adagrad` (per coordinate, eps inside the square root
 not cover.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sparsejax._arguments import Scalar
 from sparsejax._rows import indexing
 from sparsejax.optim._optimizers import base
 
@@ -24,7 +27,9 @@ class AdagradState(NamedTuple):
 
 
 def rowwise_adagrad(
-    learning_rate: Any, initial_accumulator_value: Any = 0.0, eps: Any = 1e-8
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-8,
 ) -> optax.GradientTransformationExtraArgs:
     """AdaGrad with one accumulator per row of a table.
 
@@ -72,7 +77,9 @@ def rowwise_adagrad(
 
 
 def group_adagrad(
-    learning_rate: Any, initial_accumulator_value: Any = 0.0, eps: Any = 1e-5
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-5,
 ) -> optax.GradientTransformationExtraArgs:
     """MXNet's GroupAdaGrad: one accumulator per row, eps inside the square root.
 
@@ -114,7 +121,9 @@ def group_adagrad(
 
 
 def adagrad(
-    learning_rate: Any, initial_accumulator_value: Any = 0.0, eps: Any = 1e-10
+    learning_rate: optax.ScalarOrSchedule,
+    initial_accumulator_value: Scalar = 0.0,
+    eps: Scalar = 1e-10,
 ) -> optax.GradientTransformationExtraArgs:
     """AdaGrad with eps outside the square root, as in PyTorch, Caffe2 and others.
 
@@ -123,9 +132,12 @@ def adagrad(
       h' = h + g^2
       w' = w - learning_rate * g / (sqrt(h') + eps)
 
-    `optax.adagrad` has `sqrt(h' + eps)`, and h starts at 0.1. PyTorch, Caffe2, Paddle
-    and FBGEMM have the rule above. This optimizer accepts dense and SelectedRows
-    gradients, alone or inside `lazy(optax.chain(...))`.
+    `optax.adagrad` has `sqrt(h' + eps)`, and h starts at 0.1: where a loss is a mean
+    over a large batch, the squares of a row's gradients are much smaller than that, and
+    rows hardly move. PyTorch, Caffe2, Paddle and FBGEMM have the rule above.
+
+    This optimizer accepts dense and SelectedRows gradients, alone or inside
+    `lazy(optax.chain(...))`.
 
     Args:
       learning_rate: a number or a schedule.

@@ -12,13 +12,17 @@ first read at step 10,000 then takes a normal first step, not one that is too lo
 (since its moments still start at zero).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
+from sparsejax._arguments import Scalar
 from sparsejax._rows import indexing
 from sparsejax.optim._lazy import checks
 from sparsejax.optim._optimizers import base
@@ -34,13 +38,13 @@ class RowwiseAdamState(NamedTuple):
 
 
 def rowwise_adam(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
     *,
     row_count: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with one second moment per row of a table.
 
@@ -95,12 +99,12 @@ def rowwise_adam(
 
 
 def row_count_adam(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
     *,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with bias correction by how often each row was touched.
 
@@ -152,14 +156,14 @@ def row_count_adam(
 
 
 def partial_rowwise_lamb(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    weight_decay: Any = 0.0,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    weight_decay: Scalar = 0.0,
     *,
     row_count: bool = False,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB by rows: one second moment and one trust ratio per row of a table.
 

@@ -46,7 +46,9 @@ def dense_or_rows(
     @functools.wraps(update)  # errors show the name of the function that made `update`
     def update_either(updates, state, params=None, **extra_args):
         leaves, _ = trees.flatten(updates)
-        tx = lifted if any(map(is_selected_rows, leaves)) else dense
+        # `lifted` also tells of gradients and parameters in each other's place.
+        sparse = any(map(is_selected_rows, (*leaves, *trees.flatten(params)[0])))
+        tx = lifted if sparse else dense
         return tx.update(updates, state, params, **extra_args)
 
     @functools.wraps(init)
@@ -123,12 +125,15 @@ def like(value: Any, x: jax.Array) -> jax.Array:
 
 def bias_correction(decay: Any, count: Any, dtype: Any) -> jax.Array:
     """`1 - decay**count`, accurate if small, where a plain power is off by 1e-5."""
-    if isinstance(decay, (int, float, np.generic)):
-        with np.errstate(divide="ignore"):
-            log = np.log(np.float64(decay))
-    else:
-        log = jnp.log(decay)
-    return -jnp.expm1(count.astype(dtype) * jnp.asarray(log).astype(dtype))
+    return -jnp.expm1(count.astype(dtype) * jnp.asarray(log(decay)).astype(dtype))
+
+
+def log(decay: Any) -> Any:
+    """The logarithm of a hyperparameter, in float64 if it is a number."""
+    if not isinstance(decay, (int, float, np.generic)):
+        return jnp.log(decay)
+    with np.errstate(divide="ignore"):
+        return np.log(np.float64(decay))
 
 
 # ------------------------------------------------------------------ rows

@@ -1,11 +1,14 @@
 """FTRL-proximal, for sparse linear models: many weights become exactly zero."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from sparsejax._arguments import Scalar
 from sparsejax._rows import indexing
 from sparsejax.optim._lazy import checks
 from sparsejax.optim._optimizers import base
@@ -23,31 +26,34 @@ class FtrlState(NamedTuple):
 
 
 def ftrl(
-    alpha: Any, beta: Any = 1.0, l1: Any = 0.0, l2: Any = 0.0
+    learning_rate: optax.ScalarOrSchedule,
+    beta: Scalar = 1.0,
+    l1: Scalar = 0.0,
+    l2: Scalar = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     """FTRL-proximal with a learning rate per coordinate.
 
-    For the gradient g at weights w, for each coordinate:
+    For the gradient g at weights w and the learning rate lr, for each coordinate:
 
       n' = n + g^2
-      z' = z + g - (sqrt(n') - sqrt(n)) / alpha * w
+      z' = z + g - (sqrt(n') - sqrt(n)) / lr * w
       w' = 0                                                        where |z'| <= l1
-      w' = (sign(z') * l1 - z') / ((beta + sqrt(n')) / alpha + l2)  elsewhere
+      w' = (sign(z') * l1 - z') / ((beta + sqrt(n')) / lr + l2)  elsewhere
 
     The update is `w' - w`. Where w' is 0, adding it to w gives exactly 0.
 
     The new weights depend on the old ones only through z, which starts at 0: the first
     step that touches a row forgets its initial weights. Start from zeros, or with
-    `z = -w * (beta / alpha + l2) - sign(w) * l1`, which represents weights w.
+    `z = -w * (beta / lr + l2) - sign(w) * l1`, which represents weights w.
 
     A dense gradient updates all rows (those without history become 0). A SelectedRows
     updates its rows and leaves the others unchanged, bit for bit. Use it alone or
     inside `lazy(optax.chain(...))`.
 
     Args:
-      alpha: learning rate, a positive number or a schedule. The current value is used
-        throughout, as in Caffe2 and MXNet.
-      beta: keeps the first steps small; with `beta=0` the first step is about `alpha`.
+      learning_rate: a positive number or a schedule, alpha in the paper. The current
+        value is used throughout, as in Caffe2 and MXNet.
+      beta: keeps the first steps small; with `beta=0` the first step is about lr.
       l1: strength of the L1 penalty, which makes weights exactly zero.
       l2: strength of the L2 penalty in units of the gradient: `l2 / 2 * w^2` per step.
 
@@ -57,12 +63,12 @@ def ftrl(
       needs `params`.
 
     Raises:
-      ValueError: alpha is not positive, or another argument is negative; at update,
-        `params` is missing.
+      ValueError: `learning_rate` is not positive, or another argument is negative; at
+        update, `params` is missing.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
-      >>> tx = sj.optim.ftrl(alpha=0.5, l1=1.0)
+      >>> tx = sj.optim.ftrl(learning_rate=0.5, l1=1.0)
       >>> weights = jnp.zeros((1000, 2))
       >>> state = tx.init(weights)
       >>> grad = sj.SelectedRows([3], jnp.array([[4.0, 0.5]]), height=1000)
@@ -77,7 +83,7 @@ def ftrl(
       `SparseFtrl`; MXNet, `ftrl_update`.
     """
     positive = "a positive number or a schedule"
-    base.check(CALL, "alpha", alpha, positive, lambda x: x > 0)
+    base.check(CALL, "learning_rate", learning_rate, positive, lambda x: x > 0)
     base.check_not_negative(CALL, beta=beta, l1=l1, l2=l2)
 
     def init(params):
@@ -89,7 +95,7 @@ def ftrl(
         checks.require_params(
             CALL, params, "FTRL returns the difference of new and old weights"
         )
-        rate = base.at(alpha, state.count)
+        rate = base.at(learning_rate, state.count)
 
         def rule(g, z, n, w):
             old = jnp.asarray(w).astype(z.dtype)

@@ -1,12 +1,12 @@
 """Decoupled weight decay that makes up for missed steps when a row is next touched.
 
-AdamW multiplies every weight by `1 - lr_t * rate` at every step. Under `lazy`, a row
+AdamW multiplies every weight by `1 - lr_t * d` at every step. Under `lazy`, a row
 without a gradient does not change, so rare rows hardly decay. Here a touched row gets
 the decay of all steps that it missed at once, as a product:
 
-  w' = w * prod_{s = last + 1 .. t} (1 - lr_s * rate) + update
+  w' = w * prod_{s = last + 1 .. t} (1 - lr_s * d) + update
 
-The state has one sum, L_t = sum_{s <= t} log(1 - lr_s * rate), and for each row the
+The state has one sum, L_t = sum_{s <= t} log(1 - lr_s * d), and for each row the
 value of L when it was last decayed. The product is then exp(L_t - L_last), for any
 schedule.
 
@@ -14,6 +14,8 @@ L grows while the differences stay small, so float32 would lose them: after a mi
 steps of 1e-5, a single step would be accurate only to a few percent. So L is stored as
 the sum of two floats, which doubles its precision.
 """
+
+from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ import numpy as np
 import optax
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree, Scalar
 from sparsejax._rows import indexing
 from sparsejax.optim._lazy import checks, trees
 from sparsejax.optim._optimizers import base
@@ -40,18 +43,19 @@ class WeightDecayState(NamedTuple):
 
 
 def weight_decay(
-    rate: Any, learning_rate: Any = 1.0
+    weight_decay: Scalar, learning_rate: optax.ScalarOrSchedule = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     """Decoupled weight decay; a touched row also gets the decay that it missed.
 
     At step t, a touched row w that was last touched at step t - k becomes
 
-      w' = w * (1 - lr_t * rate) * ... * (1 - lr_{t-k+1} * rate) + update
+      w' = w * (1 - lr_t * d) * ... * (1 - lr_{t-k+1} * d) + update
 
-    for any schedule of lr. The other rows stay unchanged, bit for bit. Put it last in a
-    chain: `chain(adam(lr), weight_decay(rate, lr))` is
-    `optax.adamw(lr, weight_decay=rate)` for rows touched at every step. In contrast,
-    `optax.adamw` inside `lazy` decays a row only at the steps that read it.
+    with d the argument `weight_decay`, for any schedule of lr. The other rows stay
+    unchanged, bit for bit. Put it last in a chain:
+    `chain(adam(lr), weight_decay(d, lr))` is `optax.adamw(lr, weight_decay=d)` for rows
+    touched at every step. In contrast, `optax.adamw` inside `lazy` decays a row only at
+    the steps that read it.
 
     Between two steps that touch it, a row is larger than under dense AdamW, because a
     lookup reads it before the missed decay is applied. `flush_weight_decay` brings all
@@ -61,7 +65,7 @@ def weight_decay(
     `lazy(optax.chain(...))`. Use `optax.masked` to exclude parameters.
 
     Args:
-      rate: the strength of the decay, like `weight_decay` of AdamW; non-negative.
+      weight_decay: its strength, as in `optax.adamw`; non-negative.
       learning_rate: of the optimizer, a number or a schedule.
 
     Returns:
@@ -70,8 +74,8 @@ def weight_decay(
       `update` needs `params`.
 
     Raises:
-      ValueError: an argument is negative, or `rate * learning_rate` is 1 or more; at
-        update, `params` is missing.
+      ValueError: an argument is negative, or `weight_decay * learning_rate` is 1 or
+        more; at update, `params` is missing.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -94,14 +98,19 @@ def weight_decay(
       Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization"; FBGEMM,
       row-wise AdaGrad with `prev_iter`.
     """
-    base.check_not_negative(CALL, rate=rate, learning_rate=learning_rate)
-    numbers = all(isinstance(x, (int, float)) for x in (rate, learning_rate))
-    if numbers and rate * learning_rate >= 1:
-        raise ValueError(
-            f"{CALL}: rate * learning_rate, the fraction of the weights that a step "
-            f"removes, must be less than 1, got {rate * learning_rate}. Pass the "
-            "weight_decay of AdamW as rate."
-        )
+    base.check_not_negative(
+        CALL, weight_decay=weight_decay, learning_rate=learning_rate
+    )
+    if isinstance(weight_decay, (int, float)) and isinstance(
+        learning_rate, (int, float)
+    ):
+        lost = weight_decay * learning_rate
+        if lost >= 1:
+            raise ValueError(
+                f"{CALL}: weight_decay * learning_rate, the fraction of the weights "
+                f"that a step removes, must be less than 1, got {lost}. Pass what "
+                "optax.adamw takes as weight_decay."
+            )
 
     def init(params):
         dtypes = [indexing.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
@@ -112,7 +121,7 @@ def weight_decay(
 
     def update(updates, state, params=None):
         checks.require_params(CALL, params, "the decay is a fraction of the weights")
-        step = _log_of_step(rate, base.at(learning_rate, state.count), state)
+        step = _log_of_step(weight_decay, base.at(learning_rate, state.count), state)
         log_decay = _add(state.log_decay, step)
 
         def rule(u, decayed, w):
@@ -128,7 +137,7 @@ def weight_decay(
     return base.dense_or_rows(init, update)
 
 
-def flush_weight_decay(params: Any, state: Any) -> tuple[Any, Any]:
+def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:
     """Applies the decay of `weight_decay` that rows have missed so far, to all rows.
 
     For every row, `w' = w * exp(L - L_last)`, with L of the latest step. It reads and

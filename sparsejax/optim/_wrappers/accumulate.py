@@ -12,8 +12,11 @@ A slot is empty if its id is the table's height. Its value is then left over fro
 earlier step, since emptying the buffer only writes ids.
 """
 
+from __future__ import annotations
+
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +26,15 @@ import optax
 from jax import lax
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, indexing, merge
+from sparsejax._arguments import PyTree
+from sparsejax._rows import (
+    SelectedRows,
+    flat_rows,
+    indexing,
+    merge,
+    stacked_rows,
+    with_slots,
+)
 from sparsejax.optim._lazy import checks, state_sharding, trees
 from sparsejax.optim._wrappers.update_if import update_if
 
@@ -35,7 +46,7 @@ class AccumulateState(NamedTuple):
     """State of `accumulate`; names as in `optax.MultiStepsState`.
 
     Attributes:
-      mini_step: int32, the number of accumulated gradients, less than `every_k`.
+      mini_step: int32, the number of accumulated gradients, less than k.
       gradient_step: int32, the number of steps of `tx`.
       inner_opt_state: state of `tx`.
       acc_grads: the sums of gradients, in float32 or wider: a SelectedRows for each
@@ -52,7 +63,11 @@ class AccumulateState(NamedTuple):
 
 
 def accumulate(
-    tx: Any, every_k: int | Callable[[jax.Array], Any], capacity: Any
+    tx: optax.GradientTransformation,
+    every_k_schedule: int | Callable[[jax.Array], Any],
+    capacity: int | PyTree,
+    *,
+    stacked: bool | PyTree = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Gradient accumulation that stays sparse: one step of `tx` for k gradients.
 
@@ -74,11 +89,14 @@ def accumulate(
     Args:
       tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of
         `sparsejax.optim`. It gets extra arguments of `update` at the k-th gradient.
-      every_k: int k, or a schedule: a function of `gradient_step`.
+      every_k_schedule: int k, or a schedule: a function of `gradient_step`.
       capacity: int, slots for each leaf of rank 2 or more; or a tree (prefix) of the
         params with ints for tables and None for leaves with dense gradients. In a tree,
         an int for a leaf of rank 1 makes that leaf a table too. A leaf with slots may
         also have a dense gradient if it has no more rows than slots.
+      stacked: True, or a tree (prefix) of the params with True for leaves of rank 3 or
+        more that are stacks of tables `[K, V, ...]`, read at (k, v): their slots are
+        for rows of the tables. Others have slots for rows along the first axis.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with an `AccumulateState`. Under
@@ -86,9 +104,10 @@ def accumulate(
 
     Raises:
       TypeError: `tx` is not a transformation.
-      ValueError: `every_k` or `capacity` is not a positive int, or `capacity` is not a
-        prefix of these params; at update, a dense gradient has more rows than slots, or
-        a leaf with a SelectedRows gradient has no slots.
+      ValueError: `every_k_schedule` or `capacity` is not a positive int; `capacity` or
+        `stacked` is not a prefix of these params; at update, a dense gradient has more
+        rows than slots, or a leaf with a SelectedRows gradient has no slots, or those
+        for rows of another kind.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -108,14 +127,19 @@ def accumulate(
     """
     checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(tx)
+    every_k: Any = every_k_schedule
     if not callable(every_k):
-        every_k = _positive_int(every_k, "every_k", " or a function of the step")
+        every_k = _positive_int(
+            every_k, "every_k_schedule", " or a function of the step"
+        )
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
         inner_state = tx.init(params)
         leaves, treedef = trees.flatten(params)
-        buffers = [_empty(*leaf) for leaf in zip(leaves, _slots(params, capacity))]
+        axes = _row_axes(params, stacked)
+        slots = _slots(params, capacity)
+        buffers = [_empty(*leaf) for leaf in zip(leaves, slots, axes)]
         # Separate arrays, since no buffer can be donated twice.
         mini_step, gradient_step, overflow = (
             jnp.zeros((), jnp.int32) for _ in range(3)
@@ -131,6 +155,7 @@ def accumulate(
         trees.flatten_params(CALL, updates, params)
         # A state from a checkpoint may contain NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
+        sums = [_as_rows(*pair) for pair in zip(sums, grads)]
         overflow = jnp.asarray(state.overflow)
         for i, grad in enumerate(grads):
             if not trees.is_none_or_masked(grad):
@@ -163,7 +188,7 @@ def accumulate(
 # ------------------------------------------------------------------ the buffers
 
 
-def _empty(leaf: Any, slots: int | None) -> Any:
+def _empty(leaf: Any, slots: int | None, row_axes: int) -> Any:
     """The empty buffer for the sum of a leaf's gradients."""
     if trees.is_none_or_masked(leaf):
         return leaf
@@ -171,9 +196,23 @@ def _empty(leaf: Any, slots: int | None) -> Any:
     dtype = indexing.accumulator_dtype(leaf.dtype)
     if slots is None:
         return jnp.zeros(leaf.shape, dtype)
-    height = leaf.shape[0]
+    *stack, _ = row_shape = leaf.shape[:row_axes]
+    height = math.prod(row_shape)
+    slots = min(slots, height)
     rows = jnp.full((slots,), height, _arguments.index_dtype(height))
-    return SelectedRows(rows, jnp.zeros((slots, *leaf.shape[1:]), dtype), height)
+    values = jnp.zeros((slots, *leaf.shape[row_axes:]), dtype)
+    return SelectedRows(rows, values, height, tuple(stack))
+
+
+def _as_rows(held: Any, grad: Any) -> Any:
+    """A buffer as it was made: `nnx.Optimizer` keeps the fields of a SelectedRows."""
+    if not isinstance(held, Mapping) or set(held) != {"rows", "values"}:
+        return held
+    shape, values = trees.to_spec(grad).shape, held["values"]
+    *stack, _ = row_shape = shape[: len(shape) + 1 - np.ndim(values)]
+    height = math.prod(row_shape)
+    static = (height, tuple(stack)) if stack else height
+    return SelectedRows.tree_unflatten(static, (held["rows"], values))
 
 
 def _add(held: Any, grad: Any) -> tuple[Any, Any]:
@@ -183,7 +222,8 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
     if not isinstance(grad, SelectedRows):
         rows = jnp.arange(held.height, dtype=held.rows.dtype)
         values = indexing.zero_unless(held.filled(), held.values)
-        return SelectedRows(rows, values + grad.astype(held.dtype), held.height), 0
+        grad = flat_rows(held, grad.astype(held.dtype))
+        return with_slots(held, rows, values + grad), 0
 
     grad = grad.astype(held.dtype).coalesce()
     rows, here = grad.rows.astype(held.rows.dtype), grad.filled()
@@ -204,9 +244,7 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
     old = indexing.take_rows(held.values, jnp.where(known, slot, none))
     values = indexing.set_rows(held.values, slot, old + grad.values)
     missed = jnp.sum(here & (slot == none), dtype=jnp.int32)
-    return SelectedRows(
-        indexing.set_rows(held.rows, slot, rows), values, held.height
-    ), missed
+    return with_slots(held, indexing.set_rows(held.rows, slot, rows), values), missed
 
 
 def _mean(held: Any, grad: Any, k: jax.Array) -> Any:
@@ -217,7 +255,8 @@ def _mean(held: Any, grad: Any, k: jax.Array) -> Any:
         return held / k.astype(held.dtype)
     if isinstance(grad, SelectedRows):
         return held / k.astype(held.dtype)
-    return indexing.zero_unless(held.filled(), held.values) / k.astype(held.dtype)
+    values = indexing.zero_unless(held.filled(), held.values)
+    return stacked_rows(held, values) / k.astype(held.dtype)
 
 
 def _emptied(due: jax.Array, held: Any) -> Any:
@@ -226,7 +265,7 @@ def _emptied(due: jax.Array, held: Any) -> Any:
     if not isinstance(held, SelectedRows):
         return jnp.where(due, jnp.zeros((), held.dtype), held)
     rows = jnp.where(due, _arguments.scalar(held.height, held.rows), held.rows)
-    return SelectedRows(rows, held.values, held.height)
+    return with_slots(held, rows, held.values)
 
 
 # ------------------------------------------------------------------ the arguments
@@ -254,9 +293,29 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
             number = _positive_int(number, "capacity", ", or a tree of ints and None")
         for leaf in leaves:
             dense = trees.is_none_or_masked(leaf) or np.ndim(leaf) < lowest_rank
-            use_array = dense or number is None
-            slots.append(None if use_array else min(number, np.shape(leaf)[0]))
+            slots.append(None if dense else number)
     return slots
+
+
+def _row_axes(params: Any, stacked: Any) -> list[int]:
+    """For each leaf of `params`, how many of its axes run over rows."""
+    is_none = lambda x: x is None
+    try:
+        marks, treedef = jax.tree.flatten(stacked, is_leaf=is_none)
+        subtrees = treedef.flatten_up_to(params)
+    except ValueError:
+        marks, subtrees = [stacked], [params]
+    if not all(mark is None or isinstance(mark, bool) for mark in marks):
+        raise ValueError(
+            f"{CALL}: stacked must be True, False or a prefix of the params tree with "
+            f"these at its leaves, got {_arguments.show_tree(stacked, is_none)} for "
+            f"params {_arguments.show_tree(params)}."
+        )
+    return [
+        2 if mark and np.ndim(leaf) > 2 else 1
+        for mark, subtree in zip(marks, subtrees)
+        for leaf in trees.flatten(subtree)[0]
+    ]
 
 
 def _positive_int(number: Any, name: str, more: str) -> int:
@@ -283,6 +342,13 @@ def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:
                 "leaves of rank 2 or more. Pass capacity as a tree with an int for "
                 "this leaf."
             )
+    elif isinstance(grad, SelectedRows) and grad.row_shape != held.row_shape:
+        found, slots = ("x".join(map(str, x.row_shape)) for x in (grad, held))
+        raise ValueError(
+            f"{CALL}: {where()} has {found} rows, but the slots of its leaf are for "
+            f"{slots} rows. Pass stacked=True, or a tree with True for this leaf, if "
+            "it is a stack of tables [K, V, ...] read at (k, v)."
+        )
     elif not isinstance(grad, SelectedRows) and held.capacity < held.height:
         raise ValueError(
             f"{CALL}: {where()} is a dense gradient of {held.height} rows, but its "

@@ -6,6 +6,8 @@ matters: two slots of one row may be finite while their sum is not. So rows are 
 and summed in float32, and the sums are tested.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +41,7 @@ class LossScaleState(NamedTuple):
 
 
 def dynamic_loss_scale(
-    tx: Any,
+    tx: optax.GradientTransformation,
     initial_scale: float = 2.0**15,
     *,
     growth_interval: int = 2000,

@@ -1,4 +1,4 @@
-"""rounding: 16-bit tables that learn from updates smaller than their last bit.
+"""rounding: narrow tables that learn from updates smaller than their last bit.
 
 `table + update` in bfloat16 rounds to the nearest number of 8 significant bits: an
 update below 1/512 of a weight changes nothing, however often it repeats. There are two
@@ -16,8 +16,15 @@ once (by `SelectedRows.__radd__`, and by `optax.apply_updates` for arrays):
 - If |new| is larger than that, old + d is new up to 2^-23 |new|, which rounding undoes.
 - If |old| is, old + d is new up to 2^-23 |old|: a weight that falls to less than a
   4,096th of itself in one step may be off by that much, relative to the step.
+
+The rows of a QuantizedTable are dequantized, updated and quantized again. Its update is
+a QuantizedTable of two SelectedRows, of codes and of scales. Codes are added modulo
+256, so their sum is exact.
 """
 
+from __future__ import annotations
+
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +32,20 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax import _arguments
+from sparsejax._arguments import KeyLike
 from sparsejax._lookup.read_rows import read_rows
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import (
+    QuantizedTable,
+    SelectedRows,
+    flat_rows,
+    indexing,
+    is_quantized,
+    is_selected_rows,
+    quantized,
+    stacked_rows,
+    with_known_sum,
+    with_slots,
+)
 from sparsejax.optim._lazy import checks, trees
 
 
@@ -49,13 +68,16 @@ class RoundingState(NamedTuple):
 
 
 def rounding(
-    tx: Any, rounding_key: Any = None, *, master: bool = False
+    tx: optax.GradientTransformation,
+    key: KeyLike | None = None,
+    *,
+    master: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains bfloat16 or float16 tables with updates too small for their precision.
+    """Trains tables of 16 or 8 bits with updates too small for their precision.
 
     For a 16-bit weight w and the float32 update u of `tx`,
 
-      w' = R(w + u)         with `rounding_key`: R rounds up or down at random
+      w' = R(w + u)         with `key`: R rounds up or down at random
       m' = m + u, w' = R(m')     with `master`: m is w in float32, kept in the state
 
     Stochastic rounding picks one of the two neighbours, with probabilities such that
@@ -67,11 +89,16 @@ def rounding(
     Only the rows of the gradient are read, rounded and written, in tables and masters.
     Leaves of other dtypes get the updates of `tx` unchanged.
 
+    A QuantizedTable among the parameters is trained on the rows that a step pulls:
+    pass `table.pull(ids)` in its place to `sparsejax.value_and_grad`, and the table
+    itself to `update`. Its rows are dequantized, updated and rounded to codes again.
+    A row keeps its scale and bias as long as they fit the row.
+
     Args:
       tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of
         `sparsejax.optim`.
-      rounding_key: one PRNG key, or an int as its seed. The same key reproduces the
-        same training. All replicas of a table need the same key.
+      key: one PRNG key, or an int as its seed. The same key reproduces the same
+        training. All replicas of a table need the same key.
       master: whether to keep float32 copies in the state. They take twice the memory of
         the table and, unlike stochastic rounding, lose nothing.
 
@@ -80,7 +107,7 @@ def rounding(
       `params`. Under `jax.jit`, donate the state to update masters in place.
 
     Raises:
-      TypeError: `tx` is not a transformation, or `rounding_key` is not a key.
+      TypeError: `tx` is not a transformation, or `key` is not a PRNG key.
       ValueError: there is neither a key nor a master; at update, `params` is missing.
 
     Example:
@@ -105,26 +132,27 @@ def rounding(
       `stochastic_rounding`.
     """
     checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
-    if rounding_key is None and not master:
+    if key is None and not master:
         raise ValueError(
-            f"{CALL}: pass rounding_key=jax.random.key(...) for stochastic rounding, "
-            "or master=True to keep a float32 copy of each bfloat16 or float16 leaf."
+            f"{CALL}: pass key=jax.random.key(...) for stochastic rounding, or "
+            "master=True to keep a float32 copy of each bfloat16 or float16 leaf."
         )
-    key = None
-    if rounding_key is not None:
-        key = _arguments.as_key(CALL, rounding_key, "rounding_key", from_int=True)
+    if key is not None:
+        key = _arguments.as_key(CALL, key, from_int=True)
     inner = optax.with_extra_args_support(tx)
 
     def init(params):
-        leaves, treedef = trees.flatten(params)
+        leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
         narrow = [_is_narrow(w) for w in leaves]
-        wide = [_widen(w) if n else w for w, n in zip(leaves, narrow)]
-        # Not the arrays in `wide`: `tx` may keep these, and no buffer can be donated
+        wide_init = lambda wide: tx.init(treedef.unflatten(map(_widen, wide)))
+        if any(map(is_quantized, leaves)):
+            wide_init = jax.jit(wide_init)  # which needs no floats for state of zeros
+        # Not the arrays that `tx` gets: it may keep these, and no buffer can be donated
         # twice.
         copies = [_widen(w) if n else None for w, n in zip(leaves, narrow)]
         return RoundingState(
             jnp.zeros((), jnp.int32),
-            tx.init(treedef.unflatten(wide)),
+            wide_init(leaves),
             treedef.unflatten(copies) if master else (),
         )
 
@@ -141,8 +169,17 @@ def rounding(
             copies = [c if n else w for c, w, n in zip(copies, weights, narrow)]
         else:  # tables stay narrow, since a wide copy would have their full size
             for i, grad in enumerate(grads):
-                if narrow[i] and not isinstance(grad, SelectedRows):
+                is_rows = is_selected_rows(grad) or is_quantized(weights[i])
+                if narrow[i] and not is_rows:
                     copies[i] = _widen(copies[i])
+        for i, (w, grad) in enumerate(zip(weights, grads)):
+            if is_quantized(w) and not is_selected_rows(grad) and grad is not None:
+                where = trees.leaf_paths(updates, "grads")[i]
+                raise TypeError(
+                    f"{CALL}: {where} must be a SelectedRows, since its parameter is a "
+                    f"QuantizedTable, got {_arguments.kind_of(grad)}. Differentiate "
+                    "the rows that are read: table.pull(ids) in the table's place."
+                )
         grads = [_widen(g) if n else g for g, n in zip(grads, narrow)]
         updates, inner_state = inner.update(
             treedef.unflatten(grads),
@@ -157,7 +194,8 @@ def rounding(
                 if key is not None:
                     leaf_key = jax.random.fold_in(key, state.step)
                     leaf_key = jax.random.fold_in(leaf_key, i)
-                updates[i], copies[i] = _apply(w, copies[i], updates[i], leaf_key)
+                apply = _apply_to_quantized if is_quantized(w) else _apply
+                updates[i], copies[i] = apply(w, copies[i], updates[i], leaf_key)
         copies = [c if n else None for c, n in zip(copies, narrow)]
         return treedef.unflatten(updates), RoundingState(
             state.step + 1,
@@ -180,13 +218,40 @@ def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
     update = update.astype(jnp.float32).coalesce()
     if not update.height:
         return update, copy
-    new = read_rows(copy, update.rows).astype(jnp.float32) + update.values
+    table, master = flat_rows(update, weights), flat_rows(update, copy)
+    new = read_rows(master, update.rows).astype(jnp.float32) + update.values
     rounded = _round(new, weights.dtype, key).astype(jnp.float32)
-    change = rounded - read_rows(weights, update.rows).astype(jnp.float32)
+    change = rounded - read_rows(table, update.rows).astype(jnp.float32)
     change = indexing.zero_unless(update.filled(), change)
     if copy.dtype == jnp.float32:
-        copy = indexing.set_rows(copy, update.rows, new)
-    return SelectedRows(update.rows, change, update.height), copy
+        copy = stacked_rows(update, indexing.set_rows(master, update.rows, new))
+    return with_slots(update, update.rows, change), copy
+
+
+def _apply_to_quantized(
+    table: QuantizedTable, copy: Any, update: SelectedRows, key: Any
+) -> tuple[Any, Any]:
+    """`_apply` for a QuantizedTable: the update has those of codes and of scales."""
+    update = update.astype(jnp.float32).coalesce()
+    rows, height = update.rows, update.height
+    if not height:
+        return jax.tree.map(jnp.zeros_like, table), copy
+    is_master = not is_quantized(copy)
+    old = read_rows(copy, rows) if is_master else copy.astype(jnp.float32).get(rows)
+    new = old + update.values
+    if is_master:
+        copy = indexing.set_rows(copy, rows, new)
+    old = quantized.read_codes(table, rows), quantized.read_pairs(table, rows)
+    new = new.reshape(len(rows), math.prod(table.row_shape))
+    parts = quantized.requantize(new, old[1], key, table.bits)
+
+    def change(array, old, new):
+        change = indexing.zero_unless(update.filled(), new - old)
+        total = indexing.set_rows(array, rows, new)
+        return with_known_sum(SelectedRows(rows, change, height), array, total)
+
+    leaves, treedef = jax.tree.flatten(table)
+    return treedef.unflatten(map(change, leaves, old, parts)), copy
 
 
 def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
@@ -209,10 +274,19 @@ def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.where(up, above, below), nearest)
 
 
+def _is_leaf(x: Any) -> bool:
+    return trees.is_leaf(x) or is_quantized(x)
+
+
 def _is_narrow(x: Any) -> bool:
+    if is_quantized(x):
+        return True
     dtype = getattr(x, "dtype", None)
     return dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def _widen(x: Any) -> Any:
-    return x if trees.is_none_or_masked(x) else x.astype(jnp.float32)
+    if trees.is_none_or_masked(x):
+        return x
+    wide = x.astype(jnp.float32)
+    return wide.dequantize() if is_quantized(x) else wide

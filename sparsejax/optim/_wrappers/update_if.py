@@ -72,7 +72,7 @@ def update_if(
 
 
 def _keep_dtype(old: Any, new: Any) -> jax.Array:
-    old = jnp.asarray(old)
+    old, new = jnp.asarray(old), jnp.asarray(new)  # one may be a number of Python's
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 

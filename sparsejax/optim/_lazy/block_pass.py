@@ -1,0 +1,455 @@
+"""Runs an update over the rows of a table in blocks that stay in the cache.
+
+Four primitives, each with a reference in plain XLA, and a lowering for CPUs
+(`merge_rows` has one for CUDA, too):
+
+- `after` makes gradients wait for others, so that both need not be in memory at once.
+- `merge_rows` sums duplicates into their first slot. On a CPU it finds them by hashing
+  and adds them up in place, so no second array of the size of the gradient is made.
+- `reduce_rows` reduces some function of the rows over all rows (for a global norm).
+- `update_rows` computes new rows of weights and state, and writes them.
+
+On a CPU the last two are loops over blocks of the distinct rows. A block's gradient,
+weights and state are read, used and written while they are in the cache, no array of
+the size of the gradient is made, and the number of turns follows the number of distinct
+rows. Tables that are donated are updated in place; tests/test_optim_memory.py checks
+the compiled program.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments, _compat
+from sparsejax._lookup.lowerings import cpu, xla
+from sparsejax._rows import SelectedRows, indexing, merge, merge_cuda
+
+
+# Numbers of one array in a block: several arrays of so many stay in a core's cache.
+_BLOCK_ELEMENTS, _MOST_ROWS = 2**16, 2048
+
+
+class Program:
+    """A function of one row, as a static parameter.
+
+    Programs that do the same are equal, so tables of equal shape are lowered once.
+
+    Args:
+      jaxpr: an open jaxpr: `(gradient, *rows of the tables, *operands) -> rows`, rows
+        having a first axis of length 1.
+      consts: its constants.
+    """
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any]):
+        self.jaxpr, self.consts = jaxpr, tuple(consts)
+        try:
+            self._key = _signature(jaxpr)
+            self._hash = hash(self._key)
+        except TypeError:  # a parameter that cannot be hashed: equal to itself alone
+            self._key = self._hash = id(self)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return isinstance(other, Program) and self._key == other._key
+
+    def __repr__(self):
+        return f"Program({self.jaxpr})"
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The types of the results."""
+        return [v.aval for v in self.jaxpr.outvars]
+
+    def on_rows(self, num_rows: int) -> Callable:
+        """The function of many rows: `[n, ...]` for each `[1, ...]`.
+
+        Args:
+          num_rows: how many of the arguments are rows.
+        """
+
+        def one(*args):
+            rows = (x[None] for x in args[:num_rows])
+            others = args[num_rows:]
+            consts = others[: len(self.consts)]
+            operands = others[len(self.consts) :]
+            outs = _compat.eval_jaxpr(self.jaxpr, consts, *rows, *operands)
+            return [x[0] for x in outs]
+
+        def many(*args):
+            axes = (0,) * num_rows + (None,) * (len(args) - num_rows)
+            return jax.vmap(one, in_axes=axes)(*args)
+
+        return many
+
+
+def _signature(jaxpr: Any) -> Any:
+    """What a jaxpr does, comparable: variables are numbered as they appear."""
+    number = {v: k for k, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+
+    def name(v):
+        if isinstance(v, _compat.Literal):
+            return str(v.aval), str(v.val)
+        return number.setdefault(v, len(number))
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        ins = tuple(map(name, eqn.invars))
+        outs = tuple((name(v), str(v.aval)) for v in eqn.outvars)
+        eqns.append((eqn.primitive, ins, outs, tuple(sorted(eqn.params.items()))))
+    types = tuple(str(v.aval) for v in [*jaxpr.constvars, *jaxpr.invars])
+    return types, tuple(eqns), tuple(map(name, jaxpr.outvars))
+
+
+# ------------------------------------------------------------------ after
+
+
+def after(values: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
+    """`values`; on a CPU, computed after `others`.
+
+    A loss reads rows `[n, D]`, and the gradients of dense weights need them. Left to
+    itself, XLA computes the cotangents of the rows, which are as large, before those
+    gradients, and so has both in memory. Temporaries above 32 MiB are new pages in
+    every run, which takes longer than the rest of a step (benchmarks/NOTES.md).
+
+    Args:
+      values: floating-point, of any shape.
+      others: arrays of any types and shapes.
+    """
+    others = [x for x in others if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
+    if not others:
+        return values
+    return _after_p.bind(values, *others)[0]
+
+
+def _identity(values, *others):
+    return [values]
+
+
+def _times_one(values, *others):
+    """Times a factor that is one, which XLA cannot know without the others."""
+    bits = np.int32(0)
+    for x in others:
+        first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+        bits ^= lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
+    one = jnp.where((bits | np.int32(1)) == 0, np.float32(2), np.float32(1))
+    return [values * one.astype(values.dtype)]
+
+
+# ------------------------------------------------------------------ merge_rows
+
+
+def merge_rows(
+    rows: jax.Array, values: jax.Array, height: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sums the values of equal row ids.
+
+    Args:
+      rows: integer `[n]`, in `[0, height]`; `height` is an empty slot.
+      values: `[n, ...]`.
+      height: number of rows of the table.
+
+    Returns:
+      `(rows [n], at int32[n], values [n, ...], count int32[])`: the distinct rows,
+      padded with `height`; where the sum for each of them is among the values returned;
+      how many there are.
+    """
+    return tuple(_merge_rows_p.bind(rows, values, height=height))
+
+
+def _merge_by_sorting(rows, values, *, height):
+    n = rows.shape[0]
+    capacity = max(1, min(n, height))
+    merged = SelectedRows(rows, values, height).coalesce(capacity)
+    more = n - capacity
+    empty = _arguments.scalar(height, merged.rows)
+    padding = ((0, more),) + ((0, 0),) * (values.ndim - 1)
+    return (
+        jnp.pad(merged.rows, (0, more), constant_values=empty),
+        lax.iota(jnp.int32, n),
+        jnp.pad(merged.values, padding),
+        merged.num_rows(),
+    )
+
+
+def _merge_by_hashing(rows, values, *, height):
+    n = rows.shape[0]
+    first = merge.first_slots(rows, height)
+    slots = lax.iota(jnp.int32, n)
+    at, count = _positions(first == slots)
+    again, duplicates = _positions(first < slots)
+    block = _block_rows(n, values.shape[1:])
+    again = _pad(again, block, np.int32(n))
+    wide = indexing.accumulator_dtype(values.dtype)
+
+    def add(k, total):
+        here = lax.dynamic_slice_in_dim(again, k * np.int32(block), block)
+        to = jnp.where(here < n, first[jnp.minimum(here, np.int32(n - 1))], np.int32(n))
+        return indexing.add_rows(total, to, cpu.read_rows(total, here))
+
+    total = values.astype(wide)
+    total = lax.fori_loop(np.int32(0), _turns(duplicates, block), add, total)
+    distinct = jnp.where(slots < count, rows[jnp.minimum(at, np.int32(n - 1))], height)
+    return distinct.astype(rows.dtype), at, total.astype(values.dtype), count
+
+
+def _positions(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the mask is true, `[n]`, padded with n; and how often."""
+    n = mask.shape[0]
+    place = jnp.cumsum(mask, dtype=jnp.int32)
+    to = jnp.where(mask, place - np.int32(1), np.int32(n))
+    none = jnp.full((n,), np.int32(n))
+    return indexing.set_rows(none, to, lax.iota(jnp.int32, n)), place[-1]
+
+
+# ------------------------------------------------------------------ update_rows
+
+
+def update_rows(
+    merged: Sequence[jax.Array],
+    tables: Sequence[jax.Array],
+    operands: Sequence[Any],
+    program: Program,
+    writes: Sequence[int],
+) -> tuple[list[jax.Array], jax.Array]:
+    """Writes new rows into some tables.
+
+    Args:
+      merged: what `merge_rows` returned.
+      tables: arrays `[V, ...]` that are read by rows.
+      operands: other arrays that the function needs.
+      program: what is computed for a row: `(*new rows, update)`.
+      writes: for each of the new rows, the table that it is written to.
+
+    Returns:
+      The tables that were written, and the update `[n, ...]` in the order of the
+      distinct rows.
+    """
+    *new, update = _update_rows_p.bind(
+        *merged,
+        *tables,
+        *program.consts,
+        *operands,
+        program=program,
+        num_tables=len(tables),
+        writes=tuple(writes),
+    )
+    return new, update
+
+
+def _update_at_once(rows, at, values, count, *rest, program, num_tables, writes):
+    """The reference: reads all rows, computes, writes."""
+    tables, others = rest[:num_tables], rest[num_tables:]
+    height = tables[0].shape[0]
+    filled = indexing.in_range(rows, height)
+    gradient = indexing.take_rows(values, at)
+    function = program.on_rows(num_tables + 1)
+    *new, update = function(
+        gradient, *(xla.read_rows(t, rows) for t in tables), *others
+    )
+    new = [indexing.set_distinct_rows(tables[k], rows, x) for k, x in zip(writes, new)]
+    return *new, indexing.zero_unless(filled, update)
+
+
+def _update_by_blocks(rows, at, values, count, *rest, program, num_tables, writes):
+    tables, others = rest[:num_tables], rest[num_tables:]
+    height, n = tables[0].shape[0], rows.shape[0]
+    block = _block_rows(n, values.shape[1:])
+    rows = _pad(rows, block, _arguments.scalar(height, rows))
+    at = _pad(at, block, np.int32(n))
+    function = program.on_rows(num_tables + 1)
+    kept = {k: tables[k] for k in range(num_tables) if k not in writes}
+
+    spec = program.outputs[-1]
+    updates = jnp.zeros((rows.shape[0], *spec.shape[1:]), spec.dtype)
+
+    def turn(k, carry):
+        written, updates = carry
+        start = k * np.int32(block)
+        here = lax.dynamic_slice_in_dim(rows, start, block)
+        gradient = cpu.read_rows(values, lax.dynamic_slice_in_dim(at, start, block))
+        now = {**kept, **dict(zip(writes, written))}
+        read = [cpu.read_rows(now[j], here) for j in range(num_tables)]
+        *new, update = function(gradient, *read, *others)
+        written = [indexing.set_distinct_rows(t, here, x) for t, x in zip(written, new)]
+        update = indexing.zero_unless(indexing.in_range(here, height), update)
+        return written, lax.dynamic_update_slice_in_dim(updates, update, start, 0)
+
+    written = [tables[k] for k in writes]
+    written, updates = lax.fori_loop(
+        np.int32(0), _turns(count, block), turn, (written, updates)
+    )
+    return *written, updates[:n]
+
+
+# ------------------------------------------------------------------ reduce_rows
+
+
+def reduce_rows(
+    merged: Sequence[jax.Array],
+    tables: Sequence[jax.Array],
+    fresh: Sequence[jax.Array],
+    operands: Sequence[Any],
+    program: Program,
+    kinds: Sequence[tuple[str, tuple[int, ...]]],
+) -> list[jax.Array]:
+    """Reduces functions of the rows over the distinct rows and the empty slots.
+
+    Args:
+      merged: what `merge_rows` returned.
+      tables: arrays `[V, ...]` that are read by rows.
+      fresh: for each of them a row `[1, ...]` that takes its place in empty slots.
+      operands: other arrays that the function needs.
+      program: computes what is reduced from a row.
+      kinds: for each of them the name of the reduction, and its axes, with 0 among
+        them.
+
+    Returns:
+      The reductions.
+    """
+    return list(
+        _reduce_rows_p.bind(
+            *merged,
+            *tables,
+            *fresh,
+            *program.consts,
+            *operands,
+            program=program,
+            num_tables=len(tables),
+            kinds=tuple(kinds),
+        )
+    )
+
+
+_COMBINE = {
+    "reduce_sum": (jnp.sum, jnp.add),
+    "reduce_prod": (jnp.prod, jnp.multiply),
+    "reduce_max": (jnp.max, jnp.maximum),
+    "reduce_min": (jnp.min, jnp.minimum),
+    "reduce_and": (jnp.all, jnp.logical_and),
+    "reduce_or": (jnp.any, jnp.logical_or),
+}
+
+
+def _reduce_read(rows, gradient, tables, fresh, others, function, kinds):
+    """Reductions over the rows that are read at once."""
+    read = []
+    for table, new in zip(tables, fresh):
+        filled = indexing.append_axes(
+            indexing.in_range(rows, table.shape[0]), table.ndim
+        )
+        read.append(
+            jnp.where(filled, xla.read_rows(table, rows), new.astype(table.dtype))
+        )
+    outs = function(gradient, *read, *others)
+    return [
+        _COMBINE[kind][0](x, axis=axes).astype(x.dtype)
+        for x, (kind, axes) in zip(outs, kinds)
+    ]
+
+
+def _split(rest, num_tables):
+    return rest[:num_tables], rest[num_tables : 2 * num_tables], rest[2 * num_tables :]
+
+
+def _reduce_at_once(rows, at, values, count, *rest, program, num_tables, kinds):
+    tables, fresh, others = _split(rest, num_tables)
+    function = program.on_rows(num_tables + 1)
+    gradient = indexing.take_rows(values, at)
+    filled = lax.iota(jnp.int32, rows.shape[0]) < count
+    gradient = indexing.zero_unless(filled, gradient)
+    return _reduce_read(rows, gradient, tables, fresh, others, function, kinds)
+
+
+def _reduce_by_blocks(rows, at, values, count, *rest, program, num_tables, kinds):
+    tables, fresh, others = _split(rest, num_tables)
+    n = rows.shape[0]
+    block = _block_rows(n, values.shape[1:])
+    # Not the height, which only tables know; an id that no table has.
+    rows = _pad(rows, block, _arguments.scalar(jnp.iinfo(rows.dtype).max, rows))
+    at = _pad(at, block, np.int32(n))
+    function = program.on_rows(num_tables + 1)
+
+    def one(k):
+        start = k * np.int32(block)
+        here = lax.dynamic_slice_in_dim(rows, start, block)
+        slots = lax.dynamic_slice_in_dim(at, start, block)
+        gradient = indexing.zero_unless(
+            indexing.in_range(slots, n), cpu.read_rows(values, slots)
+        )
+        return _reduce_read(here, gradient, tables, fresh, others, function, kinds)
+
+    def turn(k, total):
+        return [
+            _COMBINE[kind][1](a, b) for a, b, (kind, _) in zip(total, one(k), kinds)
+        ]
+
+    return lax.fori_loop(np.int32(1), _turns(count, block), turn, one(np.int32(0)))
+
+
+# ------------------------------------------------------------------ rows
+
+
+def _block_rows(n: int, shape: Sequence[int]) -> int:
+    rows = _BLOCK_ELEMENTS // max(math.prod(shape), 1)
+    return max(1, min(n, max(16, min(rows, _MOST_ROWS))))
+
+
+def _pad(x: jax.Array, block: int, value: Any) -> jax.Array:
+    """`x` padded to whole blocks."""
+    return jnp.pad(x, (0, -x.shape[0] % block), constant_values=value)
+
+
+def _turns(count: jax.Array, block: int) -> jax.Array:
+    """How many blocks hold `count` entries."""
+    return (count + np.int32(block - 1)) // np.int32(block)
+
+
+# ------------------------------------------------------------------ primitives
+
+
+def _merge_types(rows, values, *, height):
+    n = rows.shape[:1]
+    return [
+        (n, rows.dtype),
+        (n, jnp.int32),
+        (values.shape, values.dtype),
+        ((), jnp.int32),
+    ]
+
+
+def _update_types(rows, at, values, count, *rest, program, num_tables, writes):
+    update = program.outputs[-1]
+    update = ((rows.shape[0], *update.shape[1:]), update.dtype)
+    return [*((rest[k].shape, rest[k].dtype) for k in writes), update]
+
+
+def _reduce_types(rows, at, values, count, *rest, program, num_tables, kinds):
+    out = []
+    for aval, (_, axes) in zip(program.outputs, kinds):
+        shape = tuple(s for k, s in enumerate(aval.shape) if k not in axes)
+        out.append((shape, aval.dtype))
+    return out
+
+
+_after_p = _compat.platform_primitive(
+    "after", _identity, {"cpu": _times_one}, lambda x, *_: [(x.shape, x.dtype)]
+)
+_merge_rows_p = _compat.platform_primitive(
+    "merge_rows",
+    _merge_by_sorting,
+    {"cpu": _merge_by_hashing, "cuda": merge_cuda.merge_rows},
+    _merge_types,
+)
+_update_rows_p = _compat.platform_primitive(
+    "update_rows", _update_at_once, {"cpu": _update_by_blocks}, _update_types
+)
+_reduce_rows_p = _compat.platform_primitive(
+    "reduce_rows", _reduce_at_once, {"cpu": _reduce_by_blocks}, _reduce_types
+)

@@ -1,0 +1,374 @@
+"""Splits an update into what is done row by row, and what looks at all rows.
+
+A transformation is traced once, with every table of V rows replaced by a single row.
+Most of what it computes for a table it computes for each row by itself (Adam's
+moments, say); some of it reduces over all rows (a global norm) or has nothing to do
+with rows (counts, schedules, dense leaves). The traced program is run again, in order:
+
+- A value with one entry per row becomes a `Node`, and is not computed.
+- A reduction over rows becomes a `Reduction`. It is computed when something global
+  needs it, by a pass over the rows.
+- All else is computed at once.
+
+In the end the nodes of the outputs say what has to be computed for each row: a
+`RowFunction` of the row's gradient, weights and state and of some global values. It can
+then be run over blocks of rows that stay in the cache, see `block_pass`.
+
+What is not understood raises `NotByRows`; `lazy` then runs the transformation on all
+rows at once.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _compat
+
+
+class NotByRows(Exception):
+    """The program does something with rows that is not known to be row by row."""
+
+
+class Node:
+    """A value with one entry per row of a table, not computed yet.
+
+    Args:
+      table: which table; None if the entries are the same in all rows.
+      aval: its type, with a first axis of length 1 in place of the rows.
+      step: the equation that computes it; None for an input.
+      index: which output of that equation.
+    """
+
+    __slots__ = ("table", "aval", "step", "index")
+
+    def __init__(self, table: int | None, aval: Any, step: Any = None, index: int = 0):
+        self.table, self.aval, self.step, self.index = table, aval, step, index
+
+
+class Reduction:
+    """A reduction of a node over all rows of its table, not computed yet.
+
+    Args:
+      node: what is reduced.
+      eqn: the equation that reduces it.
+      table: which table.
+    """
+
+    __slots__ = ("node", "eqn", "table", "value")
+
+    def __init__(self, node: Node, eqn: Any):
+        self.node, self.eqn, self.table, self.value = node, eqn, node.table, None
+
+    @property
+    def kind(self) -> str:
+        """Name of the primitive: `reduce_sum`, ..."""
+        return self.eqn.primitive.name
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return tuple(self.eqn.params["axes"])
+
+
+class _Step:
+    """An equation on nodes; `number` is its place in the program."""
+
+    __slots__ = ("eqn", "inputs", "number")
+
+    def __init__(self, eqn: Any, inputs: Sequence[Any], number: int):
+        self.eqn, self.inputs, self.number = eqn, inputs, number
+
+
+class RowFunction:
+    """What is computed for one row: from inputs and global values to some nodes.
+
+    Args:
+      inputs: nodes of the gradient, the weights and the state rows, whichever are
+        needed.
+      outputs: nodes.
+      operands: the global values that are needed.
+    """
+
+    def __init__(self, outputs: Sequence[Any], inputs: Sequence[Node]):
+        self.outputs = list(outputs)
+        steps, found, operands = {}, {}, {}
+        stack = list(self.outputs)
+        while stack:
+            x = stack.pop()
+            if not isinstance(x, Node):
+                if not _is_literal(x):
+                    operands.setdefault(id(x), x)
+            elif x.step is None:
+                found[id(x)] = x
+            elif id(x.step) not in steps:
+                steps[id(x.step)] = x.step
+                stack.extend(x.step.inputs)
+        self.steps = sorted(steps.values(), key=lambda step: step.number)
+        self.inputs = [x for x in inputs if id(x) in found]
+        self.operands = list(operands.values())
+        self._names = list(operands)
+
+    def __call__(self, rows: Sequence[jax.Array], operands: Sequence[Any]) -> list[Any]:
+        """The outputs, from `inputs` of shape `[1, ...]` and the operands."""
+        env: dict[int, Any] = {id(x): y for x, y in zip(self.inputs, rows)}
+        env.update(zip(self._names, operands))
+
+        def read(x):
+            if isinstance(x, Node) and x.step is not None:
+                return env[id(x.step)][x.index]
+            return x if _is_literal(x) else env[id(x)]
+
+        for step in self.steps:
+            with _compat.equation_context(step.eqn):
+                env[id(step)] = _compat.bind(step.eqn, [read(x) for x in step.inputs])
+        return [read(x) for x in self.outputs]
+
+    def is_linear(self, gradient: Node) -> bool:
+        """Whether all outputs are linear in the gradient, and depend on nothing else.
+
+        Casts between floats count as linear.
+        """
+        if self.inputs != [gradient]:
+            return False
+        linear = {id(gradient): True}
+
+        def of(x):
+            if not isinstance(x, Node) or x.step is None:
+                return linear.get(id(x), False)
+            return linear[id(x.step)]
+
+        for step in self.steps:
+            ins = [of(x) for x in step.inputs]
+            name = step.eqn.primitive.name
+            linear[id(step)] = any(ins) and (
+                name in _LINEAR
+                or (name in ("add", "sub", "add_any") and all(ins))
+                or (name == "mul" and not all(ins))
+                or (name == "div" and ins == [True, False])
+            )
+            if any(ins) and not linear[id(step)]:
+                return False
+        return all(of(x) for x in self.outputs)
+
+
+def run(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    reduce: Callable[[list[Reduction]], list[jax.Array]],
+) -> list[Any]:
+    """Runs a program whose arguments are values and nodes.
+
+    Args:
+      jaxpr: an open jaxpr.
+      consts: its constants.
+      args: its arguments.
+      reduce: computes reductions of one table.
+
+    Returns:
+      The outputs: values, or nodes.
+
+    Raises:
+      NotByRows: the program cannot be split.
+    """
+    runner = _Runner(reduce)
+    outs = runner.run(jaxpr, consts, args)
+    return [runner.value(x) if isinstance(x, Reduction) else x for x in outs]
+
+
+class _Runner:
+    def __init__(self, reduce):
+        self._reduce = reduce
+        self._pending = []
+        self._number = itertools.count()
+
+    def value(self, x):
+        """A global value, computed now if it is not known yet."""
+        if isinstance(x, Reduction):
+            if x.value is None:
+                group = [r for r in self._pending if r.table == x.table]
+                self._pending = [r for r in self._pending if r.table != x.table]
+                for r, value in zip(group, self._reduce(group)):
+                    r.value = value
+            return x.value
+        return _alone(x)
+
+    def run(self, jaxpr, consts, args):
+        env = dict(zip(jaxpr.constvars, consts))
+        env.update(zip(jaxpr.invars, args))
+
+        def read(v):
+            return v.val if isinstance(v, _compat.Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            ins = [read(v) for v in eqn.invars]
+            outs = self.step(eqn, ins)
+            env.update(zip(eqn.outvars, outs))
+        return [read(v) for v in jaxpr.outvars]
+
+    def step(self, eqn, ins):
+        name = eqn.primitive.name
+        nodes = [x for x in ins if isinstance(x, Node)]
+        by_row = [x for x in nodes if x.table is not None]
+        makes_rows = any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
+        body = _body(eqn)
+        if body is not None and (nodes or (makes_rows and name in _JITS)):
+            return self.run(*body, ins)
+        if not by_row and not (makes_rows and _is_uniform(eqn, ins)):
+            values = [self.value(x) for x in ins]
+            with _compat.equation_context(eqn):
+                return _compat.bind(eqn, values)
+        tables = {x.table for x in by_row}
+        if len(tables) > 1:
+            raise NotByRows(f"{name} of rows of two tables")
+        table = tables.pop() if tables else None
+        if name in _REDUCTIONS and 0 in eqn.params["axes"]:
+            self._pending.append(Reduction(nodes[0], eqn))
+            return [self._pending[-1]]
+        if name == "cond":
+            return self._cond(eqn, ins, table)
+        if not _keeps_rows(eqn, ins):
+            raise NotByRows(f"{name} of rows")
+        # What is known later than the rows are read, but before they are used.
+        ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
+        step = _Step(eqn, ins, next(self._number))
+        return [Node(table, v.aval, step, k) for k, v in enumerate(eqn.outvars)]
+
+    def _cond(self, eqn, ins, table):
+        """A conditional on something global, with rows among its operands.
+
+        What it computes for rows is one equation on nodes. What it computes for all
+        rows is another conditional, of what is global in its branches.
+        """
+        index, *ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
+        if isinstance(index, Node):
+            raise NotByRows("cond on rows")
+        values = [x for x in ins if not isinstance(x, Node)]
+        by_row = set()
+
+        def branch(body):
+            jaxpr, consts = _compat.open_jaxpr(body)
+
+            def run(*values):
+                values = iter(values)
+                args = [x if isinstance(x, Node) else next(values) for x in ins]
+                return _Runner(_refuse).run(jaxpr, consts, args)
+
+            return run
+
+        def is_of_rows(x):
+            return isinstance(x, Node) and x.table is not None
+
+        branches = [branch(body) for body in eqn.params["branches"]]
+        for run in branches:  # traced only to see which outputs are of rows
+
+            def look(*values, run=run):
+                by_row.update(k for k, x in enumerate(run(*values)) if is_of_rows(x))
+
+            jax.eval_shape(look, *values)
+
+        def rest(run):
+            def of(*values):
+                outs = enumerate(run(*values))
+                return [_alone(x) for k, x in outs if k not in by_row]
+
+            return of
+
+        whole = iter(())
+        if len(by_row) < len(eqn.outvars):
+            whole = iter(
+                jax.lax.switch(index, [rest(run) for run in branches], *values)
+            )
+        step = _Step(eqn, [index, *ins], next(self._number))
+        return [
+            Node(table, v.aval, step, k) if k in by_row else next(whole)
+            for k, v in enumerate(eqn.outvars)
+        ]
+
+
+def _refuse(group):
+    raise NotByRows("a reduction of rows in a branch")
+
+
+def _alone(x: Any) -> Any:
+    """The value of a node that is the same in all rows."""
+    if not isinstance(x, Node):
+        return x
+    function = RowFunction([x], [])
+    return function([], function.operands)[0]
+
+
+# ------------------------------------------------------------------ primitives
+
+_ELEMENTWISE = frozenset(
+    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos "
+    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le "
+    "log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision "
+    "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
+    "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+)
+_LINEAR = frozenset("neg convert_element_type copy copy_p".split())
+_REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
+)
+_JITS = frozenset(["jit", "pjit"])
+_CALLS = {
+    **dict.fromkeys(_JITS, "jaxpr"),
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+
+
+def _body(eqn: Any) -> tuple[Any, list[Any]] | None:
+    """The program that an equation calls, as `(open jaxpr, consts)`."""
+    key = _CALLS.get(eqn.primitive.name)
+    jaxpr = eqn.params.get(key) if key else None
+    return None if jaxpr is None else _compat.open_jaxpr(jaxpr)
+
+
+def _is_literal(x: Any) -> bool:
+    return not isinstance(x, (Node, jax.Array)) and np.ndim(x) == 0
+
+
+def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
+    """Whether an output `[1, ...]` would be the same in all rows."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        dims = eqn.params["broadcast_dimensions"]
+        return 0 not in dims or isinstance(ins[0], Node)
+    return any(isinstance(x, Node) for x in ins) and _keeps_rows(eqn, ins)
+
+
+def _keeps_rows(eqn: Any, ins: Sequence[Any]) -> bool:
+    """Whether the outputs have one entry per row, from that entry of the inputs."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _ELEMENTWISE:
+        return all(isinstance(x, Node) or _shape(x) == () for x in ins)
+    first, *others = ins
+    if not isinstance(first, Node) or others:
+        return name == "broadcast_in_dim" and not others
+    shape = first.aval.shape
+    if name in _REDUCTIONS or name in ("argmax", "argmin"):
+        return 0 not in params["axes"]
+    if name == "broadcast_in_dim":
+        return params["broadcast_dimensions"][:1] == (0,) and params["shape"][0] == 1
+    if name == "reshape":
+        return params["new_sizes"][:1] == (1,)
+    if name == "squeeze":
+        return 0 not in params["dimensions"]
+    if name == "transpose":
+        return params["permutation"][:1] == (0,)
+    if name == "slice":
+        return params["limit_indices"][0] == shape[0]
+    if name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
+        return params["axis"] != 0
+    return False
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.eqn.outvars[0].aval.shape if isinstance(x, Reduction) else jnp.shape(x)

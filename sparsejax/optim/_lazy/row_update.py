@@ -1,0 +1,251 @@
+"""One step of a transformation, in passes over the rows of each table.
+
+Inside `jit`, `lazy` runs a transformation this way: what it computes row by row is run
+over blocks of rows (see `block_pass`), and a table whose update is linear in the
+gradient and has no state, as with SGD, needs no merging of duplicates at all.
+`optax.apply_updates` stays as it is: the rows of weights are written in the same pass,
+and adding the update to the same parameters gives the table that was written.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _arguments, _compat
+from sparsejax._rows import SelectedRows, indexing, with_known_sum, with_slots
+from sparsejax.optim._lazy import block_pass, row_program
+from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction
+
+
+def update(
+    tx: Any,
+    treedef: Any,
+    grads: Sequence[Any],
+    weights: Sequence[Any] | None,
+    state: Any,
+    owners: Sequence[int | None],
+    tables: Sequence[int],
+    extra_args: dict[str, Any],
+    check: bool,
+) -> tuple[list[Any], Any] | None:
+    """Updates and new state, or None if the step cannot be run in such passes.
+
+    Args:
+      tx: the transformation, with extra arguments.
+      treedef: structure of the gradients.
+      grads: their leaves.
+      weights: leaves of the parameters, or None.
+      state: the state of `tx`.
+      owners: for each leaf of the state, the table that it follows, or None.
+      tables: which leaves are tables.
+      extra_args: of `tx.update`.
+      check: whether `tx` is known to be row-separable.
+    """
+    if weights is None or not all(_runs(grads[i], weights[i]) for i in tables):
+        return None
+    leaves, state_treedef = jax.tree.flatten(state)
+    followers = {i: [k for k, o in enumerate(owners) if o == i] for i in tables}
+    dense = [x for i, x in enumerate(grads) if i not in tables and _is_plain(x)]
+    steps = {}
+    for i in tables:
+        values = block_pass.after(grads[i].values, dense)
+        grad = with_slots(grads[i], grads[i].rows, values)
+        steps[i] = _Table(grad, weights[i], {k: leaves[k] for k in followers[i]}, i)
+    inputs = [node for step in steps.values() for node in step.nodes()]
+    out_treedef = None
+
+    def whole(*rows):
+        nonlocal out_treedef
+        rows = iter(rows)
+        g, w, s = list(grads), list(weights), list(leaves)
+        for i in tables:
+            g[i], w[i] = next(rows), next(rows)
+            for k in followers[i]:
+                s[k] = next(rows)
+        g, w = map(treedef.unflatten, (g, w))
+        updates, new = tx.update(g, state_treedef.unflatten(s), w, **extra_args)
+        out, out_treedef = jax.tree.flatten((treedef.flatten_up_to(updates), new))
+        return out
+
+    fresh = functools.cache(lambda: _fresh(tx.init, treedef, weights, tables))
+
+    def reduce(group):
+        if not check:
+            raise NotByRows("a reduction, of what was not tested to allow it")
+        return steps[group[0].table].reduce(group, fresh)
+
+    try:
+        jaxpr, consts = _compat.trace(whole, *(node.aval for node in inputs))
+        outs = row_program.run(jaxpr, consts, inputs, reduce)
+        updates, new_state = jax.tree.unflatten(out_treedef, outs)
+        new_leaves = state_treedef.flatten_up_to(new_state)
+        dense = [u for i, u in enumerate(updates) if i not in steps]
+        dense += [x for x, owner in zip(new_leaves, owners) if owner is None]
+        if any(isinstance(x, Node) for x in jax.tree.leaves(dense)):
+            raise NotByRows("a dense leaf that depends on single rows")
+        for i, step in steps.items():
+            if not _is_array(updates[i]):
+                raise NotByRows("an update that is not an array")
+            new = {k: new_leaves[k] for k in followers[i]}
+            updates[i], new = step.finish(updates[i], new)
+            for k in followers[i]:
+                new_leaves[k] = new.get(k, leaves[k])
+    except NotByRows:
+        return None
+    return updates, state_treedef.unflatten(new_leaves)
+
+
+def _runs(grad: Any, table: Any) -> bool:
+    """Whether passes over the rows can serve: inside jit, with plain arrays."""
+    arrays = grad.rows, grad.values, table
+    return (
+        type(grad) is SelectedRows
+        and grad.capacity > 0
+        and grad.height > 0
+        and not _arguments.is_concrete(table)
+        and all(map(_is_plain, arrays))
+        and jnp.issubdtype(table.dtype, jnp.floating)
+        and jnp.issubdtype(grad.dtype, jnp.floating)
+    )
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether `x` is an array whose type has no mesh."""
+    return isinstance(x, jax.Array) and not _compat.is_laid_out(x)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (Node, jax.Array))
+
+
+def _fresh(init, treedef, weights, tables):
+    """The leaves of the state of tables whose only row was never touched."""
+    rows = [
+        jnp.zeros((1, *x.shape[1:]), x.dtype) if i in tables else x
+        for i, x in enumerate(weights)
+    ]
+    return jax.tree.leaves(init(treedef.unflatten(rows)))
+
+
+class _Table:
+    """One table in the step: its nodes, and what is computed for its rows.
+
+    Args:
+      grad: its gradient.
+      weights: the table.
+      state: the leaves of the state that follow it, by their index.
+      index: of the table.
+    """
+
+    def __init__(
+        self, grad: SelectedRows, weights: Any, state: dict[int, Any], index: int
+    ):
+        self.grad, self.weights, self.state = grad, weights, state
+        row = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+        self.gradient = Node(index, row(grad))
+        self.weight = Node(index, row(weights))
+        self.follower = {k: Node(index, row(x)) for k, x in state.items()}
+
+    def nodes(self) -> list[Node]:
+        return [self.gradient, self.weight, *self.follower.values()]
+
+    def _arrays(self) -> list[tuple[Node, Any]]:
+        return [
+            (self.weight, self.weights),
+            *((self.follower[k], x) for k, x in self.state.items()),
+        ]
+
+    @functools.cached_property
+    def merged(self) -> tuple[jax.Array, ...]:
+        rows = self.grad.safe_rows()
+        return block_pass.merge_rows(rows, self.grad.values, self.grad.height)
+
+    def reduce(self, group, fresh) -> list[jax.Array]:
+        """Reductions over the rows."""
+        function = RowFunction([r.node for r in group], self.nodes())
+        read = [(n, x) for n, x in self._arrays() if n in function.inputs]
+        others = []
+        if read:
+            leaves = fresh()
+            place = {id(self.follower[k]): leaves[k] for k in self.state}
+            zero = jnp.zeros(self.weight.aval.shape, self.weights.dtype)
+            others = [place.get(id(node), zero) for node, _ in read]
+        traced = self._trace(function, [n for n, _ in read], lambda rows, outs: outs)
+        return block_pass.reduce_rows(
+            self.merged,
+            [x for _, x in read],
+            others,
+            function.operands,
+            traced,
+            [(r.kind, r.axes) for r in group],
+        )
+
+    def finish(self, update: Any, new: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
+        """The update of the table, and the leaves of the state that changed."""
+        new = {k: x for k, x in new.items() if x is not self.follower[k]}
+        function = RowFunction([update, *new.values()], self.nodes())
+        if not new and function.is_linear(self.gradient):
+            return self._linear(function), {}
+        written = [self.follower[k] for k in new]
+        read = [
+            (n, x)
+            for n, x in self._arrays()
+            if n is self.weight or n in function.inputs or n in written
+        ]
+        nodes = [n for n, _ in read]
+
+        def outputs(rows, outs):
+            change, *state = outs
+            return _add(rows[id(self.weight)], change), *state, change
+
+        writes = [nodes.index(n) for n in (self.weight, *written)]
+        traced = self._trace(function, nodes, outputs)
+        tables = [x for _, x in read]
+        (table, *state), rows = block_pass.update_rows(
+            self.merged, tables, function.operands, traced, writes
+        )
+        slots = min(self.grad.capacity, self.grad.height)
+        ids, values = _ascending(self.merged[0], rows, slots=slots)
+        out = SelectedRows(ids, values, self.grad.height)
+        return with_known_sum(out, self.weights, table), dict(zip(new, state))
+
+    def _linear(self, function: RowFunction) -> SelectedRows:
+        """The update if it is linear in the gradient: duplicates may stay."""
+        operands = function.operands
+
+        def one(gradient):
+            return function([gradient[None]], operands)[0][0]
+
+        values = jax.vmap(one)(self.grad.values)
+        filled = self.grad.filled()
+        values = indexing.zero_unless(filled, values)
+        return SelectedRows(self.grad.safe_rows(), values, self.grad.height)
+
+    def _trace(self, function: RowFunction, nodes: Sequence[Node], outputs: Callable):
+        """The function as a program `(gradient, *nodes, *operands)` of one row."""
+        count = len(nodes) + 1
+
+        def program(*args):
+            rows = {id(n): x for n, x in zip([self.gradient, *nodes], args)}
+            ins = [rows[id(n)] for n in function.inputs]
+            return list(outputs(rows, function(ins, args[count:])))
+
+        specs = [n.aval for n in (self.gradient, *nodes)]
+        specs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in function.operands]
+        return block_pass.Program(*_compat.trace(program, *specs))
+
+
+def _add(rows: jax.Array, change: jax.Array) -> jax.Array:
+    """What `optax.apply_updates` makes of rows and their update."""
+    dtype = indexing.accumulator_dtype(indexing.promote(rows.dtype, change.dtype))
+    return (rows.astype(dtype) + change.astype(dtype)).astype(rows.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def _ascending(rows, values, *, slots):
+    """Distinct rows in ascending order; nothing is computed if nobody looks at them."""
+    order = jnp.argsort(rows)[:slots]
+    return rows[order], values[order]

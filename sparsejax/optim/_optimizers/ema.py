@@ -1,0 +1,231 @@
+"""The exponential moving average of parameters, exact though rows are rarely touched.
+
+Dense training would average every row at every step, `a <- d a + (1 - d) w`. But a row
+that no step touches keeps its weights w, and then k steps have a closed form:
+
+  a_{t+k} = d^k a_t + (1 - d^k) w
+
+So the state has the average of each row as of the step t that touched it last, and
+that step. The update of a row first makes up for the steps it missed, with the weights
+that it had all the while; reading does the same for the steps since.
+
+Averages are kept with the bias correction in them, `a_t / (1 - d^t)`: the average of a
+row that was never touched is then its weights, whatever is in the state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from sparsejax import _arguments
+from sparsejax._arguments import PyTree, Scalar
+from sparsejax._rows import indexing
+from sparsejax.optim._lazy import checks, trees
+from sparsejax.optim._optimizers import base
+
+
+CALL = "sparsejax.optim.ema"
+READ = "sparsejax.optim.ema_params"
+
+
+class EmaState(NamedTuple):
+    """State of `ema`.
+
+    Attributes:
+      count: int32, the number of steps.
+      log_decay: the logarithm of `decay`.
+      debias: 1 if averages are bias-corrected, else 0.
+      average: for each leaf its average as of the row's last touch, `[V, ...]`.
+      last: for each row the step that touched it last, int32 `[V]`.
+    """
+
+    count: Any
+    log_decay: Any
+    debias: Any
+    average: Any
+    last: Any
+
+
+def ema(
+    decay: Scalar, debias: bool = True, accumulator_dtype: DTypeLike | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Exponential moving average of the parameters, at the cost of the rows touched.
+
+    Put it last in a chain: updates pass through unchanged, and the weights that they
+    give are averaged. With w_t the parameters after step t,
+
+      a_t = decay * a_{t-1} + (1 - decay) * w_t,    a_0 = 0
+
+    which is what `optax.ema(decay, debias)` makes of the parameters of every step, and
+    `a_t / (1 - decay^t)` with `debias`. All rows of all tables have this average at all
+    times, up to rounding. Rows that a step does not touch are neither read nor written:
+    `ema_params` adds what they missed when it reads them, in closed form, since their
+    weights stayed as they were.
+
+    It accepts dense and SelectedRows updates, alone or inside
+    `lazy(optax.chain(...))`; inside, a step reads and writes tables and averages in one
+    pass. A change of the parameters that is not an update of this chain (a new value
+    assigned to a row, `flush_weight_decay`) counts as if the row had had it since its
+    last update. Use `optax.masked` to average some parameters only.
+
+    Args:
+      decay: number in [0, 1), the weight of the past; 0.999 averages over about 1,000
+        steps.
+      debias: whether to correct for the start at zero. Without it, averages of the
+        first `1 / (1 - decay)` steps are too small.
+      accumulator_dtype: of the averages; by default that of the parameters, at least
+        float32.
+
+    Returns:
+      `optax.GradientTransformationExtraArgs` with an `EmaState`: an average `[V, ...]`
+      and an int32 `[V]` for each leaf. `update` needs `params`. Under `jax.jit`, donate
+      the state to update averages in place.
+
+    Raises:
+      ValueError: `decay` is not in [0, 1); at update, `params` is missing.
+      TypeError: `debias` is not a bool.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsejax as sj
+      >>> tx = sj.optim.lazy(optax.chain(optax.sgd(1.0), sj.optim.ema(0.5)))
+      >>> table = jnp.zeros((1000, 1))
+      >>> state = tx.init(table)
+      >>> for row in (3, 5):
+      ...     grad = sj.SelectedRows(jnp.array([row]), -jnp.ones((1, 1)), height=1000)
+      ...     updates, state = tx.update(grad, state, table)
+      ...     table = optax.apply_updates(table, updates)
+      >>> table[3:6, 0]
+      Array([1., 0., 1.], dtype=float32)
+      >>> sj.optim.ema_params(table, state)[3:6, 0]  # row 3: (1/4 + 1/2) / (3/4)
+      Array([1.        , 0.        , 0.6666667], dtype=float32)
+
+    References:
+      `optax.ema`; Polyak and Juditsky, 1992, "Acceleration of Stochastic Approximation
+      by Averaging"; TensorFlow, `tf.train.ExponentialMovingAverage`.
+    """
+    base.check_decay_rates(CALL, decay=decay)
+    debias = _arguments.check_bool(CALL, "debias", debias)
+
+    def init(params):
+        wide = lambda p: accumulator_dtype or indexing.accumulator_dtype(p.dtype)
+        average = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=wide(p)), params)
+        last = jax.tree.map(lambda p: base.row_zeros(p, jnp.int32), params)
+        dtypes = [indexing.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
+        dtype = indexing.promote(jnp.float32, *dtypes)
+        log_decay, corrected = (
+            jnp.asarray(x, dtype) for x in (base.log(decay), debias)
+        )
+        return EmaState(jnp.zeros((), jnp.int32), log_decay, corrected, average, last)
+
+    def update(updates, state, params=None):
+        checks.require_params(CALL, params, "it averages what the updates make of them")
+        count = optax.safe_increment(state.count)
+        log_decay = base.like(base.log(decay), state.log_decay)
+
+        def rule(u, average, last, w):
+            dtype = indexing.promote(u.dtype, w.dtype)
+            new = (w.astype(dtype) + u.astype(dtype)).astype(w.dtype)
+            caught_up = _after(average, last, state.count, w, log_decay, debias)
+            # One step more, with the new weights.
+            kept = _kept(state.count, count, log_decay, debias)
+            mean = kept * caught_up + (1 - kept) * new.astype(kept.dtype)
+            return u, mean.astype(average.dtype), jnp.broadcast_to(count, last.shape)
+
+        states = state.average, state.last
+        updates, average, last = base.map_leaves(rule, updates, states, params)
+        corrected = base.like(debias, state.debias)
+        return updates, EmaState(count, log_decay, corrected, average, last)
+
+    return base.dense_or_rows(init, update)
+
+
+def ema_params(params: PyTree, state: PyTree) -> Any:
+    """The averages of `ema`, for all parameters and as of the latest step.
+
+    It reads whole tables: call it for evaluation and export, not at each step.
+
+    Args:
+      params: all parameters that the optimizer trains, after `optax.apply_updates`.
+      state: the whole state of the optimizer, with one or more states of `ema` anywhere
+        inside.
+
+    Returns:
+      The tree of `params`, of the same shapes and dtypes. A leaf that is not averaged
+      (`optax.masked`, `optax.partition`) is returned as it is; so are all leaves before
+      the first step, with `debias`.
+
+    Raises:
+      ValueError: `state` contains no state of `ema`, or two for one leaf; or `params`
+        are not the parameters that it was made for.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> tx = sj.optim.ema(0.9)
+      >>> weights = jnp.ones((4, 2))
+      >>> update = sj.SelectedRows([3], jnp.ones((1, 2)), height=4)
+      >>> updates, state = tx.update(update, tx.init(weights), weights)
+      >>> sj.optim.ema_params(weights + updates, state)[:, 0]
+      Array([1., 1., 1., 2.], dtype=float32)
+
+    References:
+      TensorFlow, `ExponentialMovingAverage.average`; `optax.ema`.
+    """
+    is_ours = lambda x: isinstance(x, EmaState)
+    nodes = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
+    if not nodes:
+        raise ValueError(
+            f"{READ}: state must contain the state of sparsejax.optim.ema. Pass the "
+            "whole state of an optimizer that has ema in its chain."
+        )
+    weights, treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
+    result, averaged = list(weights), set()
+    for node in nodes:
+        structure = jax.tree.structure(node.last, is_leaf=trees.is_none_or_masked)
+        if structure != treedef:
+            raise ValueError(
+                f"{READ}: params must be all parameters that the optimizer trains, "
+                f"{_arguments.show_tree(node.last)}, got "
+                f"{_arguments.show_tree(params)}."
+            )
+        columns = map(treedef.flatten_up_to, (node.average, node.last))
+        for i, (w, average, last) in enumerate(zip(weights, *columns)):
+            if trees.is_none_or_masked(last):
+                continue
+            if i in averaged:
+                raise ValueError(
+                    f"{READ}: state contains two states of sparsejax.optim.ema for "
+                    "one parameter. Pass the part of the state that has one of them."
+                )
+            averaged.add(i)
+            w = jnp.asarray(w)
+            mean = _after(average, last, node.count, w, node.log_decay, node.debias)
+            result[i] = mean.astype(w.dtype)
+    return treedef.unflatten(result)
+
+
+def _after(
+    average: Any, last: Any, count: Any, w: Any, log_decay: Any, debias: Any
+) -> jax.Array:
+    """The averages at step `count` of rows whose weights were `w` since step `last`."""
+    kept = base.per_row(_kept(last, count, log_decay, debias), w)
+    return kept * average.astype(kept.dtype) + (1 - kept) * w.astype(kept.dtype)
+
+
+def _kept(start: Any, end: Any, log_decay: Any, debias: Any) -> jax.Array:
+    """The share of the average at step `start` in the one at step `end`."""
+    log_decay = jnp.asarray(log_decay)
+
+    def power(n):  # the logarithm of decay**n; decay may be 0
+        n = jnp.asarray(n).astype(log_decay.dtype)
+        return jnp.where(n == 0, base.like(0, n), n * log_decay)
+
+    share = jnp.exp(power(end - start))
+    corrected = share * base.divide(jnp.expm1(power(start)), jnp.expm1(power(end)))
+    if isinstance(debias, bool):
+        return corrected if debias else share
+    return jnp.where(debias > 0, corrected, share)

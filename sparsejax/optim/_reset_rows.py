@@ -1,0 +1,216 @@
+"""reset_rows: rows of a table whose keys are new, with nothing left of the old ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments
+from sparsejax._arguments import Initializer, KeyLike, PyTree
+from sparsejax._rows import (
+    SelectedRows,
+    indexing,
+    is_selected_rows,
+    merge,
+    with_slots,
+)
+from sparsejax.optim._exact import catch_up
+from sparsejax.optim._exact.exact import ExactState
+from sparsejax.optim._lazy import checks, state_leaves, state_sharding, trees
+from sparsejax.optim._optimizers.weight_decay import WeightDecayState
+from sparsejax.optim._wrappers.accumulate import AccumulateState
+
+
+CALL = "sparsejax.optim.reset_rows"
+
+
+def reset_rows(
+    tx: Any,
+    state: PyTree,
+    params: PyTree,
+    rows: PyTree,
+    *,
+    embedding_init: Initializer | None = None,
+    key: KeyLike | None = None,
+) -> tuple[Any, Any]:
+    """Gives rows of tables fresh weights and fresh optimizer state.
+
+    For rows that belong to something else from now on, such as those that
+    `sparsejax.HashIndex.insert` evicts. Afterwards a row is as if its table had just
+    been initialised: its weights are zeros or those of `embedding_init`, the leaves of
+    `state` that follow the table have for it what `tx.init` makes of these weights, and
+    gradients that `accumulate` holds for it are zero. `weight_decay` and `exact` count
+    steps that a row has missed from now on. Counts, and all other rows, stay as they
+    are, bit for bit.
+
+    Under `jax.jit`, with `params` and `state` donated, only these rows are written.
+
+    Args:
+      tx: the transformation that `state` belongs to: any of optax, bare or lifted by
+        `lazy`, or of `sparsejax.optim`.
+      state: its state.
+      params: all parameters that it trains.
+      rows: a tree like `params`, with integers of any shape at tables, None or nothing
+        at other leaves: `{"items": evicted}`. Ids out of range are ignored.
+      embedding_init: `(key, shape, dtype) -> array`, called with shape `[n, ...]` for n
+        rows of a table; by default the new weights are zeros.
+      key: one PRNG key, or an int as its seed, for `embedding_init`; another one at
+        each call.
+
+    Returns:
+      The new `(params, state)`.
+
+    Raises:
+      TypeError: `rows` has no integers, or `tx` is not a transformation.
+      ValueError: `rows` does not match `params`, or `state` does not; part of the state
+        cannot be split into rows; or `embedding_init` has no key.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsejax as sj
+      >>> tx = sj.optim.lazy(optax.sgd(1.0, momentum=0.9))
+      >>> params = {"items": jnp.ones((4, 1)), "bias": jnp.ones(1)}
+      >>> grads = {"items": -jnp.ones((4, 1)), "bias": jnp.zeros(1)}
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> evicted = jnp.array([2, 4])  # 4 is no row
+      >>> params, state = sj.optim.reset_rows(tx, state, params, {"items": evicted})
+      >>> params["items"][:, 0]
+      Array([2., 2., 0., 2.], dtype=float32)
+      >>> optax.tree_utils.tree_get(state, "trace")["items"][:, 0]
+      Array([-1., -1.,  0., -1.], dtype=float32)
+
+    References:
+      TorchRec, `reset_inplace` of managed collision modules.
+    """
+    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
+    state_sharding.check_not_sharded(CALL, params)
+    leaves, treedef = trees.flatten(params)
+    given = trees.ids_by_leaf(CALL, "rows", params, rows)
+    ids = {i: _ids(params, leaves[i], i, x) for i, x in given.items()}
+    ids = {i: x for i, x in ids.items() if x.size}
+    if not ids:
+        return params, state
+
+    fresh = {}
+    for i, x in ids.items():
+        shape, dtype = (x.size, *leaves[i].shape[1:]), leaves[i].dtype
+        fresh[i] = _fresh(i, shape, dtype, embedding_init, key)
+    # Tables of the new rows alone. What `init` makes of the others is not used.
+    small = [fresh.get(i, leaf) for i, leaf in enumerate(leaves)]
+    specs = tuple(map(trees.to_spec, leaves))
+    init = lambda params: _without_rows(tx.init(params))
+    follows = state_leaves.find(init, treedef, specs, tuple(ids))
+    for i, why in follows.blocked.items():
+        raise ValueError(
+            f"{CALL}: rows of {trees.leaf_paths(params, 'params')[i]} cannot be reset, "
+            f"because {why}. Use another optimizer for this table, through "
+            "optax.partition."
+        )
+    heights = {i: leaves[i].shape[:1] for i in ids}
+    checks.check_state_rows(CALL, _without_rows(state), follows.owners, heights)
+    new = _at_this_step(init(treedef.unflatten(small)), _without_rows(state))
+
+    state = _drop_held(state, treedef, ids)
+    nodes, state_treedef = jax.tree.flatten(state, is_leaf=is_selected_rows)
+    owners, values = iter(follows.owners), iter(jax.tree.leaves(new))
+    for k, node in enumerate(nodes):
+        if is_selected_rows(node):
+            continue
+        owner, value = next(owners), next(values)
+        if owner is not None:
+            nodes[k] = _write(node, ids[owner], value)
+    weights = [
+        _write(x, ids[i], fresh[i]) if i in ids else x for i, x in enumerate(leaves)
+    ]
+    return treedef.unflatten(weights), state_treedef.unflatten(nodes)
+
+
+# ------------------------------------------------------------------ private
+
+
+def _ids(params: Any, table: Any, i: int, rows: Any) -> jax.Array:
+    if not _arguments.is_array(table) or table.ndim == 0:
+        raise ValueError(
+            f"{CALL}: {trees.leaf_paths(params, 'params')[i]} must be a table, an "
+            f"array with rows along its first axis, got {_arguments.kind_of(table)}."
+        )
+    return _arguments.as_ids(CALL, rows, table.shape[0], "rows").reshape(-1)
+
+
+def _fresh(i: int, shape: Any, dtype: Any, embedding_init: Any, key: Any) -> jax.Array:
+    if embedding_init is None:
+        return jnp.zeros(shape, dtype)
+    if key is None:
+        raise ValueError(
+            f"{CALL}: embedding_init needs a key, another one at each call, for "
+            "example jax.random.fold_in(key, step)."
+        )
+    key = _arguments.as_key(CALL, key, from_int=True)
+    made = jnp.asarray(embedding_init(jax.random.fold_in(key, i), shape, dtype))
+    if made.shape != shape:
+        raise ValueError(
+            f"{CALL}: embedding_init must return an array of shape {shape}, got "
+            f"{_arguments.kind_of(made)}."
+        )
+    return made
+
+
+def _write(table: Any, ids: jax.Array, values: jax.Array) -> jax.Array:
+    table = jnp.asarray(table)
+    return indexing.set_rows(table, ids, values.astype(table.dtype))
+
+
+def _without_rows(state: Any) -> Any:
+    """`state` without the SelectedRows in it, whose height is part of its structure."""
+    empty = lambda x: () if is_selected_rows(x) else x
+    return jax.tree.map(empty, state, is_leaf=is_selected_rows)
+
+
+def _at_this_step(new: Any, state: Any) -> Any:
+    """`new`, the state of `tx.init`, for rows that have missed nothing up to now."""
+    is_dated = lambda x: isinstance(x, (WeightDecayState, ExactState))
+    nodes, treedef = jax.tree.flatten(new, is_leaf=is_dated)
+    for k, (node, now) in enumerate(zip(nodes, treedef.flatten_up_to(state))):
+        if isinstance(node, WeightDecayState):
+            date = lambda x, now=now: jnp.broadcast_to(now.log_decay, x.shape)
+            nodes[k] = node._replace(decayed=jax.tree.map(date, node.decayed))
+        elif isinstance(node, ExactState):
+            books = (
+                catch_up.records_at(now.step, x.shape[0], then)
+                for x, then in zip(node.books, now.now)
+            )
+            nodes[k] = node._replace(books=tuple(books))
+    return treedef.unflatten(nodes)
+
+
+def _drop_held(state: Any, treedef: Any, ids: dict[int, jax.Array]) -> Any:
+    """`state` without the gradients that `accumulate` holds for these rows."""
+    is_ours = lambda x: isinstance(x, AccumulateState)
+
+    def drop(node):
+        if not is_ours(node):
+            return node
+        held = treedef.flatten_up_to(node.acc_grads)
+        for i, x in ids.items():
+            if isinstance(held[i], SelectedRows):
+                held[i] = _zeroed(held[i], x)
+        inner = jax.tree.map(drop, node.inner_opt_state, is_leaf=is_ours)
+        return node._replace(acc_grads=treedef.unflatten(held), inner_opt_state=inner)
+
+    return jax.tree.map(
+        drop, state, is_leaf=lambda x: is_ours(x) or is_selected_rows(x)
+    )
+
+
+def _zeroed(held: SelectedRows, ids: jax.Array) -> SelectedRows:
+    """Zeros for these rows. They keep their slots: filled ones come first."""
+    places = lax.iota(jnp.int32, held.capacity)
+    ordered, places = lax.sort((held.rows, places), num_keys=1)
+    slot, known = merge.find_slots(ordered, ids, held.height)
+    slot = jnp.where(known, places[slot], np.int32(held.capacity))
+    zeros = jnp.zeros((ids.size, *held.values.shape[1:]), held.dtype)
+    return with_slots(held, held.rows, indexing.set_rows(held.values, slot, zeros))

@@ -1,0 +1,242 @@
+"""reset_rows: afterwards a row is as if it had never been touched."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_same_bits, assert_trees_close, compile_as_users_do, slow_but
+from optimizers import SEPARABLE
+
+
+pytestmark = pytest.mark.loose_promotion  # optimizers of others
+V, D = 7, 3
+OWN = {
+    "rowwise_adam": lambda: sj.optim.rowwise_adam(0.1),
+    "weight_decay": lambda: optax.chain(optax.sgd(0.1), sj.optim.weight_decay(0.1)),
+    "partition": lambda: optax.partition(
+        {"a": optax.adam(0.1), "b": optax.sgd(0.1, momentum=0.9)},
+        {"table": "a", "w": "b"},
+    ),
+}
+# Kinds of state: [V, D], [V], [V, 1], copies of weights, counts, hyperparameters.
+OF_OPTAX = "adam inject_hyperparams schedule_free user_written"
+CHOSEN = {name: SEPARABLE[name] for name in OF_OPTAX.split()} | OWN
+
+
+def _params():
+    # The row that is reset starts at what it is reset to.
+    table = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
+    table[2] = 0
+    return {"table": jnp.asarray(table), "w": jnp.ones(D)}
+
+
+def _update(tx, grads: Any, state: Any, params: Any) -> Any:
+    return tx.update(grads, state, params)
+
+
+def _apply(params: Any, updates: Any) -> Any:
+    return optax.apply_updates(params, updates)
+
+
+def _grads(k, rows):
+    rng = np.random.default_rng(k)
+    values = rng.normal(size=(len(rows), D)).astype(np.float32)
+    w = rng.normal(size=D).astype(np.float32)
+    return {"table": sj.SelectedRows(jnp.array(rows), values, V), "w": jnp.asarray(w)}
+
+
+@pytest.mark.parametrize("name", slow_but(CHOSEN, "adam"))
+def test_a_row_is_as_if_never_touched(name):
+    """A run that touches row 2 and resets it, and one that did not touch it before."""
+    tx = sj.optim.lazy(CHOSEN[name]())
+
+    @jax.jit
+    def run(before):
+        params = _params()
+        state = tx.init(params)
+        for k, rows in enumerate(([2, 5, 1], [0, 2, 2])):
+            grads = _grads(k, rows)
+            kept = jnp.where(before, grads["table"].rows, V)
+            kept = jnp.where(grads["table"].rows == 2, kept, grads["table"].rows)
+            grads["table"] = sj.SelectedRows(kept, grads["table"].values, V)
+            updates, state = _update(tx, grads, state, params)
+            params = _apply(params, updates)
+        rows = {"table": jnp.array([2, V, -1])}
+        new, fresh = sj.optim.reset_rows(tx, state, params, rows)
+        params, state = jax.tree.map(
+            lambda x, y: jnp.where(before, x, y), (new, fresh), (params, state)
+        )
+        updates, state = _update(tx, _grads(3, [2, 4, 2]), state, params)
+        return _apply(params, updates), state
+
+    touched, untouched = run(True), run(False)
+    if name == "weight_decay":  # the row of zeros has another date of its last decay
+        touched, untouched = touched[0], untouched[0]
+    assert_trees_close(touched, untouched)
+
+
+def test_other_rows_keep_their_bits_and_new_ones_are_of_the_initializer():
+    tx = sj.optim.lazy(optax.adam(0.1))
+    params = _params()
+    updates, state = _update(tx, _grads(0, [0, 2, 5]), tx.init(params), params)
+    params = _apply(params, updates)
+    new, fresh = sj.optim.reset_rows(
+        tx,
+        state,
+        params,
+        {"table": jnp.array([5, V]), "w": None},
+        embedding_init=jax.nn.initializers.normal(2.0),
+        key=3,
+    )
+    others = np.array([0, 1, 2, 3, 4, 6])
+    assert_same_bits(new["table"][others], params["table"][others])
+    assert_same_bits(new["w"], params["w"])
+    drawn = jax.random.fold_in(jax.random.key(3), 0)
+    drawn = jax.nn.initializers.normal(2.0)(drawn, (2, D), jnp.float32)
+    assert_same_bits(new["table"][5], drawn[0])
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(fresh)):
+        if before.shape == (V, D):
+            assert_same_bits(after[others], before[others])
+            assert not after[5].any() and before[5].any()
+        else:
+            assert_same_bits(after, before)
+
+
+@pytest.mark.slow
+def test_copies_of_weights_in_the_state_are_those_of_the_new_weights():
+    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), master=True)
+    table = jnp.ones((V, D), jnp.bfloat16)
+    table, state = sj.optim.reset_rows(
+        tx,
+        tx.init(table),
+        table,
+        jnp.array([1]),
+        embedding_init=jax.nn.initializers.constant(0.5),
+        key=0,
+    )
+    assert table[:3, 0].tolist() == [1, 0.5, 1]
+    assert state.master[:3, 0].tolist() == [1, 0.5, 1]
+
+
+@pytest.mark.slow
+def test_missed_decay_counts_from_the_reset():
+    tx = sj.optim.lazy(optax.chain(optax.sgd(1.0), sj.optim.weight_decay(0.5)))
+    table = jnp.ones((V, 1))
+    state = tx.init(table)
+    zero = lambda row: sj.SelectedRows([row], jnp.zeros((1, 1)), V)
+    for row in (0, 1):
+        updates, state = _update(tx, zero(row), state, table)
+        table = _apply(table, updates)
+    ones = jax.nn.initializers.ones
+    table, state = sj.optim.reset_rows(
+        tx, state, table, jnp.array([3]), embedding_init=ones, key=0
+    )
+    updates, state = _update(tx, zero(3), state, table)
+    table = _apply(table, updates)
+    np.testing.assert_allclose(table[3], 0.5, rtol=1e-6)
+    table, _ = sj.optim.flush_weight_decay(table, state)
+    np.testing.assert_allclose(
+        table[:, 0], [0.125] * 3 + [0.5] + [0.125] * 3, rtol=1e-6
+    )
+
+
+@pytest.mark.slow
+def test_rows_of_exact_are_up_to_date():
+    """What dense training would do to a row of ones that is new at step 2."""
+    tx = sj.optim.exact(optax.adamw(0.1, weight_decay=0.5))
+    params = {"table": jnp.ones((V, 1))}
+    state = tx.init(params)
+
+    def step(params, state, row):
+        params, state = tx.catch_up(params, state, {"table": jnp.array([row])})
+        grads = {"table": sj.SelectedRows([row], jnp.ones((1, 1)), V)}
+        updates, state = _update(tx, grads, state, params)
+        return _apply(params, updates), state
+
+    for row in (4, 4):
+        params, state = step(params, state, row)
+    params, state = sj.optim.reset_rows(
+        tx,
+        state,
+        params,
+        {"table": jnp.array([4])},
+        embedding_init=jax.nn.initializers.ones,
+        key=0,
+    )
+    params, state = step(params, state, 0)
+    params, _ = tx.flush(params, state)
+    np.testing.assert_allclose(params["table"][4], 0.95, rtol=1e-6)
+    np.testing.assert_allclose(params["table"][5], 0.95**3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("capacity", slow_but([3, V, None], 3))
+def test_accumulated_gradients_are_dropped(capacity):
+    """And the slots of other rows stay where they are."""
+    tx = sj.optim.accumulate(sj.optim.lazy(optax.sgd(1.0)), 2, capacity={"t": capacity})
+    params = {"t": jnp.zeros((V, 1))}
+    grad = lambda rows, x: {"t": sj.SelectedRows(rows, jnp.full((2, 1), x), V)}
+    dense = lambda rows, x: {"t": grad(rows, x)["t"].to_dense()}
+    make = dense if capacity is None else grad
+    _, state = _update(tx, make([1, 2], 8.0), tx.init(params), params)
+    params, state = sj.optim.reset_rows(tx, state, params, {"t": jnp.array([1, 5])})
+    updates, state = _update(tx, make([1, 6], 2.0), state, params)
+    params = _apply(params, updates)
+    assert params["t"][:, 0].tolist() == [0, -1, -4, 0, 0, 0, -1]
+
+
+@pytest.mark.slow
+def test_in_place():
+    tx = sj.optim.lazy(optax.adam(0.1))
+    table = jnp.zeros((50_000, 8))
+
+    def reset(table, state, rows):
+        return sj.optim.reset_rows(tx, state, table, rows)
+
+    state, rows = tx.init(table), jnp.arange(16)
+    donated = jax.jit(reset, donate_argnums=(0, 1))
+    compiled = compile_as_users_do(donated.lower(table, state, rows))
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.alias_size_in_bytes >= 3 * table.nbytes
+    assert memory.temp_size_in_bytes < 10_000 < table.nbytes
+
+
+def test_wrong_calls():
+    tx, params = sj.optim.lazy(optax.adam(0.1)), _params()
+    state, reset = tx.init(params), sj.optim.reset_rows
+    rows, normal = {"table": jnp.array([1])}, jax.nn.initializers.normal()
+    call = "sparsejax.optim.reset_rows: "
+    for wrong, error, message in (
+        (lambda: reset(3, state, params, rows), TypeError, "tx must be an optax"),
+        (
+            lambda: reset(tx, state, params, jnp.array([1])),
+            ValueError,
+            r"rows has a leaf at the root, .* leaves are \['table'\], \['w'\]",
+        ),
+        (
+            lambda: reset(tx, state, params, {"table": jnp.ones(2)}),
+            TypeError,
+            "rows must be integers",
+        ),
+        (
+            lambda: reset(tx, state, params, rows, embedding_init=normal),
+            ValueError,
+            "embedding_init needs a key",
+        ),
+        (
+            lambda: reset(tx, tx.init(_params()["w"]), params, rows),
+            ValueError,
+            "the state does not match",
+        ),
+        (
+            lambda: reset(optax.scale_by_lbfgs(), None, params, rows),
+            ValueError,
+            r"rows of params\['table'\] cannot be reset, because",
+        ),
+    ):
+        with pytest.raises(error, match=call + message):
+            wrong()
