@@ -1,0 +1,1008 @@
+"""HashIndex: which row of a table belongs to which key, while keys come and go.
+
+The keys are in a hash table of static shape: buckets of 8 slots, at least twice as many
+slots as rows. A key is in one of two buckets, which its hashes name, and goes to the
+emptier of them.
+
+Why buckets. `find` reads two of them for every key, whatever happened before, so its
+cost is bounded, all keys of a batch are sought at once, and removing a key only empties
+its slot: open addressing along chains would need tombstones, or would have to move the
+keys behind it. With two choices and half of the slots empty, that both buckets of a key
+are full does not happen by chance; keys that somebody chose so are refused and counted.
+
+Why the order inside a batch does not matter. Unknown keys are sorted, so that each
+occurs once and has a rank. Ranks settle everything: which of two keys gets a contested
+slot, which keys get the rows that are left, and the number of the row.
+
+Why nothing is proportional to the capacity. Rows are handed out in order until all are
+used; from then on a row is free only because its key is evicted, for a key that takes
+it at once, so there is no list of free rows. Victims come from a window of consecutive
+rows that moves on at each eviction. In it, the least recently (or frequently) used ones
+are found exactly, by bisection; so they are exact for the whole index if the window is
+as long as the index, and otherwise each row is examined once a round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments, _compat
+from sparsejax._arguments import ArrayLike
+
+
+_CALL = "sparsejax.HashIndex"
+_LANES = 8  # slots of a bucket; with a key of 32 bits it fills a cache line
+_EMPTY = np.uint32(0xFFFFFFFF)  # the row in an empty slot
+_CHUNK = 4096  # new keys that are inserted at once
+_WINDOW = 4096  # rows among which victims are sought, at least
+_DEPTH = 4  # cells of a key in the sketch
+_MOST_SIGHTINGS = 255  # that a cell of the sketch counts, in its low 8 bits
+_MOST_ROWS = 1 << 29
+
+_DATA = (
+    "slots",
+    "slot_of_row",
+    "counts",
+    "last_step",
+    "sketch",
+    "num_seen",
+    "hand",
+    "num_keys",
+    "num_evicted",
+    "num_refused",
+    "num_waiting",
+)
+_STATIC = ("key_bits", "policy", "admit_after", "max_evictions", "window", "seed")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=_DATA, meta_fields=_STATIC
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class HashIndex:
+    """Rows of a table for keys that come and go, inside `jit`.
+
+    A vocabulary that grows while training: `insert` gives each new key a row of an
+    embedding table of `capacity` rows, and evicts keys when all rows are taken; `find`
+    only looks up. A pytree of static shape, made by `create`, so it works under `jit`,
+    `scan`, donation and `shard_map`, and is saved like any other tree.
+
+    - A row belongs to one key, and to the same key until it is evicted.
+    - The result does not depend on the order of the keys in a batch. A key that occurs
+      several times counts once. New keys, in ascending order as unsigned integers, get
+      the rows that were never used, and then those of evicted keys.
+    - With `admit_after=k`, a key gets a row when it is seen for the k-th time. The
+      sightings of keys without a row are counted in a sketch, which may count too many,
+      and which forgets: a sighting counts until `capacity / 2` others were counted, or
+      up to twice as many.
+    - A key that gets no row has the row number `capacity`, which `sparsejax.lookup`
+      treats as out of range, and is counted: `num_waiting` if it is not yet admitted,
+      `num_refused` if there is no row for it, or if its two buckets of 8 slots are
+      full, which does not happen by chance.
+    - Evicted are the keys with the smallest last step ("lru"), or with the smallest
+      count and then last step ("lfu"), of the next `window` rows; among equal ones
+      those of the first rows. A key that was used at the current step is never evicted.
+
+    Args:
+      slots: uint32 `[S, words + 1]`, the hash table: the words of a key, and its row.
+      slot_of_row: int32 `[capacity]`, where the key of each row is.
+      counts: int32 `[capacity]`, how many calls of `insert` contained the key of a row.
+      last_step: int32 `[capacity]`, the step of the latest of these calls.
+      sketch: uint32 `[4, W]`, sightings of keys that have no row.
+      num_seen: uint32, how many the sketch has counted.
+      hand: int32, where the next window begins.
+      num_keys: int32, rows in use; they are the first ones.
+      num_evicted, num_refused, num_waiting: uint32, keys so far; in each call, each key
+        counts once.
+      key_bits, policy, admit_after, max_evictions, window, seed: static, see `create`.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> index = sj.HashIndex.create(3)
+      >>> index, rows, evicted = index.insert(jnp.array([70, 50, 70]), step=0)
+      >>> rows
+      Array([1, 0, 1], dtype=int32)
+      >>> index, rows, evicted = index.insert(jnp.array([70, 90, 10]), step=1)
+      >>> rows, evicted  # 50 was evicted; 3 is no row
+      (Array([1, 0, 2], dtype=int32), Array([0, 3, 3], dtype=int32))
+      >>> index.find(jnp.array([90, 50]))
+      Array([0, 3], dtype=int32)
+
+    References:
+      Azar, Broder, Karlin, Upfal, 1999, "Balanced Allocations"; Einziger, Friedman,
+      Manes, 2017, "TinyLFU" (the sketch); TorchRec, managed collision (ZCH);
+      TensorFlow Recommenders Addons, dynamic embedding.
+    """
+
+    slots: jax.Array
+    slot_of_row: jax.Array
+    counts: jax.Array
+    last_step: jax.Array
+    sketch: jax.Array  # the generation << 8 | count, see _count_sightings
+    num_seen: jax.Array
+    hand: jax.Array
+    num_keys: jax.Array
+    num_evicted: jax.Array
+    num_refused: jax.Array
+    num_waiting: jax.Array
+    key_bits: int
+    policy: str
+    admit_after: int
+    max_evictions: int | None
+    window: int | None
+    seed: int
+
+    # -------------------------------------------------------------- makers
+
+    @classmethod
+    def create(
+        cls,
+        capacity: int,
+        *,
+        key_bits: int = 32,
+        policy: str = "lru",
+        admit_after: int = 1,
+        max_evictions: int | None = None,
+        window: int | None = None,
+        seed: int = 0,
+    ) -> HashIndex:
+        """An empty index.
+
+        Args:
+          capacity: int, the number of rows of the table, at most 2^29.
+          key_bits: 32, or 64 for keys of two words, see `split_keys`.
+          policy: "lru" evicts the least recently used keys, "lfu" the least frequently
+            used ones.
+          admit_after: int from 1 to 255, in how many calls of `insert` a key must occur
+            to get a row.
+          max_evictions: int, how many keys one call of `insert` may evict; 0 for none.
+            By default as many as it has keys.
+          window: int, among how many rows a call seeks them. By default 8 times
+            `max_evictions`, and at least 4096. With `capacity` they are the least used
+            ones of all, and a call that evicts reads all of `last_step`.
+          seed: int, of the hashes. Another seed puts keys into other buckets.
+
+        Raises:
+          TypeError, ValueError: an argument is not as described.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.HashIndex.create(1_000_000, key_bits=64, admit_after=2)
+          HashIndex(0 of 1000000 rows, 64-bit keys, lru, admit_after=2)
+        """
+        call = f"{_CALL}.create"
+        capacity = _arguments.static_int(
+            call, "capacity", capacity, 1, " It is the number of rows of the table."
+        )
+        if capacity > _MOST_ROWS:
+            raise ValueError(
+                f"{call}: capacity must be at most {_MOST_ROWS}, got {capacity}. "
+                "Split the keys by HashIndex.owners, with an index for each part."
+            )
+        if key_bits not in (32, 64):
+            raise ValueError(
+                f"{call}: key_bits must be 32 or 64, got {_arguments.show(key_bits)}. "
+                "Hash longer keys, such as strings, to 64 bits first."
+            )
+        if policy not in ("lru", "lfu"):
+            raise ValueError(
+                f"{call}: policy must be 'lru' or 'lfu', got "
+                f"{_arguments.show(policy)}. To evict nothing, pass max_evictions=0."
+            )
+        admit_after = _arguments.static_int(call, "admit_after", admit_after, 1)
+        if admit_after > _MOST_SIGHTINGS:
+            raise ValueError(
+                f"{call}: admit_after must be at most {_MOST_SIGHTINGS}, got "
+                f"{admit_after}."
+            )
+        if max_evictions is not None:
+            max_evictions = _arguments.static_int(call, "max_evictions", max_evictions)
+        if window is not None:
+            window = _arguments.static_int(call, "window", window, 1)
+        seed = _arguments.static_int(call, "seed", seed)
+
+        num_buckets = _power_of_two(2 * capacity) // _LANES or 1
+        width = _power_of_two(max(1024, capacity)) if admit_after > 1 else 0
+        zero = lambda dtype: jnp.zeros((), dtype)
+        empty = jnp.full((num_buckets * _LANES, 1), _EMPTY)
+        keys = jnp.zeros((num_buckets * _LANES, key_bits // 32), jnp.uint32)
+        return cls(
+            slots=jnp.concatenate([keys, empty], axis=1),
+            slot_of_row=jnp.zeros((capacity,), jnp.int32),
+            counts=jnp.zeros((capacity,), jnp.int32),
+            last_step=jnp.zeros((capacity,), jnp.int32),
+            sketch=jnp.zeros((_DEPTH, width), jnp.uint32),
+            num_seen=zero(jnp.uint32),
+            hand=zero(jnp.int32),
+            num_keys=zero(jnp.int32),
+            num_evicted=zero(jnp.uint32),
+            num_refused=zero(jnp.uint32),
+            num_waiting=zero(jnp.uint32),
+            key_bits=int(key_bits),
+            policy=policy,
+            admit_after=admit_after,
+            max_evictions=max_evictions,
+            window=window,
+            seed=seed,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows; also the row number of a key that has no row."""
+        return self.slot_of_row.shape[0]
+
+    def __repr__(self) -> str:
+        used = "?"
+        if _arguments.is_concrete(self.num_keys) and np.ndim(self.num_keys) == 0:
+            used = str(int(self.num_keys))
+        shape = getattr(self.slot_of_row, "shape", ())
+        more = [f"{self.key_bits}-bit keys", self.policy]
+        if self.admit_after > 1:
+            more.append(f"admit_after={self.admit_after}")
+        if self.max_evictions is not None:
+            more.append(f"max_evictions={self.max_evictions}")
+        rows = " x ".join(map(str, shape)) or "?"
+        return f"HashIndex({used} of {rows} rows, {', '.join(more)})"
+
+    # -------------------------------------------------------------- keys
+
+    @staticmethod
+    def split_keys(keys: ArrayLike) -> Any:
+        """64-bit keys as two words of 32 bits, for JAX without `jax_enable_x64`.
+
+        Call it on the host, before a batch is passed to `jit`: JAX would truncate int64
+        to int32.
+
+        Args:
+          keys: integers of any shape and dtype. Narrower ones are extended to 64 bits.
+
+        Returns:
+          uint32 `[*keys.shape, 2]`, the low word first; a NumPy array for NumPy keys.
+
+        Raises:
+          TypeError: `keys` are not integers.
+
+        Example:
+          >>> import numpy as np, sparsejax as sj
+          >>> sj.HashIndex.split_keys(np.array([3, -1, 1 << 40]))
+          array([[         3,          0],
+                 [4294967295, 4294967295],
+                 [         0,        256]], dtype=uint32)
+        """
+        found = _as_integers(f"{_CALL}.split_keys", keys)
+        if isinstance(found, np.ndarray):
+            wide = found.astype(np.int64 if found.dtype.kind == "i" else np.uint64)
+            return np.stack(_words_of_host(wide), axis=-1)
+        if found.dtype.itemsize == 8:
+            return jnp.stack(_words_of_wide(found), axis=-1)
+        low = _word(found)
+        high = jnp.zeros_like(low)
+        if jnp.issubdtype(found.dtype, jnp.signedinteger):
+            high = jnp.where(found < 0, _EMPTY, high)
+        return jnp.stack([low, high], axis=-1)
+
+    @staticmethod
+    def join_keys(words: ArrayLike) -> np.ndarray:
+        """The 64-bit keys of which `split_keys` made these words. On the host.
+
+        Args:
+          words: uint32 `[..., 2]`.
+
+        Returns:
+          int64 `[...]`. Of uint64 keys, those of 2^63 and more come back as negative.
+
+        Raises:
+          ValueError: the shape or dtype is another.
+
+        Example:
+          >>> import numpy as np, sparsejax as sj
+          >>> sj.HashIndex.join_keys(sj.HashIndex.split_keys([-5, 1 << 40]))
+          array([           -5, 1099511627776])
+        """
+        found = np.asarray(words)
+        if found.dtype != np.uint32 or found.shape[-1:] != (2,):
+            raise ValueError(
+                f"{_CALL}.join_keys: words must be uint32 of shape [..., 2], got "
+                f"{_arguments.kind_of(found)}. HashIndex.split_keys makes them."
+            )
+        high = found[..., 1].astype(np.uint64) << np.uint64(32)
+        return (high | found[..., 0].astype(np.uint64)).view(np.int64)
+
+    def owners(self, keys: ArrayLike, num_owners: int) -> jax.Array:
+        """Which of several indexes each key belongs to, by a hash.
+
+        For an index on each device: the device d inserts its own keys, with
+        `where=index.owners(keys, num_devices) == d`.
+
+        Args:
+          keys: as for `find`.
+          num_owners: int, at least 1.
+
+        Returns:
+          int32, of the shape of `keys`, in `[0, num_owners)`.
+
+        Raises:
+          TypeError, ValueError: as for `find`; or `num_owners` is not a positive int.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> sj.HashIndex.create(8).owners(jnp.arange(6), 2)
+          Array([1, 0, 0, 1, 1, 1], dtype=int32)
+        """
+        call = f"{_CALL}.owners"
+        num_owners = _arguments.static_int(call, "num_owners", num_owners, 1)
+        words, shape = self._words(call, keys)
+        mixed = _hash(words, self.seed, salt=4)
+        owner = lax.rem(mixed, np.uint32(num_owners)).astype(jnp.int32)
+        return owner.reshape(shape)
+
+    # -------------------------------------------------------------- operations
+
+    def find(self, keys: ArrayLike) -> jax.Array:
+        """The row of each key, or `capacity` where it has none. Changes nothing.
+
+        Args:
+          keys: integers of any shape. With `key_bits=64` they are int64 or uint64, of
+            NumPy or under `jax_enable_x64`, or the words uint32 `[..., 2]` that
+            `split_keys` makes. -1 of 32 bits is the same key as 2^32 - 1.
+
+        Returns:
+          int32, of the shape of `keys`.
+
+        Raises:
+          TypeError: `keys` are not integers, or of another number of bits.
+          ValueError: `keys` of NumPy do not fit in 32 bits.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> index, _, _ = sj.HashIndex.create(3).insert(jnp.array([7, 4, 7]), step=0)
+          >>> index.find(jnp.array([4, 7, 5]))
+          Array([0, 1, 3], dtype=int32)
+        """
+        words, shape = self._words(f"{_CALL}.find", keys)
+        return _find(self, words).reshape(shape)
+
+    def insert(
+        self, keys: ArrayLike, step: ArrayLike, *, where: ArrayLike | None = None
+    ) -> tuple[HashIndex, jax.Array, jax.Array]:
+        """Gives rows to keys that have none, and notes that all of them were used.
+
+        Under `jax.jit`, donate the index: it is then updated in place, at a cost that
+        depends on the number of keys, not on the capacity.
+
+        Args:
+          keys: as for `find`.
+          step: int32, the number of the training step. Keys that were used at the same
+            step, in this call or an earlier one, are not evicted.
+          where: booleans of the shape of `keys`, False for padding: such keys are not
+            inserted and read `capacity`.
+
+        Returns:
+          `(index, rows, evicted)`: the new index; the row of each key, int32 of the
+          shape of `keys`, `capacity` where it has none; and the rows whose keys were
+          evicted, int32 `[m]`, ascending and then padded with `capacity`, with m the
+          number of keys or `max_evictions`, and at most `capacity`. Other keys have
+          these rows now, so give them fresh weights: `sparsejax.optim.reset_rows`.
+
+        Raises:
+          TypeError, ValueError: as for `find`; or `step` is not a whole number, or
+            `where` not booleans of the shape of `keys`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, sparsejax as sj
+          >>> insert = jax.jit(sj.HashIndex.insert, donate_argnums=0)
+          >>> index = sj.HashIndex.create(3, admit_after=2)
+          >>> index, rows, _ = insert(index, jnp.array([7, 4, 7]), 0)
+          >>> rows, index.num_waiting
+          (Array([3, 3, 3], dtype=int32), Array(2, dtype=uint32))
+          >>> index, rows, _ = insert(index, jnp.array([5, 7, 7]), 1)
+          >>> rows
+          Array([3, 0, 0], dtype=int32)
+        """
+        call = f"{_CALL}.insert"
+        words, shape = self._words(call, keys)
+        step = _arguments.to_array(call, step, "step", "a whole number")
+        if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
+            raise TypeError(
+                f"{call}: step must be one int32, the number of the training step, got "
+                f"{_arguments.kind_of(step)}."
+            )
+        step = step.astype(jnp.int32)
+        if where is None:
+            mask = jnp.ones(words[0].shape, bool)
+        else:
+            mask = _arguments.to_array(call, where, "where", "an array of booleans")
+            if mask.shape != shape or mask.dtype != jnp.bool_:
+                raise ValueError(
+                    f"{call}: where must be booleans of the shape of keys, {shape}, "
+                    f"got {_arguments.kind_of(mask)}."
+                )
+            mask = mask.reshape(-1)
+        if not words[0].size:
+            return self, jnp.zeros(shape, jnp.int32), jnp.zeros((0,), jnp.int32)
+        index, rows, evicted = _insert(self, words, mask, step)
+        return index, rows.reshape(shape), evicted
+
+    def keys_of(self, rows: ArrayLike) -> tuple[jax.Array, jax.Array]:
+        """The key of each row, and whether the row has one.
+
+        Args:
+          rows: integers of any shape.
+
+        Returns:
+          `(keys, used)`: uint32 of the shape of `rows`, or `[*rows.shape, 2]` for
+          64-bit keys, zeros where a row has no key; and booleans of the shape of
+          `rows`.
+
+        Raises:
+          TypeError: `rows` are not integers.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> index, _, _ = sj.HashIndex.create(3).insert(jnp.array([7, 4, 7]), step=0)
+          >>> index.keys_of(jnp.array([1, 0, 2]))
+          (Array([7, 4, 0], dtype=uint32), Array([ True,  True, False], dtype=bool))
+        """
+        rows = _arguments.as_ids(f"{_CALL}.keys_of", rows, self.capacity, "rows")
+        used = (rows >= 0) & (rows < self.num_keys)
+        slot = self.slot_of_row[jnp.where(used, rows, 0)]
+        keys = self.slots[slot, :-1]
+        keys = jnp.where(used[..., None], keys, np.uint32(0))
+        return (keys[..., 0] if self.key_bits == 32 else keys), used
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """All keys and their rows, as NumPy arrays on the host, in order of rows.
+
+        Returns:
+          `(keys, rows)`: int32 or int64 `[num_keys]`, and int32 `[num_keys]`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> index, _, _ = sj.HashIndex.create(3).insert(jnp.array([7, 4, 7]), step=0)
+          >>> index.items()
+          (array([4, 7], dtype=int32), array([0, 1], dtype=int32))
+        """
+        rows = np.arange(int(self.num_keys), dtype=np.int32)
+        slots = np.asarray(self.slot_of_row)[rows]
+        words = np.asarray(self.slots)[slots, :-1]
+        if self.key_bits == 32:
+            return np.ascontiguousarray(words[:, 0]).view(np.int32), rows
+        return self.join_keys(words), rows
+
+    def _words(
+        self, call: str, keys: Any
+    ) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
+        """The words of keys, each uint32 `[n]`, low ones first, and their shape."""
+        keys = _as_integers(call, keys)
+        wide = keys.dtype.itemsize == 8
+        if self.key_bits == 64:
+            if keys.dtype == jnp.uint32 and keys.shape[-1:] == (2,):
+                words, shape = (keys[..., 0], keys[..., 1]), keys.shape[:-1]
+            elif wide:
+                on_host = isinstance(keys, np.ndarray)
+                words = (_words_of_host if on_host else _words_of_wide)(keys)
+                shape = keys.shape
+            else:
+                raise TypeError(
+                    f"{call}: this index has 64-bit keys, got {keys.dtype} of shape "
+                    f"{keys.shape}. Pass int64, or the uint32 [..., 2] that "
+                    "HashIndex.split_keys makes of keys. It has to be called before "
+                    "they are passed to jit, which truncates int64 to int32 unless "
+                    "jax_enable_x64 is set."
+                )
+        elif not wide:
+            words, shape = (_word(keys),), keys.shape
+        elif isinstance(keys, np.ndarray):
+            low, high = (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
+            if low < -(2**31) or high >= 2**32:
+                raise ValueError(
+                    f"{call}: this index has 32-bit keys, got {keys.dtype} from {low} "
+                    f"to {high}. Make it with HashIndex.create(..., key_bits=64)."
+                )
+            words, shape = (keys.astype(np.uint32),), keys.shape
+        else:
+            raise TypeError(
+                f"{call}: this index has 32-bit keys, got {keys.dtype}. Make it with "
+                "HashIndex.create(..., key_bits=64), or cast the keys to int32 if "
+                "they fit."
+            )
+        flat = tuple(jnp.asarray(word).reshape(-1) for word in words)
+        return flat, tuple(shape)
+
+
+# ------------------------------------------------------------------ keys and hashes
+
+
+def _as_integers(call: str, keys: Any) -> Any:
+    if isinstance(keys, (int, list, tuple)) and not isinstance(keys, bool):
+        try:  # 64 bits, where JAX would take 32
+            keys = np.asarray(keys)
+        except ValueError:
+            pass  # lists of different lengths, which as_integers reports
+    return _arguments.as_integers(call, keys, "keys")
+
+
+def _word(keys: Any) -> jax.Array:
+    """Keys of at most 32 bits as uint32; negative ones keep their bits."""
+    keys = jnp.asarray(keys)
+    if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
+        return keys.astype(jnp.uint32)
+    return lax.bitcast_convert_type(keys.astype(jnp.int32), jnp.uint32)
+
+
+def _words_of_host(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    bits = keys.astype(np.uint64)  # negative ones keep their bits
+    low = (bits & np.uint64(_EMPTY)).astype(np.uint32)
+    return low, (bits >> np.uint64(32)).astype(np.uint32)
+
+
+def _words_of_wide(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Words of int64 under x64."""
+    bits = keys.astype(jnp.uint64)
+    high = lax.shift_right_logical(bits, np.uint64(32))
+    return bits.astype(jnp.uint32), high.astype(jnp.uint32)
+
+
+def _mix(x: Any) -> Any:
+    """MurmurHash3's finalizer: each bit of the result depends on each of x."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _hash(words: tuple[jax.Array, ...], seed: int, salt: int) -> jax.Array:
+    """Hashes of keys; for keys of one word, different ones for different keys."""
+    start = np.array([(seed * 0x9E3779B1 + salt * 0x85EBCA77) & 0xFFFFFFFF], np.uint32)
+    x = _mix(start)[0]
+    for word in words:
+        x = _mix(word ^ x)
+    return x
+
+
+def _two_buckets(
+    words: tuple[jax.Array, ...], num_buckets: int, seed: int
+) -> tuple[jax.Array, jax.Array]:
+    """The two buckets of each key, int32; different ones if there are several."""
+    last = np.uint32(num_buckets - 1)
+    one = _hash(words, seed, salt=0) & last
+    two = _hash(words, seed, salt=1) & last
+    two = jnp.where(one == two, (two ^ np.uint32(1)) & last, two)
+    return one.astype(jnp.int32), two.astype(jnp.int32)
+
+
+def _as_buckets(slots: jax.Array) -> jax.Array:
+    """uint32 `[B, 8, words + 1]`."""
+    return slots.reshape(-1, _LANES, slots.shape[1])
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << max(0, least - 1).bit_length()
+
+
+def _take(x: jax.Array, index: Any) -> jax.Array:
+    """`x[index]`, which is in range."""
+    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _set(x: jax.Array, index: Any, values: Any) -> jax.Array:
+    """`x` with `x[index] = values`; what is out of range is dropped."""
+    return x.at[index].set(values, mode="drop", wrap_negative_indices=False)
+
+
+# ------------------------------------------------------------------ find
+
+
+@jax.jit
+def _find(index: HashIndex, words: tuple[jax.Array, ...]) -> jax.Array:
+    buckets = _as_buckets(index.slots)
+
+    def row_in(bucket):
+        held = _take(buckets, bucket)  # [n, 8, words + 1]
+        row = held[:, :, -1]
+        for k, word in enumerate(words):
+            # An emptied slot may still have its key, but has no row.
+            row = jnp.where(held[:, :, k] == word[:, None], row, _EMPTY)
+        return jnp.min(row, axis=1)
+
+    one, two = _two_buckets(words, buckets.shape[0], index.seed)
+    row = jnp.minimum(row_in(one), row_in(two))
+    return jnp.minimum(row, np.uint32(index.capacity)).astype(jnp.int32)
+
+
+# ------------------------------------------------------------------ insert
+
+
+@jax.jit
+def _insert(
+    index: HashIndex, words: tuple[jax.Array, ...], mask: jax.Array, step: jax.Array
+) -> tuple[HashIndex, jax.Array, jax.Array]:
+    index, words, mask, step = _vary_alike((index, words, mask, step))
+    n, capacity = mask.shape[0], index.capacity
+    found = jnp.where(mask, _find(index, words), np.int32(capacity))
+
+    # Keys that have rows. Duplicates write the same number, so they count once.
+    old = _take(index.counts, jnp.minimum(found, np.int32(capacity - 1)))
+    counts = _set(index.counts, found, _plus_one(old))
+    last_step = _set(index.last_step, found, step)
+    index = dataclasses.replace(index, counts=counts, last_step=last_step)
+
+    # Keys that have none: each once, in ascending order. Usually they are few.
+    unknown = mask & (found == capacity)
+    few = n // 8 if n >= _CHUNK else 0
+    total = jnp.sum(unknown, dtype=jnp.int32)
+    case = (total > 0).astype(jnp.int32) + (total > few).astype(jnp.int32)
+    if not few:
+        case = jnp.minimum(case, 1) * 2
+    zero = jnp.zeros_like(total)
+    nowhere = _vary_like(jnp.full((few,), n, jnp.int32), total)
+
+    def distinct_of_few():
+        slot = jnp.where(unknown, jnp.cumsum(unknown, dtype=jnp.int32) - 1, n)
+        where = _set(nowhere, slot, lax.iota(jnp.int32, n))
+        some = tuple(_take(word, jnp.minimum(where, n - 1)) for word in words)
+        some, count = _distinct(some, where < n)
+        return tuple(jnp.pad(word, (0, n - few)) for word in some), count, where
+
+    new_words, num_new, where = lax.switch(
+        case,
+        [
+            lambda: (tuple(map(jnp.zeros_like, words)), zero, nowhere),
+            distinct_of_few if few else lambda: (words, zero, nowhere),
+            lambda: (*_distinct(words, unknown), nowhere),
+        ],
+    )
+
+    most = min(n if index.max_evictions is None else index.max_evictions, n, capacity)
+    free = capacity - index.num_keys
+    evictable = lax.cond(
+        num_new > free, lambda: _count_evictable(index, step, most), lambda: zero
+    )
+    index, claims = _claim_slots(index, new_words, num_new, free + evictable)
+    num_evicted = jnp.maximum(claims.filled - free, 0)
+    evicted, hand = lax.cond(
+        num_evicted > 0,
+        lambda: _choose_victims(index, step, num_evicted, most),
+        lambda: (_no_rows(index, most), index.hand),
+    )
+    index = _write(index, claims, evicted, free, step)
+    index = dataclasses.replace(
+        index,
+        hand=hand,
+        num_seen=index.num_seen + num_new.astype(jnp.uint32),
+        num_keys=jnp.minimum(index.num_keys + claims.filled, capacity),
+        num_evicted=_add(index.num_evicted, num_evicted),
+        num_refused=_add(index.num_refused, claims.admitted - claims.filled),
+        num_waiting=_add(index.num_waiting, num_new - claims.admitted),
+    )
+
+    def find_few():
+        some = tuple(_take(word, jnp.minimum(where, n - 1)) for word in words)
+        return _set(found, where, _find(index, some))
+
+    rows = lax.switch(
+        case,
+        [
+            lambda: found,
+            find_few if few else lambda: found,
+            lambda: jnp.where(unknown, _find(index, words), found),
+        ],
+    )
+    return index, rows, evicted
+
+
+def _plus_one(counts: jax.Array) -> jax.Array:
+    most = np.int32(np.iinfo(np.int32).max)
+    return jnp.where(counts < most, counts + 1, most)
+
+
+def _add(total: jax.Array, more: jax.Array) -> jax.Array:
+    """A sum of uint32 that stays at the largest number."""
+    more = more.astype(jnp.uint32)
+    return jnp.minimum(total, _EMPTY - more) + more
+
+
+def _distinct(
+    words: tuple[jax.Array, ...], mask: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """The distinct keys where `mask` is true: ascending, in the first slots; count."""
+    total, n = jnp.sum(mask, dtype=jnp.int32), mask.shape[0]
+    # What is masked comes last. So may keys of this value, but then it is the same
+    # which of them are taken for masked.
+    ordered = [jnp.where(mask, word, _EMPTY) for word in reversed(words)]
+    ordered = lax.sort(tuple(ordered), num_keys=len(words), is_stable=False)
+    differs = functools.reduce(jnp.logical_or, [x[1:] != x[:-1] for x in ordered])
+    first = jnp.concatenate([_vary_like(jnp.ones((1,), bool), mask), differs])
+    first &= lax.iota(jnp.int32, n) < total
+    place = jnp.cumsum(first, dtype=jnp.int32)
+    slot = jnp.where(first, place - 1, np.int32(n))
+    unique = tuple(_set(jnp.zeros_like(x), slot, x) for x in reversed(ordered))
+    return unique, place[-1]
+
+
+class _Claims(NamedTuple):
+    """Keys with the empty slots that they have got, in ascending order of keys.
+
+    `words` and `slots` are `[N]`, of which the first `filled` are used, with N a
+    multiple of the length of a chunk. `admitted` is the number of keys that were seen
+    often enough, with a slot or without.
+    """
+
+    words: tuple[jax.Array, ...]
+    slots: jax.Array
+    filled: jax.Array
+    admitted: jax.Array
+
+
+def _claim_slots(
+    index: HashIndex, words: tuple[jax.Array, ...], num_new: jax.Array, budget: Any
+) -> tuple[HashIndex, _Claims]:
+    """Finds empty slots for the first `budget` new keys that are admitted."""
+    n = words[0].shape[0]
+    chunk = min(n, _CHUNK)
+    padded = -(-n // chunk) * chunk
+    words = tuple(jnp.pad(word, (0, padded - n)) for word in words)
+    lanes = lax.iota(jnp.int32, chunk)
+    generation = _generation(index)
+
+    def turn(state):
+        begin, slots, sketch, claims = state
+        keys = tuple(lax.dynamic_slice(word, (begin,), (chunk,)) for word in words)
+        tries = begin + lanes < num_new
+        if index.admit_after > 1:
+            seen, sketch = _count_sightings(sketch, keys, tries, generation, index.seed)
+            tries &= seen >= np.uint32(index.admit_after)
+        rank = jnp.cumsum(tries, dtype=jnp.int32)
+        admitted = claims.admitted + rank[-1]
+        tries &= rank <= budget - claims.filled
+        slots, claimed = _claim(slots, keys, tries, index.seed)
+        got = claimed >= 0
+        place = claims.filled + jnp.cumsum(got, dtype=jnp.int32)
+        target = jnp.where(got, place - 1, np.int32(padded))
+        put = lambda held, x: _set(held, target, x)
+        claims = _Claims(
+            tuple(map(put, claims.words, keys)),
+            put(claims.slots, claimed),
+            place[-1],
+            admitted,
+        )
+        return begin + chunk, slots, sketch, claims
+
+    zero = jnp.zeros_like(num_new)
+    claims = _Claims(
+        tuple(map(jnp.zeros_like, words)),
+        _vary_like(jnp.zeros((padded,), jnp.int32), num_new),
+        zero,
+        zero,
+    )
+    state = zero, index.slots, index.sketch, claims
+    state = lax.while_loop(lambda state: state[0] < num_new, turn, state)
+    _, slots, sketch, claims = state
+    return dataclasses.replace(index, slots=slots, sketch=sketch), claims
+
+
+def _claim(
+    slots: jax.Array, keys: tuple[jax.Array, ...], tries: jax.Array, seed: int
+) -> tuple[jax.Array, jax.Array]:
+    """An empty slot for each key that tries; -1 if both of its buckets are full.
+
+    In each turn every key tries the first empty slot of its emptier bucket. The first
+    key wins the slot, by writing its number in place of a row. As a bucket takes one
+    key in a turn, the others see how full it has become, and buckets fill evenly.
+    """
+    numbers = lax.iota(jnp.uint32, tries.shape[0])
+    bits = np.left_shift(np.uint32(1), np.arange(_LANES, dtype=np.uint32))[None]
+    num_slots, last = slots.shape[0], slots.shape[1] - 1
+    one, two = _two_buckets(keys, num_slots // _LANES, seed)
+
+    def turn(state):
+        slots, claimed, waits = state
+        buckets = _as_buckets(slots)
+        # The empty slots of a bucket, as bits.
+        one_is, two_is = (
+            jnp.sum(
+                jnp.where(_take(buckets, x)[:, :, last] == _EMPTY, bits, np.uint32(0)),
+                axis=1,
+                dtype=jnp.uint32,
+            )
+            for x in (one, two)
+        )
+        is_two = lax.population_count(two_is) > lax.population_count(one_is)
+        empty = jnp.where(is_two, two_is, one_is)
+        waits &= empty > 0
+        first = lax.population_count((empty & (~empty + 1)) - 1).astype(jnp.int32)
+        slot = jnp.where(is_two, two, one) * _LANES + jnp.minimum(first, _LANES - 1)
+        target = jnp.where(waits, slot, np.int32(num_slots))
+        slots = slots.at[target, last].min(
+            numbers, mode="drop", wrap_negative_indices=False
+        )
+        won = waits & (_take(slots, (slot, last)) == numbers)
+        return slots, jnp.where(won, slot, claimed), waits & ~won
+
+    nothing = _vary_like(jnp.full(tries.shape, -1, jnp.int32), tries)
+    state = lax.while_loop(lambda s: jnp.any(s[2]), turn, (slots, nothing, tries))
+    return state[0], state[1]
+
+
+def _write(
+    index: HashIndex, claims: _Claims, evicted: jax.Array, free: Any, step: jax.Array
+) -> HashIndex:
+    """Gives rows to the keys that have slots: unused ones, then those evicted."""
+    capacity, num_keys = index.capacity, index.num_keys
+    num_slots, length = index.slots.shape[0], claims.slots.shape[0]
+    chunk = min(length, _CHUNK)
+    lanes = lax.iota(jnp.int32, chunk)
+    most = evicted.shape[0]
+
+    def turn(state):
+        begin, slots, slot_of_row, counts, last_step = state
+        part = lambda x: lax.dynamic_slice(x, (begin,), (chunk,))
+        rank = begin + lanes
+        here = rank < claims.filled
+        row, is_taken = num_keys + rank, jnp.zeros_like(here)
+        if most:
+            is_taken = here & (rank >= free)
+            victim = _take(evicted, jnp.clip(rank - free, 0, most - 1))
+            row = jnp.where(is_taken, victim, row)
+        row = jnp.where(here, row, np.int32(capacity))
+
+        beyond = np.int32(num_slots)
+        old = _take(slot_of_row, jnp.minimum(row, np.int32(capacity - 1)))
+        # Never true. But now what is written depends on what was read, so XLA writes
+        # in place.
+        row = jnp.where(old < 0, np.int32(capacity), row)
+        old = jnp.where(is_taken, old, beyond)
+        slots = _set(slots, (old, slots.shape[1] - 1), _EMPTY)
+        slot = jnp.where(here, part(claims.slots), beyond)
+        held = (*map(part, claims.words), row.astype(jnp.uint32))
+        return (
+            begin + chunk,
+            _set(slots, slot, jnp.stack(held, axis=1)),
+            _set(slot_of_row, row, slot),
+            _set(counts, row, np.int32(1)),
+            _set(last_step, row, step),
+        )
+
+    arrays = index.slots, index.slot_of_row, index.counts, index.last_step
+    start = (jnp.zeros_like(claims.filled), *arrays)
+    _, *arrays = lax.while_loop(lambda state: state[0] < claims.filled, turn, start)
+    names = "slots", "slot_of_row", "counts", "last_step"
+    return dataclasses.replace(index, **dict(zip(names, arrays)))
+
+
+# ------------------------------------------------------------------ eviction
+
+
+def _window(index: HashIndex, most: int) -> tuple[jax.Array, int]:
+    """The first row among which victims are sought, and the number of these rows."""
+    length = max(_WINDOW, 8 * most) if index.window is None else index.window
+    length = min(length, index.capacity)
+    return jnp.minimum(index.hand, index.capacity - length), length
+
+
+def _evictable(index: HashIndex, step: jax.Array, most: int) -> Any:
+    """Rows of the window, their last steps, and whether they may be evicted."""
+    begin, length = _window(index, most)
+    rows = begin + lax.iota(jnp.int32, length)
+    last_step = lax.dynamic_slice(index.last_step, (begin,), (length,))
+    return rows, last_step, (last_step != step) & (rows < index.num_keys)
+
+
+def _count_evictable(index: HashIndex, step: jax.Array, most: int) -> jax.Array:
+    """How many rows a call may evict."""
+    *_, evictable = _evictable(index, step, most)
+    return jnp.minimum(jnp.sum(evictable, dtype=jnp.int32), np.int32(most))
+
+
+def _no_rows(index: HashIndex, most: int) -> jax.Array:
+    return _vary_like(jnp.full((most,), index.capacity, jnp.int32), index.hand)
+
+
+def _choose_victims(
+    index: HashIndex, step: jax.Array, count: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """`count` rows to evict, ascending and padded to `most`; where to go on."""
+    rows, last_step, left = _evictable(index, step, most)
+    length, orders = rows.shape[0], [last_step]
+    if index.policy == "lfu":
+        counts = lax.dynamic_slice(index.counts, (rows[0],), (length,))
+        orders = [counts, last_step]
+    chosen = _smallest(left, orders, count)
+    place = jnp.cumsum(chosen, dtype=jnp.int32) - 1
+    place = jnp.where(chosen, place, np.int32(most))
+    hand = rows[-1] + 1
+    hand = jnp.where(hand < index.capacity, hand, np.int32(0))
+    return _set(_no_rows(index, most), place, rows), hand
+
+
+def _smallest(among: jax.Array, orders: list[jax.Array], count: jax.Array) -> jax.Array:
+    """Which `count` elements are first by `orders`, and then by position.
+
+    By bisection of the bits of each order: to sort is many times as much work.
+    """
+    chosen = jnp.zeros_like(among)
+    for order in orders:
+        # Unsigned, with negative numbers first.
+        order = lax.bitcast_convert_type(order, jnp.uint32) ^ np.uint32(1 << 31)
+
+        def bit(k, limit, order=order, among=among, count=count):
+            higher = limit | (np.uint32(1) << (31 - k).astype(jnp.uint32))
+            below = jnp.sum(among & (order < higher), dtype=jnp.int32)
+            return jnp.where(below < count, higher, limit)
+
+        # The largest number with fewer than `count` elements below it.
+        zero = jnp.zeros_like(count).astype(jnp.uint32)
+        limit = lax.fori_loop(np.int32(0), np.int32(32), bit, zero)
+        below = among & (order < limit)
+        chosen |= below
+        count = count - jnp.sum(below, dtype=jnp.int32)
+        among &= order == limit
+    return chosen | (among & (jnp.cumsum(among, dtype=jnp.int32) <= count))
+
+
+# ------------------------------------------------------------------ the sketch
+
+
+def _generation(index: HashIndex) -> jax.Array:
+    """It grows by one after half as many sightings as the sketch has columns."""
+    length = max(index.sketch.shape[1] // 2, 1)
+    return (index.num_seen // np.uint32(length)) & np.uint32(0xFFFFFF)
+
+
+def _count_sightings(
+    sketch: jax.Array,
+    keys: tuple[jax.Array, ...],
+    here: jax.Array,
+    generation: jax.Array,
+    seed: int,
+) -> tuple[jax.Array, jax.Array]:
+    """How often each key has been seen, this time included, and the new sketch.
+
+    A cell has its count and the generation in which it was written. In the next one it
+    still counts in full, and then it is halved for each generation that has passed. So
+    old sightings fade without a pass over the sketch.
+    """
+    width = sketch.shape[1]
+    one, two = _hash(keys, seed, salt=2), _hash(keys, seed, salt=3)
+    depth = lax.iota(jnp.uint32, _DEPTH)[:, None]
+    column = (one[None] + depth * (two[None] | np.uint32(1))) & np.uint32(width - 1)
+    column = column.astype(jnp.int32)
+    row = lax.iota(jnp.int32, _DEPTH)[:, None]
+    cells = _take(sketch, (row, column))
+    age = (generation - (cells >> 8)) & np.uint32(0xFFFFFF)
+    halvings = jnp.clip(age, 1, 32) - 1
+    held = (cells & np.uint32(_MOST_SIGHTINGS)) >> halvings
+    seen = jnp.minimum(jnp.min(held, axis=0) + 1, np.uint32(_MOST_SIGHTINGS))
+    # Only the smallest counts rise: the others have counted other keys as well. With
+    # the generation above, the larger of two cells is the later one.
+    written = (generation << 8) | jnp.maximum(held, seen[None])
+    column = jnp.where(here[None], column, np.int32(width))
+    sketch = sketch.at[row, column].max(
+        written, mode="drop", wrap_negative_indices=False
+    )
+    return seen, sketch
+
+
+# ------------------------------------------------------------------ shard_map
+
+
+def _vary_alike(tree: Any) -> Any:
+    """Marks all leaves as varying over the manual mesh axes over which any does."""
+    leaves, treedef = jax.tree.flatten(tree)
+    axes = frozenset().union(*map(_compat.varying_axes, leaves))
+    return treedef.unflatten([_vary(x, axes) for x in leaves])
+
+
+def _vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    return _vary(x, _compat.varying_axes(like))
+
+
+def _vary(x: jax.Array, axes: frozenset) -> jax.Array:
+    missing = tuple(sorted(axes - _compat.varying_axes(x)))
+    return _compat.to_varying(x, missing) if missing else x

@@ -1,0 +1,432 @@
+"""HashIndex: a vocabulary that grows and forgets, compared with a Python dict."""
+
+import dataclasses
+import functools
+import pickle
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import sparsejax as sj
+from helpers import assert_same_bits, compile_as_users_do, slow_but
+from index_model import Model, check_state, check_step, compare, find, insert, words
+from sparsejax._index import hash_index
+
+
+INT64 = np.iinfo(np.int64)
+EXTREMES = [
+    0,
+    -1,
+    1,
+    INT64.max,
+    INT64.min,
+    2**31,
+    2**32,
+    -(2**31),
+    2**32 - 1,
+    2**63 - 7,
+]
+
+
+# ------------------------------------------------------------------ a dict
+
+
+@pytest.mark.parametrize("seed", slow_but([0, 3, 5], 0))
+def test_equals_a_dict(seed):
+    """Streams that drift, on an index with a quarter of the rows they would need."""
+    compare(seed, num_steps=60, size=64, capacity=50)
+
+
+ROWS, BUCKETS = 20, 8
+
+
+@functools.cache
+def same_buckets():
+    """24 keys that have the same two of the 8 buckets of an index of 20 rows."""
+    keys = np.arange(-1_000, 1_000)
+    one, two = hash_index._two_buckets(hash_keys(keys), BUCKETS, seed=0)
+    pair = np.sort(np.stack([one, two]), axis=0)
+    return keys[(pair[0] == 1) & (pair[1] == 2)][:24].tolist()
+
+
+def hash_keys(keys):
+    flat = np.asarray(sj.HashIndex.split_keys(keys))
+    return tuple(jnp.asarray(flat[..., k]) for k in range(2))
+
+
+KEYS = st.one_of(
+    st.integers(-6, 6),
+    st.sampled_from(EXTREMES),
+    st.deferred(lambda: st.sampled_from(same_buckets())),
+)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.lists(KEYS, min_size=8, max_size=8), st.integers(0, 1)),
+        max_size=12,
+    )
+)
+def test_nothing_is_lost_whatever_the_keys(steps):
+    """Also where buckets overflow, which a dict has not: all keys are accounted for."""
+    index, step = sj.HashIndex.create(ROWS, key_bits=64), 0
+    known, last = {}, {}
+    for keys, more in steps:
+        step += more  # several inserts at one step
+        before = int(index.num_refused)
+        index, rows, evicted = insert(index, words(keys, 64), step)
+        rows = dict(zip(keys, np.asarray(rows).tolist()))
+        gone = [r for r in np.asarray(evicted).tolist() if r < ROWS]
+        assert gone == sorted(set(gone))
+        for row in gone:
+            key = next(k for k, r in known.items() if r == row)
+            assert last[key] < step and key not in rows
+            del known[key]
+        for key, row in rows.items():
+            assert known.get(key, row) == row, "a key has moved"
+        refused = sum(row == ROWS for row in rows.values())
+        assert int(index.num_refused) - before == refused
+        known |= {key: row for key, row in rows.items() if row < ROWS}
+        last |= dict.fromkeys(keys, step)
+        assert len(set(known.values())) == len(known) == int(index.num_keys)
+    stored = dict(zip(*(x.tolist() for x in index.items())))
+    assert stored == known
+    others = [*EXTREMES, *range(-6, 7)]
+    want = [known.get(key, ROWS) for key in others]
+    np.testing.assert_array_equal(find(index, words(others, 64)), want)
+
+
+def test_two_full_buckets_refuse_and_count():
+    keys, rows = same_buckets(), []
+    index = sj.HashIndex.create(ROWS, key_bits=64)
+    for some in (keys[:8], keys[8:16], keys[16:]):
+        index, found, _ = insert(index, words(some, 64), 0)
+        rows += found.tolist()
+    assert sorted(rows) == [*range(16), *[ROWS] * 8]
+    assert int(index.num_refused) == 8 and int(index.num_keys) == 16
+
+
+@pytest.mark.slow
+def test_admission_after_k_sightings():
+    """In calls, not in occurrences; as exactly as a dict while keys are few."""
+    model = Model(16, admit_after=3)
+    index = sj.HashIndex.create(16, admit_after=3)
+    rng = np.random.default_rng(0)
+    for step in range(20):
+        index = check_step(index, model, rng.integers(0, 24, 8).tolist(), step)
+    check_state(index, model, list(range(8)))
+    assert model.waiting and model.evicted
+
+
+@pytest.mark.slow
+def test_old_sightings_fade():
+    """Keys seen once each, many times as many as columns, are not admitted for that."""
+    index = sj.HashIndex.create(1024, admit_after=2, max_evictions=0)
+    for step in range(12):
+        keys = jnp.arange(step * 512, (step + 1) * 512)
+        index, _, _ = insert(index, keys, step)
+    # Of 6,144 keys seen once, those that the sketch takes for another.
+    assert int(index.num_keys) < 900
+    index, rows, _ = insert(index, keys, 12)
+    assert int(index.num_refused) + int(jnp.sum(rows < 1024)) >= 512
+
+
+@pytest.mark.slow
+def test_frequent_keys_stay_under_lfu_and_recent_ones_under_lru():
+    for policy, kept in (("lru", 9), ("lfu", 7)):
+        index = sj.HashIndex.create(2, policy=policy)
+        for step, key in enumerate([7, 7, 7, 9, 4]):
+            index, _, _ = insert(index, jnp.array([key]), step)
+        assert sorted(index.items()[0].tolist()) == sorted([4, kept])
+
+
+# ------------------------------------------------------------------ the batch
+
+
+def test_order_and_duplicates_in_a_batch_do_not_matter():
+    rng = np.random.default_rng(1)
+    index, others = (sj.HashIndex.create(40, admit_after=2) for _ in range(2))
+    for step in range(6):
+        keys = rng.integers(0, 50, 64)
+        index, rows, evicted = insert(index, jnp.asarray(keys), step)
+        order = rng.permutation(64)
+        others, other_rows, other_evicted = insert(
+            others, jnp.asarray(keys[order]), step
+        )
+        assert_same_bits(other_rows, rows[order])
+        assert_same_bits(other_evicted, evicted)
+        jax.tree.map(assert_same_bits, others, index)
+    assert int(index.num_evicted) and int(index.num_waiting)
+
+
+def test_where_leaves_padding_out():
+    index = sj.HashIndex.create(8)
+    keys, mask = (
+        jnp.array([[5, -1], [-1, 6]]),
+        jnp.array([[True, False], [False, True]]),
+    )
+    index, rows, _ = index.insert(keys, 0, where=mask)
+    assert rows.tolist() == [[0, 8], [8, 1]]
+    assert index.items()[0].tolist() == [5, 6]
+    # Known keys that are masked were not used.
+    index, rows, _ = index.insert(keys, 3, where=~mask)
+    assert index.last_step[:3].tolist() == [0, 0, 3] and index.find(keys)[0, 0] == 0
+
+
+def test_a_key_of_this_step_stays():
+    """Tables that several features share are inserted into more than once a step."""
+    index = sj.HashIndex.create(8)
+    for keys in ([1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 1, 1]):
+        index, rows, _ = index.insert(keys, 5)
+    assert rows.tolist() == [8, 8, 0, 0] and int(index.num_refused) == 1
+    table = jnp.ones((index.capacity, 3))
+    assert sj.lookup(table, rows, mode="zero")[:, 0].tolist() == [0, 0, 1, 1]
+    index, rows, evicted = index.insert([9, 9, 1, 1], 6)
+    assert rows.tolist() == [1, 1, 0, 0] and evicted.tolist() == [1, 8, 8, 8]
+
+
+def test_no_keys_at_all():
+    index = sj.HashIndex.create(8)
+    same, rows, evicted = index.insert([], 0)
+    assert same is index and rows.shape == evicted.shape == (0,)
+    assert index.find(np.zeros((0, 3), int)).shape == (0, 3)
+
+
+@pytest.mark.slow
+def test_max_evictions_and_window():
+    """A call evicts so many at most, and only from the window, which moves on."""
+    index = sj.HashIndex.create(12, max_evictions=2, window=4)
+    index, _, _ = insert(index, jnp.arange(12), 0)
+    windows = []
+    for step in range(1, 5):
+        index, rows, evicted = insert(index, jnp.arange(3) + 100 * step, step)
+        assert evicted.shape == (2,) and int(jnp.sum(rows == 12)) == 1
+        windows.append(evicted.tolist())
+    assert windows == [[0, 1], [4, 5], [8, 9], [2, 3]]
+    assert int(index.num_evicted) == 8 and int(index.num_refused) == 4
+    full = sj.HashIndex.create(2, max_evictions=0)
+    full, rows, evicted = full.insert([3, 4, 5], 0)
+    assert rows.tolist() == [0, 1, 2] and evicted.shape == (0,)
+
+
+# ------------------------------------------------------------------ keys
+
+
+def test_extreme_keys():
+    keys = np.array(EXTREMES)
+    index = sj.HashIndex.create(ROWS, key_bits=64)
+    for some in (keys[:8], keys[-8:]):
+        index, _, _ = insert(index, words(some, 64), 0)
+    rows = index.find(keys)  # int64 of NumPy
+    assert sorted(rows.tolist()) == list(range(10))
+    assert dict(zip(*(x.tolist() for x in index.items()))) == dict(
+        zip(EXTREMES, rows.tolist())
+    )
+    stored, used = index.keys_of(rows)
+    assert used.all() and (sj.HashIndex.join_keys(stored) == keys).all()
+    narrow, rows, _ = sj.HashIndex.create(8).insert([-1, 0, 2**31 - 1, -(2**31)], 0)
+    assert rows.tolist() == [3, 0, 1, 2]
+    assert narrow.find(np.array([2**32 - 1], np.uint32)) == narrow.find([-1]) == 3
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int8, np.int32, np.uint32])
+def test_words_of_keys(dtype):
+    limits = np.iinfo(dtype)
+    keys = np.array([[0, 1, 5], [limits.max, limits.min, limits.max - 3]], dtype)
+    split = sj.HashIndex.split_keys(keys)
+    assert split.shape == (2, 3, 2) and split.dtype == np.uint32
+    joined = sj.HashIndex.join_keys(split)
+    assert (joined.astype(keys.dtype if keys.itemsize == 8 else np.int64) == keys).all()
+    if keys.itemsize < 8:
+        np.testing.assert_array_equal(sj.HashIndex.split_keys(jnp.asarray(keys)), split)
+
+
+@pytest.mark.slow
+def test_int64_of_jax_under_x64(x64):
+    keys = jnp.array([3, -4, 2**40])
+    index, rows, _ = sj.HashIndex.create(4, key_bits=64).insert(keys, 0)
+    assert rows.tolist() == [0, 2, 1] and rows.dtype == jnp.int32
+    split = sj.HashIndex.split_keys(keys)
+    np.testing.assert_array_equal(split, sj.HashIndex.split_keys(np.asarray(keys)))
+    np.testing.assert_array_equal(index.find(split), rows)
+    with pytest.raises(TypeError, match="32-bit keys, got int64. Make it with"):
+        sj.HashIndex.create(4).find(keys)
+
+
+# ------------------------------------------------------------------ programs
+
+
+@pytest.mark.slow
+def test_in_place():
+    """A donated index is updated in place: nothing of its size is copied or made."""
+    index = sj.HashIndex.create(200_000, admit_after=2, max_evictions=16)
+    keys = jnp.zeros((64,), jnp.int32)
+    compiled = compile_as_users_do(insert.lower(index, keys, np.int32(0)))
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None
+    arrays = [x for x in jax.tree.leaves(index) if x.size > 1_000]
+    assert len(arrays) == 5
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in arrays)
+    # The window has 4,096 rows.
+    assert memory.temp_size_in_bytes < 200_000 < min(x.nbytes for x in arrays)
+    for x in arrays:
+        shape = f"[{','.join(map(str, x.shape))}]"
+        copies = [
+            line.strip()
+            for line in text.splitlines()
+            if shape in line.split("(")[0] and " copy(" in line
+        ]
+        assert not copies, copies
+
+
+@pytest.mark.slow
+def test_in_a_scan_and_under_vmap():
+    batches = jnp.asarray(np.random.default_rng(0).integers(0, 40, (6, 8)))
+
+    def body(index, given):
+        index, rows, evicted = index.insert(*given)
+        return index, (rows, evicted)
+
+    run = lambda batches: lax.scan(
+        body, sj.HashIndex.create(12), (batches, jnp.arange(6))
+    )
+    index, (rows, _) = jax.jit(run)(batches)
+    looped = sj.HashIndex.create(12)
+    for step, keys in enumerate(batches):
+        looped, want, _ = insert(looped, keys, step)
+        np.testing.assert_array_equal(rows[step], want)
+    jax.tree.map(assert_same_bits, index, looped)
+
+    both = jnp.stack([batches, batches[::-1]])
+    indexes, (rows_of_both, _) = jax.jit(jax.vmap(run))(both)
+    assert "2 x 12 rows" in repr(indexes)
+    np.testing.assert_array_equal(rows_of_both[0], rows)
+    jax.tree.map(lambda x, y: assert_same_bits(x[0], y), indexes, index)
+
+
+@pytest.mark.slow
+@pytest.mark.multidevice
+@pytest.mark.window
+def test_one_index_for_each_device_in_a_shard_map():
+    """Keys partitioned by owner: each device keeps its own, and all know the rows."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    one = sj.HashIndex.create(24, admit_after=2)
+    indexes = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), one)
+
+    def body(indexes, keys, step):
+        index = jax.tree.map(lambda x: x[0], indexes)
+        device = lax.axis_index("x")
+        keys = lax.all_gather(keys, "x", tiled=True)
+        mine = index.owners(keys, 4) == device
+        index, rows, evicted = index.insert(keys, step, where=mine)
+        rows = jnp.where(rows < 24, rows + 24 * device, 96)
+        rows, evicted = lax.pmin(rows, "x"), evicted + 24 * device
+        return jax.tree.map(lambda x: x[None], index), rows, evicted
+
+    step = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(P("x"), P("x"), P()),
+            out_specs=(P("x"), P(), P("x")),
+        )
+    )
+    keys = np.arange(40) * 3
+    for turn in range(2):
+        indexes, rows, _ = step(indexes, jnp.asarray(keys), turn)
+    owner = np.asarray(one.owners(keys, 4))
+    assert (np.bincount(owner, minlength=4) <= 24).all()
+    assert (np.asarray(rows) // 24 == owner).all(), "each row is of its owner's part"
+    assert len(set(rows.tolist())) == 40
+    local = jax.tree.map(lambda x: x[2], indexes)
+    assert sorted(local.items()[0].tolist()) == keys[owner == 2].tolist()
+
+
+# ------------------------------------------------------------------ a tree
+
+
+def _filled():
+    index = sj.HashIndex.create(8, key_bits=64, admit_after=2, policy="lfu")
+    for step in range(3):
+        index, _, _ = insert(index, words(range(6), 64), step)
+    return index
+
+
+@pytest.mark.slow
+def test_leaves_are_saved_and_restored(tmp_path):
+    index = _filled()
+    leaves, treedef = jax.tree.flatten(index)
+    np.savez(tmp_path / "index.npz", *leaves)
+    with np.load(tmp_path / "index.npz") as saved:
+        restored = treedef.unflatten([saved[name] for name in saved.files])
+    for other in (restored, pickle.loads(pickle.dumps(index))):
+        jax.tree.map(assert_same_bits, other, index)
+        assert other.policy == "lfu" and repr(other) == repr(index)
+        other, rows, _ = other.insert(words(range(9), 64), 3)
+        assert rows.tolist() == [0, 1, 2, 3, 4, 5, 8, 8, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of orbax
+def test_orbax(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    index = _filled()
+    empty = sj.HashIndex.create(8, key_bits=64, admit_after=2, policy="lfu")
+    with checkpoint.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "index", index)
+        saver.wait_until_finished()
+        restored = saver.restore(tmp_path / "index", empty)
+    jax.tree.map(assert_same_bits, restored, index)
+
+
+def test_an_index_prints():
+    index = sj.HashIndex.create(8, key_bits=64, policy="lfu", admit_after=2)
+    assert repr(index) == "HashIndex(0 of 8 rows, 64-bit keys, lfu, admit_after=2)"
+    spec = jax.eval_shape(lambda: sj.HashIndex.create(8, max_evictions=3))
+    assert repr(spec) == "HashIndex(? of 8 rows, 32-bit keys, lru, max_evictions=3)"
+    assert dataclasses.is_dataclass(spec)
+
+
+# ------------------------------------------------------------------ wrong calls
+
+
+def test_wrong_arguments():
+    create = sj.HashIndex.create
+    for wrong, error, message in (
+        (lambda: create(0), ValueError, "capacity must be a positive int, got 0"),
+        (lambda: create(2**30), ValueError, "at most 536870912, got 1073741824"),
+        (lambda: create(8, key_bits=16), ValueError, "key_bits must be 32 or 64"),
+        (lambda: create(8, policy="fifo"), ValueError, "'lru' or 'lfu', got 'fifo'"),
+        (
+            lambda: create(8, admit_after=0),
+            ValueError,
+            "admit_after must be a positive",
+        ),
+        (lambda: create(8, admit_after=256), ValueError, "at most 255, got 256"),
+        (lambda: create(8, max_evictions=-1), ValueError, "max_evictions"),
+        (lambda: create(8, window=0), ValueError, "window must be a positive int"),
+    ):
+        with pytest.raises(error, match=f"sparsejax.HashIndex.create: .*{message}"):
+            wrong()
+    index, wide = create(8), create(8, key_bits=64)
+    for wrong, error, message in (
+        (lambda: index.find(["tea"]), TypeError, "find: keys must be integers"),
+        (lambda: index.find([1.5]), TypeError, "keys must be integers, got float64"),
+        (lambda: index.find([[1], [2, 3]]), TypeError, "find: keys must be an array"),
+        (lambda: index.find([1 << 33]), ValueError, "32-bit keys, got int64 from"),
+        (lambda: wide.find(jnp.array([1])), TypeError, "64-bit keys, got int32 of"),
+        (lambda: index.insert([1], 0.5), TypeError, "insert: step must be one int32"),
+        (lambda: index.insert([1], 0, where=[1]), ValueError, "where must be booleans"),
+        (lambda: index.owners([1], 0), ValueError, "num_owners must be a positive"),
+        (lambda: index.keys_of([0.5]), TypeError, "keys_of: rows must be integers"),
+        (lambda: wide.join_keys([1, 2]), ValueError, "join_keys: words must be uint32"),
+    ):
+        with pytest.raises(error, match=f"sparsejax.HashIndex.{message}|{message}"):
+            wrong()
