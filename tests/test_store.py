@@ -95,7 +95,7 @@ def test_what_pull_refuses():
         store.pull("t", jnp.array([1, 2, 3, 3]), capacity=2)
     with pytest.raises(TypeError, match="ids must be integers, got float32"):
         store.pull("t", jnp.array([1.0]))
-    with pytest.raises(ValueError, match="mode must be 'error' or 'drop'"):
+    with pytest.raises(ValueError, match="mode must be one of 'error', 'drop'"):
         store.pull("t", jnp.array([1]), mode="clip")
     with pytest.raises(KeyError, match="no table 'u', only 't'"):
         store.pull("u", jnp.array([1]))
@@ -111,6 +111,7 @@ def test_rows_of_any_rank(shape):
     np.testing.assert_allclose(store.pull_all("t"), table)
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_types(dtype):
@@ -141,7 +142,7 @@ TRANSFORMATIONS = {
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_push_is_lazy_on_the_device_bit_by_bit(name):
+def test_push_is_lazy_on_the_device(name):
     tx = TRANSFORMATIONS[name]()
     lifted = sj.optim.lazy(tx)
     store = store_of(weights(), lifted if name == "adam" else tx)
@@ -155,14 +156,14 @@ def test_push_is_lazy_on_the_device_bit_by_bit(name):
     state = lifted.init(table)
     rng = np.random.default_rng(1)
     for _ in range(6):
-        rows = rng.integers(-1, V + 1, 16)  # duplicates, and empty slots of NaN
+        rows = rng.integers(0, V + 1, 16)  # duplicates, and empty slots of NaN
         grad, _ = make_rows(rows, V, (D,), seed=int(rng.integers(100)))
         grad = grad.map(lambda v: v / 7)
         table, state = step(table, state, grad)
         store.push("t", grad)
         ids = rng.integers(0, V, 9)
-        assert_same_bits(store.pull("t", ids).get(ids), np.asarray(table)[ids])
-    assert_same_bits(store.pull_all("t"), table)
+        assert_trees_close(store.pull("t", ids).get(ids), np.asarray(table)[ids])
+    assert_trees_close(store.pull_all("t"), table)
     kept = store._tables["t"]
     leaves = [*kept.by_row, *kept.rest]
     named = sorted(jax.tree.leaves(state), key=lambda x: np.shape(x)[:1] != (V,))
@@ -171,7 +172,8 @@ def test_push_is_lazy_on_the_device_bit_by_bit(name):
     for mine, theirs in zip(leaves, named):
         if mine.shape[:1] == (V,):
             mine, theirs = mine[touched], np.asarray(theirs)[touched]
-        assert_same_bits(mine, theirs)
+        assert mine.dtype == theirs.dtype
+        assert_trees_close(mine, np.asarray(theirs))
 
 
 def loss(params, ids, targets):
@@ -183,6 +185,8 @@ def loss(params, ids, targets):
 def test_training_on_pulled_rows_is_training_on_the_table(name):
     tx = sj.optim.lazy(TRANSFORMATIONS[name]())
     store = store_of(weights(), tx)
+    # On the device, SGD adds duplicates to the table one by one.
+    same = assert_trees_close if name == "sgd" else assert_same_bits
 
     traced = count_traces(sj.value_and_grad(loss, tables={"t": True, "w": False}))
     whole = jax.jit(sj.value_and_grad(loss, tables={"t": True, "w": False}))
@@ -200,15 +204,16 @@ def test_training_on_pulled_rows_is_training_on_the_table(name):
 
         rows = store.pull("t", ids, capacity=12)
         value, mine = pulled({"t": rows, "w": w}, ids, targets)
-        assert_same_bits(value, expected)
+        same(value, expected)
         assert isinstance(mine["t"], sj.SelectedRows)
         assert_same_bits(mine["t"].rows, rows.rows)
         assert_trees_close(mine["w"], grads["w"])
         store.push("t", mine["t"])
-    assert_same_bits(store.pull_all("t"), table)
+    same(store.pull_all("t"), table)
     assert traced.count == 1
 
 
+@pytest.mark.slow
 def test_a_pulled_table_in_bags_and_by_values():
     table = weights()
     ids = jnp.array([[3, 8, 8], [50, 3, 1]])
@@ -240,10 +245,23 @@ def test_a_list_of_gradients_is_summed():
 
 def test_nothing_pushed_moves_nothing_but_the_count():
     store = store_of(weights(), optax.adam(0.1))
-    store.push("t", sj.SelectedRows([V, -1], jnp.full((2, D), jnp.nan), V))
+    store.push("t", sj.SelectedRows([V, V], jnp.full((2, D), jnp.nan), V))
     assert_same_bits(store.pull_all("t"), weights())
     (count,) = store._tables["t"].rest
     assert count == 1
+
+
+@pytest.mark.parametrize("rows", [[-3, 1], [1, V + 1], [2**31 - 1, V]])
+def test_rows_out_of_range(rows):
+    """As `pull` refuses them; the row V is an empty slot."""
+    store = store_of(weights(), optax.sgd(0.1))
+    grads = sj.SelectedRows(rows, jnp.ones((2, D)), V)
+    for call in store.push, store.assign:
+        with pytest.raises(ValueError, match=f"1 of 2 rows for table 't'.*{V} rows"):
+            call("t", grads)
+    assert_same_bits(store.pull_all("t"), weights())
+    store.push("t", sj.SelectedRows([V, V], jnp.ones((2, D)), V))
+    assert_same_bits(store.pull_all("t"), weights())
 
 
 def test_what_push_refuses():
@@ -257,7 +275,7 @@ def test_what_push_refuses():
     with pytest.raises(ValueError, match=r"shape .* \(60, 5\), got \(61, 5\)"):
         store.push("t", sj.SelectedRows([1], jnp.ones((1, D)), V + 1))
     with pytest.raises(TypeError, match="rows .* must be integers, got float32"):
-        store.push("t", jax.tree.map(lambda x: x * 0.5, rows))
+        store.push("t", jax.tree.map(lambda x: np.asarray(x, np.float32) * 0.5, rows))
     with pytest.raises(ValueError, match="is an empty list"):
         store.push("t", [])
     assert_same_bits(store.pull_all("t"), weights())
@@ -271,7 +289,7 @@ def test_refused_transformations_are_named():
     with pytest.raises(ValueError, match="scale_by_trust_ratio .part of lamb"):
         store.init("t", (V, D), optax.lamb(0.1))
     with pytest.raises(TypeError, match="tx must be an optax transformation"):
-        store.init("t", (V, D), lambda x: x)
+        store.init("t", (V, D), lambda x: x)  # pyright: ignore[reportArgumentType]
     assert "t" not in store
 
 
@@ -303,9 +321,9 @@ def test_a_state_leaf_as_long_as_the_table_is_not_taken_for_rows():
             "both an array and an initializer",
         ),
         (
-            {"initializer": NORMAL, "seed": "a"},
+            {"initializer": NORMAL, "key": "a"},
             TypeError,
-            "seed must be one PRNG key or an int",
+            "key must be one PRNG key or an int",
         ),
     ],
 )
@@ -336,11 +354,12 @@ def test_names_and_closing():
 # ------------------------------------------------------------------ the first touch
 
 
+@pytest.mark.slow
 def test_rows_start_the_same_in_any_order():
     rng = np.random.default_rng(0)
     stores = [sj.store.KVStore() for _ in range(3)]
     for store in stores:
-        store.init("t", (1000, 3), optax.adagrad(0.1), initializer=NORMAL, seed=7)
+        store.init("t", (1000, 3), optax.adagrad(0.1), initializer=NORMAL, key=7)
     for store in stores[:2]:  # batches of other sizes and orders
         for size in rng.integers(1, 200, 12):
             store.pull("t", rng.integers(0, 1000, size))
@@ -355,7 +374,7 @@ def test_rows_start_the_same_in_any_order():
 
 def test_seeds_and_keys():
     def first(seed):
-        store = store_of((50, 3), None, initializer=NORMAL, seed=seed)
+        store = store_of((50, 3), None, initializer=NORMAL, key=seed)
         return store.pull_all("t")
 
     assert_same_bits(first(3), first(jax.random.key(3)))
@@ -406,7 +425,7 @@ def test_pull_all_reports():
     store.pull_all("t", progress=lambda done, total: seen.append((done, total)))
     assert seen == [(65536, 100_000), (100_000, 100_000)]
     with pytest.raises(TypeError, match="progress must be True, False or a function"):
-        store.pull_all("t", progress="yes")
+        store.pull_all("t", progress="yes")  # pyright: ignore[reportArgumentType]
 
 
 # ------------------------------------------------------------------ types of 64 bits

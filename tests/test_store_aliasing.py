@@ -143,6 +143,7 @@ def test_memory_is_used_again(pool, taken):
 # ------------------------------------------------------------------ kept alive
 
 
+@pytest.mark.slow
 def test_memory_is_not_free_while_jax_has_it(pool):
     """If this fails: the next pull overwrites rows that a step still reads."""
     store, weights = new_store()

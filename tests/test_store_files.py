@@ -3,10 +3,11 @@
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
+import signal
 import textwrap
 import time
+import traceback
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_same_bits, make_rows
-from sparsejax.store import _memory, _saving
+from helpers import assert_same_bits, make_rows, run_python
+from sparsejax.store import _format, _memory, _saving
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -29,7 +30,7 @@ ARRAY = np.random.default_rng(0).standard_normal((V, D)).astype(np.float32)
 
 def new_store(tx=TX, seed=1, path=None):
     store = sj.store.KVStore()
-    store.init("lazy", (V, D), tx, initializer=NORMAL, seed=seed, path=path)
+    store.init("lazy", (V, D), tx, initializer=NORMAL, key=seed, path=path)
     store.init("given", ARRAY, None)
     store.init("narrow", (V,), sj.optim.rowwise_adagrad(0.1), dtype=jnp.bfloat16)
     return store
@@ -58,6 +59,7 @@ def files(directory):
 # ------------------------------------------------------------------ save and load
 
 
+@pytest.mark.slow
 def test_loaded_is_saved_and_goes_on_alike(tmp_path):
     store, path = new_store(), tmp_path / "store"
     steps(store, range(4))
@@ -202,7 +204,7 @@ def test_a_load_that_is_stopped(tmp_path):
                 use()
     with sj.store.KVStore() as other:
         with pytest.raises(ValueError, match="init: .*table is half loaded.*Delete"):
-            other.init("lazy", (V, D), TX, initializer=NORMAL, seed=1, path=table)
+            other.init("lazy", (V, D), TX, initializer=NORMAL, key=1, path=table)
     table.unlink()
     # Loaded once more, in the same store, nothing is left of the first try.
     empty = new_store()
@@ -272,16 +274,8 @@ KILLER = """
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_killed_while_saving(tmp_path):
     """SIGKILL at 20 random moments, most of them within a save."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLER), str(tmp_path / "store")],
-        cwd=pathlib.Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    within, versions, *left = done.stdout.split()
+    printed = run_python("-c", textwrap.dedent(KILLER), tmp_path / "store")
+    within, versions, *left = printed.split()
     assert int(within) >= 5 and int(versions) >= 5
     assert left == ["store"]  # the next save has cleared away what the killed ones left
 
@@ -289,6 +283,7 @@ def test_killed_while_saving(tmp_path):
 # ------------------------------------------------------------------ mapped tables
 
 
+@pytest.mark.slow
 def test_a_mapped_table_outlives_its_store(tmp_path):
     path = tmp_path / "table"
     kept = new_store()
@@ -350,13 +345,252 @@ def test_one_store_at_a_time(tmp_path):
     other.close()
 
 
+SPECS = [jax.ShapeDtypeStruct((V, D), np.float32), jax.ShapeDtypeStruct((V,), np.uint8)]
+
+
+def describe():
+    key = {"impl": "threefry2x32", "data": [0, 0]}
+    options = {"given": False, "initialized": False}
+    return _format.describe((V, D), np.float32, None, key, **options)
+
+
+def in_children(count, work):
+    """Runs `work` in forked children that begin together; what each of them returns.
+
+    They live until the last one has answered. `work` must do without JAX, which does
+    not survive a fork.
+    """
+    ready, go, end = os.pipe(), os.pipe(), os.pipe()
+    answers = []
+    for k in range(count):
+        answer = os.pipe()
+        if not os.fork():
+            try:
+                signal.alarm(20)
+                os.write(ready[1], b".")
+                os.read(go[0], 1)
+                text = str(work(k))
+            except BaseException as error:
+                text = "".join(traceback.format_exception(error))[-300:]
+            os.write(answer[1], text.encode()[:4000])
+            os.read(end[0], 1)
+            os._exit(0)
+        os.close(answer[1])
+        answers.append(answer[0])
+    for _ in range(count):
+        os.read(ready[0], 1)
+    os.write(go[1], b"." * count)
+    found = [os.read(answer, 4000).decode() for answer in answers]
+    os.write(end[1], b"." * count)
+    for _ in range(count):
+        os.wait()
+    for one in (*ready, *go, *end, *answers):
+        os.close(one)
+    return found
+
+
+forks = pytest.mark.filterwarnings("ignore:.*fork")
+
+
+@forks
+@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_of_processes_that_create_a_file_one_has_it(tmp_path, count):
+    for trial in range(6 if count == 3 else 15):
+        path, kept = tmp_path / f"table {trial}", []
+
+        def create(k, path=path, kept=kept):
+            try:
+                memory = _memory.MappedFile(path, SPECS, {}, describe(), "t")
+            except RuntimeError as error:
+                assert "is in use by another store" in str(error)
+                return "refused"
+            kept.append(memory)
+            memory.arrays[0][:] = k
+            memory.flush()
+            return f"has it {k} {os.fstat(memory._file.fileno()).st_ino}"
+
+        found = in_children(count, create)
+        assert found.count("refused") == count - 1, found
+        (winner,) = (x for x in found if x != "refused")
+        assert winner.startswith("has it"), winner
+        _, _, k, inode = winner.split()
+        assert path.stat().st_ino == int(inode)  # and not one that was replaced
+        memory = _memory.MappedFile(path, SPECS, {}, describe(), "t")
+        assert (memory.arrays[0] == int(k)).all()
+        memory.close()
+    assert len(files(tmp_path)) == trial + 1
+
+
+def test_a_table_that_is_created_meanwhile(tmp_path, monkeypatch):
+    """Looked for in vain, and then it is there: as in two processes at once."""
+    path = tmp_path / "table"
+    with sj.store.KVStore() as store, sj.store.KVStore() as other:
+        store.init("t", (V, D), TX, path=path)
+        with monkeypatch.context() as patch:
+            patch.setattr(_memory.pathlib.Path, "exists", lambda self: False)
+            with pytest.raises(RuntimeError, match="is in use by another store"):
+                other.init("t", (V, D), TX, path=path)
+            with pytest.raises(ValueError, match="'t' has an array, but .* already"):
+                other.init("t", ARRAY, TX, path=path)
+        store.push("t", make_rows([3], V, (D,))[0])
+        store.flush()
+        expected = store.pull_all("t")
+    with sj.store.KVStore() as store:
+        store.init("t", (V, D), TX, path=path)
+        assert_same_bits(store.pull_all("t"), expected)
+    assert files(tmp_path) == ["table"]
+
+
+def test_a_table_that_is_created_while_a_store_is_saved(tmp_path):
+    path = tmp_path / "file"
+    with new_store() as store, sj.store.KVStore() as other:
+        steps(store, range(2))
+
+        def progress(done, total):
+            if "t" not in other:
+                other.init("t", (V, D), TX, path=path)
+
+        with pytest.raises(ValueError, match="the file of a memory-mapped table"):
+            store.save(path, progress=progress)
+        other.push("t", make_rows([3], V, (D,))[0])
+        other.flush()  # its file is in its place
+    assert files(tmp_path) == ["file"]
+
+
+def test_a_mapped_file_that_is_deleted_or_replaced(tmp_path):
+    path = tmp_path / "table"
+    with sj.store.KVStore() as store:
+        store.init("t", (V, D), TX, path=path)
+        path.unlink()
+        with pytest.raises(
+            FileNotFoundError, match="flush: .*table was deleted or rep"
+        ):
+            store.flush()
+        path.write_bytes(b"other")
+        with pytest.raises(FileNotFoundError, match="Call save to keep them"):
+            store.flush()
+        store.save(tmp_path / "kept")
+    assert path.read_bytes() == b"other"
+
+
+@forks
+@pytest.mark.parametrize("prefetching", [False, True])
+def test_a_forked_child_does_not_give_up_the_lock(tmp_path, prefetching):
+    path = tmp_path / "table"
+    store = sj.store.KVStore()
+    store.init("t", (V, D), TX, path=path)
+    batches: Any = None
+    if prefetching:  # its thread is not in the child
+        batches = store.prefetch([np.array([1]), np.array([2])], lambda ids: ids)
+        next(batches)
+
+    def close(k):
+        if k and prefetching:
+            batches.close()
+        store.close()
+        return "closed"
+
+    assert in_children(2, close) == ["closed"] * 2
+    with sj.store.KVStore() as other:
+        with pytest.raises(RuntimeError, match="is in use by another store"):
+            other.init("t", (V, D), TX, path=path)
+    store.push("t", make_rows([3], V, (D,))[0])
+    store.save(tmp_path / "store")
+    store.load(tmp_path / "store")  # writes a header
+    if prefetching:
+        batches.close()
+    store.close()
+    with sj.store.KVStore() as other:
+        other.init("t", (V, D), TX, path=path)
+        assert other.stats()["t"].touched_rows >= 1
+
+
+@forks
+def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path):
+    path, end = tmp_path / "table", os.pipe()
+    store = sj.store.KVStore()
+    store.init("t", (V, D), TX, path=path)
+    child = os.fork()
+    if not child:
+        os.read(end[0], 1)
+        os._exit(0)
+    store.close()
+    with sj.store.KVStore() as other:
+        other.init("t", (V, D), TX, path=path)
+    os.write(end[1], b".")
+    os.waitpid(child, 0)
+    os.close(end[0])
+    os.close(end[1])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"start": 100}, "its rows begin at byte 100, within its header or a page"),
+        ({"start": 0}, "its rows begin at byte 0"),
+        ({"start": 8192}, "bytes instead of"),
+        ({"start": -4096}, "header is damaged: .*'start'. has an unexpected value"),
+        ({"start": None}, "header is damaged: .*'start'. has an unexpected value"),
+        ({"state": [3]}, "header is damaged: .*'state'..0. has an unexpected value, 3"),
+        ({"given": "yes"}, "header is damaged: .*'given'. has an unexpected value"),
+        ({"key": []}, "header is damaged: .*'key'. has an unexpected value, a list"),
+    ],
+)
+def test_headers_that_no_store_wrote(tmp_path, change, message):
+    """With the right checksum: by another program, or on purpose."""
+    path, saved = tmp_path / "table", tmp_path / "store"
+    with sj.store.KVStore() as store:
+        store.init("t", (V, D), TX, path=path)
+        store.save(saved)
+    with open(path, "r+b") as file:
+        found = _format.read_header("f", path, file, _memory.MAGIC, {})
+        file.seek(0)
+        _format.write_header(file, _memory.MAGIC, found | change)
+    with sj.store.KVStore() as store:
+        with pytest.raises(ValueError, match=message):
+            store.init("t", (V, D), TX, path=path)
+        if "start" in change:
+            return
+        store.init("t", (V, D), TX)
+        with open(saved, "rb") as file:
+            found = _format.read_header("f", saved, file, _saving.MAGIC, {})
+            rest = file.read()
+        found["tables"]["t"] |= change
+        with open(saved, "wb") as file:
+            _format.write_header(file, _saving.MAGIC, found)
+            file.write(rest)
+        with pytest.raises(ValueError, match=message):
+            store.load(saved)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"impl": "other", "data": [0, 0]},
+        {"impl": "threefry2x32", "data": [0]},
+        {"impl": "threefry2x32", "data": [0, 1 << 40]},
+    ],
+)
+def test_a_saved_key_that_starts_no_row(tmp_path, key):
+    path = tmp_path / "store"
+    with sj.store.KVStore() as store:
+        store.init("t", (V, D), TX, initializer=NORMAL)
+        store._tables["t"].key = key
+        store.save(path)
+    with sj.store.KVStore() as store:
+        store.init("t", (V, D), TX, initializer=NORMAL)
+        with pytest.raises(ValueError, match="the key of table 't' is"):
+            store.load(path)
+        assert store.pull_all("t").any()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"shape": (V + 1, D)}, r"has shape \[301, 4\] here, but \[300, 4\]"),
         ({"dtype": np.float16}, "has dtype float16 here, but float32"),
         ({"tx": optax.sgd(0.1)}, r"has state of no arrays here, but .*mu"),
-        ({"seed": 5}, "has key"),
+        ({"key": 5}, "has key"),
         ({"initializer": None}, "has initialized False here, but True"),
     ],
 )

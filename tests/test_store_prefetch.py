@@ -29,7 +29,7 @@ NORMAL = jax.nn.initializers.normal(0.1)
 def new_store(tables=("a",)):
     store = sj.store.KVStore()
     for k, name in enumerate(tables):
-        store.init(name, (V, D), TX[k], initializer=NORMAL, seed=k)
+        store.init(name, (V, D), TX[k], initializer=NORMAL, key=k)
     return store
 
 

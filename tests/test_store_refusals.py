@@ -124,7 +124,7 @@ def test_assigned_rows_are_read():
     store = new_store(optax.adam(0.1))
     store.push("w", grad([2]))
     state = [x.copy() for x in store._tables["w"].by_row]
-    rows = np.array([7, V, 2, -1])
+    rows = np.array([7, V, 2, V])  # two empty slots; -1 is an error
     values = np.arange(4 * D, dtype=np.float64).reshape(4, D)
     store.assign("w", sj.SelectedRows(rows, values, V))
     expected = np.zeros((V, D), np.float32)

@@ -2,12 +2,15 @@
 
 - `KVStore`: named tables, whose rows are pulled and pushed; its `prefetch`
   reads the rows of the next batch while a step runs.
-- `TableStats`: the size of a table and what was done with it, from
-  `KVStore.stats()`.
+- `CachedTable`: the hot rows of a table on the device, with their optimizer state;
+  a step trains them there.
+- `TableStats`, `CacheStats`: the size of a table or cache and what was done with it,
+  from their `stats()`.
 
 `sparsejax.nn.Trainer` pulls and pushes for a model;
 `sparsejax.parallel.SpreadStore` is a store on several hosts.
 """
 
+from sparsejax.store._cached import CachedTable as CachedTable, CacheStats as CacheStats
 from sparsejax.store._store import KVStore as KVStore
 from sparsejax.store._table import TableStats as TableStats

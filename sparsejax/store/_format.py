@@ -16,10 +16,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax._files import check_json
 from sparsejax.store._optimizer import Optimizer
 
 
 CHECKSUM_BYTES = 4  # of zlib.crc32, little endian
+
+# What `describe` makes, for `check_json`.
+DESCRIPTION = {
+    "shape": [int],
+    "dtype": str,
+    "state": [{"name": str, "shape": [int], "dtype": str, "by_row": bool}],
+    "given": bool,
+    "initialized": bool,
+    "key": {"impl": str, "data": [int]},
+    "step?": int,
+}
 
 _NOT_A_STORE_FILE = "{call}: {path} is not a file of sparsejax.store ({why})."
 
@@ -101,7 +113,11 @@ def encode_key(key: jax.Array) -> dict[str, Any]:
 
 
 def decode_key(encoded: dict[str, Any]) -> jax.Array:
-    """The inverse of `encode_key`."""
+    """The inverse of `encode_key`.
+
+    Raises:
+      TypeError, ValueError, OverflowError: no key is encoded so.
+    """
     data = jnp.asarray(np.array(encoded["data"], np.uint32))
     return jax.random.wrap_key_data(data, impl=encoded["impl"])
 
@@ -118,8 +134,17 @@ def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
     )
 
 
-def read_header(call: str, path: Any, file: BinaryIO, magic: bytes) -> dict[str, Any]:
-    """Reads what `write_header` wrote, or raises a ValueError."""
+def read_header(
+    call: str, path: Any, file: BinaryIO, magic: bytes, schema: dict[str, Any]
+) -> dict[str, Any]:
+    """Reads what `write_header` wrote, or raises a ValueError.
+
+    Args:
+      call, path: for messages.
+      file: at its beginning.
+      magic: the first bytes.
+      schema: of the header, as in `check_json`.
+    """
     if file.read(len(magic)) != magic:
         why = f"it does not begin with {magic!r}"
         raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
@@ -129,11 +154,15 @@ def read_header(call: str, path: Any, file: BinaryIO, magic: bytes) -> dict[str,
         why = "it ends within its header"
         raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
     text = file.read(length)
-    header = json.loads(text) if zlib.crc32(text) == checksum else None
-    if not isinstance(header, dict):
-        why = "its header is damaged"
-        raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
-    return header
+    why = "its header is damaged"
+    try:
+        if zlib.crc32(text) == checksum:
+            header = json.loads(text)
+            check_json(header, schema, "header")
+            return header
+    except (ValueError, RecursionError) as error:
+        why = f"its header is damaged: {str(error)[:200]}"
+    raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
 
 
 # ------------------------------------------------------------------ arrays

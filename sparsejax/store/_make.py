@@ -12,6 +12,7 @@ from jax.core import Tracer
 from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax.store import _format
+from sparsejax.store._journal import roll_back
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._optimizer import Optimizer
 from sparsejax.store._requested_rows import check_not_traced
@@ -27,7 +28,7 @@ def make_table(
     tx: Any,
     path: str | os.PathLike[str] | None,
     initializer: Callable[..., Any] | None,
-    seed: Any,
+    key: Any,
     dtype: Any,
 ) -> Table:
     """The table, in memory or in its file; arguments as in `KVStore.init`."""
@@ -55,12 +56,7 @@ def make_table(
                 f"{_CALL}: an initializer supports at most 2**32 rows, but table "
                 f"{name!r} has {shape[0]}."
             )
-    if path is not None and array is not None and os.path.exists(path):
-        raise ValueError(
-            f"{_CALL}: table {name!r} has an array, but {path} already exists. Pass "
-            "the shape to open the file, or use another path."
-        )
-    key = _arguments.as_key(_CALL, seed, "seed", from_int=True)
+    key = _arguments.as_key(_CALL, key, from_int=True)
     check_not_traced(_CALL, name, "keys", key)
     if initializer is not None:
         _check_initializer(name, initializer, (1, *shape[1:]), dtype, key)
@@ -81,7 +77,16 @@ def make_table(
         )
         memory = MappedFile(path, specs, initial, header, name)
         given = memory.found["given"]
-    return Table(name, shape, dtype, optimizer, initializer, key, given, memory)
+    table = Table(name, shape, dtype, optimizer, initializer, key, given, memory)
+    if isinstance(memory, MappedFile):
+        table.journal = memory.found.get("journal")
+        table.flushed_step = memory.found.get("step")
+        try:
+            roll_back(_CALL, table)
+        except BaseException:
+            table.close()
+            raise
+    return table
 
 
 def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
@@ -132,7 +137,7 @@ def _check_shape_and_optimizer(
     if tx is not None and not all(hasattr(tx, x) for x in ("init", "update")):
         raise TypeError(
             f"{_CALL}: tx must be an optax transformation, for example "
-            "optax.adagrad(0.1), or None for a read-only table, got "
+            "sparsejax.optim.adagrad(0.1), or None for a read-only table, got "
             f"{_arguments.kind_of(tx)}."
         )
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):

@@ -6,18 +6,19 @@ file, are allocated when first written.
 
 import collections
 import contextlib
+import io
 import math
 import mmap
 import os
 import pathlib
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax._files import replacing
+from sparsejax._files import create, is_at, lock
 from sparsejax.store import _format
 
 
@@ -28,6 +29,8 @@ except ImportError:  # not a POSIX system: files are not locked
 
 
 MAGIC = b"sparsejax table 2\n"
+_INIT = "sparsejax.store.KVStore.init"
+_HEADER = _format.DESCRIPTION | {"start": int, "loading?": bool, "journal?": str}
 _PAGE = 4096
 _LARGE = 1 << 20
 
@@ -47,7 +50,9 @@ class Memory:
 
     def __init__(self, specs: Sequence[Any], initial: Mapping[int, np.ndarray]):
         self.arrays = [
-            np.array(initial[k], order="C") if k in initial else _zeros(spec)
+            np.array(initial[k], order="C")
+            if k in initial
+            else zeros(spec.shape, spec.dtype)
             for k, spec in enumerate(specs)
         ]
 
@@ -57,6 +62,9 @@ class Memory:
     def flush(self) -> None:
         """Does nothing: there is no file."""
 
+    def check_in_place(self, call: str) -> None:
+        """Does nothing: there is no file."""
+
     def close(self) -> None:
         """Frees the memory."""
         self.arrays = []
@@ -64,6 +72,9 @@ class Memory:
 
 class MappedFile:
     """The arrays of a table, in a memory-mapped file.
+
+    One store at a time has the file: it is locked until `close`, and a new file
+    appears at its path locked. A forked child shares the lock and does not end it.
 
     Args:
       path: of the file, which is created if it does not exist.
@@ -80,59 +91,46 @@ class MappedFile:
         header: dict[str, Any],
         name: str,
     ):
-        call = "sparsejax.store.KVStore.init"
         path = pathlib.Path(path)
         self.path = os.fspath(path)
+        self._process = os.getpid()
         start = _round_up(len(MAGIC) + 12 + len(str(header)) * 2)
         offsets, end = [], start
         for spec in specs:
             offsets.append(end)
             end = _round_up(end + _size(spec))
-        if not path.exists():
-            free = shutil.disk_usage(path.parent).free
-            if end > free:
-                raise OSError(
-                    f"{call}: {path} may grow to {end} bytes, but its file system has "
-                    f"only {free} left, and writing to a mapped file on a full disk "
-                    "kills the process. Free some space, or use another file system."
-                )
-            with replacing(path) as file:
-                _format.write_header(file, MAGIC, header | {"start": start})
-                file.truncate(end)
-                for k, values in initial.items():
-                    file.seek(offsets[k])
-                    file.write(_format.as_bytes(values))
-        self._file = open(path, "r+b")
-        try:
-            if fcntl is not None:  # the lock ends with the process
-                try:
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise RuntimeError(
-                        f"{call}: {path} is in use by another store, in this process "
-                        "or another one. Close that store first."
-                    ) from None
-            self.found = _format.read_header(call, path, self._file, MAGIC)
-            if self.found.get("loading"):
+
+        def write(file):
+            _format.write_header(file, MAGIC, header | {"start": start})
+            file.truncate(end)
+            for k, values in initial.items():
+                file.seek(offsets[k])
+                file.write(_format.as_bytes(values))
+
+        file = _create_unless_there(path, end, write)
+        if file is None:
+            if header["given"]:  # its weights would be lost
                 raise ValueError(
-                    f"{call}: {path} is half loaded: the process that loaded a saved "
-                    "store into it stopped before the end. Delete the file, call init "
-                    "again, and then load."
+                    f"{_INIT}: table {name!r} has an array, but {path} already exists. "
+                    "Pass the shape to open the file, or use another path."
                 )
-            fields = "shape", "dtype", "state", "initialized", "key"
-            _format.check_same(call, path, name, self.found, header, fields)
+            file = _open_locked(path)
+        try:
+            self.found = _read_header(path, file, header, name)
             self._start = self.found["start"]
-            size = os.fstat(self._file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size
             expected = end - start + self._start
             if size != expected:
                 raise ValueError(
-                    f"{call}: {path} has {size} bytes instead of {expected}: it was "
+                    f"{_INIT}: {path} has {size} bytes instead of {expected}: it was "
                     "truncated."
                 )
-            self._map = mmap.mmap(self._file.fileno(), size)
+            self._map = mmap.mmap(file.fileno(), size)
         except BaseException:
-            self._file.close()
+            file.close()
             raise
+        # Without a buffer, since a forked child moves the place that it stands for.
+        self._file = file.detach()
         _advise(self._map, "MADV_RANDOM")  # rows are read at random: no read-ahead
         shift = self._start - start
         self.arrays = [
@@ -144,23 +142,93 @@ class MappedFile:
 
     def describe(self, header: dict[str, Any]) -> None:
         """Replaces the description of the table, and waits for the disk."""
+        text = io.BytesIO()
+        _format.write_header(text, MAGIC, header | {"start": self._start})
         self._file.seek(0)
-        _format.write_header(self._file, MAGIC, header | {"start": self._start})
-        self._file.flush()
+        self._file.write(text.getbuffer())  # at once: a kill leaves the old or the new
         os.fsync(self._file.fileno())
 
     def flush(self) -> None:
         """Waits until all changes are on the disk."""
         self._map.flush()
 
+    def check_in_place(self, call: str) -> None:
+        """Raises if the file was removed, or another one put in its place."""
+        if not is_at(self._file, self.path):
+            raise FileNotFoundError(
+                f"{call}: {self.path} was deleted or replaced while this store had it "
+                "open, so its rows end with this process. Call save to keep them."
+            )
+
     def close(self) -> None:
         """Flushes, and releases the file to other stores."""
         self.flush()
         self.arrays = []
         del self._map  # unmapped when the last view of it is gone
-        if fcntl is not None:
+        # Unlocked by hand, since a forked child may have it open for longer; but not by
+        # that child, whose lock is its parent's.
+        if fcntl is not None and self._process == os.getpid():
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+def _create_unless_there(
+    path: pathlib.Path, size: int, write: Callable[[BinaryIO], Any]
+) -> io.BufferedRandom | None:
+    """A new file of a table, locked; None if there is one already."""
+    if path.exists():
+        return None
+    free = shutil.disk_usage(path.parent).free
+    if size > free:
+        raise OSError(
+            f"{_INIT}: {path} may grow to {size} bytes, but its file system has only "
+            f"{free} left, and writing to a mapped file on a full disk kills the "
+            "process. Free some space, or use another file system."
+        )
+    try:
+        return create(path, write)
+    except FileExistsError:  # another process was faster
+        return None
+
+
+def _read_header(
+    path: pathlib.Path, file: BinaryIO, header: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """The header of the file, which must be that of this table."""
+    file.seek(0)
+    found = _format.read_header(_INIT, path, file, MAGIC, _HEADER)
+    if found.get("loading"):
+        raise ValueError(
+            f"{_INIT}: {path} is half loaded: the process that loaded a saved store "
+            "into it stopped before the end. Delete the file, call init again, and "
+            "then load."
+        )
+    fields = "shape", "dtype", "state", "initialized", "key"
+    _format.check_same(_INIT, path, name, found, header, fields)
+    if found["start"] % _PAGE or found["start"] < file.tell():
+        raise ValueError(
+            f"{_INIT}: {path} is damaged: its rows begin at byte {found['start']}, "
+            "within its header or a page. Use another file."
+        )
+    return found
+
+
+def _open_locked(path: pathlib.Path) -> io.BufferedRandom:
+    """Opens the file of a table, and locks it until it is closed."""
+    while True:
+        file = open(path, "r+b")
+        try:
+            if not lock(file):
+                raise RuntimeError(
+                    f"{_INIT}: {path} is in use by another store, in this process or "
+                    "another one. Close that store first."
+                )
+            if is_at(file, path):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # it was replaced after it was opened
 
 
 def is_mapped_table(path: str | os.PathLike[str]) -> bool:
@@ -179,18 +247,18 @@ def _round_up(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-def _zeros(spec: Any) -> np.ndarray:
+def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Zeros in pages of 4 kB, each allocated when first written.
 
     `np.zeros` asks for pages of 2 MB, and the system clears a whole page for the first
     row touched in it: 20 million rows of 32, touched at random, took 5 GB and 30 s.
     """
-    size = _size(spec)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     if size < _LARGE:
-        return np.zeros(spec.shape, spec.dtype)
+        return np.zeros(shape, dtype)
     memory = mmap.mmap(-1, size)
     _advise(memory, "MADV_NOHUGEPAGE")
-    return np.frombuffer(memory, spec.dtype).reshape(spec.shape)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:

@@ -1,8 +1,10 @@
 """The optimizer of a table, run on the CPU for the rows of a gradient.
 
 It runs `sparsejax.optim.lazy(tx)` itself, on a small table of just those rows. So any
-transformation that `lazy` lifts works here, and the new weights and state have the same
-bits as on a CPU that holds the whole table.
+transformation that `lazy` lifts works here, and from the same gradient the new weights
+and state have the same bits as on a CPU that holds the whole table. (Gradients may
+differ in the last bit: duplicates of pulled rows are summed in the step, by the
+derivative of the lookup, and those of a table by `lazy`.)
 
 For the same bits the state also goes through a scatter that is not needed otherwise.
 Which products XLA fuses into sums depends on the operations after them: without the
@@ -181,7 +183,7 @@ class _Gathered(SelectedRows):
         """With rows 0, 1, ... and then empty slots, and the row of each value."""
         self = object.__new__(cls)
         fields = {"rows": rows, "values": values, "positions": positions}
-        self.__dict__.update(fields, height=rows.shape[0])
+        vars(self).update(fields, height=rows.shape[0])
         return self
 
 

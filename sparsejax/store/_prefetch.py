@@ -12,6 +12,7 @@ So nothing depends on how many pushes a step makes: none (evaluation), one or se
 """
 
 import collections
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows
 from sparsejax.store._memory import pooled_empty
 from sparsejax.store._requested_rows import capacity_for, distinct_rows, is_among
@@ -175,10 +176,11 @@ class WorkQueue:
     While a batch is in flight a worker thread does all work. Pushes are queued and not
     waited for; every other call waits for its turn and its result. So a pull sees all
     earlier pushes, and prefetching never overtakes one. Without a worker the calling
-    thread does its own work.
+    thread does its own work. A forked child has no worker, and may not wait for one.
     """
 
     def __init__(self):
+        self._process = os.getpid()
         self._state = threading.Lock()  # of the next two fields; held only briefly
         self._users = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -187,6 +189,7 @@ class WorkQueue:
 
     def start_worker(self) -> None:
         """Starts the worker, unless it runs already."""
+        self._renew_after_fork()
         with self._state:
             self._users += 1
             if self._pool is None:
@@ -194,8 +197,9 @@ class WorkQueue:
 
     def stop_worker(self) -> None:
         """Ends the worker when the queue is empty, unless another user needs it."""
+        self._renew_after_fork()
         with self._state:
-            self._users -= 1
+            self._users = max(self._users - 1, 0)
             pool = self._pool
             if self._users or pool is None:
                 return
@@ -221,9 +225,11 @@ class WorkQueue:
             future.add_done_callback(self._keep_error)
 
     def submit(self, work: Callable[[], Any]) -> Future:
-        """Queues `work` for the worker, which must run, and returns its future."""
+        """Queues `work` for the worker, and returns its future."""
         future = self._submit(work)
-        assert future is not None
+        if future is None:  # in a forked child
+            future = Future()
+            future.set_result(self._run(work))
         return future
 
     def raise_error(self) -> None:
@@ -232,10 +238,16 @@ class WorkQueue:
             raise self._errors.popleft()
 
     def _submit(self, work: Callable[[], Any]) -> Future | None:
+        self._renew_after_fork()
         with self._state:
             if self._pool is None:
                 return None
             return self._pool.submit(self._run, _with_config_of_caller(work))
+
+    def _renew_after_fork(self) -> None:
+        """In a forked child: forgets the worker and the locks, which are not here."""
+        if self._process != os.getpid():
+            self.__init__()
 
     def _run(self, work: Callable[[], Any]) -> Any:
         with self._working:
@@ -253,7 +265,7 @@ def _with_config_of_caller(work: Callable[[], Any]) -> Callable[[], Any]:
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
     def run():
-        with jax.enable_x64(x64), jax.default_device(device):
+        with _compat.enable_x64(x64), jax.default_device(device):
             return work()
 
     return run

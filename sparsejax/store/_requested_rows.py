@@ -30,11 +30,8 @@ def distinct_rows(
     call: str, name: str, ids: Any, height: int, mode: str = "error"
 ) -> np.ndarray:
     """The rows of `ids`, each once, ascending, in the dtype of SelectedRows.rows."""
-    if mode not in ("error", "drop"):
-        raise ValueError(
-            f"{call}: mode must be 'error' or 'drop', got {mode!r}. 'drop' ignores ids "
-            "that are out of range, for example a padding id of -1."
-        )
+    hint = "'drop' ignores ids out of range, for example a padding id of -1."
+    mode = _arguments.check_mode(call, mode, ("error", "drop"), hint)
     ids = _arguments.as_integers(call, ids)
     check_not_traced(call, name, "ids", ids)
     ids = np.asarray(ids).reshape(-1)
@@ -48,6 +45,18 @@ def distinct_rows(
             )
         ids = ids[good]
     return _unique_of_sorted(np.sort(ids.astype(_arguments.index_dtype(height))))
+
+
+def check_rows(call: str, name: Any, rows: np.ndarray, height: int) -> None:
+    """Raises a ValueError unless each row is in the table or an empty slot."""
+    good = (rows >= 0) & (rows <= height)
+    if not good.all():
+        raise ValueError(
+            f"{call}: {np.count_nonzero(~good)} of {rows.size} rows for table {name!r} "
+            f"are out of range, the first is {int(rows[np.argmin(good)])} and the "
+            f"table has {height} rows. Correct the rows; an empty slot has the row "
+            f"{height}."
+        )
 
 
 def slots_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -15,10 +15,12 @@ import numpy as np
 
 from sparsejax._files import as_path, replacing
 from sparsejax.store import _format, _memory
+from sparsejax.store._optimizer import on_host
 from sparsejax.store._table import CHUNK, Table, put_rows
 
 
 MAGIC = b"sparsejax store 2\n"
+_HEADER = {"tables": {"*": _format.DESCRIPTION | {"touched": int}}}
 
 _SAVE, _LOAD = "sparsejax.store.KVStore.save", "sparsejax.store.KVStore.load"
 
@@ -33,14 +35,11 @@ def save(
         raise IsADirectoryError(
             f"{_SAVE}: path must be a file, got the directory {path}."
         )
-    if _memory.is_mapped_table(path):
-        raise ValueError(
-            f"{_SAVE}: {path} is the file of a memory-mapped table, which saving would "
-            "destroy. Save to another path."
-        )
+    _refuse_mapped_table(path)
     descriptions, touched = {}, {}
     for name, table in tables.items():
         table.check_usable()
+        table.check_written_back(_SAVE)
         touched[name] = np.flatnonzero(table.touched)
         count = int(touched[name].size)
         descriptions[name] = table.description() | {"touched": count}
@@ -61,6 +60,15 @@ def save(
                     _format.write_array(file, values)
                     done += chunk.size
                     report(done, total)
+        _refuse_mapped_table(path)  # made since this save began
+
+
+def _refuse_mapped_table(path: str | os.PathLike[str]) -> None:
+    if _memory.is_mapped_table(path):
+        raise ValueError(
+            f"{_SAVE}: {path} is the file of a memory-mapped table, which saving would "
+            "destroy. Save to another path."
+        )
 
 
 def load(
@@ -71,8 +79,10 @@ def load(
     The whole file is read and checked before a table is changed. From then on, until
     the last row is read, the tables are marked as half loaded.
     """
+    for table in tables.values():
+        table.check_not_cached(_LOAD)
     with open(as_path(_LOAD, path), "rb") as file:
-        header = _format.read_header(_LOAD, path, file, MAGIC)
+        header = _format.read_header(_LOAD, path, file, MAGIC, _HEADER)
         found = _checked_descriptions(path, file, header, tables)
         total = 2 * sum(_steps(description) for description in found.values())
         done, start = 0, file.tell()
@@ -100,6 +110,7 @@ def load(
             table = tables[name]
             contents = _contents(path, file, table, description)
             rest, ids = next(contents)
+            table.flushed_step = description.get("step")
             table.reset(description["key"])
             # Marked before they are written, so that the next load resets them.
             table.touched[ids] = 1
@@ -141,12 +152,7 @@ def _checked_descriptions(
     tables: Mapping[str, Table],
 ) -> dict[str, Any]:
     """The descriptions in a header, which must be those of `tables`."""
-    found = header.get("tables")
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{_LOAD}: {path} is not a file of sparsejax.store (its header describes "
-            "no tables)."
-        )
+    found = header["tables"]
     if found.keys() != tables.keys():
         raise ValueError(
             f"{_LOAD}: {path} has the tables {sorted(found)}, but this store has "
@@ -158,6 +164,7 @@ def _checked_descriptions(
         fields = "shape", "dtype", "state", "initialized"
         here = tables[name].description()
         _format.check_same(_LOAD, path, name, description, here, fields)
+        _check_key(path, name, description["key"])
         expected += _bytes(tables[name], description)
     size = os.fstat(file.fileno()).st_size
     if size != expected:
@@ -166,6 +173,20 @@ def _checked_descriptions(
             "or changed."
         )
     return found
+
+
+def _check_key(path: Any, name: str, key: dict[str, Any]) -> None:
+    """Raises unless the rows of a table can start from the key in a file."""
+    try:
+        with on_host():
+            is_one = _format.decode_key(key).ndim == 0
+    except (TypeError, ValueError, OverflowError):
+        is_one = False
+    if not is_one:
+        raise ValueError(
+            f"{_LOAD}: {path} is damaged: the key of table {name!r} is {key}. Load an "
+            "older file."
+        )
 
 
 def _bytes(table: Table, description: dict[str, Any]) -> int:

@@ -1,5 +1,7 @@
 """KVStore: named tables in host memory or files, pulled and pushed by rows."""
 
+from __future__ import annotations
+
 import collections
 import functools
 import os
@@ -10,8 +12,11 @@ from typing import Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _saving
 from sparsejax.store._make import make_table
@@ -22,7 +27,7 @@ from sparsejax.store._prefetch import (
     PulledRows,
     WorkQueue,
 )
-from sparsejax.store._requested_rows import check_not_traced, slots_of
+from sparsejax.store._requested_rows import check_not_traced, check_rows, slots_of
 from sparsejax.store._table import Table, TableStats, put_rows
 
 
@@ -104,13 +109,13 @@ class KVStore:
     def init(
         self,
         name: str,
-        shape_or_array: Any,
-        tx: Any,
+        shape_or_array: ArrayLike,
+        tx: optax.GradientTransformation | None,
         *,
         path: str | os.PathLike[str] | None = None,
-        initializer: Callable[..., Any] | None = None,
-        seed: Any = 0,
-        dtype: Any = None,
+        initializer: Initializer | None = None,
+        key: KeyLike = 0,
+        dtype: DTypeLike | None = None,
     ) -> None:
         """Makes a table, or opens the file of one.
 
@@ -122,7 +127,7 @@ class KVStore:
             `sparsejax.optim.lazy`; None for a table that is only read.
           path: of a memory-mapped file for weights and state, which outlives the
             process. An existing file is opened, and must have this shape, dtype,
-            optimizer state and seed.
+            optimizer state and key.
 
             The system writes changes to the file when it sees fit; `flush` waits for
             the disk. If the process is killed during a push, any part of that push may
@@ -134,10 +139,10 @@ class KVStore:
             (SIGBUS).
           initializer: `(key, shape, dtype) -> array`, such as those of
             `jax.nn.initializers`, called when a row is touched for the first time. Its
-            key is made from `seed` and the row's id, and its shape is `(1, *row)`. So a
+            key is made from `key` and the row's id, and its shape is `(1, *row)`. So a
             row starts the same in whatever order rows are touched. By default rows
             start as zeros.
-          seed: int or PRNG key of the initializer.
+          key: PRNG key of the initializer, or an int as its seed.
           dtype: of the weights, where a shape is given; float32 by default.
 
         Raises:
@@ -155,7 +160,7 @@ class KVStore:
                 f"{call}: table {name!r} already exists. Use another name, or push to "
                 "the existing table."
             )
-        table = make_table(name, shape_or_array, tx, path, initializer, seed, dtype)
+        table = make_table(name, shape_or_array, tx, path, initializer, key, dtype)
         self._run(call, lambda: self._tables.update({name: table}))
 
     def names(self) -> tuple[str, ...]:
@@ -207,7 +212,12 @@ class KVStore:
     # -- pull and push ----------------------------------------------------------------
 
     def pull(
-        self, name: str, ids: Any, *, capacity: int | None = None, mode: str = "error"
+        self,
+        name: str,
+        ids: ArrayLike,
+        *,
+        capacity: int | None = None,
+        mode: str = "error",
     ) -> SelectedRows:
         """The rows of `ids`, on the device.
 
@@ -217,8 +227,8 @@ class KVStore:
           capacity: slots of the result; by default the next power of two (at most V),
             so that a jitted step is compiled only a few times. With the same capacity
             for all batches it is compiled once.
-          mode: for ids out of range: "error", or "drop" to ignore them, for example a
-            padding id of -1.
+          mode: for ids out of range: "raise" or "error", or "drop" to ignore them, for
+            example a padding id of -1.
 
         Returns:
           SelectedRows of height V: each row once, ids ascending, followed by empty
@@ -234,11 +244,12 @@ class KVStore:
         table = self._table(call, name)
 
         def work():
+            table.check_written_back(call)
             return PulledRows(call, table, ids, capacity, mode).finish_at_once()
 
         return self._run(call, work)
 
-    def row_sparse_pull(self, name: str, row_ids: Any) -> SelectedRows:
+    def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """The rows of `row_ids` without empty slots, as in MXNet.
 
         Like `pull`, but with exactly as many slots as distinct rows. That number is
@@ -248,11 +259,12 @@ class KVStore:
         table = self._table(call, name)
 
         def work():
+            table.check_written_back(call)
             return PulledRows(call, table, row_ids, EXACT, "error").finish_at_once()
 
         return self._run(call, work)
 
-    def push(self, name: str, grads: Any) -> None:
+    def push(self, name: str, grads: PyTree) -> None:
         """One step of the optimizer with a gradient.
 
         Duplicates are summed, as by `SelectedRows.coalesce`. All other rows keep their
@@ -267,14 +279,18 @@ class KVStore:
         Raises:
           KeyError: no such table.
           TypeError, ValueError: `grads` is not a SelectedRows of the table's shape.
+          ValueError: a row is neither in the table nor an empty slot, `height`.
         """
         table = self._table(f"{_CALL}.push", name)
+        table.check_not_cached(f"{_CALL}.push")
         gradient = _checked_gradient(table, grads)
 
         def work():
             began = time.perf_counter()
             forward = functools.partial(self._in_flight.forward, name)
-            table.step(np.asarray(gradient.rows), gradient.values, forward)
+            rows = np.asarray(gradient.rows)
+            check_rows(f"{_CALL}.push", name, rows, table.height)
+            table.step(rows, gradient.values, forward)
             table.push_seconds += time.perf_counter() - began
 
         self._queue.call_later(work)
@@ -351,7 +367,9 @@ class KVStore:
 
         def pulled_rows(name, ids):
             slots = capacity.get(name) if isinstance(capacity, Mapping) else capacity
-            return PulledRows(call, self._table(call, name), ids, slots, mode)
+            table = self._table(call, name)
+            table.check_written_back(call)
+            return PulledRows(call, table, ids, slots, mode)
 
         def prepare(batch):
             ids = ids_of(batch)
@@ -417,7 +435,7 @@ class KVStore:
 
     # -- all rows ---------------------------------------------------------------------
 
-    def pull_all(self, name: str, *, progress: Any = False) -> np.ndarray:
+    def pull_all(self, name: str, *, progress: Progress = False) -> np.ndarray:
         """The weights of all rows, `[V, ...]`, in host memory, without touching them.
 
         Args:
@@ -429,6 +447,7 @@ class KVStore:
         table = self._table(call, name)
 
         def work():
+            table.check_written_back(call)
             out = np.empty(table.shape, table.dtype)
             for rows in table.chunks():
                 table.peek(rows, out[rows[0] : rows[-1] + 1])
@@ -438,7 +457,7 @@ class KVStore:
         with _arguments.progress_reporter(call, progress) as report:
             return self._run(call, work)
 
-    def assign(self, name: str, weights: Any) -> None:
+    def assign(self, name: str, weights: ArrayLike | SelectedRows) -> None:
         """Sets the weights of rows; the optimizer state does not change.
 
         Args:
@@ -463,6 +482,7 @@ class KVStore:
         table = self._table(call, name)
 
         def work():
+            table.check_not_cached(call)
             for rows, values in _rows_to_assign(table, weights):
                 table.touch(rows)
                 self._in_flight.forward(name, rows, values)
@@ -472,7 +492,7 @@ class KVStore:
 
     # -- files ------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
         """Writes all tables to a file, weights and state.
 
         The file is written next to `path`, and replaces it when it is complete and on
@@ -493,11 +513,11 @@ class KVStore:
         with _arguments.progress_reporter(call, progress) as report:
             self._run(call, lambda: _saving.save(path, self._tables, report))
 
-    def load(self, path: str | os.PathLike[str], *, progress: Any = False) -> None:
+    def load(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
         """Loads a file written by `save` into the tables of this store.
 
         A file contains no functions: first call `init` for each table, with the shape,
-        optimizer and initializer that it was saved with. The seed comes from the file,
+        optimizer and initializer that it was saved with. The key comes from the file,
         so untouched rows start as they would have.
 
         The file is read twice, and nothing changes until all of it has been checked. If
@@ -523,9 +543,19 @@ class KVStore:
             self._run(call, work)
 
     def flush(self) -> None:
-        """Waits until all pushes are done and memory-mapped tables are on the disk."""
-        tables = self._tables.values()
-        self._run(f"{_CALL}.flush", lambda: [t.memory.flush() for t in tables])
+        """Waits until all pushes are done and memory-mapped tables are on the disk.
+
+        Raises:
+          FileNotFoundError: a mapped file was deleted or replaced while it was open.
+        """
+        call = f"{_CALL}.flush"
+
+        def work():
+            for table in self._tables.values():
+                table.memory.flush()
+                table.memory.check_in_place(call)
+
+        self._run(call, work)
 
     def close(self) -> None:
         """Flushes, releases memory and files, and ends the store."""
@@ -576,7 +606,7 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
         raise ValueError(
             f"{call}: table {table.name!r} is read-only, since it was made with "
             "tx=None. Pass init an optax transformation, for example "
-            "optax.adagrad(0.1)."
+            "sparsejax.optim.adagrad(0.1)."
         )
     parts = list(grads) if isinstance(grads, (list, tuple)) else [grads]
     if not parts:
@@ -645,7 +675,9 @@ def _rows_to_assign(
             yield rows, values[rows[0] : rows[-1] + 1].astype(table.dtype)
         return
     check_not_traced(call, name, "ids", weights.rows)
-    distinct, positions, capacity = slots_of(np.asarray(weights.rows), table.height)
+    rows = np.asarray(weights.rows)
+    check_rows(call, name, rows, table.height)
+    distinct, positions, capacity = slots_of(rows, table.height)
     filled = np.flatnonzero(positions < capacity)
     if filled.size != distinct.size:
         raise ValueError(

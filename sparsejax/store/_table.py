@@ -13,7 +13,7 @@ Nothing here is thread-safe: KVStore runs one call at a time.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,11 +45,11 @@ class TableStats(NamedTuple):
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
       >>> store = sj.store.KVStore()
-      >>> store.init("words", (1000, 8), optax.adagrad(0.1))
+      >>> store.init("words", (1000, 8), sj.optim.adagrad(0.1))
       >>> words = store.pull("words", jnp.array([7, 2, 7]))
       >>> stats = store.stats()["words"]
       >>> stats.touched_rows, stats.pulled_rows, stats.bytes
-      (2, 2, 65000)
+      (2, 2, 65004)
     """
 
     rows: int
@@ -108,6 +108,9 @@ class Table:
         count = sum(optimizer.by_row) if optimizer else 0
         self.by_row, self.rest = state[:count], state[count:]
         self.is_loading = self.is_closed = False
+        self.journal: str | None = None  # that its mapped file can be rolled back by
+        self.cache: Any = None  # the CachedTable over it
+        self.flushed_step: int | None = None  # that its last flush was given
         self.pulls = self.pulled_rows = self.pushes = self.pushed_rows = 0
         self.pull_seconds = self.push_seconds = 0.0
         # Which leaves of the state start as zeros, whatever the weights are.
@@ -135,7 +138,8 @@ class Table:
 
     def description(self) -> dict[str, Any]:
         """The description of the table for its files."""
-        return _format.describe(
+        step = {} if self.flushed_step is None else {"step": self.flushed_step}
+        return step | _format.describe(
             self.shape,
             self.dtype,
             self.optimizer,
@@ -154,6 +158,24 @@ class Table:
             raise RuntimeError(
                 f"sparsejax.store: table {self.name!r} is half loaded: KVStore.load "
                 "stopped before the end. Call load again."
+            )
+
+    def check_not_cached(self, call: str) -> None:
+        """Raises a RuntimeError if a CachedTable is over the table."""
+        if self.cache is not None:
+            raise RuntimeError(
+                f"{call}: table {self.name!r} has rows in a CachedTable on the device, "
+                "which would not see this change. First call close() of the "
+                "CachedTable."
+            )
+
+    def check_written_back(self, call: str) -> None:
+        """Raises a RuntimeError if rows were trained that only the device has."""
+        if self.cache is not None and not self.cache.is_flushed:
+            raise RuntimeError(
+                f"{call}: table {self.name!r} has rows in a CachedTable that were "
+                "trained on the device since its last flush. First call "
+                "flush(params, opt_state) of the CachedTable."
             )
 
     # -- reading ----------------------------------------------------------------------
@@ -179,6 +201,28 @@ class Table:
             stop = min(start + CHUNK, self.height)
             yield np.arange(start, stop, dtype=_arguments.index_dtype(self.height))
 
+    # -- weights and state ------------------------------------------------------------
+
+    @property
+    def columns(self) -> list[np.ndarray]:
+        """The weights, and the leaves of state that have rows."""
+        return [self.weights, *self.by_row]
+
+    def read(self, rows: np.ndarray, capacity: int) -> list[np.ndarray]:
+        """The columns of distinct ascending touched `rows`, padded with zeros."""
+        buffers = []
+        for column in self.columns:
+            buffer = pooled_empty((capacity, *column.shape[1:]), column.dtype)
+            buffer[rows.size :] = 0
+            _take(column, rows, buffer[: rows.size])
+            buffers.append(buffer)
+        return buffers
+
+    def write(self, rows: np.ndarray, values: Sequence[np.ndarray]) -> None:
+        """Replaces the columns of distinct `rows`."""
+        for column, new in zip(self.columns, values):
+            put_rows(column, rows, new)
+
     # -- writing ----------------------------------------------------------------------
 
     def step(
@@ -197,19 +241,12 @@ class Table:
         assert self.optimizer is not None
         distinct, positions, capacity = slots_of(rows, self.height)
         self.touch(distinct)
-        columns = [self.weights, *self.by_row]
-        gathered = []
-        for column in columns:
-            buffer = pooled_empty((capacity, *column.shape[1:]), column.dtype)
-            buffer[distinct.size :] = 0
-            _take(column, distinct, buffer[: distinct.size])
-            gathered.append(buffer)
+        gathered = self.read(distinct, capacity)
         weights, by_row, rest = self.optimizer.update(
             gathered[0], gathered[1:], self.rest, distinct.size, positions, values
         )
         forward(distinct, weights[: distinct.size])
-        for column, new in zip(columns, [weights, *by_row]):
-            put_rows(column, distinct, new[: distinct.size])
+        self.write(distinct, [x[: distinct.size] for x in (weights, *by_row)])
         for old, new in zip(self.rest, rest):
             old[...] = new
         self.pushes += 1
@@ -267,17 +304,29 @@ class Table:
     def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
         """Changes its description, also in its mapped file."""
         self.key, self.given = key, given
-        mark = {"loading": True} if self.is_loading else {}
-        self.memory.describe(self.description() | mark)
+        marks: dict[str, Any] = {"loading": True} if self.is_loading else {}
+        if self.journal is not None:
+            marks["journal"] = self.journal
+        self.memory.describe(self.description() | marks)
 
     def set_loading(self, loading: bool) -> None:
         """Marks it as half loaded or not, also in its mapped file."""
         self.is_loading = loading
         self.describe_as(self.key, given=self.given)
 
+    def set_journal(self, journal: str | None) -> None:
+        """Marks it as changed since a journal was begun, also in its mapped file.
+
+        With None it marks it as flushed, with its `flushed_step`.
+        """
+        self.journal = journal
+        self.describe_as(self.key, given=self.given)
+
     def close(self) -> None:
         """Releases the arrays."""
         self.is_closed = True
+        if self.cache is not None:
+            self.cache.release()
         self.weights = self.touched = np.zeros((0,))
         self.by_row, self.rest = [], []
         self.memory.close()

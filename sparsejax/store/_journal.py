@@ -1,0 +1,206 @@
+"""The journal of a mapped table: what its rows were at the last flush.
+
+A device cache writes rows back at any time, so that between two flushes the file of its
+table has rows of different steps. Before a row is overwritten for the first time since
+a flush, its old weights and state are appended to the journal, a file next to that of
+the table. If the process is killed, whoever opens the table next rolls it back.
+
+The header of the table names the journal that belongs to it. It is written when the
+journal was begun, and without that name when a flush is done; both in one write, so
+that a kill leaves the one or the other. A journal that no header names is of no use,
+and is overwritten or removed.
+
+An entry is appended before its rows are overwritten. So an entry that a kill cut short
+is the last one, and none of its rows was overwritten.
+"""
+
+import math
+import os
+import pathlib
+import secrets
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from sparsejax.store import _format, _memory
+from sparsejax.store._table import CHUNK, Table
+
+
+MAGIC = b"sparsejax journal 1\n"
+_HEADER = {"id": str}
+_PREFIX = 16  # bytes before an entry: its number of rows, its checksum, that of both
+
+
+def journal_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Where the journal of a mapped table is."""
+    path = pathlib.Path(os.path.realpath(path))
+    return path.with_name(f"{path.name}.journal")
+
+
+class Journal:
+    """Keeps what the rows of a mapped table were at the last flush.
+
+    Args:
+      table: with a mapped file.
+    """
+
+    def __init__(self, table: Table):
+        self._table = table
+        self._path = journal_path(table.memory.path)
+        self._file: BinaryIO | None = None
+        self._is_logged = np.zeros((0,), bool)
+
+    def before_write(self, rows: np.ndarray) -> None:
+        """Appends those of `rows` that were not written since the last flush."""
+        file = self._begin()
+        rows = rows[~self._is_logged[rows]]
+        for start in range(0, rows.size, CHUNK):
+            part = rows[start : start + CHUNK]
+            columns = [np.take(x, part, axis=0) for x in self._table.columns]
+            _append(file, part.size, [part.astype(np.int64), *columns])
+        self._is_logged[rows] = True
+
+    def commit(self) -> None:
+        """Ends the journal: the table, which is on the disk, stays as it is."""
+        self._table.set_journal(None)
+        if self._file is not None:
+            self.release()
+            self._path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Leaves the journal to whoever opens the table next."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def roll_back(self) -> None:
+        """Makes the table what it was at the last flush."""
+        if self._file is not None:
+            self.release()
+            roll_back("sparsejax.store.CachedTable.close", self._table)
+
+    def _begin(self) -> BinaryIO:
+        if self._file is not None:
+            return self._file
+        name = secrets.token_hex(8)
+        file = open(self._path, "wb")
+        _format.write_header(file, MAGIC, {"id": name})
+        _append(file, 0, self._table.rest)
+        os.fsync(file.fileno())
+        self._table.set_journal(name)
+        self._file = file
+        self._is_logged = _memory.zeros((self._table.height,), bool)
+        return file
+
+
+def roll_back(call: str, table: Table) -> None:
+    """Makes a mapped table what it was at the last flush of its device cache.
+
+    Raises:
+      ValueError: the journal is missing or damaged; the table is as it was.
+    """
+    path = journal_path(table.memory.path)
+    if table.journal is None:
+        _remove_leftover(path)
+        return
+    try:
+        with open(path, "rb") as file:
+            header = _format.read_header(call, path, file, MAGIC, _HEADER)
+            if header["id"] != table.journal:
+                raise ValueError(
+                    f"{call}: {path} is not the journal of this copy of table "
+                    f"{table.name!r}. Put back the one that belongs to it."
+                )
+            entries = _entries(call, path, file, table)
+            next(entries)
+            for _ in entries:  # all are looked at before a row is changed
+                pass
+            file.seek(0)
+            _format.read_header(call, path, file, MAGIC, _HEADER)
+            entries = _entries(call, path, file, table)
+            rest = next(entries)
+            for rows, *columns in entries:
+                table.write(rows, columns)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{call}: table {table.name!r} was trained in a CachedTable that did not "
+            f"end with a flush, and its journal {path}, which has the rows of the last "
+            "flush, is not there. Put it back, or use another copy of the table."
+        ) from None
+    for old, new in zip(table.rest, rest):
+        old[...] = new
+    table.memory.flush()
+    table.set_journal(None)
+    path.unlink()
+
+
+def _remove_leftover(path: pathlib.Path) -> None:
+    """Removes a journal that a kill left after its flush; no other file."""
+    try:
+        with open(path, "rb") as file:
+            begins = file.read(len(MAGIC))
+    except FileNotFoundError:
+        return
+    if MAGIC.startswith(begins):
+        path.unlink(missing_ok=True)
+
+
+def _append(file: BinaryIO, count: int, arrays: Sequence[np.ndarray]) -> None:
+    checksum = 0
+    parts = [_format.as_bytes(x) for x in arrays]
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    prefix = count.to_bytes(8, "little") + checksum.to_bytes(4, "little")
+    file.write(prefix + zlib.crc32(prefix).to_bytes(4, "little"))
+    for part in parts:
+        file.write(part)
+    file.flush()
+
+
+def _entries(call: str, path: Any, file: BinaryIO, table: Table) -> Iterator[Any]:
+    """The leaves of state without rows; then, of each entry, its rows and columns."""
+    rest = _read_entry(call, path, file, table, is_first=True)
+    if rest is None:  # the header of the table names it only when it has these
+        raise _damaged(call, path, file)
+    yield rest
+    while (entry := _read_entry(call, path, file, table)) is not None:
+        rows = entry[0]
+        if rows.size and (rows.min() < 0 or rows.max() >= table.height):
+            raise _damaged(call, path, file)
+        yield entry
+
+
+def _read_entry(
+    call: str, path: Any, file: BinaryIO, table: Table, *, is_first: bool = False
+) -> list[np.ndarray] | None:
+    """The arrays of the next entry; None if the file ends before they do."""
+    left = os.fstat(file.fileno()).st_size - file.tell() - _PREFIX
+    if left < 0:
+        return None
+    prefix = file.read(_PREFIX)
+    count = int.from_bytes(prefix[:8], "little")
+    if zlib.crc32(prefix[:12]) != int.from_bytes(prefix[12:], "little"):
+        raise _damaged(call, path, file)
+    specs: list[Any] = [(x.shape, x.dtype) for x in table.rest]
+    if not is_first:
+        specs = [((count, *x.shape[1:]), x.dtype) for x in table.columns]
+        specs.insert(0, ((count,), np.dtype(np.int64)))
+    if sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs) > left:
+        return None
+    arrays, checksum = [], 0
+    for shape, dtype in specs:
+        content = file.read(math.prod(shape) * dtype.itemsize)
+        checksum = zlib.crc32(content, checksum)
+        arrays.append(np.frombuffer(content, dtype).reshape(shape))
+    if checksum != int.from_bytes(prefix[8:12], "little"):
+        raise _damaged(call, path, file)
+    return arrays
+
+
+def _damaged(call: str, path: Any, file: BinaryIO) -> ValueError:
+    return ValueError(
+        f"{call}: {path} is damaged before byte {file.tell()}, so its table cannot be "
+        "made what it was at the last flush. Use another copy of both files."
+    )

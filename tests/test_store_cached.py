@@ -1,0 +1,661 @@
+"""CachedTable: bit for bit the training of the whole table on the device."""
+
+import collections
+import itertools
+import shutil
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_in_place, assert_same_bits
+from sparsejax.store import _cached, _prefetch, _slots
+
+
+pytestmark = pytest.mark.loose_promotion
+
+V, D, SLOTS, BATCH = 211, 4, 24, 16
+NORMAL = jax.nn.initializers.normal(0.1)
+# The same in all stores: what is compiled for a transformation is compiled once.
+TX = {
+    "sgd": optax.sgd(0.1),
+    "adagrad": sj.optim.adagrad(0.1),
+    "adam": optax.adam(0.1),
+    "rowwise_adagrad": sj.optim.rowwise_adagrad(0.1),
+}
+POLICIES = ["lru", "lfu", "clock"]
+
+
+def new_store(tx, *, path=None, name="items", initializer=NORMAL):
+    store = sj.store.KVStore()
+    store.init(name, (V, D), TX[tx], initializer=initializer, key=3, path=path)
+    return store
+
+
+def make_batches(steps, seed=0, size=BATCH):
+    """Zipf ids with duplicates, at times one that is out of range, and labels."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        ids = (np.floor(V ** rng.random(size)).astype(np.int32) - 1) * 37 % V
+        ids[rng.random(size) < 0.05] = rng.choice([-1, -7, V, V + 5])
+        yield ids, rng.standard_normal(size).astype(np.float32)
+
+
+class Model:
+    """A step of a table and a dense weight: the same function for any table."""
+
+    def __init__(self, tx):
+        self.tx = sj.optim.lazy(TX[tx])
+        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+
+    def params(self, array):
+        return {"items": array, "w": jnp.full((D,), jnp.float32(0.5))}
+
+    def _step(self, params, state, ids, labels):
+        def loss(params):
+            x = sj.lookup(params["items"], ids, mode="zero")
+            return jnp.mean((jnp.tanh(x) @ params["w"] - labels) ** 2)
+
+        tables = {"items": True, "w": False}
+        value, grads = sj.value_and_grad(loss, tables=tables)(params)
+        updates, state = self.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+
+MODELS = {name: Model(name) for name in TX}
+
+
+def train_whole(tx, batches) -> tuple[Any, Any, np.ndarray]:
+    """With the whole table on the device: weights, state, losses."""
+    model = MODELS[tx]
+    params = model.params(jnp.asarray(new_store(tx).pull_all("items")))
+    state = model.tx.init(params)
+    losses = []
+    for ids, labels in batches:
+        params, state, loss = model.step(params, state, ids, labels)
+        losses.append(loss)
+    return params, state, np.array(losses)
+
+
+def attached(tx, cache) -> tuple[Any, Any]:
+    params = MODELS[tx].params(cache.array)
+    return params, cache.attach(MODELS[tx].tx, params)
+
+
+def train_cached(tx, cache, batches, params, state, *, depth=None) -> Any:
+    losses = []
+    if depth is not None:
+        batches = cache.prefetch(batches, lambda batch: batch[0], depth=depth)
+    for ids, labels in batches:
+        params, state, slots = cache.prepare(ids, params, state)
+        params, state, loss = MODELS[tx].step(params, state, slots, labels)
+        losses.append(loss)
+    return params, state, np.array(losses)
+
+
+def assert_trained(store, params, state, whole):
+    """The store, after a flush, and the dense leaves are those of the whole table."""
+    table = store._tables["items"]
+    expected_params, expected_state, _ = whole
+    assert_same_bits(store.pull_all("items"), expected_params["items"])
+    assert_same_bits(params["w"], expected_params["w"])
+    followers, others = [], []
+    for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state)):
+        (others if mine.shape == theirs.shape else followers).append((mine, theirs))
+    for mine, theirs in others:
+        assert_same_bits(mine, theirs)
+    touched = np.flatnonzero(table.touched)
+    assert touched.size > SLOTS and len(followers) == len(table.by_row)
+    for column, (_, theirs) in zip(table.by_row, followers):
+        assert_same_bits(column[touched], np.asarray(theirs)[touched])
+    counts = [x for x in jax.tree.leaves(expected_state) if not np.shape(x)]
+    for mine, theirs in zip(table.rest, counts):
+        assert_same_bits(mine, theirs)
+
+
+def workers():
+    return [t for t in threading.enumerate() if t.name.startswith(_prefetch._THREAD)]
+
+
+# ------------------------------------------------------------------ equal bits
+
+
+def check_equal(tx, policy, slots, depth, steps, path=None):
+    batches = list(make_batches(steps))
+    store = new_store(tx, path=path)
+    cache = sj.store.CachedTable(store, "items", slots, policy)
+    params, state = attached(tx, cache)
+    params, state, losses = train_cached(tx, cache, batches, params, state, depth=depth)
+    whole = train_whole(tx, batches)
+    assert_same_bits(losses, whole[2])
+    with pytest.raises(RuntimeError, match="since its last flush"):
+        store.pull("items", [1])
+    cache.flush(params, state)
+    assert_trained(store, params, state, whole)
+    stats = cache.stats()
+    assert stats.steps == steps and 0 < stats.hit_rate < 1
+    if slots < V - 1:
+        assert stats.evictions > steps / 4 and stats.used_slots == slots
+    assert stats.bytes_back <= stats.bytes_up + SLOTS * stats.bytes_up / stats.misses
+    assert not workers()
+    return store, cache
+
+
+@pytest.mark.parametrize(
+    ("tx", "policy", "slots", "depth"),
+    [
+        ("adam", "lru", SLOTS, 1),
+        ("adam", "lfu", SLOTS, None),
+        ("adam", "clock", SLOTS, 3),
+        pytest.param("adagrad", "lru", V - 1, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_of_the_whole_table(tx, policy, slots, depth):
+    check_equal(tx, policy, slots, depth, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tx", "policy"), [*zip(TX, POLICIES), ("rowwise_adagrad", "lru")]
+)
+def test_the_bits_of_the_whole_table_after_1000_steps(tx, policy):
+    """Of 12 pairs four, which take about as few slots as a step can have."""
+    place = POLICIES.index(policy)
+    check_equal(tx, policy, BATCH + place, place or None, 1000)
+
+
+def test_rows_that_leave_and_come_up_again_at_once():
+    """Two sets of rows for which there are too few slots take turns, read ahead."""
+    store = new_store("adam")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    late = []
+    read_late = cache._read_late
+
+    def seen(staged):
+        late.append(int(staged.is_late.sum()))
+        read_late(staged)
+
+    cache._read_late = seen
+    labels = np.ones(BATCH, np.float32)
+    ids = [np.arange(BATCH, dtype=np.int32) * 2 + k % 2 for k in range(12)]
+    batches = [(x, labels) for x in ids]
+    params, state = attached("adam", cache)
+    params, state, losses = train_cached("adam", cache, batches, params, state, depth=2)
+    assert sum(late) >= 8 * (2 * BATCH - SLOTS)
+    whole = train_whole("adam", batches)
+    assert_same_bits(losses, whole[2])
+    cache.flush(params, state)
+    assert_trained(store, params, state, whole)
+
+
+def test_other_ids_between_and_stopping_early():
+    """Prefetching is only a hint: batches may be skipped, repeated, or left."""
+    rng = np.random.default_rng(1)
+    batches = list(make_batches(40))
+    others = list(make_batches(40, seed=2))
+    store = new_store("adam")
+    cache = sj.store.CachedTable(store, "items", SLOTS, "lfu")
+    params, state = attached("adam", cache)
+    taken, losses = [], []
+    for start in (0, 25):
+        part = cache.prefetch(batches[start:], lambda batch: batch[0], depth=2)
+        for k, batch in enumerate(part, start):
+            dice = rng.random()
+            steps = [batch] * (dice > 0.1) + [others[k]] * (dice > 0.8)
+            for ids, labels in rng.permutation(np.array(steps, object)):
+                ids, labels = ids.astype(np.int32), labels.astype(np.float32)
+                taken.append((ids, labels))
+                params, state, slots = cache.prepare(ids, params, state)
+                step = MODELS["adam"].step
+                params, state, loss = step(params, state, slots, labels)
+                losses.append(loss)
+            if dice < 0.2:
+                cache.flush(params, state)
+                found = store.pull("items", [5, 6], capacity=2).values
+                assert_same_bits(found, store.pull_all("items")[5:7])
+            if k == 20:
+                break
+        part.close()
+        assert not workers()
+    whole = train_whole("adam", taken)
+    assert_same_bits(np.array(losses), whole[2])
+    cache.flush(params, state)
+    assert_trained(store, params, state, whole)
+    assert not cache._announced and not cache._unwritten
+
+
+@pytest.mark.slow
+def test_two_tables_of_one_optimizer():
+    tx = optax.adam(0.1)
+    lifted = sj.optim.lazy(optax.chain(optax.clip_by_global_norm(0.1), tx))
+    chained = optax.chain(optax.clip_by_global_norm(0.1), tx)
+    store = sj.store.KVStore()
+    for k, name in enumerate(("user", "item")):
+        store.init(name, (V, D), chained, initializer=NORMAL, key=k)
+
+    @jax.jit
+    def step(params, state, user, item):
+        def loss(params):
+            x = sj.lookup(params["user"]["table"], user)
+            return jnp.sum(x * sj.lookup(params["item"], item) - x)
+
+        value, grads = sj.value_and_grad(loss, tables=True)(params)
+        updates, state = lifted.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    rng = np.random.default_rng(0)
+    batches = [tuple(rng.integers(0, V, (2, BATCH))) for _ in range(12)]
+    whole = {"user": {"table": store.pull_all("user")}, "item": store.pull_all("item")}
+    whole = jax.tree.map(jnp.asarray, whole)
+    expected = lifted.init(whole)
+    for user, item in batches:
+        whole, expected, _ = step(whole, expected, user, item)
+
+    users = sj.store.CachedTable(store, "user", 20, "clock")
+    items = sj.store.CachedTable(store, "item", 30)
+    params = {"user": {"table": users.array}, "item": items.array}
+    state = users.attach(lifted, params)
+    state = items.attach(lifted, params, state)
+    ahead = users.prefetch(batches, lambda batch: batch[0])
+    ahead = items.prefetch(ahead, lambda batch: batch[1])
+    for user, item in ahead:
+        params, state, user = users.prepare(user, params, state)
+        params, state, item = items.prepare(item, params, state)
+        params, state, _ = step(params, state, user, item)
+    users.flush(params, state)
+    items.flush(params, state)
+    assert_same_bits(store.pull_all("user"), whole["user"]["table"])
+    assert_same_bits(store.pull_all("item"), whole["item"])
+    count = optax.tree_utils.tree_get(state, "count")
+    assert_same_bits(count, np.int32(12))
+    assert [int(store._tables[n].rest[0]) for n in ("user", "item")] == [12, 12]
+    assert not workers()
+
+
+# ------------------------------------------------------------------ ids
+
+
+def test_ids_out_of_range_and_padding():
+    store = sj.store.KVStore()
+    weights = np.arange(V * D, dtype=np.float32).reshape(V, D)
+    store.init("items", weights, None)  # only read
+    cache = sj.store.CachedTable(store, "items", 6, padding_id=3)
+    params = [cache.array]
+    assert cache.attach(None, params) is None
+    wide = np.array([[3, 7, -1], [V, 2**40, 7]])
+    params, state, slots = cache.prepare(wide, params)
+    assert state is None and slots.dtype == np.int32
+    assert np.asarray(slots)[[0, 0, 1], [0, 2, 0]].tolist() == [3, -1, V]
+    assert slots[1, 1] == 2**31 - 1 and slots[0, 1] == slots[1, 2] != 3
+    ids = np.array([0, 3, 9, 8, 11, 200], np.uint8)
+    params, _, slots = cache.prepare(ids, params)
+    read = sj.lookup(params[0], slots, padding_id=3)
+    expected = np.where(ids[:, None] == 3, 0, weights[ids])
+    assert_same_bits(read, expected)
+    params, _, slots = cache.prepare(jnp.zeros((0, 2), jnp.int32), params)
+    assert slots.shape == (0, 2)
+    with pytest.raises(ValueError, match="6 distinct rows .* its 5 slots. .* slots=7"):
+        cache.prepare(np.arange(10, 16), params)
+    assert cache.is_flushed and cache.stats().written_rows == 0
+    assert_same_bits(store.pull("items", [8]).values[0], weights[8])
+    cache.close()
+    cache.close()
+
+
+def test_too_many_rows_change_nothing():
+    batches = list(make_batches(6))
+    store = new_store("adam")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    params, state = attached("adam", cache)
+    large = np.arange(SLOTS + 1), None
+    mixed = [*batches[:3], large, *batches[3:]]
+    losses = []
+    for ids, labels in cache.prefetch(mixed, lambda batch: batch[0], depth=2):
+        try:
+            params, state, slots = cache.prepare(ids, params, state)
+        except ValueError as error:
+            assert "reads 25 distinct rows of table 'items'" in str(error)
+            continue
+        params, state, loss = MODELS["adam"].step(params, state, slots, labels)
+        losses.append(loss)
+    whole = train_whole("adam", batches)
+    assert_same_bits(np.array(losses), whole[2])
+    cache.flush(params, state)
+    assert_same_bits(store.pull_all("items"), whole[0]["items"])
+
+
+# ------------------------------------------------------------------ cost
+
+
+def test_programs_are_few_and_in_place():
+    array, rows = jnp.zeros((4096, 32)), jnp.zeros((64, 32))
+    scatter = lambda x, slots, new: _cached._scatter([x], slots, [new])[0]
+    assert_in_place(scatter, array, jnp.arange(64), rows)
+
+    compiled: Any = _cached._gather, _cached._scatter
+    programs = lambda: sum(f._cache_size() for f in compiled)
+    before = programs()
+    store = new_store("sgd")
+    cache = sj.store.CachedTable(store, "items", 100)
+    params, state = attached("sgd", cache)
+    rng = np.random.default_rng(0)
+    for size in rng.integers(1, 100, 60):
+        ids = rng.integers(0, V, size)
+        params, state, _ = cache.prepare(ids, params, state)
+    assert programs() - before <= 2 * 5  # capacities 8, 16, ..., 128
+
+
+def test_rows_are_read_while_the_step_runs():
+    store = new_store("sgd")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    params, state = attached("sgd", cache)
+    batches = [np.arange(k, k + 8) for k in range(0, 40, 4)]
+    for k, ids in enumerate(cache.prefetch(batches, lambda ids: ids)):
+        params, state, _ = cache.prepare(ids, params, state)
+        ahead: Any = list(cache._announced)
+        assert len(ahead) == (k < 9)
+        for entry in ahead:  # nothing is to be read at the next prepare
+            entry.done.result()
+            assert not entry.staged.is_late.any()
+        store.stats()
+        assert not cache._to_write  # what left is on the host
+    assert not workers()
+
+
+# ------------------------------------------------------------------ policies
+
+
+def test_which_rows_leave():
+    """Of equals any may leave, so that only what they are equal in is compared."""
+    rng = np.random.default_rng(0)
+    # What is taken back leaves its mark on the policies, which may guess worse then.
+    for policy, takes_back in itertools.product(POLICIES, (False, True)):
+        slots = _slots.Slots(V, SLOTS, policy, unused=5)
+        uses, used_at = collections.Counter(), {}
+        for now in range(80):
+            size = rng.integers(1, SLOTS)
+            rows = np.unique(np.floor(V ** rng.random(size)).astype(np.int64) - 1)
+            before = set(slots.row_of[slots.row_of >= 0])
+            if takes_back:
+                plans = [slots.plan(rng.choice(V, 9, False)) for _ in range(2)]
+                for plan in reversed(plans):
+                    slots.undo(plan)
+                assert set(slots.row_of[slots.row_of >= 0]) == before
+            plan = slots.plan(np.sort(rows))
+            ids = np.array([-1, V, *rows])
+            places = slots.translate(ids)
+            assert places[:2].tolist() == [-1, V] and 5 not in places
+            assert (slots.row_of[places[2:]] == rows).all()
+            left = set(plan.leaving[plan.leaving >= 0])
+            after = set(slots.row_of[slots.row_of >= 0])
+            assert after == (before - left) | set(rows) and len(after) <= SLOTS - 1
+            assert not left & set(rows)
+            assert not left or len(after) == SLOTS - 1
+            stayed = before - left - set(rows)
+            uses.update(rows.tolist())
+            last, used_at = used_at, used_at | dict.fromkeys(rows.tolist(), now)
+            if takes_back or not left or not stayed:
+                continue
+            if policy == "lru":
+                assert max(last[x] for x in left) <= min(last[x] for x in stayed)
+            if policy == "lfu":
+                assert max(uses[x] for x in left) <= min(uses[x] for x in stayed)
+        assert slots.used == SLOTS - 1
+
+
+def test_clock_passes_over_what_was_used():
+    slots = _slots.Slots(10, 4, "clock", None)
+    for row in range(4):
+        slots.plan(np.array([row]))
+    assert slots.plan(np.array([4])).leaving == [0]  # all were used: the first visited
+    slots.plan(np.array([2]))
+    assert slots.plan(np.array([5])).leaving == [1]
+    assert slots.plan(np.array([6])).leaving == [3]  # not 2
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_a_copy_is_what_was_flushed(tmp_path):
+    """A copy of table and journal is what a kill at that moment leaves."""
+    batches = list(make_batches(30))
+    store = new_store("adam", path=tmp_path / "table")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    params, state = attached("adam", cache)
+    params, state, _ = train_cached("adam", cache, batches[:10], params, state)
+    assert cache.step is None
+    cache.flush(params, state, step=10)
+    assert not (tmp_path / "table.journal").exists()
+    weights = store.pull_all("items")
+    params, state, _ = train_cached("adam", cache, batches[10:20], params, state)
+    for name in ("table", "table.journal"):
+        shutil.copy(tmp_path / name, tmp_path / f"copied{name[5:]}")
+    assert cache.stats().written_rows > 40
+    params, state, losses = train_cached("adam", cache, batches[20:], params, state)
+    cache.flush(params, state)
+    whole = train_whole("adam", batches)
+    assert_trained(store, params, state, whole)
+    assert cache.step is None  # of this flush
+    cache.close()
+    store.close()
+    assert not (tmp_path / "table.journal").exists()
+
+    saved = (tmp_path / "copied").read_bytes(), (tmp_path / "copied.journal")
+    changed, journal = saved[0], saved[1].read_bytes()
+    start = int(np.frombuffer(changed, np.uint8).size)
+    assert start and journal.startswith(b"sparsejax journal")
+    for damaged in (
+        journal[:-300] + bytes([journal[-300] ^ 1]) + journal[-299:],
+        journal[:40],
+        b"",
+        journal.replace(b'"id": "', b'"id": "0'),
+    ):
+        saved[1].write_bytes(damaged)
+        with pytest.raises(ValueError, match="KVStore.init: .*journal"):
+            new_store("adam", path=tmp_path / "copied")
+        assert (tmp_path / "copied").read_bytes() == changed
+    saved[1].unlink()
+    with pytest.raises(ValueError, match="its journal .*copied.journal"):
+        new_store("adam", path=tmp_path / "copied")
+    # An entry that the kill cut short is of rows that were not written.
+    saved[1].write_bytes(journal + journal[-500:-499] * 0 + b"\1" * 9)
+    store = new_store("adam", path=tmp_path / "copied")
+    assert not saved[1].exists()
+    assert_same_bits(store.pull_all("items"), weights)
+    assert int(store._tables["items"].rest[0]) == 10
+
+    # And from there training goes on.
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    params, state = attached("adam", cache)
+    assert_same_bits(state[0].count, np.int32(10))
+    assert cache.step == 10
+    whole = train_whole("adam", batches[:10])
+    params["w"] = whole[0]["w"]
+    mu, nu = state[0].mu | {"w": whole[1][0].mu["w"]}, state[0].nu
+    state = (state[0]._replace(mu=mu, nu=nu | {"w": whole[1][0].nu["w"]}), *state[1:])
+    params, state, found = train_cached("adam", cache, batches[10:], params, state)
+    assert_same_bits(found[10:], losses)
+    cache.close(discard=True)
+    assert_same_bits(store.pull_all("items"), weights)
+    store.close()
+    (tmp_path / "copied.journal").write_bytes(journal[:10])  # begun by a flush's kill
+    new_store("adam", path=tmp_path / "copied").close()
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["copied", "table"]
+
+
+def test_the_store_refuses_what_the_cache_has(tmp_path):
+    store = new_store("sgd")
+    store.save(tmp_path / "saved")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    params, state = attached("sgd", cache)
+    store.save(tmp_path / "saved")
+    params, state, _ = cache.prepare([1, 2], params, state)
+    rows = sj.SelectedRows([1], jnp.ones((1, D)), V)
+    reads = [
+        lambda: store.pull("items", [1]),
+        lambda: store.row_sparse_pull("items", [1]),
+        lambda: store.pull_all("items"),
+        lambda: next(store.prefetch([[1]], np.array)),
+        lambda: store.save(tmp_path / "saved"),
+    ]
+    writes = [
+        lambda: store.push("items", rows),
+        lambda: store.assign("items", rows),
+        lambda: store.load(tmp_path / "saved"),
+    ]
+    for read in reads:
+        with pytest.raises(RuntimeError, match="First call flush"):
+            read()
+    with pytest.raises(RuntimeError, match="flush.* first, or pass discard=True"):
+        cache.close()
+    cache.flush(params, state)
+    for read in reads:
+        read()
+    for write in writes:
+        with pytest.raises(RuntimeError, match="First call close"):
+            write()
+    with pytest.raises(RuntimeError, match="has a CachedTable already"):
+        sj.store.CachedTable(store, "items", 3)
+    cache.close()
+    for write in writes:
+        write()
+    with pytest.raises(ValueError, match="prepare: this cache is closed"):
+        cache.prepare([1], params, state)
+
+
+def test_saved_and_loaded(tmp_path):
+    batches = list(make_batches(20))
+    store = new_store("adam")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    params, state = attached("adam", cache)
+    params, state, _ = train_cached("adam", cache, batches[:10], params, state)
+    cache.flush(params, state, step=7)
+    store.save(tmp_path / "saved")
+    params, state, losses = train_cached("adam", cache, batches[10:], params, state)
+    with pytest.raises(RuntimeError, match="First call close"):
+        store.load(tmp_path / "saved")
+    assert_same_bits(losses, train_whole("adam", batches)[2][10:])
+
+    resumed = new_store("adam")
+    resumed.load(tmp_path / "saved")
+    again = sj.store.CachedTable(resumed, "items", SLOTS, "clock")
+    assert again.step == 7
+    params, state = attached("adam", again)
+    whole = train_whole("adam", batches[:10])
+    params["w"] = whole[0]["w"]
+    dense = lambda mine, theirs: theirs if theirs.shape == (D,) else mine
+    state = jax.tree.map(dense, state, whole[1])
+    _, _, found = train_cached("adam", again, batches[10:], params, state)
+    assert_same_bits(found, losses)
+
+
+# ------------------------------------------------------------------ where things are
+
+
+@pytest.mark.slow
+def test_where_the_state_is():
+    """Found by names and by following rows, in a state of several optimizers."""
+    table_tx = optax.inject_hyperparams(optax.adam)(0.1)
+    store = sj.store.KVStore()
+    store.init("items", (V, D), table_tx, initializer=NORMAL)
+    store._tables["items"].rest[0][...] = 7
+    labels = {"emb": {"items": "table", "other": "table"}, "w": "dense"}
+    tx = sj.optim.lazy(
+        optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.partition({"table": table_tx, "dense": optax.adam(0.2)}, labels),
+        )
+    )
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    other = jnp.ones((SLOTS, D))  # of the same shape
+    params = {"emb": {"other": other, "items": cache.array}, "w": jnp.ones(D)}
+    state = cache.attach(tx, params)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    places: Any = cache._places
+    assert [paths[k].split(".")[-1] for k in places.by_row] == [
+        "mu['emb']['items']",
+        "nu['emb']['items']",
+    ]
+    assert all("'table'" in paths[k] for k in places.rest)
+    counts = [int(x) for path, x in leaves if str(path[-1]) == ".count"]
+    assert sorted(counts) == [0, 0, 7] and len(places.rest) == len(
+        store._tables["items"].rest
+    )
+
+
+def test_on_another_device():
+    store = new_store("sgd")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    params, state = attached("sgd", cache)
+    device = jax.devices()[1]
+    params = jax.device_put(params, device)
+    for ids in cache.prefetch([[1, 2], [3], [4, 5]], lambda ids: ids):
+        params, state, slots = cache.prepare(ids, params, state)
+        assert params["items"].devices() == {device}
+    cache.flush(params, state)
+    read = sj.lookup(params["items"], slots)
+    assert_same_bits(read, store.pull_all("items")[4:6])
+
+
+def test_what_is_refused():
+    store = new_store("adam")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    assert repr(cache) == "CachedTable('items', float32[24,4])"
+    model = MODELS["adam"]
+    params = model.params(cache.array)
+    with pytest.raises(RuntimeError, match=r"prepare: .* Call attach\(tx, params\)"):
+        cache.prepare([1], params, ())
+    for wrong, how in (
+        ({"a": jnp.ones((SLOTS, D))}, "nowhere"),
+        ([cache.array] * 2, ""),
+    ):
+        with pytest.raises(ValueError, match=f"attach: params have .*{how}"):
+            cache.attach(model.tx, wrong)
+    with pytest.raises(ValueError, match="tx is None"):
+        cache.attach(None, params)
+    with pytest.raises(ValueError, match=r"store.init with the transformation that tx"):
+        cache.attach(MODELS["adagrad"].tx, params)
+    with pytest.raises(ValueError, match="does not have the structure of tx.init"):
+        cache.attach(model.tx, params, ())
+    state = cache.attach(model.tx, params)
+    with pytest.raises(RuntimeError, match="Take it from there"):
+        _ = cache.array
+    for bad, error, match in (
+        ([1.5], TypeError, "ids must be integers"),
+        (np.arange(SLOTS + 1), ValueError, "25 distinct rows"),
+    ):
+        with pytest.raises(error, match=match):
+            cache.prepare(bad, params, state)
+    with pytest.raises(ValueError, match="opt_state must have the structure"):
+        cache.prepare([1], params, ())
+    with pytest.raises(ValueError, match=r"needs an array float32\[24, 4\]"):
+        cache.prepare([1], params | {"items": jnp.ones((3, D))}, state)
+    with pytest.raises(TypeError, match="vmap, grad or scan traces"):
+        jax.jit(lambda ids: cache.prepare(ids, params, state))(jnp.array([1]))
+    new, _, _ = cache.prepare([1], params, state)
+    with pytest.raises(ValueError, match="donated to a step"):
+        cache.prepare([2], params, state)
+    assert cache.stats().steps == 1 and not new["items"].is_deleted()
+    make: Any = sj.store.CachedTable
+    for arguments, error, match in (
+        ((3, "items", 5), TypeError, "store must be a sparsejax.store.KVStore"),
+        ((store, "users", 5), KeyError, "no table 'users'"),
+        ((store, "items", 0), ValueError, "slots must be a positive int"),
+        ((store, "items", V + 1), ValueError, "slots=212 are more than"),
+        ((store, "items", 5, "fifo"), ValueError, "'lru', 'lfu', 'clock'"),
+    ):
+        with pytest.raises(error, match=match):
+            make(*arguments)
+    with pytest.raises(TypeError, match="ids_of must be a function"):
+        cache.prefetch([], 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="depth must be"):
+        cache.prefetch([], np.array, depth=-1)
+    with pytest.raises(ZeroDivisionError):
+        next(cache.prefetch([1], lambda batch: batch // 0))
+    assert not workers()
