@@ -1,17 +1,24 @@
 """Click logs: labels, numbers, categories by hash or vocabulary."""
 
+import csv
 import dataclasses
 import gzip
 import io
-import subprocess
-import sys
+import pathlib
+import tempfile
+import time
+import tracemalloc
 from typing import Any, cast
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
 import sparsejax as sj
-from sparsejax.data import _text
+from helpers import run_python
+from sparsejax.data import _csv, _text
+from sparsejax.data._arrow_words import ArrowWords
 
 
 ROWS = [
@@ -195,6 +202,278 @@ def test_a_byte_order_mark_is_no_part_of_a_word(tmp_path, monkeypatch):
     assert data["label"].tolist() == [2.0]
 
 
+# ------------------------------------------------------------------ quotes and blanks
+
+
+def _fields(path, separator=",", quotes=True):
+    """All fields as the reader finds them, row by row."""
+    layout = _csv.as_layout("f", 13, 26, True, separator, False, {"ids": [0]}, quotes)
+    rows = []
+    for table in _csv.read(path, layout, False):
+        assert isinstance(table, _csv.Table)
+        text = table.text.tobytes()
+        for begin, end in zip(table.begin.tolist(), table.end.tolist()):
+            rows.append([text[b:e] for b, e in zip(begin, end)])
+    return rows
+
+
+_WORDS = st.text(alphabet='ab", \t\r\n;\u00e9', max_size=6)
+
+
+@hypothesis.settings(max_examples=80)
+@hypothesis.given(
+    rows=st.integers(1, 3).flatmap(
+        lambda n: st.lists(st.lists(_WORDS, min_size=n, max_size=n), max_size=5)
+    ),
+    separator=st.sampled_from(",\t;"),
+    quoting=st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]),
+    end=st.sampled_from(["\n", "\r\n"]),
+    block=st.sampled_from([1, 2, 3, 7, 1000]),
+    padding=st.sampled_from(["", "", " ", "\t "]),
+)
+def test_what_csv_writes_is_read(rows, separator, quoting, end, block, padding):
+    """As Python's own module does, but for blanks around fields."""
+    if any("\r" in x for row in rows for x in row):
+        end = "\r\n"  # only then is "\r" quoted on Python 3.11
+    text = io.StringIO()
+    writer = csv.writer(text, quoting=quoting, delimiter=separator, lineterminator=end)
+    writer.writerows(rows)
+    # `csv` quotes a field only for what ends it; ours are trimmed if not quoted.
+    blanks = " \t".replace(separator, "")
+    if quoting == csv.QUOTE_ALL:  # and it does not write blanks around quotes
+        pad = padding if separator not in padding else ""
+        quoted = [
+            [f'{pad}"{x.replace(chr(34), 2 * chr(34))}"{pad}' for x in row]
+            for row in rows
+        ]
+        text = io.StringIO("".join(separator.join(row) + end for row in quoted))
+    minimal = quoting == csv.QUOTE_MINIMAL
+    is_quoted = lambda x: not minimal or any(c in x for c in f'{separator}"\r\n')
+    want = [[x if is_quoted(x) else x.strip(blanks) for x in row] for row in rows]
+    # Lines without anything are skipped.
+    want = [row for row in want if len(row) > 1 or row[0] or is_quoted(row[0])]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_text, "BLOCK", block)
+        path = pathlib.Path(folder, "rows.csv")
+        path.write_bytes(text.getvalue().encode())
+        found = _fields(path, separator)
+    if minimal:  # csv writes "" for a row of one empty field, which is a row
+        found = [row for row in found if len(row) > 1 or row[0]]
+        want = [row for row in want if len(row) > 1 or row[0]]
+    assert found == [[x.encode() for x in row] for row in want]
+
+
+@pytest.mark.parametrize("block", [3, 1000])
+@pytest.mark.parametrize(
+    "line, fields",
+    [
+        (' "a" ,\t"b c" ', ["a", "b c"]),  # blanks around quotes
+        (" a , b c\t", ["a", "b c"]),
+        ('5" disk,7""', ['5" disk', '7""']),  # quotes within a field are text
+        ('a"b,c"d,"e,f"', ['a"b', 'c"d', "e,f"]),
+        ('"a""b","""c"""', ['a"b', '"c"']),
+        ('"","" ', ["", ""]),
+        ('" a ",b', [" a ", "b"]),
+        ('"a\nb",c', ["a\nb", "c"]),
+        (' "a""\nb""" ,c', ['a"\nb"', "c"]),
+        (' "a""",5","\n""b"', ['a"', '5"', '\n"b']),
+        ('"a\r\n\r\nb",c', ["a\r\n\r\nb", "c"]),
+        ('x,5",",y",z', ["x", '5"', ",y", "z"]),  # text, and then around a field
+    ],
+)
+def test_quotes(tmp_path, monkeypatch, line, fields, block):
+    monkeypatch.setattr(_text, "BLOCK", block)
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{line}\n{line}", newline="")
+    assert _fields(path) == [[x.encode() for x in fields]] * 2
+    path.write_text(f"{line}\n1" + ",2" * (len(fields) - 1), newline="")
+    assert _fields(path)[1][0] == b"1"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('a,b\n"c"d,e\n', ":2: found 'd,e' after a closing quote, expected ',' or the"),
+        ('a,b\n\n"c,d\ne,f\n', ":3: found a quote that is not closed, expected anoth"),
+        ('a,b\nc,"\n', ":2: found a quote that is not closed.*quotes=False"),
+        ('a,"b\nc",d\ne\n', ":3: found 1 field, expected 3"),
+        ('a,b\n"c\n\nd"," x\n', ":4: found a quote that is not closed"),
+        ('a,b\n"c"\rd,e\n', r":2: found '\\rd,e' after a closing quote"),
+    ],
+)
+def test_quotes_that_are_not_closed_are_named(tmp_path, monkeypatch, text, message):
+    path = tmp_path / "rows.csv"
+    path.write_text(text, newline="")
+    for block in (3, 1000):
+        monkeypatch.setattr(_text, "BLOCK", block)
+        with pytest.raises(ValueError, match=f"{path}{message}"):
+            sj.data.Vocabulary.build(path, columns={"ids": [0]} | {"label": 1})
+
+
+def test_a_quote_that_is_not_closed_ends_the_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr(_text, "BLOCK", 1 << 10)
+    monkeypatch.setattr(_text, "MOST_LINE", 1 << 13)
+    path, seen = tmp_path / "rows.csv", []
+    path.write_text('a,b\n"c,d\n' + "e,f\n" * 100_000)
+    with pytest.raises(ValueError, match=":2: found a quote that is not closed"):
+        sj.data.read_csv_ids(
+            path, 9, columns={"ids": 0}, progress=lambda *done: seen.append(done)
+        )
+    assert seen[-1][0] < 1 << 14
+    found = sj.data.read_csv_ids(path, 9, columns={"ids": 0}, quotes=False)
+    assert len(found["ids"]) == 100_002
+
+
+def test_names_are_the_same_with_quotes_and_blanks(tmp_path):
+    """Else a model that learned names from one file knows none of the other's."""
+    files = [
+        "user,item,rating\nann,tea,5\nbob,jam,2\n",
+        '"user","item","rating"\n"ann","tea","5"\n"bob","jam","2"\n',
+        "user, item, rating\r\nann, tea, 5\r\nbob , jam , 2\r\n",
+        ' "user" , "item" , "rating" \n "ann" , "tea" , "5" \n "bob" , "jam" , "2" \n',
+    ]
+    columns = {"label": "rating", "ids": ["user", "item"]}
+    for k, text in enumerate(files):
+        path = tmp_path / f"{k}.csv"
+        path.write_text(text)
+        known = sj.data.Vocabulary.build(path, columns=columns)
+        assert known.encode(0, ["ann", "bob"]).tolist() == [1, 2]
+        data = sj.data.read_csv_ids(path, known, columns=columns)
+        assert data["ids"].tolist() == [[1, 2], [2, 1]]
+        assert data["label"].tolist() == [5, 2]
+        hashed = sj.data.read_csv_ids(path, 1000, columns=columns)["ids"]
+        assert hashed.tolist() == [
+            [_hash(w, c, 1000) for c, w in enumerate(row)]
+            for row in [(b"ann", b"tea"), (b"bob", b"jam")]
+        ]
+    raw = sj.data.Vocabulary.build(
+        tmp_path / "1.csv", columns={"ids": 0}, header=True, quotes=False
+    )
+    assert raw.words[0].tolist() == [b'"ann"', b'"bob"']
+
+
+def test_too_many_fields_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(_csv, "_MOST_FIELDS", 100)
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n\n" + "," * 100 + "\n")
+    with pytest.raises(ValueError, match=":3: found 101 fields, expected at most 100"):
+        sj.data.read_csv_ids(path, 9, columns={"ids": 0})
+
+
+def test_one_long_word_does_not_widen_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(_text, "_MOST_CELLS", 1 << 12)
+    path = tmp_path / "rows.csv"
+    words = [f"w{i % 50}" for i in range(3000)]
+    words[1234] = "long" * 250
+    path.write_text("\n".join(words) + "\n")
+    layout: Any = dict(label=False, num_numbers=0, num_ids=1)
+    found = sj.data.read_csv_ids(path, 1000, **layout)["ids"][:, 0]
+    assert found.tolist() == [_hash(w.encode(), 0, 1000) for w in words]
+    known = sj.data.Vocabulary.build(path, **layout)
+    assert known.sizes() == [52]
+    layout = _csv.as_layout("f", 0, 1, False, ",", False, None, True)
+    tables = list(_csv.read(path, layout, False))
+    assert sum(table.num_rows for table in tables) == 3000
+    parts = [part for table in tables for part in table.words(0)]
+    sizes = [0 if isinstance(p, ArrowWords) else p.text.size for p in parts]
+    assert 0 < max(sizes) <= 1 << 12
+
+
+# ------------------------------------------------------------------ long lines
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path, progress: sj.data.read_csv_ids(path, 9, progress=progress),
+        lambda path, progress: sj.data.read_libsvm(path, progress=progress),
+        lambda path, progress: sj.data.Vocabulary.build(path, progress=progress),
+    ],
+    ids=["read_csv_ids", "read_libsvm", "Vocabulary.build"],
+)
+def test_a_line_without_an_end_is_not_read_to_the_end(
+    tmp_path, monkeypatch, read, packed
+):
+    monkeypatch.setattr(_text, "BLOCK", 1 << 10)
+    monkeypatch.setattr(_text, "MOST_LINE", 1 << 13)
+    path, seen = tmp_path / "rows", []
+    text = b"1 1:1\n" + np.random.default_rng(0).bytes(1 << 20).replace(b"\n", b"")
+    path.write_bytes(gzip.compress(text) if packed else text)
+    with pytest.raises(
+        ValueError, match=":[12]: found (a line of more than 8192|1 fi)"
+    ):
+        read(path, lambda *done: seen.append(done))
+    assert seen[-1][0] < 1 << 18 < seen[-1][1]
+
+
+def test_a_line_over_several_blocks(tmp_path, monkeypatch):
+    path = tmp_path / "rows"
+    line = "1 " + " ".join(f"{i}:{i}" for i in range(1, 2000))
+    path.write_text(f"{line}\n0 5:1\n{line}")
+    whole = sj.data.read_libsvm(path)[0].toarray()
+    for block in (10, 1000, len(line) + 3):
+        monkeypatch.setattr(_text, "BLOCK", block)
+        np.testing.assert_array_equal(sj.data.read_libsvm(path)[0].toarray(), whole)
+
+
+@pytest.mark.slow
+def test_the_longest_line_takes_little_memory_and_time(tmp_path):
+    path = tmp_path / "rows"
+    with open(path, "wb") as file:
+        file.truncate(300 << 20)  # zeros, and no newline
+    tracemalloc.start()
+    try:
+        began = time.perf_counter()
+        with pytest.raises(ValueError, match="a line of more than 33554432 bytes"):
+            sj.data.read_csv_ids(path, 9)
+        assert time.perf_counter() - began < 5
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+# ------------------------------------------------------------------ vocabulary files
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"words 0": np.array([b"b", b"a"])}, "words of column 0 are not in ascending"),
+        ({"words 0": np.array([b"a", b"a"])}, "words of column 0 are not in ascending"),
+        ({"words 0": np.array([b"a"])}, "column 0 has 1 words and 2 ids"),
+        ({"words 0": np.array(["a", "b"])}, "'words 0' has the type U1"),
+        ({"words 0": np.array(b"a")}, "'words 0' has the type S1 and 0 axes"),
+        ({"ids 0": np.array([1, 3])}, "ids of column 0 are not from 1 to 2"),
+        ({"ids 0": np.array([0, 1])}, "ids of column 0 are not from 1 to 2"),
+        ({"ids 0": np.array([1.0, 2.0])}, "'ids 0' has the type f8"),
+        ({"ids 1": np.array([1, 2])}, "its columns .0. do not go with its arrays"),
+        ({"words 0": None}, "its columns .0. do not go with its arrays"),
+        ({"columns": np.array([0, 1])}, "its columns .0, 1. do not go with its arrays"),
+        ({"columns": np.array([], int)}, "its columns .. do not go with its arrays"),
+        ({"columns": np.array([0, 0, -1])}, "its columns .0, 0, -1. do not go"),
+        ({"counts 0": np.array([0, 3])}, "counts of column 0 do not go with its words"),
+        ({"counts 0": np.array([0, 3, -1])}, "counts of column 0 do not go with its w"),
+        ({"integers": np.array([True])}, "the words of column 0 are not integers"),
+        ({"integers": np.array([False] * 2)}, "has 2 integers for 1 columns"),
+        ({"names": np.array(["x", "y"])}, "has 2 names for 1 columns"),
+        ({"names": np.array("x")}, "'names' has the type U1 and 0 axes"),
+        ({"names": np.array([b"x"])}, "'names' has the type S1"),
+    ],
+)
+def test_a_vocabulary_that_nothing_wrote_is_refused(tmp_path, change, message):
+    path = tmp_path / "known.npz"
+    good = {"words 0": np.array([b"a", b"b"]), "ids 0": np.array([2, 1], np.int32)}
+    good |= {"columns": np.array([0]), "counts 0": np.array([0, 3, 1])}
+    good |= {"names": np.array([], np.str_), "integers": np.array([], bool)}
+    np.savez(path, **good)
+    assert sj.data.Vocabulary.load(path).encode(0, ["a", "b"]).tolist() == [2, 1]
+    wrong = {name: x for name, x in (good | change).items() if x is not None}
+    np.savez(path, **wrong)
+    with pytest.raises(ValueError, match=f"Vocabulary.load: .*wrote: .*{message}"):
+        sj.data.Vocabulary.load(path)
+
+
 # ------------------------------------------------------------------ refusals
 
 
@@ -239,10 +518,7 @@ def test_a_hash_is_the_same_in_every_process():
         chi = ((counts[1:] - expected) ** 2 / expected).sum()
         assert abs(chi - (size - 2)) < 5 * np.sqrt(2 * size)
     code = "import sparsejax as sj; print(sj.data.HashIds(1000).encode(1, ['abc'])[0])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) == _hash(b"abc", 1, 1000)
+    assert int(run_python("-c", code)) == _hash(b"abc", 1, 1000)
 
 
 def test_a_vocabulary_counts_and_cuts(tmp_path):

@@ -113,6 +113,11 @@ def test_query_ids_and_several_labels(tmp_path):
         (b"1,2 1:1\n", {}, ":1: found '1,2', expected a number, as label"),
         (b"1,x 1:1\n", dict(multilabel=True), ":1: found 'x', expected labels"),
         (b"1 qid:x 1:1\n", {}, ":1: found 'x', expected qid:q"),
+        (
+            b"1 qid:9223372036854775808 1:1\n",
+            {},
+            ":1: found '92233720368.*, expected q",
+        ),
         (b"1 qid:1 qid:2\n", {}, ":1: found 'qid:2'"),
         (b"1 1:1\n\n1 0:1\n", dict(zero_based=False), ":3: found index 0, expected"),
         (b"1 1:1\n#\n1 4:1\n", dict(num_features=3), ":3: found index 4, .* 1 to 3"),
@@ -175,6 +180,18 @@ def test_both_ways_of_reading_agree(lines, space):
             np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
     elif all(":" in t and "x" not in t for tokens in lines for t in tokens):
         pytest.fail(f"the fast way gave up on {text!r}")
+
+
+def test_scikit_learn_reads_the_same(tmp_path):
+    text = PLAIN.replace(b"\n\n", b"\n")
+    load = pytest.importorskip("sklearn.datasets").load_svmlight_file
+    rng = np.random.default_rng(0)
+    x = scipy.sparse.random(50, 20, 0.3, "csr", np.float32, rng)
+    sj.data.write_libsvm(tmp_path / "random.txt", x, rng.integers(0, 2, 50))
+    path = _file(tmp_path, text + (tmp_path / "random.txt").read_bytes())
+    for own, other in zip(sj.data.read_libsvm(path), load(str(path), dtype=np.float32)):
+        a, b = (z.toarray() if scipy.sparse.issparse(z) else z for z in (own, other))
+        np.testing.assert_array_equal(a, b)
 
 
 @given(
@@ -263,4 +280,4 @@ def test_progress_may_be_a_function(tmp_path, monkeypatch, pack):
     sj.data.read_libsvm(path, progress=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1] == (size, size)
     with pytest.raises(TypeError, match="progress must be True, False or a function"):
-        sj.data.read_libsvm(path, progress="yes")
+        sj.data.read_libsvm(path, progress="yes")  # pyright: ignore[reportArgumentType]

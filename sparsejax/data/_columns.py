@@ -9,6 +9,7 @@ keeps. A jitted function puts it on the device when it is called.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,9 +53,10 @@ class Ragged:
 
 
 def as_column(call: str, data: Any, name: str) -> Array | Ragged:
-    """A column from an array, a CSR matrix, a SegmentTensor or a list."""
+    """A column from an array, a CSR matrix, a SegmentTensor, a data frame or a list."""
     if isinstance(data, SegmentTensor):
         return _of_segments(call, data, data, name)
+    data = _of_frame(data)
     if hasattr(data, "tocsr"):  # recognizes scipy without importing it
         if getattr(data, "format", None) != "csr":
             raise TypeError(
@@ -67,11 +69,27 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
         return _of_list(call, data, name)
     if not hasattr(data, "shape") or not hasattr(data, "dtype"):
         raise TypeError(
-            f"{call}: {name} must be an array, a scipy CSR matrix, a SegmentTensor, or "
-            "a list with one list or array per row, got "
+            f"{call}: {name} must be an array, a scipy CSR matrix, a SegmentTensor, a "
+            "column of a data frame, or a list with one list or array per row, got "
             f"{_arguments.kind_of(data)}."
         )
     return _of_array(call, data, name)
+
+
+def _of_frame(data: Any) -> Any:
+    """A column of pandas, polars, pyarrow or datasets as an array, or a list of rows.
+
+    A Series of pandas looks like an array, but finds single rows by label.
+    """
+    methods = ("iloc", "to_list", "to_pylist")  # pandas, polars, pyarrow
+    if any(hasattr(data, name) for name in methods):
+        values = np.asarray(data)
+        is_rows = values.dtype == object and values.ndim == 1 and len(values)
+        return values.tolist() if is_rows and np.ndim(values[0]) else values
+    is_text = isinstance(data, (str, bytes))
+    if isinstance(data, Sequence) and not isinstance(data, (list, tuple)):
+        return data if is_text else list(data)
+    return data
 
 
 def _of_array(call: str, data: Any, name: str) -> Array:

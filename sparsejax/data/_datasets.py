@@ -1,5 +1,7 @@
 """ArrayDataset, SimpleDataset: in-memory data sets of one or several columns."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax.data import _columns
+from sparsejax._arguments import ColumnLike, PyTree
+from sparsejax.data import _columns, _words
 
 
 _NO_COLUMN = (
@@ -67,8 +70,10 @@ class ArrayDataset:
         a NumPy or JAX array `[n, ...]`, possibly memory-mapped;
         a scipy CSR matrix `[n, C]`, whose rows are matrices `[1, C]`;
         a SegmentTensor of n segments, possibly nested; a row is the elements of one;
-        a list with one list or array of numbers per row, of any lengths.
-        Or one dict of columns.
+        a list with one list or array of numbers per row, of any lengths;
+        a column of numbers, or of lists of numbers, of pandas, polars, pyarrow or
+        Hugging Face datasets.
+        Or one dict of columns, or one data frame.
 
     `dataset[i]` is row i: a tuple for several columns, a dict for a dict of columns.
     `dataset[a:b]` has the same structure, with a slice of each column.
@@ -90,11 +95,14 @@ class ArrayDataset:
       MXNet Gluon, `gluon.data.ArrayDataset`.
     """
 
-    def __init__(self, *columns: Any):
+    def __init__(self, *columns: ColumnLike | PyTree):
         call = "sparsejax.data.ArrayDataset"
         if not columns:
             raise ValueError(_NO_COLUMN)
         self._keys: list[Any] | None = None
+        columns = tuple(
+            _words.as_columns(call, x) if _words.is_table(x) else x for x in columns
+        )
         maps = [column for column in columns if isinstance(column, Mapping)]
         if maps:
             if len(columns) > 1:
@@ -149,7 +157,7 @@ class ArrayDataset:
             return dict(zip(self._keys, parts))
         return parts[0] if self._single else tuple(parts)
 
-    def split(self, call: str, item: Any) -> list[Any]:
+    def split(self, call: str, item: PyTree) -> list[Any]:
         """The inverse of `join`: one part for each column.
 
         Args:

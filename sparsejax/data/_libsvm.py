@@ -9,6 +9,8 @@ read a block of lines:
   give the line.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -16,8 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, ColumnLike, CSRLike, Progress
 from sparsejax._files import as_path
 from sparsejax.data import _columns, _text
 
@@ -58,10 +62,10 @@ def read_libsvm(
     *,
     zero_based: bool | str = "auto",
     num_features: int | None = None,
-    dtype: Any = np.float32,
+    dtype: DTypeLike = np.float32,
     multilabel: bool = False,
     query_id: bool = False,
-    progress: Any = False,
+    progress: Progress = False,
 ) -> tuple[Any, ...]:
     """Reads lines of `label index:value index:value ...`.
 
@@ -89,7 +93,8 @@ def read_libsvm(
     Raises:
       TypeError: `path` is not a path, or `dtype` is not a dtype of real numbers.
       ValueError: a line is malformed, a number does not fit in `dtype`, or an index
-        contradicts `zero_based` or `num_features`. The message begins with file:line.
+        contradicts `zero_based` or `num_features`, or a line has more than 32 MB. The
+        message begins with file:line.
       OSError: the file cannot be read, or is damaged.
 
     Example:
@@ -314,11 +319,11 @@ def _number(
 
 def write_libsvm(
     path: str | os.PathLike[str],
-    X: Any,
-    y: Any,
+    X: ArrayLike | CSRLike,
+    y: ColumnLike,
     *,
     zero_based: bool = False,
-    query_id: Any = None,
+    query_id: ColumnLike | None = None,
 ) -> None:
     """Writes rows as `label index:value index:value ...`.
 

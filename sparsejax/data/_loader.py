@@ -1,13 +1,15 @@
-"""DataLoader: batches of static capacity, on top of grain.
+"""DataLoader: batches of static capacity, which grain prepares ahead in threads.
 
 Grain gets whole batches, not rows. NumPy gathers a batch from the columns in a fraction
 of a millisecond, whereas a pipeline of rows takes about ten microseconds of Python per
-row. Grain's part is to read ahead in threads and to keep the position.
+row. Without workers grain is not needed.
 
 Threads, not processes: grain's worker processes need `absl.app.run` around the program
 and a guarded `__main__`, and each gets a copy of the data set; and NumPy lets threads
 run in parallel. To use `mp_prefetch` anyway, call `to_grain`.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import logging
@@ -20,6 +22,7 @@ import numpy as np
 from jax.experimental.layout import Format
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree
 from sparsejax.data import _capacity, _columns
 from sparsejax.data._datasets import ArrayDataset, as_array_dataset
 from sparsejax.data._sampler import Sampler
@@ -56,11 +59,12 @@ class DataLoader:
         `repr(loader)` shows the choice. For several columns, pass a tuple or dict in
         the structure of the items, with "auto", an int or None for each; for nested
         rows, a tuple of ints, outermost first.
-      overflow: what to do if a batch does not fit. "error" raises before the first
-        batch of such an epoch. "spill" adds a second capacity that fits every batch:
-        then the step compiles at most twice, and "auto" lets about one batch in a
-        thousand spill.
-      num_workers: int, threads that prepare batches ahead of time; 0 for none.
+      overflow: what to do if a batch does not fit. "raise" or "error" raises before the
+        first batch of such an epoch. "spill" adds a second capacity that fits every
+        batch: then the step compiles at most twice, and "auto" lets about one batch in
+        a thousand spill.
+      num_workers: int, threads that prepare batches ahead of time, which needs grain;
+        0 for none.
       shard: (index, count), if this is one of several loaders that each get a part of
         every epoch. The parts are disjoint and together contain all rows; they have the
         same number of batches and the same capacities. `batch_size` is per shard.
@@ -68,6 +72,7 @@ class DataLoader:
 
     Raises:
       TypeError, ValueError: an argument is wrong, or a capacity is too small.
+      ImportError: there are workers, and grain is not installed.
 
     Example:
       >>> import numpy as np, sparsejax as sj
@@ -102,13 +107,18 @@ class DataLoader:
         seed: int = 0,
         drop_remainder: bool | None = None,
         mask: bool = False,
-        capacity: Any = "auto",
+        capacity: str | int | PyTree = "auto",
         overflow: str = "error",
         num_workers: int = 0,
         shard: tuple[int, int] = (0, 1),
         device: Any = None,
     ):
-        _import_grain()
+        if hasattr(dataset, "indptr"):  # scipy's: len() of it raises
+            raise TypeError(
+                f"{_CALL}: dataset must be an ArrayDataset, got "
+                f"{_arguments.kind_of(dataset)}. Pass ArrayDataset(X), or "
+                "ArrayDataset(X, y) with labels."
+            )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(
                 f"{_CALL}: dataset must be an ArrayDataset, a SimpleDataset or a "
@@ -118,10 +128,8 @@ class DataLoader:
         self._dataset = as_array_dataset(_CALL, dataset)
         if not len(self._dataset):
             raise ValueError(f"{_CALL}: the data set has no rows.")
-        if overflow not in ("error", "spill"):
-            raise ValueError(
-                f"{_CALL}: overflow must be 'error' or 'spill', got {overflow!r}."
-            )
+        modes, hint = ("error", "spill"), "'spill' adds a second, larger capacity."
+        overflow = _arguments.check_mode(_CALL, overflow, modes, hint, "overflow")
         drops = False if drop_remainder is None else drop_remainder
         self._sampler = sampler = Sampler(
             num_rows=len(self._dataset),
@@ -147,6 +155,8 @@ class DataLoader:
         if drop_remainder is None and not self._mask:
             _warn_of_padding(sampler)
         self._num_workers = _arguments.static_int(_CALL, "num_workers", num_workers)
+        if self._num_workers:
+            _import_grain("num_workers > 0")
         self._device = _as_device(device)
         self._buckets = _capacity.measure(self._dataset, sampler, capacity, overflow)
         self._buckets.check(sampler, 0, sampler.rows(0))
@@ -158,7 +168,7 @@ class DataLoader:
         """Number of batches of an epoch."""
         return len(self._sampler)
 
-    def __iter__(self) -> "LoaderIterator":
+    def __iter__(self) -> LoaderIterator:
         """The next epoch, or the rest of one after `set_state`."""
         epoch, batch = self._next
         self._last = LoaderIterator(self, epoch, batch)
@@ -265,6 +275,7 @@ class DataLoader:
         Raises:
           ValueError: `epoch` is not such an int, or with `overflow="error"` a batch of
             that epoch does not fit.
+          ImportError: grain is not installed.
 
         Example:
           >>> import numpy as np, sparsejax as sj
@@ -274,15 +285,18 @@ class DataLoader:
           [10.0, 50.0, 90.0]
         """
         epoch = _arguments.static_int(_CALL, "epoch", epoch)
+        return _import_grain("to_grain").MapDataset.source(self._batches(epoch))
+
+    def _batches(self, epoch: int) -> _Batches:
         rows = self._sampler.rows(epoch)
         self._buckets.check(self._sampler, epoch, rows)
-        batches = _Batches(
-            self._dataset, self._buckets, self._mask, self._sampler, rows
-        )
-        return _import_grain().MapDataset.source(batches)
+        return _Batches(self._dataset, self._buckets, self._mask, self._sampler, rows)
 
     def _start(self, epoch: int, batch: int) -> Any:
-        grain, threads = _import_grain(), self._num_workers
+        threads = self._num_workers
+        if not threads:
+            return _InOrder(self._batches(epoch), batch)
+        grain = _import_grain("num_workers > 0")
         # Two batches per thread: one in preparation, one waiting.
         options = grain.ReadOptions(
             num_threads=threads, prefetch_buffer_size=2 * threads
@@ -322,6 +336,24 @@ class LoaderIterator(Iterator[Any]):
         self._batches = self._loader._start(self._epoch, batch)
 
 
+class _InOrder(Iterator[Any]):
+    """The batches of an epoch, made when they are asked for."""
+
+    def __init__(self, batches: _Batches, start: int):
+        self._batches, self._next = batches, start
+
+    def __next__(self) -> Any:
+        if self._next >= len(self._batches):
+            raise StopIteration
+        batch = self._batches[self._next]
+        self._next += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """As that of grain's iterator."""
+        return {"next_index": self._next}
+
+
 class _Batches:
     """An epoch as grain's RandomAccessDataSource: batches are made on demand."""
 
@@ -355,12 +387,12 @@ class _Batches:
 # ------------------------------------------------------------------ arguments
 
 
-def _import_grain() -> Any:
+def _import_grain(what: str) -> Any:
     try:
         import grain
     except ImportError:
         raise ImportError(
-            f"{_CALL} needs grain, which is not installed. Run pip install "
+            f"{_CALL}: {what} needs grain, which is not installed. Run pip install "
             "'sparsejax[data]'."
         ) from None
     return grain

@@ -1,137 +1,145 @@
-"""HashIds and Vocabulary: turn words into ids, by a hash or by a list.
+"""Vocabulary: ids of words by a list of them, of which the frequent ones are kept.
 
-Id 0 is for missing words and, in a Vocabulary, for out-of-vocabulary (OOV) words. Words
-are a matrix of bytes, one row per word, with their lengths, so all words of a column
-are hashed or compared at once.
+Id 0 is for missing and out-of-vocabulary (OOV) words.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._files import as_path, read_npz, replacing
-from sparsejax.data import _csv
-from sparsejax.data._csv import Words
+from sparsejax._arguments import ArrayLike, ColumnLike, Progress, PyTree
+from sparsejax._files import ArraySpec, as_path, read_npz, replacing
+from sparsejax.data import _csv, _parquet, _short_words, _words
+from sparsejax.data._arrow_words import ArrowWords
+from sparsejax.data._text import Words
+from sparsejax.data._word_counts import WordCounts
 
 
-_MASK = (1 << 64) - 1
+_MOST_WAITING = 1 << 23  # words
+
+# Of a file, by names. Those of each column are required if "columns" names them.
+_ARRAYS = {
+    "columns": ArraySpec("i", (1,)),
+    "names": ArraySpec("U", (1,)),
+    "integers": ArraySpec("b", (1,)),
+    r"words \d{1,5}": ArraySpec("S", (1,), required=False),
+    r"ids \d{1,5}": ArraySpec("i", (1,), required=False),
+    r"counts \d{1,5}": ArraySpec("i", (1,), required=False),
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class HashIds:
-    """Ids of categories by a hash; needs no pass over the data, but ids may collide.
-
-    The id of a word in column c is `1 + mix(fnv1a(word, salt(seed, c))) mod (B - 1)`,
-    and 0 if it is missing. It is the same in every process and on every machine. The
-    same word gets different ids in different columns.
-
-    Args:
-      num_buckets: int B, rows of a table, below 2^31; or one per column.
-      seed: int; another seed gives other collisions.
-
-    Raises:
-      ValueError: fewer than two buckets, or too many.
-
-    Example:
-      >>> import sparsejax as sj
-      >>> encoder = sj.data.HashIds(1000)
-      >>> encoder.encode(0, [b"68fd1e64", b"", b"05db9164", b"68fd1e64"])
-      array([184,   0, 633, 184], dtype=int32)
-      >>> encoder.sizes(2)
-      [1000, 1000]
-
-    References:
-      Weinberger et al., 2009, "Feature Hashing for Large Scale Multitask Learning";
-      Fowler, Noll, Vo, FNV-1a; Appleby, MurmurHash3 (the finalizer).
-    """
-
-    num_buckets: int | Sequence[int]
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for size in np.atleast_1d(np.asarray(self.num_buckets, object)):
-            whole = isinstance(size, (int, np.integer))
-            if not whole or not 2 <= size <= np.iinfo(np.int32).max:
-                raise ValueError(
-                    "sparsejax.data.HashIds: num_buckets must be an int from 2 to "
-                    f"2147483647, or one per column, got {self.num_buckets!r}. Id 0 is "
-                    "for missing words, and ids are int32."
-                )
-        _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
-
-    def sizes(self, num_columns: int) -> list[int]:
-        """The number of ids of each column: rows of its table.
-
-        Args:
-          num_columns: int, number of columns.
-
-        Raises:
-          ValueError: `num_buckets` is a list of another length.
-        """
-        if isinstance(self.num_buckets, (int, np.integer)):
-            return [int(self.num_buckets)] * num_columns
-        found = [int(size) for size in self.num_buckets]
-        if len(found) != num_columns:
-            raise ValueError(
-                f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, but "
-                f"the file has {num_columns} columns of categories."
-            )
-        return found
-
-    def encode(self, column: int, words: Any) -> np.ndarray:
-        """The ids of words, int32 `[n]`.
-
-        Args:
-          column: int, the column they are from.
-          words: a sequence of bytes or strings.
-        """
-        call, size = "sparsejax.data.HashIds.encode", self.num_buckets
-        if not isinstance(size, (int, np.integer)):
-            _check_column(call, column, len(size))
-            size = size[column]
-        words = _as_words(call, words)
-        salt = _mix_int(_mix_int(self.seed + 1) + column)
-        # FNV-1a: exclusive or with a byte, then times a prime, modulo 2^64.
-        state = np.full(len(words.lengths), 0xCBF29CE484222325 ^ salt, np.uint64)
-        for place in range(words.text.shape[1]):
-            step = (state ^ words.text[:, place]) * np.uint64(0x100000001B3)
-            state = np.where(place < words.lengths, step, state)
-        ids = _mix(state) % np.uint64(int(size) - 1) + np.uint64(1)
-        return np.where(words.lengths > 0, ids, np.uint64(0)).astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Vocabulary:
-    """Ids of categories by a list: one id per word, 1 for the most frequent.
+    """Ids of words by a list: one id per word, 1 for the most frequent.
 
-    Id 0 is for out-of-vocabulary (OOV) and missing words. Use `build` to make one.
+    Id 0 is for out-of-vocabulary (OOV) and missing words. Use `from_columns` to make
+    one of arrays or a data frame, and `build` to make one of a file. The same words
+    give the same ids in both. Each column has its own ids, unless `shared=` says
+    otherwise.
 
     Args:
       words: for each column, its words, an array of bytes in ascending order.
       ids: for each column, the ids of these words, int32, starting from 1.
-      names: of the columns, if the file has names. A reader then refuses columns with
+      names: of the columns, if they have names. A reader then refuses columns with
         other names.
+      frequencies: for each column, how often each id occurred, int64 `[size]`; entry 0
+        counts the words that are missing or not kept. Or empty.
+      integers: for each column, whether its words are integers, which `decode` returns.
+
+    Two vocabularies are equal if they have the same names, words and ids.
 
     Example:
-      >>> import os, tempfile, sparsejax as sj
-      >>> path = os.path.join(tempfile.mkdtemp(), "clicks.csv")
-      >>> with open(path, "w") as file:
-      ...     _ = file.write("1,a\\n0,b\\n1,b\\n0,\\n")
-      >>> found = sj.data.Vocabulary.build(path, num_numbers=0, num_ids=1)
-      >>> found.sizes(1), found.encode(0, [b"b", b"a", b"new", b""])
-      ([3], array([1, 2, 0, 0], dtype=int32))
-      >>> found.save(path + ".npz")  # the model is useless without it
-      >>> sj.data.Vocabulary.load(path + ".npz").sizes()
-      [3]
+      >>> import numpy as np, sparsejax as sj
+      >>> users, items = np.array([7, 8, 7]), ["tea", "jam", "tea"]
+      >>> vocabulary = sj.data.Vocabulary.from_columns({"user": users, "item": items})
+      >>> vocabulary
+      Vocabulary(user: 3 ids, item: 3 ids)
+      >>> vocabulary.encode("item", ["jam", "tea", "new", None])
+      array([2, 1, 0, 0], dtype=int32)
+      >>> vocabulary.decode("item", [2, 1, 0]), vocabulary.decode("user", [1, 2])
+      (array(['jam', 'tea', ''], dtype='<U3'), array([7, 8]))
+
+    It goes with the model, which is useless without it:
+
+      >>> import os, tempfile
+      >>> path = os.path.join(tempfile.mkdtemp(), "vocabulary.npz")
+      >>> vocabulary.save(path)
+      >>> sj.data.Vocabulary.load(path) == vocabulary
+      True
     """
 
     words: Sequence[np.ndarray]
     ids: Sequence[np.ndarray]
     names: Sequence[str] = ()
+    frequencies: Sequence[np.ndarray] = ()
+    integers: Sequence[bool] = ()
+
+    @classmethod
+    def from_columns(
+        cls,
+        columns: ColumnLike | PyTree,
+        *,
+        shared: bool | Sequence[Any] | Mapping[str, Any] = (),
+        min_count: int | Mapping[str, int] = 1,
+        max_size: int | None | Mapping[str, int | None] = None,
+    ) -> Vocabulary:
+        """Counts the words of columns, and keeps the frequent ones.
+
+        A column is a list or array `[n]` of strings, bytes or integers, or a column of
+        pandas, polars, pyarrow or Hugging Face datasets. Columns may differ in length.
+        An integer is the same word as its decimal text. None, NaN, nulls and empty
+        strings are missing.
+
+        Args:
+          columns: a dict of columns by name; or a data frame, of which all columns are
+            taken: `df[["user", "item"]]`.
+          shared: columns that have one vocabulary in common, such as the two ends of an
+            edge: a list of lists of names, `[["head", "tail"]]`; or True for all.
+          min_count: int, the least number of occurrences of a word to keep; or a dict
+            of ints for some of the columns, `{"item": 5}`.
+          max_size: int, the largest number of ids of a column, including id 0; or a
+            dict.
+
+        Raises:
+          TypeError: `columns` is neither a dict nor a data frame, or a column has
+            another type.
+          ValueError: there are no columns; `shared` names one that is not there, or one
+            twice; a word is too long.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> edges = {"head": ["ann", "bob"], "tail": ["bob", "cid"]}
+          >>> people = sj.data.Vocabulary.from_columns(edges, shared=[["head", "tail"]])
+          >>> people, people.counts("head")
+          (Vocabulary(head, tail: 4 ids), array([0, 2, 1, 1]))
+          >>> people.encode_columns(edges)
+          {'head': array([2, 1], dtype=int32), 'tail': array([1, 3], dtype=int32)}
+        """
+        call = "sparsejax.data.Vocabulary.from_columns"
+        found = _words.as_columns(call, columns)
+        names = list(found)
+        groups = _as_groups(call, shared, names)
+        limits = _as_limits(call, min_count, max_size, names, groups)
+        parts = [_words.as_column(call, x, f"column {n!r}") for n, x in found.items()]
+        counted = []
+        for group in groups:
+            own = [parts[k] for k in group]
+            words = np.concatenate([part.words for part in own])
+            counts = np.concatenate([part.counts() for part in own])
+            # An integer and the same integer as text are one word.
+            words, place = np.unique(words, return_inverse=True)
+            total = np.bincount(place, counts, len(words)).astype(np.int64)
+            given = [part for part in own if (part.words != b"").any()]
+            is_integer = bool(given) and all(part.is_integer for part in given)
+            counted.append((words, total, is_integer))
+        return cls._of_groups(groups, counted, names, limits)
 
     @classmethod
     def build(
@@ -144,30 +152,46 @@ class Vocabulary:
         columns: Mapping[str, Any] | None = None,
         separator: str = "auto",
         header: bool = False,
-        min_count: int = 1,
-        max_size: int | None = None,
-        progress: Any = False,
-    ) -> "Vocabulary":
+        quotes: bool = True,
+        shared: bool | Sequence[Any] | Mapping[str, Any] = (),
+        min_count: int | Mapping[Any, int] = 1,
+        max_size: int | None | Mapping[Any, int | None] = None,
+        progress: Progress = False,
+    ) -> Vocabulary:
         """Counts the words of one or several files, and keeps the frequent ones.
 
         Args:
-          path: a file, or a list of files with the same columns.
-          num_numbers, num_ids, label, columns, separator, header, progress: as in
-            `read_csv_ids`.
-          min_count: int, the least number of occurrences of a word to keep.
-          max_size: int, the largest number of ids of a column, including id 0.
+          path: a file, or a list of files with the same columns: text as
+            `read_csv_ids` reads it, or Parquet, where `columns` is needed.
+          num_numbers, num_ids, label, columns, separator, header, quotes, progress: as
+            in `read_csv_ids`.
+          shared, min_count, max_size: as in `from_columns`. Columns without a name go
+            by their places among the categories, `shared=[[0, 2]]`.
 
         Raises:
-          TypeError, ValueError, OSError: as `read_csv_ids`.
+          ImportError: the file is Parquet, and pyarrow is not installed.
+          TypeError, ValueError, OSError: as `read_csv_ids` or `read_parquet_ids`.
+
+        Example:
+          >>> import os, tempfile, sparsejax as sj
+          >>> path = os.path.join(tempfile.mkdtemp(), "clicks.csv")
+          >>> with open(path, "w") as file:
+          ...     _ = file.write("1,a\\n0,b\\n1,b\\n0,\\n")
+          >>> found = sj.data.Vocabulary.build(path, num_numbers=0, num_ids=1)
+          >>> found.sizes(1), found.encode(0, [b"b", b"a", b"new", b""])
+          ([3], array([1, 2, 0, 0], dtype=int32))
         """
         call = "sparsejax.data.Vocabulary.build"
         layout = _csv.as_layout(
-            call, num_numbers, num_ids, label, separator, header, columns
+            call, num_numbers, num_ids, label, separator, header, columns, quotes
         )
-        least = _arguments.static_int(call, "min_count", min_count, 1)
-        if max_size is not None:
-            max_size = _arguments.static_int(call, "max_size", max_size, 1)
-        counts: list[dict[bytes, int]] = [{} for _ in range(layout.size("ids"))]
+        names = layout.names()
+        size = layout.size("ids")
+        known = names or list(range(size))
+        groups = _as_groups(call, shared, known)
+        limits = _as_limits(call, min_count, max_size, known, groups)
+        group_of = {column: g for g, group in enumerate(groups) for column in group}
+        counts = [WordCounts(_MOST_WAITING // max(len(groups), 1)) for _ in groups]
         if isinstance(path, (str, bytes, os.PathLike)):
             path = [path]
         elif not isinstance(path, Iterable) or hasattr(path, "read"):
@@ -176,14 +200,59 @@ class Vocabulary:
                 f"{path!r}."
             )
         for file in [as_path(call, file) for file in path]:
-            for table in _csv.read(file, layout, progress):
-                for column, own in enumerate(counts):
-                    words = _as_bytes(table.words(column))
-                    for word, n in zip(*np.unique(words, return_counts=True)):
-                        own[word] = own.get(word, 0) + int(n)
-        made = [_ranked(own, least, max_size) for own in counts]
-        words, ids = ([pair[k] for pair in made] for k in (0, 1))
-        return cls(words, ids, layout.names())
+            if _parquet.is_parquet(file):
+                tables: Iterator[Any] = _parquet.read(file, layout, progress)
+            else:
+                tables = _csv.read(file, layout, progress, only_ids=True)
+            for table in tables:
+                for column in range(size):
+                    for words in table.words(column):
+                        counts[group_of[column]].add(words)
+        counted = [(*own.total(), False) for own in counts]
+        return cls._of_groups(groups, counted, names, limits)
+
+    @classmethod
+    def _of_groups(
+        cls,
+        groups: Sequence[Sequence[int]],
+        counted: Sequence[tuple[np.ndarray, np.ndarray, bool]],
+        names: Sequence[str],
+        limits: Sequence[tuple[int, int | None]],
+    ) -> Vocabulary:
+        """A vocabulary of the words and counts of each group of columns."""
+        found: dict[int, Any] = {}
+        for group, limit, own in zip(groups, limits, counted, strict=True):
+            words, counts, is_integer = own
+            ranked = _ranked(words, counts, *limit)
+            found.update((column, (*ranked, is_integer)) for column in group)
+        own = [found[column] for column in sorted(found)]
+        words, ids, frequencies, integers = ([x[k] for x in own] for k in range(4))
+        return cls(words, ids, names, frequencies, integers)
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, Vocabulary):
+            return NotImplemented
+        same = lambda a, b: len(a) == len(b) and all(map(np.array_equal, a, b))
+        return (
+            list(self.names) == list(other.names)
+            and same(self.words, other.words)
+            and same(self.ids, other.ids)
+        )
+
+    def __repr__(self) -> str:
+        names = self.names or range(len(self.words))
+        columns: dict[int, list[str]] = {}
+        for name, words in zip(names, self.words):
+            columns.setdefault(id(words), []).append(str(name))
+        size = {id(words): len(words) + 1 for words in self.words}
+        shown = [
+            f"{_shortened(own, ', ')}: {size[k]} ids" for k, own in columns.items()
+        ]
+        # Between groups of several columns a comma would not be enough.
+        several = any(len(own) > 1 for own in columns.values())
+        return f"Vocabulary({_shortened(shown, '; ' if several else ', ')})"
+
+    # -------------------------------------------------------------- what it knows
 
     def sizes(self, num_columns: int | None = None) -> list[int]:
         """The number of ids of each column, including id 0: the rows of its table.
@@ -201,37 +270,299 @@ class Vocabulary:
             )
         return [len(words) + 1 for words in self.words]
 
-    def encode(self, column: int, words: Any) -> np.ndarray:
-        """The ids of words, int32 `[n]`; arguments as in `HashIds.encode`."""
-        call = "sparsejax.data.Vocabulary.encode"
-        found = _as_bytes(_as_words(call, words))
-        _check_column(call, column, len(self.words))
-        known, ids = self.words[column], self.ids[column]
-        if not len(known):
-            return np.zeros(len(found), np.int32)
-        place = np.minimum(np.searchsorted(known, found), len(known) - 1)
-        return np.where(known[place] == found, ids[place], np.int32(0))
+    def size(self, column: int | str) -> int:
+        """The number of ids of one column, including id 0: the rows of its table.
+
+        Args:
+          column: its name, or its place from 0.
+        """
+        return len(self.words[self._place("size", column)]) + 1
+
+    def counts(self, column: int | str) -> np.ndarray:
+        """How often each id occurred when the vocabulary was made, int64 `[size]`.
+
+        Entry 0 counts what is missing or was not kept. Columns that share a vocabulary
+        are counted together. This is what sampled softmax corrects by, and what
+        negatives are drawn by.
+
+        Args:
+          column: its name, or its place from 0.
+
+        Raises:
+          ValueError: there are no counts: the vocabulary was made of words and ids.
+        """
+        place = self._place("counts", column)
+        if not self.frequencies:
+            raise ValueError(
+                "sparsejax.data.Vocabulary.counts: this vocabulary was made without "
+                "counts. Make it with from_columns or build."
+            )
+        return self.frequencies[place]
+
+    def prune(
+        self,
+        *,
+        min_count: int | Mapping[Any, int] = 1,
+        max_size: int | None | Mapping[Any, int | None] = None,
+    ) -> Vocabulary:
+        """Keeps the frequent words of what was counted; these keep their ids.
+
+        So a cut-off can be chosen by `counts` without reading the data once more.
+
+        Args:
+          min_count, max_size: as in `from_columns`.
+
+        Returns:
+          The vocabulary that `from_columns` or `build` would have made.
+
+        Raises:
+          ValueError: there are no counts: the vocabulary was made of words and ids.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> items = ["tea", "jam", "tea", "rye", "jam", "tea"]
+          >>> found = sj.data.Vocabulary.from_columns({"item": items})
+          >>> found.counts("item")
+          array([0, 3, 2, 1])
+          >>> common = found.prune(min_count=2)
+          >>> common, common.counts("item")
+          (Vocabulary(item: 3 ids), array([1, 3, 2]))
+        """
+        call = "sparsejax.data.Vocabulary.prune"
+        if not self.frequencies:
+            raise ValueError(
+                f"{call}: this vocabulary was made without counts. Make it with "
+                "from_columns or build."
+            )
+        columns: dict[int, list[int]] = {}
+        for place, words in enumerate(self.words):
+            columns.setdefault(id(words), []).append(place)
+        groups = list(columns.values())
+        names = list(self.names) or list(range(len(self.words)))
+        limits = _as_limits(call, min_count, max_size, names, groups)
+        found: dict[int, Any] = {}
+        for group, (least, most) in zip(groups, limits):
+            words, ids = self.words[group[0]], self.ids[group[0]]
+            counts = self.frequencies[group[0]]
+            size = int(np.sum(counts[1:] >= least)) + 1  # counts by id descend
+            size = size if most is None else min(size, most)
+            kept = ids < size
+            frequency = np.append(counts[0] + counts[size:].sum(), counts[1:size])
+            pruned = _narrow(words[kept]), ids[kept], frequency
+            found.update((place, pruned) for place in group)
+        words, ids, counts = ([found[k][x] for k in sorted(found)] for x in range(3))
+        return Vocabulary(words, ids, self.names, counts, self.integers)
+
+    # -------------------------------------------------------------- words and ids
+
+    def encode(self, column: int | str, words: ColumnLike) -> np.ndarray:
+        """The ids of words, int32 `[n]`; 0 for words that it does not know.
+
+        Args:
+          column: the column they are from: its name, or its place from 0.
+          words: as a column of `from_columns`.
+
+        Raises:
+          TypeError: `words` is not such a column.
+          ValueError: no column has that name.
+          IndexError: `column` is out of range.
+        """
+        return self._encode("encode", self._place("encode", column), words)
+
+    def encode_columns(self, columns: ColumnLike | PyTree) -> dict[str, np.ndarray]:
+        """The ids of several columns, by name; for `ArrayDataset`.
+
+        Args:
+          columns: as in `from_columns`; all of them must be in the vocabulary, but some
+            of the vocabulary's may be missing.
+
+        Returns:
+          A dict of int32 `[n]`.
+
+        Raises:
+          TypeError: as `from_columns`.
+          ValueError: the vocabulary does not have one of the columns.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> data = {"user": [7, 8], "item": ["tea", "jam"]}
+          >>> vocabulary = sj.data.Vocabulary.from_columns(data)
+          >>> vocabulary.encode_columns({"item": ["jam", "tea"]})
+          {'item': array([1, 2], dtype=int32)}
+        """
+        call = "encode_columns"
+        found = _words.as_columns(f"sparsejax.data.Vocabulary.{call}", columns)
+        places = {name: self._place(call, name) for name in found}
+        return {
+            name: self._encode(call, places[name], x, f"column {name!r}")
+            for name, x in found.items()
+        }
+
+    def decode(
+        self, column: int | str, ids: ArrayLike, *, missing: str | int | None = None
+    ) -> np.ndarray:
+        """The words of ids: strings, or integers if the column was of integers.
+
+        Args:
+          column: its name, or its place from 0.
+          ids: integers, of any shape.
+          missing: what stands for id 0. By default "" among strings, and an error among
+            integers.
+
+        Returns:
+          An array of the shape of `ids`, of `str` or int64 (uint64 where it must be).
+
+        Raises:
+          IndexError: an id is out of range.
+          TypeError: `ids` are not integers, or `missing` is not of the column's type.
+          ValueError: id 0 of a column of integers, without `missing`.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> found = sj.data.Vocabulary.from_columns({"item": ["tea", "jam", "tea"]})
+          >>> found.decode("item", [[1, 2], [0, 1]], missing="?")
+          array([['tea', 'jam'],
+                 ['?', 'tea']], dtype='<U3')
+        """
+        call = "sparsejax.data.Vocabulary.decode"
+        place = self._place("decode", column)
+        is_integer = bool(self.integers) and bool(self.integers[place])
+        kind = int if is_integer else str
+        if missing is not None and not isinstance(missing, kind):
+            raise TypeError(
+                f"{call}: missing must be {_arguments.kind_of(kind())}, as the words "
+                f"of the column are, got {_arguments.show(missing)}."
+            )
+        ids = np.asarray(_arguments.as_integers(call, ids))
+        size = len(self.words[place]) + 1
+        outside = (ids < 0) | (ids >= size)
+        if outside.any():
+            raise IndexError(
+                f"{call}: ids must be from 0 to {size - 1}, got {ids[outside].flat[0]}."
+            )
+        if is_integer and missing is None and not ids.all():
+            raise ValueError(
+                f"{call}: id 0 stands for missing and out-of-vocabulary words, but the "
+                "words of this column are integers. Pass missing=, for example "
+                "missing=-1."
+            )
+        distinct, rows = np.unique(ids, return_inverse=True)
+        words = self._by_id(place)[distinct]
+        if is_integer:
+            other = int(missing or 0)
+            numbers = [int(word) if word else other for word in words.tolist()]
+            # Hashes may be above 2^63.
+            is_wide = max(numbers, default=0) > np.iinfo(np.int64).max
+            found = np.array(numbers, np.uint64 if is_wide else np.int64)
+        else:
+            found = _words.decode(words)
+            if missing:
+                found = np.where(distinct == 0, missing, found)
+        return found[rows].reshape(ids.shape)
+
+    def align(
+        self,
+        words: ColumnLike,
+        vectors: ArrayLike,
+        *,
+        column: int | str | None = None,
+        table: ArrayLike | None = None,
+    ) -> np.ndarray:
+        """A table of pretrained vectors, in the order of the ids.
+
+        Row `encode(column, [w])[0]` is the vector of w. If a word occurs twice, its
+        first vector counts. `sparsejax.data.read_vectors` reads the files of GloVe,
+        word2vec and fastText.
+
+        Args:
+          words: `[n]`, as a column of `from_columns`.
+          vectors: floats `[n, D]`; a memory map is not read as a whole.
+          column: its name, or its place from 0. May be omitted if all columns share one
+            vocabulary.
+          table: floats `[size, D]`, the rows of words that have no vector, such as
+            initial weights; zeros if omitted. It is copied.
+
+        Returns:
+          NumPy array `[size, D]`, of the dtype of `vectors`.
+
+        Raises:
+          TypeError, ValueError: as `encode`; or shapes do not fit; or `column` is
+            needed.
+
+        Example:
+          >>> import numpy as np, sparsejax as sj
+          >>> found = sj.data.Vocabulary.from_columns({"word": ["tea", "jam", "tea"]})
+          >>> found.align(["jam", "rye", "tea"], np.array([[1.0], [2.0], [3.0]]))
+          array([[0.],
+                 [3.],
+                 [1.]])
+        """
+        call = "sparsejax.data.Vocabulary.align"
+        if column is None:
+            if any(own is not self.words[0] for own in self.words):
+                raise ValueError(
+                    f"{call}: the columns have different words. Pass column=, one of "
+                    f"{list(self.names or range(len(self.words)))}."
+                )
+            column = 0
+        place = self._place("align", column)
+        ids = self._encode("align", place, words)
+        if not isinstance(vectors, np.ndarray):
+            vectors = np.asarray(vectors)
+        if vectors.ndim != 2 or len(vectors) != len(ids):
+            raise ValueError(
+                f"{call}: vectors must have shape [{len(ids)}, D], one row for each of "
+                f"the words, got {list(vectors.shape)}."
+            )
+        shape = len(self.words[place]) + 1, vectors.shape[1]
+        if table is None:
+            out = np.zeros(shape, vectors.dtype)
+        else:
+            out = np.array(table, vectors.dtype)
+            if out.shape != shape:
+                raise ValueError(
+                    f"{call}: table must have shape {list(shape)}, got "
+                    f"{list(out.shape)}."
+                )
+        found, first = np.unique(ids, return_index=True)
+        known = found > 0
+        out[found[known]] = vectors[first[known]]
+        return out
+
+    # -------------------------------------------------------------- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file. Keep the file with the model, which needs it.
 
         Args:
-          path: of an `.npz` file, with arrays "words k" and "ids k" for each column k,
-            and "names". An old file is replaced when the new one is complete.
+          path: of an `.npz` file. For each column k it has "column k", which says from
+            which column the words are: itself, or one that shares its vocabulary. For
+            the latter it has arrays "words k", "ids k" and, if there are counts,
+            "counts k". It also has "names" and "integers". An old file is replaced when
+            the new one is complete.
 
         Raises:
           TypeError: `path` is not a path.
           OSError: it cannot be written.
         """
         path = as_path("sparsejax.data.Vocabulary.save", path)
-        arrays = {f"words {k}": x for k, x in enumerate(self.words)}
-        arrays.update({f"ids {k}": x for k, x in enumerate(self.ids)})
+        first = [
+            next(j for j, own in enumerate(self.words) if own is words)
+            for words in self.words
+        ]
+        arrays: dict[str, np.ndarray] = {"columns": np.array(first, np.int64)}
+        for k in sorted(set(first)):
+            arrays[f"words {k}"] = self.words[k]
+            arrays[f"ids {k}"] = self.ids[k]
+            if self.frequencies:
+                arrays[f"counts {k}"] = self.frequencies[k]
         arrays["names"] = np.array(self.names, np.str_)
+        arrays["integers"] = np.array(self.integers, np.bool_)
         with replacing(path) as file:
             np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Vocabulary":
+    def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
         """Reads what `save` wrote.
 
         Args:
@@ -245,74 +576,242 @@ class Vocabulary:
         call = "sparsejax.data.Vocabulary.load"
         what = "a file that Vocabulary.save wrote"
         path = as_path(call, path)
-        found = read_npz(call, path, what, ["names"])
-        columns = range(len(found) // 2)
+        found = read_npz(call, path, what, _ARRAYS)
         try:
-            words = [found[f"words {k}"] for k in columns]
-            ids = [found[f"ids {k}"] for k in columns]
-            return cls(words, ids, found["names"].tolist())
-        except (KeyError, ValueError, TypeError, AttributeError) as e:
-            raise ValueError(f"{call}: {path} is not {what}: {e}.") from e
+            _check_columns(found)
+        except ValueError as e:
+            raise ValueError(f"{call}: {path} is not {what}: {e}.") from None
+        columns = found["columns"].tolist()
+        words, ids = ([found[f"{x} {k}"] for k in columns] for x in ("words", "ids"))
+        is_counted = any(name.startswith("counts ") for name in found)
+        counts = [found[f"counts {k}"] for k in columns] if is_counted else ()
+        names, integers = found["names"].tolist(), found["integers"].tolist()
+        return cls(words, ids, names, counts, integers)
+
+    # -------------------------------------------------------------- private
+
+    def _place(self, method: str, column: int | str) -> int:
+        """The place of a column that is given by name or by place."""
+        call = f"sparsejax.data.Vocabulary.{method}"
+        if isinstance(column, str):
+            names = list(self.names)
+            if column in names:
+                return names.index(column)
+            known = f"It has {names}" if names else "Its columns have no names"
+            raise ValueError(
+                f"{call}: the vocabulary has no column {column!r}. {known}; a place "
+                f"from 0 to {len(self.words) - 1} does as well."
+            )
+        place = _arguments.static_int(
+            call,
+            "column",
+            column,
+            hint=" It is a column's name, or its place from 0.",
+            not_an_int=TypeError,
+        )
+        if place >= len(self.words):
+            raise IndexError(
+                f"{call}: column {place} is out of range for {len(self.words)} columns."
+            )
+        return place
+
+    def _encode(
+        self, method: str, place: int, words: Any, name: str = "words"
+    ) -> np.ndarray:
+        call = f"sparsejax.data.Vocabulary.{method}"
+        known, ids = self.words[place], self.ids[place]
+        if isinstance(words, (Words, ArrowWords)):
+            keys, index = _short_words.as_keys(words), self._short_index(place)
+            if keys is not None and index is not None:
+                return index.find(keys)
+        if isinstance(words, ArrowWords):
+            return np.append(ids, np.int32(0))[words.find(self._as_arrow(place))]
+        found = _words.as_column(call, words, name)
+        if not len(known):
+            return found.per_row(np.zeros(len(found.words), np.int32))
+        at = np.minimum(np.searchsorted(known, found.words), len(known) - 1)
+        hits = np.where(known[at] == found.words, ids[at], np.int32(0))
+        return found.per_row(hits)
+
+    @functools.cached_property
+    def _made(self) -> dict[tuple[str, int], Any]:
+        """What was made of the words of columns."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in self.__dict__.items() if name != "_made"}
+
+    def _key(self, kind: str, place: int) -> tuple[str, int]:
+        """The same key for columns that share their words."""
+        words = self.words[place]
+        return kind, next(k for k, own in enumerate(self.words) if own is words)
+
+    def _short_index(self, place: int) -> _short_words.Index | None:
+        key = self._key("short index", place)
+        if key not in self._made:
+            words, ids = self.words[place], self.ids[place]
+            self._made[key] = _short_words.Index.of(words, ids)
+        return self._made[key]
+
+    def _as_arrow(self, place: int) -> ArrowWords:
+        key = self._key("pyarrow", place)
+        if key not in self._made:
+            import pyarrow as pa
+
+            words = pa.array(self.words[place].tolist(), pa.binary())
+            self._made[key] = ArrowWords(words)
+        return self._made[key]
+
+    def _by_id(self, place: int) -> np.ndarray:
+        """The words of a column in the order of ids, the empty word first."""
+        key = self._key("by id", place)
+        if key not in self._made:
+            words, ids = self.words[place], self.ids[place]
+            self._made[key] = found = np.zeros(len(words) + 1, words.dtype)
+            found[ids] = words
+        return self._made[key]
 
 
 # ------------------------------------------------------------------ private
 
 
-def _as_words(call: str, words: Any) -> Words:
-    """A sequence of bytes or strings as a matrix."""
-    if isinstance(words, Words):
-        return words
-    if isinstance(words, (str, bytes)) or not isinstance(words, Iterable):
-        raise TypeError(
-            f"{call}: words must be a sequence of strings or bytes, got "
-            f"{_arguments.show(words)}."
+def _check_columns(found: dict[str, np.ndarray]) -> None:
+    """Raises a ValueError unless the arrays of a file are those of a vocabulary."""
+    columns = found["columns"].tolist()
+    count = len(columns)
+    kinds = ["words", "ids"]
+    kinds += ["counts"] if any(name.startswith("counts ") for name in found) else []
+    expected = {f"{kind} {k}" for kind in kinds for k in set(columns)}
+    if found.keys() != expected | {"columns", "names", "integers"}:
+        raise ValueError(
+            f"its columns {columns[:8]} do not go with its arrays "
+            f"{', '.join(sorted(found)[:8])}"
         )
-    texts = [word.encode() if isinstance(word, str) else word for word in words]
-    for text in texts:
-        if not isinstance(text, bytes):
-            raise TypeError(
-                f"{call}: words must be strings or bytes, got {_arguments.show(text)}."
+    for name in ("names", "integers"):
+        if len(found[name]) not in (0, count):
+            raise ValueError(f"it has {len(found[name])} {name} for {count} columns")
+    for k in sorted(set(columns)):
+        words, ids = found[f"words {k}"], found[f"ids {k}"]
+        if not 0 <= k < count or columns[k] != k:
+            raise ValueError(f"its columns {columns[:8]} share what there is not")
+        if len(words) != len(ids):
+            raise ValueError(f"column {k} has {len(words)} words and {len(ids)} ids")
+        if (words[1:] <= words[:-1]).any():
+            raise ValueError(f"the words of column {k} are not in ascending order")
+        if len(ids) and not 1 <= ids.min() <= ids.max() <= len(words):
+            raise ValueError(f"the ids of column {k} are not from 1 to {len(words)}")
+        counts = found.get(f"counts {k}", np.zeros(len(words) + 1))
+        if len(counts) != len(words) + 1 or counts.min() < 0:
+            raise ValueError(f"the counts of column {k} do not go with its words")
+        found[f"ids {k}"] = ids.astype(np.int32)
+    for k, is_integer in zip(columns, found["integers"]):
+        if is_integer and not _are_integers(found[f"words {k}"]):
+            raise ValueError(f"the words of column {k} are not integers, as it says")
+
+
+def _are_integers(words: np.ndarray) -> bool:
+    for dtype in (np.int64, np.uint64):
+        try:
+            words.astype(dtype)
+            return True
+        except (OverflowError, ValueError):
+            continue
+    return False
+
+
+def _as_limits(
+    call: str, min_count: Any, max_size: Any, names: list[Any], groups: list[list[int]]
+) -> list[tuple[int, int | None]]:
+    """The least count and the largest size of each group of columns."""
+    least = _per_group(call, "min_count", min_count, 1, names, groups)
+    most = _per_group(call, "max_size", max_size, None, names, groups)
+    return list(zip(least, most))
+
+
+def _per_group(
+    call: str,
+    argument: str,
+    given: Any,
+    default: int | None,
+    names: list[Any],
+    groups: list[list[int]],
+) -> list[Any]:
+    """An argument that is one int, or a dict of ints by column, for each group."""
+    own = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    for name, limit in own.items():
+        if name not in names:
+            raise ValueError(
+                f"{call}: {argument} must have columns of {names} only, got {name!r}."
             )
-    lengths = np.array([len(text) for text in texts], np.int64)
-    width = int(lengths.max(initial=0))
-    joined = b"".join(text.ljust(width, b"\0") for text in texts)
-    return Words(np.frombuffer(joined, np.uint8).reshape(len(texts), width), lengths)
+        if limit is not None or default is not None:
+            _arguments.static_int(call, argument, limit, 1)
+    found = []
+    for group in groups:
+        limits = {own[names[k]] for k in group if names[k] in own}
+        if len(limits) > 1:
+            raise ValueError(
+                f"{call}: {argument} must be one for the columns "
+                f"{[names[k] for k in group]}, which share a vocabulary, got {given!r}."
+            )
+        found.append(limits.pop() if limits else default)
+    return found
 
 
-def _check_column(call: str, column: int, count: int) -> None:
-    if not 0 <= column < count:
-        raise IndexError(
-            f"{call}: column {column} is out of range for {count} columns."
+def _as_groups(call: str, shared: Any, names: list[Any]) -> list[list[int]]:
+    """The places of the columns of each vocabulary."""
+    if isinstance(shared, (bool, np.bool_)):
+        return [list(range(len(names)))] if shared else [[k] for k in range(len(names))]
+    of_names = isinstance(shared, (list, tuple)) and all(
+        isinstance(group, (list, tuple)) for group in shared
+    )
+    if not of_names:
+        raise TypeError(
+            f"{call}: shared must be True, or a list of lists of columns, for example "
+            f"[['head', 'tail']], got {_arguments.show(shared)}."
         )
-
-
-def _as_bytes(words: Words) -> np.ndarray:
-    """Words as NumPy's strings of bytes, which can be sorted and compared."""
-    n, width = words.text.shape
-    if not width:
-        return np.zeros(n, "S1")
-    return np.ascontiguousarray(words.text).view(f"S{width}").reshape(n)
+    given = [name for group in shared for name in group]
+    for name in given:
+        if name not in names or given.count(name) > 1:
+            raise ValueError(
+                f"{call}: shared must have each of the columns {names} at most once, "
+                f"got {_arguments.show(shared)}."
+            )
+    groups = [[names.index(name) for name in group] for group in shared if group]
+    taken = {column for group in groups for column in group}
+    return groups + [[k] for k in range(len(names)) if k not in taken]
 
 
 def _ranked(
-    counts: dict[bytes, int], least: int, most: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Words ascending, and their ids: 1 for the most frequent; ties in word order."""
-    kept = [(-n, word) for word, n in counts.items() if n >= least and word]
-    ranked = [word for _, word in sorted(kept)]
+    words: np.ndarray, counts: np.ndarray, least: int, most: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Words that are kept, their ids and the counts by id; ties in word order.
+
+    Args:
+      words: distinct, ascending.
+      counts: int64, of each.
+      least, most: as `min_count` and `max_size`.
+    """
+    kept = np.flatnonzero((words != b"") & (counts >= least))
+    order = kept[np.argsort(-counts[kept], kind="stable")]
     if most is not None:
-        ranked = ranked[: most - 1]
-    words = np.array(ranked, "S") if ranked else np.zeros(0, "S1")
-    order = np.argsort(words)
-    return words[order], (order + 1).astype(np.int32)
+        order = order[: most - 1]
+    others = counts.sum() - counts[order].sum()
+    ids = np.zeros(len(words), np.int32)
+    ids[order] = np.arange(1, len(order) + 1)
+    kept = np.flatnonzero(ids)
+    frequency = np.concatenate([[others], counts[order]])
+    return _narrow(words[kept]), ids[kept], frequency
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """MurmurHash3's finalizer: each bit of the result depends on each of x."""
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return x ^ (x >> np.uint64(33))
+def _shortened(shown: list[str], separator: str) -> str:
+    """At most 8 of a list, and how many more there are."""
+    most = 8
+    if len(shown) > most + 1:
+        shown = [*shown[:most], f"{len(shown) - most} more"]
+    return separator.join(shown)
 
 
-def _mix_int(x: int) -> int:
-    return int(_mix(np.array([x & _MASK], np.uint64))[0])
+def _narrow(words: np.ndarray) -> np.ndarray:
+    """Without the bytes that no word needs."""
+    width = int(np.char.str_len(words).max(initial=1))
+    return words.astype(f"S{width}")

@@ -1,0 +1,132 @@
+"""in_batch_softmax_loss: two towers, whose batch is its own sample of negatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, Scalar
+from sparsejax.losses import _scores
+
+
+_CALL = "sparsejax.losses.in_batch_softmax_loss"
+
+
+def in_batch_softmax_loss(
+    queries: ArrayLike,
+    candidates: ArrayLike,
+    *,
+    candidate_ids: ArrayLike | None = None,
+    log_q: ArrayLike | None = None,
+    temperature: Scalar = 1.0,
+    where: ArrayLike | None = None,
+    num_hard_negatives: int | None = None,
+) -> jax.Array:
+    """Softmax over the candidates of the batch: row i of both belongs together.
+
+    With scores `s(i, j) = queries[i] . candidates[j] / temperature - log_q[j]`
+
+      loss[i] = log(sum_j exp(s(i, j))) - s(i, i)
+
+    over j = i and the j that count as negatives of i. Frequent items are in many
+    batches, so without the correction `log_q` they are pushed down too often.
+
+    Args:
+      queries: `[B, D]`, vectors of users, say.
+      candidates: `[C, D]` with C >= B, the vectors of their items. Candidates from B on
+        belong to no query: they are negatives of all, such as sampled ones.
+      candidate_ids: ints `[C]`. A candidate with the id of query i's own candidate is
+        no negative of i (an accidental hit); its score would be pushed down and up.
+      log_q: `[C]`, log of the probability of each candidate to be in a batch, up to a
+        constant: `NegativeSampler.from_counts(counts, power=1).log_prob(ids)`.
+      temperature: positive number or scalar array; it may be learned.
+      where: booleans `[C]` or `[B, C]`, the candidates that count as negatives; False
+        for the padding of a batch. A query's own candidate always counts.
+      num_hard_negatives: int; only so many negatives with the highest scores count.
+
+    Returns:
+      `[B]`, one loss per query, at least float32.
+
+    Raises:
+      TypeError: vectors are not floats, ids not integers, or `where` not booleans.
+      ValueError: shapes do not match, or `num_hard_negatives` is not a positive int.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> users = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+      >>> items = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+      >>> sj.losses.in_batch_softmax_loss(users, items)
+      Array([0.86, 0.55, 0.86], dtype=float32)
+      >>> ids = jnp.array([7, 3, 7])  # the third candidate is the first one again
+      >>> sj.losses.in_batch_softmax_loss(users, items, candidate_ids=ids)
+      Array([0.31, 0.55, 0.31], dtype=float32)
+
+    References:
+      Yi et al., 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+      Recommendations"; Yang et al., 2020, "Mixed Negative Sampling"; TensorFlow
+      Recommenders, `tfrs.tasks.Retrieval`.
+    """
+    queries = _scores.as_floats(_CALL, queries, "queries")
+    candidates = _scores.as_floats(_CALL, candidates, "candidates")
+    is_matrix = queries.ndim == 2 and candidates.ndim == 2
+    if not is_matrix or queries.shape[1] != candidates.shape[1]:
+        raise ValueError(
+            f"{_CALL}: queries must be [B, D] and candidates [C, D], got shapes "
+            f"{queries.shape} and {candidates.shape}."
+        )
+    size, count = queries.shape[0], candidates.shape[0]
+    if count < size:
+        raise ValueError(
+            f"{_CALL}: each query needs a candidate of its own, got {size} queries and "
+            f"{count} candidates. Row i of candidates belongs to row i of queries."
+        )
+    scores = _scores.products("bd,cd->bc", queries, candidates)
+    scores /= _scalar(temperature, scores.dtype)
+    if log_q is not None:
+        log_q = _scores.as_floats(_CALL, log_q, "log_q")
+        scores -= _of_candidates("log_q", log_q, count).astype(scores.dtype)[None]
+
+    own = jnp.eye(size, count, dtype=bool)
+    is_negative = ~own
+    if candidate_ids is not None:
+        ids = jnp.asarray(_arguments.as_integers(_CALL, candidate_ids, "candidate_ids"))
+        ids = _of_candidates("candidate_ids", ids, count)
+        is_negative &= ids[:size, None] != ids[None]
+    where = _scores.as_mask(_CALL, where, (size, count))
+    if where is not None:
+        is_negative &= where
+    right = jnp.diagonal(scores)
+    if num_hard_negatives is not None:
+        n = _arguments.static_int(_CALL, "num_hard_negatives", num_hard_negatives, 1)
+        others = jnp.where(is_negative, scores, -jnp.inf)
+        hardest, _ = jax.lax.top_k(others, min(n, count))
+        scores = jnp.concatenate([right[:, None], hardest], axis=1)
+    else:
+        scores = jnp.where(is_negative | own, scores, -jnp.inf)
+    return jax.nn.logsumexp(scores, axis=1) - right
+
+
+def _of_candidates(name: str, x: jax.Array, count: int) -> jax.Array:
+    if x.shape != (count,):
+        raise ValueError(
+            f"{_CALL}: {name} must be [{count}], one for each candidate, got shape "
+            f"{x.shape}."
+        )
+    return x
+
+
+def _scalar(temperature: Any, dtype: Any) -> jax.Array:
+    is_number = isinstance(temperature, (int, float, np.number))
+    if is_number and temperature > 0:
+        return jnp.asarray(temperature, dtype)
+    found = _arguments.as_array(temperature)
+    if is_number or not isinstance(found, jax.Array) or found.ndim:
+        raise ValueError(
+            f"{_CALL}: temperature must be a positive number or a scalar array, got "
+            f"{_arguments.show(temperature)}."
+        )
+    return found.astype(dtype)

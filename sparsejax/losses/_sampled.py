@@ -1,0 +1,264 @@
+"""Losses on rows of an output table: of the labels, and of sampled negatives."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
+from sparsejax._lookup import lookup
+from sparsejax._rows import SelectedRows
+from sparsejax.data._negatives import NegativeSampler, NegativeSamples
+from sparsejax.losses import _scores
+from sparsejax.parallel import ShardedTable, lookup as sharded_lookup
+
+
+def sampled_softmax_loss(
+    table: ArrayLike | SelectedRows | ShardedTable,
+    inputs: ArrayLike,
+    labels: ArrayLike,
+    negatives: NegativeSamples | ArrayLike,
+    *,
+    bias: ArrayLike | SelectedRows | ShardedTable | None = None,
+    remove_accidental_hits: bool = True,
+) -> jax.Array:
+    """Softmax cross-entropy over the label and sampled negatives, for large tables.
+
+    With scores `s(c) = inputs . table[c] + bias[c] - log Q(c)`, where Q(c) is how often
+    the sample was expected to have c, for a label y and a sample S
+
+      loss = log(exp(s(y)) + sum_{c in S, c != y} exp(s(c))) - s(y)
+
+    This estimates the softmax cross-entropy over all V classes, with n + 1 rows of the
+    table in its place. The log-Q correction makes up for classes that are sampled
+    often. With T labels for an example, each is right with probability 1 / T: the
+    second term is their mean.
+
+    Args:
+      table: `[V, D]`, the vectors of all classes: an array, a SelectedRows of pulled
+        rows, or a ShardedTable of `sparsejax.parallel.shard_rows`.
+      inputs: `[..., D]`, what the model makes of each example.
+      labels: ints `[...]` or `[..., T]`. Out of range they give NaN.
+      negatives: from `NegativeSampler.sample(key, shape, labels)`, either `[n]` for all
+        examples or `[..., n]`. Or ints alone: without log-Q, right for a uniform draw.
+        An id of -1 is skipped.
+      bias: `[V, 1]` or `[V]`. A vector has a sparse gradient only where `tables=`
+        insists on it; `[V, 1]` has one as tables have.
+      remove_accidental_hits: whether negatives that equal a label of their example are
+        skipped.
+
+    Returns:
+      `[...]`, one loss per example, at least float32.
+
+    Raises:
+      TypeError: `labels` or `negatives` are not integers, or another argument is not
+        an array of floats.
+      ValueError: shapes do not match, or the negatives have no `label_log_q`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> table, inputs = jnp.zeros((1000, 4)), jnp.ones((2, 4))
+      >>> labels = jnp.array([7, 3])
+      >>> sampler = sj.data.NegativeSampler.uniform(1000)
+      >>> negatives = sampler.sample(jax.random.key(0), 9, labels)
+      >>> loss = lambda t: sj.losses.sampled_softmax_loss(t, inputs, labels, negatives)
+      >>> loss(table)  # log(10)
+      Array([2.302585, 2.302585], dtype=float32)
+      >>> grads = jax.eval_shape(sj.grad(lambda t: loss(t).mean()), table)
+      >>> grads.capacity  # rows of the 2 labels and the 9 negatives
+      11
+
+    References:
+      Jean et al., 2015, "On Using Very Large Target Vocabulary"; TensorFlow,
+      `tf.nn.sampled_softmax_loss`.
+    """
+    call = "sparsejax.losses.sampled_softmax_loss"
+    right, others = _scores_of(
+        call, table, inputs, labels, negatives, bias, remove_accidental_hits
+    )
+    others = jnp.where(others.are_negatives, others.scores, -jnp.inf)
+    log_sum = jax.nn.logsumexp(jnp.concatenate([right, others], axis=-1), axis=-1)
+    return log_sum - jnp.mean(right, axis=-1)
+
+
+def nce_loss(
+    table: ArrayLike | SelectedRows | ShardedTable,
+    inputs: ArrayLike,
+    labels: ArrayLike,
+    negatives: NegativeSamples | ArrayLike,
+    *,
+    bias: ArrayLike | SelectedRows | ShardedTable | None = None,
+    remove_accidental_hits: bool = False,
+) -> jax.Array:
+    """Noise-contrastive estimation: a logistic loss of labels and sampled negatives.
+
+    With scores s as in `sampled_softmax_loss`, for a label y and a sample S
+
+      loss = -log sigmoid(s(y)) - sum_{c in S} log sigmoid(-s(c))
+
+    With negatives that are ints alone there is no log-Q in the scores, and this is the
+    negative sampling of word2vec. With T labels for an example, each is right with
+    probability 1 / T, and the first term is a cross-entropy with it for each of them.
+
+    Args:
+      table: `[V, D]`; this and the others as in `sampled_softmax_loss`.
+      inputs: `[..., D]`.
+      labels: ints `[...]` or `[..., T]`.
+      negatives: from `NegativeSampler.sample(key, shape, labels)`, or ints.
+      bias: `[V, 1]` or `[V]`.
+      remove_accidental_hits: whether negatives that equal a label of their example are
+        skipped. NCE's theory keeps them.
+
+    Returns:
+      `[...]`, one loss per example, at least float32.
+
+    Raises:
+      TypeError, ValueError: as `sampled_softmax_loss`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> table, inputs = jnp.zeros((1000, 4)), jnp.ones((2, 4))
+      >>> sj.losses.nce_loss(table, inputs, jnp.array([7, 3]), jnp.array([1, 2]))
+      Array([2.0794415, 2.0794415], dtype=float32)
+
+    References:
+      Gutmann and Hyvarinen, 2010, "Noise-contrastive estimation"; Mikolov et al., 2013,
+      "Distributed Representations of Words and Phrases"; TensorFlow, `tf.nn.nce_loss`.
+    """
+    call = "sparsejax.losses.nce_loss"
+    right, others = _scores_of(
+        call, table, inputs, labels, negatives, bias, remove_accidental_hits
+    )
+    # softplus(s) - z s is the cross-entropy with a probability z.
+    first = jnp.sum(jax.nn.softplus(right), axis=-1) - jnp.mean(right, axis=-1)
+    second = jnp.where(others.are_negatives, jax.nn.softplus(others.scores), 0)
+    return first + jnp.sum(second, axis=-1)
+
+
+# ------------------------------------------------------------------ private
+
+
+class _Others(NamedTuple):
+    """Scores of the negatives, and which of them count, both `[..., n]`."""
+
+    scores: jax.Array
+    are_negatives: jax.Array
+
+
+def _scores_of(
+    call: str,
+    table: Any,
+    inputs: Any,
+    labels: Any,
+    negatives: Any,
+    bias: Any,
+    remove_accidental_hits: bool,
+) -> tuple[jax.Array, _Others]:
+    """The scores s of labels, `[..., T]`, and of negatives."""
+    table = _as_table(call, table, "table")
+    inputs = _scores.as_floats(call, inputs, "inputs")
+    if table.ndim != 2 or inputs.ndim < 1 or inputs.shape[-1] != table.shape[1]:
+        raise ValueError(
+            f"{call}: table must be [V, D] and inputs [..., D], got shapes "
+            f"{table.shape} and {inputs.shape}."
+        )
+    height, lead = table.shape[0], inputs.shape[:-1]
+    labels = _arguments.as_ids(call, labels, height, "labels")
+    several = labels.ndim == inputs.ndim
+    if labels.shape[: len(lead)] != lead or labels.ndim > inputs.ndim:
+        raise ValueError(
+            f"{call}: labels must be {lead} for inputs {inputs.shape}, or have one "
+            f"more axis for several labels, got shape {labels.shape}."
+        )
+    ids, log_q, label_log_q = _parts_of(call, negatives, labels)
+    ids = _arguments.as_ids(call, ids, height, "negatives")
+    if ids.ndim != 1 and ids.shape[:-1] != lead:
+        raise ValueError(
+            f"{call}: negatives must be [n], or [..., n] with the axes {lead} of the "
+            f"examples, got shape {ids.shape}."
+        )
+    if not several:
+        labels = labels[..., None]
+
+    # Two reads of one table: their rows become one SelectedRows.
+    right = _scores.products("...d,...td->...t", inputs, _read(table, labels))
+    # Shared negatives are one matrix for all examples.
+    subscripts = "...d,nd->...n" if ids.ndim == 1 else "...d,...nd->...n"
+    others = _scores.products(subscripts, inputs, _read(table, ids, padding_id=-1))
+    if bias is not None:
+        bias = _check_bias(call, bias, height)
+        flat = lambda x, ids: x.reshape(ids.shape).astype(right.dtype)
+        right += flat(_read(bias, labels), labels)
+        others += _like(flat(_read(bias, ids, padding_id=-1), ids), others)
+    if log_q is not None:
+        right -= label_log_q.astype(right.dtype).reshape(right.shape)
+        others -= _like(log_q.astype(others.dtype), others)
+    count = _like(ids != -1, others)
+    if _arguments.check_bool(call, "remove_accidental_hits", remove_accidental_hits):
+        hits = labels[..., :, None] == _like(ids, others)[..., None, :]
+        count &= ~jnp.any(hits, axis=-2)
+    return right, _Others(others, count)
+
+
+def _like(x: jax.Array, others: jax.Array) -> jax.Array:
+    """`[n]` or `[..., n]` as `[..., n]`."""
+    return jnp.broadcast_to(x, others.shape)
+
+
+def _read(table: Any, ids: jax.Array, padding_id: int | None = None) -> jax.Array:
+    if isinstance(table, ShardedTable):
+        return sharded_lookup(table, ids, padding_id=padding_id)
+    return lookup.lookup(table, ids, padding_id=padding_id)
+
+
+def _as_table(call: str, table: Any, name: str) -> Any:
+    """A table that can be read by rows of floats."""
+    if isinstance(table, ShardedTable):
+        return table
+    table = _arguments.as_array(table)
+    if not isinstance(table, (jax.Array, SelectedRows)):
+        raise TypeError(
+            f"{call}: {name} must be an array, a SelectedRows or a ShardedTable, got "
+            f"{_arguments.kind_of(table)}. Pass the array of weights itself, as in "
+            "params['items']."
+        )
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(f"{call}: {name} must be floats, got {table.dtype}.")
+    return table
+
+
+def _check_bias(call: str, bias: Any, height: int) -> Any:
+    bias = _as_table(call, bias, "bias")
+    if bias.shape not in ((height,), (height, 1)):
+        raise ValueError(
+            f"{call}: bias must be [V, 1] or [V] with the V = {height} rows of table, "
+            f"got shape {bias.shape}."
+        )
+    return bias
+
+
+def _parts_of(call: str, negatives: Any, labels: jax.Array) -> tuple[Any, Any, Any]:
+    """Ids, and the logs of expected counts of them and of the labels, or None."""
+    if isinstance(negatives, NegativeSampler):
+        raise TypeError(
+            f"{call}: negatives must be sampled, got the NegativeSampler itself. Call "
+            "sampler.sample(key, n, labels) in the step."
+        )
+    if not isinstance(negatives, NegativeSamples):
+        return negatives, None, None
+    ids, log_q, label_log_q = negatives
+    if label_log_q is None:
+        raise ValueError(
+            f"{call}: negatives have no label_log_q, which the correction needs. Pass "
+            "the labels when you sample: sampler.sample(key, n, labels). Or pass "
+            "negatives.ids for no correction."
+        )
+    if label_log_q.shape != labels.shape or log_q.shape != ids.shape:
+        raise ValueError(
+            f"{call}: negatives were sampled for labels of shape {label_log_q.shape}, "
+            f"got labels of shape {labels.shape}."
+        )
+    return ids, log_q, label_log_q

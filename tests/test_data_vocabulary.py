@@ -1,0 +1,616 @@
+"""Vocabularies of columns: data frames, shared words, counts, pretrained vectors."""
+
+import collections
+import copy
+import dataclasses
+import gzip
+import importlib
+import pickle
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from sparsejax.data import _text, _vocabulary
+
+
+Vocabulary = sj.data.Vocabulary
+USERS = [196, 186, 22, 196, 7, 22, 196]
+ITEMS = ["tea", "jam", None, "tea", "crème", "jam", "tea"]
+
+
+def same(a, b):
+    assert a == b
+    assert [x.dtype for x in a.ids] == [x.dtype for x in b.ids]
+    for x, y in zip(a.frequencies, b.frequencies, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# ------------------------------------------------------------------ kinds of columns
+
+
+def numpy_columns():
+    items = np.array([x or "" for x in ITEMS])
+    bytes_ = np.char.encode(items, "utf-8")
+    return {
+        "str": (np.array(USERS), items),
+        "bytes": (np.array(USERS, np.uint16), bytes_),
+        "object": (np.array(USERS, object), np.array(ITEMS, object)),
+        "text of ints": ([str(x) for x in USERS], np.array(ITEMS, object)),
+        "floats": (np.array(USERS, np.float32), [x or np.nan for x in ITEMS]),
+        "jax": (jnp.array(USERS), iter(ITEMS)),
+        "masked": (
+            np.array(USERS, ">i8"),
+            np.ma.MaskedArray(items, [x is None for x in ITEMS]),
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", numpy_columns())
+def test_arrays(kind):
+    users, items = numpy_columns()[kind]
+    if kind == "jax":
+        items = list(items)
+    got = Vocabulary.from_columns({"user": users, "item": items})
+    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    same(got, want)
+    assert got.encode("user", users).tolist() == [1, 3, 2, 1, 4, 2, 1]
+    assert got.encode("item", items).tolist() == [1, 2, 0, 1, 3, 2, 1]
+
+
+def pandas_frames():
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"user": USERS, "item": ITEMS})
+    yield frame
+    yield frame.astype({"user": "Int64", "item": "category"})
+    yield frame.astype({"user": "category", "item": "string"})
+    yield frame.set_index(np.arange(len(frame))[::-1])  # rows are not found by label
+    gap = pd.concat([frame, pd.DataFrame({"user": [None], "item": [None]})])
+    assert gap["user"].dtype.kind in "fO"
+    yield gap.iloc[:-1]
+
+
+def test_pandas():
+    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    for frame in pandas_frames():
+        got = Vocabulary.from_columns(frame)
+        same(got, want)
+        encoded = got.encode_columns(frame)
+        assert encoded["user"].tolist() == [1, 3, 2, 1, 4, 2, 1]
+        assert encoded["item"].tolist() == [1, 2, 0, 1, 3, 2, 1]
+        assert got.decode("user", [1, 2]).tolist() == [196, 22]
+        assert got.encode("item", frame["item"].iloc[:2]).tolist() == [1, 2]
+        assert got.encode("item", frame["item"].array).tolist() == [1, 2, 0, 1, 3, 2, 1]
+
+
+def test_polars():
+    pl = pytest.importorskip("polars")
+    frame = pl.DataFrame({"user": USERS, "item": ITEMS})
+    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    for own in (frame, frame.with_columns(pl.col("item").cast(pl.Categorical))):
+        got = Vocabulary.from_columns(own)
+        same(got, want)
+        assert got.encode_columns(own)["item"].tolist() == [1, 2, 0, 1, 3, 2, 1]
+    with pytest.raises(TypeError, match=r"LazyFrame. Pass for example df.collect\(\)"):
+        Vocabulary.from_columns(frame.lazy())
+
+
+def test_pyarrow():
+    pa = pytest.importorskip("pyarrow")
+    whole = pa.table({"user": USERS, "item": ITEMS})
+    chunks = pa.concat_tables([whole.slice(0, 3), whole.slice(3)])
+    assert chunks["item"].num_chunks == 2
+    coded = chunks.set_column(1, "item", chunks["item"].dictionary_encode())
+    small = whole["item"].combine_chunks().dictionary_encode()
+    small = small.cast(pa.dictionary(pa.uint8(), pa.string()))
+    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    for table in (whole, chunks, coded, whole.set_column(1, "item", small)):
+        got = Vocabulary.from_columns(table)
+        same(got, want)
+        assert got.encode_columns(table)["item"].tolist() == [1, 2, 0, 1, 3, 2, 1]
+    nothing = whole.slice(0, 0)
+    assert want.encode_columns(nothing)["item"].shape == (0,)
+    assert Vocabulary.from_columns(nothing).sizes() == [1, 1]
+
+
+@pytest.mark.slow
+def test_hugging_face():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"user": USERS, "item": ITEMS})
+    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    same(Vocabulary.from_columns(data), want)
+    same(Vocabulary.from_columns({name: data[name] for name in ("user", "item")}), want)
+    turned = data.select(list(range(len(data)))[::-1])
+    assert want.encode("user", turned["user"]).tolist() == [1, 2, 4, 1, 2, 3, 1]
+    with pytest.raises(TypeError, match="column 'train' must be strings.*is a table"):
+        Vocabulary.from_columns(datasets.DatasetDict({"train": data}))
+
+
+def test_a_file_gives_the_same(tmp_path):
+    lines = ["user,item,rating", *(f"{u},{i or ''},1" for u, i in zip(USERS, ITEMS))]
+    path = tmp_path / "ratings.csv"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    columns = {"label": "rating", "ids": ["user", "item"]}
+    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    same(Vocabulary.build(path, columns=columns), want)
+    same(Vocabulary.build([path, path], columns=columns, min_count=3, max_size=3),
+         Vocabulary.from_columns({"user": USERS * 2, "item": ITEMS * 2},
+                                 min_count=3, max_size=3))  # fmt: skip
+    read = sj.data.read_csv_ids(path, want, columns=columns)["ids"]
+    encoded = want.encode_columns({"user": USERS, "item": ITEMS})
+    np.testing.assert_array_equal(read, np.stack(list(encoded.values()), axis=1))
+
+
+def test_a_hash_takes_the_same_columns():
+    encoder = sj.data.HashIds(1000, seed=2)
+    want = encoder.encode(1, [str(x) for x in USERS])
+    for users, _ in numpy_columns().values():
+        np.testing.assert_array_equal(encoder.encode(1, users), want)
+    assert encoder.encode(0, [None, ""]).tolist() == [0, 0]
+    pd = pytest.importorskip("pandas")
+    np.testing.assert_array_equal(encoder.encode(1, pd.Series(USERS)), want)
+
+
+# ------------------------------------------------------------------ data sets of frames
+
+
+def frames():
+    """The same columns in each of these packages: numbers, and lists of numbers."""
+    rating, baskets = [4.5, 3.0, 1.0], [[7, 9], [8], [5, 6, 7]]
+    columns = {"rating": rating, "basket": baskets}
+    if pd := _import("pandas"):
+        yield "pandas", pd.DataFrame(columns, index=[2, 1, 0])
+    if pl := _import("polars"):
+        yield "polars", pl.DataFrame(columns)
+    if pa := _import("pyarrow"):
+        yield "pyarrow", pa.table(columns)
+
+
+def _import(name):
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+@pytest.mark.parametrize("kind", ["pandas", "polars", "pyarrow"])
+def test_a_data_set_of_a_frame(kind):
+    frame = dict(frames()).get(kind)
+    if frame is None:
+        pytest.skip(f"{kind} is not installed")
+    columns = {name: frame[name] for name in ("rating", "basket")}
+    for given in (frame, columns):
+        dataset = sj.data.ArrayDataset(given)
+        assert dataset[0]["rating"] == 4.5  # by place, not by label
+        assert list(dataset[2]["basket"]) == [5, 6, 7]
+        assert list(dataset[:2]["rating"]) == [4.5, 3.0]
+        (batch,) = sj.data.DataLoader(dataset, 3)
+        assert batch["rating"].tolist() == [4.5, 3.0, 1.0]
+        assert batch["basket"].to_lists() == [[7, 9], [8], [5, 6, 7]]
+
+
+@pytest.mark.slow
+def test_a_data_set_of_hugging_face():
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"y": [1.0, 2.0], "ids": [[1, 2], [3]]})
+    for given in (data, {"y": data["y"], "ids": data["ids"]}):
+        (batch,) = sj.data.DataLoader(sj.data.ArrayDataset(given), 2)
+        assert batch["y"].tolist() == [1.0, 2.0]
+        assert batch["ids"].to_lists() == [[1, 2], [3]]
+
+
+# ------------------------------------------------------------------ counts, sharing
+
+
+@pytest.mark.parametrize("least, most", [(1, None), (3, None), (1, 9), (4, 6)])
+def test_counts_and_cut_off(least, most):
+    rng = np.random.default_rng(0)
+    words = [f"w{k}" if k else "" for k in rng.zipf(1.3, 2000) % 90]
+    found = Vocabulary.from_columns({"w": words}, min_count=least, max_size=most)
+    count = collections.Counter(w for w in words if w)
+    kept = [(-n, w) for w, n in count.items() if n >= least]
+    kept = sorted(kept)[: most and most - 1]
+    ids = {word: k for k, (_, word) in enumerate(kept, 1)}
+    assert found.encode("w", words).tolist() == [ids.get(w, 0) for w in words]
+    assert found.size("w") == len(ids) + 1
+    assert found.counts("w")[1:].tolist() == [-n for n, _ in kept]
+    assert found.counts(0).sum() == len(words)
+    decoded = found.decode("w", found.encode("w", words), missing="?").tolist()
+    assert decoded == [w if w in ids else "?" for w in words]
+
+
+def test_limits_of_columns(tmp_path):
+    """Each column has its own cut-off, as if it stood alone; `prune` cuts later."""
+    rng = np.random.default_rng(1)
+    columns = {name: rng.zipf(1.5, 500) % 40 for name in ("user", "item", "tag")}
+    least, most = {"user": 3, "tag": 2}, {"item": 5, "user": None}
+    whole = Vocabulary.from_columns(columns)
+    found = Vocabulary.from_columns(columns, min_count=least, max_size=most)
+    for name, own in columns.items():
+        want = Vocabulary.from_columns(
+            {name: own}, min_count=least.get(name, 1), max_size=most.get(name)
+        )
+        ids = found.encode(name, own)
+        np.testing.assert_array_equal(ids, want.encode(name, own))
+        np.testing.assert_array_equal(found.counts(name), want.counts(name))
+        known = ids > 0
+        np.testing.assert_array_equal(ids[known], whole.encode(name, own)[known])
+    assert len({found.size(name) for name in columns}) == 3 and found.size("item") == 5
+    same(whole.prune(min_count=least, max_size=most), found)
+    assert whole.prune() == whole and found.prune(max_size=2).sizes() == [2, 2, 2]
+    assert whole.prune(min_count=10**6).decode("user", [0], missing=7).tolist() == [7]
+
+    path = tmp_path / "rows.csv"
+    rows = zip(*(x.tolist() for x in columns.values()))
+    path.write_text("".join(f"{u},{i},{t}\n" for u, i, t in rows))
+    layout: Any = dict(columns={"ids": [0, 1, 2]})
+    by_place = Vocabulary.build(
+        path, min_count={0: 3, 2: 2}, max_size={1: 5, 0: None}, **layout
+    )
+    same(dataclasses.replace(by_place, names=found.names), found)
+
+    shared = Vocabulary.from_columns(
+        columns, shared=[["user", "item"]], min_count={"item": 4}
+    )
+    same(Vocabulary.from_columns(columns, shared=[["user", "item"]]).prune(
+        min_count={"user": 4, "item": 4}), shared)  # fmt: skip
+    assert shared.words[0] is shared.words[1]
+
+
+def test_a_long_repr_is_cut():
+    columns = {f"C{k}": [1] for k in range(30)}
+    shown = "C0: 2 ids, C1: 2 ids, C2: 2 ids, C3: 2 ids, C4: 2 ids, C5: 2 ids"
+    shown += ", C6: 2 ids, C7: 2 ids, 22 more"
+    assert repr(Vocabulary.from_columns(columns)) == f"Vocabulary({shown})"
+    shown = "C0, C1, C2, C3, C4, C5, C6, C7, 22 more: 2 ids"
+    assert repr(Vocabulary.from_columns(columns, shared=True)) == f"Vocabulary({shown})"
+
+
+def test_columns_share_a_vocabulary(tmp_path):
+    triples = {
+        "head": ["ann", "bob", "ann"],
+        "relation": ["knows", "knows", "likes"],
+        "tail": ["bob", "cid", "cid"],
+    }
+    shared = [["head", "tail"]]
+    found = Vocabulary.from_columns(triples, shared=shared)
+    ids = found.encode_columns(triples)
+    assert ids["head"].tolist() == [1, 2, 1] and ids["tail"].tolist() == [2, 3, 3]
+    assert ids["relation"].tolist() == [1, 1, 2]
+    assert found.counts("head").tolist() == [0, 2, 2, 2]
+    assert repr(found) == "Vocabulary(head, tail: 4 ids; relation: 3 ids)"
+
+    path = tmp_path / "triples.tsv"
+    path.write_text("\n".join(map("\t".join, zip(*triples.values()))))
+    by_place = Vocabulary.build(path, columns={"ids": [0, 1, 2]}, shared=[[0, 2]])
+    assert repr(by_place) == "Vocabulary(0, 2: 4 ids; 1: 3 ids)"
+    path.write_text("head\trelation\ttail\n" + path.read_text())
+    columns = {"ids": list(triples)}
+    same(Vocabulary.build(path, columns=columns, shared=shared), found)
+
+    found.save(tmp_path / "triples.npz")
+    loaded = Vocabulary.load(tmp_path / "triples.npz")
+    same(loaded, found)
+    assert repr(loaded) == repr(found) and loaded.words[0] is loaded.words[2]
+    edges = {name: triples[name] for name in ("head", "tail")}
+    both = Vocabulary.from_columns(edges, shared=True)
+    assert repr(both) == "Vocabulary(head, tail: 4 ids)"
+    assert both.align(["cid"], [[1.0]]).tolist() == [[0], [0], [0], [1]]
+    with pytest.raises(ValueError, match="different words. Pass column="):
+        found.align(["cid"], [[1.0]])
+
+
+def test_equal_means_the_same_ids():
+    a = Vocabulary.from_columns({"x": [1, 2]})
+    assert a == Vocabulary.from_columns({"x": ["1", "2"]})
+    assert a != Vocabulary.from_columns({"y": [1, 2]})
+    assert a != Vocabulary.from_columns({"x": [1, 2, 2]})
+    assert a != Vocabulary.from_columns({"x": [1, 2], "y": [1]}) and a != 3
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(a)
+
+
+def test_a_copy_knows_the_same_ids():
+    made = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    want = made.encode("item", ITEMS).tolist(), made.decode("user", [1, 2]).tolist()
+    for copied in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        same(copied, made)
+        assert copied.encode("item", ITEMS).tolist() == want[0]
+        assert copied.decode("user", [1, 2]).tolist() == want[1]
+    assert len(pickle.dumps(made)) == len(pickle.dumps(copied))
+
+
+@pytest.mark.parametrize("width", [3, 8, 9])
+def test_many_words_in_a_file(tmp_path, width):
+    """More than one probe away in a hash, and in more than one part of a count."""
+    rng = np.random.default_rng(width)
+    words = np.array([f"{k:0{width}d}"[-width:] for k in rng.integers(0, 10**6, 9000)])
+    words[::7] = [f"{k}" for k in rng.integers(0, 99, len(words[::7]))]  # of any length
+    path = tmp_path / "words.txt"
+    path.write_text("\n".join(words) + "\n")
+    layout: Any = dict(columns={"ids": [0]})
+    want = Vocabulary.from_columns({"w": words}, min_count=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_text, "BLOCK", 1000)
+        patch.setattr(_vocabulary, "_MOST_WAITING", 500)
+        found = Vocabulary.build(path, min_count=2, **layout)
+        same(dataclasses.replace(found, names=("w",)), want)
+        read = sj.data.read_csv_ids(path, found, **layout)["ids"][:, 0]
+    np.testing.assert_array_equal(read, want.encode("w", words))
+    assert 0 < np.mean(read == 0) < 0.95
+
+
+# ------------------------------------------------------------------ ids to words
+
+
+def test_decode_returns_what_was_given(tmp_path):
+    big = np.array([2**63 + 1, 5, 5], np.uint64)
+    columns = {"user": USERS, "item": ITEMS, "hash": big, "raw": [b"\xff", b"\xff", 7]}
+    made = Vocabulary.from_columns(columns)
+    made.save(tmp_path / "v.npz")
+    for found in (made, Vocabulary.load(tmp_path / "v.npz")):
+        ids = found.encode_columns(columns)
+        assert found.decode("user", ids["user"]).tolist() == USERS
+        assert found.decode("hash", ids["hash"]).tolist() == big.tolist()
+        text = found.decode("item", ids["item"].reshape(7, 1))
+        assert text.shape == (7, 1) and text[:2, 0].tolist() == ["tea", "jam"]
+        assert text[2, 0] == "" and text[4, 0] == "crème"
+        raw = found.decode("raw", ids["raw"])
+        assert found.encode("raw", raw).tolist() == ids["raw"].tolist()
+        assert found.decode("user", [0, 1], missing=-1).tolist() == [-1, 196]
+        assert found.decode("user", []).dtype == np.int64
+        assert found.decode("item", jnp.array(3)).shape == ()
+
+
+def test_a_vocabulary_without_counts():
+    made = Vocabulary([np.array([b"a"])], [np.array([1], np.int32)])
+    assert repr(made) == "Vocabulary(0: 2 ids)"
+    with pytest.raises(ValueError, match="counts: this vocabulary was made without"):
+        made.counts(0)
+    with pytest.raises(ValueError, match="Its columns have no names; a place from 0"):
+        made.encode("a", ["a"])
+
+
+# ------------------------------------------------------------------ pretrained vectors
+
+
+def test_align_takes_the_rows_of_known_words(getkey):
+    rng = np.random.default_rng(1)
+    found = Vocabulary.from_columns({"word": [f"w{k % 40}" for k in range(100)]})
+    words = [f"w{k}" for k in rng.permutation(60)] + ["w3", ""]
+    vectors = rng.normal(size=(len(words), 5)).astype(np.float32)
+    start = rng.normal(size=(found.size("word"), 5))
+    for table in (None, start, jnp.asarray(start)):
+        got = found.align(words, vectors, table=table)
+        want = np.zeros_like(start) if table is None else np.array(table)
+        for word, vector in reversed(list(zip(words, vectors))):
+            if (k := found.encode("word", [word])[0]) > 0:
+                want[k] = vector
+        np.testing.assert_array_equal(got, want.astype(np.float32))
+        assert got.dtype == np.float32
+    with pytest.raises(ValueError, match=r"vectors must have shape \[62, D\]"):
+        found.align(words, vectors[:-1])
+    with pytest.raises(ValueError, match=r"table must have shape \[41, 5\]"):
+        found.align(words, vectors, table=start[1:])
+
+
+GLOVE = "the 0.1 -2 3e-2\n. . . 1 2 3\ntea 4 5 6\ncrème -1 .5 7.25\n"
+
+
+@pytest.mark.parametrize("block", [8, 1 << 20])
+@pytest.mark.parametrize("form", ["glove", "word2vec", "fasttext", "gzip"])
+def test_files_of_vectors(tmp_path, monkeypatch, form, block):
+    monkeypatch.setattr(_text, "BLOCK", block)
+    text, path = GLOVE, tmp_path / "vectors.txt"
+    if form == "word2vec":
+        text = "4 3\r\n" + GLOVE.replace("\n", " \r\n")
+    elif form == "fasttext":
+        text = "4 3\n" + GLOVE.rstrip("\n")
+    content = text.encode()
+    path.write_bytes(gzip.compress(content) if form == "gzip" else content)
+    words, vectors = sj.data.read_vectors(path)
+    assert [w.decode() for w in words.tolist()] == ["the", ". . .", "tea", "crème"]
+    want = [[0.1, -2, 0.03], [1, 2, 3], [4, 5, 6], [-1, 0.5, 7.25]]
+    np.testing.assert_array_equal(vectors, np.array(want, np.float32))
+    found = Vocabulary.from_columns({"word": ["crème", "tea", "jam", "tea"]})
+    words, vectors = sj.data.read_vectors(path, only=found.words[0])
+    assert len(words) == 2
+    table = found.align(words, vectors)
+    assert table.tolist() == [[0, 0, 0], [4, 5, 6], want[3], [0, 0, 0]]
+
+
+def _binary(words, vectors, end=b"\n"):
+    rows = [w + b" " + v.astype("<f4").tobytes() + end for w, v in zip(words, vectors)]
+    return b"%d %d\n" % vectors.shape + b"".join(rows)
+
+
+@pytest.mark.parametrize("block", [8, 1 << 20])
+@pytest.mark.parametrize("end", [b"\n", b""])  # word2vec's own, gensim's
+def test_binary_files_of_word2vec(tmp_path, monkeypatch, getkey, end, block):
+    monkeypatch.setattr(_text, "BLOCK", block)
+    rng = np.random.default_rng(2)
+    words = [b"</s>", "crème".encode(), b"3", b"\xff", b"tea"]
+    path = tmp_path / "vectors.bin"
+    for size in (1, 3, 50):
+        want = rng.normal(size=(len(words), size)).astype(np.float32)
+        want[1] = np.frombuffer(b"\n \0\n" * size, np.float32)  # what divides text
+        content = _binary(words, want, end)
+        for pack in (bytes, gzip.compress):
+            path.write_bytes(pack(content))
+            found, vectors = sj.data.read_vectors(path)
+            assert found.tolist() == words and vectors.dtype == np.float32
+            assert vectors.tobytes() == want.tobytes()
+        found, vectors = sj.data.read_vectors(path, only=["tea", "jam", "3"])
+        assert found.tolist() == [b"3", b"tea"]
+        assert vectors.tobytes() == want[[2, 4]].tobytes()
+        known = Vocabulary.from_columns({"word": ["tea", "jam"]})
+        assert known.align(found, vectors)[2].tobytes() == want[4].tobytes()
+
+
+def test_text_is_not_taken_for_a_binary_file(tmp_path):
+    path = tmp_path / "vectors.txt"
+    path.write_text("2 3\ncr\u00e8me 1 2 3\ncr\u00e8me\u2026 4 5 6\n", encoding="utf-8")
+    assert len(sj.data.read_vectors(path)[0]) == 2
+    path.write_text("2 3\ntea 1 2\njam 1 2 3\n")
+    with pytest.raises(ValueError, match=":2: found 3 fields, expected a word and 3"):
+        sj.data.read_vectors(path)
+    with pytest.raises(ValueError, match="word 2: found the end .*binary=False reads"):
+        sj.data.read_vectors(path, binary=True)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (
+            b"3 2\na " + bytes(8) + b"\nb " + bytes(7),
+            ", word 2: found the end of the f",
+        ),
+        (b"3 2\na " + bytes(8) + b"\n", ", word 2: found the end of the file"),
+        (b"2 1\n" + b"x" * 2000, ", word 1: found more than 1024 bytes without a sp"),
+        (b"1 99999999\na ", ":1: found vectors of 99999999 numbers, expected at most"),
+        (b"tea 1 2\n", ":1: found 'tea 1 2', expected a number of words and one of"),
+    ],
+)
+def test_malformed_binary_files(tmp_path, content, message):
+    path = tmp_path / "vectors.bin"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}{message}"):
+        sj.data.read_vectors(path, binary=True)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (GLOVE + "jam 1 2\n", ":5: found 3 fields, expected a word and 3 numbers"),
+        (GLOVE + "jam 1 2 x\n", ":5: found '1 2 x', expected 3 numbers"),
+        (GLOVE + "jam 1 2 3_0\n", ":5: found '1 2 3_0', expected 3 numbers"),
+        ("\nthe 1\n", ":1: found an empty line"),
+        ("", "is empty"),
+    ],
+)
+def test_malformed_files_of_vectors(tmp_path, text, message):
+    path = tmp_path / "vectors.txt"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        sj.data.read_vectors(path)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+KNOWN = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: Vocabulary.from_columns([1, 2]), TypeError, "must be a dict of col"),
+        (lambda: Vocabulary.from_columns({}), ValueError, "at least one column"),
+        (lambda: Vocabulary.from_columns({0: [1]}), TypeError, "must be strings, got"),
+        (
+            lambda: Vocabulary.from_columns({"x": [0.5]}),
+            TypeError,
+            "column 'x' must be strings or integers.* got 0.5. Numbers",
+        ),
+        (lambda: Vocabulary.from_columns({"x": np.array([0.5])}), TypeError, "got 0.5"),
+        (lambda: Vocabulary.from_columns({"x": [np.inf]}), TypeError, "got inf"),
+        (
+            lambda: Vocabulary.from_columns({"x": [["a"], ["b"]]}),
+            TypeError,
+            r"got \['a'\]. Flatten lists",
+        ),
+        (lambda: Vocabulary.from_columns({"x": np.ones((2, 2), int)}), TypeError, "Fl"),
+        (
+            lambda: Vocabulary.from_columns({"x": np.zeros(2, "M8[s]")}),
+            TypeError,
+            "must be strings or integers",
+        ),
+        (lambda: Vocabulary.from_columns({"x": "abc"}), TypeError, "got 'abc'"),
+        (lambda: Vocabulary.from_columns({"x": 3}), TypeError, "got 3"),
+        (lambda: Vocabulary.from_columns({"x": ["a" * 2000]}), ValueError, "2000 byt"),
+        (lambda: Vocabulary.from_columns({"x": ["a\0"]}), ValueError, "a zero byte"),
+        (
+            lambda: Vocabulary.from_columns({"x": [1]}, shared=["x"]),
+            TypeError,
+            "shared must be True, or a list of lists",
+        ),
+        (
+            lambda: Vocabulary.from_columns({"x": [1]}, shared=[["x", "y"]]),
+            ValueError,
+            r"shared must have each of the columns \['x'\] at most once",
+        ),
+        (
+            lambda: Vocabulary.from_columns({"x": [1]}, shared=[["x"], ["x"]]),
+            ValueError,
+            "at most once",
+        ),
+        (lambda: Vocabulary.from_columns({"x": [1]}, min_count=0), ValueError, "min_c"),
+        (
+            lambda: Vocabulary.from_columns({"x": [1]}, max_size={"y": 3}),
+            ValueError,
+            r"max_size must have columns of \['x'\] only, got 'y'",
+        ),
+        (
+            lambda: Vocabulary.from_columns({"x": [1]}, min_count={"x": 0.5}),  # pyright: ignore
+            ValueError,
+            "min_count must be a positive int, got 0.5",
+        ),
+        (
+            lambda: Vocabulary.from_columns(
+                {"x": [1], "y": [2]}, shared=True, min_count={"x": 2, "y": 3}
+            ),
+            ValueError,
+            r"one for the columns \['x', 'y'\], which share a vocabulary",
+        ),
+        (
+            lambda: Vocabulary([np.array([b"a"])], [np.array([1])]).prune(min_count=2),
+            ValueError,
+            "prune: this vocabulary was made without counts",
+        ),
+        (
+            lambda: sj.data.read_vectors("x", binary="no"),
+            ValueError,
+            "binary must be True, False or 'auto', got 'no'",
+        ),
+        (lambda: KNOWN.encode("usr", [1]), ValueError, r"no column 'usr'. It has \['u"),
+        (lambda: KNOWN.encode(2, [1]), IndexError, "column 2 is out of range for 2"),
+        (lambda: KNOWN.encode(1.0, [1]), TypeError, "It is a column's name, or its pl"),  # pyright: ignore
+        (lambda: KNOWN.encode_columns({"x": [1]}), ValueError, "encode_columns: the v"),
+        (
+            lambda: KNOWN.encode_columns({"item": [0.5]}),
+            TypeError,
+            "encode_columns: column 'item' must be",
+        ),
+        (lambda: KNOWN.decode("user", [0]), ValueError, "Pass missing=, for example"),
+        (lambda: KNOWN.decode("user", [9]), IndexError, "from 0 to 4, got 9"),
+        (lambda: KNOWN.decode("user", [-1]), IndexError, "from 0 to 4, got -1"),
+        (
+            lambda: KNOWN.decode("user", [0.5]),
+            TypeError,
+            "decode: ids must be integers",
+        ),
+        (lambda: KNOWN.decode("user", [1], missing="?"), TypeError, "must be an int"),
+        (lambda: KNOWN.decode("item", [1], missing=0), TypeError, "must be a str"),
+        (lambda: sj.data.HashIds(9).encode("x", [1]), TypeError, "by their place"),  # pyright: ignore
+        (
+            lambda: sj.data.HashIds(9).encode(0, [0.5]),
+            TypeError,
+            "HashIds.encode: words",
+        ),
+    ],
+)
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_vectors_of_no_word_and_of_a_long_one(tmp_path):
+    path = tmp_path / "vectors.txt"
+    path.write_text("tea 1 2\n 3 4\n")
+    assert sj.data.read_vectors(path)[0].tolist() == [b"tea", b""]
+    assert sj.data.read_vectors(path, only=["tea", None])[0].tolist() == [b"tea"]
+    path.write_text("tea 1 2\n" + "x" * 1025 + " 3 4\n")
+    with pytest.raises(ValueError, match=":2: found a word of 1025 bytes, expected at"):
+        sj.data.read_vectors(path)
