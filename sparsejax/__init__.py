@@ -24,9 +24,12 @@ Rows of tables
 - `lookup`: rows by id; `embedding_bag`: rows of each bag of ids, reduced.
 - `SelectedRows`: rows of an array, by id; `concatenate`: the sum of
   several.
+- `QuantizedTable`: a table in 8, 4 or 2 bits a number; `quantize` makes it.
 - `scatter_assign`, `scatter_weighted_sum`: write rows.
 - `unique`, `partition`: distinct ids; ids grouped by shard.
 - `dot`: CSR matrix times dense matrix.
+- `top_k`: the rows with the highest scores, as in retrieval.
+- `HashIndex`: rows for keys that come and go, a vocabulary that grows.
 
 Lists of different lengths
 
@@ -46,6 +49,7 @@ Lists of different lengths
 Packages, each with its own help, such as `help(sj.optim)`
 
 - `optim`: `lazy`, `exact`, and optimizers that optax does not have.
+- `losses`: sampled softmax, in-batch negatives and rankings.
 - `nn`: layers, and models whose tables are in a store.
 - `data`: data sets, batches of static shape, readers of text files.
 - `store`: tables in host memory or a file, larger than device memory.
@@ -63,16 +67,24 @@ from sparsejax import (
     data as data,
     desc as desc,
     extend as extend,
+    losses as losses,
     nn as nn,
     optim as optim,
     parallel as parallel,
     store as store,
     viz as viz,
 )
+from sparsejax._index import HashIndex as HashIndex
 from sparsejax._lookup.dot import dot as dot
 from sparsejax._lookup.embedding_bag import embedding_bag as embedding_bag
 from sparsejax._lookup.lookup import lookup as lookup
-from sparsejax._rows import SelectedRows as SelectedRows, concatenate as concatenate
+from sparsejax._lookup.top_k import top_k as top_k
+from sparsejax._rows import (
+    QuantizedTable as QuantizedTable,
+    SelectedRows as SelectedRows,
+    concatenate as concatenate,
+    quantize as quantize,
+)
 from sparsejax._rows.scatter import (
     scatter_assign as scatter_assign,
     scatter_weighted_sum as scatter_weighted_sum,

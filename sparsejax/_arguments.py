@@ -1,4 +1,4 @@
-"""Argument checks, values as error messages show them, and `progress=`.
+"""Types of arguments, checks of them, values as errors show them, and `progress=`.
 
 One rule for ids, here and in all modules: an id outside `[0, height)` is out of range.
 It is never wrapped, and clamped only where a mode says so.
@@ -6,10 +6,11 @@ It is never wrapped, and clamped only where a mode says so.
 
 import contextlib
 import operator
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,69 @@ import numpy as np
 from jax.core import Tracer
 
 
+# ------------------------------------------------------------------ types
+
+# Names for the types of public arguments, as `help()` and editors show them. Some say
+# more than a type checker can check: a `PyTree` is `Any` to it.
+
+
+class SupportsJaxArray(Protocol):
+    """A variable of a framework, such as `flax.nnx.Param`."""
+
+    def __jax_array__(self) -> Any: ...
+
+
+class Spec(Protocol):
+    """A shape and a dtype in place of an array, as `jax.ShapeDtypeStruct`."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+# What `jnp.asarray` accepts: an array, a number, a variable, or nested lists of them.
+ArrayLike: TypeAlias = jax.typing.ArrayLike | SupportsJaxArray | Sequence[Any]
+
+# Arrays, SelectedRows and SegmentTensors in dicts, lists, tuples and other containers.
+PyTree: TypeAlias = Any
+
+# One number for all leaves.
+Scalar: TypeAlias = float | jax.Array
+
+# A typed or raw PRNG key, or the int that `jax.random.key` makes one of.
+KeyLike: TypeAlias = jax.Array | int
+
+# A SegmentTensor of {"index", "value"}, a CSR matrix of scipy, or BCSR.
+CSRLike: TypeAlias = Any
+
+# A list, an array, or a column of pandas, polars, pyarrow or Hugging Face datasets.
+ColumnLike: TypeAlias = Any
+
+# What has rows to shard: an array, a `jax.ShapeDtypeStruct`, or a function of ids.
+TableLike: TypeAlias = Any
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+# True for a bar, False for nothing, or a function of (done, total).
+Progress: TypeAlias = bool | Callable[..., Any]
+
+# `(key, shape, dtype) -> array`, as those of `jax.nn.initializers`.
+Initializer: TypeAlias = Callable[[Any, Any, Any], Any]
+
+
+# ------------------------------------------------------------------ ids
+
+
 def x64_enabled() -> bool:
     """Whether JAX keeps 64-bit types."""
     return jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def has_index_dtype(height: int) -> bool:
+    """Whether JAX has ids for so many rows, and for an empty slot."""
+    return height <= jnp.iinfo(jnp.int32).max or x64_enabled()
 
 
 def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
@@ -27,7 +88,7 @@ def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
     for candidate in (dtype, jnp.int32):
         if height <= jnp.iinfo(candidate).max:
             return jnp.dtype(candidate)
-    if not x64_enabled():
+    if not has_index_dtype(height):
         raise ValueError(
             f"sparsejax: a table with {height} rows needs 64-bit ids. Set "
             "jax_enable_x64, or split the table."
@@ -35,7 +96,7 @@ def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
     return jnp.dtype(jnp.int64)
 
 
-def as_integers(call: str, ids: Any, name: str = "ids") -> Any:
+def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarray:
     """Ids as a JAX or NumPy array of integers, or a TypeError that names `call`."""
     if not isinstance(ids, np.ndarray):
         try:
@@ -188,11 +249,34 @@ def static_int(
     raise error(f"{call}: {name} must be {want}, got {show(x)}.{hint}")
 
 
-def check_capacity(call: str, capacity: Any) -> int:
+def is_predicate(x: Any, tree: Any) -> bool:
+    """Whether `x` is a function of leaves, and not itself a tree (prefix) of bools.
+
+    The container of a tree may be callable, as a module of equinox is.
+    """
+    if not callable(x) or type(x) is type(tree):
+        return False
+    return not any(isinstance(leaf, (bool, np.bool_)) for leaf in jax.tree.leaves(x))
+
+
+def check_capacity(call: str, capacity: Any, name: str = "capacity") -> int:
     """`capacity` as an int, or an error that names `call`."""
     if is_concrete(capacity) and capacity.ndim == 0 and capacity == capacity // 1:
         capacity = int(capacity)  # also accepts a whole number in a float array
-    return static_int(call, "capacity", capacity)
+    return static_int(call, name, capacity)
+
+
+def check_mode(
+    call: str, mode: Any, modes: Sequence[str], hint: str, name: str = "mode"
+) -> str:
+    """`mode`, which must be one of `modes`; `"raise"` is returned as `"error"`."""
+    if isinstance(mode, str) and mode in (*modes, "raise"):
+        return "error" if mode == "raise" else mode
+    *others, last = *map(repr, modes), "'raise'"
+    raise ValueError(
+        f"{call}: {name} must be one of {', '.join(others)} and {last}, got "
+        f"{show(mode)}. {hint}"
+    )
 
 
 def check_bool(call: str, name: str, x: Any) -> bool:
@@ -253,6 +337,8 @@ def progress_reporter(
 ) -> Iterator[Callable[..., Any]]:
     """Turns a `progress` argument into a function `report(done, total)`.
 
+    `total` is None if it is not known.
+
     Args:
       call: shown before the bar, and in errors.
       progress: True for a tqdm bar on stderr, or for a line every two seconds if tqdm
@@ -286,7 +372,7 @@ def progress_reporter(
     with contextlib.ExitStack() as stack:
         bar: Any = None
 
-        def report(done: float, total: float, **shown: str) -> None:
+        def report(done: float, total: float | None, **shown: str) -> None:
             nonlocal bar
             if bar is None:  # `total` is only known now
                 options = {"unit": unit, "unit_scale": True, "dynamic_ncols": True}
@@ -301,12 +387,14 @@ def progress_reporter(
 def _progress_lines(call: str, unit: str) -> Callable[..., None]:
     began = last = time.perf_counter()
 
-    def report(done: float, total: float, **shown: str) -> None:
+    def report(done: float, total: float | None, **shown: str) -> None:
         nonlocal last
         now = time.perf_counter()
-        if now - last > 2.0 or done >= total:
+        if now - last > 2.0 or (total is not None and done >= total):
             last = now
-            share = f"{done / total if total else 1:4.0%}"
+            share = f"{done:,}"
+            if total is not None:
+                share = f"{done / total if total else 1:4.0%}"
             rate = f"{done / max(now - began, 1e-9):,.0f}{unit}/s"
             text = "  ".join([share, *(f"{k} {v}" for k, v in shown.items()), rate])
             print(f"{call}: {text}" if call else text, file=sys.stderr, flush=True)

@@ -1,11 +1,12 @@
 """The only file that depends on JAX internals, or on the version of JAX.
 
 Everything here is re-exported under a stable name, or is a small function whose body
-differs between jax 0.10.2 and newer releases. No other file of the package imports
+differs between releases of JAX, from 0.7.2 on. No other file of the package imports
 `jax.extend`, `jax.interpreters` or `jax._src`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -14,11 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax import experimental as _experimental, lax
 from jax._src import (
     core as _core,
     dispatch as _dispatch,
+    dtypes as _dtypes,
+    sharding_impls as _sharding_impls,
     source_info_util as _source_info,
+    tree_util as _tree_util,
 )
+from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
+from jax._src.interpreters import mlir as _mlir_src, pxla as _pxla
+from jax._src.lax import parallel as _parallel
 from jax._src.shard_map import shard_map_p as shard_map_p
 from jax.extend import core as _jex_core
 from jax.extend.core import primitives as primitives
@@ -28,6 +37,14 @@ from jax.interpreters import ad as _ad, batching as _batching, mlir as _mlir
 Literal = _jex_core.Literal
 Primitive = _jex_core.Primitive
 pvary_p = _core.pvary_p
+
+# jax 0.7.2 has it elsewhere.
+_namespace: Any = jax if hasattr(jax, "enable_x64") else _experimental
+enable_x64 = _namespace.enable_x64
+
+# Numbers in shapes may be symbols, in an export.
+InconclusiveDimensionOperation = _core.InconclusiveDimensionOperation
+max_dim = _core.max_dim
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))
@@ -59,8 +76,10 @@ def is_ref_type(aval: Any) -> bool:
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Runs one equation on other inputs, as `eval_jaxpr` does; returns a list."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    out = eqn.primitive.bind(*args, **params)
+    found = eqn.primitive.get_bind_params(eqn.params)
+    # Up to jax 0.9 functions among the parameters are arguments, before the others.
+    functions, params = found if isinstance(found, tuple) else ((), found)
+    out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -120,10 +139,37 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def manual_axes(params: dict[str, Any]) -> frozenset:
+    """The mesh axes that a shard_map makes manual."""
+    in_old = params.get("manual_axes")  # up to jax 0.9
+    return frozenset(params["newly_manual_axes"] if in_old is None else in_old)
+
+
 def varying_axes(x: Any) -> frozenset:
     """Manual mesh axes over which `x` varies inside `shard_map` (empty elsewhere)."""
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    aval = jax.typeof(x)
+    if hasattr(aval, "vma"):  # up to jax 0.9
+        return aval.vma
+    kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(kind, "varying", ()))
+
+
+def to_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x`, marked as varying over manual mesh axes that it does not vary over yet."""
+    names: Any = lax
+    if hasattr(lax, "pcast"):
+        return names.pcast(x, axes, to="varying")
+    return names.pvary(x, axes)  # jax 0.7.2
+
+
+def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
+    """`lax.all_gather` along the first axis, `to` "varying" or "invarying"."""
+    if to == "varying":  # the default, where there is a choice
+        return lax.all_gather(x, axes, tiled=True)
+    # Up to jax 0.9 `to` has no such value, or is missing.
+    if hasattr(_parallel, "all_gather_invariant"):
+        return _parallel.all_gather_invariant(x, axes, tiled=True)
+    return lax.all_gather(x, axes, tiled=True, to=to)
 
 
 def explicit_spec(x: Any) -> tuple[Any, ...]:
@@ -133,8 +179,9 @@ def explicit_spec(x: Any) -> tuple[Any, ...]:
 
 
 def is_laid_out(x: Any) -> bool:
-    """Whether the type of `x` has a mesh: it has a sharding, or may be varying."""
-    mesh = getattr(jax.typeof(x).sharding, "mesh", None)
+    """Whether the type of `x` (or `x`, a type) has a mesh: sharded, or varying."""
+    aval = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)
+    mesh = getattr(aval.sharding, "mesh", None)
     return bool(getattr(mesh, "axis_names", ()))
 
 
@@ -236,15 +283,79 @@ def multilinear_primitive(
     return p
 
 
+def platform_primitive(
+    name: str,
+    reference: Callable[..., Sequence[jax.Array]],
+    platforms: Mapping[str, Callable[..., Sequence[jax.Array]]],
+    types: Callable[..., Sequence[tuple[Any, Any]]],
+) -> Any:
+    """Makes `reference` one primitive, with other lowerings on some platforms.
+
+    Under `vmap`, for derivatives, and in programs of several devices, `reference` takes
+    its place. So a lowering may be a loop that writes to its arguments in place, which
+    none of these could do well.
+
+    Args:
+      name: of the primitive.
+      reference: a function of arrays and static, hashable keywords; returns a sequence.
+      platforms: by platform, a function that computes the same.
+      types: a function of the same arguments that returns the shapes and dtypes of the
+        results.
+
+    Returns:
+      The primitive, which has multiple results.
+    """
+
+    def abstract(*avals, **static):
+        return [_core.ShapedArray(*spec) for spec in types(*avals, **static)]
+
+    def jvp(primals, tangents, **static):
+        moved = [k for k, t in enumerate(tangents) if not isinstance(t, _ad.Zero)]
+
+        def fun(*some):
+            args = list(primals)
+            for k, x in zip(moved, some):
+                args[k] = x
+            return list(reference(*args, **static))
+
+        some = [primals[k] for k in moved]
+        outs, changes = jax.jvp(fun, some, [tangents[k] for k in moved])
+        zeros = (
+            _ad.Zero(jax.typeof(out).to_tangent_aval())
+            if change.dtype == jax.dtypes.float0
+            else change
+            for out, change in zip(outs, changes)
+        )
+        return outs, list(zeros)
+
+    def batch(args, dims, **static):
+        fun = functools.partial(reference, **static)
+        outs = jax.vmap(fun, in_axes=tuple(dims))(*args)
+        return list(outs), [0] * len(outs)
+
+    p = _primitive(name, reference, platforms, multiple_results=True, one_device=True)
+    p.def_abstract_eval(abstract)  # without tracing the reference
+    _ad.primitive_jvps[p] = jvp
+    _batching.primitive_batchers[p] = batch
+    return p
+
+
+def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Runs an open jaxpr."""
+    return _core.eval_jaxpr(jaxpr, consts, *args)
+
+
 def _primitive(
     name: str,
     reference: Callable[..., Any],
     platforms: Mapping[str, Callable[..., Any]],
     multiple_results: bool = False,
+    one_device: bool = False,
 ) -> Any:
     """A primitive whose platform is chosen when a program is lowered.
 
-    So jaxprs have no branch over platforms.
+    So jaxprs have no branch over platforms. With `one_device`, the lowerings of
+    `platforms` are for programs of one device only.
     """
     p = Primitive(name)
     p.multiple_results = multiple_results
@@ -258,7 +369,206 @@ def _primitive(
 
     p.def_abstract_eval(abstract)
     rule = functools.partial(_mlir.lower_fun, multiple_results=multiple_results)
-    _mlir.register_lowering(p, rule(reference))
+    everywhere = rule(reference)
+    _mlir.register_lowering(p, everywhere)
     for platform, lowering in platforms.items():
-        _mlir.register_lowering(p, rule(lowering), platform=platform)
+        own = rule(lowering)
+        chosen = _for_one_device(own, everywhere) if one_device else own
+        _mlir.register_lowering(p, chosen, platform=platform)
     return p
+
+
+def _for_one_device(own: Any, everywhere: Any) -> Any:
+    """A lowering rule: `own` in programs of one device, `everywhere` in others."""
+
+    def rule(ctx, *args, **static):
+        devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+        return (own if devices == 1 else everywhere)(ctx, *args, **static)
+
+    return rule
+
+
+# ------------------------------------------------------------------ opaque integers
+
+
+class _opaque(_dtypes.extended):
+    """The kind of `OpaqueInts`, as `np.integer` is of int32."""
+
+
+class _OpaqueRules:
+    """What JAX asks of a dtype of its own (compare `KeyTyRules`, of random keys)."""
+
+    @staticmethod
+    def physical_element_aval(dtype):
+        return _core.ShapedArray((), dtype.ints)
+
+    @staticmethod
+    def physical_const(val):
+        return val.plain
+
+    @staticmethod
+    def convert_from(dtype, other):
+        return other == dtype.ints
+
+    @staticmethod
+    def convert_to(other, dtype):
+        return other == dtype.ints
+
+    @staticmethod
+    def tangent_dtype(dtype):
+        del dtype
+        return _dtypes.float0
+
+    @staticmethod
+    def zero(dtype):
+        del dtype
+        return np.zeros((), _dtypes.float0)
+
+    @staticmethod
+    def full(shape, fill_value, dtype):
+        """An array of zeros, as loops and `zeros_like` ask for: out of any range."""
+        if not isinstance(fill_value, int | float | np.ndarray) or fill_value != 0:
+            raise TypeError(f"full({fill_value}) is not accepted by {dtype.name}")
+        largest = np.iinfo(dtype.ints).max
+        return to_opaque(lax.full(shape, largest, dtype.ints), dtype)
+
+    @staticmethod
+    def global_sharded_result_handler(aval, out_sharding, committed):
+        plain = _core.physical_aval(aval)
+        make = _pxla.global_result_handlers[_core.ShapedArray]
+        sharding = _sharding_impls.physical_sharding(aval, out_sharding)
+        handler = make(plain, sharding, committed)
+        if hasattr(handler, "wrap"):
+            return handler.wrap(aval.dtype.array)
+        return lambda buffers: aval.dtype.array(handler(buffers))  # jax 0.7.2
+
+    @staticmethod
+    def make_sharded_array(aval, sharding, arrays, committed):
+        plain = _core.physical_aval(aval)
+        make = _pxla.global_result_handlers[_core.ShapedArray]
+        sharding = _sharding_impls.physical_sharding(aval, sharding)
+        arrays = [getattr(x, "plain", x) for x in arrays]
+        return aval.dtype.array(make(plain, sharding, committed)(arrays))
+
+
+@dataclasses.dataclass(frozen=True)
+class OpaqueInts(_dtypes.ExtendedDType):
+    """A dtype of integers that programs can move but not compute with.
+
+    Attributes:
+      ints: the dtype of the integers.
+      array: the class of such arrays outside of programs. Made from an array of
+        integers, which is its attribute `plain`.
+      short: the name of the dtype in jaxprs.
+      label: its name in errors.
+    """
+
+    ints: np.dtype
+    array: Any
+    short: str
+    label: str
+
+    _rules = _OpaqueRules
+
+    @property
+    def type(self) -> Any:
+        return _opaque
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def itemsize(self) -> int:
+        return self.ints.itemsize
+
+    def __str__(self) -> str:  # in jaxprs
+        return self.short
+
+    def __repr__(self) -> str:  # in errors
+        return self.label
+
+
+def is_tracing() -> bool:
+    """Whether operations are recorded or transformed, not run at once."""
+    return not _core.trace_state_clean()
+
+
+def to_opaque(ids: Any, dtype: OpaqueInts) -> Any:
+    """Integers, as a tracer or an array, of that dtype."""
+    return lax.convert_element_type(ids, dtype)
+
+
+def is_opaque(x: jax.Array) -> bool:
+    """Whether the dtype of `x` is an `OpaqueInts`."""
+    return isinstance(x.dtype, OpaqueInts)
+
+
+def from_opaque(x: Any) -> Any:
+    """The integers of a tracer; one of another dtype is returned as it is."""
+    return lax.convert_element_type(x, x.dtype.ints) if is_opaque(x) else x
+
+
+def register_opaque(array: Any, spec: Any, dtype_of: Callable[[Any], Any]) -> None:
+    """Registers the classes of opaque integers outside of programs.
+
+    Args:
+      array: a `jax.Array` with the attribute `plain`, an array of integers.
+      spec: a `jax.ShapeDtypeStruct` of integers.
+      dtype_of: the OpaqueInts for a dtype of integers.
+    """
+
+    def opaque(aval):
+        return aval.update(dtype=dtype_of(aval.dtype), weak_type=False)
+
+    def abstract(x):
+        plain = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        return opaque(_core.shaped_abstractify(plain))
+
+    def shard(xs, shardings, layouts, copy_semantics):
+        shardings = [
+            _sharding_impls.physical_sharding(x.aval, s) for x, s in zip(xs, shardings)
+        ]
+        xs = [x.plain for x in xs]
+        return _pxla.shard_args(shardings, layouts, copy_semantics, xs)
+
+    def constant(val, aval):
+        return _mlir_src.get_constant_handler(type(val.plain))(val.plain, aval)
+
+    array.aval = property(lambda x: opaque(_core.typeof(x.plain)))
+    _core.pytype_aval_mappings[array] = lambda x: x.aval
+    _core.pytype_aval_mappings[spec] = abstract
+    if hasattr(_dtypes, "register_canonicalize_value_handler"):
+        _dtypes.register_canonicalize_value_handler(array, None)
+    else:  # jax 0.7.2
+        _dtypes.canonicalize_value_handlers[array] = lambda x: x
+    _pxla.shard_arg_handlers[array] = shard
+    _mlir.register_constant_handler(array, constant)
+    _tree_util.dispatch_registry.register_node(
+        array, lambda x: ((x.plain,), None), lambda _, children: array(*children)
+    )
+    # In exported programs, which store a dtype as a number.
+    with contextlib.suppress(ImportError):  # needs flatbuffers, which is optional
+        from jax._src.export import serialization
+
+        for number, name in enumerate(_INTEGERS, start=100):
+            serialization.register_dtype_kind(dtype_of(np.dtype(name)), number)
+
+    _sharding_impls.logical_sharding = _logical_sharding
+
+
+_jax_logical_sharding = _sharding_impls.logical_sharding
+
+
+def _logical_sharding(shape: Any, dtype: Any, sharding: Any) -> Any:
+    """JAX's, for dtypes whose elements are scalars.
+
+    The sharding of such an array is that of its integers. JAX cuts the axes of an
+    element off its end as `spec[:-ndim]`, which for 0 axes leaves nothing.
+    """
+    if isinstance(dtype, OpaqueInts):
+        return sharding
+    return _jax_logical_sharding(shape, dtype, sharding)
+
+
+_INTEGERS = "int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()

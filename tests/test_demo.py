@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -83,6 +84,30 @@ def _vectors(text, tmp_path, *options):
         return file["vectors"]
 
 
+def test_time_is_limited_whatever_the_text(text, capsys, monkeypatch):
+    """By default by a minute, by --seconds, or by --epochs alone."""
+    assert _options.parse([]).limits == (60.0, 100)
+    assert _options.parse(["--epochs", "7"]).limits == (np.inf, 7)
+    assert _options.parse(["--epochs", "7", "--seconds", "9"]).limits == (9.0, 7)
+    ticks = iter(range(10**6))  # a second for each look at the clock
+    clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(_train, "time", clock)
+    rates = []
+    monkeypatch.setattr(_train, "make_train", lambda *args: fake)
+    monkeypatch.setattr(_train, "with_rate", lambda state, r: rates.append(r) or state)
+
+    def fake(state, key, chunk):
+        return state, np.ones(len(chunk))
+
+    options = ["--dim", "4", "--no-timing", "--quiet", "--batch-size", "2"]
+    assert demo.main(["--text", text, *options, "--seconds", "12"]) == 0
+    out = capsys.readouterr().out
+    passes = float(out.split("Read ")[1].split(" times")[0])
+    assert 0 < passes < 100
+    assert len(rates) > 3 and rates == sorted(rates, reverse=True)
+    assert rates[-1] < 0.3 * rates[0]
+
+
 @pytest.mark.slow
 def test_a_seed_makes_it_reproducible(text, tmp_path):
     first = _vectors(text, tmp_path, "--seed", "3")
@@ -98,7 +123,7 @@ def test_trains_as_dense_optax_does(name):
     tx = _options.OPTIMIZERS[name][0](0.05)
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, vocabulary, (steps, 32, 2)).astype(np.int32)
-    table = np.arange(vocabulary, dtype=np.int32)
+    sampler = sj.data.NegativeSampler.uniform(vocabulary)
     insist = functools.partial(sj.value_and_grad, tables=True)
     runs = {}
     for how, optimizer, value_and_grad in (
@@ -106,7 +131,8 @@ def test_trains_as_dense_optax_does(name):
         ("dense", tx, jax.value_and_grad),
     ):
         params = _train.init_params(jax.random.key(1), vocabulary, 8)
-        train = _train.make_train(_train.make_step(optimizer, value_and_grad), table, 3)
+        step = _train.make_step(optimizer, value_and_grad)
+        train = _train.make_train(step, sampler, 3)
         state = (params, optimizer.init(params))
         (params, _), losses = train(state, jax.random.key(2), pairs)
         runs[how] = (np.asarray(losses), params)
@@ -131,7 +157,7 @@ def test_both_tables_get_sparse_gradients():
 @pytest.mark.parametrize("name", _options.OPTIMIZERS)
 def test_every_optimizer_can_be_lifted(name):
     config = _options.Config(optimizer=name)
-    assert sj.optim.is_row_separable(_train.make_optimizer(config, 10))
+    assert sj.optim.is_row_separable(_train.make_optimizer(config))
 
 
 def test_neighbours_are_words_of_the_same_contexts(capsys):
@@ -221,6 +247,7 @@ def test_a_null_in_the_name(capsys, no_training):
         ("--window", "0"),
         ("--negatives", "-1"),
         ("--epochs", "0"),
+        ("--seconds", "0"),
         ("--seed", "-1"),
         ("--min-count", "0"),
         ("--max-vocab", "1"),
@@ -236,6 +263,7 @@ def test_options_out_of_range(option, value, capsys, no_training):
     assert option in _complaint(capsys, [option, value])
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_too_high(text, capsys):
     argv = ["--text", text, *QUICK, "--optimizer", "sgd", "--learning-rate", "1e30"]
     assert demo.main(argv) == 2
@@ -422,11 +450,6 @@ def test_frequent_words_are_thinned_out():
     tokens = np.zeros(20_000, np.int32)
     pairs = _text.skip_grams(tokens, np.array([0.5]), 4, np.random.default_rng(0))
     assert abs(len(pairs) / (20_000 * 0.5 * 5) - 1) < 0.05  # as expected_pairs says
-
-
-def test_negatives_are_drawn_by_dampened_frequency():
-    table = _text.negative_table(np.array([16, 1]), size=900)
-    assert np.bincount(table).tolist() == [800, 100]  # 16 ** 0.75 == 8
 
 
 def test_batches_use_every_pair():

@@ -1,9 +1,12 @@
 """A training step, exported for every platform, run where the model's code is not."""
 
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false
+# pyright: reportUnusedExpression=false
+
 import os
 import pathlib
-import subprocess
-import sys
 import textwrap
 from typing import Any
 
@@ -15,7 +18,7 @@ import pytest
 from jax import export
 
 import sparsejax as sj
-from helpers import assert_same_bits
+from helpers import assert_same_bits, run_python
 
 
 pytestmark = pytest.mark.window
@@ -91,15 +94,7 @@ def test_exported_step_runs_elsewhere(getkey, tmp_path):
     same = one.call(*args)
     here = jitted(*args)
     jax.tree.map(np.testing.assert_array_equal, same, here)
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(RUN), *map(str, names)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env=_environment(),
-    )
-    assert run.returncode == 0, run.stderr
+    run_python("-c", textwrap.dedent(RUN), *names, cwd=tmp_path, env=_environment())
     with np.load(names[2]) as there:
         for k, leaf in enumerate(jax.tree.leaves(here)):
             assert_same_bits(there[str(k)], leaf)
@@ -116,8 +111,10 @@ def test_types_survive_serialization(getkey):
     nested = sj.SegmentTensor.from_lists([[[10, 11], [101]], [[11]]])
     rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=2**20)
     unsorted = sj.SegmentTensor(jnp.arange(3), jnp.array([1, 0, 1]), 2)
-    tree = {"a": nested, "b": [rows, unsorted]}
-    fun = jax.jit(lambda tree: (tree["b"], tree["a"]))
+    sampler = sj.data.NegativeSampler.from_counts([1, 2])
+    drawn = sampler.sample(getkey(), 2)
+    tree = {"a": nested, "b": [rows, unsorted], "c": (sampler, drawn)}
+    fun = jax.jit(lambda tree: (tree["b"], tree["a"], tree["c"]))
     again = export.deserialize(export.export(fun)(tree).serialize())
     out: Any = again.call(tree)
     assert jax.tree.structure(out) == jax.tree.structure(fun(tree))
@@ -147,3 +144,51 @@ def test_states_of_all_optimizers_survive_serialization():
     exported = export.export(jax.jit(lambda x: x))(states)
     again = export.deserialize(exported.serialize())
     assert again.in_tree == jax.tree.structure(((states,), {}))
+
+
+EXPORTED = {
+    "index": lambda t, ids: t[ids] ** 2,
+    "take": lambda t, ids: jnp.take(t, ids, axis=0) ** 2,
+    "view": lambda t, ids: (2.0 * t)[ids + 1] ** 2,
+    "vmap": lambda t, ids: jax.vmap(lambda i: t[i])(ids) ** 2,
+    "bag": lambda t, ids: sj.embedding_bag(t, jnp.stack([ids, ids], 1)) ** 2,
+    "bags": lambda t, ids: sj.embedding_bag(t, ids, ids % 2, 2) ** 2,
+    "scan": lambda t, ids: jax.lax.scan(lambda c, i: (c, t[i] ** 2), 0.0, ids)[1],
+    "checkpoint": lambda t, ids: jax.checkpoint(lambda t: t[ids] ** 2)(t),
+    "cond": lambda t, ids: jax.lax.cond(
+        ids[0] > 3, lambda: jnp.sum(t[ids] ** 2), lambda: jnp.sum(t[:2]) + t[ids[0], 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_for_any_batch(name):
+    """The size of the batch is a symbol, and with it the capacity of the gradient."""
+    loss = lambda t, ids: jnp.sum(EXPORTED[name](t, ids))
+    table = jnp.arange(80.0).reshape(40, 2)
+    (b,) = export.symbolic_shape("b")
+    specs = (
+        jax.ShapeDtypeStruct(table.shape, table.dtype),
+        jax.ShapeDtypeStruct((b,), jnp.int32),
+    )
+    ids = jnp.array([5, 1, 5], jnp.int32)
+    required = {} if name == "cond" else {"tables": True}
+    exported = export.export(jax.jit(sj.grad(loss, **required)))(*specs)
+    g = exported.call(table, ids)
+    if required:
+        assert g.capacity == ids.size * (2 if name == "bag" else 1)
+        g = g.to_dense()
+    np.testing.assert_allclose(g, jax.grad(loss)(table, ids))
+
+
+def test_a_symbolic_batch_may_be_too_large_to_be_sparse():
+    loss = lambda t, ids: jnp.sum(t[ids])
+    table = jax.ShapeDtypeStruct((40, 2), jnp.float32)
+    reasons = []
+    for bounds in ([], ["b <= 10"], ["b >= 11"]):
+        (b,) = export.symbolic_shape("b", constraints=bounds)
+        ids = jax.ShapeDtypeStruct((b,), jnp.int32)
+        reasons.append(sj.explain(loss)(table, ids)["t"].reason)
+    unknown, few, many = reasons
+    assert "may be more than a quarter" in unknown and "tables=" in unknown
+    assert not few and "where dense is cheaper" in many

@@ -33,7 +33,7 @@ def _nnx():
         sj.nn.nnx.Embedding(V, D, padding_id=-1, rngs=nnx.Rngs(0))
     )
     apply = lambda p, ids: nnx.merge(graph, p)(ids)
-    return params, apply, lambda p: p["params"]["embedding"].get_value()
+    return params, apply, lambda p: nnx.to_pure_dict(p)["params"]["embedding"]
 
 
 def _equinox():
@@ -125,6 +125,7 @@ def test_sizes_that_depend_on_the_input():
         sj.nn.nnx.Dense(3, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_every_layer_has_its_module():
     nnx = pytest.importorskip("flax.nnx")
     eqx = pytest.importorskip("equinox")
@@ -166,6 +167,7 @@ def test_wrong_arguments():
             call()
 
 
+@pytest.mark.window
 def test_attend():
     nnx = pytest.importorskip("flax.nnx")
     pytest.importorskip("equinox")

@@ -17,6 +17,7 @@ from jax.experimental.sparse import BCSR
 
 import sparsejax as sj
 from helpers import assert_no_dense, assert_trees_close
+from sparsejax import _compat
 from sparsejax.nn import PulledTables, SparseBlock, SparseEmbedding, SparseLinear
 
 
@@ -105,6 +106,7 @@ def test_row_ids():
         assert_trees_close(np.int64(traced["t"]), np.int64(block.row_ids(inputs)["t"]))
 
 
+@pytest.mark.slow
 def test_rows_that_were_not_pulled():
     rows = sj.SelectedRows(jnp.array([1, 11, 3]), jnp.ones((3, D)), V)
     out = embedding()({"t": rows}, {}, jnp.array([1, 2, 3, 11, -1]))
@@ -230,6 +232,7 @@ def test_merge_row_ids():
 # ------------------------------------------------------------------ errors
 
 
+@pytest.mark.slow
 def test_not_pulled():
     block, whole = Towers(fault="words"), {"item": table(), "words": table(4)}
     params = Towers().init(jax.random.key(0))
@@ -280,7 +283,7 @@ def test_bad_arguments():
         (lambda: SparseEmbedding(3, 2, name=7), "name must be a str"),  # type: ignore
         (lambda: SparseEmbedding(3, 2, mode="nan"), "mode must be one of"),
         (lambda: SparseLinear(2, 3, param_dtype=jnp.int32), "param_dtype must be"),
-        (lambda: SparseEmbedding(3, 2, initializer=0.1), "initializer must be"),
+        (lambda: SparseEmbedding(3, 2, embedding_init=0.1), "embedding_init must"),  # pyright: ignore[reportArgumentType]
         (lambda: linear().row_ids(np.ones((2, 4))), "inputs must be CSR"),
         (lambda: linear().row_ids(MATRIX[:, :2]), "x must have 4 columns .* got 2"),
         (lambda: embedding().row_ids([0.5]), "must be integers"),
@@ -292,9 +295,10 @@ def test_bad_arguments():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_types(dtype):
-    with jax.enable_x64(dtype == "float64"):
+    with _compat.enable_x64(dtype == "float64"):
         weights = {"t": table(4, D, dtype)}
         block = linear(param_dtype=jnp.dtype(dtype))
         csr = GARBAGE.map(lambda x: x.astype(dtype) if x.dtype == "float32" else x)

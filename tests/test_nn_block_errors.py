@@ -90,6 +90,7 @@ def test_row_ids_tell_what_is_skipped_from_what_is_bad():
     assert linear().row_ids(BAD)["t"].tolist() == [3, 0, 4, -2, -1]
 
 
+@pytest.mark.slow
 def test_a_matrix_of_other_columns():
     for options in ({}, {"checked": True}, {"mode": "drop"}):
         for mode in ("fill", "error") if "checked" in options else ("fill", "zero"):
@@ -132,6 +133,7 @@ class Scored(SparseBlock):
         return self.top(params["top"], self.item(tables, params["item"], inputs))
 
 
+@pytest.mark.slow
 def test_bad_ids_do_not_spoil_the_parameters():
     made = make(Scored())
     made.step(jnp.array([1, 4, 4]))
@@ -179,7 +181,7 @@ def test_arguments_are_named():
         (lambda: make(block, inputs="x"), "inputs must be a function of a batch"),
         (lambda: make(block, key="a"), "key must be one PRNG key or an int"),
         (lambda: make(block, clip_norm="a"), "clip_norm must be a positive .* 'a'"),
-        (lambda: make(block, mode="skip"), "mode must be 'error' or 'drop'"),
+        (lambda: make(block, mode="skip"), "mode must be one of 'error', 'drop'"),
         (lambda: make(block, capacity=-1), "capacity must be a static, non-neg"),
         (lambda: make(block, capacity={"item": -1}), "'item': capacity must be a st"),
         (lambda: make(block, capacity={"itm": 4}), r"'itm'; .* are \['item'\]"),

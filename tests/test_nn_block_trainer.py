@@ -69,6 +69,7 @@ def state_of(made):
 # ------------------------------------------------------------------ training
 
 
+@pytest.mark.slow
 def test_trains_as_whole_tables_do():
     """The oracle: dense gradients of dense tables, clipped together, with AdaGrad."""
     tx = optax.adagrad(0.1)
@@ -130,6 +131,7 @@ def test_whose_arrays_are_donated():
     assert float(params["w"][0]) == 1
 
 
+@pytest.mark.slow
 def test_fixed_capacity():
     made = trainer(capacity={"item": 6, "words": 40})
     made.fit(batches(2))
@@ -141,6 +143,7 @@ def test_fixed_capacity():
     assert small.steps == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_updated_without_a_step():
     made = trainer()
     made.fit(batches(1))
@@ -153,6 +156,7 @@ def test_nothing_is_updated_without_a_step():
     jax.tree.map(assert_same_bits, after, before)
 
 
+@pytest.mark.slow
 def test_tables_on_the_device_too():
     """A dense parameter may be a table: `tables=` with a lazy tx, the same numbers."""
     wish = {"item": None, "words": None, "hour": {"embedding": True}}
@@ -177,6 +181,7 @@ def test_the_step_does_not_know_how_large_tables_are():
 # ------------------------------------------------------------------ checks
 
 
+@pytest.mark.slow
 def test_checked():
     """A row that was not pulled is an error before anything is updated."""
 
@@ -318,6 +323,7 @@ def test_saving_needs_orbax(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_crash_leaves_the_last_save(tmp_path, monkeypatch):
     """Each renaming of a save fails once; what is there is always whole.
 

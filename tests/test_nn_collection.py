@@ -77,7 +77,7 @@ def _one_by_one(tables, ids, weights=None):
         if isinstance(x, sj.SegmentTensor) and combiner == "none":
             out[name] = Embedding(*rows.shape, **options)({"embedding": rows}, x)
         elif combiner == "none":
-            out[name] = sj.lookup(rows, x, **options)
+            out[name] = sj.lookup(rows, x, **options)  # pyright: ignore[reportArgumentType]
         else:
             if isinstance(x, jax.Array) and x.ndim == 1:
                 x, w = x[:, None], None if w is None else w[:, None]
@@ -120,6 +120,7 @@ def test_each_feature_is_read_from_its_own_table():
     assert LAYER(params, {}) == {}
 
 
+@pytest.mark.slow
 def test_an_id_never_reads_the_neighbour():
     layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
     params = {"float32_2": jnp.arange(24.0).reshape(12, 2)}
@@ -157,6 +158,7 @@ def test_as_few_gathers_as_shapes_allow():
     assert names.count("bag_sum") == 3
 
 
+@pytest.mark.slow
 def test_weights():
     params, ids = LAYER.init(jax.random.key(0)), _ids()
     key = jax.random.key(1)
@@ -184,6 +186,7 @@ def test_weights():
     assert_trees_close(got, jax.jit(jax.grad(plain))(weights["clicked"]))
 
 
+@pytest.mark.slow
 def test_groups_of_width_and_type():
     layer = sj.nn.EmbeddingCollection(
         {
@@ -268,6 +271,7 @@ def test_numerical_gradients_and_wide_types(x64):
     assert {out[name].dtype.name for name in ("user", "clicked")} == {"float32"}
 
 
+@pytest.mark.slow
 def test_stacks_that_were_pulled():
     params, ids = LAYER.init(jax.random.key(0)), _ids()
     named = LAYER.row_ids(ids)
@@ -308,7 +312,11 @@ def test_tables_one_by_one():
 def test_tables_are_drawn_by_their_own_layers():
     fill = lambda value: lambda key, shape, dtype: jnp.full(shape, value, dtype)
     layer = sj.nn.EmbeddingCollection(
-        {"a": Bag(5, 2, init=fill(1.0)), "b": Bag(7, 2, init=fill(2.0)), "c": (6, 2)}
+        {
+            "a": Bag(5, 2, embedding_init=fill(1.0)),
+            "b": Bag(7, 2, embedding_init=fill(2.0)),
+            "c": (6, 2),
+        }
     )
     tables = layer.unstack(jax.jit(layer.init)(jax.random.key(0)))
     assert np.all(tables["a"] == 1) and np.all(tables["b"] == 2)
@@ -407,6 +415,7 @@ def test_wrong_calls(options, message):
         LAYER(params, **options)
 
 
+@pytest.mark.slow
 def test_wrong_parameters():
     params = {STACK: jnp.zeros((HEIGHT, D))}
     with pytest.raises(TypeError, match=r"keys \['float32_3'\], got keys"):

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ from jax.experimental.sparse import BCSR
 from jax.test_util import check_grads
 
 import sparsejax as sj
-from helpers import assert_no_dense, assert_trees_close, count_traces
+from helpers import assert_no_dense, assert_trees_close
 
 
 sparse = pytest.importorskip("scipy.sparse")
@@ -100,6 +101,7 @@ def _dense(tree):
 # ------------------------------------------------------------------ values
 
 
+@pytest.mark.slow
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.loose_promotion  # of the plain function
@@ -113,6 +115,7 @@ def test_every_form_of_input(name):
         np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5, err_msg=form)
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["dense", "fm", "fm of 3"])
 def test_ids_alone_count_one(name):
@@ -127,6 +130,7 @@ def test_ids_alone_count_one(name):
     )
 
 
+@pytest.mark.slow
 def test_leading_axes():
     x = jax.random.normal(jax.random.key(1), (2, 3, C))
     for name, shape in (("dense", (2, 3, 3)), ("fm", (2, 3)), ("fm of 3", (2, 3, 3))):
@@ -137,6 +141,7 @@ def test_leading_axes():
         np.testing.assert_allclose(out[1, 2], one, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_feature_named_twice_is_two_features():
     layer = sj.nn.FactorizationMachine(9, 2, factor_init=NORMAL)
     params = layer.init(jax.random.key(0))
@@ -146,6 +151,7 @@ def test_a_feature_named_twice_is_two_features():
     np.testing.assert_allclose(out, [6 * jnp.sum(v * v)], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_types_of_results():
     matrix = _scipy()
     st = _segments(matrix)
@@ -172,6 +178,7 @@ def test_types_of_results():
     assert jax.eval_shape(layer, _params(layer), counts).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_float32_stays_under_x64(x64):
     matrix = _scipy()
     for layer in (LAYERS["dense"], LAYERS["fm"]):
@@ -249,6 +256,7 @@ def test_sparse_grad_false_is_dense_always():
 # ------------------------------------------------------------------ pulled rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "fm of 3"])
 def test_weights_that_were_pulled(name):
     layer, x = LAYERS[name], _segments(_scipy())
@@ -290,7 +298,8 @@ def test_a_click_model_trains_with_one_compilation():
         ids = sj.SegmentTensor(jnp.asarray(flat), jnp.asarray(rows), 64, True)
         return ids, jnp.asarray(truth[index].sum(1) > 0)
 
-    @count_traces
+    @jax.jit
+    @chex.assert_max_traces(n=1)
     def step(params, state, x, y):
         def loss(params):
             logits = layer(params, x)[:, 0]
@@ -303,11 +312,10 @@ def test_a_click_model_trains_with_one_compilation():
         return optax.apply_updates(params, updates), state, value
 
     params = layer.init(jax.random.key(0))
-    state, jitted, losses = tx.init(params), jax.jit(step), []
+    state, losses = tx.init(params), []
     for k in range(150):
-        params, state, value = jitted(params, state, *batch(k))
+        params, state, value = step(params, state, *batch(k))
         losses.append(float(value))
-    assert step.count == 1
     x, y = batch(1000)
     accuracy = np.mean((layer(params, x)[:, 0] > 0) == y)
     assert losses[0] == pytest.approx(np.log(2), rel=1e-3)
@@ -354,7 +362,7 @@ WRONG_FIELDS = [
         lambda: sj.nn.Dense(2, dtype=jnp.int32),
         "dtype must be a real floating-point dtype",
     ),
-    (lambda: sj.nn.Dense(2, param_dtype=None), "param_dtype must be a real fl"),
+    (lambda: sj.nn.Dense(2, param_dtype=None), "param_dtype must be a real fl"),  # pyright: ignore[reportArgumentType]
     (lambda: sj.nn.Dense(2, kernel_init=1.0), "kernel_init must be a function"),  # pyright: ignore
     (lambda: sj.nn.Dense(2, use_bias=1), "use_bias must be True or False, got 1"),  # pyright: ignore
     (lambda: sj.nn.Dense(2, sparse_grad="no"), "sparse_grad must .* or None"),  # pyright: ignore

@@ -50,6 +50,7 @@ def step_of(tx, value_and_grad, loss_fn=loss_fn):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_training_equals_one_device(kind):
     mesh = make_mesh(kind)

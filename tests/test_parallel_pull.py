@@ -79,6 +79,7 @@ def trained():
         return store.pull_all("t")
 
 
+@pytest.mark.slow
 def test_training_over_a_mesh_equals_one_device(trained):
     mesh = worker.make_mesh()
     split = NamedSharding(mesh, P("x"))
@@ -100,7 +101,7 @@ def test_first_rows_and_options_of_a_spread_store():
     normal = jax.nn.initializers.normal(1.0)
     spread, store = sj.parallel.SpreadStore(mesh), sj.store.KVStore()
     for x in (spread, store):
-        x.init("t", (50, 3), optax.sgd(0.1), initializer=normal, seed=3)
+        x.init("t", (50, 3), optax.sgd(0.1), initializer=normal, key=3)
     assert_same_rows(spread.pull("t", [[7, 2], [7, 49]]), store.pull("t", [2, 7, 49]))
     empty = spread.pull("t", np.zeros(0, np.int32))
     assert int(empty.num_rows()) == 0 and empty.shape == (50, 3)

@@ -39,6 +39,7 @@ def slots(per_device, seed=0):
 # ------------------------------------------------------------------ psum and pmean
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("capacity", [None, 9, 2])
 @pytest.mark.parametrize("vma", [True, False])
 def test_sum_over_devices(vma, capacity):
@@ -67,6 +68,7 @@ def test_sum_over_devices(vma, capacity):
         assert found.by_kind["all-gather"] == (N - 1) * 9 * (4 + 4 * D)
 
 
+@pytest.mark.slow
 def test_trees_two_axes_and_narrow_types():
     mesh = make_mesh((2, 2), ("a", "b"))
     g = slots(6).astype(jnp.bfloat16)
@@ -87,6 +89,7 @@ def test_trees_two_axes_and_narrow_types():
     np.testing.assert_array_equal(mean, w.reshape(2, 2, 2).mean(1).reshape(4))
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("capacity", [None, 5])
 def test_over_an_axis_of_vmap(capacity):
     g = slots(10)
@@ -196,6 +199,7 @@ def test_data_parallel_equals_one_device(capacity, kind):
         assert wire["all-gather"] == (N - 1) * capacity * (4 + 4 * D)
 
 
+@pytest.mark.window
 def test_by_hand_in_shard_map():
     # What one writes without data_parallel: the gradient of each device's mean loss.
     mesh, lifted = make_mesh(), sj.optim.lazy(optax.adagrad(0.1))
@@ -216,6 +220,7 @@ def test_by_hand_in_shard_map():
     assert_trees_close(found[2], expected[2]["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_tables_that_are_cut_stay_cut(kind):
     mesh, tx = make_mesh(kind=kind), optax.adagrad(0.1)

@@ -176,6 +176,7 @@ def test_training_equals_one_device(name, where, kind):
         assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 def test_bfloat16_sums_in_float32():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(np.zeros((V, 1), jnp.bfloat16), mesh, axis)
@@ -258,6 +259,7 @@ def test_lookup_is_exact(where, layout, n, slots, mode):
         assert (int(metrics.overflow) > 0) == (int(metrics.rounds) > 1)
 
 
+@pytest.mark.slow
 def test_explicit_axes_lay_rows_out_as_ids():
     mesh, axis = _mesh("4", AxisType.Explicit)  # and no jax.set_mesh
     table = sj.parallel.shard_rows(_table(), mesh, axis)
@@ -277,6 +279,7 @@ def test_explicit_axes_lay_rows_out_as_ids():
         assert ("all-gather" in text) == (part is None)
 
 
+@pytest.mark.slow
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("height", [0, 1, 3, 8])
 def test_few_rows_and_no_ids(height):
@@ -311,6 +314,7 @@ def test_ids_of_any_kind(x64):
         np.testing.assert_array_equal(rows, want)
 
 
+@pytest.mark.slow
 def test_measured_capacity_is_one_round():
     mesh, axis = _mesh("4")
     sharded = sj.parallel.shard_rows(_table(), mesh, axis)
@@ -430,6 +434,7 @@ def test_jit_finds_the_devices_of_the_mesh(kind):
     np.testing.assert_array_equal(look(loose, IDS), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_vmap_over_ids_and_over_tables(shared):
     mesh, axis = _mesh("4")
@@ -451,6 +456,7 @@ def test_vmap_over_ids_and_over_tables(shared):
     np.testing.assert_allclose(got, jax.grad(want)(values), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dense_gradient_and_second_derivative():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)

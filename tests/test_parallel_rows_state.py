@@ -35,6 +35,7 @@ def _loss(read, table, ids):
 # ------------------------------------------------------------------ state
 
 
+@pytest.mark.slow
 @pytest.mark.loose_promotion
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_state_made_inside_jit(kind):

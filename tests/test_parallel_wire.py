@@ -146,7 +146,7 @@ def test_errors():
     trips: Any
     lowered = jax.jit(jnp.sin).lower(jnp.ones(3))
     with pytest.raises(TypeError, match="compiled must be .*, got a Lowered"):
-        sj.parallel.wire_bytes(lowered)
+        sj.parallel.wire_bytes(lowered)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="without an ENTRY computation"):
         sj.parallel.wire_bytes(lowered.as_text())
     for trips in (-1, 1.5, True, None):

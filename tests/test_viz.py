@@ -18,8 +18,9 @@ def lines(axes):
     return {line.get_label(): line.get_ydata() for line in axes.get_lines()}
 
 
+@pytest.mark.slow
 def test_rows_touched_counts(tmp_path):
-    figure = sj.viz.rows_touched(STEPS, num_rows=10, title="three steps")
+    figure = sj.viz.rows_touched(STEPS, height=10, title="three steps")
     steps, skew = figure.axes
     drawn = lines(steps)
     np.testing.assert_array_equal(drawn["ids read"], [3, 2, 0])
@@ -33,24 +34,24 @@ def test_rows_touched_counts(tmp_path):
 
 def test_rows_touched_of_segments_and_gradients():
     baskets = sj.SegmentTensor.from_lists([[1, 2], [2]], capacity=9)
-    figure = sj.viz.rows_touched([baskets, ROWS], num_rows=10)
+    figure = sj.viz.rows_touched([baskets, ROWS], height=10)
     np.testing.assert_array_equal(lines(figure.axes[0])["ids read"], [3, 2])
 
 
 def test_rows_touched_of_a_table_that_fits_no_memory():
     rng = np.random.default_rng(0)
     steps = [rng.integers(0, 10**12, 5000) for _ in range(3)]
-    curve = sj.viz.rows_touched(steps, num_rows=10**12).axes[1].get_lines()[0]
+    curve = sj.viz.rows_touched(steps, height=10**12).axes[1].get_lines()[0]
     assert len(curve.get_xdata()) <= 2000 and curve.get_ydata()[-1] == 100
 
 
 def test_rows_touched_refuses(monkeypatch):
     for steps, rows, error, message in (
         ([], 10, ValueError, "steps must not be empty"),
-        (STEPS, 0, ValueError, "num_rows must be a positive int, got 0"),
+        (STEPS, 0, ValueError, "height must be a positive int, got 0"),
         ([np.ones(3)], 10, TypeError, r"step 0 must be integer ids.*float64"),
         ([{"a": 1}], 10, TypeError, "step 0.*got a dict"),
-        ([ROWS], 11, ValueError, "num_rows=11, got a SelectedRows of height 10"),
+        ([ROWS], 11, ValueError, "height=11, got a SelectedRows of height 10"),
     ):
         with pytest.raises(error, match=message):
             sj.viz.rows_touched(steps, rows)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import optax
 
+from sparsejax.optim import adagrad
+
 
 class UserError(Exception):
     """A mistake that the user can correct; the one-line message says how."""
@@ -19,12 +21,16 @@ class UserError(Exception):
 # decays to zero during training.
 OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]] = {
     "sgd": (optax.sgd, 0.025),
-    "adagrad": (optax.adagrad, 0.1),
+    "adagrad": (adagrad, 0.1),
     "rmsprop": (optax.rmsprop, 0.002),
     "adam": (optax.adam, 0.002),
     "adamw": (optax.adamw, 0.002),
     "nadam": (optax.nadam, 0.002),
 }
+
+
+_SECONDS = 60.0  # of training, if nothing is asked for
+_EPOCHS = 100  # more do not make vectors of a short text better
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +43,8 @@ class Config:
     negatives: int = 5
     optimizer: str = "adam"
     learning_rate: float | None = None
-    epochs: int = 100
+    seconds: float | None = None
+    epochs: int | None = None
     seed: int = 0
     min_count: int = 5
     max_vocab: int = 1_000_000
@@ -52,6 +59,12 @@ class Config:
     def rate(self) -> float:
         """The initial learning rate; the default depends on the optimizer."""
         return self.learning_rate or OPTIMIZERS[self.optimizer][1]
+
+    @property
+    def limits(self) -> tuple[float, int]:
+        """The most seconds and the most epochs that training takes."""
+        default = _SECONDS if self.epochs is None else math.inf
+        return self.seconds or default, self.epochs or _EPOCHS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,12 +132,23 @@ def parse(argv: Sequence[str] | None) -> Config:
         default=absent,
         help="to begin with (default: one for each optimizer)",
     )
-    add("--epochs", type=one, default=default.epochs, help="passes over the text")
+    add(
+        "--seconds",
+        type=_positive,
+        default=absent,
+        help=f"of training (default: {_SECONDS:g}; no limit if --epochs is given)",
+    )
+    add(
+        "--epochs",
+        type=one,
+        default=absent,
+        help=f"passes over the text (default: what --seconds allows, up to {_EPOCHS})",
+    )
     add(
         "--seed",
         type=_whole(0),
         default=default.seed,
-        help="equal seeds, equal vectors",
+        help="equal seeds and --epochs, equal vectors",
     )
     add(
         "--min-count", type=one, default=default.min_count, help="leave out rarer words"

@@ -195,16 +195,6 @@ def all_skip_grams(
             yield skip_grams(piece, keep, window, rng)
 
 
-def negative_table(counts: np.ndarray, size: int = 1 << 20) -> np.ndarray:
-    """Word numbers, each in proportion to `count ** 0.75`.
-
-    A uniform draw from this table is a draw from that distribution.
-    """
-    weights = counts**0.75
-    edges = np.cumsum(weights) / weights.sum() * size
-    return np.searchsorted(edges, np.arange(size) + 0.5).astype(np.int32)
-
-
 def batches(pairs: Iterator[np.ndarray], size: int, chunk: int) -> Iterator[np.ndarray]:
     """Cuts a stream of pairs into chunks of batches: int32 `[<= chunk, size, 2]`.
 

@@ -17,6 +17,7 @@ import functools
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -87,23 +88,24 @@ def make_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Cal
     return step
 
 
-def make_train(step: Callable, negative_table: np.ndarray, negatives: int) -> Callable:
+def make_train(
+    step: Callable, sampler: sj.data.NegativeSampler, negatives: int
+) -> Callable:
     """`(state, key, int32[steps, B, 2]) -> (state, losses)`: many steps in one call."""
-    table = jnp.asarray(negative_table)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train(state, key, batches):
+    def train(state, key, batches, sampler):
         def one(state, xs):
             pairs, key = xs
-            shape = (pairs.shape[0], negatives)
-            drawn = table[jax.random.randint(key, shape, 0, table.size)]
+            drawn = sampler.sample(key, (pairs.shape[0], negatives)).ids
             return step(state, (pairs, drawn))
 
         keys = jax.random.split(key, batches.shape[0])
         state, losses = jax.lax.scan(one, state, (batches, keys))
         return state, losses / batches.shape[1]
 
-    return train
+    # An argument: what a jitted function closes over is a constant of the program.
+    return lambda state, key, batches: train(state, key, batches, sampler)
 
 
 # ------------------------------------------------------------------ training
@@ -117,14 +119,17 @@ class Trained(NamedTuple):
     losses: list[float]
 
 
-def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any]):
-    """Trains word vectors.
+def train(config: Config, corpus: Corpus, report: Callable[[float, float, float], Any]):
+    """Trains word vectors, until the time or the epochs are used up.
+
+    The learning rate falls to zero over whichever of the two ends first.
 
     Args:
       config: the settings.
       corpus: the text.
-      report: called after each chunk of steps with the words read so far and the mean
-        loss of a pair.
+      report: called after each chunk of steps but the first, which is compiled, and at
+        the end, with the words read so far, those that will be read in all, and the
+        mean loss of a pair.
 
     Returns:
       `Trained`.
@@ -132,23 +137,28 @@ def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any])
     rng = np.random.default_rng(config.seed)
     init_key, key = jax.random.split(jax.random.key(config.seed))
     keep = _text.keep_probability(corpus, _SUBSAMPLING)
-    words_in_all = corpus.tokens.size * config.epochs
+    seconds, epochs = config.limits
+    words_in_all = corpus.tokens.size * epochs
     pairs_in_all = _text.expected_pairs(corpus, keep, config.window)
-    pairs_in_all = max(1.0, pairs_in_all * config.epochs)
+    pairs_in_all = max(1.0, pairs_in_all * epochs)
 
-    steps = math.ceil(pairs_in_all / config.batch_size)
-    tx = sj.optim.lazy(make_optimizer(config, steps))
+    tx = sj.optim.lazy(make_optimizer(config))
     # tables=True: a short text has so few words that a step reads most of them. By
     # default value_and_grad would then, rightly, take the cheaper dense gradient.
     value_and_grad = functools.partial(sj.value_and_grad, tables=True)
-    table = _text.negative_table(corpus.counts)
-    run = make_train(make_step(tx, value_and_grad), table, config.negatives)
+    sampler = sj.data.NegativeSampler.from_counts(corpus.counts)
+    run = make_train(make_step(tx, value_and_grad), sampler, config.negatives)
 
     params = init_params(init_key, len(corpus.words), config.dim)
     state = (params, tx.init(params))
-    pairs = _text.all_skip_grams(corpus, keep, config.window, config.epochs, rng)
-    words_read, losses, done = [], [], 0
+    pairs = _text.all_skip_grams(corpus, keep, config.window, epochs, rng)
+    words_read, losses, done, began = [], [], 0, time.perf_counter()
     for number, chunk in enumerate(_text.batches(pairs, config.batch_size, _CHUNK)):
+        elapsed = time.perf_counter() - began
+        if elapsed >= seconds and losses:
+            break
+        share = max(done / pairs_in_all, elapsed / seconds)
+        state = with_rate(state, config.rate * max(1.0 - share, 1e-3))
         state, loss = run(state, jax.random.fold_in(key, number), jnp.asarray(chunk))
         loss = float(jnp.mean(loss))
         if not math.isfinite(loss):
@@ -159,19 +169,29 @@ def train(config: Config, corpus: Corpus, report: Callable[[float, float], Any])
         done += chunk.shape[0] * chunk.shape[1]
         words_read.append(min(done / pairs_in_all, 1.0) * words_in_all)
         losses.append(loss)
-        report(words_read[-1], loss)
+        if number:
+            speed = words_read[-1] / (time.perf_counter() - began)
+            report(words_read[-1], min(words_in_all, speed * seconds), loss)
     if not losses:
         raise UserError(
             "the text is too short: no two of its frequent words are near each other. "
             "Take a longer text or a lower --min-count"
         )
+    report(words_read[-1], words_read[-1], losses[-1])
     return Trained(state[0], words_read, losses)
 
 
-def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
-    """The optimizer, with a learning rate that falls to zero over `steps`."""
-    schedule = optax.linear_schedule(config.rate, config.rate * 1e-3, steps)
-    return OPTIMIZERS[config.optimizer][0](schedule)
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """The optimizer, with a learning rate in its state, which `with_rate` sets."""
+    make = optax.inject_hyperparams(OPTIMIZERS[config.optimizer][0])
+    return make(learning_rate=config.rate)
+
+
+def with_rate(state: tuple[Params, Any], rate: float) -> tuple[Params, Any]:
+    """The state with another learning rate."""
+    params, opt_state = state
+    new = jnp.asarray(rate, jnp.float32)
+    return params, optax.tree_utils.tree_set(opt_state, learning_rate=new)
 
 
 # ------------------------------------------------------------------ results
@@ -190,8 +210,9 @@ def draw(config: Config, corpus: Corpus, trained: Trained, vectors: np.ndarray) 
     assert config.plot is not None
     shown = _text.content_words(corpus, 150)
     title = (
-        f"{len(corpus.words):,} words in {config.dim} dimensions, {config.epochs} "
-        f"epochs of {config.optimizer}"
+        f"{len(corpus.words):,} words in {config.dim} dimensions, "
+        f"{trained.words_read[-1] / corpus.tokens.size:.3g} epochs of "
+        f"{config.optimizer}"
     )
     words = [corpus.words[i] for i in shown]
     _output.plot(
@@ -281,10 +302,13 @@ def run(config: Config) -> None:
         f"that occur {config.min_count} times or more",
         flush=True,
     )
-    total = corpus.tokens.size * config.epochs
     with _arguments.progress_reporter("", not config.quiet, " words") as bar:
-        report = lambda words, loss: bar(words, total, loss=f"{loss:.3f}")
+        report = lambda words, total, loss: bar(words, total, loss=f"{loss:.3f}")
+        began = time.perf_counter()
         trained = train(config, corpus, report)
+        took = time.perf_counter() - began
+    passes = trained.words_read[-1] / corpus.tokens.size
+    print(f"Read {passes:.3g} times in {took:.0f} seconds")
     last = float(np.mean(trained.losses[-10:]))
     print(f"Loss of a pair: {trained.losses[0]:.3f} at first, {last:.3f} in the end")
     vectors = np.asarray(trained.params["words"])

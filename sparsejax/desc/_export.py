@@ -19,13 +19,14 @@ import jax.export
 import optax
 
 from sparsejax import optim
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import QuantizedTable, SelectedRows
 from sparsejax._segments import SegmentTensor
+from sparsejax.data import NegativeSampler, _negatives
 
 
 def register_all() -> None:
-    """Registers SelectedRows, SegmentTensor and the states of optax and `sj.optim`."""
-    for kind in (SelectedRows, SegmentTensor):
+    """Registers our types, and the states of optax and `sj.optim`."""
+    for kind in (SelectedRows, QuantizedTable, SegmentTensor, NegativeSampler):
         jax.export.register_pytree_node_serialization(
             kind,
             serialized_name=f"sparsejax.{kind.__name__}",
@@ -33,6 +34,7 @@ def register_all() -> None:
             deserialize_auxdata=_from_json,
         )
     for name, module in (
+        ("sparsejax.data", _negatives),
         ("sparsejax.optim", optim),
         ("optax", optax),
         ("optax.contrib", optax.contrib),
@@ -67,5 +69,8 @@ def _to_json(static: object) -> bytes:
 
 
 def _from_json(data: bytes) -> object:
-    static = json.loads(data)
-    return tuple(static) if isinstance(static, list) else static
+    return _as_tuples(json.loads(data))
+
+
+def _as_tuples(x: object) -> object:
+    return tuple(map(_as_tuples, x)) if isinstance(x, list) else x

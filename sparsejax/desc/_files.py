@@ -1,24 +1,39 @@
 """Files of SelectedRows: PaddlePaddle's binary layout, and NumPy's .npz."""
 
+from __future__ import annotations
+
+import math
+import os
 import pathlib
 import struct
-from typing import Any
+from collections.abc import Mapping
+from typing import BinaryIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._files import read_npz, replacing
+from sparsejax._arguments import PathLike
+from sparsejax._files import ArraySpec, read_npz, replacing
 from sparsejax._rows import SelectedRows
 from sparsejax.desc import _protobuf
 
 
 _ZIP_START = b"PK"  # of .npz, which is a zip archive
 _VERSION = 0
+_MOST_AXES = 32
+
+# Of an .npz file, by name.
+_ARRAYS = {
+    "rows": ArraySpec("iu", (1,)),
+    "values": ArraySpec("biufc", range(1, _MOST_AXES + 1)),
+    "height": ArraySpec("iu", (0,)),
+    "data_type": ArraySpec("U", (0,), required=False),
+}
 
 
-def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
+def save_selected_rows(path: PathLike, selected_rows: SelectedRows) -> None:
     """Writes a SelectedRows to a file, in PaddlePaddle's binary layout or as .npz.
 
     The layout: u32 version 0, u64 n, n row ids of i64, i64 height, then the values as a
@@ -35,7 +50,8 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
     Raises:
       ImportError: PaddlePaddle's layout without the protobuf library.
       TypeError: not a SelectedRows.
-      ValueError: a data type that PaddlePaddle's format does not have.
+      ValueError: a data type that PaddlePaddle's format does not have, or a stack of
+        tables.
 
     Example:
       >>> import os, tempfile
@@ -54,6 +70,12 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
             "sparsejax.desc.save_selected_rows: selected_rows must be a SelectedRows, "
             f"got {_arguments.kind_of(selected_rows)}. Save arrays with np.save, and "
             "trees with orbax."
+        )
+    if selected_rows.stack:
+        raise ValueError(
+            "sparsejax.desc.save_selected_rows: selected_rows must have one axis of "
+            f"rows, got a stack of tables of shape {selected_rows.shape}. Save its "
+            ".unstacked(), whose ids count the rows of all tables."
         )
     filled = np.asarray(selected_rows.filled())
     rows = np.asarray(selected_rows.rows)[filled].astype("<i8")
@@ -84,7 +106,7 @@ def save_selected_rows(path: Any, selected_rows: SelectedRows) -> None:
         file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
 
 
-def load_selected_rows(path: Any) -> SelectedRows:
+def load_selected_rows(path: PathLike) -> SelectedRows:
     """Reads what `save_selected_rows` or PaddlePaddle wrote.
 
     Args:
@@ -116,22 +138,16 @@ def load_selected_rows(path: Any) -> SelectedRows:
     call = "sparsejax.desc.load_selected_rows"
     what = "a SelectedRows as PaddlePaddle or save_selected_rows writes it"
     path = pathlib.Path(path)
-    data = path.read_bytes()
-    arrays = None
-    if data[:2] == _ZIP_START:
-        arrays = read_npz(call, path, what, ("rows", "values", "height"))
+    with open(path, "rb") as file:
+        is_npz = file.read(len(_ZIP_START)) == _ZIP_START
+    arrays = read_npz(call, path, what, _ARRAYS) if is_npz else None
     try:
         if arrays is None:
-            rows, values, height = _read_paddle(data)
+            with open(path, "rb") as file:
+                rows, values, height = _read_paddle(file)
         else:
-            rows, values, height = arrays["rows"], arrays["values"], arrays["height"]
-            height = int(height)
-            if "data_type" in arrays:
-                values = values.view(jnp.dtype(str(arrays["data_type"])))
-        if len(rows) != len(values):
-            raise ValueError(
-                f"it has {len(rows)} rows, but values of shape {values.shape}"
-            )
+            rows, values, height = _parts_of(arrays)
+        _check_parts(rows, values, height)
     except ValueError as error:
         raise ValueError(f"{call}: {path} is not {what}: {error}.") from None
     rows = jnp.asarray(rows.astype(_arguments.index_dtype(height)))
@@ -144,15 +160,15 @@ def load_selected_rows(path: Any) -> SelectedRows:
 # ------------------------------------------------------------------ formats
 
 
-def _read_paddle(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
-    at = 0
+def _read_paddle(file: BinaryIO) -> tuple[np.ndarray, np.ndarray, int]:
+    size = left = os.fstat(file.fileno()).st_size
 
     def take(count: int, part: str) -> bytes:
-        nonlocal at
-        if not 0 <= count <= len(data) - at:
-            raise ValueError(f"it ends after {len(data)} bytes, within {part}")
-        at += count
-        return data[at - count : at]
+        nonlocal left
+        if not 0 <= count <= left:
+            raise ValueError(f"it ends after {size} bytes, within {part}")
+        left -= count
+        return file.read(count)
 
     def number(form: str, part: str) -> int:
         return struct.unpack(form, take(struct.calcsize(form), part))[0]
@@ -174,8 +190,46 @@ def _read_paddle(data: bytes) -> tuple[np.ndarray, np.ndarray, int]:
         raise ValueError(f"its TensorDesc does not parse ({error})") from None
     dtype = jnp.dtype(_protobuf.data_type_of(desc))
     shape = tuple(desc.dims)
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    values = np.frombuffer(take(size, "the values"), dtype).reshape(shape)
-    if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes are left over after the values")
-    return rows, values, height
+    if not 1 <= len(shape) <= _MOST_AXES or min(shape) < 0:
+        raise ValueError(f"its values have the shape {shape}")
+    content = take(math.prod(shape) * dtype.itemsize, "the values")
+    if left:
+        raise ValueError(f"{left} bytes are left over after the values")
+    return rows, np.frombuffer(content, dtype).reshape(shape), height
+
+
+def _parts_of(
+    arrays: Mapping[str, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows, values and height of the arrays in an `.npz` file."""
+    values = arrays["values"]
+    if "data_type" in arrays and arrays["data_type"] != values.dtype.name:
+        name = str(arrays["data_type"])
+        try:
+            dtype = jnp.dtype(name)
+        except TypeError:
+            dtype = np.dtype(object)
+        # Only types that NumPy does not have are saved as bytes.
+        if dtype.kind != "V" or dtype.names or values.dtype != np.uint8:
+            raise ValueError(f"its values of type {values.dtype} cannot be {name!r}")
+        values = values.view(dtype)
+    return arrays["rows"], values, int(arrays["height"])
+
+
+def _check_parts(rows: np.ndarray, values: np.ndarray, height: int) -> None:
+    """Raises a ValueError unless the parts form a SelectedRows."""
+    if len(rows) != len(values):
+        raise ValueError(f"it has {len(rows)} rows, but values of shape {values.shape}")
+    if not 0 <= height < 1 << 63:
+        raise ValueError(f"it has the height {height}")
+    if len(rows) and not 0 <= rows.min() <= rows.max() < height:
+        raise ValueError(
+            f"its rows are from {rows.min()} to {rows.max()}, out of range for height "
+            f"{height}"
+        )
+    # A shape without elements may have axes of any size.
+    row = math.prod(max(n, 1) for n in values.shape[1:])
+    if not values.size and row > np.iinfo(np.int32).max:
+        raise ValueError(f"its values have the shape {values.shape}")
+    if values.dtype == np.bool_ and (values.view(np.uint8) > 1).any():
+        raise ValueError("its values are of type bool, but not 0 or 1")

@@ -1,5 +1,7 @@
 """infer: kinds, types and shapes of outputs and gradients, before any data."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsejax._arguments import PyTree
 from sparsejax.desc._var_desc import BARE, VarDesc, describe
 from sparsejax.transform import grad
 
@@ -42,10 +45,10 @@ class Inferred(NamedTuple):
 
 def infer(
     fun: Callable[..., Any],
-    *specs: Any,
+    *specs: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> Inferred:
     """Kind, type and shape of each output and gradient, before any data.
 

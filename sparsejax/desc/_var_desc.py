@@ -1,5 +1,7 @@
 """VarDesc, describe: name, kind, type and shape of variables before any data."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +10,7 @@ import jax
 import numpy as np
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
@@ -50,7 +53,7 @@ class VarDesc:
 
 
 def describe(
-    tree: Any,
+    tree: PyTree,
     names: Sequence[str] | Callable[[str], str] | None = None,
     *,
     persistable: bool | Callable[[str], bool] = False,

@@ -8,11 +8,13 @@ dense `params`. The gradient of a table has the same rows, and the driver pushes
 Invariant: `row_ids` runs on the host, outside of `jit`; `sparse_forward` is a pure
 function that runs inside `jit`. They share only the inputs, so `sparse_forward` must
 read only what `row_ids` returned. Using a table that was not pulled raises
-`NotPulledError`; a row that was not pulled reads NaN, or raises under `mode="error"`.
+`NotPulledError`; a row that was not pulled reads NaN, or raises under `mode="raise"`.
 
 A table may also be a whole array. The block is then an ordinary model; the tests
 compare against it.
 """
+
+from __future__ import annotations
 
 import abc
 import dataclasses
@@ -23,8 +25,10 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
+from sparsejax._arguments import Initializer, PyTree
 from sparsejax._rows import indexing, is_selected_rows
 
 
@@ -33,7 +37,7 @@ class NotPulledError(KeyError):
 
     Raised when `sparse_forward` is traced, before anything is computed. It concerns
     whole tables: if a table was pulled but a row was not, that row reads NaN, or raises
-    under `mode="error"`.
+    under `mode="raise"`.
 
     Args:
       message: the table, the block, the tables that were pulled, and what to do.
@@ -77,8 +81,8 @@ class TableSpec:
     """
 
     shape: tuple[int, ...]
-    dtype: Any = jnp.float32
-    initializer: Callable[..., Any] | None = None
+    dtype: DTypeLike = jnp.float32
+    initializer: Initializer | None = None
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -187,7 +191,7 @@ class SparseBlock(abc.ABC):
             cls.sparse_forward = _checked(vars(cls)["sparse_forward"])
 
     @abc.abstractmethod
-    def row_ids(self, inputs: Any) -> dict[str, Any]:
+    def row_ids(self, inputs: PyTree) -> dict[str, Any]:
         """The ids that `sparse_forward` will read, by table; integers of any shape.
 
         Duplicates are allowed. -1 marks an element that reads no row, such as padding;
@@ -196,11 +200,13 @@ class SparseBlock(abc.ABC):
 
     @abc.abstractmethod
     def sparse_forward(
-        self, tables: Mapping[str, Any], params: Any, inputs: Any
+        self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> Any:
         """Computes the outputs from pulled `tables`, dense `params` and `inputs`."""
 
-    def __call__(self, tables: Mapping[str, Any], params: Any, inputs: Any) -> Any:
+    def __call__(
+        self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
+    ) -> Any:
         return self.sparse_forward(tables, params, inputs)
 
     def tables(self) -> dict[str, TableSpec]:

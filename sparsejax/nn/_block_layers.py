@@ -1,5 +1,7 @@
 """SparseEmbedding and SparseLinear: single-table blocks to build models from."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree
 from sparsejax._lookup import lookup
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
@@ -34,8 +38,8 @@ class SparseEmbedding(SparseBlock):
       name: str, the table's name in the store. Blocks with the same name share the
         table.
       param_dtype: of the table.
-      initializer: for the table's rows, see `TableSpec`. The default draws rows of
-        expected squared norm 1.
+      embedding_init: for the table's rows, see `TableSpec`. The default draws
+        rows of expected squared norm 1.
       padding_id: int, an id that reads zeros, is not pulled and gets no gradient.
       max_norm: see `sparsejax.lookup`.
       mode: what an id reads if it is out of range or was not pulled, see
@@ -61,8 +65,8 @@ class SparseEmbedding(SparseBlock):
     features: int
     _: dataclasses.KW_ONLY
     name: str = "embedding"
-    param_dtype: Any = jnp.float32
-    initializer: Any = TABLE_INIT
+    param_dtype: DTypeLike = jnp.float32
+    embedding_init: _layer.Initializer = TABLE_INIT
     padding_id: int | None = None
     max_norm: float | None = None
     mode: str = "fill"
@@ -76,9 +80,9 @@ class SparseEmbedding(SparseBlock):
     def tables(self) -> dict[str, TableSpec]:
         """`{name: [num_embeddings, features]}`."""
         shape = (self.num_embeddings, self.features)
-        return {self.name: TableSpec(shape, self.param_dtype, self.initializer)}
+        return {self.name: TableSpec(shape, self.param_dtype, self.embedding_init)}
 
-    def row_ids(self, inputs: Any) -> dict[str, Any]:
+    def row_ids(self, inputs: PyTree) -> dict[str, Any]:
         """The ids, with -1 for padding and for empty elements, which read no row.
 
         An id out of range stays out of range, except that mode `"clip"` returns the
@@ -96,7 +100,7 @@ class SparseEmbedding(SparseBlock):
         return {self.name: _row_ids(ids, skip, self.num_embeddings, self.mode)}
 
     def sparse_forward(
-        self, tables: Mapping[str, Any], params: Any, inputs: Any
+        self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> Any:
         """The rows of `inputs`."""
         del params  # this block has none
@@ -126,7 +130,7 @@ class SparseLinear(SparseBlock):
       name: str, the table's name in the store. Blocks with the same name share the
         table.
       param_dtype: of the table and the bias.
-      initializer: for the table's rows, see `TableSpec`. Zeros by default, so a column
+      kernel_init: for the table's rows, see `TableSpec`. Zeros by default, so a column
         first seen late in training does not disturb the output.
       mode: what a column reads if it is out of range or was not pulled, see
         `sparsejax.lookup`.
@@ -149,8 +153,8 @@ class SparseLinear(SparseBlock):
     _: dataclasses.KW_ONLY
     use_bias: bool = True
     name: str = "linear"
-    param_dtype: Any = jnp.float32
-    initializer: Any = jax.nn.initializers.zeros
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: _layer.Initializer = jax.nn.initializers.zeros
     mode: str = "fill"
 
     def __repr__(self) -> str:
@@ -162,7 +166,7 @@ class SparseLinear(SparseBlock):
     def tables(self) -> dict[str, TableSpec]:
         """`{name: [in_features, features]}`."""
         shape = (self.in_features, self.features)
-        return {self.name: TableSpec(shape, self.param_dtype, self.initializer)}
+        return {self.name: TableSpec(shape, self.param_dtype, self.kernel_init)}
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """`{"bias": [features]}` of zeros; empty without a bias."""
@@ -170,7 +174,7 @@ class SparseLinear(SparseBlock):
         shape = (self.features,)
         return {"bias": jnp.zeros(shape, self.param_dtype)} if self.use_bias else {}
 
-    def row_ids(self, inputs: Any) -> dict[str, Any]:
+    def row_ids(self, inputs: PyTree) -> dict[str, Any]:
         """The columns of the elements of `inputs`; -1 for empty elements.
 
         Columns out of range are treated as in `SparseEmbedding.row_ids`.
@@ -190,7 +194,7 @@ class SparseLinear(SparseBlock):
         return {self.name: _row_ids(index, skip, self.in_features, self.mode)}
 
     def sparse_forward(
-        self, tables: Mapping[str, Any], params: Any, inputs: Any
+        self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> jax.Array:
         """`[num_segments, features]`."""
         csr, shape = self._as_csr(inputs), (self.in_features, self.features)
@@ -229,7 +233,8 @@ def _check(call: str, block: Any, rows: str) -> None:
     for name in (rows, "features"):
         _layer.check_size(call, name, getattr(block, name))
     _layer.check_dtype(call, "param_dtype", block.param_dtype)
-    _layer.check_initializer(call, "initializer", block.initializer)
+    init = "embedding_init" if rows == "num_embeddings" else "kernel_init"
+    _layer.check_initializer(call, init, getattr(block, init))
     if not isinstance(block.name, str):
         raise TypeError(
             f"{call}: name must be a str (the table's name in the store), got "
@@ -237,7 +242,7 @@ def _check(call: str, block: Any, rows: str) -> None:
         )
     if hasattr(block, "padding_id"):
         check_padding_id(call, block.padding_id)
-    lookup.check_mode(call, block.mode)
+    _layer.set_fields(block, mode=lookup.check_mode(call, block.mode))
 
 
 def _empty_elements(st: SegmentTensor, ndim: int) -> Any:

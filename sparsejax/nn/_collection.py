@@ -1,5 +1,7 @@
 """EmbeddingCollection: many tables and features, read in a few gathers."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._lookup import lookup
 from sparsejax._rows import indexing
 from sparsejax._rows.scatter import scatter_assign
@@ -40,7 +43,9 @@ class EmbeddingCollection:
         `(table, combiner)`. Several features may share a table. None creates one
         feature per table, with the same name. Stored as a tuple of
         `(name, table, combiner)`.
-      stacked: False keeps each table as a separate array, under its own name.
+      stacked: False keeps each table as a separate array, under its own name. Whether a
+        gradient is sparse is decided for an array: by the reads of all tables in a
+        stack, against a quarter of all their rows.
 
     Raises:
       TypeError, ValueError: tables or features have the wrong type, or no feature reads
@@ -137,7 +142,10 @@ class EmbeddingCollection:
         return self.stack(made)
 
     def __call__(
-        self, params: Any, ids: Mapping[str, Any], weights: Any = None
+        self,
+        params: PyTree,
+        ids: Mapping[str, Any],
+        weights: Mapping[str, ArrayLike] | None = None,
     ) -> dict[str, Any]:
         """The embeddings of all features of a batch.
 
@@ -159,7 +167,7 @@ class EmbeddingCollection:
         Raises:
           TypeError, ValueError: `params` do not match this layer, a feature is unknown,
             or ids or weights have the wrong type or shape.
-          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
+          checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside
             of `jit`.
         """
         arrays = self._arrays(params)
@@ -199,7 +207,7 @@ class EmbeddingCollection:
         place = self._place(table)
         return place.stack, place.start, place.stop
 
-    def get_table(self, params: Any, table: str) -> Any:
+    def get_table(self, params: PyTree, table: str) -> Any:
         """One table `[V, D]`; a SelectedRows if its stack is one, as in gradients.
 
         Example:
@@ -216,7 +224,9 @@ class EmbeddingCollection:
         place = self._place(table)
         return _stacks.cut(self._arrays(params, dense=False)[place.stack], place)
 
-    def set_table(self, params: Any, table: str, values: Any) -> dict[str, Any]:
+    def set_table(
+        self, params: PyTree, table: str, values: ArrayLike
+    ) -> dict[str, Any]:
         """Returns `params` with one table replaced.
 
         Args:
@@ -236,7 +246,7 @@ class EmbeddingCollection:
         ids = jnp.arange(place.num_rows, dtype=_arguments.index_dtype(place.num_rows))
         return self.set_rows(params, table, ids, self._as_table(table, values))
 
-    def get_rows(self, params: Any, table: str, ids: Any) -> jax.Array:
+    def get_rows(self, params: PyTree, table: str, ids: ArrayLike) -> jax.Array:
         """Rows of one table by id, read as its layer reads them.
 
         Example:
@@ -258,7 +268,7 @@ class EmbeddingCollection:
         )
 
     def set_rows(
-        self, params: Any, table: str, ids: Any, values: Any
+        self, params: PyTree, table: str, ids: ArrayLike, values: ArrayLike
     ) -> dict[str, Any]:
         """Returns `params` with rows of one table replaced; skips ids out of range.
 
@@ -322,7 +332,7 @@ class EmbeddingCollection:
             for name, stack in self._layout[0].items()
         }
 
-    def unstack(self, params: Any) -> dict[str, Any]:
+    def unstack(self, params: PyTree) -> dict[str, Any]:
         """All tables by name; from gradients of the parameters, the tables' gradients.
 
         Example:

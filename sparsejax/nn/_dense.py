@@ -1,5 +1,7 @@
 """Dense: a linear layer on a feature matrix, given as an array or as CSR."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from typing import Any
@@ -7,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, CSRLike, PyTree, Spec
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _matrix
 
@@ -64,8 +68,8 @@ class Dense:
     in_features: int | None = None
     _: dataclasses.KW_ONLY
     use_bias: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.dtype("float32")
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.dtype("float32")
     kernel_init: _layer.Initializer = _KERNEL_INIT
     bias_init: _layer.Initializer = _BIAS_INIT
     sparse_grad: bool | None = None
@@ -89,7 +93,11 @@ class Dense:
             param_dtype=_layer.check_dtype(_CALL, "param_dtype", self.param_dtype),
         )
 
-    def init(self, key: jax.Array, x: Any = None) -> dict[str, jax.Array]:
+    def init(
+        self,
+        key: jax.Array,
+        x: ArrayLike | CSRLike | Spec | None = None,
+    ) -> dict[str, jax.Array]:
         """The parameters: `{"kernel": [C, F], "bias": [F]}`.
 
         Args:
@@ -135,7 +143,7 @@ class Dense:
             "in_features to Dense, or call init(key, x) with an array."
         )
 
-    def __call__(self, params: Any, x: Any) -> jax.Array:
+    def __call__(self, params: PyTree, x: ArrayLike | CSRLike) -> jax.Array:
         """`x @ kernel + bias`.
 
         Args:

@@ -4,17 +4,22 @@
 parameters. Each layer defines its own call, which reads rows and may reduce them.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 import operator
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import QuantizedTable, SelectedRows, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
 
@@ -34,32 +39,33 @@ class TableLayer:
     num_embeddings: int
     features: int
     sparse_grad: bool
-    dtype: Any
-    param_dtype: Any
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
     padding_id: int | None
     max_norm: float | None
     mode: str
-    initializer: _layer.Initializer
+    embedding_init: _layer.Initializer
 
     def __repr__(self) -> str:
         return _layer.show(self)
 
-    def _set_fields(self, **fields: Any) -> None:
-        """Checks the fields and sets them."""
-        call = self._call
-        for name in ("num_embeddings", "features"):
-            fields[name] = _layer.check_size(call, name, fields[name])
-        for name in ("dtype", "param_dtype"):
-            if name == "param_dtype" or fields[name] is not None:
-                fields[name] = _layer.check_dtype(call, name, fields[name])
-        _layer.check_bool(call, "sparse_grad", fields["sparse_grad"])
-        _layer.check_initializer(call, "init", fields["initializer"])
-        lookup.check_mode(call, fields["mode"])
-        fields["padding_id"] = check_padding_id(call, fields["padding_id"])
-        fields["max_norm"] = lookup.check_max_norm(
-            call, fields["max_norm"], fields["param_dtype"]
+    def __post_init__(self) -> None:
+        call, dtype = self._call, self.dtype
+        _layer.check_bool(call, "sparse_grad", self.sparse_grad)
+        _layer.check_initializer(call, "embedding_init", self.embedding_init)
+        param_dtype = _layer.check_dtype(call, "param_dtype", self.param_dtype)
+        _layer.set_fields(
+            self,
+            num_embeddings=_layer.check_size(
+                call, "num_embeddings", self.num_embeddings
+            ),
+            features=_layer.check_size(call, "features", self.features),
+            dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
+            param_dtype=param_dtype,
+            padding_id=check_padding_id(call, self.padding_id),
+            max_norm=lookup.check_max_norm(call, self.max_norm, param_dtype),
+            mode=lookup.check_mode(call, self.mode),
         )
-        _layer.set_fields(self, **fields)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """The parameters: `{"embedding": [V, D]}`.
@@ -77,10 +83,10 @@ class TableLayer:
         """
         key = _arguments.as_key(f"{self._call}.init", key)
         shape, dtype = (self.num_embeddings, self.features), self.param_dtype
-        make = self.initializer
-        return {"embedding": _layer.draw(self._call, "init", make, key, shape, dtype)}
+        make = functools.partial(_layer.draw, self._call, "embedding_init")
+        return {"embedding": make(self.embedding_init, key, shape, dtype)}
 
-    def table(self, params: Any) -> Any:
+    def table(self, params: PyTree) -> Any:
         """The table in `params`, checked.
 
         Args:
@@ -96,7 +102,7 @@ class TableLayer:
           (5, 2)
         """
         params = _arguments.as_array(params)
-        if isinstance(params, (jax.Array, SelectedRows)):
+        if isinstance(params, (jax.Array, SelectedRows, QuantizedTable)):
             params = {"embedding": params}
         call, shape = self._call, (self.num_embeddings, self.features)
         params = _layer.check_params(call, params, ("embedding",))
@@ -113,7 +119,7 @@ class TableLayer:
         return {"embedding": self.sparse_grad}
 
 
-@dataclasses.dataclass(frozen=True, repr=False, init=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Embedding(TableLayer):
     """A table with one row per id.
 
@@ -128,14 +134,13 @@ class Embedding(TableLayer):
       dtype: of the result; None for the table's dtype. The rows read are cast, not the
         table.
       param_dtype: of the table.
-      init: initializer `(key, shape, dtype) -> array`. The default draws rows of
-        expected squared norm 1.
       padding_id: int, an id that reads zeros and gets no gradient.
       max_norm: positive number; rows of larger norm are scaled down to it when they are
         read.
-      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
-        `"error"`, as in `sparsejax.lookup`.
-      initializer: the field that keeps `init`, for `dataclasses.replace`.
+      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
+        `"raise"` or `"error"`, as in `sparsejax.lookup`.
+      embedding_init: initializer `(key, shape, dtype) -> array`. The default draws rows
+        of expected squared norm 1.
 
     Raises:
       TypeError, ValueError: a field has the wrong type, or a size is not positive.
@@ -162,46 +167,20 @@ class Embedding(TableLayer):
     features: int
     _: dataclasses.KW_ONLY
     sparse_grad: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.dtype("float32")
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.dtype("float32")
     padding_id: int | None = None
     max_norm: float | None = None
     mode: str = "fill"
-    initializer: _layer.Initializer = TABLE_INIT
+    embedding_init: _layer.Initializer = TABLE_INIT
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        features: int,
-        *,
-        sparse_grad: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        init: _layer.Initializer | None = None,
-        padding_id: int | None = None,
-        max_norm: float | None = None,
-        mode: str = "fill",
-        initializer: _layer.Initializer = TABLE_INIT,
-    ):
-        self._set_fields(
-            num_embeddings=num_embeddings,
-            features=features,
-            sparse_grad=sparse_grad,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            padding_id=padding_id,
-            max_norm=max_norm,
-            mode=mode,
-            initializer=initializer if init is None else init,
-        )
-
-    def __call__(self, params: Any, ids: Any) -> Any:
+    def __call__(self, params: PyTree, ids: ArrayLike | SegmentTensor) -> Any:
         """The rows of `ids`.
 
         Args:
           params: as returned by `init`, or the table alone. The table may be a
             SelectedRows of pulled rows; ids of rows it does not store count as out of
-            range.
+            range. Or a QuantizedTable.
           ids: integers of any shape, or a SegmentTensor of ids.
 
         Returns:
@@ -210,7 +189,7 @@ class Embedding(TableLayer):
         Raises:
           TypeError, ValueError: `params` do not match this layer, or `ids` are not
             integers.
-          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
+          checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside
             of `jit`.
         """
         table = self.table(params)
@@ -239,7 +218,7 @@ class Embedding(TableLayer):
             rows = lookup.clip_rows(rows, self.max_norm, 1)
         return rows if self.dtype is None else rows.astype(self.dtype)
 
-    def attend(self, params: Any, query: Any) -> jax.Array:
+    def attend(self, params: PyTree, query: ArrayLike) -> jax.Array:
         """`query @ embedding.T`: uses the table as an output layer tied to the input.
 
         It reads all rows, so the table's gradient is dense.
@@ -253,11 +232,11 @@ class Embedding(TableLayer):
           table.
 
         Raises:
-          TypeError: the table is a SelectedRows, or `query` is not such an array.
+          TypeError: the table is not an array, or `query` is not such a one.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
-          >>> layer = sj.nn.Embedding(5, 2, init=jax.nn.initializers.ones)
+          >>> layer = sj.nn.Embedding(5, 2, embedding_init=jax.nn.initializers.ones)
           >>> params = layer.init(jax.random.key(0))
           >>> layer.attend(params, jnp.array([1.0, 2.0]))
           Array([3., 3., 3., 3., 3.], dtype=float32)
@@ -268,10 +247,12 @@ class Embedding(TableLayer):
         """
         table = self.table(params)
         if not isinstance(table, jax.Array):
+            why = "a SelectedRows, which stores only some rows"
+            if isinstance(table, QuantizedTable):
+                why = "a QuantizedTable, which is dequantized row by row"
             raise TypeError(
-                f"{self._call}.attend: params['embedding'] is a SelectedRows, which "
-                "stores only some rows, but attend needs every row. Pass the whole "
-                "table."
+                f"{self._call}.attend: params['embedding'] is {why}, but attend needs "
+                "every row. Pass the whole table."
             )
         query = _arguments.as_array(query)
         shape, kind = getattr(query, "shape", ()), getattr(query, "dtype", None)
@@ -282,15 +263,15 @@ class Embedding(TableLayer):
                 f"{self._call}.attend: query must be a real floating-point array "
                 f"[..., {self.features}], got {found}."
             )
-        dtype = self.dtype or indexing.promote(query.dtype, table.dtype)
+        dtype = self.dtype or indexing.promote(kind, table.dtype)
         wide = indexing.accumulator_dtype(dtype)
-        query, table = query.astype(dtype), table.astype(dtype)
+        factors = [jnp.asarray(x).astype(dtype) for x in (query, table)]
         return jnp.tensordot(
-            query, table, axes=(-1, -1), preferred_element_type=wide
+            *factors, axes=(-1, -1), preferred_element_type=wide
         ).astype(dtype)
 
 
-@dataclasses.dataclass(frozen=True, repr=False, init=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class EmbeddingBag(TableLayer):
     """A table whose rows are read in bags, each reduced to one row.
 
@@ -304,7 +285,7 @@ class EmbeddingBag(TableLayer):
       features: int D, the length of a row.
       combiner: how a bag is reduced: `"sum"`, `"mean"`, `"sqrtn"`, `"max"`, `"min"`,
         `"logsumexp"`, or `"none"` for the rows themselves.
-      sparse_grad, dtype, param_dtype, init, max_norm, mode, initializer: as in
+      sparse_grad, dtype, param_dtype, max_norm, mode, embedding_init: as in
         `sparsejax.nn.Embedding`.
       padding_id: int, an id that does not count in any bag.
 
@@ -315,7 +296,9 @@ class EmbeddingBag(TableLayer):
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> ones = jax.nn.initializers.ones
-      >>> layer = sj.nn.EmbeddingBag(1000, 2, combiner="mean", padding_id=-1, init=ones)
+      >>> layer = sj.nn.EmbeddingBag(
+      ...     1000, 2, combiner="mean", padding_id=-1, embedding_init=ones
+      ... )
       >>> params = layer.init(jax.random.key(0))
       >>> layer(params, jnp.array([[3, 7, -1], [-1, -1, -1]]))
       Array([[1., 1.],
@@ -333,49 +316,25 @@ class EmbeddingBag(TableLayer):
     _: dataclasses.KW_ONLY
     combiner: str = "sum"
     sparse_grad: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.dtype("float32")
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.dtype("float32")
     padding_id: int | None = None
     max_norm: float | None = None
     mode: str = "fill"
-    initializer: _layer.Initializer = TABLE_INIT
+    embedding_init: _layer.Initializer = TABLE_INIT
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        features: int,
-        *,
-        combiner: str = "sum",
-        sparse_grad: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        init: _layer.Initializer | None = None,
-        padding_id: int | None = None,
-        max_norm: float | None = None,
-        mode: str = "fill",
-        initializer: _layer.Initializer = TABLE_INIT,
-    ):
-        self._set_fields(
-            num_embeddings=num_embeddings,
-            features=features,
-            combiner=check_combiner(self._call, combiner),
-            sparse_grad=sparse_grad,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            padding_id=padding_id,
-            max_norm=max_norm,
-            mode=mode,
-            initializer=initializer if init is None else init,
-        )
+    def __post_init__(self) -> None:
+        check_combiner(self._call, self.combiner)
+        super().__post_init__()
 
     def __call__(
         self,
-        params: Any,
-        ids: Any,
-        segment_ids: Any = None,
+        params: PyTree,
+        ids: ArrayLike | SegmentTensor,
+        segment_ids: ArrayLike | None = None,
         num_segments: int | None = None,
         *,
-        weights: Any = None,
+        weights: ArrayLike | None = None,
         indices_are_sorted: bool = False,
     ) -> jax.Array:
         """One row for each bag.
@@ -383,7 +342,7 @@ class EmbeddingBag(TableLayer):
         Args:
           params: as returned by `init`, or the table alone. The table may be a
             SelectedRows of pulled rows; ids of rows it does not store count as out of
-            range.
+            range. Or a QuantizedTable.
           ids: integers `[..., L]`, each row a bag padded with `padding_id`; integers
             `[n]` with `segment_ids`; a SegmentTensor of ids; or a SegmentTensor of
             `{"index", "value"}`, where "value" holds the weights.
@@ -399,7 +358,7 @@ class EmbeddingBag(TableLayer):
         Raises:
           TypeError, ValueError: `params` do not match this layer, or
             `sparsejax.embedding_bag` rejects the ids, segments or weights.
-          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
+          checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside
             of `jit`.
         """
         table = self.table(params)

@@ -1,12 +1,16 @@
 """FactorizationMachine: all pairwise interactions, computed in linear time."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, CSRLike, PyTree
 from sparsejax._rows import indexing
 from sparsejax.nn import _layer, _matrix
 
@@ -71,8 +75,8 @@ class FactorizationMachine:
     _: dataclasses.KW_ONLY
     use_bias: bool = True
     use_linear: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.dtype("float32")
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.dtype("float32")
     factor_init: _layer.Initializer = _FACTOR_INIT
     linear_init: _layer.Initializer = _LINEAR_INIT
     bias_init: _layer.Initializer = _LINEAR_INIT
@@ -131,7 +135,7 @@ class FactorizationMachine:
                 params[name] = _layer.draw(_CALL, field, make, k, shapes[name], dtype)
         return params
 
-    def __call__(self, params: Any, x: Any) -> jax.Array:
+    def __call__(self, params: PyTree, x: ArrayLike | CSRLike) -> jax.Array:
         """The prediction for each row of x.
 
         Args:

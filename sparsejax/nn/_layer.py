@@ -10,8 +10,10 @@ A new layer is a frozen dataclass with `init(key)`, `__call__(params, x)` and
 each in `__init__`, `flax`, `nnx` and `equinox` makes it public.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,16 +22,14 @@ import numpy as np
 from jax import lax
 
 from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows
-
-
-Initializer = Callable[[Any, Any, Any], Any]  # of key, shape and dtype
+from sparsejax._arguments import Initializer as Initializer, PyTree
+from sparsejax._rows import QuantizedTable, SelectedRows
 
 
 # ------------------------------------------------------------------ tables
 
 
-def tables(layers: Any) -> Any:
+def tables(layers: PyTree) -> Any:
     """Marks which parameters are tables, for `tables=` of `sparsejax.value_and_grad`.
 
     Without `tables=`, `sparsejax.grad` decides for each table: the gradient is dense if
@@ -67,7 +67,7 @@ def tables(layers: Any) -> Any:
 
     def prefix(x):
         call = "sparsejax.nn.tables: layers must be a layer or a tree of layers"
-        if isinstance(x, (jax.Array, np.ndarray, SelectedRows)):
+        if isinstance(x, (jax.Array, np.ndarray, SelectedRows, QuantizedTable)):
             raise TypeError(
                 f"{call}, got {_arguments.kind_of(x)}. Pass the layers, not their "
                 "parameters."
@@ -79,7 +79,8 @@ def tables(layers: Any) -> Any:
             )
         return x.table_prefix() if hasattr(x, "table_prefix") else None
 
-    is_leaf = lambda x: x is None or isinstance(x, SelectedRows)
+    kinds = SelectedRows, QuantizedTable
+    is_leaf = lambda x: x is None or isinstance(x, kinds)
     return jax.tree.map(prefix, layers, is_leaf=is_leaf)
 
 
@@ -140,8 +141,7 @@ def show(self: Any) -> str:
             # Dtypes and functions by their names.
             names = (getattr(value, x, None) for x in ("name", "__qualname__"))
             shown = next(filter(None, names), None) or repr(value)
-            name = "init" if field.name == "initializer" else field.name
-            parts.append(f"{name}={shown}")
+            parts.append(f"{field.name}={shown}")
     return f"{type(self).__name__}({', '.join(parts)})"
 
 
@@ -176,9 +176,9 @@ def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
 
 
 def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
-    """One parameter, a JAX array or a SelectedRows of that shape; raises otherwise."""
+    """One parameter, an array or a table of that shape; raises otherwise."""
     value = _arguments.as_array(params[name])
-    if not isinstance(value, (jax.Array, SelectedRows)):
+    if not isinstance(value, (jax.Array, SelectedRows, QuantizedTable)):
         raise TypeError(
             f"{call}: params[{name!r}] must be an array of shape {shape}, got "
             f"{_arguments.kind_of(value)}."

@@ -14,7 +14,7 @@ from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._lookup.dot import dot
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import QuantizedTable, SelectedRows, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.sums import segment_sum
 
@@ -217,7 +217,13 @@ def scale(x: Csr, rows: jax.Array, dtype: Any) -> jax.Array:
 
 
 def whole(call: str, weights: Any, name: str) -> jax.Array:
-    """`weights` as an array; raises if it is a SelectedRows."""
+    """`weights` as an array; raises if they are read by rows."""
+    if isinstance(weights, QuantizedTable):
+        raise TypeError(
+            f"{call}: params[{name!r}] is a QuantizedTable, which is dequantized row "
+            "by row, but x is an array, which needs every row. Pass x as CSR, or the "
+            "weights' .dequantize()."
+        )
     if isinstance(weights, SelectedRows):
         raise TypeError(
             f"{call}: params[{name!r}] is a SelectedRows, which stores only some "

@@ -23,7 +23,7 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import SelectedRows, indexing, is_quantized
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn._embedding import split_weights
 
@@ -144,7 +144,9 @@ def translate(
 
 
 def cut(stack: Any, place: Place) -> Any:
-    """One table of a stack: an array, or a SelectedRows with all slots of the stack."""
+    """One table of a stack, of its kind; a SelectedRows with all slots of the stack."""
+    if is_quantized(stack):
+        return jax.tree.map(lambda x: x[place.start : place.stop], stack)
     if not isinstance(stack, SelectedRows):
         return stack[place.start : place.stop]
     rows, height = stack.rows, place.num_rows
@@ -311,7 +313,7 @@ def read_all(call: str, stacks: Any, features: Sequence[Feature]) -> dict[str, A
     groups: dict[Key, list[Feature]] = {}
     for feature in features:
         key = feature.key
-        if key.is_lookup and isinstance(stacks[key.stack], jax.Array):
+        if key.is_lookup and not isinstance(stacks[key.stack], SelectedRows):
             # Under mode "zero", ids out of range are padding by now. (For a
             # SelectedRows the mode also decides what a row that is not stored reads.)
             key = dataclasses.replace(key, mode="fill")

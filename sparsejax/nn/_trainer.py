@@ -16,6 +16,8 @@ Sharp edge: each step donates the parameters and the optimizer state, unless `ch
 To keep the current `trainer.params`, copy them, or `save`.
 """
 
+from __future__ import annotations
+
 import os
 import pathlib
 import zlib
@@ -29,12 +31,15 @@ import optax
 from jax.experimental import checkify
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax._arguments import KeyLike, Progress, PyTree
+from sparsejax._files import check_json
+from sparsejax._rows import SelectedRows, is_selected_rows, with_slots
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn._block import PulledTables
 from sparsejax.nn._matrix import Elements
 from sparsejax.optim import global_norm
 from sparsejax.parallel import Checkpointer
+from sparsejax.store import KVStore
 from sparsejax.transform import value_and_grad
 
 
@@ -66,13 +71,13 @@ class Trainer:
         never less than before. The elements of scipy matrices are padded the same way.
       clip_norm: positive number; if the global norm of all gradients, of tables and
         dense parameters together, exceeds it, they are scaled down to it.
-      checked: whether to run under `checkify`, as blocks with `mode="error"` require. A
+      checked: whether to run under `checkify`, as blocks with `mode="raise"` require. A
         failed check raises before anything is updated. Parameters are then not donated.
-      mode: what to do with ids out of range, as in `KVStore.pull`. "error" rejects the
-        batch before anything is updated; -1 in `row_ids` is accepted and means that no
-        row is read, as for padding. "drop" pulls no row for ids out of range; they read
-        what the block's own mode gives, by default NaN, and a NaN loss makes all
-        parameters NaN.
+      mode: what to do with ids out of range, as in `KVStore.pull`. "raise" or "error"
+        rejects the batch before anything is updated; -1 in `row_ids` is accepted and
+        means that no row is read, as for padding. "drop" pulls no row for ids out of
+        range; they read what the block's own mode gives, by default NaN, and a NaN loss
+        makes all parameters NaN.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type, a dense parameter is
@@ -95,30 +100,32 @@ class Trainer:
     """
 
     block: Any
-    store: Any
-    params: Any
-    opt_state: Any
+    store: KVStore
+    params: PyTree
+    opt_state: PyTree
     steps: int
     compilations: int
 
     def __init__(
         self,
         block: Any,
-        store: Any,
+        store: KVStore,
         loss: Callable[[Any, Any], Any],
-        tx: Any,
+        tx: optax.GradientTransformation,
         *,
-        params: Any = None,
-        key: Any = 0,
-        table_tx: Any = None,
+        params: PyTree = None,
+        key: KeyLike = 0,
+        table_tx: PyTree = None,
         inputs: Callable[[Any], Any] | None = None,
-        tables: Any = False,
+        tables: PyTree = False,
         capacity: int | Mapping[str, int] | None = None,
         clip_norm: float | None = None,
         checked: bool = False,
         mode: str = "error",
     ):
-        _check_arguments(block, store, loss, tx, inputs, mode, clip_norm)
+        _check_arguments(block, store, loss, tx, inputs, clip_norm)
+        hint = "It decides what happens to ids out of range."
+        mode = _arguments.check_mode(_CALL, mode, ("error", "drop"), hint)
         self.block, self.store, self._loss, self._tx = block, store, loss, tx
         self._inputs = (lambda batch: batch) if inputs is None else inputs
         self._tables, self._clip_norm = tables, clip_norm
@@ -148,7 +155,7 @@ class Trainer:
 
     # -- training -----------------------------------------------------------------
 
-    def step(self, batch: Any) -> jax.Array:
+    def step(self, batch: PyTree) -> jax.Array:
         """One step on one batch: pull, run, push.
 
         Args:
@@ -167,49 +174,65 @@ class Trainer:
         batch = self._on_device(batch)
         return self._update(batch, self._pull(batch))
 
-    def fit(self, batches: Iterable[Any], *, prefetch: int = 0) -> np.ndarray:
+    def fit(
+        self,
+        batches: Iterable[Any],
+        *,
+        prefetch: int = 0,
+        progress: Progress = False,
+    ) -> np.ndarray:
         """Runs one step per batch.
 
         Args:
           batches: an iterable of batches.
           prefetch: how many batches ahead to pull rows while a step runs; the result is
             the same, bit for bit.
+          progress: True for a progress bar on stderr, or a function of (steps done,
+            steps in all); the second is None if `batches` has no length.
 
         Returns:
           float32 `[number of batches]`, the loss before each step.
         """
         made = map(self._on_device, batches)
         if not prefetch:
-            losses = [self._update(batch, self._pull(batch)) for batch in made]
+            pulled = ((batch, self._pull(batch)) for batch in made)
         else:
-            ahead = self.store.prefetch(
+            pulled = self.store.prefetch(
                 made, self.row_ids, depth=prefetch, capacity=self._capacity, mode="drop"
             )
-            losses = [self._update(batch, rows) for batch, rows in ahead]
-        return np.asarray([float(x) for x in losses], np.float32)
+        steps = (self._update(batch, rows) for batch, rows in pulled)
+        return np.asarray(_collect("fit", steps, batches, progress), np.float32)
 
     # -- without training ---------------------------------------------------------
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over the batches, without an update."""
-        losses = []
-        for batch in map(self._on_device, batches):
-            args = self._padded(self._pull(batch)), self.params, batch
-            losses.append(self._run(self._run_loss, *args))
-        return float(np.mean([float(x) for x in losses])) if losses else float("nan")
+    def evaluate(self, batches: Iterable[Any], *, progress: Progress = False) -> float:
+        """The mean loss over the batches, without an update.
 
-    def predict(self, batch: Any) -> Any:
+        Args:
+          batches: an iterable of batches.
+          progress: as in `fit`.
+        """
+
+        def loss(batch):
+            args = self._padded(self._pull(batch)), self.params, batch
+            return self._run(self._run_loss, *args)
+
+        losses = map(loss, map(self._on_device, batches))
+        found = _collect("evaluate", losses, batches, progress)
+        return float(np.mean(found)) if found else float("nan")
+
+    def predict(self, batch: PyTree) -> Any:
         """The block's outputs for a batch, without an update."""
         batch = self._on_device(batch)
         args = self._padded(self._pull(batch)), self.params, batch
         return self._run(self._run_forward, *args)
 
-    def row_ids(self, batch: Any) -> dict[str, Any]:
+    def row_ids(self, batch: PyTree) -> dict[str, Any]:
         """`block.row_ids` for a batch, checked against the store.
 
         Raises:
           TypeError, ValueError: the result is not a mapping from tables of the store to
-            ids, or an id is out of range under mode "error".
+            ids, or an id is out of range under mode "raise".
         """
         ids = self.block.row_ids(self._inputs(batch))
         if not isinstance(ids, Mapping):
@@ -233,7 +256,7 @@ class Trainer:
 
     # -- files --------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
         """Saves everything: all rows of all tables, parameters, optimizer states.
 
         `KVStore.save` writes the tables. `sparsejax.parallel.Checkpointer`, which needs
@@ -245,6 +268,7 @@ class Trainer:
 
         Args:
           path: a directory, created if it does not exist.
+          progress: as in `KVStore.save`.
 
         Raises:
           ImportError: orbax is not installed.
@@ -258,16 +282,17 @@ class Trainer:
         with _dense_leaves(f"{_CALL}.save", folder, max_to_keep=1) as dense:
             number = 1 + (dense.latest_step() or 0)
             current = folder / f"store-{number}"
-            self.store.save(current)
+            self.store.save(current, progress=progress)
             dense.save(number, tree, data={"steps": self.steps})
         for old in set(folder.glob("store-*")) - {current}:
             old.unlink(missing_ok=True)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
         """Restores what `save` wrote; training continues bit for bit.
 
         Args:
           path: the directory.
+          progress: as in `KVStore.load`.
 
         Raises:
           ImportError: orbax is not installed.
@@ -288,7 +313,8 @@ class Trainer:
                 )
             try:
                 tree = dense.restore(tree, number)
-                steps = dense.restore_data(number)["steps"]
+                data = dense.restore_data(number)
+                check_json(data, {"steps": int}, "data")
             except ValueError as error:
                 raise ValueError(
                     f"{call}: the dense parameters and optimizer state in {path} "
@@ -296,9 +322,9 @@ class Trainer:
                     "Create the trainer with the block and tx that were saved. "
                     f"{error}"
                 ) from error
-        self.store.load(folder / f"store-{number}")
+        self.store.load(folder / f"store-{number}", progress=progress)
         self.params, self.opt_state = tree["params"], tree["opt_state"]
-        self.steps = steps
+        self.steps = data["steps"]
 
     def stats(self) -> dict[str, Any]:
         """Steps, compilations, capacities by table, and the store's stats."""
@@ -376,7 +402,7 @@ class Trainer:
                 table_tx[name] if by_name else table_tx,
                 initializer=spec.initializer,
                 dtype=spec.dtype,
-                seed=jax.random.fold_in(key, zlib.crc32(name.encode())),
+                key=jax.random.fold_in(key, zlib.crc32(name.encode())),
             )
 
     def _on_device(self, batch: Any) -> Any:
@@ -477,8 +503,23 @@ class Trainer:
 # ------------------------------------------------------------------ arguments
 
 
+def _collect(
+    method: str, losses: Iterable[Any], batches: Any, progress: Any
+) -> list[float]:
+    """The losses of all steps, as numbers once the last one has been started."""
+    total = len(batches) if hasattr(batches, "__len__") else None
+    with _arguments.progress_reporter(
+        f"{_CALL}.{method}", progress, " steps"
+    ) as report:
+        found = []
+        for loss in losses:
+            found.append(loss)
+            report(len(found), total)
+        return [float(x) for x in found]
+
+
 def _check_arguments(
-    block: Any, store: Any, loss: Any, tx: Any, inputs: Any, mode: Any, clip_norm: Any
+    block: Any, store: Any, loss: Any, tx: Any, inputs: Any, clip_norm: Any
 ) -> None:
     """Raises if an argument is invalid by itself, whatever is in the store."""
     if isinstance(block, type):
@@ -509,11 +550,6 @@ def _check_arguments(
                 f"{_CALL}: {name} must be a function {signature}, got {_kind(f)}."
             )
     _check_tx("tx", tx)
-    if mode not in ("error", "drop"):
-        raise ValueError(
-            f"{_CALL}: mode must be 'error' or 'drop', got {mode!r}. It decides what "
-            "happens to ids out of range."
-        )
     try:
         positive = clip_norm is None or bool(clip_norm > 0)
     except (TypeError, ValueError):
@@ -623,8 +659,8 @@ def _pad(rows: SelectedRows, capacity: int) -> SelectedRows:
         return rows
     empty = _arguments.scalar(rows.height, rows.rows)
     ids = jnp.pad(rows.rows, (0, more), constant_values=empty)
-    widths = [(0, more)] + [(0, 0)] * (rows.ndim - 1)
-    return SelectedRows(ids, jnp.pad(rows.values, widths), rows.height)
+    widths = [(0, more)] + [(0, 0)] * (rows.values.ndim - 1)
+    return with_slots(rows, ids, jnp.pad(rows.values, widths))
 
 
 def _clip_by_global_norm(grads: Any, max_norm: float) -> Any:

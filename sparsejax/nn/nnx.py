@@ -33,7 +33,7 @@ class Layer(nnx.Module):
       >>> graph, state = nnx.split(model)
       >>> loss = lambda state, ids: jnp.sum(nnx.merge(graph, state)(ids))
       >>> g = sj.grad(loss)(state, jnp.array([3, 7]))
-      >>> g["params"]["embedding"].get_value().rows
+      >>> nnx.to_pure_dict(g)["params"]["embedding"].rows
       Array([3, 7], dtype=int32)
 
     References:
@@ -48,9 +48,9 @@ class Layer(nnx.Module):
                 f"{rngs!r}."
             )
         made = init_for(layer, rngs.params(), *inputs[:1])
-        self.params: nnx.Dict[Any] = nnx.Dict(
-            {name: nnx.Param(x) for name, x in made.items()}
-        )
+        # flax 0.11 has no nnx.Dict: there a module may hold a dict.
+        as_node: Any = getattr(nnx, "Dict", dict)
+        self.params: Any = as_node({name: nnx.Param(x) for name, x in made.items()})
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Calls the layer with the module's parameters."""
@@ -61,7 +61,9 @@ class Layer(nnx.Module):
         return self.layer.attend(self._params(), query)
 
     def _params(self) -> dict[str, Any]:
-        return {name: param.get_value() for name, param in self.params.items()}
+        # And its Param has no get_value.
+        value = lambda x: x.get_value() if hasattr(x, "get_value") else x.value
+        return {name: value(param) for name, param in self.params.items()}
 
 
 def _constructor(kind: Any) -> Callable[..., Layer]:

@@ -11,6 +11,7 @@ Rows sharded over devices
 
 - `shard_rows`: makes a `ShardedTable`.
 - `lookup`, `embedding_bag`: read it, by `all_to_all` of ids and rows.
+- `top_k`: the rows with the highest scores.
 - `measure_capacity`: the capacity at which a batch needs one round.
 - `ShardedRows`: the values of its gradient; `Metrics`: the cost of an exchange.
 
@@ -53,4 +54,5 @@ from sparsejax.parallel._table import (
     ShardedTable as ShardedTable,
     shard_rows as shard_rows,
 )
+from sparsejax.parallel._top_k import top_k as top_k
 from sparsejax.parallel._wire_bytes import wire_bytes as wire_bytes

@@ -5,6 +5,8 @@ from the store once and copied from the host to one device; then the devices all
 the rows.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.store import KVStore
 from sparsejax.store._optimizer import on_host
@@ -26,7 +29,7 @@ _CALL = "sparsejax.parallel.batched_pull"
 def batched_pull(
     store: KVStore,
     name: str,
-    ids: Any,
+    ids: ArrayLike,
     mesh: Mesh,
     *,
     capacity: int | None = None,
@@ -45,7 +48,7 @@ def batched_pull(
         mesh or not, or a list with one array per device.
       mesh: the mesh whose devices get the rows.
       capacity: slots of the result, as in `KVStore.pull`.
-      mode: "error" or "drop", as in `KVStore.pull`.
+      mode: "raise", "error" or "drop", as in `KVStore.pull`.
 
     Returns:
       SelectedRows, each row once, ids ascending, replicated. Use it as the table in a

@@ -9,6 +9,8 @@ Orbax does the rest. It copies to the host before `save` returns, writes in the
 background, and renames a checkpoint to its final name once it is complete.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json
@@ -24,6 +26,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree
+from sparsejax._files import check_json
 from sparsejax._rows import is_selected_rows
 from sparsejax.parallel._resharding import RowLayout, open_array, read_part
 from sparsejax.parallel._table import ShardedTable
@@ -33,6 +37,21 @@ _CALL = "sparsejax.parallel.Checkpointer"
 
 # The items of a checkpoint: its arrays, and the record, which has a format number.
 _ARRAYS, _RECORD, _FORMAT = "arrays", "sparsejax", 1
+_RECORD_SCHEMA = {
+    "format": int,
+    "leaves": {
+        "*": {
+            "shape": [int],
+            "dtype": str,
+            "rows": (
+                None,
+                {"height": int, "shards": int, "layout": {"mod", "block"}},
+            ),
+        }
+    },
+    "statics": {"*": [(int, str)]},
+    "data": (None, {"*": object}),
+}
 _SCALARS = bool | int | float | complex
 
 
@@ -110,7 +129,8 @@ class Checkpointer:
             import orbax.checkpoint as orbax
         except ImportError as error:
             raise ImportError(
-                f"{_CALL} needs orbax: pip install orbax-checkpoint"
+                f"{_CALL} needs orbax: pip install orbax-checkpoint, or pip install "
+                "'sparsejax[interop]'."
             ) from error
         self._orbax: Any = orbax
         options = orbax.CheckpointManagerOptions(
@@ -124,7 +144,7 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------
 
     def save(
-        self, step: int, tree: Any, *, data: Mapping[str, Any] | None = None
+        self, step: int, tree: PyTree, *, data: Mapping[str, Any] | None = None
     ) -> None:
         """Saves `tree`; returns once it is copied to the host.
 
@@ -197,7 +217,7 @@ class Checkpointer:
         finally:
             self._manager.close()
 
-    def __enter__(self) -> "Checkpointer":
+    def __enter__(self) -> Checkpointer:
         self._check_open(_CALL)
         return self
 
@@ -226,7 +246,7 @@ class Checkpointer:
 
     # -- restoring ---------------------------------------------------------------
 
-    def restore(self, like: Any, step: int | None = None) -> Any:
+    def restore(self, like: PyTree, step: int | None = None) -> Any:
         """The tree saved at `step`, sharded as `like`.
 
         Args:
@@ -263,7 +283,7 @@ class Checkpointer:
             for name, leaf in leaves.items():
                 if name not in values:
                     values[name] = leaf.read_rows(directory, name, saved[name])
-        values = {n: leaf.from_restored(values[n]) for n, leaf in leaves.items()}
+            values = {n: leaf.from_restored(values[n]) for n, leaf in leaves.items()}
         return _unflatten(like, values)
 
     def restore_data(self, step: int | None = None) -> dict[str, Any]:
@@ -308,14 +328,16 @@ class Checkpointer:
         args = self._orbax.args
         wanted = args.Composite(**{_RECORD: args.JsonRestore()})
         with self._reading(call, step):
-            return step, self._manager.restore(step, args=wanted)[_RECORD]
+            record = self._manager.restore(step, args=wanted)[_RECORD]
+            _check_record(record)
+            return step, record
 
     @contextlib.contextmanager
     def _reading(self, call: str, step: int) -> Iterator[None]:
         """Turns errors inside into errors about the checkpoint."""
         try:
             yield
-        except (ValueError, OSError, KeyError) as error:
+        except Exception as error:  # orbax raises what it meets in a damaged file
             raise ValueError(
                 f"{call}: step {step} in {self.directory} could not be read; it may be "
                 # Orbax's own text may contain a whole spec.
@@ -324,7 +346,7 @@ class Checkpointer:
             ) from error
 
     def _restore_plain(
-        self, step: int, saved: Mapping[str, "_Spec"], leaves: Mapping[str, "_Leaf"]
+        self, step: int, saved: Mapping[str, _Spec], leaves: Mapping[str, _Leaf]
     ) -> dict[str, Any]:
         """The leaves that are sharded tables on neither side; orbax reads them."""
         stored = [name for name, leaf in saved.items() if not leaf.is_empty]
@@ -339,6 +361,23 @@ class Checkpointer:
         wanted = args.PyTreeRestore(item=item, restore_args=how)
         found = self._manager.restore(step, args=args.Composite(**{_ARRAYS: wanted}))
         return {name: found[_ARRAYS][name] for name in plain}
+
+
+def _check_record(record: Any) -> None:
+    """Raises a ValueError unless `save` wrote this record."""
+    check_json(record, _RECORD_SCHEMA, "the record")
+    if record["format"] != _FORMAT:
+        raise ValueError(
+            f"the record has format {record['format']}, but this version of sparsejax "
+            f"reads format {_FORMAT}"
+        )
+    for name, entry in record["leaves"].items():
+        rows, height = entry["rows"], (*entry["shape"], None)[0]
+        if rows is not None and (not rows["shards"] or rows["height"] != height):
+            raise ValueError(
+                f"the record has the shape {entry['shape']} for {name}, and the rows "
+                f"{rows}"
+            )
 
 
 def _as_step(call: str, step: Any) -> int:
@@ -376,7 +415,7 @@ class _Spec:
     rows: RowLayout | None
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> "_Spec":
+    def from_json(cls, entry: Mapping[str, Any]) -> _Spec:
         """The inverse of `to_json`."""
         rows = None if entry["rows"] is None else RowLayout(**entry["rows"])
         return cls(tuple(entry["shape"]), entry["dtype"], rows)
@@ -458,7 +497,10 @@ class _Leaf(_Spec):
         x = self.value
         if self.is_key:
             keys = jax.random.wrap_key_data(found, impl=str(jax.random.key_impl(x)))
+            _check_shape(keys, self.shape)
             return keys if self.sharding is None else jax.device_put(keys, x.sharding)
+        if self.rows is None:  # else it has padding, and `read_rows` made it
+            _check_shape(found, self.shape)
         if isinstance(x, np.generic):
             return np.asarray(found)[()]
         if isinstance(x, np.ndarray | _SCALARS) or isinstance(found, jax.Array):
@@ -474,10 +516,19 @@ class _Leaf(_Spec):
             part = lambda index: np.zeros(shape, self.dtype)[tuple(index)]
         else:
             stored = open_array(directory, name)
+            height = source.shards * source.per_shard
+            _check_shape(stored, (height, *shape[1:])[: len(shape)])
+            if stored.dtype.name != saved.dtype:
+                raise ValueError(f"{name} is stored as {stored.dtype.name}")
             part = lambda index: read_part(stored, source, target, index, shape)
         if self.sharding is None:
             return part([slice(0, n) for n in shape])
         return jax.make_array_from_callback(shape, self.sharding, part)
+
+
+def _check_shape(found: Any, shape: tuple[int, ...]) -> None:
+    if np.shape(found) != shape:
+        raise ValueError(f"found an array of shape {np.shape(found)} for {shape}")
 
 
 def _flatten(call: str, tree: Any) -> dict[str, _Leaf]:
@@ -523,8 +574,9 @@ def _unflatten(like: Any, leaves: Mapping[str, Any]) -> Any:
 def _statics(tree: Any) -> dict[str, list]:
     """By path, the static fields that give row ids their meaning.
 
-    They are the height of a SelectedRows, and the layout of a ShardedTable whose child
-    is a SelectedRows, because its rows are positions.
+    They are the height of a SelectedRows (its axes of rows, for a stack of tables), and
+    the layout of a ShardedTable whose child is a SelectedRows, because its rows are
+    positions.
     """
     by_position = lambda x: isinstance(x, ShardedTable) and is_selected_rows(x.values)
     found, _ = jax.tree_util.tree_flatten_with_path(
@@ -533,7 +585,8 @@ def _statics(tree: Any) -> dict[str, list]:
     result = {}
     for path, x in found:
         if is_selected_rows(x):
-            result[jax.tree_util.keystr(path)] = [x.height]
+            height = list(x.row_shape) if x.stack else x.height
+            result[jax.tree_util.keystr(path)] = [height]
         elif by_position(x):
             result[jax.tree_util.keystr(path)] = [x.height, x.layout, x.num_shards]
     return result

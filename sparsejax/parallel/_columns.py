@@ -10,6 +10,8 @@ The table is a plain array with a sharding. XLA's partitioner needs no help with
 gather and scatter of rows do not cross columns. The tests check the compiled programs.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
+from sparsejax._arguments import TableLike
 from sparsejax.parallel._table import check_axis, check_has_devices, constrain
 
 
@@ -26,7 +29,9 @@ _CALL = "sparsejax.parallel.shard_columns"
 
 
 def shard_columns(
-    table: Any, mesh: Mesh | AbstractMesh, axis: str | Sequence[str]
+    table: TableLike,
+    mesh: Mesh | AbstractMesh,
+    axis: str | Sequence[str],
 ) -> Any:
     """Shards a table by columns: each of N devices holds D / N columns of each row.
 

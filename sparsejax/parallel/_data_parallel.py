@@ -14,6 +14,8 @@ slot per id, never an array of the table's size. With
 which sends half the bytes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree
 from sparsejax.parallel._psum import whole_batch
 from sparsejax.parallel._table import ShardedTable, check_axis
 
@@ -37,7 +40,7 @@ def data_parallel(
     axis: str | Sequence[str],
     *,
     donate: bool = True,
-) -> "DataParallelStep":
+) -> DataParallelStep:
     """Runs a single-device training step over a mesh, with the batch sharded.
 
     `data_parallel(step, mesh, axis)(params, opt_state, batch)` equals
@@ -134,12 +137,14 @@ class DataParallelStep:
         self._donate = donate
         self._jitted: dict[Any, Any] = {}
 
-    def __call__(self, params: Any, opt_state: Any, *batch: Any) -> Any:
+    def __call__(self, params: PyTree, opt_state: PyTree, *batch: PyTree) -> Any:
         """One step; see `data_parallel`."""
         jitted, args = self._prepare(params, opt_state, batch)
         return jitted(*args)
 
-    def lower(self, params: Any, opt_state: Any, *batch: Any) -> jax.stages.Lowered:
+    def lower(
+        self, params: PyTree, opt_state: PyTree, *batch: PyTree
+    ) -> jax.stages.Lowered:
         """`jax.jit(step).lower(...)`, for arrays or `jax.ShapeDtypeStruct`."""
         jitted, args = self._prepare(params, opt_state, batch)
         return jitted.lower(*args)

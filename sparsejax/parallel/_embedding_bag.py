@@ -6,6 +6,8 @@ of padded ids lies on one device. A bag of segment ids may span several devices,
 sums are then added.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from sparsejax import _arguments, _compat
+from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import embedding_bag as _bag, lookup
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
@@ -36,11 +39,11 @@ _SUMS = ("sum", "mean", "sqrtn")
 
 def embedding_bag(
     table: ShardedTable,
-    ids: Any,
-    segment_ids: Any = None,
+    ids: ArrayLike | SegmentTensor,
+    segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
     *,
-    weights: Any = None,
+    weights: ArrayLike | None = None,
     combiner: str = "sum",
     mode: str = "fill",
     padding_id: int | None = None,
@@ -69,8 +72,8 @@ def embedding_bag(
       weights: real numbers with the shape of `ids` (or of its values), for the
         combiners sum, mean and sqrtn.
       combiner: how a bag is reduced, as in `sparsejax.embedding_bag`.
-      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
-        `"error"`.
+      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
+        `"raise"` or `"error"`, as in `sparsejax.lookup`.
       padding_id: int, an id that does not count in any bag.
       max_norm: positive number, as in `sparsejax.lookup`.
       capacity: as in `sparsejax.parallel.lookup`.
@@ -107,7 +110,7 @@ def embedding_bag(
             )
         ids, segment_ids, num_segments = ids.values, ids.segment_ids, ids.num_segments
     ids = put_on_mesh(_CALL, table, _arguments.as_integers(_CALL, ids))
-    lookup.check_mode(_CALL, mode)
+    mode = lookup.check_mode(_CALL, mode)
     if weights is not None:
         weights = _arguments.to_array(_CALL, weights, "weights")
         _check_shape("weights", weights, ids)
@@ -138,8 +141,8 @@ def embedding_bag(
     # Pad so that every device gets the same number of bags, or elements.
     owners, lead = owners_of(table), ids.shape[:-1]
     spec = _compat.explicit_spec(ids)[: len(lead) + (combiner == "none")]
-    pad = lambda x, value: None if x is None else _pad(owners, x, value)
-    ids, skip, weights = pad(ids, -1), pad(skip, True), pad(weights, 0)
+    ids, skip = _pad(owners, ids, -1), _pad(owners, skip, True)
+    weights = None if weights is None else _pad(owners, weights, 0)
     rows, metrics = gather(_CALL, table, ids, skip, mode, capacity)
     if max_norm is not None:
         rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
@@ -152,9 +155,11 @@ def embedding_bag(
             out = replicate(out).reshape(*lead, *table.shape[1:])
         if owners.is_explicit:
             rest = (None,) * (out.ndim - len(spec))
-            out = jax.reshard(out, owners.sharding(PartitionSpec(*spec, *rest)))
+            out = jax.sharding.reshard(
+                out, owners.sharding(PartitionSpec(*spec, *rest))
+            )
     else:
-        segments = pad(segment_ids, -1), num_segments
+        segments = _pad(owners, segment_ids, -1), num_segments
         out = _segment_bags(owners, rows, skip, weights, segments, combiner)
         if combiner == "none":
             out = _remove_padding(out, segment_ids.size)
@@ -179,7 +184,7 @@ def _pad(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
         widths = [(0, padding), *((0, 0) for _ in x.shape[1:])]
         x = jnp.pad(x, widths, constant_values=value)
     batch = owners.sharding(owners.batch_spec)
-    return jax.reshard(x, batch) if owners.is_explicit else x
+    return jax.sharding.reshard(x, batch) if owners.is_explicit else x
 
 
 def _remove_padding(x: jax.Array, count: int) -> jax.Array:

@@ -19,6 +19,8 @@ Reads are one primitive, `read_sharded_rows`, and its transpose is another,
 `add_sharded_rows`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
@@ -107,7 +109,9 @@ class Owners:
         """
         if self.is_explicit:
             pairs = zip(args, in_specs)
-            args = tuple(jax.reshard(x, self.sharding(spec)) for x, spec in pairs)
+            args = tuple(
+                jax.sharding.reshard(x, self.sharding(spec)) for x, spec in pairs
+            )
         return jax.shard_map(
             body,
             mesh=self.mesh,
@@ -174,7 +178,7 @@ def measure(
     return _metrics(owners, slots, counts, positions.dtype, dtype, row)
 
 
-def _counts(owners: Owners, groups: "_Groups", slots: int) -> jax.Array:
+def _counts(owners: Owners, groups: _Groups, slots: int) -> jax.Array:
     """int32[4], equal on all devices: rounds, largest, rows, overflow."""
     overflow = jnp.maximum(groups.size - np.int32(slots), np.int32(0))
     sums = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (groups.size, overflow)])

@@ -1,5 +1,7 @@
 """lookup: reads rows of a row-sharded table; its transformation rule and gradient."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -12,6 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from sparsejax import _arguments, _compat
+from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup as _lookup
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
@@ -29,7 +32,7 @@ _MEASURE = "sparsejax.parallel.measure_capacity"
 
 def lookup(
     table: ShardedTable,
-    ids: Any,
+    ids: ArrayLike,
     *,
     mode: str = "fill",
     padding_id: int | None = None,
@@ -53,8 +56,8 @@ def lookup(
     Args:
       table: from `shard_rows`.
       ids: integers of any type and shape; negative ids are out of range.
-      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"` or
-        `"error"`, as in `sparsejax.lookup`.
+      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
+        `"raise"` or `"error"`, as in `sparsejax.lookup`.
       padding_id: int, an id that reads zeros and gets no gradient.
       max_norm: positive number, as in `sparsejax.lookup`.
       capacity: int, the number of rows that a device requests from one owner per round.
@@ -96,7 +99,7 @@ def lookup(
             "segment, or look up ids.values to get every row."
         )
     ids = put_on_mesh(_CALL, table, _arguments.as_integers(_CALL, ids))
-    _lookup.check_mode(_CALL, mode)
+    mode = _lookup.check_mode(_CALL, mode)
     padding = _lookup.padding_mask(_CALL, ids, padding_id)
     max_norm = _lookup.check_max_norm(_CALL, max_norm, table.dtype)
     ids = _arguments.as_ids(_CALL, ids, table.height)
@@ -107,7 +110,7 @@ def lookup(
 
 
 def measure_capacity(
-    table: ShardedTable, sample_ids: Any, *, margin: float = 1.1
+    table: ShardedTable, sample_ids: ArrayLike, *, margin: float = 1.1
 ) -> int:
     """The `capacity` at which batches like this one need a single round.
 
@@ -136,7 +139,7 @@ def measure_capacity(
       2
     """
     check_table(_MEASURE, table, "lookup")
-    batches = sample_ids if isinstance(sample_ids, list | tuple) else [sample_ids]
+    batches: Any = sample_ids if isinstance(sample_ids, list | tuple) else [sample_ids]
     if all(np.ndim(batch) == 0 for batch in batches):
         batches = [batches if isinstance(sample_ids, list | tuple) else sample_ids]
     if not isinstance(margin, (int, float, np.number)) or not 0 < margin < math.inf:
@@ -206,7 +209,7 @@ def check_table(call: str, table: Any, name: str) -> None:
         )
 
 
-def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> Any:
+def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
     """Moves ids from one device to the table's mesh; raises if they are elsewhere."""
     mesh = table.mesh
     is_array = isinstance(ids, jax.Array) and _arguments.is_concrete(ids)
@@ -253,7 +256,7 @@ def _read(
     if rows.shape[0] == ids.size:
         return lax.reshape(rows, shape, out_sharding=like_ids), metrics
     rows = replicate(rows)[: ids.size].reshape(shape)
-    return jax.reshard(rows, like_ids), metrics
+    return jax.sharding.reshard(rows, like_ids), metrics
 
 
 def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> int:
@@ -290,7 +293,7 @@ def _shard_positions(owners: Owners, positions: jax.Array) -> jax.Array:
         positions = jnp.concatenate([positions, none])
     if _arguments.is_concrete(positions) and len(positions.sharding.device_set) == 1:
         return jax.device_put(positions, batch)
-    return jax.reshard(positions, batch) if owners.is_explicit else positions
+    return jax.sharding.reshard(positions, batch) if owners.is_explicit else positions
 
 
 def _most_asked(table: ShardedTable, ids: Any) -> int:

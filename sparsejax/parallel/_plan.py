@@ -24,6 +24,8 @@ and norms add a few numbers. `sparsejax.parallel.wire_bytes` reports what a comp
 step actually sends.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -31,9 +33,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree
 from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._lookup import measure_capacity
 from sparsejax.parallel._table import ShardedTable, check_axis, shard_rows
@@ -135,12 +139,12 @@ class Plan:
 
 
 def plan(
-    tables: Any,
+    tables: PyTree,
     mesh: Mesh | AbstractMesh,
-    batch: Any,
+    batch: PyTree,
     *,
     axis: str | Sequence[str] | None = None,
-    tx: Any = None,
+    tx: optax.GradientTransformation | None = None,
     device_bytes: int | None = None,
 ) -> Plan:
     """Estimates what each layout of each table costs, and recommends one.

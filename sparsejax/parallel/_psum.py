@@ -10,10 +10,12 @@ All devices get the same slots in the same order, so the optimizer computes the 
 bits everywhere, and replicas stay equal.
 """
 
+from __future__ import annotations
+
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +24,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax._arguments import PyTree
+from sparsejax._rows import SelectedRows, is_selected_rows, with_slots
 from sparsejax.parallel._rows import ShardedRows
 
 
@@ -32,7 +35,7 @@ _whole_batch: contextvars.ContextVar[tuple[tuple[str, ...], Any] | None] = (
 )
 
 
-def psum(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
+def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> Any:
     """Sums a tree that contains SelectedRows over the devices of a mesh axis.
 
     The sum of SelectedRows is the concatenation of all devices' slots: ids and rows are
@@ -80,7 +83,7 @@ def psum(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
     return _all_reduce("psum", tree, axis_name, capacity, mean=False)
 
 
-def pmean(tree: Any, axis_name: Any, *, capacity: int | None = None) -> Any:
+def pmean(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> Any:
     """Averages a tree that contains SelectedRows over the devices of a mesh axis.
 
     `psum(tree) / N`, see `sparsejax.parallel.psum`. Where each device's loss is the
@@ -175,9 +178,9 @@ def _gather(
     # The result is the same on every device; where types are checked, they must say so.
     told = _compat.varying_axes(x.rows) | _compat.varying_axes(x.values)
     to = "invarying" if told else "varying"
-    gather = lambda y: lax.all_gather(y, axes, tiled=True, to=to)
+    gather = lambda y: _compat.all_gather(y, axes, to=to)
     if capacity is None or capacity >= x.capacity:
-        return SelectedRows(gather(x.rows), gather(x.values), x.height)
+        return with_slots(x, gather(x.rows), gather(x.values))
     merged, overflow = x.coalesce(capacity, return_overflow=True)
     rest = devices * (x.capacity - capacity)
 
@@ -192,7 +195,7 @@ def _gather(
 
     # All devices must take the same branch: collectives in one of them would hang.
     rows, values = lax.cond(lax.pmax(overflow, axes) == 0, merged_rows, all_rows)
-    return SelectedRows(rows, values, x.height)
+    return with_slots(x, rows, values)
 
 
 def _gather_global(

@@ -6,6 +6,8 @@ owners of their rows and merges them there. Each owner then holds its own distin
 and reading or writing them moves nothing between devices.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.optim._lazy import gather_scatter
 from sparsejax.parallel import _exchange
@@ -31,6 +34,7 @@ class ShardedRows(SelectedRows):
       rows: positions, `N * R` for an empty slot.
       values: a row for each slot.
       height: `N * R`.
+      stack: `()`, since a ShardedTable has one axis of rows.
       owners: which device owns which rows.
       slots: how many rows a device sends to an owner in one round of the exchange; None
         once the rows are at their owners.
@@ -52,7 +56,9 @@ class ShardedRows(SelectedRows):
     slots: int | None
 
     @classmethod
-    def make(cls, rows: Any, values: Any, owners: Owners, slots: int | None) -> Any:
+    def make(
+        cls, rows: ArrayLike, values: ArrayLike, owners: Owners, slots: int | None
+    ) -> Any:
         """Builds it from its parts, without checks."""
         return cls.tree_unflatten((owners.height, owners, slots), (rows, values))
 
@@ -61,12 +67,16 @@ class ShardedRows(SelectedRows):
         children, height = super().tree_flatten_with_keys()
         return children, (height, self.owners, self.slots)
 
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The children."""
+        children, height = super().tree_flatten()
+        return children, (height, self.owners, self.slots)
+
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks, since JAX may pass any objects as children."""
-        self = object.__new__(cls)
-        self.__dict__.update(zip(("height", "owners", "slots"), static))
-        self.__dict__.update(rows=children[0], values=children[1])
+        self = super().tree_unflatten(static[0], children)
+        vars(self).update(zip(("owners", "slots"), static[1:]))
         return self
 
     @property
@@ -96,11 +106,11 @@ class ShardedRows(SelectedRows):
         merged = self if self.is_merged else _send(self)
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
 
-    def find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
+    def find(self, ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Rows by position, and which are stored. For tests: it gathers all slots."""
         return self.everywhere().find(ids)
 
-    def retain(self, ids: Any) -> SelectedRows:
+    def retain(self, ids: ArrayLike) -> SelectedRows:
         """Only the rows at these positions. For tests: it gathers all slots."""
         return self.everywhere().retain(ids)
 
@@ -108,7 +118,7 @@ class ShardedRows(SelectedRows):
         """The same slots as a plain SelectedRows, without owners."""
         return SelectedRows(self.rows, self.values, self.height)
 
-    def map(self, f: Callable[[jax.Array], jax.Array]) -> "ShardedRows":
+    def map(self, f: Callable[[jax.Array], jax.Array]) -> ShardedRows:
         """The same positions with `f(values)`."""
         values = self.everywhere().map(f).values
         return ShardedRows.make(self.rows, values, self.owners, self.slots)

@@ -13,15 +13,19 @@ selects the rows that it holds. All processes must make the same calls in the sa
 order, as with any collective.
 """
 
+from __future__ import annotations
+
 import os
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, KeyLike
 from sparsejax._rows import SelectedRows
 from sparsejax.parallel._batched_pull import (
     check_mesh,
@@ -97,11 +101,11 @@ class SpreadStore:
     def init(
         self,
         name: str,
-        shape_or_array: Any,
-        tx: Any,
+        shape_or_array: ArrayLike,
+        tx: optax.GradientTransformation | None,
         *,
         path: str | os.PathLike[str] | None = None,
-        seed: Any = 0,
+        key: KeyLike = 0,
         **options: Any,
     ) -> None:
         """Creates a table; this process holds its own rows of it.
@@ -110,27 +114,33 @@ class SpreadStore:
           name, shape_or_array, tx: as in `KVStore.init`, for the whole table.
           path: of a memory-mapped file; with several processes, `.0-of-2`, `.1-of-2`
             and so on are appended.
-          seed: for the initializer; with several processes, each folds in its index.
+          key: as in `KVStore.init`; with several processes, each folds in its index.
           **options: `initializer` and `dtype`, as in `KVStore.init`.
         """
-        is_shape = isinstance(shape_or_array, (tuple, list))
-        shape = shape_or_array if is_shape else np.shape(shape_or_array)
+        given: Any = shape_or_array
+        is_shape = isinstance(given, (tuple, list))
+        shape = given if is_shape else np.shape(given)
         known = shape and isinstance(shape[0], (int, np.integer))
         height, process, count = int(shape[0]) if known else 0, *self._place()
         own = len(range(process, height, count))
-        part: Any = shape_or_array  # passed on if wrong: KVStore.init raises
+        part = given  # passed on if wrong: KVStore.init raises
         if known:
-            part = (own, *shape[1:]) if is_shape else shape_or_array[process::count]
+            part = (own, *shape[1:]) if is_shape else given[process::count]
         if count > 1:
-            key = jax.random.key(seed) if isinstance(seed, int) else seed
-            seed = jax.random.fold_in(key, process)
+            key = jax.random.key(key) if isinstance(key, int) else key
+            key = jax.random.fold_in(key, process)
             if path is not None:
                 path = f"{os.fspath(path)}.{process}-of-{count}"
-        self._store.init(name, part, tx, path=path, seed=seed, **options)
+        self._store.init(name, part, tx, path=path, key=key, **options)
         self._heights[name] = height
 
     def pull(
-        self, name: str, ids: Any, *, capacity: int | None = None, mode: str = "error"
+        self,
+        name: str,
+        ids: ArrayLike,
+        *,
+        capacity: int | None = None,
+        mode: str = "error",
     ) -> SelectedRows:
         """The rows for the ids of all processes, on every device of the mesh.
 
@@ -139,7 +149,7 @@ class SpreadStore:
           ids: integers of any shape, the ids of this process's devices: an array, a
             global array sharded over the mesh, or a list with one array per device.
           capacity: slots of the result; None takes the next power of two.
-          mode: "error" or "drop", as in `KVStore.pull`.
+          mode: "raise", "error" or "drop", as in `KVStore.pull`.
 
         Returns:
           SelectedRows of the whole table's height, replicated: each row once, ids
@@ -205,13 +215,15 @@ class SpreadStore:
                 f"{_arguments.kind_of(grads)}. Use sparsejax.value_and_grad to "
                 "differentiate with respect to what pull returned."
             )
-        if grads.height != height:
+        if grads.row_shape != (height,):
+            found = " x ".join(map(str, grads.row_shape))
             raise ValueError(
                 f"{call}: grads must have height {height}, the number of rows of "
-                f"{name!r}, got {grads.height}."
+                f"{name!r}, got {found}."
             )
         process, count = self._place()
         rows, values = (self._whole(x) for x in (grads.rows, grads.values))
+        requested.check_rows(call, name, rows, height)
         own = (rows >= 0) & (rows < height) & (rows % count == process)
         part = len(range(process, height, count))
         with on_host(required=False):

@@ -12,6 +12,8 @@ so the owner is `position // R` in both. Frequent ids are often neighbours (in a
 vocabulary sorted by frequency), and "mod" distributes neighbours over all owners.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import operator
@@ -25,6 +27,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike, TableLike
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.optim._lazy import state_sharding
 from sparsejax.transform.table import replicate
@@ -49,8 +52,8 @@ class ShardedTable:
     `sparsejax.parallel.lookup` and `embedding_bag` read it. Its gradient under
     `sparsejax.value_and_grad` is a ShardedTable with ShardedRows as its child.
 
-    Sum the gradients of several batches as `g1 + g2`, and scale them as `g / 2`. Do not
-    use `jax.tree.map(jnp.add, g1, g2)`: it would add row numbers too.
+    Sum the gradients of several batches as `g1 + g2`, and scale them as `g / 2`.
+    `jax.tree.map(jnp.add, g1, g2)` would add row numbers too, so it raises.
 
     Args:
       values: array `[N * R, ...]` sharded over `axis`, in order of position; a
@@ -73,7 +76,7 @@ class ShardedTable:
 
     values: Any
     height: int
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     axis: str | tuple[str, ...]
     layout: str
 
@@ -257,7 +260,7 @@ class ShardedTable:
 
     # -- ids and positions -------------------------------------------------------
 
-    def position(self, ids: Any) -> jax.Array:
+    def position(self, ids: ArrayLike) -> jax.Array:
         """The positions of the rows of `ids`; `N * R` for ids out of range.
 
         Args:
@@ -273,10 +276,12 @@ class ShardedTable:
         ids = ids.astype(_arguments.index_dtype(shards * rows, ids.dtype))
         if self.layout == "mod":
             n, r = _arguments.scalar(shards, ids), _arguments.scalar(rows, ids)
-            ids = jnp.remainder(ids, n) * r + jnp.floor_divide(ids, n)
-        return jnp.where(named, ids, _arguments.scalar(shards * rows, ids))
+            slots: jax.Array = jnp.remainder(ids, n) * r + jnp.floor_divide(ids, n)
+        else:
+            slots = ids
+        return jnp.where(named, slots, _arguments.scalar(shards * rows, ids))
 
-    def ids_at(self, position: Any) -> jax.Array:
+    def ids_at(self, position: ArrayLike) -> jax.Array:
         """The inverse of `position`; `height` for padding and out of range."""
         call = "sparsejax.parallel.ShardedTable.ids_at"
         shards, rows = self.num_shards, self.rows_per_shard
@@ -305,13 +310,13 @@ class ShardedTable:
             values = jnp.swapaxes(values.reshape(parts), 0, 1).reshape(values.shape)
         return values[: self.height]
 
-    def map(self, f: Callable[[Any], Any]) -> "ShardedTable":
+    def map(self, f: Callable[[Any], Any]) -> ShardedTable:
         """The same layout with `f(values)`; `f` must keep the first axis."""
         return dataclasses.replace(self, values=f(self.values))
 
 
 def shard_rows(
-    table: Any,
+    table: TableLike,
     mesh: Mesh | AbstractMesh,
     axis: str | Sequence[str],
     *,
@@ -536,7 +541,7 @@ def constrain(x: jax.Array, mesh: Any, *spec: Any) -> jax.Array:
     rest = (None,) * (x.ndim - len(spec))
     sharding = NamedSharding(mesh, PartitionSpec(*spec, *rest))
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.reshard(x, sharding)
+        return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
 
 

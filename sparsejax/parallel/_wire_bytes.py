@@ -102,7 +102,7 @@ class WireBytes:
 
 
 def wire_bytes(
-    compiled: Any,
+    compiled: jax.stages.Compiled | str,
     *,
     loop_trips: int = 1,
     branch: Callable[[Sequence[int]], int] = max,
@@ -152,7 +152,7 @@ def wire_bytes(
             f"{_CALL}: loop_trips must be a non-negative int (iterations of a loop), "
             f"got {loop_trips!r}."
         )
-    text = compiled
+    text: Any = compiled
     if not isinstance(compiled, str):
         text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
     if text is None:

@@ -1,5 +1,7 @@
 """compare: the program of a gradient before and after the transformation."""
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import html
@@ -9,6 +11,7 @@ from typing import Any
 
 import jax
 
+from sparsejax._arguments import PyTree
 from sparsejax._rows import is_selected_rows
 from sparsejax.transform import grad
 
@@ -110,10 +113,10 @@ class ProgramDiff:
 
 def compare(
     fun: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    tables: Any = None,
+    tables: PyTree = None,
 ) -> ProgramDiff:
     """Compares the programs of `jax.grad(fun)` and `sparsejax.grad(fun)`.
 

@@ -16,7 +16,7 @@ _INK = "#7a8490"
 _POINTS = 2000
 
 
-def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any:
+def rows_touched(steps: Iterable[Any], height: int, *, title: str = "") -> Any:
     """Plots the rows that each step touches, and the skew of the reads.
 
     Left: for each step, the number of ids and of distinct rows among them, which is the
@@ -26,9 +26,9 @@ def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any
 
     Args:
       steps: for each step its ids (integers of any shape, or a SegmentTensor of them)
-        or a gradient (a SelectedRows whose height is `num_rows`). Ids out of range are
+        or a gradient (a SelectedRows whose height is `height`). Ids out of range are
         left out.
-      num_rows: int, the number of rows of the table.
+      height: int, the number of rows of the table.
       title: str, the title of the figure.
 
     Returns:
@@ -42,24 +42,24 @@ def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any
     Example:
       >>> import numpy as np, sparsejax as sj
       >>> steps = np.random.default_rng(0).zipf(1.3, size=(20, 512))
-      >>> figure = sj.viz.rows_touched(steps, num_rows=100_000)
+      >>> figure = sj.viz.rows_touched(steps, height=100_000)
       >>> [axes.get_title() for axes in figure.axes]
       ['Rows touched per step', 'Skew of the reads']
 
     References:
       Naumov et al., "Deep Learning Recommendation Model" (2019), on skewed reads.
     """
-    if not isinstance(num_rows, int | np.integer) or num_rows <= 0:
+    if not isinstance(height, int | np.integer) or height <= 0:
         raise ValueError(
-            "sparsejax.viz.rows_touched: num_rows must be a positive int, got "
-            f"{show(num_rows)}."
+            "sparsejax.viz.rows_touched: height must be a positive int, got "
+            f"{show(height)}."
         )
     if not isinstance(steps, Iterable):
         raise TypeError(
             "sparsejax.viz.rows_touched: steps must be a list with the ids of each "
             f"step, got {kind_of(steps)}."
         )
-    ids = [_ids_of(k, step, num_rows) for k, step in enumerate(steps)]
+    ids = [_ids_of(k, step, height) for k, step in enumerate(steps)]
     if not ids:
         raise ValueError("sparsejax.viz.rows_touched: steps must not be empty.")
     try:
@@ -72,22 +72,22 @@ def rows_touched(steps: Iterable[Any], num_rows: int, *, title: str = "") -> Any
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     figure.patch.set_alpha(0)
     left, right = figure.subplots(1, 2)
-    _draw_steps(left, ids, int(num_rows))
-    _draw_skew(right, np.concatenate(ids), int(num_rows))
+    _draw_steps(left, ids, int(height))
+    _draw_skew(right, np.concatenate(ids), int(height))
     if title:
         figure.suptitle(title, color=_INK)
     return figure
 
 
-def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
+def _ids_of(step: int, x: Any, height: int) -> np.ndarray:
     if isinstance(x, SegmentTensor):
         filled = np.asarray(x.segment_ids) < x.num_segments
         x = np.asarray(x.values)[filled] if hasattr(x.values, "dtype") else x.values
     elif isinstance(x, SelectedRows):
-        if x.height != num_rows:
+        if x.height != height:
             raise ValueError(
-                f"sparsejax.viz.rows_touched: step {step} must have height num_rows="
-                f"{num_rows}, got a SelectedRows of height {x.height}."
+                f"sparsejax.viz.rows_touched: step {step} must have height="
+                f"{height}, got a SelectedRows of height {x.height}."
             )
         x = x.rows
     try:
@@ -101,28 +101,28 @@ def _ids_of(step: int, x: Any, num_rows: int) -> np.ndarray:
             f"SegmentTensor of ids, or a SelectedRows, got {found}."
         )
     ids = ids.reshape(-1)
-    return ids[(ids >= 0) & (ids < num_rows)]
+    return ids[(ids >= 0) & (ids < height)]
 
 
-def _draw_steps(axes: Any, ids: list[np.ndarray], num_rows: int) -> None:
+def _draw_steps(axes: Any, ids: list[np.ndarray], height: int) -> None:
     number = np.arange(len(ids))
     read = [len(x) for x in ids]
     distinct = [len(np.unique(x)) for x in ids]
     marks = {"marker": "o", "markersize": 3} if len(ids) < 60 else {}
     axes.plot(number, read, color=_ORANGE, label="ids read", **marks)
     axes.plot(number, distinct, color=_BLUE, label="distinct rows", **marks)
-    axes.axhline(num_rows, color=_INK, ls="--", lw=1, label="rows of the table")
+    axes.axhline(height, color=_INK, ls="--", lw=1, label="rows of the table")
     axes.set_yscale("log")
-    axes.set_ylim(max(0.4, min(distinct) / 2), num_rows * 2)
+    axes.set_ylim(max(0.4, min(distinct) / 2), height * 2)
     _finish(axes, "Rows touched per step", "step", "rows")
     axes.legend(frameon=False, labelcolor=_INK, fontsize=9)
 
 
-def _draw_skew(axes: Any, ids: np.ndarray, num_rows: int) -> None:
-    _, counts = np.unique(ids, return_counts=True)  # bincount needs num_rows of memory
+def _draw_skew(axes: Any, ids: np.ndarray, height: int) -> None:
+    _, counts = np.unique(ids, return_counts=True)  # bincount needs height of memory
     counts = np.sort(counts)[::-1]
     share = 100 * np.cumsum(counts) / max(1, counts.sum())
-    popular = 100 * np.arange(1, len(share) + 1) / num_rows
+    popular = 100 * np.arange(1, len(share) + 1) / height
     shown = _thinned(len(share))
     # The other rows were not read: the curve stays at 100 %.
     line = [np.append(x[shown], 100) for x in (popular, share)] if len(share) else []
@@ -130,15 +130,15 @@ def _draw_skew(axes: Any, ids: np.ndarray, num_rows: int) -> None:
     axes.set_xscale("log")
     axes.set_ylim(0, 103)
     if len(share):
-        top = math.ceil(num_rows / 100)
+        top = math.ceil(height / 100)
         at = share[min(top, len(share)) - 1]
-        axes.plot([100 * top / num_rows], [at], "o", color=_ORANGE)
+        axes.plot([100 * top / height], [at], "o", color=_ORANGE)
         rows = f"{top:,} rows" if top > 1 else "row"
         # A rising curve leaves this corner free.
         axes.text(
             0.98,
             0.04,
-            f"top {rows} ({100 * top / num_rows:.3g} %): {at:.0f} % of reads",
+            f"top {rows} ({100 * top / height:.3g} %): {at:.0f} % of reads",
             transform=axes.transAxes,
             ha="right",
             color=_ORANGE,

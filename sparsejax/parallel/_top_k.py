@@ -1,0 +1,125 @@
+"""top_k: the rows with the highest scores of a row-sharded table.
+
+Each owner searches its own rows, as `sparsejax.top_k` does. Only the k best of each are
+sent, and merged on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
+from sparsejax._lookup.top_k import Search
+from sparsejax._segments import SegmentTensor
+from sparsejax.parallel._lookup import check_table, owners_of, put_on_mesh
+from sparsejax.parallel._table import ShardedTable, shard_rows
+from sparsejax.transform.table import replicate
+
+
+_CALL = "sparsejax.parallel.top_k"
+
+
+def top_k(
+    table: ShardedTable,
+    queries: ArrayLike,
+    k: int,
+    *,
+    score: str | Callable[[jax.Array, jax.Array], jax.Array] = "dot",
+    bias: ArrayLike | ShardedTable | None = None,
+    exclude: ArrayLike | SegmentTensor | None = None,
+    chunk_size: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The k rows of a row-sharded table with the highest scores for each query.
+
+    Returns what `sparsejax.top_k` returns for the whole table. Every device scores all
+    queries against its own rows; then N devices send `k` scores and ids for each query.
+
+    Args:
+      table: from `shard_rows`, `[V, D]` floats.
+      queries: `[..., D]`; this and the others as in `sparsejax.top_k`.
+      k: int, at most V.
+      score: `"dot"`, `"cosine"`, `"l2"`, or a function of queries and rows.
+      bias: `[V]` or `[V, 1]`, an array or a ShardedTable on the same mesh, with the
+        same layout.
+      exclude: ids that are not to be found, `[E]`, `[..., E]` or a SegmentTensor.
+      chunk_size: int, the number of rows that a device reads at once.
+      precision: as in `jnp.matmul`.
+
+    Returns:
+      `(scores, ids)`, both `[..., k]`, on every device.
+
+    Raises:
+      TypeError, ValueError: as `sparsejax.top_k`; ValueError also inside a `shard_map`
+        over the table's mesh.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> table = sj.parallel.shard_rows(jnp.arange(8.0).reshape(4, 2), mesh, "x")
+      >>> sj.parallel.top_k(table, jnp.array([1.0, 0.0]), 2)
+      (Array([6., 4.], dtype=float32), Array([3, 2], dtype=int32))
+    """
+    check_table(_CALL, table, "top_k")
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(f"{_CALL}: table must be floats, got {table.dtype}.")
+    queries = put_on_mesh(_CALL, table, _arguments.as_array(queries))
+    sharded_bias = bias if isinstance(bias, ShardedTable) else None
+    if bias is not None and sharded_bias is None:
+        sharded_bias = shard_rows(
+            jnp.asarray(bias), table.mesh, table.axis, layout=table.layout
+        )
+    if sharded_bias is not None:
+        _check_bias(table, sharded_bias)
+    search = Search(_CALL, table.shape, queries, k, score, None, exclude, precision)
+
+    owners, shards = owners_of(table), table.num_shards
+    per_shard = table.rows_per_shard
+    args = [table.values, replicate(search.queries)]
+    specs = [owners.table_spec, PartitionSpec()]
+    if sharded_bias is not None:
+        args.append(sharded_bias.values.reshape(shards * per_shard, 1))
+        specs.append(owners.table_spec)
+    if search.pairs is not None:
+        query, ids = map(replicate, search.pairs)
+        args += [query, table.position(ids)]
+        specs += [PartitionSpec()] * 2
+
+    def body(values, queries, *rest):
+        shard = lax.axis_index(table.axes).astype(_arguments.index_dtype(table.height))
+        rest = list(rest)
+        bias = rest.pop(0) if sharded_bias is not None else None
+        begin = shard * per_shard
+        pairs = (rest[0], rest[1] - begin.astype(rest[1].dtype)) if rest else None
+        # Padding rows are the last ones of a shard.
+        count = table.height - begin
+        if table.layout == "mod":
+            count = (table.height - shard + shards - 1) // shards
+        scores, rows = search.in_rows(queries, values, bias, pairs, chunk_size, count)
+        found = jnp.where(scores == -jnp.inf, shards * per_shard, begin + rows)
+        return scores[None], found[None]
+
+    spec = owners.table_spec
+    found = owners.shard_map(body, *args, in_specs=tuple(specs), out_specs=(spec, spec))
+    scores, positions = map(replicate, found)
+    joined = [scores, table.ids_at(positions)]
+    scores, ids = (jnp.concatenate(list(x), axis=1) for x in joined)
+    # As `lax.top_k` sorts: NaN first, and then by score.
+    keys = (~jnp.isnan(scores), -scores, ids, scores)
+    *_, ids, scores = lax.sort(keys, dimension=1, num_keys=3)
+    return search.results(scores[:, : search.k], ids[:, : search.k])
+
+
+def _check_bias(table: ShardedTable, bias: ShardedTable) -> None:
+    same = lambda t: (t.height, t.mesh, t.axes, t.layout)
+    if same(bias) != same(table) or bias.shape[1:] not in ((), (1,)):
+        raise ValueError(
+            f"{_CALL}: bias must be [V] or [V, 1], sharded as the table, {table}, got "
+            f"{bias}."
+        )
