@@ -1,6 +1,6 @@
 """`python -m benchmarks [NAME] [OPTIONS]`: runs one of the benchmarks.
 
-Without a name it is the first one, `embedding_step`; its `--help` tells the options.
+Without a name it is the first one, `sweep`; its `--help` tells the options.
 """
 
 import importlib
@@ -8,7 +8,19 @@ import sys
 from collections.abc import Sequence
 
 
-NAMES = ("embedding_step", "bag", "segment", "exact_loss", "sharded", "dlrm", "store")
+NAMES = (
+    "sweep",
+    "step",
+    "bag",
+    "segment",
+    "exact_loss",
+    "sharded",
+    "dlrm",
+    "store",
+    "index",
+    "cache",
+    "quantized",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

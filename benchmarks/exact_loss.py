@@ -26,7 +26,7 @@ import optax
 
 import sparsejax as sj
 from benchmarks import timing
-from benchmarks.embedding_step import Case, loss_fn as click_loss, make_batch
+from benchmarks.sweep import Case, loss_fn as click_loss, make_batch
 from sparsejax.demo import _text
 
 
@@ -72,12 +72,12 @@ def skip_grams(path: str | None, steps: int, batch: int, dim: int) -> Task:
     rng = np.random.default_rng(0)
     keep = _text.keep_probability(corpus, 1e-4)
     cut = corpus.tokens.size * 9 // 10
-    table = _text.negative_table(corpus.counts)
+    sampler = sj.data.NegativeSampler.from_counts(corpus.counts)
 
     def with_negatives(tokens, count):
         pairs = _text.skip_grams(tokens, keep, 5, rng)
         pairs = np.resize(pairs, (count, 2))
-        drawn = table[rng.integers(0, table.size, (count, NEGATIVES))]
+        drawn = sampler.sample(jax.random.key(count), (count, NEGATIVES)).ids
         return np.concatenate([pairs, drawn], axis=1)
 
     train = with_negatives(corpus.tokens[:cut], steps * batch)

@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a source distribution has none
 
-from benchmarks import __main__, embedding_step as step, timing  # noqa: E402
+from benchmarks import __main__, sweep, timing  # noqa: E402
 
 
 # optax's own schedules and moments promote types.
 pytestmark = pytest.mark.loose_promotion
 
 
-def _case(optimizer="adam", rows=500, ids=16, sweep="rows", zipf=False):
-    return step.Case(sweep, optimizer, rows, ids, 4, zipf)
+def _case(optimizer="adam", rows=500, ids=16, over="rows", zipf=False):
+    return sweep.Case(over, optimizer, rows, ids, 4, zipf)
 
 
 # ------------------------------------------------------------------ timing
@@ -78,38 +78,39 @@ def test_memory_and_machine_can_be_told():
     assert timing.bandwidth(megabytes=1) > 0
 
 
-# ------------------------------------------------------------------ embedding_step
+# ------------------------------------------------------------------ sweep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", step.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", sweep.OPTIMIZERS)
 def test_a_case_is_measured(optimizer):
-    result = step.measure(_case(optimizer), 3, 1.0, 1e9)
+    result = sweep.measure(_case(optimizer), 3, 1.0, 1e9)
     assert result.picked == "sparse" and result.repeats == 3
     assert result.insisted_ms is None
     assert result.ratio == pytest.approx(result.dense_ms / result.ours_ms)
     assert result.dense_temp >= 500 * 4 * 4
-    assert len(step.line(result)) <= len(step.HEADER) + 1
+    assert len(sweep.line(result)) <= len(sweep.HEADER) + 1
     machine = timing.machine()
-    fields = json.loads(json.dumps(step.record(result, machine)))
+    fields = json.loads(json.dumps(sweep.record(result, machine)))
     assert fields["optimizer"] == optimizer and fields["rows"] == 500
     assert fields["jax"] == jax.__version__
 
 
+@pytest.mark.slow
 def test_where_dense_is_picked_sparse_is_timed_as_well():
-    result = step.measure(_case("sgd", rows=20, sweep="ids"), 3, 1.0, 1e9)
+    result = sweep.measure(_case("sgd", rows=20, over="ids"), 3, 1.0, 1e9)
     assert result.picked == "dense"
     assert result.insisted_ms is not None
 
 
 def test_both_sides_take_the_same_step():
     case = _case("adagrad")
-    tx = step.OPTIMIZERS["adagrad"]()
-    batch = step.make_batch(case, np.random.default_rng(0))
-    ours = step.make_step(step.sj.value_and_grad, step.sj.optim.lazy(tx))
-    dense = step.make_step(jax.value_and_grad, tx)
-    (a, _), loss = ours(step.make_state(case, tx), batch)
-    (b, _), dense_loss = dense(step.make_state(case, tx), batch)
+    tx = sweep.OPTIMIZERS["adagrad"]()
+    batch = sweep.make_batch(case, np.random.default_rng(0))
+    ours = sweep.make_step(sweep.sj.value_and_grad, sweep.sj.optim.lazy(tx))
+    dense = sweep.make_step(jax.value_and_grad, tx)
+    (a, _), loss = ours(sweep.make_state(case, tx), batch)
+    (b, _), dense_loss = dense(sweep.make_state(case, tx), batch)
     np.testing.assert_allclose(loss, dense_loss, rtol=1e-6)
     np.testing.assert_allclose(a["table"], b["table"], rtol=1e-5)
 
@@ -118,7 +119,7 @@ def test_both_sides_take_the_same_step():
 def test_ids_are_rows_and_differ(zipf):
     case = _case(rows=1000, ids=300, zipf=zipf)
     rng = np.random.default_rng(0)
-    (first, _), (second, _) = (step.make_batch(case, rng) for _ in range(2))
+    (first, _), (second, _) = (sweep.make_batch(case, rng) for _ in range(2))
     assert first.dtype == jnp.int32 and first.shape == (300,)
     assert 0 <= int(first.min()) and int(first.max()) < 1000
     assert np.any(first != second)
@@ -128,26 +129,26 @@ def test_ids_are_rows_and_differ(zipf):
 
 def test_needed_memory_counts_gradient_and_update():
     table = 500 * 4 * 4
-    assert step.needed_bytes(_case("sgd")) == pytest.approx(3 * table, rel=0.01)
-    assert step.needed_bytes(_case("adam")) == pytest.approx(5 * table, rel=0.01)
+    assert sweep.needed_bytes(_case("sgd")) == pytest.approx(3 * table, rel=0.01)
+    assert sweep.needed_bytes(_case("adam")) == pytest.approx(5 * table, rel=0.01)
 
 
 def _result(rows, ours, dense, optimizer="adam"):
-    fields: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(step.Result)}
+    fields: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(sweep.Result)}
     fields |= {
         "case": _case(optimizer, rows),
         "ours_ms": ours,
         "dense_ms": dense,
         "ratio": dense / ours,
     }
-    return step.Result(**fields)
+    return sweep.Result(**fields)
 
 
 GOOD = ((10**4, 1.0, 1.0), (10**5, 2.0, 9), (10**6, 3.0, 120), (10**7, 4.9, 900))
 
 
 def test_claims_that_hold():
-    assert step.check([_result(*r) for r in GOOD]) == []
+    assert sweep.check([_result(*r) for r in GOOD]) == []
 
 
 @pytest.mark.parametrize(
@@ -161,27 +162,27 @@ def test_claims_that_hold():
 )
 def test_claims_that_do_not_hold(worse, message):
     results = [_result(*r) for r in GOOD if r[0] != worse[0]] + [_result(*worse)]
-    failures = step.check(results)
+    failures = sweep.check(results)
     assert len(failures) == 1
     assert message in failures[0]
 
 
 def test_claims_that_nothing_was_measured_for():
-    assert len(step.check([])) == 4
-    assert all("not measured" in failure for failure in step.check([]))
+    assert len(sweep.check([])) == 4
+    assert all("not measured" in failure for failure in sweep.check([]))
 
 
 @pytest.mark.slow
 def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timing, "bandwidth", lambda: 1e9)
-    monkeypatch.setattr(step, "FIXED_ROWS", 1000)
+    monkeypatch.setattr(sweep, "FIXED_ROWS", 1000)
     lines, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
     argv = "--optimizers sgd --rows 1e3 --ids 100 --dim 4 --repeats 3".split()
     argv += ["--json", str(lines), "--plot", str(picture)]
     for _ in range(2):  # lines are appended
-        assert __main__.main(["embedding_step", *argv]) == 0
+        assert __main__.main(["sweep", *argv]) == 0
     out = capsys.readouterr().out
-    assert "jax" in out and step.HEADER in out
+    assert "jax" in out and sweep.HEADER in out
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [r["sweep"] for r in records] == ["rows", "ids"] * 2
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -197,7 +198,7 @@ def test_check_fails_with_code_1(capsys, monkeypatch):
 def test_a_case_too_large_for_memory_is_skipped(capsys, monkeypatch):
     monkeypatch.setattr(timing, "bandwidth", lambda: 1e9)
     monkeypatch.setattr(timing, "free_bytes", lambda: 1000)
-    assert step.main("--optimizers sgd --rows 1e3 --ids".split()) == 0
+    assert sweep.main("--optimizers sgd --rows 1e3 --ids".split()) == 0
     assert "skipped: needs" in capsys.readouterr().out
 
 

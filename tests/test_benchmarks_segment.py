@@ -15,6 +15,7 @@ from benchmarks import __main__, segment  # noqa: E402
 pytestmark = pytest.mark.loose_promotion
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, capsys):
     lines = tmp_path / "lines.jsonl"
     argv = "--elements 40 --dim 3 --segments 5 --repeats 3 --reductions sum softmax"

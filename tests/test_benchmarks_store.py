@@ -29,6 +29,7 @@ def test_command_line(tmp_path, capsys):
     assert {r["jax"] for r in records} == {jax.__version__}
 
 
+@pytest.mark.slow
 def test_both_ways_take_the_same_steps():
     rng = np.random.default_rng(0)
     batches = [rng.integers(0, 50, (4, 16)).astype(np.int32) for _ in range(5)]
@@ -40,3 +41,16 @@ def test_both_ways_take_the_same_steps():
         found.append((np.array(losses), store.pull_all("table")))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
+@pytest.mark.slow
+def test_caches_beside_other_ways(tmp_path, capsys):
+    """That their losses are those of the whole table is looked at while it runs."""
+    path = tmp_path / "lines.jsonl"
+    argv = "--rows 2000 --dim 4 --ids 64 --warm 3 --steps 3 --json"
+    ways = "--ways", "whole", "prefetch", "clock"
+    assert __main__.main(["cache", *argv.split(), str(path), *ways]) == 0
+    assert "hit rate" in capsys.readouterr().out
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["way"] for r in records] == ["whole", "prefetch", "clock"]
+    assert 0 < records[2]["hit_rate"] < 1 and records[2]["bytes_back"] > 0

@@ -9,8 +9,8 @@ Two sweeps: over the table's rows with as many ids a step, and over the ids with
 many rows. Where ours leaves the table dense, it is also timed with `tables=True` in the
 sweep over ids, which shows where the two really cross.
 
-    python -m benchmarks embedding_step --quick
-    python -m benchmarks embedding_step --check --json steps.jsonl --plot steps.png
+    python -m benchmarks sweep --quick
+    python -m benchmarks sweep --check --json steps.jsonl --plot steps.png
 
 `--check` asserts what the library claims on two cores of a CPU, and exits with 1 where
 it does not hold.
@@ -271,7 +271,7 @@ def record(r: Result, machine: dict[str, Any]) -> dict[str, Any]:
     """A result as it goes into a JSON line."""
     fields = dataclasses.asdict(r)
     case = fields.pop("case")
-    return {"benchmark": "embedding_step", **machine, **case, **fields}
+    return {"benchmark": "sweep", **machine, **case, **fields}
 
 
 def plot(results: Sequence[Result], path: str, title: str) -> None:
@@ -326,7 +326,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks embedding_step",
+        prog="python -m benchmarks sweep",
         description=__doc__.split("\n")[0],
     )
     parser.add_argument(

@@ -1,0 +1,80 @@
+"""The benchmark of a step beside other systems, on tiny sizes, without a time."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+
+pytest.importorskip("benchmarks")  # a source distribution has none
+
+from benchmarks import __main__, step, sweep  # noqa: E402
+
+
+pytestmark = pytest.mark.loose_promotion
+
+CASE = sweep.Case("ids", "sgd", 300, 32, 16)
+
+
+@pytest.mark.slow
+def test_the_floor_takes_steps():
+    """Of distinct ids, so that nothing is to merge; Adam's floor corrects no bias."""
+    if step.floor_library() is None:
+        pytest.skip("needs a C++ compiler")
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((300, 16)).astype(np.float32)
+    weights = rng.standard_normal(16).astype(np.float32)
+    ids = rng.permutation(300)[:32].astype(np.int32)
+    clicked = rng.integers(0, 2, 32).astype(np.float32)
+    params = {"table": jax.numpy.asarray(table), "weights": jax.numpy.asarray(weights)}
+    grads = jax.grad(sweep.loss_fn)(params, (ids, clicked))
+    for name, tx in (
+        ("sgd", optax.sgd(step.RATE)),
+        ("adagrad", optax.adagrad(step.RATE, 0.0)),
+        ("rowwise_adagrad", step.OPTIMIZERS["rowwise_adagrad"]()),
+    ):
+        arrays = step.floor_arrays(table)
+        side = step.floor_side(
+            dataclasses.replace(CASE, optimizer=name), arrays, weights
+        )
+        side((), {"numpy": (ids, clicked)})
+        updates, _ = tx.update(grads, tx.init(params), params)
+        want = optax.apply_updates(params, updates)["table"]
+        np.testing.assert_allclose(arrays[0], want, rtol=1e-5, atol=1e-6)
+        assert np.any(arrays[0] != table)
+    smallest = np.float32(1e-45)
+    assert smallest * np.float32(1) == smallest, "subnormal numbers became zero"
+
+
+def _record(ratio, name="adam"):
+    sides = dict.fromkeys(step.SIDES, 2.0)
+    return {"step": name, "ids": 65_536, "skew": "zipf", "ms": sides, "ratio": ratio}
+
+
+def test_claims():
+    assert step.check([_record(2.1), _record(None)]) == []
+    assert step.check([_record(1.9), _record(9.0)]) == [
+        "adam, 65,536 zipf ids: 1.90 times as fast as the faster peer, claimed at "
+        "least 2.00"
+    ]
+
+
+@pytest.mark.slow
+def test_command_line(tmp_path, capsys):
+    lines, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
+    argv = (
+        "step --steps adam bag_fixed --rows 1000 --ids 64 --dim 4 --repeats 3".split()
+    )
+    argv += ["--seconds", "0", "--json", str(lines), "--plot", str(picture)]
+    assert __main__.main(argv) == 0
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [r["skew"] for r in records] == ["uniform", "zipf"] * 2
+    assert all(r["ms"]["ours"] > 0 and r["repeats"] == 3 for r in records)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "ours" in capsys.readouterr().out
