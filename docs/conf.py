@@ -4,6 +4,8 @@ The source folder is the root of the repository, so that a link between pages is
 same here as where the repository is read.
 """
 
+import collections
+import json
 import re
 import sys
 from pathlib import Path
@@ -25,6 +27,7 @@ include_patterns = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "benchmarks/NOTES.md",
 ]
 exclude_patterns = [".*", "**/.*", "build", "dist", "sparsejax", "tests"]
@@ -32,6 +35,7 @@ exclude_patterns = [".*", "**/.*", "build", "dist", "sparsejax", "tests"]
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -50,16 +54,20 @@ autodoc_default_options = {
     "members": True,
     "special-members": "__call__",
     # What pytrees need, and fields that would show the text of JAX's initializers.
-    "exclude-members": "tree_flatten_with_keys, tree_unflatten, param_dtype, "
-    "initializer, bias_init, linear_init, kernel_init",
+    "exclude-members": "tree_flatten, tree_flatten_with_keys, tree_unflatten, "
+    "param_dtype, "
+    "embedding_init, initializer, bias_init, linear_init, kernel_init",
 }
+autosummary_generate = False  # the tables lead to entries of the same page
 _SECTION = re.compile(r"(Args|Returns|Raises|Example|References|Yields):$")
+_ENTRY = re.compile(r"\.\. (currentmodule|auto\w+):: (\S+)")
 
 # ------------------------------------------------------------------ pages
 
 # Notebooks are kept with their outputs, and the tests run them.
 nb_execution_mode = "off"
 myst_heading_anchors = 4
+highlight_language = "none"  # a block that names no language is what was printed
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -68,6 +76,14 @@ copybutton_prompt_is_regexp = True
 html_theme = "furo"
 html_title = "sparsejax"
 html_show_sourcelink = False
+html_theme_options = {
+    "source_repository": "https://github.com/sparsejax/sparsejax/",
+    "source_branch": "main",
+    "source_directory": "",
+    "top_of_page_buttons": ["view"],
+}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 templates_path = ["_templates"]
 # The root of the site leads to docs/index.
 html_additional_pages = {"index": "to_index.html"}
@@ -90,6 +106,59 @@ def _before(lines, k):
     return next((line for line in reversed(lines[:k]) if line.strip()), "")
 
 
+def _returns_have_no_type(app, what, name, obj, options, lines):
+    """What stands before a colon in "Returns:" is no type: it may be half a shape.
+
+    napoleon cuts the first line of the section at its first colon. This gives it one of
+    its own, with nothing before it.
+    """
+    for k, line in enumerate(lines[:-1]):
+        if line in ("Returns:", "Yields:"):
+            text = lines[k + 1].lstrip()
+            lines[k + 1] = lines[k + 1].removesuffix(text) + ": " + text
+
+
+def _summaries(app, docname, source):
+    """A page of the reference has a line for each of its names, before the first."""
+    if not docname.startswith("docs/reference/"):
+        return
+    names, module = [], None
+    for kind, name in _ENTRY.findall(source[0]):
+        if kind == "currentmodule":
+            module = name
+        else:
+            names.append((module, name))
+    if not names:
+        return
+    known = collections.Counter(name for _, name in names)
+    table = [
+        f"   {'~' if known[name] == 1 else ''}{module}.{name}" for module, name in names
+    ]
+    block = [
+        "```{eval-rst}",
+        ".. autosummary::",
+        "   :nosignatures:",
+        "",
+        *table,
+        "```",
+    ]
+    start = re.search(r"^(## |```)", source[0], re.MULTILINE).start()
+    source[0] = source[0][:start] + "\n".join(block) + "\n\n" + source[0][start:]
+
+
+def _title_first(app, docname, source):
+    """A notebook's first cell, which installs, is not shown on the site."""
+    if docname.startswith("notebooks/"):
+        notebook = json.loads(source[0])
+        first = notebook["cells"][0]
+        assert first["cell_type"] == "code", docname
+        first["metadata"]["tags"] = ["remove-cell"]
+        source[0] = json.dumps(notebook)
+
+
 def setup(app):
     # Before napoleon, which reads the sections.
     app.connect("autodoc-process-docstring", _formulas_as_they_stand, priority=1)
+    app.connect("autodoc-process-docstring", _returns_have_no_type, priority=2)
+    app.connect("source-read", _summaries)
+    app.connect("source-read", _title_first)

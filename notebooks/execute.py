@@ -16,8 +16,15 @@ HERE = pathlib.Path(__file__).parent
 SECONDS_PER_CELL = 180
 
 
-def execute(path: pathlib.Path, folder: str) -> nbformat.NotebookNode:
+def execute(
+    path: pathlib.Path, folder: str, xla_flags: str = ""
+) -> nbformat.NotebookNode:
     """The notebook at `path`, run in `folder` by this Python, from its first cell on.
+
+    Args:
+      path: of the notebook.
+      folder: where it runs.
+      xla_flags: what its kernel has for XLA_FLAGS; by default nothing, as a reader's.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raised; its traceback is shown.
@@ -30,17 +37,17 @@ def execute(path: pathlib.Path, folder: str) -> nbformat.NotebookNode:
         resources={"metadata": {"path": folder}},
         record_timing=False,
     )
-    client.execute(env=_environment())
+    client.execute(env=_environment(xla_flags))
     # Of the kernel only what does not change with the machine.
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
 
 
-def _environment() -> dict[str, str]:
-    """A reader's: with this checkout on the path, without the tests' flags."""
-    env = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
-    paths = [str(HERE.parent), env.get("PYTHONPATH", "")]
-    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+def _environment(xla_flags: str) -> dict[str, str]:
+    """This one's, with this checkout on the path."""
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "XLA_FLAGS": xla_flags, "PYTHONPATH": path}
 
 
 def main() -> None:
