@@ -1,0 +1,22 @@
+"""The programs that kill processes and damage files, run as a user runs them."""
+
+import os
+
+import pytest
+
+from helpers import run_python
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_nothing_is_lost_to_kills():
+    """Two kills of each kind of work."""
+    lines = run_python("-m", "tests.kills", "--count", 14, "--seed", 1).splitlines()
+    assert lines[-1] == "14 kills of seed 1, nothing lost"
+    assert [line.split()[1] for line in lines[:-1]] == ["2"] * 7
+
+
+@pytest.mark.slow
+def test_damage_on_the_command_line():
+    lines = run_python("-m", "tests.damage", "--count", 50, "--seed", 3).splitlines()
+    assert lines[-1] == "50 files of seed 3, 0 raised something else"
