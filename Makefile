@@ -2,12 +2,17 @@
 #
 #   PYTHON=python3.13   makes the environment; one that is there keeps its own Python
 #   VENV=.venv          where the environment lives
+#   PINS="-r tests/colab.txt"    what else pip is told: here the lowest releases
 #   ARGS="..."          handed on to the command
 
 PYTHON ?= python3
 VENV ?= .venv
+PINS ?=
 JOBS ?= 2
 ARGS ?=
+
+# Where this is set, every process would compile its two thousand modules anew: 6 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
@@ -21,7 +26,7 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-window lint types docs notebooks bench clean
+.PHONY: help demo test test-all test-window test-colab lint types docs notebooks bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -33,11 +38,14 @@ demo: $(VENV)/.installed-demo  ## train a model with a large embedding table
 test: $(VENV)/.installed-tests  ## what a contributor needs, in five minutes
 	@$(PYTEST) --quick $(ARGS)
 
-test-all: $(VENV)/.installed-tests  ## every test: pages, notebooks, recorded answers too
+test-all: $(VENV)/.installed-tests $(VENV)/.installed-tests-all  ## every test: pages, notebooks, recorded answers too
 	@$(PYTEST) $(ARGS)
 
 test-window: $(VENV)/.installed-tests  ## what depends on the release of JAX
 	@$(PYTEST) --quick -m window $(ARGS)
+
+test-colab: $(VENV)/.installed-tests  ## a notebook in an environment like Colab's
+	@TEST_COLAB=1 $(PYTEST) tests/test_install.py $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
 	@$(BIN)/ruff check
@@ -67,7 +75,7 @@ $(VENV)/.made:
 	@$(call check_python,$(BIN)/python)
 	@touch $@
 
-$(VENV)/.installed-%: pyproject.toml | $(VENV)/.made
+$(VENV)/.installed-%: pyproject.toml tests/colab.txt tests/between.txt | $(VENV)/.made
 	@echo "Installing sparsejax[$*] into $(VENV)"
-	@$(INSTALL) -e '.[$*]'
+	@$(INSTALL) -e '.[$*]' $(PINS)
 	@touch $@

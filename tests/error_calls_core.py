@@ -26,7 +26,7 @@ SECTIONS: list[Section] = [
 table = jnp.ones((4, 3))
 rows = sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=4)
 counts = rows.astype(int)
-halved = jax.tree.map(lambda x: 0.5 * x, rows)  # its ids as well
+halved = jax.tree.map(lambda x: 0.5 * np.asarray(x), rows)  # its ids as well
 """,
         """
 sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=4.0)
@@ -44,6 +44,12 @@ sj.SelectedRows(None, jnp.ones((2, 3)), height=4)
 sj.SelectedRows(jnp.array([2]), [[1.0], [1.0, 2.0]], height=4)
 
 sj.SelectedRows(jnp.array([2]), jnp.ones((1, 3)), height=2**40)
+
+sj.SelectedRows(jnp.array([2]), jnp.ones((1, 3)), height=12, stack=3)
+
+sj.SelectedRows(jnp.array([2]), jnp.ones((1, 3)), height=12, stack=(5,))
+
+sj.SelectedRows(jnp.array([2]), jnp.ones((1, 3)), height=12, stack=(3.0,))
 
 jnp.asarray(rows)
 
@@ -98,6 +104,74 @@ sj.concatenate(rows)
 sj.concatenate([rows, table])
 
 sj.concatenate([rows, rows.map(lambda v: v[:, :2])])
+""",
+    ),
+    _section(
+        "Quantized tables",
+        """
+table = jnp.ones((4, 3))
+small = sj.quantize(table)
+ids = jnp.array([2, 0])
+""",
+        """
+sj.quantize(table, 3)
+
+sj.quantize(table, scale_dtype=jnp.bfloat16)
+
+sj.quantize(jnp.ones((4, 3), int))
+
+sj.quantize(jnp.ones(4))
+
+sj.quantize("table")
+
+sj.quantize(small)
+
+sj.quantize(sj.SelectedRows([2], jnp.ones((1, 3)), 4))
+
+sj.quantize(table, 4, search="best")
+
+sj.quantize(table, 4, search="greedy", symmetric=True)
+
+sj.quantize(table, symmetric=1)
+
+sj.quantize(table, key="random")
+
+sj.quantize(table.at[2, 1].set(jnp.nan))
+
+sj.quantize(-1e5 * table, 4)
+
+small.get("first")
+
+small.pull([0.5])
+
+small.astype(int)
+
+jnp.asarray(small)
+
+sj.QuantizedTable.from_fused(small.codes.astype(int))
+
+sj.QuantizedTable.from_fused(small.codes)
+
+sj.QuantizedTable.from_fused(small.to_fused(), features=5)
+
+sj.QuantizedTable.from_fused(small.to_fused(), 5)
+
+sj.QuantizedTable.from_fused(small.to_fused(), dtype=int)
+
+sj.top_k(small, table, 2)
+
+sj.value_and_grad(lambda params: jnp.sum(sj.lookup(params["t"], ids)))({"t": small})
+
+sj.nn.Embedding(4, 3).attend(small, table)
+
+sj.nn.Dense(2, use_bias=False)({"kernel": small}, jnp.ones((1, 4)))
+
+sj.nn.tables({"t": small})
+
+sj.optim.lazy(optax.sgd(0.1)).init({"t": small})
+
+tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), jax.random.key(0))
+tx.update(table, tx.init(small), small)
 """,
     ),
     _section(
@@ -238,6 +312,8 @@ pulled = sj.SelectedRows(jnp.array([1]), jnp.ones((1, 2)), height=4)
 sj.lookup({"table": table}, ids)
 
 sj.lookup(jnp.float32(1), ids)
+
+sj.lookup(sj.SelectedRows([2], jnp.ones((1, 3)), 12, stack=(3,)), ids)
 
 sj.lookup(table, None)
 
@@ -387,6 +463,50 @@ sj.dot(scipy.sparse.csr_array(np.eye(3)), dense, num_columns=4)
 """,
     ),
     _section(
+        "top_k",
+        """
+table, queries = jnp.ones((9, 4)), jnp.ones((2, 4))
+mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+sharded = sj.parallel.shard_rows(table, mesh, "x")
+""",
+        """
+sj.top_k(sharded, queries, 3)
+
+sj.top_k(sj.SelectedRows.from_dense(table), queries, 3)
+
+sj.top_k(table.astype(int), queries, 3)
+
+sj.top_k(table, jnp.array([3, 4]), 3)
+
+sj.top_k(table, jnp.ones((2, 3)), 3)
+
+sj.top_k(table, queries, 0)
+
+sj.top_k(table, queries, 10)
+
+jax.jit(sj.top_k)(table, queries, 3)
+
+sj.top_k(table, queries, 3, score="angle")
+
+sj.top_k(table, queries, 3, score=lambda q, rows: q.sum(-1))
+
+sj.top_k(table, queries, 3, bias=jnp.ones(4))
+
+sj.top_k(table, queries, 3, exclude=[[1], [2, 3]])
+
+sj.top_k(table, queries, 3, exclude=jnp.ones((3, 2), int))
+
+sj.top_k(table, queries, 3, exclude=sj.SegmentTensor.from_lists([[1]]))
+
+sj.top_k(table, queries, 3, chunk_size=0)
+
+sj.parallel.top_k(table, queries, 3)
+
+other = sj.parallel.shard_rows(jnp.ones(9), mesh, "x", layout="block")
+sj.parallel.top_k(sharded, queries, 3, bias=other)
+""",
+    ),
+    _section(
         "Segment reductions",
         """
 data, ids = jnp.array([1.0, 2.0, 3.0]), jnp.array([0, 0, 1])
@@ -504,6 +624,16 @@ sj.value_and_grad(loss_fn, tables="table")(params, ids)
 
 sj.value_and_grad(loss_fn, params, ids)(params, ids)
 
+sj.value_and_grad(params, ids)
+
+sj.grad(loss_fn(params, ids))
+
+sj.explain(params)
+
+sj.optim.exact_value_and_grad(params, sj.optim.exact(optax.sgd(0.1)))
+
+sj.value_and_grad(loss_fn, has_aux="yes")
+
 sj.value_and_grad(loss_fn, argnums=2)(params, ids)
 
 sj.value_and_grad(loss_fn)(params=params, ids=ids)
@@ -582,9 +712,23 @@ parts = {"lazy": optax.sgd(0.1), "dense": optax.lamb(0.1)}
 tx = sj.optim.lazy(optax.partition(parts, {"table": "lazy", "kernel": "dense"}))
 tx.update({"table": rows, "kernel": rows}, tx.init(tables), tables)
 
+stack = jnp.ones((5, 20, 2))
+tx = sj.optim.lazy(sj.optim.rowwise_adagrad(0.1))
+tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
+
 tx.init(grads)
 
-tx.update(jax.tree.map(lambda g: 0.5 * g, grads), state, params)
+tx.update(jax.tree.map(lambda g: 0.5 * np.asarray(g), grads), state, params)
+
+tx.update(params, state, grads)
+
+jax.tree.map(lambda g: 0.5 * g, grads)
+
+jax.tree.map(jnp.add, grads, grads)
+
+jax.jit(lambda g: jax.tree.map(jnp.add, g, g))(grads)
+
+optax.adam(0.1).update(grads, optax.adam(0.1).init(params), params)
 
 tx.update(jax.tree.map(lambda g: optax.MaskedNode(), grads), state, params)
 
@@ -600,7 +744,7 @@ tx.update(grads, None, params)
 
 tx.update(grads, tx.init({**params, "table": jnp.ones((50, 2))}), params)
 
-sj.optim.global_norm(jax.tree.map(lambda g: 0.5 * g, grads))
+sj.optim.global_norm(jax.tree.map(lambda g: 0.5 * np.asarray(g), grads))
 """,
     ),
     _section(
@@ -657,6 +801,9 @@ tx.update(grads, tx.init(params))
 
 tx.update({"table": rows}, tx.init(params), params)
 
+stack = jnp.ones((5, 20, 2))
+tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
+
 tx.update({**grads, "bias": sj.SelectedRows([1], [1.0], 2)}, tx.init(params), params)
 
 sj.optim.exact_value_and_grad(two_hops, optax.sgd(0.1))
@@ -687,6 +834,12 @@ sj.optim.accumulate(lazy, 2, capacity="8").init(params)
 
 sj.optim.accumulate(lazy, 2, capacity={"table": 8}).init(params)
 
+sj.optim.accumulate(lazy, 2, capacity=8, stacked={"table": True}).init(params)
+
+stack = jnp.ones((5, 20, 2))
+tx = sj.optim.accumulate(lazy, 2, capacity=8)
+tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
+
 tx = sj.optim.accumulate(lazy, 2, capacity=8)
 tx.update(dense, tx.init(params), params)
 
@@ -706,15 +859,15 @@ lazy.update(rows, lazy.init(sharded), sharded)
 tx = sj.optim.lazy(optax.adam(0.1))
 tx.update(sharded, tx.init(shorter), sharded)
 
-sj.optim.rounding(1e-3, rounding_key=0)
+sj.optim.rounding(1e-3, key=0)
 
 sj.optim.rounding(lazy)
 
-sj.optim.rounding(lazy, rounding_key="0")
+sj.optim.rounding(lazy, key="0")
 
-sj.optim.rounding(lazy, rounding_key=jax.random.split(jax.random.key(0)))
+sj.optim.rounding(lazy, key=jax.random.split(jax.random.key(0)))
 
-tx = sj.optim.rounding(lazy, rounding_key=0)
+tx = sj.optim.rounding(lazy, key=0)
 tx.update(grads, tx.init(params))
 
 sj.optim.dynamic_loss_scale(1e-3)
@@ -774,6 +927,9 @@ sj.desc.from_bytes(bytes([10, 1, 120, 16, 1]))
 
 sj.desc.save_selected_rows("grad", jnp.ones(3))
 
+stack = sj.SelectedRows([2], jnp.ones((1, 3)), 12, stack=(3,))
+sj.desc.save_selected_rows("grad", stack)
+
 file.write_bytes(b"text")
 sj.desc.load_selected_rows(file)
 
@@ -790,7 +946,79 @@ sj.desc.load_selected_rows("grad.npz")
 np.savez("grad.npz", rows=np.arange(2), values=np.ones(3), height=4)
 sj.desc.load_selected_rows("grad.npz")
 
+np.savez("grad.npz", rows=np.arange(3), values=np.ones(3), height=2)
+sj.desc.load_selected_rows("grad.npz")
+
+np.savez("grad.npz", rows=np.arange(3), values=np.array([None]), height=2)
+sj.desc.load_selected_rows("grad.npz")
+
 sj.desc.infer(lambda x: (jnp.sum(x), x), jnp.ones(3))
+""",
+    ),
+    _section(
+        "HashIndex",
+        """
+index, wide = sj.HashIndex.create(8), sj.HashIndex.create(8, key_bits=64)
+""",
+        """
+sj.HashIndex.create(0)
+
+sj.HashIndex.create(2**30)
+
+sj.HashIndex.create(8, key_bits=16)
+
+sj.HashIndex.create(8, policy="fifo")
+
+sj.HashIndex.create(8, admit_after=256)
+
+sj.HashIndex.create(8, max_evictions=-1)
+
+sj.HashIndex.create(8, window=0)
+
+index.find(["tea"])
+
+index.find([1 << 33])
+
+with sj._compat.enable_x64(True):
+    index.find(jnp.array([3]))
+
+wide.find(jnp.array([3]))
+
+index.insert([3], 0.5)
+
+index.insert([3], 0, where=[1])
+
+index.owners([3], 0)
+
+index.keys_of([0.5])
+
+sj.HashIndex.join_keys([3, 4])
+""",
+    ),
+    _section(
+        "reset_rows",
+        """
+tx = sj.optim.lazy(optax.adam(0.1))
+params = {"table": jnp.ones((4, 2)), "bias": jnp.ones(())}
+state, rows = tx.init(params), {"table": jnp.array([3])}
+normal, zeros = jax.nn.initializers.normal(), lambda *args: jnp.zeros(3)
+""",
+        """
+sj.optim.reset_rows(1e-3, state, params, rows)
+
+sj.optim.reset_rows(tx, state, params, jnp.array([3]))
+
+sj.optim.reset_rows(tx, state, params, {"table": jnp.ones(2)})
+
+sj.optim.reset_rows(tx, state, params, {"bias": jnp.array([3])})
+
+sj.optim.reset_rows(tx, state, params, rows, embedding_init=normal)
+
+sj.optim.reset_rows(tx, state, params, rows, embedding_init=zeros, key=0)
+
+sj.optim.reset_rows(tx, (), params, rows)
+
+sj.optim.reset_rows(optax.scale_by_lbfgs(), (), params, rows)
 """,
     ),
     _section(

@@ -32,12 +32,12 @@ bag = sj.nn.EmbeddingBag(5, 2)
         "sj.nn.Embedding(True, 2)",
         "sj.nn.Embedding(5, 2, dtype='int32')",
         "sj.nn.Embedding(5, 2, sparse_grad=None)",
-        "sj.nn.Embedding(5, 2, init='normal')",
-        "sj.nn.Embedding(5, 2, init=jnp.zeros((5, 2)))",
+        "sj.nn.Embedding(5, 2, embedding_init='normal')",
+        "sj.nn.Embedding(5, 2, embedding_init=jnp.zeros((5, 2)))",
         "sj.nn.Embedding(5, 2, padding_id='0')",
         "sj.nn.Embedding(5, 2, max_norm=-1.0)",
         "sj.nn.Embedding(5, 2, mode='wrap')",
-        "sj.nn.Embedding(5, 2, init=lambda *args: jnp.ones((2, 5))).init(key)",
+        "sj.nn.Embedding(5, 2, embedding_init=lambda *a: jnp.ones((2, 5))).init(key)",
         "layer.init(0)",
         "layer.init(jax.random.split(key))",
         "layer(params, jnp.array([3.0]))",
@@ -295,12 +295,15 @@ _LOADER = Section(
     "data: DataLoader",
     _DATA
     + """
+import scipy.sparse
+
 Dataset, Loader = sj.data.ArrayDataset, sj.data.DataLoader
 ragged = Dataset([[1, 2], [3], [4, 5, 6], []])
 both = Dataset([[1, 2], [3], [4, 5, 6], []], np.arange(4.0))
 """,
     [
         "Loader(3, 2)",
+        "Loader(scipy.sparse.eye(3).tocsr(), 2)",
         "Loader([], 2)",
         "Loader([(1, 2), (3,)], 2)",
         "Loader([{'a': 1}, {'b': 2}], 2)",
@@ -343,6 +346,9 @@ vocabulary = sj.data.Vocabulary.build(write("red\\n"), columns=ids)
         "read(write('1,2\\n'), 100, num_numbers=-1)",
         "read(write('1,2\\n'), 100, num_numbers=0, num_ids=0, label=False)",
         "read(write('1,2\\n'), 100, separator=', ')",
+        "read(write('1,2\\n'), 100, quotes='yes')",
+        "read(write('1,\"two\\n'), 100, columns=ids)",
+        "read(write('1,\"two\" three\\n'), 100, columns=ids)",
         "read(write('1,2\\n'), 100, missing='0', columns=ids)",
         "read(write('1,2\\n'), 100, columns=[0, 1])",
         "read(write('1,2\\n'), 100, columns={'ids': [0.5]})",
@@ -350,10 +356,101 @@ vocabulary = sj.data.Vocabulary.build(write("red\\n"), columns=ids)
         "read(write('1,2\\n'), 100, columns={'ids': [7]})",
         "read(write('user,item\\n1,2\\n'), 100, columns={'ids': ['film']})",
         "read(write('1,two\\n'), 100, columns={'ids': [0], 'numbers': [1]})",
-        "sj.data.HashIds(9).encode(0, [1, 2])",
+        "read(write('PAR1\\x15'), 100)",
+        "read(write('PK\\x03\\x04...xl/workbook.xml'), 100)",
+        "sj.data.read_parquet_ids(write('a,b\\n'), 100, columns={'ids': 'a'})",
+        "sj.data.Vocabulary.build(write('PAR1\\x15'))",
+        "sj.data.HashIds(9).encode(0, [1.5, 2])",
+        "sj.data.HashIds(9).encode('user', [1])",
         "sj.data.HashIds([9, 9]).encode(2, ['red'])",
         "sj.data.Vocabulary.build(3)",
         "sj.data.Vocabulary.load(write('red'))",
+        "words = np.array([b'red', b'blue'])\n"
+        "names = np.array(['colour'])\n"
+        "arrays = {'words 0': words, 'ids 0': np.array([1, 2]), 'names': names}\n"
+        "np.savez('v.npz', **arrays)\n"
+        "sj.data.Vocabulary.load('v.npz')",
+        "np.savez_compressed('v.npz', names=np.zeros(3 * 10**7, 'U1'))\n"
+        "sj.data.Vocabulary.load('v.npz')",
+    ],
+)
+
+_VOCABULARIES = Section(
+    "data: vocabularies of columns",
+    _DATA
+    + """
+Vocabulary = sj.data.Vocabulary
+columns = {"user": [7, 8, 7], "item": ["tea", "jam", "tea"]}
+known = Vocabulary.from_columns(columns)
+bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
+""",
+    [
+        "Vocabulary.from_columns(['tea', 'jam'])",
+        "Vocabulary.from_columns({})",
+        "Vocabulary.from_columns({0: ['tea']})",
+        "Vocabulary.from_columns({'item': 'tea'})",
+        "Vocabulary.from_columns({'price': [0.5]})",
+        "Vocabulary.from_columns({'items': [['tea', 'jam'], ['tea']]})",
+        "Vocabulary.from_columns({'item': ['tea' * 1000]})",
+        "Vocabulary.from_columns(columns, shared=['user', 'item'])",
+        "Vocabulary.from_columns(columns, shared=[['user', 'film']])",
+        "Vocabulary.from_columns(columns, min_count=0)",
+        "Vocabulary.from_columns(columns, max_size={'film': 9})",
+        "limits = {'user': 2, 'item': 3}\n"
+        "Vocabulary.from_columns(columns, shared=True, min_count=limits)",
+        "bare.prune(min_count=2)",
+        "known.encode('film', ['tea'])",
+        "known.encode(2, ['tea'])",
+        "known.encode(None, ['tea'])",
+        "bare.encode('item', ['tea'])",
+        "bare.counts(0)",
+        "known.encode_columns({'film': ['tea']})",
+        "known.decode('user', [0, 1])",
+        "known.decode('user', [1], missing='?')",
+        "known.decode('item', [3])",
+        "known.align(['tea'], [[1.0]])",
+        "known.align(['tea'], [1.0], column='item')",
+        "known.align(['tea'], [[1.0]], column='item', table=np.zeros((2, 1)))",
+        "sj.data.read_vectors(write('tea 1 2\\njam 1\\n'))",
+        "sj.data.read_vectors(write('tea 1 2\\njam 1 x\\n'))",
+        "sj.data.read_vectors(write(''))",
+        "sj.data.read_vectors(write('tea 1 2\\n'), binary='yes')",
+        "sj.data.read_vectors(write('tea 1 2\\n'), binary=True)",
+        "sj.data.read_vectors(write('2 1\\ntea \\0\\0\\0\\0\\njam'))",
+        "sj.data.read_vectors(write('2 1\\n' + 'x' * 2000), binary=True)",
+        "sj.data.read_vectors(write('2 9999999\\n'), binary=True)",
+    ],
+)
+
+_NEGATIVES = Section(
+    "data: NegativeSampler",
+    """
+import jax
+import jax.numpy as jnp
+import sparsejax as sj
+from sparsejax.data import NegativeSampler
+
+key = jax.random.key(0)
+sampler = NegativeSampler.uniform(5)
+""",
+    [
+        "NegativeSampler.uniform(0)",
+        "NegativeSampler.log_uniform(2.5)",
+        "NegativeSampler.uniform(2**40)",
+        "NegativeSampler.from_counts([])",
+        "NegativeSampler.from_counts(['tea', 'jam'])",
+        "NegativeSampler.from_counts([3, -1])",
+        "NegativeSampler.from_counts([0, 0])",
+        "NegativeSampler.from_counts([1, 2], power=-1)",
+        "jax.jit(NegativeSampler.from_counts)(jnp.ones(3))",
+        "sampler.sample(0, 3)",
+        "sampler.sample(key, 0)",
+        "sampler.sample(key, ())",
+        "sampler.sample(key, 6, unique=True)",
+        "sampler.sample(key, 3, unique=1)",
+        "sampler.sample(key, (2, 3), labels=jnp.array([1, 2, 3]))",
+        "sampler.sample(key, 3, labels=jnp.array([1.0]))",
+        "sampler.sample(key, (2, 3), exclude=jnp.array([[1], [2], [3]]))",
     ],
 )
 
@@ -373,6 +470,7 @@ negative = sj.SegmentTensor(
         "read(write('1 1:2\\n'), dtype=str)",
         "read(write('1 1:2\\n1 x:2\\n'))",
         "read(write('1 1:two\\n'))",
+        "read(write('1' * (34 << 20)))",
         "read(write('1 7:2\\n'), num_features=3)",
         "read(write('1 1:0.5\\n'), dtype='int8')",
         "import gzip\n"
@@ -430,7 +528,7 @@ array = np.ones((5, 2), np.float32)
         "new.init('t', (5, 2), tx, initializer=lambda key: key)",
         "new.init('t', (5, 2), tx, initializer=lambda *args: jnp.ones(5))",
         "new.init('t', (5, 2), tx, initializer=lambda k, shape, d: np.ones(shape))",
-        "new.init('t', (5, 2), tx, seed=0.5)",
+        "new.init('t', (5, 2), tx, key=0.5)",
         "new.init('t', (5, 2), tx, path=3)",
         "jax.jit(lambda: new.init('t', (5, 2), tx))()",
     ],
@@ -449,7 +547,7 @@ _PULLS = Section(
         "jax.jit(lambda ids: store.pull('item', ids))(jnp.array([1]))",
         "store.push('item', jnp.ones((5, 2)))",
         "store.push('item', [])",
-        "store.push('item', jax.tree.map(lambda x: 0.1 * x, rows))",
+        "store.push('item', jax.tree.map(lambda x: 0.1 * np.asarray(x), rows))",
         "store.push('item', rows.map(lambda x: x.astype(complex)))",
         "store.push('item', sj.SelectedRows([1], jnp.ones((1, 3)), 5))",
         "new.init('t', (5, 2), None)\nnew.push('t', rows)",
@@ -461,6 +559,80 @@ _PULLS = Section(
         "store.init('user', (9, 2), tx)\nnext(store.prefetch([[1]], np.array))",
         "next(store.prefetch([[7]], np.array))",
         "store.close()\nstore.pull('item', [1])",
+    ],
+)
+
+_CACHED = Section(
+    "store: CachedTable",
+    _STORE
+    + """
+cache = sj.store.CachedTable(store, "item", 2)
+adam = sj.optim.lazy(optax.adam(0.1))
+params = {"item": cache.array}
+
+def attached(store=store, cache=cache):
+    return cache.attach(sj.optim.lazy(tx), {"item": cache.array})
+
+def trained(path):
+    new.init("t", (5, 2), tx, path=path)
+    small = sj.store.CachedTable(new, "t", 1)
+    table, state = small.array, None
+    state = small.attach(sj.optim.lazy(tx), table)
+    for k in range(4):
+        table, state, _ = small.prepare([k], table, state)
+    new.close()
+""",
+    [
+        "sj.store.CachedTable('item', store, 2)",
+        "sj.store.CachedTable(store, 'user', 2)",
+        "sj.store.CachedTable(store, 'item', 2.5)",
+        "sj.store.CachedTable(store, 'item', 6)",
+        "sj.store.CachedTable(store, 'item', 2, 'fifo')",
+        "sj.store.CachedTable(store, 'item', 2, padding_id='0')",
+        "sj.store.CachedTable(store, 'item', 2)",
+        "cache.attach(tx, {'item': jnp.zeros((2, 2))})",
+        "cache.attach(tx, [cache.array, cache.array])",
+        "cache.attach(None, params)",
+        "cache.attach(adam, params)",
+        "cache.attach(sj.optim.lazy(tx), params, 3)",
+        "cache.prepare([1], params)",
+        "attached()\ncache.array",
+        "cache.prepare([1], params, attached())\ncache.prepare([1], params, ())",
+        "cache.prepare([1.0], params, attached())",
+        "cache.prepare([1, 2, 3], params, attached())",
+        "state = attached()\ncache.prepare([1], [params], state)",
+        "state = attached()\ncache.prepare([1], {'item': jnp.ones((3, 2))}, state)",
+        "state = attached()\n"
+        "cache.prepare([1], params, state)\n"
+        "cache.prepare([1], params, state)",
+        "state = attached()\n"
+        "jax.jit(lambda ids: cache.prepare(ids, params, state))(jnp.array([1]))",
+        "state = attached()\n"
+        "mesh = jax.sharding.Mesh(jax.devices()[:2], 'x')\n"
+        "spec = jax.sharding.PartitionSpec('x')\n"
+        "there = jax.sharding.NamedSharding(mesh, spec)\n"
+        "cache.prepare([1], jax.device_put(params, there), state)",
+        "cache.prefetch([[1]], 3)",
+        "cache.prefetch([[1]], np.array, depth=-1)",
+        "cache.flush(params, attached(), step=-1)",
+        "cache.close(discard=1)",
+        "cache.prepare([1], params, attached())\ncache.close()",
+        "cache.close()\ncache.prepare([1], params, ())",
+        "cache.prepare([1], params, attached())\nstore.pull('item', [1])",
+        "store.push('item', rows)",
+        "trained('t')\n"
+        "pathlib.Path('t.journal').unlink()\n"
+        "store.init('t', (5, 2), tx, path='t')",
+        "trained('t')\n"
+        "data = pathlib.Path('t.journal').read_bytes()\n"
+        "pathlib.Path('t.journal').write_bytes(data[:-9] + b'too long, or not')\n"
+        "store.init('t', (5, 2), tx, path='t')",
+        "trained('t')\n"
+        "data = pathlib.Path('t.journal').read_bytes()\n"
+        "from sparsejax.store import _format\n"
+        "with open('t.journal', 'wb') as file:\n"
+        "    _format.write_header(file, b'sparsejax journal 1\\n', {'id': ''})\n"
+        "store.init('t', (5, 2), tx, path='t')",
     ],
 )
 
@@ -492,6 +664,17 @@ def change(path, at, size=None):
         "store.init('t', (9, 2), tx, path='t')",
         "open('t', 'w').close()\n"
         "new.init('t', np.ones((5, 2), np.float32), tx, path='t')",
+        "new.init('t', (5, 2), tx, path='t')\npathlib.Path('t').unlink()\nnew.flush()",
+        "table = store._tables['item']\n"
+        "table.key = {'impl': 'threefry2x32', 'data': [0]}\n"
+        "store.save('s')\n"
+        "store.load('s')",
+        "new.init('t', (5, 2), tx, path='t')\n"
+        "header = new._tables['t'].description()\n"
+        "new._tables['t'].memory._start = 16\n"
+        "new._tables['t'].memory.describe(header)\n"
+        "new.close()\n"
+        "store.init('t', (5, 2), tx, path='t')",
         "new.init('t', (5, 2), tx, path='t')\n"
         "new.close()\n"
         "change('t', -1, -1)\n"
@@ -693,6 +876,47 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
     ],
 )
 
+_LOSSES = Section(
+    "losses",
+    """
+import jax
+import jax.numpy as jnp
+import sparsejax as sj
+from sparsejax.losses import *
+
+table, inputs = jnp.ones((9, 4)), jnp.ones((2, 4))
+labels, negatives = jnp.array([1, 2]), jnp.array([3, 4, 5])
+samples = sj.data.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
+args = table, inputs, labels
+""",
+    [
+        "sampled_softmax_loss([[1.0]], inputs, labels, negatives)",
+        "sampled_softmax_loss(labels, inputs, labels, negatives)",
+        "sampled_softmax_loss(table, labels, labels, negatives)",
+        "sampled_softmax_loss(table, jnp.ones((2, 3)), labels, negatives)",
+        "sampled_softmax_loss(table, inputs, jnp.array([1]), negatives)",
+        "sampled_softmax_loss(table, inputs, jnp.array([1.0, 2.0]), negatives)",
+        "sampled_softmax_loss(*args, jnp.ones((5, 3), int))",
+        "sampled_softmax_loss(*args, samples)",
+        "sampled_softmax_loss(*args, sj.data.NegativeSampler.uniform(9))",
+        "nce_loss(*args, samples._replace(label_log_q=jnp.ones(5)))",
+        "nce_loss(*args, negatives, bias=jnp.ones(4))",
+        "nce_loss(*args, negatives, remove_accidental_hits='yes')",
+        "in_batch_softmax_loss(inputs, jnp.ones((2, 3)))",
+        "in_batch_softmax_loss(inputs, table[:1])",
+        "in_batch_softmax_loss(inputs, table, candidate_ids=labels)",
+        "in_batch_softmax_loss(inputs, table, log_q=jnp.ones((9, 1)))",
+        "in_batch_softmax_loss(inputs, table, where=jnp.ones(9))",
+        "in_batch_softmax_loss(inputs, table, where=jnp.ones(5, bool))",
+        "in_batch_softmax_loss(inputs, table, temperature=0)",
+        "in_batch_softmax_loss(inputs, table, num_hard_negatives=0)",
+        "bpr_loss(labels, negatives)",
+        "bpr_loss(jnp.ones(2), jnp.ones(3))",
+        "margin_ranking_loss(jnp.ones(2), jnp.ones(2), jnp.ones(2))",
+        "margin_ranking_loss(jnp.ones(2), jnp.ones(2), hardest=None)",
+    ],
+)
+
 SECTIONS: list[Section] = [
     _EMBEDDING,
     _DENSE,
@@ -702,13 +926,17 @@ SECTIONS: list[Section] = [
     _DATASETS,
     _LOADER,
     _CATEGORIES,
+    _VOCABULARIES,
+    _NEGATIVES,
     _LIBSVM,
     _TABLES,
     _PULLS,
+    _CACHED,
     _FILES,
     _SHARDED,
     _GRADIENTS,
     _SPREAD,
     _CHECKPOINTS,
     _COSTS,
+    _LOSSES,
 ]

@@ -2,7 +2,11 @@
 
 import functools
 import os
+import pathlib
+import subprocess
+import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,25 +25,30 @@ def assert_trees_close(actual, expected, *, rtol=None, atol=None):
 
     NaN equals NaN. Tolerances follow from the dtype unless they are given.
     """
-    actual_def, expected_def = (jax.tree.structure(t) for t in (actual, expected))
-    assert actual_def == expected_def, f"{actual_def} is not {expected_def}"
-    for (path, a), e in zip(
-        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected)
-    ):
-        name = jax.tree_util.keystr(path)
-        a, e = np.asarray(a), np.asarray(e)
-        assert a.dtype == e.dtype, f"{name}: {a.dtype} is not {e.dtype}"
-        assert a.shape == e.shape, f"{name}: {a.shape} is not {e.shape}"
-        tolerance = _TOLERANCE.get(a.dtype.name)
+    chex.assert_trees_all_equal_structs(actual, expected)
+    actual, expected = (
+        {
+            jax.tree_util.keystr(path): np.asarray(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (actual, expected)
+    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    for dtype in {x.dtype for x in actual.values()}:
+        # Compared in float64, so that no difference is rounded away.
+        tolerance = _TOLERANCE.get(dtype.name)
+        cast = (lambda x: x.astype(np.float64)) if tolerance else (lambda x: x)
+        pair = [
+            {k: cast(x) for k, x in tree.items() if x.dtype == dtype}
+            for tree in (actual, expected)
+        ]
         if tolerance is None:  # integers and booleans
-            np.testing.assert_array_equal(a, e, err_msg=name)
+            chex.assert_trees_all_equal(*pair)
             continue
-        np.testing.assert_allclose(
-            a.astype(np.float64),
-            e.astype(np.float64),
+        chex.assert_trees_all_close(
+            *pair,
             rtol=tolerance if rtol is None else rtol,
             atol=tolerance if atol is None else atol,
-            err_msg=name,
         )
 
 
@@ -49,6 +58,33 @@ def assert_same_bits(actual, expected):
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert actual.tobytes() == expected.tobytes()
+
+
+# ------------------------------------------------------------------ processes
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run_python(*command, timeout=300, cwd=ROOT, **options):
+    """What another Python prints that is run with `command`; it has to end well.
+
+    Args:
+      *command: what follows `python`: "-c" and a program, "-m" and a module, a path.
+      timeout: in seconds.
+      cwd: where it runs.
+      **options: others of `subprocess.run`.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        **options,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 # ------------------------------------------------------------------ which tests
@@ -150,6 +186,10 @@ def _heights(args):
     return {max(x.height if is_rows(x) else (*np.shape(x), 0)[0] for x in leaves)}
 
 
+# Primitives that write in place where their operand is donated.
+IN_PLACE = ("scatter", "scatter-add", "update_rows")
+
+
 def assert_no_dense(f, *args, allow=(), heights=None):
     """Nothing of a table's size arises in `f(*args)`.
 
@@ -161,7 +201,7 @@ def assert_no_dense(f, *args, allow=(), heights=None):
       f: the function, traced by `jax.make_jaxpr`.
       *args: its arguments.
       allow: names of primitives that may have such an output: those that write in
-        place where their operand is donated, as `("scatter", "scatter-add")`.
+        place where their operand is donated, see `IN_PLACE`.
       heights: the tables' numbers of rows; the longest first axis among `args`, if
         left out.
     """
@@ -222,7 +262,10 @@ def assert_in_place(f, *args, donate=0):
 
 
 class count_traces:  # lower case: it is called like a function
-    """`f`, with `.count`: how often Python ran it, which under jit is once a trace."""
+    """`f`, with `.count`: how often Python ran it, which under jit is once a trace.
+
+    Where it has to be once, `chex.assert_max_traces` says at which call it is not.
+    """
 
     def __init__(self, f):
         self.f = f

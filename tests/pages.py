@@ -1,10 +1,13 @@
 """Runs the code of a page: its blocks in order, in one namespace.
 
 A block fenced as `python` is executed. One fenced as `pycon` is a session: what it
-prints is compared with what the page says. Others (`sh`, `text`) are shown only.
+prints is compared with what the page says. Others (`sh`, `text`) are shown only. A
+block that imports a package of `OPTIONAL` runs where that is installed, and only such
+blocks may depend on it.
 """
 
 import doctest
+import importlib.util
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -14,6 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+OPTIONAL = ("rax", "sklearn")  # shown in pages, and needed by nothing else
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -52,6 +56,10 @@ def run_page(page: pathlib.Path, **given: Any) -> dict[str, Any]:
     """
     names: dict[str, Any] = {"__name__": "__main__", **given}
     for block in blocks(page):
+        imported = re.findall(r"^(?:import|from) (\w+)", block.code, re.MULTILINE)
+        wanted = set(imported) & set(OPTIONAL)
+        if not all(map(importlib.util.find_spec, wanted)):
+            continue
         if block.language == "python":
             # Empty lines before the code: a traceback then names the page's line.
             code = "\n" * block.line + block.code

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
+from sparsejax import _compat
 
 
 pytestmark = pytest.mark.once
@@ -99,7 +100,7 @@ def run(operator, inputs, args, outputs):
 def assert_answers(got, want, rtol=1e-5):
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape
-    kinds = {"b": "b", "i": "iu", "f": "f"}
+    kinds = {"b": "b", "i": "iu", "u": "u", "f": "f"}
     assert got.dtype.kind in kinds[want.dtype.kind]
     wide = got.astype(np.float64) if want.dtype.kind == "f" else got
     np.testing.assert_allclose(wide, want, rtol=rtol, atol=1e-6)
@@ -138,6 +139,7 @@ EAGER = {
     "LengthsPartition",
     "MergeMultiMapFeatureTensors",
     "MergeSingleListFeatureTensors",
+    "SparseLengthsSumSparseLookup",
 }
 
 
@@ -188,7 +190,7 @@ DIFFER = {
 @pytest.mark.parametrize("name", [n for n in ANSWERED if n not in DIFFER])
 def test_recorded(name):
     case = CASES[name]
-    with jax.enable_x64(is_wide(case)):
+    with _compat.enable_x64(is_wide(case)):
         outputs, grads = answer(case)
         for got, want in zip(outputs, get(case, "outputs").values(), strict=True):
             assert_answers(got, want)
@@ -371,7 +373,7 @@ def _():
 
 @differs("types")
 def _():
-    with jax.enable_x64(True):
+    with _compat.enable_x64(True):
         got = answer(CASES["LengthsToSegmentIds/int64_rejected"])[0][0]
         assert got.tolist() == [0, 1, 1]
         data = get(CASES["SortedSegmentSum/int64_ids_raises"], "inputs")["data"]
@@ -801,6 +803,82 @@ EXAMPLES = [
         | {"values": [1.0, 2.0, 3.0, 4.0]},
     ),
 ]
+
+# Rows whose scale is 1, and one of equal numbers, with their bytes in each layout. In
+# float16 1 is 0, 60 and 3 is 0, 66.
+ROWS_OF = {
+    8: [[0.0, 255.0, 1.0, 2.0], [3.0] * 4],
+    4: [[0.0, 15.0, 1.0, 2.0], [3.0] * 4],
+    2: [[0.0, 3.0, 1.0, 2.0], [3.0] * 4],
+}
+ONE, THREE = [0, 0, 128, 63], [0, 0, 64, 64]
+BYTES_OF = {
+    8: [[0, 255, 1, 2, *ONE, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, *THREE]],
+    4: [[15 << 4, 1 + (2 << 4), 0, 60, 0, 0], [0, 0, 0, 60, 0, 66]],
+    2: [[(3 << 2) + (1 << 4) + (2 << 6), 0, 60, 0, 0], [0, 0, 60, 0, 66]],
+}
+HALF_BYTES = [[0, 255, 1, 2, 0, 60, 0, 0], [0, 0, 0, 0, 0, 60, 0, 66]]
+PRUNED = {"mapping": [-1, 0, 1, -1], "indices": [1, 0, 2], "lengths": [2, 1]}
+PLAIN = {"indices": [0, 0, 1], "lengths": [2, 1]}
+
+
+def _quantized_examples():
+    for bits in (8, 4, 2):
+        rows, made = np.array(ROWS_OF[bits], np.float32), BYTES_OF[bits]
+        made = np.array(made, np.uint8)
+        half = rows.astype(np.float16)
+        if bits == 8:
+            name, to_half = "8Bit", "HalfFloat"
+            less = np.array(HALF_BYTES, np.uint8)
+            tail = "8BitRowwiseQuantizedHalfScaleBias"
+            for start, x in (("Float", rows), ("HalfFloat", half)):
+                yield f"{start}ToFused{tail}", {"input": x}, {}, {"out": less}
+            for end in ("Float", "HalfFloat"):
+                yield f"Fused{tail}To{end}", {"input": less}, {}, {"out": rows}
+        else:
+            name, to_half = f"{bits}Bit", "Half"
+            fake = np.array([[*rows[0], *ONE, 0, 0, 0, 0], [0] * 4 + [*ONE, *THREE]])
+            for start, x in (("Float", rows), ("Half", half)):
+                operator = f"{start}ToFused{name}FakeRowwiseQuantized"
+                yield operator, {"input": x}, {}, {"out": fake}
+            operator = f"FloatToFused{name}RowwiseQuantized"
+            yield operator, {"input": rows}, {"engine": "GREEDY"}, {"out": made}
+        yield f"FloatToFused{name}RowwiseQuantized", {"input": rows}, {}, {"out": made}
+        operator = f"{to_half}ToFused{name}RowwiseQuantized"
+        yield operator, {"input": half}, {}, {"out": made}
+        for end, x in (("Float", rows), (to_half, half)):
+            operator = f"Fused{name}RowwiseQuantizedTo{end}"
+            yield operator, {"input": made}, {}, {"out": x}
+        zero = 0 * rows[0]
+        for tail, given, first in (
+            (f"Fused{bits}BitRowwise", PLAIN, 2 * rows[0]),
+            (f"{bits}BitRowwiseSparse", PRUNED, rows[0]),
+        ):
+            given = {"data": made, **given}
+            pair = [first, rows[1]]
+            yield f"SparseLengthsSum{tail}", given, {}, {"out": pair}
+            mean = [first / 2, rows[1]]
+            yield f"SparseLengthsMean{tail}", given, {}, {"out": mean}
+            weighted = {**given, "weights": [2.0, 0.0, -1.0]}
+            pair = [2 * rows[0] + zero, -rows[1]]
+            yield f"SparseLengthsWeightedSum{tail}", weighted, {}, {"out": pair}
+    rows = np.array(ROWS_OF[8], np.float32)
+    codes = rows.astype(np.uint8) * np.array([[1], [0]], np.uint8)
+    pairs = np.array([[1.0, 0.0], [1.0, 3.0]], np.float32)
+    apart = {"quantized": codes, "scale_bias": pairs}
+    yield "FloatToRowwiseQuantized8Bits", {"input": rows}, {}, apart
+    yield "Rowwise8BitQuantizedToFloat", apart, {}, {"out": rows}
+    given = {"data": codes, "scale_bias": pairs, **PLAIN}
+    yield "SparseLengthsSum8BitsRowwise", given, {}, {"out": [2 * rows[0], rows[1]]}
+    yield "SparseLengthsMean8BitsRowwise", given, {}, {"out": rows}
+    given["weights"] = [2.0, 0.0, -1.0]
+    pair = [2 * rows[0], -rows[1]]
+    yield "SparseLengthsWeightedSum8BitsRowwise", given, {}, {"out": pair}
+    pair = [rows[0], -rows[1]]
+    yield "SparseLengthsWeightedMean8BitsRowwise", given, {}, {"out": pair}
+
+
+EXAMPLES += _quantized_examples()
 
 
 def _id(example):

@@ -22,6 +22,7 @@ import scipy.special
 from jax.experimental import checkify
 
 import sparsejax as sj
+from sparsejax import _compat
 
 
 pytestmark = pytest.mark.once
@@ -949,7 +950,7 @@ def _():
 @differs("float64 tables")
 def _():
     assert "error" in CASES["embedding_float64"]
-    with jax.enable_x64(True):
+    with _compat.enable_x64(True):
         grad = sj.grad(lambda w: jnp.sum(sj.lookup(w, jnp.array([1]))), tables=True)
         assert grad(jnp.ones((9, 3), jnp.float64)).dtype == jnp.float64
 

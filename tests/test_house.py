@@ -11,12 +11,12 @@ import functools
 import importlib
 import inspect
 import pathlib
-import subprocess
-import sys
 import textwrap
 import types
 
 import pytest
+
+from helpers import run_python
 
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "sparsejax"
@@ -28,11 +28,11 @@ LAYERS = [
     {"_compat"},
     {"_arguments", "_files"},
     {"_rows"},
-    {"_segments"},
+    {"_segments", "_index"},
     {"_lookup"},
     {"transform"},
     {"optim", "extend"},
-    {"nn", "data", "store", "parallel", "desc", "viz"},
+    {"nn", "data", "store", "parallel", "desc", "viz", "losses"},
     {""},  # sparsejax/__init__.py, which imports all of them
     {"demo"},  # a user
 ]
@@ -48,6 +48,7 @@ INSIDE = [
     ("_lookup.lowerings", "_lookup.lookup"),
     ("_lookup.lowerings", "_lookup.embedding_bag"),
     ("_lookup.lookup", "_lookup.embedding_bag"),
+    ("_lookup.lookup", "_lookup.top_k"),
     ("transform.interpreter", "transform.rules"),
     ("transform.table", "transform.interpreter"),
     ("optim._lazy", "optim._exact"),
@@ -218,19 +219,13 @@ def test_import_is_light():
         import sparsejax
         from jax._src import xla_bridge
 
-        optional = "flax equinox orbax scipy matplotlib tqdm grain".split()
+        optional = "flax equinox orbax scipy matplotlib tqdm grain chex".split()
+        optional += "pandas polars pyarrow datasets sklearn".split()
         print(*(name for name in optional if name in sys.modules))
         print(xla_bridge.backends_are_initialized())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    loaded, initialized = done.stdout.split("\n")[:2]
+    printed = run_python("-c", textwrap.dedent(code))
+    loaded, initialized = printed.split("\n")[:2]
     assert loaded == "", f"import sparsejax also imports {loaded}"
     assert initialized == "False", "import sparsejax initialises a JAX backend"
 

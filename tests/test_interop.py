@@ -120,6 +120,7 @@ def test_gradient_equals_jax(name):
     assert _rows_in(spec)[0].capacity == 28
 
 
+@pytest.mark.slow
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
@@ -149,6 +150,7 @@ def test_trains_to_the_same_losses(name, optimizer):
     _assert_close(sparse, dense, tolerance)
 
 
+@pytest.mark.slow
 def test_flax_train_state():
     train_state = pytest.importorskip("flax.training.train_state")
     params, apply = _linen(jnp.float32)

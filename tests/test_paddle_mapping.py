@@ -26,6 +26,7 @@ import pytest
 from jax.experimental import checkify
 
 import sparsejax as sj
+from sparsejax import _compat
 
 
 # The page is a reader's session, and optax itself relies on implicit promotion.
@@ -240,7 +241,7 @@ EMBEDDINGS = {
 @pytest.mark.parametrize("name", EMBEDDINGS)
 def test_recorded_embedding(name):
     padding_idx = CASES[name]["params"]["padding_idx"]
-    with jax.enable_x64(name == "embedding_float64"):
+    with _compat.enable_x64(name == "embedding_float64"):
         inputs, want = both(name)
         names = {"x": inputs["ids"], "padding_idx": padding_idx}
         f = lambda w: run(EMBEDDINGS[name], weight=w, **names)

@@ -1,12 +1,23 @@
 """The public names, pinned."""
 
 import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import checkify
 
 import sparsejax as sj
+import test_house
 
 
 NAMES = {
     # types
+    "HashIndex",
+    "QuantizedTable",
     "SegmentTensor",
     "SelectedRows",
     "concatenate",
@@ -23,6 +34,7 @@ NAMES = {
     "lookup",
     "pack_segments",
     "partition",
+    "quantize",
     "scatter_assign",
     "scatter_weighted_sum",
     "segment_all",
@@ -45,6 +57,7 @@ NAMES = {
     "segment_sum",
     "segment_top_k",
     "segment_var",
+    "top_k",
     "unique",
     "unpack_segments",
     # transformations
@@ -58,6 +71,7 @@ NAMES = {
     "data",
     "desc",
     "extend",
+    "losses",
     "nn",
     "optim",
     "parallel",
@@ -90,6 +104,8 @@ def test_names():
         "accumulate",
         "adagrad",
         "dynamic_loss_scale",
+        "ema",
+        "ema_params",
         "exact",
         "exact_value_and_grad",
         "flush_weight_decay",
@@ -100,6 +116,7 @@ def test_names():
         "is_row_separable",
         "lazy",
         "partial_rowwise_lamb",
+        "reset_rows",
         "row_count_adam",
         "rounding",
         "rowwise_adagrad",
@@ -114,14 +131,153 @@ def test_names_of_data():
         "ArrayDataset",
         "DataLoader",
         "HashIds",
+        "NegativeSampler",
+        "NegativeSamples",
         "SimpleDataset",
         "Vocabulary",
         "iter_csv_ids",
+        "iter_parquet_ids",
         "read_csv_ids",
         "read_libsvm",
+        "read_parquet_ids",
+        "read_vectors",
         "write_libsvm",
+    }
+
+
+def test_names_of_losses():
+    losses = {n for n in _public(sj.losses) if not n.startswith("_")}
+    assert losses == {
+        "bpr_loss",
+        "in_batch_softmax_loss",
+        "margin_ranking_loss",
+        "nce_loss",
+        "sampled_softmax_loss",
+        "self_adversarial_loss",
     }
 
 
 def test_version():
     assert sj.__version__
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _signatures():
+    """The parameters of each public function, class, and method of a class."""
+    for name, value in test_house._public(sj):
+        if not callable(value) or name.endswith("Error"):
+            continue
+        members = [(name, value)]
+        if inspect.isclass(value):
+            members += [
+                (f"{name}.{key}", getattr(value, key))
+                for key in vars(value)
+                if not key.startswith("_") and callable(getattr(value, key))
+            ]
+        for member, function in members:
+            yield member, inspect.signature(function).parameters
+
+
+def test_names_are_those_of_optax_and_jax():
+    """Each argument that has a namesake elsewhere is called as it is there."""
+
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    assert names(sj.optim.ftrl) == ["learning_rate", "beta", "l1", "l2"]
+    assert names(sj.optim.weight_decay)[0] in names(optax.add_decayed_weights)
+    assert names(sj.optim.accumulate)[1] == names(optax.MultiSteps)[1]
+    assert names(sj.optim.adagrad) == names(optax.adagrad)
+    shared = names(optax.adam)[:4]
+    for own in (sj.optim.rowwise_adam, sj.optim.row_count_adam):
+        assert names(own)[:4] == shared
+    assert names(sj.unique)[1] == "size" and "size" in names(jnp.unique)
+    for layer in (sj.nn.Embedding, sj.nn.EmbeddingBag, sj.nn.SparseEmbedding):
+        assert {"num_embeddings", "features", "embedding_init"} <= {*names(layer)}
+    for layer in (sj.nn.Dense, sj.nn.SparseLinear):
+        assert {"features", "use_bias", "kernel_init"} <= {*names(layer)}
+    for other in (sj.grad, sj.value_and_grad, jax.value_and_grad):
+        assert names(other)[:3] == ["fun", "argnums", "has_aux"]
+
+
+def test_one_word_for_one_idea():
+    """A PRNG key is `key`; `seed` is the int of an order or a hash on the host."""
+    other_words = {
+        "alpha": "learning_rate",
+        "lr": "learning_rate",
+        "rate": "learning_rate or weight_decay",
+        "every_k": "every_k_schedule",
+        "init": "embedding_init or kernel_init",
+        "num_rows": "height",
+        "rng": "key",
+        "rngs": "key",
+        "rounding_key": "key",
+    }
+    seeded = {
+        "sparsejax.HashIndex",
+        "sparsejax.HashIndex.create",
+        "sparsejax.data.DataLoader",
+        "sparsejax.data.HashIds",
+    }
+    found, count = [], 0
+    for name, parameters in _signatures():
+        count += len(parameters)
+        found += [f"{name}({x}=)" for x in parameters if x in other_words]
+        assert "seed" not in parameters or name in seeded, name
+    assert not found and count > 300
+
+
+def test_names_before_the_release_are_gone():
+    """They raise what Python raises for any unknown argument."""
+    tx, ids = sj.optim.lazy(optax.sgd(0.1)), np.arange(3)
+    store = sj.store.KVStore()
+    calls = {
+        "alpha": lambda old: sj.optim.ftrl(**old),
+        "rate": lambda old: sj.optim.weight_decay(**old),
+        "every_k": lambda old: sj.optim.accumulate(tx, capacity=8, **old),
+        "rounding_key": lambda old: sj.optim.rounding(tx, **old),
+        "capacity": lambda old: sj.unique(ids, **old),
+        "init": lambda old: sj.nn.Embedding(5, 2, **old),
+        "initializer": lambda old: sj.nn.SparseLinear(1, 5, **old),
+        "seed": lambda old: store.init("t", (5, 2), tx, **old),
+        "num_rows": lambda old: sj.viz.rows_touched([ids], **old),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            call({name: 1})
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3"):
+        positional: Any = sj.optim.exact_value_and_grad
+        positional(jnp.sum, sj.optim.exact(optax.sgd(0.1)), True)
+
+
+@pytest.mark.parametrize("word", ["raise", "error"])
+def test_both_words_for_the_mode_that_raises(word):
+    table, ids = jnp.ones((5, 2)), jnp.array([1, 5])
+    message = "1 of 2 ids are out of range; the first is 5"
+    for call in (
+        lambda: sj.lookup(table, ids, mode=word),
+        lambda: sj.embedding_bag(table, ids[None], mode=word),
+        lambda: sj.nn.Embedding(5, 2, mode=word)(table, ids),
+    ):
+        with pytest.raises(checkify.JaxRuntimeError, match=message):
+            call()
+    store = sj.store.KVStore()
+    store.init("t", np.ones((5, 2), np.float32), None)
+    with pytest.raises(ValueError, match="1 of 2 ids for table 't' are out of range"):
+        store.pull("t", ids, mode=word)
+    assert sj.nn.Embedding(5, 2, mode=word) == sj.nn.Embedding(5, 2, mode="error")
+    assert sj.nn.SparseEmbedding(5, 2, mode=word).mode == "error"
+
+
+def test_arguments_have_types():
+    """Nearly all: `Any` is left where no type says what is accepted."""
+    untyped, count = [], 0
+    for name, parameters in _signatures():
+        for parameter in parameters.values():
+            kinds = inspect.Parameter.empty, Any, "Any"
+            count += 1
+            if parameter.name != "self" and parameter.annotation in kinds:
+                untyped.append(f"{name}({parameter.name})")
+    assert count > 500 and len(untyped) <= 32, untyped

@@ -3,8 +3,6 @@
 import math
 import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -13,7 +11,8 @@ import pytest
 
 import scaling_page as page
 import sparsejax as sj
-from helpers import assert_same_bits
+from helpers import assert_same_bits, run_python
+from sparsejax import _compat
 from sparsejax.parallel._resharding import RowLayout
 
 
@@ -171,23 +170,16 @@ def test_more_than_2_to_31_rows_need_64_bit_ids():
 
     with pytest.raises(ValueError, match="needs 64-bit ids. Set jax_enable_x64"):
         lower()
-    with jax.enable_x64(True):
+    with _compat.enable_x64(True):
         assert "all_to_all" in lower()
 
 
 @pytest.mark.slow
 def test_the_plan_is_compiled_for_32_devices():
     told = {row[1]: row for row in cells("compiled for") if row[0] == "CPU"}
-    done = subprocess.run(
-        [sys.executable, page.__file__, "devices", *told],
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    for line in done.stdout.splitlines():
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    printed = run_python(page.__file__, "devices", *told, env=env)
+    for line in printed.splitlines():
         found = eval(line)
         _, devices, tables, arguments, temporaries, sent, _ = told[
             str(found["devices"])

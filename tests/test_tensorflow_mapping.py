@@ -221,18 +221,43 @@ def check_schedule():
     assert_answers(one_step(tx, TABLE, a_grad(), steps=2), want)
 
 
-@checks("tf.random.log_uniform_candidate_sampler")
-def check_sampler():
-    sampled, expected = run(
-        "tf.random.log_uniform_candidate_sampler",
-        key=jax.random.key(0),
-        num_sampled=20_000,
-        num_classes=9,
+@checks(
+    "tf.random.log_uniform_candidate_sampler",
+    "tf.random.uniform_candidate_sampler",
+    "tf.random.fixed_unigram_candidate_sampler",
+)
+def check_samplers():
+    given = {"range_max": 9, "unigrams": np.arange(1, 10), "distortion": 0.75}
+    given |= {"key": jax.random.key(0), "num_sampled": 20_000, "labels": np.arange(9)}
+    k = np.arange(9)
+    laws = {
+        "log_uniform": np.log((k + 2) / (k + 1)) / np.log(10),
+        "uniform": np.full(9, 1 / 9),
+        "fixed_unigram": (k + 1) ** 0.75 / ((k + 1) ** 0.75).sum(),
+    }
+    for name, law in laws.items():
+        found = run(f"tf.random.{name}_candidate_sampler", unique=False, **given)
+        counts, want = np.bincount(found.ids, minlength=9), 20_000 * law
+        assert_answers(jnp.exp(found.label_log_q), want)
+        assert (np.abs(counts - want) < 5 * np.sqrt(want)).all()
+
+
+@checks("tfrs.tasks.Retrieval", "tfrs.layers.factorized_top_k.Streaming(k)")
+def check_retrieval():
+    queries, candidates = TABLE[:3], TABLE[3:8]
+    ids, log_q = (
+        np.array([7, 8, 7, 5, 8]),
+        np.log(np.array([1, 2, 1, 3, 2], np.float32)),
     )
-    counts = np.bincount(np.asarray(sampled), minlength=9)
-    want = np.asarray(expected(jnp.arange(9)))
-    np.testing.assert_allclose(want.sum(), 20_000, rtol=1e-5)
-    assert (np.abs(counts - want) < 5 * np.sqrt(want)).all()
+    given = {"queries": queries, "candidates": candidates}
+    loss = run("tfrs.tasks.Retrieval", ids=ids, log_q=log_q, temperature=0.5, **given)
+    scores = queries @ candidates.T / 0.5 - log_q  # as its call() computes them
+    hits = (ids[:3, None] == ids) & ~np.eye(3, 5, dtype=bool)
+    scores[hits] = np.finfo(np.float32).min
+    assert_answers(loss, -np.diag(jax.nn.log_softmax(scores)))
+    _, found = run("tfrs.layers.factorized_top_k.Streaming(k)", k=2, **given)
+    want = np.argsort(-(queries @ candidates.T), axis=1, kind="stable")[:, :2]
+    np.testing.assert_array_equal(found, want)
 
 
 @checks("keras.layers.StringLookup, .adapt", "keras.layers.Hashing(num_bins)")
@@ -244,6 +269,14 @@ def check_words(folder):
     hashed = run("keras.layers.Hashing(num_bins)", num_bins=1000)
     ids = hashed.encode(0, [b"a", b"b", b"a", b""])
     assert ids[0] == ids[2] != ids[1] and ids.max() < 1000 and ids[3] == 0
+
+
+@checks("tfra.dynamic_embedding, FrequencyRestrictPolicy")
+def check_keys_that_come_and_go():
+    index = run("tfra.dynamic_embedding, FrequencyRestrictPolicy", rows=2)
+    for step, keys in enumerate(([700, 500], [500, 500], [900, 900])):
+        index, _, evicted = index.insert(keys, step)
+    assert evicted.tolist() == [1, 2] and index.find([500, 900]).tolist() == [0, 1]
 
 
 @checks("tf.data.Dataset.ragged_batch(batch_size)")

@@ -341,15 +341,53 @@ def check_plan():
     assert found["tables['item']"].choice == "row-sharded"
 
 
+@checks("MCHManagedCollisionModule(zch_size, LRU_EvictionPolicy())", "reset_inplace")
+def check_managed_collisions():
+    call = "MCHManagedCollisionModule(zch_size, LRU_EvictionPolicy())"
+    index = run(call, zch_size=2)
+    for step, keys in enumerate(([700, 500], [700, 700], [900, 900])):
+        index, rows, evicted = index.insert(keys, step)
+    assert evicted.tolist() == [0, 2]
+    assert index.find([500, 700, 900]).tolist() == [2, 1, 0]
+    tx, params = sj.optim.lazy(optax.sgd(0.1, momentum=0.9)), jnp.ones((2, 3))
+    state = jax.tree.map(jnp.ones_like, tx.init(params))
+    given = {"tx": tx, "state": state, "params": params, "rows": evicted}
+    params, state = run("reset_inplace", **given)
+    assert params[:, 0].tolist() == [0, 1]
+    assert jax.tree.leaves(state)[0][:, 0].tolist() == [0, 1]
+
+
 @checks("ZCH / hash_size")
 def check_hash():
     ids = run("ZCH / hash_size").encode(0, [b"a", b"b", b"a"])
     assert ids[0] == ids[2] != ids[1] and ids.max() < 1000
 
 
-@checks("TrainPipelineSparseDist", "EmbeddingLocation.MANAGED_CACHING")
+@checks(
+    "EmbeddingLocation.MANAGED_CACHING",
+    "EmbeddingComputeKernel.FUSED_UVM_CACHING",
+    "CacheAlgorithm.LFU, CacheAlgorithm.LRU",
+)
+def check_cache():
+    for key in (
+        "EmbeddingLocation.MANAGED_CACHING",
+        "EmbeddingComputeKernel.FUSED_UVM_CACHING",
+        "CacheAlgorithm.LFU, CacheAlgorithm.LRU",
+    ):
+        store = sj.store.KVStore()
+        store.init("items", TABLE, None)
+        cache = run(key, store=store)
+        table = cache.array
+        cache.attach(None, table)
+        for ids in ([7, 2], [7, 0], [1, 7]):
+            table, _, slots = cache.prepare(ids, table)
+            assert_answers(sj.lookup(table, slots), TABLE[ids])
+        assert (cache.stats().hits, cache.stats().evictions) == (2, 1)
+
+
+@checks("TrainPipelineSparseDist", "EmbeddingLocation.MANAGED")
 def check_store():
-    store = run("EmbeddingLocation.MANAGED_CACHING")
+    store = run("EmbeddingLocation.MANAGED")
     store.init("items", TABLE, optax.sgd(1.0))
     batches = [{"ids": np.array([7, 2])}, {"ids": np.array([7, 0])}]
     given = {"store": store, "batches": batches}
@@ -426,6 +464,30 @@ def check_rounding():
     assert (got < 1).all()  # plain bfloat16 would stay at 1
     plain = one_step(sj.optim.lazy(optax.sgd(1e-3)), table, grad, steps=100)
     assert (np.asarray(plain[7], np.float32) == 1).all()
+
+
+QUANTIZED = (
+    "FloatToFused8BitRowwiseQuantized",
+    "FloatToFusedNBitRowwiseQuantizedSBHalf(bit_rate)",
+    "FusedNBitRowwiseQuantizedSBHalfToFloat(bit_rate)",
+    "IntNBitTableBatchedEmbeddingBagsCodegen",
+)
+
+
+@checks(*QUANTIZED)
+def check_quantized():
+    """The bytes that FBGEMM makes of these rows; their numbers are exact."""
+    eight, half, back, bag = QUANTIZED
+    weight = np.array([[0, 15, 5, 2], [3, 3, 3, 3]], np.float32)
+    fused = np.array([[240, 37, 0, 60, 0, 0], [0, 0, 0, 60, 0, 66]], np.uint8)
+    assert_answers(run(half, weight=weight, bit_rate=4), fused)
+    assert_answers(run(back, fused=fused, bit_rate=4), weight)
+    codes = np.array([[0, 255, 85, 34], [0, 0, 0, 0]])
+    assert_answers(run(eight, weight=weight)[:, :4], codes.astype(np.uint8))
+    scale = np.asarray(run(eight, weight=weight)[:, 4:8]).copy().view(np.float32)
+    assert_answers(scale[:, 0], np.array([15 / 255, 0], np.float32))
+    got = run(bag, weight=weight, input=jnp.array([[0, 1], [1, 1]]))
+    np.testing.assert_allclose(got, [weight.sum(0), 2 * weight[1]], rtol=2e-3)
 
 
 @checks("bounds_check_mode=FATAL", "ids out of range, negative ids")

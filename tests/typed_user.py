@@ -210,7 +210,7 @@ def recommender() -> None:
     scores: jax.Array = sj.segment_softmax(jnp.ones(4), jnp.array([0, 0, 1, 1]), 2)
     counts = sj.segment_count(baskets)
     assert_type(counts, jax.Array)
-    distinct, places, number = sj.unique(ids, capacity=4)
+    distinct, places, number = sj.unique(ids, size=4)
     print(scores, distinct, places, number)
     assert_type(sj.lengths_to_offsets(lengths), jax.Array)
     assert_type(sj.partition(ids, 2), sj.SegmentTensor)
@@ -223,7 +223,9 @@ def layers_and_data(folder: pathlib.Path) -> None:
     layer = sj.nn.EmbeddingBag(1000, 4, combiner="sum", padding_id=-1)
     params = layer.init(jax.random.key(0))
     assert_type(params, dict[str, jax.Array])
-    embedding = sj.nn.Embedding(1000, 4, init=jax.nn.initializers.normal(0.01))
+    embedding = sj.nn.Embedding(
+        1000, 4, embedding_init=jax.nn.initializers.normal(0.01)
+    )
     rows: jax.Array = embedding(embedding.init(jax.random.key(1)), jnp.array([3, 4]))
     dense = sj.nn.Dense(1, in_features=4)
     head = dense.init(jax.random.key(2))
@@ -251,6 +253,10 @@ def layers_and_data(folder: pathlib.Path) -> None:
     assert_type(words, sj.data.Vocabulary)
     columns = sj.data.read_csv_ids(path, words, num_numbers=0, num_ids=1)
     print(columns["label"].dtype, words.sizes())
+    known = sj.data.Vocabulary.from_columns({"user": [7, 8], "item": ["tea", "jam"]})
+    ids = known.encode_columns({"item": ["jam"]})
+    assert_type(ids, dict[str, np.ndarray])
+    print(known.decode("item", ids["item"]), known.size("user"), known.counts(0))
 
 
 # ------------------------------------------------------------------ a store
