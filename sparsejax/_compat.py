@@ -181,7 +181,7 @@ def explicit_spec(x: Any) -> tuple[Any, ...]:
 def is_laid_out(x: Any) -> bool:
     """Whether the type of `x` (or `x`, a type) has a mesh: sharded, or varying."""
     aval = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)
-    mesh = getattr(aval.sharding, "mesh", None)
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return bool(getattr(mesh, "axis_names", ()))
 
 
