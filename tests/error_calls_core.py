@@ -321,6 +321,8 @@ sj.lookup(table, sj.SegmentTensor.from_lists([[1], [3]]))
 
 sj.lookup(table, jnp.array([1.0, 3.0]))
 
+sj.lookup(ids, table)
+
 sj.lookup(table, jnp.array([False, True, False, True]))
 
 sj.lookup(table, [2**70])

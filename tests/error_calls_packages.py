@@ -436,6 +436,7 @@ sampler = NegativeSampler.uniform(5)
     [
         "NegativeSampler.uniform(0)",
         "NegativeSampler.log_uniform(2.5)",
+        "NegativeSampler(100, 'zipf')",
         "NegativeSampler.uniform(2**40)",
         "NegativeSampler.from_counts([])",
         "NegativeSampler.from_counts(['tea', 'jam'])",

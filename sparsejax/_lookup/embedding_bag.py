@@ -120,6 +120,7 @@ def embedding_bag(
             f"{_CALL}: table must be numeric, got bool. Cast it with "
             ".astype(jnp.int32)."
         )
+    lookup.check_order(_CALL, table, ids)
     mode = lookup.check_mode(_CALL, mode)
     max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
     combiner = _check_combiner(combiner, weights, table)

@@ -99,6 +99,7 @@ def lookup(
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
     table = as_table(_CALL, table)
+    check_order(_CALL, table, ids)
     ids = _arguments.as_integers(_CALL, ids)
     mode = check_mode(_CALL, mode)
     padding = padding_mask(_CALL, ids, padding_id)
@@ -110,6 +111,18 @@ def lookup(
 
 # ------------------------------------------------------------------ checks
 # Shared with `embedding_bag` and the layers; `call` is the public name in errors.
+
+
+def check_order(call: str, table: Any, ids: Any) -> None:
+    """Raises where ids and table have changed places."""
+    dtype = getattr(ids, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        if jnp.issubdtype(table.dtype, jnp.integer):
+            raise TypeError(
+                f"{call}: ids must be integers and the table comes first, got table "
+                f"{_arguments.show_spec(table)} and ids {_arguments.show_spec(ids)}. "
+                f"Call {call.rpartition('.')[2]}(table, ids)."
+            )
 
 
 def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
