@@ -2,7 +2,8 @@
 
 `sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and a divisor computed from
 the weights alone, so the rows read are never an array in the program. The other
-combiners, tables that are SelectedRows, and `max_norm` read the rows first.
+combiners, tables that are SelectedRows or `sparsejax.experimental.sparse_table`, and
+`max_norm` read the rows first.
 
 Skipped elements (padding, and those in no bag) are ignored by every combiner: in sums,
 in counts and in maxima.
@@ -20,7 +21,13 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup
 from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
-from sparsejax._rows import QuantizedTable, SelectedRows, indexing, is_quantized
+from sparsejax._rows import (
+    QuantizedTable,
+    SelectedRows,
+    indexing,
+    is_quantized,
+    is_sparse_table,
+)
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.exponentials import segment_logsumexp
 from sparsejax._segments.reduce.extremes import segment_max, segment_min
@@ -114,7 +121,7 @@ def embedding_bag(
       Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
       TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
-    table = lookup.as_table(_CALL, table)
+    table = lookup.as_readable(_CALL, table)
     if table.dtype == jnp.bool_:
         raise TypeError(
             f"{_CALL}: table must be numeric, got bool. Cast it with "
@@ -134,8 +141,9 @@ def embedding_bag(
         if w is not None and skip is not None:
             w = indexing.zero_unless(~skip, w)  # it may be inf, and 0 * inf is NaN
         bags = _Bags(ids, skip, w, segments)
-        is_sum = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
-        if not isinstance(table, SelectedRows) and max_norm is None and is_sum:
+        fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
+        fuses &= max_norm is None and not is_sparse_table(table)
+        if fuses and not isinstance(table, SelectedRows):
             total = _fused_sum(table, bags, mode)
             return _divide(total, bags, combiner).astype(table.dtype)
         rows = lookup.read(_CALL, table, ids, skip, mode)

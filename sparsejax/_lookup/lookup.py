@@ -26,7 +26,9 @@ from sparsejax._rows import (
     SelectedRows,
     indexing,
     is_quantized,
+    is_sparse_table,
     quantized,
+    sparse_table,
 )
 
 
@@ -98,7 +100,7 @@ def lookup(
       PaddlePaddle, `lookup_table` (`padding_idx`, `is_sparse`); TensorFlow,
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
-    table = as_table(_CALL, table)
+    table = as_readable(_CALL, table)
     check_order(_CALL, table, ids)
     ids = _arguments.as_integers(_CALL, ids)
     mode = check_mode(_CALL, mode)
@@ -123,6 +125,14 @@ def check_order(call: str, table: Any, ids: Any) -> None:
                 f"{_arguments.show_spec(table)} and ids {_arguments.show_spec(ids)}. "
                 f"Call {call.rpartition('.')[2]}(table, ids)."
             )
+
+
+def as_readable(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
+    """`as_table`, which also takes a `sparsejax.experimental.sparse_table`.
+
+    It has the shape, dtype and rank of its array, but can only be read.
+    """
+    return table if is_sparse_table(table) else as_table(call, table)
 
 
 def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
@@ -219,7 +229,8 @@ def read(
 
     is_pulled = isinstance(table, SelectedRows)
     is_one_gather = mode in ("clip", "fill") and padding is None
-    if is_one_gather and not is_pulled and height and ids.ndim:
+    is_sparse = is_sparse_table(table)
+    if is_one_gather and not (is_pulled or is_sparse) and height and ids.ndim:
         # Another mask could be another pass over the rows.
         if is_quantized(table):
             return quantized.read(table, wanted, np.nan)
@@ -230,7 +241,7 @@ def read(
     if is_pulled:
         rows, found = table.find(wanted)
     else:
-        take = indexing.take_rows
+        take = sparse_table.take if is_sparse else indexing.take_rows
         rows = table.get(wanted) if is_quantized(table) else take(table, wanted)
         found = indexing.in_range(wanted, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):
