@@ -68,6 +68,7 @@ def test_structures_of_items():
 # ------------------------------------------------------------------ batches
 
 
+@pytest.mark.slow
 @given(
     n=st.integers(1, 40),
     batch_size=st.integers(1, 12),

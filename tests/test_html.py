@@ -52,6 +52,7 @@ def test_segments():
     assert "<id>" in text and "[2] [2] [2] 1 [2]" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [10, 300_000])
 def test_size_is_bounded(n):
     """Large arrays do not make large pages."""

@@ -50,7 +50,7 @@ def _mean(grads):
 # ------------------------------------------------------------------ the mean
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "capacity", [20, 10 * V, {"table": 20, "bias": None}, {"table": V, "bias": D}]
 )

@@ -34,6 +34,7 @@ def _check(old, new, expected):
     assert_same_bits(np.asarray(new)[others], np.asarray(old)[others])
 
 
+@pytest.mark.slow
 def test_flax_train_state():
     linen = pytest.importorskip("flax.linen")
     train_state = pytest.importorskip("flax.training.train_state")

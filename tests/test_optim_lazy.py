@@ -302,6 +302,7 @@ def test_extra_arguments_are_passed_on():
     tx.update(grads, tx.init(params), params, value=1.0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["adam", "adagrad", "clip_by_global_norm"])
 def test_own_code_promotes_nothing(name):
     """Only optax runs with implicit promotion here."""

@@ -193,6 +193,7 @@ def test_under_vmap_and_in_a_scan():
     close(scanned, carry)
 
 
+@pytest.mark.slow
 def test_an_update_is_differentiable():
     tx = lazy(optax.adam(0.1))
     params, rows, values = problem()
@@ -299,6 +300,7 @@ def _compiled(tx, look=None, ids=4096, height=200_003, dim=64):
     return compiled, 4 * ids * dim
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["adam", "clip before"])
 def test_no_array_of_the_gradients_size_but_itself(name):
     compiled, gradient = _compiled(lazy(IN_PASSES[name]()), ids=65_536)

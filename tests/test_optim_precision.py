@@ -131,6 +131,7 @@ def test_small_updates_arrive_in_expectation():
     assert state.step == 64
 
 
+@pytest.mark.slow
 def test_masters_train_as_float32_does():
     wide = make_params(cube=True)
     # Numbers of bfloat16 in either run, so that both start from the same.
@@ -211,6 +212,7 @@ def _overflowing(dtype=jnp.float16):
     return sj.SelectedRows(jnp.array([3, 3, V]), values, V)
 
 
+@pytest.mark.slow
 def test_apply_if_finite_inside_of_lazy_sees_merged_rows():
     table, grad = jnp.ones((V, 1), jnp.float16), _overflowing()
     tx = lazy(optax.apply_if_finite(optax.adam(LR), 5))

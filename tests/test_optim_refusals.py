@@ -129,6 +129,7 @@ def test_pulled_tables():
 LABELS = {"kernel": "dense", "table": "sparse"}
 
 
+@pytest.mark.slow
 def test_a_leaf_that_cannot_be_lifted():
     transforms = {"sparse": optax.adam(LR), "dense": optax.lamb(LR)}
     tx = lazy(optax.partition(transforms, LABELS))
@@ -221,6 +222,7 @@ def test_a_wrong_refusal_can_be_overruled():
     assert jnp.all(untouched == 1)
 
 
+@pytest.mark.slow
 def test_the_way_out_is_named_only_where_it_is_one():
     """Not for optax's own: what was found about these is known to be right."""
     table = {"table": jnp.ones((V, D))}

@@ -60,6 +60,7 @@ EXACT = {
 }
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_means_equal_to_dense_training(name):
     tx = EXACT[name]()
@@ -78,6 +79,7 @@ def test_exact_means_equal_to_dense_training(name):
     assert_trees_close(state, dense_state, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_clipping_of_duplicates_is_bit_exact_where_sums_are():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
     rows = sj.SelectedRows(jnp.array([1, 4, 1]), jnp.array([1.0, 4.0, 2.0]), 7)

@@ -103,6 +103,7 @@ def test_nothing_to_pack():
         assert st.capacity == 0
 
 
+@pytest.mark.slow
 def test_differentiates(x64):
     data = jnp.asarray(DATA, jnp.float64)
     check_grads(jax.jit(lambda x: sj.pack_segments(make(x), 3) ** 2), (data,), order=1)

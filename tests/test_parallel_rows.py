@@ -374,7 +374,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("program", slow_but(PROGRAMS, _several, _under_vmap))
+@pytest.mark.parametrize("program", slow_but(PROGRAMS, _under_vmap))
 def test_gradient(program):
     kind = AxisType.Explicit if program in (_several, _in_branch) else AxisType.Auto
     mesh, axis = _mesh("2x4, rows over one" if program is _in_scan else "4", kind)

@@ -226,6 +226,7 @@ BAGS = np.array([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 5, 9], np.int32)
 WEIGHTS = np.linspace(-1, 2, 12).astype(F32)
 
 
+@pytest.mark.quick(2)
 @each_kind
 def test_reads_are_those_of_the_dequantized_table(bits, scale_dtype):
     x = make_rows(seed=5)

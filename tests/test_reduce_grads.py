@@ -270,6 +270,7 @@ def test_mesh_axes_that_types_carry():
 # ------------------------------------------------------------------ with tables
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mean", "max", "logsumexp"])
 def test_a_table_read_through_a_reduction_has_a_sparse_gradient(name):
     table = floats((101, 3), dtype=np.float32)

@@ -41,6 +41,7 @@ def test_is_what_it_says():
     assert sj.SelectedRows(ROWS, VALUES, K * V).unstacked().stack == ()
 
 
+@pytest.mark.slow
 def test_operations_keep_the_stack():
     g, dense = _stack(), _dense()
     want = {

@@ -48,6 +48,7 @@ def several_operations(a, array):
     }
 
 
+@pytest.mark.slow
 def test_vmap():
     parts = [
         make_rows(rows, V, seed=i)[0] for i, rows in enumerate([[4, 0, 4], [V, 1, 1]])

@@ -85,6 +85,7 @@ def test_only_rows_touched_are_saved(tmp_path):
     assert 100 * (8 + 64) < size < 100 * (8 + 64) + 1000
 
 
+@pytest.mark.slow
 def test_what_load_refuses(tmp_path):
     store, path = new_store(), tmp_path / "store"
     steps(store, range(2))

@@ -70,8 +70,8 @@ def take_step(store, batch, pulled):
             store.pull(name, np.arange(5), capacity=8)
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("depth", [1, 0, 3])
 def test_prefetched_is_synchronous_bit_by_bit(depth):
     for seed in range(8):
         tables = ("a", "b")[: 1 + seed % 2]

@@ -48,6 +48,9 @@ COSTLY = {
     "bag_vmapped",
     "bag_of_a_view",
     "bag_in_control_flow",
+    "vmapped_scale_and_index",
+    "vmapped_take_of_scaled",
+    "broadcast_to_more",
 }
 
 
@@ -370,6 +373,7 @@ def test_effects_and_randomness_are_kept(capfd):
     np.testing.assert_array_equal(g.to_dense(), jax.grad(fun)(TABLE, key))
 
 
+@pytest.mark.slow
 def test_collecting_binds_only_what_a_table_reaches(monkeypatch):
     """An equation that no table reaches is bound for the trace and for the gradient."""
     bound = []
