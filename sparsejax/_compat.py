@@ -340,6 +340,40 @@ def platform_primitive(
     return p
 
 
+def view_primitive(
+    name: str, shape_of: Callable[..., tuple[int, ...]], refuse: Callable[..., Any]
+) -> Any:
+    """Makes a primitive that gives an array another shape, for a walk to replace.
+
+    Args:
+      name: of the primitive.
+      shape_of: `f(shape, **static)`, the shape of the result.
+      refuse: `f(**static)`, raises the error for programs that are run without a walk.
+
+    Returns:
+      The primitive.
+    """
+
+    def abstract(aval, **static):
+        return _core.ShapedArray(shape_of(aval.shape, **static), aval.dtype)
+
+    def raises(*args, **static) -> Any:
+        del args
+        refuse(**static)
+
+    def jvp(primals, tangents, **static):
+        return p.bind(*primals, **static), p.bind(*tangents, **static)
+
+    p = Primitive(name)
+    p.def_impl(raises)
+    p.def_abstract_eval(abstract)
+    _mlir.register_lowering(p, raises)
+    _ad.primitive_jvps[p] = jvp
+    _ad.primitive_transposes[p] = raises
+    _batching.primitive_batchers[p] = raises
+    return p
+
+
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Runs an open jaxpr."""
     return _core.eval_jaxpr(jaxpr, consts, *args)

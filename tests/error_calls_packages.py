@@ -724,7 +724,11 @@ def inside(f, *args):
         "sj.parallel.shard_columns(3, mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones(8), mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones((20, 6)), mesh, 'x')",
-        "table[3]",
+        "jnp.asarray(table)",
+        "sj.grad(lambda t: jnp.sum(jnp.asarray(t)))(table)",
+        "sj.parallel.forward(lambda t: jnp.asarray(t))(table)",
+        "sj.parallel.forward(lambda t: jax.lax.while_loop(lambda x: x < 1, "
+        "lambda x: x + jnp.take(t, 3, axis=0).sum(), 0.0))(table)",
         "table.sum()",
         "table.rows",
         "table + array",

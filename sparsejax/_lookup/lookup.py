@@ -23,10 +23,12 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import (
     QuantizedTable,
+    RowTable,
     SelectedRows,
     indexing,
     is_quantized,
     quantized,
+    read_rows,
 )
 
 
@@ -38,7 +40,7 @@ _MODES = ("fill", "clip", "zero", "error")
 
 
 def lookup(
-    table: ArrayLike | SelectedRows | QuantizedTable,
+    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
     ids: ArrayLike,
     *,
     mode: str = "fill",
@@ -54,7 +56,8 @@ def lookup(
     Args:
       table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, such as pulled
         rows: duplicates are summed, and a row that is not stored counts as out of
-        range. Or a QuantizedTable: the rows that are read are dequantized.
+        range. Or a QuantizedTable: the rows that are read are dequantized. Or a
+        `sparsejax.parallel.ShardedTable`.
       ids: integers of any type, shape and rank. Negative ids are out of range;
         they never wrap.
       mode: what an id out of range reads. `"fill"`: NaN; for non-float dtypes, the fill
@@ -98,7 +101,7 @@ def lookup(
       PaddlePaddle, `lookup_table` (`padding_idx`, `is_sparse`); TensorFlow,
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
-    table = as_table(_CALL, table)
+    table = as_any_table(_CALL, table)
     ids = _arguments.as_integers(_CALL, ids)
     mode = check_mode(_CALL, mode)
     padding = padding_mask(_CALL, ids, padding_id)
@@ -112,8 +115,15 @@ def lookup(
 # Shared with `embedding_bag` and the layers; `call` is the public name in errors.
 
 
-def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
+def as_any_table(
+    call: str, table: Any
+) -> jax.Array | SelectedRows | QuantizedTable | RowTable:
     """`table` as one of the kinds of table; raises for anything else."""
+    return table if isinstance(table, RowTable) else as_table(call, table)
+
+
+def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
+    """`as_any_table`, of tables whose rows lie on one device."""
     table = _arguments.as_array(table)
     if not isinstance(table, (jax.Array, SelectedRows, QuantizedTable)):
         raise TypeError(
@@ -197,6 +207,8 @@ def read(
     call: str, table: Any, ids: jax.Array, padding: jax.Array | None, mode: str
 ) -> jax.Array:
     """The rows that `lookup` reads, from arguments checked by the functions above."""
+    if isinstance(table, RowTable):
+        return read_rows(table, call, ids, padding, mode)
     height = table.shape[0]
     wanted = ids
     if mode == "clip":
