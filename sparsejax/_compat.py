@@ -26,7 +26,11 @@ from jax._src import (
     tree_util as _tree_util,
 )
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
-from jax._src.interpreters import mlir as _mlir_src, pxla as _pxla
+from jax._src.interpreters import (
+    mlir as _mlir_src,
+    partial_eval as _partial_eval,
+    pxla as _pxla,
+)
 from jax._src.lax import parallel as _parallel
 from jax._src.shard_map import shard_map_p as shard_map_p
 from jax.extend import core as _jex_core
@@ -372,6 +376,17 @@ def view_primitive(
     _ad.primitive_transposes[p] = raises
     _batching.primitive_batchers[p] = raises
     return p
+
+
+def only_needed(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any], list[bool]]:
+    """An open jaxpr without what its outputs do not need.
+
+    Returns:
+      The jaxpr, its constants, and which of the inputs it still has.
+    """
+    outputs = [True] * len(jaxpr.outvars)
+    less, of_consts, of_inputs = _partial_eval.dce_jaxpr_consts(jaxpr, outputs)
+    return less, [c for c, used in zip(consts, of_consts) if used], list(of_inputs)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:

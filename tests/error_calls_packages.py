@@ -873,6 +873,12 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan({'t': (20, 2)}, mesh, 8, device_bytes=0)",
         "plan({'t': (20, 2)}, mesh, 8, device_bytes='1GB')",
         "plan({'t': (20, 2)}, mesh, 8)['u']",
+        "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'row-sharded'})",
+        "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
+        "plan((20, 2), mesh, 8).apply({'t': jnp.ones((20, 2))})",
+        "plan((20, 2), mesh, 8).describe(bytes_per_second=0)",
+        "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), "
+        "loss=lambda table, ids: jnp.sum(table[ids] @ table.T))",
         "wire_bytes(jax.jit(jnp.sum))",
         "wire_bytes(total.as_text())",
         "wire_bytes(total.compile(), loop_trips=-1)",
