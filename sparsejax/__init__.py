@@ -57,6 +57,7 @@ Packages, each with its own help, such as `help(sj.optim)`
 - `desc`: kinds, types and dimensions of variables without data; files.
 - `viz`: plots of the rows touched, and of programs.
 - `extend`: rules for your own primitives.
+- `experimental`: sparse gradients from JAX's own `grad`, on jax 0.12.
 
 A block of `nn` raises `NotPulledError` for a table that it did not declare.
 """
@@ -66,6 +67,7 @@ import importlib.metadata as _metadata
 from sparsejax import (
     data as data,
     desc as desc,
+    experimental as experimental,
     extend as extend,
     losses as losses,
     nn as nn,

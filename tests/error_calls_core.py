@@ -321,6 +321,8 @@ sj.lookup(table, sj.SegmentTensor.from_lists([[1], [3]]))
 
 sj.lookup(table, jnp.array([1.0, 3.0]))
 
+sj.lookup(ids, table)
+
 sj.lookup(table, jnp.array([False, True, False, True]))
 
 sj.lookup(table, [2**70])
@@ -1019,6 +1021,23 @@ sj.optim.reset_rows(tx, state, params, rows, embedding_init=zeros, key=0)
 sj.optim.reset_rows(tx, (), params, rows)
 
 sj.optim.reset_rows(optax.scale_by_lbfgs(), (), params, rows)
+""",
+    ),
+    _section(
+        "Experimental",
+        """
+make = sj.experimental.sparse_table
+""",
+        """
+make({}, 4)
+
+make(jnp.arange(6), 4)
+
+make(jnp.float32(1), 4)
+
+make(jnp.ones((3, 2)), 4.0)
+
+make(jnp.ones((3, 2)), -1)
 """,
     ),
     _section(

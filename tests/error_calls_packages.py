@@ -436,6 +436,7 @@ sampler = NegativeSampler.uniform(5)
     [
         "NegativeSampler.uniform(0)",
         "NegativeSampler.log_uniform(2.5)",
+        "NegativeSampler(100, 'zipf')",
         "NegativeSampler.uniform(2**40)",
         "NegativeSampler.from_counts([])",
         "NegativeSampler.from_counts(['tea', 'jam'])",
@@ -559,6 +560,39 @@ _PULLS = Section(
         "store.init('user', (9, 2), tx)\nnext(store.prefetch([[1]], np.array))",
         "next(store.prefetch([[7]], np.array))",
         "store.close()\nstore.pull('item', [1])",
+    ],
+)
+
+_KEYS = Section(
+    "store: keys",
+    _STORE
+    + """
+keys = sj.store.KeyPolicy()
+new.init('user', (2, 2), tx, keys=keys)
+""",
+    [
+        "sj.store.KeyPolicy('fifo')",
+        "sj.store.KeyPolicy(admit_after=0)",
+        "sj.store.KeyPolicy(max_evictions=-1)",
+        "sj.store.KeyPolicy(window=0)",
+        "store.init('t', (5, 2), tx, keys='lru')",
+        "store.init('t', np.ones((5, 2), np.float32), tx, keys=keys)",
+        "store.insert('item', np.array([7]), 0)",
+        "store.insert('user', np.array([7]), 0)",
+        "new.insert('user', jnp.array([7]), 0)",
+        "new.insert('user', np.array([0.5]), 0)",
+        "new.insert('user', np.array([7]), -1)",
+        "new.insert('user', np.array([7]), 0, where=[1])",
+        "steps = iter([0, 5])\n"
+        "ids_of = lambda step: new.insert('user', np.array([7]), step)[0]\n"
+        "list(new.prefetch(steps, ids_of))",
+        "cache = sj.store.CachedTable(new, 'user', 2)\n"
+        "new.insert('user', np.array([7, 8]), 0)\n"
+        "new.insert('user', np.array([9]), 1)",
+        "store.save('saved')\n"
+        "store = sj.store.KVStore()\n"
+        "store.init('item', (5, 2), tx, keys=keys)\n"
+        "store.load('saved')",
     ],
 )
 
@@ -941,6 +975,7 @@ SECTIONS: list[Section] = [
     _LIBSVM,
     _TABLES,
     _PULLS,
+    _KEYS,
     _CACHED,
     _FILES,
     _SHARDED,

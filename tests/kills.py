@@ -4,12 +4,14 @@
     python -m tests.kills --kind push --seed 3
 
 A child works without end: it replaces a file, saves a store, trains a mapped table,
-on the host or in a device cache.
+on the host or in a device cache, or one whose rows change hands between keys.
 After each step it says so. It is killed (SIGKILL) at a random moment, and another
 process reads what it left:
 
 - a file that was replaced, or a saved store, is the last one or the one before;
 - a mapped table opens, and the rows of all pushes but the last are whole;
+- in one with keys, no key has the weights of another, and those of all pushes but the
+  last have theirs;
 - a mapped table with a device cache is what it was at a flush, all of it;
 - a mapped table that was being made is not there, or whole;
 - what is left of the killed one is removed by the next.
@@ -216,6 +218,47 @@ def _check_cached(folder, done, begun):
     return found
 
 
+def _keyed(folder):
+    store = sj.store.KVStore()
+    policy = sj.store.KeyPolicy()
+    store.init("t", (3 * BATCH, D), TX, path=folder / "table", keys=policy)
+    return store
+
+
+def _keys_of(version):
+    return np.arange((version - 1) * BATCH, version * BATCH) + 1
+
+
+def _train_keys(folder, start):
+    """Version k adds to the rows of its keys, which are new, the keys themselves."""
+    store = _keyed(folder)
+    while start < STEPS:
+        start += 1
+        keys = _keys_of(start)
+        rows, _ = store.insert("t", keys, start)
+        weights = store.pull_all("t")[rows]
+        values = weights - np.repeat(keys[:, None], D, 1).astype(np.float32)
+        store.push("t", sj.SelectedRows(rows, values, 3 * BATCH))
+        yield
+
+
+def _check_keys(folder, done, begun):
+    """A key has its own weights or, if its push was not done, none."""
+    if not (folder / "table").exists():
+        assert done == 0
+        return 0
+    store = _keyed(folder)
+    keys, rows = store.items("t")
+    assert len({*keys.tolist()}) == len(keys) == store.stats()["t"].keys
+    weights = store.pull_all("t")[rows]
+    assert ((weights == keys[:, None]) | (weights == 0)).all()
+    is_own = (weights == keys[:, None]).all(axis=1)
+    if done:
+        assert is_own[np.isin(keys, _keys_of(done))].sum() == BATCH
+    store.close()
+    return done
+
+
 def _load(folder, start):
     """A saved store is loaded again and again into a mapped table."""
     if not (folder / "store").exists():
@@ -254,6 +297,7 @@ KINDS: dict[str, tuple[Work, Check]] = {
     "push": (_train, _check_mapped),
     "prefetch": (_prefetch, _check_mapped),
     "cache": (_cache, _check_cached),
+    "keys": (_train_keys, _check_keys),
 }
 
 

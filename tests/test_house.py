@@ -32,7 +32,7 @@ LAYERS = [
     {"_lookup"},
     {"transform"},
     {"optim", "extend"},
-    {"nn", "data", "store", "parallel", "desc", "viz", "losses"},
+    {"nn", "data", "store", "parallel", "desc", "viz", "losses", "experimental"},
     {""},  # sparsejax/__init__.py, which imports all of them
     {"demo"},  # a user
 ]

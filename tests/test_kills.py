@@ -11,9 +11,9 @@ from helpers import run_python
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_nothing_is_lost_to_kills():
     """Two kills of each kind of work."""
-    lines = run_python("-m", "tests.kills", "--count", 14, "--seed", 1).splitlines()
-    assert lines[-1] == "14 kills of seed 1, nothing lost"
-    assert [line.split()[1] for line in lines[:-1]] == ["2"] * 7
+    lines = run_python("-m", "tests.kills", "--count", 16, "--seed", 1).splitlines()
+    assert lines[-1] == "16 kills of seed 1, nothing lost"
+    assert [line.split()[1] for line in lines[:-1]] == ["2"] * 8
 
 
 @pytest.mark.slow

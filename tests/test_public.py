@@ -70,6 +70,7 @@ NAMES = {
     # packages
     "data",
     "desc",
+    "experimental",
     "extend",
     "losses",
     "nn",

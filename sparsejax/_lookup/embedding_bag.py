@@ -2,7 +2,8 @@
 
 `sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and a divisor computed from
 the weights alone, so the rows read are never an array in the program. The other
-combiners, tables that are SelectedRows, and `max_norm` read the rows first.
+combiners, tables that are SelectedRows or `sparsejax.experimental.sparse_table`, and
+`max_norm` read the rows first.
 
 Skipped elements (padding, and those in no bag) are ignored by every combiner: in sums,
 in counts and in maxima.
@@ -26,6 +27,7 @@ from sparsejax._rows import (
     SelectedRows,
     indexing,
     is_quantized,
+    is_sparse_table,
     reduce_rows,
 )
 from sparsejax._segments import SegmentTensor
@@ -121,12 +123,13 @@ def embedding_bag(
       Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
       TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
-    table = lookup.as_any_table(_CALL, table)
+    table = lookup.as_readable(_CALL, table)
     if table.dtype == jnp.bool_:
         raise TypeError(
             f"{_CALL}: table must be numeric, got bool. Cast it with "
             ".astype(jnp.int32)."
         )
+    lookup.check_order(_CALL, table, ids)
     mode = lookup.check_mode(_CALL, mode)
     max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
     combiner = _check_combiner(combiner, weights, table)
@@ -144,8 +147,9 @@ def embedding_bag(
             how = dict(combiner=combiner, mode=mode, max_norm=max_norm)
             return reduce_rows(table, _CALL, ids, skip, w, pair, **how)
         bags = _Bags(ids, skip, w, segments)
-        is_sum = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
-        if not isinstance(table, SelectedRows) and max_norm is None and is_sum:
+        fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
+        fuses &= max_norm is None and not is_sparse_table(table)
+        if fuses and not isinstance(table, SelectedRows):
             total = _fused_sum(table, bags, mode)
             return _divide(total, bags, combiner).astype(table.dtype)
         rows = lookup.read(_CALL, table, ids, skip, mode)

@@ -27,8 +27,10 @@ from sparsejax._rows import (
     SelectedRows,
     indexing,
     is_quantized,
+    is_sparse_table,
     quantized,
     read_rows,
+    sparse_table,
 )
 
 
@@ -101,7 +103,8 @@ def lookup(
       PaddlePaddle, `lookup_table` (`padding_idx`, `is_sparse`); TensorFlow,
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
-    table = as_any_table(_CALL, table)
+    table = as_readable(_CALL, table)
+    check_order(_CALL, table, ids)
     ids = _arguments.as_integers(_CALL, ids)
     mode = check_mode(_CALL, mode)
     padding = padding_mask(_CALL, ids, padding_id)
@@ -115,15 +118,31 @@ def lookup(
 # Shared with `embedding_bag` and the layers; `call` is the public name in errors.
 
 
-def as_any_table(
+def check_order(call: str, table: Any, ids: Any) -> None:
+    """Raises where ids and table have changed places."""
+    dtype = getattr(ids, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        if jnp.issubdtype(table.dtype, jnp.integer):
+            raise TypeError(
+                f"{call}: ids must be integers and the table comes first, got table "
+                f"{_arguments.show_spec(table)} and ids {_arguments.show_spec(ids)}. "
+                f"Call {call.rpartition('.')[2]}(table, ids)."
+            )
+
+
+def as_readable(
     call: str, table: Any
 ) -> jax.Array | SelectedRows | QuantizedTable | RowTable:
-    """`table` as one of the kinds of table; raises for anything else."""
-    return table if isinstance(table, RowTable) else as_table(call, table)
+    """`as_table`, which also takes a RowTable and `experimental.sparse_table`.
+
+    They have the shape, dtype and rank of an array, but can only be read.
+    """
+    only_read = isinstance(table, RowTable) or is_sparse_table(table)
+    return table if only_read else as_table(call, table)
 
 
 def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
-    """`as_any_table`, of tables whose rows lie on one device."""
+    """`table` as one of the kinds of table; raises for anything else."""
     table = _arguments.as_array(table)
     if not isinstance(table, (jax.Array, SelectedRows, QuantizedTable)):
         raise TypeError(
@@ -218,7 +237,8 @@ def read(
 
     is_pulled = isinstance(table, SelectedRows)
     is_one_gather = mode in ("clip", "fill") and padding is None
-    if is_one_gather and not is_pulled and height and ids.ndim:
+    is_sparse = is_sparse_table(table)
+    if is_one_gather and not (is_pulled or is_sparse) and height and ids.ndim:
         # Another mask could be another pass over the rows.
         if is_quantized(table):
             return quantized.read(table, wanted, np.nan)
@@ -229,7 +249,7 @@ def read(
     if is_pulled:
         rows, found = table.find(wanted)
     else:
-        take = indexing.take_rows
+        take = sparse_table.take if is_sparse else indexing.take_rows
         rows = table.get(wanted) if is_quantized(table) else take(table, wanted)
         found = indexing.in_range(wanted, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):

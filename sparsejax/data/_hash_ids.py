@@ -122,6 +122,14 @@ class HashIds:
 
 
 def _hash(words: Words, salt: int, size: int) -> np.ndarray:
+    ids = hash_words(words, salt) % np.uint64(size - 1) + np.uint64(1)
+    if not words.lengths.min(initial=0):
+        ids = np.where(words.lengths > 0, ids, np.uint64(0))
+    return ids.astype(np.int32)
+
+
+def hash_words(words: Words, salt: int) -> np.ndarray:
+    """A hash of 64 bits of each word, uint64 `[n]`, the same in every process."""
     # FNV-1a: exclusive or with a byte, then times a prime, modulo 2^64.
     state = np.full(len(words.lengths), 0xCBF29CE484222325 ^ salt, np.uint64)
     least = int(words.lengths.min(initial=0))
@@ -129,13 +137,10 @@ def _hash(words: Words, salt: int, size: int) -> np.ndarray:
         step = (state ^ words.text[:, place]) * np.uint64(0x100000001B3)
         is_whole = place < least
         state = step if is_whole else np.where(place < words.lengths, step, state)
-    ids = _mix(state) % np.uint64(size - 1) + np.uint64(1)
-    if not least:
-        ids = np.where(words.lengths > 0, ids, np.uint64(0))
-    return ids.astype(np.int32)
+    return mix(state)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """MurmurHash3's finalizer: each bit of the result depends on each of x."""
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
@@ -143,4 +148,4 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _mix_int(x: int) -> int:
-    return int(_mix(np.array([x & _MASK], np.uint64))[0])
+    return int(mix(np.array([x & _MASK], np.uint64))[0])

@@ -154,7 +154,10 @@ def read_libsvm(
         row = int(np.searchsorted(indptr, at, side="right")) - 1
         line = int(join("lines", np.zeros(0, np.int64))[row])
         last = "" if num_features is None else f" to {first + columns - 1}"
-        expected = f"an index from {first}{last}, since zero_based={zero_based}"
+        why = f"zero_based={zero_based}"
+        if num_features is not None:
+            why = f"num_features={num_features} and {why}"
+        expected = f"an index from {first}{last}, since {why}"
         _text.refuse(path, line, f"index {index[at]}", expected)
     if columns - 1 <= np.iinfo(np.int32).max >= len(index):
         index, indptr = index.astype(np.int32), indptr.astype(np.int32)

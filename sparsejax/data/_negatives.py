@@ -106,8 +106,16 @@ class NegativeSampler:
     """
 
     num_ids: int = dataclasses.field(metadata={"static": True})
-    distribution: str = dataclasses.field(metadata={"static": True})
+    distribution: str = dataclasses.field(default="uniform", metadata={"static": True})
     table: AliasTable | None = None
+
+    def __post_init__(self) -> None:
+        if self.distribution not in ("uniform", "log_uniform", "counts"):
+            raise ValueError(
+                f"{_CALL}: distribution must be 'uniform', 'log_uniform' or 'counts', "
+                f"got {self.distribution!r}. Use NegativeSampler.uniform(num_ids), "
+                ".log_uniform(num_ids) or .from_counts(counts)."
+            )
 
     # -- makers ------------------------------------------------------------------
 
@@ -191,7 +199,8 @@ class NegativeSampler:
           key: a PRNG key.
           shape: int n, or a tuple `(..., n)`.
           labels: ints whose expected counts are wanted as well, `[*lead, ...]` where
-            `lead` are the axes of `shape` before the last.
+            `lead` are the axes of `shape` before the last. Pass those that the loss
+            gets: it sees their shape, not whether they are the same.
           unique: whether the ids of a sample are distinct.
           exclude: ints `[E]` or `[*lead, E]` that must not be drawn, such as what a
             user has seen; those out of range, as -1 for padding, are ignored. E numbers

@@ -4,6 +4,7 @@
   reads the rows of the next batch while a step runs.
 - `CachedTable`: the hot rows of a table on the device, with their optimizer state;
   a step trains them there.
+- `KeyPolicy`: for a table whose rows belong to keys that come and go.
 - `TableStats`, `CacheStats`: the size of a table or cache and what was done with it,
   from their `stats()`.
 
@@ -12,5 +13,6 @@
 """
 
 from sparsejax.store._cached import CachedTable as CachedTable, CacheStats as CacheStats
+from sparsejax.store._keys import KeyPolicy as KeyPolicy
 from sparsejax.store._store import KVStore as KVStore
 from sparsejax.store._table import TableStats as TableStats

@@ -286,7 +286,7 @@ class CachedTable:
         self._prefetching = 0
         self._steps = self._hits = self._misses = self._evictions = 0
         self._written_rows = 0
-        self.is_flushed = True
+        self.is_flushed: bool = True
         self._is_closed = False
 
         def work():

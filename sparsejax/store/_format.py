@@ -31,6 +31,7 @@ DESCRIPTION = {
     "initialized": bool,
     "key": {"impl": str, "data": [int]},
     "step?": int,
+    "keyed?": bool,
 }
 
 _NOT_A_STORE_FILE = "{call}: {path} is not a file of sparsejax.store ({why})."
@@ -47,6 +48,7 @@ def describe(
     *,
     given: bool,
     initialized: bool,
+    keyed: bool = False,
 ) -> dict[str, Any]:
     """The description of a table, ready for JSON.
 
@@ -56,6 +58,7 @@ def describe(
       key: of the initializer, from `encode_key`.
       given: whether the weights of all rows were given as an array.
       initialized: whether there is an initializer.
+      keyed: whether its rows belong to keys. Files of other tables do not say so.
     """
     leaves = []
     if optimizer is not None:
@@ -77,7 +80,7 @@ def describe(
         "given": given,
         "initialized": initialized,
         "key": key,
-    }
+    } | ({"keyed": True} if keyed else {})
 
 
 def check_same(
@@ -90,10 +93,11 @@ def check_same(
 ) -> None:
     """Raises a ValueError if a file describes another table than the one in memory."""
     for field in fields:
-        if found.get(field) != expected[field]:
+        here, there = (each.get(field, False) for each in (expected, found))
+        if here != there:
             raise ValueError(
-                f"{call}: table {name!r} has {field} {_show(expected[field])} here, "
-                f"but {_show(found.get(field))} in {path}. Call init with the same "
+                f"{call}: table {name!r} has {field} {_show(here)} here, "
+                f"but {_show(there)} in {path}. Call init with the same "
                 "arguments as when the file was made, or use another file."
             )
 

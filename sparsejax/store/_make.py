@@ -13,6 +13,7 @@ from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax.store import _format
 from sparsejax.store._journal import roll_back
+from sparsejax.store._keys import KeyPolicy
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._optimizer import Optimizer
 from sparsejax.store._requested_rows import check_not_traced
@@ -30,6 +31,7 @@ def make_table(
     initializer: Callable[..., Any] | None,
     key: Any,
     dtype: Any,
+    keys: Any = None,
 ) -> Table:
     """The table, in memory or in its file; arguments as in `KVStore.init`."""
     check_not_traced(_CALL, name, "weights", shape_or_array)
@@ -37,6 +39,7 @@ def make_table(
     if path is not None:
         path = as_path(_CALL, path)
     dtype = _as_dtype(name, dtype, array)
+    _check_keys(name, keys, array)
     _check_shape_and_optimizer(name, shape, dtype, tx)
     if initializer is not None:
         if array is not None:
@@ -63,21 +66,29 @@ def make_table(
     key = _format.encode_key(key)
 
     optimizer = None if tx is None else Optimizer(tx, shape, dtype)
-    specs = arrays_of(shape, dtype, optimizer)
     initial = {} if array is None else {0: array}
     if optimizer is not None:
         rest = optimizer.init_rest(np.zeros((1, *shape[1:]), dtype))
-        initial |= dict(enumerate(rest, len(specs) - len(rest)))
+        start = len(arrays_of(shape, dtype, optimizer, False)) - len(rest)
+        initial |= dict(enumerate(rest, start))
+    keyed = keys is not None
+    specs = arrays_of(shape, dtype, optimizer, keyed)
     given = array is not None
     if path is None:
         memory = Memory(specs, initial)
     else:
         header = _format.describe(
-            shape, dtype, optimizer, key, given=given, initialized=bool(initializer)
+            shape,
+            dtype,
+            optimizer,
+            key,
+            given=given,
+            initialized=bool(initializer),
+            keyed=keyed,
         )
         memory = MappedFile(path, specs, initial, header, name)
         given = memory.found["given"]
-    table = Table(name, shape, dtype, optimizer, initializer, key, given, memory)
+    table = Table(name, shape, dtype, optimizer, initializer, key, given, memory, keys)
     if isinstance(memory, MappedFile):
         table.journal = memory.found.get("journal")
         table.flushed_step = memory.found.get("step")
@@ -99,6 +110,20 @@ def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
             f"weights, got {x if is_sequence else _arguments.kind_of(x)}."
         )
     return x.shape, np.asarray(x)
+
+
+def _check_keys(name: str, keys: Any, array: np.ndarray | None) -> None:
+    if keys is not None and not isinstance(keys, KeyPolicy):
+        raise TypeError(
+            f"{_CALL}: keys must be a sparsejax.store.KeyPolicy, for a table whose "
+            f"rows belong to keys, or None, got {_arguments.kind_of(keys)}."
+        )
+    if keys is not None and array is not None:
+        raise ValueError(
+            f"{_CALL}: table {name!r} has both keys and an array of weights, but its "
+            "rows have no keys yet. Pass a shape, and set weights with assign once "
+            "insert has given rows to their keys."
+        )
 
 
 def _as_dtype(name: str, dtype: Any, array: np.ndarray | None) -> np.dtype:

@@ -203,7 +203,7 @@ def _read_header(
             "into it stopped before the end. Delete the file, call init again, and "
             "then load."
         )
-    fields = "shape", "dtype", "state", "initialized", "key"
+    fields = "shape", "dtype", "state", "initialized", "key", "keyed"
     _format.check_same(_INIT, path, name, found, header, fields)
     if found["start"] % _PAGE or found["start"] < file.tell():
         raise ValueError(

@@ -44,7 +44,7 @@ def distinct_rows(
                 f"table has {height} rows. Correct the ids, or use mode='drop'."
             )
         ids = ids[good]
-    return _unique_of_sorted(np.sort(ids.astype(_arguments.index_dtype(height))))
+    return unique_of_sorted(np.sort(ids.astype(_arguments.index_dtype(height))))
 
 
 def check_rows(call: str, name: Any, rows: np.ndarray, height: int) -> None:
@@ -77,7 +77,7 @@ def slots_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int
         positions[:count] = np.arange(count, dtype=np.int32)
         return head.astype(dtype), positions, capacity
     safe = np.where(filled, rows, height).astype(dtype)
-    distinct = _unique_of_sorted(np.sort(safe[filled]))
+    distinct = unique_of_sorted(np.sort(safe[filled]))
     capacity = bucket(distinct.size)
     positions = np.searchsorted(distinct, safe).astype(np.int32)
     positions[~filled] = capacity
@@ -113,7 +113,8 @@ def is_among(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
     return others[position] == rows
 
 
-def _unique_of_sorted(ids: np.ndarray) -> np.ndarray:
+def unique_of_sorted(ids: np.ndarray) -> np.ndarray:
+    """The distinct values of ascending `ids`."""
     if ids.size < 2:
         return ids
     first = np.empty(ids.shape, bool)

@@ -2,7 +2,8 @@
 
 The file has a header that describes all tables, and then for each table: the leaves of
 state without rows, the ids of the touched rows, their weights (those of all rows, if
-the weights were given as an array), and their leaves of state. Untouched rows take no
+the weights were given as an array), and their leaves of state. Of a table with keys
+follow the rows that have one, with their keys, steps and counts. Untouched rows take no
 space: the key in the description makes them again. Each array has a checksum.
 """
 
@@ -15,12 +16,14 @@ import numpy as np
 
 from sparsejax._files import as_path, replacing
 from sparsejax.store import _format, _memory
+from sparsejax.store._keys import COLUMNS
 from sparsejax.store._optimizer import on_host
 from sparsejax.store._table import CHUNK, Table, put_rows
 
 
 MAGIC = b"sparsejax store 2\n"
-_HEADER = {"tables": {"*": _format.DESCRIPTION | {"touched": int}}}
+_COUNTS = {"touched": int, "keys?": int}
+_HEADER = {"tables": {"*": _format.DESCRIPTION | _COUNTS}}
 
 _SAVE, _LOAD = "sparsejax.store.KVStore.save", "sparsejax.store.KVStore.load"
 
@@ -42,7 +45,10 @@ def save(
         table.check_written_back(_SAVE)
         touched[name] = np.flatnonzero(table.touched)
         count = int(touched[name].size)
-        descriptions[name] = table.description() | {"touched": count}
+        counts = {"touched": count}
+        if table.keys is not None:
+            counts["keys"] = len(table.keys)
+        descriptions[name] = table.description() | counts
     total = sum(_steps(description) for description in descriptions.values())
     done = 0
     with replacing(path) as file:
@@ -60,6 +66,10 @@ def save(
                     _format.write_array(file, values)
                     done += chunk.size
                     report(done, total)
+            if table.keys is not None:
+                rows = table.keys.rows()
+                for array in [rows, *(column[rows] for column in table.keys.columns)]:
+                    _format.write_array(file, array.astype(np.int64))
         _refuse_mapped_table(path)  # made since this save began
 
 
@@ -94,15 +104,9 @@ def load(
 
         for name, description in found.items():
             contents = _contents(path, file, tables[name], description)
-            _, ids = next(contents)
-            in_range = not ids.size or (ids[0] >= 0 and ids[-1] < tables[name].height)
-            if not (in_range and (ids[1:] > ids[:-1]).all()):
-                raise ValueError(
-                    f"{_LOAD}: {path} is damaged: its rows of table {name!r} are not "
-                    "ascending row ids. Load an older file."
-                )
-            for _, rows, _ in contents:
-                advance(rows.size)
+            next(contents)
+            for column, rows, _ in contents:
+                advance(rows.size if column is not None else 0)
         file.seek(start)
         for table in tables.values():
             table.set_loading(True)
@@ -118,6 +122,9 @@ def load(
             for leaf, new in zip(table.rest, rest):
                 leaf[...] = new
             for column, rows, values in contents:
+                if column is None:
+                    table.restore_keys(rows, values)
+                    continue
                 put_rows(column, rows, values)
                 advance(rows.size)
         for table in tables.values():
@@ -131,11 +138,21 @@ def _contents(
     """What the file holds of a table.
 
     Yields first `(state without rows, ids of the touched rows)`, and then, chunk by
-    chunk, `(column, rows, values)`.
+    chunk, `(column, rows, values)`. Last, if it has keys, `(None, rows, columns)`.
     """
+
+    def check_rows(ids):
+        in_range = not ids.size or (ids[0] >= 0 and ids[-1] < table.height)
+        if not (in_range and (ids[1:] > ids[:-1]).all()):
+            raise ValueError(
+                f"{_LOAD}: {path} is damaged: its rows of table {table.name!r} are not "
+                "ascending row ids. Load an older file."
+            )
+
     read = lambda shape, dtype: _format.read_array(path, file, shape, dtype)
     rest = [read(leaf.shape, leaf.dtype) for leaf in table.rest]
     touched = read((description["touched"],), np.int64)
+    check_rows(touched)
     yield rest, touched
     columns = [(column, touched) for column in table.by_row]
     weighted = np.arange(table.height) if description["given"] else touched
@@ -143,6 +160,11 @@ def _contents(
         for start in range(0, rows.size, CHUNK):
             chunk = rows[start : start + CHUNK]
             yield column, chunk, read((chunk.size, *column.shape[1:]), column.dtype)
+    if table.keys is not None:
+        count = (description["keys"],)
+        rows, *columns = (read(count, np.int64) for _ in range(1 + len(COLUMNS)))
+        check_rows(rows)
+        yield None, rows, columns
 
 
 def _checked_descriptions(
@@ -161,7 +183,7 @@ def _checked_descriptions(
         )
     expected = file.tell()
     for name, description in found.items():
-        fields = "shape", "dtype", "state", "initialized"
+        fields = "shape", "dtype", "state", "initialized", "keyed"
         here = tables[name].description()
         _format.check_same(_LOAD, path, name, description, here, fields)
         _check_key(path, name, description["key"])
@@ -196,6 +218,9 @@ def _bytes(table: Table, description: dict[str, Any]) -> int:
     columns = [(table.weights, rows), *((column, count) for column in table.by_row)]
     size = count * 8 + sum(leaf.nbytes for leaf in table.rest)
     arrays = len(table.rest) + 1
+    if table.keys is not None:
+        size += description.get("keys", 0) * 8 * (1 + len(COLUMNS))
+        arrays += 1 + len(COLUMNS)
     for column, n in columns:
         size += n * int(np.prod(column.shape[1:])) * column.dtype.itemsize
         arrays += -(-n // CHUNK)

@@ -19,6 +19,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _saving
+from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
 from sparsejax.store._make import make_table
 from sparsejax.store._prefetch import (
     EXACT,
@@ -59,6 +60,8 @@ class KVStore:
     table.
 
     - `init`: makes a table, or opens its file.
+    - `insert`, `find`, `items`: the rows of keys that come and go, in a table made with
+      `keys=KeyPolicy()`.
     - `pull`, `push`: move rows to the device, and their gradient back.
     - `prefetch`: batches with their rows, read while the previous step runs.
     - `assign`, `pull_all`: set rows; read all rows.
@@ -92,6 +95,7 @@ class KVStore:
         self._tables: dict[str, Table] = {}
         self._queue = WorkQueue()
         self._in_flight = InFlightBatches()
+        self._depths: list[int] = []  # of the iterators of prefetch that run
         self._closed = False
 
     def __contains__(self, name: object) -> bool:
@@ -116,6 +120,7 @@ class KVStore:
         initializer: Initializer | None = None,
         key: KeyLike = 0,
         dtype: DTypeLike | None = None,
+        keys: KeyPolicy | None = None,
     ) -> None:
         """Makes a table, or opens the file of one.
 
@@ -144,6 +149,8 @@ class KVStore:
             start as zeros.
           key: PRNG key of the initializer, or an int as its seed.
           dtype: of the weights, where a shape is given; float32 by default.
+          keys: for a table whose rows belong to keys, see `insert`: which keys get a
+            row and which are evicted. V is the most rows that it grows to.
 
         Raises:
           TypeError, ValueError: a wrong argument; `tx` is not row-separable (the
@@ -160,7 +167,9 @@ class KVStore:
                 f"{call}: table {name!r} already exists. Use another name, or push to "
                 "the existing table."
             )
-        table = make_table(name, shape_or_array, tx, path, initializer, key, dtype)
+        table = make_table(
+            name, shape_or_array, tx, path, initializer, key, dtype, keys
+        )
         self._run(call, lambda: self._tables.update({name: table}))
 
     def names(self) -> tuple[str, ...]:
@@ -208,6 +217,144 @@ class KVStore:
         """The size and statistics of each table."""
         tables = self._tables.items()
         return self._run(f"{_CALL}.stats", lambda: {n: t.stats() for n, t in tables})
+
+    # -- keys -------------------------------------------------------------------------
+
+    def insert(
+        self,
+        name: str,
+        keys: ArrayLike | Sequence[str],
+        step: int,
+        *,
+        where: ArrayLike | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Gives rows to keys that have none, and notes that all of them were used.
+
+        What `sparsejax.HashIndex.insert` does inside `jit`, for any number of keys of
+        64 bits, in a table made with `keys=KeyPolicy(...)`. A new key gets the next row
+        that was never used, so the table takes memory as its vocabulary grows; if all V
+        rows are taken, it gets the row of a key that is evicted. Such a row starts
+        anew: with fresh weights, from the initializer, and fresh optimizer state.
+
+        A row belongs to one key, and to the same key until it is evicted. The result
+        does not depend on the order of the keys, and a key that occurs several times
+        counts once. Sightings of keys that wait for admission are counted exactly, and
+        forgotten: each counts until as many others were counted as the table has rows
+        (at least 1024, at most 2^22), or up to twice as many.
+
+        Inside the `ids_of` of `prefetch`, keys of batches whose gradient may not have
+        been pushed yet are not evicted. For that, `step` must count the batches.
+
+        Args:
+          name: of the table.
+          keys: NumPy integers of any shape, or strings, of which hashes of 64 bits are
+            the keys.
+          step: int, the number of the training step. Keys that were used at the same
+            step are not evicted.
+          where: booleans of the shape of `keys`, False for padding.
+
+        Returns:
+          `(rows, evicted)`: the row of each key, of the shape of `keys`, V where it has
+          none (`pull(..., mode="drop")` skips it, and `sparsejax.lookup(...,
+          mode="zero")` reads zeros); and the rows that changed hands, ascending.
+
+        Raises:
+          KeyError: there is no such table.
+          TypeError: `keys` are not integers or strings, or are a JAX array of 32 bits;
+            `where` is not a mask of them.
+          ValueError: the table was made without keys; `step` is not an int, or does not
+            count batches while `prefetch` runs.
+          RuntimeError: a key must be evicted while a CachedTable is over the table.
+
+        Example:
+          >>> import numpy as np, optax, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> policy = sj.store.KeyPolicy(policy="lru")
+          >>> store.init("users", (3, 8), optax.adam(0.1), keys=policy)
+          >>> rows, evicted = store.insert("users", np.array([1 << 60, 5, 1 << 60]), 0)
+          >>> rows
+          array([1, 0, 1], dtype=int32)
+          >>> rows, evicted = store.insert("users", ["ann", "bob"], 1)
+          >>> rows, evicted  # the row of key 5 changed hands
+          (array([2, 0], dtype=int32), array([0], dtype=int32))
+
+        References:
+          TensorFlow Recommenders Addons, dynamic embedding; HugeCTR, HierarchicalKV.
+        """
+        call = f"{_CALL}.insert"
+        table, index = self._keyed(call, name)
+        found = as_keys(call, keys)
+        mask = as_where(call, where, found.shape)
+        step = _arguments.static_int(call, "step", step)
+
+        def work():
+            table.check_usable()
+            depth = max(self._depths, default=0)
+            latest, index.latest_step = index.latest_step, step
+            if depth and latest is not None and step - latest not in (0, 1):
+                raise ValueError(
+                    f"{call}: step must count batches while prefetch runs, got "
+                    f"{step} after {latest}. It tells which keys are those of batches "
+                    "in flight, which must keep their rows."
+                )
+            return index.insert(found, step, mask, depth, table, call)
+
+        return self._run(call, work)
+
+    def find(self, name: str, keys: ArrayLike | Sequence[str]) -> np.ndarray:
+        """The row of each key, or V where it has none. Changes nothing.
+
+        Args:
+          name: of the table.
+          keys: as in `insert`.
+
+        Raises:
+          KeyError: there is no such table.
+          TypeError: as in `insert`.
+          ValueError: the table was made without keys.
+
+        Example:
+          >>> import numpy as np, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("users", (3, 8), None, keys=sj.store.KeyPolicy())
+          >>> _ = store.insert("users", np.array([70, 50]), step=0)
+          >>> store.find("users", np.array([50, 60, 70]))
+          array([0, 3, 1], dtype=int32)
+        """
+        call = f"{_CALL}.find"
+        _, index = self._keyed(call, name)
+        found = as_keys(call, keys)
+        return self._run(call, lambda: index.find(found))
+
+    def items(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The keys that have a row, and their rows, by ascending row.
+
+        Args:
+          name: of the table.
+
+        Returns:
+          `(keys, rows)`: int64 `[n]`, for strings their hashes; and integers `[n]`.
+
+        Raises:
+          KeyError: there is no such table.
+          ValueError: the table was made without keys.
+
+        Example:
+          >>> import numpy as np, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("users", (3, 8), None, keys=sj.store.KeyPolicy())
+          >>> _ = store.insert("users", np.array([70, 50]), step=0)
+          >>> store.items("users")
+          (array([50, 70]), array([0, 1]))
+        """
+        call = f"{_CALL}.items"
+        _, index = self._keyed(call, name)
+
+        def work():
+            rows = index.rows()
+            return index.keys[rows], rows
+
+        return self._run(call, work)
 
     # -- pull and push ----------------------------------------------------------------
 
@@ -411,6 +558,10 @@ class KVStore:
         ahead: collections.deque[Any] = collections.deque()
         is_ended = False
         self._queue.start_worker()
+        self._depths.append(depth)
+        for table in self._tables.values():
+            if table.keys is not None:
+                table.keys.latest_step = None
         try:
             while True:
                 self._check_open(call)
@@ -430,6 +581,7 @@ class KVStore:
             self._queue.submit(lambda: None).result()  # wait for the last pushes
             self._queue.raise_error()
         finally:
+            self._depths.remove(depth)
             self._queue.submit(functools.partial(self._in_flight.remove, owner))
             self._queue.stop_worker()
 
@@ -584,6 +736,16 @@ class KVStore:
     def _check_open(self, call: str) -> None:
         if self._closed:
             raise ValueError(f"{call}: this store is closed. Make a new one.")
+
+    def _keyed(self, call: str, name: Any) -> tuple[Table, TableKeys]:
+        """A table and its keys."""
+        table = self._table(call, name)
+        if table.keys is None:
+            raise ValueError(
+                f"{call}: table {name!r} was made without keys: its rows are ids. Pull "
+                "them by id, or pass init keys=sparsejax.store.KeyPolicy()."
+            )
+        return table, table.keys
 
     def _table(self, call: str, name: Any) -> Table:
         self._check_open(call)

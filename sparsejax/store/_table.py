@@ -21,6 +21,7 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax.store import _format
+from sparsejax.store._keys import COLUMNS, KeyPolicy, TableKeys
 from sparsejax.store._memory import pooled_empty
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._requested_rows import LEAST_CAPACITY, bucket, slots_of
@@ -41,6 +42,10 @@ class TableStats(NamedTuple):
       pulls, pulled_rows, pull_seconds: how many pulls, how many distinct rows in all,
         and how long the store worked on them.
       pushes, pushed_rows, push_seconds: the same for pushes.
+      keys: how many keys have a row; None for a table without keys.
+      evicted_keys, refused_keys, waiting_keys: keys that lost their row, found no row
+        free, and were not admitted yet, in all calls of `KVStore.insert` of this
+        process; in each call, each key counts once.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -62,6 +67,10 @@ class TableStats(NamedTuple):
     pushes: int
     pushed_rows: int
     push_seconds: float
+    keys: int | None = None
+    evicted_keys: int = 0
+    refused_keys: int = 0
+    waiting_keys: int = 0
 
     @property
     def pulled_rows_per_second(self) -> float:
@@ -87,6 +96,7 @@ class Table:
       key: of the initializer, encoded as in files.
       given: whether the weights of all rows were given.
       memory: `Memory` or `MappedFile`, with the arrays of `arrays_of`.
+      policy: of its keys, or None for a table without keys.
     """
 
     def __init__(
@@ -99,12 +109,17 @@ class Table:
         key: dict[str, Any],
         given: bool,
         memory: Any,
+        policy: KeyPolicy | None = None,
     ):
         self.name, self.shape, self.dtype = name, shape, np.dtype(dtype)
         self.height = shape[0]
         self.optimizer, self.initializer = optimizer, initializer
         self.key, self.given, self.memory = key, given, memory
         self.weights, self.touched, *state = memory.arrays
+        self.keys = None
+        if policy is not None:
+            self.keys = TableKeys(policy, state[-len(COLUMNS) :])
+            state = state[: -len(COLUMNS)]
         count = sum(optimizer.by_row) if optimizer else 0
         self.by_row, self.rest = state[:count], state[count:]
         self.is_loading = self.is_closed = False
@@ -123,7 +138,16 @@ class Table:
 
     def stats(self) -> TableStats:
         """The current size and usage statistics of the table."""
+        keys: dict[str, Any] = {}
+        if self.keys is not None:
+            keys = {
+                "keys": len(self.keys),
+                "evicted_keys": self.keys.evicted,
+                "refused_keys": self.keys.refused,
+                "waiting_keys": self.keys.waiting,
+            }
         return TableStats(
+            **keys,
             rows=self.height,
             touched_rows=int(np.count_nonzero(self.touched)),
             bytes=sum(x.nbytes for x in self.memory.arrays),
@@ -146,6 +170,7 @@ class Table:
             self.key,
             given=self.given,
             initialized=self.initializer is not None,
+            keyed=self.keys is not None,
         )
 
     def check_usable(self) -> None:
@@ -292,6 +317,12 @@ class Table:
             new = _first_rows(self.initializer, shape, self.dtype, key, ids)
         return np.asarray(new)[: rows.size].reshape(-1, *self.shape[1:])
 
+    def clear(self, rows: np.ndarray) -> None:
+        """Makes `rows` untouched again: fresh weights and state when next touched."""
+        for column in self.columns:
+            column[rows] = 0
+        self.touched[rows] = 0  # last: an untouched row is all zeros
+
     def reset(self, key: dict[str, Any]) -> None:
         """Resets all rows; rows touched later start from `key`."""
         for rows in self.chunks():
@@ -299,7 +330,14 @@ class Table:
                 rows = rows[self.touched[rows] != 0]
             for column in [self.weights, *self.by_row, self.touched]:
                 column[rows] = 0
+        if self.keys is not None:
+            self.keys.forget()
         self.describe_as(key, given=False)
+
+    def restore_keys(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        """Sets the keys of `rows`, after `reset`."""
+        assert self.keys is not None
+        self.keys.restore(rows, columns)
 
     def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
         """Changes its description, also in its mapped file."""
@@ -328,19 +366,21 @@ class Table:
         if self.cache is not None:
             self.cache.release()
         self.weights = self.touched = np.zeros((0,))
-        self.by_row, self.rest = [], []
+        self.by_row, self.rest, self.keys = [], [], None
         self.memory.close()
 
 
 def arrays_of(
-    shape: tuple[int, ...], dtype: Any, optimizer: Optimizer | None
+    shape: tuple[int, ...], dtype: Any, optimizer: Optimizer | None, keyed: bool
 ) -> list[jax.ShapeDtypeStruct]:
-    """Specs of a table's arrays: weights, touched, state by row, other state."""
+    """Specs of a table's arrays: weights, touched, state by row, other state, keys."""
     specs = [(shape, dtype), (shape[:1], np.uint8)]
     if optimizer is not None:
         pairs = list(zip(optimizer.specs, optimizer.by_row))
         specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if by_row]
         specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if not by_row]
+    if keyed:
+        specs += [(shape[:1], dtype) for dtype in COLUMNS]
     return [jax.ShapeDtypeStruct(*spec) for spec in specs]
 
 

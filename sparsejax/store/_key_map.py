@@ -1,0 +1,94 @@
+"""A hash table from 64-bit keys to row numbers, on the host, for whole batches at once.
+
+Open addressing with linear probing: a slot holds a row number, and the key is read from
+the array that has the key of each row. A batch is sought in a few passes, each of which
+looks at one slot of each key that is not settled yet. At most half of the slots are in
+use; the table grows when they are.
+
+The hash is salted at random, so that nobody can choose keys that collide. Nothing that
+a caller sees depends on it.
+"""
+
+import secrets
+
+import numpy as np
+
+from sparsejax.data._hash_ids import mix
+
+
+_FREE, _REMOVED = 0, -1  # in place of a row number plus 1
+_LEAST_SLOTS = 1 << 10
+
+
+class KeyMap:
+    """Row numbers of distinct keys.
+
+    Args:
+      keys: int64, the array with the key of each row. The caller writes it, before
+        `add`, and after `remove`.
+    """
+
+    def __init__(self, keys: np.ndarray):
+        self._keys = keys
+        self._salt = np.uint64(secrets.randbits(64))
+        self._used = self._removed = 0
+        self._slots = np.zeros((_LEAST_SLOTS,), np.int64)
+
+    def __len__(self) -> int:
+        return self._used
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """The row of each key, int64 `[n]`, or -1."""
+        return self._slots[self._locate(keys)] - 1
+
+    def add(self, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Adds distinct keys that are not there."""
+        if 2 * (self._used + self._removed + keys.size) > self._slots.size:
+            self._rebuild(self._used + keys.size)
+        self._used += keys.size
+        place = self._first(keys)
+        rows = rows.astype(np.int64) + 1
+        while rows.size:
+            found = self._slots[place]
+            free = found <= _FREE
+            # Of several keys at one slot, the last one written has it.
+            self._slots[place[free]] = rows[free]
+            settled = self._slots[place] == rows
+            self._removed -= int(np.count_nonzero(settled & (found == _REMOVED)))
+            place = self._next(place[~settled])
+            rows = rows[~settled]
+
+    def remove(self, keys: np.ndarray) -> None:
+        """Removes distinct keys that are there."""
+        self._slots[self._locate(keys)] = _REMOVED
+        self._used -= keys.size
+        self._removed += keys.size
+
+    def _locate(self, keys: np.ndarray) -> np.ndarray:
+        """The slot of each key; a free slot for a key that is not there."""
+        out = np.zeros(keys.shape, np.int64)
+        place, left = self._first(keys), np.arange(keys.size)
+        while left.size:
+            found = self._slots[place]
+            at = np.maximum(found - 1, 0)
+            is_key = (found > _FREE) & (self._keys[at] == keys)
+            settled = is_key | (found == _FREE)
+            out[left[settled]] = place[settled]
+            place = self._next(place[~settled])
+            left, keys = left[~settled], keys[~settled]
+        return out
+
+    def _first(self, keys: np.ndarray) -> np.ndarray:
+        mixed = mix(keys.view(np.uint64) ^ self._salt)
+        return (mixed & np.uint64(self._slots.size - 1)).astype(np.int64)
+
+    def _next(self, place: np.ndarray) -> np.ndarray:
+        return (place + 1) & (self._slots.size - 1)
+
+    def _rebuild(self, count: int) -> None:
+        """Makes room for `count` keys: half of a table that is at most half full."""
+        rows = self._slots[self._slots > _FREE] - 1
+        size = max(_LEAST_SLOTS, 1 << (4 * count - 1).bit_length())
+        self._slots = np.zeros((size,), np.int64)
+        self._used = self._removed = 0
+        self.add(self._keys[rows], rows)

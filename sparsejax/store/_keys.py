@@ -1,0 +1,329 @@
+"""Which row of a store's table belongs to which key, while keys come and go.
+
+It means what `sparsejax.HashIndex` means, with a hash table that grows: any number of
+keys of 64 bits may pass through. The key of a row, its last step and how often it was
+used are arrays like the table's weights, so they are in its mapped file and in what
+`KVStore.save` writes. The hash table is made from them when a table is opened.
+
+A row whose count is 0 has no key. A row changes hands in this order: its count to 0,
+its weights and state cleared, the new key and step, and the count last. So wherever the
+process is killed, no key has the weights of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from sparsejax import _arguments
+from sparsejax.data import _text, _words
+from sparsejax.data._hash_ids import hash_words
+from sparsejax.store._key_map import KeyMap
+from sparsejax.store._memory import zeros
+from sparsejax.store._requested_rows import unique_of_sorted
+
+
+if TYPE_CHECKING:
+    from sparsejax.store._table import Table
+
+
+_LEAST_WINDOW = 4096
+_MOST_SIGHTINGS = 1 << 22  # of keys that wait, in each of two generations
+
+# What each row has, besides its weights and state.
+COLUMNS = (np.dtype(np.int64), np.dtype(np.int64), np.dtype(np.int64))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyPolicy:
+    """Which keys get a row of a store's table, and which are evicted for them.
+
+    For `KVStore.init(..., keys=KeyPolicy())`. The arguments are those of
+    `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and `count(k)`
+    its number of batches, "lru" evicts `argmin_k last(k)` and "lfu"
+    `argmin_k (count(k), last(k))`, among the next `window` rows.
+
+    Args:
+      policy: "lru" evicts the least recently used keys, "lfu" the least frequently used
+        ones, and of those the least recently used.
+      admit_after: int, in how many calls of `KVStore.insert` a key must occur to get a
+        row.
+      max_evictions: int, how many keys one call may evict; 0 for none. By default as
+        many as it has keys.
+      window: int, among how many rows a call seeks them, the next ones at the next
+        call. By default 8 times as many as it has to evict, and at least 4096. With the
+        height of the table they are the least used ones of all, and a call that evicts
+        looks at all rows.
+
+    Raises:
+      TypeError, ValueError: an argument is not as described.
+
+    Example:
+      >>> import sparsejax as sj
+      >>> sj.store.KeyPolicy(admit_after=2)
+      KeyPolicy(policy='lru', admit_after=2, max_evictions=None, window=None)
+
+    References:
+      TorchRec, managed collision (ZCH); TensorFlow Recommenders Addons, dynamic
+      embedding and its restrict policies.
+    """
+
+    policy: str = "lru"
+    admit_after: int = 1
+    max_evictions: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        call = "sparsejax.store.KeyPolicy"
+        if self.policy not in ("lru", "lfu"):
+            raise ValueError(
+                f"{call}: policy must be 'lru' or 'lfu', got "
+                f"{_arguments.show(self.policy)}. To evict nothing, pass "
+                "max_evictions=0."
+            )
+        _arguments.static_int(call, "admit_after", self.admit_after, 1)
+        if self.max_evictions is not None:
+            _arguments.static_int(call, "max_evictions", self.max_evictions)
+        if self.window is not None:
+            _arguments.static_int(call, "window", self.window, 1)
+
+
+class TableKeys:
+    """The keys of a table.
+
+    Args:
+      policy: of the table.
+      columns: one for each of `COLUMNS`, of the table's height: the key of each row,
+        its last step, and how many calls of `insert` had it, 0 for a row without a key.
+    """
+
+    def __init__(self, policy: KeyPolicy, columns: list[np.ndarray]):
+        self.policy, self.columns = policy, columns
+        self.height = columns[0].shape[0]
+        self.evicted = self.refused = self.waiting = 0
+        self.latest_step: int | None = None
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Makes the hash table from the columns, which were read from a file."""
+        self.keys, self.last_step, self.counts = self.columns
+        rows = np.flatnonzero(self.counts)
+        self._map = KeyMap(self.keys)
+        self._map.add(self.keys[rows], rows)
+        # Rows below the first one that was never used may be free, after a kill.
+        self._end = int(rows[-1]) + 1 if rows.size else 0
+        self._holes = np.flatnonzero(self.counts[: self._end] == 0)
+        self._hand = 0
+        limit = int(np.clip(self.height, 1024, _MOST_SIGHTINGS))
+        self._sightings = _Sightings(limit)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def rows(self) -> np.ndarray:
+        """The rows that have a key, ascending."""
+        return np.flatnonzero(self.counts[: self._end])
+
+    def forget(self) -> None:
+        """Leaves no row with a key."""
+        rows = self.rows()
+        for column in reversed(self.columns):
+            column[rows] = 0
+        self.reopen()
+
+    def restore(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        """Sets the keys of `rows`, as a file has them; no row has a key before."""
+        for column, values in zip(self.columns, columns):
+            column[rows] = values
+        self.reopen()
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """The row of each key, or the height of the table."""
+        rows = self._map.find(keys.reshape(-1))
+        rows = np.where(rows < 0, self.height, rows).reshape(keys.shape)
+        return rows.astype(_arguments.index_dtype(self.height))
+
+    def insert(
+        self,
+        keys: np.ndarray,
+        step: int,
+        where: np.ndarray | None,
+        held_steps: int,
+        table: Table,
+        call: str,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `KVStore.insert`.
+
+        Args:
+          keys: int64, of any shape.
+          step: int.
+          where: which of them count.
+          held_steps: of how many steps before this one the keys are not evicted.
+          table: whose rows these are.
+          call: for messages.
+        """
+        wanted = keys.reshape(-1) if where is None else keys[where]
+        distinct = unique_of_sorted(np.sort(wanted.view(np.uint64))).view(np.int64)
+        rows = self._map.find(distinct)
+        is_new = rows < 0
+        known, new = rows[~is_new], distinct[is_new]
+        waiting = self._sightings.waiting(new, self.policy.admit_after)
+        admitted = new[~waiting]
+
+        free = self._free(admitted.size)
+        most = self.policy.max_evictions
+        most = wanted.size if most is None else most
+        need = min(admitted.size - free.size, most)
+        # Keys of this call count as used before others are sought.
+        old_steps = self.last_step[known]
+        self.last_step[known] = step
+        evicted = self._victims(need, step - held_steps)
+        if evicted.size and table.cache is not None:
+            self.last_step[known] = old_steps
+            table.check_not_cached(call)
+        self.counts[known] += 1
+
+        # Of a row whose key was removed, the weights may still be there, after a kill.
+        holes = free[free < self._end]
+        if holes.size:
+            table.clear(holes)
+        if evicted.size:
+            self._map.remove(self.keys[evicted])
+            self.counts[evicted] = 0
+            table.clear(evicted)
+            self._hand = (self._hand + self._window(need)) % self.height
+        given = np.concatenate([free, evicted])
+        added = admitted[: given.size]
+        self.keys[given] = added
+        self.last_step[given] = step
+        self.counts[given] = 1
+        self._map.add(added, given)
+        self._take(free)
+        self.evicted += int(evicted.size)
+        self.refused += int(admitted.size - given.size)
+        self.waiting += int(np.count_nonzero(waiting))
+        out = self.find(keys)
+        if where is not None:
+            out[~where] = self.height
+        return out, evicted.astype(out.dtype)
+
+    def _free(self, count: int) -> np.ndarray:
+        """At most `count` rows that have no key, ascending."""
+        holes = self._holes[:count]
+        end = min(self._end + count - holes.size, self.height)
+        return np.concatenate([holes, np.arange(self._end, end)])
+
+    def _take(self, free: np.ndarray) -> None:
+        """Notes that these rows, which `_free` gave, have keys."""
+        taken = min(free.size, self._holes.size)
+        self._holes = self._holes[taken:]
+        self._end += free.size - taken
+
+    def _window(self, count: int) -> int:
+        window = self.policy.window or max(_LEAST_WINDOW, 8 * count)
+        return min(window, self.height)
+
+    def _victims(self, count: int, step: int) -> np.ndarray:
+        """At most `count` rows of keys last used before `step`, ascending."""
+        if count <= 0:
+            return np.zeros((0,), np.int64)
+        rows = (self._hand + np.arange(self._window(count))) % self.height
+        rows = np.sort(rows)
+        rows = rows[(self.counts[rows] > 0) & (self.last_step[rows] < step)]
+        last = self.last_step[rows]
+        if self.policy.policy == "lru":
+            order = np.argsort(last, kind="stable")
+        else:
+            order = np.lexsort((last, self.counts[rows]))
+        return np.sort(rows[order[:count]])
+
+
+class _Sightings:
+    """How often keys without a row were seen: two generations, the older forgotten.
+
+    Args:
+      limit: keys of a generation.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._young = self._old = _Generation(0)
+
+    def waiting(self, keys: np.ndarray, admit_after: int) -> np.ndarray:
+        """Counts a sighting of distinct `keys`; which have not been seen often enough.
+
+        A key that was admitted stays counted, so that it is admitted at once if it is
+        evicted and comes back soon.
+        """
+        if admit_after == 1 or not keys.size:
+            return np.zeros(keys.shape, bool)
+        if self._young.room < keys.size:
+            self._old = self._young
+            self._young = _Generation(max(self._limit, keys.size))
+        return self._young.count(keys) + self._old.counted(keys) < admit_after
+
+
+class _Generation:
+    """Counts of keys, up to a number of them."""
+
+    def __init__(self, limit: int):
+        self._keys = zeros((max(limit, 1),), np.dtype(np.int64))
+        self._counts = zeros((max(limit, 1),), np.dtype(np.int64))
+        self._map = KeyMap(self._keys)
+        self.room = limit
+
+    def count(self, keys: np.ndarray) -> np.ndarray:
+        """Adds 1 to the counts of distinct `keys`; returns these counts."""
+        new = keys[self._map.find(keys) < 0]
+        rows = len(self._map) + np.arange(new.size)
+        self._keys[rows] = new
+        self._map.add(new, rows)
+        self.room -= new.size
+        rows = self._map.find(keys)
+        self._counts[rows] += 1
+        return self._counts[rows]
+
+    def counted(self, keys: np.ndarray) -> np.ndarray:
+        rows = self._map.find(keys)
+        return np.where(rows < 0, 0, self._counts[np.maximum(rows, 0)])
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def as_keys(call: str, keys: Any) -> np.ndarray:
+    """Keys as int64, of their shape: integers, or the hashes of strings."""
+    if isinstance(keys, jax.Array) and keys.dtype.itemsize < 8:
+        raise TypeError(
+            f"{call}: keys must be NumPy integers or strings, got a JAX array of "
+            f"{keys.dtype}, to which JAX truncates keys of 64 bits. Pass what the "
+            "batch has before it is put on the device, or np.asarray(keys) if it "
+            "never had more bits."
+        )
+    found = keys if isinstance(keys, jax.Array) else np.asarray(keys)
+    if found.dtype.kind in "USOT":
+        column = _words.as_column(call, np.asarray(found).reshape(-1), "keys")
+        hashes = column.per_row(hash_words(_text.as_matrix(column.words), 0))
+        return hashes.view(np.int64).reshape(found.shape)
+    if not found.size:
+        return np.zeros(found.shape, np.int64)
+    found = np.asarray(_arguments.as_integers(call, found, "keys"))
+    wide = np.uint64 if found.dtype.kind == "u" else np.int64
+    return found.astype(wide).view(np.int64)
+
+
+def as_where(call: str, where: Any, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The argument `where` as booleans of the shape of the keys."""
+    if where is None:
+        return None
+    found = np.asarray(where)
+    if found.dtype != np.bool_ or found.shape != shape:
+        raise TypeError(
+            f"{call}: where must be booleans of the shape of keys, {shape}, got "
+            f"{_arguments.kind_of(where)}. It is False for padding."
+        )
+    return found
