@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, TableLike
-from sparsejax._rows import RowTable, SelectedRows, indexing
+from sparsejax._rows import RowTable, SelectedRows, indexing, read_rows
 from sparsejax.optim._lazy import state_sharding
 from sparsejax.parallel._forward import forward
 from sparsejax.transform.table import replicate
@@ -202,6 +202,14 @@ class ShardedTable(RowTable):
             return self
         if isinstance(self.values, SelectedRows):
             self.__array__()
+        is_array = _arguments.is_array(ids)
+        if is_array and AxisType.Explicit in self.mesh.axis_types:
+            # Of ids that are sharded JAX's gather does not know the result's sharding.
+            call = "sparsejax.parallel.ShardedTable[ids]"
+            ids = _arguments.as_ids(call, ids, self.height)
+            height = _arguments.scalar(self.height, ids)
+            ids = jnp.where(ids < 0, ids + height, ids)
+            return read_rows(self, call, ids, None, "clip")
         read = lambda table, ids: jnp.asarray(table)[ids]
         return (read if makes_views.value else forward(read))(self, ids)
 
