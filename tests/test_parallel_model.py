@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
 from helpers import all_eqns, slow_but
@@ -130,6 +130,16 @@ def test_without_a_gradient():
     # What JAX differentiates has the gradient of an array.
     dense = jax.grad(lambda t: jnp.sum(t[ids] ** 2))(jnp.asarray(table))
     grad = jax.grad(lambda t: jnp.sum(sj.parallel.forward(take)(t, ids) ** 2))(sharded)
+    np.testing.assert_allclose(grad.to_dense(), dense, rtol=1e-6)
+
+
+def test_over_explicit_axes():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    sharded = sj.parallel.shard_rows(make_table(), mesh, "x")
+    split = jax.device_put(make_ids(), NamedSharding(mesh, P("x")))
+    loss = lambda table, ids: jnp.sum(table[-ids] ** 2)
+    grad = jax.jit(sj.grad(loss))(sharded, split)
+    dense = jax.grad(loss)(jnp.asarray(make_table()), make_ids())
     np.testing.assert_allclose(grad.to_dense(), dense, rtol=1e-6)
 
 
