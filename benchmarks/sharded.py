@@ -9,9 +9,9 @@ and updates with Adagrad. The sides are
     columns    `sj.parallel.shard_columns`, which is left to it too
     dense      a table on every device, the gradient all-reduced, optax on all rows
 
-and what is compared is what a device sends in a step, read from the compiled program,
-and the time of a step. The sides take turns, with other ids in every run; their losses
-are compared before they are timed.
+and what is compared is what a device sends in a step, read from the compiled program
+and as `sj.parallel.plan` predicts it, and the time of a step. The sides take turns,
+with other ids in every run; their losses are compared before they are timed.
 
     python -m benchmarks sharded
     python -m benchmarks sharded --check --json sharded.jsonl
@@ -40,6 +40,12 @@ from benchmarks import timing
 
 
 SIDES = ("ours", "rows", "columns", "dense")
+# The layout that the plan has for a side.
+LAYOUTS = {
+    "ours": "row-sharded",
+    "columns": "column-sharded",
+    "dense": "replicated-dense",
+}
 BAG = 20
 MOST_DEVICES = 8
 # Of a device and a step; what is claimed at 4 devices, 100,000 rows, 32 columns and
@@ -143,6 +149,13 @@ def measure(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]
     like = sj.parallel.shard_rows(abstract, mesh, "x")
     capacity = sj.parallel.measure_capacity(like, first["split"]["ids"])
 
+    (plan,) = sj.parallel.plan(abstract, mesh, first["split"]["ids"]).tables
+    predicted = {
+        name: plan.costs[LAYOUTS[name]].wire
+        for name in args.sides
+        if LAYOUTS.get(name) in plan.costs
+    }
+
     compiled, wires, state, losses, programs = {}, {}, {}, {}, {}
     for name in args.sides:
         run, state[name] = make_side(name, table, mesh, capacity)
@@ -168,6 +181,7 @@ def measure(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]
         "skew": args.skew,
         "capacity": capacity,
         "wire": {name: wire.total for name, wire in wires.items()},
+        "predicted_wire": predicted,
         "wire_by_kind": {name: wire.by_kind for name, wire in wires.items()},
         "ms": medians,
         "ratio": {name: medians["ours"] / ms for name, ms in medians.items()}
@@ -214,8 +228,8 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 HEADER = (
-    "devices       rows  side       sends (MB)  step (ms)  ours/side  compile (s)  "
-    "temporaries (MB)"
+    "devices       rows  side       sends (MB)  planned  step (ms)  ours/side  "
+    "compile (s)  temporaries (MB)"
 )
 
 
@@ -223,9 +237,11 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
     """The lines of the table for a record, one a side."""
     for name, ms in record["ms"].items():
         ratio = record["ratio"].get(name, float("nan"))
+        planned = record["predicted_wire"].get(name, float("nan"))
         yield (
             f"{record['devices']:7} {record['rows']:10}  {name:9}"
-            f" {record['wire'][name] / 1e6:11.3f} {ms:10.2f} {ratio:10.2f}"
+            f" {record['wire'][name] / 1e6:11.3f} {planned / 1e6:8.3f}"
+            f" {ms:10.2f} {ratio:10.2f}"
             f" {record['compile_s'][name]:12.2f} {record['temp_mb'][name]:17.2f}"
         )
 

@@ -26,7 +26,11 @@ from jax._src import (
     tree_util as _tree_util,
 )
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
-from jax._src.interpreters import mlir as _mlir_src, pxla as _pxla
+from jax._src.interpreters import (
+    mlir as _mlir_src,
+    partial_eval as _partial_eval,
+    pxla as _pxla,
+)
 from jax._src.lax import parallel as _parallel
 from jax._src.shard_map import shard_map_p as shard_map_p
 from jax.extend import core as _jex_core
@@ -349,6 +353,51 @@ def platform_primitive(
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
     return p
+
+
+def view_primitive(
+    name: str, shape_of: Callable[..., tuple[int, ...]], refuse: Callable[..., Any]
+) -> Any:
+    """Makes a primitive that gives an array another shape, for a walk to replace.
+
+    Args:
+      name: of the primitive.
+      shape_of: `f(shape, **static)`, the shape of the result.
+      refuse: `f(**static)`, raises the error for programs that are run without a walk.
+
+    Returns:
+      The primitive.
+    """
+
+    def abstract(aval, **static):
+        return _core.ShapedArray(shape_of(aval.shape, **static), aval.dtype)
+
+    def raises(*args, **static) -> Any:
+        del args
+        refuse(**static)
+
+    def jvp(primals, tangents, **static):
+        return p.bind(*primals, **static), p.bind(*tangents, **static)
+
+    p = Primitive(name)
+    p.def_impl(raises)
+    p.def_abstract_eval(abstract)
+    _mlir.register_lowering(p, raises)
+    _ad.primitive_jvps[p] = jvp
+    _ad.primitive_transposes[p] = raises
+    _batching.primitive_batchers[p] = raises
+    return p
+
+
+def only_needed(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any], list[bool]]:
+    """An open jaxpr without what its outputs do not need.
+
+    Returns:
+      The jaxpr, its constants, and which of the inputs it still has.
+    """
+    outputs = [True] * len(jaxpr.outvars)
+    less, of_consts, of_inputs = _partial_eval.dce_jaxpr_consts(jaxpr, outputs)
+    return less, [c for c, used in zip(consts, of_consts) if used], list(of_inputs)
 
 
 def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:

@@ -134,6 +134,58 @@ def test_recommendations_and_memory_limits():
     assert "too large for any layout" in repr(none)
 
 
+def test_reads_are_found_in_a_loss():
+    """With abstract parameters too, since ids depend on the batch alone."""
+
+    def loss(params, batch):
+        rows = params["a"][batch["ids"] // 2]
+        rows += params["a"][batch["ids"] % 2] + params["b"][batch["ids"]]
+        return jnp.sum(rows @ params["w"]), params["b"].shape
+
+    shapes = {"a": (V, D), "b": (V, D), "w": (D, D)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    ids = make_ids()
+    found = sj.parallel.plan(params, MESH, {"ids": ids}, loss=loss)
+    assert [t.name for t in found.tables] == ["params['a']", "params['b']"]
+    first, second = found.tables
+    (alone,) = sj.parallel.plan((V, D), MESH, ids).tables
+    assert (second.ids, second.distinct, second.capacity, second.costs) == (
+        alone.ids,
+        alone.distinct,
+        alone.capacity,
+        alone.costs,
+    )
+    assert first.ids == 2 * second.ids and first.is_measured
+    assert "params['w']" not in repr(found)
+    # Without ids their number is known.
+    batch = {"ids": jax.ShapeDtypeStruct((BATCH,), jnp.int32)}
+    unknown = sj.parallel.plan(params, MESH, batch, loss=loss)
+    assert not unknown.tables[0].is_measured and unknown.tables[0].ids == first.ids
+    assert unknown.describe().splitlines()[2].split()[2:4] == [str(first.ids), "-"]
+
+
+def test_apply_and_layouts():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    params = {"a": jnp.ones((V, D)), "b": np.ones((V, D), np.float32), "w": jnp.ones(3)}
+    batch = {"a": make_ids(), "b": 80, "w": None}
+    layouts = {"tables['a']": "row-sharded", "tables['b']": "column-sharded"}
+    found = sj.parallel.plan(params, mesh, batch, layouts=layouts, device_bytes=V)
+    assert [t.choice for t in found.tables] == ["row-sharded", "column-sharded"]
+    placed = found.apply(params)
+    capacity = found["tables['a']"].capacity
+    assert capacity < placed["a"].capacity <= 1.1 * capacity + 1
+    assert placed["b"].sharding.spec == P(None, "x")
+    assert placed["w"].sharding.spec == P() and len(placed["w"].devices()) == 8
+    assert jax.tree.structure(found.apply(placed)) == jax.tree.structure(placed)
+    abstract = found.apply(jax.eval_shape(lambda: params))
+    assert abstract["a"].sharding == placed["a"].sharding
+    assert [x.sharding for x in jax.tree.leaves(abstract)] == [
+        x.sharding for x in jax.tree.leaves(placed)
+    ]
+    (one,) = sj.parallel.plan((V, D), AbstractMesh((1,), ("x",)), 80).tables
+    assert one.choice == "replicated-sparse"
+
+
 def test_prints_as_a_table():
     ids = np.arange(4 * 5_120) // 2
     found = sj.parallel.plan({"user": (100_000, 32)}, MESH, ids)

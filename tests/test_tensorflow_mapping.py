@@ -316,6 +316,7 @@ def check_columns():
 @checks(
     "tf.distribute.MirroredStrategy",
     "TPUEmbedding, a sharded table",
+    "keras_rs.layers.DistributedEmbedding(feature_configs)",
     "tpu.experimental.embedding.Adagrad",
     "tf.train.Checkpoint",
 )
@@ -327,7 +328,7 @@ def check_devices(folder):
     ids = jnp.array([7, 2, 7, 0])
 
     def step(table, state, ids):
-        loss = lambda t: jnp.sum(sj.parallel.lookup(t, ids))
+        loss = lambda t: jnp.sum(t[ids])
         updates, state = tx.update(sj.grad(loss)(table), state, table)
         return optax.apply_updates(table, updates), state
 
@@ -345,6 +346,15 @@ def check_devices(folder):
         grad = sj.grad(lambda t: jnp.sum(sj.lookup(t, ids)), tables=True)(table)
         updates, state = tx.update(grad, state, table)
         return optax.apply_updates(table, updates), state
+
+    placed = run(
+        "keras_rs.layers.DistributedEmbedding(feature_configs)",
+        params=np.ones((100_000, 32), np.float32),
+        batch=jnp.arange(20_480) // 4,
+        loss_fn=lambda table, ids: jnp.sum(table[ids]),
+        mesh=mesh,
+    )
+    assert isinstance(placed, sj.parallel.ShardedTable)
 
     spread = run("tf.distribute.MirroredStrategy", step=plain, mesh=mesh)
     got, _ = spread(jnp.array(TABLE), tx.init(jnp.array(TABLE)), ids)

@@ -286,13 +286,25 @@ def a_mesh():
     return jax.make_mesh((2,), ("x",), auto, devices=jax.devices()[:2])
 
 
-@checks("DistributedModelParallel", "ShardingType.COLUMN_WISE")
+@checks("ShardingType.ROW_WISE", "ShardingType.COLUMN_WISE")
 def check_shards():
-    mesh = a_mesh()
-    for key in ("DistributedModelParallel", "ShardingType.COLUMN_WISE"):
-        table = run(key, weight=TABLE, mesh=mesh)
-        read = sj.parallel.lookup if "Model" in key else sj.lookup
-        assert_answers(read(table, jnp.array([7, 0])), TABLE[[7, 0]])
+    for key in ("ShardingType.ROW_WISE", "ShardingType.COLUMN_WISE"):
+        table = run(key, weight=TABLE, mesh=a_mesh())
+        assert_answers(sj.lookup(table, jnp.array([7, 0])), TABLE[[7, 0]])
+
+
+@checks("DistributedModelParallel")
+def check_a_model():
+    table = np.ones((100_000, 32), np.float32)
+    given = {
+        "params": {"item": table, "w": jnp.ones(32)},
+        "batch": jnp.arange(20_480) // 4,
+        "loss_fn": lambda params, ids: jnp.sum(params["item"][ids] @ params["w"]),
+    }
+    found = run("DistributedModelParallel", mesh=a_mesh(), **given)
+    assert isinstance(found["item"], sj.parallel.ShardedTable)
+    assert_answers(found["item"][jnp.array([7, 0])], table[[7, 0]])
+    assert len(found["w"].devices()) == 2
 
 
 @checks("dist.all_reduce(sparse)")
@@ -330,7 +342,7 @@ def check_data_parallel():
         assert_answers(got, want)
 
 
-@checks("EmbeddingShardingPlanner().plan")
+@checks("EmbeddingShardingPlanner().plan", "ParameterConstraints(sharding_types)")
 def check_plan():
     given = {
         "weight": np.ones((100_000, 32), np.float32),
@@ -339,6 +351,8 @@ def check_plan():
     mesh = jax.sharding.AbstractMesh((4,), ("x",))
     found = run("EmbeddingShardingPlanner().plan", mesh=mesh, **given)
     assert found["tables['item']"].choice == "row-sharded"
+    found = run("ParameterConstraints(sharding_types)", mesh=mesh, **given)
+    assert found["tables['item']"].choice == "replicated-dense"
 
 
 @checks("MCHManagedCollisionModule(zch_size, LRU_EvictionPolicy())", "reset_inplace")

@@ -17,7 +17,14 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, CSRLike
 from sparsejax._lookup import lookup
 from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
-from sparsejax._rows import QuantizedTable, SelectedRows, indexing, is_quantized
+from sparsejax._rows import (
+    QuantizedTable,
+    RowTable,
+    SelectedRows,
+    indexing,
+    is_quantized,
+    reduce_rows,
+)
 from sparsejax._segments import SegmentTensor
 
 
@@ -26,7 +33,7 @@ _CALL = "sparsejax.dot"
 
 def dot(
     csr: CSRLike,
-    dense: ArrayLike | SelectedRows | QuantizedTable,
+    dense: ArrayLike | SelectedRows | QuantizedTable | RowTable,
     *,
     transpose: bool = False,
     num_columns: int | None = None,
@@ -44,7 +51,8 @@ def dot(
         `jax.experimental.sparse.BCSR` without batch dimensions. Duplicates are summed.
         An element whose column is outside `[0, C)` is dropped; columns never wrap.
       dense: `[C, ...]`, or `[S, ...]` with `transpose`. Or a SelectedRows of that
-        shape, in which rows that are not stored are zeros; or a QuantizedTable.
+        shape, in which rows that are not stored are zeros; a QuantizedTable; or a
+        ShardedTable.
       transpose: whether to multiply by the transposed matrix.
       num_columns: int C. Inferred from the shape of a scipy matrix or a BCSR, and from
         `dense` unless transposed; a SegmentTensor needs it with `transpose`.
@@ -82,8 +90,8 @@ def dot(
     csr, num_columns = _as_csr(csr, num_columns)
     index, value = _elements(csr)
     segment_ids = csr.segment_ids
-    dense = _arguments.as_array(dense)
-    if not isinstance(dense, (jax.Array, SelectedRows, QuantizedTable)):
+    dense = dense if isinstance(dense, RowTable) else _arguments.as_array(dense)
+    if not isinstance(dense, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
         raise TypeError(
             f"{_CALL}: dense must be a JAX or NumPy array, a SelectedRows or a "
             f"QuantizedTable, got {_arguments.kind_of(dense)}."
@@ -124,6 +132,11 @@ def dot(
     value = indexing.zero_unless(counts, value).astype(wide)
 
     # A row of the result is a bag of weighted rows of `dense`.
+    if isinstance(dense, RowTable) and not transpose:
+        bags = segment_ids, rows
+        how = dict(combiner="sum", mode="zero")
+        out = reduce_rows(dense, _CALL, index, ~counts, value, bags, **how)
+        return out.astype(dtype)
     same_type = wide == indexing.accumulator_dtype(dense.dtype)
     if not isinstance(dense, SelectedRows) and same_type and not transpose:
         add: Any = quantized_bag_sum if is_quantized(dense) else bag_sum

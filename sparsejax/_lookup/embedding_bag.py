@@ -23,10 +23,12 @@ from sparsejax._lookup import lookup
 from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
 from sparsejax._rows import (
     QuantizedTable,
+    RowTable,
     SelectedRows,
     indexing,
     is_quantized,
     is_sparse_table,
+    reduce_rows,
 )
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.exponentials import segment_logsumexp
@@ -43,7 +45,7 @@ _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
 
 def embedding_bag(
-    table: ArrayLike | SelectedRows | QuantizedTable,
+    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
     ids: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
@@ -73,8 +75,8 @@ def embedding_bag(
     SelectedRows with one row per id.
 
     Args:
-      table: `[V, ...]`, as in `sparsejax.lookup`: an array, a SelectedRows, or a
-        QuantizedTable.
+      table: `[V, ...]`, as in `sparsejax.lookup`: an array, a SelectedRows, a
+        QuantizedTable, or a ShardedTable.
       ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, one bag per row,
         padded with `padding_id`; or a SegmentTensor of ids.
       segment_ids: integers `[n]`, the bag of each id. An id whose segment is
@@ -140,6 +142,10 @@ def embedding_bag(
             skip = ~segments.inside if skip is None else skip | ~segments.inside
         if w is not None and skip is not None:
             w = indexing.zero_unless(~skip, w)  # it may be inf, and 0 * inf is NaN
+        if isinstance(table, RowTable):
+            pair = None if segments is None else (segments.ids, segments.count)
+            how = dict(combiner=combiner, mode=mode, max_norm=max_norm)
+            return reduce_rows(table, _CALL, ids, skip, w, pair, **how)
         bags = _Bags(ids, skip, w, segments)
         fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
         fuses &= max_norm is None and not is_sparse_table(table)

@@ -23,11 +23,13 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import (
     QuantizedTable,
+    RowTable,
     SelectedRows,
     indexing,
     is_quantized,
     is_sparse_table,
     quantized,
+    read_rows,
     sparse_table,
 )
 
@@ -40,7 +42,7 @@ _MODES = ("fill", "clip", "zero", "error")
 
 
 def lookup(
-    table: ArrayLike | SelectedRows | QuantizedTable,
+    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
     ids: ArrayLike,
     *,
     mode: str = "fill",
@@ -56,7 +58,8 @@ def lookup(
     Args:
       table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, such as pulled
         rows: duplicates are summed, and a row that is not stored counts as out of
-        range. Or a QuantizedTable: the rows that are read are dequantized.
+        range. Or a QuantizedTable: the rows that are read are dequantized. Or a
+        `sparsejax.parallel.ShardedTable`.
       ids: integers of any type, shape and rank. Negative ids are out of range;
         they never wrap.
       mode: what an id out of range reads. `"fill"`: NaN; for non-float dtypes, the fill
@@ -127,12 +130,15 @@ def check_order(call: str, table: Any, ids: Any) -> None:
             )
 
 
-def as_readable(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
-    """`as_table`, which also takes a `sparsejax.experimental.sparse_table`.
+def as_readable(
+    call: str, table: Any
+) -> jax.Array | SelectedRows | QuantizedTable | RowTable:
+    """`as_table`, which also takes a RowTable and `experimental.sparse_table`.
 
-    It has the shape, dtype and rank of its array, but can only be read.
+    They have the shape, dtype and rank of an array, but can only be read.
     """
-    return table if is_sparse_table(table) else as_table(call, table)
+    only_read = isinstance(table, RowTable) or is_sparse_table(table)
+    return table if only_read else as_table(call, table)
 
 
 def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
@@ -220,6 +226,8 @@ def read(
     call: str, table: Any, ids: jax.Array, padding: jax.Array | None, mode: str
 ) -> jax.Array:
     """The rows that `lookup` reads, from arguments checked by the functions above."""
+    if isinstance(table, RowTable):
+        return read_rows(table, call, ids, padding, mode)
     height = table.shape[0]
     wanted = ids
     if mode == "clip":

@@ -5,6 +5,11 @@ from sparsejax._rows.quantized import (
     is_quantized as is_quantized,
     quantize as quantize,
 )
+from sparsejax._rows.row_table import (
+    RowTable as RowTable,
+    read_rows as read_rows,
+    reduce_rows as reduce_rows,
+)
 from sparsejax._rows.selected_rows import (
     SelectedRows as SelectedRows,
     concatenate as concatenate,

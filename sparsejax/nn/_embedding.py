@@ -19,7 +19,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import QuantizedTable, SelectedRows, indexing
+from sparsejax._rows import QuantizedTable, RowTable, SelectedRows, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
 
@@ -101,8 +101,9 @@ class TableLayer:
           >>> layer.table(layer.init(jax.random.key(0))).shape
           (5, 2)
         """
-        params = _arguments.as_array(params)
-        if isinstance(params, (jax.Array, SelectedRows, QuantizedTable)):
+        if not isinstance(params, RowTable):
+            params = _arguments.as_array(params)
+        if isinstance(params, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
             params = {"embedding": params}
         call, shape = self._call, (self.num_embeddings, self.features)
         params = _layer.check_params(call, params, ("embedding",))
@@ -250,6 +251,8 @@ class Embedding(TableLayer):
             why = "a SelectedRows, which stores only some rows"
             if isinstance(table, QuantizedTable):
                 why = "a QuantizedTable, which is dequantized row by row"
+            if isinstance(table, RowTable):
+                why = "a ShardedTable, whose rows lie on many devices"
             raise TypeError(
                 f"{self._call}.attend: params['embedding'] is {why}, but attend needs "
                 "every row. Pass the whole table."

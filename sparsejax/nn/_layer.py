@@ -23,7 +23,7 @@ from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import Initializer as Initializer, PyTree
-from sparsejax._rows import QuantizedTable, SelectedRows
+from sparsejax._rows import QuantizedTable, RowTable, SelectedRows
 
 
 # ------------------------------------------------------------------ tables
@@ -177,8 +177,9 @@ def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
 
 def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
     """One parameter, an array or a table of that shape; raises otherwise."""
-    value = _arguments.as_array(params[name])
-    if not isinstance(value, (jax.Array, SelectedRows, QuantizedTable)):
+    value = params[name]
+    value = value if isinstance(value, RowTable) else _arguments.as_array(value)
+    if not isinstance(value, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
         raise TypeError(
             f"{call}: params[{name!r}] must be an array of shape {shape}, got "
             f"{_arguments.kind_of(value)}."

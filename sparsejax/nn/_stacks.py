@@ -23,7 +23,7 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import SelectedRows, indexing, is_quantized
+from sparsejax._rows import RowTable, SelectedRows, indexing, is_quantized
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn._embedding import split_weights
 
@@ -171,6 +171,7 @@ class Feature:
       weights: array with the shape of `rows`, or None.
       segments: the SegmentTensor of the ids, or None.
       finish: maps the rows read, or the bags, to the result.
+      num_examples: length of the first axis of the ids.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Feature:
     weights: jax.Array | None
     segments: SegmentTensor | None
     finish: Callable[[jax.Array], Any]
+    num_examples: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +261,8 @@ def prepare(
     key = Key(place.stack, "zero" if layer.mode == "zero" else "fill", layer.max_norm)
     width = stack.shape[1:]
 
+    examples = ids.shape[0] if ids.ndim else 1
+
     # A bag of one row is that row, whatever the combiner.
     is_single = ids.ndim < 2 or ids.shape[-1] == 1
     if combiner == "none" or (segments is None and weights is None and is_single):
@@ -271,7 +275,7 @@ def prepare(
         if key.mode == "zero":  # so it can be read together with tables of other modes
             bad = rows == _arguments.scalar(OUT_OF_RANGE, rows)
             rows = jnp.where(bad, _arguments.scalar(PADDING, rows), rows)
-        return Feature(name, key, rows.reshape(-1), None, segments, finish)
+        return Feature(name, key, rows.reshape(-1), None, segments, finish, examples)
     key = dataclasses.replace(key, combiner=combiner, weighted=weights is not None)
     if segments is not None:
         if ids.ndim != 1:
@@ -280,7 +284,7 @@ def prepare(
                 f"{ids.shape}."
             )
         key = dataclasses.replace(key, length=None)
-        return Feature(name, key, rows, weights, segments, cast)
+        return Feature(name, key, rows, weights, segments, cast, examples)
     if ids.ndim < 2:  # each weighted id is its own bag
         lead, length = ids.shape, 1
     else:
@@ -290,7 +294,7 @@ def prepare(
     rows = rows.reshape(shape)
     weights = None if weights is None else weights.reshape(shape)
     finish = lambda x: cast(x.reshape(*lead, *width))
-    return Feature(name, key, rows, weights, None, finish)
+    return Feature(name, key, rows, weights, None, finish, examples)
 
 
 def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
@@ -325,6 +329,14 @@ def read_all(call: str, stacks: Any, features: Sequence[Feature]) -> dict[str, A
 
 
 def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
+    examples = group[0].num_examples
+    if (
+        isinstance(stack, RowTable)
+        and key.length is not None
+        and examples
+        and all(feature.num_examples == examples for feature in group)
+    ):
+        return _read_by_example(call, stack, key, group, examples)
     rows = _join([feature.rows for feature in group])
     if key.is_lookup:
         skip = rows == _arguments.scalar(PADDING, rows)
@@ -354,6 +366,34 @@ def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
     # step.
     parts = jnp.split(out, np.cumsum(counts)[:-1].tolist())
     return {x.name: x.finish(part) for x, part in zip(group, parts)}
+
+
+def _read_by_example(
+    call: str, stack: RowTable, key: Key, group: Sequence[Feature], examples: int
+) -> Any:
+    """`_read` of one feature whose ids are those of all features, example by example.
+
+    Where examples are sharded over devices, so are the ids in this order. In the order
+    of features, all ids and rows would move to other devices.
+    """
+    split = lambda x: x.reshape(examples, -1, *x.shape[1:])
+    together = lambda parts: jnp.concatenate([split(x) for x in parts], axis=1)
+    flat = lambda x: x.reshape(-1, *x.shape[2:])
+    rows = together([x.rows for x in group])
+    weights = [x.weights for x in group if x.weights is not None]
+    whole = Feature(
+        "all",
+        key,
+        flat(rows),
+        flat(together(weights)) if weights else None,
+        None,
+        split,
+        0,
+    )
+    out = _read(call, stack, key, [whole])["all"]
+    ends = np.cumsum([x.rows.shape[0] // examples for x in group])[:-1]
+    parts = jnp.split(out, ends.tolist(), axis=1)
+    return {x.name: x.finish(flat(part)) for x, part in zip(group, parts)}
 
 
 def _join(parts: Sequence[jax.Array]) -> jax.Array:

@@ -5,12 +5,13 @@ The training step is the same as on one device: `sparsejax.value_and_grad` and
 
     mesh = jax.make_mesh((8,), ("x",))
     table = sj.parallel.shard_rows(table, mesh, "x")  # row i on device i mod 8
-    rows = sj.parallel.lookup(table, ids)             # ids and rows are sent
+    rows = table[ids]                                 # ids and rows are sent
 
 Rows sharded over devices
 
-- `shard_rows`: makes a `ShardedTable`.
-- `lookup`, `embedding_bag`: read it, by `all_to_all` of ids and rows.
+- `shard_rows`: makes a `ShardedTable`, which a model reads like an array.
+- `forward`: so that `jnp.take` does, too, where no gradient is taken.
+- `lookup`, `embedding_bag`: read it with more options, by `all_to_all` of ids and rows.
 - `top_k`: the rows with the highest scores.
 - `measure_capacity`: the capacity at which a batch needs one round.
 - `ShardedRows`: the values of its gradient; `Metrics`: the cost of an exchange.
@@ -42,6 +43,7 @@ from sparsejax.parallel._data_parallel import (
 )
 from sparsejax.parallel._embedding_bag import embedding_bag as embedding_bag
 from sparsejax.parallel._exchange import Metrics as Metrics
+from sparsejax.parallel._forward import forward as forward
 from sparsejax.parallel._lookup import (
     lookup as lookup,
     measure_capacity as measure_capacity,
@@ -50,9 +52,7 @@ from sparsejax.parallel._plan import plan as plan
 from sparsejax.parallel._psum import pmean as pmean, psum as psum
 from sparsejax.parallel._rows import ShardedRows as ShardedRows
 from sparsejax.parallel._spread_store import SpreadStore as SpreadStore
-from sparsejax.parallel._table import (
-    ShardedTable as ShardedTable,
-    shard_rows as shard_rows,
-)
+from sparsejax.parallel._table import shard_rows as shard_rows
 from sparsejax.parallel._top_k import top_k as top_k
+from sparsejax.parallel._views import ShardedTable as ShardedTable
 from sparsejax.parallel._wire_bytes import wire_bytes as wire_bytes

@@ -9,6 +9,7 @@ sums are then added.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,10 +20,10 @@ from jax.sharding import PartitionSpec
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import embedding_bag as _bag, lookup
-from sparsejax._rows import indexing
+from sparsejax._rows import indexing, reduce_rows
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.sums import segment_sum
-from sparsejax.parallel._exchange import Owners
+from sparsejax.parallel._exchange import Metrics, Owners
 from sparsejax.parallel._lookup import (
     check_table,
     gather,
@@ -136,6 +137,54 @@ def embedding_bag(
     if segment_ids is not None:
         outside = ~indexing.in_range(segment_ids, num_segments or 0)
         skip = outside if skip is None else skip | outside
+    out, metrics = _reduce_sharded(
+        _CALL,
+        table,
+        ids,
+        skip,
+        weights,
+        None if segment_ids is None else (segment_ids, num_segments),
+        combiner,
+        mode,
+        max_norm,
+        capacity,
+    )
+    return (out, metrics) if return_metrics else out
+
+
+@reduce_rows.register
+def _reduce_rows(
+    table: ShardedTable,
+    call: str,
+    ids: Any,
+    skip: jax.Array | None,
+    weights: jax.Array | None,
+    segments: tuple[jax.Array, int] | None,
+    *,
+    combiner: str,
+    mode: str,
+    max_norm: float | None = None,
+) -> jax.Array:
+    """The bags of a ShardedTable for `sparsejax.embedding_bag` and the layers."""
+    check_table(call, table, "embedding_bag")
+    ids, how = put_on_mesh(call, table, ids), (combiner, mode, max_norm, None)
+    return _reduce_sharded(call, table, ids, skip, weights, segments, *how)[0]
+
+
+def _reduce_sharded(
+    call: str,
+    table: ShardedTable,
+    ids: jax.Array,
+    skip: jax.Array | None,
+    weights: jax.Array | None,
+    segments: tuple[jax.Array, Any] | None,
+    combiner: str,
+    mode: str,
+    max_norm: float | None,
+    capacity: int | str | None,
+) -> tuple[jax.Array, Metrics]:
+    """`embedding_bag`, from checked arguments."""
+    segment_ids, num_segments = segments or (None, None)
     skip = jnp.zeros_like(ids, bool) if skip is None else skip
 
     # Pad so that every device gets the same number of bags, or elements.
@@ -143,7 +192,7 @@ def embedding_bag(
     spec = _compat.explicit_spec(ids)[: len(lead) + (combiner == "none")]
     ids, skip = _pad(owners, ids, -1), _pad(owners, skip, True)
     weights = None if weights is None else _pad(owners, weights, 0)
-    rows, metrics = gather(_CALL, table, ids, skip, mode, capacity)
+    rows, metrics = gather(call, table, ids, skip, mode, capacity)
     if max_norm is not None:
         rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
     if segment_ids is None:
@@ -163,7 +212,36 @@ def embedding_bag(
         out = _segment_bags(owners, rows, skip, weights, segments, combiner)
         if combiner == "none":
             out = _remove_padding(out, segment_ids.size)
-    return (out, metrics) if return_metrics else out
+    return out, metrics
+
+
+def sum_bags(
+    owners: Owners,
+    read_rows: Callable[[jax.Array], jax.Array],
+    height: int,
+    ids: jax.Array,
+    weights: jax.Array | None,
+    segment_ids: jax.Array | None,
+    num_bags: int,
+) -> jax.Array:
+    """`sparsejax._lookup.bag_sum` of rows that are sharded over devices.
+
+    Args:
+      owners: which device owns which rows.
+      read_rows: reads the rows of ids, sharded like them.
+      height: ids out of `[0, height)` add nothing.
+      ids, weights, segment_ids, num_bags: as in `bag_sum`.
+    """
+    ids = _pad(owners, ids, -1)
+    skip = ~indexing.in_range(ids, height)
+    weights = None if weights is None else _pad(owners, weights, 0)
+    rows = read_rows(ids)
+    rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
+    if segment_ids is None:
+        out = _padded_bags(owners, rows, skip, weights, "sum")
+        return _remove_padding(out, num_bags)
+    segments = _pad(owners, segment_ids, -1), num_bags
+    return _segment_bags(owners, rows, skip, weights, segments, "sum")
 
 
 def _check_shape(name: str, x: jax.Array, ids: Any) -> None:
@@ -223,7 +301,8 @@ def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.A
         by = weights[0].astype(total.dtype) if weights else jnp.ones(ids.shape, wide)
         by = by * by if combiner == "sqrtn" else by
         by = segment_sum(indexing.zero_unless(~skip, by), ids, count)
-        return jax.lax.psum((total, by), owners.mesh.axis_names)
+        # One by one: jax 0.7.2 cannot transpose a sum of which only a part is used.
+        return tuple(jax.lax.psum(x, owners.mesh.axis_names) for x in (total, by))
 
     total, by = owners.shard_map(
         body,

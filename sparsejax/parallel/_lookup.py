@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup as _lookup
-from sparsejax._rows import indexing
+from sparsejax._rows import indexing, read_rows
 from sparsejax._segments import SegmentTensor
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
@@ -63,8 +64,8 @@ def lookup(
       capacity: int, the number of rows that a device requests from one owner per round.
         It only affects speed: too small a value costs rounds, too large a value costs
         bandwidth. `"auto"` measures the ids, outside of `jit`; `measure_capacity`
-        measures a sample. None allows 25% more than an even share if all ids are
-        distinct.
+        measures a sample. None takes the table's own; if it has none, 25% more than an
+        even share if all ids are distinct.
       return_metrics: whether to also return the `Metrics` of the exchange.
 
     Returns:
@@ -164,6 +165,15 @@ def measure_capacity(
     return max(1, math.ceil(most * margin))
 
 
+@read_rows.register
+def _read_rows(
+    table: ShardedTable, call: str, ids: Any, padding: jax.Array | None, mode: str
+) -> jax.Array:
+    """The rows of a ShardedTable for `sparsejax.lookup` and the layers."""
+    check_table(call, table, "lookup")
+    return gather(call, table, put_on_mesh(call, table, ids), padding, mode, None)[0]
+
+
 # ------------------------------------------------------------------ for embedding_bag
 
 
@@ -179,7 +189,7 @@ def gather(
     wanted = _lookup.clip_ids(call, table, ids) if mode == "clip" else ids
     if padding is not None:
         wanted = jnp.where(padding, _arguments.scalar(table.height, ids), wanted)
-    rows, metrics = _read(call, table, wanted, capacity)
+    rows, metrics = read(call, table, wanted, capacity)
     if mode in ("zero", "clip"):
         return rows, metrics
     bad = ~indexing.in_range(wanted, table.height)
@@ -235,17 +245,33 @@ def owners_of(table: ShardedTable) -> Owners:
 # ------------------------------------------------------------------ reading
 
 
-def _read(
-    call: str, table: ShardedTable, ids: jax.Array, capacity: int | str | None
+def read(
+    call: str,
+    table: ShardedTable,
+    ids: jax.Array,
+    capacity: int | str | None,
+    record: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """The rows of ids of any shape; zeros for ids out of range."""
+    """The rows of ids of any shape; zeros for ids out of range.
+
+    Args:
+      call: the public call, for errors.
+      table: whose values are an array.
+      ids: integers.
+      capacity: as in `lookup`.
+      record: `f(rows, kind, pad)` returns the rows `[n, ...]` that arrived, recorded as
+        a read; `pad(positions)` brings positions of `ids` to their shape.
+    """
     owners = owners_of(table)
     slots = _slots(call, owners, table, ids, capacity)
     if not ids.size:
         rows = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
         return rows, _exchange.no_metrics()
-    positions = _shard_positions(owners, table.position(ids))
+    pad = functools.partial(_shard_positions, owners)
+    positions = pad(table.position(ids))
     rows, metrics = _exchange.read_rows(owners, slots, table.values, positions)
+    if record is not None:
+        rows = record(rows, _ReadKind(owners, slots), pad)
     shape = (*ids.shape, *rows.shape[1:])
     if not owners.is_explicit:
         rows = rows if rows.shape == shape else rows[: ids.size].reshape(shape)
@@ -262,7 +288,7 @@ def _read(
 def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> int:
     here = -(-ids.size // owners.devices)
     if capacity is None:
-        return owners.slots(here, None)
+        return owners.slots(here, table.capacity)
     if isinstance(capacity, str) and capacity == "auto":
         if not _arguments.is_concrete(ids):
             raise ValueError(

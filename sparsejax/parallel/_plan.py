@@ -1,4 +1,4 @@
-"""plan: what each layout of a table costs, in memory and on the wire.
+"""plan: what each layout of a table costs, in memory and on the wire; and applies it.
 
 With N devices, a table `[V, ...]` of rows of d bytes, n ids on each device and step,
 and U distinct ids among a device's n (n if unknown), a device holds
@@ -20,7 +20,8 @@ directions, and XLA gathers the ids for each of their three uses; each device re
 N n ids, in narrow rows. (A bag that is summed first is sent as one row, and replicated
 ids are not sent.) Replicated: ids and rows of the gradient go to all devices, or the
 dense gradient is all-reduced. An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses
-and norms add a few numbers. `sparsejax.parallel.wire_bytes` reports what a compiled
+and norms add a few numbers. A table that is read in several places sends what each of
+them sends. `sparsejax.parallel.wire_bytes` reports what a compiled
 step actually sends.
 """
 
@@ -28,23 +29,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
+from sparsejax.parallel._columns import shard_columns
 from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._lookup import measure_capacity
-from sparsejax.parallel._table import ShardedTable, check_axis, shard_rows
+from sparsejax.parallel._plan_reads import Read, reads_in_loss
+from sparsejax.parallel._table import (
+    ShardedTable,
+    check_axis,
+    check_has_devices,
+    shard_rows,
+)
 from sparsejax.parallel._wire_bytes import format_table
 
 
 _CALL = "sparsejax.parallel.plan"
+_MARGIN = 1.1
 LAYOUTS = (
     "row-sharded",
     "column-sharded",
@@ -77,7 +86,8 @@ class TablePlan:
       distinct: the most distinct ids of any device in the sample; `ids` without one.
       capacity: for `sparsejax.parallel.lookup`, if row-sharded.
       costs: by layout, without layouts that the shape does not allow.
-      choice: the recommended layout.
+      choice: the recommended layout, or the one that `layouts=` asked for.
+      is_measured: whether duplicates and capacity were measured on a sample of ids.
     """
 
     name: str
@@ -88,21 +98,41 @@ class TablePlan:
     capacity: int
     costs: Mapping[str, Cost]
     choice: str
+    is_measured: bool = False
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The result of `plan`; prints as a table.
+    """The result of `plan`; prints as a table, with all layouts.
 
     Args:
       tables: a `TablePlan` for each table.
       num_devices: N.
       device_bytes: the bytes that each device has for tables; None for no limit.
+      mesh: the mesh.
+      axis: the mesh axis, or axes, that tables and batch are sharded over.
+      treedef: the structure of the parameters.
+      places: for each of their leaves its number among `tables`, or None.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> params = {"items": jnp.ones((100, 4)), "w": jnp.ones(4)}
+      >>> loss_fn = lambda params, ids: jnp.sum(params["items"][ids] @ params["w"])
+      >>> layouts = {"params['items']": "row-sharded"}
+      >>> ids = jnp.array([3, 5])
+      >>> plan = sj.parallel.plan(params, mesh, ids, loss=loss_fn, layouts=layouts)
+      >>> plan.apply(params)["items"]
+      ShardedTable(float32[100, 4], 1 x 100 rows over 'x', layout='mod')
     """
 
     tables: tuple[TablePlan, ...]
     num_devices: int
     device_bytes: int | None
+    mesh: Any
+    axis: Any
+    treedef: Any
+    places: tuple[int | None, ...]
 
     def __getitem__(self, name: str) -> TablePlan:
         for table in self.tables:
@@ -117,25 +147,132 @@ class Plan:
         chosen = [table.costs[table.choice] for table in self.tables]
         return Cost(sum(c.memory for c in chosen), sum(c.wire for c in chosen))
 
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """How batches are sharded: their first axis, over the devices of `axis`."""
+        return NamedSharding(self.mesh, PartitionSpec(self.axis))
+
+    def apply(self, params: PyTree) -> Any:
+        """The parameters on the devices: each table as planned, all else replicated.
+
+        A row-sharded table becomes a `ShardedTable`, which the model reads as it reads
+        an array; with a tenth more than the capacity that was measured, since batches
+        differ. Other leaves remain arrays. Make the optimizer's state of the result:
+        `tx.init(plan.apply(params))`, which is then laid out like the tables.
+
+        Args:
+          params: a tree like the one that was planned: of arrays (NumPy's are cut on
+            the host), or of `jax.ShapeDtypeStruct`.
+
+        Returns:
+          The tree with other leaves.
+
+        Raises:
+          ValueError: `params` is another tree, or the mesh is abstract and an array is
+            not.
+        """
+        is_leaf = lambda x: _is_table(x) and x != ()
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
+        if treedef != self.treedef:
+            raise ValueError(
+                f"{_CALL}: apply needs a tree like the one that was planned, "
+                f"{self.treedef}, got {treedef}."
+            )
+        tables = [None if k is None else self.tables[k] for k in self.places]
+        placed = [self._place(x, table) for x, table in zip(leaves, tables)]
+        return jax.tree.unflatten(treedef, placed)
+
+    def _place(self, leaf: Any, table: TablePlan | None) -> Any:
+        layout = "replicated" if table is None else table.choice
+        if isinstance(leaf, tuple):  # a shape, of float32
+            leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
+        if isinstance(leaf, ShardedTable):
+            if layout == "row-sharded":
+                return leaf
+            leaf = leaf.to_dense()
+        if layout == "row-sharded":
+            sharded = shard_rows(leaf, self.mesh, self.axis)
+            if table is None or not table.is_measured:
+                return sharded
+            capacity = math.ceil(_MARGIN * table.capacity)
+            return dataclasses.replace(sharded, capacity=capacity)
+        if layout == "column-sharded":
+            return shard_columns(leaf, self.mesh, self.axis)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+        check_has_devices(_CALL, self.mesh)
+        return jax.device_put(leaf, everywhere)
+
+    def describe(self, *, bytes_per_second: float = 50e9) -> str:
+        """The plan as a table: for each table its layout and what it costs a device.
+
+        Args:
+          bytes_per_second: what a device sends to all others, for the last column, the
+            time that a step's bytes need. The default is that of a fast network.
+
+        Returns:
+          str, a line for each table: its shape, the ids that a device reads in a step
+          and how many of them are distinct, its layout, the bytes of table and
+          optimizer state on a device, the bytes it sends in a step, and their time.
+
+        Raises:
+          ValueError: `bytes_per_second` is not a positive number.
+
+        Example:
+          >>> import jax, sparsejax as sj
+          >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
+          >>> plan = sj.parallel.plan({"user": (100_000, 32)}, mesh, 20_480)
+          >>> plan.describe().splitlines()[2].split()[-7:]
+          ['row-sharded', '3.2', 'MB', '1.31', 'MB', '26.2', 'us']
+        """
+        is_number = isinstance(bytes_per_second, int | float | np.number)
+        if not is_number or not bytes_per_second > 0:
+            raise ValueError(
+                f"{_CALL}: describe needs a positive bytes_per_second, got "
+                f"{bytes_per_second!r}."
+            )
+
+        def cells(cost):
+            time = f"{1e6 * cost.wire / bytes_per_second:,.1f} us"
+            return _size(cost.memory), _size(cost.wire), time
+
+        head = ("table", "shape", "ids", "distinct", "layout", "memory", "sent", "time")
+        rows = [
+            (
+                table.name,
+                _show_shape(table),
+                f"{table.ids:,}",
+                f"{table.distinct:,}" if table.is_measured else "-",
+                table.choice,
+                *cells(table.costs[table.choice]),
+            )
+            for table in self.tables
+        ]
+        rows.append(("total", "", "", "", "", *cells(self.total)))
+        text = format_table([head, *rows], right=(2, 3, 5, 6, 7))
+        return "\n".join([text, self._last_lines()])
+
+    def _last_lines(self) -> str:
+        line = f"{self.num_devices} devices; memory of a device, and what it sends"
+        limit, need = self.device_bytes, self.total.memory
+        if limit is None or need <= limit:
+            return line
+        return (
+            f"{line}\ntoo large for any layout: {_size(need)} of {_size(limit)} on a "
+            "device"
+        )
+
     def __repr__(self) -> str:
         head = ("table", "shape", "ids", "distinct", *LAYOUTS, "choice")
         rows = []
         for table in self.tables:
             cells = [_show_cost(table.costs.get(layout)) for layout in LAYOUTS]
-            shape = f"{table.dtype}[{','.join(map(str, table.shape))}]"
             counts = f"{table.ids:,}", f"{table.distinct:,}"
-            rows.append((table.name, shape, *counts, *cells, table.choice))
+            rows.append((table.name, _show_shape(table), *counts, *cells, table.choice))
         rows.append(("total", "", "", "", "", "", "", "", _show_cost(self.total)))
-        lines = [
-            format_table([head, *rows], right=range(2, 8)),
-            f"{self.num_devices} devices; memory of a device, and what it sends",
-        ]
-        limit, need = self.device_bytes, self.total.memory
-        if limit is not None and need > limit:
-            lines.append(
-                f"too large for any layout: {_size(need)} of {_size(limit)} on a device"
-            )
-        return "\n".join(lines)
+        text = format_table([head, *rows], right=range(2, 8))
+        return "\n".join([text, self._last_lines()])
 
 
 def plan(
@@ -146,35 +283,56 @@ def plan(
     axis: str | Sequence[str] | None = None,
     tx: optax.GradientTransformation | None = None,
     device_bytes: int | None = None,
+    loss: Callable[..., Any] | None = None,
+    layouts: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Estimates what each layout of each table costs, and recommends one.
+    """Estimates what each layout of each table costs, and plans one for each.
 
-    It recommends the layout that sends the fewest bytes and, among equals, the one that
+    With `loss`, the tables are found among all parameters of a model, and `plan.apply`
+    puts the parameters on the devices as planned. The model stays as it is::
+
+        plan = sj.parallel.plan(params, mesh, batch, loss=loss_fn)
+        params = plan.apply(params)
+        state = tx.init(params)
+
+    It chooses the layout that sends the fewest bytes and, among equals, the one that
     needs the least memory. If the tables do not fit into `device_bytes`, some get
     layouts that need less memory, starting with those that free the most memory per
-    extra byte sent. The module docstring has the formulas.
+    extra byte sent. The module docstring has the formulas. On a mesh of one device
+    tables are replicated.
 
     Args:
       tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
-        tuples of ints (of float32).
+        tuples of ints (of float32); with `loss`, all parameters of the model.
       mesh: the mesh, or an `AbstractMesh`.
       batch: for each table, what a step reads from it on all devices together: the
         number of ids, or a sample of ids, whose duplicates and skew are measured
-        (ideally the ids of a whole step, in order). A tree like `tables`, or one value
-        for all tables.
+        (ideally the ids of a whole step, in order). A tree like `tables`, in which None
+        means that a leaf is not a table, or one value for all tables. With `loss`, a
+        batch of all devices together, of arrays or `jax.ShapeDtypeStruct`; ids of
+        arrays are measured.
       axis: name of the mesh axis that tables and batch are sharded over, or a tuple of
         names; None for all axes.
       tx: the optax transformation, whose state also takes memory; None for no state.
       device_bytes: int, the bytes that each device has for tables and their state; None
         for no limit.
+      loss: function `loss(params, batch)` that returns a scalar, or a tuple that begins
+        with one. It is traced, not run. Tables are the parameters that it reads by
+        rows and uses in no other way, as `sparsejax.explain` shows them.
+      layouts: by the name of a table, as the plan prints it, a layout to take in place
+        of the recommended one: `"row-sharded"`, `"column-sharded"`,
+        `"replicated-sparse"` or `"replicated-dense"`.
 
     Returns:
-      `Plan`, which prints as a table.
+      `Plan`, which prints as a table. `plan.describe()` has a line for each table with
+      its layout only, `plan.apply(params)` the parameters on the devices, and
+      `plan.batch_sharding` the sharding for batches.
 
     Raises:
       TypeError: `mesh`, a table, `tx` or `device_bytes` has the wrong type.
       ValueError: there are no tables, a table is a scalar or has a negative shape,
-        `axis` is unknown, or `batch` does not match `tables`.
+        `axis` is unknown, `batch` does not match `tables`, or `layouts` names a table
+        or a layout that there is not.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -205,19 +363,33 @@ def plan(
         )
     names = (axis,) if isinstance(axis, str) else axis
     devices = math.prod(mesh.shape[name] for name in names)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=_is_table)
-    if not paths:
+    if loss is None:
+        named, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=_is_table)
+        names, leaves = [_name(path) for path, _ in named], [leaf for _, leaf in named]
+        given = _reads(batch, treedef, len(leaves))
+        specs = [
+            None if r is None else _spec(name, leaf)
+            for name, leaf, r in zip(names, leaves, given)
+        ]
+        reads = [r if r is None else _as_reads(n, r) for n, r in zip(names, given)]
+    else:
+        leaves, treedef, names, reads = reads_in_loss(_CALL, loss, tables, batch)
+        specs = [_spec(name, leaf) for name, leaf in zip(names, leaves)]
+    numbers = [k for k, read in enumerate(reads) if read is not None]
+    if not numbers:
         raise ValueError(
-            f"{_CALL}: tables must contain at least one table, got {tables!r}."
+            f"{_CALL}: tables must contain at least one table, got "
+            f"{_arguments.show_tree(tables)}."
+            + ("" if loss is None else " The loss reads none of them by rows only.")
         )
-    specs = [_spec(_name(path), table) for path, table in paths]
-    reads = _reads(batch, treedef, len(specs))
     found = [
-        _table_plan(_name(path), spec, read, mesh, axis, devices, tx)
-        for (path, _), spec, read in zip(paths, specs, reads)
+        _table_plan(names[k], specs[k], reads[k] or (), mesh, axis, tx) for k in numbers
     ]
-    chosen = _fit(found, device_bytes)
-    return Plan(tuple(chosen), devices, device_bytes)
+    chosen = _fit(_overrule(found, layouts or {}), device_bytes, layouts or {})
+    places = [numbers.index(k) if k in numbers else None for k in range(len(leaves))]
+    return Plan(
+        tuple(chosen), devices, device_bytes, mesh, axis, treedef, tuple(places)
+    )
 
 
 # ------------------------------------------------------------------ arguments
@@ -269,38 +441,42 @@ def _reads(batch: Any, treedef: Any, count: int) -> Sequence[Any]:
 
 def _table_plan(
     name: str,
-    spec: jax.ShapeDtypeStruct,
-    read: Any,
+    spec: Any,
+    reads: Sequence[Read],
     mesh: Any,
     axis: Any,
-    devices: int,
     tx: Any,
 ) -> TablePlan:
     table = shard_rows(spec, mesh, axis)
     owners = Owners(mesh, table.axes, table.rows_per_shard)
-    sample = _sample(name, read)
-    here = -(-(read if sample is None else sample.size) // devices)
-    if sample is None:
+    devices = owners.count
+    each = [-(-read.count // devices) for read in reads]
+    here = sum(each)
+    samples = [read.ids for read in reads if read.ids is not None]
+    if len(samples) < len(reads):
         distinct, capacity = min(here, spec.shape[0]), None
     else:
-        distinct = _most_distinct(sample, devices, spec.shape[0])
-        capacity = measure_capacity(table, sample, margin=1.0)
-    capacity = owners.slots(here, capacity)
-    costs = _costs(spec, devices, here, distinct, capacity, tx)
+        distinct = _most_distinct(samples, devices, spec.shape[0])
+        measure = lambda ids: measure_capacity(table, ids, margin=1.0)
+        capacity = max((measure(ids) for ids in samples if ids.size), default=1)
+    slots = [owners.slots(n, capacity) for n in each]
+    costs = _costs(spec, devices, here, distinct, sum(slots), tx)
     choice = min(costs, key=lambda x: (costs[x].wire, costs[x].memory))
-    dtype = np.dtype(spec.dtype).name
+    if devices == 1:
+        choice = "replicated-sparse"
+    dtype, measured = np.dtype(spec.dtype).name, capacity is not None
+    shape = tuple(spec.shape)
     return TablePlan(
-        name, tuple(spec.shape), dtype, here, distinct, capacity, costs, choice
+        name, shape, dtype, here, distinct, max(slots), costs, choice, measured
     )
 
 
-def _sample(name: str, read: Any) -> np.ndarray | None:
+def _as_reads(name: str, read: Any) -> list[Read]:
     if hasattr(read, "dtype") and np.ndim(read):
-        return np.asarray(
-            _arguments.as_integers(_CALL, read, f"batch of {name}")
-        ).reshape(-1)
+        ids = _arguments.as_integers(_CALL, read, f"batch of {name}")
+        return [Read(ids.size, np.asarray(ids).reshape(-1))]
     if isinstance(read, int | np.integer) and not isinstance(read, bool) and read >= 0:
-        return None
+        return [Read(int(read))]
     raise ValueError(
         f"{_CALL}: batch must be the number of ids per step (on all devices together) "
         "or a sample of ids as an integer array, either one for all tables or a tree "
@@ -308,10 +484,14 @@ def _sample(name: str, read: Any) -> np.ndarray | None:
     )
 
 
-def _most_distinct(sample: np.ndarray, devices: int, height: int) -> int:
-    """The most distinct in-range ids on any device, with the sample sharded evenly."""
-    here = -(-sample.size // devices)
-    parts = [sample[k * here : (k + 1) * here] for k in range(devices)]
+def _most_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
+    """The most distinct in-range ids on any device, with samples sharded evenly."""
+
+    def part(sample, k):
+        here = -(-sample.size // devices)
+        return sample.reshape(-1)[k * here : (k + 1) * here]
+
+    parts = [np.concatenate([part(s, k) for s in samples]) for k in range(devices)]
     kept = [part[(part >= 0) & (part < height)] for part in parts]
     return max(np.unique(part).size for part in kept)
 
@@ -321,7 +501,7 @@ def _costs(
     devices: int,
     ids: int,
     distinct: int,
-    capacity: int,
+    slots: int,
     tx: Any,
 ) -> dict[str, Cost]:
     """The formulas in the module docstring, in whole bytes."""
@@ -333,7 +513,7 @@ def _costs(
     whole = height * row + like + aside
     rows = math.ceil(height / devices)
     wires = {
-        "row-sharded": 2 * others * capacity * (row + id_bytes),
+        "row-sharded": 2 * others * slots * (row + id_bytes),
         "column-sharded": others * (3 * id_bytes * ids + 2 * ids * row // devices),
         "replicated-sparse": others * distinct * (row + id_bytes),
         "replicated-dense": 2 * height * row * others // devices,
@@ -366,7 +546,28 @@ def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
 # ------------------------------------------------------------------ all tables
 
 
-def _fit(tables: Sequence[TablePlan], budget: int | None) -> Sequence[TablePlan]:
+def _overrule(
+    tables: Sequence[TablePlan], layouts: Mapping[str, str]
+) -> Sequence[TablePlan]:
+    """The tables, with the layouts that are asked for."""
+    known = {table.name: table.costs for table in tables}
+    for name, layout in layouts.items():
+        if name not in known:
+            raise ValueError(
+                f"{_CALL}: layouts must name tables, {', '.join(known)}, got {name!r}."
+            )
+        if layout not in known[name]:
+            raise ValueError(
+                f"{_CALL}: the layout of {name} must be one of "
+                f"{', '.join(map(repr, known[name]))}, got {layout!r}."
+            )
+    asked = lambda table: layouts.get(table.name, table.choice)
+    return [dataclasses.replace(table, choice=asked(table)) for table in tables]
+
+
+def _fit(
+    tables: Sequence[TablePlan], budget: int | None, fixed: Mapping[str, str]
+) -> Sequence[TablePlan]:
     """Moves tables to layouts that need less memory, until all fit or none is left."""
     tables = list(tables)
     while budget is not None:
@@ -376,6 +577,7 @@ def _fit(tables: Sequence[TablePlan], budget: int | None) -> Sequence[TablePlan]
         moves = [
             (_price(t, layout, over), k, layout)
             for k, t in enumerate(tables)
+            if t.name not in fixed
             for layout in t.costs
             if t.costs[layout].memory < t.costs[t.choice].memory
         ]
@@ -390,6 +592,10 @@ def _price(table: TablePlan, layout: str, over: int) -> float:
     """Additional bytes sent for each byte freed of the `over` that must be freed."""
     now, then = table.costs[table.choice], table.costs[layout]
     return (then.wire - now.wire) / min(over, now.memory - then.memory)
+
+
+def _show_shape(table: TablePlan) -> str:
+    return f"{table.dtype}[{','.join(map(str, table.shape))}]"
 
 
 def _size(count: int) -> str:

@@ -26,11 +26,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, TableLike
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import RowTable, SelectedRows, indexing, read_rows
 from sparsejax.optim._lazy import state_sharding
+from sparsejax.parallel._forward import forward
 from sparsejax.transform.table import replicate
+from sparsejax.transform.trace import makes_views
 
 
 _CALL = "sparsejax.parallel.shard_rows"
@@ -42,15 +44,37 @@ _ARRAY_ONLY = frozenset(
 )
 
 
+def _refuse(*, static: tuple[Any, ...]) -> NoReturn:
+    height = static[0]
+    raise TypeError(
+        f"sparsejax: a program uses a ShardedTable of {height} rows as an array where "
+        "its reads of rows cannot be found: in a function with a derivative of its "
+        "own, in a while loop, in a jax.grad inside of the loss, or for each of "
+        "several tables under vmap. Read rows there with sparsejax.lookup(table, ids)."
+    )
+
+
+# What stands for a table in a program that will be walked: `_views.py` has its rule.
+sharded_table_p = _compat.view_primitive(
+    "sharded_table",
+    lambda shape, *, static: (static[0], *shape[1:]),
+    _refuse,
+)
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ShardedTable:
+class ShardedTable(RowTable):
     """A `[height, ...]` table whose rows are sharded over the devices of a mesh.
 
     A pytree with one child, so `tx.init`, `jax.jit` with donation, checkpoints and
-    `optax.apply_updates` work on it leaf by leaf. `shard_rows` makes one;
-    `sparsejax.parallel.lookup` and `embedding_bag` read it. Its gradient under
-    `sparsejax.value_and_grad` is a ShardedTable with ShardedRows as its child.
+    `optax.apply_updates` work on it leaf by leaf. `shard_rows` makes one. A model reads
+    it as it reads an array: by `table[ids]`, `sparsejax.lookup`, `embedding_bag`, `dot`
+    and the layers of `sparsejax.nn` anywhere, by `jnp.take` and the embedding layers of
+    flax and equinox inside of `sparsejax.value_and_grad` and
+    `sparsejax.parallel.forward`. `sparsejax.parallel.lookup` and `embedding_bag` have
+    more options. Its gradient under `sparsejax.value_and_grad` is a ShardedTable with
+    ShardedRows as its child.
 
     Sum the gradients of several batches as `g1 + g2`, and scale them as `g / 2`.
     `jax.tree.map(jnp.add, g1, g2)` would add row numbers too, so it raises.
@@ -62,6 +86,8 @@ class ShardedTable:
       mesh: the mesh.
       axis: the mesh axis that the rows are sharded over, or a tuple of axes.
       layout: `"mod"` or `"block"`, which device owns which rows.
+      capacity: int, for reads that name none, as in `sparsejax.parallel.lookup`; None
+        for the default.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -69,6 +95,9 @@ class ShardedTable:
       >>> table = sj.parallel.shard_rows(jnp.ones((5, 2)), mesh, "x")
       >>> table.shape, table.num_shards, table.to_dense().shape
       ((5, 2), 1, (5, 2))
+      >>> table[jnp.array([4, 0])]
+      Array([[1., 1.],
+             [1., 1.]], dtype=float32)
 
     References:
       TorchRec, row-wise sharding; TensorFlow, `partition_strategy` "mod" and "div".
@@ -79,6 +108,7 @@ class ShardedTable:
     mesh: Mesh | AbstractMesh
     axis: str | tuple[str, ...]
     layout: str
+    capacity: int | None = None
 
     # NumPy and JAX must leave `array + table` to us instead of looping over objects.
     __array_ufunc__ = None
@@ -87,8 +117,11 @@ class ShardedTable:
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The child with its key, and the static fields."""
-        static = self.height, self.mesh, self.axis, self.layout
-        return ((jax.tree_util.GetAttrKey("values"), self.values),), static
+        return ((jax.tree_util.GetAttrKey("values"), self.values),), self._static
+
+    @property
+    def _static(self) -> tuple[Any, ...]:
+        return self.height, self.mesh, self.axis, self.layout, self.capacity
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
@@ -146,23 +179,45 @@ class ShardedTable:
             f"{self.axis!r}, layout={self.layout!r})"
         )
 
-    # -- not an array ------------------------------------------------------------
+    # -- read as an array --------------------------------------------------------
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
             f"sparsejax: a ShardedTable of shape {self.shape} was used where an array "
-            "is needed (jnp.asarray, an index, sparsejax.lookup). Its rows lie on "
-            f"{self.num_shards} devices: read them with "
-            "sparsejax.parallel.lookup(table, ids) or "
-            "sparsejax.parallel.embedding_bag, or call .to_dense() for the whole table."
+            f"is needed. Its rows lie on {self.num_shards} devices: read them with "
+            "table[ids], sparsejax.lookup or sparsejax.embedding_bag. jnp.take and "
+            "layers of flax read them inside of sparsejax.value_and_grad and of "
+            "sparsejax.parallel.forward(fun). Or call .to_dense() for the whole table."
         )
 
-    # So that jnp.asarray, and with it sparsejax.lookup, raises the same error.
-    def __jax_array__(self) -> NoReturn:
-        self.__array__()
+    def __jax_array__(self) -> jax.Array:
+        """In the trace of a program that will be walked, what stands for the table."""
+        if not makes_views.value or not hasattr(self.values, "dtype"):
+            self.__array__()
+        return sharded_table_p.bind(jnp.asarray(self.values), static=self._static)
 
-    def __getitem__(self, ids: Any) -> NoReturn:
-        self.__array__()
+    def __getitem__(self, ids: Any) -> Any:
+        """Rows, as of an array; `table[...]` is the table."""
+        if ids is Ellipsis:
+            return self
+        if isinstance(self.values, SelectedRows):
+            self.__array__()
+        is_array = _arguments.is_array(ids)
+        if is_array and AxisType.Explicit in self.mesh.axis_types:
+            # Of ids that are sharded JAX's gather does not know the result's sharding.
+            call = "sparsejax.parallel.ShardedTable[ids]"
+            ids = _arguments.as_ids(call, ids, self.height)
+            height = _arguments.scalar(self.height, ids)
+            ids = jnp.where(ids < 0, ids + height, ids)
+            return read_rows(self, call, ids, None, "clip")
+        read = lambda table, ids: jnp.asarray(table)[ids]
+        return (read if makes_views.value else forward(read))(self, ids)
+
+    def __matmul__(self, other: Any) -> Any:
+        return jnp.asarray(self) @ other
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other @ jnp.asarray(self)
 
     def __float__(self) -> NoReturn:
         self.__array__()
@@ -181,7 +236,7 @@ class ShardedTable:
         if name not in _ARRAY_ONLY:
             raise AttributeError(f"'ShardedTable' object has no attribute {name!r}")
         try:
-            self.__array__()
+            return getattr(jnp.asarray(self), name)
         except TypeError as error:
             raise AttributeError(str(error)) from None
 

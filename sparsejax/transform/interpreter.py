@@ -119,6 +119,36 @@ def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
     return register
 
 
+_SOURCES: set[str] = set()
+
+
+def register_source(primitive: Any) -> Callable[[Rule], Rule]:
+    """`register_rule_of_stacks`, for a primitive that makes a view of any array.
+
+    Its rule is also asked where the input is an array, inside other programs too. Of
+    such an array it makes a view with `TableRef.of_array`.
+    """
+    _SOURCES.add(primitive.name)
+    return register_rule_of_stacks(primitive)
+
+
+def _has_source(run: Run, eqn: Any) -> bool:
+    """Whether an equation, or one of a program inside it, makes a view of an array."""
+    if eqn.primitive.name in _SOURCES:
+        return True
+    found = False
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                if id(inner) not in run.with_sources:
+                    has = any(_has_source(run, e) for e in inner.eqns)
+                    # The jaxpr is kept, so that no other one can reuse its id.
+                    run.with_sources[id(inner)] = inner, has
+                found = found or run.with_sources[id(inner)][1]
+    return found
+
+
 _KNOWS_STACKS = "_sparsejax_knows_stacks"
 
 
@@ -227,6 +257,8 @@ class Run:
       bodies: by the path of a control-flow equation, the sites in its body or bodies.
       dense: the dense uses found.
       sites: all reads, once they have been collected.
+      with_sources: by the id of a program, the program, and whether it has an equation
+        that makes a view of an array.
     """
 
     heights: Sequence[int]
@@ -234,6 +266,7 @@ class Run:
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     dense: list[DenseUse] = dataclasses.field(default_factory=list)
     sites: tuple[Site, ...] = ()
+    with_sources: dict[int, tuple[Any, bool]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +316,8 @@ class RuleContext:
         Returns:
           `[*ids.shape, *ref.content]`.
         """
+        if ref.reader is not None:
+            return self._read_by(ref.reader, ref, ids, valid, drop)
         shape = jnp.shape(ids)
         height = ref.array.shape[0]
         ids = _arguments.as_ids("RuleContext.read", ids, height).reshape(-1)
@@ -292,11 +327,28 @@ class RuleContext:
         if ref.first is not None:
             last = _arguments.scalar(ref.height - 1, ids)
             ids = jnp.clip(ids, _arguments.scalar(0, ids), last) + ref.first
-        rows = ref.view(self._plant(ref, read_rows(ref.array, ids), ids, counts))
+        rows = ref.view(self.plant(ref, read_rows(ref.array, ids), ids, counts))
         differentiated = self.reads.planting and any(self.live)
         if drop and differentiated and jnp.issubdtype(rows.dtype, jnp.inexact):
             rows = drop_cotangents(rows, counts)
         return rows.reshape(shape + rows.shape[1:])
+
+    def _read_by(
+        self, reader: Any, ref: TableRef, ids: Any, valid: Any, drop: bool
+    ) -> jax.Array:
+        """`read` of a view with a reader."""
+        ids = _arguments.as_ids("RuleContext.read", ids, ref.height)
+        counts = indexing.in_range(ids, ref.height)
+        if valid is not None:
+            counts &= jnp.reshape(valid, ids.shape)
+        rows = reader.read(self, ref, ids, counts, drop)
+        if not ref.steps and not drop:
+            return rows
+        rows = ref.view(rows.reshape(ids.size, *rows.shape[ids.ndim :]))
+        differentiated = self.reads.planting and any(self.live)
+        if drop and differentiated and jnp.issubdtype(rows.dtype, jnp.inexact):
+            rows = drop_cotangents(rows, counts.reshape(-1))
+        return rows.reshape(*ids.shape, *rows.shape[1:])
 
     def collect(self, ref: TableRef, num_ids: int) -> Any:
         """Records a read of so many rows, where only types count: in the first walk.
@@ -306,6 +358,8 @@ class RuleContext:
         """
         (out,) = self.eqn.outvars
         if self.reads.planting or _compat.is_laid_out(ref.array):
+            return None
+        if ref.reader is not None:
             return None
         if _compat.is_laid_out(out.aval):
             return None
@@ -345,9 +399,9 @@ class RuleContext:
         shape = (*ids.shape, *ref.array.shape[1:])
         flat = lambda ct, *xs: transpose(ct, *xs).reshape(shape).astype(ref.dtype)
         counts = indexing.in_range(ids, ref.height)
-        return self._plant(ref, combined, ids, counts, flat, operands, kind)
+        return self.plant(ref, combined, ids, counts, flat, operands, kind)
 
-    def _plant(
+    def plant(
         self,
         ref: TableRef,
         out: jax.Array,
@@ -386,6 +440,8 @@ class RuleContext:
         """
         if not isinstance(x, TableRef):
             return x
+        if x.reader is not None:
+            x.reader.refuse(x, f"`{self.eqn.primitive.name}` at {self.where} {why}")
         if live and any(self.live) and not x.stopped:
             if self.reads.planting:
                 raise AssertionError(
@@ -465,12 +521,13 @@ def walk(
         producers.update(dict.fromkeys(eqn.outvars, eqn))
         has_table = any(map(is_table, eqn.invars))
         has_refs = any(_compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        if not (has_table or has_refs or reads.planting):
+        has_source = not has_table and _has_source(run, eqn)
+        if not (has_table or has_refs or has_source or reads.planting):
             continue  # `value` makes placeholders of its outputs, where they are needed
 
         inputs = [value(v) for v in eqn.invars]
         with _compat.equation_context(eqn):
-            if not has_table:
+            if not (has_table or has_source):
                 env.update(zip(eqn.outvars, _compat.bind(eqn, inputs)))
                 continue
 

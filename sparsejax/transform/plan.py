@@ -131,6 +131,14 @@ def collect(
     return plan
 
 
+def find_tables(call: Call) -> Plan:
+    """The leaves that are read by rows and used in no other way, however many rows."""
+    plan = collect(call, [leaf for leaf in call.leaves if _may_be_table(leaf, False)])
+    uses = plan.uses()
+    is_table = lambda leaf: uses[leaf.position].sites and not uses[leaf.position].dense
+    return collect(call, [leaf for leaf in plan.tables if is_table(leaf)])
+
+
 def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
     """Decides which leaves are sparse.
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,49 @@ class RowFunction:
         return self.fn(rows, *self.operands)
 
 
+class RowReader:
+    """How a view reads rows of an array that is laid out in a way of its own.
+
+    The rows of a table may lie on many devices, in another order than that of ids. Such
+    a view has all rows of a table but is never an array: nothing moves unless rows are
+    read. Hashable, and the same in both walks.
+    """
+
+    def read(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    ) -> jax.Array:
+        """Reads rows, and records that in `ctx`.
+
+        Args:
+          ctx: the `RuleContext`.
+          ref: the view; its steps are not applied here.
+          ids: integers of any shape.
+          counts: bools of the same shape, which of the reads get a gradient.
+          nearest: whether an id that does not count reads the nearest row; else what
+            it reads does not matter.
+
+        Returns:
+          `[*ids.shape, *row]`.
+        """
+        raise NotImplementedError
+
+    def bag_sum(
+        self,
+        ctx: Any,
+        ref: TableRef,
+        ids: jax.Array,
+        weights: jax.Array | None,
+        segment_ids: jax.Array | None,
+        num_bags: int,
+    ) -> jax.Array:
+        """The sums of rows that `sparsejax._lookup.bag_sum` returns."""
+        raise NotImplementedError
+
+    def refuse(self, ref: TableRef, use: str) -> NoReturn:
+        """Raises the error of a use of the whole table, described by `use`."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
 class TableRef:
     """A row-wise view of table number `index`.
@@ -60,8 +103,9 @@ class TableRef:
         that is read by two numbers, whose `array` is reshaped. Else None.
       first: the first of the table's rows that the view has, an integer scalar; None
         if it has all of them. A table of a stack is such a view.
+      reader: a `RowReader`, if row r of the view is not row r of `array`; else None.
 
-    Rules of users get neither stacks nor parts of them.
+    Rules of users get neither stacks nor parts of them, nor views with a reader.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,6 +125,7 @@ class TableRef:
     steps: tuple[RowFunction, ...] = ()
     stack_axis: int | None = None
     first: Any = None
+    reader: RowReader | None = None
 
     @classmethod
     def of(cls, index: int, array: jax.Array, stacked: bool = False) -> TableRef:
@@ -90,6 +135,14 @@ class TableRef:
             return cls(index, array, shape, dtype)
         rows = indexing.merge_axes(array, 2)
         return cls(index, rows, shape, dtype, row_axis=1, stack_axis=0)
+
+    @classmethod
+    def of_array(cls, array: jax.Array) -> TableRef:
+        """A view of an array that is no table of the walk: its reads are not recorded.
+
+        JAX differentiates them like all that a program does with arrays.
+        """
+        return dataclasses.replace(cls.of(-1, array), stopped=True)
 
     @property
     def ndim(self) -> int:
@@ -110,7 +163,8 @@ class TableRef:
     @property
     def has_all_rows(self) -> bool:
         """Whether row r of the view is row r of the table."""
-        return self.stack_axis is None and self.first is None
+        no_part = self.stack_axis is None and self.first is None
+        return no_part and self.reader is None
 
     @property
     def content(self) -> tuple[int, ...]:
@@ -151,6 +205,8 @@ class TableRef:
 
     def materialize(self) -> jax.Array:
         """The whole view as an array: all its rows."""
+        if self.reader is not None:
+            self.reader.refuse(self, "the function returns a table")
         rows = self.array
         if self.first is not None:
             rows = lax.dynamic_slice_in_dim(rows, self.first, self.height)

@@ -15,6 +15,11 @@ from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows
 from sparsejax.transform.interpreter import Site
 
 
+# Whether what is traced now will be walked, so that a table which is not an array may
+# stand for one. JAX keeps programs that are traced under different values apart.
+makes_views: Any = jax.make_user_context(False)
+
+
 @dataclasses.dataclass
 class Leaf:
     """One leaf of the arguments that are differentiated.
@@ -151,7 +156,8 @@ def trace_call(
         aux_leaves[:] = [None if _arguments.is_array(x) else x for x in found]
         return [loss, *filter(_arguments.is_array, found)]
 
-    jaxpr, consts = _compat.trace(flat, *inputs)
+    with makes_views(True):
+        jaxpr, consts = _compat.trace(flat, *inputs)
 
     def unflatten_aux(outputs):
         arrays = iter(outputs)

@@ -42,6 +42,8 @@ def _bag_sum_rule(
         return ctx.combine(ref, ids, out, transpose, ids, *rest)
     if ref.row_axes != (0,):
         return NotImplemented
+    if ref.reader is not None:
+        return ref.reader.bag_sum(ctx, ref, ids, weights, segment_ids, num_bags)
     # The rows of any other view are computed first, and are then a small table.
     rows = indexing.merge_axes(ctx.read(ref, ids, drop=False), ids.ndim)
     positions = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)

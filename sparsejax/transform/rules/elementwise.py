@@ -119,7 +119,9 @@ def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
 
     if isinstance(other, TableRef):
         same = (other.index, other.row_axes) == (ref.index, axes)
-        if not same or other.first is not ref.first:
+        if not same or other.first is not ref.first or other.reader != ref.reader:
+            return NotImplemented
+        if ref.reader is not None and other.array is not ref.array:
             return NotImplemented
         table = dataclasses.replace(ref, steps=())
         both = lambda rows, mine, its: bind(

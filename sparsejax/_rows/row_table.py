@@ -1,0 +1,52 @@
+"""RowTable: a table that is not an array; how its rows are read is registered.
+
+Its class registers a function with `read_rows` and one with `reduce_rows`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+
+
+class RowTable:
+    """A table whose rows may lie on many devices: `sparsejax.parallel.ShardedTable`."""
+
+    shape: Any
+    dtype: Any
+    ndim: Any
+
+
+@functools.singledispatch
+def read_rows(
+    table: Any, call: str, ids: jax.Array, padding: jax.Array | None, mode: str
+) -> jax.Array:
+    """The rows that `sparsejax.lookup` reads, from checked arguments."""
+    raise NotImplementedError
+
+
+@functools.singledispatch
+def reduce_rows(
+    table: Any,
+    call: str,
+    ids: jax.Array,
+    skip: jax.Array | None,
+    weights: jax.Array | None,
+    segments: tuple[jax.Array, int] | None,
+    *,
+    combiner: str,
+    mode: str,
+    max_norm: float | None = None,
+) -> jax.Array:
+    """The bags of `sparsejax.embedding_bag`, from checked arguments.
+
+    Args:
+      table: the table.
+      call: the public call, for errors.
+      ids: `[B, L]`, or `[n]` with `segments`.
+      skip: bools, which elements are in no bag.
+      weights: with the shape of `ids`.
+      segments: the bag of each element, and the number of bags.
+      combiner, mode, max_norm: as there.
+    """
+    raise NotImplementedError

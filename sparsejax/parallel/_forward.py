@@ -1,0 +1,90 @@
+"""forward: runs a function that reads ShardedTables as it would read arrays.
+
+`sparsejax.value_and_grad` does the same for a loss. The function is traced with an
+array in place of each table, and its program is walked: reads of rows become
+exchanges of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from sparsejax import _arguments, _compat
+from sparsejax.transform.interpreter import Reads, Run, walk
+from sparsejax.transform.table import TableRef
+from sparsejax.transform.trace import check_fun, makes_views
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_CALL = "sparsejax.parallel.forward"
+
+
+def forward(fun: Callable[P, T]) -> Callable[P, T]:
+    """Makes JAX's functions read the rows of ShardedTables, where no gradient is taken.
+
+    `jnp.take(table, ids, axis=0)`, and with it the embedding layers of flax, work on a
+    ShardedTable inside of `sparsejax.value_and_grad`. `forward` is for calls outside of
+    it: evaluation and serving. (`table[ids]`, `sparsejax.lookup`, `embedding_bag` and
+    the layers of `sparsejax.nn` need neither.) Combine it with `jit` as
+    `jax.jit(forward(fun))`.
+
+    Args:
+      fun: a function of trees of arrays and ShardedTables, or that closes over them. It
+        is traced as under `jit`, except that arguments which are not arrays (ints,
+        strings, functions) are passed through unchanged.
+
+    Returns:
+      A function of the same arguments that returns the same.
+
+    Raises:
+      TypeError: `fun` is not a function.
+      DensifyError: it uses a whole table. The message shows the operation and its
+        source line.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> table = sj.parallel.shard_rows(jnp.arange(6.0).reshape(3, 2), mesh, "x")
+      >>> take = lambda table, ids: jnp.take(table, ids, axis=0)
+      >>> sj.parallel.forward(take)(table, jnp.array([2, 0]))
+      Array([[4., 5.],
+             [0., 1.]], dtype=float32)
+
+    References:
+      Quax, `quaxify`, which lets functions of JAX take types of array that are not its.
+    """
+    check_fun(_CALL, fun)
+    call: Callable[..., Any] = fun
+
+    @functools.wraps(fun)
+    def forward_fun(*args: P.args, **kwargs: P.kwargs) -> Any:
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        is_input = [_arguments.is_array(x) for x in leaves]
+        inputs = [x for x, dynamic in zip(leaves, is_input) if dynamic]
+        out_tree: Any = None
+        out_leaves: list[Any] = []  # None in place of each array
+
+        def flat(*xs):
+            nonlocal out_tree
+            arrays = iter(xs)
+            full = [next(arrays) if d else x for x, d in zip(leaves, is_input)]
+            args, kwargs = jax.tree_util.tree_unflatten(tree, full)
+            found, out_tree = jax.tree_util.tree_flatten(call(*args, **kwargs))
+            out_leaves[:] = [None if _arguments.is_array(x) else x for x in found]
+            return [x for x in found if _arguments.is_array(x)]
+
+        with makes_views(True):
+            jaxpr, consts = _compat.trace(flat, *inputs)
+        live = (True,) * len(jaxpr.outvars)
+        # Reads with deltas, though there are none: all equations are run.
+        outs = walk(Run(()), Reads(()), jaxpr, [*consts, *inputs], live)
+        arrays = (x.materialize() if isinstance(x, TableRef) else x for x in outs)
+        full = [next(arrays) if x is None else x for x in out_leaves]
+        return jax.tree_util.tree_unflatten(out_tree, full)
+
+    return forward_fun

@@ -1,0 +1,83 @@
+"""What a step reads from each table: given by the user, or found in the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from sparsejax import _compat
+from sparsejax._arguments import PyTree
+from sparsejax.parallel._table import ShardedTable
+from sparsejax.transform.interpreter import Reads
+from sparsejax.transform.plan import find_tables
+from sparsejax.transform.trace import trace_call
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One place where a step reads a table, on all devices together.
+
+    Args:
+      count: the number of ids.
+      ids: the ids, in the order of the batch, or None if they are not known.
+    """
+
+    count: int
+    ids: np.ndarray | None = None
+
+
+def reads_in_loss(
+    call: str, loss: Callable[..., Any], params: PyTree, batch: PyTree
+) -> tuple[list[Any], Any, list[str], list[list[Read] | None]]:
+    """Traces `loss(params, batch)` and finds the parameters that it reads by rows.
+
+    Returns:
+      The leaves of `params` with their tree and names; and for each of them its reads,
+      or None if it is not a table.
+    """
+    first = lambda out: out[0] if isinstance(out, tuple) else out
+    fun = lambda params, batch: first(loss(params, batch))
+    is_sharded = lambda x: isinstance(x, ShardedTable)
+    as_array = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_sharded(x) else x
+    params = jax.tree.map(as_array, params, is_leaf=is_sharded)
+    traced = trace_call(fun, 0, False, None, (params, batch), {}, call)
+    plan = find_tables(traced)
+    found: dict[int, list[Read]] = {leaf.position: [] for leaf in plan.tables}
+    ids = _ids_of(plan)
+    for number, site in enumerate(plan.run.sites):
+        if site.num_rows:
+            position = plan.tables[site.table].position
+            found[position].append(
+                Read(site.num_rows, None if ids is None else ids[number])
+            )
+    leaves = [leaf.value for leaf in traced.leaves]
+    names = [leaf.name for leaf in traced.leaves]
+    reads = [found.get(leaf.position) or None for leaf in traced.leaves]
+    return leaves, traced.tree, names, reads
+
+
+def _ids_of(plan: Any) -> list[np.ndarray] | None:
+    """The ids of each read, if they can be computed from what is not abstract.
+
+    Of the program that reads rows only the equations that make ids are run, so that no
+    table needs to be an array.
+    """
+
+    def collect(inputs):
+        reads = Reads(plan.zero_deltas())
+        plan.walk(inputs, reads)
+        return list(reads.ids)
+
+    inputs = plan.call.inputs
+    jaxpr, consts, is_used = _compat.only_needed(*_compat.trace(collect, inputs))
+    args = [x for x, used in zip(inputs, is_used) if used]
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (*consts, *args)):
+        return None
+    run = functools.partial(_compat.eval_jaxpr, jaxpr, consts)
+    return [np.asarray(x) for x in jax.jit(run)(*args)]

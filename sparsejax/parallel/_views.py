@@ -1,0 +1,97 @@
+"""A ShardedTable where an array is needed: how a walk reads its rows.
+
+`jnp.asarray(table)` binds the primitive `sharded_table`, whose result has the shape of
+the table. In a walk it becomes a view of the table's values with a `RowReader`. So all
+that reads rows of an array reads rows of a ShardedTable: `jnp.take`, an embedding layer
+of flax, under `vmap` and `scan`, cast or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _arguments
+from sparsejax._rows import indexing
+from sparsejax.parallel import _embedding_bag
+from sparsejax.parallel._lookup import check_table, owners_of, put_on_mesh, read
+from sparsejax.parallel._table import ShardedTable, sharded_table_p
+from sparsejax.transform.interpreter import RuleContext, register_source
+from sparsejax.transform.plan import DensifyError
+from sparsejax.transform.table import RowReader, TableRef
+
+
+_CALL = "sparsejax.parallel.ShardedTable"
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardedReader(RowReader):
+    """Reads rows by `all_to_all`; `static` are the fields of the table."""
+
+    static: tuple[Any, ...]
+
+    def table(self, values: Any) -> ShardedTable:
+        """The table with these values."""
+        return ShardedTable.tree_unflatten(self.static, (values,))
+
+    def read(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    ) -> jax.Array:
+        """As `RowReader.read`."""
+        table = self.table(ref.array)
+        check_table(_CALL, table, "lookup")
+        none = _arguments.scalar(table.height, ids)
+        counted = jnp.where(counts, ids, none)
+        if nearest:
+            last = _arguments.scalar(table.height - 1, ids)
+            ids = jnp.clip(ids, _arguments.scalar(0, ids), last)
+        else:
+            ids = counted
+
+        def record(rows, kind, pad):
+            positions = pad(table.position(counted))
+            inside = indexing.in_range(positions, kind.owners.height)
+            return ctx.plant(ref, rows, positions, inside, kind=kind)
+
+        return read(_CALL, table, put_on_mesh(_CALL, table, ids), None, record)[0]
+
+    def bag_sum(
+        self,
+        ctx: Any,
+        ref: TableRef,
+        ids: jax.Array,
+        weights: jax.Array | None,
+        segment_ids: jax.Array | None,
+        num_bags: int,
+    ) -> jax.Array:
+        """As `RowReader.bag_sum`."""
+        owners = owners_of(self.table(ref.array))
+        read_rows = lambda ids: ctx.read(ref, ids, drop=False)
+        return _embedding_bag.sum_bags(
+            owners, read_rows, ref.height, ids, weights, segment_ids, num_bags
+        )
+
+    def refuse(self, ref: TableRef, use: str) -> NoReturn:
+        """As `RowReader.refuse`."""
+        table = self.table(ref.array)
+        raise DensifyError(
+            f"sparsejax: {use}, and so needs the whole of a ShardedTable of shape "
+            f"{table.shape}, whose rows lie on {table.num_shards} devices. Read rows "
+            "there: table[ids], jnp.take(table, ids, axis=0), sparsejax.lookup or "
+            "sparsejax.embedding_bag. The rows with the highest scores are "
+            "sparsejax.parallel.top_k(query, table, k). For the whole table on every "
+            "device write table.to_dense()."
+        )
+
+
+@register_source(sharded_table_p)
+def _view_rule(ctx: RuleContext, values: Any, *, static: tuple[Any, ...]) -> Any:
+    if not isinstance(values, TableRef):
+        values = TableRef.of_array(jnp.asarray(values))
+    elif values.steps or values.row_axes != (0,) or not values.has_all_rows:
+        return NotImplemented
+    shape = tuple(ctx.eqn.outvars[0].aval.shape)
+    return dataclasses.replace(values, shape=shape, reader=_ShardedReader(static))
