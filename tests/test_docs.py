@@ -23,6 +23,7 @@ TESTED_ELSEWHERE = {
     "gluon.md",
     "knowledge_graph.md",
     "paddle.md",
+    "restart_after_failure.md",
     "scaling.md",
     "tensorflow.md",
     "torch.md",
