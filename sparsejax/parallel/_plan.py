@@ -224,7 +224,7 @@ class Plan:
           >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
           >>> plan = sj.parallel.plan({"user": (100_000, 32)}, mesh, 20_480)
           >>> plan.describe().splitlines()[2].split()[-7:]
-          ['row-sharded', '3.2', 'MB', '1.31', 'MB', '26.2', 'us']
+          ['column-sharded', '3.2', 'MB', '1.17', 'MB', '23.3', 'us']
         """
         is_number = isinstance(bytes_per_second, int | float | np.number)
         if not is_number or not bytes_per_second > 0:
