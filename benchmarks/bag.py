@@ -15,7 +15,6 @@ on two cores of a CPU, and exits with 1 where it does not hold.
 import argparse
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -248,19 +247,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="appends a line for each case to this file")
     parser.add_argument("--check", action="store_true", help="asserts the claims")
     args = parser.parse_args(argv)
-    print(" ".join(f"{k}={v}" for k, v in timing.machine().items()))
+    machine = timing.machine()
+    print(" ".join(f"{k}={v}" for k, v in machine.items()))
     print(f"table [{args.rows}, {args.dim}], {args.bags} bags; medians in ms")
     print(
         "layout  comb. pass     ids          ours  natural    torch  ratio"
         "   temporaries (MB)"
     )
-    records = []
-    for record in measure(args):
-        print_record(record)
-        records.append(record)
-        if args.json:
-            timing.append_json_line(args.json, record | timing.machine())
-    wrong = failures(records) if args.check else []
-    for line in wrong:
-        print(f"does not hold: {line}", file=sys.stderr)
-    return 1 if wrong else 0
+    records = timing.collect(measure(args), print_record, args.json, machine)
+    return timing.report(failures(records) if args.check else [])

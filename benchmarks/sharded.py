@@ -25,7 +25,6 @@ not hold.
 import argparse
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -269,13 +268,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("  ".join(f"{key} {value}" for key, value in machine.items()))
     print(f"rows of {args.dim} floats, {args.ids} {args.skew} ids a device; medians")
     print(HEADER, flush=True)
-    records = []
-    for record in cases(args):
-        records.append(record)
-        print("\n".join(lines(record)), flush=True)
-        if args.json:
-            timing.append_json_line(args.json, record | machine)
-    wrong = failures(records) if args.check else []
-    for text in wrong:
-        print(f"does not hold: {text}", file=sys.stderr)
-    return 1 if wrong else 0
+    show = lambda record: print("\n".join(lines(record)), flush=True)
+    records = timing.collect(cases(args), show, args.json, machine)
+    return timing.report(failures(records) if args.check else [])

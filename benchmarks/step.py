@@ -404,10 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timing.append_json_line(args.json, machine | record)
     if args.plot:
         plot(records, args.plot, f"{machine['cores']} cores, jax {machine['jax']}")
-    wrong = check(records) if args.check else []
-    for text in wrong:
-        print(f"does not hold: {text}", file=sys.stderr)
-    return int(bool(wrong))
+    return timing.report(check(records) if args.check else [])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +65,32 @@ def bandwidth(megabytes: int = 256) -> float:
     )
     times, _ = alternate({"": scale.run}, x, tuple, repeats=7)
     return 2 * (megabytes << 20) / statistics.median(times[""])
+
+
+def collect(
+    records: Iterable[dict[str, Any]],
+    show: Callable[[dict[str, Any]], Any],
+    path: str | None,
+    about: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """The records; shows each when it comes.
+
+    If a path is given, appends it there with what all have in common, `about`.
+    """
+    found = []
+    for record in records:
+        found.append(record)
+        show(record)
+        if path:
+            append_json_line(path, {**record, **about})
+    return found
+
+
+def report(wrong: Sequence[str]) -> int:
+    """Says which claims do not hold; 1 if any, the exit status of `--check`."""
+    for text in wrong:
+        print(f"does not hold: {text}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def append_json_line(path: str, record: Mapping[str, Any]) -> None:
