@@ -252,7 +252,12 @@ def assert_in_place(f, *args, donate=0):
         f"{memory.temp_size_in_bytes} bytes of temporaries: a copy of the table, which "
         f"has {table.nbytes}?"
     )
-    shape = f"[{','.join(map(str, table.shape))}]"
+    assert_no_copies(text, table)
+
+
+def assert_no_copies(text, array):
+    """A compiled program, as text, copies nothing of the array's shape."""
+    shape = f"[{','.join(map(str, array.shape))}]"
     copies = [
         line.strip()
         for line in text.splitlines()

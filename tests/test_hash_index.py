@@ -14,7 +14,12 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import sparsejax as sj
-from helpers import assert_same_bits, compile_as_users_do, slow_but
+from helpers import (
+    assert_no_copies,
+    assert_same_bits,
+    compile_as_users_do,
+    slow_but,
+)
 from index_model import Model, check_state, check_step, compare, find, insert, words
 from sparsejax._index import hash_index
 
@@ -277,13 +282,7 @@ def test_in_place():
     # The window has 4,096 rows.
     assert memory.temp_size_in_bytes < 200_000 < min(x.nbytes for x in arrays)
     for x in arrays:
-        shape = f"[{','.join(map(str, x.shape))}]"
-        copies = [
-            line.strip()
-            for line in text.splitlines()
-            if shape in line.split("(")[0] and " copy(" in line
-        ]
-        assert not copies, copies
+        assert_no_copies(text, x)
 
 
 @pytest.mark.slow
