@@ -36,6 +36,7 @@ from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._rows import indexing
 from sparsejax.optim._lazy import state_leaves, trees
 from sparsejax.store._journal import Journal
+from sparsejax.store._prefetch import ReadAhead
 from sparsejax.store._requested_rows import bucket, distinct_rows, is_among
 from sparsejax.store._slots import POLICIES, Plan, Slots
 from sparsejax.store._store import KVStore
@@ -509,37 +510,22 @@ class CachedTable:
         """The iterator that `prefetch` returns."""
         call = f"{_CALL}.prefetch"
         queue, owner = self._store._queue, object()
-        source, end = iter(batches), object()
-        ahead: collections.deque[Any] = collections.deque()
-        is_ended = False
 
-        def fill(count):
-            """Takes batches until `count` are ahead, and keeps an error as one."""
-            nonlocal is_ended
-            while len(ahead) < count and not is_ended:
-                try:
-                    batch = next(source, end)
-                    is_ended = batch is end
-                    if not is_ended:
-                        if depth:
-                            self._announce(self._as_ids(call, ids_of(batch)), owner)
-                        ahead.append((batch,))
-                except Exception as error:
-                    is_ended = True
-                    ahead.append(error)
+        def prepare(batch):
+            if depth:
+                self._announce(self._as_ids(call, ids_of(batch)), owner)
+            return (batch,)
 
+        ahead = ReadAhead(batches, prepare)
         queue.start_worker()
         self._prefetching += 1
         try:
             while True:
                 self._check_open(call)
-                fill(1)
-                if not ahead:
+                head = ahead.take()
+                if head is ReadAhead.END:
                     break
-                head = ahead.popleft()
-                if isinstance(head, Exception):
-                    raise head
-                fill(depth)
+                ahead.fill(depth)
                 yield head[0]
         finally:
             self._prefetching -= 1

@@ -15,7 +15,7 @@ import collections
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -168,6 +168,46 @@ class InFlightBatches:
 # ------------------------------------------------------------------ the queue
 
 _THREAD = "sparsejax.store"
+
+
+class ReadAhead:
+    """What is made of batches ahead of their use, in order.
+
+    An error, of the batches or of `prepare`, is kept and raised in its turn.
+
+    Args:
+      batches: to go through.
+      prepare: a function of a batch; its result is never an exception.
+    """
+
+    END: Any = object()
+
+    def __init__(self, batches: Iterable[Any], prepare: Callable[[Any], Any]):
+        self._batches, self._prepare = iter(batches), prepare
+        self._ahead: collections.deque[Any] = collections.deque()
+        self._is_ended = False
+
+    def fill(self, count: int) -> None:
+        """Takes batches until `count` are ahead, or there are no more."""
+        while len(self._ahead) < count and not self._is_ended:
+            try:
+                batch = next(self._batches, self.END)
+                self._is_ended = batch is self.END
+                if not self._is_ended:
+                    self._ahead.append(self._prepare(batch))
+            except Exception as error:
+                self._is_ended = True
+                self._ahead.append(error)
+
+    def take(self) -> Any:
+        """The first of them, or `END` after the last."""
+        self.fill(1)
+        if not self._ahead:
+            return self.END
+        head = self._ahead.popleft()
+        if isinstance(head, Exception):
+            raise head
+        return head
 
 
 class WorkQueue:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import os
 import time
@@ -26,6 +25,7 @@ from sparsejax.store._prefetch import (
     InFlightBatch,
     InFlightBatches,
     PulledRows,
+    ReadAhead,
     WorkQueue,
 )
 from sparsejax.store._requested_rows import check_not_traced, check_rows, slots_of
@@ -541,22 +541,7 @@ class KVStore:
             prepared.result()  # done by now; raises its error
             return self._in_flight.finish(in_flight)
 
-        def fill(count):
-            """Prepares batches until `count` are ahead, and keeps an error as one."""
-            nonlocal is_ended
-            while len(ahead) < count and not is_ended:
-                try:
-                    batch = next(source, end)
-                    is_ended = batch is end
-                    if not is_ended:
-                        ahead.append(prepare(batch))
-                except Exception as error:
-                    is_ended = True
-                    ahead.append(error)
-
-        source, end = iter(batches), object()
-        ahead: collections.deque[Any] = collections.deque()
-        is_ended = False
+        ahead = ReadAhead(batches, prepare)
         self._queue.start_worker()
         self._depths.append(depth)
         for table in self._tables.values():
@@ -565,16 +550,13 @@ class KVStore:
         try:
             while True:
                 self._check_open(call)
-                fill(1)
-                if not ahead:
+                head = ahead.take()
+                if head is ReadAhead.END:
                     break
-                head = ahead.popleft()
-                if isinstance(head, Exception):
-                    raise head
                 batch, is_alone, in_flight, prepared = head
                 work = functools.partial(finish, in_flight, prepared)
                 finished = self._queue.submit(work)
-                fill(depth)
+                ahead.fill(depth)
                 pulled = finished.result()
                 self._queue.raise_error()
                 yield batch, (next(iter(pulled.values())) if is_alone else pulled)
