@@ -22,7 +22,7 @@ import functools
 
 import optax
 
-from sparsejax._rows import is_selected_rows, opened
+from sparsejax._rows import is_selected_rows
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
@@ -148,9 +148,9 @@ def lazy(
         return state_sharding.init(tx.init, params)
 
     def update(updates, state, params=None, **extra_args):
-        grads = opened(updates)
+        leaves, treedef = trees.flatten(updates)
+        grads = treedef.unflatten(leaves)
         state_sharding.check_sharded(CALL, grads, params, state)
-        leaves, treedef = trees.flatten(grads)
         tables = tuple(i for i, g in enumerate(leaves) if is_selected_rows(g))
         if not tables:
             checks.check_order(CALL, params)
