@@ -146,7 +146,7 @@ def test_overflow_is_counted_and_rows_held_are_right():
     step = jax.jit(tx.update)
 
     def gradient(*rows):
-        rows = jnp.array([*rows, V])  # an empty slot is no row
+        rows = jnp.array([*rows, V])  # an empty slot
         return sj.SelectedRows(rows, jnp.ones((len(rows), 1)), V)
 
     _, state = step(gradient(9, 5, 9, 9), state, params)

@@ -1,4 +1,4 @@
-"""`exact` and state that is no moment: as dense training, or refused by name."""
+"""`exact` and state other than moments: as dense training, or refused by name."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false

@@ -110,7 +110,7 @@ class HashIndex:
       >>> rows
       Array([1, 0, 1], dtype=int32)
       >>> index, rows, evicted = index.insert(jnp.array([70, 90, 10]), step=1)
-      >>> rows, evicted  # 50 was evicted; 3 is no row
+      >>> rows, evicted  # 50 was evicted; 3 is out of range
       (Array([1, 0, 2], dtype=int32), Array([0, 3, 3], dtype=int32))
       >>> index.find(jnp.array([90, 50]))
       Array([0, 3], dtype=int32)

@@ -76,7 +76,7 @@ def reset_rows(
       >>> grads = {"items": -jnp.ones((4, 1)), "bias": jnp.zeros(1)}
       >>> updates, state = tx.update(grads, tx.init(params), params)
       >>> params = optax.apply_updates(params, updates)
-      >>> evicted = jnp.array([2, 4])  # 4 is no row
+      >>> evicted = jnp.array([2, 4])  # 4 is out of range
       >>> params, state = sj.optim.reset_rows(tx, state, params, {"items": evicted})
       >>> params["items"][:, 0]
       Array([2., 2., 0., 2.], dtype=float32)

@@ -3,7 +3,7 @@
 A device cache writes rows back at any time, so that between two flushes the file of its
 table has rows of different steps. Before a row is overwritten for the first time since
 a flush, its old weights and state are appended to the journal, a file next to that of
-the table. If the process is killed, whoever opens the table next rolls it back.
+the table. If the process is killed, the next one to open the table rolls it back.
 
 The header of the table names the journal that belongs to it. It is written when the
 journal was begun, and without that name when a flush is done; both in one write, so
@@ -70,7 +70,7 @@ class Journal:
             self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Leaves the journal to whoever opens the table next."""
+        """Leaves the journal to the next process that opens the table."""
         if self._file is not None:
             self._file.close()
             self._file = None

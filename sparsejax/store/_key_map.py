@@ -5,7 +5,7 @@ the array that has the key of each row. A batch is sought in a few passes, each 
 looks at one slot of each key that is not settled yet. At most half of the slots are in
 use; the table grows when they are.
 
-The hash is salted at random, so that nobody can choose keys that collide. Nothing that
+The hash is salted at random, so that keys cannot be chosen to collide. Nothing that
 a caller sees depends on it.
 """
 
