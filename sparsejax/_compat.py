@@ -405,6 +405,25 @@ def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     return _core.eval_jaxpr(jaxpr, consts, *args)
 
 
+def eval_in_own_mesh(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Runs an open jaxpr in the mesh of the caller.
+
+    Equations keep the mesh that they were traced in, and some a sharding over it, which
+    inside of a `shard_map` is the wrong one. Programs within equations, like branches
+    of a conditional, still keep theirs.
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for eqn in jaxpr.eqns:
+        if eqn.params.get("sharding") is not None:
+            eqn = eqn.replace(params={**eqn.params, "sharding": None})
+        stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+        with _source_info.user_context(eqn.source_info.traceback, name_stack=stack):
+            outs = bind(eqn, [read(v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, outs))
+    return [read(v) for v in jaxpr.outvars]
+
+
 def _primitive(
     name: str,
     reference: Callable[..., Any],

@@ -15,6 +15,7 @@ from sparsejax._rows.selected_rows import (
     concatenate as concatenate,
     flat_rows as flat_rows,
     is_selected_rows as is_selected_rows,
+    known_sum as known_sum,
     restacked as restacked,
     stacked_rows as stacked_rows,
     with_known_sum as with_known_sum,

@@ -515,10 +515,8 @@ class SelectedRows(metaclass=_NamesTheCause):
         if not _is_arraylike(other):
             return NotImplemented
         if np.ndim(other):
-            array, values, total = self.__dict__.get("_known_sum", (None, None, None))
-            if array is other and values is self.values:
-                return total
-            return _add_to_array(other, self)
+            known = known_sum(self, other)
+            return _add_to_array(other, self) if known is None else known
         if isinstance(other, (int, float)) and other == 0:
             return self  # sum() starts with 0
         raise TypeError(
@@ -625,6 +623,12 @@ def with_known_sum(rows: Rows, array: Any, total: Any) -> Rows:
     out = object.__new__(type(rows))
     vars(out).update(vars(rows), _known_sum=(array, rows.values, total))
     return out
+
+
+def known_sum(rows: SelectedRows, array: Any) -> Any:
+    """`array + rows` if `with_known_sum` said what it is, else None."""
+    known, values, total = vars(rows).get("_known_sum", (None, None, None))
+    return total if known is array and values is rows.values else None
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:

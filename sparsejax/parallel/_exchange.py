@@ -11,9 +11,11 @@ more from some owner, more rounds follow, the same number on every device:
 
     rounds = ceil(most rows that any device requests from any owner / C)
 
-So C affects speed, never results. Gradients take two passes of rounds: first the ids,
-which tell the owner its distinct rows, then the values, each added to the row of its
-id. A row is therefore complete before it is used, however many rounds its parts took.
+So C affects speed, never results. Gradients that are merged take two passes of rounds:
+first the ids, which tell the owner its distinct rows, then the values, each added to
+the row of its id. Gradients that are applied at once take one, in which each round
+completes a range of the owner's rows (`receive_by_ranges`). Either way a row is
+complete before it is used, however many rounds its parts took.
 
 Reads are one primitive, `read_sharded_rows`, and its transpose is another,
 `add_sharded_rows`.
@@ -519,7 +521,7 @@ def send_to_owners(
 
         total = jnp.zeros((most_got, *row), wide)
         total = _for_each_round(rounds, is_single, send_values, total)
-        return _to_positions(owners, rows), total.astype(dtype)
+        return to_positions(owners, rows), total.astype(dtype)
 
     return owners.shard_map(
         body,
@@ -530,13 +532,86 @@ def send_to_owners(
     )
 
 
+def receive_by_ranges(
+    owners: Owners,
+    slots: int,
+    positions: jax.Array,
+    values: jax.Array,
+    apply: Callable[[jax.Array, jax.Array, Any], Any],
+    carry: Any,
+) -> Any:
+    """Sends gradients of rows to their owners, which apply them range by range.
+
+    For the body of an `owners.shard_map`. In each round a device sends its next C rows
+    to each owner, in ascending order. An owner applies those up to the least row at
+    which some device stopped: of these it has all parts, from every device. So a row is
+    applied once, however its parts are distributed, and an owner holds no more than
+    what arrives in a round. What lies above is sent again in the next round. No
+    division of the rows into ranges of at most C from each device has fewer ranges.
+
+    Args:
+      owners, slots: static.
+      positions: `[n]` of this device, `height` for an empty slot.
+      values: `[n, ...]`.
+      apply: `carry = apply(rows [m], values [m, ...], carry)`, where `rows` are
+        this owner's row numbers with all their duplicates, and R for an empty slot;
+        ranges ascend.
+      carry: any tree of arrays.
+    """
+    wide = indexing.accumulator_dtype(values.dtype)
+    groups = _group_by_owner(owners, positions)
+    values = indexing.zero_unless(positions < owners.height, values).astype(wide)
+    merged = _sum_duplicates(groups, values)
+    first = groups.first.reshape(-1, 1)
+    last_row = _arguments.scalar(owners.rows - 1, positions)
+    starts = (np.arange(owners.count) * owners.rows).astype(positions.dtype)
+
+    def one_round(sent, carry):
+        within = sent.reshape(-1, 1) + np.arange(slots, dtype=np.int32).reshape(1, -1)
+        used, at = within < groups.size.reshape(-1, 1), first + within
+        ids = indexing.take_rows(groups.rows, at) - starts.reshape(-1, 1)
+        ids = jnp.where(used, ids, _arguments.scalar(owners.rows, ids))
+        # The last id is sent as its complement if the device has more for this owner.
+        more = sent + np.int32(slots) < groups.size
+        ids = ids.at[:, -1].set(jnp.where(more, ~ids[:, -1], ids[:, -1]))
+        rows = indexing.take_rows(
+            merged, jnp.where(used, at, np.int32(merged.shape[0]))
+        )
+        got, rows = (
+            _gather_replicas(owners, _all_to_all(owners, x)) for x in (ids, rows)
+        )
+        stops = got[:, -1]
+        until = jnp.min(jnp.where(stops < 0, ~stops, last_row))
+        got = jnp.where(got < 0, ~got, got)
+        got = jnp.where(got <= until, got, _arguments.scalar(owners.rows, got))
+        carry = apply(got.reshape(-1), rows.reshape(-1, *rows.shape[2:]), carry)
+        until = lax.all_gather(until, owners.axes)
+        sent = jnp.searchsorted(groups.rows, starts + until, side="right")
+        return jnp.any(until < last_row), sent.astype(jnp.int32) - groups.first, carry
+
+    sent = jnp.zeros((owners.count,), jnp.int32)
+    if _fits_one_round(owners, positions.size, slots):
+        return one_round(sent, carry)[2]
+    return lax.while_loop(
+        lambda state: state[0],
+        lambda state: one_round(*state[1:]),
+        (jnp.array(True), sent, carry),
+    )[2]
+
+
+def most_received(owners: Owners, positions: jax.Array) -> int:
+    """The most distinct rows that an owner can receive for these global positions."""
+    here = positions.size // owners.devices
+    return max(1, min(owners.rows, owners.devices * min(here, owners.rows)))
+
+
 def _gather_replicas(owners: Owners, x: jax.Array) -> jax.Array:
     """`x [N, ...]` of all devices that own the same rows, `[replicas * N, ...]`."""
     axes = owners.replica_axes
     return lax.all_gather(x, axes, tiled=True) if axes else x
 
 
-def _to_positions(owners: Owners, rows: jax.Array) -> jax.Array:
+def to_positions(owners: Owners, rows: jax.Array) -> jax.Array:
     """This owner's row numbers as positions; R becomes `height`."""
     wide = _arguments.index_dtype(owners.height, rows.dtype)
     first = lax.axis_index(owners.axes).astype(wide) * np.array(owners.rows, wide)

@@ -4,6 +4,9 @@ It has two states. `sparsejax.value_and_grad` returns it with every slot on the 
 whose batch read the row; nothing has been sent yet. `coalesce` sends the slots to the
 owners of their rows and merges them there. Each owner then holds its own distinct rows,
 and reading or writing them moves nothing between devices.
+
+Inside of `jit`, `sparsejax.optim.lazy` does not hold them: owners merge and apply rows
+as they arrive, see `_passes`.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax._arguments import ArrayLike
-from sparsejax._rows import SelectedRows, indexing, is_selected_rows
-from sparsejax.optim._lazy import gather_scatter
+from sparsejax._rows import SelectedRows, indexing, is_selected_rows, known_sum
+from sparsejax.optim._lazy import gather_scatter, row_passes
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
+from sparsejax.parallel._passes import RangePasses
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -135,7 +139,8 @@ class ShardedRows(SelectedRows):
             return concatenate([self, other])
         if is_selected_rows(other) or np.ndim(other) == 0:
             return self.everywhere().__add__(other)
-        return _add_to(other, self)
+        known = known_sum(self, other)
+        return _add_to(other, self) if known is None else known
 
 
 # ------------------------------------------------------------------ at the owners
@@ -221,6 +226,12 @@ def _add_to(table: Any, rows: ShardedRows) -> jax.Array:
             "table.values, or use optax.apply_updates on trees."
         )
     return _add(jnp.asarray(table), rows.coalesce())
+
+
+@row_passes.passes_over.register
+def _passes_over(grad: ShardedRows, table: Any) -> row_passes.Passes | None:
+    runs = not grad.is_merged and row_passes.is_traced(grad, table)
+    return RangePasses(grad) if runs else None
 
 
 @gather_scatter.merge_duplicates.register

@@ -63,6 +63,11 @@ class Program:
         return f"Program({self.jaxpr})"
 
     @property
+    def has_branches(self) -> bool:
+        """Whether there are conditionals in it."""
+        return any(eqn.primitive.name == "cond" for eqn in self.jaxpr.eqns)
+
+    @property
     def outputs(self) -> list[Any]:
         """The types of the results."""
         return [v.aval for v in self.jaxpr.outvars]
@@ -79,7 +84,7 @@ class Program:
             others = args[num_rows:]
             consts = others[: len(self.consts)]
             operands = others[len(self.consts) :]
-            outs = _compat.eval_jaxpr(self.jaxpr, consts, *rows, *operands)
+            outs = _compat.eval_in_own_mesh(self.jaxpr, consts, *rows, *operands)
             return [x[0] for x in outs]
 
         def many(*args):

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows, indexing, with_known_sum, with_slots
-from sparsejax.optim._lazy import block_pass, row_program
+from sparsejax import _compat
+from sparsejax._rows import SelectedRows, indexing, with_known_sum
+from sparsejax.optim._lazy import block_pass, row_passes, row_program
 from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction
 
 
@@ -44,16 +44,18 @@ def update(
       extra_args: of `tx.update`.
       check: whether `tx` is known to be row-separable.
     """
-    if weights is None or not all(_runs(grads[i], weights[i]) for i in tables):
+    if weights is None:
+        return None
+    passes = {i: row_passes.passes_over(grads[i], weights[i]) for i in tables}
+    if None in passes.values():
         return None
     leaves, state_treedef = jax.tree.flatten(state)
     followers = {i: [k for k, o in enumerate(owners) if o == i] for i in tables}
     dense = [x for i, x in enumerate(grads) if i not in tables and _is_plain(x)]
     steps = {}
-    for i in tables:
-        values = block_pass.after(grads[i].values, dense)
-        grad = with_slots(grads[i], grads[i].rows, values)
-        steps[i] = _Table(grad, weights[i], {k: leaves[k] for k in followers[i]}, i)
+    for i, found in passes.items():
+        state_of = {k: leaves[k] for k in followers[i]}
+        steps[i] = _Table(grads[i], found.after(dense), weights[i], state_of, i)
     inputs = [node for step in steps.values() for node in step.nodes()]
     out_treedef = None
 
@@ -98,20 +100,6 @@ def update(
     return updates, state_treedef.unflatten(new_leaves)
 
 
-def _runs(grad: Any, table: Any) -> bool:
-    """Whether passes over the rows can serve: inside jit, with plain arrays."""
-    arrays = grad.rows, grad.values, table
-    return (
-        type(grad) is SelectedRows
-        and grad.capacity > 0
-        and grad.height > 0
-        and not _arguments.is_concrete(table)
-        and all(map(_is_plain, arrays))
-        and jnp.issubdtype(table.dtype, jnp.floating)
-        and jnp.issubdtype(grad.dtype, jnp.floating)
-    )
-
-
 def _is_plain(x: Any) -> bool:
     """Whether `x` is an array whose type has no mesh."""
     return isinstance(x, jax.Array) and not _compat.is_laid_out(x)
@@ -135,15 +123,21 @@ class _Table:
 
     Args:
       grad: its gradient.
+      passes: over the rows of the gradient.
       weights: the table.
       state: the leaves of the state that follow it, by their index.
       index: of the table.
     """
 
     def __init__(
-        self, grad: SelectedRows, weights: Any, state: dict[int, Any], index: int
+        self,
+        grad: SelectedRows,
+        passes: row_passes.Passes,
+        weights: Any,
+        state: dict[int, Any],
+        index: int,
     ):
-        self.grad, self.weights, self.state = grad, weights, state
+        self.passes, self.weights, self.state = passes, weights, state
         row = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
         self.gradient = Node(index, row(grad))
         self.weight = Node(index, row(weights))
@@ -158,11 +152,6 @@ class _Table:
             *((self.follower[k], x) for k, x in self.state.items()),
         ]
 
-    @functools.cached_property
-    def merged(self) -> tuple[jax.Array, ...]:
-        rows = self.grad.safe_rows()
-        return block_pass.merge_rows(rows, self.grad.values, self.grad.height)
-
     def reduce(self, group, fresh) -> list[jax.Array]:
         """Reductions over the rows."""
         function = RowFunction([r.node for r in group], self.nodes())
@@ -174,8 +163,7 @@ class _Table:
             zero = jnp.zeros(self.weight.aval.shape, self.weights.dtype)
             others = [place.get(id(node), zero) for node, _ in read]
         traced = self._trace(function, [n for n, _ in read], lambda rows, outs: outs)
-        return block_pass.reduce_rows(
-            self.merged,
+        return self.passes.reduce(
             [x for _, x in read],
             others,
             function.operands,
@@ -188,7 +176,12 @@ class _Table:
         new = {k: x for k, x in new.items() if x is not self.follower[k]}
         function = RowFunction([update, *new.values()], self.nodes())
         if not new and function.is_linear(self.gradient):
-            return self._linear(function), {}
+            operands = function.operands
+            scaled = self.passes.scale(
+                lambda row: function([row[None]], operands)[0][0]
+            )
+            if scaled is not None:
+                return scaled, {}
         written = [self.follower[k] for k in new]
         read = [
             (n, x)
@@ -204,25 +197,10 @@ class _Table:
         writes = [nodes.index(n) for n in (self.weight, *written)]
         traced = self._trace(function, nodes, outputs)
         tables = [x for _, x in read]
-        (table, *state), rows = block_pass.update_rows(
-            self.merged, tables, function.operands, traced, writes
+        (table, *state), out = self.passes.update(
+            tables, function.operands, traced, writes
         )
-        slots = min(self.grad.capacity, self.grad.height)
-        ids, values = _ascending(self.merged[0], rows, slots=slots)
-        out = SelectedRows(ids, values, self.grad.height)
         return with_known_sum(out, self.weights, table), dict(zip(new, state))
-
-    def _linear(self, function: RowFunction) -> SelectedRows:
-        """The update if it is linear in the gradient: duplicates may stay."""
-        operands = function.operands
-
-        def one(gradient):
-            return function([gradient[None]], operands)[0][0]
-
-        values = jax.vmap(one)(self.grad.values)
-        filled = self.grad.filled()
-        values = indexing.zero_unless(filled, values)
-        return SelectedRows(self.grad.safe_rows(), values, self.grad.height)
 
     def _trace(self, function: RowFunction, nodes: Sequence[Node], outputs: Callable):
         """The function as a program `(gradient, *nodes, *operands)` of one row."""
@@ -242,10 +220,3 @@ def _add(rows: jax.Array, change: jax.Array) -> jax.Array:
     """What `optax.apply_updates` makes of rows and their update."""
     dtype = indexing.accumulator_dtype(indexing.promote(rows.dtype, change.dtype))
     return (rows.astype(dtype) + change.astype(dtype)).astype(rows.dtype)
-
-
-@functools.partial(jax.jit, static_argnames="slots")
-def _ascending(rows, values, *, slots):
-    """Distinct rows in ascending order; nothing is computed if nobody looks at them."""
-    order = jnp.argsort(rows)[:slots]
-    return rows[order], values[order]
