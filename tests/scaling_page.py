@@ -5,9 +5,10 @@
     python tests/scaling_page.py lower 1024        lower for an abstract mesh
     python tests/scaling_page.py tpu v5p:8x8x16 8  compile for a TPU topology, 8 tables
     python tests/scaling_page.py tpu v5e:2x2 1 32  the same, rows of 32 columns
+    python tests/scaling_page.py h200 1x1x8 1      compile for eight H200, one table
 
-Nothing but `wire` makes an array, and nothing is run. The last one needs libtpu
-(`pip install "jax[tpu]"`), but no TPU.
+Nothing but `wire` makes an array, and nothing is run. Those for a TPU need libtpu
+(`pip install "jax[tpu]"`), and that for H200 `jax[cuda12]`, but no such device.
 """
 
 import functools
@@ -32,6 +33,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
+import cuda_program
 import sparsejax as sj
 
 
@@ -207,7 +209,16 @@ def main(what, *args):
     else:
         from jax.experimental import topologies
 
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=args[0])
+        describe = functools.partial(topologies.get_topology_desc, args[0], "tpu")
+        if what == "h200":
+            describe = functools.partial(
+                topologies.get_topology_desc,
+                "h200",
+                "cuda",
+                target_config=cuda_program.DEVICE,
+                topology=args[0],
+            )
+        topology = describe()
         mesh = jax.sharding.Mesh(np.array(topology.devices), ("x",))
         print(topology.devices[0].device_kind, compile_for(mesh, *map(int, args[1:])))
 

@@ -46,9 +46,12 @@ def update(
     """
     if weights is None:
         return None
-    passes = {i: row_passes.passes_over(grads[i], weights[i]) for i in tables}
-    if None in passes.values():
-        return None
+    passes = {}
+    for i in tables:
+        found = row_passes.passes_over(grads[i], weights[i])
+        if found is None:
+            return None
+        passes[i] = found
     leaves, state_treedef = jax.tree.flatten(state)
     followers = {i: [k for k, o in enumerate(owners) if o == i] for i in tables}
     dense = [x for i, x in enumerate(grads) if i not in tables and _is_plain(x)]
