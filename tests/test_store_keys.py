@@ -1,5 +1,6 @@
 """Tables of a store whose rows belong to keys: KVStore.insert, find and items."""
 
+import os
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import index_model
 import sparsejax as sj
 from helpers import assert_same_bits
+from sparsejax.store import _format, _saving
 from sparsejax.store._key_map import KeyMap
 
 
@@ -90,6 +92,14 @@ def test_is_the_index_model(policy, most, admit_after):
     assert (stats.refused_keys, stats.waiting_keys) == (model.refused, model.waiting)
 
 
+def test_more_keys_in_a_call_than_are_kept():
+    """Of 3,000 that wait, the last 1,024 and those before them are still known."""
+    store = store_of(8, admit_after=2)
+    insert(store, np.arange(3000), 0)
+    rows, _ = insert(store, [0, 1023, 1024, 2047, 2048, 2999], 1)
+    assert rows == [8, 8, 0, 1, 2, 3]
+
+
 # ------------------------------------------------------------------ what a key is
 
 
@@ -154,9 +164,12 @@ def test_a_table_grows_as_keys_come():
 def test_restored_it_goes_on_as_before(tmp_path, mapped):
     """Saved and loaded, or its mapped file opened again."""
 
+    # Rows are sought among the next 6, so where the search is matters too.
+    policy = dict(admit_after=2, window=6)
+
     def make(k):
         path = tmp_path / f"table{k}" if mapped else None
-        return store_of(20, optax.adagrad(0.1), path)
+        return store_of(20, optax.adagrad(0.1), path, **policy)
 
     def step(store, k):
         keys = np.random.default_rng(k).zipf(1.3, 12) % 40 * 10**12
@@ -168,14 +181,16 @@ def test_restored_it_goes_on_as_before(tmp_path, mapped):
     for store in (through, stopped):
         for k in range(15):
             step(store, k)
+        insert(store, [-3], 13)
         insert(store, [-3], 14)  # a key whose row was never pulled
     if mapped:
         stopped.close()
         again = make(1)
     else:
         stopped.save(tmp_path / "saved")
-        again = store_of(20, optax.adagrad(0.1))
-        insert(again, [1, 2, 3], 0)  # forgotten by load
+        again = store_of(20, optax.adagrad(0.1), **policy)
+        for _ in range(3):
+            insert(again, [1, 2, 3, 10**12], 0)  # forgotten by load
         again.load(tmp_path / "saved")
     for k in range(15, 30):
         step(through, k)
@@ -185,6 +200,36 @@ def test_restored_it_goes_on_as_before(tmp_path, mapped):
     assert_same_bits(through.pull_all("t"), again.pull_all("t"))
     assert again.stats()["t"].evicted_keys > 0
     for store in (through, again):
+        store.close()
+
+
+def test_files_of_tables_without_sightings(tmp_path):
+    """The first files of tables with keys had none. They start as if none was seen."""
+    store = store_of(8, path=tmp_path / "t", admit_after=2)
+    arrays = store._tables["t"].memory.arrays
+    insert(store, [4, 2], 0)
+    assert insert(store, [4, 2], 1)[0] == [1, 0]
+    store.save(tmp_path / "saved")
+    store.close()
+    size = sum(-(-x.nbytes // 4096) * 4096 for x in arrays[-3:])
+    with open(tmp_path / "t", "r+b") as file:
+        file.truncate(os.fstat(file.fileno()).st_size - size)
+    magic, schema = _saving.MAGIC, _saving._HEADER
+    with open(tmp_path / "saved", "rb") as file:
+        header = _format.read_header("f", "saved", file, magic, schema)
+        rest = file.read()
+    sizes = [header["tables"]["t"].pop(name) for name in ("young", "old", "hand")]
+    assert sizes == [2, 0, 0]
+    with open(tmp_path / "saved", "wb") as file:
+        _format.write_header(file, magic, header)
+        file.write(rest[: -(2 * 2 * 8 + 4 * 4)])
+    opened = store_of(8, path=tmp_path / "t", admit_after=2)
+    loaded = store_of(8, admit_after=2)
+    insert(loaded, [9], 0)
+    loaded.load(tmp_path / "saved")
+    for store in (opened, loaded):
+        assert insert(store, [9, 4, 2], 2)[0] == [8, 1, 0]
+        assert insert(store, [9, 4, 2], 3)[0] == [2, 1, 0]
         store.close()
 
 

@@ -240,7 +240,8 @@ class KVStore:
         does not depend on the order of the keys, and a key that occurs several times
         counts once. Sightings of keys that wait for admission are counted exactly, and
         forgotten: each counts until as many others were counted as the table has rows
-        (at least 1024, at most 2^22), or up to twice as many.
+        (at least 1024, at most 2^22), or up to twice as many. Keys and sightings are
+        saved and restored with the table.
 
         Inside the `ids_of` of `prefetch`, keys of batches whose gradient may not have
         been pushed yet are not evicted. For that, `step` must count the batches.
