@@ -581,6 +581,8 @@ new.init('user', (2, 2), tx, keys=keys)
         "store.insert('user', np.array([7]), 0)",
         "new.insert('user', jnp.array([7]), 0)",
         "new.insert('user', np.array([0.5]), 0)",
+        "new.insert('user', ['a', 3], 0)",
+        "new.find('user', ['a', ['b', 'c']])",
         "new.insert('user', np.array([7]), -1)",
         "new.insert('user', np.array([7]), 0, where=[1])",
         "steps = iter([0, 5])\n"

@@ -314,6 +314,27 @@ def test_a_cached_table_may_get_keys_but_lose_none():
     assert index_of(store).last_step.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("mixed", [["a", 3], [[3, 4], ["a", "b"]], ["a", None]])
+def test_keys_of_two_kinds_are_refused(mixed):
+    """NumPy makes strings of both; in an array of objects they stay what they are."""
+    store = store_of()
+    for keys in (mixed, tuple(mixed), np.array(mixed, dtype=object)):
+        for use in (lambda x: store.insert("t", x, 0), lambda x: store.find("t", x)):
+            with pytest.raises(TypeError, match="must be all integers or all strings"):
+                use(keys)
+    assert not store.items("t")[0].size
+
+
+def test_keys_in_arrays_of_objects():
+    """As data frames have them: integers are integers, and text is text."""
+    store = store_of()
+    assert insert(store, np.array([[7, 3]], object), 0)[0] == [[1, 0]]
+    assert store.find("t", [3, 7]).tolist() == [0, 1]
+    rows, _ = store.insert("t", np.array(["b", b"a", "a"], object), 1)
+    assert rows[1] == rows[2] != rows[0] and store.stats()["t"].keys == 4
+    assert store.find("t", ["a", "b"]).tolist() == [rows[1], rows[0]]
+
+
 def test_refusals():
     store, array = store_of(), np.ones((V, D), np.float32)
     with pytest.raises(TypeError, match="a JAX array of int32, to which JAX truncates"):

@@ -14,6 +14,7 @@ process is killed, no key has the weights of another.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -397,7 +398,7 @@ def as_keys(call: str, keys: Any) -> np.ndarray:
             "batch has before it is put on the device, or np.asarray(keys) if it "
             "never had more bits."
         )
-    found = keys if isinstance(keys, jax.Array) else np.asarray(keys)
+    found = keys if isinstance(keys, jax.Array) else _as_array(call, keys)
     if found.dtype.kind in "USOT":
         column = _words.as_column(call, np.asarray(found).reshape(-1), "keys")
         hashes = column.per_row(hash_words(_text.as_matrix(column.words), 0))
@@ -407,6 +408,41 @@ def as_keys(call: str, keys: Any) -> np.ndarray:
     found = np.asarray(_arguments.as_integers(call, found, "keys"))
     wide = np.uint64 if found.dtype.kind == "u" else np.int64
     return found.astype(wide).view(np.int64)
+
+
+def _as_array(call: str, keys: Any) -> np.ndarray:
+    """Keys as NumPy has them, with 3 and "3" apart."""
+    try:
+        found = np.asarray(keys)
+    except ValueError:
+        raise TypeError(
+            f"{call}: keys must be an array, or nested lists of equal lengths, got "
+            f"{_arguments.show(keys)}. Pad them, and give padding False in where."
+        ) from None
+    is_list = isinstance(keys, (list, tuple))
+    if found.dtype != object and not (is_list and found.dtype.kind in "US"):
+        return found
+    found = np.array(keys, dtype=object)  # where NumPy has not made "3" of 3
+    values = found.reshape(-1).tolist()
+    kinds = {_kind_of_key(type(value)): value for value in reversed(values)}
+    if kinds.keys() <= {"string"}:
+        return found
+    if kinds.keys() == {"integer"}:
+        return np.array(values).reshape(found.shape)
+    ones = " and ".join(map(_arguments.show, kinds.values()))
+    raise TypeError(
+        f"{call}: keys must be all integers or all strings, got {ones}. 3 and '3' are "
+        "different keys: convert them to one kind. For a string that is missing, write "
+        "''."
+    )
+
+
+@functools.cache
+def _kind_of_key(kind: type) -> str:
+    if issubclass(kind, (str, bytes)):
+        return "string"
+    is_integer = issubclass(kind, (int, np.integer)) and kind is not bool
+    return "integer" if is_integer else "other"
 
 
 def as_where(call: str, where: Any, shape: tuple[int, ...]) -> np.ndarray | None:
