@@ -913,6 +913,7 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
         "plan((20, 2), mesh, 8).apply({'t': jnp.ones((20, 2))})",
         "plan((20, 2), mesh, 8).describe(bytes_per_second=0)",
+        "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), loss=3)",
         "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), "
         "loss=lambda table, ids: jnp.sum(table[ids] @ table.T))",
         "wire_bytes(jax.jit(jnp.sum))",
