@@ -843,6 +843,7 @@ batched_pull = sj.parallel.batched_pull
         "batched_pull(store, 'item', [1], 'x')",
         "batched_pull(store, 'item', [1.5], mesh)",
         "sj.parallel.SpreadStore('x')",
+        "spread.init('t', (4, 2), None, keys=sj.store.KeyPolicy())",
         "spread.pull('user', [1])",
         "spread.pull('item', [9])",
         "spread.push('item', jnp.ones((5, 2)))",

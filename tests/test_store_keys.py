@@ -20,6 +20,7 @@ pytestmark = pytest.mark.loose_promotion
 
 V, D = 24, 2
 ONES = jax.nn.initializers.ones
+ADAGRAD = sj.optim.adagrad(0.1)
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -169,7 +170,7 @@ def test_restored_it_goes_on_as_before(tmp_path, mapped):
 
     def make(k):
         path = tmp_path / f"table{k}" if mapped else None
-        return store_of(20, optax.adagrad(0.1), path, **policy)
+        return store_of(20, ADAGRAD, path, **policy)
 
     def step(store, k):
         keys = np.random.default_rng(k).zipf(1.3, 12) % 40 * 10**12
@@ -188,7 +189,7 @@ def test_restored_it_goes_on_as_before(tmp_path, mapped):
         again = make(1)
     else:
         stopped.save(tmp_path / "saved")
-        again = store_of(20, optax.adagrad(0.1), **policy)
+        again = store_of(20, ADAGRAD, **policy)
         for _ in range(3):
             insert(again, [1, 2, 3, 10**12], 0)  # forgotten by load
         again.load(tmp_path / "saved")
@@ -304,11 +305,88 @@ def test_prefetch_evicts_no_key_in_flight(depth):
     assert store.stats()["t"].evicted_keys > 20
 
 
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_cached_table_trains_the_rows_of_keys(tmp_path, is_ahead):
+    """As the whole table on the device, bit for bit; and its keys stay, saved."""
+    tx = sj.optim.lazy(ADAGRAD)
+    batches = [(k, np.random.default_rng(k).zipf(1.4, 6) % 20) for k in range(12)]
+    store = keyed = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
+    whole = {"t": jnp.asarray(store.pull_all("t"))}
+    cache = sj.store.CachedTable(store, "t", 8)
+    params = {"t": cache.array}
+    state, state_of_whole = cache.attach(tx, params), tx.init(whole)
+
+    @jax.jit
+    def train(params, state, rows):
+        loss = lambda p: jnp.sum((sj.lookup(p["t"], rows, mode="zero") - 1.5) ** 2)
+        grads = sj.grad(loss, tables={"t": True})(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    rows_of = {}
+
+    def ids_of(batch):
+        step, keys = batch
+        rows_of[step], _ = keyed.insert("t", keys, step)
+        return rows_of[step]
+
+    for batch in cache.prefetch(batches, ids_of) if is_ahead else batches:
+        rows = rows_of[batch[0]] if is_ahead else ids_of(batch)
+        params, state, slots = cache.prepare(rows, params, state)
+        params, state = train(params, state, slots)
+        whole, state_of_whole = train(whole, state_of_whole, jnp.asarray(rows))
+    cache.flush(params, state)
+    assert_same_bits(store.pull_all("t"), whole["t"])
+    keys, rows = store.items("t")
+    assert 8 < len(keys) < V and (store.pull_all("t")[rows] != 1).any()
+    store.close()
+    store = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
+    assert store.items("t")[0].tolist() == keys.tolist()
+    assert_same_bits(store.pull_all("t"), whole["t"])
+    store.close()
+
+
+def test_a_trainer_with_keys_goes_on_as_before(tmp_path):
+    """A block reads rows; the batches that it gets have asked the store for them."""
+    block = sj.nn.SparseEmbedding(20, D, name="t", mode="zero")
+    loss = lambda rows, ids: jnp.mean((rows - 2.0) ** 2)
+
+    def make():
+        store = store_of(20, ADAGRAD, admit_after=2)
+        return store, sj.nn.Trainer(block, store, loss, optax.sgd(0.1), capacity=8)
+
+    def batches(store, start, stop):
+        for k in range(start, stop):
+            keys = np.random.default_rng(k).zipf(1.3, 6) % 40 * 10**12
+            yield store.insert("t", keys, k)[0]
+
+    through, trainer = make()
+    stopped, again = make()
+    losses = trainer.fit(batches(through, 0, 16), prefetch=1)
+    again.fit(batches(stopped, 0, 16), prefetch=1)
+    again.save(tmp_path)
+    loaded, again = make()
+    again.load(tmp_path)
+    for store, t in ((through, trainer), (loaded, again)):
+        losses = np.append(losses, t.fit(batches(store, 16, 30), prefetch=1))
+    assert_same_bits(losses[16:30], losses[30:])
+    assert_same_bits(through.pull_all("t"), loaded.pull_all("t"))
+    assert through.items("t")[0].tolist() == loaded.items("t")[0].tolist()
+    assert loaded.stats()["t"].evicted_keys > 5
+
+
+def test_a_row_that_was_used_without_a_key_starts_anew():
+    store = store_of(8, optax.sgd(1.0))
+    store.push("t", sj.SelectedRows([0, 5], np.ones((2, D), np.float32), 8))
+    assert insert(store, np.arange(8), 0)[0] == list(range(8))
+    assert (store.pull_all("t") == 1).all()
+
+
 def test_a_cached_table_may_get_keys_but_lose_none():
     store = store_of(3, optax.sgd(1.0))
     sj.store.CachedTable(store, "t", 3)
     assert insert(store, [1, 2, 3], 0)[0] == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="has rows in a CachedTable"):
+    with pytest.raises(RuntimeError, match="in a CachedTable cannot change hands"):
         store.insert("t", np.array([3, 4]), 1)
     assert store.items("t")[0].tolist() == [1, 2, 3]
     assert index_of(store).last_step.tolist() == [0, 0, 0]

@@ -212,13 +212,20 @@ class TableKeys:
         evicted = self._victims(need, step - held_steps)
         if evicted.size and table.cache is not None:
             self.last_step[known] = old_steps
-            table.check_not_cached(call)
+            raise RuntimeError(
+                f"{call}: table {table.name!r} is full (new keys without a row: "
+                f"{need}), and a row that is in a CachedTable cannot change hands. "
+                "First call flush(params, opt_state) and close() of the CachedTable, "
+                "and make another one after insert; or refuse such keys, "
+                "KeyPolicy(max_evictions=0)."
+            )
         self.counts[known] += 1
 
-        # Of a row whose key was removed, the weights may still be there, after a kill.
-        holes = free[free < self._end]
-        if holes.size:
-            table.clear(holes)
+        # A row without a key may have weights: those of a key that was removed, after
+        # a kill, or of an id.
+        stale = free[table.touched[free] != 0]
+        if stale.size:
+            table.clear(stale)
         if evicted.size:
             self._map.remove(self.keys[evicted])
             self.counts[evicted] = 0
