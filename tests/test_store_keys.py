@@ -1,6 +1,7 @@
 """Tables of a store whose rows belong to keys: KVStore.insert, find and items."""
 
 import os
+import shutil
 from typing import Any
 
 import jax
@@ -343,6 +344,30 @@ def test_a_cached_table_trains_the_rows_of_keys(tmp_path, is_ahead):
     store = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
     assert store.items("t")[0].tolist() == keys.tolist()
     assert_same_bits(store.pull_all("t"), whole["t"])
+    store.close()
+
+
+def test_keys_that_came_since_a_flush_have_fresh_rows(tmp_path):
+    """A copy of the files is what a killed process leaves."""
+    store = store_of(tx=optax.sgd(0.1), path=tmp_path / "t")
+    cache = sj.store.CachedTable(store, "t", 4)
+    table = cache.array
+    state = cache.attach(sj.optim.lazy(optax.sgd(0.1)), table)
+    batches = [[1, 2, 3], [4, 5, 6], [1, 7, 8], [9, 2, 7], [1, 3, 8], [7, 8, 9]]
+    for step, keys in enumerate(batches):
+        if step == 2:
+            cache.flush(table, state, step=step)
+        rows, _ = store.insert("t", np.array(keys), step)
+        table, state, slots = cache.prepare(rows, table, state)
+        table = table.at[slots].add(1)
+    (tmp_path / "killed").mkdir()
+    for name in ("t", "t.journal"):
+        shutil.copy(tmp_path / name, tmp_path / "killed" / name)
+    opened = store_of(tx=optax.sgd(0.1), path=tmp_path / "killed" / "t")
+    keys, rows = opened.items("t")
+    weights = dict(zip(keys.tolist(), opened.pull_all("t")[rows, 0].tolist()))
+    assert weights == dict.fromkeys(range(1, 7), 2) | dict.fromkeys(range(7, 10), 1)
+    opened.close()
     store.close()
 
 
