@@ -1,7 +1,7 @@
 """Compiles a step for a described NVIDIA GPU, and prints facts about it as JSON.
 
     python tests/cuda_program.py OPTIMIZER
-    python tests/cuda_program.py coalesce | unique
+    python tests/cuda_program.py coalesce | unique | bags
 
 Run by tests/test_cuda.py where `jax[cuda12]` or `jax[cuda13]` is installed. No GPU and
 no driver is needed: nothing is run.
@@ -68,6 +68,10 @@ def main(name: str) -> None:
     def unique(ids):
         return sj.unique(ids, N)
 
+    def bags(table, ids):
+        loss = lambda table: jnp.sum(sj.embedding_bag(table, ids) ** 2)
+        return jax.grad(loss)(table)  # JAX's own, of all rows
+
     def step(params, state, *batch):
         loss, grads = sj.value_and_grad(loss_fn)(params, *batch)
         updates, state = tx.update(grads, state, params)
@@ -78,6 +82,8 @@ def main(name: str) -> None:
         fun, args = coalesce, (ids, spec((N, D)))
     elif name == "unique":
         fun, args = unique, (ids,)
+    elif name == "bags":
+        fun, args = bags, (spec((V, D)), spec((N // 16, 16), jnp.int32))
     else:
         tx = sj.optim.lazy(getattr(optax, name)(1e-3))
         params = {"table": spec((V, D)), "weights": spec((D,))}
@@ -98,7 +104,7 @@ def main(name: str) -> None:
     ptx = [open(file).read() for file in glob.glob(f"{folder}/*.ptx")]
     memory = compiled.memory_analysis()
     assert memory is not None
-    tables = sum(x.shape == (V, D) for x in jax.tree.leaves(args))
+    tables = sum(x.shape == (V, D) for x in jax.tree.leaves([args[k] for k in donated]))
     facts = {
         "kernels": sum(len(re.findall(r"\.entry", x)) for x in ptx),
         "compare_and_swap": sum(len(re.findall(r"\.cas\.b\d+", x)) for x in ptx),

@@ -581,6 +581,8 @@ new.init('user', (2, 2), tx, keys=keys)
         "store.insert('user', np.array([7]), 0)",
         "new.insert('user', jnp.array([7]), 0)",
         "new.insert('user', np.array([0.5]), 0)",
+        "new.insert('user', ['a', 3], 0)",
+        "new.find('user', ['a', ['b', 'c']])",
         "new.insert('user', np.array([7]), -1)",
         "new.insert('user', np.array([7]), 0, where=[1])",
         "steps = iter([0, 5])\n"
@@ -841,6 +843,7 @@ batched_pull = sj.parallel.batched_pull
         "batched_pull(store, 'item', [1], 'x')",
         "batched_pull(store, 'item', [1.5], mesh)",
         "sj.parallel.SpreadStore('x')",
+        "spread.init('t', (4, 2), None, keys=sj.store.KeyPolicy())",
         "spread.pull('user', [1])",
         "spread.pull('item', [9])",
         "spread.push('item', jnp.ones((5, 2)))",
@@ -911,6 +914,7 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
         "plan((20, 2), mesh, 8).apply({'t': jnp.ones((20, 2))})",
         "plan((20, 2), mesh, 8).describe(bytes_per_second=0)",
+        "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), loss=3)",
         "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), "
         "loss=lambda table, ids: jnp.sum(table[ids] @ table.T))",
         "wire_bytes(jax.jit(jnp.sum))",

@@ -220,7 +220,7 @@ def _check_cached(folder, done, begun):
 
 def _keyed(folder):
     store = sj.store.KVStore()
-    policy = sj.store.KeyPolicy()
+    policy = sj.store.KeyPolicy(admit_after=2)
     store.init("t", (3 * BATCH, D), TX, path=folder / "table", keys=policy)
     return store
 
@@ -235,7 +235,8 @@ def _train_keys(folder, start):
     while start < STEPS:
         start += 1
         keys = _keys_of(start)
-        rows, _ = store.insert("t", keys, start)
+        for _ in range(2):
+            rows, _ = store.insert("t", keys, start)
         weights = store.pull_all("t")[rows]
         values = weights - np.repeat(keys[:, None], D, 1).astype(np.float32)
         store.push("t", sj.SelectedRows(rows, values, 3 * BATCH))

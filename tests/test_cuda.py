@@ -13,6 +13,7 @@ import pytest
 
 import pages
 import sparsejax as sj
+from sparsejax._lookup.lowerings import cuda, xla
 from sparsejax._rows import merge, merge_cuda
 
 
@@ -56,8 +57,22 @@ def test_a_sum_that_is_not_finite_stays_in_its_run():
     assert np.isnan(found[2])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("segmented", [False, True])
+def test_adds_bags_as_elsewhere(segmented, weighted):
+    rng = np.random.default_rng(0)
+    size = (60,) if segmented else (12, 5)
+    ids = jnp.asarray(rng.integers(-1, 21, size), jnp.int32)  # of 20 rows
+    bags = [jnp.asarray(rng.integers(-1, 13, 60), jnp.int32)] if segmented else []
+    weights = [jnp.asarray(rng.standard_normal(size), jnp.float32)] if weighted else []
+    args = jnp.asarray(rng.standard_normal((12, 3)), jnp.float32), ids, *bags, *weights
+    static = {"height": 20, "segmented": segmented, "weighted": weighted}
+    want = xla.add_bags(*args, **static)
+    np.testing.assert_allclose(cuda.add_bags(*args, **static), want, rtol=1e-5)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adam", "adagrad", "coalesce", "unique"])
+@pytest.mark.parametrize("name", ["adam", "adagrad", "coalesce", "unique", "bags"])
 def test_the_program_of_a_step(name):
     """Compiled for a described GPU: no loops, few kernels, tables in place."""
     plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"

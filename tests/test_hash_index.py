@@ -310,42 +310,60 @@ def test_in_a_scan_and_under_vmap():
     jax.tree.map(lambda x, y: assert_same_bits(x[0], y), indexes, index)
 
 
-@pytest.mark.slow
 @pytest.mark.multidevice
 @pytest.mark.window
 def test_one_index_for_each_device_in_a_shard_map():
-    """Keys partitioned by owner: each device keeps its own, and all know the rows."""
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
-    one = sj.HashIndex.create(24, admit_after=2)
-    indexes = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), one)
+    """Keys partitioned by owner: each device's index is a dict of the keys it owns."""
+    devices, rows_each, steps = 8, 5, 12
+    beyond = devices * rows_each
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
+    one = sj.HashIndex.create(rows_each)
+    indexes = jax.tree.map(lambda x: jnp.broadcast_to(x, (devices, *x.shape)), one)
 
-    def body(indexes, keys, step):
-        index = jax.tree.map(lambda x: x[0], indexes)
+    def body(index, given):
+        step, keys = given
         device = lax.axis_index("x")
         keys = lax.all_gather(keys, "x", tiled=True)
-        mine = index.owners(keys, 4) == device
+        mine = index.owners(keys, devices) == device
         index, rows, evicted = index.insert(keys, step, where=mine)
-        rows = jnp.where(rows < 24, rows + 24 * device, 96)
-        rows, evicted = lax.pmin(rows, "x"), evicted + 24 * device
-        return jax.tree.map(lambda x: x[None], index), rows, evicted
+        rows = jnp.where(rows < rows_each, rows * devices + device, beyond)
+        return index, (lax.pmin(rows, "x"), evicted)
 
-    step = jax.jit(
+    def run(indexes, keys):
+        index = jax.tree.map(lambda x: x[0], indexes)
+        index, (rows, evicted) = lax.scan(body, index, (jnp.arange(steps), keys))
+        return jax.tree.map(lambda x: x[None], index), rows, evicted[None]
+
+    run = jax.jit(
         jax.shard_map(
-            body,
+            run,
             mesh=mesh,
-            in_specs=(P("x"), P("x"), P()),
+            in_specs=(P("x"), P(None, "x")),
             out_specs=(P("x"), P(), P("x")),
-        )
+        ),
+        donate_argnums=0,
     )
-    keys = np.arange(40) * 3
-    for turn in range(2):
-        indexes, rows, _ = step(indexes, jnp.asarray(keys), turn)
-    owner = np.asarray(one.owners(keys, 4))
-    assert (np.bincount(owner, minlength=4) <= 24).all()
-    assert (np.asarray(rows) // 24 == owner).all(), "each row is of its owner's part"
-    assert len(set(rows.tolist())) == 40
-    local = jax.tree.map(lambda x: x[2], indexes)
-    assert sorted(local.items()[0].tolist()) == keys[owner == 2].tolist()
+    rng = np.random.default_rng(1)
+    keys = rng.zipf(1.3, (steps, 24)) % 60 + np.arange(steps)[:, None]
+    keys = keys.astype(np.int32) * 7_919
+    indexes, *found = run(indexes, jnp.asarray(keys))
+    rows, evicted = map(np.asarray, found)
+
+    models = [Model(rows_each) for _ in range(devices)]
+    owner = np.asarray(one.owners(keys, devices))
+    for step in range(steps):
+        for device, model in enumerate(models):
+            mine = keys[step][owner[step] == device]
+            want, gone = model.insert(mine.tolist(), step)
+            want = np.array(want, np.int32)
+            want = np.where(want < rows_each, want * devices + device, beyond)
+            np.testing.assert_array_equal(rows[step][owner[step] == device], want)
+            given = evicted[device, step].tolist()
+            assert given == gone + [rows_each] * (len(given) - len(gone))
+    assert sum(model.evicted for model in models) > 20
+    local = lambda device: jax.tree.map(lambda x: x[device], indexes)
+    for device, model in enumerate(models):
+        check_state(local(device), model, [1, 2])
 
 
 # ------------------------------------------------------------------ a tree

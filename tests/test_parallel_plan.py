@@ -216,6 +216,8 @@ def test_errors():
         sj.parallel.plan((8, 2), None, 5)
     with pytest.raises(TypeError, match="tx must be an optax .* got 3"):
         sj.parallel.plan((8, 2), MESH, 3, tx=3)
+    with pytest.raises(TypeError, match=r"loss must be a function .* got an int"):
+        sj.parallel.plan(jnp.ones((8, 2)), MESH, np.arange(2), loss=3)
     with pytest.raises(TypeError, match="device_bytes must be .* got '1GB'"):
         sj.parallel.plan((8, 2), MESH, 3, device_bytes="1GB")
     with pytest.raises(ValueError, match=r"tables\['a'\] must have .* got \(-10, 2\)"):

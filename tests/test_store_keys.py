@@ -1,5 +1,7 @@
 """Tables of a store whose rows belong to keys: KVStore.insert, find and items."""
 
+import os
+import shutil
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 import index_model
 import sparsejax as sj
 from helpers import assert_same_bits
+from sparsejax.store import _format, _saving
 from sparsejax.store._key_map import KeyMap
 
 
@@ -18,6 +21,7 @@ pytestmark = pytest.mark.loose_promotion
 
 V, D = 24, 2
 ONES = jax.nn.initializers.ones
+ADAGRAD = sj.optim.adagrad(0.1)
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -90,6 +94,14 @@ def test_is_the_index_model(policy, most, admit_after):
     assert (stats.refused_keys, stats.waiting_keys) == (model.refused, model.waiting)
 
 
+def test_more_keys_in_a_call_than_are_kept():
+    """Of 3,000 that wait, the last 1,024 and those before them are still known."""
+    store = store_of(8, admit_after=2)
+    insert(store, np.arange(3000), 0)
+    rows, _ = insert(store, [0, 1023, 1024, 2047, 2048, 2999], 1)
+    assert rows == [8, 8, 0, 1, 2, 3]
+
+
 # ------------------------------------------------------------------ what a key is
 
 
@@ -154,9 +166,12 @@ def test_a_table_grows_as_keys_come():
 def test_restored_it_goes_on_as_before(tmp_path, mapped):
     """Saved and loaded, or its mapped file opened again."""
 
+    # Rows are sought among the next 6, so where the search is matters too.
+    policy = dict(admit_after=2, window=6)
+
     def make(k):
         path = tmp_path / f"table{k}" if mapped else None
-        return store_of(20, optax.adagrad(0.1), path)
+        return store_of(20, ADAGRAD, path, **policy)
 
     def step(store, k):
         keys = np.random.default_rng(k).zipf(1.3, 12) % 40 * 10**12
@@ -168,14 +183,16 @@ def test_restored_it_goes_on_as_before(tmp_path, mapped):
     for store in (through, stopped):
         for k in range(15):
             step(store, k)
+        insert(store, [-3], 13)
         insert(store, [-3], 14)  # a key whose row was never pulled
     if mapped:
         stopped.close()
         again = make(1)
     else:
         stopped.save(tmp_path / "saved")
-        again = store_of(20, optax.adagrad(0.1))
-        insert(again, [1, 2, 3], 0)  # forgotten by load
+        again = store_of(20, ADAGRAD, **policy)
+        for _ in range(3):
+            insert(again, [1, 2, 3, 10**12], 0)  # forgotten by load
         again.load(tmp_path / "saved")
     for k in range(15, 30):
         step(through, k)
@@ -185,6 +202,36 @@ def test_restored_it_goes_on_as_before(tmp_path, mapped):
     assert_same_bits(through.pull_all("t"), again.pull_all("t"))
     assert again.stats()["t"].evicted_keys > 0
     for store in (through, again):
+        store.close()
+
+
+def test_files_of_tables_without_sightings(tmp_path):
+    """The first files of tables with keys had none. They start as if none was seen."""
+    store = store_of(8, path=tmp_path / "t", admit_after=2)
+    arrays = store._tables["t"].memory.arrays
+    insert(store, [4, 2], 0)
+    assert insert(store, [4, 2], 1)[0] == [1, 0]
+    store.save(tmp_path / "saved")
+    store.close()
+    size = sum(-(-x.nbytes // 4096) * 4096 for x in arrays[-3:])
+    with open(tmp_path / "t", "r+b") as file:
+        file.truncate(os.fstat(file.fileno()).st_size - size)
+    magic, schema = _saving.MAGIC, _saving._HEADER
+    with open(tmp_path / "saved", "rb") as file:
+        header = _format.read_header("f", "saved", file, magic, schema)
+        rest = file.read()
+    sizes = [header["tables"]["t"].pop(name) for name in ("young", "old", "hand")]
+    assert sizes == [2, 0, 0]
+    with open(tmp_path / "saved", "wb") as file:
+        _format.write_header(file, magic, header)
+        file.write(rest[: -(2 * 2 * 8 + 4 * 4)])
+    opened = store_of(8, path=tmp_path / "t", admit_after=2)
+    loaded = store_of(8, admit_after=2)
+    insert(loaded, [9], 0)
+    loaded.load(tmp_path / "saved")
+    for store in (opened, loaded):
+        assert insert(store, [9, 4, 2], 2)[0] == [8, 1, 0]
+        assert insert(store, [9, 4, 2], 3)[0] == [2, 1, 0]
         store.close()
 
 
@@ -259,14 +306,136 @@ def test_prefetch_evicts_no_key_in_flight(depth):
     assert store.stats()["t"].evicted_keys > 20
 
 
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_cached_table_trains_the_rows_of_keys(tmp_path, is_ahead):
+    """As the whole table on the device, bit for bit; and its keys stay, saved."""
+    tx = sj.optim.lazy(ADAGRAD)
+    batches = [(k, np.random.default_rng(k).zipf(1.4, 6) % 20) for k in range(12)]
+    store = keyed = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
+    whole = {"t": jnp.asarray(store.pull_all("t"))}
+    cache = sj.store.CachedTable(store, "t", 8)
+    params = {"t": cache.array}
+    state, state_of_whole = cache.attach(tx, params), tx.init(whole)
+
+    @jax.jit
+    def train(params, state, rows):
+        loss = lambda p: jnp.sum((sj.lookup(p["t"], rows, mode="zero") - 1.5) ** 2)
+        grads = sj.grad(loss, tables={"t": True})(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    rows_of = {}
+
+    def ids_of(batch):
+        step, keys = batch
+        rows_of[step], _ = keyed.insert("t", keys, step)
+        return rows_of[step]
+
+    for batch in cache.prefetch(batches, ids_of) if is_ahead else batches:
+        rows = rows_of[batch[0]] if is_ahead else ids_of(batch)
+        params, state, slots = cache.prepare(rows, params, state)
+        params, state = train(params, state, slots)
+        whole, state_of_whole = train(whole, state_of_whole, jnp.asarray(rows))
+    cache.flush(params, state)
+    assert_same_bits(store.pull_all("t"), whole["t"])
+    keys, rows = store.items("t")
+    assert 8 < len(keys) < V and (store.pull_all("t")[rows] != 1).any()
+    store.close()
+    store = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
+    assert store.items("t")[0].tolist() == keys.tolist()
+    assert_same_bits(store.pull_all("t"), whole["t"])
+    store.close()
+
+
+def test_keys_that_came_since_a_flush_have_fresh_rows(tmp_path):
+    """A copy of the files is what a killed process leaves."""
+    store = store_of(tx=optax.sgd(0.1), path=tmp_path / "t")
+    cache = sj.store.CachedTable(store, "t", 4)
+    table = cache.array
+    state = cache.attach(sj.optim.lazy(optax.sgd(0.1)), table)
+    batches = [[1, 2, 3], [4, 5, 6], [1, 7, 8], [9, 2, 7], [1, 3, 8], [7, 8, 9]]
+    for step, keys in enumerate(batches):
+        if step == 2:
+            cache.flush(table, state, step=step)
+        rows, _ = store.insert("t", np.array(keys), step)
+        table, state, slots = cache.prepare(rows, table, state)
+        table = table.at[slots].add(1)
+    (tmp_path / "killed").mkdir()
+    for name in ("t", "t.journal"):
+        shutil.copy(tmp_path / name, tmp_path / "killed" / name)
+    opened = store_of(tx=optax.sgd(0.1), path=tmp_path / "killed" / "t")
+    keys, rows = opened.items("t")
+    weights = dict(zip(keys.tolist(), opened.pull_all("t")[rows, 0].tolist()))
+    assert weights == dict.fromkeys(range(1, 7), 2) | dict.fromkeys(range(7, 10), 1)
+    opened.close()
+    store.close()
+
+
+def test_a_trainer_with_keys_goes_on_as_before(tmp_path):
+    """A block reads rows; the batches that it gets have asked the store for them."""
+    block = sj.nn.SparseEmbedding(20, D, name="t", mode="zero")
+    loss = lambda rows, ids: jnp.mean((rows - 2.0) ** 2)
+
+    def make():
+        store = store_of(20, ADAGRAD, admit_after=2)
+        return store, sj.nn.Trainer(block, store, loss, optax.sgd(0.1), capacity=8)
+
+    def batches(store, start, stop):
+        for k in range(start, stop):
+            keys = np.random.default_rng(k).zipf(1.3, 6) % 40 * 10**12
+            yield store.insert("t", keys, k)[0]
+
+    through, trainer = make()
+    stopped, again = make()
+    losses = trainer.fit(batches(through, 0, 16), prefetch=1)
+    again.fit(batches(stopped, 0, 16), prefetch=1)
+    again.save(tmp_path)
+    loaded, again = make()
+    again.load(tmp_path)
+    for store, t in ((through, trainer), (loaded, again)):
+        losses = np.append(losses, t.fit(batches(store, 16, 30), prefetch=1))
+    assert_same_bits(losses[16:30], losses[30:])
+    assert_same_bits(through.pull_all("t"), loaded.pull_all("t"))
+    assert through.items("t")[0].tolist() == loaded.items("t")[0].tolist()
+    assert loaded.stats()["t"].evicted_keys > 5
+
+
+def test_a_row_that_was_used_without_a_key_starts_anew():
+    store = store_of(8, optax.sgd(1.0))
+    store.push("t", sj.SelectedRows([0, 5], np.ones((2, D), np.float32), 8))
+    assert insert(store, np.arange(8), 0)[0] == list(range(8))
+    assert (store.pull_all("t") == 1).all()
+
+
 def test_a_cached_table_may_get_keys_but_lose_none():
     store = store_of(3, optax.sgd(1.0))
     sj.store.CachedTable(store, "t", 3)
     assert insert(store, [1, 2, 3], 0)[0] == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="has rows in a CachedTable"):
+    with pytest.raises(RuntimeError, match="in a CachedTable cannot change hands"):
         store.insert("t", np.array([3, 4]), 1)
     assert store.items("t")[0].tolist() == [1, 2, 3]
     assert index_of(store).last_step.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mixed", [["a", 3], [[3, 4], ["a", "b"]], ["a", None]])
+def test_keys_of_two_kinds_are_refused(mixed):
+    """NumPy makes strings of both; in an array of objects they stay what they are."""
+    store = store_of()
+    for keys in (mixed, tuple(mixed), np.array(mixed, dtype=object)):
+        for use in (lambda x: store.insert("t", x, 0), lambda x: store.find("t", x)):
+            with pytest.raises(TypeError, match="must be all integers or all strings"):
+                use(keys)
+    assert not store.items("t")[0].size
+
+
+def test_keys_in_arrays_of_objects():
+    """As data frames have them: integers are integers, and text is text."""
+    store = store_of()
+    assert insert(store, np.array([[7, 3]], object), 0)[0] == [[1, 0]]
+    assert store.find("t", [3, 7]).tolist() == [0, 1]
+    rows, _ = store.insert("t", np.array(["b", b"a", "a"], object), 1)
+    assert rows[1] == rows[2] != rows[0] and store.stats()["t"].keys == 4
+    assert store.find("t", ["a", "b"]).tolist() == [rows[1], rows[0]]
 
 
 def test_refusals():

@@ -279,6 +279,35 @@ def check_keys_that_come_and_go():
     assert evicted.tolist() == [1, 2] and index.find([500, 900]).tolist() == [0, 1]
 
 
+DYNAMIC = "tfra.dynamic_embedding.get_variable(key_dtype=tf.int64)"
+HKV = "HkvHashTableConfig(max_capacity, max_hbm_for_values)"
+
+
+@checks(DYNAMIC, HKV)
+def check_keys_on_the_host():
+    store, tx = sj.store.KVStore(), optax.sgd(1.0)
+    run(DYNAMIC, store=store, rows=3, tx=tx)
+    for step, keys in enumerate(([1 << 40, 5], [1 << 40, 7], [8, 1 << 40])):
+        rows, evicted = store.insert("items", np.array(keys), step)
+    assert evicted.tolist() == [0] and store.find("items", [5, 7]).tolist() == [3, 2]
+    cache = run(HKV, store=store, max_hbm_rows=2)
+    table = cache.array
+    state = cache.attach(sj.optim.lazy(tx), table)
+    for keys in ([8, 7], [1 << 40, 7]):
+        rows = store.find("items", np.array(keys))
+        table, state, slots = cache.prepare(rows, table, state)
+        table = table.at[slots].add(1)
+    cache.flush(table, state)
+    assert store.pull_all("items")[:, 0].tolist() == [1, 1, 2]
+
+
+@checks("sok.DynamicVariable(dimension, init_capacity, max_capacity)")
+def check_dynamic_variable():
+    call = "sok.DynamicVariable(dimension, init_capacity, max_capacity)"
+    index, rows, _ = run(call, max_capacity=4).insert(np.array([1 << 40, -5]), 0)
+    assert rows.tolist() == [0, 1] and index.capacity == 4
+
+
 @checks("tf.data.Dataset.ragged_batch(batch_size)")
 def check_batches():
     key, lists = "tf.data.Dataset.ragged_batch(batch_size)", [[7, 9], [8], [], [5]]

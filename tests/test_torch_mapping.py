@@ -355,6 +355,36 @@ def check_plan():
     assert found["tables['item']"].choice == "replicated-dense"
 
 
+@checks("LFU_EvictionPolicy(threshold_filtering_func)")
+def check_admission():
+    index = run("LFU_EvictionPolicy(threshold_filtering_func)", zch_size=2)
+    for step, keys in enumerate(([700, 500], [700, 900], [700, 900])):
+        index, rows, _ = index.insert(keys, step)
+    assert index.find([500, 700, 900]).tolist() == [2, 0, 1]
+    index, _, evicted = index.insert([500, 500], 3)  # for the less frequent one
+    assert evicted.tolist() == [1, 2] and index.policy == "lfu"
+
+
+@checks(
+    "SSDTableBatchedEmbeddingBags",
+    "SSDTableBatchedEmbeddingBags(kv_zch_params=KVZCHParams())",
+)
+def check_files(folder):
+    for key in CELLS:
+        if not key.startswith("SSDTable"):
+            continue
+        store, path = sj.store.KVStore(), folder / str(len(key))
+        run(key, store=store, path=path, lr=1.0)
+        rows = np.array([7, 2])
+        if "kv_zch" in key:
+            rows, _ = store.insert("items", ["ann", "bob"], 0)
+            assert store.find("items", ["bob"]) == rows[1]
+        store.push("items", sj.SelectedRows(rows, -jnp.ones((2, 2)), 9))
+        assert store.pull_all("items")[rows].tolist() == [[1, 1], [1, 1]]
+        assert store.stats()["items"].path == str(path)
+        store.close()
+
+
 @checks("MCHManagedCollisionModule(zch_size, LRU_EvictionPolicy())", "reset_inplace")
 def check_managed_collisions():
     call = "MCHManagedCollisionModule(zch_size, LRU_EvictionPolicy())"
@@ -502,6 +532,15 @@ def check_quantized():
     assert_answers(scale[:, 0], np.array([15 / 255, 0], np.float32))
     got = run(bag, weight=weight, input=jnp.array([[0, 1], [1, 1]]))
     np.testing.assert_allclose(got, [weight.sum(0), 2 * weight[1]], rtol=2e-3)
+
+
+@checks("quantize_embeddings(module, torch.qint8)")
+def check_quantized_model():
+    params = {"item": TABLE, "w": jnp.ones(2)}
+    found = run("quantize_embeddings(module, torch.qint8)", params=params)
+    assert found["w"] is params["w"] and found["item"].bits == 8
+    got = sj.lookup(found["item"], jnp.array([7, 2]))
+    np.testing.assert_allclose(got, TABLE[[7, 2]], rtol=1e-2)
 
 
 @checks("bounds_check_mode=FATAL", "ids out of range, negative ids")

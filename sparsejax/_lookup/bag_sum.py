@@ -9,6 +9,7 @@ The primitive is linear in the table and in the weights. Its JVP is the primitiv
 its transpose scatters the cotangents of the bags.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsejax import _arguments, _compat
-from sparsejax._lookup.lowerings import cpu, xla
+from sparsejax._lookup.lowerings import cpu, cuda, xla
 from sparsejax._rows import indexing, quantized
 from sparsejax._rows.quantized import QuantizedTable
 
@@ -70,25 +70,6 @@ def bag_sum(
     return bag_sum_p.bind(*args, **static)
 
 
-def row_cotangents(
-    cotangent: jax.Array,
-    ids: jax.Array,
-    *rest: jax.Array,
-    segmented: bool,
-    weighted: bool,
-    **_: Any,
-) -> jax.Array:
-    """Cotangents of the rows read, `[*ids.shape, ...]`, from those of the bags."""
-    if segmented:
-        out = indexing.take_rows(cotangent, rest[0])
-    else:
-        shape = (*ids.shape, *cotangent.shape[1:])
-        out = jnp.broadcast_to(jnp.expand_dims(cotangent, 1), shape)
-    if weighted:
-        out *= indexing.append_axes(rest[-1], out.ndim)
-    return out
-
-
 def quantized_bag_sum(
     table: QuantizedTable,
     ids: jax.Array,
@@ -134,32 +115,44 @@ def quantized_bag_sum(
 # ------------------------------------------------------------------ derivatives
 
 
-def _table_transpose(ct, like, _, ids, *rest, segmented, **static):
+def _table_transpose(ct, like, _, ids, *rest, segmented, weighted, **static):
     wide = indexing.accumulator_dtype(like.dtype)  # an id may be read many times
-    table = jnp.zeros(like.shape, wide)
-    if segmented:
-        rows = row_cotangents(ct, ids, *rest, segmented=True, **static)
-        return indexing.add_rows(table, ids, rows.astype(wide)).astype(like.dtype)
-
-    # One column of the bags at a time, so that there is no array of all rows read.
-    def add(j, table):
-        column = lambda x: lax.dynamic_index_in_dim(x, j, 1)
-        parts = [column(x) for x in (ids, *rest)]
-        rows = row_cotangents(ct, *parts, segmented=False, **static)
-        return indexing.add_rows(table, parts[0], rows.astype(wide))
-
-    return lax.fori_loop(0, ids.shape[1], add, table).astype(like.dtype)
+    table = _add_bags_p.bind(
+        ct.astype(wide),
+        ids,
+        *rest,
+        height=like.shape[0],
+        segmented=segmented,
+        weighted=weighted,
+    )
+    return table.astype(like.dtype)
 
 
-def _weights_transpose(ct, like, table, ids, *rest, segmented, num_bags, bits, **_):
-    del num_bags
+def _weights_transpose(ct, like, table, ids, *rest, segmented, bits=None, **_):
     bags = rest[:1] if segmented else ()
-    each = row_cotangents(ct, ids, *bags, segmented=segmented, weighted=False)
+    each = xla.row_cotangents(ct, ids, *bags, segmented=segmented, weighted=False)
     rows = indexing.take_rows(table, ids)
     if bits is not None:
         rows = quantized.planes(rows, bits)
     axes = tuple(range(ids.ndim, rows.ndim))
     return jnp.sum(each * rows.astype(ct.dtype), axis=axes).astype(like.dtype)
+
+
+def _sums_transpose(ct, like, _, ids, *rest, height, **static):
+    del height
+    return bag_sum_p.bind(
+        ct,
+        ids,
+        *rest,
+        num_bags=like.shape[0],
+        indices_are_sorted=False,
+        bits=None,
+        **static,
+    )
+
+
+def _sums_weights_transpose(ct, like, sums, ids, *rest, segmented, **_):
+    return _weights_transpose(sums, like, ct, ids, *rest, segmented=segmented)
 
 
 # ------------------------------------------------------------------ vmap
@@ -218,4 +211,15 @@ bag_sum_p = _compat.multilinear_primitive(
     {"cpu": cpu.bag_sum},
     {0: _table_transpose, 2: _weights_transpose, 3: _weights_transpose},
     _batch,
+)
+
+# What a bag adds to each of its rows: the transpose of `bag_sum`.
+_add_bags_p = _compat.multilinear_primitive(
+    "add_bags",
+    xla.add_bags,
+    {"cuda": cuda.add_bags},
+    {0: _sums_transpose, 2: _sums_weights_transpose, 3: _sums_weights_transpose},
+    lambda _, args, axes, **static: jax.vmap(
+        functools.partial(xla.add_bags, **static), in_axes=tuple(axes)
+    )(*args),
 )

@@ -23,7 +23,7 @@ from sparsejax._rows import (
     SelectedRows,
     indexing,
     is_quantized,
-    reduce_rows,
+    reduce_row_table,
 )
 from sparsejax._segments import SegmentTensor
 
@@ -135,7 +135,7 @@ def dot(
     if isinstance(dense, RowTable) and not transpose:
         bags = segment_ids, rows
         how = dict(combiner="sum", mode="zero")
-        out = reduce_rows(dense, _CALL, index, ~counts, value, bags, **how)
+        out = reduce_row_table(dense, _CALL, index, ~counts, value, bags, **how)
         return out.astype(dtype)
     same_type = wide == indexing.accumulator_dtype(dense.dtype)
     if not isinstance(dense, SelectedRows) and same_type and not transpose:

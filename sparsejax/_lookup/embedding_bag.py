@@ -28,7 +28,7 @@ from sparsejax._rows import (
     indexing,
     is_quantized,
     is_sparse_table,
-    reduce_rows,
+    reduce_row_table,
 )
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.exponentials import segment_logsumexp
@@ -145,7 +145,7 @@ def embedding_bag(
         if isinstance(table, RowTable):
             pair = None if segments is None else (segments.ids, segments.count)
             how = dict(combiner=combiner, mode=mode, max_norm=max_norm)
-            return reduce_rows(table, _CALL, ids, skip, w, pair, **how)
+            return reduce_row_table(table, _CALL, ids, skip, w, pair, **how)
         bags = _Bags(ids, skip, w, segments)
         fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
         fuses &= max_norm is None and not is_sparse_table(table)

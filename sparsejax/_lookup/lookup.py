@@ -29,7 +29,7 @@ from sparsejax._rows import (
     is_quantized,
     is_sparse_table,
     quantized,
-    read_rows,
+    read_row_table,
     sparse_table,
 )
 
@@ -227,7 +227,7 @@ def read(
 ) -> jax.Array:
     """The rows that `lookup` reads, from arguments checked by the functions above."""
     if isinstance(table, RowTable):
-        return read_rows(table, call, ids, padding, mode)
+        return read_row_table(table, call, ids, padding, mode)
     height = table.shape[0]
     wanted = ids
     if mode == "clip":

@@ -7,8 +7,8 @@ from sparsejax._rows.quantized import (
 )
 from sparsejax._rows.row_table import (
     RowTable as RowTable,
-    read_rows as read_rows,
-    reduce_rows as reduce_rows,
+    read_row_table as read_row_table,
+    reduce_row_table as reduce_row_table,
 )
 from sparsejax._rows.selected_rows import (
     SelectedRows as SelectedRows,

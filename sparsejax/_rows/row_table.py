@@ -1,6 +1,6 @@
 """RowTable: a table that is not an array; how its rows are read is registered.
 
-Its class registers a function with `read_rows` and one with `reduce_rows`.
+Its class registers a function with `read_row_table` and one with `reduce_row_table`.
 """
 
 import functools
@@ -18,7 +18,7 @@ class RowTable:
 
 
 @functools.singledispatch
-def read_rows(
+def read_row_table(
     table: Any, call: str, ids: jax.Array, padding: jax.Array | None, mode: str
 ) -> jax.Array:
     """The rows that `sparsejax.lookup` reads, from checked arguments."""
@@ -26,7 +26,7 @@ def read_rows(
 
 
 @functools.singledispatch
-def reduce_rows(
+def reduce_row_table(
     table: Any,
     call: str,
     ids: jax.Array,

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import embedding_bag as _bag, lookup
-from sparsejax._rows import indexing, reduce_rows
+from sparsejax._rows import indexing, reduce_row_table
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.sums import segment_sum
 from sparsejax.parallel._exchange import Metrics, Owners
@@ -152,8 +152,8 @@ def embedding_bag(
     return (out, metrics) if return_metrics else out
 
 
-@reduce_rows.register
-def _reduce_rows(
+@reduce_row_table.register
+def _reduce_row_table(
     table: ShardedTable,
     call: str,
     ids: Any,

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup as _lookup
-from sparsejax._rows import indexing, read_rows
+from sparsejax._rows import indexing, read_row_table
 from sparsejax._segments import SegmentTensor
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
@@ -165,8 +165,8 @@ def measure_capacity(
     return max(1, math.ceil(most * margin))
 
 
-@read_rows.register
-def _read_rows(
+@read_row_table.register
+def _read_row_table(
     table: ShardedTable, call: str, ids: Any, padding: jax.Array | None, mode: str
 ) -> jax.Array:
     """The rows of a ShardedTable for `sparsejax.lookup` and the layers."""

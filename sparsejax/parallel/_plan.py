@@ -329,7 +329,7 @@ def plan(
       `plan.batch_sharding` the sharding for batches.
 
     Raises:
-      TypeError: `mesh`, a table, `tx` or `device_bytes` has the wrong type.
+      TypeError: `mesh`, a table, `tx`, `loss` or `device_bytes` has the wrong type.
       ValueError: there are no tables, a table is a scalar or has a negative shape,
         `axis` is unknown, `batch` does not match `tables`, or `layouts` names a table
         or a layout that there is not.

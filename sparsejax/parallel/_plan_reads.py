@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from sparsejax import _compat
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
 from sparsejax.parallel._table import ShardedTable
 from sparsejax.transform.interpreter import Reads
@@ -40,7 +40,16 @@ def reads_in_loss(
     Returns:
       The leaves of `params` with their tree and names; and for each of them its reads,
       or None if it is not a table.
+
+    Raises:
+      TypeError: `loss` is not a function.
     """
+    if not callable(loss):
+        raise TypeError(
+            f"{call}: loss must be a function (params, batch) -> loss, got "
+            f"{_arguments.kind_of(loss)}. Pass the function itself, not what it "
+            "returns."
+        )
     first = lambda out: out[0] if isinstance(out, tuple) else out
     fun = lambda params, batch: first(loss(params, batch))
     is_sharded = lambda x: isinstance(x, ShardedTable)

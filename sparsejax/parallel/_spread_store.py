@@ -116,7 +116,17 @@ class SpreadStore:
             and so on are appended.
           key: as in `KVStore.init`; with several processes, each folds in its index.
           **options: `initializer` and `dtype`, as in `KVStore.init`.
+
+        Raises:
+          ValueError: there are `keys` among the options; and as `KVStore.init`.
         """
+        if options.get("keys") is not None:
+            raise ValueError(
+                f"{_CALL}.init: table {name!r} cannot have keys, since its rows are "
+                "sharded over processes by id. Pull ids that a sparsejax.HashIndex or "
+                "a sparsejax.data.Vocabulary gives to keys, or keep the table in a "
+                "sparsejax.store.KVStore."
+            )
         given: Any = shape_or_array
         is_shape = isinstance(given, (tuple, list))
         shape = given if is_shape else np.shape(given)

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, TableLike
-from sparsejax._rows import RowTable, SelectedRows, indexing, read_rows
+from sparsejax._rows import RowTable, SelectedRows, indexing, read_row_table
 from sparsejax.optim._lazy import state_sharding
 from sparsejax.parallel._forward import forward
 from sparsejax.transform.table import replicate
@@ -209,7 +209,7 @@ class ShardedTable(RowTable):
             ids = _arguments.as_ids(call, ids, self.height)
             height = _arguments.scalar(self.height, ids)
             ids = jnp.where(ids < 0, ids + height, ids)
-            return read_rows(self, call, ids, None, "clip")
+            return read_row_table(self, call, ids, None, "clip")
         read = lambda table, ids: jnp.asarray(table)[ids]
         return (read if makes_views.value else forward(read))(self, ids)
 

@@ -176,6 +176,8 @@ class CachedTable:
       from a journal next to the file (`items.table.journal`). Keep them together.
     - A table in memory is gone, as always. After `flush`, `KVStore.save` writes all of
       it, and leaves the old file or the new one.
+    - Keys of a table with `keys=` are not rolled back: those that came since have rows
+      as if they came after the flush.
     - If the machine itself stops, only a file of `KVStore.save` is safe.
 
     Parameters other than the table, and their state, are yours to save. Save them under

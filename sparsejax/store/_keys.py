@@ -2,8 +2,9 @@
 
 It means what `sparsejax.HashIndex` means, with a hash table that grows: any number of
 keys of 64 bits may pass through. The key of a row, its last step and how often it was
-used are arrays like the table's weights, so they are in its mapped file and in what
-`KVStore.save` writes. The hash table is made from them when a table is opened.
+used are arrays like the table's weights, and so are the sightings of keys that wait for
+admission: they are in its mapped file and in what `KVStore.save` writes. The hash
+tables are made from them when a table is opened.
 
 A row whose count is 0 has no key. A row changes hands in this order: its count to 0,
 its weights and state cleared, the new key and step, and the count last. So wherever the
@@ -13,7 +14,8 @@ process is killed, no key has the weights of another.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +25,6 @@ from sparsejax import _arguments
 from sparsejax.data import _text, _words
 from sparsejax.data._hash_ids import hash_words
 from sparsejax.store._key_map import KeyMap
-from sparsejax.store._memory import zeros
 from sparsejax.store._requested_rows import unique_of_sorted
 
 
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 
 
 _LEAST_WINDOW = 4096
-_MOST_SIGHTINGS = 1 << 22  # of keys that wait, in each of two generations
+# Keys that were seen, in each of two generations.
+_LEAST_SIGHTINGS, _MOST_SIGHTINGS = 1 << 10, 1 << 22
 
-# What each row has, besides its weights and state.
-COLUMNS = (np.dtype(np.int64), np.dtype(np.int64), np.dtype(np.int64))
+_COLUMNS = 3  # what each row has, besides its weights and state
+ADDED = 3  # of the arrays, those that the first files do not have
+_HAND, _YOUNG = 0, 1  # places in the cursor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,29 +100,27 @@ class TableKeys:
 
     Args:
       policy: of the table.
-      columns: one for each of `COLUMNS`, of the table's height: the key of each row,
-        its last step, and how many calls of `insert` had it, 0 for a row without a key.
+      arrays: those of `specs_of_keys`.
     """
 
-    def __init__(self, policy: KeyPolicy, columns: list[np.ndarray]):
-        self.policy, self.columns = policy, columns
-        self.height = columns[0].shape[0]
+    def __init__(self, policy: KeyPolicy, arrays: list[np.ndarray]):
+        self.policy, self._columns = policy, arrays[:_COLUMNS]
+        self.keys, self.last_step, self.counts = self._columns
+        self._seen, self._seen_counts, self._cursor = arrays[_COLUMNS:]
+        self.height = self.keys.shape[0]
         self.evicted = self.refused = self.waiting = 0
         self.latest_step: int | None = None
-        self.reopen()
+        self._reopen()
 
-    def reopen(self) -> None:
-        """Makes the hash table from the columns, which were read from a file."""
-        self.keys, self.last_step, self.counts = self.columns
+    def _reopen(self) -> None:
+        """Makes the hash tables from the arrays, which were read from a file."""
         rows = np.flatnonzero(self.counts)
         self._map = KeyMap(self.keys)
         self._map.add(self.keys[rows], rows)
         # Rows below the first one that was never used may be free, after a kill.
         self._end = int(rows[-1]) + 1 if rows.size else 0
         self._holes = np.flatnonzero(self.counts[: self._end] == 0)
-        self._hand = 0
-        limit = int(np.clip(self.height, 1024, _MOST_SIGHTINGS))
-        self._sightings = _Sightings(limit)
+        self._sightings = _Sightings(self._seen, self._seen_counts, self._cursor)
 
     def __len__(self) -> int:
         return len(self._map)
@@ -129,17 +130,44 @@ class TableKeys:
         return np.flatnonzero(self.counts[: self._end])
 
     def forget(self) -> None:
-        """Leaves no row with a key."""
+        """Leaves no row with a key, and no key seen."""
         rows = self.rows()
-        for column in reversed(self.columns):
+        for column in reversed(self._columns):
             column[rows] = 0
-        self.reopen()
+        self._sightings.forget()
+        self._cursor[:] = 0
+        self._reopen()
 
-    def restore(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> None:
-        """Sets the keys of `rows`, as a file has them; no row has a key before."""
-        for column, values in zip(self.columns, columns):
-            column[rows] = values
-        self.reopen()
+    def description(self) -> dict[str, int]:
+        """What the description of a saved table says of them."""
+        (young, _), (old, _) = self._sightings.contents()
+        sizes = {"keys": len(self), "young": young.size, "old": old.size}
+        return sizes | {"hand": self._hand()}
+
+    def contents(self) -> Iterator[np.ndarray]:
+        """The arrays of a saved table, int64; how long they are, `sizes` says.
+
+        The rows that have a key, with their columns, and the two generations of keys
+        that were seen, with how often.
+        """
+        rows = self.rows()
+        yield rows.astype(np.int64)
+        for column in self._columns:
+            yield column[rows]
+        for pair in self._sightings.contents():
+            yield from pair
+
+    def restore(
+        self, description: dict[str, Any], arrays: Iterable[np.ndarray]
+    ) -> None:
+        """Sets what a file has; nothing was there before."""
+        rows, *values = arrays
+        hand = description.get("hand", 0)
+        for column, x in zip(self._columns, values):
+            column[rows] = x
+        self._sightings.restore(values[_COLUMNS::2], values[_COLUMNS + 1 :: 2])
+        self._cursor[_HAND] = hand % max(self.height, 1)
+        self._reopen()
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """The row of each key, or the height of the table."""
@@ -184,18 +212,25 @@ class TableKeys:
         evicted = self._victims(need, step - held_steps)
         if evicted.size and table.cache is not None:
             self.last_step[known] = old_steps
-            table.check_not_cached(call)
+            raise RuntimeError(
+                f"{call}: table {table.name!r} is full (new keys without a row: "
+                f"{need}), and a row that is in a CachedTable cannot change hands. "
+                "First call flush(params, opt_state) and close() of the CachedTable, "
+                "and make another one after insert; or refuse such keys, "
+                "KeyPolicy(max_evictions=0)."
+            )
         self.counts[known] += 1
 
-        # Of a row whose key was removed, the weights may still be there, after a kill.
-        holes = free[free < self._end]
-        if holes.size:
-            table.clear(holes)
+        # A row without a key may have weights: those of a key that was removed, after
+        # a kill, or of an id.
+        stale = free[table.touched[free] != 0]
+        if stale.size:
+            table.clear(stale)
         if evicted.size:
             self._map.remove(self.keys[evicted])
             self.counts[evicted] = 0
             table.clear(evicted)
-            self._hand = (self._hand + self._window(need)) % self.height
+            self._cursor[_HAND] = (self._hand() + self._window(need)) % self.height
         given = np.concatenate([free, evicted])
         added = admitted[: given.size]
         self.keys[given] = added
@@ -223,6 +258,10 @@ class TableKeys:
         self._holes = self._holes[taken:]
         self._end += free.size - taken
 
+    def _hand(self) -> int:
+        """Where the next window begins."""
+        return int(self._cursor[_HAND]) % max(self.height, 1)
+
     def _window(self, count: int) -> int:
         window = self.policy.window or max(_LEAST_WINDOW, 8 * count)
         return min(window, self.height)
@@ -231,7 +270,7 @@ class TableKeys:
         """At most `count` rows of keys last used before `step`, ascending."""
         if count <= 0:
             return np.zeros((0,), np.int64)
-        rows = (self._hand + np.arange(self._window(count))) % self.height
+        rows = (self._hand() + np.arange(self._window(count))) % self.height
         rows = np.sort(rows)
         rows = rows[(self.counts[rows] > 0) & (self.last_step[rows] < step)]
         last = self.last_step[rows]
@@ -246,12 +285,14 @@ class _Sightings:
     """How often keys without a row were seen: two generations, the older forgotten.
 
     Args:
-      limit: keys of a generation.
+      keys, counts: int64 `[2, limit]`, of each generation; a key that was counted comes
+        before all slots whose count is 0.
+      cursor: which generation is the younger one, at `_YOUNG`.
     """
 
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._young = self._old = _Generation(0)
+    def __init__(self, keys: np.ndarray, counts: np.ndarray, cursor: np.ndarray):
+        self._limit, self._cursor = keys.shape[1], cursor
+        self._generations = [_Generation(*pair) for pair in zip(keys, counts)]
 
     def waiting(self, keys: np.ndarray, admit_after: int) -> np.ndarray:
         """Counts a sighting of distinct `keys`; which have not been seen often enough.
@@ -259,30 +300,60 @@ class _Sightings:
         A key that was admitted stays counted, so that it is admitted at once if it is
         evicted and comes back soon.
         """
-        if admit_after == 1 or not keys.size:
+        if admit_after == 1:
             return np.zeros(keys.shape, bool)
-        if self._young.room < keys.size:
-            self._old = self._young
-            self._young = _Generation(max(self._limit, keys.size))
-        return self._young.count(keys) + self._old.counted(keys) < admit_after
+        parts = np.split(keys, range(self._limit, keys.size, self._limit))
+        return np.concatenate([self._count(part) for part in parts]) < admit_after
+
+    def _count(self, keys: np.ndarray) -> np.ndarray:
+        """Adds 1 to the counts of at most `limit` distinct keys; returns these."""
+        young, old = self._by_age()
+        if young.size + keys.size > self._limit:
+            young, old = old, young
+            young.forget()
+            self._cursor[_YOUNG] ^= 1
+        return young.count(keys) + old.counted(keys)
+
+    def _by_age(self) -> list[_Generation]:
+        """The younger generation, and the older one."""
+        is_second = self._cursor[_YOUNG] & 1
+        return self._generations[::-1] if is_second else self._generations
+
+    def forget(self) -> None:
+        for generation in self._generations:
+            generation.forget()
+
+    def contents(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The keys of each generation and their counts, the younger one first."""
+        return [generation.contents() for generation in self._by_age()]
+
+    def restore(self, keys: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> None:
+        """Sets what `contents` returned; nothing was there before."""
+        for generation, *pair in zip(self._by_age(), keys, counts):
+            generation.restore(*pair)
 
 
 class _Generation:
-    """Counts of keys, up to a number of them."""
+    """Counts of keys.
 
-    def __init__(self, limit: int):
-        self._keys = zeros((max(limit, 1),), np.dtype(np.int64))
-        self._counts = zeros((max(limit, 1),), np.dtype(np.int64))
-        self._map = KeyMap(self._keys)
-        self.room = limit
+    Args:
+      keys, counts: int64 `[limit]`, see `_Sightings`.
+    """
+
+    def __init__(self, keys: np.ndarray, counts: np.ndarray):
+        self._keys, self._counts = keys, counts
+        used = np.flatnonzero(counts)
+        self.size = int(used[-1]) + 1 if used.size else 0
+        self._map = KeyMap(keys)
+        self._map.add(keys[: self.size], np.arange(self.size))
 
     def count(self, keys: np.ndarray) -> np.ndarray:
         """Adds 1 to the counts of distinct `keys`; returns these counts."""
         new = keys[self._map.find(keys) < 0]
-        rows = len(self._map) + np.arange(new.size)
+        rows = self.size + np.arange(new.size)
         self._keys[rows] = new
         self._map.add(new, rows)
-        self.room -= new.size
+        self.size += new.size
         rows = self._map.find(keys)
         self._counts[rows] += 1
         return self._counts[rows]
@@ -290,6 +361,36 @@ class _Generation:
     def counted(self, keys: np.ndarray) -> np.ndarray:
         rows = self._map.find(keys)
         return np.where(rows < 0, 0, self._counts[np.maximum(rows, 0)])
+
+    def forget(self) -> None:
+        self._counts[: self.size] = 0
+        self.size, self._map = 0, KeyMap(self._keys)
+
+    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._keys[: self.size], self._counts[: self.size]
+
+    def restore(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        for mine, values in [(self._keys, keys), (self._counts, counts)]:
+            mine[: values.size] = values[: mine.size]
+
+
+def sizes(description: dict[str, Any]) -> list[int]:
+    """How long the arrays of `TableKeys.contents` are, as the description says."""
+    young, old = description.get("young"), description.get("old", 0)
+    seen = [] if young is None else [young, young, old, old]  # not in the first files
+    return [description.get("keys", 0)] * (1 + _COLUMNS) + seen
+
+
+def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of the keys of a table: shapes and dtypes.
+
+    The key of each row, its last step, and how many calls of `insert` had it, 0 for a
+    row without a key; the keys that were seen and how often, in two generations; and
+    the cursor: where victims are sought next, and which generation is the younger one.
+    """
+    limit = int(np.clip(height, _LEAST_SIGHTINGS, _MOST_SIGHTINGS))
+    shapes = [(height,)] * _COLUMNS + [(2, limit)] * 2 + [(2,)]
+    return [jax.ShapeDtypeStruct(shape, np.int64) for shape in shapes]
 
 
 # ------------------------------------------------------------------ arguments
@@ -304,7 +405,7 @@ def as_keys(call: str, keys: Any) -> np.ndarray:
             "batch has before it is put on the device, or np.asarray(keys) if it "
             "never had more bits."
         )
-    found = keys if isinstance(keys, jax.Array) else np.asarray(keys)
+    found = keys if isinstance(keys, jax.Array) else _as_array(call, keys)
     if found.dtype.kind in "USOT":
         column = _words.as_column(call, np.asarray(found).reshape(-1), "keys")
         hashes = column.per_row(hash_words(_text.as_matrix(column.words), 0))
@@ -314,6 +415,41 @@ def as_keys(call: str, keys: Any) -> np.ndarray:
     found = np.asarray(_arguments.as_integers(call, found, "keys"))
     wide = np.uint64 if found.dtype.kind == "u" else np.int64
     return found.astype(wide).view(np.int64)
+
+
+def _as_array(call: str, keys: Any) -> np.ndarray:
+    """Keys as NumPy has them, with 3 and "3" apart."""
+    try:
+        found = np.asarray(keys)
+    except ValueError:
+        raise TypeError(
+            f"{call}: keys must be an array, or nested lists of equal lengths, got "
+            f"{_arguments.show(keys)}. Pad them, and give padding False in where."
+        ) from None
+    is_list = isinstance(keys, (list, tuple))
+    if found.dtype != object and not (is_list and found.dtype.kind in "US"):
+        return found
+    found = np.array(keys, dtype=object)  # where NumPy has not made "3" of 3
+    values = found.reshape(-1).tolist()
+    kinds = {_kind_of_key(type(value)): value for value in reversed(values)}
+    if kinds.keys() <= {"string"}:
+        return found
+    if kinds.keys() == {"integer"}:
+        return np.array(values).reshape(found.shape)
+    ones = " and ".join(map(_arguments.show, kinds.values()))
+    raise TypeError(
+        f"{call}: keys must be all integers or all strings, got {ones}. 3 and '3' are "
+        "different keys: convert them to one kind. For a string that is missing, write "
+        "''."
+    )
+
+
+@functools.cache
+def _kind_of_key(kind: type) -> str:
+    if issubclass(kind, (str, bytes)):
+        return "string"
+    is_integer = issubclass(kind, (int, np.integer)) and kind is not bool
+    return "integer" if is_integer else "other"
 
 
 def as_where(call: str, where: Any, shape: tuple[int, ...]) -> np.ndarray | None:

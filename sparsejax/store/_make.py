@@ -13,7 +13,7 @@ from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax.store import _format
 from sparsejax.store._journal import roll_back
-from sparsejax.store._keys import KeyPolicy
+from sparsejax.store._keys import ADDED, KeyPolicy
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._optimizer import Optimizer
 from sparsejax.store._requested_rows import check_not_traced
@@ -86,7 +86,8 @@ def make_table(
             initialized=bool(initializer),
             keyed=keyed,
         )
-        memory = MappedFile(path, specs, initial, header, name)
+        added = ADDED if keyed else 0
+        memory = MappedFile(path, specs, initial, header, name, added)
         given = memory.found["given"]
     table = Table(name, shape, dtype, optimizer, initializer, key, given, memory, keys)
     if isinstance(memory, MappedFile):

@@ -81,6 +81,8 @@ class MappedFile:
       specs, initial: as in `Memory`; `initial` is for a new file.
       header: the table's description; that of an existing file must agree.
       name: of the table, for messages.
+      added: how many of the last specs the first files of such tables do not have. A
+        file without them gets them, as zeros.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class MappedFile:
         initial: Mapping[int, np.ndarray],
         header: dict[str, Any],
         name: str,
+        added: int = 0,
     ):
         path = pathlib.Path(path)
         self.path = os.fspath(path)
@@ -119,7 +122,10 @@ class MappedFile:
             self.found = _read_header(path, file, header, name)
             self._start = self.found["start"]
             size = os.fstat(file.fileno()).st_size
-            expected = end - start + self._start
+            shift = self._start - start
+            expected = end + shift
+            if added and size == offsets[-added] + shift:
+                size = file.truncate(expected)
             if size != expected:
                 raise ValueError(
                     f"{_INIT}: {path} has {size} bytes instead of {expected}: it was "
@@ -132,7 +138,6 @@ class MappedFile:
         # Without a buffer, since a forked child moves the place that it stands for.
         self._file = file.detach()
         _advise(self._map, "MADV_RANDOM")  # rows are read at random: no read-ahead
-        shift = self._start - start
         self.arrays = [
             np.frombuffer(self._map, s.dtype, math.prod(s.shape), at + shift).reshape(
                 s.shape

@@ -3,8 +3,9 @@
 The file has a header that describes all tables, and then for each table: the leaves of
 state without rows, the ids of the touched rows, their weights (those of all rows, if
 the weights were given as an array), and their leaves of state. Of a table with keys
-follow the rows that have one, with their keys, steps and counts. Untouched rows take no
-space: the key in the description makes them again. Each array has a checksum.
+follow the rows that have one, with their keys, steps and counts, and the keys that were
+seen, with how often, which the first files do not have. Untouched rows take no space:
+the key in the description makes them again. Each array has a checksum.
 """
 
 import io
@@ -15,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from sparsejax._files import as_path, replacing
-from sparsejax.store import _format, _memory
-from sparsejax.store._keys import COLUMNS
+from sparsejax.store import _format, _keys, _memory
 from sparsejax.store._optimizer import on_host
 from sparsejax.store._table import CHUNK, Table, put_rows
 
 
 MAGIC = b"sparsejax store 2\n"
-_COUNTS = {"touched": int, "keys?": int}
+_COUNTS = {"touched": int, "keys?": int, "young?": int, "old?": int, "hand?": int}
 _HEADER = {"tables": {"*": _format.DESCRIPTION | _COUNTS}}
 
 _SAVE, _LOAD = "sparsejax.store.KVStore.save", "sparsejax.store.KVStore.load"
@@ -45,10 +45,8 @@ def save(
         table.check_written_back(_SAVE)
         touched[name] = np.flatnonzero(table.touched)
         count = int(touched[name].size)
-        counts = {"touched": count}
-        if table.keys is not None:
-            counts["keys"] = len(table.keys)
-        descriptions[name] = table.description() | counts
+        keys = {} if table.keys is None else table.keys.description()
+        descriptions[name] = table.description() | {"touched": count} | keys
     total = sum(_steps(description) for description in descriptions.values())
     done = 0
     with replacing(path) as file:
@@ -67,9 +65,8 @@ def save(
                     done += chunk.size
                     report(done, total)
             if table.keys is not None:
-                rows = table.keys.rows()
-                for array in [rows, *(column[rows] for column in table.keys.columns)]:
-                    _format.write_array(file, array.astype(np.int64))
+                for array in table.keys.contents():
+                    _format.write_array(file, array)
         _refuse_mapped_table(path)  # made since this save began
 
 
@@ -123,7 +120,8 @@ def load(
                 leaf[...] = new
             for column, rows, values in contents:
                 if column is None:
-                    table.restore_keys(rows, values)
+                    assert table.keys is not None
+                    table.keys.restore(description, values)
                     continue
                 put_rows(column, rows, values)
                 advance(rows.size)
@@ -138,7 +136,8 @@ def _contents(
     """What the file holds of a table.
 
     Yields first `(state without rows, ids of the touched rows)`, and then, chunk by
-    chunk, `(column, rows, values)`. Last, if it has keys, `(None, rows, columns)`.
+    chunk, `(column, rows, values)`. Last, if it has keys, `(None, rows, arrays)`, as
+    `TableKeys.contents` has them.
     """
 
     def check_rows(ids):
@@ -161,10 +160,9 @@ def _contents(
             chunk = rows[start : start + CHUNK]
             yield column, chunk, read((chunk.size, *column.shape[1:]), column.dtype)
     if table.keys is not None:
-        count = (description["keys"],)
-        rows, *columns = (read(count, np.int64) for _ in range(1 + len(COLUMNS)))
-        check_rows(rows)
-        yield None, rows, columns
+        arrays = [read((n,), np.int64) for n in _keys.sizes(description)]
+        check_rows(arrays[0])
+        yield None, arrays[0], arrays
 
 
 def _checked_descriptions(
@@ -219,8 +217,9 @@ def _bytes(table: Table, description: dict[str, Any]) -> int:
     size = count * 8 + sum(leaf.nbytes for leaf in table.rest)
     arrays = len(table.rest) + 1
     if table.keys is not None:
-        size += description.get("keys", 0) * 8 * (1 + len(COLUMNS))
-        arrays += 1 + len(COLUMNS)
+        sizes = _keys.sizes(description)
+        size += sum(sizes) * 8
+        arrays += len(sizes)
     for column, n in columns:
         size += n * int(np.prod(column.shape[1:])) * column.dtype.itemsize
         arrays += -(-n // CHUNK)

@@ -240,7 +240,8 @@ class KVStore:
         does not depend on the order of the keys, and a key that occurs several times
         counts once. Sightings of keys that wait for admission are counted exactly, and
         forgotten: each counts until as many others were counted as the table has rows
-        (at least 1024, at most 2^22), or up to twice as many.
+        (at least 1024, at most 2^22), or up to twice as many. Keys and sightings are
+        saved and restored with the table.
 
         Inside the `ids_of` of `prefetch`, keys of batches whose gradient may not have
         been pushed yet are not evicted. For that, `step` must count the batches.
@@ -248,7 +249,7 @@ class KVStore:
         Args:
           name: of the table.
           keys: NumPy integers of any shape, or strings, of which hashes of 64 bits are
-            the keys.
+            the keys; not both.
           step: int, the number of the training step. Keys that were used at the same
             step are not evicted.
           where: booleans of the shape of `keys`, False for padding.
@@ -260,8 +261,8 @@ class KVStore:
 
         Raises:
           KeyError: there is no such table.
-          TypeError: `keys` are not integers or strings, or are a JAX array of 32 bits;
-            `where` is not a mask of them.
+          TypeError: `keys` are not all integers or all strings, or are a JAX array of
+            32 bits; `where` is not a mask of them.
           ValueError: the table was made without keys; `step` is not an int, or does not
             count batches while `prefetch` runs.
           RuntimeError: a key must be evicted while a CachedTable is over the table.

@@ -21,7 +21,7 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax.store import _format
-from sparsejax.store._keys import COLUMNS, KeyPolicy, TableKeys
+from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
 from sparsejax.store._memory import pooled_empty
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._requested_rows import LEAST_CAPACITY, bucket, slots_of
@@ -118,8 +118,9 @@ class Table:
         self.weights, self.touched, *state = memory.arrays
         self.keys = None
         if policy is not None:
-            self.keys = TableKeys(policy, state[-len(COLUMNS) :])
-            state = state[: -len(COLUMNS)]
+            count = len(specs_of_keys(self.height))
+            self.keys = TableKeys(policy, state[-count:])
+            state = state[:-count]
         count = sum(optimizer.by_row) if optimizer else 0
         self.by_row, self.rest = state[:count], state[count:]
         self.is_loading = self.is_closed = False
@@ -334,11 +335,6 @@ class Table:
             self.keys.forget()
         self.describe_as(key, given=False)
 
-    def restore_keys(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> None:
-        """Sets the keys of `rows`, after `reset`."""
-        assert self.keys is not None
-        self.keys.restore(rows, columns)
-
     def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
         """Changes its description, also in its mapped file."""
         self.key, self.given = key, given
@@ -379,9 +375,8 @@ def arrays_of(
         pairs = list(zip(optimizer.specs, optimizer.by_row))
         specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if by_row]
         specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if not by_row]
-    if keyed:
-        specs += [(shape[:1], dtype) for dtype in COLUMNS]
-    return [jax.ShapeDtypeStruct(*spec) for spec in specs]
+    keys = specs_of_keys(shape[0]) if keyed else []
+    return [*(jax.ShapeDtypeStruct(*spec) for spec in specs), *keys]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -4,6 +4,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparsejax._rows import indexing, quantized
 
@@ -45,6 +46,50 @@ def bag_sum(
         wrap_negative_indices=False,
         indices_are_sorted=indices_are_sorted,
     )
+
+
+def add_bags(
+    sums: jax.Array,
+    ids: jax.Array,
+    *rest: jax.Array,
+    height: int,
+    segmented: bool,
+    weighted: bool,
+) -> jax.Array:
+    """The transpose of `bag_sum`: the table to which each bag adds its `sums`."""
+    static = dict(segmented=segmented, weighted=weighted)
+    table = jnp.zeros((height, *sums.shape[1:]), sums.dtype)
+    if segmented:
+        return indexing.add_rows(table, ids, row_cotangents(sums, ids, *rest, **static))
+
+    # One column of the bags at a time, so that there is no array of all rows read.
+    def add(j, table):
+        column = lambda x: lax.dynamic_index_in_dim(x, j, 1)
+        parts = [column(x) for x in (ids, *rest)]
+        return indexing.add_rows(
+            table, parts[0], row_cotangents(sums, *parts, **static)
+        )
+
+    return lax.fori_loop(0, ids.shape[1], add, table)
+
+
+def row_cotangents(
+    cotangent: jax.Array,
+    ids: jax.Array,
+    *rest: jax.Array,
+    segmented: bool,
+    weighted: bool,
+    **_: Any,
+) -> jax.Array:
+    """Cotangents of the rows read, `[*ids.shape, ...]`, from those of the bags."""
+    if segmented:
+        out = indexing.take_rows(cotangent, rest[0])
+    else:
+        shape = (*ids.shape, *cotangent.shape[1:])
+        out = jnp.broadcast_to(jnp.expand_dims(cotangent, 1), shape)
+    if weighted:
+        out *= indexing.append_axes(rest[-1], out.ndim)
+    return out
 
 
 def weighted_rows(

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax._lookup.bag_sum import bag_sum, bag_sum_p, row_cotangents
+from sparsejax._lookup.bag_sum import bag_sum, bag_sum_p
+from sparsejax._lookup.lowerings import xla
 from sparsejax._rows import indexing
 from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
 from sparsejax.transform.table import TableRef
@@ -37,7 +38,7 @@ def _bag_sum_rule(
     if not ref.steps and ref.has_all_rows:
         out = add(ref.array, ids, weights, segment_ids, num_bags)
         transpose = functools.partial(
-            row_cotangents, segmented=segmented, weighted=weighted
+            xla.row_cotangents, segmented=segmented, weighted=weighted
         )
         return ctx.combine(ref, ids, out, transpose, ids, *rest)
     if ref.row_axes != (0,):

@@ -1,0 +1,27 @@
+"""Lowerings for CUDA, where adding floats to equal rows takes atomics."""
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _arguments
+from sparsejax._lookup.lowerings import xla
+from sparsejax._rows import indexing, merge_cuda
+
+
+def add_bags(
+    sums: jax.Array,
+    ids: jax.Array,
+    *rest: jax.Array,
+    height: int,
+    segmented: bool,
+    weighted: bool,
+) -> jax.Array:
+    """`xla.add_bags`, always in the same order: duplicates are merged first."""
+    rows = xla.row_cotangents(sums, ids, *rest, segmented=segmented, weighted=weighted)
+    rows = indexing.merge_axes(rows, ids.ndim)
+    empty = _arguments.scalar(height, ids)
+    ids = jnp.where(indexing.in_range(ids, height), ids, empty).reshape(-1)
+    distinct, at, total, _ = merge_cuda.merge_rows(ids, rows, height=height)
+    zeros = jnp.zeros((height, *sums.shape[1:]), sums.dtype)
+    total = indexing.take_rows(total, at)
+    return indexing.set_distinct_rows(zeros, distinct, total)
