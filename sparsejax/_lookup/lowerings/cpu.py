@@ -6,6 +6,7 @@ benchmarks/NOTES.md has the measurements, tests/test_compiled.py checks that the
 compiled programs have the structure described here.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -212,14 +213,19 @@ def _sum_pieces(
     inside = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None] < end[:, None]
     cut = lambda x: _windows(x, start, length)
     ids = jnp.where(inside, cut(ids), _arguments.scalar(table.shape[0], ids))
+    add_up = functools.partial(
+        jax.ops.segment_sum,
+        segment_ids=bag,
+        num_segments=num_bags,
+        indices_are_sorted=True,
+    )
     if bits is None:
         rest = () if weights is None else (cut(weights),)
-        sums = _add_columns(xla.weighted_rows, bits, table, ids, *rest)
-    else:
-        pair = jnp.where(inside[..., None], cut(weights), 0)
-        sums = _add_columns(xla.weighted_rows_in_range, bits, table, ids, pair[..., 0])
-        sums += jnp.sum(pair[..., 1], axis=1)[:, None, None]
-    return jax.ops.segment_sum(sums, bag, num_bags, indices_are_sorted=True)
+        return add_up(_add_columns(xla.weighted_rows, bits, table, ids, *rest))
+    # Apart, and not as an array [..., 2]: else XLA computes them for each number read.
+    scale, bias = (jnp.where(inside, cut(weights[:, k]), 0) for k in (0, 1))
+    total = add_up(_add_columns(xla.weighted_rows_in_range, bits, table, ids, scale))
+    return total + add_up(jnp.sum(bias, axis=1))[:, None, None]
 
 
 def _windows(x: jax.Array, start: jax.Array, length: int) -> jax.Array:
