@@ -45,7 +45,8 @@ def bag_sum(
       num_bags: static, with `segment_ids`.
       indices_are_sorted: whether `segment_ids` ascend.
       bits: of the codes, where the table is the codes of a QuantizedTable. Then there
-        are weights, 0 where an id is out of range.
+        are weights `[..., 2]`, for the codes and for a one beside them, both 0 where an
+        id is out of range.
 
     Returns:
       `[B or num_bags, ...]`, in the accumulator's type: float32 for narrower floats.
@@ -82,32 +83,20 @@ def quantized_bag_sum(
     """`bag_sum` of a quantized table, float32.
 
     `sum w (scale codes + bias) = sum (w scale) codes + sum w bias`: sums of codes with
-    other weights, and one number for each bag.
+    other weights, and one number more for each bag.
     """
     pair = quantized.scales(table, ids)
     if weights is not None:
         pair = pair * weights.astype(pair.dtype)[..., None]
-    scale, bias = pair[..., 0], pair[..., 1]
     total = bag_sum(
         table.codes,
         ids,
-        scale,
+        pair,
         segment_ids,
         num_bags,
         indices_are_sorted=indices_are_sorted,
         bits=table.bits,
     )
-    if segment_ids is None:
-        bias = jnp.sum(bias, axis=1)
-    else:
-        zeros = jnp.zeros((total.shape[0],), bias.dtype)
-        bias = zeros.at[segment_ids].add(
-            bias,
-            mode="drop",
-            wrap_negative_indices=False,
-            indices_are_sorted=indices_are_sorted,
-        )
-    total += indexing.append_axes(bias, total.ndim)
     total = quantized.join_planes(total, math.prod(table.row_shape))
     return total.reshape(-1, *table.row_shape)
 
@@ -135,7 +124,10 @@ def _weights_transpose(ct, like, table, ids, *rest, segmented, bits=None, **_):
     if bits is not None:
         rows = quantized.planes(rows, bits)
     axes = tuple(range(ids.ndim, rows.ndim))
-    return jnp.sum(each * rows.astype(ct.dtype), axis=axes).astype(like.dtype)
+    of_rows = jnp.sum(each * rows.astype(ct.dtype), axis=axes)
+    if bits is not None:
+        of_rows = jnp.stack([of_rows, jnp.sum(each, axis=axes)], axis=-1)
+    return of_rows.astype(like.dtype)
 
 
 def _sums_transpose(ct, like, _, ids, *rest, height, **static):

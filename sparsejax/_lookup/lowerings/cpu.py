@@ -6,6 +6,7 @@ benchmarks/NOTES.md has the measurements, tests/test_compiled.py checks that the
 compiled programs have the structure described here.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -93,7 +94,10 @@ def bag_sum(
     # Shapes are symbolic in an export for any size of batch.
     is_static = isinstance(ids.shape[-1], int)
     if is_static and not segmented and ids.size and ids.shape[1] > 1:
-        return _sum_fixed(table, ids, weights, bits)
+        if bits is None:
+            return _sum_fixed(table, ids, weights, bits)
+        total = _sum_fixed(table, ids, weights[..., 0], bits)
+        return total + jnp.sum(weights[..., 1], axis=1)[:, None, None]
     # As long as pieces can be while most of them are more than half full.
     average = ids.size // max(num_bags, 1) if is_static and segmented else 0
     longest = _PIECE if bits is None else _PIECE_OF_CODES
@@ -206,16 +210,28 @@ def _sum_pieces(
     number = jnp.arange(most, dtype=jnp.int32) - first
     start = offsets[known] + number * np.int32(length)
     end = jnp.where(bag < num_bags, offsets[known + 1], start)
-    at = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    inside = at < end[:, None]
-    at = jnp.where(inside, at, 0)
-    ids = jnp.where(inside, ids[at], _arguments.scalar(table.shape[0], ids))
-    rest = ()
-    if weights is not None:
-        weights = weights[at]
-        rest = (weights if bits is None else jnp.where(inside, weights, 0),)
-    sums = _add_columns(xla.weighted_rows, bits, table, ids, *rest)
-    return jax.ops.segment_sum(sums, bag, num_bags, indices_are_sorted=True)
+    inside = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None] < end[:, None]
+    cut = lambda x: _windows(x, start, length)
+    ids = jnp.where(inside, cut(ids), _arguments.scalar(table.shape[0], ids))
+    add_up = functools.partial(
+        jax.ops.segment_sum,
+        segment_ids=bag,
+        num_segments=num_bags,
+        indices_are_sorted=True,
+    )
+    if bits is None:
+        rest = () if weights is None else (cut(weights),)
+        return add_up(_add_columns(xla.weighted_rows, bits, table, ids, *rest))
+    # Apart, and not as an array [..., 2]: else XLA computes them for each number read.
+    scale, bias = (jnp.where(inside, cut(weights[:, k]), 0) for k in (0, 1))
+    total = add_up(_add_columns(xla.weighted_rows_in_range, bits, table, ids, scale))
+    return total + add_up(jnp.sum(bias, axis=1))[:, None, None]
+
+
+def _windows(x: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    """`x[s : s + length]` for each start s, which is faster than single elements."""
+    x = jnp.pad(x, ((0, length),) + ((0, 0),) * (x.ndim - 1))
+    return jax.vmap(lambda s: lax.dynamic_slice_in_dim(x, s, length))(start)
 
 
 def _sort(

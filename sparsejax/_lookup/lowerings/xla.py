@@ -36,7 +36,10 @@ def bag_sum(
     weights = rest[-1] if weighted else None
     if bits is not None:
         weights = in_range_only(weights, ids, table.shape[0])
+        weights, ones = weights[..., 0], weights[..., 1]
     rows = weighted_rows(table, ids, weights, bits)
+    if bits is not None:
+        rows += indexing.append_axes(ones, rows.ndim)
     if not segmented:
         return jnp.sum(rows, axis=1)
     total = jnp.zeros((num_bags, *rows.shape[1:]), rows.dtype)
@@ -123,7 +126,8 @@ def weighted_rows_in_range(
 def in_range_only(weights: Any, ids: jax.Array, height: int) -> jax.Array:
     """`weights`, 0 where an id is out of range."""
     # Where nothing is read the weight may be anything, and 0 * inf is NaN.
-    return jnp.where(indexing.in_range(ids, height), weights, 0)
+    inside = indexing.in_range(ids, height)
+    return jnp.where(indexing.append_axes(inside, weights.ndim), weights, 0)
 
 
 def row_type(table: jax.Array, bits: Codes | None) -> tuple[tuple[int, ...], Any]:
