@@ -87,10 +87,9 @@ def bag_sum(
             for k in range(8 // bits)
         ]
         return jnp.concatenate(each, axis=1)
-    weights = rest[-1] if weighted else None
-    if bits is not None:
-        weights = xla.in_range_only(weights, ids, table.shape[0])
-        rest = (*rest[:-1], weights)
+    weights = None
+    if weighted:
+        weights = xla.in_range_only(rest[-1], ids, table.shape[0])
     # Shapes are symbolic in an export for any size of batch.
     is_static = isinstance(ids.shape[-1], int)
     if is_static and not segmented and ids.size and ids.shape[1] > 1:
@@ -220,7 +219,7 @@ def _sum_pieces(
         indices_are_sorted=True,
     )
     if bits is None:
-        rest = () if weights is None else (cut(weights),)
+        rest = () if weights is None else (jnp.where(inside, cut(weights), 0),)
         return add_up(_add_columns(xla.weighted_rows, bits, table, ids, *rest))
     # Apart, and not as an array [..., 2]: else XLA computes them for each number read.
     scale, bias = (jnp.where(inside, cut(weights[:, k]), 0) for k in (0, 1))

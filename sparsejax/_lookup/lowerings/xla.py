@@ -33,9 +33,8 @@ def bag_sum(
     XLA for GPU and TPU fuses a sum with the gather before it, so that the rows of a
     fixed bag are added up as they are read.
     """
-    weights = rest[-1] if weighted else None
+    weights = in_range_only(rest[-1], ids, table.shape[0]) if weighted else None
     if bits is not None:
-        weights = in_range_only(weights, ids, table.shape[0])
         weights, ones = weights[..., 0], weights[..., 1]
     rows = weighted_rows(table, ids, weights, bits)
     if bits is not None:
@@ -98,14 +97,16 @@ def row_cotangents(
 def weighted_rows(
     table: jax.Array, ids: jax.Array, weights: jax.Array | None, bits: Codes | None
 ) -> jax.Array:
-    """`weights * table[ids]`, wide; zeros where an id is out of range."""
+    """`weights * table[ids]`, wide; zeros where an id is out of range.
+
+    There the weights are finite.
+    """
     if bits is not None:  # their weights are 0 already
         return weighted_rows_in_range(table, ids, weights, bits)
     rows = indexing.take_rows(table, ids)
     rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
     if weights is None:
         return rows
-    weights = in_range_only(weights, ids, table.shape[0])
     return rows * indexing.append_axes(weights, rows.ndim)
 
 
