@@ -710,6 +710,9 @@ sj.optim.lazy(sj.optim.exact(optax.adam(1e-3)))
 
 sj.optim.lazy(optax.lamb(1e-3)).init(params)
 
+parts = optax.scale_by_yogi(), optax.scale_by_sign(), optax.normalize_by_update_norm()
+sj.optim.lazy(optax.chain(*parts)).init(params)
+
 parts = {"lazy": optax.sgd(0.1), "dense": optax.lamb(0.1)}
 tx = sj.optim.lazy(optax.partition(parts, {"table": "lazy", "kernel": "dense"}))
 tx.update({"table": rows, "kernel": rows}, tx.init(tables), tables)

@@ -51,6 +51,7 @@ class Part(NamedTuple):
     Args:
       make: of k, and for a wrapper of its body.
       moves: whether it can move rows that get no gradient.
+      wakes: whether it moves rows that were never read. Then a norm may be refused.
       norm: whether what it does to a row depends on all rows that have an update.
       refused: whether it depends on rows without a gradient.
       hides: whether it can undo what a part before it did.
@@ -62,6 +63,7 @@ class Part(NamedTuple):
 
     make: Callable[..., Any]
     moves: bool = False
+    wakes: bool = False
     norm: bool = False
     refused: bool = False
     hides: bool = False
@@ -157,9 +159,11 @@ MOVING = {
         for name in (
             "scale_by_adadelta scale_by_adamax scale_by_adan scale_by_amsgrad "
             "scale_by_belief scale_by_lion scale_by_novograd scale_by_radam "
-            "scale_by_optimistic_gradient scale_by_stddev scale_by_yogi"
+            "scale_by_optimistic_gradient scale_by_stddev"
         ).split()
     },
+    # Its moments start at 1e-6.
+    "scale_by_yogi": Part(_make(optax.scale_by_yogi), wakes=True),
     **{
         name: Part(_make(getattr(contrib, name)))
         for name in (
@@ -184,6 +188,7 @@ WHOLE = {
     f"{name}()": Part(
         lambda k, make=make: make(),
         norm="norm" in name,
+        wakes=name == "yogi",
         exact="m" if name in NAMED_BY_EXACT else "",
     )
     for name, make in SEPARABLE.items()
@@ -303,6 +308,13 @@ def sees_moved_rows(chain):
             return True
         moved = moved or PARTS[name].moves
     return False
+
+
+def sees_woken_rows(chain):
+    """Whether a norm follows on a part that moves rows that were never read."""
+    names = [name for name, _ in _flat(chain)]
+    woken = [k for k, name in enumerate(names) if PARTS[name].wakes]
+    return bool(woken) and any(PARTS[name].norm for name in names[woken[0] :])
 
 
 def must_be_exact(chain):
@@ -455,7 +467,7 @@ def _accepts(chain, init):
     try:
         init()
     except ValueError as error:
-        if not refused:
+        if not refused and not sees_woken_rows(chain):
             raise Refused(str(error)) from error
         return False
     if refused and not has(chain, "hides"):

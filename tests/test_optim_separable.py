@@ -81,6 +81,24 @@ def test_users_own_transformations_are_judged_and_named():
         lazy(tx).init(PARAMS)
 
 
+def test_a_norm_must_not_count_empty_slots():
+    """Yogi's moments start above zero, so it moves rows that were never read.
+
+    A sign makes those steps as large as any. A norm would count the empty slots of a
+    gradient, so that its padding would decide.
+    """
+    norm = optax.normalize_by_update_norm
+    yogi, sign = optax.scale_by_yogi(), optax.scale_by_sign()
+    shift = optax.stateless(lambda g, _: jax.tree.map(lambda x: x + 1, g))
+    for parts in ((yogi, sign, norm()), (shift, optax.clip_by_global_norm(1.0))):
+        assert not is_row_separable(optax.chain(*parts))
+        init = jax.jit(lazy(optax.chain(*parts)).init)
+        with pytest.raises(ValueError, match="moves rows that were never read"):
+            init({"t": jnp.ones((50, 2))})
+    for parts in ((norm(), yogi, sign), (optax.adamw(0.1), norm()), (sign, norm())):
+        assert is_row_separable(optax.chain(*parts))
+
+
 def test_extra_arguments_are_filled_in():
     def update(updates, state, params=None, *, loss, **extra_args):
         return jax.tree.map(lambda g: -loss * g, updates), state

@@ -114,6 +114,26 @@ def _probe(tx, treedef, specs, tables):
     return reasons, None
 
 
+def counts_empty_slots(
+    tx: Any, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
+) -> bool:
+    """Whether the rows of a gradient get other updates beside empty slots.
+
+    Empty slots have a zero gradient and the state of a row that was never read. If
+    they are moved nevertheless, and a later part takes a norm, it counts them: on a
+    whole table all rows that were never read, lifted as many as there happen to be.
+
+    Args:
+      tx: the transformation, whose parts can be lifted.
+      treedef, specs, tables: as for `probe`.
+    """
+    with jax_defaults(), np.errstate(all="ignore"):
+        small = small_tree(specs, tables)
+        found = state_leaves.find(tx.init, treedef, small, tables)
+        run = _Run(tx, treedef, small, tables, found.owners, found.state)
+        return run.counts_empty_slots()
+
+
 @contextlib.contextmanager
 def jax_defaults(anywhere: bool = False) -> Iterator[None]:
     """JAX's defaults, whatever the caller has set, and the CPU if there is one."""
@@ -173,7 +193,7 @@ class _Run:
         self.row_axes = {t: trees.row_axes(specs[t]) for t in tables}
         specs = [trees.plain(spec) for spec in specs]
         self.treedef, self.specs, self.tables = treedef, specs, tables
-        self.owners = owners
+        self.owners, self.tx = owners, tx
         arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
         own = state_leaves.depends_on_shapes(tx.init, treedef, specs, arrays)
         # The state of dense leaves is not returned, so the compiler drops their
@@ -210,6 +230,11 @@ class _Run:
             return [updates[t] for t in self.tables], [state[k] for k in self.kept]
 
         return update
+
+    def first_updates(self, grads, weights):
+        """The updates of the tables in a step from a fresh state."""
+        state = jax.tree.leaves(self.tx.init(self.tree(weights)))
+        return self._update_of(self.tx)(grads, state, weights)[0]
 
     def tree(self, leaves):
         return self.treedef.unflatten(leaves)
@@ -290,6 +315,29 @@ class _Run:
                     self.put(state[k], owner, rows, new[k]) if put_back else new[k]
                 )
         return None
+
+    def counts_empty_slots(self) -> bool:
+        """Compares the first step of some rows alone, and with empty slots."""
+        rng = np.random.default_rng(1)
+        rows, slots = np.arange(TOUCHED), np.arange(2 * TOUCHED)
+
+        def fill(leaves):
+            out = self.cut(leaves, slots)
+            for t in self.tables:
+                out[t] = np.concatenate(
+                    [out[t][:TOUCHED], np.zeros_like(out[t][TOUCHED:])]
+                )
+            return out
+
+        grads = [random_gradient(rng, random_array(rng, s), 1.0) for s in self.specs]
+        some = [self.cut(x, rows) for x in (grads, self.weights)]
+        all_slots = [fill(grads), fill(self.weights)]
+        step = jax.jit(self.first_updates)
+        alone, beside = (
+            [to_host(u) for u in compile_probe(step, *args)(*args)]
+            for args in (some, all_slots)
+        )
+        return not all(is_close(b[:TOUCHED], a) for a, b in zip(alone, beside))
 
     def _step(self, update, grads, state, weights):
         updates, kept = update(grads, state, weights)

@@ -40,7 +40,8 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
     SelectedRows itself.
 
     `optax.clip_by_global_norm` *after* adam counts as separable. Lifted, it clips by
-    the norm over the rows that were read, without the momentum of the others.
+    the norm over the rows that were read, without the momentum of the others. It does
+    not after a part that moves even rows that were never read.
 
     Args:
       tx: an optax transformation.
@@ -199,7 +200,15 @@ class _Trials:
         # A wrapper that only combines parts is row-separable if each part is, even if
         # the whole is not: after decoupled weight decay, a clip by global norm sees the
         # decay of all rows in a dense run, but only of the rows read if lifted.
-        return {t: why for t, why in failed.items() if self._fails_in_a_part(tx, t)}
+        of_parts = {t: why for t, why in failed.items() if self._fails_in_a_part(tx, t)}
+        others = [t for t in failed if t not in of_parts]
+        if others and probe.counts_empty_slots(tx, *self._tree, others):
+            why = (
+                "a part of it moves rows that were never read, and a later part takes "
+                "a norm over all rows"
+            )
+            return of_parts | dict.fromkeys(others, Reason(why))
+        return of_parts
 
     def _fails_in_a_part(self, tx: Any, table: int) -> bool:
         parts = optax_internals.children_at(tx, *self._tree, table)
