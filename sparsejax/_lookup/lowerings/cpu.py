@@ -87,7 +87,7 @@ def bag_sum(
             for k in range(8 // bits)
         ]
         return jnp.concatenate(each, axis=1)
-    weights = None
+    weights: Any = None  # there are some where there are bits
     if weighted:
         weights = xla.in_range_only(rest[-1], ids, table.shape[0])
     # Shapes are symbolic in an export for any size of batch.
@@ -188,7 +188,7 @@ def _add_columns(read, bits, table, ids, weights=None, *, total=None) -> jax.Arr
 def _sum_pieces(
     table: jax.Array,
     ids: jax.Array,
-    weights: jax.Array | None,
+    weights: Any,
     segment_ids: jax.Array,
     num_bags: int,
     length: int,

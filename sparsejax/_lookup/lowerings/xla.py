@@ -33,7 +33,9 @@ def bag_sum(
     XLA for GPU and TPU fuses a sum with the gather before it, so that the rows of a
     fixed bag are added up as they are read.
     """
-    weights = in_range_only(rest[-1], ids, table.shape[0]) if weighted else None
+    weights: Any = None  # there are some where there are bits
+    if weighted:
+        weights = in_range_only(rest[-1], ids, table.shape[0])
     if bits is not None:
         weights, ones = weights[..., 0], weights[..., 1]
     rows = weighted_rows(table, ids, weights, bits)
