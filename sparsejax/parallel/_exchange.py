@@ -488,10 +488,8 @@ def send_to_owners(
     row, dtype = values.shape[1:], values.dtype
     wide = indexing.accumulator_dtype(dtype)
     here = positions.size // owners.devices
-    # The most distinct rows that one device can send to an owner, and that an owner can
-    # receive.
-    most_sent = max(1, min(here, owners.rows))
-    most_got = max(1, min(owners.rows, owners.devices * min(here, owners.rows)))
+    most_sent = max(1, min(here, owners.rows))  # of distinct rows, to one owner
+    most_got = most_received(owners, positions)
     is_single = _fits_one_round(owners, here, slots)
     length = slots * -(-most_sent // slots)
 

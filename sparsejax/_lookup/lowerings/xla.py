@@ -83,7 +83,6 @@ def row_cotangents(
     *rest: jax.Array,
     segmented: bool,
     weighted: bool,
-    **_: Any,
 ) -> jax.Array:
     """Cotangents of the rows read, `[*ids.shape, ...]`, from those of the bags."""
     if segmented:

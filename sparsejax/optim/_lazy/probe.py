@@ -25,7 +25,8 @@ rows in a dense run, but only that of the rows read if lifted, as intended.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,15 +81,7 @@ def probe(
     Raises:
       Whatever `tx` raises on such trees.
     """
-    try:
-        with jax_defaults():
-            return _probe(tx, treedef, specs, tables)
-    except Exception:
-        if jax.default_backend() == "cpu":
-            raise
-    # A part may refer to arrays on an accelerator, so it can only run there.
-    with jax_defaults(anywhere=True):
-        return _probe(tx, treedef, specs, tables)
+    return _where_it_runs(lambda: _probe(tx, treedef, specs, tables))
 
 
 def _probe(tx, treedef, specs, tables):
@@ -127,11 +120,28 @@ def counts_empty_slots(
       tx: the transformation, whose parts can be lifted.
       treedef, specs, tables: as for `probe`.
     """
-    with jax_defaults(), np.errstate(all="ignore"):
+
+    def compare():
         small = small_tree(specs, tables)
         found = state_leaves.find(tx.init, treedef, small, tables)
         run = _Run(tx, treedef, small, tables, found.owners, found.state)
-        return run.counts_empty_slots()
+        with np.errstate(all="ignore"):
+            return run.counts_empty_slots()
+
+    return _where_it_runs(compare)
+
+
+def _where_it_runs(function: Callable[[], Any]) -> Any:
+    """`function()` on a CPU; on the default device if that fails."""
+    try:
+        with jax_defaults():
+            return function()
+    except Exception:
+        if jax.default_backend() == "cpu":
+            raise
+    # A part may refer to arrays on an accelerator, so it can only run there.
+    with jax_defaults(anywhere=True):
+        return function()
 
 
 @contextlib.contextmanager
@@ -183,7 +193,7 @@ def _plain_dtype(dtype: Any) -> Any:
 
 
 class _Run:
-    """A transformation compiled twice, for whole tables and for rows of them.
+    """A transformation, compiled for whole tables and for rows of them where needed.
 
     It is compiled ahead of time because `lazy(tx).init` may itself be under `jit`: even
     there, a compiled program runs on concrete numbers.
@@ -201,7 +211,7 @@ class _Run:
         self.kept = [k for k, o in enumerate(owners) if o is not None or not own[k]]
         paths, self.state_treedef = jax.tree_util.tree_flatten_with_path(state)
         self.paths = [jax.tree_util.keystr(path) for path, _ in paths]
-        state = [leaf for _, leaf in paths]
+        self.state_specs = [leaf for _, leaf in paths]
 
         rng = np.random.default_rng(0)
         self.weights = [random_array(rng, s) for s in specs]
@@ -209,17 +219,27 @@ class _Run:
         self.state = [
             to_host(leaf) for leaf in compile_probe(init, specs)(self.weights)
         ]
-        update = jax.jit(self._update_of(tx))
-        self.whole = compile_probe(update, specs, state, specs)
-        few = np.arange(TOUCHED)
-        cut, cut_state = self.cut(specs, few), self.cut_state(state, few)
-        self.part = compile_probe(update, cut, cut_state, cut)
 
-    def _update_of(self, tx):
-        extra_args = dict.fromkeys(
-            optax_internals.required_extra_args(tx), np.float32(1)
+    @functools.cached_property
+    def whole(self):
+        """A step of whole tables."""
+        return compile_probe(
+            jax.jit(self._update), self.specs, self.state_specs, self.specs
         )
-        tx = optax.with_extra_args_support(tx)
+
+    @functools.cached_property
+    def part(self):
+        """A step of some rows of them."""
+        few = np.arange(TOUCHED)
+        cut, state = self.cut(self.specs, few), self.cut_state(self.state_specs, few)
+        return compile_probe(jax.jit(self._update), cut, state, cut)
+
+    @functools.cached_property
+    def _update(self):
+        extra_args = dict.fromkeys(
+            optax_internals.required_extra_args(self.tx), np.float32(1)
+        )
+        tx = optax.with_extra_args_support(self.tx)
 
         def update(grads, state, weights):
             state = self.state_treedef.unflatten(state)
@@ -234,7 +254,7 @@ class _Run:
     def first_updates(self, grads, weights):
         """The updates of the tables in a step from a fresh state."""
         state = jax.tree.leaves(self.tx.init(self.tree(weights)))
-        return self._update_of(self.tx)(grads, state, weights)[0]
+        return self._update(grads, state, weights)[0]
 
     def tree(self, leaves):
         return self.treedef.unflatten(leaves)

@@ -63,9 +63,14 @@ def passes_over(grad: SelectedRows, table: Any) -> Passes | None:
     runs = (
         type(grad) is SelectedRows
         and is_traced(grad, table)
-        and all(isinstance(x, jax.Array) and not _compat.is_laid_out(x) for x in arrays)
+        and all(map(is_plain, arrays))
     )
     return _OneDevice(grad) if runs else None
+
+
+def is_plain(x: Any) -> bool:
+    """Whether `x` is an array whose type has no mesh."""
+    return isinstance(x, jax.Array) and not _compat.is_laid_out(x)
 
 
 def is_traced(grad: SelectedRows, table: Any) -> bool:

@@ -54,7 +54,9 @@ def update(
         passes[i] = found
     leaves, state_treedef = jax.tree.flatten(state)
     followers = {i: [k for k, o in enumerate(owners) if o == i] for i in tables}
-    dense = [x for i, x in enumerate(grads) if i not in tables and _is_plain(x)]
+    dense = [
+        x for i, x in enumerate(grads) if i not in tables and row_passes.is_plain(x)
+    ]
     steps = {}
     for i, found in passes.items():
         state_of = {k: leaves[k] for k in followers[i]}
@@ -101,11 +103,6 @@ def update(
     except NotByRows:
         return None
     return updates, state_treedef.unflatten(new_leaves)
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether `x` is an array whose type has no mesh."""
-    return isinstance(x, jax.Array) and not _compat.is_laid_out(x)
 
 
 def _is_array(x: Any) -> bool:
