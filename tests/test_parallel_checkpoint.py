@@ -22,7 +22,8 @@ import parallel_worker as worker
 import sparsejax as sj
 from helpers import assert_same_bits, assert_trees_close
 from sparsejax.parallel import _checkpoint
-from sparsejax.parallel._resharding import RowLayout, read_part
+from sparsejax.parallel._resharding import read_part
+from sparsejax.parallel._row_layout import RowLayout
 
 
 pytestmark = pytest.mark.multidevice

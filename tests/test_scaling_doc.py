@@ -13,7 +13,7 @@ import scaling_page as page
 import sparsejax as sj
 from helpers import assert_same_bits, run_python
 from sparsejax import _compat
-from sparsejax.parallel._resharding import RowLayout
+from sparsejax.parallel._row_layout import RowLayout
 
 
 pytestmark = [pytest.mark.multidevice, pytest.mark.once]

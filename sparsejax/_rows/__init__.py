@@ -8,6 +8,7 @@ from sparsejax._rows.quantized import (
 from sparsejax._rows.row_table import (
     RowTable as RowTable,
     read_row_table as read_row_table,
+    read_stacked_tables as read_stacked_tables,
     reduce_row_table as reduce_row_table,
 )
 from sparsejax._rows.selected_rows import (

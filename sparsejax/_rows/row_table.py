@@ -1,9 +1,11 @@
 """RowTable: a table that is not an array; how its rows are read is registered.
 
-Its class registers a function with `read_row_table` and one with `reduce_row_table`.
+Its class registers a function with `read_row_table` and one with `reduce_row_table`,
+and may register one with `read_stacked_tables`.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,3 +52,33 @@ def reduce_row_table(
       combiner, mode, max_norm: as there.
     """
     raise NotImplementedError
+
+
+@functools.singledispatch
+def read_stacked_tables(
+    table: Any,
+    call: str,
+    ids: jax.Array,
+    skip: jax.Array,
+    starts: Sequence[int],
+    weights: jax.Array | None,
+    *,
+    combiner: str,
+    mode: str,
+    max_norm: float | None,
+) -> jax.Array | None:
+    """The bags `[B, F, ...]` of features of a stack of tables, read by their tables.
+
+    None where the table has no such way: its bags are those of `reduce_row_table`.
+
+    Args:
+      table: the stack.
+      call: the public call, for errors.
+      ids: rows of the stack `[B, F, L]`, feature by feature of one table.
+      skip: bools, which elements are in no bag.
+      starts: by feature, the first row of its table in the stack.
+      weights: with the shape of `ids`.
+      combiner: as in `embedding_bag`; `"none"` for rows, with L = 1.
+      mode, max_norm: as there.
+    """
+    return None

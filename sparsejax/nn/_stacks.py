@@ -23,7 +23,13 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import RowTable, SelectedRows, indexing, is_quantized
+from sparsejax._rows import (
+    RowTable,
+    SelectedRows,
+    indexing,
+    is_quantized,
+    read_stacked_tables,
+)
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn._embedding import split_weights
 
@@ -172,6 +178,7 @@ class Feature:
       segments: the SegmentTensor of the ids, or None.
       finish: maps the rows read, or the bags, to the result.
       num_examples: length of the first axis of the ids.
+      start: the first row of the feature's table in its stack.
     """
 
     name: str
@@ -181,6 +188,7 @@ class Feature:
     segments: SegmentTensor | None
     finish: Callable[[jax.Array], Any]
     num_examples: int
+    start: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +269,7 @@ def prepare(
     key = Key(place.stack, "zero" if layer.mode == "zero" else "fill", layer.max_norm)
     width = stack.shape[1:]
 
-    examples = ids.shape[0] if ids.ndim else 1
+    examples, start = ids.shape[0] if ids.ndim else 1, place.start
 
     # A bag of one row is that row, whatever the combiner.
     is_single = ids.ndim < 2 or ids.shape[-1] == 1
@@ -275,7 +283,9 @@ def prepare(
         if key.mode == "zero":  # so it can be read together with tables of other modes
             bad = rows == _arguments.scalar(OUT_OF_RANGE, rows)
             rows = jnp.where(bad, _arguments.scalar(PADDING, rows), rows)
-        return Feature(name, key, rows.reshape(-1), None, segments, finish, examples)
+        return Feature(
+            name, key, rows.reshape(-1), None, segments, finish, examples, start
+        )
     key = dataclasses.replace(key, combiner=combiner, weighted=weights is not None)
     if segments is not None:
         if ids.ndim != 1:
@@ -284,7 +294,7 @@ def prepare(
                 f"{ids.shape}."
             )
         key = dataclasses.replace(key, length=None)
-        return Feature(name, key, rows, weights, segments, cast, examples)
+        return Feature(name, key, rows, weights, segments, cast, examples, start)
     if ids.ndim < 2:  # each weighted id is its own bag
         lead, length = ids.shape, 1
     else:
@@ -294,7 +304,7 @@ def prepare(
     rows = rows.reshape(shape)
     weights = None if weights is None else weights.reshape(shape)
     finish = lambda x: cast(x.reshape(*lead, *width))
-    return Feature(name, key, rows, weights, None, finish, examples)
+    return Feature(name, key, rows, weights, None, finish, examples, start)
 
 
 def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
@@ -380,19 +390,26 @@ def _read_by_example(
     together = lambda parts: jnp.concatenate([split(x) for x in parts], axis=1)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     rows = together([x.rows for x in group])
-    weights = [x.weights for x in group if x.weights is not None]
-    whole = Feature(
-        "all",
-        key,
-        flat(rows),
-        flat(together(weights)) if weights else None,
-        None,
-        split,
-        0,
+    given = [x.weights for x in group if x.weights is not None]
+    weights = together(given) if given else None
+    counts = [x.rows.shape[0] // examples for x in group]
+    bags = lambda x: x.reshape(examples, sum(counts), -1)
+    out = read_stacked_tables(
+        stack,
+        call,
+        bags(rows),
+        bags(rows == _arguments.scalar(PADDING, rows)),
+        np.repeat([x.start for x in group], counts).tolist(),
+        None if weights is None else bags(weights),
+        combiner=key.combiner,
+        mode=key.mode,
+        max_norm=key.max_norm,
     )
-    out = _read(call, stack, key, [whole])["all"]
-    ends = np.cumsum([x.rows.shape[0] // examples for x in group])[:-1]
-    parts = jnp.split(out, ends.tolist(), axis=1)
+    if out is None:
+        flat_weights = None if weights is None else flat(weights)
+        whole = Feature("all", key, flat(rows), flat_weights, None, split, 0, 0)
+        out = _read(call, stack, key, [whole])["all"]
+    parts = jnp.split(out, np.cumsum(counts)[:-1].tolist(), axis=1)
     return {x.name: x.finish(flat(part)) for x, part in zip(group, parts)}
 
 

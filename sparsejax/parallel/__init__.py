@@ -12,6 +12,7 @@ Rows sharded over devices
 - `shard_rows`: makes a `ShardedTable`, which a model reads like an array.
 - `forward`: so that `jnp.take` does, too, where no gradient is taken.
 - `lookup`, `embedding_bag`: read it with more options, by `all_to_all` of ids and rows.
+- `TableWise`: a layout for stacks, with whole tables on different devices.
 - `top_k`: the rows with the highest scores.
 - `measure_capacity`: the capacity at which a batch needs one round.
 - `ShardedRows`: the values of its gradient; `Metrics`: the cost of an exchange.
@@ -53,6 +54,7 @@ from sparsejax.parallel._psum import pmean as pmean, psum as psum
 from sparsejax.parallel._rows import ShardedRows as ShardedRows
 from sparsejax.parallel._spread_store import SpreadStore as SpreadStore
 from sparsejax.parallel._table import shard_rows as shard_rows
+from sparsejax.parallel._table_wise import TableWise as TableWise
 from sparsejax.parallel._top_k import top_k as top_k
 from sparsejax.parallel._views import ShardedTable as ShardedTable
 from sparsejax.parallel._wire_bytes import wire_bytes as wire_bytes

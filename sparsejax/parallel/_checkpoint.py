@@ -29,7 +29,8 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._files import check_json
 from sparsejax._rows import is_selected_rows
-from sparsejax.parallel._resharding import RowLayout, open_array, read_part
+from sparsejax.parallel._resharding import open_array, read_part
+from sparsejax.parallel._row_layout import RowLayout, TableWise
 from sparsejax.parallel._table import ShardedTable
 
 
@@ -37,6 +38,7 @@ _CALL = "sparsejax.parallel.Checkpointer"
 
 # The items of a checkpoint: its arrays, and the record, which has a format number.
 _ARRAYS, _RECORD, _FORMAT = "arrays", "sparsejax", 1
+_GROUPS = {"heights": [int], "groups": [int], "num_groups": int}
 _RECORD_SCHEMA = {
     "format": int,
     "leaves": {
@@ -45,7 +47,7 @@ _RECORD_SCHEMA = {
             "dtype": str,
             "rows": (
                 None,
-                {"height": int, "shards": int, "layout": {"mod", "block"}},
+                {"height": int, "shards": int, "layout": ({"mod", "block"}, _GROUPS)},
             ),
         }
     },
@@ -373,7 +375,7 @@ def _check_record(record: Any) -> None:
         )
     for name, entry in record["leaves"].items():
         rows, height = entry["rows"], (*entry["shape"], None)[0]
-        if rows is not None and (not rows["shards"] or rows["height"] != height):
+        if rows is not None and not _is_row_layout(rows, height):
             raise ValueError(
                 f"the record has the shape {entry['shape']} for {name}, and the rows "
                 f"{rows}"
@@ -397,6 +399,23 @@ def _as_step(call: str, step: Any) -> int:
     return found
 
 
+def _is_row_layout(rows: Mapping[str, Any], height: int | None) -> bool:
+    """Whether the record's rows can be those of a table."""
+    shards, layout = rows["shards"], rows["layout"]
+    if not shards or rows["height"] != height:
+        return False
+    if isinstance(layout, str):
+        return True
+    heights, groups, count = layout["heights"], layout["groups"], layout["num_groups"]
+    return (
+        bool(heights)
+        and len(heights) == len(groups)
+        and sum(heights) == height
+        and max(groups) < count
+        and shards % count == 0
+    )
+
+
 # ------------------------------------------------------------------ leaves
 
 
@@ -417,7 +436,11 @@ class _Spec:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> _Spec:
         """The inverse of `to_json`."""
-        rows = None if entry["rows"] is None else RowLayout(**entry["rows"])
+        rows = entry["rows"]
+        if rows is not None:
+            layout = rows["layout"]
+            layout = layout if isinstance(layout, str) else TableWise(**layout)
+            rows = RowLayout(rows["height"], rows["shards"], layout)
         return cls(tuple(entry["shape"]), entry["dtype"], rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -588,7 +611,8 @@ def _statics(tree: Any) -> dict[str, list]:
             height = list(x.row_shape) if x.stack else x.height
             result[jax.tree_util.keystr(path)] = [height]
         elif by_position(x):
-            result[jax.tree_util.keystr(path)] = [x.height, x.layout, x.num_shards]
+            layout = x.layout if isinstance(x.layout, str) else repr(x.layout)
+            result[jax.tree_util.keystr(path)] = [x.height, layout, x.num_shards]
     return result
 
 

@@ -190,8 +190,8 @@ def _reduce_sharded(
     # Pad so that every device gets the same number of bags, or elements.
     owners, lead = owners_of(table), ids.shape[:-1]
     spec = _compat.explicit_spec(ids)[: len(lead) + (combiner == "none")]
-    ids, skip = _pad(owners, ids, -1), _pad(owners, skip, True)
-    weights = None if weights is None else _pad(owners, weights, 0)
+    ids, skip = pad_examples(owners, ids, -1), pad_examples(owners, skip, True)
+    weights = None if weights is None else pad_examples(owners, weights, 0)
     rows, metrics = gather(call, table, ids, skip, mode, capacity)
     if max_norm is not None:
         rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
@@ -199,7 +199,7 @@ def _reduce_sharded(
         out = _padded_bags(owners, rows, skip, weights, combiner)
         if combiner == "none":
             lead = (*lead, ids.shape[-1])
-        out = _remove_padding(out, math.prod(lead))
+        out = remove_padding(out, math.prod(lead))
         if len(lead) != 1:
             out = replicate(out).reshape(*lead, *table.shape[1:])
         if owners.is_explicit:
@@ -208,10 +208,10 @@ def _reduce_sharded(
                 out, owners.sharding(PartitionSpec(*spec, *rest))
             )
     else:
-        segments = _pad(owners, segment_ids, -1), num_segments
+        segments = pad_examples(owners, segment_ids, -1), num_segments
         out = _segment_bags(owners, rows, skip, weights, segments, combiner)
         if combiner == "none":
-            out = _remove_padding(out, segment_ids.size)
+            out = remove_padding(out, segment_ids.size)
     return out, metrics
 
 
@@ -232,15 +232,15 @@ def sum_bags(
       height: ids out of `[0, height)` add nothing.
       ids, weights, segment_ids, num_bags: as in `bag_sum`.
     """
-    ids = _pad(owners, ids, -1)
+    ids = pad_examples(owners, ids, -1)
     skip = ~indexing.in_range(ids, height)
-    weights = None if weights is None else _pad(owners, weights, 0)
+    weights = None if weights is None else pad_examples(owners, weights, 0)
     rows = read_rows(ids)
     rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
     if segment_ids is None:
         out = _padded_bags(owners, rows, skip, weights, "sum")
-        return _remove_padding(out, num_bags)
-    segments = _pad(owners, segment_ids, -1), num_bags
+        return remove_padding(out, num_bags)
+    segments = pad_examples(owners, segment_ids, -1), num_bags
     return _segment_bags(owners, rows, skip, weights, segments, "sum")
 
 
@@ -251,7 +251,7 @@ def _check_shape(name: str, x: jax.Array, ids: Any) -> None:
         )
 
 
-def _pad(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
+def pad_examples(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
     """`[n]`, or `[..., L]` as `[B, L]`, padded to a multiple of the devices."""
     lead = math.prod(x.shape[:-1]) if x.ndim > 1 else x.size
     padding = -lead % owners.devices
@@ -265,7 +265,8 @@ def _pad(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
     return jax.sharding.reshard(x, batch) if owners.is_explicit else x
 
 
-def _remove_padding(x: jax.Array, count: int) -> jax.Array:
+def remove_padding(x: jax.Array, count: int) -> jax.Array:
+    """The first `count` of padded examples."""
     return x if x.shape[0] == count else replicate(x)[:count]
 
 

@@ -284,7 +284,9 @@ def read_rows(
     """Reads rows of a sharded table.
 
     Args:
-      owners, slots: static.
+      owners: static.
+      slots: static; 0 if each position is in the part of the device that has it, so
+        that nothing needs to be sent.
       values: `[N * R, ...]`, sharded as tables are.
       positions: `[n]`, sharded as batches are, n a multiple of the devices.
 
@@ -308,6 +310,13 @@ def _read(
     owners: Owners, slots: int, values: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, Metrics]:
     row = values.shape[1:]
+    if not slots:
+        read_own = lambda values, at: _read_own_rows(values, to_own_rows(owners, at))
+        specs = owners.table_spec, owners.batch_spec
+        rows = owners.shard_map(
+            read_own, values, positions, in_specs=specs, out_specs=owners.batch_spec
+        )
+        return rows, no_metrics()
 
     def body(values, positions):
         groups = _group_by_owner(owners, positions)
@@ -363,6 +372,10 @@ def _add(
     row, wide = cotangent.shape[1:], indexing.accumulator_dtype(cotangent.dtype)
 
     def body(cotangent, positions):
+        table = jnp.zeros((owners.rows, *row), wide)
+        if not slots:
+            rows = to_own_rows(owners, positions)
+            return total(indexing.add_rows(table, rows, cotangent.astype(wide)))
         groups = _group_by_owner(owners, positions)
         merged = _sum_duplicates(groups, cotangent.astype(wide))
 
@@ -372,9 +385,10 @@ def _add(
             return indexing.add_rows(table, asked, _all_to_all(owners, values))
 
         is_single = _fits_one_round(owners, positions.size, slots)
-        table = jnp.zeros((owners.rows, *row), wide)
         rounds = _num_rounds(owners, groups, slots)
-        table = _for_each_round(rounds, is_single, one_round, table)
+        return total(_for_each_round(rounds, is_single, one_round, table))
+
+    def total(table):
         table = lax.psum(table, owners.replica_axes) if owners.replica_axes else table
         return table.astype(cotangent.dtype)
 
@@ -477,7 +491,7 @@ def send_to_owners(
     """Sends gradients of rows to the owners, which sum them over all devices.
 
     Args:
-      owners, slots: static.
+      owners, slots: static; no slots if each row is at its owner already.
       positions: `[n]`, `height` for an empty slot, sharded as batches are.
       values: `[n, ...]`.
 
@@ -489,14 +503,20 @@ def send_to_owners(
     wide = indexing.accumulator_dtype(dtype)
     here = positions.size // owners.devices
     most_sent = max(1, min(here, owners.rows))  # of distinct rows, to one owner
-    most_got = most_received(owners, positions)
+    most_got = most_received(owners, slots, positions)
     is_single = _fits_one_round(owners, here, slots)
-    length = slots * -(-most_sent // slots)
+    length = slots * -(-most_sent // max(1, slots))
 
     def body(positions, values):
+        values = indexing.zero_unless(positions < owners.height, values).astype(wide)
+        total = jnp.zeros((most_got, *row), wide)
+        if not slots:
+            rows, values = _at_this_owner(owners, positions, values)
+            rows, slot, _ = merge.merge_plan(rows, owners.rows, most_got)
+            total = indexing.add_rows(total, slot, values)
+            return to_positions(owners, rows), total.astype(dtype)
         groups = _group_by_owner(owners, positions)
         rounds = _num_rounds(owners, groups, slots)
-        values = indexing.zero_unless(positions < owners.height, values).astype(wide)
         merged = _sum_duplicates(groups, values)
 
         def send_ids(number, got):
@@ -517,7 +537,6 @@ def send_to_owners(
             at = lax.dynamic_slice_in_dim(slot, number * np.int32(slots), slots, 1)
             return indexing.add_rows(total, at, new)
 
-        total = jnp.zeros((most_got, *row), wide)
         total = _for_each_round(rounds, is_single, send_values, total)
         return to_positions(owners, rows), total.astype(dtype)
 
@@ -557,8 +576,10 @@ def receive_by_ranges(
       carry: any tree of arrays.
     """
     wide = indexing.accumulator_dtype(values.dtype)
-    groups = _group_by_owner(owners, positions)
     values = indexing.zero_unless(positions < owners.height, values).astype(wide)
+    if not slots:
+        return apply(*_at_this_owner(owners, positions, values), carry)
+    groups = _group_by_owner(owners, positions)
     merged = _sum_duplicates(groups, values)
     first = groups.first.reshape(-1, 1)
     last_row = _arguments.scalar(owners.rows - 1, positions)
@@ -597,10 +618,19 @@ def receive_by_ranges(
     )[2]
 
 
-def most_received(owners: Owners, positions: jax.Array) -> int:
+def most_received(owners: Owners, slots: int, positions: jax.Array) -> int:
     """The most distinct rows that an owner can receive for these global positions."""
     here = positions.size // owners.devices
-    return max(1, min(owners.rows, owners.devices * min(here, owners.rows)))
+    senders = owners.devices if slots else owners.devices // owners.count
+    return max(1, min(owners.rows, senders * min(here, owners.rows)))
+
+
+def _at_this_owner(
+    owners: Owners, positions: jax.Array, values: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """This owner's row numbers and values, of its replicas too; nothing is merged."""
+    rows = to_own_rows(owners, positions)
+    return _gather_replicas(owners, rows), _gather_replicas(owners, values)
 
 
 def _gather_replicas(owners: Owners, x: jax.Array) -> jax.Array:

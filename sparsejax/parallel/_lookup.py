@@ -330,10 +330,7 @@ def _most_asked(table: ShardedTable, ids: Any) -> int:
     for k in range(owners.devices):
         part = ids[k * here : (k + 1) * here]
         distinct = np.unique(part[(part >= 0) & (part < table.height)])
-        if table.layout == "mod":
-            owner = distinct % owners.count
-        else:
-            owner = distinct // owners.rows
+        owner = table.row_layout.owner_of(distinct)
         if owner.size:
             most = max(most, int(np.unique(owner, return_counts=True)[1].max()))
     return most

@@ -40,7 +40,7 @@ class RangePasses:
 
     def __init__(self, grad: Any):
         self._grad, self._owners, self._slots = grad, grad.owners, grad.slots
-        self._most = _exchange.most_received(grad.owners, grad.rows)
+        self._most = _exchange.most_received(grad.owners, grad.slots, grad.rows)
 
     def after(self, others: Sequence[jax.Array]) -> "RangePasses":
         """The same: what a device holds of a gradient is its own part."""
@@ -96,7 +96,7 @@ class RangePasses:
         if program.has_branches:  # whose equations keep a mesh that is not the owner's
             raise NotByRows("a conditional, at an owner")
         owners, most = self._owners, self._most
-        change = program.outputs[-1]
+        change, ids = program.outputs[-1], self._grad.rows
 
         def body(receive, tables, others):
             consts, operands = others
@@ -120,8 +120,8 @@ class RangePasses:
                 return written, count + merged[3], rows, updates
 
             written = [tables[k] for k in writes]
-            none = _arguments.scalar(owners.rows, self._grad.rows)
-            rows = jnp.full((most,), none, self._grad.rows.dtype)
+            none = _arguments.scalar(owners.rows, ids)
+            rows = jnp.full((most,), none, ids.dtype)
             updates = jnp.zeros((most, *change.shape[1:]), change.dtype)
             start = written, jnp.zeros((), jnp.int32), rows, updates
             written, _, rows, updates = receive(write, start)

@@ -16,72 +16,16 @@ twice if it is doubled, M times between "mod" and "block". Up to a gigabyte of c
 cached, so that the devices of a process read each chunk once.
 """
 
-import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from sparsejax.parallel._table import rows_per_shard
+from sparsejax.parallel._row_layout import RowLayout
 
 
 _CACHE_BYTES = 1 << 30
 _READS_AT_ONCE = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class RowLayout:
-    """The position of each row of a table. A plain array is one "block".
-
-    Args:
-      height: V, the number of rows.
-      shards: N, the number of parts.
-      layout: `"mod"` or `"block"`.
-    """
-
-    height: int
-    shards: int
-    layout: str
-
-    @property
-    def per_shard(self) -> int:
-        """R, the number of rows of each part."""
-        return rows_per_shard(self.height, self.shards)
-
-    def progression(self, start: int, stop: int) -> Iterator[tuple[int, range]]:
-        """The ids at positions `[start, stop)`, part by part.
-
-        Yields, for each part, the offset of its first id from `start`, and the ids.
-        """
-        rows = self.per_shard
-        for shard in range(start // rows, -(-stop // rows)):
-            low = max(start, shard * rows)
-            high = min(stop, (shard + 1) * rows)
-            at = low - shard * rows
-            if self.layout == "mod":
-                first, step = shard + self.shards * at, self.shards
-            else:
-                first, step = low, 1
-            ids = range(first, first + step * (high - low), step)
-            in_range = max(0, -(-(self.height - first) // step))  # the rest is padding
-            yield low - start, ids[:in_range]
-
-    def runs(self, ids: range) -> Iterator[tuple[slice, slice]]:
-        """Equally spaced ids as pairs of slices: of `ids`, and of their positions."""
-        if not ids:
-            return
-        if self.layout == "block" or self.shards == 1:
-            yield slice(0, len(ids), 1), slice(ids.start, ids[-1] + 1, ids.step)
-            return
-        # Every `turn`-th id lies in the same part, `distance` rows apart.
-        turn = self.shards // math.gcd(ids.step, self.shards)
-        distance = ids.step * turn // self.shards
-        for k, first in enumerate(ids[:turn]):
-            count = len(range(k, len(ids), turn))
-            at = first % self.shards * self.per_shard + first // self.shards
-            end = at + distance * (count - 1) + 1
-            yield slice(k, len(ids), turn), slice(at, end, distance)
 
 
 def open_array(directory: str, name: str) -> Any:

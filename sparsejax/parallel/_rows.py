@@ -40,8 +40,8 @@ class ShardedRows(SelectedRows):
       height: `N * R`.
       stack: `()`, since a ShardedTable has one axis of rows.
       owners: which device owns which rows.
-      slots: how many rows a device sends to an owner in one round of the exchange; None
-        once the rows are at their owners.
+      slots: how many rows a device sends to an owner in one round of the exchange; 0 if
+        each row was read by its owner; None once they are merged at their owners.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -129,7 +129,7 @@ class ShardedRows(SelectedRows):
 
     def metrics(self) -> Metrics:
         """The cost of sending these rows to their owners: rounds, bytes, overflow."""
-        if self.slots is None or not self.capacity:
+        if not self.slots or not self.capacity:
             return _exchange.no_metrics()
         wide, row = indexing.accumulator_dtype(self.dtype), self.values.shape[1:]
         return _exchange.measure(self.owners, self.slots, self.safe_rows(), wide, row)
@@ -171,7 +171,7 @@ def _at_owners(f: Callable, rows: ShardedRows, *args: Any) -> jax.Array:
 
 @jax.jit
 def _send(rows: ShardedRows) -> ShardedRows:
-    owners, slots = rows.owners, rows.slots or 1
+    owners, slots = rows.owners, rows.slots or 0
     positions = rows.safe_rows()
     merged = _exchange.send_to_owners(owners, slots, positions, rows.values)
     return ShardedRows.make(*merged, owners, None)

@@ -1,15 +1,12 @@
 """ShardedTable: a table whose rows are sharded over the devices of a mesh.
 
-With N devices along the axis, each owns `R = ceil(V / N)` rows. One array holds the
+With N devices along the axis, each owns R rows, about V / N. One array holds the
 rows of all owners in turn, `N * R` rows sharded over the axis. Rows without an id are
 padding: zero, and hidden from the user. The place of an id in this array is its
-*position*:
+*position*, and its owner is `position // R`. `_row_layout` has the formulas.
 
-    layout "mod":   position(id) = (id mod N) * R + id // N
-    layout "block": position(id) = id
-
-so the owner is `position // R` in both. Frequent ids are often neighbours (in a
-vocabulary sorted by frequency), and "mod" distributes neighbours over all owners.
+Frequent ids are often neighbours (in a vocabulary sorted by frequency), and the layout
+"mod" distributes neighbours over all owners.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from typing import Any, NoReturn, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -31,7 +29,8 @@ from sparsejax._arguments import ArrayLike, TableLike
 from sparsejax._rows import RowTable, SelectedRows, indexing, read_row_table
 from sparsejax.optim._lazy import state_sharding
 from sparsejax.parallel._forward import forward
-from sparsejax.transform.table import replicate
+from sparsejax.parallel._row_layout import RowLayout, TableWise
+from sparsejax.transform.table import replicate, reshard
 from sparsejax.transform.trace import makes_views
 
 
@@ -85,7 +84,7 @@ class ShardedTable(RowTable):
       height: int, the number of rows of the table.
       mesh: the mesh.
       axis: the mesh axis that the rows are sharded over, or a tuple of axes.
-      layout: `"mod"` or `"block"`, which device owns which rows.
+      layout: `"mod"`, `"block"` or a TableWise, which device owns which rows.
       capacity: int, for reads that name none, as in `sparsejax.parallel.lookup`; None
         for the default.
 
@@ -107,7 +106,7 @@ class ShardedTable(RowTable):
     height: int
     mesh: Mesh | AbstractMesh
     axis: str | tuple[str, ...]
-    layout: str
+    layout: str | TableWise
     capacity: int | None = None
 
     # NumPy and JAX must leave `array + table` to us instead of looping over objects.
@@ -158,7 +157,12 @@ class ShardedTable(RowTable):
     @property
     def rows_per_shard(self) -> int:
         """R, the number of rows of each part, padding included."""
-        return rows_per_shard(self.height, self.num_shards)
+        return self.row_layout.per_shard
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """The position of each row."""
+        return RowLayout(self.height, self.num_shards, self.layout)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -325,26 +329,23 @@ class ShardedTable(RowTable):
           int32 (or int64) of the same shape.
         """
         call = "sparsejax.parallel.ShardedTable.position"
-        shards, rows = self.num_shards, self.rows_per_shard
+        length = self.num_shards * self.rows_per_shard
         ids = _arguments.as_ids(call, ids, self.height)
         named = indexing.in_range(ids, self.height)
-        ids = ids.astype(_arguments.index_dtype(shards * rows, ids.dtype))
-        if self.layout == "mod":
-            n, r = _arguments.scalar(shards, ids), _arguments.scalar(rows, ids)
-            slots: jax.Array = jnp.remainder(ids, n) * r + jnp.floor_divide(ids, n)
-        else:
-            slots = ids
-        return jnp.where(named, slots, _arguments.scalar(shards * rows, ids))
+        ids = ids.astype(_arguments.index_dtype(length, ids.dtype))
+        spec = _compat.explicit_spec(ids) if isinstance(self.layout, TableWise) else ()
+        # JAX does not know how what is gathered by sharded numbers is sharded.
+        found = self.row_layout.position(replicate(ids) if spec else ids)
+        found = reshard(found, spec, self.mesh) if spec else found
+        return jnp.where(named, found, _arguments.scalar(length, ids))
 
     def ids_at(self, position: ArrayLike) -> jax.Array:
         """The inverse of `position`; `height` for padding and out of range."""
         call = "sparsejax.parallel.ShardedTable.ids_at"
-        shards, rows = self.num_shards, self.rows_per_shard
-        ids = _arguments.as_ids(call, position, shards * rows)
-        named = indexing.in_range(ids, shards * rows)
-        if self.layout == "mod":
-            n, r = _arguments.scalar(shards, ids), _arguments.scalar(rows, ids)
-            ids = jnp.remainder(ids, r) * n + jnp.floor_divide(ids, r)
+        length = self.num_shards * self.rows_per_shard
+        position = _arguments.as_ids(call, position, length)
+        named = indexing.in_range(position, length)
+        ids = self.row_layout.ids_at(position)
         named &= ids < _arguments.scalar(self.height, ids)
         return jnp.where(named, ids, _arguments.scalar(self.height, ids))
 
@@ -363,6 +364,9 @@ class ShardedTable(RowTable):
         if self.layout == "mod":
             parts = (self.num_shards, self.rows_per_shard, *values.shape[1:])
             values = jnp.swapaxes(values.reshape(parts), 0, 1).reshape(values.shape)
+        elif isinstance(self.layout, TableWise):
+            ids = lax.iota(_arguments.index_dtype(values.shape[0]), self.height)
+            return values[self.position(ids)]
         return values[: self.height]
 
     def map(self, f: Callable[[Any], Any]) -> ShardedTable:
@@ -375,7 +379,7 @@ def shard_rows(
     mesh: Mesh | AbstractMesh,
     axis: str | Sequence[str],
     *,
-    layout: str = "mod",
+    layout: str | TableWise = "mod",
     height: int | None = None,
 ) -> ShardedTable:
     """Shards the rows of a table over the devices along a mesh axis.
@@ -394,7 +398,7 @@ def shard_rows(
       axis: name of a mesh axis, or a tuple of names.
       layout: `"mod"` distributes neighbouring ids over the devices, so frequent ids
         that are neighbours do not all go to one device; `"block"` keeps neighbours
-        together.
+        together; a `TableWise` is for a stack of tables that lie on different devices.
       height: int, V, for a table given as a function.
 
     Returns:
@@ -421,13 +425,24 @@ def shard_rows(
       remainder over parameter servers).
     """
     axis = check_axis(_CALL, mesh, axis)
-    if layout not in LAYOUTS:
+    if isinstance(layout, TableWise):
+        names = (axis,) if isinstance(axis, str) else axis
+        split_axes(_CALL, mesh, names, layout.num_groups)
+    elif layout not in LAYOUTS:
         raise ValueError(
-            f"{_CALL}: layout must be 'mod' or 'block', got {layout!r}. 'mod' "
-            "distributes neighbouring ids over all devices; 'block' keeps them "
+            f"{_CALL}: layout must be 'mod', 'block' or a TableWise, got {layout!r}. "
+            "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
             "together."
         )
-    make = lambda values, height: ShardedTable(values, height, mesh, axis, layout)
+
+    def make(values, height):
+        if isinstance(layout, TableWise) and layout.height != height:
+            raise ValueError(
+                f"{_CALL}: layout must have as many rows as the table, {height}, got "
+                f"tables of {layout.height} rows together."
+            )
+        return ShardedTable(values, height, mesh, axis, layout)
+
     if callable(table):
         hint = " A table given as a function of ids needs height=, its number of rows."
         height = _arguments.static_int(_CALL, "height", height, hint=hint)
@@ -470,6 +485,11 @@ def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
     """`values` of a traced array, computed by reshapes of whole axes."""
     shards, per_shard = empty.num_shards, empty.rows_per_shard
     table = replicate(table)
+    if isinstance(empty.layout, TableWise):
+        length = shards * per_shard
+        ids = empty.ids_at(lax.iota(_arguments.index_dtype(length), length))
+        table = indexing.take_rows(table, ids)
+        return constrain(table, empty.mesh, empty.axis)
     padding = shards * per_shard - empty.height
     table = jnp.pad(table, [(0, padding), *((0, 0) for _ in table.shape[1:])])
     if empty.layout == "mod":
@@ -488,10 +508,16 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
     length = empty.num_shards * per_shard
 
     def ids_of_shard(shard: int) -> np.ndarray:
-        if empty.layout == "mod":
-            return np.arange(shard, empty.height, empty.num_shards)
-        first = shard * per_shard
-        return np.arange(first, min(first + per_shard, empty.height))
+        begin = shard * per_shard
+        pieces = empty.row_layout.progression(begin, begin + per_shard)
+        ids = [np.arange(x.start, x.stop, x.step) for _, x in pieces]
+        return np.concatenate([np.zeros(0, np.int64), *ids])
+
+    def write(shard: int, rows: np.ndarray, out: np.ndarray) -> None:
+        begin, used = shard * per_shard, 0
+        for at, ids in empty.row_layout.progression(begin, begin + per_shard):
+            out[at : at + len(ids)] = rows[used : used + len(ids)]
+            used += len(ids)
 
     def checked_rows(ids: np.ndarray, row: tuple[int, ...] | None) -> np.ndarray:
         # NumPy would broadcast a row that is too short without an error.
@@ -531,8 +557,7 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
             rows = made.pop(shard, None)
             if rows is None:
                 rows = checked_rows(ids, row)
-            at = shard * per_shard - start
-            out[at : at + len(ids)] = rows
+            write(shard, rows, out[shard * per_shard - start :])
         return out
 
     shape = (length, *row)
@@ -551,11 +576,6 @@ def _check_numeric(dtype: Any) -> None:
 # ------------------------------------------------------------------ for other layouts
 
 
-def rows_per_shard(height: int, shards: int) -> int:
-    """`ceil(height / shards)`, at least 1, so that no part is an empty array."""
-    return max(1, -(-height // shards))
-
-
 def check_has_devices(call: str, mesh: Any) -> None:
     """Raises a ValueError for a mesh without devices."""
     if isinstance(mesh, AbstractMesh):
@@ -564,6 +584,23 @@ def check_has_devices(call: str, mesh: Any) -> None:
             "Pass a jax.sharding.Mesh (jax.make_mesh), or "
             "jax.ShapeDtypeStruct(shape, dtype) for the abstract form."
         )
+
+
+def split_axes(
+    call: str, mesh: Any, axes: tuple[str, ...], num_groups: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which the groups of a TableWise layout lie, and those inside."""
+    sizes = [mesh.shape[name] for name in axes]
+    for k in range(len(axes) + 1):
+        # Axes of one device, behind them, divide nothing.
+        if math.prod(sizes[:k]) == num_groups and set(sizes[k:]) != {1}:
+            return axes[:k], axes[k:]
+    raise ValueError(
+        f"{call}: a TableWise layout of {num_groups} groups needs axes of the mesh "
+        f"that come first and have {num_groups} devices, got "
+        f"{dict(zip(axes, sizes))}. For groups of several devices make a mesh with two "
+        "axes, groups first, and pass both as axis."
+    )
 
 
 def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:

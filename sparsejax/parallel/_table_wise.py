@@ -1,0 +1,203 @@
+"""Reads of a stack whose tables lie on different devices (`TableWise`).
+
+An owner has all rows of a bag, so it is the owner that adds them up: every device sends
+the ids of a feature to the group that owns the feature's table, and gets its bags back,
+one row each however many ids they have. What is sent is known from the shapes: there
+are no rounds, no capacity, and skewed ids do not matter. With G groups of m owners, F
+features of b bags of L ids on each device, rows of d bytes, and f, the most features
+that any group has, a device sends
+
+    ids      (G - 1) f b L 4  +  (m - 1) G f b L 4
+    bags     (G - 1) f b d    +  (m - 1) G f b d
+
+and the bags' gradient on the same way back. (Of m owners in a group each adds up its
+own rows of a bag: the second terms.) The gradients of rows never leave their owner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments
+from sparsejax._lookup import lookup
+from sparsejax._rows import indexing, read_stacked_tables
+from sparsejax.parallel import _exchange
+from sparsejax.parallel._embedding_bag import pad_examples, remove_padding
+from sparsejax.parallel._exchange import Owners
+from sparsejax.parallel._lookup import check_table, owners_of, put_on_mesh
+from sparsejax.parallel._row_layout import TableWise
+from sparsejax.parallel._table import ShardedTable, split_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Route:
+    """Where features travel; static.
+
+    Args:
+      owners: which device owns which rows.
+      across: the axes over which the groups lie.
+      within: the axes inside of a group.
+      features: int `[G, f]`, the features of each group; F for none.
+      place: int `[F]`, the place of each feature among these.
+    """
+
+    owners: Owners
+    across: tuple[str, ...]
+    within: tuple[str, ...]
+    features: np.ndarray
+    place: np.ndarray
+
+    @classmethod
+    def of(cls, call: str, table: ShardedTable, starts: Sequence[int]) -> _Route:
+        """For features by the first rows of their tables in the stack."""
+        layout = table.layout
+        assert isinstance(layout, TableWise)
+        groups = [layout.groups[layout.table_of(start)] for start in starts]
+        by_group: list[list[int]] = [[] for _ in range(layout.num_groups)]
+        for feature, group in enumerate(groups):
+            by_group[group].append(feature)
+        most = max(map(len, by_group))
+        features = np.full((len(by_group), most), len(starts), np.int32)
+        place = np.zeros(len(starts), np.int32)
+        for group, some in enumerate(by_group):
+            features[group, : len(some)] = some
+            place[some] = group * most + np.arange(len(some))
+        axes = split_axes(call, table.mesh, table.axes, layout.num_groups)
+        return cls(owners_of(table), *axes, features, place)
+
+    def to_owners(self, x: jax.Array, none: Any) -> jax.Array:
+        """`x [b, F, L]` of every device, for the features of this one's group.
+
+        Returns:
+          `[m, G, f, b, L]`, by the device that it comes from; `none` for no feature.
+        """
+        x = jnp.swapaxes(x, 0, 1)
+        x = jnp.concatenate([x, jnp.full((1, *x.shape[1:]), none, x.dtype)])
+        x = _all_to_all(x[self.features], self.across)
+        return lax.all_gather(x, self.within) if self.within else x[None]
+
+    def from_owners(self, x: jax.Array) -> jax.Array:
+        """The sum over a group of `x [m, G, f, b, ...]`, back as `[b, F, ...]`."""
+        if self.within:
+            x = lax.psum_scatter(x, self.within)
+        else:
+            x = x[0]
+        x = _all_to_all(x, self.across)
+        return jnp.swapaxes(x.reshape(-1, *x.shape[2:])[self.place], 0, 1)
+
+
+def _all_to_all(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
+
+
+@read_stacked_tables.register
+def _read_stacked_tables(
+    table: ShardedTable,
+    call: str,
+    ids: jax.Array,
+    skip: jax.Array,
+    starts: Sequence[int],
+    weights: jax.Array | None,
+    *,
+    combiner: str,
+    mode: str,
+    max_norm: float | None,
+) -> jax.Array | None:
+    """The bags of a stack that is sharded table by table."""
+    layout, is_float = table.layout, jnp.issubdtype(table.dtype, jnp.floating)
+    is_sum = combiner in ("none", "sum", "mean", "sqrtn")
+    if not (isinstance(layout, TableWise) and is_sum and is_float and ids.size):
+        return None
+    check_table(call, table, "embedding_bag")
+    route = _Route.of(call, table, starts)
+    owners, examples, shape = route.owners, ids.shape[0], ids.shape[1:]
+
+    ids = put_on_mesh(call, table, ids)
+    bad = ~(indexing.in_range(ids, table.height) | skip)
+    pad = lambda x, value: pad_examples(owners, x.reshape(examples, -1), value)
+    wanted = pad(jnp.where(skip, np.array(-1, ids.dtype), ids), -1)
+
+    def send(ids):
+        positions = table.position(ids.reshape(-1, *shape))
+        asked = route.to_owners(positions, owners.height).reshape(-1)
+        own = _exchange.to_own_rows(owners, asked) < _arguments.scalar(
+            owners.rows, asked
+        )
+        return jnp.where(own, asked, _arguments.scalar(owners.height, asked))
+
+    spec = owners.batch_spec
+    asked = owners.shard_map(send, wanted, in_specs=(spec,), out_specs=spec)
+    # Each position is in the part of the device that has it by now.
+    rows, _ = _exchange.read_rows(owners, 0, table.values, asked)
+    if max_norm is not None:
+        rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
+
+    args = [rows]
+    if weights is not None:
+        wide = indexing.accumulator_dtype(table.dtype)
+        args.append(pad(put_on_mesh(call, table, weights).astype(wide), 0))
+    add = functools.partial(_add_rows, route, table.shape[1:], shape)
+    bags = owners.shard_map(add, *args, in_specs=(spec,) * len(args), out_specs=spec)
+    bags = remove_padding(bags, examples)
+    if combiner in ("mean", "sqrtn"):
+        bags = _divide(bags, skip, weights, combiner)
+    if mode == "zero":
+        return bags
+    # Added, so that a gradient of NaN reaches the bag's other rows, as elsewhere.
+    bad = indexing.append_axes(jnp.any(bad, axis=-1), bags.ndim)
+    return bags + jnp.where(bad, indexing.fill_value(bags.dtype), 0)
+
+
+def _add_rows(
+    route: _Route,
+    row: tuple[int, ...],
+    shape: tuple[int, int],
+    rows: jax.Array,
+    *weights: jax.Array,
+) -> jax.Array:
+    """The bags `[b, F, *row]` of this device, from the rows that it read for others.
+
+    Args:
+      route, row: static.
+      shape: `(F, L)`.
+      rows: `[m G f b L, *row]`, zeros where another owner has the row.
+      weights: those of this device, `[b, F L]`.
+    """
+    sources, length = math.prod(route.features.shape) * _size(route), shape[1]
+    b = rows.shape[0] // (sources * length)
+    lead = _size(route), *route.features.shape, b, length
+    dtype, wide = rows.dtype, indexing.accumulator_dtype(rows.dtype)
+    rows = rows.reshape(*lead, *row).astype(wide)
+    if weights:
+        by = route.to_owners(weights[0].reshape(b, *shape), 0)
+        rows = rows * indexing.append_axes(by, rows.ndim)
+    return route.from_owners(jnp.sum(rows, axis=4).astype(dtype))
+
+
+def _size(route: _Route) -> int:
+    """m, the number of devices in a group."""
+    return math.prod(route.owners.mesh.shape[name] for name in route.within)
+
+
+def _divide(
+    bags: jax.Array, skip: jax.Array, weights: jax.Array | None, combiner: str
+) -> jax.Array:
+    """Sums `[B, F, ...]` as means or sqrtn; an empty bag has zeros."""
+    wide = indexing.accumulator_dtype(bags.dtype)
+    by = jnp.ones(skip.shape, wide) if weights is None else weights.astype(wide)
+    by = by * by if combiner == "sqrtn" else by
+    by = jnp.sum(indexing.zero_unless(~skip, by), axis=-1)
+    some = by != 0
+    by = jnp.where(some, by, jnp.ones((), wide))
+    by = jnp.sqrt(by) if combiner == "sqrtn" else by
+    some, by = (indexing.append_axes(x, bags.ndim) for x in (some, by))
+    return jnp.where(some, bags.astype(wide) / by, 0).astype(bags.dtype)

@@ -1,0 +1,222 @@
+"""Stacks whose tables lie on different devices, against the same stack on one device.
+
+The oracle is the same collection and optimizer without a mesh.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+from helpers import assert_trees_close
+
+
+pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+HEIGHTS = {"user": 61, "item": 40, "day": 7, "shop": 23, "one": 1}
+D, BATCH = 4, 16
+
+
+def collection(**options):
+    bag = functools.partial(sj.nn.EmbeddingBag, features=D, padding_id=-1)
+    tables = {
+        "user": sj.nn.EmbeddingBag(61, D, mode="zero"),
+        "item": bag(40, combiner="sum", **options),
+        "day": bag(7, combiner="mean", **options),
+        "shop": bag(23, combiner="sqrtn", **options),
+        "one": sj.nn.Embedding(1, D),
+    }
+    features = {
+        "user": "user",
+        "bought": "item",
+        "seen": "item",
+        "day": "day",
+        "shop": "shop",
+        "one": "one",
+    }
+    return sj.nn.EmbeddingCollection(tables, features)
+
+
+def make_batch(seed, batch=BATCH):
+    """Bags with padding, ids of one example, duplicates, and weights."""
+    rng = np.random.default_rng(seed)
+    draw = lambda height, *shape: rng.integers(-1, height, (batch, *shape), np.int32)
+    ids = {
+        "user": draw(61) + (rng.random(batch) < 0.2) * np.int32(1000),
+        "bought": draw(40, 3),
+        "seen": draw(40, 3),
+        "day": draw(7, 3),
+        "shop": draw(23, 2),
+        "one": np.zeros(batch, np.int32),
+    }
+    weights = {"shop": rng.normal(size=(batch, 2)).astype(np.float32)}
+    return {"ids": ids, "weights": weights, "y": rng.normal(size=batch).astype("f")}
+
+
+def make_loss(layer):
+    def loss_fn(params, batch):
+        out = layer(params["tables"], batch["ids"], batch["weights"])
+        rows = jnp.concatenate([out[name] for name in sorted(out)], axis=1)
+        scores = jnp.sum(jnp.tanh(rows) * params["w"], axis=1)
+        return jnp.mean((scores - batch["y"]) ** 2)
+
+    return loss_fn
+
+
+def make_params(layer):
+    tables = layer.init(jax.random.key(0))
+    return {"tables": tables, "w": jnp.linspace(-1.0, 1.0, 6 * D)}
+
+
+def make_step(loss_fn, tx):
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, batch):
+        # Also where a batch reads more than a quarter of the stack.
+        sparse = {"tables": True, "w": False}
+        loss, grads = sj.value_and_grad(loss_fn, tables=sparse)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def train(layer, tx, place: Any = lambda x: x, split: Any = lambda x: x, steps=3):
+    params = jax.tree.map(jnp.copy, make_params(layer))
+    params["tables"] = {k: place(x) for k, x in params["tables"].items()}
+    state, step = tx.init(params), make_step(make_loss(layer), tx)
+    losses = []
+    for seed in range(steps):
+        params, state, loss = step(params, state, split(make_batch(seed)))
+        losses.append(loss)
+    whole = lambda x: x.to_dense() if hasattr(x, "to_dense") else x
+    params["tables"] = {k: whole(x) for k, x in params["tables"].items()}
+    return params, jnp.stack(losses)
+
+
+MESHES = {  # shape of the mesh, its axes, the axes of the table, number of groups
+    "8 devices": ((8,), ("x",), "x", 8),
+    "1 device": ((1,), ("x",), "x", 1),
+    "2 hosts of 4": ((2, 4), ("host", "x"), ("host", "x"), 2),
+    "2 replicas of 4": ((2, 4), ("data", "x"), "x", 4),
+    "one group": ((4,), ("x",), "x", 1),
+}
+
+
+def on_mesh(name, kind=AxisType.Auto):
+    """Functions that put tables and batches on a mesh."""
+    shape, names, axis, groups = MESHES[name]
+    devices = jax.devices()[: int(np.prod(shape))]
+    mesh = jax.make_mesh(shape, names, devices=devices, axis_types=(kind,) * len(names))
+    layout = sj.parallel.TableWise(
+        tuple(HEIGHTS.values()), tuple(k % groups for k in range(5)), groups
+    )
+    place = lambda x: sj.parallel.shard_rows(x, mesh, axis, layout=layout)
+    split = lambda x: jax.device_put(x, NamedSharding(mesh, P(names)))
+    return place, split
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.5),
+    "adam": lambda: optax.adam(0.05),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adagrad(0.1)),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_trains_as_on_one_device(mesh, optimizer):
+    layer, tx = collection(), sj.optim.lazy(OPTIMIZERS[optimizer]())
+    place, split = on_mesh(mesh)
+    plain = train(layer, tx)
+    assert_trees_close(train(layer, tx, place, split), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_explicit_axes():
+    """The arrays' types carry their sharding."""
+    layer, tx = collection(), sj.optim.lazy(optax.adam(0.05))
+    place, split = on_mesh("8 devices", AxisType.Explicit)
+    assert_trees_close(
+        train(layer, tx, place, split), train(layer, tx), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_other_reads():
+    """An odd number of examples, NaN for ids out of range, max_norm, ragged bags.
+
+    A stack is also read by rows: `sj.lookup`, and the features that the owners do not
+    add up. Both kinds of gradients then meet in one ShardedRows.
+    """
+    layer, (place, _) = collection(max_norm=0.5), on_mesh("2 hosts of 4")
+    params = layer.init(jax.random.key(0))
+    ids = dict(make_batch(0, batch=5)["ids"])
+    ids["bought"][0, 0], ids["day"][2, 2] = 40, 99
+    lists = [[3, 22], [], [5, 5, 5], [1], [0]]
+    ids |= {"shop": sj.SegmentTensor.from_lists(lists)}
+    (name,) = params
+    sharded = {name: place(params[name])}
+
+    def loss_fn(params):
+        out = layer(params, ids)
+        again = sj.lookup(params[name], jnp.array([0, 70, 131]))
+        total = sum(jnp.nansum(jnp.sin(x)) for x in out.values())
+        return total + jnp.sum(again**2), (out, again)
+
+    find = sj.value_and_grad(loss_fn, has_aux=True, tables=True)
+    (loss, found), grads = jax.jit(find)(sharded)
+    (expected_loss, expected), dense = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    assert np.isnan(np.asarray(found[0]["bought"][0])).all()
+    assert_trees_close((loss, found), (expected_loss, expected), rtol=1e-6)
+    assert_trees_close(grads[name].to_dense(), dense[name], rtol=1e-5, atol=1e-6)
+    merged = grads[name].map(lambda g: g.coalesce())
+    assert_trees_close(merged.to_dense(), dense[name], rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_at_its_owner_merges_there():
+    """Outside of `jit` too; nothing is sent, so it costs no bytes."""
+    layer, (place, split) = collection(), on_mesh("2 replicas of 4")
+    params, batch = make_params(layer), make_batch(1)
+    (name,) = params["tables"]
+    dense = jax.grad(make_loss(layer))(params, batch)["tables"][name]
+    params["tables"][name] = place(params["tables"][name])
+    loss_fn = make_loss(layer)
+    grad = sj.grad(loss_fn)(params, split(batch))["tables"][name]
+    assert grad.values.slots == 0 and float(grad.values.metrics().bytes) == 0
+    assert_trees_close(grad.to_dense(), dense, rtol=1e-5, atol=1e-6)
+    merged = grad.values.coalesce()
+    rows = np.asarray(merged.rows)
+    rows = rows[rows < merged.height]
+    assert merged.is_merged and len(set(rows)) == len(rows)
+    assert_trees_close(
+        grad.map(lambda _: merged).to_dense(), dense, rtol=1e-5, atol=1e-6
+    )
+    twice = (grad + grad) / 2
+    assert_trees_close(twice.to_dense(), dense, rtol=1e-5, atol=1e-6)
+
+
+def test_scan_and_other_ids_without_recompiling():
+    layer, tx = collection(), sj.optim.lazy(optax.adagrad(0.1))
+    place, split = on_mesh("8 devices")
+    params = make_params(layer)
+    (name,) = params["tables"]
+    params["tables"][name] = place(params["tables"][name])
+    state, step = tx.init(params), make_step(make_loss(layer), tx)
+    batches = [make_batch(seed) for seed in range(3)]
+
+    @jax.jit
+    def steps(params, state, batches):
+        body = lambda carry, batch: (step(*carry, batch)[:2], None)
+        return jax.lax.scan(body, (params, state), batches)[0]
+
+    copies = jax.tree.map(jnp.copy, (params, state))
+    found, _ = steps(*copies, jax.tree.map(lambda *xs: jnp.stack(xs), *batches))
+    compiled = []
+    for batch in batches:
+        params, state, _ = step(params, state, split(batch))
+        compiled.append(step._cache_size())
+    assert compiled[1] == compiled[2]  # the first also puts `w` on the mesh
+    assert_trees_close(found, params, rtol=1e-5, atol=1e-6)
