@@ -59,6 +59,8 @@ def force_devices() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if name not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {name}={MOST_DEVICES}".strip()
+    # XLA's threads; a device may wait for the others in several of them at once.
+    os.environ.setdefault("NPROC", "32")
 
 
 def make_mesh(devices: int) -> Mesh:

@@ -49,6 +49,15 @@ def _set_environment():
     os.environ["XLA_FLAGS"] = flags.strip()
 
 
+def _more_threads_than_devices():
+    """Each device has a thread in which it waits for the others at a collective.
+
+    Of two collectives that need nothing of each other, a device may wait in both. XLA's
+    pool has a thread for each device, and NPROC is what makes it larger.
+    """
+    os.environ.setdefault("NPROC", "32")
+
+
 def _keep_compiled_programs():
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
     # Few take the second that is the default. To keep all takes longer than it saves.
@@ -67,6 +76,7 @@ def _share_contexts():
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _set_environment()
+_more_threads_than_devices()
 _keep_compiled_programs()
 _share_contexts()
 

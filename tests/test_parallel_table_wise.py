@@ -4,6 +4,7 @@ The oracle is the same collection and optimizer without a mesh.
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
 from helpers import assert_trees_close
+from sparsejax.parallel._row_layout import RowLayout
 
 
 pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
@@ -220,3 +222,160 @@ def test_scan_and_other_ids_without_recompiling():
         compiled.append(step._cache_size())
     assert compiled[1] == compiled[2]  # the first also puts `w` on the mesh
     assert_trees_close(found, params, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ plans, and bytes
+
+
+def bags_of(length, heights, width=32):
+    """A collection of tables with a bag of `length` ids in each, and a loss."""
+    tables = {f"t{k}": (height, width) for k, height in enumerate(heights)}
+    layer = sj.nn.EmbeddingCollection(tables)
+
+    def loss_fn(params, batch):
+        out = layer(params["tables"], batch["ids"])
+        rows = jnp.stack([out[name] for name in tables], axis=1)
+        scores = jnp.einsum("bfd,d->b", jnp.tanh(rows), params["w"])
+        return jnp.mean((scores - batch["y"]) ** 2)
+
+    def batch(rng, size):
+        ids = {
+            f"t{k}": (rng.zipf(1.2, (size, length)) % height).astype(np.int32)
+            for k, height in enumerate(heights)
+        }
+        return {"ids": ids, "y": rng.normal(size=size).astype(np.float32)}
+
+    return layer, loss_fn, batch
+
+
+@pytest.mark.parametrize("layout", ["table-wise", "table-row-wise"])
+def test_plan_is_applied_and_its_bytes_are_sent(layout):
+    """Of bags the owners' sums are sent, less than half of what rows would take."""
+    heights = [30_000, 20_000, 9_000, 8_000, 7_000, 6_000, 5_000, 3_000]
+    layer, loss_fn, batch_of = bags_of(20, heights)
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("host", "x"),
+        devices=jax.devices()[:4],
+        axis_types=(AxisType.Auto,) * 2,
+    )
+    batch = batch_of(np.random.default_rng(0), 128)
+    params = {"tables": layer.init(jax.random.key(0)), "w": jnp.ones(32)}
+    (name,) = params["tables"]
+    tx, key = sj.optim.lazy(optax.adagrad(0.1)), f"params['tables']['{name}']"
+    plan = sj.parallel.plan(
+        *(params, mesh, batch),
+        loss=loss_fn,
+        tx=tx,
+        stacks=layer.heights(),
+        layouts={key: layout},
+    )
+    (table,) = plan.tables
+    assert table.costs[layout].wire < 0.5 * table.costs["row-sharded"].wire
+    applied = plan.apply(params)
+    held = applied["tables"][name]
+    assert held.layout == table.groups[layout]
+    rows = held.rows_per_shard
+    assert table.costs[layout].memory == 2 * rows * 32 * 4
+    assert layout in plan.describe()
+    batches = jax.device_put(batch, plan.batch_sharding)
+    step, state = make_step(loss_fn, tx), tx.init(applied)
+    compiled = step.lower(applied, state, batches).compile()
+    wire = sj.parallel.wire_bytes(compiled)
+    # Besides, the gradient of `w` and the loss.
+    assert wire.total == pytest.approx(plan.total.wire, rel=0.01), wire
+    text = compiled.as_text() or ""
+    made = set(re.findall(rf"= f32\[{rows},32\]\S* (\w[\w-]*)\(", text))
+    in_place = {"scatter", "fusion", "dynamic-update-slice"}
+    assert made <= {"parameter", "get-tuple-element"} | in_place, made
+    assert f"[{4 * rows}," not in text and f"[{sum(heights)}," not in text
+    # The first step's buffers are those of NumPy, which are never overwritten.
+    where = lambda table: [
+        shard.data.unsafe_buffer_pointer() for shard in table.values.addressable_shards
+    ]
+    applied, state, _ = step(applied, state, batches)
+    before = where(applied["tables"][name])
+    applied, *_ = step(applied, state, batches)
+    assert where(applied["tables"][name]) == before
+
+
+def test_plan_chooses_table_wise_for_bags_not_for_single_ids():
+    mesh = jax.sharding.AbstractMesh((4,), ("x",))
+    heights = [5000] * 8
+    for length, expected in ((20, "table-wise"), (1, "row-sharded")):
+        layer, loss_fn, batch_of = bags_of(length, heights, width=30)
+        params = {"tables": layer.init(jax.random.key(0)), "w": jnp.ones(30)}
+        batch = batch_of(np.random.default_rng(0), 256)
+        plan = sj.parallel.plan(
+            params, mesh, batch, loss=loss_fn, stacks=layer.heights()
+        )
+        (table,) = plan.tables
+        assert table.choice == expected
+        # All devices have two of the tables.
+        assert sorted(table.groups["table-wise"].groups) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+# ------------------------------------------------------------------ layouts
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_positions_ids_and_ranges_agree(seed):
+    """Every way to ask where a row is has the same answer."""
+    rng = np.random.default_rng(seed)
+    shards = int(rng.choice([1, 2, 4, 8]))
+    count = int(rng.choice([g for g in (1, 2, 4, 8) if shards % g == 0]))
+    heights = tuple(rng.integers(0, 12, rng.integers(1, 7)).tolist())
+    groups = tuple(rng.integers(0, count, len(heights)).tolist())
+    by_table = sj.parallel.TableWise(heights, groups, count)
+    layout = RowLayout(by_table.height, shards, by_table)
+    length, ids = shards * layout.per_shard, np.arange(by_table.height, dtype=np.int32)
+    positions = np.asarray(layout.position(jnp.asarray(ids)))
+    expected = np.full(length, by_table.height)
+    expected[positions] = ids
+    assert len(set(positions)) == len(ids)
+    found = np.asarray(layout.ids_at(jnp.arange(length, dtype=jnp.int32)))
+    np.testing.assert_array_equal(np.minimum(found, by_table.height), expected)
+    np.testing.assert_array_equal(layout.owner_of(ids), positions // layout.per_shard)
+    start, stop = sorted(rng.integers(0, length + 1, 2).tolist())
+    found = np.full(stop - start, by_table.height)
+    for at, some in layout.progression(start, stop):
+        found[at : at + len(some)] = some
+    np.testing.assert_array_equal(found, expected[start:stop])
+    some = range(int(rng.integers(0, 3)), len(ids), int(rng.integers(1, 5)))
+    found = np.full(len(some), -1)
+    for into, where in layout.runs(some):
+        found[into] = np.arange(length)[where]
+    np.testing.assert_array_equal(found, positions[list(some)])
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_made_from_functions_and_in_jit(name):
+    """`shard_rows` of an array, of a function, in `jit`; and back to an array."""
+    place, _ = on_mesh(name)
+    table = np.arange(132 * D, dtype=np.float32).reshape(132, D)
+    held = place(table)
+    np.testing.assert_array_equal(held.to_dense(), table)
+    axis, mesh, layout = held.axis, held.mesh, held.layout
+    rows = sj.parallel.shard_rows(
+        lambda ids: table[ids], mesh, axis, layout=layout, height=132
+    )
+    np.testing.assert_array_equal(rows.values, held.values)
+    np.testing.assert_array_equal(jax.jit(place)(table).values, held.values)
+    ids = jnp.array([131, 0, 61, 100, 101])
+    np.testing.assert_array_equal(held[ids], table[np.asarray(ids)])
+
+
+def test_checkpoint_moves_tables_to_other_devices(tmp_path):
+    place, _ = on_mesh("8 devices")
+    table = np.arange(132 * D, dtype=np.float32).reshape(132, D)
+    with sj.parallel.Checkpointer(tmp_path) as files:
+        files.save(0, {"t": place(table)})
+        for name in ("2 hosts of 4", "8 devices"):
+            like = on_mesh(name)[0](np.zeros_like(table))
+            found = files.restore({"t": like})["t"]
+            assert found.layout == like.layout
+            np.testing.assert_array_equal(found.to_dense(), table)
+        plain = sj.parallel.shard_rows(np.zeros_like(table), like.mesh, "x")
+        np.testing.assert_array_equal(
+            files.restore({"t": plain})["t"].to_dense(), table
+        )

@@ -194,6 +194,22 @@ class EmbeddingCollection:
             found.setdefault(feature.key.stack, []).append(feature.rows.reshape(-1))
         return {name: jnp.concatenate(rows) for name, rows in found.items()}
 
+    def heights(self) -> dict[str, tuple[int, ...]]:
+        """By stack, the number of rows of each of its tables, in order.
+
+        For `sparsejax.parallel.plan(..., stacks=...)`, which can put each table of a
+        stack on other devices.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)}).heights()
+          {'float32_2': (5, 7)}
+        """
+        return {
+            name: tuple(self._layers[table].num_embeddings for table in stack.tables)
+            for name, stack in self._layout[0].items()
+        }
+
     # -- one table ---------------------------------------------------------------
 
     def place(self, table: str) -> tuple[str, int, int]:

@@ -13,16 +13,21 @@ and sends in a step, lookup and update together,
     column-sharded      2 n d (N - 1) / N + 3 (N - 1) 4 n
     replicated-sparse   (N - 1) U (d + 4)
     replicated-dense    2 V d (N - 1) / N
+    table-wise          (G - 1 + G (m - 1)) b (4 L + 2 d)
 
 Row-sharded: C is the capacity, the rows requested from one owner in one round; without
 skew it is slightly more than U / N. Column-sharded: whole rows are sent in both
 directions, and XLA gathers the ids for each of their three uses; each device reads all
 N n ids, in narrow rows. (A bag that is summed first is sent as one row, and replicated
 ids are not sent.) Replicated: ids and rows of the gradient go to all devices, or the
-dense gradient is all-reduced. An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses
-and norms add a few numbers. A table that is read in several places sends what each of
-them sends. `sparsejax.parallel.wire_bytes` reports what a compiled
-step actually sends.
+dense gradient is all-reduced. Table-wise, for a stack of tables: whole tables on G
+groups of m devices, m = 1, or "table-row-wise" with a group for each place on the first
+mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
+each. A device holds the rows of its group's tables, divided by m.
+
+An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
+table that is read in several places sends what each of them sends.
+`sparsejax.parallel.wire_bytes` reports what a compiled step actually sends.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from sparsejax.parallel._columns import shard_columns
 from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._lookup import measure_capacity
 from sparsejax.parallel._plan_reads import Read, reads_in_loss
+from sparsejax.parallel._row_layout import RowLayout, TableWise, balance
 from sparsejax.parallel._table import (
     ShardedTable,
     check_axis,
@@ -57,6 +63,8 @@ _MARGIN = 1.1
 LAYOUTS = (
     "row-sharded",
     "column-sharded",
+    "table-wise",
+    "table-row-wise",
     "replicated-sparse",
     "replicated-dense",
 )
@@ -88,6 +96,7 @@ class TablePlan:
       costs: by layout, without layouts that the shape does not allow.
       choice: the recommended layout, or the one that `layouts=` asked for.
       is_measured: whether duplicates and capacity were measured on a sample of ids.
+      groups: for the layouts of a stack of tables, which devices have which table.
     """
 
     name: str
@@ -99,6 +108,7 @@ class TablePlan:
     costs: Mapping[str, Cost]
     choice: str
     is_measured: bool = False
+    groups: Mapping[str, TableWise] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -186,6 +196,11 @@ class Plan:
         layout = "replicated" if table is None else table.choice
         if isinstance(leaf, tuple):  # a shape, of float32
             leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
+        if table is not None and layout in table.groups:
+            by_table = table.groups[layout]
+            if isinstance(leaf, ShardedTable):
+                leaf = leaf.to_dense()
+            return shard_rows(leaf, self.mesh, self.axis, layout=by_table)
         if isinstance(leaf, ShardedTable):
             if layout == "row-sharded":
                 return leaf
@@ -264,14 +279,16 @@ class Plan:
         )
 
     def __repr__(self) -> str:
-        head = ("table", "shape", "ids", "distinct", *LAYOUTS, "choice")
+        layouts = [x for x in LAYOUTS if any(x in t.costs for t in self.tables)]
+        head = ("table", "shape", "ids", "distinct", *layouts, "choice")
         rows = []
         for table in self.tables:
-            cells = [_show_cost(table.costs.get(layout)) for layout in LAYOUTS]
+            cells = [_show_cost(table.costs.get(layout)) for layout in layouts]
             counts = f"{table.ids:,}", f"{table.distinct:,}"
             rows.append((table.name, _show_shape(table), *counts, *cells, table.choice))
-        rows.append(("total", "", "", "", "", "", "", "", _show_cost(self.total)))
-        text = format_table([head, *rows], right=range(2, 8))
+        blank = [""] * (len(head) - 2)
+        rows.append(("total", *blank, _show_cost(self.total)))
+        text = format_table([head, *rows], right=range(2, len(head) - 1))
         return "\n".join([text, self._last_lines()])
 
 
@@ -285,6 +302,7 @@ def plan(
     device_bytes: int | None = None,
     loss: Callable[..., Any] | None = None,
     layouts: Mapping[str, str] | None = None,
+    stacks: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
     """Estimates what each layout of each table costs, and plans one for each.
 
@@ -320,8 +338,12 @@ def plan(
         with one. It is traced, not run. Tables are the parameters that it reads by
         rows and uses in no other way, as `sparsejax.explain` shows them.
       layouts: by the name of a table, as the plan prints it, a layout to take in place
-        of the recommended one: `"row-sharded"`, `"column-sharded"`,
-        `"replicated-sparse"` or `"replicated-dense"`.
+        of the recommended one: `"row-sharded"`, `"column-sharded"`, `"table-wise"`,
+        `"table-row-wise"`, `"replicated-sparse"` or `"replicated-dense"`.
+      stacks: for stacks of tables, the number of rows of each of their tables, by the
+        name of the stack or the end of it: `EmbeddingCollection.heights()`. Only these
+        can be sharded table by table, and what is counted is what the collection reads:
+        single ids and bags of a fixed length, which the owners add up.
 
     Returns:
       `Plan`, which prints as a table. `plan.describe()` has a line for each table with
@@ -331,8 +353,8 @@ def plan(
     Raises:
       TypeError: `mesh`, a table, `tx`, `loss` or `device_bytes` has the wrong type.
       ValueError: there are no tables, a table is a scalar or has a negative shape,
-        `axis` is unknown, `batch` does not match `tables`, or `layouts` names a table
-        or a layout that there is not.
+        `axis` is unknown, `batch` does not match `tables`, or `layouts` or `stacks`
+        name a table or a layout that there is not, or other numbers of rows.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -382,8 +404,12 @@ def plan(
             f"{_arguments.show_tree(tables)}."
             + ("" if loss is None else " The loss reads none of them by rows only.")
         )
+    heights = _heights({names[k]: specs[k].shape[0] for k in numbers}, stacks or {})
     found = [
-        _table_plan(names[k], specs[k], reads[k] or (), mesh, axis, tx) for k in numbers
+        _table_plan(
+            names[k], specs[k], reads[k] or (), mesh, axis, tx, heights.get(names[k])
+        )
+        for k in numbers
     ]
     chosen = _fit(_overrule(found, layouts or {}), device_bytes, layouts or {})
     places = [numbers.index(k) if k in numbers else None for k in range(len(leaves))]
@@ -436,6 +462,29 @@ def _reads(batch: Any, treedef: Any, count: int) -> Sequence[Any]:
         ) from None
 
 
+def _heights(
+    tables: Mapping[str, int], stacks: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[int, ...]]:
+    """The numbers of rows of the tables in each stack, by its whole name."""
+    found = {}
+    for given, heights in stacks.items():
+        ends = given, f"[{given!r}]", f".{given}"
+        names = [name for name in tables if name.endswith(ends)]
+        if len(names) != 1:
+            raise ValueError(
+                f"{_CALL}: stacks must name one table each, got {given!r}. The tables "
+                f"are {', '.join(tables)}."
+            )
+        (name,) = names
+        if sum(heights) != tables[name]:
+            raise ValueError(
+                f"{_CALL}: stacks must have the numbers of rows of the tables in "
+                f"{name}, {tables[name]} in all, got {tuple(heights)}."
+            )
+        found[name] = tuple(map(int, heights))
+    return found
+
+
 # ------------------------------------------------------------------ one table
 
 
@@ -446,6 +495,7 @@ def _table_plan(
     mesh: Any,
     axis: Any,
     tx: Any,
+    heights: tuple[int, ...] | None,
 ) -> TablePlan:
     table = shard_rows(spec, mesh, axis)
     owners = Owners(mesh, table.axes, table.rows_per_shard)
@@ -461,13 +511,22 @@ def _table_plan(
         capacity = max((measure(ids) for ids in samples if ids.size), default=1)
     slots = [owners.slots(n, capacity) for n in each]
     costs = _costs(spec, devices, here, distinct, sum(slots), tx)
+    groups = {}
+    is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
+    if heights and is_float and all(read.length == int(read.length) for read in reads):
+        sizes = {"table-wise": devices, "table-row-wise": mesh.shape[table.axes[0]]}
+        for layout, count in sizes.items():
+            if count < 2 or (layout == "table-row-wise" and count == devices):
+                continue
+            groups[layout], cost = _by_table(spec, heights, reads, devices, count, tx)
+            costs[layout] = cost
     choice = min(costs, key=lambda x: (costs[x].wire, costs[x].memory))
     if devices == 1:
         choice = "replicated-sparse"
     dtype, measured = np.dtype(spec.dtype).name, capacity is not None
     shape = tuple(spec.shape)
     return TablePlan(
-        name, shape, dtype, here, distinct, max(slots), costs, choice, measured
+        name, shape, dtype, here, distinct, max(slots), costs, choice, measured, groups
     )
 
 
@@ -527,6 +586,44 @@ def _costs(
     if not content or content[-1] % devices:
         del wires["column-sharded"]
     return {layout: Cost(memory[layout], wire) for layout, wire in wires.items()}
+
+
+def _by_table(
+    spec: jax.ShapeDtypeStruct,
+    heights: tuple[int, ...],
+    reads: Sequence[Read],
+    devices: int,
+    num_groups: int,
+    tx: Any,
+) -> tuple[TableWise, Cost]:
+    """A stack with its tables in groups of devices, and what that costs."""
+    # By read and table the bags of a device. Of ids that are not known, equal shares.
+    starts = np.cumsum([0, *heights[:-1]])
+    bags = np.zeros((len(reads), len(heights)))
+    for k, read in enumerate(reads):
+        if read.ids is None:
+            bags[k] = read.count / read.length / len(heights)
+            continue
+        ids = read.ids.reshape(-1, int(read.length))
+        first = np.where((ids >= 0) & (ids < spec.shape[0]), ids, -1).max(axis=1)
+        table = np.searchsorted(starts, first[first >= 0], side="right") - 1
+        bags[k] = np.bincount(table, minlength=len(heights))
+    bags /= devices
+    row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
+    id_bytes = 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8
+    each = np.array([id_bytes * read.length + 2 * row for read in reads])
+    layout = balance(heights, each @ bags, num_groups)
+    most = np.zeros(len(reads))
+    for group in range(num_groups):
+        own = np.asarray(layout.groups) == group
+        most = np.maximum(most, bags[:, own].sum(axis=1))
+    members = devices // num_groups
+    hops = num_groups - 1 + (members - 1) * num_groups
+    like, aside = _state_bytes(spec, tx)
+    whole = spec.shape[0] * row + like + aside
+    rows = RowLayout(spec.shape[0], devices, layout).per_shard
+    memory = whole * rows // max(1, spec.shape[0])
+    return layout, Cost(memory, math.ceil(hops * (most @ each)))
 
 
 def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:

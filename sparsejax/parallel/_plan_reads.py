@@ -26,10 +26,12 @@ class Read:
     Args:
       count: the number of ids.
       ids: the ids, in the order of the batch, or None if they are not known.
+      length: how many of them are combined into one row.
     """
 
     count: int
     ids: np.ndarray | None = None
+    length: float = 1
 
 
 def reads_in_loss(
@@ -62,9 +64,8 @@ def reads_in_loss(
     for number, site in enumerate(plan.run.sites):
         if site.num_rows:
             position = plan.tables[site.table].position
-            found[position].append(
-                Read(site.num_rows, None if ids is None else ids[number])
-            )
+            own_ids = None if ids is None else ids[number]
+            found[position].append(Read(site.num_rows, own_ids, site.per_output))
     leaves = [leaf.value for leaf in traced.leaves]
     names = [leaf.name for leaf in traced.leaves]
     reads = [found.get(leaf.position) or None for leaf in traced.leaves]

@@ -18,6 +18,7 @@ from sparsejax._arguments import ArrayLike
 from sparsejax._lookup.top_k import Search
 from sparsejax._segments import SegmentTensor
 from sparsejax.parallel._lookup import check_table, owners_of, put_on_mesh
+from sparsejax.parallel._row_layout import TableWise
 from sparsejax.parallel._table import ShardedTable, shard_rows
 from sparsejax.transform.table import replicate
 
@@ -67,6 +68,12 @@ def top_k(
       (Array([6., 4.], dtype=float32), Array([3, 2], dtype=int32))
     """
     check_table(_CALL, table, "top_k")
+    if isinstance(table.layout, TableWise):
+        raise ValueError(
+            f"{_CALL}: table must be one table, got a stack of "
+            f"{len(table.layout.heights)} tables, {table}. Shard the table that is "
+            "searched by itself, with shard_rows(table, mesh, axis)."
+        )
     if not jnp.issubdtype(table.dtype, jnp.floating):
         raise TypeError(f"{_CALL}: table must be floats, got {table.dtype}.")
     queries = put_on_mesh(_CALL, table, _arguments.as_array(queries))

@@ -182,6 +182,7 @@ class Site(NamedTuple):
       spec: how they are sharded over explicit axes of `mesh`: a PartitionSpec's parts,
         or ().
       kind: how the gradient of such reads is packaged, see `RuleContext.combine`.
+      per_output: how many ids are combined into a row of what is computed.
     """
 
     table: int
@@ -191,6 +192,7 @@ class Site(NamedTuple):
     spec: tuple[Any, ...] = ()
     mesh: Any = None
     kind: Any = None
+    per_output: float = 1
 
     def in_loop(self, length: int) -> Site:
         """The same reads, repeated for every step of a loop."""
@@ -245,6 +247,10 @@ class Reads:
     def of_body(self, deltas: Sequence[jax.Array]) -> Reads:
         """Reads for a body: planting `deltas` if this one plants, else collecting."""
         return Reads(deltas if self.planting else None)
+
+
+def _per_output(ref: TableRef, num_ids: int, out: Any) -> float:
+    return num_ids * math.prod(ref.array.shape[1:]) / max(1, out.size)
 
 
 @dataclasses.dataclass
@@ -364,7 +370,9 @@ class RuleContext:
         if _compat.is_laid_out(out.aval):
             return None
         if any(self.live) and not ref.stopped and num_ids:
-            self.reads.add([Site(ref.index, (num_ids,), self.where)], [])
+            length = _per_output(ref, num_ids, out.aval)
+            site = Site(ref.index, (num_ids,), self.where, per_output=length)
+            self.reads.add([site], [])
         return _compat.placeholder(out.aval)
 
     def combine(
@@ -419,7 +427,8 @@ class RuleContext:
             return out
         axes, spec = _compat.varying_axes(out), _compat.explicit_spec(out)
         mesh = jax.typeof(out).sharding.mesh if spec else None
-        site = Site(ref.index, ids.shape, self.where, axes, spec, mesh, kind)
+        length = _per_output(ref, ids.size, out)
+        site = Site(ref.index, ids.shape, self.where, axes, spec, mesh, kind, length)
         if not self.reads.planting:
             self.reads.add([site], [])
             return out
