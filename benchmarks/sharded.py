@@ -13,8 +13,12 @@ and what is compared is what a device sends in a step, read from the compiled pr
 and as `sj.parallel.plan` predicts it, and the time of a step. The sides take turns,
 with other ids in every run; their losses are compared before they are timed.
 
+Then a collection of tables, each read by a bag a row of the batch, in every layout that
+`sj.parallel.plan` has for their stack, put there by `plan.apply`: what the plan says
+that a device holds and sends, what the compiled program sends, and the time of a step.
+
     python -m benchmarks sharded
-    python -m benchmarks sharded --check --json sharded.jsonl
+    python -m benchmarks sharded --rows 100000 --check --json sharded.jsonl
 
 Devices are made of the CPU where there are no others: these share its cores, and what
 they exchange is a copy in memory. So times show what the work costs, and bytes what a
@@ -82,8 +86,13 @@ def make_step(lookup: Callable[..., Any], tx: Any, value_and_grad: Any) -> Any:
         bags = jnp.sum(rows.reshape(-1, BAG, rows.shape[-1]), axis=1)
         return jnp.mean((jnp.tanh(bags) @ params["w"] - batch["y"]) ** 2)
 
+    return _plain_step(loss_fn, tx, value_and_grad)
+
+
+def _plain_step(loss_fn: Any, tx: Any, value_and_grad: Any, gather: Any = None) -> Any:
     def step(params, state, batch):
         loss, grads = value_and_grad(loss_fn)(params, batch)
+        grads = grads if gather is None else gather(grads)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -164,7 +173,7 @@ def measure(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]
         compiled[name] = timing.compile_apart(run, *state[name], first[kind])
         wires[name] = sj.parallel.wire_bytes(compiled[name].run)
         *state[name], losses[name] = compiled[name].run(*state[name], first[kind])
-        programs[name] = _program(name, kind, compiled[name].run)
+        programs[name] = _program(name, compiled[name].run, kind)
     for name, loss in losses.items():
         np.testing.assert_allclose(
             loss, losses[args.sides[0]], rtol=1e-4, err_msg=f"{name}: another loss"
@@ -194,11 +203,13 @@ def measure(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]
     }
 
 
-def _program(name: str, kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _program(
+    name: str, run: Callable[..., Any], kind: str | None = None
+) -> Callable[..., Any]:
     """`(states, batch) -> (states, loss)`, of all sides' states with this one's new."""
 
     def program(states, batch):
-        *new, loss = run(*states[name], batch[kind])
+        *new, loss = run(*states[name], batch if kind is None else batch[kind])
         return states | {name: new}, loss
 
     return program
@@ -223,6 +234,131 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
             wrong.append(f"{case}, {CLAIMED_BYTES:,} claimed")
         wrong += [f"{case}, {n} {b:,}" for n, b in sent.items() if wire > b]
     return wrong
+
+
+# ------------------------------------------------------------------ all placements
+
+HEIGHTS = (300_000, 200_000, 90_000, 80_000, 70_000, 60_000, 50_000, 30_000)
+
+
+def placements(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One record for each number of devices."""
+    for devices in args.devices:
+        yield measure_placements(args, devices)
+
+
+def measure_placements(args: argparse.Namespace, devices: int) -> dict[str, Any]:
+    """A collection of tables in each layout that the plan has for its stack."""
+    # Two places on the first axis, as two hosts would have.
+    mesh = jax.make_mesh(
+        (2, devices // 2),
+        ("host", "x"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[:devices],
+    )
+    rng, names = np.random.default_rng(0), [f"t{k}" for k in range(len(HEIGHTS))]
+    layer = sj.nn.EmbeddingCollection(
+        {name: (height, args.dim) for name, height in zip(names, HEIGHTS)}
+    )
+    # All of its features together read as many ids as the table of the other case.
+    examples = args.ids // (BAG * len(HEIGHTS))
+
+    def loss_fn(params, batch):
+        out = layer(params["tables"], batch["ids"])
+        bags = jnp.stack([out[name] for name in names], axis=1)
+        scores = jnp.einsum("bfd,d->b", jnp.tanh(bags), params["w"])
+        return jnp.mean((scores - batch["y"]) ** 2)
+
+    def batch():
+        shape = (devices * examples, BAG)
+        draw = {
+            "zipf": lambda height: rng.zipf(1.2, shape) % height,
+            "uniform": lambda height: rng.integers(0, height, shape),
+        }[args.skew]
+        ids = {n: draw(h).astype(np.int32) for n, h in zip(names, HEIGHTS)}
+        y = rng.standard_normal(devices * examples, np.float32)
+        return {"ids": ids, "y": y}
+
+    tables = jax.tree.map(np.asarray, layer.init(jax.random.key(0)))
+    params = {"tables": tables, "w": np.ones(args.dim, np.float32)}
+    (stack,) = tables
+    first, tx = batch(), optax.adagrad(0.05)
+    plan = functools.partial(
+        sj.parallel.plan,
+        *(params, mesh, first),
+        loss=loss_fn,
+        tx=tx,
+        stacks=layer.heights(),
+    )
+    (found,) = plan().tables
+    compiled, state, losses, programs = {}, {}, {}, {}
+    for name in found.costs:
+        applied = plan(layouts={found.name: name})
+        held = applied.apply(params)
+        sparse = name != "replicated-dense"
+        own_tx = sj.optim.lazy(tx) if sparse else tx
+        # Sparse also where a batch reads much of a table.
+        value_and_grad = functools.partial(
+            sj.value_and_grad, tables={"tables": {stack: True}, "w": False}
+        )
+        gather = None
+        if name == "replicated-sparse":
+            gather = functools.partial(
+                sj.parallel.pmean, axis_name=("host", "x"), capacity=found.distinct
+            )
+        step = _plain_step(
+            loss_fn, own_tx, value_and_grad if sparse else jax.value_and_grad, gather
+        )
+        run = sj.parallel.data_parallel(step, mesh, ("host", "x"))
+        state[name] = held, own_tx.init(held)
+        split = jax.device_put(first, applied.batch_sharding)
+        compiled[name] = timing.compile_apart(run, *state[name], split)
+        *state[name], losses[name] = compiled[name].run(*state[name], split)
+        programs[name] = _program(name, compiled[name].run)
+    for name, loss in losses.items():
+        np.testing.assert_allclose(
+            loss, losses["row-sharded"], rtol=1e-4, err_msg=f"{name}: another loss"
+        )
+    put = lambda: jax.device_put(batch(), plan().batch_sharding)
+    times, _ = timing.alternate(
+        programs, state, put, repeats=args.repeats, seconds=args.seconds
+    )
+    wires = {n: sj.parallel.wire_bytes(c.run) for n, c in compiled.items()}
+    return {
+        "benchmark": "placements",
+        "devices": devices,
+        "heights": HEIGHTS,
+        "dim": args.dim,
+        "ids": examples * BAG * len(HEIGHTS),
+        "skew": args.skew,
+        "choice": found.choice,
+        "memory": {name: cost.memory for name, cost in found.costs.items()},
+        "wire": {name: wire.total for name, wire in wires.items()},
+        "predicted_wire": {name: cost.wire for name, cost in found.costs.items()},
+        "ms": {name: timing.median_ms(t) for name, t in times.items()},
+        "spread": {name: timing.spread(t) for name, t in times.items()},
+        "compile_s": {name: c.seconds for name, c in compiled.items()},
+        "temp_mb": {name: c.temp_bytes / 1e6 for name, c in compiled.items()},
+    }
+
+
+PLACEMENTS_HEADER = (
+    "devices  placement          holds (MB)  sends (MB)  planned  step (ms)  "
+    "temporaries (MB)"
+)
+
+
+def placement_lines(record: dict[str, Any]) -> Iterator[str]:
+    """The lines of the table for a record, one a placement."""
+    for name, ms in record["ms"].items():
+        chosen = "*" if name == record["choice"] else " "
+        yield (
+            f"{record['devices']:7}  {name + chosen:18}"
+            f" {record['memory'][name] / 1e6:10.2f}"
+            f" {record['wire'][name] / 1e6:11.3f}"
+            f" {record['predicted_wire'][name] / 1e6:8.3f}"
+            f" {ms:10.2f} {record['temp_mb'][name]:17.2f}"
+        )
 
 
 # ------------------------------------------------------------------ command line
@@ -272,4 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(HEADER, flush=True)
     show = lambda record: print("\n".join(lines(record)), flush=True)
     records = timing.collect(cases(args), show, args.json, machine)
+    print(f"\n{len(HEIGHTS)} tables; * is what the plan chooses\n{PLACEMENTS_HEADER}")
+    show = lambda record: print("\n".join(placement_lines(record)), flush=True)
+    timing.collect(placements(args), show, args.json, machine)
     return timing.report(failures(records) if args.check else [])

@@ -10,16 +10,16 @@ and U distinct ids among a device's n (n if unknown), a device holds
 and sends in a step, lookup and update together,
 
     row-sharded         2 (N - 1) C (d + 4)
-    column-sharded      2 n d (N - 1) / N + 3 (N - 1) 4 n
+    column-sharded      2 b d (N - 1) / N + 3 (N - 1) 4 n
     replicated-sparse   (N - 1) U (d + 4)
     replicated-dense    2 V d (N - 1) / N
     table-wise          (G - 1 + G (m - 1)) b (4 L + 2 d)
 
 Row-sharded: C is the capacity, the rows requested from one owner in one round; without
 skew it is slightly more than U / N. Column-sharded: whole rows are sent in both
-directions, and XLA gathers the ids for each of their three uses; each device reads all
-N n ids, in narrow rows. (A bag that is summed first is sent as one row, and replicated
-ids are not sent.) Replicated: ids and rows of the gradient go to all devices, or the
+directions, b of them, since a bag is one row by then; XLA gathers the ids for each of
+their three uses, unless they are replicated; each device reads all N n ids, in narrow
+rows. Replicated: ids and rows of the gradient go to all devices, or the
 dense gradient is all-reduced. Table-wise, for a stack of tables: whole tables on G
 groups of m devices, m = 1, or "table-row-wise" with a group for each place on the first
 mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
@@ -510,7 +510,8 @@ def _table_plan(
         measure = lambda ids: measure_capacity(table, ids, margin=1.0)
         capacity = max((measure(ids) for ids in samples if ids.size), default=1)
     slots = [owners.slots(n, capacity) for n in each]
-    costs = _costs(spec, devices, here, distinct, sum(slots), tx)
+    outputs = math.ceil(sum(read.count / read.length for read in reads) / devices)
+    costs = _costs(spec, devices, here, outputs, distinct, sum(slots), tx)
     groups = {}
     is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
     if heights and is_float and all(read.length == int(read.length) for read in reads):
@@ -559,6 +560,7 @@ def _costs(
     spec: jax.ShapeDtypeStruct,
     devices: int,
     ids: int,
+    outputs: int,
     distinct: int,
     slots: int,
     tx: Any,
@@ -573,7 +575,7 @@ def _costs(
     rows = math.ceil(height / devices)
     wires = {
         "row-sharded": 2 * others * slots * (row + id_bytes),
-        "column-sharded": others * (3 * id_bytes * ids + 2 * ids * row // devices),
+        "column-sharded": others * (3 * id_bytes * ids + 2 * outputs * row // devices),
         "replicated-sparse": others * distinct * (row + id_bytes),
         "replicated-dense": 2 * height * row * others // devices,
     }
