@@ -293,6 +293,31 @@ def check_shards():
         assert_answers(sj.lookup(table, jnp.array([7, 0])), TABLE[[7, 0]])
 
 
+@checks("ShardingType.TABLE_WISE")
+def check_table_wise():
+    given = {"heights": (len(TABLE) - 4, 4), "groups": (1, 0)}
+    table = run("ShardingType.TABLE_WISE", weight=TABLE, mesh=a_mesh(), **given)
+    assert_answers(table.values[:4], TABLE[-4:])  # the second table, on the first
+    assert_answers(sj.lookup(table, jnp.array([7, 0])), TABLE[[7, 0]])
+
+
+@checks("ShardingType.TABLE_ROW_WISE")
+def check_table_row_wise():
+    layer = sj.nn.EmbeddingCollection({"item": (30, 4), "user": (50, 4)})
+    auto = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("host", "x"), auto, devices=jax.devices()[:4])
+    bags = jnp.zeros((8, 5), jnp.int32)
+    given = {
+        "params": layer.init(jax.random.key(0)),
+        "batch": {"item": bags, "user": bags},
+        "loss_fn": lambda params, ids: sum(
+            jnp.sum(x) for x in layer(params, ids).values()
+        ),
+    }
+    plan = run("ShardingType.TABLE_ROW_WISE", mesh=mesh, layer=layer, **given)
+    assert plan.tables[0].groups["table-row-wise"].num_groups == 2
+
+
 @checks("DistributedModelParallel")
 def check_a_model():
     table = np.ones((100_000, 32), np.float32)
