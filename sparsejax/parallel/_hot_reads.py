@@ -6,9 +6,9 @@ requests nothing.
 
 Reads of hot rows are one primitive, `read_hot_rows`, and its transpose is another,
 `add_hot_rows`, which sums over devices. In a walk, the gradient of all reads of a table
-is packaged at once: one all-reduce of the sums of its K rows, and one of how often each
-was read. So it is the same on all devices, bit for bit, and costs the same whatever
-the number of ids.
+is packaged at once: one all-reduce of the sums of its K rows, and one that counts the
+devices that read each of them, in as few bytes as hold the count. So it is the same on
+all devices, bit for bit, and costs the same whatever the number of ids.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import indexing
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
+from sparsejax.parallel._hot_passes import HotRows
 from sparsejax.parallel._hot_rows import HotColdTable, HotIds
 from sparsejax.parallel._linear_reads import linear_reads
 from sparsejax.parallel._lookup import (
@@ -176,11 +177,20 @@ class HotKind:
         ids: Sequence[jax.Array],
         cotangents: Sequence[jax.Array],
         sites: Sequence[Any],
-    ) -> SelectedRows:
+    ) -> HotRows:
         """The gradient of all reads, equal on all devices; untouched rows are empty."""
         del row, sites
         rows, values = _sum_reads(self, list(ids), list(cotangents))
-        return SelectedRows(rows, values.astype(dtype), self.height)
+        return HotRows.make(rows, values.astype(dtype), self.height, self.owners)
+
+
+def count_dtype(owners: Owners) -> Any:
+    """The smallest integers that can count the devices."""
+    return next(
+        np.dtype(kind)
+        for kind in (np.int8, np.int16, np.int32)
+        if owners.devices <= np.iinfo(kind).max
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -194,21 +204,23 @@ def _sum_reads(
         at = [x.reshape(-1) for x in args[:count]]
         pairs = zip(args[count:], args[:count])
         values = [x.reshape(-1, *x.shape[places.ndim :]) for x, places in pairs]
-        ones = [jnp.ones(x.shape, jnp.int32) for x in at]
-        sums = _sum_here(height, at, values), _sum_here(height, at, ones)
+        read = jnp.zeros((height,), bool)
+        for x in at:
+            read = indexing.set_rows(read, x, jnp.ones(x.shape, bool))
+        sums = _sum_here(height, at, values), read.astype(count_dtype(owners))
         return tuple(lax.psum(x, owners.mesh.axis_names) for x in sums)
 
     # A loop adds a leading axis, its length.
     loops = [(None,) * (x.ndim - 1) for x in places]
     specs = tuple(PartitionSpec(*loop, *owners.batch_spec) for loop in loops)
-    total, reads = owners.shard_map(
+    total, readers = owners.shard_map(
         body,
         *places,
         *cotangents,
         in_specs=(*specs, *specs),
         out_specs=(PartitionSpec(), PartitionSpec()),
     )
-    touched = reads > 0
+    touched = readers > 0
     rows = jnp.where(touched, np.arange(height, dtype=np.int32), np.int32(height))
     return rows, indexing.zero_unless(touched, total)
 

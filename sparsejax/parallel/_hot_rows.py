@@ -8,9 +8,9 @@ their owners as in a ShardedTable.
 The cold table keeps a slot for each hot row, of zeros, which nothing reads or writes.
 So ids mean the same in both, and K is small beside V.
 
-The gradient of the hot rows is summed over devices, `[K, ...]`, together with how often
-each row was read. Rows that no device read are empty slots, so an optimizer leaves them
-alone, as it does any row that a batch did not read.
+The gradient of the hot rows is summed over devices, `[K, ...]`, together with how many
+devices read each row. Rows that no device read are empty slots, so an optimizer leaves
+them alone, as it does any row that a batch did not read.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HotColdTable(TableOverDevices):
     A pytree with two children. `replicate_hot_rows` makes one. A model reads it in all
     the ways in which it reads a `ShardedTable`, and `sparsejax.optim.lazy` updates it.
     Its gradient under `sparsejax.value_and_grad` is a HotColdTable of a SelectedRows
-    and a ShardedTable of ShardedRows. Add and scale gradients as `(g1 + g2) / 2`.
+    `[K, ...]` and a ShardedTable of ShardedRows. Add and scale gradients as `(g1 + g2) / 2`.
 
     Args:
       hot: array `[K, ...]`, replicated, in ascending order of ids; a SelectedRows in
@@ -242,15 +242,18 @@ def replicate_hot_rows(
 ) -> HotColdTable:
     """Shards the rows of a table over devices, but puts its hot rows on all of them.
 
-    For tables of which every device reads the same few rows in every step. With N
-    devices, K hot ids, rows of d bytes and C cold rows that a device requests from one
-    owner, a device sends
+    For tables of which every device reads the same few rows in every step. Reading a
+    hot row sends nothing and waits for no other device. With N devices, K hot ids, rows
+    of d bytes and C cold rows that a device requests from one owner, a device sends
 
-        2 * (N - 1) * C * (d + 4) + 2 * K * (d + 4) * (N - 1) / N
+        2 * (N - 1) * C * (d + 4) + 2 * K * (d + 1) * (N - 1) / N
 
     bytes in a step: cold rows as in `shard_rows`, and the sums of the gradients of hot
-    rows. It holds `V d / N + K d` bytes. C is smaller than without hot rows, if
-    `capacity` says so.
+    rows. (Of 128 devices or more, d + 2.) It holds `(V / N + K) d` bytes. A device
+    requests a cold row once however often it reads it, so a table that is read once in
+    a step sends about as much without hot rows. It sends less with them if it is read
+    several times (in a loop, in several layers, again under `jax.checkpoint`), or is
+    replicated over another axis of the mesh.
 
     Args:
       table, mesh, axis, layout, height: as in `shard_rows`.
@@ -300,7 +303,7 @@ def _check_hot_ids(hot_ids: Any, height: Any = None) -> np.ndarray:
     if not _arguments.is_concrete(found):
         raise ValueError(
             f"{_CALL}: hot_ids must be concrete, got {_arguments.show(found)}. They "
-            "decide about shapes: choose them outside of jit, and close over them."
+            "decide about shapes: choose them outside of jit."
         )
     ids = np.sort(np.asarray(found).reshape(-1))
     if found.ndim != 1 or not ids.size:
