@@ -5,8 +5,8 @@ times, so there are M = r N devices. With rows of d bytes, K hot rows, S reads o
 table in a step, and C(K) the most distinct cold rows that a device requests from one
 owner in one of the reads, a device sends
 
-    cold    (d + 4) C ((S + 1) (N - 1) + (r - 1) N)     reads, gradient, replicas of it
-    hot     (d + 1) K 2 (M - 1) / M                     an all-reduce
+    cold    (d + 4) S C (2 (N - 1) + (r - 1) N)     rows, gradients, their replicas
+    hot     (d + 1) K 2 (M - 1) / M                 an all-reduce
 
 A cold row that all devices read takes 1 / N of a slot in C. So for S = r = 1 it sends
 as much as a hot row, but for the ids, since a device requests a row once however often
@@ -87,11 +87,8 @@ def choose_hot(
     for size in sizes:
         asked = np.bincount(group[rank >= size], minlength=1)
         capacity = max(1, int(asked.max()))
-        cold = (
-            (row_bytes + id_bytes)
-            * capacity
-            * ((reads + 1) * (count - 1) + (replicas - 1) * count)
-        )
+        sent = reads * capacity * (2 * (count - 1) + (replicas - 1) * count)
+        cold = (row_bytes + id_bytes) * sent
         hot = round(2 * size * summed * (devices - 1) / devices)
         if best is None or cold + hot < best.wire:
             best = HotChoice(np.sort(distinct[order[:size]]), capacity, cold + hot)

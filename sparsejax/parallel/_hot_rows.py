@@ -86,7 +86,8 @@ class HotColdTable(TableOverDevices):
     A pytree with two children. `replicate_hot_rows` makes one. A model reads it in all
     the ways in which it reads a `ShardedTable`, and `sparsejax.optim.lazy` updates it.
     Its gradient under `sparsejax.value_and_grad` is a HotColdTable of a SelectedRows
-    `[K, ...]` and a ShardedTable of ShardedRows. Add and scale gradients as `(g1 + g2) / 2`.
+    `[K, ...]` and a ShardedTable of ShardedRows. Add and scale gradients as
+    `(g1 + g2) / 2`.
 
     Args:
       hot: array `[K, ...]`, replicated, in ascending order of ids; a SelectedRows in
@@ -114,6 +115,8 @@ class HotColdTable(TableOverDevices):
     hot: Any
     cold: Any
     hot_ids: HotIds
+
+    _differs_in = "shape, mesh, layout or hot ids"
 
     # -- pytree ------------------------------------------------------------------
 
@@ -208,7 +211,8 @@ class HotColdTable(TableOverDevices):
         hot = self.hot
         if hasattr(hot, "dtype") and hasattr(hot, "shape"):
             hot = f"{hot.dtype}{list(hot.shape)}"
-        return f"HotColdTable(hot={hot}, cold={self.cold})"
+        ids = np.array2string(self.hot_ids.ids, threshold=8, edgeitems=2)
+        return f"HotColdTable(hot={hot}, hot_ids={ids}, cold={self.cold})"
 
     # -- the whole table ---------------------------------------------------------
 
@@ -299,6 +303,8 @@ def replicate_hot_rows(
 
 def _check_hot_ids(hot_ids: Any, height: Any = None) -> np.ndarray:
     """The ids as NumPy integers, ascending; raises if they are wrong."""
+    if isinstance(hot_ids, list | tuple) and all(isinstance(i, int) for i in hot_ids):
+        hot_ids = np.asarray(hot_ids)  # inside jit, JAX would trace a list
     found = _arguments.as_integers(_CALL, hot_ids, "hot_ids")
     if not _arguments.is_concrete(found):
         raise ValueError(

@@ -39,6 +39,8 @@ class TableOverDevices(RowTable):
     num_shards: Any
     rows_per_shard: Any
 
+    _differs_in = "shape, mesh or layout"
+
     # NumPy and JAX must leave `array + table` to us instead of looping over objects.
     __array_ufunc__ = None
 
@@ -171,9 +173,9 @@ class TableOverDevices(RowTable):
             shapes = [[np.shape(x) for x in table._parts] for table in (self, other)]
             if static[0] != static[1] or shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"{kind} {symbol} {kind}: {self} and {other} differ in shape, mesh "
-                    "or layout. Both must be tables, or both gradients, with the same "
-                    "shape, layout and mesh."
+                    f"{kind} {symbol} {kind}: {self} and {other} differ in "
+                    f"{self._differs_in}. Both must be tables, or both gradients, with "
+                    "the same shape, layout and mesh."
                 )
             return self._with_parts(*(op(a, b) for a, b in pairs))
         if not isinstance(other, (*_NUMBERS, np.generic, np.ndarray, jax.Array)):

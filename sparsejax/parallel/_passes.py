@@ -96,6 +96,7 @@ class RangePasses:
         if program.has_branches:  # whose equations keep a mesh that is not the owner's
             raise NotByRows("a conditional, at an owner")
         owners, most = self._owners, self._most
+        ids = jax.ShapeDtypeStruct((), self._grad.rows.dtype)
         change = program.outputs[-1]
 
         def body(receive, tables, others):
@@ -120,8 +121,8 @@ class RangePasses:
                 return written, count + merged[3], rows, updates
 
             written = [tables[k] for k in writes]
-            none = _arguments.scalar(owners.rows, self._grad.rows)
-            rows = jnp.full((most,), none, self._grad.rows.dtype)
+            none = _arguments.scalar(owners.rows, ids)
+            rows = jnp.full((most,), none, ids.dtype)
             updates = jnp.zeros((most, *change.shape[1:]), change.dtype)
             start = written, jnp.zeros((), jnp.int32), rows, updates
             written, _, rows, updates = receive(write, start)
