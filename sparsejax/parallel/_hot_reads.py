@@ -81,7 +81,7 @@ def read(
 
     places, positions = divide(ids)
     cold, metrics = _exchange.read_rows(owners, slots, table.cold.values, positions)
-    hot = _read_hot(owners, table.hot, places)
+    hot = _read_hot(owners, jnp.asarray(table.hot), places)
     if record is not None:
         hot, cold = record(hot, cold, owners, slots, divide)
     is_hot = indexing.append_axes(places < np.int32(table.num_hot), hot.ndim)

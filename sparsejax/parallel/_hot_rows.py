@@ -46,8 +46,8 @@ class HotIds:
       ids: integers `[K]`, ascending.
     """
 
-    def __init__(self, ids: np.ndarray):
-        self.ids = ids.astype(np.int64)
+    def __init__(self, ids: np.ndarray[Any, Any]):
+        self.ids: np.ndarray[Any, np.dtype[np.int64]] = ids.astype(np.int64)
         self.ids.flags.writeable = False
         self.digest: str = hashlib.sha256(self.ids.tobytes()).hexdigest()
 
@@ -61,7 +61,7 @@ class HotIds:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
         del copy
         return np.array(self.ids, dtype)
 
@@ -112,8 +112,8 @@ class HotColdTable(TableOverDevices):
       Popular Choices" (FAE: hot rows on every device).
     """
 
-    hot: Any
-    cold: Any
+    hot: jax.Array | SelectedRows
+    cold: ShardedTable
     hot_ids: HotIds
 
     _differs_in = "shape, mesh, layout or hot ids"
@@ -126,9 +126,10 @@ class HotColdTable(TableOverDevices):
         return ((key("hot"), self.hot), (key("cold"), self.cold)), self.hot_ids
 
     @classmethod
-    def tree_unflatten(cls, hot_ids: Any, children: Any) -> Self:
+    def tree_unflatten(cls, hot_ids: HotIds, children: Sequence[Any]) -> Self:
         """Rebuilds without checks, since JAX may pass any objects as children."""
-        return cls(*children, hot_ids)
+        hot, cold = children
+        return cls(hot, cold, hot_ids)
 
     # -- as TableOverDevices needs it --------------------------------------------
 
@@ -221,13 +222,11 @@ class HotColdTable(TableOverDevices):
 
         Also works for gradients and updates.
         """
-        is_sparse = isinstance(self.hot, SelectedRows)
-        hot = self.hot.to_dense() if is_sparse else replicate(self.hot)
-        cold = self.cold.to_dense()
-        ids = self.hot_ids.ids.astype(_arguments.index_dtype(self.height))
-        if _arguments.is_concrete(hot) and _arguments.is_concrete(cold):
-            hot = jax.device_put(hot, cold.sharding)  # after `coalesce` they may differ
-        return cold.at[ids].set(hot.astype(cold.dtype))
+        hot = self.hot
+        hot = hot.to_dense() if isinstance(hot, SelectedRows) else replicate(hot)
+        dense, ids = self.cold.to_dense(), self.hot_ids.ids
+        ids = ids.astype(_arguments.index_dtype(self.height))
+        return dense.at[ids].set(hot.astype(dense.dtype))
 
     def map(self, f: Callable[[Any], Any]) -> HotColdTable:
         """The same layout with `f` of the hot rows and `f` of the cold values."""
