@@ -112,6 +112,23 @@ def test_without_a_gradient():
     assert repr(mine).startswith(f"HotColdTable(hot=float32[6, 4], hot_ids={ids}, cold")
 
 
+def test_sampled_softmax():
+    mesh, labels = make_mesh((8,)), make_ids()
+    params = {"items": make_table(), "bias": make_table()[:, :1]}
+    inputs, negatives = make_table()[:16], jnp.array([0, 3, 4, 99])
+
+    def loss(p):
+        args = p["items"], inputs, labels, negatives
+        return sj.losses.sampled_softmax_loss(*args, bias=p["bias"]).sum()
+
+    value, dense = jax.jit(jax.value_and_grad(loss))(params)
+    mine = {k: replicate(x, mesh, "x", HOT) for k, x in params.items()}
+    found, grads = jax.jit(sj.value_and_grad(loss))(mine)
+    np.testing.assert_allclose(found, value, rtol=1e-5)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad.to_dense(), dense[name], atol=1e-5)
+
+
 def test_touched_rows_are_what_was_read():
     table = replicate(make_table(), make_mesh((8,)), "x", HOT)
     loss = lambda table: jnp.sum(0.0 * table[jnp.array([7, 55, 7, 1])])
