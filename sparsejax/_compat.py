@@ -360,16 +360,19 @@ def view_primitive(
 ) -> Any:
     """Makes a primitive that gives an array another shape, for a walk to replace.
 
+    It may have several arguments; the result has the dtype of the first.
+
     Args:
       name: of the primitive.
-      shape_of: `f(shape, **static)`, the shape of the result.
+      shape_of: `f(shape, **static)`, the shape of the result, from that of the first.
       refuse: `f(**static)`, raises the error for programs that are run without a walk.
 
     Returns:
       The primitive.
     """
 
-    def abstract(aval, **static):
+    def abstract(aval, *others, **static):
+        del others
         return _core.ShapedArray(shape_of(aval.shape, **static), aval.dtype)
 
     def raises(*args, **static) -> Any:
@@ -377,6 +380,7 @@ def view_primitive(
         refuse(**static)
 
     def jvp(primals, tangents, **static):
+        tangents = map(_ad.instantiate_zeros, tangents)
         return p.bind(*primals, **static), p.bind(*tangents, **static)
 
     p = Primitive(name)

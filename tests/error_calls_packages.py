@@ -734,9 +734,10 @@ _SHARDED = Section(
     _MESH
     + """
 lookup, embedding_bag = sj.parallel.lookup, sj.parallel.embedding_bag
-shard_rows = sj.parallel.shard_rows
+shard_rows, hot_rows = sj.parallel.shard_rows, sj.parallel.replicate_hot_rows
 array = jnp.ones((20, 2))
 table = shard_rows(array, mesh, "x")
+hot = hot_rows(array, mesh, "x", [1])
 ids = jnp.arange(8)
 bags = sj.SegmentTensor.from_lists([[1, 2], [3]])
 
@@ -757,6 +758,23 @@ def inside(f, *args):
         "shard_rows(lambda ids: jnp.ones(2), mesh, 'x', height=20)",
         "shard_rows(array, mesh.abstract_mesh, 'x')",
         "inside(lambda x: shard_rows(x, jax.sharding.get_abstract_mesh(), 'x'), array)",
+        "hot_rows([[1.0]], mesh, 'x', [1])",
+        "hot_rows(array, mesh, 'y', [1])",
+        "hot_rows(array, mesh, 'x', [1.0])",
+        "hot_rows(array, mesh, 'x', [1, 3, 1])",
+        "hot_rows(array, mesh, 'x', [1, 20])",
+        "hot_rows(array, mesh, 'x', [-1, 3])",
+        "hot_rows(array, mesh, 'x', [])",
+        "hot_rows(array, mesh, 'x', 1)",
+        "hot_rows(array, mesh, 'x', [1], capacity=0)",
+        "jax.jit(lambda ids: hot_rows(array, mesh, 'x', ids).hot)(ids)",
+        "hot_rows(lambda ids: jnp.ones((max(2, len(ids)), 2)), mesh, 'x', [1], "
+        "height=20)",
+        "hot + hot_rows(array, mesh, 'x', [2])",
+        "hot + 1",
+        "jnp.take(hot, ids)",
+        "sj.grad(lambda t: jnp.sum(jnp.asarray(t)))(hot)",
+        "sj.parallel.top_k(hot, jnp.ones(2), 3)",
         "sj.parallel.shard_columns(3, mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones(8), mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones((20, 6)), mesh, 'x')",

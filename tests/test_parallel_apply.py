@@ -144,6 +144,31 @@ def test_trained_on_one_device_and_on_eight(name):
         assert_trees_close(whole(trained), plain, rtol=1e-5, atol=1e-5)
 
 
+def test_hot_rows_of_a_plan():
+    """The rows that all devices read are on all of them; flax reads them as it is."""
+    params, loss_fn = two_towers(USERS, ITEMS, D)
+    batch = make_batch(0)
+    batch["item"][:] = 5
+    plan: Any = functools.partial(
+        sj.parallel.plan, params, make_mesh(8), batch, loss=loss_fn
+    )
+    name = next(table.name for table in plan().tables if "item" in table.name)
+    applied = plan(layouts={name: "hot-cold"})
+    assert list(applied[name].hot.hot_ids) == [5]
+    held = applied.apply(params)["item"]["embedding"][...]
+    assert isinstance(held, sj.parallel.HotColdTable)
+    plain = whole(train(params, loss_fn))
+    trained = train(params, loss_fn, applied)
+    dense = jax.tree.map(
+        lambda x: np.asarray(x.to_dense() if hasattr(x, "to_dense") else x),
+        trained,
+        is_leaf=lambda x: hasattr(x, "to_dense"),
+    )
+    assert_trees_close(dense, plain, rtol=1e-5, atol=1e-5)
+    other = plan(layouts={name: "row-sharded"}).apply(trained)
+    assert is_sharded(other["item"]["embedding"][...])
+
+
 # ------------------------------------------------------------------ what a step sends
 
 HEIGHT, WIDTH, READS, DEVICES = 100_003, 32, 20_480, 4

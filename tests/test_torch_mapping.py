@@ -304,7 +304,7 @@ def check_table_wise():
 @checks("ShardingType.TABLE_ROW_WISE")
 def check_table_row_wise():
     layer = sj.nn.EmbeddingCollection({"item": (30, 4), "user": (50, 4)})
-    auto = (AxisType.Auto,) * 2
+    auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("host", "x"), auto, devices=jax.devices()[:4])
     bags = jnp.zeros((8, 5), jnp.int32)
     given = {

@@ -13,16 +13,17 @@ from sparsejax._lookup import lookup
 from sparsejax._rows import SelectedRows
 from sparsejax.data._negatives import NegativeSampler, NegativeSamples
 from sparsejax.losses import _scores
-from sparsejax.parallel import ShardedTable, lookup as sharded_lookup
+from sparsejax.parallel import lookup as sharded_lookup
+from sparsejax.parallel._over_devices import TableOverDevices
 
 
 def sampled_softmax_loss(
-    table: ArrayLike | SelectedRows | ShardedTable,
+    table: ArrayLike | SelectedRows | TableOverDevices,
     inputs: ArrayLike,
     labels: ArrayLike,
     negatives: NegativeSamples | ArrayLike,
     *,
-    bias: ArrayLike | SelectedRows | ShardedTable | None = None,
+    bias: ArrayLike | SelectedRows | TableOverDevices | None = None,
     remove_accidental_hits: bool = True,
 ) -> jax.Array:
     """Softmax cross-entropy over the label and sampled negatives, for large tables.
@@ -85,12 +86,12 @@ def sampled_softmax_loss(
 
 
 def nce_loss(
-    table: ArrayLike | SelectedRows | ShardedTable,
+    table: ArrayLike | SelectedRows | TableOverDevices,
     inputs: ArrayLike,
     labels: ArrayLike,
     negatives: NegativeSamples | ArrayLike,
     *,
-    bias: ArrayLike | SelectedRows | ShardedTable | None = None,
+    bias: ArrayLike | SelectedRows | TableOverDevices | None = None,
     remove_accidental_hits: bool = False,
 ) -> jax.Array:
     """Noise-contrastive estimation: a logistic loss of labels and sampled negatives.
@@ -209,14 +210,14 @@ def _like(x: jax.Array, others: jax.Array) -> jax.Array:
 
 
 def _read(table: Any, ids: jax.Array, padding_id: int | None = None) -> jax.Array:
-    if isinstance(table, ShardedTable):
+    if isinstance(table, TableOverDevices):
         return sharded_lookup(table, ids, padding_id=padding_id)
     return lookup.lookup(table, ids, padding_id=padding_id)
 
 
 def _as_table(call: str, table: Any, name: str) -> Any:
     """A table that can be read by rows of floats."""
-    if isinstance(table, ShardedTable):
+    if isinstance(table, TableOverDevices):
         return table
     table = _arguments.as_array(table)
     if not isinstance(table, (jax.Array, SelectedRows)):

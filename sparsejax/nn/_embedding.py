@@ -252,7 +252,7 @@ class Embedding(TableLayer):
             if isinstance(table, QuantizedTable):
                 why = "a QuantizedTable, which is dequantized row by row"
             if isinstance(table, RowTable):
-                why = "a ShardedTable, whose rows lie on many devices"
+                why = f"a {type(table).__name__}, whose rows lie on many devices"
             raise TypeError(
                 f"{self._call}.attend: params['embedding'] is {why}, but attend needs "
                 "every row. Pass the whole table."

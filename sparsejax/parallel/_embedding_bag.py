@@ -30,7 +30,7 @@ from sparsejax.parallel._lookup import (
     owners_of,
     put_on_mesh,
 )
-from sparsejax.parallel._table import ShardedTable
+from sparsejax.parallel._over_devices import TableOverDevices
 from sparsejax.transform.table import replicate
 
 
@@ -39,7 +39,7 @@ _SUMS = ("sum", "mean", "sqrtn")
 
 
 def embedding_bag(
-    table: ShardedTable,
+    table: TableOverDevices,
     ids: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
@@ -64,7 +64,7 @@ def embedding_bag(
     rows are gathered on every device.
 
     Args:
-      table: from `shard_rows`.
+      table: from `shard_rows` or `replicate_hot_rows`.
       ids: integers, those of the whole batch: `[n]` with `segment_ids`; or `[..., L]`,
         each row a bag padded with `padding_id`; or a SegmentTensor of ids.
       segment_ids: integers `[n]`, the bag of each id; an id whose segment id is outside
@@ -154,7 +154,7 @@ def embedding_bag(
 
 @reduce_row_table.register
 def _reduce_row_table(
-    table: ShardedTable,
+    table: TableOverDevices,
     call: str,
     ids: Any,
     skip: jax.Array | None,
@@ -165,7 +165,7 @@ def _reduce_row_table(
     mode: str,
     max_norm: float | None = None,
 ) -> jax.Array:
-    """The bags of a ShardedTable for `sparsejax.embedding_bag` and the layers."""
+    """The bags of a table over devices for `sparsejax.embedding_bag` and the layers."""
     check_table(call, table, "embedding_bag")
     ids, how = put_on_mesh(call, table, ids), (combiner, mode, max_norm, None)
     return _reduce_sharded(call, table, ids, skip, weights, segments, *how)[0]
@@ -173,7 +173,7 @@ def _reduce_row_table(
 
 def _reduce_sharded(
     call: str,
-    table: ShardedTable,
+    table: TableOverDevices,
     ids: jax.Array,
     skip: jax.Array | None,
     weights: jax.Array | None,

@@ -24,7 +24,6 @@ Reads are one primitive, `read_sharded_rows`, and its transpose is another,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,9 +34,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments
 from sparsejax._lookup.read_rows import read_rows as _read_local_rows
 from sparsejax._rows import indexing, merge
+from sparsejax.parallel._linear_reads import linear_reads
 
 
 # ------------------------------------------------------------------ owners
@@ -409,77 +409,17 @@ def _sum_duplicates(groups: _Groups, values: jax.Array) -> jax.Array:
 
 # ------------------------------------------------------------------ two primitives
 
-# `read_rows_p` is linear in the table, `add_rows_p` in the cotangent, and each is the
-# transpose of the other, so derivatives of any order consist of these two.
-#
-# Under `vmap` all arrays get a leading axis. For each such axis, outermost first, the
-# static `batched` says whether there is a separate table per batch element or one
-# shared table.
 
-
-def _read_batched(values, positions, *, owners, slots, batched):
-    read = functools.partial(_read, owners, slots)
-    for own_table in reversed(batched):
-        read = jax.vmap(read, in_axes=(0 if own_table else None, 0))
-    rows, metrics = read(values, positions)
+def _read_results(values, positions, *, owners, slots):
+    rows, metrics = _read(owners, slots, values, positions)
     return rows, *metrics
 
 
-def _add_batched(cotangent, positions, *, owners, slots, batched):
-    add = functools.partial(_add, owners, slots)
-    for _ in batched:
-        add = jax.vmap(add)
-    shared = tuple(k for k, own_table in enumerate(batched) if not own_table)
-    tables = add(cotangent, positions)
-    return jnp.sum(tables, shared) if shared else tables
+def _add_cotangents(cotangent, positions, *, owners, slots):
+    return _add(owners, slots, cotangent, positions)
 
 
-def _read_transpose(cotangent, like, _, positions, **static):
-    del like
-    return add_rows_p.bind(cotangent, positions, **static)
-
-
-def _add_transpose(table, like, _, positions, **static):
-    del like
-    return read_rows_p.bind(table, positions, **static)[0]
-
-
-def _read_vmap(bind, args, axes, *, batched, **static):
-    (values, positions), own_table = args, axes[0] is not None
-    if own_table:
-        values = jnp.moveaxis(values, axes[0], 0)
-    size = _batch_size(args, axes)
-    positions = _batch_in_front(positions, axes[1], size)
-    return bind(values, positions, batched=(own_table, *batched), **static)
-
-
-def _add_vmap(bind, args, axes, *, batched, **static):
-    size = _batch_size(args, axes)
-    args = [_batch_in_front(x, axis, size) for x, axis in zip(args, axes)]
-    return bind(*args, batched=(True, *batched), **static)
-
-
-def _batch_size(args, axes) -> int:
-    return next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
-
-
-def _batch_in_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
-    if axis is None:
-        return jnp.broadcast_to(x, (size, *x.shape))
-    return jnp.moveaxis(x, axis, 0)
-
-
-read_rows_p = _compat.multilinear_primitive(
-    "read_sharded_rows",
-    _read_batched,
-    {},
-    {0: _read_transpose},
-    _read_vmap,
-    multiple_results=True,
-)
-add_rows_p = _compat.multilinear_primitive(
-    "add_sharded_rows", _add_batched, {}, {0: _add_transpose}, _add_vmap
-)
+read_rows_p, add_rows_p = linear_reads("sharded_rows", _read_results, _add_cotangents)
 
 
 # ------------------------------------------------------------------ gradients of rows

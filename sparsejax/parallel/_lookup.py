@@ -21,6 +21,7 @@ from sparsejax._rows import indexing, read_row_table
 from sparsejax._segments import SegmentTensor
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
+from sparsejax.parallel._over_devices import TableOverDevices
 from sparsejax.parallel._rows import ShardedRows, concatenate
 from sparsejax.parallel._table import ShardedTable, constrain
 from sparsejax.transform.interpreter import RuleContext, register_rule
@@ -32,7 +33,7 @@ _MEASURE = "sparsejax.parallel.measure_capacity"
 
 
 def lookup(
-    table: ShardedTable,
+    table: TableOverDevices,
     ids: ArrayLike,
     *,
     mode: str = "fill",
@@ -55,7 +56,7 @@ def lookup(
     `(N - 1) * C * (4 + B)` bytes per round, and the same again for the gradient.
 
     Args:
-      table: from `shard_rows`.
+      table: from `shard_rows` or `replicate_hot_rows`.
       ids: integers of any type and shape; negative ids are out of range.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
         `"raise"` or `"error"`, as in `sparsejax.lookup`.
@@ -111,7 +112,7 @@ def lookup(
 
 
 def measure_capacity(
-    table: ShardedTable, sample_ids: ArrayLike, *, margin: float = 1.1
+    table: TableOverDevices, sample_ids: ArrayLike, *, margin: float = 1.1
 ) -> int:
     """The `capacity` at which batches like this one need a single round.
 
@@ -119,7 +120,8 @@ def measure_capacity(
     because batches differ.
 
     Args:
-      table: from `shard_rows`; its values are not read.
+      table: from `shard_rows`, or `replicate_hot_rows`, whose hot rows are not
+        requested; its values are not read.
       sample_ids: integers, the ids of one batch of all devices together, as large as
         the batches that will be looked up; or a list of such batches. They must be
         concrete, so call this function outside of `jit`.
@@ -167,9 +169,9 @@ def measure_capacity(
 
 @read_row_table.register
 def _read_row_table(
-    table: ShardedTable, call: str, ids: Any, padding: jax.Array | None, mode: str
+    table: TableOverDevices, call: str, ids: Any, padding: jax.Array | None, mode: str
 ) -> jax.Array:
-    """The rows of a ShardedTable for `sparsejax.lookup` and the layers."""
+    """The rows of a table over devices for `sparsejax.lookup` and the layers."""
     check_table(call, table, "lookup")
     return gather(call, table, put_on_mesh(call, table, ids), padding, mode, None)[0]
 
@@ -179,7 +181,7 @@ def _read_row_table(
 
 def gather(
     call: str,
-    table: ShardedTable,
+    table: TableOverDevices,
     ids: jax.Array,
     padding: jax.Array | None,
     mode: str,
@@ -189,7 +191,7 @@ def gather(
     wanted = _lookup.clip_ids(call, table, ids) if mode == "clip" else ids
     if padding is not None:
         wanted = jnp.where(padding, _arguments.scalar(table.height, ids), wanted)
-    rows, metrics = read(call, table, wanted, capacity)
+    rows, metrics = read_ids(table, call, wanted, capacity)
     if mode in ("zero", "clip"):
         return rows, metrics
     bad = ~indexing.in_range(wanted, table.height)
@@ -202,8 +204,8 @@ def gather(
 
 
 def check_table(call: str, table: Any, name: str) -> None:
-    """Raises unless `table` is a ShardedTable that can be read here."""
-    if not isinstance(table, ShardedTable):
+    """Raises unless `table` is over devices and can be read here."""
+    if not isinstance(table, TableOverDevices):
         raise TypeError(
             f"{call}: table must be a ShardedTable, got {_arguments.kind_of(table)}. "
             "Make one with sparsejax.parallel.shard_rows(table, mesh, axis), or use "
@@ -219,7 +221,7 @@ def check_table(call: str, table: Any, name: str) -> None:
         )
 
 
-def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
+def put_on_mesh(call: str, table: TableOverDevices, ids: Any) -> jax.Array:
     """Moves ids from one device to the table's mesh; raises if they are elsewhere."""
     mesh = table.mesh
     is_array = isinstance(ids, jax.Array) and _arguments.is_concrete(ids)
@@ -237,12 +239,30 @@ def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
     )
 
 
-def owners_of(table: ShardedTable) -> Owners:
+def owners_of(table: TableOverDevices) -> Owners:
     """Which device owns which rows of a table."""
     return Owners(table.mesh, table.axes, table.rows_per_shard)
 
 
 # ------------------------------------------------------------------ reading
+
+
+@functools.singledispatch
+def read_ids(
+    table: Any, call: str, ids: jax.Array, capacity: int | str | None
+) -> tuple[jax.Array, Metrics]:
+    """The rows of ids of any shape; zeros for ids out of range.
+
+    Each kind of table registers its own.
+    """
+    raise NotImplementedError
+
+
+@read_ids.register
+def _read_ids(
+    table: ShardedTable, call: str, ids: jax.Array, capacity: int | str | None
+) -> tuple[jax.Array, Metrics]:
+    return read(call, table, ids, capacity)
 
 
 def read(
@@ -252,7 +272,7 @@ def read(
     capacity: int | str | None,
     record: Callable[..., jax.Array] | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """The rows of ids of any shape; zeros for ids out of range.
+    """`read_ids` of a ShardedTable.
 
     Args:
       call: the public call, for errors.
@@ -263,29 +283,39 @@ def read(
         a read; `pad(positions)` brings positions of `ids` to their shape.
     """
     owners = owners_of(table)
-    slots = _slots(call, owners, table, ids, capacity)
+    slots = slots_of(call, owners, table, ids, capacity)
     if not ids.size:
-        rows = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
-        return rows, _exchange.no_metrics()
-    pad = functools.partial(_shard_positions, owners)
+        return no_rows(table, ids)
+    pad = functools.partial(shard_ids, owners, owners.height)
     positions = pad(table.position(ids))
     rows, metrics = _exchange.read_rows(owners, slots, table.values, positions)
     if record is not None:
-        rows = record(rows, _ReadKind(owners, slots), pad)
+        rows = record(rows, ReadKind(owners, slots), pad)
+    return like_ids(owners, rows, ids), metrics
+
+
+def no_rows(table: TableOverDevices, ids: jax.Array) -> tuple[jax.Array, Metrics]:
+    """What is read for no ids."""
+    rows = jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+    return rows, _exchange.no_metrics()
+
+
+def like_ids(owners: Owners, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows that were read for `shard_ids(ids)`, in the shape of `ids`."""
     shape = (*ids.shape, *rows.shape[1:])
     if not owners.is_explicit:
-        rows = rows if rows.shape == shape else rows[: ids.size].reshape(shape)
-        return rows, metrics
+        return rows if rows.shape == shape else rows[: ids.size].reshape(shape)
     spec = _compat.explicit_spec(ids)
     spec += (None,) * (len(shape) - len(spec))
-    like_ids = owners.sharding(PartitionSpec(*spec))
+    sharding = owners.sharding(PartitionSpec(*spec))
     if rows.shape[0] == ids.size:
-        return lax.reshape(rows, shape, out_sharding=like_ids), metrics
+        return lax.reshape(rows, shape, out_sharding=sharding)
     rows = replicate(rows)[: ids.size].reshape(shape)
-    return jax.sharding.reshard(rows, like_ids), metrics
+    return jax.sharding.reshard(rows, sharding)
 
 
-def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> int:
+def slots_of(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> int:
+    """C, the slots of a round, for the `capacity` of a public call."""
     here = -(-ids.size // owners.devices)
     if capacity is None:
         return owners.slots(here, table.capacity)
@@ -307,24 +337,29 @@ def _slots(call: str, owners: Owners, table: Any, ids: Any, capacity: Any) -> in
     return owners.slots(here, capacity)
 
 
-def _shard_positions(owners: Owners, positions: jax.Array) -> jax.Array:
-    """Positions as `[n]`, padded to a multiple of the devices and sharded over them."""
-    padding = -positions.size % owners.devices
+def shard_ids(owners: Owners, none: int, ids: jax.Array) -> jax.Array:
+    """Ids or positions as `[n]`, sharded over the devices, and padded for that.
+
+    Args:
+      owners: which device owns which rows.
+      none: the number that pads, out of range.
+      ids: integers of any shape.
+    """
+    padding = -ids.size % owners.devices
     batch = owners.sharding(owners.batch_spec)
-    if _compat.explicit_spec(positions) and not padding:
-        return lax.reshape(positions, (positions.size,), out_sharding=batch)
-    positions = replicate(positions).reshape(-1)  # a few ids, not rows
+    if _compat.explicit_spec(ids) and not padding:
+        return lax.reshape(ids, (ids.size,), out_sharding=batch)
+    ids = replicate(ids).reshape(-1)  # a few ids, not rows
     if padding:
-        none = jnp.full((padding,), owners.height, positions.dtype)
-        positions = jnp.concatenate([positions, none])
-    if _arguments.is_concrete(positions) and len(positions.sharding.device_set) == 1:
-        return jax.device_put(positions, batch)
-    return jax.sharding.reshard(positions, batch) if owners.is_explicit else positions
+        ids = jnp.concatenate([ids, jnp.full((padding,), none, ids.dtype)])
+    if _arguments.is_concrete(ids) and len(ids.sharding.device_set) == 1:
+        return jax.device_put(ids, batch)
+    return jax.sharding.reshard(ids, batch) if owners.is_explicit else ids
 
 
-def _most_asked(table: ShardedTable, ids: Any) -> int:
+def _most_asked(table: TableOverDevices, ids: Any) -> int:
     """The most distinct rows that a device requests from an owner; runs on the host."""
-    owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
+    owners, ids = owners_of(table), table.from_owners(np.asarray(ids).reshape(-1))
     here = -(-ids.size // owners.devices)
     most = 0
     for k in range(owners.devices):
@@ -340,7 +375,7 @@ def _most_asked(table: ShardedTable, ids: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ReadKind:
+class ReadKind:
     """The static part of a read of sharded rows; builds the gradient of its table.
 
     Args:
@@ -400,16 +435,35 @@ def _read_rule(
     rows, *metrics = _exchange.read_rows_p.bind(
         ref.array, positions, owners=owners, slots=slots, batched=batched
     )
+    kind = ReadKind(owners, slots)
+    return [record_read(ctx, ref, rows, positions, kind, batched), *metrics]
+
+
+def record_read(
+    ctx: RuleContext,
+    ref: TableRef,
+    rows: jax.Array,
+    positions: jax.Array,
+    kind: Any,
+    batched: tuple[bool, ...],
+) -> jax.Array:
+    """The rows that a primitive of `linear_reads` gave, recorded as a read of `kind`.
+
+    Args:
+      ctx, ref: of its rule.
+      rows: `[*positions.shape, ...]`, of the table, not of the view.
+      positions: what the primitive was given.
+      kind: whose `owners` the rows were read with.
+      batched: of the primitive.
+    """
     shape, spec, transpose = positions.shape, (), lambda cotangent: cotangent
     if batched:
         # Explicit sharding keeps the batch and the ids from becoming one axis.
         spec, transpose = _compat.explicit_spec(rows), replicate
         rows, positions = (replicate(x) if spec else x for x in (rows, positions))
-    kind = _ReadKind(owners, slots)
-    rows = reshard(
-        ctx.combine(ref, positions, rows, transpose, kind=kind), spec, owners.mesh
-    )
+    rows = ctx.combine(ref, positions, rows, transpose, kind=kind)
+    rows = reshard(rows, spec, kind.owners.mesh)
     if ref.steps:
         rows = ref.view(rows.reshape(positions.size, *rows.shape[len(shape) :]))
         rows = rows.reshape(*shape, *rows.shape[1:])
-    return [rows, *metrics]
+    return rows

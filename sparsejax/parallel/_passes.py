@@ -96,7 +96,8 @@ class RangePasses:
         if program.has_branches:  # whose equations keep a mesh that is not the owner's
             raise NotByRows("a conditional, at an owner")
         owners, most = self._owners, self._most
-        change, ids = program.outputs[-1], self._grad.rows
+        ids = jax.ShapeDtypeStruct((), self._grad.rows.dtype)
+        change = program.outputs[-1]
 
         def body(receive, tables, others):
             consts, operands = others

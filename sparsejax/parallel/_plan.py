@@ -14,6 +14,7 @@ and sends in a step, lookup and update together,
     replicated-sparse   (N - 1) U (d + 4)
     replicated-dense    2 V d (N - 1) / N
     table-wise          (G - 1 + G (m - 1)) b (4 L + 2 d)
+    hot-cold            2 (N - 1) C (d + 4) + 2 K (d + 1) (N - 1) / N
 
 Row-sharded: C is the capacity, the rows requested from one owner in one round; without
 skew it is slightly more than U / N. Column-sharded: whole rows are sent in both
@@ -23,7 +24,8 @@ rows. Replicated: ids and rows of the gradient go to all devices, or the
 dense gradient is all-reduced. Table-wise, for a stack of tables: whole tables on G
 groups of m devices, m = 1, or "table-row-wise" with a group for each place on the first
 mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
-each. A device holds the rows of its group's tables, divided by m.
+each. A device holds the rows of its group's tables, divided by m. Hot-cold: K hot rows
+are on every device, C counts the others; `_choose_hot` chooses K.
 
 An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
 table that is read in several places sends what each of them sends.
@@ -44,9 +46,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
+from sparsejax.parallel._choose_hot import HotChoice, choose_hot
 from sparsejax.parallel._columns import shard_columns
 from sparsejax.parallel._exchange import Owners
+from sparsejax.parallel._hot_rows import replicate_hot_rows
 from sparsejax.parallel._lookup import measure_capacity
+from sparsejax.parallel._over_devices import TableOverDevices
 from sparsejax.parallel._plan_reads import Read, reads_in_loss
 from sparsejax.parallel._row_layout import RowLayout, TableWise, balance
 from sparsejax.parallel._table import (
@@ -60,11 +65,14 @@ from sparsejax.parallel._wire_bytes import format_table
 
 _CALL = "sparsejax.parallel.plan"
 _MARGIN = 1.1
+# Hot rows were hot in the sample; they are worth their memory if they save so much.
+_HOT_SAVES = 0.95
 LAYOUTS = (
     "row-sharded",
     "column-sharded",
     "table-wise",
     "table-row-wise",
+    "hot-cold",
     "replicated-sparse",
     "replicated-dense",
 )
@@ -97,6 +105,7 @@ class TablePlan:
       choice: the recommended layout, or the one that `layouts=` asked for.
       is_measured: whether duplicates and capacity were measured on a sample of ids.
       groups: for the layouts of a stack of tables, which devices have which table.
+      hot: for the layout "hot-cold", the ids of hot rows and the capacity for others.
     """
 
     name: str
@@ -109,6 +118,7 @@ class TablePlan:
     choice: str
     is_measured: bool = False
     groups: Mapping[str, TableWise] = dataclasses.field(default_factory=dict)
+    hot: HotChoice | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -196,15 +206,19 @@ class Plan:
         layout = "replicated" if table is None else table.choice
         if isinstance(leaf, tuple):  # a shape, of float32
             leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
-        if table is not None and layout in table.groups:
-            by_table = table.groups[layout]
-            if isinstance(leaf, ShardedTable):
-                leaf = leaf.to_dense()
-            return shard_rows(leaf, self.mesh, self.axis, layout=by_table)
-        if isinstance(leaf, ShardedTable):
-            if layout == "row-sharded":
+        if isinstance(leaf, TableOverDevices):
+            if layout == "row-sharded" and isinstance(leaf, ShardedTable):
                 return leaf
             leaf = leaf.to_dense()
+        if table is not None and layout in table.groups:
+            by_table = table.groups[layout]
+            return shard_rows(leaf, self.mesh, self.axis, layout=by_table)
+        if table is not None and table.hot and layout == "hot-cold":
+            capacity = math.ceil(_MARGIN * table.hot.capacity)
+            ids = table.hot.hot_ids
+            return replicate_hot_rows(
+                leaf, self.mesh, self.axis, ids, capacity=capacity
+            )
         if layout == "row-sharded":
             sharded = shard_rows(leaf, self.mesh, self.axis)
             if table is None or not table.is_measured:
@@ -339,7 +353,8 @@ def plan(
         rows and uses in no other way, as `sparsejax.explain` shows them.
       layouts: by the name of a table, as the plan prints it, a layout to take in place
         of the recommended one: `"row-sharded"`, `"column-sharded"`, `"table-wise"`,
-        `"table-row-wise"`, `"replicated-sparse"` or `"replicated-dense"`.
+        `"table-row-wise"`, `"hot-cold"`, `"replicated-sparse"` or `"replicated-dense"`.
+        Hot rows are found in a sample of ids.
       stacks: for stacks of tables, the number of rows of each of their tables, by the
         name of the stack or the end of it: `EmbeddingCollection.heights()`. Only these
         can be sharded table by table, and what is counted is what the collection reads:
@@ -422,7 +437,7 @@ def plan(
 
 
 def _is_table(x: Any) -> bool:
-    if isinstance(x, ShardedTable):
+    if isinstance(x, TableOverDevices):
         return True
     return isinstance(x, tuple) and all(isinstance(n, int | np.integer) for n in x)
 
@@ -521,13 +536,27 @@ def _table_plan(
                 continue
             groups[layout], cost = _by_table(spec, heights, reads, devices, count, tx)
             costs[layout] = cost
-    choice = min(costs, key=lambda x: (costs[x].wire, costs[x].memory))
+    hot = None
+    if len(samples) == len(reads) and devices > 1:
+        row, id_bytes = _bytes_of(spec)
+        hot = choose_hot(table, samples, row, id_bytes=id_bytes)
+        memory = costs["row-sharded"].memory
+        memory += len(hot.hot_ids) * costs["replicated-sparse"].memory // spec.shape[0]
+        if len(hot.hot_ids):
+            costs["hot-cold"] = Cost(memory, hot.wire)
+
+    def order(layout):
+        wire = costs[layout].wire
+        return wire / (_HOT_SAVES if layout == "hot-cold" else 1), costs[layout].memory
+
+    choice = min(costs, key=order)
     if devices == 1:
         choice = "replicated-sparse"
     dtype, measured = np.dtype(spec.dtype).name, capacity is not None
     shape = tuple(spec.shape)
+    most = max(slots)
     return TablePlan(
-        name, shape, dtype, here, distinct, max(slots), costs, choice, measured, groups
+        name, shape, dtype, here, distinct, most, costs, choice, measured, groups, hot
     )
 
 
@@ -567,8 +596,7 @@ def _costs(
 ) -> dict[str, Cost]:
     """The formulas in the module docstring, in whole bytes."""
     height, *content = spec.shape
-    row = math.prod(content) * np.dtype(spec.dtype).itemsize
-    id_bytes = 4 if height <= np.iinfo(np.int32).max else 8
+    row, id_bytes = _bytes_of(spec)
     others = devices - 1
     like, aside = _state_bytes(spec, tx)
     whole = height * row + like + aside
@@ -588,6 +616,12 @@ def _costs(
     if not content or content[-1] % devices:
         del wires["column-sharded"]
     return {layout: Cost(memory[layout], wire) for layout, wire in wires.items()}
+
+
+def _bytes_of(spec: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    """Bytes of a row, and of an id."""
+    row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
+    return row, 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8
 
 
 def _by_table(
@@ -611,8 +645,7 @@ def _by_table(
         table = np.searchsorted(starts, first[first >= 0], side="right") - 1
         bags[k] = np.bincount(table, minlength=len(heights))
     bags /= devices
-    row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
-    id_bytes = 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8
+    row, id_bytes = _bytes_of(spec)
     each = np.array([id_bytes * read.length + 2 * row for read in reads])
     layout = balance(heights, each @ bags, num_groups)
     most = np.zeros(len(reads))

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,44 +25,28 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, TableLike
-from sparsejax._rows import RowTable, SelectedRows, indexing, read_row_table
+from sparsejax._rows import SelectedRows, indexing
 from sparsejax.optim._lazy import state_sharding
-from sparsejax.parallel._forward import forward
+from sparsejax.parallel._over_devices import TableOverDevices, refuse_stand_in
 from sparsejax.parallel._row_layout import RowLayout, TableWise
 from sparsejax.transform.table import replicate, reshard
-from sparsejax.transform.trace import makes_views
 
 
 _CALL = "sparsejax.parallel.shard_rows"
 LAYOUTS = ("mod", "block")
-_NUMBERS = (int, float, complex)
-_ARRAY_ONLY = frozenset(
-    "T at astype copy flatten item max mean min mT ravel reshape sort std sum swapaxes "
-    "take tolist transpose".split()
-)
-
-
-def _refuse(*, static: tuple[Any, ...]) -> NoReturn:
-    height = static[0]
-    raise TypeError(
-        f"sparsejax: a program uses a ShardedTable of {height} rows as an array where "
-        "its reads of rows cannot be found: in a function with a derivative of its "
-        "own, in a while loop, in a jax.grad inside of the loss, or for each of "
-        "several tables under vmap. Read rows there with sparsejax.lookup(table, ids)."
-    )
 
 
 # What stands for a table in a program that will be walked: `_views.py` has its rule.
 sharded_table_p = _compat.view_primitive(
     "sharded_table",
     lambda shape, *, static: (static[0], *shape[1:]),
-    _refuse,
+    lambda *, static: refuse_stand_in("ShardedTable", static[0]),
 )
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ShardedTable(RowTable):
+class ShardedTable(TableOverDevices):
     """A `[height, ...]` table whose rows are sharded over the devices of a mesh.
 
     A pytree with one child, so `tx.init`, `jax.jit` with donation, checkpoints and
@@ -109,9 +92,6 @@ class ShardedTable(RowTable):
     layout: str | TableWise
     capacity: int | None = None
 
-    # NumPy and JAX must leave `array + table` to us instead of looping over objects.
-    __array_ufunc__ = None
-
     # -- pytree ------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
@@ -126,6 +106,19 @@ class ShardedTable(RowTable):
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks, since JAX may pass any object as the child."""
         return cls(*children, *static)
+
+    # -- as TableOverDevices needs it --------------------------------------------
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.values,)
+
+    def _with_parts(self, *parts: Any) -> Self:
+        (values,) = parts
+        return dataclasses.replace(self, values=values)
+
+    def _stand_in(self) -> jax.Array:
+        return sharded_table_p.bind(jnp.asarray(self.values), static=self._static)
 
     # -- properties --------------------------------------------------------------
 
@@ -183,140 +176,6 @@ class ShardedTable(RowTable):
             f"{self.axis!r}, layout={self.layout!r})"
         )
 
-    # -- read as an array --------------------------------------------------------
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"sparsejax: a ShardedTable of shape {self.shape} was used where an array "
-            f"is needed. Its rows lie on {self.num_shards} devices: read them with "
-            "table[ids], sparsejax.lookup or sparsejax.embedding_bag. jnp.take and "
-            "layers of flax read them inside of sparsejax.value_and_grad and of "
-            "sparsejax.parallel.forward(fun). Or call .to_dense() for the whole table."
-        )
-
-    def __jax_array__(self) -> jax.Array:
-        """In the trace of a program that will be walked, what stands for the table."""
-        if not makes_views.value or not hasattr(self.values, "dtype"):
-            self.__array__()
-        return sharded_table_p.bind(jnp.asarray(self.values), static=self._static)
-
-    def __getitem__(self, ids: Any) -> Any:
-        """Rows, as of an array; `table[...]` is the table."""
-        if ids is Ellipsis:
-            return self
-        if isinstance(self.values, SelectedRows):
-            self.__array__()
-        is_array = _arguments.is_array(ids)
-        if is_array and AxisType.Explicit in self.mesh.axis_types:
-            # Of ids that are sharded JAX's gather does not know the result's sharding.
-            call = "sparsejax.parallel.ShardedTable[ids]"
-            ids = _arguments.as_ids(call, ids, self.height)
-            height = _arguments.scalar(self.height, ids)
-            ids = jnp.where(ids < 0, ids + height, ids)
-            return read_row_table(self, call, ids, None, "clip")
-        read = lambda table, ids: jnp.asarray(table)[ids]
-        return (read if makes_views.value else forward(read))(self, ids)
-
-    def __matmul__(self, other: Any) -> Any:
-        return jnp.asarray(self) @ other
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return other @ jnp.asarray(self)
-
-    def __float__(self) -> NoReturn:
-        self.__array__()
-
-    def __int__(self) -> NoReturn:
-        self.__array__()
-
-    def __index__(self) -> NoReturn:
-        self.__array__()
-
-    def __complex__(self) -> NoReturn:
-        self.__array__()
-
-    def __getattr__(self, name: str) -> Any:
-        # Python calls this only for attributes that are missing.
-        if name not in _ARRAY_ONLY:
-            raise AttributeError(f"'ShardedTable' object has no attribute {name!r}")
-        try:
-            return getattr(jnp.asarray(self), name)
-        except TypeError as error:
-            raise AttributeError(str(error)) from None
-
-    # -- sums and scalings -------------------------------------------------------
-
-    def __add__(self, other: Any) -> Any:
-        if isinstance(other, _NUMBERS) and other == 0:
-            return self  # so that Python's sum() works
-        return self._apply(operator.add, "+", other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self.__add__(other)
-
-    def __neg__(self) -> Any:
-        return self.map(operator.neg)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._apply(operator.sub, "-", other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def __mul__(self, other: Any) -> Any:
-        return self._apply(operator.mul, "*", other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self.__mul__(other)
-
-    def __truediv__(self, other: Any) -> Any:
-        if isinstance(other, ShardedTable):
-            other.__rtruediv__(self)
-        return self._apply(operator.truediv, "/", other)
-
-    def __rtruediv__(self, other: Any) -> NoReturn:
-        raise TypeError(
-            f"{type(other).__name__} / ShardedTable: cannot divide by a ShardedTable, "
-            "because its padding rows are zero. Use table.map(lambda v: ...) on its "
-            "values, padding included."
-        )
-
-    def _apply(self, op: Any, symbol: str, other: Any) -> Any:
-        """Applies `op` to the values of two tables, or to a table and a number."""
-        if isinstance(other, ShardedTable):
-            a, b = self.values, other.values
-            static = [x.tree_flatten_with_keys()[1] for x in (self, other)]
-            if static[0] != static[1] or np.shape(a) != np.shape(b):
-                raise ValueError(
-                    f"ShardedTable {symbol} ShardedTable: {self} and {other} differ "
-                    "in shape, mesh or layout. Both must be tables, or both "
-                    "gradients, with the same shape, layout and mesh."
-                )
-            return self.map(lambda a: op(a, b))
-        if not isinstance(other, (*_NUMBERS, np.generic, np.ndarray, jax.Array)):
-            return NotImplemented
-        if np.ndim(other):
-            raise TypeError(
-                f"ShardedTable {symbol} array of shape {np.shape(other)}: the array "
-                "must be a scalar. Use table.map(lambda v: ...) on the values in "
-                "order of position, or .to_dense()."
-            )
-        if symbol in "+-":
-            # Padding rows, and rows that a gradient does not store, must stay zero.
-            self.__array__()
-
-        def scale(values):
-            """The data's dtype wins, as in SelectedRows."""
-            if isinstance(values, SelectedRows) or isinstance(other, _NUMBERS):
-                return op(values, other)
-            wide = indexing.promote(values.dtype, other.dtype)
-            narrow = values.dtype if jnp.issubdtype(values.dtype, jnp.inexact) else wide
-            return op(values.astype(wide), jnp.asarray(other).astype(wide)).astype(
-                narrow
-            )
-
-        return self.map(scale)
-
     # -- ids and positions -------------------------------------------------------
 
     def position(self, ids: ArrayLike) -> jax.Array:
@@ -348,6 +207,10 @@ class ShardedTable(RowTable):
         ids = self.row_layout.ids_at(position)
         named &= ids < _arguments.scalar(self.height, ids)
         return jnp.where(named, ids, _arguments.scalar(self.height, ids))
+
+    def requested(self, ids: np.ndarray) -> np.ndarray:
+        """Those of the ids whose rows are requested from owners: in range."""
+        return ids
 
     # -- the whole table ---------------------------------------------------------
 
@@ -424,13 +287,29 @@ def shard_rows(
       TorchRec, row-wise sharding; PaddlePaddle, distributed lookup table (ids by
       remainder over parameter servers).
     """
-    axis = check_axis(_CALL, mesh, axis)
+    return make_table(_CALL, table, mesh, axis, layout, height)
+
+
+# ------------------------------------------------------------------ making the values
+
+
+def make_table(
+    call: str,
+    table: Any,
+    mesh: Any,
+    axis: Any,
+    layout: str | TableWise,
+    height: int | None,
+    zeros: np.ndarray | None = None,
+) -> ShardedTable:
+    """`shard_rows`, for the public function `call`, with zeros in the rows `zeros`."""
+    axis = check_axis(call, mesh, axis)
     if isinstance(layout, TableWise):
         names = (axis,) if isinstance(axis, str) else axis
-        split_axes(_CALL, mesh, names, layout.num_groups)
+        split_axes(call, mesh, names, layout.num_groups)
     elif layout not in LAYOUTS:
         raise ValueError(
-            f"{_CALL}: layout must be 'mod', 'block' or a TableWise, got {layout!r}. "
+            f"{call}: layout must be 'mod', 'block' or a TableWise, got {layout!r}. "
             "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
             "together."
         )
@@ -438,31 +317,31 @@ def shard_rows(
     def make(values, height):
         if isinstance(layout, TableWise) and layout.height != height:
             raise ValueError(
-                f"{_CALL}: layout must have as many rows as the table, {height}, got "
+                f"{call}: layout must have as many rows as the table, {height}, got "
                 f"tables of {layout.height} rows together."
             )
         return ShardedTable(values, height, mesh, axis, layout)
 
     if callable(table):
         hint = " A table given as a function of ids needs height=, its number of rows."
-        height = _arguments.static_int(_CALL, "height", height, hint=hint)
-        return make(_values_from(table, make(None, height)), height)
+        height = _arguments.static_int(call, "height", height, hint=hint)
+        return make(_values_from(call, table, make(None, height), zeros), height)
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
         raise TypeError(
-            f"{_CALL}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a "
+            f"{call}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a "
             f"function of ids, got {_arguments.kind_of(table)}."
         )
-    _check_numeric(table.dtype)
+    _check_numeric(call, table.dtype)
     shape = tuple(table.shape)
     if not shape:
         raise ValueError(
-            f"{_CALL}: table must have at least one axis, got shape {shape}. The first "
+            f"{call}: table must have at least one axis, got shape {shape}. The first "
             "axis is the rows."
         )
     if height is not None:
         raise ValueError(
-            f"{_CALL}: height is only for a table given as a function of ids, got "
+            f"{call}: height is only for a table given as a function of ids, got "
             f"height={height!r} and a table of shape {shape}. Leave height out."
         )
     empty = make(None, shape[0])
@@ -473,12 +352,11 @@ def shard_rows(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=abstract.sharding)
         )
     if not _arguments.is_concrete(table):
+        if zeros is not None:
+            table = table.at[zeros].set(np.zeros((), table.dtype))
         return make(_values_of_traced(table, empty), shape[0])
     host = table if isinstance(table, np.ndarray) else np.asarray(table)
-    return make(_values_from(lambda ids: host[ids], empty), shape[0])
-
-
-# ------------------------------------------------------------------ making the values
+    return make(_values_from(call, lambda ids: host[ids], empty, zeros), shape[0])
 
 
 def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
@@ -498,12 +376,14 @@ def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
     return constrain(table, empty.mesh, empty.axis)
 
 
-def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
+def _values_from(
+    call: str, rows_of: Callable, empty: ShardedTable, zeros: np.ndarray | None
+) -> jax.Array:
     """`values` from a function of NumPy ids, built part by part on the host.
 
     Each process builds only the parts of its own devices.
     """
-    check_has_devices(_CALL, empty.mesh)
+    check_has_devices(call, empty.mesh)
     per_shard = empty.rows_per_shard
     length = empty.num_shards * per_shard
 
@@ -522,11 +402,11 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
     def checked_rows(ids: np.ndarray, row: tuple[int, ...] | None) -> np.ndarray:
         # NumPy would broadcast a row that is too short without an error.
         rows = np.asarray(rows_of(ids))
-        _check_numeric(rows.dtype)
+        _check_numeric(call, rows.dtype)
         if rows.shape[:1] != ids.shape or row not in (None, rows.shape[1:]):
             want = f"[{len(ids)}, ...]" if row is None else (len(ids), *row)
             raise ValueError(
-                f"{_CALL}: the function must return one row per id, {want} for "
+                f"{call}: the function must return one row per id, {want} for "
                 f"{len(ids)} ids, got shape {rows.shape}."
             )
         return rows
@@ -557,6 +437,9 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
             rows = made.pop(shard, None)
             if rows is None:
                 rows = checked_rows(ids, row)
+            if zeros is not None:
+                rows = np.array(rows)
+                rows[np.isin(ids, zeros)] = 0
             write(shard, rows, out[shard * per_shard - start :])
         return out
 
@@ -565,10 +448,10 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
 
-def _check_numeric(dtype: Any) -> None:
+def _check_numeric(call: str, dtype: Any) -> None:
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
         raise TypeError(
-            f"{_CALL}: a table must be numeric, got {dtype}. Map text to numbers with "
+            f"{call}: a table must be numeric, got {dtype}. Map text to numbers with "
             "a vocabulary first (sparsejax.data)."
         )
 

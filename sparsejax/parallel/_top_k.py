@@ -68,6 +68,11 @@ def top_k(
       (Array([6., 4.], dtype=float32), Array([3, 2], dtype=int32))
     """
     check_table(_CALL, table, "top_k")
+    if not isinstance(table, ShardedTable):
+        raise TypeError(
+            f"{_CALL}: table must be a ShardedTable, got a {type(table).__name__}. "
+            "Shard all its rows: shard_rows(table.to_dense(), mesh, axis)."
+        )
     if isinstance(table.layout, TableWise):
         raise ValueError(
             f"{_CALL}: table must be one table, got a stack of "

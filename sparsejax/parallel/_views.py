@@ -24,39 +24,17 @@ from sparsejax.transform.plan import DensifyError
 from sparsejax.transform.table import RowReader, TableRef
 
 
-_CALL = "sparsejax.parallel.ShardedTable"
+class TableReader(RowReader):
+    """What the readers of all kinds of table have in common."""
 
-
-@dataclasses.dataclass(frozen=True)
-class _ShardedReader(RowReader):
-    """Reads rows by `all_to_all`; `static` are the fields of the table."""
-
-    static: tuple[Any, ...]
-
-    def table(self, values: Any) -> ShardedTable:
+    def table(self, values: Any) -> Any:
         """The table with these values."""
-        return ShardedTable.tree_unflatten(self.static, (values,))
+        raise NotImplementedError
 
-    def read(
-        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
-    ) -> jax.Array:
-        """As `RowReader.read`."""
-        table = self.table(ref.array)
-        check_table(_CALL, table, "lookup")
-        none = _arguments.scalar(table.height, ids)
-        counted = jnp.where(counts, ids, none)
-        if nearest:
-            last = _arguments.scalar(table.height - 1, ids)
-            ids = jnp.clip(ids, _arguments.scalar(0, ids), last)
-        else:
-            ids = counted
-
-        def record(rows, kind, pad):
-            positions = pad(table.position(counted))
-            inside = indexing.in_range(positions, kind.owners.height)
-            return ctx.plant(ref, rows, positions, inside, kind=kind)
-
-        return read(_CALL, table, put_on_mesh(_CALL, table, ids), None, record)[0]
+    @property
+    def call(self) -> str:
+        """The public name of the kind of table, for errors."""
+        return f"sparsejax.parallel.{type(self.table(None)).__name__}"
 
     def bag_sum(
         self,
@@ -77,14 +55,53 @@ class _ShardedReader(RowReader):
     def refuse(self, ref: TableRef, use: str) -> NoReturn:
         """As `RowReader.refuse`."""
         table = self.table(ref.array)
+        kind, search = type(table).__name__, ""
+        if isinstance(table, ShardedTable):
+            search = (
+                "The rows with the highest scores are "
+                "sparsejax.parallel.top_k(query, table, k). "
+            )
         raise DensifyError(
-            f"sparsejax: {use}, and so needs the whole of a ShardedTable of shape "
+            f"sparsejax: {use}, and so needs the whole of a {kind} of shape "
             f"{table.shape}, whose rows lie on {table.num_shards} devices. Read rows "
             "there: table[ids], jnp.take(table, ids, axis=0), sparsejax.lookup or "
-            "sparsejax.embedding_bag. The rows with the highest scores are "
-            "sparsejax.parallel.top_k(query, table, k). For the whole table on every "
-            "device write table.to_dense()."
+            f"sparsejax.embedding_bag. {search}For the whole table on every device "
+            "write table.to_dense()."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardedReader(TableReader):
+    """Reads rows by `all_to_all`; `static` are the fields of the table."""
+
+    static: tuple[Any, ...]
+
+    def table(self, values: Any) -> ShardedTable:
+        """The table with these values."""
+        return ShardedTable.tree_unflatten(self.static, (values,))
+
+    def read(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    ) -> jax.Array:
+        """As `RowReader.read`."""
+        table = self.table(ref.array)
+        check_table(self.call, table, "lookup")
+        none = _arguments.scalar(table.height, ids)
+        counted = jnp.where(counts, ids, none)
+        if nearest:
+            last = _arguments.scalar(table.height - 1, ids)
+            ids = jnp.clip(ids, _arguments.scalar(0, ids), last)
+        else:
+            ids = counted
+
+        def record(rows, kind, pad):
+            positions = pad(table.position(counted))
+            inside = indexing.in_range(positions, kind.owners.height)
+            return ctx.plant(ref, rows, positions, inside, kind=kind)
+
+        return read(self.call, table, put_on_mesh(self.call, table, ids), None, record)[
+            0
+        ]
 
 
 @register_source(sharded_table_p)
