@@ -75,7 +75,7 @@ def make_params(layer):
     return {"tables": tables, "w": jnp.linspace(-1.0, 1.0, 6 * D)}
 
 
-def make_step(loss_fn, tx):
+def make_step(loss_fn, tx) -> Any:
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
         # Also where a batch reads more than a quarter of the stack.

@@ -29,7 +29,7 @@ from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, TableLike
 from sparsejax._rows import SelectedRows
 from sparsejax.parallel._over_devices import TableOverDevices, refuse_stand_in
-from sparsejax.parallel._row_layout import RowLayout
+from sparsejax.parallel._row_layout import RowLayout, TableWise
 from sparsejax.parallel._table import ShardedTable, check_axis, constrain, make_table
 from sparsejax.transform.table import replicate
 
@@ -190,7 +190,7 @@ class HotColdTable(TableOverDevices):
         return self.cold.axes
 
     @property
-    def layout(self) -> str:
+    def layout(self) -> str | TableWise:
         """`"mod"` or `"block"`, which device owns which cold rows."""
         return self.cold.layout
 
@@ -245,7 +245,7 @@ def replicate_hot_rows(
     axis: str | Sequence[str],
     hot_ids: ArrayLike,
     *,
-    layout: str = "mod",
+    layout: str | TableWise = "mod",
     height: int | None = None,
     capacity: int | None = None,
 ) -> HotColdTable:

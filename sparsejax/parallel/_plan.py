@@ -419,7 +419,8 @@ def plan(
             f"{_arguments.show_tree(tables)}."
             + ("" if loss is None else " The loss reads none of them by rows only.")
         )
-    heights = _heights({names[k]: specs[k].shape[0] for k in numbers}, stacks or {})
+    rows = {names[k]: spec.shape[0] for k, spec in enumerate(specs) if spec is not None}
+    heights = _heights(rows, stacks or {})
     found = [
         _table_plan(
             names[k], specs[k], reads[k] or (), mesh, axis, tx, heights.get(names[k])
@@ -647,7 +648,7 @@ def _by_table(
     bags /= devices
     row, id_bytes = _bytes_of(spec)
     each = np.array([id_bytes * read.length + 2 * row for read in reads])
-    layout = balance(heights, each @ bags, num_groups)
+    layout = balance(heights, (each @ bags).tolist(), num_groups)
     most = np.zeros(len(reads))
     for group in range(num_groups):
         own = np.asarray(layout.groups) == group

@@ -119,7 +119,7 @@ def _read_stacked_tables(
         return None
     check_table(call, table, "embedding_bag")
     route = _Route.of(call, table, starts)
-    owners, examples, shape = route.owners, ids.shape[0], ids.shape[1:]
+    owners, (examples, *shape) = route.owners, ids.shape
 
     ids = put_on_mesh(call, table, ids)
     bad = ~(indexing.in_range(ids, table.height) | skip)
@@ -160,7 +160,7 @@ def _read_stacked_tables(
 def _add_rows(
     route: _Route,
     row: tuple[int, ...],
-    shape: tuple[int, int],
+    shape: Sequence[int],
     rows: jax.Array,
     *weights: jax.Array,
 ) -> jax.Array:
