@@ -735,6 +735,7 @@ _SHARDED = Section(
     + """
 lookup, embedding_bag = sj.parallel.lookup, sj.parallel.embedding_bag
 shard_rows, hot_rows = sj.parallel.shard_rows, sj.parallel.replicate_hot_rows
+by_table = sj.parallel.TableWise
 array = jnp.ones((20, 2))
 table = shard_rows(array, mesh, "x")
 hot = hot_rows(array, mesh, "x", [1])
@@ -753,6 +754,16 @@ def inside(f, *args):
         "shard_rows(array, 'x', mesh)",
         "shard_rows(array, mesh, 'y')",
         "shard_rows(array, mesh, 'x', layout='cyclic')",
+        "shard_rows(array, mesh, 'x', layout=by_table((7, 8), (0, 1), 8))",
+        "shard_rows(array, mesh, 'x', layout=by_table((20,), (0,), 2))",
+        "by_table((), (), 8)",
+        "by_table((7, 13), 3, 8)",
+        "by_table((7, 13), (0,), 8)",
+        "by_table((7, 13), (0, 8), 8)",
+        "by_table((7, -13), (0, 1), 8)",
+        "by_table((7, 13), (0, 1), 0)",
+        "sj.parallel.top_k(shard_rows(array, mesh, 'x', "
+        "layout=by_table((7, 13), (0, 1), 8)), jnp.ones(2), 3)",
         "shard_rows(array, mesh, 'x', height=20)",
         "shard_rows(lambda ids: jnp.ones((len(ids), 2)), mesh, 'x')",
         "shard_rows(lambda ids: jnp.ones(2), mesh, 'x', height=20)",
@@ -930,6 +941,10 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan({'t': (20, 2)}, mesh, 8)['u']",
         "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'row-sharded'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
+        "plan((20, 2), mesh, 8, layouts={'tables': 'table-wise'})",
+        "plan({'t': (20, 2)}, mesh, 8, stacks={'u': (7, 13)})",
+        "plan({'t': (20, 2)}, mesh, 8, stacks={'t': (7, 8)})",
+        "plan({'t': (20, 2)}, mesh, 8, stacks=7)",
         "plan((20, 2), mesh, 8).apply({'t': jnp.ones((20, 2))})",
         "plan((20, 2), mesh, 8).describe(bytes_per_second=0)",
         "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), loss=3)",

@@ -366,7 +366,8 @@ def plan(
       `plan.batch_sharding` the sharding for batches.
 
     Raises:
-      TypeError: `mesh`, a table, `tx`, `loss` or `device_bytes` has the wrong type.
+      TypeError: `mesh`, a table, `tx`, `loss`, `device_bytes` or `stacks` has the wrong
+        type.
       ValueError: there are no tables, a table is a scalar or has a negative shape,
         `axis` is unknown, `batch` does not match `tables`, or `layouts` or `stacks`
         name a table or a layout that there is not, or other numbers of rows.
@@ -483,6 +484,11 @@ def _heights(
 ) -> dict[str, tuple[int, ...]]:
     """The numbers of rows of the tables in each stack, by its whole name."""
     found = {}
+    if not isinstance(stacks, Mapping):
+        raise TypeError(
+            f"{_CALL}: stacks must be a dict of heights by the names of stacks, as "
+            f"EmbeddingCollection.heights() returns it, got {stacks!r}."
+        )
     for given, heights in stacks.items():
         ends = given, f"[{given!r}]", f".{given}"
         names = [name for name in tables if name.endswith(ends)]
@@ -692,10 +698,25 @@ def _overrule(
         if layout not in known[name]:
             raise ValueError(
                 f"{_CALL}: the layout of {name} must be one of "
-                f"{', '.join(map(repr, known[name]))}, got {layout!r}."
+                f"{', '.join(map(repr, known[name]))}, got {layout!r}.{_why(layout)}"
             )
     asked = lambda table: layouts.get(table.name, table.choice)
     return [dataclasses.replace(table, choice=asked(table)) for table in tables]
+
+
+def _why(layout: str) -> str:
+    """Why a table may not have a layout that there is."""
+    if layout in ("table-wise", "table-row-wise"):
+        return (
+            " Table by table only stacks are sharded that stacks= names, of floats, "
+            "read by single ids and bags of a fixed length, on several devices "
+            '("table-row-wise": along several mesh axes).'
+        )
+    if layout == "hot-cold":
+        return " Of the ids that were counted, no hot rows would send fewer bytes."
+    if layout == "column-sharded":
+        return " Columns must be a multiple of the number of devices."
+    return ""
 
 
 def _fit(
