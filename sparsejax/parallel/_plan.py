@@ -548,9 +548,10 @@ def _table_plan(
     if len(samples) == len(reads) and devices > 1:
         row, id_bytes = _bytes_of(spec)
         hot = choose_hot(table, samples, row, id_bytes=id_bytes)
-        memory = costs["row-sharded"].memory
-        memory += len(hot.hot_ids) * costs["replicated-sparse"].memory // spec.shape[0]
         if len(hot.hot_ids):
+            whole = costs["replicated-sparse"].memory
+            memory = len(hot.hot_ids) * whole // spec.shape[0]
+            memory += costs["row-sharded"].memory
             costs["hot-cold"] = Cost(memory, hot.wire)
 
     def order(layout):

@@ -250,7 +250,7 @@ class Reads:
 
 
 def _per_output(ref: TableRef, num_ids: int, out: Any) -> float:
-    return num_ids * math.prod(ref.array.shape[1:]) / max(1, out.size)
+    return num_ids * math.prod(ref.array.shape[1:]) / out.size if out.size else 1
 
 
 @dataclasses.dataclass
