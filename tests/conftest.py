@@ -16,12 +16,14 @@ marker `loose_promotion`.
 """
 
 import collections
+import ctypes
 import functools
 import gc
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import sys
 import zlib
 
 
@@ -130,6 +132,8 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
     if config.getoption("quick"):
         kept = _representatives(kept)
+    if _asks_for_the_window(config):
+        kept = _in_window(kept)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     # Files with slow tests first, so that no process is left alone with one at the end.
     is_slow = lambda x: x.get_closest_marker("slow") or x.get_closest_marker("once")
@@ -153,6 +157,28 @@ def _representatives(items):
             runs[test] += 1
         seen |= values
     return kept
+
+
+def _asks_for_the_window(config):
+    return config.getoption("markexpr") == "window"
+
+
+def _in_window(items):
+    """Without the parameters, or tests, that `window(n)` leaves out."""
+    kept, runs = [], collections.Counter()
+    for item in items:
+        test, mark = item.nodeid.partition("[")[0], item.get_closest_marker("window")
+        if not (mark and mark.args and runs[test] == mark.args[0]):
+            kept.append(item)
+            runs[test] += 1
+    return kept
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files without the mark are not imported for `-m window`, which takes seconds."""
+    if collection_path.suffix == ".py" and _asks_for_the_window(config):
+        return "mark.window" not in collection_path.read_text() or None
+    return None
 
 
 def _values(item):
@@ -194,12 +220,25 @@ def _traces_of_this_test():
 def _bounded_memory():
     """Drops compiled programs once they fill a gigabyte: the tests make thousands.
 
-    What was freed is not given back, so from then on after each file. Otherwise JAX's
-    own cache, of 8,192 jitted functions, fills up and forgets some, which tests count.
+    Long before they are as many as the jitted functions that JAX's own cache holds,
+    8,192: from then on it forgets some, which tests count.
     """
     yield
     if resident_bytes() > _MOST_BYTES:
         jax.clear_caches()
+        gc.collect()
+        _give_back_memory()
+
+
+def _give_back_memory():
+    """What was freed goes back to the system, else every later file is over the bound.
+
+    The C library of Linux is the one that keeps it.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim:
+            trim(0)
 
 
 def resident_bytes():

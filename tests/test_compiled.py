@@ -54,6 +54,7 @@ def _compile(tx, height, dim, ids):
     return compile_as_users_do(step.lower(params, state, ids, w))
 
 
+@pytest.mark.window(2)
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_place_and_small(name):

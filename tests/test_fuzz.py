@@ -62,6 +62,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.window(2)
 @pytest.mark.parametrize("name", CASES)
 def test_programs_that_failed(name):
     """What raised did so while it was traced, and that is quick."""
