@@ -7,8 +7,9 @@ sharding is tested everywhere. What the caller has set wins, so
 What took long to compile is kept in `.jax_cache` from one run to the next.
 
 `--quick` is what `make test` runs: no test marked `slow` or `once`; of a test marked
-`quick(n)` the first n parameters; and where a test is parametrized by several
-lists, as many combinations as it takes to see each value of each list.
+`quick(n)` the first n parameters; where a test is parametrized by several lists, as
+many combinations as it takes to see each value of each list; and no docstring's example
+of more than six lines, for each line compiles something.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models carry the
@@ -80,6 +81,7 @@ import pytest  # noqa: E402
 
 _TESTS = _ROOT / "tests"
 _MOST_BYTES = 3 << 29
+_QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
 # The first run of an example compiles, so time limits say nothing.
@@ -124,11 +126,12 @@ def pytest_collection_modifyitems(config, items):
         for item in items
         if not (isinstance(item, pytest.DoctestItem) and _TESTS in item.path.parents)
     ]
-    if importlib.util.find_spec("pyarrow") is None:
-        for item in kept:
-            if isinstance(item, pytest.DoctestItem) and any(
-                "pyarrow" in example.source for example in item.dtest.examples
-            ):
+    for item in kept:
+        if isinstance(item, pytest.DoctestItem):
+            source = "".join(example.source for example in item.dtest.examples)
+            if source.count("\n") > _QUICK_LINES:
+                item.add_marker(pytest.mark.slow)
+            if "pyarrow" in source and importlib.util.find_spec("pyarrow") is None:
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
     if config.getoption("quick"):
         kept = _representatives(kept)

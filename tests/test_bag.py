@@ -118,7 +118,7 @@ def _oracle_step(weighted):
 
 
 @pytest.mark.window(2)
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("layout", "weighted"),
     [(layout, False) for layout in LAYOUTS]

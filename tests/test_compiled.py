@@ -55,7 +55,7 @@ def _compile(tx, height, dim, ids):
 
 
 @pytest.mark.window(2)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_place_and_small(name):
     height, dim, ids = 1_000_000, 64, 8192

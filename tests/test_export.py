@@ -161,6 +161,7 @@ EXPORTED = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.window(5)
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_for_any_batch(name):

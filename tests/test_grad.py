@@ -119,8 +119,8 @@ def test_partial_and_decorated_functions():
     _assert_same(sj.grad(fun)(_params(), IDS), jax.grad(fun)(_params(), IDS))
 
 
+@pytest.mark.slow
 @pytest.mark.window(0)
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("ids", [[7, -1], [7, 100], [7, 5]])
 def test_gradient_of_a_gradient_names_no_row_that_was_not_read(ids):
     """An id out of range is an empty slot there too, not the nearest row."""

@@ -285,6 +285,7 @@ def test_padding_gets_no_gradient_in_any_mode():
         assert grad[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.window(0)
 def test_check_grads(x64):
     table = table_of(V, dtype=np.float64)

@@ -100,6 +100,7 @@ def _steps(tx, count=None):
     return lifted, sparse, dense
 
 
+@pytest.mark.quick(7)
 @pytest.mark.window(4)
 @pytest.mark.parametrize("name", slow_but(SEPARABLE, *QUICK_SEPARABLE))
 def test_equals_the_dense_run_with_other_rows_put_back(name):

@@ -89,7 +89,7 @@ def close(a, b, rtol=2e-5, atol=2e-6):
 
 
 @pytest.mark.window(2)
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", IN_PASSES)
 def test_equals_all_rows_at_once(name):
     tx = lazy(IN_PASSES[name]())

@@ -123,6 +123,7 @@ MODELS: Any = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.window(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_trained_on_one_device_and_on_eight(name):
@@ -150,6 +151,7 @@ def test_trained_on_one_device_and_on_eight(name):
 HEIGHT, WIDTH, READS, DEVICES = 100_003, 32, 20_480, 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.window(1)
 @pytest.mark.parametrize("make", [two_towers, dlrm])
 def test_sends_little_and_copies_no_table(make):

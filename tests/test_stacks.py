@@ -129,6 +129,7 @@ def _close(a, b):
 QUICK = ["out_of_range", "dynamic_table", "some_tables", "vmap", "scan_checkpoint"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.window(3)
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
 def test_equals_jax_grad(name, x64):
