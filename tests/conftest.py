@@ -7,8 +7,9 @@ sharding is tested everywhere. What the caller has set wins, so
 What took long to compile is kept in `.jax_cache` from one run to the next.
 
 `--quick` is what `make test` runs: no test marked `slow` or `once`; of a test marked
-`quick(n)` the first n parameters; and where a test is parametrized by several
-lists, as many combinations as it takes to see each value of each list.
+`quick(n)` the first n parameters; where a test is parametrized by several lists, as
+many combinations as it takes to see each value of each list; and no docstring's example
+of more than six lines, for each line compiles something.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models carry the
@@ -16,12 +17,14 @@ marker `loose_promotion`.
 """
 
 import collections
+import ctypes
 import functools
 import gc
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import sys
 import zlib
 
 
@@ -88,6 +91,7 @@ import pytest  # noqa: E402
 
 _TESTS = _ROOT / "tests"
 _MOST_BYTES = 3 << 29
+_QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
 # The first run of an example compiles, so time limits say nothing.
@@ -132,14 +136,17 @@ def pytest_collection_modifyitems(config, items):
         for item in items
         if not (isinstance(item, pytest.DoctestItem) and _TESTS in item.path.parents)
     ]
-    if importlib.util.find_spec("pyarrow") is None:
-        for item in kept:
-            if isinstance(item, pytest.DoctestItem) and any(
-                "pyarrow" in example.source for example in item.dtest.examples
-            ):
+    for item in kept:
+        if isinstance(item, pytest.DoctestItem):
+            source = "".join(example.source for example in item.dtest.examples)
+            if source.count("\n") > _QUICK_LINES:
+                item.add_marker(pytest.mark.slow)
+            if "pyarrow" in source and importlib.util.find_spec("pyarrow") is None:
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
     if config.getoption("quick"):
         kept = _representatives(kept)
+    if _asks_for_the_window(config):
+        kept = _in_window(kept)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     # Files with slow tests first, so that no process is left alone with one at the end.
     is_slow = lambda x: x.get_closest_marker("slow") or x.get_closest_marker("once")
@@ -163,6 +170,28 @@ def _representatives(items):
             runs[test] += 1
         seen |= values
     return kept
+
+
+def _asks_for_the_window(config):
+    return config.getoption("markexpr") == "window"
+
+
+def _in_window(items):
+    """Without the parameters, or tests, that `window(n)` leaves out."""
+    kept, runs = [], collections.Counter()
+    for item in items:
+        test, mark = item.nodeid.partition("[")[0], item.get_closest_marker("window")
+        if not (mark and mark.args and runs[test] == mark.args[0]):
+            kept.append(item)
+            runs[test] += 1
+    return kept
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files without the mark are not imported for `-m window`, which takes seconds."""
+    if collection_path.suffix == ".py" and _asks_for_the_window(config):
+        return "mark.window" not in collection_path.read_text() or None
+    return None
 
 
 def _values(item):
@@ -204,12 +233,25 @@ def _traces_of_this_test():
 def _bounded_memory():
     """Drops compiled programs once they fill a gigabyte: the tests make thousands.
 
-    What was freed is not given back, so from then on after each file. Otherwise JAX's
-    own cache, of 8,192 jitted functions, fills up and forgets some, which tests count.
+    Long before they are as many as the jitted functions that JAX's own cache holds,
+    8,192: from then on it forgets some, which tests count.
     """
     yield
     if resident_bytes() > _MOST_BYTES:
         jax.clear_caches()
+        gc.collect()
+        _give_back_memory()
+
+
+def _give_back_memory():
+    """What was freed goes back to the system, else every later file is over the bound.
+
+    The C library of Linux is the one that keeps it.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim:
+            trim(0)
 
 
 def resident_bytes():

@@ -54,7 +54,8 @@ def _compile(tx, height, dim, ids):
     return compile_as_users_do(step.lower(params, state, ids, w))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.window(2)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_place_and_small(name):
     height, dim, ids = 1_000_000, 64, 8192

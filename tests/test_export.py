@@ -161,6 +161,8 @@ EXPORTED = {
 }
 
 
+@pytest.mark.quick(5)
+@pytest.mark.window(5)
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_for_any_batch(name):
     """The size of the batch is a symbol, and with it the capacity of the gradient."""

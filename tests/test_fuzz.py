@@ -31,8 +31,7 @@ CASES = {
 }
 DENSE = {"every_row_with_every_vector"}  # no rows are read
 QUICK = {
-    "scaled_out_of_range": ("eager", "forward_over_reverse"),
-    "vmapped_scale_and_ids": ("eager",),
+    "scaled_out_of_range": ("forward_over_reverse",),
     "checkpoint_returns_a_view": ("eager",),
 }
 
@@ -62,6 +61,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.window(2)
 @pytest.mark.parametrize("name", CASES)
 def test_programs_that_failed(name):
     """What raised did so while it was traced, and that is quick."""

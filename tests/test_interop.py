@@ -105,6 +105,7 @@ def _assert_close(a, b, tolerance):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.window(1)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_equals_jax(name):

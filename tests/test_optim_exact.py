@@ -407,7 +407,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
     make, words = REFUSED[name]

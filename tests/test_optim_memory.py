@@ -48,6 +48,7 @@ def _step_of(lifted):
     return step, (params, jax.eval_shape(lifted.init, params), rows, values)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.loose_promotion
 @pytest.mark.parametrize("name", TXS)
 def test_in_place(name):
@@ -71,6 +72,7 @@ def test_nothing_of_the_tables_size_arises(name):
     assert_no_dense(step, *args, allow=IN_PLACE, heights={V})
 
 
+@pytest.mark.quick(1)
 @pytest.mark.loose_promotion
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_the_rows_read_and_their_cotangents_share_memory(name):

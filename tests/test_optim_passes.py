@@ -88,7 +88,8 @@ def close(a, b, rtol=2e-5, atol=2e-6):
 # ------------------------------------------------------------------ results
 
 
-@pytest.mark.quick(5)
+@pytest.mark.window(2)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", IN_PASSES)
 def test_equals_all_rows_at_once(name):
     tx = lazy(IN_PASSES[name]())
@@ -107,6 +108,7 @@ def test_equals_all_rows_at_once(name):
     assert np.all(np.diff(ids[:count]) > 0) and np.all(ids[count:] == V)
 
 
+@pytest.mark.window(0)
 def test_many_blocks_and_few_of_them_used(monkeypatch):
     monkeypatch.setattr(block_pass, "_MOST_ROWS", 16)
     tx = lazy(clipped())
@@ -120,6 +122,7 @@ def test_many_blocks_and_few_of_them_used(monkeypatch):
         )
 
 
+@pytest.mark.window(0)
 def test_a_linear_update_needs_no_merging():
     params, rows, values = problem()
     schedule = optax.linear_schedule(0.1, 0.0, 5)
@@ -134,6 +137,7 @@ def test_a_linear_update_needs_no_merging():
         assert "merge_rows" in primitives(tx, params, tx.init(params), rows, values)
 
 
+@pytest.mark.window(1)
 @pytest.mark.parametrize("name", ["novograd", "rows in order"])
 def test_what_is_not_row_by_row_runs_over_all_rows_at_once(name):
     def update(updates, state, params=None):
@@ -152,6 +156,7 @@ def test_what_is_not_row_by_row_runs_over_all_rows_at_once(name):
     close(jax.jit(partial(step, tx))(*args), step(tx, *args))
 
 
+@pytest.mark.window(0)
 def test_equal_input_gives_equal_bits():
     tx = lazy(clipped())
     params, rows, values = problem()
@@ -161,6 +166,7 @@ def test_equal_input_gives_equal_bits():
     np.testing.assert_array_equal(first[2]["table"].values, second[2]["table"].values)
 
 
+@pytest.mark.window(0)
 def test_duplicates_of_bfloat16_are_summed_in_float32():
     tx = lazy(optax.sgd(1.0, momentum=0.0))
     params = {"table": jnp.zeros((V, D), jnp.bfloat16), "b": jnp.ones(D)}
@@ -222,6 +228,7 @@ def test_on_several_devices():
 # ------------------------------------------------------------------ the update
 
 
+@pytest.mark.window(0)
 def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
     tx = lazy(optax.adam(0.1))
     params, rows, values = problem()
@@ -252,6 +259,7 @@ def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
 # ------------------------------------------------------------------ merging
 
 
+@pytest.mark.window(0)
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.int16])
 @pytest.mark.parametrize("kind", ["random", "equal", "strided", "few", "one"])
 def test_first_slots(kind, dtype):

@@ -180,6 +180,7 @@ def test_judged_the_same_in_any_trace():
     assert set(seen) == {(True, False)}
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
 def test_schedules_are_numbers_in_a_trace(wrap, promotion):

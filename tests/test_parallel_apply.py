@@ -119,12 +119,14 @@ def whole(params):
 
 LAYOUTS = ("row-sharded", "column-sharded", "replicated-sparse")
 MODELS: Any = {
+    "three layouts": (dlrm, {"stacked": False}, LAYOUTS),
     "nnx": (two_towers, {}, LAYOUTS[:1]),
     "collection": (dlrm, {}, LAYOUTS[:1]),
-    "three layouts": (dlrm, {"stacked": False}, LAYOUTS),
 }
 
 
+@pytest.mark.quick(1)
+@pytest.mark.window(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_trained_on_one_device_and_on_eight(name):
     make, options, layouts = MODELS[name]
@@ -173,6 +175,8 @@ def test_hot_rows_of_a_plan():
 HEIGHT, WIDTH, READS, DEVICES = 100_003, 32, 20_480, 4
 
 
+@pytest.mark.quick(1)
+@pytest.mark.window(1)
 @pytest.mark.parametrize("make", [two_towers, dlrm])
 def test_sends_little_and_copies_no_table(make):
     """The case of docs/scaling.md, 20,480 reads, at four devices; nothing is run."""

@@ -115,6 +115,7 @@ def test_reads_as_of_an_array(size):
     np.testing.assert_allclose(out(params["table"]), make_table()[[-1, 3]].sum(), 1e-5)
 
 
+@pytest.mark.window(0)
 def test_without_a_gradient():
     table, ids = make_table(), make_ids()
     sharded = sj.parallel.shard_rows(table, make_mesh(8), "x")
@@ -143,6 +144,7 @@ def test_over_explicit_axes():
     np.testing.assert_allclose(grad.to_dense(), dense, rtol=1e-6)
 
 
+@pytest.mark.window(0)
 def test_a_frozen_table_and_a_trainable_one():
     table, ids, mesh = make_table(), make_ids(), make_mesh(8)
     shard = lambda x: sj.parallel.shard_rows(x, mesh, "x")

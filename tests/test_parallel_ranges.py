@@ -90,6 +90,7 @@ def _want(name):
     return _run(TXS[name], jnp.asarray(_table()), jnp.ones(D), step)
 
 
+@pytest.mark.window(1)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name, shape, slots, kind",
@@ -126,6 +127,7 @@ def test_equals_one_device(name, shape, slots, kind):
         assert (named // per_shard == owner).all()
 
 
+@pytest.mark.window(1)
 @pytest.mark.parametrize(
     "name, shards, exchanges",
     [
@@ -149,6 +151,7 @@ def test_how_often_rows_are_sent(name, shards, exchanges):
     assert text.count("stablehlo.all_to_all") == exchanges
 
 
+@pytest.mark.window(0)
 def test_bfloat16_parts_are_summed_in_float32():
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     table = sj.parallel.shard_rows(np.zeros((V, 1), jnp.bfloat16), mesh, "x")

@@ -135,6 +135,7 @@ def _sharded_start(tx, mesh, axis):
     return params, tx.init(params)
 
 
+@pytest.mark.window(1)
 @pytest.mark.loose_promotion
 @pytest.mark.parametrize(
     "name, where, kind",
@@ -504,6 +505,7 @@ def test_sums_of_gradients():
 # ------------------------------------------------------------------ bags
 
 
+@pytest.mark.window(1)
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
@@ -560,6 +562,7 @@ def test_embedding_bag_of_segment_tensor():
 # ------------------------------------------------------------------ the table
 
 
+@pytest.mark.window(0)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("layout", ["mod", "block"])
 @pytest.mark.parametrize("where", ["4", "2x2, rows over both"])

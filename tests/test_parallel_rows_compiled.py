@@ -108,6 +108,8 @@ def test_shrinks_as_devices_are_added(compiled):
     assert made[0] > 1.7 * made[1] > 3 * made[2]
 
 
+@pytest.mark.quick(1)
+@pytest.mark.window(0)
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_owners_hold_what_a_round_carries(name):
     """Not all rows that could arrive, from however many devices."""

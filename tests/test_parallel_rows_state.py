@@ -90,6 +90,7 @@ def test_state_of_nested_optimizers_inside_jit():
             assert leaf.sharding.is_equivalent_to(table.values.sharding, leaf.ndim)
 
 
+@pytest.mark.window(0)
 @pytest.mark.loose_promotion
 def test_gradients_and_state_must_be_the_tables():
     mesh = _mesh()

@@ -54,6 +54,8 @@ def _control_flow(mesh, vma):
     return body, (P(), P("x")), P()
 
 
+@pytest.mark.quick(3)
+@pytest.mark.window(3)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("vma", [True, False])
 @pytest.mark.parametrize("case", [_psum, _psum_both, _rows_out, _control_flow])

@@ -129,6 +129,8 @@ def _close(a, b):
 QUICK = ["out_of_range", "dynamic_table", "some_tables", "vmap", "scan_checkpoint"]
 
 
+@pytest.mark.quick(3)
+@pytest.mark.window(3)
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
 def test_equals_jax_grad(name, x64):
     read, rows = PROGRAMS[name]
@@ -310,6 +312,7 @@ def test_dense_kernels_in_a_stack(x64):
     assert isinstance(g, jax.Array)
 
 
+@pytest.mark.window(1)
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_uses(name, x64):
     loss = _loss(DENSE[name])
