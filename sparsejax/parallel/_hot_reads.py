@@ -35,6 +35,7 @@ from sparsejax.parallel._lookup import (
     like_ids,
     no_rows,
     owners_of,
+    positions_of,
     read_ids,
     record_read,
     shard_ids,
@@ -77,7 +78,7 @@ def read(
     def divide(ids):
         flat = shard_ids(owners, table.height, ids)
         places, rest = _divide(owners, table.hot_ids, table.height, flat)
-        return places, table.cold.position(rest)
+        return places, positions_of(owners, table.cold, rest)
 
     places, positions = divide(ids)
     cold, metrics = _exchange.read_rows(owners, slots, table.cold.values, positions)

@@ -22,6 +22,7 @@ from sparsejax._segments import SegmentTensor
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
 from sparsejax.parallel._over_devices import TableOverDevices
+from sparsejax.parallel._row_layout import TableWise
 from sparsejax.parallel._rows import ShardedRows, concatenate
 from sparsejax.parallel._table import ShardedTable, constrain
 from sparsejax.transform.interpreter import RuleContext, register_rule
@@ -279,18 +280,17 @@ def read(
       table: whose values are an array.
       ids: integers.
       capacity: as in `lookup`.
-      record: `f(rows, kind, pad)` returns the rows `[n, ...]` that arrived, recorded as
-        a read; `pad(positions)` brings positions of `ids` to their shape.
+      record: `f(rows, kind)` returns the rows `[n, ...]` that arrived, recorded as a
+        read.
     """
     owners = owners_of(table)
     slots = slots_of(call, owners, table, ids, capacity)
     if not ids.size:
         return no_rows(table, ids)
-    pad = functools.partial(shard_ids, owners, owners.height)
-    positions = pad(table.position(ids))
+    positions = positions_of(owners, table, ids)
     rows, metrics = _exchange.read_rows(owners, slots, table.values, positions)
     if record is not None:
-        rows = record(rows, ReadKind(owners, slots), pad)
+        rows = record(rows, ReadKind(owners, slots))
     return like_ids(owners, rows, ids), metrics
 
 
@@ -355,6 +355,16 @@ def shard_ids(owners: Owners, none: int, ids: jax.Array) -> jax.Array:
     if _arguments.is_concrete(ids) and len(ids.sharding.device_set) == 1:
         return jax.device_put(ids, batch)
     return jax.sharding.reshard(ids, batch) if owners.is_explicit else ids
+
+
+def positions_of(owners: Owners, table: ShardedTable, ids: jax.Array) -> jax.Array:
+    """The positions of ids, `[n]`, padded and sharded as by `shard_ids`."""
+    if not isinstance(table.layout, TableWise):
+        return shard_ids(owners, owners.height, table.position(ids))
+    # On each device by itself: XLA's partitioner makes of a search in constants, for
+    # ids that are constants, a program that jaxlib 0.7 cannot run.
+    spec, ids = owners.batch_spec, shard_ids(owners, -1, ids)
+    return owners.shard_map(table.position, ids, in_specs=(spec,), out_specs=spec)
 
 
 def _most_asked(table: TableOverDevices, ids: Any) -> int:

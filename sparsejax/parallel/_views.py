@@ -17,7 +17,13 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._rows import indexing
 from sparsejax.parallel import _embedding_bag
-from sparsejax.parallel._lookup import check_table, owners_of, put_on_mesh, read
+from sparsejax.parallel._lookup import (
+    check_table,
+    owners_of,
+    positions_of,
+    put_on_mesh,
+    read,
+)
 from sparsejax.parallel._table import ShardedTable, sharded_table_p
 from sparsejax.transform.interpreter import RuleContext, register_source
 from sparsejax.transform.plan import DensifyError
@@ -94,8 +100,8 @@ class _ShardedReader(TableReader):
         else:
             ids = counted
 
-        def record(rows, kind, pad):
-            positions = pad(table.position(counted))
+        def record(rows, kind):
+            positions = positions_of(kind.owners, table, counted)
             inside = indexing.in_range(positions, kind.owners.height)
             return ctx.plant(ref, rows, positions, inside, kind=kind)
 
