@@ -379,3 +379,32 @@ def test_checkpoint_moves_tables_to_other_devices(tmp_path):
         np.testing.assert_array_equal(
             files.restore({"t": plain})["t"].to_dense(), table
         )
+
+
+# ------------------------------------------------------------------ found by users
+
+
+def test_weights_of_padding_do_not_matter():
+    """As on one device, even where they are no numbers."""
+    layer = sj.nn.EmbeddingCollection({"a": sj.nn.EmbeddingBag(9, 2, padding_id=0)})
+    (name,) = params = layer.init(jax.random.key(0))
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    layout = sj.parallel.TableWise((9,), (0,), 1)
+    table = sj.parallel.shard_rows(params[name], mesh, "x", layout=layout)
+    args = {"a": jnp.array([[0, 5]])}, {"a": jnp.array([[jnp.nan, 2.0]])}
+    expected = 2 * np.asarray(params[name][5:6])
+    assert_trees_close(layer(params, *args)["a"], expected)
+    assert_trees_close(layer({name: table}, *args)["a"], expected)
+
+
+def test_a_plan_by_rows_moves_a_table_that_is_sharded_table_by_table():
+    layer = sj.nn.EmbeddingCollection({"a": (9, 2), "b": (5, 2)})
+    (name,) = params = layer.init(jax.random.key(0))
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    layout = sj.parallel.TableWise((9, 5), (0, 0), 1)
+    table = sj.parallel.shard_rows(params[name], mesh, "x", layout=layout)
+    key = f"tables['{name}']"
+    plan = sj.parallel.plan(params, mesh, 4, layouts={key: "row-sharded"})
+    placed = plan.apply({name: table})[name]
+    assert placed.layout == "mod"
+    assert_trees_close(placed.to_dense(), params[name])

@@ -208,7 +208,9 @@ class Plan:
         if isinstance(leaf, tuple):  # a shape, of float32
             leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
         if isinstance(leaf, TableOverDevices):
-            if layout == "row-sharded" and isinstance(leaf, ShardedTable):
+            by_rows = isinstance(leaf, ShardedTable)
+            by_rows = by_rows and not isinstance(leaf.layout, TableWise)
+            if layout == "row-sharded" and by_rows:
                 return leaf
             leaf = leaf.to_dense()
         if table is not None and layout in table.groups:

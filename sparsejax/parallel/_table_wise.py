@@ -144,7 +144,9 @@ def _read_stacked_tables(
     args = [rows]
     if weights is not None:
         wide = indexing.accumulator_dtype(table.dtype)
-        args.append(pad(put_on_mesh(call, table, weights).astype(wide), 0))
+        # As elsewhere the weight of an element that is in no bag does not matter.
+        used = indexing.zero_unless(~skip, put_on_mesh(call, table, weights))
+        args.append(pad(used.astype(wide), 0))
     add = functools.partial(_add_rows, route, table.shape[1:], shape)
     bags = owners.shard_map(add, *args, in_specs=(spec,) * len(args), out_specs=spec)
     bags = remove_padding(bags, examples)
