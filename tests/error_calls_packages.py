@@ -945,6 +945,8 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan({'t': (20, 2)}, mesh, 8, stacks={'u': (7, 13)})",
         "plan({'t': (20, 2)}, mesh, 8, stacks={'t': (7, 8)})",
         "plan({'t': (20, 2)}, mesh, 8, stacks=7)",
+        "plan({'t': (20, 2)}, mesh, 8, stacks={'t': 20})",
+        "plan({'t': (20, 2)}, mesh, 8, layouts=['row-sharded'])",
         "plan((20, 2), mesh, 8).apply({'t': jnp.ones((20, 2))})",
         "plan((20, 2), mesh, 8).describe(bytes_per_second=0)",
         "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), loss=3)",

@@ -200,6 +200,62 @@ def test_gradient_at_its_owner_merges_there():
     assert_trees_close(twice.to_dense(), dense, rtol=1e-5, atol=1e-6)
 
 
+def test_heights_in_another_order():
+    """A feature whose table is not one of the layout's is read row by row."""
+    layer = sj.nn.EmbeddingCollection({"a": (50, 2), "b": (30, 2), "c": (20, 2)})
+    (stack,) = layer.init(jax.random.key(0)).values()
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    ids = {name: jnp.arange(16).reshape(8, 2) for name in "abc"}
+    expected = layer({"float32_2": stack}, ids)
+    for heights, groups in (((30, 50, 20), (0, 1, 2)), ((50, 50), (3, 7))):
+        layout = sj.parallel.TableWise(heights, groups, 8)
+        held = sj.parallel.shard_rows(stack, mesh, "x", layout=layout)
+        assert_trees_close(layer({"float32_2": held}, ids), expected, rtol=1e-6)
+
+
+def test_means_of_16_bits_do_not_overflow():
+    bag = sj.nn.EmbeddingBag(20, 2, combiner="mean", param_dtype=jnp.float16)
+    layer = sj.nn.EmbeddingCollection({"a": bag})
+    (name,) = layer.init(jax.random.key(0))
+    stack = jnp.full((20, 2), 60_000, jnp.float16)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    layout = sj.parallel.TableWise((20,), (0,), 8)
+    held = sj.parallel.shard_rows(stack, mesh, "x", layout=layout)
+    found = layer({name: held}, {"a": jnp.ones((8, 3), jnp.int32)})["a"]
+    assert found.dtype == jnp.float16 and (found == 60_000).all()
+
+
+@pytest.mark.parametrize("how", ["vmap", "vmap of one", "cond", "checkpoint"])
+def test_inside_of_transformations(how):
+    """Where slots no longer lie on the devices that read them, they are sent."""
+    layer, tx = collection(), sj.optim.lazy(optax.adam(0.05))
+    place, split = on_mesh("2 hosts of 4")
+    loss_fn = make_loss(layer)
+
+    def transformed(params, batch):
+        run = functools.partial(loss_fn, params)
+        if how == "checkpoint":
+            return jax.checkpoint(run)(batch)
+        if how == "cond":
+            once = lambda batch: run(batch)
+            twice = lambda batch: run(batch) + 2 * run(jax.tree.map(jnp.flip, batch))
+            return jax.lax.cond(batch["y"][0] > 100, once, twice, batch)
+        count = 2 if how == "vmap" else 1
+        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        return jnp.mean(jax.vmap(run)(parts))
+
+    def one_step(place, split):
+        params = jax.tree.map(jnp.copy, make_params(layer))
+        params["tables"] = {k: place(x) for k, x in params["tables"].items()}
+        step = make_step(transformed, tx)
+        params, _, loss = step(params, tx.init(params), split(make_batch(0)))
+        whole = lambda x: x.to_dense() if hasattr(x, "to_dense") else x
+        return {k: whole(x) for k, x in params["tables"].items()}, loss
+
+    plain = one_step(lambda x: x, lambda x: x)
+    assert_trees_close(one_step(place, split), plain, rtol=1e-5, atol=1e-6)
+
+
 def test_scan_and_other_ids_without_recompiling():
     layer, tx = collection(), sj.optim.lazy(optax.adagrad(0.1))
     place, split = on_mesh("8 devices")

@@ -60,7 +60,7 @@ def read_stacked_tables(
     call: str,
     ids: jax.Array,
     skip: jax.Array,
-    starts: Sequence[int],
+    tables: Sequence[tuple[int, int]],
     weights: jax.Array | None,
     *,
     combiner: str,
@@ -76,7 +76,7 @@ def read_stacked_tables(
       call: the public call, for errors.
       ids: rows of the stack `[B, F, L]`, feature by feature of one table.
       skip: bools, which elements are in no bag.
-      starts: by feature, the first row of its table in the stack.
+      tables: by feature, the rows `[start, stop)` of its table in the stack.
       weights: with the shape of `ids`.
       combiner: as in `embedding_bag`; `"none"` for rows, with L = 1.
       mode, max_norm: as there.

@@ -178,7 +178,7 @@ class Feature:
       segments: the SegmentTensor of the ids, or None.
       finish: maps the rows read, or the bags, to the result.
       num_examples: length of the first axis of the ids.
-      start: the first row of the feature's table in its stack.
+      table: the rows `[start, stop)` of the feature's table in its stack.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Feature:
     segments: SegmentTensor | None
     finish: Callable[[jax.Array], Any]
     num_examples: int
-    start: int
+    table: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ def prepare(
     key = Key(place.stack, "zero" if layer.mode == "zero" else "fill", layer.max_norm)
     width = stack.shape[1:]
 
-    examples, start = ids.shape[0] if ids.ndim else 1, place.start
+    examples, own = ids.shape[0] if ids.ndim else 1, (place.start, place.stop)
 
     # A bag of one row is that row, whatever the combiner.
     is_single = ids.ndim < 2 or ids.shape[-1] == 1
@@ -283,9 +283,8 @@ def prepare(
         if key.mode == "zero":  # so it can be read together with tables of other modes
             bad = rows == _arguments.scalar(OUT_OF_RANGE, rows)
             rows = jnp.where(bad, _arguments.scalar(PADDING, rows), rows)
-        return Feature(
-            name, key, rows.reshape(-1), None, segments, finish, examples, start
-        )
+        rows = rows.reshape(-1)
+        return Feature(name, key, rows, None, segments, finish, examples, own)
     key = dataclasses.replace(key, combiner=combiner, weighted=weights is not None)
     if segments is not None:
         if ids.ndim != 1:
@@ -294,7 +293,7 @@ def prepare(
                 f"{ids.shape}."
             )
         key = dataclasses.replace(key, length=None)
-        return Feature(name, key, rows, weights, segments, cast, examples, start)
+        return Feature(name, key, rows, weights, segments, cast, examples, own)
     if ids.ndim < 2:  # each weighted id is its own bag
         lead, length = ids.shape, 1
     else:
@@ -304,7 +303,7 @@ def prepare(
     rows = rows.reshape(shape)
     weights = None if weights is None else weights.reshape(shape)
     finish = lambda x: cast(x.reshape(*lead, *width))
-    return Feature(name, key, rows, weights, None, finish, examples, start)
+    return Feature(name, key, rows, weights, None, finish, examples, own)
 
 
 def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
@@ -399,7 +398,7 @@ def _read_by_example(
         call,
         bags(rows),
         bags(rows == _arguments.scalar(PADDING, rows)),
-        np.repeat([x.start for x in group], counts).tolist(),
+        [x.table for x, count in zip(group, counts) for _ in range(count)],
         None if weights is None else bags(weights),
         combiner=key.combiner,
         mode=key.mode,
@@ -407,7 +406,7 @@ def _read_by_example(
     )
     if out is None:
         flat_weights = None if weights is None else flat(weights)
-        whole = Feature("all", key, flat(rows), flat_weights, None, split, 0, 0)
+        whole = Feature("all", key, flat(rows), flat_weights, None, split, 0, (0, 0))
         out = _read(call, stack, key, [whole])["all"]
     parts = jnp.split(out, np.cumsum(counts)[:-1].tolist(), axis=1)
     return {x.name: x.finish(flat(part)) for x, part in zip(group, parts)}

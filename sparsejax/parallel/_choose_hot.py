@@ -6,7 +6,8 @@ table in a step, and C(K) the most distinct cold rows that a device requests fro
 owner in one of the reads, a device sends
 
     cold    (d + 4) S C (2 (N - 1) + (r - 1) N)     rows, gradients, their replicas
-    hot     (d + 1) K 2 (M - 1) / M                 an all-reduce
+    hot     (d + 1) K 2 (M - 1) / M                 an all-reduce, of 16-bit numbers
+                                                    as float32: 2 d
 
 A cold row that all devices read takes 1 / N of a slot in C. So for S = r = 1 it sends
 as much as a hot row, but for the ids, since a device requests a row once however often
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sparsejax._rows import indexing
 from sparsejax.parallel._hot_reads import count_dtype
 from sparsejax.parallel._lookup import owners_of
 from sparsejax.parallel._table import ShardedTable
@@ -77,7 +79,8 @@ def choose_hot(
     groups = [device * count + table.row_layout.owner_of(ids) for device, ids in asked]
     ranks = [rank[np.searchsorted(distinct, ids)] for _, ids in asked]
 
-    summed = row_bytes + count_dtype(owners).itemsize
+    wide = indexing.accumulator_dtype(table.dtype).itemsize // table.dtype.itemsize
+    summed = row_bytes * wide + count_dtype(owners).itemsize
     sizes = [0, *(2**k for k in range(distinct.size.bit_length()))]
     best = None
     for size in sizes:

@@ -171,6 +171,10 @@ class HotKind:
     owners: Owners
     height: int
 
+    def moved(self) -> HotKind:
+        """The same: of hot rows every device has all."""
+        return self
+
     def package(
         self,
         row: Sequence[int],

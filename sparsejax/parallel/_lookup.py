@@ -390,11 +390,18 @@ class ReadKind:
 
     Args:
       owners: which device owns which rows.
-      slots: C, of the exchange.
+      slots: C, of the exchange; 0 if each device read rows of its own.
+      here: how many ids a device reads.
     """
 
     owners: Owners
     slots: int
+    here: int = 0
+
+    def moved(self) -> ReadKind:
+        """The kind of the same reads, once their slots may lie on other devices."""
+        slots = self.slots or self.owners.slots(self.here, None)
+        return dataclasses.replace(self, slots=slots)
 
     def package(
         self,
@@ -445,7 +452,9 @@ def _read_rule(
     rows, *metrics = _exchange.read_rows_p.bind(
         ref.array, positions, owners=owners, slots=slots, batched=batched
     )
-    kind = ReadKind(owners, slots)
+    kind = ReadKind(owners, slots, positions.size // owners.devices)
+    # A batch and the ids become one axis, whose parts are not those of the devices.
+    kind = kind.moved() if batched else kind
     return [record_read(ctx, ref, rows, positions, kind, batched), *metrics]
 
 

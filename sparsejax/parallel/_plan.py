@@ -369,8 +369,8 @@ def plan(
       `plan.batch_sharding` the sharding for batches.
 
     Raises:
-      TypeError: `mesh`, a table, `tx`, `loss`, `device_bytes` or `stacks` has the wrong
-        type.
+      TypeError: `mesh`, a table, `tx`, `loss`, `device_bytes`, `layouts` or `stacks`
+        has the wrong type.
       ValueError: there are no tables, a table is a scalar or has a negative shape,
         `axis` is unknown, `batch` does not match `tables`, or `layouts` or `stacks`
         name a table or a layout that there is not, or other numbers of rows.
@@ -493,7 +493,7 @@ def _heights(
             f"EmbeddingCollection.heights() returns it, got {stacks!r}."
         )
     for given, heights in stacks.items():
-        ends = given, f"[{given!r}]", f".{given}"
+        ends = str(given), f"[{given!r}]", f".{given}"
         names = [name for name in tables if name.endswith(ends)]
         if len(names) != 1:
             raise ValueError(
@@ -501,6 +501,12 @@ def _heights(
                 f"are {', '.join(tables)}."
             )
         (name,) = names
+        is_list = isinstance(heights, Sequence | np.ndarray)
+        if not is_list or not all(isinstance(n, int | np.integer) for n in heights):
+            raise TypeError(
+                f"{_CALL}: stacks must have a list of ints for each stack, the numbers "
+                f"of rows of its tables; for {name} got {heights!r}."
+            )
         if sum(heights) != tables[name]:
             raise ValueError(
                 f"{_CALL}: stacks must have the numbers of rows of the tables in "
@@ -544,8 +550,10 @@ def _table_plan(
         for layout, count in sizes.items():
             if count < 2 or (layout == "table-row-wise" and count == devices):
                 continue
-            groups[layout], cost = _by_table(spec, heights, reads, devices, count, tx)
-            costs[layout] = cost
+            by_table, cost = _by_table(spec, heights, reads, devices, count, tx)
+            held = RowLayout(spec.shape[0], devices, by_table).per_shard
+            if devices * held <= max(np.iinfo(np.int32).max, spec.shape[0]):
+                groups[layout], costs[layout] = by_table, cost
     hot = None
     if len(samples) == len(reads) and devices > 1:
         row, id_bytes = _bytes_of(spec)
@@ -694,6 +702,11 @@ def _overrule(
 ) -> Sequence[TablePlan]:
     """The tables, with the layouts that are asked for."""
     known = {table.name: table.costs for table in tables}
+    if not isinstance(layouts, Mapping):
+        raise TypeError(
+            f"{_CALL}: layouts must be a dict of layouts by the names of tables, got "
+            f"{layouts!r}."
+        )
     for name, layout in layouts.items():
         if name not in known:
             raise ValueError(

@@ -57,17 +57,26 @@ class _Route:
     place: np.ndarray
 
     @classmethod
-    def of(cls, call: str, table: ShardedTable, starts: Sequence[int]) -> _Route:
-        """For features by the first rows of their tables in the stack."""
+    def of(
+        cls, call: str, table: ShardedTable, tables: Sequence[tuple[int, int]]
+    ) -> _Route | None:
+        """For features by the rows of their tables in the stack.
+
+        None if a table lies in several of the layout's.
+        """
         layout = table.layout
         assert isinstance(layout, TableWise)
-        groups = [layout.groups[layout.table_of(start)] for start in starts]
+        numbers = [layout.table_of(start) for start, _ in tables]
+        ends = layout.starts + layout.heights
+        if any(stop > ends[k] for (_, stop), k in zip(tables, numbers)):
+            return None
+        groups = [layout.groups[k] for k in numbers]
         by_group: list[list[int]] = [[] for _ in range(layout.num_groups)]
         for feature, group in enumerate(groups):
             by_group[group].append(feature)
         most = max(map(len, by_group))
-        features = np.full((len(by_group), most), len(starts), np.int32)
-        place = np.zeros(len(starts), np.int32)
+        features = np.full((len(by_group), most), len(tables), np.int32)
+        place = np.zeros(len(tables), np.int32)
         for group, some in enumerate(by_group):
             features[group, : len(some)] = some
             place[some] = group * most + np.arange(len(some))
@@ -85,13 +94,13 @@ class _Route:
         x = _all_to_all(x[self.features], self.across)
         return lax.all_gather(x, self.within) if self.within else x[None]
 
-    def from_owners(self, x: jax.Array) -> jax.Array:
-        """The sum over a group of `x [m, G, f, b, ...]`, back as `[b, F, ...]`."""
+    def from_owners(self, x: jax.Array, sent: Any) -> jax.Array:
+        """The sum over a group of `x [m, G, f, b, ...]`, back as `sent[b, F, ...]`."""
         if self.within:
             x = lax.psum_scatter(x, self.within)
         else:
             x = x[0]
-        x = _all_to_all(x, self.across)
+        x = _all_to_all(x.astype(sent), self.across)
         return jnp.swapaxes(x.reshape(-1, *x.shape[2:])[self.place], 0, 1)
 
 
@@ -105,7 +114,7 @@ def _read_stacked_tables(
     call: str,
     ids: jax.Array,
     skip: jax.Array,
-    starts: Sequence[int],
+    tables: Sequence[tuple[int, int]],
     weights: jax.Array | None,
     *,
     combiner: str,
@@ -118,7 +127,9 @@ def _read_stacked_tables(
     if not (isinstance(layout, TableWise) and is_sum and is_float and ids.size):
         return None
     check_table(call, table, "embedding_bag")
-    route = _Route.of(call, table, starts)
+    route = _Route.of(call, table, tables)
+    if route is None:
+        return None
     owners, (examples, *shape) = route.owners, ids.shape
 
     ids = put_on_mesh(call, table, ids)
@@ -147,11 +158,14 @@ def _read_stacked_tables(
         # As elsewhere the weight of an element that is in no bag does not matter.
         used = indexing.zero_unless(~skip, put_on_mesh(call, table, weights))
         args.append(pad(used.astype(wide), 0))
-    add = functools.partial(_add_rows, route, table.shape[1:], shape)
+    # A mean may be in the range of a float16 whose sum is not.
+    is_mean = combiner in ("mean", "sqrtn")
+    sent = indexing.accumulator_dtype(table.dtype) if is_mean else table.dtype
+    add = functools.partial(_add_rows, route, table.shape[1:], shape, sent)
     bags = owners.shard_map(add, *args, in_specs=(spec,) * len(args), out_specs=spec)
     bags = remove_padding(bags, examples)
-    if combiner in ("mean", "sqrtn"):
-        bags = _divide(bags, skip, weights, combiner)
+    if is_mean:
+        bags = _divide(bags, skip, weights, combiner).astype(table.dtype)
     if mode == "zero":
         return bags
     # Added, so that a gradient of NaN reaches the bag's other rows, as elsewhere.
@@ -163,6 +177,7 @@ def _add_rows(
     route: _Route,
     row: tuple[int, ...],
     shape: Sequence[int],
+    sent: Any,
     rows: jax.Array,
     *weights: jax.Array,
 ) -> jax.Array:
@@ -171,18 +186,19 @@ def _add_rows(
     Args:
       route, row: static.
       shape: `(F, L)`.
+      sent: the dtype in which bags come back.
       rows: `[m G f b L, *row]`, zeros where another owner has the row.
       weights: those of this device, `[b, F L]`.
     """
     sources, length = math.prod(route.features.shape) * _size(route), shape[1]
     b = rows.shape[0] // (sources * length)
     lead = _size(route), *route.features.shape, b, length
-    dtype, wide = rows.dtype, indexing.accumulator_dtype(rows.dtype)
+    wide = indexing.accumulator_dtype(rows.dtype)
     rows = rows.reshape(*lead, *row).astype(wide)
     if weights:
         by = route.to_owners(weights[0].reshape(b, *shape), 0)
         rows = rows * indexing.append_axes(by, rows.ndim)
-    return route.from_owners(jnp.sum(rows, axis=4).astype(dtype))
+    return route.from_owners(jnp.sum(rows, axis=4), sent)
 
 
 def _size(route: _Route) -> int:
@@ -194,7 +210,7 @@ def _divide(
     bags: jax.Array, skip: jax.Array, weights: jax.Array | None, combiner: str
 ) -> jax.Array:
     """Sums `[B, F, ...]` as means or sqrtn; an empty bag has zeros."""
-    wide = indexing.accumulator_dtype(bags.dtype)
+    wide = bags.dtype
     by = jnp.ones(skip.shape, wide) if weights is None else weights.astype(wide)
     by = by * by if combiner == "sqrtn" else by
     by = jnp.sum(indexing.zero_unless(~skip, by), axis=-1)
@@ -202,4 +218,4 @@ def _divide(
     by = jnp.where(some, by, jnp.ones((), wide))
     by = jnp.sqrt(by) if combiner == "sqrtn" else by
     some, by = (indexing.append_axes(x, bags.ndim) for x in (some, by))
-    return jnp.where(some, bags.astype(wide) / by, 0).astype(bags.dtype)
+    return jnp.where(some, bags / by, 0)

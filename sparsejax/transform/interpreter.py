@@ -398,7 +398,8 @@ class RuleContext:
           kind: static, for gradients that are more than a SelectedRows. If all reads of
             a table have a kind,
             `kind.package(row_shape, dtype, ids, cotangents, sites)` of the first one
-            builds the gradient, whatever fraction of the rows is read.
+            builds the gradient, whatever fraction of the rows is read. `kind.moved()`
+            is the kind of reads that a conditional has put together.
 
         Returns:
           `combined`, recorded as a read.

@@ -180,7 +180,9 @@ def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
             # Numbers of rows may be symbolic, in an export.
             size = _compat.max_dim(seen.num_rows, total[site.table])
             axes = seen.axes | site.axes
-            result[site.table] = seen._replace(lead=(size,), axes=axes)
+            # Reads that are put together lie elsewhere in the one than by themselves.
+            kind = seen.kind and seen.kind.moved()
+            result[site.table] = seen._replace(lead=(size,), axes=axes, kind=kind)
     return [result[table] for table in sorted(result)]
 
 
