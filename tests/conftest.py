@@ -60,6 +60,14 @@ def _keep_compiled_programs():
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
+def _forget_old_programs():
+    """Most are of code as it no longer is. A run of all tests makes forty thousand."""
+    folder = _ROOT / ".jax_cache"
+    if folder.is_dir() and len(os.listdir(folder)) > _MOST_PROGRAMS:
+        for file in folder.iterdir():
+            file.unlink(missing_ok=True)
+
+
 def _write_whole_programs():
     """Two processes compile the same: one must not read half of the other's file."""
     from jax._src import lru_cache  # noqa: TID251  (nothing public writes them)
@@ -100,6 +108,7 @@ import pytest  # noqa: E402
 
 _TESTS = _ROOT / "tests"
 _MOST_BYTES = 3 << 29
+_MOST_PROGRAMS = 200_000
 _QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
@@ -128,6 +137,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        _forget_old_programs()
     # Other processes of a test write to the same cache, and not whole files; what
     # cannot be read is compiled.
     ignored = ["Error reading persistent compilation cache"]
@@ -247,8 +258,10 @@ def _bounded_memory():
     yield
     if resident_bytes() > _MOST_BYTES:
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()
         _give_back_memory()
+    gc.freeze()  # what is cached would be looked through again and again
 
 
 def _give_back_memory():
