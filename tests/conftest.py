@@ -4,7 +4,8 @@ The environment is set before JAX is imported: 8 devices made of the CPU, so tha
 sharding is tested everywhere. What the caller has set wins, so
 `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs on a GPU.
 
-What took long to compile is kept in `.jax_cache` from one run to the next.
+What is compiled is kept in `.jax_cache` from one run to the next, and shared by the
+processes of one.
 
 `--quick` is what `make test` runs: no test marked `slow` or `once`; of a test marked
 `quick(n)` the first n parameters; where a test is parametrized by several lists, as
@@ -25,6 +26,7 @@ import importlib.util
 import os
 import pathlib
 import sys
+import threading
 import zlib
 
 
@@ -63,8 +65,32 @@ def _more_threads_than_devices():
 
 def _keep_compiled_programs():
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
-    # Few take the second that is the default. To keep all takes longer than it saves.
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    # Small ones too: reading one takes a third of compiling it, and most are small.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def _forget_old_programs():
+    """Most are of code as it no longer is. A run of all tests makes forty thousand."""
+    folder = _ROOT / ".jax_cache"
+    if folder.is_dir() and len(os.listdir(folder)) > _MOST_PROGRAMS:
+        for file in folder.iterdir():
+            file.unlink(missing_ok=True)
+
+
+def _write_whole_programs():
+    """Two processes compile the same: one must not read half of the other's file."""
+    from jax._src import lru_cache  # noqa: TID251  (nothing public writes them)
+
+    suffix = getattr(lru_cache, "_CACHE_SUFFIX", "")
+
+    def put(self, key, value):
+        file = self.path / f"{key}{suffix}"
+        if not file.exists():
+            part = self.path / f"{os.getpid()}-{threading.get_ident()}"
+            part.write_bytes(value)
+            part.replace(file)
+
+    lru_cache.LRUCache.put = put
 
 
 def _share_contexts():
@@ -81,6 +107,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _set_environment()
 _more_threads_than_devices()
 _keep_compiled_programs()
+_write_whole_programs()
 _share_contexts()
 
 import chex  # noqa: E402
@@ -91,6 +118,7 @@ import pytest  # noqa: E402
 
 _TESTS = _ROOT / "tests"
 _MOST_BYTES = 3 << 29
+_MOST_PROGRAMS = 200_000
 _QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
@@ -119,14 +147,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if jax.__version_info__ < (0, 8):
-        # Its checkify says the first of itself, and of two processes that write to the
-        # same cache one may find half a file.
-        for message in (
-            "Explicitly requested dtype int64 requested in ones",
-            "Error reading",
-        ):
-            config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
+    if not hasattr(config, "workerinput"):
+        _forget_old_programs()
+    # Other processes of a test write to the same cache, and not whole files; what
+    # cannot be read is compiled, and not every program can be written.
+    ignored = ["Error (reading|writing) persistent compilation cache"]
+    if jax.__version_info__ < (0, 8):  # its checkify says it of itself
+        ignored.append("Explicitly requested dtype int64 requested in ones")
+    for message in ignored:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -239,8 +268,10 @@ def _bounded_memory():
     yield
     if resident_bytes() > _MOST_BYTES:
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()
         _give_back_memory()
+    gc.freeze()  # what is cached would be looked through again and again
 
 
 def _give_back_memory():
