@@ -90,14 +90,14 @@ def test_chains_that_failed(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed):
     _search("programs", seed, 20)
 
 
 @pytest.mark.slow
 def test_random_chains():
-    _search("chains", 0, 8)
+    _search("chains", 0, 12)
 
 
 def _search(kind, seed, examples):
