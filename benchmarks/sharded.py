@@ -261,7 +261,7 @@ def measure_placements(args: argparse.Namespace, devices: int) -> dict[str, Any]
         {name: (height, args.dim) for name, height in zip(names, HEIGHTS)}
     )
     # All of its features together read as many ids as the table of the other case.
-    examples = args.ids // (BAG * len(HEIGHTS))
+    examples = max(1, args.ids // (BAG * len(HEIGHTS)))
 
     def loss_fn(params, batch):
         out = layer(params["tables"], batch["ids"])

@@ -20,8 +20,11 @@ def test_command_line(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
     argv = "--devices 2 --rows 301 --dim 4 --ids 40 --repeats 3 --check --json"
     assert __main__.main(["sharded", *argv.split(), str(path)]) == 0
-    assert sharded.HEADER in capsys.readouterr().out
-    (record,) = [json.loads(line) for line in path.read_text().splitlines()]
+    out = capsys.readouterr().out
+    assert sharded.HEADER in out and sharded.PLACEMENTS_HEADER in out
+    record, placed = [json.loads(line) for line in path.read_text().splitlines()]
+    assert placed["choice"] in placed["wire"] and "table-wise" in placed["ms"]
+    assert placed["wire"]["table-wise"] < placed["wire"]["row-sharded"]
     assert list(record["wire"]) == list(record["ms"]) == list(sharded.SIDES)
     assert record["ratio"]["ours"] == 1
     assert record["wire"]["dense"] >= 2 * 301 * 4 * 4 // 2

@@ -105,7 +105,7 @@ class TableWise:
         """V, the number of rows of the stack."""
         return sum(self.heights)
 
-    @functools.cached_property
+    @property
     def starts(self) -> np.ndarray:
         """int64, the first row of each table in the stack."""
         return np.cumsum([0, *self.heights[:-1]])
