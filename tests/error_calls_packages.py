@@ -756,6 +756,8 @@ def inside(f, *args):
         "shard_rows(array, mesh, 'x', layout='cyclic')",
         "shard_rows(array, mesh, 'x', layout=by_table((7, 8), (0, 1), 8))",
         "shard_rows(array, mesh, 'x', layout=by_table((20,), (0,), 2))",
+        "shard_rows(jax.ShapeDtypeStruct((10**9 + 9, 2), jnp.float32), mesh, 'x', "
+        "layout=by_table((10**9, 9), (0, 1), 8))",
         "by_table((), (), 8)",
         "by_table((7, 13), 3, 8)",
         "by_table((7, 13), (0,), 8)",

@@ -75,6 +75,26 @@ def test_formulas_against_compiled_programs(layout, tolerance):
     assert wire.total == pytest.approx(found.costs[layout].wire, rel=tolerance), wire
 
 
+def test_rows_that_are_replicated_over_another_axis():
+    ids = make_ids()
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:N]
+    )
+    (found,) = sj.parallel.plan((V, D), mesh, ids, axis="b").tables
+    table = sj.parallel.shard_rows(np.ones((V, D), np.float32), mesh, "b")
+
+    def step(table, ids):
+        read = lambda t: sj.parallel.lookup(t, ids, capacity=found.capacity)
+        grads = sj.grad(lambda t: jnp.sum(jnp.linalg.norm(read(t), axis=1)))(table)
+        return optax.apply_updates(table, -grads)
+
+    ids = jax.device_put(ids, NamedSharding(mesh, P(("a", "b"))))
+    compiled = jax.jit(step).lower(table, ids).compile()
+    wire = sj.parallel.wire_bytes(compiled, branch=min)
+    # Replicas exchange the ids of as many rounds as there might be.
+    assert wire.total == pytest.approx(found.costs["row-sharded"].wire, rel=0.15), wire
+
+
 def test_memory_and_state():
     # Both moments of Adam, and rowwise Adagrad's one number a row.
     specs = {"a": jax.ShapeDtypeStruct((V, D), jnp.float32)}
@@ -173,6 +193,9 @@ def test_apply_and_layouts():
     assert [t.choice for t in found.tables] == ["row-sharded", "column-sharded"]
     placed = found.apply(params)
     capacity = found["tables['a']"].capacity
+    ends = {"a": "row-sharded", "['b']": "column-sharded"}
+    by_ends = sj.parallel.plan(params, mesh, batch, layouts=ends, device_bytes=V)
+    assert [t.choice for t in by_ends.tables] == [t.choice for t in found.tables]
     assert capacity < placed["a"].capacity <= 1.1 * capacity + 1
     assert placed["b"].sharding.spec == P(None, "x")
     assert placed["w"].sharding.spec == P() and len(placed["w"].devices()) == 8

@@ -63,8 +63,7 @@ class HotIds:
         return hash(self.digest)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
-        del copy
-        return np.array(self.ids, dtype)
+        return np.array(self.ids, dtype, copy=copy)
 
     def __repr__(self) -> str:
         return f"HotIds({len(self)}, {self.digest[:8]})"

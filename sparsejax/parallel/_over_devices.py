@@ -22,6 +22,9 @@ from sparsejax.transform.trace import makes_views
 
 
 _NUMBERS = (int, float, complex)
+# The methods and properties of an array that a model may use of a table: of what stands
+# for it, so that rows can be read of a view. Of another name the table has none, for
+# trees and frameworks ask objects whether they have this or that.
 _ARRAY_ONLY = frozenset(
     "T at astype copy flatten item max mean min mT ravel reshape sort std sum swapaxes "
     "take tolist transpose".split()

@@ -17,7 +17,9 @@ and sends in a step, lookup and update together,
     hot-cold            2 (N - 1) C (d + 4) + 2 K (d + 1) (N - 1) / N
 
 Row-sharded: C is the capacity, the rows requested from one owner in one round; without
-skew it is slightly more than U / N. Column-sharded: whole rows are sent in both
+skew it is slightly more than U / N. If the mesh has other axes than the table's, which
+replicate it r times, a batch is read in r N parts, and (r - 1) N C (d + 4) bytes more
+are sent to sum the gradients of the replicas. Column-sharded: whole rows are sent in both
 directions, b of them, since a bag is one row by then; XLA gathers the ids for each of
 their three uses, unless they are replicated; each device reads all N n ids, in narrow
 rows. Replicated: ids and rows of the gradient go to all devices, or the
@@ -36,7 +38,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -354,10 +356,10 @@ def plan(
       loss: function `loss(params, batch)` that returns a scalar, or a tuple that begins
         with one. It is traced, not run. Tables are the parameters that it reads by
         rows and uses in no other way, as `sparsejax.explain` shows them.
-      layouts: by the name of a table, as the plan prints it, a layout to take in place
-        of the recommended one: `"row-sharded"`, `"column-sharded"`, `"table-wise"`,
-        `"table-row-wise"`, `"hot-cold"`, `"replicated-sparse"` or `"replicated-dense"`.
-        Hot rows are found in a sample of ids.
+      layouts: by the name of a table, as the plan prints it, or the end of it, a layout
+        to take in place of the recommended one: `"row-sharded"`, `"column-sharded"`,
+        `"table-wise"`, `"table-row-wise"`, `"hot-cold"`, `"replicated-sparse"` or
+        `"replicated-dense"`. Hot rows are found in a sample of ids.
       stacks: for stacks of tables, the number of rows of each of their tables, by the
         name of the stack or the end of it: `EmbeddingCollection.heights()`. Only these
         can be sharded table by table, and what is counted is what the collection reads:
@@ -431,7 +433,7 @@ def plan(
         )
         for k in numbers
     ]
-    chosen = _fit(_overrule(found, layouts or {}), device_bytes, layouts or {})
+    chosen = _fit(*_overrule(found, layouts or {}), device_bytes)
     places = [numbers.index(k) if k in numbers else None for k in range(len(leaves))]
     return Plan(
         tuple(chosen), devices, device_bytes, mesh, axis, treedef, tuple(places)
@@ -493,14 +495,7 @@ def _heights(
             f"EmbeddingCollection.heights() returns it, got {stacks!r}."
         )
     for given, heights in stacks.items():
-        ends = str(given), f"[{given!r}]", f".{given}"
-        names = [name for name in tables if name.endswith(ends)]
-        if len(names) != 1:
-            raise ValueError(
-                f"{_CALL}: stacks must name one table each, got {given!r}. The tables "
-                f"are {', '.join(tables)}."
-            )
-        (name,) = names
+        name = _whole_name(given, tables, "stacks")
         is_list = isinstance(heights, Sequence | np.ndarray)
         if not is_list or not all(isinstance(n, int | np.integer) for n in heights):
             raise TypeError(
@@ -514,6 +509,19 @@ def _heights(
             )
         found[name] = tuple(map(int, heights))
     return found
+
+
+def _whole_name(given: Any, names: Iterable[str], argument: str) -> str:
+    """Of the tables' names the one that ends with the given key."""
+    ends = str(given), f"[{given!r}]", f".{given}"
+    found = [name for name in names if name == given]
+    found = found or [name for name in names if name.endswith(ends)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{_CALL}: {argument} must name one table each, got {given!r}, which "
+            f"{len(found)} of the tables end with: {', '.join(names)}."
+        )
+    return found[0]
 
 
 # ------------------------------------------------------------------ one table
@@ -540,9 +548,13 @@ def _table_plan(
         distinct = _most_distinct(samples, devices, spec.shape[0])
         measure = lambda ids: measure_capacity(table, ids, margin=1.0)
         capacity = max((measure(ids) for ids in samples if ids.size), default=1)
-    slots = [owners.slots(n, capacity) for n in each]
+    slots = [
+        owners.slots(-(-read.count // owners.devices), capacity) for read in reads
+    ]
     outputs = math.ceil(sum(read.count / read.length for read in reads) / devices)
-    costs = _costs(spec, devices, here, outputs, distinct, sum(slots), tx)
+    replicas = owners.devices // devices
+    sent = sum(slots) * (2 * (devices - 1) + (replicas - 1) * devices)
+    costs = _costs(spec, devices, here, outputs, distinct, sent, tx)
     groups = {}
     is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
     if heights and is_float and all(read.length == int(read.length) for read in reads):
@@ -610,10 +622,10 @@ def _costs(
     ids: int,
     outputs: int,
     distinct: int,
-    slots: int,
+    sent: int,
     tx: Any,
 ) -> dict[str, Cost]:
-    """The formulas in the module docstring, in whole bytes."""
+    """The formulas in the module docstring, in whole bytes; `sent` rows by rows."""
     height, *content = spec.shape
     row, id_bytes = _bytes_of(spec)
     others = devices - 1
@@ -621,7 +633,7 @@ def _costs(
     whole = height * row + like + aside
     rows = math.ceil(height / devices)
     wires = {
-        "row-sharded": 2 * others * slots * (row + id_bytes),
+        "row-sharded": sent * (row + id_bytes),
         "column-sharded": others * (3 * id_bytes * ids + 2 * outputs * row // devices),
         "replicated-sparse": others * distinct * (row + id_bytes),
         "replicated-dense": 2 * height * row * others // devices,
@@ -699,26 +711,25 @@ def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
 
 def _overrule(
     tables: Sequence[TablePlan], layouts: Mapping[str, str]
-) -> Sequence[TablePlan]:
-    """The tables, with the layouts that are asked for."""
+) -> tuple[Sequence[TablePlan], dict[str, str]]:
+    """The tables with the layouts that are asked for, and these by the whole names."""
     known = {table.name: table.costs for table in tables}
     if not isinstance(layouts, Mapping):
         raise TypeError(
             f"{_CALL}: layouts must be a dict of layouts by the names of tables, got "
             f"{layouts!r}."
         )
-    for name, layout in layouts.items():
-        if name not in known:
-            raise ValueError(
-                f"{_CALL}: layouts must name tables, {', '.join(known)}, got {name!r}."
-            )
+    asked = {_whole_name(k, known, "layouts"): how for k, how in layouts.items()}
+    for name, layout in asked.items():
         if layout not in known[name]:
             raise ValueError(
                 f"{_CALL}: the layout of {name} must be one of "
                 f"{', '.join(map(repr, known[name]))}, got {layout!r}.{_why(layout)}"
             )
-    asked = lambda table: layouts.get(table.name, table.choice)
-    return [dataclasses.replace(table, choice=asked(table)) for table in tables]
+    return [
+        dataclasses.replace(table, choice=asked.get(table.name, table.choice))
+        for table in tables
+    ], asked
 
 
 def _why(layout: str) -> str:
@@ -737,7 +748,7 @@ def _why(layout: str) -> str:
 
 
 def _fit(
-    tables: Sequence[TablePlan], budget: int | None, fixed: Mapping[str, str]
+    tables: Sequence[TablePlan], fixed: Mapping[str, str], budget: int | None
 ) -> Sequence[TablePlan]:
     """Moves tables to layouts that need less memory, until all fit or none is left."""
     tables = list(tables)

@@ -320,7 +320,15 @@ def make_table(
                 f"{call}: layout must have as many rows as the table, {height}, got "
                 f"tables of {layout.height} rows together."
             )
-        return ShardedTable(values, height, mesh, axis, layout)
+        made = ShardedTable(values, height, mesh, axis, layout)
+        count, each = made.num_shards, made.rows_per_shard
+        if _arguments.has_index_dtype(height) > _arguments.has_index_dtype(count * each):
+            raise ValueError(
+                f"{call}: {count} devices with {each} rows each have more positions "
+                f"than 32 bits can count, for a table of {height} rows. Choose a layout "
+                "that distributes the rows more evenly, or set jax_enable_x64."
+            )
+        return made
 
     if callable(table):
         hint = " A table given as a function of ids needs height=, its number of rows."
