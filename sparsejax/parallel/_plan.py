@@ -518,8 +518,8 @@ def _whole_name(given: Any, names: Iterable[str], argument: str) -> str:
     found = found or [name for name in names if name.endswith(ends)]
     if len(found) != 1:
         raise ValueError(
-            f"{_CALL}: {argument} must name one table each, got {given!r}, which "
-            f"{len(found)} of the tables end with: {', '.join(names)}."
+            f"{_CALL}: {argument} must name one table each, got {given!r}, the end of "
+            f"{len(found)} of the names {', '.join(names)}."
         )
     return found[0]
 
