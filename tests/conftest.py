@@ -134,8 +134,8 @@ gc.set_threshold(20_000, 20, 20)
 # ------------------------------------------------------------------ collection
 
 # These ask other systems, which are not installed here, what the tests compare with,
-# and run the tests of others.
-collect_ignore_glob = ["golden_*.py", "peers/*"]
+# run the tests of others, and ask mutmut what to change.
+collect_ignore_glob = ["golden_*.py", "mutants.py", "peers/*"]
 
 
 def pytest_addoption(parser):

@@ -17,9 +17,9 @@ and sends in a step, lookup and update together,
     hot-cold            2 (N - 1) C (d + 4) + 2 K (d + 1) (N - 1) / N
 
 Row-sharded: C is the capacity, the rows requested from one owner in one round; without
-skew it is slightly more than U / N. If the mesh has other axes than the table's, which
-replicate it r times, a batch is read in r N parts, and (r - 1) N C (d + 4) bytes more
-are sent to sum the gradients of the replicas. Column-sharded: whole rows are sent in both
+skew it is slightly more than U / N. If the mesh has other axes than the table's, over
+which it is replicated r times, a batch is read in r N parts, and (r - 1) N C (d + 4)
+bytes more are sent, to sum the gradients of the replicas. Column-sharded: whole rows are sent in both
 directions, b of them, since a bag is one row by then; XLA gathers the ids for each of
 their three uses, unless they are replicated; each device reads all N n ids, in narrow
 rows. Replicated: ids and rows of the gradient go to all devices, or the
@@ -548,9 +548,7 @@ def _table_plan(
         distinct = _most_distinct(samples, devices, spec.shape[0])
         measure = lambda ids: measure_capacity(table, ids, margin=1.0)
         capacity = max((measure(ids) for ids in samples if ids.size), default=1)
-    slots = [
-        owners.slots(-(-read.count // owners.devices), capacity) for read in reads
-    ]
+    slots = [owners.slots(-(-read.count // owners.devices), capacity) for read in reads]
     outputs = math.ceil(sum(read.count / read.length for read in reads) / devices)
     replicas = owners.devices // devices
     sent = sum(slots) * (2 * (devices - 1) + (replicas - 1) * devices)

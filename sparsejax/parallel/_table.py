@@ -322,11 +322,12 @@ def make_table(
             )
         made = ShardedTable(values, height, mesh, axis, layout)
         count, each = made.num_shards, made.rows_per_shard
-        if _arguments.has_index_dtype(height) > _arguments.has_index_dtype(count * each):
+        fits = _arguments.has_index_dtype
+        if fits(height) and not fits(count * each):
             raise ValueError(
                 f"{call}: {count} devices with {each} rows each have more positions "
-                f"than 32 bits can count, for a table of {height} rows. Choose a layout "
-                "that distributes the rows more evenly, or set jax_enable_x64."
+                f"than 32 bits can count, for a table of {height} rows. Choose a "
+                "layout that distributes the rows more evenly, or set jax_enable_x64."
             )
         return made
 
