@@ -28,10 +28,8 @@ import time
 from xml.etree import ElementTree
 
 
-ROOT = pathlib.Path(__file__).parent.parent
-
 if __name__ == "__main__":  # before JAX is imported
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
     import conftest  # noqa: F401
 
 import coverage
@@ -39,6 +37,9 @@ import libcst
 import pytest
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators, operator_string
+
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Changes(libcst.CSTVisitor):

@@ -19,10 +19,10 @@ and sends in a step, lookup and update together,
 Row-sharded: C is the capacity, the rows requested from one owner in one round; without
 skew it is slightly more than U / N. If the mesh has other axes than the table's, over
 which it is replicated r times, a batch is read in r N parts, and (r - 1) N C (d + 4)
-bytes more are sent, to sum the gradients of the replicas. Column-sharded: whole rows are sent in both
-directions, b of them, since a bag is one row by then; XLA gathers the ids for each of
-their three uses, unless they are replicated; each device reads all N n ids, in narrow
-rows. Replicated: ids and rows of the gradient go to all devices, or the
+bytes more are sent, to sum the gradients of the replicas. Column-sharded: whole rows
+are sent in both directions, b of them, since a bag is one row by then; XLA gathers the
+ids for each of their three uses, unless they are replicated; each device reads all N n
+ids, in narrow rows. Replicated: ids and rows of the gradient go to all devices, or the
 dense gradient is all-reduced. Table-wise, for a stack of tables: whole tables on G
 groups of m devices, m = 1, or "table-row-wise" with a group for each place on the first
 mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
