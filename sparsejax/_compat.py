@@ -204,6 +204,7 @@ def linear_primitive(
     name: str,
     reference: Callable[..., jax.Array],
     platforms: Mapping[str, Callable[..., jax.Array]],
+    types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -214,6 +215,7 @@ def linear_primitive(
       reference: a function of arrays, linear in the first; the others are not
         differentiated.
       platforms: by platform, a function that computes the same.
+      types: see `platform_primitive`; without it, `reference` is traced.
 
     Returns:
       The primitive.
@@ -228,7 +230,7 @@ def linear_primitive(
     def batch(args, dims):
         return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
 
-    p = _primitive(name, reference, platforms)
+    p = _primitive(name, reference, platforms, types)
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
     return p
@@ -241,6 +243,7 @@ def multilinear_primitive(
     transposes: Mapping[int, Callable[..., jax.Array]],
     batch: Callable[..., Any],
     *,
+    types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
     multiple_results: bool = False,
 ) -> Any:
     """Makes `reference` one primitive whose JVP is that primitive again.
@@ -255,6 +258,7 @@ def multilinear_primitive(
         itself is None.
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
         axis first; `axes` are the mapped axes, or None.
+      types: see `platform_primitive`; without it, `reference` is traced.
       multiple_results: whether `reference` returns a tuple. Then the first of its
         results is the linear one, and the others have no derivative.
 
@@ -291,7 +295,7 @@ def multilinear_primitive(
         outs = as_list(batch(p.bind, args, dims, **static))
         return as_results(outs), as_results([0] * len(outs))
 
-    p = _primitive(name, reference, platforms, multiple_results)
+    p = _primitive(name, reference, platforms, types, multiple_results=multiple_results)
     _ad.primitive_jvps[p] = jvp
     _ad.primitive_transposes[p] = transpose
     _batching.primitive_batchers[p] = batched
@@ -321,9 +325,6 @@ def platform_primitive(
       The primitive, which has multiple results.
     """
 
-    def abstract(*avals, **static):
-        return [_core.ShapedArray(*spec) for spec in types(*avals, **static)]
-
     def jvp(primals, tangents, **static):
         moved = [k for k, t in enumerate(tangents) if not isinstance(t, _ad.Zero)]
 
@@ -348,8 +349,9 @@ def platform_primitive(
         outs = jax.vmap(fun, in_axes=tuple(dims))(*args)
         return list(outs), [0] * len(outs)
 
-    p = _primitive(name, reference, platforms, multiple_results=True, one_device=True)
-    p.def_abstract_eval(abstract)  # without tracing the reference
+    p = _primitive(
+        name, reference, platforms, types, multiple_results=True, one_device=True
+    )
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
     return p
@@ -432,22 +434,29 @@ def _primitive(
     name: str,
     reference: Callable[..., Any],
     platforms: Mapping[str, Callable[..., Any]],
+    types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
+    *,
     multiple_results: bool = False,
     one_device: bool = False,
 ) -> Any:
     """A primitive whose platform is chosen when a program is lowered.
 
     So jaxprs have no branch over platforms. With `one_device`, the lowerings of
-    `platforms` are for programs of one device only.
+    `platforms` are for programs of one device only. `types` are those of the results;
+    without it, and where types say more, `reference` is traced to find them.
     """
     p = Primitive(name)
     p.multiple_results = multiple_results
     p.def_impl(functools.partial(_dispatch.apply_primitive, p))
 
     def abstract(*avals, **static):
-        program = jax.make_jaxpr(functools.partial(reference, **static))(*avals)
-        # Types say more than shape and dtype: how explicit mesh axes lay an array out.
-        outs = [v.aval.update(weak_type=False) for v in open_jaxpr(program)[0].outvars]
+        # Types may say more than shape and dtype: how a mesh lays an array out.
+        if types is not None and (one_device or not any(map(is_laid_out, avals))):
+            outs = [_core.ShapedArray(*spec) for spec in types(*avals, **static)]
+        else:
+            program = jax.make_jaxpr(functools.partial(reference, **static))(*avals)
+            outvars = open_jaxpr(program)[0].outvars
+            outs = [v.aval.update(weak_type=False) for v in outvars]
         return outs if multiple_results else outs[0]
 
     p.def_abstract_eval(abstract)

@@ -326,13 +326,39 @@ def test_looking_at_the_update_copies_no_table():
     assert compiled.memory_analysis().temp_size_in_bytes < 6 * gradient
 
 
-def test_tables_of_equal_shape_share_one_program():
-    grads = {k: sj.SelectedRows(jnp.arange(3), jnp.ones((3, 2)), 9) for k in "abc"}
-    params = {k: jnp.ones((9, 2)) for k in "abc"}
-    tx = lazy(optax.adam(0.1))
-    found = [
+def _programs(tx, grads, params):
+    return [
         eqn.params["program"]
         for eqn in eqns_of(tx.update, grads, tx.init(params), params)
         if eqn.primitive.name == "update_rows"
     ]
-    assert len(found) == 3 and len(set(found)) == 1
+
+
+def test_tables_with_equal_rows_share_one_program():
+    """It is traced once, however many rows each of them has."""
+    heights = {"a": 9, "b": 9, "c": 12}
+    rows, values = jnp.arange(3), jnp.ones((3, 2))
+    grads = {k: sj.SelectedRows(rows, values, n) for k, n in heights.items()}
+    params = {k: jnp.ones((n, 2)) for k, n in heights.items()}
+    found = _programs(lazy(optax.adam(0.1)), grads, params)
+    assert len(found) == 3 and len(set(map(id, found))) == 1
+
+
+def test_tables_with_other_updates_have_programs_of_their_own():
+    """Of equal rows too: a rate, a sign or the way around makes them different."""
+    rates = {"a": 0.1, "b": 0.2, "c": -0.1}
+    ways = {k: optax.adam(rate) for k, rate in rates.items()}
+    ways["d"] = optax.chain(optax.adam(0.1), optax.add_decayed_weights(0.1))
+    ways["e"] = optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1))
+    tx = optax.partition(ways, {k: k for k in ways})
+    ids = jnp.array([5, 3, 5])
+    params = {k: jnp.linspace(0.5, 1.5, 18).reshape(9, 2) for k in ways}
+    grads = {k: sj.SelectedRows(ids, jnp.ones((3, 2)), 9) for k in ways}
+    assert len(set(map(id, _programs(lazy(tx), grads, params)))) == len(ways)
+
+    updates, _ = jax.jit(lazy(tx).update)(grads, lazy(tx).init(params), params)
+    dense = {k: g.to_dense() for k, g in grads.items()}
+    expected, _ = tx.update(dense, tx.init(params), params)
+    for k in ways:
+        got = updates[k].to_dense()[jnp.array([3, 5])]
+        np.testing.assert_allclose(got, expected[k][jnp.array([3, 5])], rtol=1e-5)

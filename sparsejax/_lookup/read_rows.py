@@ -8,7 +8,10 @@ from sparsejax._lookup.lowerings import cpu, xla
 
 
 read_rows_p = _compat.linear_primitive(
-    "read_rows", xla.read_rows, {"cpu": cpu.read_rows}
+    "read_rows",
+    xla.read_rows,
+    {"cpu": cpu.read_rows},
+    lambda table, ids: [(ids.shape + table.shape[1:], table.dtype)],
 )
 
 

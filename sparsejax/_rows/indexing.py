@@ -3,6 +3,7 @@
 Reading an id out of range (outside `[0, height)`) gives zeros; writing it does nothing.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -15,12 +16,23 @@ from sparsejax import _arguments
 
 def in_range(ids: jax.Array, height: int) -> jax.Array:
     """Which ids are in `[0, height)`."""
-    return (ids >= 0) & (ids < _arguments.scalar(height, ids))
+    return _in_range(ids, _arguments.scalar(height, ids))
+
+
+# Jitted so that JAX traces it once for tables of all heights.
+@functools.partial(jax.jit, inline=True)
+def _in_range(ids: jax.Array, height: Any) -> jax.Array:
+    return (ids >= 0) & (ids < height)
 
 
 def append_axes(x: jax.Array, ndim: int) -> jax.Array:
     """`x` with axes of length 1 appended, up to rank `ndim`."""
-    return x.reshape(x.shape + (1,) * (ndim - x.ndim))
+    return reshape(x, x.shape + (1,) * (ndim - x.ndim))
+
+
+def reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x.reshape(shape)`; `x` itself if it has this shape, where JAX traces a copy."""
+    return x if x.shape == shape else x.reshape(shape)
 
 
 def merge_axes(x: Any, count: int) -> Any:
@@ -31,6 +43,7 @@ def merge_axes(x: Any, count: int) -> Any:
     return x.reshape(math.prod(x.shape[:count]), *x.shape[count:])
 
 
+@functools.partial(jax.jit, inline=True)
 def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
     """`values` where the mask `keep` of the leading axes is true, zeros elsewhere."""
     keep = append_axes(keep, values.ndim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
@@ -276,8 +277,11 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
         if isinstance(leaf.value, SelectedRows):
             g = with_slots(leaf.value, leaf.value.rows, g)
         grads[leaf.position] = g
+    reads_of = collections.defaultdict(list)
+    for k, site in enumerate(sites):
+        reads_of[site.table].append(k)
     for number, leaf in enumerate(plan.tables):
-        mine = [k for k, site in enumerate(sites) if site.table == number]
+        mine = reads_of[number]
         grads[leaf.position] = _package(
             leaf,
             [ids[k] for k in mine],

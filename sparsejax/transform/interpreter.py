@@ -326,10 +326,11 @@ class RuleContext:
             return self._read_by(ref.reader, ref, ids, valid, drop)
         shape = jnp.shape(ids)
         height = ref.array.shape[0]
-        ids = _arguments.as_ids("RuleContext.read", ids, height).reshape(-1)
+        ids = _arguments.as_ids("RuleContext.read", ids, height)
+        ids = indexing.reshape(ids, (ids.size,))
         counts = indexing.in_range(ids, ref.height)
         if valid is not None:
-            counts &= jnp.reshape(valid, -1)
+            counts &= indexing.reshape(jnp.asarray(valid), (ids.size,))
         if ref.first is not None:
             last = _arguments.scalar(ref.height - 1, ids)
             ids = jnp.clip(ids, _arguments.scalar(0, ids), last) + ref.first
@@ -337,7 +338,7 @@ class RuleContext:
         differentiated = self.reads.planting and any(self.live)
         if drop and differentiated and jnp.issubdtype(rows.dtype, jnp.inexact):
             rows = drop_cotangents(rows, counts)
-        return rows.reshape(shape + rows.shape[1:])
+        return indexing.reshape(rows, shape + rows.shape[1:])
 
     def _read_by(
         self, reader: Any, ref: TableRef, ids: Any, valid: Any, drop: bool

@@ -309,7 +309,12 @@ def _drop_batch(bind, args, axes):
 
 
 _drop_cotangents_p = _compat.multilinear_primitive(
-    "drop_cotangents", lambda x, keep: x, {}, {0: _drop_transpose}, _drop_batch
+    "drop_cotangents",
+    lambda x, keep: x,
+    {},
+    {0: _drop_transpose},
+    _drop_batch,
+    types=lambda x, keep: [(x.shape, x.dtype)],
 )
 
 

@@ -126,6 +126,33 @@ class RowFunction:
                 env[id(step)] = _compat.bind(step.eqn, [read(x) for x in step.inputs])
         return [read(x) for x in self.outputs]
 
+    def key(self, rows: Sequence[Node]) -> Any:
+        """What it computes, the same for tables with equal rows.
+
+        Args:
+          rows: nodes, among them all `inputs`.
+
+        Returns:
+          A tuple; comparing it needs parameters of equations that can be hashed.
+        """
+        names: dict[int, Any] = {id(x): k for k, x in enumerate(rows)}
+        names.update((id(x), ("operand", k)) for k, x in enumerate(self.operands))
+
+        def name(x):
+            if isinstance(x, Node) and x.step is not None:
+                return names[id(x.step)], x.index
+            if _is_literal(x):
+                return type(x), getattr(x, "dtype", None), str(x)
+            return names[id(x)]
+
+        steps = []
+        for k, step in enumerate(self.steps):
+            names[id(step)] = "step", k
+            params = tuple(sorted(step.eqn.params.items()))
+            steps.append((step.eqn.primitive, params, *map(name, step.inputs)))
+        types = *(x.aval for x in rows), *map(jax.typeof, self.operands)
+        return types, tuple(steps), tuple(map(name, self.outputs))
+
     def is_linear(self, gradient: Node) -> bool:
         """Whether all outputs are linear in the gradient, and depend on nothing else.
 

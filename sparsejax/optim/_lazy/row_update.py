@@ -57,10 +57,11 @@ def update(
     dense = [
         x for i, x in enumerate(grads) if i not in tables and row_passes.is_plain(x)
     ]
-    steps = {}
+    steps, programs = {}, {}
     for i, found in passes.items():
         state_of = {k: leaves[k] for k in followers[i]}
-        steps[i] = _Table(grads[i], found.after(dense), weights[i], state_of, i)
+        found = found.after(dense)
+        steps[i] = _Table(grads[i], found, weights[i], state_of, i, programs)
     inputs = [node for step in steps.values() for node in step.nodes()]
     out_treedef = None
 
@@ -127,6 +128,7 @@ class _Table:
       weights: the table.
       state: the leaves of the state that follow it, by their index.
       index: of the table.
+      programs: those traced so far, for tables with equal rows.
     """
 
     def __init__(
@@ -136,8 +138,10 @@ class _Table:
         weights: Any,
         state: dict[int, Any],
         index: int,
+        programs: dict[Any, block_pass.Program],
     ):
         self.passes, self.weights, self.state = passes, weights, state
+        self.programs = programs
         row = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
         self.gradient = Node(index, row(grad))
         self.weight = Node(index, row(weights))
@@ -195,12 +199,24 @@ class _Table:
             return _add(rows[id(self.weight)], change), *state, change
 
         writes = [nodes.index(n) for n in (self.weight, *written)]
-        traced = self._trace(function, nodes, outputs)
+        traced = self._trace_once(function, nodes, outputs)
         tables = [x for _, x in read]
         (table, *state), out = self.passes.update(
             tables, function.operands, traced, writes
         )
         return with_known_sum(out, self.weights, table), dict(zip(new, state))
+
+    def _trace_once(self, function: RowFunction, nodes, outputs) -> block_pass.Program:
+        """`_trace`, or what it gave for a table that does the same with `outputs`."""
+        key = function.key([self.gradient, *nodes]), nodes.index(self.weight)
+        try:
+            traced = self.programs.get(key)
+        except TypeError:  # a parameter that cannot be hashed
+            return self._trace(function, nodes, outputs)
+        if traced is None:
+            traced = self._trace(function, nodes, outputs)
+            self.programs[key] = traced
+        return traced
 
     def _trace(self, function: RowFunction, nodes: Sequence[Node], outputs: Callable):
         """The function as a program `(gradient, *nodes, *operands)` of one row."""

@@ -55,11 +55,14 @@ def find(
         return StateLeaves((None,) * len(before), dict.fromkeys(tables, why), state)
 
     owners, blocked = [], {}
+    table_of = {extra: table for table, extra in more.items()}
     for (path, old), new in zip(before, after):
         owner = None
         if old.shape != new.shape:
-            follows = (t for t in tables if _follows(old, new, specs[t], more[t]))
-            owner = next(follows, None)
+            extra = new.shape[0] - old.shape[0] if old.shape and new.shape else 0
+            owner = table_of.get(extra)
+            if owner is not None and not _follows(old, new, specs[owner], extra):
+                owner = None
             if owner is None:
                 for table in _tables_to_blame(old, new, more):
                     blocked[table] = (

@@ -4,7 +4,9 @@ A view (`TableRef`) has one axis of rows; its other axes are the *content* of a 
 equation reads rows if it selects along the row axis and takes the whole content.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,53 +50,47 @@ def _gather_rule(
     collected = ctx.collect(ref, num_ids)
     if collected is not None:
         return collected
-    indices = jnp.asarray(ctx.dense(indices, live=False))
-    valid = jnp.ones(batch, bool)
+    indices = _arguments.as_ids("gather", ctx.dense(indices, live=False), ref.height)
+    ids, valid = _ids_read(
+        indices,
+        _sizes(ref, indices),
+        tuple(
+            _arguments.scalar(ref.shape[axis] - slice_sizes[axis], indices)
+            for axis in axes
+        ),
+        _arguments.scalar(ref.height, indices),
+        dims=dims,
+        axes=axes,
+        widths=tuple(slice_sizes[axis] for axis in axes),
+        mode=mode,
+    )
     batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
-    places = []
-    for axis in axes:
-        size, width = ref.shape[axis], slice_sizes[axis]
-        if axis in batched:  # vmap over the tables of a stack
-            start = lax.broadcasted_iota(jnp.int32, batch, batched[axis])
-        elif axis not in dims.start_index_map:
-            start = jnp.zeros(batch, jnp.int32)
-        else:
-            position = list(dims.start_index_map).index(axis)
-            given = _arguments.as_ids("gather", indices[..., position], ref.height)
-            last = _arguments.scalar(size - width, given)
-            start = jnp.clip(given, _arguments.scalar(0, given), last)
-            if mode != lax.GatherScatterMode.CLIP:
-                # XLA clamps a read that is out of range in these modes, too, but its
-                # transpose drops it.
-                valid &= given == start
-        places.append(start[..., None] + _steps(width, start.ndim + 1, start.dtype))
-    if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        for k, d in enumerate(dims.start_index_map):
-            if d not in axes:  # taken whole, so any start but 0 is out of range
-                valid &= indices[..., k] == 0
-    ids = _row_numbers(ref, places)
-    each_valid = jnp.broadcast_to(indexing.append_axes(valid, ids.ndim), ids.shape)
-    if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        # What these read is replaced below. With ids out of range, a gradient of this
-        # gradient drops them as well.
-        ids = jnp.where(each_valid, ids, _arguments.scalar(ref.height, ids))
+    others = [(d, k) for d, k in batched.items() if d not in axes]
     drop = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    rows = ctx.read(ref, ids, each_valid, drop)
-    # [*batch, *widths, *content] -> [*batch, *operand's axes] -> without collapsed ones
-    rows = _move_axes(rows, len(batch), axes)
-    for d, k in batched.items():
-        if d not in axes:
+    if ids.size == math.prod(batch) and not others:
+        # Most gathers: a row for each id, [*batch, *content], with no axis to move.
+        rows = ctx.read(ref, indexing.reshape(ids, batch), valid, drop)
+    else:
+        mask = valid
+        if valid is not None:
+            mask = jnp.broadcast_to(indexing.append_axes(valid, ids.ndim), ids.shape)
+        rows = ctx.read(ref, ids, mask, drop)
+        # [*batch, *widths, *content] -> [*batch, *operand's axes]
+        rows = _move_axes(rows, len(batch), axes)
+        for d, k in others:
             rows = _diagonal(rows, k, len(batch) + d)
+    # Without the axes that are collapsed.
     gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
     kept = [d for d in range(ref.ndim) if d not in gone]
-    rows = rows.reshape(batch + tuple(slice_sizes[d] for d in kept))
+    rows = indexing.reshape(rows, batch + tuple(slice_sizes[d] for d in kept))
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = indexing.fill_value(rows.dtype) if fill_value is None else fill_value
         rows = _fill_unless(valid, rows, np.array(fill, rows.dtype))
     batch_axes, kept_axes = iter(range(len(batch))), iter(range(len(batch), rows.ndim))
     offset = set(map(int, dims.offset_dims))
     order = [next(kept_axes if d in offset else batch_axes) for d in range(rows.ndim)]
-    return lax.transpose(rows, order)
+    in_order = order == list(range(rows.ndim))
+    return rows if in_order else lax.transpose(rows, order)
 
 
 @register_rule_of_stacks(p.dynamic_slice_p)
@@ -117,7 +113,7 @@ def _dynamic_slice_rule(
     for axis in ref.row_axes:
         start = first(axis)
         places.append(start[None] + _steps(slice_sizes[axis], 1, start.dtype))
-    rows = ctx.read(ref, _row_numbers(ref, places), drop=False)
+    rows = ctx.read(ref, _row_numbers(places, _sizes(ref, places[0])), drop=False)
     return _move_axes(rows, 0, ref.row_axes)
 
 
@@ -136,7 +132,7 @@ def _slice_rule(
         return ref.part(start_indices[ref.stack_axis], sizes[ref.stack_axis])
     dtype = _arguments.index_dtype(ref.height)
     places = [jnp.asarray(taken[axis], dtype) for axis in ref.row_axes]
-    rows = ctx.read(ref, _row_numbers(ref, places), drop=False)
+    rows = ctx.read(ref, _row_numbers(places, _sizes(ref, places[0])), drop=False)
     return _move_axes(rows, 0, ref.row_axes)
 
 
@@ -167,24 +163,95 @@ def _is_part(ref: TableRef, sizes: Sequence[int]) -> bool:
     return ref.stack_axis is not None and sizes[ref.row_axis] == ref.shape[ref.row_axis]
 
 
-def _row_numbers(ref: TableRef, places: Sequence[jax.Array]) -> jax.Array:
+# Jitted so that JAX traces it once for tables of all heights.
+@functools.partial(
+    jax.jit, static_argnames=("dims", "axes", "widths", "mode"), inline=True
+)
+def _ids_read(
+    indices: jax.Array,
+    sizes: Sequence[Any],
+    lasts: Sequence[Any],
+    height: Any,
+    *,
+    dims: Any,
+    axes: Sequence[int],
+    widths: Sequence[int],
+    mode: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The rows that a gather reads.
+
+    Args:
+      indices: those of the gather, `[*batch, k]`.
+      sizes, lasts, height: of each axis of rows its length and the last start in range,
+        and how many rows there are in all.
+      dims, mode: parameters of the gather.
+      axes: the axes of rows.
+      widths: how many places are read along each.
+
+    Returns:
+      Row numbers `[*batch, *widths]`; and a mask `[*batch]` of those whose transpose
+      adds to the table, or None for all.
+    """
+    batch = indices.shape[:-1]
+    checks = []
+    batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
+    places = []
+    for axis, last, width in zip(axes, lasts, widths):
+        if axis in batched:  # vmap over the tables of a stack
+            start = lax.broadcasted_iota(indices.dtype, batch, batched[axis])
+        elif axis not in dims.start_index_map:
+            start = jnp.zeros(batch, indices.dtype)
+        else:
+            given = indices[..., list(dims.start_index_map).index(axis)]
+            start = jnp.clip(given, _arguments.scalar(0, given), last)
+            if mode != lax.GatherScatterMode.CLIP:
+                # XLA clamps a read that is out of range in these modes, too, but its
+                # transpose drops it.
+                checks.append(given == start)
+        start = start[..., None]
+        steps = _steps(width, start.ndim, start.dtype)
+        places.append(start + steps if width > 1 else start)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        for k, d in enumerate(dims.start_index_map):
+            if d not in axes:  # taken whole, so any start but 0 is out of range
+                checks.append(indices[..., k] == 0)
+    ids = _row_numbers(places, sizes)
+    if not checks:
+        return ids, None
+    valid = functools.reduce(operator.and_, checks)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        # What these read is replaced. With ids out of range, a gradient of this
+        # gradient drops them as well.
+        ids = jnp.where(indexing.append_axes(valid, ids.ndim), ids, height)
+    return ids, valid
+
+
+def _row_numbers(places: Sequence[jax.Array], sizes: Sequence[Any]) -> jax.Array:
     """Rows of a view, from places `[..., n_i]` along each of its axes of rows.
+
+    Args:
+      places: of a dtype that can count all rows.
+      sizes: the lengths of these axes, of that dtype.
 
     Returns:
       `[..., n_1]`, or for a stack `[..., n_1, n_2]`.
     """
     ids = places[0]
-    for axis, place in zip(ref.row_axes[1:], places[1:]):
-        dtype = _arguments.index_dtype(ref.height)
-        size = np.array(ref.shape[axis], dtype)
-        ids = ids.astype(dtype)[..., None] * size + place.astype(dtype)[..., None, :]
+    for place, size in zip(places[1:], sizes[1:]):
+        ids = ids[..., None] * size + place[..., None, :]
     return ids
+
+
+def _sizes(ref: TableRef, like: Any) -> tuple[Any, ...]:
+    """The lengths of a view's axes of rows, in the dtype of `like`."""
+    return tuple(_arguments.scalar(ref.shape[axis], like) for axis in ref.row_axes)
 
 
 def _move_axes(rows: jax.Array, start: int, axes: Sequence[int]) -> jax.Array:
     """The axes of rows, which come first after `start` others, put at `axes`."""
-    here = range(start, start + len(axes))
-    return jnp.moveaxis(rows, here, [start + axis for axis in axes])
+    here = tuple(range(start, start + len(axes)))
+    there = tuple(start + axis for axis in axes)
+    return rows if here == there else jnp.moveaxis(rows, here, there)
 
 
 def _diagonal(x: jax.Array, k: int, d: int) -> jax.Array:
