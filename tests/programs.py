@@ -518,6 +518,23 @@ def checkpointed_scan(table, w, ids):
 
 
 @sparse
+def gradient_of_a_checkpointed_scan(table, w, ids):
+    """What does not change in the scan is hoisted out of it, into a call."""
+
+    def total(scale):
+        @jax.checkpoint
+        def outer(c, i):
+            inner = lambda c, j: (c + _loss(table[j], scale * w), None)
+            same = lax.scan(inner, jnp.zeros((), w.dtype), ids)[0]
+            return c * jnp.tanh(same) + _loss(table[i], scale * w), jnp.sin(c)
+
+        last, each = lax.scan(outer, jnp.ones((), w.dtype), ids)
+        return last + jnp.sum(each)
+
+    return sum(jax.value_and_grad(total)(jnp.ones((), w.dtype)))
+
+
+@sparse
 def checkpointed_and_passed_on(table, w, ids):
     total, same = jax.checkpoint(lambda t: (_loss(t[ids], w), t))(table)
     return total + _loss(same[ids + 1], w)
@@ -532,6 +549,13 @@ def checkpointed_view_passed_on(table, w, ids):
 
     total, view, same = body(table * 2.0, w)
     return total + _loss(view[:, ids].T, w) + _loss(same[ids + 1], w)
+
+
+@sparse
+def branch_returns_what_nobody_uses(table, w, ids):
+    read = lambda: (_loss(table[ids], w), table)
+    total, _ = lax.cond(ids[0] > 0, read, lambda: (jnp.sum(w), table))
+    return total
 
 
 @sparse

@@ -180,6 +180,24 @@ def test_derivatives(x64):
 
 
 @pytest.mark.slow
+def test_weights_that_are_a_parameter_of_their_own(x64):
+    """Which might itself be a table: nothing comes between it and the sum."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 40, (3, 2))
+    params = {"table": rng.normal(size=(40, 3)), "weights": rng.normal(size=(3, 2))}
+
+    def loss(p, bag):
+        return jnp.sum(jnp.sin(bag(p["table"], p["weights"])))
+
+    ours = lambda t, w: sj.embedding_bag(t, ids, weights=w)
+    jaxs = lambda t, w: jnp.sum(t[ids] * w[..., None], axis=1)
+    got = sj.grad(loss)(params, ours)
+    want = jax.grad(loss)(params, jaxs)
+    assert isinstance(got["table"], sj.SelectedRows)
+    np.testing.assert_allclose(got["table"].to_dense(), want["table"], rtol=1e-12)
+    np.testing.assert_allclose(got["weights"], want["weights"], rtol=1e-12)
+
+
 def test_lowerings_give_what_the_reference_gives():
     rng = np.random.default_rng(3)
     table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)

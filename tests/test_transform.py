@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
-from helpers import assert_no_dense, dense as dense_of, slow_but
+from helpers import assert_no_dense, dense as dense_of, eqns_of, slow_but
 from programs import DENSE, PROGRAMS, V, arguments
 from sparsejax import _compat
 
@@ -33,6 +33,7 @@ REPRESENTATIVE = [
     "scanned_carry",
     "branch_in_scan",
     "checkpointed",
+    "gradient_of_a_checkpointed_scan",
     "bag_ragged",
 ]
 
@@ -370,6 +371,19 @@ def test_sparse_gradient_of_a_sparse_gradient(x64):
     rows = lambda r: jnp.sum(jnp.sin(r * w))
     want = jax.grad(lambda t: jnp.sum(jax.grad(rows)(t[ids]) ** 3))(table)
     close(g.to_dense(), want)
+
+
+@pytest.mark.multidevice
+def test_shardings_of_a_nested_jit_are_kept():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    table, _, _ = arguments()
+    for kwargs in ({"in_shardings": (None, sharding)}, {"out_shardings": sharding}):
+        read = jax.jit(lambda t, ids: t[ids], **kwargs)
+        loss = lambda t, ids, read=read: jnp.sum(read(t, ids) ** 2)
+        found = eqns_of(sj.grad(loss, tables=True), table, jnp.arange(8))
+        kept = [e for e in found if e.primitive.name == "sharding_constraint"]
+        assert any(e.params["sharding"] == sharding for e in kept), kwargs
 
 
 def test_effects_and_randomness_are_kept(capfd):

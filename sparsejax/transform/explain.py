@@ -10,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparsejax._arguments import PyTree
-from sparsejax._rows import SelectedRows
 from sparsejax.transform.plan import make_plan
 from sparsejax.transform.trace import Leaf, check_fun, trace_call
 
@@ -133,12 +132,10 @@ def explain(
 
 
 def _describe(leaf: Leaf) -> LeafExplanation:
-    value = leaf.value
-    is_rows = isinstance(value, SelectedRows)
     return LeafExplanation(
         leaf.name,
-        tuple(value.shape if is_rows else jnp.shape(value)),
-        jnp.result_type(value.dtype if is_rows else value).name,
+        tuple(jnp.shape(leaf.value)),
+        jnp.result_type(leaf.value).name,
         leaf.sparse,
         leaf.rows_read,
         tuple((site.num_rows, site.where) for site in leaf.sites),

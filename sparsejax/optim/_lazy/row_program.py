@@ -345,6 +345,7 @@ _JITS = frozenset(["jit", "pjit"])
 _CALLS = {
     **dict.fromkeys(_JITS, "jaxpr"),
     "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "checkpoint": "jaxpr",

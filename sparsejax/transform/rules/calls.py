@@ -44,13 +44,19 @@ def _constrain(xs: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     return [one(x, s) for x, s in zip(xs, [*shardings, *pad])]
 
 
-@register_rule_of_stacks("closed_call", "core_call")
+# jax 0.12 calls what a gradient of a scan hoists out of it by `eval_jaxpr`.
+@register_rule_of_stacks("closed_call", "call", "eval_jaxpr")
 def _call_rule(ctx: RuleContext, *inputs: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
     return ctx.walk(call_jaxpr, inputs)
 
 
 @register_flow(
-    p.jit_p, _compat.remat_p, "closed_call", "core_call", _compat.shard_map_p
+    p.jit_p,
+    _compat.remat_p,
+    "closed_call",
+    "call",
+    "eval_jaxpr",
+    _compat.shard_map_p,
 )
 def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
     jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
