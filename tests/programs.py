@@ -553,8 +553,8 @@ def checkpointed_view_passed_on(table, w, ids):
 
 @sparse
 def branch_returns_what_nobody_uses(table, w, ids):
-    read = lambda: (_loss(table[ids], w), table)
-    total, _ = lax.cond(ids[0] > 0, read, lambda: (jnp.sum(w), table))
+    read = lambda: (_loss(table[ids], w), 2 * table)
+    total, _ = lax.cond(ids[0] > 0, read, lambda: (jnp.sum(w), -table))
     return total
 
 

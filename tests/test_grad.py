@@ -46,6 +46,25 @@ def _assert_same(sparse, dense):
 
 
 @pytest.mark.window(0)
+@pytest.mark.parametrize("op", [jnp.multiply, jnp.subtract, jnp.maximum])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_parameter_of_one_row_meets_a_table(op, first):
+    """It might be a table as well, but then neither would be."""
+    rng = np.random.default_rng(0)
+    params = {"t": rng.normal(size=(60, 4)), "w": rng.normal(size=(1, 4))}
+    params = jax.tree.map(jnp.asarray, params)
+    ids = jnp.array([3, 3, 7])
+
+    def loss(p):
+        pair = (p["t"], p["w"]) if first else (p["w"], p["t"])
+        return jnp.sum(jnp.sin(op(*pair)[ids]))
+
+    got, want = sj.grad(loss)(params), jax.grad(loss)(params)
+    assert isinstance(got["t"], sj.SelectedRows)
+    np.testing.assert_allclose(got["t"].to_dense(), want["t"], rtol=1e-6)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+
+
 def test_tree_of_parameters():
     value, g = sj.value_and_grad(_loss)(_params(), IDS, scale=2.0)
     want_value, want = jax.value_and_grad(_loss)(_params(), IDS, scale=2.0)

@@ -29,8 +29,10 @@ def _bag_sum_rule(
     indices_are_sorted: bool,
     bits: int | None,
 ) -> Any:
-    if not isinstance(ref, TableRef) or any(isinstance(x, TableRef) for x in rest):
-        return NotImplemented  # the weights are a table
+    if not isinstance(ref, TableRef):
+        return NotImplemented  # the ids or weights are a table
+    ids = ctx.dense(ids, live=False)
+    rest = tuple(ctx.dense(x, "takes the whole array, as weights") for x in rest)
     assert bits is None  # codes are no floats
     weights = rest[-1] if weighted else None
     segment_ids = rest[0] if segmented else None

@@ -98,6 +98,12 @@ def _pvary_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     p.mul_p, p.div_p, p.add_p, p.sub_p, p.max_p, p.min_p, p.pow_p, p.rem_p, p.atan2_p
 )
 def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
+    if isinstance(x, TableRef) and isinstance(y, TableRef) and x.index != y.index:
+        # A parameter [1, D] that is combined with each row of a table is none itself.
+        why = "combines it with all rows of a table"
+        x, y = (ctx.dense(z, why) if _is_one_row(z) else z for z in (x, y))
+        if not isinstance(x, TableRef) and not isinstance(y, TableRef):
+            return ctx.eqn.primitive.bind(x, y, **params)
     left = isinstance(x, TableRef)
     ref, other, position = (x, y, 1) if left else (y, x, 0)
     out, axes = ctx.eqn.outvars[0].aval, ref.row_axes
@@ -131,6 +137,10 @@ def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
         return table.then(both, ref.operands, other.operands, **changes)
     other = _same_for_all_rows(ctx, ref, other, position)
     return NotImplemented if other is None else ref.then(bind, other, **changes)
+
+
+def _is_one_row(ref: TableRef) -> bool:
+    return ref.reader is None and all(ref.shape[axis] == 1 for axis in ref.row_axes)
 
 
 def _same_for_all_rows(
