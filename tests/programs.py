@@ -552,13 +552,6 @@ def checkpointed_view_passed_on(table, w, ids):
 
 
 @sparse
-def branch_returns_what_nobody_uses(table, w, ids):
-    read = lambda: (_loss(table[ids], w), 2 * table)
-    total, _ = lax.cond(ids[0] > 0, read, lambda: (jnp.sum(w), -table))
-    return total
-
-
-@sparse
 def branch_and_passed_on(table, w, ids):
     def branch(scale):
         return lambda t: (scale * _loss(t[ids], w), t)

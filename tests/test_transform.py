@@ -373,6 +373,21 @@ def test_sparse_gradient_of_a_sparse_gradient(x64):
     close(g.to_dense(), want)
 
 
+def test_a_branch_may_return_a_table_that_is_not_differentiated():
+    table, w, ids = arguments()
+
+    def loss(table):
+        read = lambda: (jnp.sum(table[ids] @ w), 2 * table)
+        total, whole = jax.lax.cond(ids[0] > 0, read, lambda: (jnp.sum(w), -table))
+        return total, whole
+
+    grad, whole = sj.grad(loss, has_aux=True)(table)
+    want, expected = jax.grad(loss, has_aux=True)(table)
+    assert isinstance(grad, sj.SelectedRows)
+    np.testing.assert_allclose(grad.to_dense(), want, rtol=1e-6)
+    np.testing.assert_array_equal(whole, expected)
+
+
 @pytest.mark.multidevice
 def test_shardings_of_a_nested_jit_are_kept():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
