@@ -36,7 +36,23 @@ def clipped(norm=0.1):
     return optax.chain(optax.clip_by_global_norm(norm), optax.adam(0.1))
 
 
+def halved_if_large(norm=0.1):
+    """A conditional that is given a sum over all rows, among its operands."""
+
+    def update(updates, state, params=None):
+        del params
+        total = sum(jnp.sum(u * u) for u in jax.tree.leaves(updates))
+        scale = lambda total, count: jnp.where(total > norm, 0.5, 1.0) / count
+        by = jax.lax.cond(
+            state > 0, scale, lambda total, count: 1.0 + 0 * total, total, state
+        )
+        return jax.tree.map(lambda u: u * by, updates), state + 1.0
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
 IN_PASSES = {
+    "a conditional on a sum": lambda: optax.chain(halved_if_large(), optax.adam(0.1)),
     "adam": lambda: optax.adam(0.1),
     "adamw": lambda: optax.adamw(0.1),
     "adagrad": lambda: optax.adagrad(0.1),

@@ -18,6 +18,7 @@ from optimizers import (
     REFUSED,
     SEPARABLE,
 )
+from sparsejax import SelectedRows
 from sparsejax.optim import is_row_separable, lazy
 from sparsejax.optim._lazy import optax_internals
 
@@ -144,6 +145,47 @@ def test_the_partition_to_blame_is_the_tables():
 def test_labels_may_be_a_function():
     labels = lambda params: {k: LABELS[k] for k in params}
     assert is_row_separable(_partition(optax.adam(LR), optax.lamb(LR), labels), TREE)
+
+
+def test_each_tree_is_judged_by_itself():
+    """What was found for one is remembered, and is not said of another."""
+    tx = lazy(
+        optax.masked(optax.scale_by_trust_ratio(), lambda p: {k: k == "bad" for k in p})
+    )
+    good, bad = {"good": jnp.ones((50, 6))}, {"bad": jnp.ones((50, 6))}
+    tx.init(good)
+    with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+        tx.init(bad)
+    tx.init(good)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Labelled:
+    """A node of a tree whose static data cannot be hashed."""
+
+    def __init__(self, table, labels):
+        self.table, self.labels = table, labels
+
+    def tree_flatten(self):
+        return (self.table,), self.labels
+
+    @classmethod
+    def tree_unflatten(cls, labels, leaves):
+        return cls(*leaves, labels)
+
+
+@pytest.mark.loose_promotion  # optax's adam
+def test_trees_with_static_data_that_cannot_be_hashed():
+    tx = lazy(optax.adam(LR))
+    for labels in (["a"], ["a", "b"]):
+        tree = _Labelled(jnp.ones((50, 6)), labels)
+        state = tx.init(tree)
+        assert state[0].mu.labels == labels
+        grads = _Labelled(SelectedRows(jnp.array([3]), jnp.ones((1, 6)), 50), labels)
+        updates, _ = tx.update(grads, state, tree)
+        assert updates.labels == labels and isinstance(updates.table, SelectedRows)
+    with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+        lazy(optax.lamb(LR)).init(tree)
 
 
 @pytest.mark.slow

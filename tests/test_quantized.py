@@ -460,6 +460,17 @@ def test_a_step_in_8_bits_touches_the_rows_read():
     assert state.step == 1 and state.master == ()
 
 
+def test_a_step_in_8_bits_of_a_table_without_rows():
+    params = {"t": sj.quantize(np.ones((0, 8), F32))}
+    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
+    ids, target = jnp.array([0, 3]), jnp.ones((2, 8))
+    after, _ = jax.jit(functools.partial(step, tx))(
+        params, tx.init(params), ids, target
+    )
+    assert jax.tree.structure(after) == jax.tree.structure(params)
+    assert after["t"].codes.shape == params["t"].codes.shape
+
+
 @pytest.mark.slow
 def test_rows_keep_their_scales_as_long_as_they_fit():
     """So numbers that did not change keep their codes, however they are rounded."""
