@@ -396,6 +396,16 @@ REFUSED = {
         lambda: optax.chain(optax.adam(0.1), optax.centralize()),
         "centralize.*coordinate of a row by what the others",
     ),
+    # In rows of positive moments, and of one coordinate, all signs are their mean.
+    "centralized_signs": (
+        lambda: optax.chain(optax.signum(0.1), optax.centralize()),
+        "coordinate of a row by what the others",
+    ),
+    # Its state has the first weights, of which weights of 0 and no gradient tell nothing.
+    "first_weights": (
+        lambda: optax.chain(optax.set_to_zero(), optax.contrib.scale_by_madgrad(0.1)),
+        "scale_by_madgrad: .*does not fade",
+    ),
     "apply_if_finite": (
         lambda: optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
         "apply_if_finite: .*notfinite_count.* depends on past gradients",

@@ -155,11 +155,7 @@ class Verdicts:
         return self._on(treedef, specs).blame(self._tx, table, reason)
 
     def _on(self, treedef: Any, specs: Sequence[Any]) -> _Trials:
-        try:
-            hash(treedef)
-            key = treedef, tuple(specs)
-        except TypeError:  # static data of a user's pytree node may be unhashable
-            key = str(treedef), tuple(specs)
+        key = treedef, tuple(specs)
         if key not in self._trials:
             if len(self._trials) >= MOST_REMEMBERED:
                 del self._trials[next(iter(self._trials))]
