@@ -53,6 +53,7 @@ class Part(NamedTuple):
       moves: whether it can move rows that get no gradient.
       wakes: whether it moves rows that were never read. Then a norm may be refused.
       norm: whether what it does to a row depends on all rows that have an update.
+      kept: whether its state has such a norm. Then it may be refused after what moves.
       refused: whether it depends on rows without a gradient.
       hides: whether it can undo what a part before it did, or what is refused in it.
       narrow: whether it computes in float32, as schedules do.
@@ -66,6 +67,7 @@ class Part(NamedTuple):
     moves: bool = False
     wakes: bool = False
     norm: bool = False
+    kept: bool = False
     refused: bool = False
     hides: bool = False
     narrow: bool = False
@@ -161,10 +163,11 @@ MOVING = {
         name: Part(_make(getattr(optax, name)))
         for name in (
             "scale_by_adadelta scale_by_adamax scale_by_adan scale_by_amsgrad "
-            "scale_by_belief scale_by_lion scale_by_novograd scale_by_radam "
+            "scale_by_belief scale_by_lion scale_by_radam "
             "scale_by_optimistic_gradient scale_by_stddev"
         ).split()
     },
+    "scale_by_novograd": Part(_make(optax.scale_by_novograd), kept=True),
     # Its moments start at 1e-6.
     "scale_by_yogi": Part(_make(optax.scale_by_yogi), wakes=True),
     **{
@@ -306,11 +309,11 @@ def has(chain, flag):
     return any(getattr(PARTS[name], flag) for name, _ in _flat(chain))
 
 
-def sees_moved_rows(chain):
+def sees_moved_rows(chain, flag="norm"):
     """Whether a norm follows on a part that moves rows without a gradient."""
     moved = False
     for name, _ in _flat(chain):
-        if moved and PARTS[name].norm:
+        if moved and getattr(PARTS[name], flag):
             return True
         moved = moved or PARTS[name].moves
     return False
@@ -477,7 +480,8 @@ def _accepts(chain, init):
     try:
         init()
     except ValueError as error:
-        if not refused and not sees_woken_rows(chain):
+        may_be = sees_woken_rows(chain) or sees_moved_rows(chain, "kept")
+        if not refused and not may_be:
             raise Refused(str(error)) from error
         return False
     if refused and not has(chain, "hides"):
