@@ -466,6 +466,19 @@ def mode(fun):
     return fun
 
 
+def _nudged(tree):
+    return jax.tree.map(lambda x: x * (1 + 1e-12 * jnp.cos(x)), tree)
+
+
+def _hangs_on_a_digit(nudged, want, tolerance):
+    """Whether what differs by 1e-12 gives another result, by a sign or a branch."""
+    try:
+        _assert_equal(nudged, want, tolerance, "")
+    except AssertionError:
+        return True
+    return False
+
+
 def _tolerance(chain):
     return 1e-6 if has(chain, "narrow") else 1e-9
 
@@ -519,9 +532,9 @@ def _lazy(chain, jit, is_finite):
         try:
             _assert_equal(new, want, tolerance, what)
         except AssertionError:
-            # A sign, or a branch, may hang on the last digit.
-            nudged = jax.tree.map(lambda g: g * (1 + 1e-12 * jnp.cos(g)), dense)
-            _assert_equal(theirs(params, state, nudged, rows), want, tolerance, what)
+            nudged = theirs(_nudged(params), state, _nudged(dense), rows)
+            if _hangs_on_a_digit(nudged, want, tolerance):
+                return "skipped"
             raise
         params, state = new
     return "compared"
@@ -580,8 +593,9 @@ def accumulated(chain):
         try:
             _assert_equal(new, want, tolerance, f"step {step}")
         except AssertionError:
-            nudged = jax.tree.map(lambda g: g * (1 + 1e-12 * jnp.cos(g)), mean)
-            _assert_equal(theirs(params, old, nudged, rows), want, tolerance, "")
+            nudged = theirs(_nudged(params), old, _nudged(mean), rows)
+            if _hangs_on_a_digit(nudged, want, tolerance):
+                return "skipped"
             raise
         params, inner = new
     return "compared"
@@ -626,7 +640,7 @@ def check(chain, how="jitted"):
 
     Returns:
       "compared"; "refused", if it was, and may be; or "skipped", if optax itself does
-      not take the chain.
+      not take the chain, or gives another result where the last digits are others.
     """
     with _compat.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         try:

@@ -401,6 +401,10 @@ REFUSED = {
         lambda: optax.chain(optax.signum(0.1), optax.centralize()),
         "coordinate of a row by what the others",
     ),
+    "centralized_later": (
+        lambda: optax.chain(optax.optimistic_gradient_descent(0.1), optax.centralize()),
+        "coordinate of a row by what the others",
+    ),
     # Its state has the first weights, of which weights of 0 and no gradient tell nothing.
     "first_weights": (
         lambda: optax.chain(optax.set_to_zero(), optax.contrib.scale_by_madgrad(0.1)),

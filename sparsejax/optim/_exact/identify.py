@@ -171,8 +171,12 @@ def _check_single_coordinates(
         probes = {table: Probes(weights, tuple(moments))}
         found = []
         for model in shadow, in_rows:
-            moved, after, _ = model.step(model.init(4 * size), probes, ahead)
-            found.append((moved[table], after[table].moments))
+            # The first step may be another than those that follow.
+            state, steps = model.init(4 * size), []
+            for _ in range(2):
+                moved, after, state = model.step(state, probes, ahead)
+                steps.append((moved[table], after[table].moments))
+            found.append(steps)
         return found
 
     ahead = np.array([0, 5, 0, 5], np.int32)
