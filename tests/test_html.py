@@ -1,6 +1,7 @@
 """What notebooks show of SelectedRows and SegmentTensors."""
 
 import html.parser
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
+from sparsejax._rows import html as rows_html
 
 
 class _Checker(html.parser.HTMLParser):
@@ -42,6 +44,30 @@ def test_selected_rows():
     assert "0 of 0 slots" in read(sj.SelectedRows([], jnp.ones((0, 2)), height=9))
 
 
+def test_where_the_rows_are():
+    """A tick for each place of the table; darker where more rows are stored."""
+    rows = jnp.array([0, *range(2_000, 2_005), 3_999])  # ten rows to a tick
+    shown = sj.SelectedRows(rows, jnp.ones((7, 1)), height=4_000)._repr_html_()
+    opacity = {
+        int(tick): float(shade)
+        for d, shade in re.findall("d='([^']*)' stroke=.*?opacity='([^']*)'", shown)
+        for tick in re.findall(r"M(\d+) 0v10", d)
+    }
+    assert sorted(opacity) == [0, 200, 399]
+    assert opacity[0] == opacity[399] < opacity[200]
+    full = sj.SelectedRows(jnp.arange(4_000), jnp.ones((4_000, 1)), height=4_000)
+    assert set(re.findall("stroke-opacity='([^']*)'", full._repr_html_())) == {
+        "0.4",
+        "1.00",
+    }
+
+
+def test_text_in_cells_is_escaped():
+    lines = [("first", "<b>")]
+    assert "&lt;b&gt;" in rows_html.table(lines, 0)
+    assert "<td" in rows_html.table(lines, 0, escaped=True).split("<b>")[0]
+
+
 def test_segments():
     text = read(sj.SegmentTensor.from_lists([[10, 11], [], [101]], capacity=5))
     assert "3 segments, 3 of 5 elements filled 0 10 11 1 empty 2 101" in text
@@ -73,5 +99,9 @@ def test_before_there_are_data():
     seen = []
     jax.jit(lambda x: seen.append(read(x)))(rows)
     assert "SelectedRows" in seen[0]
+    # Rows may be known where values are not.
+    known = lambda x: seen.append(read(sj.SelectedRows(rows.rows, x, 9)))
+    jax.jit(known)(rows.values)
+    assert "SelectedRows" in seen[1]
     batch = jax.vmap(lambda i: sj.SegmentTensor.from_lengths(i, jnp.array([1, 1])))
     assert "SegmentTensor" in read(batch(jnp.ones((3, 2))))

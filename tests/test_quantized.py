@@ -115,6 +115,10 @@ def test_bytes_are_caffe2s(bits, scale_dtype):
     )
     assert_same_bits(again.to_fused(), want)
     assert again.shape == x.shape and again.nbytes == want.size
+    # Of rows with a single byte of codes.
+    one = sj.quantize(x[:, : 8 // bits], bits, scale_dtype=scale_dtype).to_fused()
+    again = sj.QuantizedTable.from_fused(one, bits, scale_dtype=scale_dtype)
+    assert again.shape == (len(x), 8 // bits)
 
 
 @pytest.mark.slow
