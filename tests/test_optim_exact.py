@@ -405,7 +405,7 @@ REFUSED = {
         lambda: optax.chain(optax.optimistic_gradient_descent(0.1), optax.centralize()),
         "coordinate of a row by what the others",
     ),
-    # Its state has the first weights, of which weights of 0 and no gradient tell nothing.
+    # Its state has the first weights: weights of 0 without a gradient tell nothing.
     "first_weights": (
         lambda: optax.chain(optax.set_to_zero(), optax.contrib.scale_by_madgrad(0.1)),
         "scale_by_madgrad: .*does not fade",
