@@ -165,6 +165,8 @@ def test_a_segmented_bag_is_one_loop_of_pieces():
         table, ids, None, bags, 512, indices_are_sorted=True
     )
     found = _loops_with_a_gather(add, _TABLE, _ids(8192), _ids(8192))
-    (pieces,) = [ops for ops in found if ops.count("gather") >= 8]
-    assert pieces.count("add") >= 7
-    assert not {"sqrt", "divide", "scatter"} & set(pieces), pieces
+    loops = [ops for ops in found if ops.count("gather") >= 8]
+    assert len(loops) == 2  # for as many pieces as is usual, and as there can be
+    for pieces in loops:
+        assert pieces.count("add") >= 7
+        assert not {"sqrt", "divide", "scatter"} & set(pieces), pieces

@@ -7,6 +7,7 @@ compiled programs have the structure described here.
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from sparsejax._rows import indexing, merge
 
 
 # Columns of a fixed bag that are added in one loop; longest piece of a segmented bag.
-_COLUMNS, _PIECE, _PIECE_OF_CODES = 16, 8, 16
+_COLUMNS, _PIECE, _PIECE_OF_CODES = 16, 8, 32
 
 
 # ------------------------------------------------------------------ read_rows
@@ -72,10 +73,11 @@ def bag_sum(
 
     - a fixed bag is added up 16 columns at a time;
     - segmented bags, with their elements in order, are cut into *pieces* of at most 8
-      elements. Pieces are fixed bags. However long a bag is, there are at most `n / 8`
-      pieces and one more for each bag, so adding up their sums by segment is cheap.
+      elements, of codes 32. Pieces are fixed bags. However long a bag is, there are at
+      most `n / 8` pieces and one more for each bag, so adding up their sums by segment
+      is cheap.
     """
-    if bits in (4, 2):  # one loop for each plane; one for all is not vectorised
+    if bits in (4, 2) and not segmented:  # a loop for each plane, see `_sum_pieces`
         static: dict[str, Any] = dict(
             segmented=segmented,
             weighted=weighted,
@@ -87,9 +89,11 @@ def bag_sum(
             for k in range(8 // bits)
         ]
         return jnp.concatenate(each, axis=1)
-    weights: Any = None  # there are some where there are bits
+    weights: Any = None  # there are some where there are bits, and 0 out of range
     if weighted:
-        weights = xla.in_range_only(rest[-1], ids, table.shape[0])
+        weights = rest[-1]
+        if bits is None:
+            weights = xla.in_range_only(weights, ids, table.shape[0])
     # Shapes are symbolic in an export for any size of batch.
     is_static = isinstance(ids.shape[-1], int)
     if is_static and not segmented and ids.size and ids.shape[1] > 1:
@@ -100,7 +104,7 @@ def bag_sum(
     # As long as pieces can be while most of them are more than half full.
     average = ids.size // max(num_bags, 1) if is_static and segmented else 0
     longest = _PIECE if bits is None else _PIECE_OF_CODES
-    lengths = (1, 2, 4, 8, 16)
+    lengths = (1, 2, 4, 8, 16, 32)
     length = max(n for n in lengths if n <= min(max(average, 1), longest))
     if not segmented or length == 1:
         return xla.bag_sum(
@@ -194,37 +198,75 @@ def _sum_pieces(
     length: int,
     bits: xla.Codes | None,
 ) -> jax.Array:
-    """Sums of segmented bags whose elements are in order, in pieces of `length`."""
+    """Sums of segmented bags whose elements are in order, in pieces of `length`.
+
+    The last piece of a bag is half full on average. A conditional on the number of
+    pieces leaves out those that would be needed if most had a single element.
+    """
     n = ids.size
     bounds = jnp.arange(num_bags + 1, dtype=segment_ids.dtype)
     offsets = jnp.searchsorted(segment_ids, bounds).astype(jnp.int32)
     pieces = (offsets[1:] - offsets[:-1] + np.int32(length - 1)) // np.int32(length)
     ends = jnp.cumsum(pieces, dtype=jnp.int32)
-    most = min(num_bags, n) + n // length
-    # A piece belongs to the bag whose number is that of the bags that end before it.
-    bag = jnp.zeros((most,), jnp.int32).at[ends].add(np.int32(1), mode="drop")
-    bag = jnp.cumsum(bag, dtype=jnp.int32)
-    known = jnp.minimum(bag, np.int32(num_bags - 1))
-    first = ends[known] - pieces[known]
-    number = jnp.arange(most, dtype=jnp.int32) - first
-    start = offsets[known] + number * np.int32(length)
-    end = jnp.where(bag < num_bags, offsets[known + 1], start)
-    inside = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None] < end[:, None]
-    cut = lambda x: _windows(x, start, length)
-    ids = jnp.where(inside, cut(ids), _arguments.scalar(table.shape[0], ids))
-    add_up = functools.partial(
-        jax.ops.segment_sum,
-        segment_ids=bag,
-        num_segments=num_bags,
-        indices_are_sorted=True,
+
+    def add_pieces(most):
+        # A piece belongs to the bag whose number is that of the bags that end before.
+        bag = jnp.zeros((most,), jnp.int32).at[ends].add(np.int32(1), mode="drop")
+        bag = jnp.cumsum(bag, dtype=jnp.int32)
+        known = jnp.minimum(bag, np.int32(num_bags - 1))
+        first = ends[known] - pieces[known]
+        number = jnp.arange(most, dtype=jnp.int32) - first
+        start = offsets[known] + number * np.int32(length)
+        end = jnp.where(bag < num_bags, offsets[known + 1], start)
+        places = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        inside = places < end[:, None]
+        cut = lambda x: _windows(x, start, length)
+        some = jnp.where(inside, cut(ids), _arguments.scalar(table.shape[0], ids))
+        if bits is None:
+            rest = () if weights is None else (jnp.where(inside, cut(weights), 0),)
+            total = _add_columns(xla.weighted_rows, bits, table, some, *rest)
+        else:
+            # Apart, not as an array [..., 2]: else XLA computes them for each code.
+            scale, bias = (jnp.where(inside, cut(weights[:, k]), 0) for k in (0, 1))
+            total = _add_codes(table, some, scale, bits)
+            # A loop over columns, which reads the windows; a reduction would not.
+            bias = functools.reduce(operator.add, [bias[:, j] for j in range(length)])
+            total += bias[:, None, None]
+        return jax.ops.segment_sum(
+            total, bag, num_segments=num_bags, indices_are_sorted=True
+        )
+
+    usual = n // length + num_bags // 2 + num_bags // 16
+    most = n // length + min(num_bags, n)
+    if usual >= most:
+        return add_pieces(most)
+    return lax.cond(
+        ends[-1] <= usual, lambda: add_pieces(usual), lambda: add_pieces(most)
     )
-    if bits is None:
-        rest = () if weights is None else (jnp.where(inside, cut(weights), 0),)
-        return add_up(_add_columns(xla.weighted_rows, bits, table, ids, *rest))
-    # Apart, and not as an array [..., 2]: else XLA computes them for each number read.
-    scale, bias = (jnp.where(inside, cut(weights[:, k]), 0) for k in (0, 1))
-    total = add_up(_add_columns(xla.weighted_rows_in_range, bits, table, ids, scale))
-    return total + add_up(jnp.sum(bias, axis=1))[:, None, None]
+
+
+def _add_codes(
+    table: jax.Array, ids: jax.Array, scales: jax.Array, bits: int
+) -> jax.Array:
+    """Codes of each column of ids, times its scales: `[n, 8 // bits, bytes]`.
+
+    A loop for each plane, inside of a conditional that XLA cannot decide. Left alone,
+    XLA would make one loop for all planes, or for the codes and their scales, which is
+    not vectorised.
+    """
+    read = xla.weighted_rows_in_range
+    planes = [bits] if bits == 8 else [(bits, k) for k in range(8 // bits)]
+    ids = jnp.maximum(ids, _arguments.scalar(-1, ids))
+    least = _arguments.scalar(jnp.iinfo(ids.dtype).min, ids)
+
+    def add(plane):
+        return lax.cond(
+            ids[0, 0] > least,
+            lambda: _add_columns(read, plane, table, ids, scales),
+            lambda: _add_columns(None, plane, table, ids[:, :0]),
+        )
+
+    return jnp.concatenate([add(plane) for plane in planes], axis=1)
 
 
 def _windows(x: jax.Array, start: jax.Array, length: int) -> jax.Array:
