@@ -100,6 +100,20 @@ def test_a_norm_must_not_count_empty_slots():
         assert is_row_separable(optax.chain(*parts))
 
 
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize(
+    "norm", [optax.contrib.normalize, optax.normalize_by_update_norm]
+)
+def test_a_norm_over_all_leaves_hides_nothing(norm):
+    """Of a single leaf, it divides by whatever that leaf was multiplied by."""
+    tx = optax.chain(optax.scale_by_trust_ratio(), norm())
+    params = {"t": jnp.ones((50, 6)), "w": jnp.ones((6, 2))}
+    assert not is_row_separable(tx) and not is_row_separable(tx, params)
+    with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+        lazy(tx).init(params)
+    assert is_row_separable(optax.chain(norm(), optax.adam(LR)))
+
+
 def test_extra_arguments_are_filled_in():
     def update(updates, state, params=None, *, loss, **extra_args):
         return jax.tree.map(lambda g: -loss * g, updates), state

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sparsejax import _compat
 from sparsejax._arguments import PyTree
 from sparsejax.optim._lazy import optax_internals, probe, trees
 from sparsejax.optim._lazy.probe import Reason
@@ -18,7 +19,7 @@ MOST_TRIED = 8  # leaves tested at init, those with the most rows
 MOST_REMEMBERED = 32  # trees of parameters cached for one transformation
 
 _GENERIC = jax.ShapeDtypeStruct((probe.ROWS, 130), jnp.float32)
-_LEAF = jax.tree.structure(0)
+_BESIDE = jax.ShapeDtypeStruct((40, 50), jnp.float32)
 
 
 def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) -> bool:
@@ -78,7 +79,38 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
 def _is_separable_alone(tx: Any) -> bool:
     if not optax_internals.is_transformation(tx):
         return False
-    return not _Trials(_LEAF, (_GENERIC,)).failures(tx, [0])
+    return not _Trials(*_tree_for(tx, _GENERIC)).failures(tx, [0])
+
+
+def _tree_for(tx: Any, table: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A tree to test one table on: alone, or beside a dense leaf.
+
+    A norm over all leaves hides what a part before it did to the only leaf there is:
+    after `normalize`, lamb would be as good as adam.
+    """
+    if _combines_leaves(tx):
+        return jax.tree.structure((0, 0)), (table, _BESIDE)
+    return jax.tree.structure(0), (table,)
+
+
+@trees.remember
+def _combines_leaves(tx: Any) -> bool:
+    """Whether what is done to a leaf depends on the gradients of others."""
+    extra_args = dict.fromkeys(optax_internals.required_extra_args(tx), 1.0)
+
+    def update_twice(*grads):
+        params = tuple(map(jnp.zeros_like, grads))
+        state, updates = tx.init(params), grads
+        for _ in range(2):
+            run = optax.with_extra_args_support(tx).update
+            updates, state = run(grads, state, params, **extra_args)
+        return [updates[0]]
+
+    try:
+        program = _compat.trace(update_twice, _GENERIC, _BESIDE)
+    except Exception:
+        return False  # the probe says why it cannot be run
+    return _compat.only_needed(*program)[2][1]
 
 
 # ------------------------------------------------------------------ exact
@@ -134,7 +166,7 @@ class Verdicts:
     ) -> dict[int, Reason]:
         """The tables that cannot be lifted, excluding faults of other tables."""
         if self._alone:
-            kinds = {t: self._on(_LEAF, [_small(specs[t])]) for t in tables}
+            kinds = {t: self._alone_on(specs[t]) for t in tables}
             failed = {t: trials.failures(self._tx, [0]) for t, trials in kinds.items()}
             return {t: found[0] for t, found in failed.items() if found}
         trials = self._on(treedef, specs)
@@ -151,8 +183,11 @@ class Verdicts:
     ) -> Reason:
         """The reason of the innermost part of `tx` that cannot be lifted."""
         if self._alone:
-            treedef, specs, table = _LEAF, [_small(specs[table])], 0
+            return self._alone_on(specs[table]).blame(self._tx, 0, reason)
         return self._on(treedef, specs).blame(self._tx, table, reason)
+
+    def _alone_on(self, spec: Any) -> _Trials:
+        return self._on(*_tree_for(self._tx, probe.with_few_rows(spec)))
 
     def _on(self, treedef: Any, specs: Sequence[Any]) -> _Trials:
         key = treedef, tuple(specs)
@@ -220,10 +255,6 @@ class _Trials:
                 return self.blame(part, table, failed[table])
         can_be_wrong = reason.can_be_wrong and not optax_internals.is_optax(tx)
         return Reason(reason.why, optax_internals.name(tx), can_be_wrong)
-
-
-def _small(spec: Any) -> Any:
-    return probe.with_few_rows(spec)
 
 
 def is_float_array(spec: Any) -> bool:
