@@ -236,6 +236,17 @@ def test_judged_the_same_in_any_trace():
     assert set(seen) == {(True, False)}
 
 
+@pytest.mark.loose_promotion
+def test_random_keys_in_the_state_are_compared_in_any_trace():
+    """Noise is for the dense leaves alone, which needs the tree."""
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(0))
+    tx = lazy(optax.chain(optax.masked(noise, {"t": False, "w": True}), optax.sgd(LR)))
+    params = {"t": jnp.ones((50, 6)), "w": jnp.ones(6)}
+    assert jax.tree.structure(jax.jit(tx.init)(params)) == jax.tree.structure(
+        tx.init(params)
+    )
+
+
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])

@@ -399,7 +399,8 @@ def to_host(x: Any) -> Any:
 def is_close(a, b) -> bool:
     """Whether `a` equals `b`: exactly for integers, up to rounding for floats."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
+        with jax.ensure_compile_time_eval():  # also where a step is being traced
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
     a, b = np.asarray(a), np.asarray(b)
     if a.shape != b.shape:
         return False
