@@ -62,6 +62,11 @@ def test_where_the_rows_are():
     }
 
 
+def test_complex_numbers():
+    values = jnp.array([[1.5 + 2j]], jnp.complex64)
+    assert "1.5+2j" in read(sj.SelectedRows(jnp.array([2]), values, height=9))
+
+
 def test_text_in_cells_is_escaped():
     lines = [("first", "<b>")]
     assert "&lt;b&gt;" in rows_html.table(lines, 0)
