@@ -88,7 +88,7 @@ def _tree_for(tx: Any, table: Any) -> tuple[Any, tuple[Any, ...]]:
     A norm over all leaves hides what a part before it did to the only leaf there is:
     after `normalize`, lamb would be as good as adam.
     """
-    if _combines_leaves(tx):
+    if not optax_internals.holds_tracer(tx) and _combines_leaves(tx):
         return jax.tree.structure((0, 0)), (table, _BESIDE)
     return jax.tree.structure(0), (table,)
 
@@ -107,7 +107,8 @@ def _combines_leaves(tx: Any) -> bool:
         return [updates[0]]
 
     try:
-        program = _compat.trace(update_twice, _GENERIC, _BESIDE)
+        with probe.jax_defaults():
+            program = _compat.trace(update_twice, _GENERIC, _BESIDE)
     except Exception:
         return False  # the probe says why it cannot be run
     return _compat.only_needed(*program)[2][1]
