@@ -442,6 +442,20 @@ def step(tx, params, state, ids, target):
     return optax.apply_updates(params, updates), state
 
 
+@each_kind_quick
+def test_weights_at_ids_out_of_range_may_be_anything(bits, scale_dtype):
+    q = sj.quantize(make_rows(50, 5), bits, scale_dtype=scale_dtype)
+    ids = jnp.tile(jnp.array([3, 60, -70, 7]), 20)
+    weights = jnp.where((ids >= 0) & (ids < 50), 0.5, jnp.nan)
+    bag = functools.partial(sj.embedding_bag, q, mode="zero")
+    fixed = bag(ids.reshape(5, 16), weights=weights.reshape(5, 16))
+    bags = jnp.repeat(jnp.arange(5), 16)
+    ragged = bag(ids, bags, 5, weights=weights, indices_are_sorted=True)
+    want = 2 * (q.get(3) + q.get(7))
+    for got in (fixed, ragged):
+        np.testing.assert_allclose(got, jnp.tile(want, (5, 1)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.loose_promotion  # optax's adam
 def test_a_step_in_8_bits_touches_the_rows_read():
     x = make_rows(40, 8, 6)

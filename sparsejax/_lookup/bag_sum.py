@@ -87,7 +87,9 @@ def quantized_bag_sum(
     """
     pair = quantized.scales(table, ids)
     if weights is not None:
-        pair = pair * weights.astype(pair.dtype)[..., None]
+        height = table.codes.shape[0]
+        weights = xla.in_range_only(weights.astype(pair.dtype), ids, height)
+        pair = pair * weights[..., None]
     total = bag_sum(
         table.codes,
         ids,
