@@ -4,6 +4,8 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -163,9 +165,8 @@ def test_labels_may_be_a_function():
 
 def test_each_tree_is_judged_by_itself():
     """What was found for one is remembered, and is not said of another."""
-    tx = lazy(
-        optax.masked(optax.scale_by_trust_ratio(), lambda p: {k: k == "bad" for k in p})
-    )
+    is_bad: Any = lambda params: {k: k == "bad" for k in params}
+    tx = lazy(optax.masked(optax.scale_by_trust_ratio(), is_bad))
     good, bad = {"good": jnp.ones((50, 6))}, {"bad": jnp.ones((50, 6))}
     tx.init(good)
     with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):

@@ -1,6 +1,7 @@
 """Every way of reading rows gives the gradient `jax.grad` gives, sparse."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -393,6 +394,7 @@ def test_shardings_of_a_nested_jit_are_kept():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     table, _, _ = arguments()
+    kwargs: Any
     for kwargs in ({"in_shardings": (None, sharding)}, {"out_shardings": sharding}):
         read = jax.jit(lambda t, ids: t[ids], **kwargs)
         loss = lambda t, ids, read=read: jnp.sum(read(t, ids) ** 2)

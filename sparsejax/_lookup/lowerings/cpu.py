@@ -246,7 +246,7 @@ def _sum_pieces(
 
 
 def _add_codes(
-    table: jax.Array, ids: jax.Array, scales: jax.Array, bits: int
+    table: jax.Array, ids: jax.Array, scales: jax.Array, bits: Any
 ) -> jax.Array:
     """Codes of each column of ids, times its scales: `[n, 8 // bits, bytes]`.
 

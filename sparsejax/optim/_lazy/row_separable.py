@@ -100,11 +100,12 @@ def _combines_leaves(tx: Any) -> bool:
 
     def update_twice(*grads):
         params = tuple(map(jnp.zeros_like, grads))
-        state, updates = tx.init(params), grads
+        state, updates = tx.init(params), ()
         for _ in range(2):
             run = optax.with_extra_args_support(tx).update
             updates, state = run(grads, state, params, **extra_args)
-        return [updates[0]]
+        first, _ = jax.tree.leaves(updates)
+        return [first]
 
     try:
         with probe.jax_defaults():
