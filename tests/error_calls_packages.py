@@ -942,6 +942,9 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan({'t': (20, 2)}, mesh, 8, device_bytes='1GB')",
         "plan({'t': (20, 2)}, mesh, 8)['u']",
         "plan({'t': (20, 2)}, mesh, 8, layouts={'u': 'row-sharded'})",
+        "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'row-sharded', "
+        "\"['t']\": 'replicated-dense'})",
+        "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'hot-cold'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'table-wise'})",
         "plan({'t': (20, 2)}, mesh, 8, stacks={'u': (7, 13)})",

@@ -456,6 +456,19 @@ def test_weights_at_ids_out_of_range_may_be_anything(bits, scale_dtype):
         np.testing.assert_allclose(got, jnp.tile(want, (5, 1)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_no_bags_and_no_rows(bits):
+    ids, bags = jnp.arange(40), jnp.zeros(40, int)
+    q, empty = sj.quantize(make_rows(50, 4), bits), sj.quantize(np.ones((0, 4)), bits)
+    assert sj.embedding_bag(q, ids, bags, 0).shape == (0, 4)
+    assert sj.embedding_bag(q, jnp.zeros((0, 5), int)).shape == (0, 4)
+    for got in (
+        sj.embedding_bag(empty, ids, bags, 2, mode="zero"),
+        sj.embedding_bag(empty, ids.reshape(2, 20), mode="zero"),
+    ):
+        np.testing.assert_array_equal(got, np.zeros((2, 4)))
+
+
 @pytest.mark.loose_promotion  # optax's adam
 def test_a_step_in_8_bits_touches_the_rows_read():
     x = make_rows(40, 8, 6)

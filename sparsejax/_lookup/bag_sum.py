@@ -85,9 +85,12 @@ def quantized_bag_sum(
     `sum w (scale codes + bias) = sum (w scale) codes + sum w bias`: sums of codes with
     other weights, and one number more for each bag.
     """
+    height = table.codes.shape[0]
+    if not height:  # JAX cannot gather from an empty axis
+        count = ids.shape[0] if num_bags is None else num_bags
+        return jnp.zeros((count, *table.row_shape), jnp.float32)
     pair = quantized.scales(table, ids)
     if weights is not None:
-        height = table.codes.shape[0]
         weights = xla.in_range_only(weights.astype(pair.dtype), ids, height)
         pair = pair * weights[..., None]
     total = bag_sum(

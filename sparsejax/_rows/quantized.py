@@ -373,7 +373,7 @@ def join_planes(x: jax.Array, size: int) -> jax.Array:
     if x.shape[-2] == 1:
         return x[..., 0, :]
     x = jnp.swapaxes(x, -1, -2)
-    return x.reshape(*x.shape[:-2], -1)[..., :size]
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])[..., :size]
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:

@@ -341,7 +341,8 @@ def plan(
     Args:
       tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
         tuples of ints (of float32); with `loss`, all parameters of the model.
-      mesh: the mesh, or an `AbstractMesh`.
+      mesh: the mesh, or an `AbstractMesh`. Make its axes Auto: over Explicit ones JAX
+        itself reads no column-sharded or replicated table at ids that are sharded.
       batch: for each table, what a step reads from it on all devices together: the
         number of ids, or a sample of ids, whose duplicates and skew are measured
         (ideally the ids of a whole step, in order). A tree like `tables`, in which None
@@ -519,7 +520,8 @@ def _whole_name(given: Any, names: Iterable[str], argument: str) -> str:
     if len(found) != 1:
         raise ValueError(
             f"{_CALL}: {argument} must name one table each, got {given!r}, the end of "
-            f"{len(found)} of the names {', '.join(names)}."
+            f"{len(found)} of the names {', '.join(names)}. Pass a whole name, or an "
+            "end that one name alone has."
         )
     return found[0]
 
@@ -711,26 +713,34 @@ def _overrule(
     tables: Sequence[TablePlan], layouts: Mapping[str, str]
 ) -> tuple[Sequence[TablePlan], dict[str, str]]:
     """The tables with the layouts that are asked for, and these by the whole names."""
-    known = {table.name: table.costs for table in tables}
+    known = {table.name: table for table in tables}
     if not isinstance(layouts, Mapping):
         raise TypeError(
             f"{_CALL}: layouts must be a dict of layouts by the names of tables, got "
             f"{layouts!r}."
         )
-    asked = {_whole_name(k, known, "layouts"): how for k, how in layouts.items()}
-    for name, layout in asked.items():
-        if layout not in known[name]:
+    asked: dict[str, str] = {}
+    for given, layout in layouts.items():
+        name = _whole_name(given, known, "layouts")
+        if name in asked:
+            raise ValueError(
+                f"{_CALL}: layouts must name each table once, but {given!r} is {name}, "
+                f"for which there is {asked[name]!r} already."
+            )
+        if layout not in known[name].costs:
             raise ValueError(
                 f"{_CALL}: the layout of {name} must be one of "
-                f"{', '.join(map(repr, known[name]))}, got {layout!r}.{_why(layout)}"
+                f"{', '.join(map(repr, known[name].costs))}, got {layout!r}."
+                f"{_why(layout, known[name])}"
             )
+        asked[name] = layout
     return [
         dataclasses.replace(table, choice=asked.get(table.name, table.choice))
         for table in tables
     ], asked
 
 
-def _why(layout: str) -> str:
+def _why(layout: str, table: TablePlan) -> str:
     """Why a table may not have a layout that there is."""
     if layout in ("table-wise", "table-row-wise"):
         return (
@@ -738,6 +748,8 @@ def _why(layout: str) -> str:
             "read by single ids and bags of a fixed length, on several devices "
             '("table-row-wise": along several mesh axes).'
         )
+    if layout == "hot-cold" and not table.is_measured:
+        return " Hot rows are found in a sample: pass the ids of a step as batch."
     if layout == "hot-cold":
         return " Of the ids that were counted, no hot rows would send fewer bytes."
     if layout == "column-sharded":
