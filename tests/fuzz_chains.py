@@ -195,6 +195,7 @@ WHOLE = {
         lambda k, make=make: make(),
         norm="norm" in name,
         wakes=name == "yogi",
+        kept=name == "novograd",
         narrow=name in ("schedule", "inject_hyperparams"),
         exact="m" if name in NAMED_BY_EXACT else "",
     )
