@@ -116,6 +116,15 @@ def test_a_norm_over_all_leaves_hides_nothing(norm):
     assert is_row_separable(optax.chain(norm(), optax.adam(LR)))
 
 
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("make", [optax.contrib.dog, optax.contrib.dowg])
+def test_a_large_dense_leaf_hides_nothing(make):
+    """Of what is added up over all leaves, a table of few rows may be a small part."""
+    params = {"t": jnp.ones((50, 6)), "w": jnp.ones((300, 70))}
+    with pytest.raises(ValueError, match="because of scale_by_dow?g"):
+        lazy(make()).init(params)
+
+
 def test_extra_arguments_are_filled_in():
     def update(updates, state, params=None, *, loss, **extra_args):
         return jax.tree.map(lambda g: -loss * g, updates), state

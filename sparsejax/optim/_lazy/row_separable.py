@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -79,18 +79,20 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
 def _is_separable_alone(tx: Any) -> bool:
     if not optax_internals.is_transformation(tx):
         return False
-    return not _Trials(*_tree_for(tx, _GENERIC)).failures(tx, [0])
+    trees_for_it = _trees_for(tx, _GENERIC)
+    return not any(_Trials(*tree).failures(tx, [0]) for tree in trees_for_it)
 
 
-def _tree_for(tx: Any, table: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A tree to test one table on: alone, or beside a dense leaf.
+def _trees_for(tx: Any, table: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Trees to test a table on: alone, and beside a dense leaf.
 
     A norm over all leaves hides what a part before it did to the only leaf there is:
-    after `normalize`, lamb would be as good as adam.
+    after `normalize`, lamb would be as good as adam. And a dense leaf hides what is
+    small beside it: what dog adds up over all leaves.
     """
+    yield jax.tree.structure(0), (table,)
     if not optax_internals.holds_tracer(tx) and _combines_leaves(tx):
-        return jax.tree.structure((0, 0)), (table, _BESIDE)
-    return jax.tree.structure(0), (table,)
+        yield jax.tree.structure((0, 0)), (table, _BESIDE)
 
 
 @trees.remember
@@ -189,7 +191,14 @@ class Verdicts:
         return self._on(treedef, specs).blame(self._tx, table, reason)
 
     def _alone_on(self, spec: Any) -> _Trials:
-        return self._on(*_tree_for(self._tx, probe.with_few_rows(spec)))
+        """The trials without the rest of the tree; those that find a fault, if any."""
+        trials = None
+        for tree in _trees_for(self._tx, probe.with_few_rows(spec)):
+            trials = self._on(*tree)
+            if trials.failures(self._tx, [0]):
+                break
+        assert trials is not None
+        return trials
 
     def _on(self, treedef: Any, specs: Sequence[Any]) -> _Trials:
         key = treedef, tuple(specs)
