@@ -405,6 +405,14 @@ REFUSED = {
         lambda: optax.chain(optax.optimistic_gradient_descent(0.1), optax.centralize()),
         "coordinate of a row by what the others",
     ),
+    "decayed_and_clipped": (
+        lambda: optax.chain(
+            optax.add_decayed_weights(0.1),
+            optax.clip_by_global_norm(1.0),
+            optax.sgd(0.1),
+        ),
+        "coordinate of a row by what the other rows are",
+    ),
     # Its state has the first weights: weights of 0 without a gradient tell nothing.
     "first_weights": (
         lambda: optax.chain(optax.set_to_zero(), optax.contrib.scale_by_madgrad(0.1)),
