@@ -194,6 +194,8 @@ NOT_LIFTED = {
     contrib.ProdigyState: contrib.prodigy,
     contrib.DAdaptAdamWState: contrib.dadapt_adamw,
     contrib.MechanicState: lambda: contrib.mechanize(SGD),
+    contrib.DoGState: contrib.dog,
+    contrib.DoWGState: contrib.dowg,
 }
 
 

@@ -121,8 +121,10 @@ def test_a_norm_over_all_leaves_hides_nothing(norm):
 def test_a_large_dense_leaf_hides_nothing(make):
     """Of what is added up over all leaves, a table of few rows may be a small part."""
     params = {"t": jnp.ones((50, 6)), "w": jnp.ones((300, 70))}
-    with pytest.raises(ValueError, match="because of scale_by_dow?g"):
-        lazy(make()).init(params)
+    even = lambda step, **extra_args: step % 2 == 0
+    for tx in (make(), optax.conditionally_mask(make(), even)):
+        with pytest.raises(ValueError, match="because of scale_by_dow?g"):
+            lazy(tx).init(params)
 
 
 def test_extra_arguments_are_filled_in():

@@ -53,6 +53,8 @@ NOT_LIFTED = {
     optax.contrib.ProdigyState: ("prodigy", _OF_DISTANCE),
     optax.contrib.DAdaptAdamWState: ("dadapt_adamw", _OF_DISTANCE),
     optax.contrib.MechanicState: ("mechanize", _OF_DISTANCE),
+    optax.contrib.DoGState: ("scale_by_dog", _OF_DISTANCE),
+    optax.contrib.DoWGState: ("scale_by_dowg", _OF_DISTANCE),
 }
 
 # The names that users know, shown in parentheses.

@@ -12,7 +12,7 @@ unchanged. This is tested on random numbers, in two runs from a fresh state:
 - *same rows*: R is the same at each step, and U[R] and all of S'[R] are compared. Rows
   outside R have weights but no history. This finds means over rows, norms of weights,
   factored moments, and noise.
-- *other rows*: R alternates, and after each step the rows outside it are restored, as
+- *other rows*: R changes, and after each step the rows outside it are restored, as
   lifting keeps them. The state leaves that follow no table are compared. This finds
   accumulations over all rows: distances from the start, maxima.
 
@@ -99,7 +99,9 @@ def _probe(tx, treedef, specs, tables):
         some = np.arange(3, 3 + 7 * TOUCHED, 7)
         others = np.arange(5, 5 + 9 * TOUCHED, 9)  # shares a row or two with `some`
         same_rows = [some] * len(SCALES)
-        other_rows = [(some, others)[step % 2] for step in range(len(SCALES))]
+        # They change from each step to the one after the next too, for parts that act
+        # at every other step.
+        other_rows = [some, others, others, some]
         for rows_of_step, kind in ((same_rows, "same"), (other_rows, "other")):
             shared = run.steps(rows_of_step, kind, reasons)
             if shared:
@@ -294,7 +296,7 @@ class _Run:
         # Gradients keep a direction, or estimates of a distance would stay at zero.
         direction = [random_array(rng, s) for s in self.specs]
         weights, state = list(self.weights), list(self.state)
-        for scale, rows in zip(SCALES, rows_of_step):
+        for scale, rows in zip(SCALES, rows_of_step, strict=True):
             dense = [random_gradient(rng, d, scale) for d in direction]
             for t in self.tables:
                 dense[t] = self.put(np.zeros_like(dense[t]), t, rows, dense[t])
