@@ -11,15 +11,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from sparsejax import _arguments
 from sparsejax._rows import indexing
 from sparsejax.parallel import _hot_reads
 from sparsejax.parallel._hot_rows import HotColdTable, hot_cold_table_p
-from sparsejax.parallel._lookup import ReadKind, check_table, put_on_mesh
+from sparsejax.parallel._lookup import ReadKind
 from sparsejax.parallel._table import ShardedTable
-from sparsejax.parallel._views import TableReader
+from sparsejax.parallel._views import TableReader, whole_view
 from sparsejax.transform.interpreter import RuleContext, register_source
 from sparsejax.transform.table import TableRef
 
@@ -53,19 +51,9 @@ class _HotColdReader(TableReader):
         cold = ShardedTable.tree_unflatten(fields, (values,))
         return HotColdTable(self.hot.array, cold, hot_ids)
 
-    def read(
-        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    def _read(
+        self, ctx: Any, ref: TableRef, table: Any, ids: jax.Array, counted: jax.Array
     ) -> jax.Array:
-        """As `RowReader.read`."""
-        table = self.table(ref.array)
-        check_table(self.call, table, "lookup")
-        none = _arguments.scalar(table.height, ids)
-        counted = jnp.where(counts, ids, none)
-        if nearest:
-            last = _arguments.scalar(table.height - 1, ids)
-            ids = jnp.clip(ids, _arguments.scalar(0, ids), last)
-        else:
-            ids = counted
         # What stops the gradient of the view does so for both tables.
         stopped = self.hot.stopped or (ref.stopped and ref.index >= 0)
         hot_ref = dataclasses.replace(self.hot, stopped=stopped)
@@ -79,7 +67,6 @@ class _HotColdReader(TableReader):
             inside = indexing.in_range(positions, owners.height)
             return hot, ctx.plant(ref, cold, positions, inside, kind=kind)
 
-        ids = put_on_mesh(self.call, table, ids)
         return _hot_reads.read(self.call, table, ids, None, record)[0]
 
 
@@ -87,13 +74,9 @@ class _HotColdReader(TableReader):
 def _view_rule(
     ctx: RuleContext, values: Any, hot: Any, *, static: tuple[Any, ...]
 ) -> Any:
-    refs = []
-    for x in (values, hot):
-        if not isinstance(x, TableRef):
-            x = TableRef.of_array(jnp.asarray(x))
-        elif x.steps or x.row_axes != (0,) or not x.has_all_rows:
-            return NotImplemented
-        refs.append(x)
-    values, hot = refs
+    cold_view, hot_view = whole_view(values), whole_view(hot)
+    if cold_view is None or hot_view is None:
+        return NotImplemented
     shape = tuple(ctx.eqn.outvars[0].aval.shape)
-    return dataclasses.replace(values, shape=shape, reader=_HotColdReader(static, hot))
+    reader = _HotColdReader(static, hot_view)
+    return dataclasses.replace(cold_view, shape=shape, reader=reader)

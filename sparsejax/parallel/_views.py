@@ -42,6 +42,27 @@ class TableReader(RowReader):
         """The public name of the kind of table, for errors."""
         return f"sparsejax.parallel.{type(self.table(None)).__name__}"
 
+    def read(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    ) -> jax.Array:
+        """As `RowReader.read`."""
+        table = self.table(ref.array)
+        check_table(self.call, table, "lookup")
+        none = _arguments.scalar(table.height, ids)
+        counted = jnp.where(counts, ids, none)
+        if nearest:
+            last = _arguments.scalar(table.height - 1, ids)
+            ids = jnp.clip(ids, _arguments.scalar(0, ids), last)
+        else:
+            ids = counted
+        return self._read(ctx, ref, table, put_on_mesh(self.call, table, ids), counted)
+
+    def _read(
+        self, ctx: Any, ref: TableRef, table: Any, ids: jax.Array, counted: jax.Array
+    ) -> jax.Array:
+        """The rows of `ids`, recorded as reads of what is in range of `counted`."""
+        raise NotImplementedError
+
     def bag_sum(
         self,
         ctx: Any,
@@ -86,35 +107,29 @@ class _ShardedReader(TableReader):
         """The table with these values."""
         return ShardedTable.tree_unflatten(self.static, (values,))
 
-    def read(
-        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    def _read(
+        self, ctx: Any, ref: TableRef, table: Any, ids: jax.Array, counted: jax.Array
     ) -> jax.Array:
-        """As `RowReader.read`."""
-        table = self.table(ref.array)
-        check_table(self.call, table, "lookup")
-        none = _arguments.scalar(table.height, ids)
-        counted = jnp.where(counts, ids, none)
-        if nearest:
-            last = _arguments.scalar(table.height - 1, ids)
-            ids = jnp.clip(ids, _arguments.scalar(0, ids), last)
-        else:
-            ids = counted
-
         def record(rows, kind):
             positions = positions_of(kind.owners, table, counted)
             inside = indexing.in_range(positions, kind.owners.height)
             return ctx.plant(ref, rows, positions, inside, kind=kind)
 
-        return read(self.call, table, put_on_mesh(self.call, table, ids), None, record)[
-            0
-        ]
+        return read(self.call, table, ids, None, record)[0]
+
+
+def whole_view(x: Any) -> TableRef | None:
+    """The view of an array as it is; None for a view that is not of the whole table."""
+    if not isinstance(x, TableRef):
+        return TableRef.of_array(jnp.asarray(x))
+    is_whole = not x.steps and x.row_axes == (0,) and x.has_all_rows
+    return x if is_whole else None
 
 
 @register_source(sharded_table_p)
 def _view_rule(ctx: RuleContext, values: Any, *, static: tuple[Any, ...]) -> Any:
-    if not isinstance(values, TableRef):
-        values = TableRef.of_array(jnp.asarray(values))
-    elif values.steps or values.row_axes != (0,) or not values.has_all_rows:
+    view = whole_view(values)
+    if view is None:
         return NotImplemented
     shape = tuple(ctx.eqn.outvars[0].aval.shape)
-    return dataclasses.replace(values, shape=shape, reader=_ShardedReader(static))
+    return dataclasses.replace(view, shape=shape, reader=_ShardedReader(static))

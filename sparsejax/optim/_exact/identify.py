@@ -189,7 +189,7 @@ def _check_single_coordinates(
         if not all(map(probe.is_close, *map(jax.tree.leaves, (a, b)))):
             others = "others of that row are" if k == 0 else "other rows are"
             raise NotExactError(
-                f"a step without gradient moves each coordinate of a row by what the "
+                "a step without gradient moves each coordinate of a row by what the "
                 f"{others}"
             )
 
