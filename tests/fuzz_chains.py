@@ -55,7 +55,7 @@ class Part(NamedTuple):
       norm: whether what it does to a row depends on all rows that have an update.
       kept: whether its state has such a norm. Then it may be refused after what moves.
       refused: whether it depends on rows without a gradient.
-      hides: whether it can undo what a part before it did, or what is refused in it.
+      hides: whether it can undo what is refused in it.
       narrow: whether it computes in float32, as schedules do.
       acts: for a wrapper `(k, body) -> [(chain, names of leaves)]`.
       exact: where it may stand in a chain that `exact` has to accept: "g" before
@@ -122,8 +122,8 @@ PLAIN = {
     "centralize": Part(_make(optax.centralize), exact="g"),
     # Its state says whether any row has NaN.
     "zero_nans": Part(_make(optax.zero_nans), norm=True),
-    "scale_by_sign": Part(_make(optax.scale_by_sign), hides=True),
-    "set_to_zero": Part(_make(optax.set_to_zero), hides=True),
+    "scale_by_sign": Part(_make(optax.scale_by_sign)),
+    "set_to_zero": Part(_make(optax.set_to_zero)),
     "normalize_by_update_norm": Part(_make(optax.normalize_by_update_norm), norm=True),
     "normalize": Part(_make(contrib.normalize), norm=True),
     "scale_by_polyak": Part(_make(optax.scale_by_polyak), norm=True),

@@ -48,6 +48,11 @@ CHAINS = {
         "jitted",
         "refused",
     ),
+    "clipped_only_if_large": (
+        (("clip()", 0), ("acprop()", 0), ("acprop()", 0), ("clip_by_block_rms()", 0)),
+        "jitted",
+        "refused",
+    ),
     "coordinates_mixed_after_moments": (
         (("scale_by_adam", 0), ("centralize", 0)),
         "exact",

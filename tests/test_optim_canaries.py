@@ -45,6 +45,10 @@ CLOSURES = {
         lambda: optax.partition({"a": SGD, "b": ADAM}, {"table": "a"}),
         "children_at, which finds the part of optax.partition for a leaf",
     ),
+    "masked": (
+        lambda: optax.masked(SGD, True),
+        "children_at, which finds out whether a leaf is masked",
+    ),
     "inject_hyperparams": (
         lambda: optax.inject_hyperparams(optax.sgd)(0.1),
         "_injected, which makes the transformation inside of inject_hyperparams",
@@ -82,6 +86,17 @@ def test_the_part_of_a_partition():
     # optax may wrap it, to accept extra arguments.
     inside = [part.update for part in optax_internals.descendants(parts[0])]
     assert ADAM.update in inside, _gone("transforms or param_labels", "children_at")
+
+
+def test_the_part_that_is_masked():
+    tree = {"bias": TABLE["table"], **TABLE}
+    treedef, specs = jax.tree.structure(tree), jax.tree.leaves(tree)
+    mask = {"bias": False, "table": True}
+    for tx in (optax.masked(SGD, mask), optax.masked(SGD, lambda params: mask)):
+        found = [optax_internals.children_at(tx, treedef, specs, i) for i in range(2)]
+        assert found[0] == [], _gone("inner or mask", "children_at")
+        inside = [part.update for part in optax_internals.descendants(found[1][0])]
+        assert SGD.update in inside, _gone("inner or mask", "children_at")
 
 
 def test_what_is_injected():

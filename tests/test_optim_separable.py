@@ -127,6 +127,55 @@ def test_a_large_dense_leaf_hides_nothing(make):
             lazy(tx).init(params)
 
 
+def _later(step, **extra_args):
+    return step > 100
+
+
+def _zero_at_first(step):
+    return jnp.where(step < 100, 0.0, 1.0)
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.adam(LR), optax.clip_by_block_rms(1e5)),
+        optax.chain(optax.clip_by_block_rms(1e5), optax.adam(LR)),
+        optax.adaptive_grad_clip(1e4),
+        optax.chain(optax.scale_by_trust_ratio(), optax.scale(0.0)),
+        optax.chain(optax.scale_by_trust_ratio(), optax.scale_by_sign()),
+        optax.chain(optax.lamb(LR), optax.scale_by_schedule(_zero_at_first)),
+        optax.conditionally_transform(optax.scale_by_trust_ratio(), _later),
+        optax.chain(optax.clip(0.1), optax.masked(optax.lars(LR), True), optax.clip(0)),
+    ],
+)
+def test_a_part_that_does_nothing_at_first_is_refused(tx):
+    """Clips that nothing is large enough for yet, and what is undone or comes later."""
+    assert not is_row_separable(tx)
+    with pytest.raises(ValueError, match="because of (scale_by|clip_by|adaptive)_"):
+        lazy(tx).init(PARAMS)
+
+
+@pytest.mark.loose_promotion
+def test_what_is_for_dense_leaves_alone_is_accepted():
+    dense, table = {"table": False, "bias": True}, {"table": True, "bias": False}
+    lars, adam, norm = optax.lars(LR), optax.adam(LR), optax.clip_by_global_norm(1.0)
+    labels = {"table": "adam", "bias": "lars"}
+    of_dense = lambda params: jax.tree.map(lambda x: x.ndim < 2, params)
+    for tx in (
+        optax.masked(lars, dense),
+        optax.masked(lars, of_dense),
+        optax.masked(optax.masked(lars, dense), True),
+        optax.masked(optax.masked(lars, of_dense), {"table": True, "bias": True}),
+        optax.partition({"adam": adam, "lars": lars}, labels),
+        optax.partition({"a": optax.masked(lars, dense)}, "a"),
+    ):
+        assert is_row_separable(optax.chain(norm, tx, norm), PARAMS)
+    for tx in (optax.masked(lars, table), optax.masked(optax.masked(lars, True), True)):
+        assert not is_row_separable(optax.chain(norm, tx, optax.scale(0.0)), PARAMS)
+
+
 def test_extra_arguments_are_filled_in():
     def update(updates, state, params=None, *, loss, **extra_args):
         return jax.tree.map(lambda g: -loss * g, updates), state

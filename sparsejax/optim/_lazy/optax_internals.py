@@ -33,6 +33,7 @@ BY_LEAF = frozenset(["partition", "masked"])
 CLOSURES = {
     "chain": ("init_fns", "update_fns"),
     "partition": ("transforms", "param_labels"),
+    "masked": ("inner", "mask"),
     "inject_hyperparams": ("inner_factory", "sched_hps", "other_hps", "numeric_hps"),
 }
 
@@ -152,17 +153,27 @@ def children(tx: Any) -> list[Any]:
 
 
 def children_at(tx: Any, treedef: Any, specs: Any, leaf: int) -> list[Any]:
-    """The children that act on a leaf: for `optax.partition`, only the one for it."""
+    """The children that act on a leaf, of `optax.partition` and `optax.masked`."""
     cells = _cells(tx.update)
-    transforms, param_labels = CLOSURES["partition"]
-    try:
-        transforms, labels = cells[transforms], cells[param_labels]
+
+    def at_leaf(of_leaves):
         tree = treedef.unflatten(specs)
-        labels = labels(tree) if callable(labels) else labels
-        flat = jax.tree.broadcast(labels, treedef.unflatten(range(len(specs))))
-        return [transforms[treedef.flatten_up_to(flat)[leaf]]]
-    except Exception:  # not a partition
-        return children(tx)
+        given = jax.tree.leaves(jax.tree.map(callable, of_leaves))
+        found = of_leaves(tree) if given and all(given) else of_leaves
+        flat = jax.tree.broadcast(found, treedef.unflatten(range(len(specs))))
+        return treedef.flatten_up_to(flat)[leaf]
+
+    kind = name(tx)
+    try:
+        if kind == "partition":
+            transforms, labels = (cells[v] for v in CLOSURES[kind])
+            return [transforms[at_leaf(labels)]]
+        if kind == "masked":
+            inner, mask = (cells[v] for v in CLOSURES[kind])
+            return [inner] if at_leaf(mask) else []
+    except Exception:  # another release of optax, or labels for another tree
+        pass
+    return children(tx)
 
 
 def same(a: Any, b: Any) -> bool:

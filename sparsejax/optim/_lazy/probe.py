@@ -40,7 +40,8 @@ from sparsejax.optim._lazy import optax_internals, state_leaves, trees
 
 ROWS = 160  # enough for optimizers that factor matrices of 128 rows and columns
 TOUCHED = 12
-SCALES = (1.0, 0.1, 10.0, 1.0)  # of the gradients, one per step
+# Of the gradients, one per step; the last for what acts on large ones alone.
+SCALES = (1.0, 0.1, 10.0, 1.0, 1e6)
 LARGEST = 2**17  # elements of a leaf that is not a table; larger leaves are shrunk
 COMPILE_FAST = {"xla_backend_optimization_level": 0}  # since it runs only a dozen times
 
@@ -52,11 +53,13 @@ class Reason(NamedTuple):
       why: what was found.
       part: name of the part that is to blame, empty if not known yet.
       can_be_wrong: whether it may also refuse a row-separable transformation.
+      ran: whether it was run; if not, all that is known is why it cannot be.
     """
 
     why: str
     part: str = ""
     can_be_wrong: bool = True
+    ran: bool = True
 
     def __str__(self) -> str:
         known = optax_internals.KNOWN_AS.get(self.part)
@@ -101,7 +104,7 @@ def _probe(tx, treedef, specs, tables):
         same_rows = [some] * len(SCALES)
         # They change from each step to the one after the next too, for parts that act
         # at every other step.
-        other_rows = [some, others, others, some]
+        other_rows = [some, others, others, some, others]
         for rows_of_step, kind in ((same_rows, "same"), (other_rows, "other")):
             shared = run.steps(rows_of_step, kind, reasons)
             if shared:

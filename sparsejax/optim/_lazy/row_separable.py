@@ -11,7 +11,13 @@ import optax
 
 from sparsejax import _compat
 from sparsejax._arguments import PyTree
-from sparsejax.optim._lazy import optax_internals, probe, trees
+from sparsejax.optim._lazy import (
+    optax_internals,
+    probe,
+    row_program,
+    state_leaves,
+    trees,
+)
 from sparsejax.optim._lazy.probe import Reason
 
 
@@ -115,6 +121,54 @@ def _combines_leaves(tx: Any) -> bool:
     except Exception:
         return False  # the probe says why it cannot be run
     return _compat.only_needed(*program)[2][1]
+
+
+def _combines_rows(tx: Any, treedef: Any, specs: Sequence[Any], table: int) -> bool:
+    """Whether what is done to a row of a table may depend on its other rows.
+
+    Read from the program, so no number can hide it. False is certain; True is not.
+    """
+    specs = probe.small_tree(specs, [table])
+    if trees.row_axes(specs[table]) > 1:
+        return True
+    specs[table] = trees.reshaped(specs[table], (1, *specs[table].shape[1:]))
+    extra_args = dict.fromkeys(optax_internals.required_extra_args(tx), 1.0)
+    run = optax.with_extra_args_support(tx).update
+
+    def reduce(group):
+        raise row_program.NotByRows("a reduction of rows")
+
+    def look(grads, weights, state):
+        leaves, structure = jax.tree.flatten(state)
+        followers = [k for k, owner in enumerate(found.owners) if owner == table]
+
+        def update(*rows):
+            grads[table], weights[table], *followed = rows
+            for k, leaf in zip(followers, followed, strict=True):
+                leaves[k] = leaf
+            g, w = map(treedef.unflatten, (grads, weights))
+            updates, new = run(g, structure.unflatten(leaves), w, **extra_args)
+            updates = treedef.flatten_up_to(updates)
+            new = jax.tree.leaves(new)
+            of_rows = [updates.pop(table), *(new[k] for k in followers)]
+            others = [x for k, x in enumerate(new) if k not in followers]
+            return of_rows + jax.tree.leaves(updates) + others
+
+        inputs = [grads[table], weights[table], *(leaves[k] for k in followers)]
+        nodes = [row_program.Node(table, jax.typeof(x)) for x in inputs]
+        program = _compat.trace(update, *inputs)
+        outs = row_program.run(*program, nodes, reduce)
+        for x in outs[1 + len(followers) :]:
+            if isinstance(x, row_program.Node) and x.table is not None:
+                raise row_program.NotByRows("a dense leaf that depends on rows")
+
+    try:
+        with probe.jax_defaults():
+            found = state_leaves.find(tx.init, treedef, specs, [table])
+            jax.eval_shape(look, specs, specs, found.state)
+    except Exception:
+        return True
+    return False
 
 
 # ------------------------------------------------------------------ exact
@@ -234,27 +288,34 @@ class _Trials:
         except Exception as error:
             message = str(error).strip().split("\n")[0]
             message = f"{type(error).__name__}: {message}"
-            shared = Reason(f"it cannot run on rows of a table ({message})")
+            shared = Reason(f"it cannot run on rows of a table ({message})", ran=False)
         if shared:
             return dict.fromkeys(tables, shared)
         if optax_internals.name(tx) not in optax_internals.TRANSPARENT:
             return failed
         # A wrapper that only combines parts is row-separable if each part is, even if
         # the whole is not: after decoupled weight decay, a clip by global norm sees the
-        # decay of all rows in a dense run, but only of the rows read if lifted.
-        of_parts = {t: why for t, why in failed.items() if self._fails_in_a_part(tx, t)}
-        others = [t for t in failed if t not in of_parts]
+        # decay of all rows in a dense run, but only of the rows read if lifted. And it
+        # is not if a part is not, even if this run does not show it: what clips may get
+        # nothing large enough, and what follows may undo it at first.
+        whole, failed = failed, {}
+        for t in tables:
+            parts = optax_internals.children_at(tx, *self._tree, t)
+            if t in whole and not parts:
+                failed[t] = whole[t]
+            for part in parts:
+                if t in whole or _combines_rows(part, *self._tree, t):
+                    why = self.failures(part, [t]).get(t)
+                    if why and (t in whole or why.ran):
+                        failed.setdefault(t, why)
+        others = [t for t in whole if t not in failed]
         if others and probe.counts_empty_slots(tx, *self._tree, others):
             why = (
                 "a part of it moves rows that were never read, and a later part takes "
                 "a norm over all rows"
             )
-            return of_parts | dict.fromkeys(others, Reason(why))
-        return of_parts
-
-    def _fails_in_a_part(self, tx: Any, table: int) -> bool:
-        parts = optax_internals.children_at(tx, *self._tree, table)
-        return not parts or any(self.failures(part, [table]) for part in parts)
+            failed |= dict.fromkeys(others, Reason(why))
+        return failed
 
     def blame(self, tx: Any, table: int, reason: Reason) -> Reason:
         """The reason of the innermost part of `tx` that cannot be lifted."""
