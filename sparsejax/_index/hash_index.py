@@ -40,7 +40,7 @@ from sparsejax._arguments import ArrayLike
 _CALL = "sparsejax.HashIndex"
 _LANES = 8  # slots of a bucket; with a key of 32 bits it fills a cache line
 _EMPTY = np.uint32(0xFFFFFFFF)  # the row in an empty slot
-_CHUNK = 4096  # new keys that are inserted at once
+_CHUNK = 4096
 _WINDOW = 4096  # rows among which victims are sought, at least
 _DEPTH = 4  # cells of a key in the sketch
 _MOST_SIGHTINGS = 255  # that a cell of the sketch counts, in its low 8 bits
@@ -577,9 +577,10 @@ def _two_buckets(
     return one.astype(jnp.int32), two.astype(jnp.int32)
 
 
-def _as_buckets(slots: jax.Array) -> jax.Array:
-    """uint32 `[B, 8, words + 1]`."""
-    return slots.reshape(-1, _LANES, slots.shape[1])
+def _slot(slots: jax.Array, bucket: jax.Array, lane: int) -> list[jax.Array]:
+    """The words of the keys in one slot of each bucket, and then their rows."""
+    at = bucket * np.int32(_LANES) + np.int32(lane)
+    return [_take(slots, (at, column)) for column in range(slots.shape[1])]
 
 
 def _power_of_two(least: int) -> int:
@@ -601,18 +602,16 @@ def _set(x: jax.Array, index: Any, values: Any) -> jax.Array:
 
 @jax.jit
 def _find(index: HashIndex, words: tuple[jax.Array, ...]) -> jax.Array:
-    buckets = _as_buckets(index.slots)
-
-    def row_in(bucket):
-        held = _take(buckets, bucket)  # [n, 8, words + 1]
-        row = held[:, :, -1]
-        for k, word in enumerate(words):
+    row = jnp.full(words[0].shape, _EMPTY)
+    # Slot by slot, which is one loop over the keys on a CPU. Whole buckets would be an
+    # array `[n, 8, words + 1]` between two loops, at twice the time.
+    for bucket in _two_buckets(words, index.slots.shape[0] // _LANES, index.seed):
+        for lane in range(_LANES):
+            *held, found = _slot(index.slots, bucket, lane)
             # An emptied slot may still have its key, but has no row.
-            row = jnp.where(held[:, :, k] == word[:, None], row, _EMPTY)
-        return jnp.min(row, axis=1)
-
-    one, two = _two_buckets(words, buckets.shape[0], index.seed)
-    row = jnp.minimum(row_in(one), row_in(two))
+            for mine, word in zip(held, words, strict=True):
+                found = jnp.where(mine == word, found, _EMPTY)
+            row = jnp.minimum(row, found)
     return jnp.minimum(row, np.uint32(index.capacity)).astype(jnp.int32)
 
 
@@ -797,21 +796,22 @@ def _claim(
     key in a turn, the others see how full it has become, and buckets fill evenly.
     """
     numbers = lax.iota(jnp.uint32, tries.shape[0])
-    bits = np.left_shift(np.uint32(1), np.arange(_LANES, dtype=np.uint32))[None]
+    bits, no_bit = np.uint32(1) << np.arange(_LANES, dtype=np.uint32), np.uint32(0)
     num_slots, last = slots.shape[0], slots.shape[1] - 1
     one, two = _two_buckets(keys, num_slots // _LANES, seed)
 
     def turn(state):
         slots, claimed, waits = state
-        buckets = _as_buckets(slots)
         # The empty slots of a bucket, as bits.
         one_is, two_is = (
-            jnp.sum(
-                jnp.where(_take(buckets, x)[:, :, last] == _EMPTY, bits, np.uint32(0)),
-                axis=1,
-                dtype=jnp.uint32,
+            functools.reduce(
+                jnp.bitwise_or,
+                [
+                    jnp.where(_slot(slots, bucket, lane)[-1] == _EMPTY, bit, no_bit)
+                    for lane, bit in enumerate(bits)
+                ],
             )
-            for x in (one, two)
+            for bucket in (one, two)
         )
         is_two = lax.population_count(two_is) > lax.population_count(one_is)
         empty = jnp.where(is_two, two_is, one_is)
