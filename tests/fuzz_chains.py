@@ -116,9 +116,11 @@ PLAIN = {
         lambda k: optax.clip_by_global_norm(_one_of(k, 0.5, 2.0)), norm=True, exact="g"
     ),
     "scale_by_learning_rate": Part(
-        lambda k: optax.scale_by_learning_rate(_rate(k)), exact="l"
+        lambda k: optax.scale_by_learning_rate(_rate(k)), narrow=True, exact="l"
     ),
-    "scale_by_schedule": Part(lambda k: optax.scale_by_schedule(_rate(k)), exact="s"),
+    "scale_by_schedule": Part(
+        lambda k: optax.scale_by_schedule(_rate(k)), narrow=True, exact="s"
+    ),
     "centralize": Part(_make(optax.centralize), exact="g"),
     # Its state says whether any row has NaN.
     "zero_nans": Part(_make(optax.zero_nans), norm=True),

@@ -218,16 +218,19 @@ def _sum_pieces(
         number = jnp.arange(most, dtype=jnp.int32) - first
         start = offsets[known] + number * np.int32(length)
         end = jnp.where(bag < num_bags, offsets[known + 1], start)
-        places = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-        inside = places < end[:, None]
-        cut = lambda x: _windows(x, start, length)
-        some = jnp.where(inside, cut(ids), _arguments.scalar(table.shape[0], ids))
+        # The last window would end behind the elements; it begins earlier instead.
+        at = jnp.minimum(start, np.int32(n - length))
+        places = at[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        inside = (places >= start[:, None]) & (places < end[:, None])
+        # Windows are faster than single elements.
+        cut = jax.vmap(lambda x, k: lax.dynamic_slice_in_dim(x, k, length), (None, 0))
+        some = jnp.where(inside, cut(ids, at), _arguments.scalar(table.shape[0], ids))
         if bits is None:
-            rest = () if weights is None else (jnp.where(inside, cut(weights), 0),)
+            rest = () if weights is None else (jnp.where(inside, cut(weights, at), 0),)
             total = _add_columns(xla.weighted_rows, bits, table, some, *rest)
         else:
             # Apart, not as an array [..., 2]: else XLA computes them for each code.
-            scale, bias = (jnp.where(inside, cut(weights[:, k]), 0) for k in (0, 1))
+            scale, bias = (jnp.where(inside, cut(weights[:, k], at), 0) for k in (0, 1))
             total = _add_codes(table, some, scale, bits)
             # A loop over columns, which reads the windows; a reduction would not.
             bias = functools.reduce(operator.add, [bias[:, j] for j in range(length)])
@@ -267,12 +270,6 @@ def _add_codes(
         )
 
     return jnp.concatenate([add(plane) for plane in planes], axis=1)
-
-
-def _windows(x: jax.Array, start: jax.Array, length: int) -> jax.Array:
-    """`x[s : s + length]` for each start s, which is faster than single elements."""
-    x = jnp.pad(x, ((0, length),) + ((0, 0),) * (x.ndim - 1))
-    return jax.vmap(lambda s: lax.dynamic_slice_in_dim(x, s, length))(start)
 
 
 def _sort(
