@@ -35,9 +35,11 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
     `U, S' = tx(G, S, W)`, it tests whether `tx(G[R], S[R], W[R]) = U[R], S'[R]`: no
     row's step may depend on rows that were not read. `sparsejax.optim.lazy` relies on
     this. The test runs `tx` on a small table, a few steps with the same rows and a few
-    with changing rows, so it works for your own transformations too. Transformations
-    that a short run does not unmask are recognized by their state (MultiSteps,
-    apply_every, prodigy and a few more).
+    with changing rows, so it works for your own transformations too. Parts of a chain
+    that combine rows are tested alone as well: in the chain, nothing may be large
+    enough for a clip, and a part may act later. Transformations that a short run does
+    not unmask are recognized by their state (MultiSteps, apply_every, prodigy and a few
+    more).
 
     True for sgd (with momentum), adam, adamw, adagrad, rmsprop, adadelta, yogi, lion,
     radam, novograd and similar optimizers, also with clipping, schedules, masks and
