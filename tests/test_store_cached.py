@@ -370,32 +370,38 @@ def test_rows_are_read_while_the_step_runs():
 # ------------------------------------------------------------------ policies
 
 
-def test_which_rows_leave():
-    """Of equals any may leave, so that only what they are equal in is compared."""
+@pytest.mark.parametrize(
+    "height, count, most", [(V, SLOTS, SLOTS), (2000, 300, 9), (400, 300, 60)]
+)
+def test_which_rows_leave(height, count, most):
+    """Of equals any may leave, so that only what they are equal in is compared.
+
+    In the larger ones those that leave are found for several batches at once.
+    """
     rng = np.random.default_rng(0)
     # What is taken back leaves its mark on the policies, which may guess worse then.
     for policy, takes_back in itertools.product(POLICIES, (False, True)):
-        slots = _slots.Slots(V, SLOTS, policy, unused=5)
+        slots = _slots.Slots(height, count, policy, unused=5)
         uses, used_at = collections.Counter(), {}
-        for now in range(80):
-            size = rng.integers(1, SLOTS)
-            rows = np.unique(np.floor(V ** rng.random(size)).astype(np.int64) - 1)
+        for now in range(80 if count == SLOTS else 400):
+            size = rng.integers(1, most)
+            rows = np.unique(np.floor(height ** rng.random(size)).astype(np.int64) - 1)
             before = set(slots.row_of[slots.row_of >= 0])
             if takes_back:
-                plans = [slots.plan(rng.choice(V, 9, False)) for _ in range(2)]
+                plans = [slots.plan(rng.choice(height, 9, False)) for _ in range(2)]
                 for plan in reversed(plans):
                     slots.undo(plan)
                 assert set(slots.row_of[slots.row_of >= 0]) == before
             plan = slots.plan(np.sort(rows))
-            ids = np.array([-1, V, *rows])
+            ids = np.array([-1, height, *rows])
             places = slots.translate(ids)
-            assert places[:2].tolist() == [-1, V] and 5 not in places
+            assert places[:2].tolist() == [-1, height] and 5 not in places
             assert (slots.row_of[places[2:]] == rows).all()
             left = set(plan.leaving[plan.leaving >= 0])
             after = set(slots.row_of[slots.row_of >= 0])
-            assert after == (before - left) | set(rows) and len(after) <= SLOTS - 1
+            assert after == (before - left) | set(rows) and len(after) <= count - 1
             assert not left & set(rows)
-            assert not left or len(after) == SLOTS - 1
+            assert not left or len(after) == count - 1
             stayed = before - left - set(rows)
             uses.update(rows.tolist())
             last, used_at = used_at, used_at | dict.fromkeys(rows.tolist(), now)
@@ -405,7 +411,7 @@ def test_which_rows_leave():
                 assert max(last[x] for x in left) <= min(last[x] for x in stayed)
             if policy == "lfu":
                 assert max(uses[x] for x in left) <= min(uses[x] for x in stayed)
-        assert slots.used == SLOTS - 1
+        assert slots.used == count - 1
 
 
 def test_clock_passes_over_what_was_used():

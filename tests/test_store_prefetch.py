@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_same_bits
+from helpers import assert_same_bits, run_python
 from sparsejax.store import _prefetch
 
 
@@ -235,3 +235,29 @@ def test_types_of_the_calling_thread(x64):
             assert rows.values.devices() == {jax.devices()[1]}
             store.push("a", rows.map(jnp.ones_like))
     assert store.pull_all("a").sum() == -2 * D
+
+
+LEFT_OPEN = """
+import os
+import numpy as np, optax, sparsejax as sj
+
+os.dup2(1, 2)
+store = sj.store.KVStore()
+store.init("a", (50, 4), optax.sgd(1.0))
+ahead = store.prefetch([np.arange(3)] * 5, lambda ids: ids)
+next(ahead)
+cache = sj.store.CachedTable(store, "a", 9) if CACHED else None
+if cache:
+    ahead.close()
+    params = cache.array
+    cache.attach(optax.sgd(1.0), params)
+    ahead = cache.prefetch([np.arange(3)] * 5, lambda ids: ids)
+    next(ahead)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_program_may_end_within_the_loop(cached):
+    """Python closes what is left when half of its modules are gone."""
+    assert run_python("-c", LEFT_OPEN.replace("CACHED", str(cached))) == ""

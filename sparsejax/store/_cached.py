@@ -20,6 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
@@ -519,6 +520,7 @@ class CachedTable:
             return (batch,)
 
         ahead = ReadAhead(batches, prepare)
+        is_exiting = sys.is_finalizing  # when it is true, modules may be gone
         queue.start_worker()
         self._prefetching += 1
         try:
@@ -530,9 +532,10 @@ class CachedTable:
                 ahead.fill(depth)
                 yield head[0]
         finally:
-            self._prefetching -= 1
-            queue.submit(functools.partial(self._forget, owner))
-            queue.stop_worker()
+            if not is_exiting():
+                self._prefetching -= 1
+                queue.submit(functools.partial(self._forget, owner))
+                queue.stop_worker()
 
     # -- all rows ---------------------------------------------------------------------
 

@@ -161,22 +161,68 @@ class LeastRecentlyUsed:
 
 class LeastFrequentlyUsed:
     """Evicts the row that the fewest batches used, and of equals the one used longest
-    ago. A row's count stays when it leaves."""
+    ago. A row's count stays when it leaves.
+
+    Slots that leave next are found for several batches at once, in order. What a batch
+    uses afterwards is compared with them, so only each 16th batch looks at all slots.
+    """
+
+    _BATCHES = 16
 
     def __init__(self, used_at: np.ndarray, height: int):
         self._used_at = used_at
         self._uses = _memory.zeros((height,), np.uint32)
         self._key = np.zeros(used_at.shape, np.int64)
+        none = np.empty((0,), np.int64)
+        self._next = self._next_key = none  # ascending; who has another key was used
+        self._limit = 0  # the key of all others, or more, if they were not used since
+        self._low = none  # those that were used since, with smaller keys
+        self._since: list[np.ndarray] = []
+        self._num_since = 0
 
     def use(self, slots: np.ndarray, rows: np.ndarray, now: int) -> None:
         uses = self._uses[rows] + np.uint32(1)
         self._uses[rows] = uses
         # The batch's number is cut to 32 bits: it only decides between equals.
         self._key[slots] = (uses.astype(np.int64) << 32) | (now & 0xFFFF_FFFF)
+        if self._next.size:
+            self._since.append(slots)
+            self._num_since += slots.size
+            if self._num_since > self._key.size:  # to look again is less work
+                self._next, self._next_key = self._next[:0], self._next_key[:0]
+                self._since = []
 
     def choose(self, count: int, now: int) -> np.ndarray:
+        low = np.unique(np.concatenate([self._low, *self._since]))
+        self._low = low[self._key[low] < self._limit]
+        self._since, self._num_since = [], 0
+        is_same = self._key[self._next] == self._next_key
+        self._next, self._next_key = self._next[is_same], self._next_key[is_same]
+        found = np.concatenate(
+            [self._may_leave(self._low, now), self._first(count, now)]
+        )
+        if found.size < count:
+            self._look_ahead(count, now)
+            return self._first(count, now)
+        return found[np.argpartition(self._key[found], count - 1)[:count]]
+
+    def _look_ahead(self, count: int, now: int) -> None:
         slots = np.flatnonzero(self._used_at < now)
-        return slots[np.argpartition(self._key[slots], count - 1)[:count]]
+        key = self._key[slots]
+        self._low, self._limit = slots[:0], np.iinfo(np.int64).max
+        ahead = self._BATCHES * count
+        if ahead < slots.size:
+            some = np.argpartition(key, ahead)
+            self._limit = key[some[ahead]]
+            slots, key = slots[some[:ahead]], key[some[:ahead]]
+        order = np.argsort(key)
+        self._next, self._next_key = slots[order], key[order]
+
+    def _first(self, count: int, now: int) -> np.ndarray:
+        return self._may_leave(self._next, now)[:count]
+
+    def _may_leave(self, slots: np.ndarray, now: int) -> np.ndarray:
+        return slots[self._used_at[slots] < now]
 
 
 class Clock:

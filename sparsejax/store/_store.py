@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -543,6 +544,7 @@ class KVStore:
             return self._in_flight.finish(in_flight)
 
         ahead = ReadAhead(batches, prepare)
+        is_exiting = sys.is_finalizing  # when it is true, modules may be gone
         self._queue.start_worker()
         self._depths.append(depth)
         for table in self._tables.values():
@@ -564,9 +566,10 @@ class KVStore:
             self._queue.submit(lambda: None).result()  # wait for the last pushes
             self._queue.raise_error()
         finally:
-            self._depths.remove(depth)
-            self._queue.submit(functools.partial(self._in_flight.remove, owner))
-            self._queue.stop_worker()
+            if not is_exiting():
+                self._depths.remove(depth)
+                self._queue.submit(functools.partial(self._in_flight.remove, owner))
+                self._queue.stop_worker()
 
     # -- all rows ---------------------------------------------------------------------
 
