@@ -399,7 +399,7 @@ REFUSED = {
     # In rows of positive moments, and of one coordinate, all signs are their mean.
     "centralized_signs": (
         lambda: optax.chain(optax.signum(0.1), optax.centralize()),
-        "coordinate of a row by what the others",
+        "ema, scale_by_sign, scale, .*coordinate of a row by what the others",
     ),
     "centralized_later": (
         lambda: optax.chain(optax.optimistic_gradient_descent(0.1), optax.centralize()),

@@ -133,13 +133,13 @@ def _function_name(function: Any) -> str:
 
 
 def descendants(tx: Any) -> list[Any]:
-    """`tx` and all transformations inside it."""
+    """`tx` and all transformations inside it, in the order in which they run."""
     seen, queue = [], [tx]
     while queue:
         part = queue.pop(0)
         if not _among(seen, part):
             seen.append(part)
-            queue.extend(children(part))
+            queue = children(part) + queue
     return seen
 
 
