@@ -170,3 +170,16 @@ def test_a_segmented_bag_is_one_loop_of_pieces():
     for pieces in loops:
         assert pieces.count("add") >= 7
         assert not {"sqrt", "divide", "scatter"} & set(pieces), pieces
+
+
+def test_ids_out_of_range_are_counted_only_if_there_are_any():
+    """On a CPU, for the scatter takes a tenth of the time of a ragged bag."""
+    bags = lambda table, ids, segments: sj.embedding_bag(table, ids, segments, 512)
+    lowered = jax.jit(bags).lower(_TABLE, _ids(8192), _ids(8192))
+    text = str(compile_as_users_do(lowered).as_text())
+    counts = r"s32\[512\]\S* scatter\("
+    assert re.search(counts, text)
+    entry = text[text.index("\nENTRY") :]
+    called = re.findall(r"calls=%([\w.-]+)", entry[: entry.index("\n}")])
+    bodies = [text[text.index(f"\n%{name} (") :] for name in called]
+    assert not any(re.search(counts, body[: body.index("\n}")]) for body in bodies)

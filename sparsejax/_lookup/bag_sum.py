@@ -106,6 +106,20 @@ def quantized_bag_sum(
     return total.reshape(-1, *table.row_shape)
 
 
+def bags_with(
+    is_true: jax.Array,
+    segment_ids: jax.Array,
+    num_bags: int,
+    *,
+    indices_are_sorted: bool = False,
+) -> jax.Array:
+    """Which segmented bags have an element that is true, bool `[num_bags]`."""
+    static = dict(num_bags=num_bags, indices_are_sorted=indices_are_sorted)
+    if any(map(_compat.is_laid_out, (is_true, segment_ids))):
+        return xla.bags_with(is_true, segment_ids, **static)[0]
+    return _bags_with_p.bind(is_true, segment_ids, **static)[0]
+
+
 # ------------------------------------------------------------------ derivatives
 
 
@@ -219,4 +233,11 @@ _add_bags_p = _compat.multilinear_primitive(
     lambda _, args, axes, **static: jax.vmap(
         functools.partial(xla.add_bags, **static), in_axes=tuple(axes)
     )(*args),
+)
+
+_bags_with_p = _compat.platform_primitive(
+    "bags_with",
+    xla.bags_with,
+    {"cpu": cpu.bags_with},
+    lambda *_, num_bags, **static: [((num_bags,), jnp.bool_)],
 )

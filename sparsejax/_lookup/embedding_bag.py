@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup
-from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
+from sparsejax._lookup.bag_sum import bag_sum, bags_with, quantized_bag_sum
 from sparsejax._rows import (
     QuantizedTable,
     RowTable,
@@ -307,8 +307,15 @@ def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax
         bad &= ~bags.skip
     if mode == "error":
         lookup.check_none(_CALL, table, bad, bags.ids)
+    if bags.segments is None:
+        is_bad = jnp.any(bad, axis=1)
+    else:
+        segments = bags.segments
+        is_bad = bags_with(
+            bad, segments.ids, segments.count, indices_are_sorted=segments.is_sorted
+        )
     # NaN is added, so that the other rows of the bag keep their gradients.
-    nan = jnp.where(bags.total(bad.astype(jnp.int32)) > 0, jnp.nan, 0)
+    nan = jnp.where(is_bad, jnp.nan, 0)
     return total + indexing.append_axes(nan.astype(total.dtype), total.ndim)
 
 

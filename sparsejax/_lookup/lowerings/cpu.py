@@ -272,6 +272,20 @@ def _add_codes(
     return jnp.concatenate([add(plane) for plane in planes], axis=1)
 
 
+def bags_with(
+    is_true: jax.Array, segment_ids: jax.Array, *, num_bags: int, **static: Any
+) -> list[jax.Array]:
+    """`xla.bags_with`, for few that are true: if there is none, nothing is added up."""
+    count = functools.partial(xla.bags_with, num_bags=num_bags, **static)
+    return lax.cond(
+        jnp.any(is_true & indexing.in_range(segment_ids, num_bags)),
+        count,
+        lambda *_: [jnp.zeros((num_bags,), bool)],
+        is_true,
+        segment_ids,
+    )
+
+
 def _sort(
     ids: jax.Array,
     segment_ids: jax.Array,

@@ -52,6 +52,24 @@ def bag_sum(
     )
 
 
+def bags_with(
+    is_true: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    num_bags: int,
+    indices_are_sorted: bool,
+) -> list[jax.Array]:
+    """Which bags have an element that is true: `[bool[num_bags]]`."""
+    count = jnp.zeros((num_bags,), jnp.int32)
+    count = count.at[segment_ids].add(
+        is_true.astype(jnp.int32),
+        mode="drop",
+        wrap_negative_indices=False,
+        indices_are_sorted=indices_are_sorted,
+    )
+    return [count > 0]
+
+
 def add_bags(
     sums: jax.Array,
     ids: jax.Array,
