@@ -114,7 +114,9 @@ def bags_with(
     indices_are_sorted: bool = False,
 ) -> jax.Array:
     """Which segmented bags have an element that is true, bool `[num_bags]`."""
-    static = dict(num_bags=num_bags, indices_are_sorted=indices_are_sorted)
+    static: dict[str, Any] = dict(
+        num_bags=num_bags, indices_are_sorted=indices_are_sorted
+    )
     if any(map(_compat.is_laid_out, (is_true, segment_ids))):
         return xla.bags_with(is_true, segment_ids, **static)[0]
     return _bags_with_p.bind(is_true, segment_ids, **static)[0]
