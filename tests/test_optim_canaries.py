@@ -132,6 +132,12 @@ TRANSPARENT = {
     "lazy": lambda: lazy(SGD),
 }
 
+WRAPPERS = {
+    "flatten": lambda: optax.flatten(SGD),
+    "schedule_free": lambda: contrib.schedule_free(SGD, 0.1),
+    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(SGD),
+}
+
 KNOWN_AS = {
     "scale_by_trust_ratio": optax.scale_by_trust_ratio,
     "scale_by_factored_rms": optax.scale_by_factored_rms,
@@ -155,15 +161,16 @@ def _part(tx, name):
 
 def test_every_name_has_a_canary():
     assert set(TRANSPARENT) == optax_internals.TRANSPARENT
+    assert set(WRAPPERS) == optax_internals.WRAPPERS
     assert set(KNOWN_AS) == set(optax_internals.KNOWN_AS)
     assert optax_internals.BY_LEAF <= optax_internals.TRANSPARENT
 
 
-@pytest.mark.parametrize("name", TRANSPARENT)
-def test_transparent(name):
-    tx = TRANSPARENT[name]()
+@pytest.mark.parametrize("name", [*TRANSPARENT, *WRAPPERS])
+def test_wrapper(name):
+    tx = {**TRANSPARENT, **WRAPPERS}[name]()
     found = optax_internals.name(tx)
-    where = "TRANSPARENT, or else a chain of separable parts may be refused"
+    where = "TRANSPARENT or WRAPPERS, or else its parts are not found"
     assert found == name, _gone(f"the name {name}", where, f", it is {found}")
     if name != "inject_hyperparams":  # which makes its own, see above
         held = [part.update for part in optax_internals.descendants(tx)]

@@ -135,6 +135,9 @@ def _zero_at_first(step):
     return jnp.where(step < 100, 0.0, 1.0)
 
 
+LATE = optax.conditionally_transform(optax.scale_by_trust_ratio(), _later)
+
+
 @pytest.mark.loose_promotion
 @pytest.mark.quick(3)
 @pytest.mark.parametrize(
@@ -146,7 +149,9 @@ def _zero_at_first(step):
         optax.chain(optax.scale_by_trust_ratio(), optax.scale(0.0)),
         optax.chain(optax.scale_by_trust_ratio(), optax.scale_by_sign()),
         optax.chain(optax.lamb(LR), optax.scale_by_schedule(_zero_at_first)),
-        optax.conditionally_transform(optax.scale_by_trust_ratio(), _later),
+        LATE,
+        optax.contrib.split_real_and_imaginary(LATE),
+        optax.contrib.schedule_free(optax.chain(LATE, optax.sgd(LR)), LR),
         optax.chain(optax.clip(0.1), optax.masked(optax.lars(LR), True), optax.clip(0)),
     ],
 )
@@ -174,6 +179,39 @@ def test_what_is_for_dense_leaves_alone_is_accepted():
         assert is_row_separable(optax.chain(norm, tx, norm), PARAMS)
     for tx in (optax.masked(lars, table), optax.masked(optax.masked(lars, True), True)):
         assert not is_row_separable(optax.chain(norm, tx, optax.scale(0.0)), PARAMS)
+
+
+def test_what_a_user_does_to_a_dense_leaf_alone_is_accepted():
+    """By a part that it holds, beside a norm over all leaves."""
+    lamb, norm = optax.lamb(LR), optax.clip_by_global_norm(1.0)
+
+    def update(updates, state, params):
+        of_bias, state = lamb.update(updates["bias"], state, params["bias"])
+        return norm.update({**updates, "bias": of_bias}, ())[0], state
+
+    tx = optax.GradientTransformation(lambda params: lamb.init(params["bias"]), update)
+    assert is_row_separable(tx, PARAMS)
+    assert is_row_separable(optax.chain(tx, norm, optax.adam(LR)), PARAMS)
+
+
+def center_table(updates, params):
+    return {**updates, "table": updates["table"] - jnp.mean(updates["table"], 0)}
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, lambda tx: optax.chain(tx, optax.sgd(LR))]
+)
+def test_functions_of_a_tree_are_given_the_tree(wrap):
+    """The function of `optax.stateless` may treat leaves differently."""
+
+    def scale(updates, params):
+        return {**updates, "bias": updates["bias"] * jnp.linalg.norm(updates["bias"])}
+
+    rows = SelectedRows(jnp.array([3, 5]), jnp.ones((2, 6)), 50)
+    grads, tx = {**PARAMS, "table": rows}, lazy(wrap(optax.stateless(scale)))
+    tx.update(grads, tx.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="because of center_table: the updates of"):
+        lazy(wrap(optax.stateless(center_table))).init(PARAMS)
 
 
 def test_extra_arguments_are_filled_in():

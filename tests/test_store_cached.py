@@ -414,6 +414,15 @@ def test_which_rows_leave(height, count, most):
         assert slots.used == count - 1
 
 
+def test_batches_that_only_hit_are_counted():
+    """Those that leave next were found before them."""
+    slots = _slots.Slots(7, 4, "lfu", None)
+    hits = [[0, 6], [2, 6], [0, 6], [6], [2], [6]]
+    for rows in ([2, 3], [0, 3], [0, 2], [2, 3], [1, 4], *hits):
+        slots.plan(np.array(rows))
+    assert slots.plan(np.array([1])).leaving == [3]  # by three batches, long ago
+
+
 def test_clock_passes_over_what_was_used():
     slots = _slots.Slots(10, 4, "clock", None)
     for row in range(4):

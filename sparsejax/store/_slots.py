@@ -190,7 +190,7 @@ class LeastFrequentlyUsed:
             self._num_since += slots.size
             if self._num_since > self._key.size:  # to look again is less work
                 self._next, self._next_key = self._next[:0], self._next_key[:0]
-                self._since = []
+                self._low, self._since = self._low[:0], []
 
     def choose(self, count: int, now: int) -> np.ndarray:
         low = np.unique(np.concatenate([self._low, *self._since]))

@@ -26,6 +26,9 @@ TRANSPARENT = frozenset(
     "apply_if_finite conditionally_transform conditionally_mask lazy".split()
 )
 
+# Other wrappers that do to a table what their part does.
+WRAPPERS = frozenset("flatten schedule_free split_real_and_imaginary".split())
+
 # Wrappers that treat some leaves differently from others.
 BY_LEAF = frozenset(["partition", "masked"])
 
@@ -98,10 +101,7 @@ def is_optax(tx: Any) -> bool:
 
 def treats_leaves_alike(tx: Any) -> bool:
     """Whether all leaves are surely treated alike: only optax code, and no masks."""
-    return all(
-        _is_from_optax(part.update) and name(part) not in BY_LEAF
-        for part in descendants(tx)
-    )
+    return all(is_optax(part) and name(part) not in BY_LEAF for part in descendants(tx))
 
 
 def _named_after(tx: Any) -> Any:
@@ -219,11 +219,13 @@ def _on_numbers() -> Iterator[None]:
         yield
 
 
-def _closed_over(tx: Any) -> Iterator[Any]:
+def _closed_over(tx: Any) -> list[Any]:
+    # `init` is often the part's own, and so holds the parts of that part.
     for function in (tx.update, tx.init):
-        for x in _held(function):
-            if is_transformation(x):
-                yield x
+        found = [x for x in _held(function) if is_transformation(x)]
+        if found:
+            return found
+    return []
 
 
 def _cells(function: Any) -> dict[str, Any]:

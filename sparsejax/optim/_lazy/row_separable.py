@@ -39,7 +39,8 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
     that combine rows are tested alone as well: in the chain, nothing may be large
     enough for a clip, and a part may act later. Transformations that a short run does
     not unmask are recognized by their state (MultiSteps, apply_every, prodigy and a few
-    more).
+    more). Not found is what code of your own does only after many steps, or a clip
+    only to gradients above a million.
 
     True for sgd (with momentum), adam, adamw, adagrad, rmsprop, adadelta, yogi, lion,
     radam, novograd and similar optimizers, also with clipping, schedules, masks and
@@ -87,8 +88,7 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
 def _is_separable_alone(tx: Any) -> bool:
     if not optax_internals.is_transformation(tx):
         return False
-    trees_for_it = _trees_for(tx, _GENERIC)
-    return not any(_Trials(*tree).failures(tx, [0]) for tree in trees_for_it)
+    return not Verdicts(tx).alone_on(_GENERIC).failures(tx, [0])
 
 
 def _trees_for(tx: Any, table: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -226,7 +226,7 @@ class Verdicts:
     ) -> dict[int, Reason]:
         """The tables that cannot be lifted, excluding faults of other tables."""
         if self._alone:
-            kinds = {t: self._alone_on(specs[t]) for t in tables}
+            kinds = {t: self.alone_on(specs[t]) for t in tables}
             failed = {t: trials.failures(self._tx, [0]) for t, trials in kinds.items()}
             return {t: found[0] for t, found in failed.items() if found}
         trials = self._on(treedef, specs)
@@ -243,11 +243,11 @@ class Verdicts:
     ) -> Reason:
         """The reason of the innermost part of `tx` that cannot be lifted."""
         if self._alone:
-            return self._alone_on(specs[table]).blame(self._tx, 0, reason)
+            return self.alone_on(specs[table]).blame(self._tx, 0, reason)
         return self._on(treedef, specs).blame(self._tx, table, reason)
 
-    def _alone_on(self, spec: Any) -> _Trials:
-        """The trials without the rest of the tree; those that find a fault, if any."""
+    def alone_on(self, spec: Any) -> _Trials:
+        """The trials of a table without a tree; those that find a fault, if any."""
         trials = None
         for tree in _trees_for(self._tx, probe.with_few_rows(spec)):
             trials = self._on(*tree)
@@ -261,15 +261,23 @@ class Verdicts:
         if key not in self._trials:
             if len(self._trials) >= MOST_REMEMBERED:
                 del self._trials[next(iter(self._trials))]
-            self._trials[key] = _Trials(treedef, tuple(specs))
+            self._trials[key] = _Trials(treedef, tuple(specs), self._on)
         return self._trials[key]
 
 
 class _Trials:
-    """Test results for a transformation and its parts on one tree."""
+    """Test results for a transformation and its parts on one tree.
 
-    def __init__(self, treedef: Any, specs: tuple[Any, ...]):
-        self._tree = treedef, specs
+    Args:
+      treedef: structure of the tree.
+      specs: its leaves.
+      on: the trials on another tree.
+    """
+
+    def __init__(
+        self, treedef: Any, specs: tuple[Any, ...], on: Callable[[Any, Any], _Trials]
+    ):
+        self._tree, self._on = (treedef, specs), on
         self._tried = []  # (transformation, tables, failures): parts may be unhashable
         self.lifted = set()
 
@@ -293,23 +301,29 @@ class _Trials:
             shared = Reason(f"it cannot run on rows of a table ({message})", ran=False)
         if shared:
             return dict.fromkeys(tables, shared)
-        if optax_internals.name(tx) not in optax_internals.TRANSPARENT:
+        if not _has_parts(tx):
             return failed
-        # A wrapper that only combines parts is row-separable if each part is, even if
-        # the whole is not: after decoupled weight decay, a clip by global norm sees the
-        # decay of all rows in a dense run, but only of the rows read if lifted. And it
-        # is not if a part is not, even if this run does not show it: what clips may get
-        # nothing large enough, and what follows may undo it at first.
         whole, failed = failed, {}
         for t in tables:
-            parts = optax_internals.children_at(tx, *self._tree, t)
-            if t in whole and not parts:
-                failed[t] = whole[t]
-            for part in parts:
-                if t in whole or _combines_rows(part, *self._tree, t):
-                    why = self.failures(part, [t]).get(t)
-                    if why and (t in whole or why.ran):
+            # What clips may get nothing large enough in this run, and what follows may
+            # undo it at first. So parts that combine rows are tested alone.
+            alone = [] if t in whole else self._innermost(tx, t)
+            for part in alone:
+                if _combines_rows(part, *self._tree_for(part, t)):
+                    why = self._failure(part, t)
+                    if why and why.ran:
                         failed.setdefault(t, why)
+        if optax_internals.name(tx) not in optax_internals.TRANSPARENT:
+            return {**whole, **failed}
+        # A wrapper that only combines parts is row-separable if each part is, even if
+        # the whole is not: after decoupled weight decay, a clip by global norm sees the
+        # decay of all rows in a dense run, but only of the rows read if lifted.
+        for t, why in whole.items():
+            parts = optax_internals.children_at(tx, *self._tree, t)
+            found = (self._failure(part, t) for part in parts)
+            found = next(filter(None, found), None) if parts else why
+            if found:
+                failed[t] = found
         others = [t for t in whole if t not in failed]
         if others and probe.counts_empty_slots(tx, *self._tree, others):
             why = (
@@ -319,16 +333,42 @@ class _Trials:
             failed |= dict.fromkeys(others, Reason(why))
         return failed
 
+    def _innermost(self, tx: Any, table: int) -> Iterator[Any]:
+        """The parts of the parts that act on a table."""
+        for part in optax_internals.children_at(tx, *self._tree, table):
+            if _has_parts(part):
+                yield from self._innermost(part, table)
+            else:
+                yield part
+
+    def _failure(self, part: Any, table: int) -> Reason | None:
+        """Why a part cannot be lifted."""
+        treedef, specs, table = self._tree_for(part, table)
+        return self._on(treedef, specs).failures(part, [table]).get(table)
+
+    def _tree_for(self, part: Any, table: int) -> tuple[Any, tuple[Any, ...], int]:
+        """What a part is tested on: the table alone, if leaves are treated alike."""
+        treedef, specs = self._tree
+        if not optax_internals.treats_leaves_alike(part):
+            return treedef, specs, table
+        return jax.tree.structure(0), (probe.with_few_rows(specs[table]),), 0
+
     def blame(self, tx: Any, table: int, reason: Reason) -> Reason:
         """The reason of the innermost part of `tx` that cannot be lifted."""
         if reason.part:
             return reason
         for part in optax_internals.children_at(tx, *self._tree, table):
-            failed = self.failures(part, [table])
+            failed = self._failure(part, table)
             if failed:
-                return self.blame(part, table, failed[table])
+                return self.blame(part, table, failed)
         can_be_wrong = reason.can_be_wrong and not optax_internals.is_optax(tx)
         return Reason(reason.why, optax_internals.name(tx), can_be_wrong)
+
+
+def _has_parts(tx: Any) -> bool:
+    """Whether `tx` is a wrapper that does to a table what its parts do."""
+    kind = optax_internals.name(tx)
+    return kind in optax_internals.TRANSPARENT or kind in optax_internals.WRAPPERS
 
 
 def is_float_array(spec: Any) -> bool:
