@@ -414,6 +414,33 @@ def test_which_rows_leave(height, count, most):
         assert slots.used == count - 1
 
 
+def test_least_frequently_used_among_all():
+    """Streams of which nearly all rows have a slot, against a look at all slots."""
+    rng = np.random.default_rng(3)
+    evicted = 0
+    for hits in np.tile([0.3, 0.9, 0.98], 20):
+        count = int(rng.integers(2, 60))
+        slots = _slots.Slots(4 * count, count, "lfu", None)
+        uses, used_at = np.zeros(4 * count, int), np.zeros(4 * count, int)
+        for now in range(200):
+            known = slots.row_of[slots.row_of >= 0]
+            size = int(rng.integers(1, count // 2 + 2))
+            anywhere = rng.integers(0, 4 * count, size)
+            some = rng.choice(known, size) if known.size else anywhere
+            rows = np.unique(np.where(rng.random(size) < hits, some, anywhere))
+            may_leave = np.setdiff1d(known, rows)
+            left = slots.plan(rows).leaving
+            left = left[left >= 0]
+            order = np.lexsort((used_at[may_leave], uses[may_leave]))
+            right = may_leave[order][: left.size]
+            for x in (uses, used_at):  # of equals any may leave
+                assert sorted(x[left]) == sorted(x[right])
+            uses[rows] += 1
+            used_at[rows] = now
+            evicted += left.size
+    assert evicted > 5_000
+
+
 def test_batches_that_only_hit_are_counted():
     """Those that leave next were found before them."""
     slots = _slots.Slots(7, 4, "lfu", None)

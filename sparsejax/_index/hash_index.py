@@ -40,7 +40,7 @@ from sparsejax._arguments import ArrayLike
 _CALL = "sparsejax.HashIndex"
 _LANES = 8  # slots of a bucket; with a key of 32 bits it fills a cache line
 _EMPTY = np.uint32(0xFFFFFFFF)  # the row in an empty slot
-_CHUNK = 4096
+_CHUNK = 4096  # new keys that are inserted at once
 _WINDOW = 4096  # rows among which victims are sought, at least
 _DEPTH = 4  # cells of a key in the sketch
 _MOST_SIGHTINGS = 255  # that a cell of the sketch counts, in its low 8 bits
@@ -604,7 +604,7 @@ def _set(x: jax.Array, index: Any, values: Any) -> jax.Array:
 def _find(index: HashIndex, words: tuple[jax.Array, ...]) -> jax.Array:
     row = jnp.full(words[0].shape, _EMPTY)
     # Slot by slot, which is one loop over the keys on a CPU. Whole buckets would be an
-    # array `[n, 8, words + 1]` between two loops, at twice the time.
+    # array `[n, 8, words + 1]` between two loops, at a third more time.
     for bucket in _two_buckets(words, index.slots.shape[0] // _LANES, index.seed):
         for lane in range(_LANES):
             *held, found = _slot(index.slots, bucket, lane)

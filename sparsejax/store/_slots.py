@@ -173,24 +173,18 @@ class LeastFrequentlyUsed:
         self._used_at = used_at
         self._uses = _memory.zeros((height,), np.uint32)
         self._key = np.zeros(used_at.shape, np.int64)
-        none = np.empty((0,), np.int64)
-        self._next = self._next_key = none  # ascending; who has another key was used
-        self._limit = 0  # the key of all others, or more, if they were not used since
-        self._low = none  # those that were used since, with smaller keys
-        self._since: list[np.ndarray] = []
-        self._num_since = 0
+        self._forget()
 
     def use(self, slots: np.ndarray, rows: np.ndarray, now: int) -> None:
         uses = self._uses[rows] + np.uint32(1)
         self._uses[rows] = uses
         # The batch's number is cut to 32 bits: it only decides between equals.
         self._key[slots] = (uses.astype(np.int64) << 32) | (now & 0xFFFF_FFFF)
-        if self._next.size:
+        if self._limit:
             self._since.append(slots)
             self._num_since += slots.size
             if self._num_since > self._key.size:  # to look again is less work
-                self._next, self._next_key = self._next[:0], self._next_key[:0]
-                self._low, self._since = self._low[:0], []
+                self._forget()
 
     def choose(self, count: int, now: int) -> np.ndarray:
         low = np.unique(np.concatenate([self._low, *self._since]))
@@ -205,6 +199,14 @@ class LeastFrequentlyUsed:
             self._look_ahead(count, now)
             return self._first(count, now)
         return found[np.argpartition(self._key[found], count - 1)[:count]]
+
+    def _forget(self) -> None:
+        none = np.empty((0,), np.int64)
+        self._next = self._next_key = none  # ascending; who has another key was used
+        self._limit = 0  # the key of all others, or more, if they were not used since
+        self._low = none  # those that were used since, with smaller keys
+        self._since: list[np.ndarray] = []
+        self._num_since = 0
 
     def _look_ahead(self, count: int, now: int) -> None:
         slots = np.flatnonzero(self._used_at < now)
