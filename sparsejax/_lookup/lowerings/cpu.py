@@ -129,9 +129,9 @@ def bag_sum(
 def _touch(table: jax.Array, ids: jax.Array, scales: jax.Array) -> jax.Array:
     """`ids`, once a code was read of each cache line of their rows.
 
-    The loop of a bag has many instructions a row, so a CPU asks for few rows ahead. This
-    one has few, and the bag then finds its rows in a cache. Neither XLA nor LLVM knows
-    that a code is less than 256 plus a scale.
+    The loop of a bag has many instructions a row, so a CPU asks for few rows ahead.
+    This one has few, and the bag then finds its rows in a cache. Neither XLA nor LLVM
+    knows that a code is less than 256 plus a scale.
     """
     last = table.shape[0] - 1
     rows = jnp.clip(ids, _arguments.scalar(0, ids), _arguments.scalar(last, ids))
