@@ -177,17 +177,7 @@ def _sum_fixed(
         return add_blocks
 
     if bits is not None:  # no mask, so no other way; but still a conditional
-        never = lambda table, ids, *rest: _add_columns(None, bits, table, ids[:, :0])
-        ids = jnp.maximum(ids, _arguments.scalar(-1, ids))
-        least = _arguments.scalar(jnp.iinfo(ids.dtype).min, ids)
-        return lax.cond(
-            ids[0, 0] > least,
-            add(xla.weighted_rows_in_range),
-            never,
-            table,
-            ids,
-            *rest,
-        )
+        return _in_a_branch(add(xla.weighted_rows_in_range), bits, table, ids, weights)
     all_in_range = jnp.all(indexing.in_range(ids, table.shape[0]))
     return lax.cond(
         all_in_range,
@@ -197,6 +187,16 @@ def _sum_fixed(
         ids,
         *rest,
     )
+
+
+def _in_a_branch(
+    add: Any, bits: xla.Codes, table: jax.Array, ids: jax.Array, scales: Any
+) -> jax.Array:
+    """`add(table, ids, scales)`, inside of a conditional that XLA cannot decide."""
+    ids = jnp.maximum(ids, _arguments.scalar(-1, ids))
+    least = _arguments.scalar(jnp.iinfo(ids.dtype).min, ids)
+    never = lambda table, ids, _: _add_columns(None, bits, table, ids[:, :0])
+    return lax.cond(ids[0, 0] > least, add, never, table, ids, scales)
 
 
 def _add_columns(read, bits, table, ids, weights=None, *, total=None) -> jax.Array:
@@ -262,9 +262,7 @@ def _sum_pieces(
         )
 
     usual = n // length + num_bags // 2 + num_bags // 16
-    most = n // length + min(num_bags, n)
-    if usual >= most:
-        return add_pieces(most)
+    most = n // length + num_bags
     return lax.cond(
         ends[-1] <= usual, lambda: add_pieces(usual), lambda: add_pieces(most)
     )
@@ -275,21 +273,14 @@ def _add_codes(
 ) -> jax.Array:
     """Codes of each column of ids, times its scales: `[n, 8 // bits, bytes]`.
 
-    A loop for each plane, inside of a conditional that XLA cannot decide. Left alone,
-    XLA would make one loop for all planes, or for the codes and their scales, which is
-    not vectorised.
+    A loop for each plane. Left alone, XLA would make one loop for all planes, or for
+    the codes and their scales, which is not vectorised.
     """
-    read = xla.weighted_rows_in_range
     planes = [bits] if bits == 8 else [(bits, k) for k in range(8 // bits)]
-    ids = jnp.maximum(ids, _arguments.scalar(-1, ids))
-    least = _arguments.scalar(jnp.iinfo(ids.dtype).min, ids)
 
     def add(plane):
-        return lax.cond(
-            ids[0, 0] > least,
-            lambda: _add_columns(read, plane, table, ids, scales),
-            lambda: _add_columns(None, plane, table, ids[:, :0]),
-        )
+        one_loop = functools.partial(_add_columns, xla.weighted_rows_in_range, plane)
+        return _in_a_branch(one_loop, plane, table, ids, scales)
 
     return jnp.concatenate([add(plane) for plane in planes], axis=1)
 

@@ -11,10 +11,11 @@ import optax
 
 from sparsejax import _compat
 from sparsejax._arguments import PyTree
+from sparsejax._rows import SelectedRows
 from sparsejax.optim._lazy import (
     optax_internals,
     probe,
-    row_program,
+    row_update,
     state_leaves,
     trees,
 )
@@ -133,44 +134,32 @@ def _combines_rows(tx: Any, treedef: Any, specs: Sequence[Any], table: int) -> b
     specs = probe.small_tree(specs, [table])
     if trees.row_axes(specs[table]) > 1:
         return True
-    specs[table] = trees.reshaped(specs[table], (1, *specs[table].shape[1:]))
     extra_args = dict.fromkeys(optax_internals.required_extra_args(tx), 1.0)
-    run = optax.with_extra_args_support(tx).update
+    by_rows = None
 
-    def reduce(group):
-        raise row_program.NotByRows("a reduction of rows")
-
-    def look(grads, weights, state):
-        leaves, structure = jax.tree.flatten(state)
-        followers = [k for k, owner in enumerate(found.owners) if owner == table]
-
-        def update(*rows):
-            grads[table], weights[table], *followed = rows
-            for k, leaf in zip(followers, followed, strict=True):
-                leaves[k] = leaf
-            g, w = map(treedef.unflatten, (grads, weights))
-            updates, new = run(g, structure.unflatten(leaves), w, **extra_args)
-            updates = treedef.flatten_up_to(updates)
-            new = jax.tree.leaves(new)
-            of_rows = [updates.pop(table), *(new[k] for k in followers)]
-            others = [x for k, x in enumerate(new) if k not in followers]
-            return of_rows + jax.tree.leaves(updates) + others
-
-        inputs = [grads[table], weights[table], *(leaves[k] for k in followers)]
-        nodes = [row_program.Node(table, jax.typeof(x)) for x in inputs]
-        program = _compat.trace(update, *inputs)
-        outs = row_program.run(*program, nodes, reduce)
-        for x in outs[1 + len(followers) :]:
-            if isinstance(x, row_program.Node) and x.table is not None:
-                raise row_program.NotByRows("a dense leaf that depends on rows")
+    def update(grads, weights, state, rows):
+        nonlocal by_rows
+        grads[table] = SelectedRows(rows, grads[table], probe.ROWS)
+        by_rows = row_update.update(
+            optax.with_extra_args_support(tx),
+            treedef,
+            grads,
+            weights,
+            state,
+            found.owners,
+            [table],
+            extra_args,
+            check=False,  # so that a reduction of rows is not tried
+        )
 
     try:
         with probe.jax_defaults():
             found = state_leaves.find(tx.init, treedef, specs, [table])
-            jax.eval_shape(look, specs, specs, found.state)
+            rows = jax.ShapeDtypeStruct((probe.ROWS,), jnp.int32)
+            jax.eval_shape(update, specs, specs, found.state, rows)
     except Exception:
         return True
-    return False
+    return by_rows is None
 
 
 # ------------------------------------------------------------------ exact
