@@ -205,6 +205,8 @@ def linear_primitive(
     reference: Callable[..., jax.Array],
     platforms: Mapping[str, Callable[..., jax.Array]],
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
+    *,
+    native: Callable[..., jax.Array] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -216,6 +218,7 @@ def linear_primitive(
         differentiated.
       platforms: by platform, a function that computes the same.
       types: see `platform_primitive`; without it, `reference` is traced.
+      native: see `platform_primitive`.
 
     Returns:
       The primitive.
@@ -230,7 +233,7 @@ def linear_primitive(
     def batch(args, dims):
         return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
 
-    p = _primitive(name, reference, platforms, types)
+    p = _primitive(name, reference, platforms, types, native=native)
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
     return p
@@ -244,6 +247,7 @@ def multilinear_primitive(
     batch: Callable[..., Any],
     *,
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
+    native: Callable[..., Any] | None = None,
     multiple_results: bool = False,
 ) -> Any:
     """Makes `reference` one primitive whose JVP is that primitive again.
@@ -259,6 +263,7 @@ def multilinear_primitive(
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
         axis first; `axes` are the mapped axes, or None.
       types: see `platform_primitive`; without it, `reference` is traced.
+      native: see `platform_primitive`.
       multiple_results: whether `reference` returns a tuple. Then the first of its
         results is the linear one, and the others have no derivative.
 
@@ -295,7 +300,14 @@ def multilinear_primitive(
         outs = as_list(batch(p.bind, args, dims, **static))
         return as_results(outs), as_results([0] * len(outs))
 
-    p = _primitive(name, reference, platforms, types, multiple_results=multiple_results)
+    p = _primitive(
+        name,
+        reference,
+        platforms,
+        types,
+        native=native,
+        multiple_results=multiple_results,
+    )
     _ad.primitive_jvps[p] = jvp
     _ad.primitive_transposes[p] = transpose
     _batching.primitive_batchers[p] = batched
@@ -307,6 +319,8 @@ def platform_primitive(
     reference: Callable[..., Sequence[jax.Array]],
     platforms: Mapping[str, Callable[..., Sequence[jax.Array]]],
     types: Callable[..., Sequence[tuple[Any, Any]]],
+    *,
+    native: Callable[..., Sequence[jax.Array]] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -320,6 +334,8 @@ def platform_primitive(
       platforms: by platform, a function that computes the same.
       types: a function of the same arguments that returns the shapes and dtypes of the
         results.
+      native: computes the same on a CPU with kernels of this process; used in place of
+        `platforms["cpu"]` for programs of one device that are not exported.
 
     Returns:
       The primitive, which has multiple results.
@@ -350,7 +366,13 @@ def platform_primitive(
         return list(outs), [0] * len(outs)
 
     p = _primitive(
-        name, reference, platforms, types, multiple_results=True, one_device=True
+        name,
+        reference,
+        platforms,
+        types,
+        native=native,
+        multiple_results=True,
+        one_device=True,
     )
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
@@ -436,6 +458,7 @@ def _primitive(
     platforms: Mapping[str, Callable[..., Any]],
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
     *,
+    native: Callable[..., Any] | None = None,
     multiple_results: bool = False,
     one_device: bool = False,
 ) -> Any:
@@ -443,7 +466,8 @@ def _primitive(
 
     So jaxprs have no branch over platforms. With `one_device`, the lowerings of
     `platforms` are for programs of one device only. `types` are those of the results;
-    without it, and where types say more, `reference` is traced to find them.
+    without it, and where types say more, `reference` is traced to find them. `native`
+    is as `platform_primitive` has it.
     """
     p = Primitive(name)
     p.multiple_results = multiple_results
@@ -463,21 +487,37 @@ def _primitive(
     rule = functools.partial(_mlir.lower_fun, multiple_results=multiple_results)
     everywhere = rule(reference)
     _mlir.register_lowering(p, everywhere)
+    chosen = {}
     for platform, lowering in platforms.items():
         own = rule(lowering)
-        chosen = _for_one_device(own, everywhere) if one_device else own
-        _mlir.register_lowering(p, chosen, platform=platform)
+        chosen[platform] = (
+            _choose(own, everywhere, _has_one_device) if one_device else own
+        )
+    if native is not None:
+        otherwise = chosen.get("cpu", everywhere)
+        chosen["cpu"] = _choose(rule(native), otherwise, _runs_here)
+    for platform, lowering in chosen.items():
+        _mlir.register_lowering(p, lowering, platform=platform)
     return p
 
 
-def _for_one_device(own: Any, everywhere: Any) -> Any:
-    """A lowering rule: `own` in programs of one device, `everywhere` in others."""
+def _choose(own: Any, otherwise: Any, if_: Callable[[Any], bool]) -> Any:
+    """A lowering rule: `own` in programs of which `if_` is true."""
 
     def rule(ctx, *args, **static):
-        devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-        return (own if devices == 1 else everywhere)(ctx, *args, **static)
+        lower = own if if_(ctx.module_context) else otherwise
+        return lower(ctx, *args, **static)
 
     return rule
+
+
+def _has_one_device(module: Any) -> bool:
+    return getattr(module.axis_context, "num_devices", None) == 1
+
+
+def _runs_here(module: Any) -> bool:
+    """Whether a program of one device is not exported, for others to run."""
+    return _has_one_device(module) and not module.lowering_parameters.for_export
 
 
 # ------------------------------------------------------------------ types of one's own

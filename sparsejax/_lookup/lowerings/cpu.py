@@ -122,7 +122,7 @@ def bag_sum(
         )
     segment_ids = _arguments.as_ids("bag_sum", rest[0], num_bags)
     if not indices_are_sorted:
-        ids, segment_ids, weights = _sort(ids, segment_ids, weights, num_bags)
+        ids, segment_ids, weights = sort_by_bag(ids, segment_ids, weights, num_bags)
     return _sum_pieces(table, ids, weights, segment_ids, num_bags, length, bits)
 
 
@@ -299,7 +299,7 @@ def bags_with(
     )
 
 
-def _sort(
+def sort_by_bag(
     ids: jax.Array,
     segment_ids: jax.Array,
     weights: jax.Array | None,

@@ -1,0 +1,10 @@
+"""Kernels in C++ with which sparsejax reads, sums and adds rows on a CPU.
+
+There is nothing to call: sparsejax finds this package and registers its handlers.
+"""
+
+from sparsejax_native._kernels import handlers as handlers
+
+
+# Changes whenever the arguments of a handler do. sparsejax takes one only.
+INTERFACE = 1

@@ -1,0 +1,114 @@
+"""The kernels of `sparsejax-native`, where that package is installed.
+
+They read, sum and add rows on a CPU as XLA's loops do, but ask for rows ahead and use
+all threads. What they compute is what the lowerings in plain XLA compute: reads and
+additions to the last bit, sums to rounding.
+
+Without the package, or with `SPARSEJAX_NATIVE=0` in the environment, everything is
+plain XLA. The variable is read when a program is traced and compiled.
+"""
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+_INTERFACE = 1  # of the handlers; the package has the same number
+_PREFIX = "sparsejax_"
+
+
+def enabled() -> bool:
+    """Whether programs may call the kernels."""
+    return os.environ.get("SPARSEJAX_NATIVE", "1") != "0" and _register()
+
+
+@functools.cache
+def _register() -> bool:
+    """Tells XLA of the kernels, once; whether there are any."""
+    try:
+        import sparsejax_native  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    found = sparsejax_native.INTERFACE
+    if found != _INTERFACE:
+        warnings.warn(
+            "sparsejax: sparsejax-native is not used: its kernels have interface "
+            f"{found}, and this release of sparsejax takes {_INTERFACE}. Install the "
+            "sparsejax-native of this release, or remove it.",
+            stacklevel=2,
+        )
+        return False
+    for name, handler in sparsejax_native.handlers().items():
+        jax.ffi.register_ffi_target(_PREFIX + name, handler, platform="cpu")
+    return True
+
+
+def accepts(table: jax.Array, *ids: jax.Array) -> bool:
+    """Whether there are kernels for this table and these ids."""
+    kinds = (jnp.int32, jnp.int64)
+    return table.size > 0 and all(x.dtype in kinds and x.size > 0 for x in ids)
+
+
+def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """`table[ids]` for flat ids; those out of range read the nearest row."""
+    out = jax.ShapeDtypeStruct(ids.shape + table.shape[1:], table.dtype)
+    return _call("read_rows", out)(table, ids)
+
+
+def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    """`table` with `values` added to rows `ids`, in place where the table may be lost.
+
+    An id out of range adds nothing.
+
+    Args:
+      table: float32 or float64 `[V, ...]`.
+      ids: int32 or int64 `[n]`.
+      values: `[n, ...]`, of the table's dtype.
+    """
+    flat = table.reshape(table.shape[0], -1)
+    out = jax.ShapeDtypeStruct(flat.shape, flat.dtype)
+    add = _call("add_rows", out, input_output_aliases={0: 0})
+    return add(flat, ids, values.reshape(ids.size, -1)).reshape(table.shape)
+
+
+def sum_bags(
+    table: jax.Array,
+    ids: jax.Array,
+    segment_ids: jax.Array | None,
+    weights: jax.Array | None,
+    num_bags: int,
+    dtype: Any,
+    bits: int | None,
+) -> jax.Array:
+    """Weighted sums of rows, as `sparsejax._lookup.bag_sum` has them.
+
+    Args:
+      table: floats `[V, ...]`, or codes `[V, bytes]`.
+      ids: int32 or int64, `[B, L]`, or `[n]` with `segment_ids`.
+      segment_ids: `[n]`, of the type of `ids`, ascending, or None.
+      weights: with the shape of `ids`, of type `dtype`, or None; for codes `[..., 2]`.
+      num_bags: static.
+      dtype: of the sums, float64 for a table of float64, else float32.
+      bits: of a code, or None.
+    """
+    flat = table.reshape(table.shape[0], -1)
+    planes = () if bits is None else (8 // bits,)
+    out = jax.ShapeDtypeStruct((num_bags, *planes, flat.shape[1]), dtype)
+    none = lambda x, kind: jnp.zeros((0,), kind) if x is None else x
+    total = _call("sum_bags", out)(
+        flat,
+        ids,
+        none(segment_ids, jnp.int32),
+        none(weights, dtype),
+        bits=np.int64(bits or 0),
+    )
+    return total.reshape(num_bags, *planes, *table.shape[1:])
+
+
+def _call(name: str, out: Any, **how: Any) -> Any:
+    return jax.ffi.ffi_call(_PREFIX + name, out, **how)
