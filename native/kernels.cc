@@ -40,7 +40,7 @@ namespace ffi = ::xla::ffi;
 #define INLINE_LAMBDA __attribute__((always_inline))
 
 constexpr int64_t kLine = 64;              // bytes of a cache line
-constexpr int64_t kLinesAhead = 64;        // cache lines that are asked for ahead
+constexpr int64_t kLinesAhead = 192;       // cache lines that are asked for ahead: 12 KB
 constexpr int64_t kMostAsked = 16 * kLine;  // of a row; then the processor sees the order
 constexpr int64_t kTaskBytes = 128 << 10;  // a task that reads less is not worth a thread
 
@@ -162,12 +162,13 @@ INLINE Vector<float> Wide(const Float16* x) {
 template <class T>
 using Sum = std::remove_reference_t<decltype(Wide(std::declval<const T*>())[0])>;
 
-// Asks for the cache lines of the first bytes of a row.
+// Asks for the cache lines of the first bytes of a row, which may begin within a line.
 INLINE void Prefetch(const void* row, int64_t bytes) {
   const char* at = static_cast<const char*>(row);
   // One pointer: GCC would compute an address for each line from the row's number.
   asm volatile("" : "+r"(at));
   for (int64_t k = 0; k < bytes; k += kLine) __builtin_prefetch(at + k);
+  __builtin_prefetch(at + bytes - 1);
 }
 
 // ------------------------------------------------------------------ sums of bags
@@ -211,8 +212,10 @@ struct Codes {
   INLINE Vector<float> Term(int64_t i, const uint8_t* row) const {
     Vector<uint8_t> codes = Load<uint8_t>(row);
     if (kBits < 8) codes = (codes >> shift) & static_cast<uint8_t>((1 << kBits) - 1);
-    const auto wide = __builtin_convertvector(codes, Vector<int32_t>);
-    return pairs[2 * i] * __builtin_convertvector(wide, Vector<float>);
+    // In steps that processors have: GCC would convert one number at a time.
+    const auto two_bytes = __builtin_convertvector(codes, Vector<uint16_t>);
+    const auto four_bytes = __builtin_convertvector(two_bytes, Vector<int32_t>);
+    return pairs[2 * i] * __builtin_convertvector(four_bytes, Vector<float>);
   }
   INLINE float Bias(int64_t i) const { return pairs[2 * i + 1]; }
 
@@ -247,7 +250,7 @@ INLINE void SumColumns(const Bags& b, const Kind& kind, const Span& span, int64_
   using T = typename Kind::Element;
   using Total = typename Kind::Total;
   constexpr int64_t kColumns = kGroups * kLanes, kBytes = kColumns * sizeof(T);
-  constexpr int64_t kAhead = std::clamp<int64_t>(kLinesAhead * kLine / kBytes, 4, 32);
+  constexpr int64_t kAhead = std::clamp<int64_t>(kLinesAhead * kLine / kBytes, 4, 128);
   const T* table = static_cast<const T*>(b.table) + column;
   const Id* ids = static_cast<const Id*>(b.ids);
   const int64_t height = b.height, width = b.width, asked = b.count - kAhead;
@@ -433,7 +436,7 @@ template <class Id>
 INLINE void CopyRows(const char* table, int64_t height, int64_t row_bytes, const Id* ids,
                      int64_t count, int64_t first, int64_t last, char* out) {
   const int64_t lines = (row_bytes + kLine - 1) / kLine;
-  const int64_t ahead = std::clamp<int64_t>(kLinesAhead / lines, 2, 32);
+  const int64_t ahead = std::clamp<int64_t>(kLinesAhead / lines, 4, 128);
   const int64_t asked = std::min(row_bytes, kMostAsked);
   auto row = [&](int64_t i) INLINE_LAMBDA {
     return table + std::clamp<int64_t>(ids[i], 0, height - 1) * row_bytes;
@@ -481,7 +484,7 @@ struct Addition {
 // ids. Every thread looks at all ids, so none needs a list of its own.
 template <class T, class Id>
 INLINE void AddPart(const Addition& a, int64_t part, int64_t parts) {
-  constexpr int64_t kAhead = 16;
+  constexpr int64_t kAhead = 32;
   T* table = static_cast<T*>(a.table);
   const T* values = static_cast<const T*>(a.values);
   const Id* ids = static_cast<const Id*>(a.ids);

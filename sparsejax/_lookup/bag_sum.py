@@ -20,6 +20,7 @@ import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, cuda, native, xla
+from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing, quantized
 from sparsejax._rows.quantized import QuantizedTable
 
@@ -89,7 +90,8 @@ def quantized_bag_sum(
     if not height:  # JAX cannot gather from an empty axis
         count = ids.shape[0] if num_bags is None else num_bags
         return jnp.zeros((count, *table.row_shape), jnp.float32)
-    pair = quantized.scales(table, ids)
+    pair = read_rows(table.scale_bias, ids.reshape(-1)).reshape(*ids.shape, 2)
+    pair = xla.in_range_only(pair.astype(jnp.float32), ids, height)
     if weights is not None:
         weights = xla.in_range_only(weights.astype(pair.dtype), ids, height)
         pair = pair * weights[..., None]
