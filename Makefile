@@ -19,6 +19,10 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-comp
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# What reads, sums and adds rows.
+USES_KERNELS := $(addprefix tests/test_,bag.py compiled.py export.py grad.py lookup.py \
+	nn_*.py optim_*.py quantized.py reduce*.py read.py rows*.py shard_map.py)
+
 # Stops with a sentence where $(1) is no Python, or one too old.
 check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	|| { echo "sparsejax needs Python 3.11 or newer; '$(1)' is" \
@@ -26,7 +30,7 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-window test-colab lint types docs notebooks bench clean
+.PHONY: help demo test test-all test-window test-native test-colab lint types docs notebooks bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -43,6 +47,10 @@ test-all: $(VENV)/.installed-tests $(VENV)/.installed-tests-all  ## every test: 
 
 test-window: $(VENV)/.installed-tests  ## what depends on the release of JAX
 	@$(PYTEST) --quick -m window $(ARGS)
+
+test-native: $(VENV)/.installed-tests $(VENV)/.installed-native  ## the kernels in C++, and what they take part in
+	@SPARSEJAX_NATIVE=1 $(PYTEST) tests/test_native.py $(ARGS)
+	@SPARSEJAX_NATIVE=1 $(PYTEST) --quick $(USES_KERNELS) $(ARGS)
 
 test-colab: $(VENV)/.installed-tests  ## a notebook in an environment like Colab's
 	@TEST_COLAB=1 $(PYTEST) tests/test_install.py $(ARGS)
@@ -73,6 +81,12 @@ $(VENV)/.made:
 	@echo "Making $(VENV) with `$(PYTHON) --version 2>&1`"
 	@$(PYTHON) -m venv $(VENV)
 	@$(call check_python,$(BIN)/python)
+	@touch $@
+
+$(VENV)/.installed-native: $(wildcard native/*.* native/*/*.py) | $(VENV)/.made
+	@echo "Building sparsejax-native into $(VENV)"
+	@$(INSTALL) --force-reinstall --no-deps ./native
+	@rm -rf native/build native/*.egg-info
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml tests/colab.txt tests/between.txt | $(VENV)/.made

@@ -18,8 +18,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -29,8 +27,8 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-// One binary for all x86: the loader takes the version for the processor.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+// One binary for all x86: the loader of glibc takes the version for the processor.
+#if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__)
 #define VERSIONS \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -242,6 +240,7 @@ struct Sums {
 };
 template <class Kind>
 struct Sums<Kind, 0> {};
+
 // Columns [column, column + kGroups * 16) of the sum of a bag. Of a table that has fewer
 // than 16, all of them.
 template <int kGroups, bool kIsNarrow, class Id, class Kind>

@@ -32,7 +32,13 @@ def _register() -> bool:
     """Tells XLA of the kernels, once; whether there are any."""
     try:
         import sparsejax_native  # pyright: ignore[reportMissingImports]
-    except ImportError:
+    except ImportError as e:
+        if e.name != "sparsejax_native":  # it is installed
+            warnings.warn(
+                f"sparsejax: sparsejax-native is not used: its import failed ({e}). "
+                "Install it anew on this machine, or remove it.",
+                stacklevel=2,
+            )
         return False
     found = sparsejax_native.INTERFACE
     if found != _INTERFACE:

@@ -5,9 +5,11 @@ the way, and new ids do not compile anew. And what the lowerings for the CPU rel
 that XLA fuses a gather with the arithmetic they put next to it, and with nothing else.
 """
 
+import os
 import re
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -70,11 +72,13 @@ def test_in_place_and_small(name):
     assert memory.temp_size_in_bytes < limit * table
     # Weights and every table-shaped state are handed over, not copied ...
     assert memory.alias_size_in_bytes >= tables * table
-    # ... and nothing in the program makes an array of that shape but the scatters.
+    # ... and nothing in the program makes an array of that shape but the scatters, or
+    # the kernel that is one.
     shaped = rf"= f32\[{height},{dim}\]\S* (\w[\w-]*)\("
     made = re.findall(shaped, str(compiled.as_text()))
-    assert set(made) <= {"parameter", "scatter", "fusion", "get-tuple-element"}, made
-    assert made.count("scatter") + made.count("fusion") <= 2 * tables
+    writes = {"scatter", "fusion", "custom-call"}
+    assert set(made) <= {"parameter", "get-tuple-element", *writes}, made
+    assert sum(op in writes for op in made) <= 2 * tables
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
@@ -124,7 +128,8 @@ def _loops_with_a_gather(f, *args):
     if jax.default_backend() != "cpu":
         pytest.skip("is about the lowerings for the CPU")
     user = jax.jit(lambda *args: jnp.sqrt(f(*args) + 1.0) / 3.0)
-    text = str(compile_as_users_do(user.lower(*args)).as_text())
+    with mock.patch.dict(os.environ, SPARSEJAX_NATIVE="0"):
+        text = str(compile_as_users_do(user.lower(*args)).as_text())
     assert "sqrt" in text
     # A computation is a name, its instructions in braces, and ends with "}" alone.
     computations = [

@@ -1,4 +1,4 @@
-"""add_rows: values added to rows of a table, a primitive where there is a kernel for it.
+"""add_rows: values added to rows of a table, a primitive where a kernel does it.
 
 A scatter-add of XLA runs on one core. The kernel of sparsejax-native uses all of them.
 """
