@@ -63,6 +63,12 @@ def test_claims():
         "adam, 65,536 zipf ids: 1.90 times as fast as the faster peer, claimed at "
         "least 2.00"
     ]
+    few = _record(0.5, "bag_ragged") | {"ids": 8_192}
+    assert step.check([few]) == []
+    few["ms"]["fbgemm"] = 1.0
+    assert step.check([few]) == [
+        "bag_ragged, 8,192 zipf ids: 0.50 times as fast as FBGEMM, claimed at least 1.00"
+    ]
 
 
 @pytest.mark.slow

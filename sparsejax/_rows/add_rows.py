@@ -25,10 +25,14 @@ def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     return _add_rows_p.bind(table, ids, values)[0]
 
 
+def _with_kernel(*args: jax.Array) -> list[jax.Array]:
+    return [(_native.add_rows if _native.enabled() else indexing.add_rows)(*args)]
+
+
 _add_rows_p = _compat.platform_primitive(
     "add_rows",
     lambda *args: [indexing.add_rows(*args)],
     {},
     lambda table, *_: [(table.shape, table.dtype)],
-    native=lambda *args: [_native.add_rows(*args)],
+    native=_with_kernel,
 )
