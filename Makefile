@@ -83,10 +83,9 @@ $(VENV)/.made:
 	@$(call check_python,$(BIN)/python)
 	@touch $@
 
-$(VENV)/.installed-native: $(wildcard native/*.* native/*/*.py) | $(VENV)/.made
+$(VENV)/.installed-native: $(wildcard native/*.* native/src/*/*.py) | $(VENV)/.made
 	@echo "Building sparsejax-native into $(VENV)"
 	@$(INSTALL) --force-reinstall --no-deps ./native
-	@rm -rf native/build native/*.egg-info
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml tests/colab.txt tests/between.txt | $(VENV)/.made

@@ -214,8 +214,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = timing.machine()
     print(" ".join(f"{k}={v}" for k, v in machine.items()))
     print(f"table [{args.rows}, {args.dim}], {args.bags} bags; medians in ms")
-    print(
-        "bits layout ids         ours   plain float32  fbgemm   torch   ratio   table (MB)"
-    )
+    print("bits layout ids         ours   plain float32  fbgemm   torch   ratio   MB")
     records = timing.collect(measure(args), print_record, args.json, machine)
     return timing.report(failures(records) if args.check else [])

@@ -5,7 +5,8 @@
 // them. These ask for rows ahead. Apart from that they compute what the loops compute,
 // each number in one fixed order, whatever the number of threads.
 //
-// An id out of range reads nothing and writes nothing. No kernel allocates memory.
+// An id out of range reads nothing and writes nothing. No kernel allocates memory of the
+// size of its arguments.
 
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -20,6 +21,7 @@
 #include <mutex>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -39,7 +41,8 @@ namespace ffi = ::xla::ffi;
 
 constexpr int64_t kLine = 64;              // bytes of a cache line
 constexpr int64_t kLinesAhead = 192;       // cache lines that are asked for ahead: 12 KB
-constexpr int64_t kMostAsked = 16 * kLine;  // of a row; then the processor sees the order
+constexpr int64_t kMostAsked = 16 * kLine;  // of a row: the processor fetches the rest itself
+constexpr int64_t kLongest = 512;           // rows that are added up one after the other
 constexpr int64_t kTaskBytes = 128 << 10;  // a task that reads less is not worth a thread
 
 // ------------------------------------------------------------------ threads
@@ -107,6 +110,10 @@ INLINE bool InRange(Id id, int64_t height) {
          static_cast<uint64_t>(height);
 }
 
+bool AreIds(ffi::AnyBuffer ids) {
+  return ids.element_type() == ffi::S32 || ids.element_type() == ffi::S64;
+}
+
 struct Bfloat16 {
   uint16_t bits;
 };
@@ -159,6 +166,11 @@ INLINE Vector<float> Wide(const Float16* x) {
 
 template <class T>
 using Sum = std::remove_reference_t<decltype(Wide(std::declval<const T*>())[0])>;
+
+// The same, of a buffer; codes are added up as floats.
+ffi::DataType SumType(ffi::AnyBuffer table) {
+  return table.element_type() == ffi::F64 ? ffi::F64 : ffi::F32;
+}
 
 // Asks for the cache lines of the first bytes of a row, which may begin within a line.
 INLINE void Prefetch(const void* row, int64_t bytes) {
@@ -225,76 +237,68 @@ struct Codes {
 // Sums of kGroups * 16 columns. Members, not an array: compilers keep them in registers.
 template <class Kind, int kGroups>
 struct Sums {
-  INLINE void Add(const Kind& kind, int64_t i, const typename Kind::Element* row) {
+  using Total = typename Kind::Total;
+
+  INLINE void AddRow(const Kind& kind, int64_t i, const typename Kind::Element* row) {
     first += kind.Term(i, row);
-    if constexpr (kGroups > 1) rest.Add(kind, i, row + kLanes);
+    if constexpr (kGroups > 1) rest.AddRow(kind, i, row + kLanes);
   }
-  INLINE void Store(typename Kind::Total bias, typename Kind::Total* out) {
-    if (Kind::kHasBias) first += bias;
+  INLINE void AddSums(const Sums& other, Total bias) {
+    first += Kind::kHasBias ? other.first + bias : other.first;
+    if constexpr (kGroups > 1) rest.AddSums(other.rest, bias);
+  }
+  INLINE void Store(Total* out) const {
     std::memcpy(out, &first, sizeof(first));
-    if constexpr (kGroups > 1) rest.Store(bias, out + kLanes);
+    if constexpr (kGroups > 1) rest.Store(out + kLanes);
   }
 
-  Vector<typename Kind::Total> first = {};
+  Vector<Total> first = {};
   Sums<Kind, kGroups - 1> rest;
 };
 template <class Kind>
 struct Sums<Kind, 0> {};
 
-// Columns [column, column + kGroups * 16) of the sum of a bag. Of a table that has fewer
-// than 16, all of them.
-template <int kGroups, bool kIsNarrow, class Id, class Kind>
+// Columns [column, column + kGroups * 16) of the sum of a bag.
+template <int kGroups, class Id, class Kind>
 INLINE void SumColumns(const Bags& b, const Kind& kind, const Span& span, int64_t column,
                        typename Kind::Total* out) {
   using T = typename Kind::Element;
-  using Total = typename Kind::Total;
-  constexpr int64_t kColumns = kGroups * kLanes, kBytes = kColumns * sizeof(T);
+  constexpr int64_t kBytes = kGroups * kLanes * sizeof(T);
   constexpr int64_t kAhead = std::clamp<int64_t>(kLinesAhead * kLine / kBytes, 4, 128);
   const T* table = static_cast<const T*>(b.table) + column;
   const Id* ids = static_cast<const Id*>(b.ids);
   const int64_t height = b.height, width = b.width, asked = b.count - kAhead;
-  Sums<Kind, kGroups> sums;
-  Total bias = 0;
-  for (int64_t i = span.begin; i < span.end; ++i) {
-    if (i < asked && InRange(ids[i + kAhead], height)) {
-      Prefetch(table + ids[i + kAhead] * width, kBytes);
+  Sums<Kind, kGroups> total;
+  // In parts: a small number added to a large sum loses its digits.
+  for (int64_t begin = span.begin; begin < span.end; begin += kLongest) {
+    const int64_t end = std::min(begin + kLongest, span.end);
+    Sums<Kind, kGroups> part;
+    typename Kind::Total bias = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      if (i < asked && InRange(ids[i + kAhead], height)) {
+        Prefetch(table + ids[i + kAhead] * width, kBytes);
+      }
+      if (!InRange(ids[i], height)) continue;
+      part.AddRow(kind, i, table + ids[i] * width);
+      if (Kind::kHasBias) bias += kind.Bias(i);
     }
-    if (!InRange(ids[i], height)) continue;
-    const T* row = table + ids[i] * width;
-    if constexpr (kIsNarrow) {
-      T padded[kColumns] = {};
-      std::memcpy(padded, row, width * sizeof(T));
-      sums.Add(kind, i, padded);
-    } else {
-      sums.Add(kind, i, row);
-    }
-    if (Kind::kHasBias) bias += kind.Bias(i);
+    total.AddSums(part, bias);
   }
-  if constexpr (kIsNarrow) {
-    Total all[kColumns];
-    sums.Store(bias, all);
-    std::memcpy(out, all, width * sizeof(Total));
-  } else {
-    sums.Store(bias, out + column);
-  }
+  total.Store(out + column);
 }
 
-// All columns of the sum of a bag.
+// All columns of the sum of a bag, 16 or more.
 template <class Id, class Kind>
 INLINE void SumBag(const Bags& b, const Kind& kind, const Span& span,
                    typename Kind::Total* out) {
   const int64_t width = b.width;
-  if (width < kLanes) {
-    SumColumns<1, true, Id>(b, kind, span, 0, out);
-    return;
-  }
   int64_t k = 0;
   for (; k + 4 * kLanes <= width; k += 4 * kLanes) {
-    SumColumns<4, false, Id>(b, kind, span, k, out);
+    SumColumns<4, Id>(b, kind, span, k, out);
   }
   // The last 16 may begin among those that are done: they come out the same.
   for (; k < width; k += kLanes) {
-    SumColumns<1, false, Id>(b, kind, span, std::min(k, width - kLanes), out);
+    SumColumns<1, Id>(b, kind, span, std::min(k, width - kLanes), out);
   }
 }
 
@@ -364,8 +368,8 @@ DEFINE_SUMS(SumCodes2By, SumCodes<2)
 
 using SumRange = void (*)(const Bags&, int64_t, int64_t);
 
-#define EITHER(NAME) (wide ? NAME##64 : NAME##32)
-SumRange FindSum(ffi::DataType type, int64_t bits, bool weighted, bool wide) {
+#define EITHER(NAME) (ids_are_64 ? NAME##64 : NAME##32)
+SumRange FindSum(ffi::DataType type, int64_t bits, bool weighted, bool ids_are_64) {
   switch (type) {
     case ffi::F32:
       return weighted ? EITHER(SumFloat32WeightedBy) : EITHER(SumFloat32By);
@@ -387,12 +391,12 @@ SumRange FindSum(ffi::DataType type, int64_t bits, bool weighted, bool wide) {
 #undef EITHER
 
 // The bag at which task `k` of `tasks` begins. Tasks have about as many elements each.
-int64_t FirstBag(const Bags& b, bool wide, int64_t k, int64_t tasks) {
+int64_t FirstBag(const Bags& b, bool ids_are_64, int64_t k, int64_t tasks) {
   if (k == tasks) return b.bags;
   if (k == 0 || !b.segments) return b.bags * k / tasks;
-  const int64_t i = b.count / tasks * k;
-  const int64_t bag = wide ? static_cast<const int64_t*>(b.segments)[i]
-                           : static_cast<const int32_t*>(b.segments)[i];
+  const int64_t i = b.count * k / tasks;
+  const int64_t bag = ids_are_64 ? static_cast<const int64_t*>(b.segments)[i]
+                                 : static_cast<const int32_t*>(b.segments)[i];
   return std::clamp<int64_t>(bag, 0, b.bags);
 }
 
@@ -403,10 +407,19 @@ ffi::Error SumBags(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::AnyBuffer id
                    ffi::Result<ffi::AnyBuffer> sums, int64_t bits) {
   const bool segmented = segments.element_count() > 0;
   const bool weighted = weights.element_count() > 0;
-  const bool wide = ids.element_type() == ffi::S64;
-  const SumRange sum = FindSum(table.element_type(), bits, weighted, wide);
-  if (!sum || (segmented && segments.element_type() != ids.element_type())) {
+  const bool ids_are_64 = ids.element_type() == ffi::S64;
+  const SumRange sum = FindSum(table.element_type(), bits, weighted, ids_are_64);
+  const size_t pairs = bits ? 2 : 1;
+  if (!sum || !AreIds(ids) || sums->element_type() != SumType(table) ||
+      (weighted && weights.element_type() != SumType(table)) ||
+      (segmented && segments.element_type() != ids.element_type())) {
     return ffi::Error::InvalidArgument("sum_bags: no kernel for these types");
+  }
+  if (table.dimensions().size() != 2 || table.dimensions()[1] < kLanes ||
+      ids.dimensions().size() != (segmented ? 1 : 2) ||
+      (segmented && segments.element_count() != ids.element_count()) ||
+      (weighted && weights.element_count() != pairs * ids.element_count())) {
+    return ffi::Error::InvalidArgument("sum_bags: no kernel for these shapes");
   }
   Bags b{};
   b.table = table.untyped_data();
@@ -421,10 +434,13 @@ ffi::Error SumBags(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::AnyBuffer id
   b.sums = sums->untyped_data();
   const int64_t row_bytes = table.size_bytes() / std::max<int64_t>(b.height, 1);
   const int64_t tasks = CountTasks(pool, b.count * row_bytes, 4);
+  // No two tasks have a bag in common, even of segments that do not ascend.
+  std::vector<int64_t> first(tasks + 1);
+  for (int64_t k = 0; k <= tasks; ++k) {
+    first[k] = std::max(FirstBag(b, ids_are_64, k, tasks), k ? first[k - 1] : 0);
+  }
   RunTasks(pool, tasks, [&](int64_t k) {
-    const int64_t first = FirstBag(b, wide, k, tasks);
-    const int64_t last = FirstBag(b, wide, k + 1, tasks);
-    if (first < last) sum(b, first, last);
+    if (first[k] < first[k + 1]) sum(b, first[k], first[k + 1]);
   });
   return ffi::Error::Success();
 }
@@ -449,16 +465,22 @@ INLINE void CopyRows(const char* table, int64_t height, int64_t row_bytes, const
 // Rows of a table; an id out of range reads the nearest row.
 ffi::Error ReadRows(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::AnyBuffer ids,
                     ffi::Result<ffi::AnyBuffer> rows) {
-  const int64_t height = table.dimensions()[0], count = ids.element_count();
-  if (!height || !count || !table.size_bytes()) return ffi::Error::Success();
+  const int64_t count = ids.element_count();
+  if (!AreIds(ids) || rows->element_type() != table.element_type()) {
+    return ffi::Error::InvalidArgument("read_rows: no kernel for these types");
+  }
+  if (!table.size_bytes()) {
+    return ffi::Error::InvalidArgument("read_rows: there are no rows to read");
+  }
+  const int64_t height = table.dimensions()[0];
   const int64_t row_bytes = table.size_bytes() / height;
-  const bool wide = ids.element_type() == ffi::S64;
+  const bool ids_are_64 = ids.element_type() == ffi::S64;
   const char* from = static_cast<const char*>(table.untyped_data());
   char* to = static_cast<char*>(rows->untyped_data());
   const int64_t tasks = CountTasks(pool, count * row_bytes, 4);
   RunTasks(pool, tasks, [&](int64_t k) {
     const int64_t first = count * k / tasks, last = count * (k + 1) / tasks;
-    if (wide) {
+    if (ids_are_64) {
       const auto* at = static_cast<const int64_t*>(ids.untyped_data());
       CopyRows(from, height, row_bytes, at, count, first, last, to);
     } else {
@@ -521,15 +543,21 @@ DEFINE_ADD(AddFloat64By64, double, int64_t)
 ffi::Error AddRows(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::AnyBuffer ids,
                    ffi::AnyBuffer values, ffi::Result<ffi::AnyBuffer> sum) {
   const auto type = table.element_type();
-  if (type != ffi::F32 && type != ffi::F64) {
-    return ffi::Error::InvalidArgument("add_rows: no kernel for this type of table");
+  if ((type != ffi::F32 && type != ffi::F64) || values.element_type() != type ||
+      !AreIds(ids)) {
+    return ffi::Error::InvalidArgument("add_rows: no kernel for these types");
+  }
+  if (table.dimensions().size() != 2 ||
+      static_cast<int64_t>(values.element_count()) !=
+          static_cast<int64_t>(ids.element_count()) * table.dimensions()[1]) {
+    return ffi::Error::InvalidArgument("add_rows: no kernel for these shapes");
   }
   if (sum->untyped_data() != table.untyped_data()) {
     std::memcpy(sum->untyped_data(), table.untyped_data(), table.size_bytes());
   }
-  const bool wide = ids.element_type() == ffi::S64;
-  auto* add = type == ffi::F32 ? (wide ? AddFloat32By64 : AddFloat32By32)
-                               : (wide ? AddFloat64By64 : AddFloat64By32);
+  const bool ids_are_64 = ids.element_type() == ffi::S64;
+  auto* add = type == ffi::F32 ? (ids_are_64 ? AddFloat32By64 : AddFloat32By32)
+                               : (ids_are_64 ? AddFloat64By64 : AddFloat64By32);
   const Addition addition{sum->untyped_data(),
                           table.dimensions()[0],
                           table.dimensions()[1],

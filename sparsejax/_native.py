@@ -2,7 +2,8 @@
 
 They read, sum and add rows on a CPU as XLA's loops do, but ask for rows ahead and use
 all threads. What they compute is what the lowerings in plain XLA compute: reads and
-additions to the last bit, sums to rounding.
+additions to the last bit (but XLA may read subnormal numbers as zeros), sums to
+rounding.
 
 Without the package, or with `SPARSEJAX_NATIVE=0` in the environment, everything is
 plain XLA. The variable is read when a program is traced and compiled.
@@ -40,7 +41,7 @@ def _register() -> bool:
                 stacklevel=2,
             )
         return False
-    found = sparsejax_native.INTERFACE
+    found = getattr(sparsejax_native, "INTERFACE", None)
     if found != _INTERFACE:
         warnings.warn(
             "sparsejax: sparsejax-native is not used: its kernels have interface "
@@ -54,10 +55,29 @@ def _register() -> bool:
     return True
 
 
-def accepts(table: jax.Array, *ids: jax.Array) -> bool:
-    """Whether there are kernels for this table and these ids."""
-    kinds = (jnp.int32, jnp.int64)
-    return table.size > 0 and all(x.dtype in kinds and x.size > 0 for x in ids)
+def can_read(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether `read_rows` takes this table and these ids."""
+    return _has_ids(table, ids) and _row_bytes(table) > 4  # a number is soon read
+
+
+def can_add(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether `add_rows` does, and gains more than threads cost."""
+    if table.dtype not in (jnp.float32, jnp.float64) or not _has_ids(table, ids):
+        return False
+    return _row_bytes(table) >= 256 and ids.size * _row_bytes(table) >= 1 << 22
+
+
+def can_sum(table: jax.Array, ids: jax.Array) -> bool:
+    """Whether `sum_bags` does: it adds 16 columns at a time."""
+    return _has_ids(table, ids) and table.size >= 16 * table.shape[0]
+
+
+def _has_ids(table: jax.Array, ids: jax.Array) -> bool:
+    return table.size > 0 and ids.size > 0 and ids.dtype in (jnp.int32, jnp.int64)
+
+
+def _row_bytes(table: jax.Array) -> int:
+    return table.size // table.shape[0] * table.dtype.itemsize
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -118,3 +138,7 @@ def sum_bags(
 
 def _call(name: str, out: Any, **how: Any) -> Any:
     return jax.ffi.ffi_call(_PREFIX + name, out, **how)
+
+
+# At import: an executable that another process compiled may call the kernels.
+enabled()

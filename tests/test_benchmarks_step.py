@@ -67,7 +67,8 @@ def test_claims():
     assert step.check([few]) == []
     few["ms"]["fbgemm"] = 1.0
     assert step.check([few]) == [
-        "bag_ragged, 8,192 zipf ids: 0.50 times as fast as FBGEMM, claimed at least 1.00"
+        "bag_ragged, 8,192 zipf ids: 0.50 times as fast as FBGEMM, claimed at least "
+        "1.00"
     ]
 
 

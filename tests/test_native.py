@@ -7,6 +7,7 @@ tests of bags, rows and optimizers with the kernels switched on.
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import functools
 import importlib.util
 import sys
 import threading
@@ -42,8 +43,9 @@ needs_kernels = pytest.mark.skipif(
     reason="needs sparsejax-native: make test-native",
 )
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-ROW_SHAPES = ((), (1,), (3,), (16,), (17,), (64,), (100,), (130,), (2, 5))
+ROW_SHAPES = ((16,), (17,), (64,), (100,), (130,), (4, 5))
 HEIGHT = 997
+MANY = 20_000  # rows of 256 bytes that are enough for several threads
 
 
 @pytest.fixture
@@ -125,7 +127,7 @@ def test_fixed_bags(dtype, row_shape, shape, kernels, x64):
 @pytest.mark.window(4)
 @pytest.mark.parametrize("ascending", [True, False])
 @pytest.mark.parametrize("count, bags", [(10, 4), (5000, 300), (3000, 5000), (9000, 3)])
-@pytest.mark.parametrize("row_shape", [(), (17,), (64,), (130,)], ids=str)
+@pytest.mark.parametrize("row_shape", [(17,), (64,), (130,)], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_ragged_bags(dtype, row_shape, count, bags, ascending, kernels, x64):
     rng = np.random.default_rng(2)
@@ -144,11 +146,29 @@ def test_ragged_bags(dtype, row_shape, count, bags, ascending, kernels, x64):
             indices_are_sorted=ascending,
         )
         ours, plain = kernels(f, table, ids, segments, *more, kernel="sum_bags")
-        assert_trees_close(ours, plain, atol=3e-3 if dtype != "float64" else 1e-12)
+        assert_trees_close(ours, plain, atol=1e-3 if dtype != "float64" else 1e-12)
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_long_bags_are_exact(ragged, kernels):
+    """One after the other, a million positive numbers lose three digits more."""
+    table = jnp.asarray(np.random.default_rng(0).random((HEIGHT, 16)), jnp.float32)
+    ids = jnp.arange(1_000_000, dtype=jnp.int32) % HEIGHT
+    if ragged:
+        bags = lambda table, ids: sj.embedding_bag(
+            table, ids, jnp.zeros_like(ids), 1, indices_are_sorted=True
+        )
+    else:
+        bags = lambda table, ids: sj.embedding_bag(table, ids[None])
+    lowered = jax.jit(bags).lower(table, ids)
+    assert "sparsejax_sum_bags" in lowered.as_text()
+    exact = np.asarray(table, np.float64)[np.asarray(ids)].sum(axis=0)
+    found = np.asarray(lowered.compile()(table, ids))[0]
+    np.testing.assert_allclose(found, exact, rtol=2e-5)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("width", [8, 20, 64, 100])
+@pytest.mark.parametrize("width", [64, 80, 100, 256])
 def test_bags_of_codes(bits, width, kernels):
     table = sj.quantize(_table("float32", (width,)), bits=bits)
     ids, weights = _ids(300, 5), _weights(300, 5)
@@ -169,7 +189,7 @@ def test_bags_of_codes(bits, width, kernels):
 
 
 @pytest.mark.parametrize("id_dtype", ["int32", "int64"])
-@pytest.mark.parametrize("row_shape", ROW_SHAPES, ids=str)
+@pytest.mark.parametrize("row_shape", [*ROW_SHAPES, (3,), (5, 1)], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rows_read_have_the_same_bits(dtype, row_shape, id_dtype, kernels, x64):
     ids = _ids(2000, dtype=id_dtype)
@@ -178,24 +198,29 @@ def test_rows_read_have_the_same_bits(dtype, row_shape, id_dtype, kernels, x64):
 
 
 @pytest.mark.parametrize("id_dtype", ["int32", "int64"])
-@pytest.mark.parametrize("row_shape", ROW_SHAPES, ids=str)
+@pytest.mark.parametrize("row_shape", [(64,), (100,), (130,), (8, 9)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_rows_added_have_the_same_bits(dtype, row_shape, id_dtype, kernels, x64):
-    table, values = _table(dtype, row_shape), _table(dtype, row_shape, 5000, seed=4)
+    table, values = _table(dtype, row_shape), _table(dtype, row_shape, MANY, seed=4)
     add = lambda table, ids, values: table + sj.SelectedRows(ids, values, HEIGHT)
-    ids = _ids(5000, dtype=id_dtype)
+    ids = _ids(MANY, dtype=id_dtype)
     ours, plain = kernels(add, table, ids, values, kernel="add_rows")
     assert_same_bits(ours, plain)
     dense = np.array(table, np.float64)
     keep = (np.asarray(ids) >= 0) & (np.asarray(ids) < HEIGHT)
     np.add.at(dense, np.asarray(ids)[keep], np.asarray(values, np.float64)[keep])
-    rtol = 1e-12 if dtype == "float64" else 1e-4
-    np.testing.assert_allclose(np.asarray(ours), dense, rtol=rtol, atol=rtol)
+    rtol, atol = (1e-12, 1e-11) if dtype == "float64" else (1e-4, 1e-3)
+    np.testing.assert_allclose(np.asarray(ours), dense, rtol=rtol, atol=atol)
 
 
 def test_other_tables_stay_plain(kernels):
-    """Of integers, without rows, columns or ids, and sums that are rounded once."""
+    """Of integers, narrow, few or no rows, and sums that are rounded once."""
+    ids, ones = _ids(MANY), lambda *shape: jnp.ones(shape)
     programs = [
+        lambda: read_rows(ones(9, 1), ids),
+        lambda: sj.embedding_bag(ones(9, 15), ids.reshape(-1, 5), mode="zero"),
+        lambda: ones(9, 60) + sj.SelectedRows(ids, ones(MANY, 60), 9),
+        lambda: ones(9, 64) + sj.SelectedRows(ids[:9000], ones(9000, 64), 9),
         lambda: read_rows(jnp.ones((9, 2), jnp.int32), _ids(3)),
         lambda: read_rows(jnp.ones((9, 0)), _ids(3)),
         lambda: read_rows(jnp.ones((9, 2)), _ids(0)),
@@ -205,8 +230,8 @@ def test_other_tables_stay_plain(kernels):
         lambda: sj.embedding_bag(jnp.ones((9, 2)), _ids(4), _ids(4), 0, mode="zero"),
         lambda: jnp.ones((9, 2)) + sj.SelectedRows(_ids(0), jnp.ones((0, 2)), 9),
         lambda: (
-            jnp.ones((9, 2), jnp.bfloat16)
-            + sj.SelectedRows(_ids(3), jnp.ones((3, 2), jnp.bfloat16), 9)
+            jnp.ones((9, 128), jnp.bfloat16)
+            + sj.SelectedRows(ids, jnp.ones((MANY, 128), jnp.bfloat16), 9)
         ),
     ]
     for program in programs:
@@ -219,7 +244,7 @@ def test_other_tables_stay_plain(kernels):
 
 
 def test_derivatives(kernels, x64):
-    table, weights = _table("float64", (5,)), _weights(20, 4, dtype="float64")
+    table, weights = _table("float64", (16,)), _weights(20, 4, dtype="float64")
     ids = jnp.clip(_ids(20, 4), 0, HEIGHT - 1)
     bags = jax.jit(lambda table, w: sj.embedding_bag(table, ids, weights=w))
     assert "sparsejax_sum_bags" in bags.lower(table, weights).as_text()
@@ -239,8 +264,9 @@ def test_vmap(axes, kernels):
     expected = jnp.stack([jnp.asarray(jax.jit(one)(*pair)) for pair in pairs])
     assert_trees_close(found, expected, atol=1e-5)
     add = lambda table, ids: (
-        table + sj.SelectedRows(ids[:, 0], jnp.ones((50, 64)), HEIGHT)
+        table + sj.SelectedRows(jnp.tile(ids[:, 0], 400), jnp.ones((MANY, 64)), HEIGHT)
     )
+    assert "sparsejax_add_rows" in jax.jit(add).lower(table[0], ids[0]).as_text()
     found = jax.jit(jax.vmap(add, in_axes=axes))(*args)
     expected = jnp.stack([jax.jit(add)(*pair) for pair in pairs])
     assert_trees_close(found, expected)
@@ -265,8 +291,9 @@ def _loss(params, ids):
 def test_training_equals_dense_optax(name, kernels):
     """In a scan, where each batch has every row: so lazy moments are those of optax."""
     rng = np.random.default_rng(0)
-    batches = jnp.asarray([rng.permutation(60).reshape(15, 4) for _ in range(5)])
-    params = {"table": _table("float32", (8,), 60), "w": _weights(8)}
+    height = 16_400
+    batches = jnp.asarray([rng.permutation(height).reshape(-1, 4) for _ in range(3)])
+    params = {"table": _table("float32", (64,), height), "w": _weights(64) / 64}
 
     def train(tx, value_and_grad):
         def step(carry, ids):
@@ -279,8 +306,11 @@ def test_training_equals_dense_optax(name, kernels):
             lambda params: jax.lax.scan(step, (params, tx.init(params)), batches)
         )
 
-    sparse = train(sj.optim.lazy(OPTIMIZERS[name]), sj.value_and_grad)
-    assert "sparsejax_" in sparse.lower(params).as_text()
+    everything = functools.partial(sj.value_and_grad, tables={"table": True, "w": None})
+    sparse = train(sj.optim.lazy(OPTIMIZERS[name]), everything)
+    text = sparse.lower(params).as_text()
+    assert "sparsejax_sum_bags" in text
+    assert ("sparsejax_add_rows" in text) == (name == "sgd")
     dense = train(OPTIMIZERS[name], jax.value_and_grad)
     (found, _), losses = sparse(params)
     (expected, _), dense_losses = dense(params)
@@ -295,9 +325,9 @@ def test_a_table_is_updated_in_place(kernels):
         updates, state = tx.update(grads, state, table)
         return optax.apply_updates(table, updates), state
 
-    table = jnp.ones((100_003, 16))
+    table = jnp.ones((200_003, 64))
     state = tx.init(table)
-    ids = jnp.arange(500, dtype=jnp.int32)
+    ids = jnp.arange(MANY, dtype=jnp.int32)
     text = jax.jit(step).lower(table, state, ids).as_text()
     assert "sparsejax_add_rows" in text
     assert_in_place(step, table, state, ids)
@@ -311,9 +341,9 @@ def test_a_table_is_updated_in_place(kernels):
 
 
 def test_a_table_that_is_kept_is_not_written(kernels):
-    table, ids = _table("float32"), _ids(3000)
+    table, ids = _table("float32"), _ids(MANY)
     before = np.array(table)
-    add = jax.jit(lambda t, ids: t + sj.SelectedRows(ids, jnp.ones((3000, 64)), HEIGHT))
+    add = jax.jit(lambda t, ids: t + sj.SelectedRows(ids, jnp.ones((MANY, 64)), HEIGHT))
     assert "sparsejax_add_rows" in add.lower(table, ids).as_text()
     add(table, ids)
     assert_same_bits(table, before)
@@ -339,17 +369,22 @@ def test_an_exported_program_has_no_kernel(kernels):
 def test_programs_of_several_devices_have_no_kernel(kernels):
     """XLA would give each device the whole table for it."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    table = jax.device_put(_table("float32", (8,), 1000), NamedSharding(mesh, P("x")))
-    ids = jax.device_put(jnp.arange(40).reshape(20, 2), NamedSharding(mesh, P()))
+    table = jax.device_put(_table("float32", (64,), 1000), NamedSharding(mesh, P("x")))
+    ids = jnp.asarray(_ids(MANY)).reshape(-1, 2)
+    ids = jax.device_put(ids, NamedSharding(mesh, P()))
 
     def f(table, ids):
-        rows = sj.SelectedRows(ids[:, 0], jnp.ones((20, 8)), 1000)
+        rows = sj.SelectedRows(ids.reshape(-1), jnp.ones((MANY, 64)), 1000)
         return sj.embedding_bag(table, ids, mode="zero"), table + rows
 
     lowered = jax.jit(f).lower(table, ids)
     assert "sparsejax_" not in lowered.as_text()
-    alone = jax.jit(f)(*jax.device_get((table, ids)))
-    assert_trees_close(lowered.compile()(table, ids), alone, atol=1e-5)
+    one = jax.jit(f).lower(*jax.device_get((table, ids)))
+    assert (
+        "sparsejax_sum_bags" in one.as_text() and "sparsejax_add_rows" in one.as_text()
+    )
+    alone = one.compile()(*jax.device_get((table, ids)))
+    assert_trees_close(lowered.compile()(table, ids), alone, atol=1e-4)
 
 
 def test_many_programs_share_the_threads(kernels):
@@ -376,9 +411,9 @@ _DIGEST = """
 import hashlib
 import jax, jax.numpy as jnp, numpy as np, sparsejax as sj
 rng = np.random.default_rng(0)
-table = jnp.asarray(rng.standard_normal((5000, 48)), jnp.float32)
+table = jnp.asarray(rng.standard_normal((5000, 72)), jnp.float32)
 ids = jnp.asarray(np.minimum(rng.zipf(1.2, 40_000), 4999), jnp.int32)
-values = jnp.asarray(rng.standard_normal((40_000, 48)), jnp.float32)
+values = jnp.asarray(rng.standard_normal((40_000, 72)), jnp.float32)
 bags = jnp.asarray(np.sort(rng.integers(0, 900, 40_000)), jnp.int32)
 
 @jax.jit
@@ -400,6 +435,27 @@ def test_the_number_of_threads_changes_no_bit(kernels, monkeypatch):
         monkeypatch.setenv("NPROC", threads)  # the size of XLA's pool
         found.add(run_python("-c", _DIGEST))
     assert len(found) == 1
+
+
+_SERIALIZED = """
+import pathlib, pickle, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+import sparsejax as sj
+path, args = pathlib.Path(sys.argv[1]), (jnp.ones((9, 16)), jnp.zeros((4, 2), jnp.int32))
+if not path.exists():
+    lowered = jax.jit(sj.embedding_bag).lower(*args)
+    assert "sparsejax_sum_bags" in lowered.as_text()
+    path.write_bytes(pickle.dumps(serialize(lowered.compile())))
+else:
+    print(deserialize_and_load(*pickle.loads(path.read_bytes()))(*args).sum())
+"""
+
+
+def test_an_executable_of_another_process_finds_the_kernels(kernels, tmp_path):
+    run = lambda: run_python("-c", _SERIALIZED, tmp_path / "executable")
+    run()
+    assert float(run()) == 4 * 2 * 16
 
 
 # ------------------------------------------------------------------ the switch
@@ -432,6 +488,11 @@ def test_kernels_of_another_release_are_not_used(unregistered, monkeypatch):
         assert not _native.enabled()
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
+        assert not _native.enabled()
+    _native._register.cache_clear()
+    empty = types.ModuleType("sparsejax_native")  # an empty folder of that name
+    monkeypatch.setitem(sys.modules, "sparsejax_native", empty)
+    with pytest.warns(UserWarning, match="interface None"):
         assert not _native.enabled()
 
 

@@ -4,7 +4,6 @@ A scatter-add of XLA runs on one core. The kernel of sparsejax-native uses all o
 """
 
 import jax
-import jax.numpy as jnp
 
 from sparsejax import _compat, _native
 from sparsejax._rows import indexing
@@ -18,9 +17,8 @@ def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
       ids: integers `[n]`; those out of range add nothing.
       values: `[n, ...]`, of the table's dtype.
     """
-    kinds = (jnp.float32, jnp.float64)
-    has_kernel = table.dtype in kinds and _native.accepts(table, ids)
-    if not has_kernel or not _native.enabled() or _compat.is_laid_out(table):
+    has_kernel = _native.enabled() and _native.can_add(table, ids)
+    if not has_kernel or _compat.is_laid_out(table):
         return indexing.add_rows(table, ids, values)
     return _add_rows_p.bind(table, ids, values)[0]
 

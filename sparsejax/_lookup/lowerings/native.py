@@ -14,7 +14,7 @@ from sparsejax._rows import indexing
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """`xla.read_rows`."""
-    if not _native.enabled() or not _native.accepts(table, ids):
+    if not _native.enabled() or not _native.can_read(table, ids):
         return cpu.read_rows(table, ids)
     return _native.read_rows(table, ids)
 
@@ -34,9 +34,9 @@ def bag_sum(
     segment_ids: Any = None
     if segmented:
         segment_ids = _arguments.as_ids("bag_sum", rest[0], num_bags)
-        wide = max(ids.dtype, segment_ids.dtype, key=lambda kind: kind.itemsize)
-        ids, segment_ids = ids.astype(wide), segment_ids.astype(wide)
-    if not _native.enabled() or not _native.accepts(table, ids):
+        id_type = max(ids.dtype, segment_ids.dtype, key=lambda kind: kind.itemsize)
+        ids, segment_ids = ids.astype(id_type), segment_ids.astype(id_type)
+    if not _native.enabled() or not _native.can_sum(table, ids):
         return cpu.bag_sum(
             table,
             ids,
@@ -49,5 +49,5 @@ def bag_sum(
         )
     if segmented and not indices_are_sorted:
         ids, segment_ids, weights = cpu.sort_by_bag(ids, segment_ids, weights, num_bags)
-    wide: Any = indexing.accumulator_dtype(table.dtype) if bits is None else "float32"
-    return _native.sum_bags(table, ids, segment_ids, weights, num_bags, wide, bits)
+    dtype: Any = indexing.accumulator_dtype(table.dtype) if bits is None else "float32"
+    return _native.sum_bags(table, ids, segment_ids, weights, num_bags, dtype, bits)
