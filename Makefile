@@ -19,9 +19,9 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-comp
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# What reads, sums and adds rows.
-USES_KERNELS := $(addprefix tests/test_,bag.py compiled.py export.py grad.py lookup.py \
-	nn_*.py optim_*.py quantized.py reduce*.py read.py rows*.py shard_map.py)
+# What reads, sums, adds and finds rows.
+USES_KERNELS := $(addprefix tests/test_,bag.py compiled.py export.py grad.py hash_index.py \
+	lookup.py nn_*.py optim_*.py quantized.py reduce*.py read.py rows*.py shard_map.py)
 
 # Stops with a sentence where $(1) is no Python, or one too old.
 check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \

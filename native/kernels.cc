@@ -1,5 +1,6 @@
-// Kernels that read, sum and add rows of tables by id, on a CPU: handlers of XLA's
-// foreign functions (jax.ffi), and the module that hands them to Python.
+// Kernels that read, sum and add rows of tables by id, and find keys in a hash table, on a
+// CPU: handlers of XLA's foreign functions (jax.ffi), and the module that hands them to
+// Python.
 //
 // XLA's own loops ask for a row when they need it, so a core waits for memory at most of
 // them. These ask for rows ahead. Apart from that they compute what the loops compute,
@@ -569,6 +570,74 @@ ffi::Error AddRows(ffi::ThreadPool pool, ffi::AnyBuffer table, ffi::AnyBuffer id
   return ffi::Error::Success();
 }
 
+// ------------------------------------------------------------------ keys found
+
+constexpr int kSlots = 8;  // of a bucket
+
+struct Search {
+  const uint32_t* buckets;  // [height, kSlots, words + 1]: the words of a key, its row
+  int64_t height;
+  const int32_t* choices;  // [2, count], the buckets in which a key may be
+  const uint32_t* keys;    // [words, count]
+  int64_t count;
+  uint32_t* rows;  // [count]
+};
+
+// The row of keys [first, last), or the largest number. Where a key is in several slots,
+// as after an eviction, the one with the smallest row counts.
+template <int kWords>
+INLINE void FindRange(const Search& s, int64_t first, int64_t last) {
+  constexpr int64_t kAhead = 64, kBucket = kSlots * (kWords + 1);
+  auto ask = [&](int32_t bucket) INLINE_LAMBDA {
+    if (InRange(bucket, s.height)) Prefetch(s.buckets + bucket * kBucket, 4 * kBucket);
+  };
+  for (int64_t i = first; i < last; ++i) {
+    if (i + kAhead < last) {
+      ask(s.choices[i + kAhead]);
+      ask(s.choices[s.count + i + kAhead]);
+    }
+    uint32_t row = UINT32_MAX;
+    for (const int64_t at : {i, s.count + i}) {
+      if (!InRange(s.choices[at], s.height)) continue;
+      const uint32_t* slot = s.buckets + s.choices[at] * kBucket;
+      for (int k = 0; k < kSlots; ++k, slot += kWords + 1) {
+        bool is_same = true;
+        for (int w = 0; w < kWords; ++w) is_same &= slot[w] == s.keys[w * s.count + i];
+        row = std::min(row, is_same ? slot[kWords] : UINT32_MAX);
+      }
+    }
+    s.rows[i] = row;
+  }
+}
+
+VERSIONS void Find32(const Search& s, int64_t first, int64_t last) {
+  FindRange<1>(s, first, last);
+}
+VERSIONS void Find64(const Search& s, int64_t first, int64_t last) {
+  FindRange<2>(s, first, last);
+}
+
+// Rows of keys of one or two words in a hash table of buckets.
+ffi::Error FindRows(ffi::ThreadPool pool, ffi::BufferR2<ffi::U32> buckets,
+                    ffi::BufferR2<ffi::S32> choices, ffi::BufferR2<ffi::U32> keys,
+                    ffi::ResultBufferR1<ffi::U32> rows) {
+  const int64_t words = keys.dimensions()[0], count = keys.dimensions()[1];
+  if ((words != 1 && words != 2) || buckets.dimensions()[1] != kSlots * (words + 1) ||
+      choices.dimensions()[0] != 2 || choices.dimensions()[1] != count ||
+      static_cast<int64_t>(rows->element_count()) != count) {
+    return ffi::Error::InvalidArgument("find_rows: no kernel for these shapes");
+  }
+  const Search search{buckets.typed_data(), buckets.dimensions()[0],
+                      choices.typed_data(), keys.typed_data(),
+                      count,                rows->typed_data()};
+  auto* find = words == 1 ? Find32 : Find64;
+  const int64_t tasks = CountTasks(pool, count * 2 * kLine, 4);
+  RunTasks(pool, tasks, [&](int64_t k) {
+    find(search, count * k / tasks, count * (k + 1) / tasks);
+  });
+  return ffi::Error::Success();
+}
+
 using Any = ffi::AnyBuffer;
 
 XLA_FFI_DEFINE_HANDLER(kSumBags, SumBags,
@@ -586,6 +655,13 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(
     kAddRows, AddRows,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Ret<Any>());
+XLA_FFI_DEFINE_HANDLER(kFindRows, FindRows,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::BufferR2<ffi::U32>>()
+                           .Arg<ffi::BufferR2<ffi::S32>>()
+                           .Arg<ffi::BufferR2<ffi::U32>>()
+                           .Ret<ffi::BufferR1<ffi::U32>>());
 
 // ------------------------------------------------------------------ the module
 
@@ -600,7 +676,7 @@ bool Put(PyObject* found, const char* name, XLA_FFI_Handler* handler) {
 PyObject* Handlers(PyObject*, PyObject*) {
   PyObject* found = PyDict_New();
   if (found && Put(found, "sum_bags", kSumBags) && Put(found, "read_rows", kReadRows) &&
-      Put(found, "add_rows", kAddRows)) {
+      Put(found, "add_rows", kAddRows) && Put(found, "find_rows", kFindRows)) {
     return found;
   }
   Py_XDECREF(found);

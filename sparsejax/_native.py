@@ -1,9 +1,8 @@
 """The kernels of `sparsejax-native`, where that package is installed.
 
-They read, sum and add rows on a CPU as XLA's loops do, but ask for rows ahead and use
-all threads. What they compute is what the lowerings in plain XLA compute: reads and
-additions to the last bit (but XLA may read subnormal numbers as zeros), sums to
-rounding.
+They read, sum, add and find rows on a CPU as XLA's loops do, but ask for rows ahead and
+use all threads. What they compute is what the lowerings in plain XLA compute: sums to
+rounding, all else to the last bit (but XLA may read subnormal numbers as zeros).
 
 Without the package, or with `SPARSEJAX_NATIVE=0` in the environment, everything is
 plain XLA. The variable is read when a program is traced and compiled.
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-_INTERFACE = 1  # of the handlers; the package has the same number
+_INTERFACE = 2  # of the handlers; the package has the same number
 _PREFIX = "sparsejax_"
 
 
@@ -134,6 +133,21 @@ def sum_bags(
         bits=np.int64(bits or 0),
     )
     return total.reshape(num_bags, *planes, *table.shape[1:])
+
+
+def find_rows(
+    slots: jax.Array, buckets: list[jax.Array], words: list[jax.Array]
+) -> jax.Array:
+    """The row beside each key in its buckets, uint32; the largest number for none.
+
+    Args:
+      slots: uint32 `[S, words + 1]`, 8 of them a bucket: the words of a key, its row.
+      buckets: two of int32 `[n]`, those in which each key may be.
+      words: one or two of uint32 `[n]`, of the keys.
+    """
+    out = jax.ShapeDtypeStruct(words[0].shape, jnp.uint32)
+    lines = slots.reshape(-1, 8 * slots.shape[1])
+    return _call("find_rows", out)(lines, jnp.stack(buckets), jnp.stack(words))
 
 
 def _call(name: str, out: Any, **how: Any) -> Any:

@@ -240,6 +240,51 @@ def test_other_tables_stay_plain(kernels):
         lowered.compile()()
 
 
+@pytest.mark.parametrize("count", [1, 70, 9_000])
+@pytest.mark.parametrize("key_bits", [32, 64])
+def test_keys_found_have_the_same_rows(key_bits, count, kernels):
+    """Of an index that is full and evicts, also unknown keys and the largest one."""
+    rng = np.random.default_rng(3)
+    index = sj.HashIndex.create(1000, key_bits=key_bits, max_evictions=40)
+    insert = jax.jit(sj.HashIndex.insert)
+    as_keys = lambda keys: (
+        jnp.asarray(keys, jnp.int32) if key_bits == 32 else index.split_keys(keys << 33)
+    )
+    for step in range(8):
+        keys = as_keys(rng.integers(-900, 900, 400))
+        index, _, _ = insert(index, keys, step)
+    assert index.num_evicted
+    keys = as_keys(rng.integers(-1000, 1000, (count, 1)))
+    find = lambda index, keys: index.find(keys)
+    ours, plain = kernels(find, index, keys, kernel="find_rows")
+    assert_same_bits(ours, plain)
+    held, rows = index.items()
+    dense = dict(zip(held.tolist(), rows.tolist()))
+    wanted = keys if key_bits == 32 else index.join_keys(keys)
+    wanted = [dense.get(key, 1000) for key in np.asarray(wanted).ravel().tolist()]
+    assert count == 1 or 0 < wanted.count(1000) < count
+    np.testing.assert_array_equal(np.asarray(ours).ravel(), wanted)
+
+
+@pytest.mark.parametrize("key_bits", [32, 64])
+def test_an_index_that_grows_is_the_same(key_bits, kernels):
+    """`insert` finds keys before it writes to the index in place, and after."""
+    rng = np.random.default_rng(4)
+    insert = lambda index, keys, step: index.insert(keys, step)
+    index = sj.HashIndex.create(500, key_bits=key_bits, max_evictions=100)
+    for step in range(4):
+        keys = rng.integers(0, 2**31, 300) % 900 - 400
+        if key_bits == 64:
+            keys = index.split_keys(keys)
+        args = index, jnp.asarray(keys), step
+        ours, plain = kernels(insert, *args, kernel="find_rows")
+        jax.tree.map(assert_same_bits, ours, plain)
+        donated = jax.jit(insert, donate_argnums=0)(*jax.tree.map(jnp.copy, args))
+        jax.tree.map(assert_same_bits, donated, plain)
+        index = plain[0]
+    assert index.num_evicted
+
+
 # ------------------------------------------------------------------ transformations
 
 

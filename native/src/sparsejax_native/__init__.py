@@ -1,4 +1,4 @@
-"""Kernels in C++ with which sparsejax reads, sums and adds rows on a CPU.
+"""Kernels in C++ with which sparsejax reads, sums, adds and finds rows on a CPU.
 
 There is nothing to call: sparsejax finds this package and registers its handlers.
 """
@@ -7,4 +7,4 @@ from sparsejax_native._kernels import handlers as handlers
 
 
 # Changes whenever the arguments of a handler do. sparsejax takes one only.
-INTERFACE = 1
+INTERFACE = 2
