@@ -221,6 +221,22 @@ def test_max_evictions_and_window():
     assert rows.tolist() == [0, 1, 2] and evicted.shape == (0,)
 
 
+@pytest.mark.parametrize("n", [1, 127, 129, 3_000])
+@pytest.mark.parametrize("largest", [0, 3, 2**31 - 1])
+def test_the_smallest_by_two_orders_and_position(n, largest):
+    """As NumPy sorts them, with many equal ones and the extreme numbers."""
+    rng = np.random.default_rng(n)
+    smallest = jax.jit(hash_index._smallest)
+    first, second = rng.integers(-largest - 1, largest + 1, (2, n), np.int32)
+    first[rng.random(n) < 0.1] = np.iinfo(np.int32).max
+    among = rng.random(n) < 0.8
+    ranks = np.lexsort((np.arange(n), second, first))
+    ranks = ranks[among[ranks]]
+    for count in {0, 1, len(ranks) // 2, max(0, len(ranks) - 1), len(ranks), n + 5}:
+        chosen = smallest(among, [first, second], jnp.int32(count))
+        np.testing.assert_array_equal(np.nonzero(chosen)[0], np.sort(ranks[:count]))
+
+
 # ------------------------------------------------------------------ keys
 
 

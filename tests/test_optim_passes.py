@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sparsejax as sj
 from helpers import compile_as_users_do, eqns_of
-from sparsejax._rows import merge
+from sparsejax._rows import indexing, merge
 from sparsejax.optim import lazy
 from sparsejax.optim._lazy import block_pass
 
@@ -303,6 +303,20 @@ def test_first_slots_of_64_bit_ids(x64):
     found = jax.jit(merge.first_slots, static_argnums=1)(jnp.asarray(ids), 1 << 40)
     want = [ids.tolist().index(i) for i in ids.tolist()]
     np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 5_000])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_counts_and_positions_of_flags(share, n):
+    mask = np.random.default_rng(n).random((3, n)) < share
+    counts = jax.vmap(indexing.running_count)(jnp.asarray(mask))
+    np.testing.assert_array_equal(counts, np.cumsum(mask, axis=1))
+    for size in (1, n, n + 3):
+        found, count = jax.jit(indexing.positions, static_argnums=1)(mask[0], size)
+        (where,) = np.nonzero(mask[0])
+        assert int(count) == len(where) and found.shape == (size,)
+        padding = np.full(max(0, size - len(where)), n)
+        np.testing.assert_array_equal(found, np.concatenate([where[:size], padding]))
 
 
 # ------------------------------------------------------------------ the program

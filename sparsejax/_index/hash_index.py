@@ -35,6 +35,7 @@ from jax import lax
 
 from sparsejax import _arguments, _compat, _native
 from sparsejax._arguments import ArrayLike
+from sparsejax._rows import indexing
 
 
 _CALL = "sparsejax.HashIndex"
@@ -674,8 +675,7 @@ def _insert(
     nowhere = _vary_like(jnp.full((few,), n, jnp.int32), total)
 
     def distinct_of_few():
-        slot = jnp.where(unknown, jnp.cumsum(unknown, dtype=jnp.int32) - 1, n)
-        where = _set(nowhere, slot, lax.iota(jnp.int32, n))
+        where, _ = indexing.positions(unknown, few)
         some = tuple(_take(word, jnp.minimum(where, n - 1)) for word in words)
         some, count = _distinct(some, where < n)
         return tuple(jnp.pad(word, (0, n - few)) for word in some), count, where
@@ -750,7 +750,7 @@ def _distinct(
     differs = functools.reduce(jnp.logical_or, [x[1:] != x[:-1] for x in ordered])
     first = jnp.concatenate([_vary_like(jnp.ones((1,), bool), mask), differs])
     first &= lax.iota(jnp.int32, n) < total
-    place = jnp.cumsum(first, dtype=jnp.int32)
+    place = indexing.running_count(first)
     slot = jnp.where(first, place - 1, np.int32(n))
     unique = tuple(_set(jnp.zeros_like(x), slot, x) for x in reversed(ordered))
     return unique, place[-1]
@@ -944,37 +944,57 @@ def _choose_victims(
     if index.policy == "lfu":
         counts = lax.dynamic_slice(index.counts, (rows[0],), (length,))
         orders = [counts, last_step]
-    chosen = _smallest(left, orders, count)
-    place = jnp.cumsum(chosen, dtype=jnp.int32) - 1
-    place = jnp.where(chosen, place, np.int32(most))
+    chosen, _ = indexing.positions(_smallest(left, orders, count), most)
+    victims = jnp.where(chosen < length, rows[0] + chosen, np.int32(index.capacity))
     hand = rows[-1] + 1
     hand = jnp.where(hand < index.capacity, hand, np.int32(0))
-    return _set(_no_rows(index, most), place, rows), hand
+    return victims, hand
 
 
 def _smallest(among: jax.Array, orders: list[jax.Array], count: jax.Array) -> jax.Array:
     """Which `count` elements are first by `orders`, and then by position.
 
-    By bisection of the bits of each order: to sort is many times as much work.
+    By bisection of the range of each order: to sort is many times as much work.
     """
     chosen = jnp.zeros_like(among)
     for order in orders:
         # Unsigned, with negative numbers first.
         order = lax.bitcast_convert_type(order, jnp.uint32) ^ np.uint32(1 << 31)
 
-        def bit(k, limit, order=order, among=among, count=count):
-            higher = limit | (np.uint32(1) << (31 - k).astype(jnp.uint32))
-            below = jnp.sum(among & (order < higher), dtype=jnp.int32)
-            return jnp.where(below < count, higher, limit)
+        def halve(limits, order=order, among=among, count=count):
+            low, high = limits
+            middle = high - ((high - low) >> 1)
+            fits = jnp.sum(among & (order < middle), dtype=jnp.int32) < count
+            return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
-        # The largest number with fewer than `count` elements below it.
-        zero = jnp.zeros_like(count).astype(jnp.uint32)
-        limit = lax.fori_loop(np.int32(0), np.int32(32), bit, zero)
+        # The largest of the numbers with fewer than `count` elements below it.
+        limits = (
+            jnp.min(order, where=among, initial=_EMPTY),
+            jnp.max(order, where=among, initial=np.uint32(0)),
+        )
+        limit, _ = lax.while_loop(lambda x: x[0] < x[1], halve, limits)
         below = among & (order < limit)
         chosen |= below
         count = count - jnp.sum(below, dtype=jnp.int32)
         among &= order == limit
-    return chosen | (among & (jnp.cumsum(among, dtype=jnp.int32) <= count))
+    return chosen | _first(among, count)
+
+
+def _first(mask: jax.Array, count: jax.Array) -> jax.Array:
+    """The first `count` of the elements where `mask` is true."""
+    n, width = mask.shape[0], 128
+    parts = -(-n // width)
+    flags = jnp.pad(mask, (0, parts * width - n)).reshape(parts, width)
+    up_to = jnp.cumsum(jnp.sum(flags, axis=1, dtype=jnp.int32))
+    # Whole parts, and the beginning of the next one: running counts of all would take
+    # ten times as long.
+    whole = jnp.sum(up_to <= count, dtype=jnp.int32)
+    left = count - jnp.max(up_to, where=up_to <= count, initial=np.int32(0))
+    part = lax.iota(jnp.int32, parts)[:, None]
+    last = _take(flags, jnp.minimum(whole, np.int32(parts - 1)))
+    begins = jnp.cumsum(last, dtype=jnp.int32) <= left
+    flags &= (part < whole) | ((part == whole) & begins[None])
+    return flags.reshape(-1)[:n]
 
 
 # ------------------------------------------------------------------ the sketch

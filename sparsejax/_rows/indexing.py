@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparsejax import _arguments
 
@@ -110,6 +111,36 @@ def set_distinct_rows(
         indices_are_sorted=indices_are_sorted,
         unique_indices=unique,
     )
+
+
+def running_count(mask: jax.Array) -> jax.Array:
+    """`jnp.cumsum(mask)` of booleans `[n]`, int32: how many are true up to each.
+
+    By words of 32 of them, of which the bits are counted: on a CPU this takes half of
+    the time.
+    """
+    n = mask.shape[0]
+    words = -(-n // 32)
+    flags = jnp.pad(mask, (0, 32 * words - n)).reshape(words, 32)
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)[None]
+    word = jnp.sum(jnp.where(flags, bits, np.uint32(0)), axis=1, dtype=jnp.uint32)
+    count = lax.population_count(word)
+    before = jnp.cumsum(count, dtype=jnp.uint32) - count
+    up_to = word[:, None] & ((bits << np.uint32(1)) - np.uint32(1))
+    found = before[:, None] + lax.population_count(up_to)
+    return found.astype(jnp.int32).reshape(-1)[:n]
+
+
+def positions(mask: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Where booleans `[n]` are true, int32 `[size]`, padded with n; how often.
+
+    n is at least 1. What does not fit in `size` is left out.
+    """
+    n = mask.shape[0]
+    count = running_count(mask)
+    to = jnp.where(mask, count - np.int32(1), np.int32(size))
+    none = jnp.full((size,), np.int32(n))
+    return set_rows(none, to, lax.iota(jnp.int32, n)), count[-1]
 
 
 def accumulator_dtype(dtype: Any) -> Any:

@@ -187,8 +187,8 @@ def _merge_by_hashing(rows, values, *, height):
     n = rows.shape[0]
     first = merge.first_slots(rows, height)
     slots = lax.iota(jnp.int32, n)
-    at, count = _positions(first == slots)
-    again, duplicates = _positions(first < slots)
+    at, count = indexing.positions(first == slots, n)
+    again, duplicates = indexing.positions(first < slots, n)
     block = _block_rows(n, values.shape[1:])
     again = _pad(again, block, np.int32(n))
     wide = indexing.accumulator_dtype(values.dtype)
@@ -202,15 +202,6 @@ def _merge_by_hashing(rows, values, *, height):
     total = lax.fori_loop(np.int32(0), _turns(duplicates, block), add, total)
     distinct = jnp.where(slots < count, rows[jnp.minimum(at, np.int32(n - 1))], height)
     return distinct.astype(rows.dtype), at, total.astype(values.dtype), count
-
-
-def _positions(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the mask is true, `[n]`, padded with n; and how often."""
-    n = mask.shape[0]
-    place = jnp.cumsum(mask, dtype=jnp.int32)
-    to = jnp.where(mask, place - np.int32(1), np.int32(n))
-    none = jnp.full((n,), np.int32(n))
-    return indexing.set_rows(none, to, lax.iota(jnp.int32, n)), place[-1]
 
 
 # ------------------------------------------------------------------ update_rows
