@@ -76,7 +76,7 @@ def test_nothing_of_the_tables_size_arises(name):
 @pytest.mark.loose_promotion
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_the_rows_read_and_their_cotangents_share_memory(name):
-    """`block_pass.after`: the gradient of dense weights is computed first."""
+    """`after`: the gradient of dense weights is computed first."""
     tx = lazy({"sgd": optax.sgd, "adam": optax.adam}[name](0.1))
     n = 49_152  # of more than a quarter of the rows, the gradient would be dense
 

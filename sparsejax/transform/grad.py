@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, with_slots
+from sparsejax._rows.after import after
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
+from sparsejax.transform.read_again import Recipes
 from sparsejax.transform.table import replicate
 from sparsejax.transform.trace import Leaf, check_fun, trace_call
 
@@ -263,14 +265,19 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
         inputs = list(call.inputs)
         for leaf, value in zip(dense, dense_values):
             inputs[leaf.position] = value
-        reads = Reads(deltas)
+        reads = Reads(deltas, recipes)
         loss, *aux = plan.walk(inputs, reads)
         return loss, (aux, reads.ids)
 
+    recipes = Recipes()
     values = [call.inputs[leaf.position] for leaf in dense]
     (loss, (aux, ids)), (dense_grads, cotangents) = jax.value_and_grad(
         planted, argnums=(0, 1), has_aux=True
     )(values, plan.zero_deltas())
+    # A table is updated once its cotangents are there. Loss and aux have to have read it
+    # by then, or XLA copies it. Nor are rows that are read again in memory twice.
+    last = after(loss, aux)
+    cotangents = [after(x, [last]) for x in cotangents]
 
     grads: dict[int, Any] = {}
     for leaf, g in zip(dense, dense_grads):

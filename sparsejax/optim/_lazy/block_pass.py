@@ -1,9 +1,8 @@
 """Runs an update over the rows of a table in blocks that stay in the cache.
 
-Four primitives, each with a reference in plain XLA, and a lowering for CPUs
+Three primitives, each with a reference in plain XLA, and a lowering for CPUs
 (`merge_rows` has one for CUDA, too):
 
-- `after` makes gradients wait for others, so that both need not be in memory at once.
 - `merge_rows` sums duplicates into their first slot. On a CPU it finds them by hashing
   and adds them up in place, so no second array of the size of the gradient is made.
 - `reduce_rows` reduces some function of the rows over all rows (for a global norm).
@@ -110,41 +109,6 @@ def _signature(jaxpr: Any) -> Any:
         eqns.append((eqn.primitive, ins, outs, tuple(sorted(eqn.params.items()))))
     types = tuple(str(v.aval) for v in [*jaxpr.constvars, *jaxpr.invars])
     return types, tuple(eqns), tuple(map(name, jaxpr.outvars))
-
-
-# ------------------------------------------------------------------ after
-
-
-def after(values: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    """`values`; on a CPU, computed after `others`.
-
-    A loss reads rows `[n, D]`, and the gradients of dense weights need them. Left to
-    itself, XLA computes the cotangents of the rows, which are as large, before those
-    gradients, and so has both in memory. Temporaries above 32 MiB are new pages in
-    every run, which takes longer than the rest of a step (benchmarks/NOTES.md).
-
-    Args:
-      values: floating-point, of any shape.
-      others: arrays of any types and shapes.
-    """
-    others = [x for x in others if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
-    if not others:
-        return values
-    return _after_p.bind(values, *others)[0]
-
-
-def _identity(values, *others):
-    return [values]
-
-
-def _times_one(values, *others):
-    """Times a factor that is one, which XLA cannot know without the others."""
-    bits = np.int32(0)
-    for x in others:
-        first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-        bits ^= lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
-    one = jnp.where((bits | np.int32(1)) == 0, np.float32(2), np.float32(1))
-    return [values * one.astype(values.dtype)]
 
 
 # ------------------------------------------------------------------ merge_rows
@@ -434,9 +398,6 @@ def _reduce_types(rows, at, values, count, *rest, program, num_tables, kinds):
     return out
 
 
-_after_p = _compat.platform_primitive(
-    "after", _identity, {"cpu": _times_one}, lambda x, *_: [(x.shape, x.dtype)]
-)
 _merge_rows_p = _compat.platform_primitive(
     "merge_rows",
     _merge_by_sorting,

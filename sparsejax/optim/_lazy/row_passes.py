@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows, indexing, with_slots
+from sparsejax._rows.after import after
 from sparsejax.optim._lazy import block_pass
 
 
@@ -92,7 +93,7 @@ class _OneDevice:
 
     def after(self, others):
         grad = self._grad
-        values = block_pass.after(grad.values, others)
+        values = after(grad.values, others)
         return _OneDevice(with_slots(grad, grad.rows, values))
 
     @functools.cached_property

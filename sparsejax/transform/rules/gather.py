@@ -82,10 +82,14 @@ def _gather_rule(
     # Without the axes that are collapsed.
     gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
     kept = [d for d in range(ref.ndim) if d not in gone]
-    rows = indexing.reshape(rows, batch + tuple(slice_sizes[d] for d in kept))
+    shape = batch + tuple(slice_sizes[d] for d in kept)
+    rows = ctx.follow(rows, lambda rows: indexing.reshape(rows, shape))
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = indexing.fill_value(rows.dtype) if fill_value is None else fill_value
-        rows = _fill_unless(valid, rows, np.array(fill, rows.dtype))
+        fill = np.array(fill, rows.dtype)
+        rows = ctx.follow(
+            rows, lambda rows, valid: _fill_unless(valid, rows, fill), valid
+        )
     batch_axes, kept_axes = iter(range(len(batch))), iter(range(len(batch), rows.ndim))
     offset = set(map(int, dims.offset_dims))
     order = [next(kept_axes if d in offset else batch_axes) for d in range(rows.ndim)]
