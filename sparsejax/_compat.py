@@ -189,7 +189,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
 
 def is_differentiated_with(x: Any, y: Any) -> bool:
     """Whether `x` is a tracer of the same transformation as the tracer `y`."""
-    return isinstance(x, jax.core.Tracer) and x._trace is y._trace
+    return isinstance(x, _core.Tracer) and x._trace is y._trace
 
 
 def explicit_spec(x: Any) -> tuple[Any, ...]:

@@ -535,7 +535,8 @@ def test_kernels_of_another_release_are_not_used(unregistered, monkeypatch):
     monkeypatch.setenv("SPARSEJAX_NATIVE", "1")
     other = types.SimpleNamespace(INTERFACE=_native._INTERFACE + 1)
     monkeypatch.setitem(sys.modules, "sparsejax_native", other)
-    with pytest.warns(UserWarning, match=f"interface {other.INTERFACE}, and this release"):
+    found = f"interface {other.INTERFACE}, and this release of sparsejax"
+    with pytest.warns(UserWarning, match=found):
         assert not _native.enabled()
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")

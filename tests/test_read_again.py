@@ -200,6 +200,7 @@ def test_memory_of_a_step(tx, name):
     args = params, jax.eval_shape(tx.init, params), ids, ids
     compiled = compile_as_users_do(step.lower(*args))
     memory = compiled.memory_analysis()
+    assert memory is not None
     assert_no_copies(compiled.as_text(), params["t"])
     rows = memory.temp_size_in_bytes / (4 * n * d)
     reads = 1 if name == "squares" else 2

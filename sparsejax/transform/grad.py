@@ -265,17 +265,16 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
         inputs = list(call.inputs)
         for leaf, value in zip(dense, dense_values):
             inputs[leaf.position] = value
-        reads = Reads(deltas, recipes)
+        reads = Reads(deltas, Recipes())
         loss, *aux = plan.walk(inputs, reads)
         return loss, (aux, reads.ids)
 
-    recipes = Recipes()
     values = [call.inputs[leaf.position] for leaf in dense]
     (loss, (aux, ids)), (dense_grads, cotangents) = jax.value_and_grad(
         planted, argnums=(0, 1), has_aux=True
     )(values, plan.zero_deltas())
-    # A table is updated once its cotangents are there. Loss and aux have to have read it
-    # by then, or XLA copies it. Nor are rows that are read again in memory twice.
+    # A table is updated once its cotangents are there. Loss and aux have to have read
+    # it by then, or XLA copies it. Nor are rows that are read again in memory twice.
     last = after(loss, aux)
     cotangents = [after(x, [last]) for x in cotangents]
 

@@ -366,8 +366,8 @@ class RuleContext:
         """`fn(rows, *operands)`, which a derivative may compute again if so `rows`."""
         out = fn(rows, *operands)
         recipes = self.reads.recipes
-        recipe = None if recipes is None else recipes.get(rows)
-        if recipe is not None:
+        recipe = recipes and recipes.get(rows)
+        if recipes and recipe:
             count, first = len(recipe.operands), recipe.fn
             again = lambda *xs: fn(first(*xs[:count]), *xs[count:])
             recipes.add(out, recipe.table, again, (*recipe.operands, *operands))

@@ -39,14 +39,9 @@ class Recipe(NamedTuple):
 
 
 class Recipes:
-    """The recipes of one walk, by the identity of the arrays.
-
-    Args:
-      used: the tables of which a derivative reads rows again.
-    """
+    """The recipes of one walk, by the identity of the arrays."""
 
     def __init__(self):
-        self.used: set[int] = set()
         self._found: dict[int, tuple[Any, Recipe]] = {}
 
     def add(
@@ -90,6 +85,7 @@ def bind(recipes: Recipes, eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:
     tables = {recipe.table for recipe in found if recipe}
     if len(tables) != 1 or len(eqn.outvars) != 1:
         return None
+    (table,) = tables
     rows = next(x for x, recipe in zip(inputs, found) if recipe)
     others = [x for x, recipe in zip(inputs, found) if not recipe]
     if any(_compat.is_differentiated_with(x, rows) for x in others):
@@ -100,13 +96,12 @@ def bind(recipes: Recipes, eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:
     is_scaled = others and (name == "mul" or (name == "div" and found[0]))
     if name in _FOLLOWS or is_scaled:
         out = run(*inputs)
-        recipes.add(out, *tables, lambda *operands: run(*again(*operands)), operands)
+        recipes.add(out, table, lambda *xs: run(*again(*xs)), operands)
         return [out]
     if name not in _MULTIPLIES:
         return None
     if name == "dot_general" and (others or not _is_of_rows(eqn)):
         return None
-    recipes.used |= tables
     return [_with_derivative(run, again, tuple(inputs), operands)]
 
 

@@ -87,6 +87,7 @@ def _gather_rule(
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = indexing.fill_value(rows.dtype) if fill_value is None else fill_value
         fill = np.array(fill, rows.dtype)
+        assert valid is not None  # in this mode
         rows = ctx.follow(
             rows, lambda rows, valid: _fill_unless(valid, rows, fill), valid
         )
