@@ -1,11 +1,13 @@
 """A training step at the sizes of click models: ours, PyTorch, FBGEMM, dense optax.
 
-The step is lookup, loss, gradient and update of a small click model, over 1,000,000
-rows of 64 numbers. All sides take turns in one process, with other ids in every run;
-every other system owns its table and state. Bags are timed forward only.
+The step is lookup, loss, gradient and update of a small click model, or of a sum of
+squares, over 1,000,000 rows of 64 numbers. All sides take turns in one process, with
+other ids in every run; every other system owns its table and state. Bags are timed
+forward only.
 
     python -m benchmarks step
     python -m benchmarks step --check --json steps.jsonl --plot steps.png
+    python -m benchmarks step --loss squares
 
 "plain" is ours without the kernels of sparsejax-native, where those are installed.
 PyTorch and FBGEMM are left out where they are not installed (`pip install torch
@@ -112,7 +114,7 @@ def jax_sides(case: Case) -> tuple[dict[str, Callable], Any]:
     sides = {}
 
     def add(name, value_and_grad, lifted):
-        step = sweep.make_step(value_and_grad, lifted)
+        step = sweep.make_step(value_and_grad, lifted, sweep.LOSSES[case.loss])
         run = timing.compile_apart(step, state, batch).run
         sides[name] = lambda state, inputs: run(state, inputs["jax"])
 
@@ -123,6 +125,14 @@ def jax_sides(case: Case) -> tuple[dict[str, Callable], Any]:
     return sides, state
 
 
+def torch_loss(case: Case, rows: Any, dense: Any, clicked: Any) -> Any:
+    """The loss of `sweep.LOSSES`, of rows that were read."""
+    if case.loss == "squares":
+        return rows.square().sum()
+    functional = torch.nn.functional
+    return functional.binary_cross_entropy_with_logits(rows @ dense, clicked)
+
+
 def torch_side(case: Case, table: np.ndarray, weights: np.ndarray) -> Callable:
     """PyTorch with sparse gradients."""
     rows = torch.nn.Parameter(torch.from_numpy(table.copy()))
@@ -131,13 +141,12 @@ def torch_side(case: Case, table: np.ndarray, weights: np.ndarray) -> Callable:
     tx = getattr(optimizers, TORCH[case.optimizer])([rows], lr=RATE)
     name = "Adam" if case.optimizer == "adam" else TORCH[case.optimizer]
     tx_dense = getattr(optimizers, name)([dense], lr=RATE)
-    loss_fn = torch.nn.functional.binary_cross_entropy_with_logits
 
     def run(state, inputs):
         ids, clicked = inputs["torch"]
         rows.grad = dense.grad = None
-        logits = torch.nn.functional.embedding(ids, rows, sparse=True) @ dense
-        loss_fn(logits, clicked).backward()
+        read = torch.nn.functional.embedding(ids, rows, sparse=True)
+        torch_loss(case, read, dense, clicked).backward()
         tx.step()
         tx_dense.step()
         return state, ()
@@ -160,12 +169,11 @@ def fbgemm_side(case: Case, table: np.ndarray, weights: np.ndarray) -> Callable:
     dense = torch.nn.Parameter(torch.from_numpy(weights.copy()))
     tx_dense = torch.optim.SGD([dense], lr=RATE)
     offsets = torch.arange(case.ids + 1)
-    loss_fn = torch.nn.functional.binary_cross_entropy_with_logits
 
     def run(state, inputs):
         ids, clicked = inputs["torch"]
         dense.grad = None
-        loss_fn(module(ids, offsets) @ dense, clicked).backward()
+        torch_loss(case, module(ids, offsets), dense, clicked).backward()
         tx_dense.step()
         return state, ()
 
@@ -224,7 +232,7 @@ def peers(case: Case, state: Any) -> dict[str, Callable]:
         sides["torch"] = torch_side(case, table, weights)
     if fbgemm is not None and case.optimizer in FBGEMM:
         sides["fbgemm"] = fbgemm_side(case, table, weights)
-    if floor_library() is not None:
+    if floor_library() is not None and case.loss == "logistic":
         sides["floor"] = floor_side(case, floor_arrays(table), weights)
     return sides
 
@@ -314,6 +322,7 @@ def measure(case: Case, repeats: int, seconds: float) -> dict[str, Any]:
     return {
         "benchmark": "step",
         "step": case.optimizer,
+        "loss": case.loss,
         "rows": case.rows,
         "dim": case.dim,
         "ids": case.ids,
@@ -331,7 +340,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for ids in args.ids:
         for name in args.steps:
             for zipf in (False, True):
-                yield Case("ids", name, args.rows, ids, args.dim, zipf)
+                yield Case("ids", name, args.rows, ids, args.dim, zipf, args.loss)
 
 
 def check(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -400,6 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
     parser.add_argument("--dim", type=int, default=64, help="columns of the table")
     parser.add_argument("--ids", nargs="+", type=int, default=IDS, help="of a batch")
+    parser.add_argument("--loss", choices=sweep.LOSSES, default="logistic")
     parser.add_argument("--repeats", type=int, default=40, help="timed runs, at most")
     parser.add_argument("--seconds", type=float, default=15.0, help="of a case, about")
     parser.add_argument("--json", metavar="FILE", help="append a JSON line a case")

@@ -75,11 +75,11 @@ def test_claims():
 @pytest.mark.slow
 def test_command_line(tmp_path, capsys):
     lines, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
-    argv = (
-        "step --steps adam bag_fixed --rows 1000 --ids 64 --dim 4 --repeats 3".split()
-    )
-    argv += ["--seconds", "0", "--json", str(lines), "--plot", str(picture)]
+    size = "--rows 1000 --ids 64 --dim 4 --repeats 3 --seconds 0".split()
+    argv = ["step", "--steps", "adam", "bag_fixed", *size]
+    argv += ["--json", str(lines), "--plot", str(picture)]
     assert __main__.main(argv) == 0
+    assert __main__.main(["step", "--steps", "sgd", "--loss", "squares", *size]) == 0
     records = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [r["skew"] for r in records] == ["uniform", "zipf"] * 2
     assert all(r["ms"]["ours"] > 0 and r["repeats"] == 3 for r in records)

@@ -18,7 +18,7 @@ from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
 from sparsejax.transform.read_again import Recipes
 from sparsejax.transform.table import replicate
-from sparsejax.transform.trace import Leaf, check_fun, trace_call
+from sparsejax.transform.trace import Leaf, check_fun, makes_views, trace_call
 
 
 P = ParamSpec("P")
@@ -265,10 +265,12 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
         inputs = list(call.inputs)
         for leaf, value in zip(dense, dense_values):
             inputs[leaf.position] = value
-        reads = Reads(deltas, Recipes())
+        reads = Reads(deltas, recipes)
         loss, *aux = plan.walk(inputs, reads)
         return loss, (aux, reads.ids)
 
+    # In a walk of this program, a second read would be another slot of its gradient.
+    recipes = None if makes_views.value else Recipes()
     values = [call.inputs[leaf.position] for leaf in dense]
     (loss, (aux, ids)), (dense_grads, cotangents) = jax.value_and_grad(
         planted, argnums=(0, 1), has_aux=True
