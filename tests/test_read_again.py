@@ -15,6 +15,7 @@ from jax.test_util import check_grads
 
 import sparsejax as sj
 from helpers import assert_no_copies, assert_trees_close, compile_as_users_do
+from sparsejax.transform import read_again
 
 
 pytestmark = pytest.mark.window
@@ -74,6 +75,11 @@ KEPT = {
     ),
 }
 LOSSES = AGAIN | KEPT
+
+
+@pytest.fixture(autouse=True)
+def even_few_rows(monkeypatch):
+    monkeypatch.setattr(read_again, "_LEAST_BYTES", 0)
 
 
 @pytest.fixture
@@ -181,6 +187,18 @@ def test_aux_and_ids_that_change(params):
 
 
 # ------------------------------------------------------------------ the program
+
+
+def test_few_rows_are_kept(monkeypatch):
+    """Of all reads together 15 MiB are many."""
+    monkeypatch.undo()
+    loss = lambda t, i, j: jnp.sum(t[i] ** 2) + jnp.sum(t[j] ** 2)
+    table = jax.ShapeDtypeStruct((10**6, 64), jnp.float32)
+    for count, again in ((30_000, False), (31_000, True)):
+        ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+        program = str(jax.make_jaxpr(sj.grad(loss))(table, ids, ids))
+        assert ("gather[" in program) == again
+
 
 LARGE = {
     "squares": lambda p, i, j: jnp.sum(p["t"][i] ** 2),

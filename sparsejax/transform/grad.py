@@ -14,9 +14,9 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, with_slots
 from sparsejax._rows.after import after
+from sparsejax.transform import read_again
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
-from sparsejax.transform.read_again import Recipes
 from sparsejax.transform.table import replicate
 from sparsejax.transform.trace import Leaf, check_fun, makes_views, trace_call
 
@@ -265,16 +265,17 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
         inputs = list(call.inputs)
         for leaf, value in zip(dense, dense_values):
             inputs[leaf.position] = value
-        reads = Reads(deltas, recipes)
+        reads = Reads(deltas, read_again.Recipes() if again else None)
         loss, *aux = plan.walk(inputs, reads)
         return loss, (aux, reads.ids)
 
+    deltas = plan.zero_deltas()
     # In a walk of this program, a second read would be another slot of its gradient.
-    recipes = None if makes_views.value else Recipes()
+    again = not makes_views.value and read_again.is_worth_it(deltas)
     values = [call.inputs[leaf.position] for leaf in dense]
     (loss, (aux, ids)), (dense_grads, cotangents) = jax.value_and_grad(
         planted, argnums=(0, 1), has_aux=True
-    )(values, plan.zero_deltas())
+    )(values, deltas)
     # A table is updated once its cotangents are there. Loss and aux have to have read
     # it by then, or XLA copies it. Nor are rows that are read again in memory twice.
     last = after(loss, aux)

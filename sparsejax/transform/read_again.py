@@ -19,6 +19,8 @@ Where not:
   of two tables. A table is updated in place once its own cotangents are computed, and
   XLA would copy it for others that read it later.
 - In loops, whose derivatives keep a copy of what they need for each turn.
+- Where few rows are read. Rows that are still in the cache cost less than another read,
+  until temporaries are so large that they are new pages in each run.
 """
 
 import functools
@@ -28,6 +30,11 @@ from typing import Any, NamedTuple
 import jax
 
 from sparsejax import _compat
+
+
+# Of all rows read. glibc gives temporaries of 32 MiB and more new pages in each run:
+# benchmarks/NOTES.md.
+_LEAST_BYTES = 15 << 20
 
 
 class Recipe(NamedTuple):
@@ -54,6 +61,14 @@ class Recipes:
     def get(self, x: Any) -> Recipe | None:
         """The recipe of `x`, if there is one."""
         return self._found[id(x)][1] if id(x) in self._found else None
+
+
+def is_worth_it(reads: Sequence[jax.Array]) -> bool:
+    """Whether rows of these shapes should rather be read again than kept."""
+    try:
+        return sum(x.size * x.dtype.itemsize for x in reads) >= _LEAST_BYTES
+    except _compat.InconclusiveDimensionOperation:  # a symbolic shape, in an export
+        return False
 
 
 # Sums, masks and other shapes: XLA fuses a read with them.
