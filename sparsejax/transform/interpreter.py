@@ -363,7 +363,15 @@ class RuleContext:
     def follow(
         self, rows: jax.Array, fn: Callable[..., jax.Array], *operands: jax.Array
     ) -> jax.Array:
-        """`fn(rows, *operands)`, which a derivative may compute again if so `rows`."""
+        """`fn(rows, *operands)`, for a rule that changes the rows it has read.
+
+        A derivative that reads the rows again can then do this again, too.
+
+        Args:
+          rows: what `read` returned, or `follow`.
+          fn: a function of arrays that XLA fuses with a read: another shape, a mask.
+          *operands: arrays. `fn` must not close over any.
+        """
         out = fn(rows, *operands)
         recipes = self.reads.recipes
         recipe = recipes and recipes.get(rows)
