@@ -1,10 +1,11 @@
 """Random programs and optimizers: `python -m tests.fuzz --seconds 60 --seed 0`.
 
     python -m tests.fuzz programs --seconds 60    gradients, see fuzz_programs.py
+    python -m tests.fuzz products --seconds 60    products of rows: fuzz_products.py
     python -m tests.fuzz chains --seconds 60      optimizers, see fuzz_chains.py
 
-Each seed stands for 50 programs or 10 chains, and gives the same ones again. A failure
-is printed as short as hypothesis can make it in half a minute.
+Each seed stands for 50 programs or products, or 10 chains, and gives the same ones
+again. A failure is printed as short as hypothesis can make it in half a minute.
 """
 
 import argparse
@@ -25,7 +26,8 @@ import hypothesis
 import jax
 
 
-KINDS = {"programs": 50, "chains": 10}  # how many cases a seed stands for
+# How many cases a seed stands for.
+KINDS = {"programs": 50, "products": 50, "chains": 10}
 MOST_BYTES = 3 << 30  # of what is compiled
 
 
