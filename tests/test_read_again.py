@@ -234,5 +234,6 @@ def test_memory_of_a_step(tx, name):
     assert memory is not None
     assert_no_copies(compiled.as_text(), params["t"])
     rows = memory.temp_size_in_bytes / (4 * n * d)
-    reads = 1 if name == "squares" else 2
-    assert rows < {"squares": 1.3, "dots": 4.5}.get(name, 2.3 * reads), rows
+    # Before 0.10, XLA:CPU did not fuse squares with their sum.
+    squares = 1.3 if jax.__version_info__ >= (0, 10) else 2.1
+    assert rows < {"squares": squares, "dots": 4.5}.get(name, 4.6), rows
