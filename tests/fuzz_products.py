@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import sparsejax as sj
-from helpers import assert_trees_close
+from helpers import assert_trees_close, to_dense
 from sparsejax import _compat
 from sparsejax.transform import read_again
 
@@ -75,19 +75,13 @@ def _params():
     return {k: jnp.asarray(rng.standard_normal(s)) for k, s in shapes.items()}
 
 
-def _dense(grads):
-    is_rows = lambda x: isinstance(x, sj.SelectedRows)
-    densify = lambda x: x.to_dense() if is_rows(x) else x
-    return jax.tree.map(densify, grads, is_leaf=is_rows)
-
-
 def _first_order(value_and_grad, loss, params):
     value, grads = value_and_grad(loss)(params)
-    return value, _dense(grads)
+    return value, to_dense(grads)
 
 
 def _second_order(value_and_grad, loss, params):
-    grad = lambda p: _dense(value_and_grad(loss)(p)[1])
+    grad = lambda p: to_dense(value_and_grad(loss)(p)[1])
     moved = jax.tree.map(jnp.cos, params)
     total = lambda p: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(grad(p)))
     return jax.jvp(grad, (params,), (moved,)), jax.grad(total)(params)

@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sparsejax as sj
 from evaluate import evaluate
+from helpers import to_dense
 from programs import half, twice
 from sparsejax import _compat
 
@@ -445,7 +446,7 @@ def inner_gradient(env, i, j, k, body):
     if j % 3 == 0:
         return jax.grad(loss)(x)
     if j % 3 == 1:
-        return densify(sj.grad(loss)(x))
+        return to_dense(sj.grad(loss)(x))
     return jax.jvp(loss, (x,), (jnp.ones_like(x),))[1]
 
 
@@ -493,12 +494,6 @@ def arguments(seed=0):
 ARGNUMS = (0, 1, 2, 3, 4)
 
 
-def densify(tree):
-    is_rows = lambda x: isinstance(x, sj.SelectedRows)
-    dense = lambda x: x.to_dense() if is_rows(x) else x
-    return jax.tree.map(dense, tree, is_leaf=is_rows)
-
-
 # -- how a gradient is taken -----------------------------------------------------------
 
 MODES: dict[str, Any] = {}
@@ -519,18 +514,18 @@ def interpret(fun, *args):
 @mode
 def traced(value_and_grad, loss):
     return interpret(
-        lambda *args: densify(value_and_grad(loss, ARGNUMS)(*args)), *arguments()
+        lambda *args: to_dense(value_and_grad(loss, ARGNUMS)(*args)), *arguments()
     )
 
 
 @mode
 def eager(value_and_grad, loss):
-    return densify(value_and_grad(loss, ARGNUMS)(*arguments()))
+    return to_dense(value_and_grad(loss, ARGNUMS)(*arguments()))
 
 
 @mode
 def jitted(value_and_grad, loss):
-    run = jax.jit(lambda *args: densify(value_and_grad(loss, ARGNUMS)(*args)))
+    run = jax.jit(lambda *args: to_dense(value_and_grad(loss, ARGNUMS)(*args)))
     return run(*arguments())
 
 
@@ -539,14 +534,14 @@ def stack_as_a_parameter(value_and_grad, loss):
     """The first table is a parameter `[K, L, D]`, whose rows are those of K tables."""
     t, *others = arguments()
     flat = lambda t, *others: loss(t.reshape(V, D), *others)
-    run = lambda *args: densify(value_and_grad(flat, ARGNUMS)(*args))
+    run = lambda *args: to_dense(value_and_grad(flat, ARGNUMS)(*args))
     return interpret(run, t.reshape(K, L, D), *others)
 
 
 @mode
 def vmapped(value_and_grad, loss):
     args = jax.tree.map(lambda *xs: jnp.stack(xs), arguments(0), arguments(1))
-    one = lambda *args: densify(value_and_grad(loss, ARGNUMS)(*args))
+    one = lambda *args: to_dense(value_and_grad(loss, ARGNUMS)(*args))
     return interpret(jax.vmap(one), *args)
 
 
@@ -554,7 +549,7 @@ def vmapped(value_and_grad, loss):
 def second_order(value_and_grad, loss, gradient=jax.grad):
     def norm(*args):
         _, grads = value_and_grad(loss, ARGNUMS)(*args)
-        leaves = jax.tree.leaves(densify(grads))
+        leaves = jax.tree.leaves(to_dense(grads))
         return sum(jnp.sum(jnp.sin(g)) for g in leaves)
 
     # Few rows are out of range, where JAX does not agree with itself: see `check`.
@@ -568,7 +563,7 @@ def forward_over_reverse(value_and_grad, loss):
 
     def grads(*floats):
         run = value_and_grad(loss, ARGNUMS)
-        return densify(run(*floats, *args[5:])[1])
+        return to_dense(run(*floats, *args[5:])[1])
 
     tangents = jax.tree.map(jnp.sin, args[:5])
     return interpret(lambda *xs: jax.jvp(grads, xs, tangents), *args[:5])
@@ -584,7 +579,7 @@ def required(value_and_grad, loss):
         except sj.DensifyError:
             return None
         assert all(isinstance(g, sj.SelectedRows) for g in grads[:2])
-        return densify((value, grads))
+        return to_dense((value, grads))
     return value_and_grad(loss, ARGNUMS)(*arguments())
 
 

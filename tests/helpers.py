@@ -110,6 +110,17 @@ def in_range(rows, height):
     return ((rows >= 0) & (rows < height)).astype(bool)
 
 
+def is_rows(x):
+    return isinstance(x, sj.SelectedRows)
+
+
+def to_dense(tree):
+    """The tree with each SelectedRows as the array it stands for."""
+    return jax.tree.map(
+        lambda x: x.to_dense() if is_rows(x) else x, tree, is_leaf=is_rows
+    )
+
+
 def dense(rows, values, height):
     """What SelectedRows(rows, values, height) means, by NumPy in float64."""
     rows, values = np.asarray(rows), np.asarray(values)

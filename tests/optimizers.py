@@ -217,14 +217,3 @@ def make_grads(step, dtype=jnp.float32, cube=False):
         "table": row_gradient(step, (D,), dtype),
     }
     return {**grads, "cube": row_gradient(10 + step, (2, 3), dtype)} if cube else grads
-
-
-def is_rows(x):
-    return isinstance(x, sj.SelectedRows)
-
-
-def to_dense(grads):
-    """The tree with each SelectedRows as the array it stands for."""
-    return jax.tree.map(
-        lambda g: g.to_dense() if is_rows(g) else g, grads, is_leaf=is_rows
-    )

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import sparsejax as sj
+from helpers import to_dense
 from sparsejax import _compat
 
 
@@ -32,10 +33,7 @@ def _loss(params, ids, scale=1.0):
 
 
 def _assert_same(sparse, dense):
-    is_rows = lambda x: isinstance(x, sj.SelectedRows)
-    sparse = jax.tree.map(
-        lambda x: x.to_dense() if is_rows(x) else x, sparse, is_leaf=is_rows
-    )
+    sparse = to_dense(sparse)
     assert jax.tree.structure(sparse) == jax.tree.structure(dense)
     for a, b in zip(jax.tree.leaves(sparse), jax.tree.leaves(dense)):
         np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import sparsejax as sj
+from helpers import is_rows, to_dense
 
 
 pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
@@ -85,18 +86,8 @@ MODELS = {
 }
 
 
-def _is_rows(x):
-    return isinstance(x, sj.SelectedRows)
-
-
 def _rows_in(tree):
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_rows) if _is_rows(x)]
-
-
-def _dense(tree):
-    return jax.tree.map(
-        lambda x: x.to_dense() if _is_rows(x) else x, tree, is_leaf=_is_rows
-    )
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_rows) if is_rows(x)]
 
 
 def _assert_close(a, b, tolerance):
@@ -116,7 +107,7 @@ def test_gradient_equals_jax(name):
     (rows,) = _rows_in(g)
     assert rows.shape == (V, D) and rows.capacity == 28
     tolerance = 1e-2 if name == "linen_bfloat16" else 1e-6
-    _assert_close(_dense(g), jax.jit(jax.grad(loss))(params, *batch), tolerance)
+    _assert_close(to_dense(g), jax.jit(jax.grad(loss))(params, *batch), tolerance)
     spec = jax.eval_shape(sj.grad(loss), params, *batch)
     assert _rows_in(spec)[0].capacity == 28
 

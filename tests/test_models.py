@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_trees_close
+from helpers import assert_trees_close, is_rows, to_dense
 
 
 pytestmark = [pytest.mark.loose_promotion, pytest.mark.slow]
@@ -23,10 +23,6 @@ pytestmark = [pytest.mark.loose_promotion, pytest.mark.slow]
 V, D, K = 97, 4, 3
 IDS = np.array([3, 1, 3])
 EACH = np.stack([IDS, IDS + 1, IDS * 11])
-
-
-def _is_rows(x):
-    return isinstance(x, sj.SelectedRows)
 
 
 def _check(loss, params, sparse):
@@ -39,16 +35,13 @@ def _check(loss, params, sparse):
     """
     both = jax.jit(lambda p: (sj.grad(loss)(p), jax.grad(loss)(p)))
     g, want = both(params)
-    found, _ = jax.tree_util.tree_flatten_with_path(g, is_leaf=_is_rows)
-    rows = {jax.tree_util.keystr(p): x.capacity for p, x in found if _is_rows(x)}
+    found, _ = jax.tree_util.tree_flatten_with_path(g, is_leaf=is_rows)
+    rows = {jax.tree_util.keystr(p): x.capacity for p, x in found if is_rows(x)}
     expected = {
         path: count for path in rows for part, count in sparse.items() if part in path
     }
     assert rows == expected and len(rows) == len(sparse), (rows, sparse)
-    dense = jax.tree.map(
-        lambda x: x.to_dense() if _is_rows(x) else x, g, is_leaf=_is_rows
-    )
-    assert_trees_close(dense, want, rtol=1e-5, atol=1e-5)
+    assert_trees_close(to_dense(g), want, rtol=1e-5, atol=1e-5)
 
 
 def _total(x):
@@ -93,7 +86,7 @@ def test_an_equinox_model_that_can_be_called():
         lambda m: m.embed.weight, tables, True, is_leaf=lambda x: x is None
     )
     g = sj.grad(loss, tables=tables)(params)
-    assert _is_rows(g.embed.weight) and callable(g)
+    assert is_rows(g.embed.weight) and callable(g)
 
     tx = sj.optim.lazy(optax.adagrad(0.1))
 

@@ -13,7 +13,7 @@ from jax.experimental.sparse import BCSR
 from jax.test_util import check_grads
 
 import sparsejax as sj
-from helpers import assert_no_dense, assert_trees_close
+from helpers import assert_no_dense, assert_trees_close, to_dense
 
 
 sparse = pytest.importorskip("scipy.sparse")
@@ -89,13 +89,6 @@ def _plain(params, x):
 
 def _insist(layer):
     return dataclasses.replace(layer, sparse_grad=True).table_prefix()
-
-
-def _dense(tree):
-    is_rows = lambda x: isinstance(x, sj.SelectedRows)
-    return jax.tree.map(
-        lambda x: x.to_dense() if is_rows(x) else x, tree, is_leaf=is_rows
-    )
 
 
 # ------------------------------------------------------------------ values
@@ -206,13 +199,13 @@ def test_gradient_is_that_of_plain_jnp(name):
     g = grad(params, x)
     tables = {k: v for k, v in g.items() if k != "bias"}
     assert all(v.capacity == CAPACITY for v in tables.values())
-    assert_trees_close(_dense(g), want, rtol=1e-4, atol=1e-4)
+    assert_trees_close(to_dense(g), want, rtol=1e-4, atol=1e-4)
     of_jax = jax.jit(jax.grad(loss))(params, x)
     assert_trees_close(of_jax, want, rtol=1e-4, atol=1e-4)
     assert_no_dense(insisted, params, x)
 
     two = jax.tree.map(lambda *xs: jnp.stack(xs), x, x)
-    mapped = jax.jit(jax.vmap(lambda x: _dense(insisted(params, x))))(two)
+    mapped = jax.jit(jax.vmap(lambda x: to_dense(insisted(params, x))))(two)
     for k in range(2):
         one = jax.tree.map(lambda x, k=k: x[k], mapped)
         assert_trees_close(one, want, rtol=1e-4, atol=1e-4)
@@ -223,7 +216,7 @@ def test_gradient_is_that_of_plain_jnp(name):
 
     g = jax.jit(sj.grad(scanned, tables=_insist(layer)))(params)
     twice = jax.tree.map(lambda x: 2 * x, want)
-    assert_trees_close(_dense(g), twice, rtol=1e-4, atol=2e-4)
+    assert_trees_close(to_dense(g), twice, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -269,7 +262,7 @@ def test_weights_that_were_pulled(name):
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
     loss = lambda params: jnp.sum(jnp.sin(layer(params, x)))
     g, want = jax.jit(sj.grad(loss))(pulled), jax.jit(jax.grad(loss))(params)
-    assert_trees_close(_dense(g), want, rtol=1e-4, atol=1e-4)
+    assert_trees_close(to_dense(g), want, rtol=1e-4, atol=1e-4)
 
     # A row that nobody pulled is not zero, it is unknown.
     without = lambda w: w.retain(ids[1:])

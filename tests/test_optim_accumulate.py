@@ -20,17 +20,10 @@ from helpers import (
     assert_same_bits,
     assert_trees_close,
     compile_as_users_do,
-)
-from optimizers import (
-    LR,
-    D,
-    V,
     is_rows,
-    make_grads,
-    make_params,
-    row_gradient,
     to_dense,
 )
+from optimizers import LR, D, V, make_grads, make_params, row_gradient
 from sparsejax.optim import accumulate, lazy
 
 

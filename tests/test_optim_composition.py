@@ -11,17 +11,8 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_trees_close
-from optimizers import (
-    LR,
-    D,
-    V,
-    is_rows,
-    make_grads,
-    make_params,
-    row_gradient,
-    to_dense,
-)
+from helpers import assert_trees_close, is_rows, to_dense
+from optimizers import LR, D, V, make_grads, make_params, row_gradient
 from sparsejax.optim import lazy
 
 

@@ -15,7 +15,9 @@ from helpers import (
     assert_same_bits,
     assert_trees_close,
     dense as dense_of,
+    is_rows,
     slow_but,
+    to_dense,
 )
 from optimizers import (
     CLIPPED_LAST,
@@ -24,11 +26,9 @@ from optimizers import (
     SEPARABLE,
     D,
     V,
-    is_rows,
     make_grads,
     make_params,
     row_gradient,
-    to_dense,
 )
 from sparsejax.optim import global_norm, lazy
 

@@ -24,8 +24,10 @@ from helpers import (
     assert_same_bits,
     assert_trees_close,
     compile_as_users_do,
+    is_rows,
+    to_dense,
 )
-from optimizers import V, is_rows, make_grads, make_params, to_dense
+from optimizers import V, make_grads, make_params
 from sparsejax import optim
 from sparsejax.optim import lazy
 

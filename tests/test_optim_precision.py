@@ -19,8 +19,9 @@ from helpers import (
     assert_same_bits,
     assert_trees_close,
     compile_as_users_do,
+    to_dense,
 )
-from optimizers import LR, V, make_grads, make_params, to_dense
+from optimizers import LR, V, make_grads, make_params
 from sparsejax import _arguments
 from sparsejax.optim import accumulate, dynamic_loss_scale, lazy, rounding
 from sparsejax.optim._wrappers.rounding import _round

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_trees_close
-from optimizers import V, make_grads, make_params, to_dense
+from helpers import assert_trees_close, to_dense
+from optimizers import V, make_grads, make_params
 from sparsejax import optim
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import optax_table
 import sparsejax as sj
-from helpers import assert_trees_close
-from optimizers import LR, SCHEDULE, make_grads, make_params, to_dense
+from helpers import assert_trees_close, to_dense
+from optimizers import LR, SCHEDULE, make_grads, make_params
 from sparsejax.optim import is_lazy_exact, lazy
 
 

@@ -14,7 +14,12 @@ from jax import lax
 from jax.test_util import check_grads
 
 import sparsejax as sj
-from helpers import assert_no_copies, assert_trees_close, compile_as_users_do
+from helpers import (
+    assert_no_copies,
+    assert_trees_close,
+    compile_as_users_do,
+    to_dense,
+)
 from sparsejax.transform import read_again
 
 
@@ -89,13 +94,6 @@ def params():
     return {"t": new(V, D), "u": new(V, D), "w": new(D), "h": new(D, 3)}
 
 
-def dense(grads):
-    is_rows = lambda x: isinstance(x, sj.SelectedRows)
-    return jax.tree.map(
-        lambda x: x.to_dense() if is_rows(x) else x, grads, is_leaf=is_rows
-    )
-
-
 # Ids and data of NumPy become constants of the program.
 @pytest.mark.loose_promotion
 @pytest.mark.parametrize("name", LOSSES)
@@ -103,14 +101,13 @@ def test_equals_dense(name, params):
     loss = LOSSES[name]
     ours = sj.value_and_grad(loss)
     program = str(jax.make_jaxpr(ours)(params))
-    assert ("gather[" in program) == (
-        name in AGAIN
-    )  # else rows are read by `read_rows`
+    # Where rows are kept, all reads are `read_rows`.
+    assert ("gather[" in program) == (name in AGAIN)
     expected = jax.value_and_grad(loss)(params)
     assert isinstance(ours(params)[1]["t"], sj.SelectedRows)
     for run in (ours, jax.jit(ours)):
         value, grads = run(params)
-        assert_trees_close((value, dense(grads)), expected, rtol=1e-5, atol=1e-5)
+        assert_trees_close((value, to_dense(grads)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.loose_promotion
@@ -118,16 +115,16 @@ def test_equals_dense(name, params):
 def test_under_transformations(name, params):
     """vmap over parameters, inside of a scan, and with the loss checkpointed."""
     loss = LOSSES[name]
-    ours = lambda p: dense(sj.grad(loss)(p))
+    ours = lambda p: to_dense(sj.grad(loss)(p))
     expected = jax.grad(loss)(params)
     check = functools.partial(assert_trees_close, rtol=1e-5, atol=1e-5)
     several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
     check(jax.vmap(ours)(several), jax.vmap(jax.grad(loss))(several))
     _, stacked = lax.scan(lambda c, _: (c, ours(c)), params, length=2)
     check(jax.tree.map(lambda x: x[1], stacked), expected)
-    check(dense(sj.grad(jax.checkpoint(loss))(params)), expected)
+    check(to_dense(sj.grad(jax.checkpoint(loss))(params)), expected)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    found = dense(sj.grad(loss)(half))
+    found = to_dense(sj.grad(loss)(half))
     assert_trees_close(found, jax.grad(loss)(half), rtol=0.05, atol=0.05)
 
 
@@ -142,7 +139,7 @@ def test_derivatives_of_gradients(name, params, x64):
     value = lambda p: sj.value_and_grad(loss)(p)[0]
     check_grads(value, (params,), order=1, modes=("fwd", "rev"))
     moved = jax.tree.map(jnp.ones_like, params)
-    ours, theirs = lambda p: dense(sj.grad(loss)(p)), jax.grad(loss)
+    ours, theirs = lambda p: to_dense(sj.grad(loss)(p)), jax.grad(loss)
     check = functools.partial(assert_trees_close, rtol=1e-9, atol=1e-9)
     check(
         jax.jvp(ours, (params,), (moved,)),
@@ -162,7 +159,7 @@ def test_a_gradient_inside_of_another_reads_once(params):
     norm = lambda p: jnp.sum(sj.grad(loss)(p)["t"].to_dense()[J] ** 2)
     dense_norm = lambda p: jnp.sum(jax.grad(loss)(p)["t"][J] ** 2)
     grads = sj.grad(norm)(params)
-    assert_trees_close(dense(grads), jax.grad(dense_norm)(params), atol=1e-4)
+    assert_trees_close(to_dense(grads), jax.grad(dense_norm)(params), atol=1e-4)
     program = jax.make_jaxpr(sj.grad(norm))(params)
     assert str(program).count("= read_rows") == 1
 
