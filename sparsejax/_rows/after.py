@@ -15,16 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax import _compat
+from sparsejax import _arguments, _compat
 
 
 def after(values: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    """`values`; on a CPU, computed after `others`.
+    """`values`; on a CPU, computed after `others`. Outside of `jit` just `values`.
 
     Args:
       values: floating-point, of any shape.
       others: arrays of any types and shapes.
     """
+    if _arguments.is_concrete(values):
+        return values
     others = [x for x in others if x.size and _is_real(x.dtype)]
     if not others or any(map(_compat.is_laid_out, (values, *others))):
         return values

@@ -278,8 +278,9 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
     )(values, deltas)
     # A table is updated once its cotangents are there. Loss and aux have to have read
     # it by then, or XLA copies it. Nor are rows that are read again in memory twice.
-    last = after(loss, aux)
-    cotangents = [after(x, [last]) for x in cotangents]
+    if cotangents:
+        last = after(loss, aux)
+        cotangents = [after(x, [last]) for x in cotangents]
 
     grads: dict[int, Any] = {}
     for leaf, g in zip(dense, dense_grads):

@@ -350,12 +350,16 @@ class RuleContext:
         self._note_read(ref, ids, rows)
         return rows
 
+    def _is_live(self, ref: TableRef, num_ids: int) -> bool:
+        """Whether the loss is differentiated through a read of so many rows."""
+        return any(self.live) and not ref.stopped and bool(num_ids)
+
     def _note_read(self, ref: TableRef, ids: jax.Array, rows: jax.Array) -> None:
         """Adds the recipe of rows that a derivative may read again."""
         recipes = self.reads.recipes
-        if recipes is None or not any(self.live) or ref.stopped or ref.steps:
+        if recipes is None or not self._is_live(ref, ids.size) or ref.steps:
             return
-        if ids.size and not any(map(_compat.is_laid_out, (ref.array, ids))):
+        if not any(map(_compat.is_laid_out, (ref.array, ids))):
             # Of XLA, whose gather it fuses with what follows.
             read = lambda table, ids: xla.read_rows(table, ids).reshape(rows.shape)
             recipes.add(rows, ref.index, read, (ref.array, ids))
@@ -411,7 +415,7 @@ class RuleContext:
             return None
         if _compat.is_laid_out(out.aval):
             return None
-        if any(self.live) and not ref.stopped and num_ids:
+        if self._is_live(ref, num_ids):
             length = _per_output(ref, num_ids, out.aval)
             site = Site(ref.index, (num_ids,), self.where, per_output=length)
             self.reads.add([site], [])
@@ -466,7 +470,7 @@ class RuleContext:
 
         The mask `counts` says which of the reads get a gradient.
         """
-        if not any(self.live) or ref.stopped or not ids.size:
+        if not self._is_live(ref, ids.size):
             return out
         axes, spec = _compat.varying_axes(out), _compat.explicit_spec(out)
         mesh = jax.typeof(out).sharding.mesh if spec else None

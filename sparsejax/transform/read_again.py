@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import jax
 
 from sparsejax import _compat
+from sparsejax._compat import primitives as p
 
 
 # Of all rows read. glibc gives temporaries of 32 MiB and more new pages in each run:
@@ -76,13 +77,12 @@ _FOLLOWS = frozenset(
     "add sub neg select_n reshape squeeze expand_dims convert_element_type".split()
 )
 _MULTIPLIES = frozenset(("mul", "div", "integer_pow", "square", "abs", "dot_general"))
-_CALLS = frozenset(("jit", "pjit"))
 _MOST_EQUATIONS = 20  # of a nested `jit` that is walked: functions of jax.numpy
 
 
 def is_call_of_rows(recipes: Recipes | None, eqn: Any, inputs: Sequence[Any]) -> bool:
     """Whether a nested `jit` gets such arrays, so that its program has to be walked."""
-    if recipes is None or eqn.primitive.name not in _CALLS:
+    if recipes is None or eqn.primitive is not p.jit_p:
         return False
     jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
     return len(jaxpr.eqns) <= _MOST_EQUATIONS and any(map(recipes.get, inputs))
