@@ -126,7 +126,7 @@ def make_step(
 
 
 def make_state(case: Case, tx: optax.GradientTransformation) -> Any:
-    """Parameters and optimizer state; every page of them is touched."""
+    """Parameters and optimizer state, in huge pages."""
 
     def make():
         shape = (case.rows, case.dim)
@@ -136,7 +136,9 @@ def make_state(case: Case, tx: optax.GradientTransformation) -> Any:
         }
         return params, tx.init(params)
 
-    return jax.jit(make)()
+    state = jax.jit(make)()
+    sj.optim.huge_pages(state)  # as `init` does that is not jitted
+    return state
 
 
 def make_batch(case: Case, rng: np.random.Generator) -> Any:

@@ -23,6 +23,7 @@ import functools
 import optax
 
 from sparsejax._rows import is_selected_rows
+from sparsejax.optim._huge_pages import huge_pages
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
@@ -145,7 +146,9 @@ def lazy(
         if refused is not None:
             reason = verdicts.blame(treedef, specs, *refused)
             raise _not_separable("this optimizer", reason)
-        return state_sharding.init(tx.init, params)
+        state = state_sharding.init(tx.init, params)
+        huge_pages((params, state))
+        return state
 
     def update(updates, state, params=None, **extra_args):
         leaves, treedef = trees.flatten(updates)
