@@ -113,6 +113,7 @@ def test_names():
         "ftrl",
         "global_norm",
         "group_adagrad",
+        "huge_pages",
         "is_lazy_exact",
         "is_row_separable",
         "lazy",

@@ -6,6 +6,8 @@ of them, a few thousand fit into the processor's cache of addresses. NumPy asks 
 pages of 2 MB for its own arrays; XLA does not.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import functools
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 
 from sparsejax import _arguments
+from sparsejax._arguments import PyTree
 
 
 _SETTINGS = pathlib.Path("/sys/kernel/mm/transparent_hugepage")
@@ -30,14 +33,13 @@ _LEAST_BYTES = 32 << 20
 _PIECE_BYTES = 64 << 20
 
 
-def huge_pages(tree: Any) -> int:
+def huge_pages(tree: PyTree) -> int:
     """Puts large arrays on a CPU into pages of 2 MB, where they are.
 
     Values, addresses and the memory in use stay as they are. A step that updates
     donated arrays in place keeps their pages. `lazy(tx).init` and `exact(tx).init`,
-    called outside of `jit`, do this for parameters and state. Call it for arrays that
-    come from elsewhere: from a checkpoint, from a jitted `init`, or a table that is only
-    read.
+    called outside of `jit`, do this for parameters and state. Call it for other arrays:
+    those of a checkpoint or of a jitted `init`, and tables that are only read.
 
     It does nothing, and returns 0, on other systems than Linux, where Linux is older
     than 6.1, where /sys/kernel/mm/transparent_hugepage/enabled says `never`, and with
@@ -77,6 +79,7 @@ def _large_buffers(leaf: Any) -> Iterator[tuple[int, int]]:
     for shard in leaf.addressable_shards:
         data = shard.data
         if shard.device.platform == "cpu" and data.nbytes >= _LEAST_BYTES:
+            data.block_until_ready()  # before it is written it has no pages
             yield data.unsafe_buffer_pointer(), data.nbytes
 
 

@@ -1,0 +1,37 @@
+"""Pauses Python's garbage collector while a program is traced.
+
+Tracing makes many objects, all of which are in use until it ends. The collector looks
+through them again and again and finds nothing: for a step of a thousand tables that was
+a third of the time.
+"""
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+
+F = TypeVar("F", bound=Callable)
+
+
+def paused_if_traced(fun: F) -> F:
+    """`fun`, without collections while it is called with a tracer.
+
+    With known values operations run, and arrays in cycles must be freed: no pause.
+    """
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        leaves = jax.tree.leaves((args, kwargs))
+        tracing = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        if not tracing or not gc.isenabled():
+            return fun(*args, **kwargs)
+        gc.disable()
+        try:
+            return fun(*args, **kwargs)
+        finally:
+            gc.enable()
+
+    return wrapped  # pyright: ignore[reportReturnType]
