@@ -123,4 +123,3 @@ def _page_bytes() -> int | None:
         return int((_SETTINGS / "hpage_pmd_size").read_text())
     except (OSError, ValueError):
         return None  # a Linux that was built without them, or hides its settings
-
