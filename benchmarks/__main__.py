@@ -11,6 +11,7 @@ from collections.abc import Sequence
 NAMES = (
     "sweep",
     "step",
+    "flat",
     "bag",
     "segment",
     "exact_loss",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
+from jax.core import Tracer
 
 
 F = TypeVar("F", bound=Callable)
@@ -25,7 +26,7 @@ def paused_if_traced(fun: F) -> F:
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         leaves = jax.tree.leaves((args, kwargs))
-        tracing = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        tracing = any(isinstance(x, Tracer) for x in leaves)
         if not tracing or not gc.isenabled():
             return fun(*args, **kwargs)
         gc.disable()

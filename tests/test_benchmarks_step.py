@@ -1,4 +1,4 @@
-"""The benchmark of a step beside other systems, on tiny sizes, without a time."""
+"""The benchmarks of a step beside other systems, on tiny sizes, without a time."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a source distribution has none
 
-from benchmarks import __main__, step, sweep  # noqa: E402
+from benchmarks import __main__, flat, step, sweep  # noqa: E402
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -85,3 +85,20 @@ def test_command_line(tmp_path, capsys):
     assert all(r["ms"]["ours"] > 0 and r["repeats"] == 3 for r in records)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "ours" in capsys.readouterr().out
+
+
+def test_growth_with_the_table(tmp_path, capsys):
+    lines = tmp_path / "lines.jsonl"
+    argv = "flat --steps sgd --rows 300 600 --ids 32 --dim 4 --repeats 2".split()
+    assert __main__.main([*argv, "--json", str(lines)]) == 0
+    (record,) = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert record["growth"] == record["ms"]["600"] / record["ms"]["300"]
+    assert "growth" in capsys.readouterr().out
+
+
+def test_claims_of_growth():
+    record = {"step": "adam", "ms": {"300": 1.0, "600": 1.2}, "growth": 1.2}
+    assert flat.check([record]) == []
+    assert flat.check([record | {"growth": 1.3}]) == [
+        "adam: 1.30 times as long at 600 rows as at 300, claimed at most 1.25"
+    ]

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
@@ -74,7 +75,7 @@ def _large_buffers(leaf: Any) -> Iterator[tuple[int, int]]:
     """Address and bytes of the large buffers on CPUs of a leaf."""
     if not _arguments.is_concrete(leaf) or not isinstance(leaf, jax.Array):
         return
-    if leaf.is_deleted() or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if leaf.is_deleted() or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return
     for shard in leaf.addressable_shards:
         data = shard.data
