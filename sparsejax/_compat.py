@@ -21,12 +21,14 @@ from jax._src import (
     core as _core,
     dispatch as _dispatch,
     dtypes as _dtypes,
+    mesh as _mesh,
     sharding_impls as _sharding_impls,
     source_info_util as _source_info,
     tree_util as _tree_util,
 )
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
 from jax._src.interpreters import (
+    ad as _ad_src,
     mlir as _mlir_src,
     partial_eval as _partial_eval,
     pxla as _pxla,
@@ -45,6 +47,8 @@ pvary_p = _core.pvary_p
 # jax 0.7.2 has it elsewhere.
 _namespace: Any = jax if hasattr(jax, "enable_x64") else _experimental
 enable_x64 = _namespace.enable_x64
+
+get_concrete_mesh = _mesh.get_concrete_mesh
 
 # Numbers in shapes may be symbols, in an export.
 InconclusiveDimensionOperation = _core.InconclusiveDimensionOperation
@@ -96,6 +100,45 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     functions, params = found if isinstance(found, tuple) else ((), found)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def nested(eqn: Any) -> dict[str, Any] | None:
+    """An equation as a nested `jit` that is inlined: the parameters of that `jit`.
+
+    Its inputs are the equation's, without literals, each of them once. None if some
+    outputs of the equation have no name.
+    """
+    if any(isinstance(v, _core.DropVar) for v in eqn.outvars):
+        return None
+    invars = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+    params = _nested_jit(len(invars), len(eqn.outvars), eqn.ctx, get_concrete_mesh())
+    closed = params["jaxpr"]
+    jaxpr, _ = open_jaxpr(closed)
+    # Where it is inlined it gets the name and the source line that it has there.
+    unnamed = eqn.replace(source_info=_source_info.new_source_info())
+    inner = jaxpr.replace(invars=invars, outvars=list(eqn.outvars), eqns=[unnamed])
+    if type(closed) is not type(jaxpr):
+        inner = closed.replace(jaxpr=inner)
+    return {**params, "jaxpr": inner, "inline": True, "name": eqn.primitive.name}
+
+
+@functools.lru_cache(maxsize=256)
+def _nested_jit(
+    num_inputs: int, num_outputs: int, context: Any, mesh: Any
+) -> dict[str, Any]:
+    """The parameters of a `jit` with so many inputs and outputs, in that context."""
+    del context, mesh  # the present ones
+    fun = jax.jit(lambda *xs: [xs[0]] * num_outputs)
+    jaxpr, _ = trace(fun, *(0.0,) * num_inputs)
+    return jaxpr.eqns[0].params
+
+
+def is_staged_derivative(x: Any) -> bool:
+    """Whether `x` is differentiated, as by `jax.vjp`, inside a `jit`."""
+    trace = x._trace if isinstance(x, _ad_src.LinearizeTracer) else None
+    while trace and not isinstance(trace, _partial_eval.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def placeholder(aval: Any) -> Any:

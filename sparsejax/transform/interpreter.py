@@ -47,7 +47,7 @@ from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import xla
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
-from sparsejax.transform import read_again
+from sparsejax.transform import read_again, repeated
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.registry import Registry
 from sparsejax.transform.table import TableRef, drop_cotangents, plant, plant_combined
@@ -586,7 +586,7 @@ def walk(
         with _compat.equation_context(eqn):
             if not (has_table or has_source or is_call):
                 outs = reads.recipes and read_again.bind(reads.recipes, eqn, inputs)
-                outs = _compat.bind(eqn, inputs) if outs is None else outs
+                outs = repeated.bind(eqn, inputs) if outs is None else outs
                 env.update(zip(eqn.outvars, outs))
                 continue
 

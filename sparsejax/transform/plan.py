@@ -118,12 +118,9 @@ class Uses(NamedTuple):
         return sum(site.num_rows for site in self.sites)
 
 
-def collect(
-    call: Call, tables: Sequence[Leaf], liveness: Liveness | None = None
-) -> Plan:
+def collect(call: Call, tables: Sequence[Leaf], liveness: Liveness) -> Plan:
     """Walks the program, without computing anything, for its reads and dense uses."""
-    heights = [leaf.height for leaf in tables]
-    plan = Plan(call, tables, Run(heights, liveness or Liveness()))
+    plan = Plan(call, tables, Run([leaf.height for leaf in tables], liveness))
     reads = Reads()
     if tables:
         jax.eval_shape(lambda inputs: plan.walk(inputs, reads), call.inputs)
@@ -133,10 +130,12 @@ def collect(
 
 def find_tables(call: Call) -> Plan:
     """The leaves that are read by rows and used in no other way, however many rows."""
-    plan = collect(call, [leaf for leaf in call.leaves if _may_be_table(leaf, False)])
+    liveness = Liveness()
+    leaves = [leaf for leaf in call.leaves if _may_be_table(leaf, False)]
+    plan = collect(call, leaves, liveness)
     uses = plan.uses()
     is_table = lambda leaf: uses[leaf.position].sites and not uses[leaf.position].dense
-    return collect(call, [leaf for leaf in plan.tables if is_table(leaf)])
+    return collect(call, [leaf for leaf in leaves if is_table(leaf)], liveness)
 
 
 def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
@@ -155,11 +154,12 @@ def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
       DensifyError: a leaf that `tables=` requires to be sparse cannot be.
     """
     tables = [leaf for leaf in call.leaves if _may_be_table(leaf, strict)]
-    plan = collect(call, tables)
+    liveness = Liveness()
+    plan = collect(call, tables, liveness)
     uses = plan.uses()
     tried = [leaf for leaf in tables if _may_be_stack(leaf, uses[leaf.position])]
     if stacks and tried:
-        plan = _try_stacks(call, tables, tried, uses)
+        plan = _try_stacks(call, tables, tried, uses, liveness)
     while True:
         for leaf in tables:
             leaf.sites = uses[leaf.position].sites
@@ -168,7 +168,7 @@ def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
         if plan is not None and len(kept) == len(plan.tables):
             return plan
         tables = kept  # walk again: the numbers of tables and reads have changed
-        plan = collect(call, tables)
+        plan = collect(call, tables, liveness)
         uses = plan.uses()
 
 
@@ -187,7 +187,11 @@ def _may_be_stack(leaf: Leaf, uses: Uses) -> bool:
 
 
 def _try_stacks(
-    call: Call, tables: Sequence[Leaf], tried: Sequence[Leaf], uses: dict[int, Uses]
+    call: Call,
+    tables: Sequence[Leaf],
+    tried: Sequence[Leaf],
+    uses: dict[int, Uses],
+    liveness: Liveness,
 ) -> Plan | None:
     """Walks with leaves as stacks, and decides which are.
 
@@ -196,13 +200,15 @@ def _try_stacks(
       tables: the leaves that were walked as tables.
       tried: those of them that may be stacks.
       uses: what was found about each leaf; for stacks it is replaced.
+      liveness: of the program.
 
     Returns:
       The plan of that walk, if all that were tried are stacks.
     """
     for leaf in tried:
         leaf.stacked = True
-    plan = collect(call, [t for t in tables if t.stacked or not uses[t.position].dense])
+    walked = [t for t in tables if t.stacked or not uses[t.position].dense]
+    plan = collect(call, walked, liveness)
     found = plan.uses()
     for leaf in tried:
         was, now = uses[leaf.position], found[leaf.position]
