@@ -12,6 +12,7 @@ NAMES = (
     "sweep",
     "step",
     "flat",
+    "trace",
     "bag",
     "segment",
     "exact_loss",

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax import experimental as _experimental, lax
 from jax._src import (
+    api as _api,
     core as _core,
     dispatch as _dispatch,
     dtypes as _dtypes,
@@ -119,7 +120,11 @@ def nested(eqn: Any) -> dict[str, Any] | None:
     inner = jaxpr.replace(invars=invars, outvars=list(eqn.outvars), eqns=[unnamed])
     if type(closed) is not type(jaxpr):
         inner = closed.replace(jaxpr=inner)
-    return {**params, "jaxpr": inner, "inline": True, "name": eqn.primitive.name}
+    return {**params, "jaxpr": inner, "inline": _INLINE, "name": eqn.primitive.name}
+
+
+# jax 0.12 has several ways.
+_INLINE: Any = _api.Inline.JAX_EARLY if hasattr(_api, "Inline") else True
 
 
 @functools.lru_cache(maxsize=256)

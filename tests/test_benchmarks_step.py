@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a source distribution has none
 
-from benchmarks import __main__, flat, step, sweep  # noqa: E402
+import sparsejax as sj  # noqa: E402
+from benchmarks import __main__, flat, step, sweep, trace  # noqa: E402
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -101,4 +102,36 @@ def test_claims_of_growth():
     assert flat.check([record]) == []
     assert flat.check([record | {"growth": 1.3}]) == [
         "adam: 1.30 times as long at 600 rows as at 300, claimed at most 1.25"
+    ]
+
+
+def test_tracing(tmp_path, capsys):
+    lines = tmp_path / "lines.jsonl"
+    argv = "trace --layers 2 --dim 24 --tables 3 --repeats 1 --json".split()
+    assert __main__.main([*argv, str(lines)]) == 0
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    found = [(r["program"], r["caches"]) for r in records]
+    bert = "bert, 2 layers"
+    assert found == [(bert, "cleared"), (bert, "warm"), ("3 tables", "cleared")]
+    assert all(r["ratio"] == r["ms"]["ours"] / r["ms"]["jax"] for r in records)
+    assert "ratio" in capsys.readouterr().out
+
+
+def test_the_model_that_is_traced():
+    loss, args = trace.bert(12, 768)
+    assert sum(x.size for x in jax.tree.leaves(args[0])) == 109_483_778
+    grads = jax.eval_shape(sj.grad(loss), *args)
+    sparse = [name for name, g in grads.items() if isinstance(g, sj.SelectedRows)]
+    assert sorted(sparse) == ["positions", "words"]
+
+
+def test_claims_of_tracing():
+    bert = {"program": "bert, 2 layers", "caches": "warm", "ratio": 1.3}
+    tables = {"program": "1,000 tables", "ms": {"ours": 4_000.0}, "ratio": 0.7}
+    assert trace.check([bert, tables]) == []
+    slow = [bert | {"ratio": 1.4}, tables | {"ms": {"ours": 6_000.0}}]
+    assert trace.check(slow) == [
+        "bert, 2 layers, caches warm: 1.40 times as long as jax.value_and_grad, "
+        "claimed at most 1.3",
+        "1,000 tables: 6.0 s, claimed at most 5.0 s",
     ]

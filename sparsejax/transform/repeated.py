@@ -42,7 +42,7 @@ def _params(eqn: Any) -> dict[str, Any] | None:
     key = _what_it_computes(eqn)
     try:
         is_new = key not in _nested
-    except TypeError:  # it has a parameter that cannot be hashed
+    except TypeError:  # up to jax 0.8 parameters need no hash
         return None
     if is_new:
         if len(_nested) >= _MOST:

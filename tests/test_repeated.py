@@ -1,0 +1,249 @@
+"""Equations that come again are differentiated once; the program stays the same."""
+
+import gc
+import weakref
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive  # noqa: TID251
+from jax.interpreters import ad  # noqa: TID251
+from jax.sharding import AxisType, PartitionSpec as P
+
+import sparsejax as sj
+from sparsejax import _compat
+from sparsejax.transform import repeated
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    repeated._nested.clear()
+    yield
+    repeated._nested.clear()
+
+
+def _once(monkeypatch):
+    """From here on every equation is differentiated by itself."""
+    monkeypatch.setattr(repeated, "bind", _compat.bind)
+
+
+def _inputs(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    layers = [{"w": normal(6, 6), "b": normal(6)} for _ in range(5)]
+    params = {"table": normal(60, 6), "layers": layers}
+    return params, jnp.asarray(rng.integers(0, 60, 8))
+
+
+def loss(params, ids, read=lambda table, ids: table[ids]):
+    """Layers that are alike, of functions that are no `jit`."""
+    x = read(params["table"], ids)
+    for number, layer in enumerate(params["layers"]):
+        with jax.named_scope(f"layer{number}"):
+            y = lax.dot_general(x, layer["w"], (((1,), (0,)), ((), ())))
+            y = lax.add(y, lax.broadcast_in_dim(layer["b"], y.shape, (1,)))
+            y = lax.mul(lax.tanh(y), lax.sin(y))
+            x = lax.add(x, lax.mul(y, y))
+    return jnp.mean(x)
+
+
+def _densified(grads):
+    return jax.tree.map(
+        lambda g: g.to_dense() if isinstance(g, sj.SelectedRows) else g,
+        grads,
+        is_leaf=lambda g: isinstance(g, sj.SelectedRows),
+    )
+
+
+def _shown(fun, *args):
+    return str(jax.make_jaxpr(fun)(*args))
+
+
+def _with_count(name):
+    """A primitive of its own, and how often its derivative was made."""
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    calls = []
+
+    def jvp(primals, tangents, **params):
+        calls.append(params)
+        return primitive.bind(*primals, **params), lax.mul(*primals, *tangents)
+
+    ad.primitive_jvps[primitive] = jvp
+    return primitive, calls
+
+
+def test_the_program_is_the_same(monkeypatch):
+    args = _inputs()
+    step = jax.vmap(sj.value_and_grad(loss), in_axes=(None, 0))
+    args = args[0], jnp.stack([args[1], args[1] + 1])
+    _shown(step, *args)
+    shared = _shown(step, *args)
+    assert any(repeated._nested.values())
+    _once(monkeypatch)
+    assert _shown(step, *args) == shared
+
+
+@pytest.mark.parametrize(
+    "around", [jax.jit, lambda f: jax.jit(jax.vmap(f, (None, 0)))], ids=["jit", "vmap"]
+)
+def test_gradients_are_those_of_dense_jax(around):
+    with _compat.enable_x64(True):
+        params, ids = _inputs(jnp.float64)
+        if around is not jax.jit:
+            ids = jnp.stack([ids, ids[::-1]])
+        expected = around(jax.grad(loss))(params, ids)
+        for _ in range(2):
+            got = around(lambda *xs: _densified(sj.grad(loss)(*xs)))(params, ids)
+            chex.assert_trees_all_close(got, expected, rtol=1e-12)
+    assert any(repeated._nested.values())
+
+
+def test_same_bits_in_a_scan(monkeypatch):
+    params, ids = _inputs()
+
+    def run():
+        def turn(total, ids):
+            value, grads = sj.value_and_grad(loss)(params, ids)
+            return total + value, _densified(grads)
+
+        return jax.jit(lambda xs: lax.scan(turn, 0.0, xs))(jnp.stack([ids, ids + 1]))
+
+    shared = run(), run()
+    _once(monkeypatch)
+    once = run()
+    chex.assert_trees_all_equal(shared[0], once)
+    chex.assert_trees_all_equal(shared[1], once)
+
+
+def test_derivatives_are_made_once():
+    primitive, calls = _with_count("counted")
+
+    def many(table):
+        x = table[jnp.array([1, 2])]
+        for _ in range(9):
+            x = primitive.bind(x, kind="a")
+        return jnp.sum(x)
+
+    jax.make_jaxpr(sj.grad(many))(jnp.ones((9, 2)))
+    assert len(calls) == 2  # met first, and as a nested `jit`
+    jax.make_jaxpr(sj.grad(many))(jnp.ones((9, 2)))
+    assert len(calls) == 2
+    jax.make_jaxpr(sj.grad(many))(jnp.ones((9, 3)))
+    assert len(calls) == 4  # another shape
+
+
+@pytest.mark.parametrize("first, second", [(2.0, 3.0), (0.0, -0.0), (1.0, jnp.nan)])
+def test_literals_count(first, second):
+    def loss(table):
+        x = table[jnp.array([1, 2])]
+        for number in (first, first, second, second):
+            x = lax.div(x, jnp.float32(number))
+        return jnp.sum(x)
+
+    table = jnp.ones((9, 2))
+    got = jax.jit(sj.grad(loss))(table).to_dense()
+    np.testing.assert_array_equal(got, jax.jit(jax.grad(loss))(table))
+
+
+def test_an_input_twice_is_not_two_inputs():
+    def loss(table, other):
+        x, y = table[jnp.array([1, 2])], other[jnp.array([3, 4])]
+        for _ in range(2):
+            x = lax.mul(lax.mul(x, x), lax.mul(x, y))
+        return jnp.sum(x)
+
+    args = jnp.full((19, 2), 1.1), jnp.full((19, 2), 1.2)
+    got = jax.jit(sj.grad(loss, (0, 1)))(*args)
+    expected = jax.grad(loss, (0, 1))(*args)
+    chex.assert_trees_all_close([g.to_dense() for g in got], list(expected), rtol=1e-6)
+
+
+def test_scopes_and_source_lines_stay():
+    params, ids = _inputs()
+    for _ in range(2):
+        jaxpr = jax.make_jaxpr(sj.value_and_grad(loss))(params, ids).jaxpr
+    sines = [e for e in jaxpr.eqns if e.primitive.name == "sin"]
+    scopes = [str(e.source_info.name_stack) for e in sines]
+    assert [s[s.index("layer") :][:6] for s in scopes] == [
+        f"layer{k}" for k in range(5)
+    ]
+    assert {_compat.user_line(e).split("/")[-1].split(":")[0] for e in sines} == {
+        "test_repeated.py"
+    }
+
+
+def test_custom_derivatives_stay():
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+    def loss(table):
+        x = table[jnp.array([1, 2])]
+        for _ in range(3):
+            x = clipped(3 * x)
+        return jnp.sum(x)
+
+    table = jnp.ones((9, 2))
+    got = jax.jit(sj.grad(loss))(table).to_dense()
+    np.testing.assert_array_equal(got, jax.grad(loss)(table))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: jax.vmap(f, (None, 0))])
+def test_outside_of_a_jit_every_equation_runs_by_itself(around):
+    params, ids = _inputs()
+    ids = ids if around(loss) is loss else ids[None]
+    for _ in range(2):
+        around(sj.grad(loss))(params, ids)
+    assert not repeated._nested
+
+
+def test_no_array_is_kept():
+    params, ids = _inputs()
+
+    def step(table, layers=params["layers"]):  # constants of the program
+        return sj.grad(loss)({"table": table, "layers": layers}, ids)
+
+    jax.make_jaxpr(step)(params["table"])
+    jax.make_jaxpr(step)(params["table"])
+    assert any(repeated._nested.values())
+    kept = weakref.ref(params["layers"][0]["w"])
+    del step, params
+    gc.collect()
+    assert kept() is None
+
+
+def test_it_forgets(monkeypatch):
+    monkeypatch.setattr(repeated, "_MOST", 3)
+    params, ids = _inputs()
+    expected = jax.grad(loss)(params, ids)
+    for _ in range(2):
+        got = jax.jit(sj.grad(loss))(params, ids)
+        assert len(repeated._nested) <= 3
+    chex.assert_trees_all_close(_densified(got), expected, rtol=1e-3, atol=1e-4)
+
+
+def _read_split(table, ids):
+    return table.at[ids].get(out_sharding=P("data"))
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(
+    "kind, read",
+    [(AxisType.Auto, lambda table, ids: table[ids]), (AxisType.Explicit, _read_split)],
+    ids=["auto", "explicit"],
+)
+def test_in_a_mesh_and_in_another(kind, read):
+    params, ids = _inputs()
+    expected = jax.grad(loss)(params, ids)
+    run = jax.jit(lambda *xs: _densified(sj.grad(lambda *xs: loss(*xs, read))(*xs)))
+    for devices in (jax.devices()[:2], jax.devices()[1::-1]):
+        mesh = jax.make_mesh((2,), ("data",), (kind,), devices=devices)
+        with jax.set_mesh(mesh):
+            got = run(*jax.device_put((params, ids), (P(), P("data"))))
+        chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-4)
