@@ -123,8 +123,8 @@ def nested(eqn: Any) -> dict[str, Any] | None:
     return {**params, "jaxpr": inner, "inline": _INLINE, "name": eqn.primitive.name}
 
 
-# jax 0.12 has several ways.
-_INLINE: Any = _api.Inline.JAX_EARLY if hasattr(_api, "Inline") else True
+_ways = getattr(_api, "Inline", None)  # jax 0.12
+_INLINE: Any = _ways.JAX_EARLY if _ways else True
 
 
 @functools.lru_cache(maxsize=256)
