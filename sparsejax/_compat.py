@@ -107,9 +107,11 @@ def nested(eqn: Any) -> dict[str, Any] | None:
     """An equation as a nested `jit` that is inlined: the parameters of that `jit`.
 
     Its inputs are the equation's, without literals, each of them once. None if some
-    outputs of the equation have no name.
+    outputs of the equation have no name, or if a type is one of hijax.
     """
     if any(isinstance(v, _core.DropVar) for v in eqn.outvars):
+        return None
+    if any(getattr(v.aval, "is_high", False) for v in (*eqn.invars, *eqn.outvars)):
         return None
     invars = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
     params = _nested_jit(len(invars), len(eqn.outvars), eqn.ctx, get_concrete_mesh())

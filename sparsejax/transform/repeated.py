@@ -13,6 +13,7 @@ JAX would run each nested one as a compiled program of its own.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from sparsejax import _compat
@@ -27,7 +28,7 @@ _MOST = 4096  # then all are forgotten; a large model has some hundred
 def bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Runs one equation on other inputs, as `_compat.bind` does."""
     params = None
-    if any(map(_compat.is_staged_derivative, inputs)):
+    if any(map(_compat.is_staged_derivative, inputs)) and _has_numbers_only(eqn):
         params = _params(eqn)
     if params is None:
         return _compat.bind(eqn, inputs)
@@ -53,6 +54,15 @@ def _params(eqn: Any) -> dict[str, Any] | None:
     if params is None and not _has_more(eqn):
         params = _nested[key] = _compat.nested(eqn)
     return params
+
+
+def _has_numbers_only(eqn: Any) -> bool:
+    """Whether no literal of an equation is an array, which it would be hard to know."""
+    return not any(
+        isinstance(v, _compat.Literal)
+        and (isinstance(v.val, jax.Array) or v.aval.shape)
+        for v in eqn.invars
+    )
 
 
 def _what_it_computes(eqn: Any) -> Any:
