@@ -11,23 +11,23 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-from jax.core import Tracer
+
+from sparsejax import _compat
 
 
 F = TypeVar("F", bound=Callable)
 
 
 def paused_if_traced(fun: F) -> F:
-    """`fun`, without collections while it is called with a tracer.
+    """`fun`, without collections while it is called with a tracer of a `jit`.
 
-    With known values operations run, and arrays in cycles must be freed: no pause.
+    Otherwise operations run, and arrays in cycles must be freed: no pause.
     """
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
         leaves = jax.tree.leaves((args, kwargs))
-        tracing = any(isinstance(x, Tracer) for x in leaves)
-        if not tracing or not gc.isenabled():
+        if not gc.isenabled() or not any(map(_compat.is_staged, leaves)):
             return fun(*args, **kwargs)
         gc.disable()
         try:

@@ -106,8 +106,8 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
 def nested(eqn: Any) -> dict[str, Any] | None:
     """An equation as a nested `jit` that is inlined: the parameters of that `jit`.
 
-    Its inputs are the equation's, without literals, each of them once. None if some
-    outputs of the equation have no name, or if a type is one of hijax.
+    Its inputs are the equation's, without literals, each of them once. None if an
+    output is not used, which has no name then, or if a type is one of hijax.
     """
     if any(isinstance(v, _core.DropVar) for v in eqn.outvars):
         return None
@@ -136,16 +136,22 @@ def _nested_jit(
     """The parameters of a `jit` with so many inputs and outputs, in that context."""
     del context, mesh  # the present ones
     fun = jax.jit(lambda *xs: [xs[0]] * num_outputs)
-    jaxpr, _ = trace(fun, *(0.0,) * num_inputs)
+    with jax.disable_jit(False):
+        jaxpr, _ = trace(fun, *(0.0,) * num_inputs)
     return jaxpr.eqns[0].params
 
 
-def is_staged_derivative(x: Any) -> bool:
-    """Whether `x` is differentiated, as by `jax.vjp`, inside a `jit`."""
-    trace = x._trace if isinstance(x, _ad_src.LinearizeTracer) else None
+def is_staged(x: Any) -> bool:
+    """Whether `x` is a tracer of which nothing is computed now, as inside a `jit`."""
+    trace = x._trace if isinstance(x, _core.Tracer) else None
     while trace and not isinstance(trace, _partial_eval.DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
     return trace is not None
+
+
+def is_staged_derivative(x: Any) -> bool:
+    """Whether `x` is staged and is differentiated, as by `jax.vjp`."""
+    return isinstance(x, _ad_src.LinearizeTracer) and is_staged(x)
 
 
 def placeholder(aval: Any) -> Any:

@@ -47,6 +47,12 @@ def test_not_paused_where_operations_run():
     assert seen and all(seen)
 
 
+def test_not_paused_in_a_vmap_that_runs():
+    seen = []
+    jax.vmap(sj.grad(_recorded(seen)))(jnp.ones((2, 9, 2)))
+    assert seen and all(seen)
+
+
 def test_an_error_starts_it_again():
     with pytest.raises(RuntimeError, match="of the loss"):
         jax.jit(sj.grad(_recorded([], fail=True)))(jnp.ones((9, 2)))

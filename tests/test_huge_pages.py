@@ -82,6 +82,7 @@ def test_large_arrays_are_moved_and_keep_their_values():
         np.testing.assert_array_equal(array, _values(k))
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)] == before
     assert huge_pages(tree) == done  # again: nothing is left to do
+    assert huge_pages([tree, tree["a"]]) == done  # an array counts once
 
 
 @needs_huge_pages

@@ -42,17 +42,17 @@ def huge_pages(tree: PyTree) -> int:
     called outside of `jit`, do this for parameters and state. Call it for other arrays:
     those of a checkpoint or of a jitted `init`, and tables that are only read.
 
-    It does nothing, and returns 0, on other systems than Linux, where Linux is older
+    It returns 0, and moves nothing, on other systems than Linux, where Linux is older
     than 6.1, where /sys/kernel/mm/transparent_hugepage/enabled says `never`, and with
     `SPARSEJAX_HUGE_PAGES=0` in the environment. It waits for the arrays to be computed,
     and then Linux copies them once, 0.2 to 0.3 s a GB.
 
     Args:
-      tree: a pytree. Arrays of 32 MiB or more on a CPU are treated; all other leaves
-        are ignored.
+      tree: a pytree. Each `jax.Array` of 32 MiB or more on a CPU is treated, but no
+        keys of `jax.random`; all other leaves are ignored.
 
     Returns:
-      `int`: the bytes that are in huge pages now, at least.
+      `int`: the bytes of these arrays that are in huge pages now, at least.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -67,8 +67,8 @@ def huge_pages(tree: PyTree) -> int:
     size = _page_bytes()
     if size is None or os.environ.get("SPARSEJAX_HUGE_PAGES", "1") == "0":
         return 0
-    leaves = jax.tree.leaves(tree)
-    return sum(_collapse(*x, size) for leaf in leaves for x in _large_buffers(leaf))
+    buffers = {x for leaf in jax.tree.leaves(tree) for x in _large_buffers(leaf)}
+    return sum(_collapse(*x, size) for x in sorted(buffers))
 
 
 def _large_buffers(leaf: Any) -> Iterator[tuple[int, int]]:

@@ -3,11 +3,12 @@
 JAX remembers the derivative of a nested `jit`, and most functions of jax.numpy are one.
 So it differentiates twelve like layers at hardly more than the cost of one. A jaxpr has
 the equations of such functions inlined, and each of them would be differentiated anew.
-The walk therefore binds an equation that was met before as a nested `jit`, which is
-inlined again: the program is the same, and is traced sooner.
+The walk therefore binds an equation as a nested `jit`, which is inlined again. What is
+computed is the same, and is traced sooner.
 
 Only where an equation is differentiated and the result is staged: outside of a `jit`
-JAX would run each nested one as a compiled program of its own.
+JAX would run each nested one as a compiled program of its own. And from the first time
+on, since a program must not depend on what was traced before it.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ import numpy as np
 from sparsejax import _compat
 
 
-# By what an equation computes: None if it was met once, or cannot be a nested `jit`;
-# later the parameters of that. As with JAX's own, calls and threads share them.
+# By what an equation computes, the parameters of its nested `jit`, or None if it cannot
+# be one. As with JAX's own, calls and threads share them. They hold no arrays.
 _nested: dict[Any, dict[str, Any] | None] = {}
 _MOST = 4096  # then all are forgotten; a large model has some hundred
 
@@ -28,7 +29,7 @@ _MOST = 4096  # then all are forgotten; a large model has some hundred
 def bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """Runs one equation on other inputs, as `_compat.bind` does."""
     params = None
-    if any(map(_compat.is_staged_derivative, inputs)) and _has_numbers_only(eqn):
+    if any(map(_compat.is_staged_derivative, inputs)) and _is_plain(eqn):
         params = _params(eqn)
     if params is None:
         return _compat.bind(eqn, inputs)
@@ -39,30 +40,18 @@ def bind(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _params(eqn: Any) -> dict[str, Any] | None:
-    """The parameters of a nested `jit` of the equation, if it was met before."""
+    """The parameters of the equation's nested `jit`."""
     key = _what_it_computes(eqn)
     try:
         is_new = key not in _nested
     except TypeError:  # up to jax 0.8 parameters need no hash
         return None
-    if is_new:
-        if len(_nested) >= _MOST:
-            _nested.clear()
-        _nested[key] = None
-        return None
-    params = _nested.get(key)
-    if params is None and not _has_more(eqn):
-        params = _nested[key] = _compat.nested(eqn)
+    if not is_new:
+        return _nested.get(key)
+    if len(_nested) >= _MOST:
+        _nested.clear()
+    params = _nested[key] = _compat.nested(eqn)
     return params
-
-
-def _has_numbers_only(eqn: Any) -> bool:
-    """Whether no literal of an equation is an array, which it would be hard to know."""
-    return not any(
-        isinstance(v, _compat.Literal)
-        and (isinstance(v.val, jax.Array) or v.aval.shape)
-        for v in eqn.invars
-    )
 
 
 def _what_it_computes(eqn: Any) -> Any:
@@ -74,16 +63,39 @@ def _what_it_computes(eqn: Any) -> Any:
         else (numbers.setdefault(v, len(numbers)), v.aval)
         for v in eqn.invars
     ]
+    params = [(name, _exactly(value)) for name, value in eqn.params.items()]
+    outputs = [v.aval for v in eqn.outvars]
     context = eqn.ctx, _compat.get_concrete_mesh()
-    return eqn.primitive, tuple(inputs), tuple(eqn.params.items()), context
+    return eqn.primitive, tuple(inputs), tuple(params), tuple(outputs), context
 
 
-def _has_more(eqn: Any) -> bool:
-    """Whether an equation has effects, or programs or functions as parameters."""
-    return bool(eqn.effects) or any(map(_is_program, eqn.params.values()))
+def _exactly(param: Any) -> Any:
+    """A key of a parameter, other for numbers that Python says are equal: 0.0, -0.0."""
+    if isinstance(param, (tuple, list)):
+        return type(param), tuple(map(_exactly, param))
+    if isinstance(param, (int, float, complex, np.generic)):
+        return type(param), repr(param)
+    return param
+
+
+def _is_plain(eqn: Any) -> bool:
+    """Whether an equation has no effects, no arrays as literals, and no programs."""
+    if eqn.effects or any(map(_is_program, eqn.params.values())):
+        return False
+    return not any(
+        isinstance(v, _compat.Literal)
+        and (isinstance(v.val, jax.Array) or np.ndim(v.val))
+        for v in eqn.invars
+    )
 
 
 def _is_program(param: Any) -> bool:
+    """Whether a parameter is or has a program or a function, which may hold arrays.
+
+    A type is neither: a dtype may be given as one.
+    """
     if isinstance(param, (tuple, list)):
         return any(map(_is_program, param))
+    if isinstance(param, type) or param is None:
+        return False
     return callable(param) or hasattr(param, "jaxpr") or hasattr(param, "eqns")
