@@ -20,8 +20,8 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-comp
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # What reads, sums, adds and finds rows.
-USES_KERNELS := $(addprefix tests/test_,bag.py compiled.py export.py grad.py hash_index.py \
-	lookup.py nn_*.py optim_*.py quantized.py reduce*.py read.py rows*.py shard_map.py)
+USES_KERNELS := tests/lookup tests/index tests/nn tests/optim tests/rows tests/segments \
+	$(addprefix tests/transform/test_,compiled.py export.py grad.py shard_map.py)
 
 # Stops with a sentence where $(1) is no Python, or one too old.
 check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
@@ -49,11 +49,11 @@ test-window: $(VENV)/.installed-tests  ## what depends on the release of JAX
 	@$(PYTEST) --quick -m window $(ARGS)
 
 test-native: $(VENV)/.installed-tests $(VENV)/.installed-native  ## the kernels in C++, and what they take part in
-	@SPARSEJAX_NATIVE=1 $(PYTEST) tests/test_native.py $(ARGS)
+	@SPARSEJAX_NATIVE=1 $(PYTEST) tests/lookup/test_native.py $(ARGS)
 	@SPARSEJAX_NATIVE=1 $(PYTEST) --quick $(USES_KERNELS) $(ARGS)
 
 test-colab: $(VENV)/.installed-tests  ## a notebook in an environment like Colab's
-	@TEST_COLAB=1 $(PYTEST) tests/test_install.py $(ARGS)
+	@TEST_COLAB=1 $(PYTEST) tests/house/test_install.py $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
 	@$(BIN)/ruff check

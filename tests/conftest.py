@@ -137,7 +137,7 @@ gc.set_threshold(20_000, 20, 20)
 
 # These ask other systems, which are not installed here, what the tests compare with,
 # run the tests of others, and ask mutmut what to change.
-collect_ignore_glob = ["golden_*.py", "mutants.py", "peers/*"]
+collect_ignore_glob = ["tools/*"]
 
 
 def pytest_addoption(parser):

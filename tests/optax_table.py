@@ -3,7 +3,7 @@
     python tests/optax_table.py
 
 What is exact, lazy or refused is found out by running each of them; why, and what to
-take instead, is written here. `tests/test_optim_table.py` makes the page again and
+take instead, is written here. `tests/optim/test_optax_table.py` makes the page again and
 compares, and checks that no transformation of optax is missing.
 """
 

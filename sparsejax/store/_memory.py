@@ -290,7 +290,7 @@ def pooled_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     The system clears fresh memory page by page at the first write, which takes as long
     as gathering rows into it. JAX's CPU device uses such an array in place and keeps a
     reference to it, so the memory returns to the pool only after JAX's last array over
-    it is gone. tests/test_store_aliasing.py checks both.
+    it is gone. tests/store/test_aliasing.py checks both.
     """
     dtype = np.dtype(dtype)
     count = math.prod(shape)

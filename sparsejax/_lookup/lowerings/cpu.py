@@ -2,7 +2,7 @@
 
 The loop of a gather is vectorised only if arithmetic is fused into it, and a gather
 followed by a sum is not fused: the rows read are an array, written and read again.
-benchmarks/NOTES.md has the measurements, tests/test_compiled.py checks that the
+benchmarks/NOTES.md has the measurements, tests/transform/test_compiled.py checks that the
 compiled programs have the structure described here.
 """
 

@@ -11,7 +11,7 @@ Three primitives, each with a reference in plain XLA, and a lowering for CPUs
 On a CPU the last two are loops over blocks of the distinct rows. A block's gradient,
 weights and state are read, used and written while they are in the cache, no array of
 the size of the gradient is made, and the number of turns follows the number of distinct
-rows. Tables that are donated are updated in place; tests/test_optim_memory.py checks
+rows. Tables that are donated are updated in place; tests/optim/test_memory.py checks
 the compiled program.
 """
 

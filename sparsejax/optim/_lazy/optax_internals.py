@@ -6,7 +6,7 @@ functions, `masked` over its inner transformation, `partition` over a dict of th
 wrappers that only combine parts (`TRANSPARENT`). If a part is not found, messages are
 less precise.
 
-tests/test_optim_canaries.py checks every name that this file relies on.
+tests/optim/test_canaries.py checks every name that this file relies on.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """A step that may be skipped; if so, nothing is computed and nothing changes.
 
 If the step is skipped, `lax.cond` passes the state through. With donated buffers, XLA
-copies no table on either branch (tests/test_optim_memory.py checks this), and a skipped
+copies no table on either branch (tests/optim/test_memory.py checks this), and a skipped
 step costs no more than its empty updates.
 """
 

@@ -1,0 +1,80 @@
+"""Runs the code of a page: its blocks in order, in one namespace.
+
+A block fenced as `python` is executed. One fenced as `pycon` is a session: what it
+prints is compared with what the page says. Others (`sh`, `text`) are shown only. A
+block that imports a package of `OPTIONAL` runs where that is installed, and only such
+blocks may depend on it.
+"""
+
+import doctest
+import importlib.util
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+
+_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+OPTIONAL = ("rax", "sklearn")  # shown in pages, and needed by nothing else
+_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class Block(NamedTuple):
+    """A fenced block; `line` is where its code begins, counted from 0."""
+
+    language: str
+    line: int
+    code: str
+
+
+def blocks(page: pathlib.Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(
+            found[2],
+            text.count("\n", 0, found.start(3)),
+            re.sub(f"^{found[1]}", "", found[3], flags=re.MULTILINE),
+        )
+        for found in _FENCE.finditer(text)
+    ]
+
+
+def run_page(page: pathlib.Path, **given: Any) -> dict[str, Any]:
+    """Runs the blocks of a page.
+
+    Args:
+      page: a markdown file.
+      **given: names that the page takes for the reader's own.
+
+    Returns:
+      The namespace after the last block.
+
+    Raises:
+      AssertionError: a session printed something else than the page says.
+    """
+    names: dict[str, Any] = {"__name__": "__main__", **given}
+    for block in blocks(page):
+        imported = re.findall(r"^(?:import|from) (\w+)", block.code, re.MULTILINE)
+        wanted = set(imported) & set(OPTIONAL)
+        if not all(map(importlib.util.find_spec, wanted)):
+            continue
+        if block.language == "python":
+            # Empty lines before the code: a traceback then names the page's line.
+            code = "\n" * block.line + block.code
+            exec(compile(code, str(page), "exec"), names)
+        elif block.language == "pycon":
+            _run_session(block, page, names)
+    return names
+
+
+def _run_session(block: Block, page: pathlib.Path, names: dict[str, Any]) -> None:
+    test = doctest.DocTestParser().get_doctest(
+        block.code, names, page.name, str(page), block.line
+    )
+    test.globs = names  # not a copy: functions of the page see what comes later
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=_FLAGS)
+    runner.run(test, out=said.append, clear_globs=False)
+    assert not said, "".join(said)

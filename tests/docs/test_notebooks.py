@@ -1,0 +1,99 @@
+"""The notebooks run from top to bottom, and are kept as they ran."""
+
+import functools
+import importlib.util
+import os
+import re
+import tomllib
+
+import nbformat
+import pytest
+
+import pages
+from notebooks import execute
+
+
+PATHS = sorted(execute.HERE.glob("*.ipynb"))
+NAMES = [path.stem for path in PATHS]
+INSTALL = re.compile(r"sparsejax\[([a-z,]+)\]")
+
+
+@pytest.fixture(params=PATHS, ids=NAMES)
+def kept(request):
+    return nbformat.read(request.param, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs(notebook):
+    return [output for cell in code_cells(notebook) for output in cell.outputs]
+
+
+@pytest.mark.slow
+@pytest.mark.once
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_runs(path, tmp_path):
+    """In a fresh kernel, quietly, with as many figures as are kept."""
+    # On the one device that a reader has; else as the tests, which compile faster.
+    flags = os.environ["XLA_FLAGS"].split()
+    flags = [x for x in flags if "device_count" not in x]
+    ran = execute.execute(path, str(tmp_path), " ".join(flags))
+    noise = [x.text for x in outputs(ran) if x.get("name") == "stderr"]
+    assert not noise
+    kept = nbformat.read(path, as_version=4)
+    assert len(figures(ran)) == len(figures(kept)) > 0
+
+
+def figures(notebook):
+    return [x for x in outputs(notebook) if "image/png" in x.get("data", {})]
+
+
+def test_there_are_seven():
+    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05", "06", "07"]
+
+
+def test_is_short(kept):
+    assert sum(len(cell.source.splitlines()) for cell in kept.cells) < 300
+
+
+def test_is_kept_as_it_ran(kept):
+    counts = [cell.execution_count for cell in code_cells(kept)]
+    assert counts == list(range(1, len(counts) + 1))
+    text = str(
+        [x.get("text") or x.get("data", {}).get("text/plain") for x in outputs(kept)]
+    )
+    assert not re.search(r"/(root|home|tmp|Users|work)/", text)
+    assert not re.search("Warning|stderr", text)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_opens_in_colab(path):
+    project = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]
+    home = project["urls"]["Repository"].removeprefix("https://github.com/")
+    title = nbformat.read(path, as_version=4).cells[1].source
+    colab = "https://colab.research.google.com/github"
+    assert f"({colab}/{home}/blob/main/notebooks/{path.name})" in title
+
+
+def test_installs_what_is_missing(kept, monkeypatch):
+    """The first cell, run with pip replaced: with nothing missing, and with something.
+
+    `tests/house/test_install.py` runs one for real.
+    """
+    cell = kept.cells[0]
+    (extras,) = set(INSTALL.findall(cell.source))
+    project = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())
+    assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
+
+    pip = '%pip install -q "$SOURCE"'
+    assert cell.source.count(pip) == 1
+    code = cell.source.replace(pip, "installed.append(SOURCE)")
+    for missing in (None, "sparsejax", "matplotlib"):
+        installed = []
+        find = lambda name, missing: None if name == missing else name
+        find = functools.partial(find, missing=missing)
+        monkeypatch.setattr(importlib.util, "find_spec", find)
+        exec(code, {"installed": installed})
+        assert installed == ([f"sparsejax[{extras}]"] if missing else [])

@@ -1,0 +1,193 @@
+"""docs/scaling.md: its code is run, its formulas evaluated, its programs compiled."""
+
+import math
+import os
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import scaling_page as page
+import sparsejax as sj
+from helpers import assert_same_bits, run_python
+from sparsejax import _compat
+from sparsejax.parallel._row_layout import RowLayout
+
+
+pytestmark = [pytest.mark.multidevice, pytest.mark.once]
+
+TEXT = page.PAGE.read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def cells(first):
+    """The rows of the table whose header starts with `first`, below its rule."""
+    table = TEXT[TEXT.index(f"\n| {first} |") + 1 :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table]
+
+
+def number(cell):
+    return int(cell.replace(",", ""))
+
+
+def run_block(code, name):
+    found: dict[str, Any] = {"__name__": name}
+    exec(compile(code, page.PAGE.name, "exec"), found)
+    return found
+
+
+# ------------------------------------------------------------------ what moves
+
+
+@pytest.mark.loose_promotion  # dense optax
+@pytest.mark.parametrize("row", cells("layout"), ids=lambda row: row[0])
+def test_bytes_on_the_wire(row):
+    layout, formula, told = row
+    names = {"N": page.N, "V": page.V, "n": page.n, "d": 4 * page.D, **page.measured()}
+    for name, value in {"U": names["U"], "C": names["C"], "n": page.n}.items():
+        assert f"{name} = {value:,}" in TEXT
+    sent = page.sent(layout).total
+    assert number(told) == sent
+    # A loss and the agreement about rounds are a few bytes more.
+    assert eval(formula, names) == pytest.approx(sent, rel=1e-4)
+    if layout == "row-sharded":
+        assert sent <= 600_000
+
+
+def test_every_layout_has_its_row():
+    assert [row[0] for row in cells("layout")] == list(page.LAYOUTS)
+
+
+def test_the_code_that_reads_a_program(capsys):
+    run_block(BLOCKS[0], "wire")
+    assert "all-to-all" in capsys.readouterr().out
+
+
+def test_gradients_of_two_batches_are_added():
+    (program,) = [code for code in BLOCKS if "accumulated_step" in code]
+    found = run_block(program, "accumulate")
+    expected = np.ones((1_000, 4), np.float32)
+    for ids in (found["first"], found["second"]):
+        np.add.at(expected, ids, -0.1 * 2 / (2 * ids.size * 4))
+    table = found["params"]["table"].to_dense()
+    np.testing.assert_allclose(table, expected, rtol=1e-6)
+
+
+# ------------------------------------------------------------------ many hosts
+
+
+def test_the_program_for_many_hosts(tmp_path, monkeypatch):
+    """On one host; tests/parallel/test_hosts.py has two. Started again it goes on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
+    (program,) = [code for code in BLOCKS if "jax.distributed.initialize" in code]
+    first = run_block(program, "train")
+    with sj.parallel.Checkpointer("checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.all_steps() == [10, 20, 30]
+    again = run_block(program, "train")
+    assert first["step"] == again["step"] == 32
+    assert first["loss"] == again["loss"]
+    for a, b in zip(*(jax.tree.leaves(run["params"]) for run in (first, again))):
+        assert_same_bits(a, b)
+
+
+def _parts_read(source, target):
+    """How many saved parts the devices of `target` read, all together."""
+    rows, count = target.per_shard, 0
+    for shard in range(target.shards):
+        runs = [
+            where
+            for _, ids in target.progression(shard * rows, (shard + 1) * rows)
+            for _, where in source.runs(ids)
+        ]
+        read = (k for where in runs for k in range(where.start, where.stop, where.step))
+        count += len({k // source.per_shard for k in read})
+    return count
+
+
+def test_how_often_a_restore_reads_a_table():
+    formulas = [row[2] for row in cells("from")]
+    height = 4_800  # every number of devices below divides it
+    for N, M in ((4, 2), (2, 4), (4, 6), (3, 4), (4, 4), (8, 4)):
+        names = {"gcd": math.gcd, "N": N, "M": M}
+        same, between_mods, to_block, to_mod, _ = formulas
+        if N == M:
+            assert eval(same) == 1
+            for layout in ("mod", "block"):
+                like = RowLayout(height, N, layout)
+                assert _parts_read(like, like) == N
+        for (a, b), formula in {
+            ("mod", "mod"): between_mods,
+            ("mod", "block"): to_block,
+            ("block", "mod"): to_mod,
+        }.items():
+            read = _parts_read(RowLayout(height, N, a), RowLayout(height, M, b))
+            assert read == N * eval(formula, names), (N, M, a, b)
+        blocks = _parts_read(
+            RowLayout(height, N, "block"), RowLayout(height, M, "block")
+        )
+        assert N <= blocks <= N + M
+
+
+# ------------------------------------------------------------------ the paper plan
+
+
+def test_the_plan_adds_up():
+    plan = page.PLAN
+    assert plan["tables"] * plan["rows"] * plan["width"] == 10**12
+    names = {
+        "N": plan["devices"],
+        "T": plan["tables"],
+        "R": math.ceil(plan["rows"] / plan["devices"]),
+        "n": plan["ids"],
+        "d": 4 * plan["width"],
+        "C": page.PLAN_CAPACITY,
+        "min": min,
+    }
+    assert f"R = {names['R']:,}" in TEXT
+    for what, formula, told in cells("of each device"):
+        assert eval(formula, names) == number(told), what
+    ids = (1024, plan["ids"], plan["tables"] * plan["ids"])
+    counted = [page.measured_capacity(plan["devices"], n) for n in ids]
+    assert counted == [9, page.PLAN_CAPACITY, 62]
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_the_plan_is_lowered_for_an_abstract_mesh(platform):
+    text = page.lower(page.PLAN["devices"], platform).as_text()
+    assert f"num_partitions = {page.PLAN['devices']}" in text
+    assert text.count("all_to_all") == 4
+
+
+def test_more_than_2_to_31_rows_need_64_bit_ids():
+    mesh = page.AbstractMesh((1024,), ("x",))
+
+    def lower():
+        step, args = page.plan_step(mesh, 1, 7_812_500_000, 128, 32_768)
+        return step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+
+    with pytest.raises(ValueError, match="needs 64-bit ids. Set jax_enable_x64"):
+        lower()
+    with _compat.enable_x64(True):
+        assert "all_to_all" in lower()
+
+
+@pytest.mark.slow
+def test_the_plan_is_compiled_for_32_devices():
+    told = {row[1]: row for row in cells("compiled for") if row[0] == "CPU"}
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    printed = run_python(page.__file__, "devices", *told, env=env)
+    for line in printed.splitlines():
+        found = eval(line)
+        _, devices, tables, arguments, temporaries, sent, _ = told[
+            str(found["devices"])
+        ]
+        assert (devices, tables) == (str(found["devices"]), "1")
+        assert found["tables"] == number(arguments)
+        assert found["sent"] == number(sent)
+        assert found["temporaries"] == pytest.approx(number(temporaries), rel=0.05)
+        # All but the batch is aliased: ids and targets of 4 bytes.
+        rest = found["tables"] - found["in_place"]
+        assert rest == 2 * 4 * page.PLAN["ids"]

@@ -1,0 +1,591 @@
+"""docs/tensorflow.md: its code, run on what TensorFlow and Keras answered.
+
+Each cell of the page's tables is evaluated with the arguments by name.
+`golden/tensorflow.json` and `.npz`, which golden_tensorflow.py made, say what the real
+systems gave for them; of what nothing is recorded there is an example below, with NumPy
+or by hand.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from recorded import (
+    MERGED,
+    TABLE,
+    Recorded,
+    a_grad,
+    assert_answers,
+    dense,
+    is_training,
+    one_step,
+    stepped,
+)
+
+
+pytestmark = pytest.mark.once
+
+
+_RECORDED = Recorded("tensorflow", hidden=("10 ",))
+GOLDEN, CELLS, DIFFERENCES = _RECORDED.cases, _RECORDED.cells, _RECORDED.differences
+tables, run, get, named = (
+    _RECORDED.tables,
+    _RECORDED.run,
+    _RECORDED.get,
+    _RECORDED.named,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _page_ran():
+    _RECORDED.blocks  # not first inside of a trace
+
+
+# ------------------------------------------------------------------ what is recorded
+
+
+def is_adam(case):
+    return "Adam" in case["name"]
+
+
+VALUES = {
+    f"{i}-{case['name']}": case
+    for i, case in enumerate(GOLDEN)
+    if case["name"] in CELLS and "outputs" in case and not is_training(case)
+}
+TRAINING = {
+    f"{i}-{case['name']}": case
+    for i, case in enumerate(GOLDEN)
+    if is_training(case) and case["name"] in CELLS
+}
+SECTION_2 = {cells[0].strip("`") for name, cells in tables() if name.startswith("2 ")}
+
+
+def names_of(case):
+    """The names that a cell may use."""
+    # Ids stay NumPy's, and are known inside of jit.
+    found = get(case, "inputs").items()
+    floats = {name: jnp.asarray(x) for name, x in found if x.dtype.kind == "f"}
+    given = {**case["args"], **dict(found), **floats}
+    if case["name"] in SECTION_2:
+        given["grad"] = sj.SelectedRows(given["indices"], given["values"], 9)
+    return given
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", VALUES)
+def test_recorded(name):
+    case = VALUES[name]
+    given, outputs = names_of(case), get(case, "outputs").values()
+    cotangents = get(case, "cotangents")
+
+    def outputs_of(tables):
+        outputs = run(case["name"], **{**given, **tables})
+        return outputs if type(outputs) is tuple else (outputs,)
+
+    def loss(tables):
+        outputs = outputs_of(tables)
+        loss = sum(jnp.sum(outputs[int(i)] * c) for i, c in cotangents.items())
+        return loss, outputs
+
+    if "grads" not in case:
+        for got, want in zip(outputs_of({}), outputs, strict=True):
+            assert_answers(got, want)
+        return
+    wants = get(case, "grads")
+    in_sparse = {  # of vectors and of what is no table ours are dense
+        name: name in case["sparse"] and name in ("params", "weights") and x.ndim > 1
+        for name, x in wants.items()
+    }
+    grad = sj.grad(loss, has_aux=True, tables=in_sparse)
+    grads, found = jax.jit(grad)({name: given[name] for name in wants})
+    for got, want in zip(found, outputs, strict=True):
+        assert_answers(got, want)
+    for name, want in wants.items():
+        assert isinstance(grads[name], sj.SelectedRows) == in_sparse[name]
+        assert_answers(grads[name], want)
+        if in_sparse[name]:
+            rows = set(np.asarray(grads[name].rows).tolist()) - {len(want)}
+            touched = set(get(case, "touched")[name].tolist())
+            # What is left out of a bag may have a slot of zeros, on either side.
+            assert not want[list(rows ^ touched)].any()
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", TRAINING)
+def test_recorded_training(name):
+    case = TRAINING[name]
+    tx = run(case["name"], **case["args"])
+    given, weights = get(case, "inputs"), get(case, "outputs")["weights"]
+    is_exact = hasattr(tx, "catch_up")
+
+    @jax.jit
+    def step(w, state, ids, target):
+        if is_exact:
+            w, state = tx.catch_up(w, state, ids)
+        loss = lambda w: jnp.sum(sj.lookup(w, ids) * target)
+        updates, state = tx.update(sj.grad(loss, tables=True)(w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    # Keras adds eps in another place, which small gradients show.
+    close = functools.partial(
+        np.testing.assert_allclose, rtol=2e-5, atol=3e-5 if is_adam(case) else 2e-6
+    )
+    w = jnp.asarray(given["weight"])
+    state = tx.init(w)
+    for ids, target, want in zip(given["ids"], given["targets"], weights, strict=True):
+        w, state = step(w, state, ids, target)
+        read = ids if is_exact else slice(None)  # the others wait for their flush
+        close(w[read], want[read])
+    if is_exact:
+        w, _ = jax.jit(tx.flush)(w, state)
+        close(w, weights[-1])
+
+
+# ------------------------------------------------------------------ by hand
+
+CHECKS = {}
+
+
+def checks(*keys):
+    """A check of cells, or of rows of the table of differences."""
+
+    def register(check):
+        CHECKS.update(dict.fromkeys(keys, check))
+        return check
+
+    return register
+
+
+def refuses(name, error):
+    assert named(name)["raises"].startswith(error)
+
+
+@checks("the sum of two gradients")
+def check_sum():
+    other = sj.SelectedRows([0], jnp.ones((1, 2)), 9)
+    got = run("the sum of two gradients", grad=a_grad(), other=other)
+    assert_answers(got, dense(a_grad()) + dense(other))
+
+
+@checks(
+    "tf.ragged.constant(lists)",
+    "rt.to_list()",
+    "rt.with_flat_values(f(rt.flat_values))",
+)
+def check_ragged():
+    lists = [[1, 2], [], [3]]
+    st = run("tf.ragged.constant(lists)", lists=lists)
+    assert run("rt.to_list()", st=st) == lists
+    key = "rt.with_flat_values(f(rt.flat_values))"
+    assert run(key, st=st, f=lambda x: x + 1).to_lists() == [[2, 3], [], [4]]
+
+
+@checks("tfa.optimizers.LazyAdam")
+def check_lazy_adam():
+    """Moments over equal gradients are, corrected, the gradient and its square."""
+    tx = run("tfa.optimizers.LazyAdam", learning_rate=0.1)
+    want = TABLE.copy()
+    for row, g in MERGED.items():
+        want[row] -= 2 * 0.1 * np.sign(g)
+    np.testing.assert_allclose(
+        one_step(tx, TABLE, a_grad(), steps=2), want, rtol=1e-4, atol=1e-5
+    )
+
+
+@checks("LossScaleOptimizer")
+def check_loss_scale():
+    tx = run("LossScaleOptimizer", learning_rate=0.1)
+    state = tx.init(jnp.asarray(TABLE))
+    _, after = tx.update(a_grad() * jnp.inf, state, jnp.asarray(TABLE))
+    assert after.skipped == 1 and after.scale == state.scale / 2
+
+
+@checks("gradient_accumulation_steps=4")
+def check_accumulate():
+    tx = run("gradient_accumulation_steps=4", learning_rate=0.1)
+    once = sj.optim.lazy(optax.adam(0.1))
+    want = dense(one_step(once, TABLE, a_grad()))
+    assert_answers(one_step(tx, TABLE, a_grad(), steps=4), want)
+
+
+@checks("keras.optimizers.schedules.ExponentialDecay")
+def check_schedule():
+    tx = run("keras.optimizers.schedules.ExponentialDecay", learning_rate=0.1)
+    want = stepped(lambda w, g: w - 0.1 * (1 + 0.5**0.01) * g)
+    assert_answers(one_step(tx, TABLE, a_grad(), steps=2), want)
+
+
+@checks(
+    "tf.random.log_uniform_candidate_sampler",
+    "tf.random.uniform_candidate_sampler",
+    "tf.random.fixed_unigram_candidate_sampler",
+)
+def check_samplers():
+    given = {"range_max": 9, "unigrams": np.arange(1, 10), "distortion": 0.75}
+    given |= {"key": jax.random.key(0), "num_sampled": 20_000, "labels": np.arange(9)}
+    k = np.arange(9)
+    laws = {
+        "log_uniform": np.log((k + 2) / (k + 1)) / np.log(10),
+        "uniform": np.full(9, 1 / 9),
+        "fixed_unigram": (k + 1) ** 0.75 / ((k + 1) ** 0.75).sum(),
+    }
+    for name, law in laws.items():
+        found = run(f"tf.random.{name}_candidate_sampler", unique=False, **given)
+        counts, want = np.bincount(found.ids, minlength=9), 20_000 * law
+        assert_answers(jnp.exp(found.label_log_q), want)
+        assert (np.abs(counts - want) < 5 * np.sqrt(want)).all()
+
+
+@checks("tfrs.tasks.Retrieval", "tfrs.layers.factorized_top_k.Streaming(k)")
+def check_retrieval():
+    queries, candidates = TABLE[:3], TABLE[3:8]
+    ids, log_q = (
+        np.array([7, 8, 7, 5, 8]),
+        np.log(np.array([1, 2, 1, 3, 2], np.float32)),
+    )
+    given = {"queries": queries, "candidates": candidates}
+    loss = run("tfrs.tasks.Retrieval", ids=ids, log_q=log_q, temperature=0.5, **given)
+    scores = queries @ candidates.T / 0.5 - log_q  # as its call() computes them
+    hits = (ids[:3, None] == ids) & ~np.eye(3, 5, dtype=bool)
+    scores[hits] = np.finfo(np.float32).min
+    assert_answers(loss, -np.diag(jax.nn.log_softmax(scores)))
+    _, found = run("tfrs.layers.factorized_top_k.Streaming(k)", k=2, **given)
+    want = np.argsort(-(queries @ candidates.T), axis=1, kind="stable")[:, :2]
+    np.testing.assert_array_equal(found, want)
+
+
+@checks("keras.layers.StringLookup, .adapt", "keras.layers.Hashing(num_bins)")
+def check_words(folder):
+    path = folder / "clicks.csv"
+    path.write_text("1,a\n0,b\n1,b\n0,\n")
+    found = run("keras.layers.StringLookup, .adapt", path=path)
+    assert found.encode(0, [b"b", b"a", b"new", b""]).tolist() == [1, 2, 0, 0]
+    hashed = run("keras.layers.Hashing(num_bins)", num_bins=1000)
+    ids = hashed.encode(0, [b"a", b"b", b"a", b""])
+    assert ids[0] == ids[2] != ids[1] and ids.max() < 1000 and ids[3] == 0
+
+
+@checks("tfra.dynamic_embedding, FrequencyRestrictPolicy")
+def check_keys_that_come_and_go():
+    index = run("tfra.dynamic_embedding, FrequencyRestrictPolicy", rows=2)
+    for step, keys in enumerate(([700, 500], [500, 500], [900, 900])):
+        index, _, evicted = index.insert(keys, step)
+    assert evicted.tolist() == [1, 2] and index.find([500, 900]).tolist() == [0, 1]
+
+
+DYNAMIC = "tfra.dynamic_embedding.get_variable(key_dtype=tf.int64)"
+HKV = "HkvHashTableConfig(max_capacity, max_hbm_for_values)"
+
+
+@checks(DYNAMIC, HKV)
+def check_keys_on_the_host():
+    store, tx = sj.store.KVStore(), optax.sgd(1.0)
+    run(DYNAMIC, store=store, rows=3, tx=tx)
+    for step, keys in enumerate(([1 << 40, 5], [1 << 40, 7], [8, 1 << 40])):
+        rows, evicted = store.insert("items", np.array(keys), step)
+    assert evicted.tolist() == [0] and store.find("items", [5, 7]).tolist() == [3, 2]
+    cache = run(HKV, store=store, max_hbm_rows=2)
+    table = cache.array
+    state = cache.attach(sj.optim.lazy(tx), table)
+    for keys in ([8, 7], [1 << 40, 7]):
+        rows = store.find("items", np.array(keys))
+        table, state, slots = cache.prepare(rows, table, state)
+        table = table.at[slots].add(1)
+    cache.flush(table, state)
+    assert store.pull_all("items")[:, 0].tolist() == [1, 1, 2]
+
+
+@checks("sok.DynamicVariable(dimension, init_capacity, max_capacity)")
+def check_dynamic_variable():
+    call = "sok.DynamicVariable(dimension, init_capacity, max_capacity)"
+    index, rows, _ = run(call, max_capacity=4).insert(np.array([1 << 40, -5]), 0)
+    assert rows.tolist() == [0, 1] and index.capacity == 4
+
+
+@checks("tf.data.Dataset.ragged_batch(batch_size)")
+def check_batches():
+    key, lists = "tf.data.Dataset.ragged_batch(batch_size)", [[7, 9], [8], [], [5]]
+    loader = run(key, lists=lists, y=np.arange(4), batch_size=2)
+    assert [st.to_lists() for st, _ in loader] == [lists[:2], lists[2:]]
+
+
+@checks(
+    "feature_column.embedding_column, shared_embeddings",
+    "feature_column.weighted_categorical_column",
+    "feature_column.linear_model",
+    "tpu.experimental.embedding.TableConfig, FeatureConfig",
+)
+def check_columns():
+    st = run(
+        "feature_column.weighted_categorical_column",
+        lists=[[4, 1], [0]],
+        weights=[[1.0, 2.0], [3.0]],
+    )
+    for key, scale in (
+        ("feature_column.embedding_column, shared_embeddings", 1.0),
+        ("tpu.experimental.embedding.TableConfig, FeatureConfig", 1 / 3),
+    ):
+        layer = run(key)
+        params = layer.init(jax.random.key(0))
+        (table,) = params.values()
+        got = layer(params, {"clicked": st})["clicked"]
+        want = np.asarray(table)[4] + 2 * np.asarray(table)[1]
+        np.testing.assert_allclose(got[0], want * scale, rtol=1e-5)
+    layer = run("feature_column.linear_model")
+    params = {"kernel": jnp.arange(9.0)[:, None], "bias": jnp.zeros(1)}
+    assert layer(params, st).tolist() == [[6], [0]]
+
+
+@checks(
+    "tf.distribute.MirroredStrategy",
+    "TPUEmbedding, a sharded table",
+    "keras_rs.layers.DistributedEmbedding(feature_configs)",
+    "tpu.experimental.embedding.Adagrad",
+    "tf.train.Checkpoint",
+)
+def check_devices(folder):
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices()[:2])
+    tx = run("tpu.experimental.embedding.Adagrad", learning_rate=0.1)
+    table = run("TPUEmbedding, a sharded table", params=TABLE, mesh=mesh)
+    ids = jnp.array([7, 2, 7, 0])
+
+    def step(table, state, ids):
+        loss = lambda t: jnp.sum(t[ids])
+        updates, state = tx.update(sj.grad(loss)(table), state, table)
+        return optax.apply_updates(table, updates), state
+
+    want = TABLE.copy()
+    for row, g in {7: 2.0, 2: 1.0, 0: 1.0}.items():
+        want[row] -= 0.1 * g / np.sqrt(0.1 + g**2)
+    got, _ = jax.jit(step)(table, tx.init(table), ids)
+    assert_answers(sj.parallel.lookup(got, jnp.arange(9)), want)
+    with run("tf.train.Checkpoint", folder=folder / "saved") as checkpointer:
+        checkpointer.save(1, {"items": got})
+        found = checkpointer.restore({"items": got}, 1)["items"]
+    assert_answers(sj.parallel.lookup(found, jnp.array([7])), want[[7]])
+
+    def plain(table, state, ids):
+        grad = sj.grad(lambda t: jnp.sum(sj.lookup(t, ids)), tables=True)(table)
+        updates, state = tx.update(grad, state, table)
+        return optax.apply_updates(table, updates), state
+
+    placed = run(
+        "keras_rs.layers.DistributedEmbedding(feature_configs)",
+        params=np.ones((100_000, 32), np.float32),
+        batch=jnp.arange(20_480) // 4,
+        loss_fn=lambda table, ids: jnp.sum(table[ids]),
+        mesh=mesh,
+    )
+    assert isinstance(placed, sj.parallel.ShardedTable)
+
+    spread = run("tf.distribute.MirroredStrategy", step=plain, mesh=mesh)
+    got, _ = spread(jnp.array(TABLE), tx.init(jnp.array(TABLE)), ids)
+    assert_answers(got, want)
+
+
+@checks("ParameterServerStrategy")
+def check_store():
+    store = run("ParameterServerStrategy")
+    store.init("items", TABLE, optax.sgd(1.0))
+    store.push("items", a_grad())
+    assert_answers(store.pull_all("items"), stepped(lambda w, g: w - g))
+
+
+# ------------------------------------------------------------------ where they differ
+
+
+@checks("ids out of range, negative ids")
+def check_bad_ids():
+    refuses("an id out of range", "InvalidArgumentError")
+    refuses("a negative id", "InvalidArgumentError")
+    bad = jnp.array([9, -1])
+    assert np.isnan(sj.lookup(TABLE, bad)).all()
+    with pytest.raises(Exception, match="out of range"):
+        sj.lookup(TABLE, bad, mode="error")
+
+
+def repeated():
+    case = named("global_norm of repeated ids")
+    values, indices = get(case, "inputs").values()
+    return sj.SelectedRows(indices, values, 9), get(case, "outputs")["0"]
+
+
+@checks("norm of a gradient with repeated ids")
+def check_norm():
+    grad, theirs = repeated()
+    slices, merged = np.linalg.norm(grad.values), np.linalg.norm(dense(grad))
+    np.testing.assert_allclose(theirs, slices, rtol=1e-6)
+    assert abs(slices - merged) > 0.01
+    np.testing.assert_allclose(sj.optim.global_norm(grad), merged, rtol=1e-6)
+    tx = optax.clip_by_global_norm(0.5)
+    got = dense(_RECORDED.blocks["step_of"](tx, grad))
+    assert_answers(got, 0.5 / merged * dense(grad))
+    clipped = get(named("clip_by_global_norm of repeated ids"), "outputs")["0"]
+    assert_answers(clipped, 0.5 / slices * dense(grad))
+
+
+@checks("`clip_by_value` of repeated ids")
+def check_clip_value():
+    grad, _ = repeated()
+    got = dense(_RECORDED.blocks["step_of"](optax.clip(0.5), grad))
+    assert_answers(got, np.clip(dense(grad), -0.5, 0.5))
+
+
+def moves_without_a_gradient(name):
+    """Whether row 8, which only the first step reads, moves after it."""
+    weights = get(named(name), "outputs")["weights"]
+    return (np.diff(weights[:, 8], axis=0) != 0).any()
+
+
+@checks("Keras Adam, AdamW, RMSprop, momentum on IndexedSlices")
+def check_keras():
+    for name in ("Adam", "AdamW", "SGD(momentum)"):
+        assert moves_without_a_gradient(f"keras.optimizers.{name}")
+    for name in ("AdagradV2", "KerasMomentum", "RMSProp", "Ftrl"):
+        assert not moves_without_a_gradient(f"tf.raw_ops.ResourceSparseApply{name}")
+
+
+@checks("repeated ids under Keras Adam, Adagrad, RMSprop")
+def check_keras_repeated():
+    case = named("Keras' Adagrad, repeated ids")
+    w, ids, targets = get(case, "inputs").values()
+    rows, merged, squares = w.copy(), np.zeros_like(w), np.full_like(w, 0.1)
+    np.add.at(merged, ids[0], targets[0])
+    np.add.at(squares, ids[0], targets[0] ** 2)  # of each slice
+    rows -= 0.1 * merged / np.sqrt(squares + 1e-7)
+    assert_answers(get(case, "outputs")["weights"][0], rows)
+    grad = sj.SelectedRows(ids[0], targets[0], 9)
+    got = one_step(sj.optim.lazy(optax.adagrad(0.1)), w, grad)
+    assert_answers(got, w - 0.1 * merged / np.sqrt(0.1 + merged**2 + 1e-7))
+
+
+@checks("repeated ids in `raw_ops.ResourceSparseApply*`")
+def check_raw():
+    case = named("repeated ids of ResourceSparseApplyAdagradV2")
+    w, values, indices = get(case, "inputs").values()
+    h, one_by_one = np.zeros_like(w), w.copy()
+    for row, g in zip(indices, values):
+        h[row] += g**2
+        one_by_one[row] -= 0.1 * g / (np.sqrt(h[row]) + 1e-7)
+    assert_answers(get(case, "outputs")["0"], one_by_one)
+    tx, grad = sj.optim.adagrad(0.1, eps=1e-7), sj.SelectedRows(indices, values, 9)
+    off = np.abs(dense(one_step(tx, w, grad)) - one_by_one).max(axis=1)
+    assert np.flatnonzero(off > 1e-3).tolist() == [7]
+
+
+@checks("eps of Keras' Adam", "eps and start of Keras' Adagrad")
+def check_eps():
+    g = jnp.float32(1e-6)  # so small that eps shows, at the first step
+    first = lambda tx: -np.asarray(tx.update(g, tx.init(g), g)[0])
+    case = named("the first step of Keras' Adam, g = 1e-6")
+    m, v = 0.1 * g, 0.001 * g**2
+    beside = 0.1 * np.sqrt(0.001) / 0.1 * m / (np.sqrt(v) + 1e-7)
+    np.testing.assert_allclose(get(case, "outputs")["0"], beside, rtol=1e-4)
+    want = 0.1 * g / (g + 1e-7)
+    np.testing.assert_allclose(first(optax.adam(0.1, eps=1e-7)), want, rtol=1e-3)
+    case = named("the first step of Keras' Adagrad, g = 1e-6")
+    inside = 0.1 * g / np.sqrt(0.1 + g**2 + 1e-7)
+    np.testing.assert_allclose(get(case, "outputs")["0"], inside, rtol=1e-5)
+    np.testing.assert_allclose(first(optax.adagrad(0.1)), inside, rtol=1e-5)
+
+
+@checks("FTRL")
+def check_ftrl():
+    case = named("keras.optimizers.Ftrl")
+    before, after = get(case, "inputs")["weight"], get(case, "outputs")["weights"][-1]
+    never = np.setdiff1d(np.arange(9), get(case, "inputs")["ids"])
+    assert never.size and (before[never] != after[never]).all()
+    ftrl = named("tf.raw_ops.ResourceSparseApplyFtrl")["args"]
+    assert ftrl["l2"] > 0  # and 2 * l2 gave the recorded weights
+
+
+@checks("gradient of `tf.one_hot(ids, V) @ params`")
+def check_one_hot():
+    assert named("tf.one_hot(ids, V) @ params")["sparse"] == []
+    loss = lambda params: jnp.sum(
+        run("tf.one_hot(ids, V) @ params", params=params, ids=np.array([7]))
+    )
+    assert isinstance(sj.grad(loss, tables=True)(TABLE), sj.SelectedRows)
+
+
+@checks("empty row: mean", "empty segment: max")
+def check_empty():
+    case = named("mean of an empty row")
+    values, lengths = get(case, "inputs").values()
+    theirs = get(case, "outputs")["0"]
+    st = sj.SegmentTensor.from_lengths(values, lengths)
+    assert np.isnan(theirs[1]).all() and not sj.segment_mean(st)[1].any()
+    assert_answers(sj.segment_mean(st, empty=np.nan), theirs)
+    assert not get(named("tf.math.segment_mean(data, segment_ids)"), "outputs")["0"][
+        1
+    ].any()
+    assert not get(named("an empty segment of segment_max"), "outputs")["0"][1].any()
+    name = "tf.math.unsorted_segment_max(data, segment_ids, num_segments)"
+    lowest = get(named(name), "outputs")["0"][[2, 4]]
+    assert (lowest == np.finfo(np.float32).min).all()
+    assert np.isneginf(sj.segment_max(st)[1]).all()
+
+
+@checks("empty bags at the end")
+def check_last_bags():
+    case = named("an empty bag at the end")
+    params, ids, segment_ids = get(case, "inputs").values()
+    theirs = get(case, "outputs")["0"]
+    assert len(theirs) == 4
+    got = sj.embedding_bag(params, ids, segment_ids, 6)
+    assert_answers(got, np.concatenate([theirs, np.zeros((2, 3))]))
+
+
+@checks("unsorted ids of `segment_*`", "ties of a maximum")
+def check_segments():
+    refuses("unsorted ids of segment_sum", "InvalidArgumentError")
+    data, segment_ids = get(named("unsorted ids of segment_sum"), "inputs").values()
+    want = np.zeros((4, 2), np.float32)
+    np.add.at(want, segment_ids, data)
+    assert_answers(sj.segment_sum(data, segment_ids, 4), want)
+    case = named("ties of segment_max")
+    f = lambda x: sj.segment_max(x, get(case, "inputs")["segment_ids"], 1)
+    _, vjp = jax.vjp(f, jnp.ones((2, 1)))
+    assert_answers(vjp(get(case, "cotangents")["0"])[0], get(case, "grads")["data"])
+
+
+@checks("`mask_zero`")
+def check_mask():
+    case = named("keras.layers.Embedding(mask_zero=True)")
+    params, ids = get(case, "inputs").values()
+    row_0 = get(case, "outputs")["0"][ids == 0]
+    assert row_0.any()  # Keras reads it, and says by the mask that it does not count
+    assert not sj.lookup(params, ids, padding_id=0)[ids == 0].any()
+
+
+@checks("`jit_compile=True` of `embedding_lookup_sparse`")
+def check_compiled():
+    refuses("jit_compile of embedding_lookup_sparse", "InvalidArgumentError")
+    st = sj.SegmentTensor.from_lists([[7, 2], [7]])
+    got = jax.jit(functools.partial(sj.embedding_bag, combiner="mean"))(TABLE, st)
+    assert_answers(got, np.stack([(TABLE[7] + TABLE[2]) / 2, TABLE[7]]))
+
+
+# ------------------------------------------------------------------ all of them
+
+
+def test_every_row_is_checked():
+    recorded = {case["name"] for case in [*VALUES.values(), *TRAINING.values()]}
+    assert set(CHECKS) | recorded == {*CELLS, *DIFFERENCES}
+    assert not recorded & set(CHECKS)
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.multidevice
+@pytest.mark.parametrize(
+    "check", dict.fromkeys(CHECKS.values()), ids=lambda f: f.__name__
+)
+def test_by_hand(check, tmp_path):
+    check(tmp_path) if check.__code__.co_argcount else check()

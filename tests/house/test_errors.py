@@ -1,0 +1,32 @@
+"""error_messages.md says what wrong calls answer, and they say what to do."""
+
+import re
+
+import pytest
+
+import error_table
+
+
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.multidevice]
+
+PAGE = error_table.PAGE.read_text()
+
+
+@pytest.mark.once
+@pytest.mark.slow
+@pytest.mark.parametrize("section", error_table.sections(), ids=lambda s: s.title)
+def test_the_page_is_what_is_found(section):
+    assert error_table.table(section) in PAGE, (
+        "make it again: python tests/tools/error_table.py"
+    )
+
+
+def test_messages_name_the_call():
+    """Each begins with what was called, by its public name."""
+    rows = re.findall(r"^\| `.*\| (\w+) \| (.*) \|$", PAGE, re.M)
+    assert len(rows) > 200
+    named = re.compile(r"^(sparsejax\.|SelectedRows|SegmentTensor|sparsejax:)")
+    unnamed = [
+        message for _, message in rows if not named.match(message.replace("\\", ""))
+    ]
+    assert len(unnamed) <= 0.15 * len(rows), unnamed

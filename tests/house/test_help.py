@@ -1,0 +1,214 @@
+"""Help pages: what can be checked of docstrings without reading them.
+
+Every public name and every method of a public class has a summary of one line, its
+`Args` name its parameters and no others, and it says what it raises where it, or a
+function that it calls for its checks, has a `raise`. `tests/house/test_house.py` wants
+examples, which run as doctests.
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import textwrap
+from typing import Any
+
+import pytest
+
+import sparsejax as sj
+import test_house
+
+
+PACKAGES = "data desc experimental extend losses nn optim parallel store viz".split()
+SECTION = re.compile(r"^([A-Z]\w+):$", re.MULTILINE)
+SECTIONS = {"Args", "Returns", "Raises", "Example", "References"}
+# What is called like this checks arguments; an error of it is one of its caller.
+CHECKER = re.compile(r"^_?(check|as)_")
+
+
+def _public():
+    """(name, value) of functions, classes and their methods."""
+    named = dict(test_house._public(importlib.import_module("sparsejax")))
+    found: dict[str, Any] = {k: v for k, v in named.items() if inspect.isfunction(v)}
+    for name, kind in named.items():
+        if not inspect.isclass(kind):
+            continue
+        found[name] = kind
+        for key in dir(kind):
+            value = inspect.getattr_static(kind, key)
+            value = getattr(value, "__func__", value)
+            ours = (getattr(value, "__module__", None) or "").startswith("sparsejax")
+            if inspect.isfunction(value) and ours and not key.startswith("_"):
+                found[f"{name}.{key}"] = value
+    return found
+
+
+PUBLIC = _public()
+
+
+def _sections(value):
+    """The sections of a docstring by their names, "" being what is before them."""
+    parts = SECTION.split(inspect.getdoc(value) or "")
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2]))}
+
+
+def _named(section):
+    """The names in front of the colons: `a, b: what they are`."""
+    lines = re.split(r"^\S", section.strip("\n"), flags=re.MULTILINE)[0].splitlines()
+    indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
+    heads = [line.split(":")[0] for line in lines if line[indent : indent + 1].strip()]
+    return {name.strip(" *") for head in heads for name in head.split(",")}
+
+
+def _parameters(value):
+    found = inspect.signature(value).parameters
+    return {
+        name
+        for name in found
+        if name not in ("self", "cls") and not name.startswith("_")
+    }
+
+
+@functools.cache
+def _tree(function):
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError):
+        return ast.Module([], [])
+
+
+def _raises(function):
+    raised = [n.exc for n in _nodes(function) if isinstance(n, ast.Raise) and n.exc]
+    return any("AssertionError" not in ast.unparse(error) for error in raised)
+
+
+def _nodes(function):
+    """What runs when it is called: functions inside of it are left out."""
+    queue = list(_tree(function).body)
+    queue = [x for node in queue for x in getattr(node, "body", [])]
+    while queue:
+        node = queue.pop()
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            queue.extend(ast.iter_child_nodes(node))
+
+
+def _checkers(function):
+    """The functions of the package that it calls for its checks."""
+    for node in _nodes(function):
+        if not isinstance(node, ast.Call):
+            continue
+        called = test_house._dotted(node.func) or ""
+        place, _, name = called.rpartition(".")
+        if CHECKER.match(name):
+            owner = function.__globals__.get(place) if place else None
+            found = getattr(owner, name, None) or function.__globals__.get(called)
+            if inspect.isfunction(found):
+                yield found
+
+
+# ------------------------------------------------------------------ each name
+
+
+def _complaints(check):
+    """What `check` says of the public names, where it says something."""
+    found = [(name, check(name, value)) for name, value in PUBLIC.items()]
+    return "\n".join(f"{name}: {complaint}" for name, complaint in found if complaint)
+
+
+def _is_method(name):
+    return name.split(".")[-2][:1].isupper()
+
+
+def _summary(name, value):
+    first, *rest = (inspect.getdoc(value) or "").splitlines() or [""]
+    if not first.endswith("."):
+        return f"the summary {first!r} is no sentence"
+    if rest and rest[0]:
+        return "the summary has a second line"
+    return None
+
+
+def test_summaries_are_sentences_of_one_line():
+    assert not (found := _complaints(_summary)), found
+
+
+def _args(name, value):
+    sections = _sections(value)
+    unknown = sections.keys() - SECTIONS - {""}
+    if unknown:
+        return f"the sections {unknown} are not the house's"
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return None
+    own, fields = _parameters(value), set()
+    if inspect.isclass(value):
+        fields = set(getattr(value, "__annotations__", {}))
+    if "Args" not in sections:
+        return "no Args" if own and not _is_method(name) else None
+    named = _named(sections["Args"])
+    if named - own - fields or own - named:
+        return f"Args name {sorted(named)}, the parameters are {sorted(own)}"
+    return None
+
+
+def test_args_are_the_parameters():
+    assert not (found := _complaints(_args)), found
+
+
+def _returns(name, value):
+    if inspect.isclass(value) or _is_method(name):
+        return None
+    gives = inspect.signature(value).return_annotation not in (None, "None")
+    return "no Returns" if gives and "Returns" not in _sections(value) else None
+
+
+def test_what_functions_return_is_told():
+    assert not (found := _complaints(_returns)), found
+
+
+def _errors(name, value):
+    function = vars(value).get("__init__") if inspect.isclass(value) else value
+    if not inspect.isfunction(function) or "Raises" in _sections(value):
+        return None
+    if _raises(function):
+        return "raises, and does not say so"
+    if inspect.isfunction(value) and _is_method(name):
+        return None  # what is wrong with the arguments of most methods is plain
+    checkers = [check.__name__ for check in _checkers(function) if _raises(check)]
+    return f"{checkers} raise, and it does not say so" if checkers else None
+
+
+def test_errors_are_told():
+    assert not (found := _complaints(_errors)), found
+
+
+def test_the_walk_finds_what_it_should():
+    """That the tests above look at something."""
+    assert {"sparsejax.lookup", "sparsejax.SelectedRows.get"} <= PUBLIC.keys()
+    assert _parameters(sj.lookup) == _named(_sections(sj.lookup)["Args"])
+    assert _raises(sj.SelectedRows.from_dense)
+    assert "check_mode" in {check.__name__ for check in _checkers(sj.lookup)}
+
+
+# ------------------------------------------------------------------ packages
+
+
+@pytest.mark.parametrize("package", ("", *PACKAGES))
+def test_a_package_names_what_is_in_it(package):
+    module = getattr(sj, package) if package else sj
+    names = {n for n in test_house._public_names(module) if not n.startswith("_")}
+    doc = module.__doc__ or ""
+    missing = {name for name in names if not re.search(rf"`{name}[`(]", doc)}
+    assert not missing, f"the docstring of {module.__name__} misses {sorted(missing)}"
+
+
+def test_signatures_have_the_names_of_types():
+    """`ArrayLike`, and not all that it stands for, which fills a screen."""
+    errors = {k for k, v in PUBLIC.items() if inspect.isclass(v) and _is_error(v)}
+    shown = {k: str(inspect.signature(PUBLIC[k])) for k in PUBLIC.keys() - errors}
+    assert not {k: v for k, v in shown.items() if "jaxlib" in v or "Union[" in v}
+
+
+def _is_error(kind):
+    return issubclass(kind, Exception)

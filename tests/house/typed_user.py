@@ -1,0 +1,362 @@
+"""What a user writes, under pyright's strict mode.
+
+`tests/house/test_typing.py` has pyright check this file, and runs it. Two checks of strict
+mode are off: optax has no types of its own, and `jax.jit`, `jnp.ones` and such are
+partly unknown to pyright; that no name of sparsejax is, another test says. `jax.jit`
+forgets what a function takes and returns, hence `jit` below.
+"""
+# pyright: strict, reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar, assert_type
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparsejax as sj
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Params = dict[str, jax.Array]
+Batch = dict[str, jax.Array]
+
+
+def jit(fun: Callable[P, R], donate: tuple[int, ...] = ()) -> Callable[P, R]:
+    """`jax.jit` that keeps the types of `fun`."""
+    return jax.jit(fun, donate_argnums=donate)
+
+
+# ------------------------------------------------------------------ a training step
+
+
+def loss_fn(params: Params, batch: Batch) -> jax.Array:
+    users = sj.lookup(params["users"], batch["user"])
+    items = sj.lookup(params["items"], batch["item"], mode="clip", padding_id=0)
+    scores = jnp.sum(users * items, axis=-1) + params["bias"]
+    return jnp.mean((scores - batch["rating"]) ** 2)
+
+
+def training_step() -> float:
+    tx = sj.optim.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
+    assert_type(tx, optax.GradientTransformationExtraArgs)
+
+    def step(
+        params: Params, opt_state: optax.OptState, batch: Batch
+    ) -> tuple[Params, optax.OptState, jax.Array]:
+        loss, grads = sj.value_and_grad(loss_fn)(params, batch)
+        assert_type(loss, jax.Array)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = sj_apply(params, updates)
+        return params, opt_state, loss
+
+    train_step = jit(step, donate=(0, 1))
+    params: Params = {
+        "users": jnp.ones((100, 4)),
+        "items": jnp.ones((200, 4)),
+        "bias": jnp.zeros(()),
+    }
+    opt_state = tx.init(params)
+    batch: Batch = {
+        "user": jnp.array([3, 7]),
+        "item": jnp.array([5, 0]),
+        "rating": jnp.array([1.0, 0.0]),
+    }
+    losses: list[jax.Array] = []
+    for _ in range(2):
+        params, opt_state, loss = train_step(params, opt_state, batch)
+        losses.append(loss)
+    return float(losses[-1])
+
+
+def sj_apply(params: Params, updates: Any) -> Params:
+    """`optax.apply_updates`, which has the type of any parameters."""
+    new: Any = optax.apply_updates(params, updates)
+    return new
+
+
+# ------------------------------------------------------------------ transformations
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    scale: float
+
+    def loss(self, params: Params, batch: Batch) -> jax.Array:
+        return self.scale * loss_fn(params, batch)
+
+    def __call__(self, params: Params, batch: Batch, *, power: int = 1) -> jax.Array:
+        return self.loss(params, batch) ** power
+
+
+def loss_and_rows(params: Params, batch: Batch) -> tuple[jax.Array, Mapping[str, int]]:
+    return loss_fn(params, batch), {"rows": batch["user"].shape[0]}
+
+
+def transformations(params: Params, batch: Batch, has_aux: bool) -> None:
+    # The function that comes back has the parameters of the one that went in.
+    step = sj.value_and_grad(loss_fn)
+    value, grads = step(params, batch=batch)
+    assert_type(value, jax.Array)
+    rows: sj.SelectedRows = grads["users"]
+    assert_type(rows.to_dense(), jax.Array)
+
+    (value, aux), _ = sj.value_and_grad(loss_and_rows, has_aux=True)(params, batch)
+    assert_type(value, jax.Array)
+    assert_type(aux, Mapping[str, int])
+    _, aux = sj.grad(loss_and_rows, has_aux=True)(params, batch)
+    assert_type(aux, Mapping[str, int])
+    # Where has_aux is no literal, what comes back depends on it.
+    assert_type(
+        sj.value_and_grad(loss_and_rows, has_aux=has_aux)(params, batch),
+        tuple[Any, Any],
+    )
+
+    # Methods, objects, partial and jitted functions, several arguments, tables=.
+    model = Model(0.5)
+    assert_type(sj.value_and_grad(model.loss)(params, batch)[0], jax.Array)
+    assert_type(sj.value_and_grad(model)(params, batch, power=2)[0], jax.Array)
+    fixed = functools.partial(model, power=2)
+    assert_type(sj.value_and_grad(fixed)(params, batch)[0], jax.Array)
+    assert_type(sj.value_and_grad(jax.jit(loss_fn))(params, batch)[0], jax.Array)
+    wanted = {"users": True, "items": None, "bias": False}
+    both = sj.grad(loss_fn, argnums=(0,), tables=(wanted,))
+    assert_type(both(params, batch), Any)
+
+    def of_params(params: Params) -> jax.Array:
+        return loss_fn(params, batch)
+
+    assert_type(sj.grad(of_params)(params), Any)
+    assert_type(jit(sj.grad(of_params))(params), Any)
+
+    # `explain` also takes shapes for arrays, so its arguments are any.
+    shapes = jax.eval_shape(lambda: (params, batch))
+    found = sj.explain(loss_fn)(*shapes)
+    print(found)
+    assert_type(found["params['users']"].sparse, bool)
+    assert_type(found["params['users']"].rows_read, int)
+
+
+def mistakes(params: Params, batch: Batch) -> None:
+    """Never run. Each comment wants an error, and is one where there is none."""
+    sj.value_and_grad(loss_fn)(params)  # pyright: ignore[reportCallIssue]
+    sj.value_and_grad(loss_fn)(params, 3)  # pyright: ignore[reportArgumentType]
+    sj.value_and_grad(loss_fn, table=True)  # pyright: ignore[reportCallIssue]
+    value, _ = sj.value_and_grad(loss_fn)(params, batch)
+    value.rows  # pyright: ignore
+    sj.SelectedRows([0], [1.0])  # pyright: ignore[reportCallIssue]
+    sj.SelectedRows([0], [1.0], 3).dense()  # pyright: ignore
+    sj.SegmentTensor.from_lists([[1]], size=3)  # pyright: ignore[reportCallIssue]
+    sj.nn.Embedding(3, 4, "sum")  # pyright: ignore[reportCallIssue]
+    sj.store.KVStore().pull("items")  # pyright: ignore[reportCallIssue]
+
+
+# ------------------------------------------------------------------ SelectedRows
+
+
+def selected_rows() -> None:
+    rows = sj.SelectedRows(jnp.array([2, 0, 2]), jnp.ones((3, 2)), height=4)
+    assert_type(rows.shape, tuple[int, ...])
+    assert_type(rows.rows, jax.Array)
+    assert_type(rows.coalesce(), sj.SelectedRows)
+    merged, overflow = rows.coalesce(4, return_overflow=True)
+    assert_type(merged, sj.SelectedRows)
+    assert_type(overflow, jax.Array)
+    assert_type(rows + rows, sj.SelectedRows)
+    assert_type(2.0 * rows / 3 - rows, sj.SelectedRows)
+    assert_type(rows + jnp.ones((4, 2)), jax.Array)
+    assert_type(jnp.ones((4, 2)) + rows, jax.Array)
+    assert_type(rows.map(jnp.square).retain([2]), sj.SelectedRows)
+    assert_type(rows.find([2])[1], jax.Array)
+    assert_type(sj.concatenate([rows, rows]), sj.SelectedRows)
+    assert_type(sj.SelectedRows.from_dense(jnp.eye(3)), sj.SelectedRows)
+    assert_type(sj.optim.global_norm({"rows": rows}), jax.Array)
+
+
+# ------------------------------------------------------------------ a recommender
+
+
+def recommender() -> None:
+    baskets = sj.SegmentTensor.from_lists([[10, 11, 10], [], [101]], capacity=8)
+    assert_type(baskets, sj.SegmentTensor)
+    ids, lengths = jnp.array([10, 11, 10, 101]), jnp.array([3, 0, 1])
+    assert_type(sj.SegmentTensor.from_lengths(ids, lengths), sj.SegmentTensor)
+    assert_type(
+        sj.SegmentTensor.from_offsets(ids, [0, 3, 3, 4], capacity=6), sj.SegmentTensor
+    )
+    assert_type(sj.SegmentTensor.from_padded([[1, -1]]), sj.SegmentTensor)
+    assert_type(sj.SegmentTensor.from_csr([0, 1], [7]), sj.SegmentTensor)
+    assert_type(baskets.lengths, jax.Array)
+    assert_type(baskets.map(lambda x: x + 1).sort(), sj.SegmentTensor)
+    assert_type(baskets.to_multi_hot(200), jax.Array)
+
+    def loss(params: Params, baskets: sj.SegmentTensor, label: jax.Array) -> jax.Array:
+        users = sj.embedding_bag(params["items"], baskets, combiner="mean")
+        assert_type(users, jax.Array)
+        scores: jax.Array = users @ params["w"]
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(scores, label))
+
+    params: Params = {"items": jnp.ones((1000, 4)), "w": jnp.ones(4)}
+    value, grads = sj.value_and_grad(loss)(params, baskets, jnp.ones(3))
+    gradient: sj.SelectedRows = grads["items"]
+    print(value, gradient.num_rows())
+
+    scores: jax.Array = sj.segment_softmax(jnp.ones(4), jnp.array([0, 0, 1, 1]), 2)
+    counts = sj.segment_count(baskets)
+    assert_type(counts, jax.Array)
+    distinct, places, number = sj.unique(ids, size=4)
+    print(scores, distinct, places, number)
+    assert_type(sj.lengths_to_offsets(lengths), jax.Array)
+    assert_type(sj.partition(ids, 2), sj.SegmentTensor)
+
+
+# ------------------------------------------------------------------ layers and data
+
+
+def layers_and_data(folder: pathlib.Path) -> None:
+    layer = sj.nn.EmbeddingBag(1000, 4, combiner="sum", padding_id=-1)
+    params = layer.init(jax.random.key(0))
+    assert_type(params, dict[str, jax.Array])
+    embedding = sj.nn.Embedding(
+        1000, 4, embedding_init=jax.nn.initializers.normal(0.01)
+    )
+    rows: jax.Array = embedding(embedding.init(jax.random.key(1)), jnp.array([3, 4]))
+    dense = sj.nn.Dense(1, in_features=4)
+    head = dense.init(jax.random.key(2))
+
+    def loss(
+        params: Params, head: Params, baskets: sj.SegmentTensor, label: jax.Array
+    ) -> jax.Array:
+        scores: jax.Array = dense(head, layer(params, baskets))
+        return jnp.mean((scores[:, 0] - label) ** 2)
+
+    dataset = sj.data.ArrayDataset([[7, 9], [8], [], [5]], np.arange(4.0))
+    loader = sj.data.DataLoader(dataset, 2, shuffle=True, seed=1)
+    step = sj.value_and_grad(loss, (0, 1), tables=(sj.nn.tables(layer), None))
+    for baskets, label in loader:
+        value, (table_grads, head_grads) = step(params, head, baskets, label)
+        assert_type(value, jax.Array)
+        print(table_grads["embedding"], head_grads["kernel"])
+    state = loader.get_state()
+    loader.set_state(state)
+    print(rows.shape, len(loader))
+
+    path = folder / "clicks.csv"
+    path.write_text("1,a\n0,b\n1,b\n")
+    words = sj.data.Vocabulary.build(path, num_numbers=0, num_ids=1)
+    assert_type(words, sj.data.Vocabulary)
+    columns = sj.data.read_csv_ids(path, words, num_numbers=0, num_ids=1)
+    print(columns["label"].dtype, words.sizes())
+    known = sj.data.Vocabulary.from_columns({"user": [7, 8], "item": ["tea", "jam"]})
+    ids = known.encode_columns({"item": ["jam"]})
+    assert_type(ids, dict[str, np.ndarray])
+    print(known.decode("item", ids["item"]), known.size("user"), known.counts(0))
+
+
+# ------------------------------------------------------------------ a store
+
+
+def store_loop() -> None:
+    store = sj.store.KVStore()
+    start = jax.nn.initializers.normal(0.01)
+    store.init("items", (20_000, 4), optax.adagrad(0.1), initializer=start)
+
+    # A pulled part of a table stands where the table would.
+    def loss(params: Mapping[str, Any], ids: jax.Array) -> jax.Array:
+        return jnp.sum((sj.lookup(params["items"], ids) - 1.0) ** 2)
+
+    def run(items: sj.SelectedRows, ids: jax.Array) -> tuple[jax.Array, Any]:
+        return sj.value_and_grad(loss)({"items": items}, ids)
+
+    step = jit(run)
+
+    def batches() -> Iterator[jax.Array]:
+        for seed in range(2):
+            yield jax.random.randint(jax.random.key(seed), (8,), 0, 20_000)
+
+    for ids, items in store.prefetch(batches(), lambda ids: ids, capacity=8):
+        assert_type(ids, jax.Array)
+        _, grads = step(items, ids)
+        store.push("items", grads["items"])
+    assert_type(store.pull("items", [3], capacity=2), sj.SelectedRows)
+    assert_type(store.stats()["items"], sj.store.TableStats)
+    store.close()
+
+
+# ------------------------------------------------------------------ exact
+
+
+def exact_training() -> None:
+    tx = sj.optim.exact(optax.adam(0.1))
+    params: Params = {"table": jnp.ones((100, 2))}
+    state = tx.init(params)
+
+    def loss(params: Params, ids: jax.Array) -> jax.Array:
+        return jnp.sum(params["table"][ids] ** 2)
+
+    step = sj.optim.exact_value_and_grad(loss, tx)
+    (value, grads), params, state = step(params, state, jnp.array([4, 9]))
+    assert_type(value, jax.Array)
+    assert_type(params, Params)
+    updates, state = tx.update(grads, state, params)
+    params = sj_apply(params, updates)
+    params, state = tx.flush(params, state)
+    assert_type(state.stale, jax.Array)
+
+
+# ------------------------------------------------------------------ devices
+
+
+def devices() -> None:
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    table = sj.parallel.shard_rows(jnp.ones((50, 2)), mesh, "x")
+    assert_type(table, sj.parallel.ShardedTable)
+
+    def loss(table: sj.parallel.ShardedTable, ids: jax.Array) -> jax.Array:
+        rows: jax.Array = sj.parallel.lookup(table, ids)
+        return jnp.sum(rows)
+
+    gradient: sj.parallel.ShardedTable = sj.grad(loss)(table, jnp.array([3, 4]))
+    assert_type(gradient.to_dense(), jax.Array)
+    print(sj.parallel.plan({"items": table}, mesh, {"items": 2}))
+
+
+# ------------------------------------------------------------------ desc and viz
+
+
+def description(params: Params, batch: Batch) -> None:
+    for desc in sj.desc.describe(params):
+        assert_type(desc, sj.desc.VarDesc)
+        assert_type(sj.desc.to_bytes(desc), bytes)
+    found = sj.desc.infer(loss_fn, params, batch)
+    assert_type(found.gradients, list[sj.desc.VarDesc])
+    diff = sj.viz.compare(loss_fn, params, batch)
+    assert_type(diff.summary(), str)
+
+
+def main(folder: pathlib.Path) -> None:
+    params: Params = {
+        "users": jnp.ones((100, 4)),
+        "items": jnp.ones((200, 4)),
+        "bias": jnp.zeros(()),
+    }
+    batch: Batch = {
+        "user": jnp.array([3, 7]),
+        "item": jnp.array([5, 0]),
+        "rating": jnp.array([1.0, 0.0]),
+    }
+    training_step()
+    transformations(params, batch, has_aux=True)
+    selected_rows()
+    recommender()
+    layers_and_data(folder)
+    store_loop()
+    exact_training()
+    devices()
+    description(params, batch)

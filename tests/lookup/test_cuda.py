@@ -1,0 +1,89 @@
+"""The lowerings for CUDA: their results on any device, and what they compile to."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pages
+import sparsejax as sj
+from sparsejax._lookup.lowerings import cuda, xla
+from sparsejax._rows import merge, merge_cuda
+
+
+@pytest.mark.parametrize(
+    ("n", "height"), [(1, 5), (8, 1), (300, 2), (4097, 800)], ids=str
+)
+def test_merges_as_a_loop_does(n, height):
+    rng = np.random.default_rng(n)
+    rows = rng.integers(0, height + 1, n).astype(np.int32)
+    values = rng.standard_normal((n, 3)).astype(np.float32)
+    merge = jax.jit(merge_cuda.merge_rows, static_argnames="height")
+    distinct, at, sums, count = map(np.asarray, merge(rows, values, height=height))
+    expected, filled = np.zeros((height, 3)), rows < height
+    np.add.at(expected, rows[filled], values[filled])
+    ids = distinct[:count]
+    np.testing.assert_array_equal(ids, np.unique(rows[filled]))
+    assert (distinct[count:] == height).all() and (at[count:] == n).all()
+    np.testing.assert_allclose(sums[at[:count]], expected[ids], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("n", "capacity"), [(300, 20), (300, 3), (4, 9)], ids=str)
+def test_coalesces_as_elsewhere(n, capacity):
+    rng = np.random.default_rng(n)
+    g = sj.SelectedRows(rng.integers(0, 13, n), rng.standard_normal((n, 2)), 12)
+    options = {"height": 12, "capacity": capacity}
+    want, overflow = g.coalesce(capacity, return_overflow=True)
+    rows, values, count = merge_cuda.coalesce(g.safe_rows(), g.values, **options)
+    np.testing.assert_array_equal(rows, want.rows)
+    np.testing.assert_allclose(values, want.values, rtol=1e-5, atol=1e-6)
+    assert count - min(capacity, int(count)) == overflow
+    plan = merge_cuda.merge_plan(g.safe_rows(), **options)
+    chex.assert_trees_all_equal(plan, merge.merge_plan(g.safe_rows(), **options))
+
+
+def test_a_sum_that_is_not_finite_stays_in_its_run():
+    values = jnp.asarray([[1.0], [jnp.nan], [2.0], [jnp.inf], [3.0]])
+    rows = jnp.asarray([4, 2, 4, 3, 1], jnp.int32)
+    distinct, at, sums, _ = merge_cuda.merge_rows(rows, values, height=9)
+    found = dict(zip(distinct.tolist(), sums[jnp.minimum(at, 4)][:, 0].tolist()))
+    assert found[4] == 3 and found[1] == 3 and found[3] == np.inf
+    assert np.isnan(found[2])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("segmented", [False, True])
+def test_adds_bags_as_elsewhere(segmented, weighted):
+    rng = np.random.default_rng(0)
+    size = (60,) if segmented else (12, 5)
+    ids = jnp.asarray(rng.integers(-1, 21, size), jnp.int32)  # of 20 rows
+    bags = [jnp.asarray(rng.integers(-1, 13, 60), jnp.int32)] if segmented else []
+    weights = [jnp.asarray(rng.standard_normal(size), jnp.float32)] if weighted else []
+    args = jnp.asarray(rng.standard_normal((12, 3)), jnp.float32), ids, *bags, *weights
+    static = {"height": 20, "segmented": segmented, "weighted": weighted}
+    want = xla.add_bags(*args, **static)
+    np.testing.assert_allclose(cuda.add_bags(*args, **static), want, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adam", "adagrad", "coalesce", "unique", "bags"])
+def test_the_program_of_a_step(name):
+    """Compiled for a described GPU: no loops, few kernels, tables in place."""
+    plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
+    if not any(map(importlib.util.find_spec, plugins)):
+        pytest.skip("needs jax[cuda12] or jax[cuda13]")
+    script = [sys.executable, str(pages.ROOT / "tests" / "tools" / "cuda_program.py"), name]
+    run = subprocess.run(script, capture_output=True, text=True, cwd=pages.ROOT)
+    assert run.returncode == 0, run.stderr
+    facts = json.loads(run.stdout.splitlines()[-1])
+    assert facts["kernels"] > 5  # the files were read
+    assert facts["compare_and_swap"] == facts["float_atomics"] == 0
+    assert facts["loops"] == 0 and facts["launches"] <= 30
+    assert facts["tables_aliased"] and not facts["table_copies"]

@@ -1,0 +1,394 @@
+"""What `lazy` does inside jit: one pass over the rows of a table, in blocks.
+
+That its results are those of a dense run is tested with all optimizers elsewhere
+(tests/optim/test_lazy.py). Here: which steps are run this way, that they equal the
+step over all rows at once, and what the compiled program holds.
+"""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportOptionalMemberAccess=false
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import sparsejax as sj
+from helpers import compile_as_users_do, eqns_of
+from sparsejax._rows import indexing, merge
+from sparsejax.optim import lazy
+from sparsejax.optim._lazy import block_pass
+
+
+pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+
+V, D, N = 211, 6, 90
+
+
+def clipped(norm=0.1):
+    return optax.chain(optax.clip_by_global_norm(norm), optax.adam(0.1))
+
+
+def halved_if_large(norm=0.1):
+    """A conditional that is given a sum over all rows, among its operands."""
+
+    def update(updates, state, params=None):
+        del params
+        total = sum(jnp.sum(u * u) for u in jax.tree.leaves(updates))
+        scale = lambda total, count: jnp.where(total > norm, 0.5, 1.0) / count
+        by = jax.lax.cond(
+            state > 0, scale, lambda total, count: 1.0 + 0 * total, total, state
+        )
+        return jax.tree.map(lambda u: u * by, updates), state + 1.0
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+IN_PASSES = {
+    "a conditional on a sum": lambda: optax.chain(halved_if_large(), optax.adam(0.1)),
+    "adam": lambda: optax.adam(0.1),
+    "adamw": lambda: optax.adamw(0.1),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "clip before": clipped,
+    "clip after": lambda: optax.chain(optax.adam(0.1), optax.clip_by_global_norm(0.1)),
+    "clip between": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adam(0.1), optax.clip_by_global_norm(0.01)
+    ),
+    "a conditional": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "parts": lambda: optax.partition(
+        {"row": optax.adam(0.1), "all": optax.sgd(0.1)}, {"table": "row", "b": "all"}
+    ),
+    "rowwise_adagrad": lambda: sj.optim.rowwise_adagrad(0.1),
+    "ftrl": lambda: sj.optim.ftrl(0.1),
+    "weights of 0": lambda: optax.chain(optax.zero_nans(), optax.lion(0.1)),
+}
+
+
+def problem(ids=N, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(V, D)), dtype)
+    params = {"b": jnp.ones(D), "table": table}
+    rows = rng.integers(-1, V + 2, ids)
+    rows[: ids // 3] = rows[0] = 7  # one row many times, and some out of range
+    values = jnp.asarray(rng.normal(size=(ids, D)), dtype)
+    return params, jnp.asarray(rows, jnp.int32), values
+
+
+def step(tx, params, state, rows, values):
+    grads = {"b": jnp.ones(D), "table": sj.SelectedRows(rows, values, V)}
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, updates
+
+
+def primitives(tx, *args):
+    return {eqn.primitive.name for eqn in eqns_of(partial(step, tx), *args)}
+
+
+def close(a, b, rtol=2e-5, atol=2e-6):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64), np.asarray(y, np.float64), rtol, atol
+        )
+
+
+# ------------------------------------------------------------------ results
+
+
+@pytest.mark.window(2)
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("name", IN_PASSES)
+def test_equals_all_rows_at_once(name):
+    tx = lazy(IN_PASSES[name]())
+    params, rows, values = problem()
+    jitted = jax.jit(partial(step, tx))
+    one, many = (params, tx.init(params)), (params, tx.init(params))
+    assert "update_rows" in primitives(tx, *one, rows, values)
+    for k in range(3):
+        *one, update = step(tx, *one, jnp.roll(rows, k), values)
+        *many, blocks = jitted(*many, jnp.roll(rows, k), values)
+        close(many, one)
+        close(blocks["table"].to_dense(), update["table"].to_dense())
+    # As ever: distinct rows, ascending, and empty slots at the end.
+    ids = np.asarray(blocks["table"].rows)
+    count = np.unique(ids[ids < V]).size
+    assert np.all(np.diff(ids[:count]) > 0) and np.all(ids[count:] == V)
+
+
+@pytest.mark.window(0)
+def test_many_blocks_and_few_of_them_used(monkeypatch):
+    monkeypatch.setattr(block_pass, "_MOST_ROWS", 16)
+    tx = lazy(clipped())
+    params, rows, values = problem()
+    jitted = jax.jit(partial(step, tx))
+    state = tx.init(params)
+    for ids in (rows, jnp.full_like(rows, 3), jnp.full_like(rows, V)):
+        close(
+            jitted(params, state, ids, values)[:2],
+            step(tx, params, state, ids, values)[:2],
+        )
+
+
+@pytest.mark.window(0)
+def test_a_linear_update_needs_no_merging():
+    params, rows, values = problem()
+    schedule = optax.linear_schedule(0.1, 0.0, 5)
+    for tx in (optax.sgd(0.1), optax.sgd(schedule), optax.chain(optax.scale(-1.0))):
+        tx = lazy(tx)
+        args = params, tx.init(params), rows, values
+        names = primitives(tx, *args)
+        assert not names & {"update_rows", "merge_rows", "sort", "while"}
+        close(jax.jit(partial(step, tx))(*args)[:2], step(tx, *args)[:2])
+    for tx in (optax.adam(0.1), optax.sgd(0.1, momentum=0.9), optax.sign_sgd(0.1)):
+        tx = lazy(tx)
+        assert "merge_rows" in primitives(tx, params, tx.init(params), rows, values)
+
+
+@pytest.mark.window(1)
+@pytest.mark.parametrize("name", ["novograd", "rows in order"])
+def test_what_is_not_row_by_row_runs_over_all_rows_at_once(name):
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: -jnp.sort(g, axis=0), updates), state
+
+    tx = {
+        "novograd": lambda: lazy(optax.novograd(0.1)),
+        "rows in order": lambda: lazy(
+            optax.GradientTransformation(lambda _: optax.EmptyState(), update),
+            check=False,
+        ),
+    }[name]()
+    params, rows, values = problem()
+    args = params, tx.init(params), rows, values
+    assert "update_rows" not in primitives(tx, *args)
+    close(jax.jit(partial(step, tx))(*args), step(tx, *args))
+
+
+@pytest.mark.window(0)
+def test_equal_input_gives_equal_bits():
+    tx = lazy(clipped())
+    params, rows, values = problem()
+    args = params, tx.init(params), rows, values
+    first, second = (jax.jit(partial(step, tx))(*args) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first[:2], second[:2])
+    np.testing.assert_array_equal(first[2]["table"].values, second[2]["table"].values)
+
+
+@pytest.mark.window(0)
+def test_duplicates_of_bfloat16_are_summed_in_float32():
+    tx = lazy(optax.sgd(1.0, momentum=0.0))
+    params = {"table": jnp.zeros((V, D), jnp.bfloat16), "b": jnp.ones(D)}
+    rows, values = jnp.full((1000,), 5), jnp.ones((1000, D), jnp.bfloat16)
+    (new, _, _) = jax.jit(partial(step, tx))(params, tx.init(params), rows, values)
+    np.testing.assert_array_equal(np.asarray(new["table"][5], np.float32), -1000.0)
+
+
+# ------------------------------------------------------------------ transformations
+
+
+def test_under_vmap_and_in_a_scan():
+    tx = lazy(clipped())
+    params, rows, values = problem()
+    state = tx.init(params)
+    batch = jnp.stack([rows, rows[::-1]])
+    run = lambda ids: step(tx, params, state, ids, values)[:2]
+    close(
+        jax.jit(jax.vmap(run))(batch),
+        jax.tree.map(lambda *x: jnp.stack(x), *map(run, batch)),
+    )
+
+    def body(carry, ids):
+        return step(tx, *carry, ids, values)[:2], None
+
+    scanned, _ = jax.jit(lambda c: jax.lax.scan(body, c, batch))((params, state))
+    carry = params, state
+    for ids in batch:
+        carry, _ = body(carry, ids)
+    close(scanned, carry)
+
+
+@pytest.mark.slow
+def test_an_update_is_differentiable():
+    tx = lazy(optax.adam(0.1))
+    params, rows, values = problem()
+    state = tx.init(params)
+
+    def loss(values, table):
+        new, _, _ = step(tx, {**params, "table": table}, state, rows, values)
+        return jnp.sum(new["table"] ** 2)
+
+    args = values, params["table"]
+    got, want = jax.jit(jax.grad(loss, (0, 1)))(*args), jax.grad(loss, (0, 1))(*args)
+    close(got, want, rtol=1e-3, atol=1e-4)  # Adam divides by what is nearly zero
+
+
+@pytest.mark.multidevice
+def test_on_several_devices():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = lazy(clipped())
+    params, rows, values = problem()
+    args = params, tx.init(params), rows, values
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    jitted = jax.jit(partial(step, tx))
+    close(jitted(*jax.device_put(args, everywhere))[:2], step(tx, *args)[:2])
+
+
+# ------------------------------------------------------------------ the update
+
+
+@pytest.mark.window(0)
+def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
+    tx = lazy(optax.adam(0.1))
+    params, rows, values = problem()
+    state = tx.init(params)
+
+    @jax.jit
+    def both(params, state):
+        _, _, updates = step(tx, params, state, rows, values)
+        other = jax.tree.map(lambda x: x + 0, params)
+        return (
+            optax.apply_updates(params, updates),
+            optax.apply_updates(other, updates),
+            optax.apply_updates(params, jax.tree.map(lambda x: x, updates)),
+            params["table"] + updates["table"] * 2,
+        )
+
+    written, added, copied, twice = both(params, state)
+    close(written, added)
+    close(written, copied)
+    close(twice - params["table"], 2 * (written["table"] - params["table"]), atol=1e-5)
+
+    updates, _ = jax.jit(tx.update)(
+        {"b": jnp.ones(D), "table": sj.SelectedRows(rows, values, V)}, state, params
+    )
+    close(optax.apply_updates(params, updates), written)
+
+
+# ------------------------------------------------------------------ merging
+
+
+@pytest.mark.window(0)
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.int16])
+@pytest.mark.parametrize("kind", ["random", "equal", "strided", "few", "one"])
+def test_first_slots(kind, dtype):
+    rng = np.random.default_rng(0)
+    height = int(min(1 << 20, np.iinfo(dtype).max))
+    ids = {
+        "random": lambda: rng.integers(-3, height + 3, 700),
+        "equal": lambda: np.full(500, height - 1),
+        "strided": lambda: np.arange(600) * 1024 % height,
+        "few": lambda: rng.integers(0, 9, 400),
+        "one": lambda: np.array([height // 2]),
+    }[kind]()
+    ids = np.clip(ids, np.iinfo(dtype).min, np.iinfo(dtype).max).astype(dtype)
+    found = jax.jit(merge.first_slots, static_argnums=1)(jnp.asarray(ids), height)
+    first = {}
+    for k, i in enumerate(ids.tolist()):
+        first.setdefault(i, k)
+    want = [first[i] if 0 <= i < height else ids.size for i in ids.tolist()]
+    np.testing.assert_array_equal(found, want)
+
+
+def test_first_slots_of_64_bit_ids(x64):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 9, 300) * (1 << 33) + rng.integers(0, 9, 300)
+    found = jax.jit(merge.first_slots, static_argnums=1)(jnp.asarray(ids), 1 << 40)
+    want = [ids.tolist().index(i) for i in ids.tolist()]
+    np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 5_000])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_counts_and_positions_of_flags(share, n):
+    mask = np.random.default_rng(n).random((3, n)) < share
+    counts = jax.vmap(indexing.running_count)(jnp.asarray(mask))
+    np.testing.assert_array_equal(counts, np.cumsum(mask, axis=1))
+    for size in (1, n, n + 3):
+        found, count = jax.jit(indexing.positions, static_argnums=1)(mask[0], size)
+        (where,) = np.nonzero(mask[0])
+        assert int(count) == len(where) and found.shape == (size,)
+        padding = np.full(max(0, size - len(where)), n)
+        np.testing.assert_array_equal(found, np.concatenate([where[:size], padding]))
+
+
+# ------------------------------------------------------------------ the program
+
+
+def _compiled(tx, look=None, ids=4096, height=200_003, dim=64):
+    def run(params, state, rows, values):
+        grads = {"table": sj.SelectedRows(rows, values, height)}
+        updates, state = tx.update(grads, state, params)
+        if look is not None:
+            updates = look(updates)
+        return optax.apply_updates(params, updates), state
+
+    params = {"table": jax.ShapeDtypeStruct((height, dim), jnp.float32)}
+    rows = jax.ShapeDtypeStruct((ids,), jnp.int32)
+    values = jax.ShapeDtypeStruct((ids, dim), jnp.float32)
+    args = params, jax.eval_shape(tx.init, params), rows, values
+    compiled = compile_as_users_do(jax.jit(run, donate_argnums=(0, 1)).lower(*args))
+    return compiled, 4 * ids * dim
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["adam", "clip before"])
+def test_no_array_of_the_gradients_size_but_itself(name):
+    compiled, gradient = _compiled(lazy(IN_PASSES[name]()), ids=65_536)
+    # A copy of the argument, in which duplicates are summed; blocks; ids.
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * gradient
+    assert not re.findall(r"= f32\[200003,64\]\S* copy\(", compiled.as_text())
+
+
+def test_looking_at_the_update_copies_no_table():
+    scaled = lambda updates: jax.tree.map(
+        lambda u: u * 0.5, updates, is_leaf=lambda x: isinstance(x, sj.SelectedRows)
+    )
+    compiled, gradient = _compiled(lazy(optax.adam(0.1)), scaled)
+    assert not re.findall(r"= f32\[200003,64\]\S* copy\(", compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < 6 * gradient
+
+
+def _programs(tx, grads, params):
+    return [
+        eqn.params["program"]
+        for eqn in eqns_of(tx.update, grads, tx.init(params), params)
+        if eqn.primitive.name == "update_rows"
+    ]
+
+
+def test_tables_with_equal_rows_share_one_program():
+    """It is traced once, however many rows each of them has."""
+    heights = {"a": 9, "b": 9, "c": 12}
+    rows, values = jnp.arange(3), jnp.ones((3, 2))
+    grads = {k: sj.SelectedRows(rows, values, n) for k, n in heights.items()}
+    params = {k: jnp.ones((n, 2)) for k, n in heights.items()}
+    found = _programs(lazy(optax.adam(0.1)), grads, params)
+    assert len(found) == 3 and len(set(map(id, found))) == 1
+
+
+def test_tables_with_other_updates_have_programs_of_their_own():
+    """Of equal rows too: a rate, a sign or the way around makes them different."""
+    rates = {"a": 0.1, "b": 0.2, "c": -0.1}
+    ways = {k: optax.adam(rate) for k, rate in rates.items()}
+    ways["d"] = optax.chain(optax.adam(0.1), optax.add_decayed_weights(0.1))
+    ways["e"] = optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.1))
+    tx = optax.partition(ways, {k: k for k in ways})
+    ids = jnp.array([5, 3, 5])
+    params = {k: jnp.linspace(0.5, 1.5, 18).reshape(9, 2) for k in ways}
+    grads = {k: sj.SelectedRows(ids, jnp.ones((3, 2)), 9) for k in ways}
+    assert len(set(map(id, _programs(lazy(tx), grads, params)))) == len(ways)
+
+    updates, _ = jax.jit(lazy(tx).update)(grads, lazy(tx).init(params), params)
+    dense = {k: g.to_dense() for k, g in grads.items()}
+    expected, _ = tx.update(dense, tx.init(params), params)
+    for k in ways:
+        got = updates[k].to_dense()[jnp.array([3, 5])]
+        np.testing.assert_allclose(got, expected[k][jnp.array([3, 5])], rtol=1e-5)

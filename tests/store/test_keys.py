@@ -1,0 +1,466 @@
+"""Tables of a store whose rows belong to keys: KVStore.insert, find and items."""
+
+import os
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import index_model
+import sparsejax as sj
+from helpers import assert_same_bits
+from sparsejax.store import _format, _saving
+from sparsejax.store._key_map import KeyMap
+
+
+pytestmark = pytest.mark.loose_promotion
+
+V, D = 24, 2
+ONES = jax.nn.initializers.ones
+ADAGRAD = sj.optim.adagrad(0.1)
+SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def store_of(height=V, tx=None, path=None, initializer=ONES, **policy):
+    store = sj.store.KVStore()
+    keys = sj.store.KeyPolicy(**policy)
+    shape = (height, D)
+    store.init("t", shape, tx, path=path, initializer=initializer, keys=keys)
+    return store
+
+
+def index_of(store) -> Any:
+    return store._tables["t"].keys
+
+
+def insert(store, keys, step, **options):
+    rows, evicted = store.insert("t", np.asarray(keys), step, **options)
+    return rows.tolist(), evicted.tolist()
+
+
+# ------------------------------------------------------------------ against a dict
+
+
+def test_key_map_is_a_dict():
+    """Adds and removals, with the hash table growing and full of removed slots."""
+    rng = np.random.default_rng(0)
+    column = np.zeros((20_000,), np.int64)
+    found, model, free = KeyMap(column), {}, list(range(20_000))
+    for turn in range(200):
+        keys = np.unique(rng.integers(-(2**63), 2**63, 300, np.int64))
+        keys = np.setdiff1d(keys, list(model))
+        rows = np.array([free.pop() for _ in keys])
+        column[rows] = keys
+        found.add(keys, rows)
+        model |= dict(zip(keys.tolist(), rows.tolist()))
+        gone = rng.permutation(list(model))[: 280 if turn % 3 else 150]
+        found.remove(gone)
+        for key in gone.tolist():
+            free.append(model.pop(key))
+        assert len(found) == len(model)
+        if turn % 20 == 0:
+            wanted = np.concatenate([list(model), gone, keys]).astype(np.int64)
+            expected = [model.get(key, -1) for key in wanted.tolist()]
+            assert found.find(wanted).tolist() == expected
+    assert found._slots.size == 1 << 16  # for these 12,700, not all that ever were
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("most, admit_after", [(None, 1), (5, 2)])
+def test_is_the_index_model(policy, most, admit_after):
+    """As `tests/tools/index_model.py` says HashIndex should be, over drifting Zipf keys."""
+    height, rng = 200, np.random.default_rng(7)
+    options = dict(policy=policy, max_evictions=most, admit_after=admit_after)
+    store = store_of(height, **options)
+    model = index_model.Model(height, **options)
+    keys: list[int] = []
+    for step in range(100):
+        spread = (rng.zipf(1.2, 64) % 300 + 3 * step).astype(np.uint64) * SPREAD
+        keys = spread.view(np.int64).tolist()
+        rows, evicted = model.insert(keys, step)
+        rows = [rows[k : k + 8] for k in range(0, 64, 8)]
+        assert insert(store, np.reshape(keys, (8, 8)), step) == (rows, evicted)
+    found, rows = store.items("t")
+    assert dict(zip(found.tolist(), rows.tolist())) == model.rows
+    others = np.array([*keys, 12345])
+    expected = [model.rows.get(key, height) for key in others.tolist()]
+    assert store.find("t", others).tolist() == expected
+    stats = store.stats()["t"]
+    assert (stats.keys, stats.evicted_keys) == (len(model.rows), model.evicted)
+    assert (stats.refused_keys, stats.waiting_keys) == (model.refused, model.waiting)
+
+
+def test_more_keys_in_a_call_than_are_kept():
+    """Of 3,000 that wait, the last 1,024 and those before them are still known."""
+    store = store_of(8, admit_after=2)
+    insert(store, np.arange(3000), 0)
+    rows, _ = insert(store, [0, 1023, 1024, 2047, 2048, 2999], 1)
+    assert rows == [8, 8, 0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------ what a key is
+
+
+def test_kinds_of_keys():
+    store = store_of()
+    wide = np.array([[1 << 60, -1], [5, 1 << 60]])
+    assert insert(store, wide, 0)[0] == [[1, 2], [0, 1]]  # ascending as unsigned
+    assert store.find("t", wide.astype(np.uint64)).tolist() == [[1, 2], [0, 1]]
+    assert store.find("t", np.array([5, 6], np.int8)).tolist() == [0, V]
+    assert store.find("t", [5, 1 << 60]).tolist() == [0, 1]
+    words = np.array([["ann", "Jörg"], ["", "ann"]])
+    rows, _ = store.insert("t", words, 1)
+    assert rows[0, 0] == rows[1, 1] and len({*rows.flat}) == 3
+    assert store.find("t", [b"ann", "J\u00f6rg"]).tolist() == rows[0].tolist()
+    assert store.find("t", "ann") == rows[0, 0]
+    assert insert(store, [], 2) == ([], [])
+    mask = np.array([True, False, True])
+    assert insert(store, [5, 77, 78], 2, where=mask)[0] == [0, V, 6]
+    assert store.find("t", np.array([77])) == V
+
+
+# ------------------------------------------------------------------ rows start anew
+
+
+def test_evicted_rows_start_anew():
+    """Weights of the initializer and zero moments, as a table that never had them."""
+    tx = optax.adam(0.1)
+    store = store_of(2, tx)
+
+    def train(store, keys, step):
+        rows, evicted = insert(store, keys, step)
+        pulled = store.pull("t", rows, mode="drop", capacity=4)
+        read = sj.lookup(pulled, jnp.array(rows), mode="zero")
+        store.push("t", pulled.map(lambda x: 0 * x + step + 1))
+        return rows, evicted, read
+
+    train(store, [7, 4], 0)
+    assert store.pull("t", [0, 1], capacity=2).values[0, 0] != 1
+    rows, evicted, read = train(store, [9, 4, 8], 1)  # 4 stays, and 9 has no row
+    assert (rows, evicted) == ([2, 0, 1], [1])
+    assert_same_bits(read[::2], np.array([[0.0, 0.0], [1.0, 1.0]], np.float32))
+    # Adam's count is that of the table: only the row's own moments are fresh.
+    other = store_of(3, tx)
+    train(other, [1, 2], 0)
+    rows, _, _ = train(other, [1, 2, 3], 1)
+    a, b = (s.pull("t", [row], capacity=1) for s, row in ((store, 1), (other, 2)))
+    assert_same_bits(a.values, b.values)
+
+
+def test_a_table_grows_as_keys_come():
+    store = store_of(10**8)
+    insert(store, np.arange(1000) * 10**12, 0)
+    store.pull("t", np.arange(1000))
+    stats = store.stats()["t"]
+    assert (stats.keys, stats.touched_rows, stats.evicted_keys) == (1000, 1000, 0)
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_restored_it_goes_on_as_before(tmp_path, mapped):
+    """Saved and loaded, or its mapped file opened again."""
+
+    # Rows are sought among the next 6, so where the search is matters too.
+    policy = dict(admit_after=2, window=6)
+
+    def make(k):
+        path = tmp_path / f"table{k}" if mapped else None
+        return store_of(20, ADAGRAD, path, **policy)
+
+    def step(store, k):
+        keys = np.random.default_rng(k).zipf(1.3, 12) % 40 * 10**12
+        rows, _ = store.insert("t", keys, k)
+        pulled = store.pull("t", rows, mode="drop", capacity=16)
+        store.push("t", pulled.map(lambda x: x + k))
+
+    through, stopped = make(0), make(1)
+    for store in (through, stopped):
+        for k in range(15):
+            step(store, k)
+        insert(store, [-3], 13)
+        insert(store, [-3], 14)  # a key whose row was never pulled
+    if mapped:
+        stopped.close()
+        again = make(1)
+    else:
+        stopped.save(tmp_path / "saved")
+        again = store_of(20, ADAGRAD, **policy)
+        for _ in range(3):
+            insert(again, [1, 2, 3, 10**12], 0)  # forgotten by load
+        again.load(tmp_path / "saved")
+    for k in range(15, 30):
+        step(through, k)
+        step(again, k)
+    for x, y in zip(through.items("t"), again.items("t")):
+        np.testing.assert_array_equal(x, y)
+    assert_same_bits(through.pull_all("t"), again.pull_all("t"))
+    assert again.stats()["t"].evicted_keys > 0
+    for store in (through, again):
+        store.close()
+
+
+def test_files_of_tables_without_sightings(tmp_path):
+    """The first files of tables with keys had none. They start as if none was seen."""
+    store = store_of(8, path=tmp_path / "t", admit_after=2)
+    arrays = store._tables["t"].memory.arrays
+    insert(store, [4, 2], 0)
+    assert insert(store, [4, 2], 1)[0] == [1, 0]
+    store.save(tmp_path / "saved")
+    store.close()
+    size = sum(-(-x.nbytes // 4096) * 4096 for x in arrays[-3:])
+    with open(tmp_path / "t", "r+b") as file:
+        file.truncate(os.fstat(file.fileno()).st_size - size)
+    magic, schema = _saving.MAGIC, _saving._HEADER
+    with open(tmp_path / "saved", "rb") as file:
+        header = _format.read_header("f", "saved", file, magic, schema)
+        rest = file.read()
+    sizes = [header["tables"]["t"].pop(name) for name in ("young", "old", "hand")]
+    assert sizes == [2, 0, 0]
+    with open(tmp_path / "saved", "wb") as file:
+        _format.write_header(file, magic, header)
+        file.write(rest[: -(2 * 2 * 8 + 4 * 4)])
+    opened = store_of(8, path=tmp_path / "t", admit_after=2)
+    loaded = store_of(8, admit_after=2)
+    insert(loaded, [9], 0)
+    loaded.load(tmp_path / "saved")
+    for store in (opened, loaded):
+        assert insert(store, [9, 4, 2], 2)[0] == [8, 1, 0]
+        assert insert(store, [9, 4, 2], 3)[0] == [2, 1, 0]
+        store.close()
+
+
+def test_after_a_kill_a_row_without_a_key_is_free(tmp_path):
+    """The count of a row is cleared first and written last, see `TableKeys`."""
+    store = store_of(8, path=tmp_path / "t")
+    insert(store, np.arange(6), 0)
+    store.assign("t", sj.SelectedRows(np.arange(6), np.full((6, D), 5.0), 8))
+    index_of(store).counts[[1, 4]] = 0
+    store.close()
+    store = store_of(8, path=tmp_path / "t")
+    assert store.find("t", np.arange(6)).tolist() == [0, 8, 2, 3, 8, 5]
+    assert insert(store, [11, 12, 13, 14, 15], 1)[0] == [1, 4, 6, 7, 0]
+    assert insert(store, [11, 12, 13, 14, 15], 1)[1] == []
+    weights = store.pull_all("t")[:, 0].tolist()
+    assert weights == [1, 1, 5, 5, 1, 5, 1, 1]  # those that have a new key are fresh
+    store.close()
+
+
+def test_files_of_other_tables(tmp_path):
+    plain = sj.store.KVStore()
+    plain.init("t", (V, D), None, path=tmp_path / "plain", initializer=ONES)
+    plain.save(tmp_path / "saved")
+    plain.close()
+    with pytest.raises(ValueError, match="has keyed True here, but False in"):
+        store_of(path=tmp_path / "plain")
+    store = store_of()
+    with pytest.raises(ValueError, match="has keyed True here, but False in"):
+        store.load(tmp_path / "saved")
+    insert(store, [4, 2], 0)
+    store.save(tmp_path / "keys")
+    data = (tmp_path / "keys").read_bytes()
+    for place in (-4, -40):
+        (tmp_path / "bad").write_bytes(data[:place] + b"\7" + data[place + 1 :])
+        with pytest.raises(ValueError, match="is damaged"):
+            store.load(tmp_path / "bad")
+    (tmp_path / "bad").write_bytes(data[:-36])
+    with pytest.raises(ValueError, match="truncated"):
+        store.load(tmp_path / "bad")
+    assert store.find("t", np.array([4, 2])).tolist() == [1, 0]
+
+
+# ------------------------------------------------------------------ beside other things
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_prefetch_evicts_no_key_in_flight(depth):
+    """Each key's weight is how often it was pushed since it has its row."""
+    store = store_of(16, optax.sgd(1.0))
+    rng = np.random.default_rng(3)
+    batches = [(k, np.unique(rng.zipf(1.4, 4) % 30 + k // 4)) for k in range(60)]
+    weights: dict[int, int] = {}
+    given = []
+
+    def ids_of(batch):
+        step, keys = batch
+        before = dict(zip(*(x.tolist() for x in store.items("t"))))
+        rows, evicted = store.insert("t", keys, step)
+        owners = {row: key for key, row in before.items()}
+        given.append([owners[row] for row in evicted.tolist()])
+        return rows
+
+    pairs = store.prefetch(batches, ids_of, depth=depth, capacity=8, mode="drop")
+    for (step, keys), pulled in pairs:
+        for key in given[step]:
+            del weights[key]
+        for key in keys[store.find("t", keys) < 16].tolist():
+            weights[key] = weights.get(key, 1) + 1
+        store.push("t", pulled.map(lambda x: 0 * x - 1))
+    keys, rows = store.items("t")
+    assert dict(zip(keys.tolist(), store.pull_all("t")[rows, 0].tolist())) == weights
+    assert store.stats()["t"].evicted_keys > 20
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_cached_table_trains_the_rows_of_keys(tmp_path, is_ahead):
+    """As the whole table on the device, bit for bit; and its keys stay, saved."""
+    tx = sj.optim.lazy(ADAGRAD)
+    batches = [(k, np.random.default_rng(k).zipf(1.4, 6) % 20) for k in range(12)]
+    store = keyed = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
+    whole = {"t": jnp.asarray(store.pull_all("t"))}
+    cache = sj.store.CachedTable(store, "t", 8)
+    params = {"t": cache.array}
+    state, state_of_whole = cache.attach(tx, params), tx.init(whole)
+
+    @jax.jit
+    def train(params, state, rows):
+        loss = lambda p: jnp.sum((sj.lookup(p["t"], rows, mode="zero") - 1.5) ** 2)
+        grads = sj.grad(loss, tables={"t": True})(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    rows_of = {}
+
+    def ids_of(batch):
+        step, keys = batch
+        rows_of[step], _ = keyed.insert("t", keys, step)
+        return rows_of[step]
+
+    for batch in cache.prefetch(batches, ids_of) if is_ahead else batches:
+        rows = rows_of[batch[0]] if is_ahead else ids_of(batch)
+        params, state, slots = cache.prepare(rows, params, state)
+        params, state = train(params, state, slots)
+        whole, state_of_whole = train(whole, state_of_whole, jnp.asarray(rows))
+    cache.flush(params, state)
+    assert_same_bits(store.pull_all("t"), whole["t"])
+    keys, rows = store.items("t")
+    assert 8 < len(keys) < V and (store.pull_all("t")[rows] != 1).any()
+    store.close()
+    store = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
+    assert store.items("t")[0].tolist() == keys.tolist()
+    assert_same_bits(store.pull_all("t"), whole["t"])
+    store.close()
+
+
+def test_keys_that_came_since_a_flush_have_fresh_rows(tmp_path):
+    """A copy of the files is what a killed process leaves."""
+    store = store_of(tx=optax.sgd(0.1), path=tmp_path / "t")
+    cache = sj.store.CachedTable(store, "t", 4)
+    table = cache.array
+    state = cache.attach(sj.optim.lazy(optax.sgd(0.1)), table)
+    batches = [[1, 2, 3], [4, 5, 6], [1, 7, 8], [9, 2, 7], [1, 3, 8], [7, 8, 9]]
+    for step, keys in enumerate(batches):
+        if step == 2:
+            cache.flush(table, state, step=step)
+        rows, _ = store.insert("t", np.array(keys), step)
+        table, state, slots = cache.prepare(rows, table, state)
+        table = table.at[slots].add(1)
+    (tmp_path / "killed").mkdir()
+    for name in ("t", "t.journal"):
+        shutil.copy(tmp_path / name, tmp_path / "killed" / name)
+    opened = store_of(tx=optax.sgd(0.1), path=tmp_path / "killed" / "t")
+    keys, rows = opened.items("t")
+    weights = dict(zip(keys.tolist(), opened.pull_all("t")[rows, 0].tolist()))
+    assert weights == dict.fromkeys(range(1, 7), 2) | dict.fromkeys(range(7, 10), 1)
+    opened.close()
+    store.close()
+
+
+def test_a_trainer_with_keys_goes_on_as_before(tmp_path):
+    """A block reads rows; the batches that it gets have asked the store for them."""
+    block = sj.nn.SparseEmbedding(20, D, name="t", mode="zero")
+    loss = lambda rows, ids: jnp.mean((rows - 2.0) ** 2)
+
+    def make():
+        store = store_of(20, ADAGRAD, admit_after=2)
+        return store, sj.nn.Trainer(block, store, loss, optax.sgd(0.1), capacity=8)
+
+    def batches(store, start, stop):
+        for k in range(start, stop):
+            keys = np.random.default_rng(k).zipf(1.3, 6) % 40 * 10**12
+            yield store.insert("t", keys, k)[0]
+
+    through, trainer = make()
+    stopped, again = make()
+    losses = trainer.fit(batches(through, 0, 16), prefetch=1)
+    again.fit(batches(stopped, 0, 16), prefetch=1)
+    again.save(tmp_path)
+    loaded, again = make()
+    again.load(tmp_path)
+    for store, t in ((through, trainer), (loaded, again)):
+        losses = np.append(losses, t.fit(batches(store, 16, 30), prefetch=1))
+    assert_same_bits(losses[16:30], losses[30:])
+    assert_same_bits(through.pull_all("t"), loaded.pull_all("t"))
+    assert through.items("t")[0].tolist() == loaded.items("t")[0].tolist()
+    assert loaded.stats()["t"].evicted_keys > 5
+
+
+def test_a_row_that_was_used_without_a_key_starts_anew():
+    store = store_of(8, optax.sgd(1.0))
+    store.push("t", sj.SelectedRows([0, 5], np.ones((2, D), np.float32), 8))
+    assert insert(store, np.arange(8), 0)[0] == list(range(8))
+    assert (store.pull_all("t") == 1).all()
+
+
+def test_a_cached_table_may_get_keys_but_lose_none():
+    store = store_of(3, optax.sgd(1.0))
+    sj.store.CachedTable(store, "t", 3)
+    assert insert(store, [1, 2, 3], 0)[0] == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="in a CachedTable cannot change hands"):
+        store.insert("t", np.array([3, 4]), 1)
+    assert store.items("t")[0].tolist() == [1, 2, 3]
+    assert index_of(store).last_step.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mixed", [["a", 3], [[3, 4], ["a", "b"]], ["a", None]])
+def test_keys_of_two_kinds_are_refused(mixed):
+    """NumPy makes strings of both; in an array of objects they stay what they are."""
+    store = store_of()
+    for keys in (mixed, tuple(mixed), np.array(mixed, dtype=object)):
+        for use in (lambda x: store.insert("t", x, 0), lambda x: store.find("t", x)):
+            with pytest.raises(TypeError, match="must be all integers or all strings"):
+                use(keys)
+    assert not store.items("t")[0].size
+
+
+def test_keys_in_arrays_of_objects():
+    """As data frames have them: integers are integers, and text is text."""
+    store = store_of()
+    assert insert(store, np.array([[7, 3]], object), 0)[0] == [[1, 0]]
+    assert store.find("t", [3, 7]).tolist() == [0, 1]
+    rows, _ = store.insert("t", np.array(["b", b"a", "a"], object), 1)
+    assert rows[1] == rows[2] != rows[0] and store.stats()["t"].keys == 4
+    assert store.find("t", ["a", "b"]).tolist() == [rows[1], rows[0]]
+
+
+def test_refusals():
+    store, array = store_of(), np.ones((V, D), np.float32)
+    with pytest.raises(TypeError, match="a JAX array of int32, to which JAX truncates"):
+        store.insert("t", jnp.array([7]), 0)
+    with pytest.raises(TypeError, match="keys must be integers, got float64"):
+        store.find("t", np.ones(2))
+    with pytest.raises(TypeError, match="where must be booleans"):
+        store.insert("t", [7, 8], 0, where=[True])
+    with pytest.raises(ValueError, match="step must be"):
+        store.insert("t", [7, 8], -1)
+    policy: Any = sj.store.KeyPolicy()
+    with pytest.raises(ValueError, match="both keys and an array"):
+        store.init("u", array, None, keys=policy)
+    with pytest.raises(TypeError, match=r"keys must be a sparsejax\.store\.KeyPolicy"):
+        policy = "lru"
+        store.init("u", (V, D), None, keys=policy)
+    store.init("u", (V, D), None)
+    for use in (store.items, lambda name: store.find(name, [1])):
+        with pytest.raises(ValueError, match="was made without keys"):
+            use("u")
+    with pytest.raises(ValueError, match="policy must be 'lru' or 'lfu', got 'fifo'"):
+        sj.store.KeyPolicy("fifo")
+    batches = iter([0, 5])
+    ids_of = lambda step: {"t": store.insert("t", [7], step)[0]}
+    with pytest.raises(ValueError, match="step must count batches"):
+        list(store.prefetch(batches, ids_of))

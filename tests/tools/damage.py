@@ -1,0 +1,755 @@
+"""Damaged files for every reader: nothing but ValueError or OSError may come out.
+
+    python -m tests.tools.damage --seconds 60           all readers, until the time is over
+    python -m tests.tools.damage --count 1000           so many files
+    python -m tests.tools.damage --seed 3 --case 512    one file again, with its traceback
+
+A case is one reader, one good file, and what is done to it: bytes are changed, cut,
+moved or put in. Checksums would refuse nearly all of these, so half of the cases change
+what the file says and make its checksums right again: the JSON of a header, the arrays
+of a store, the headers within an `.npz` archive, the text under a compression.
+
+A reader that accepts a file has to give something that can be used: ids that are read,
+words that are looked up, a batch that is trained on.
+"""
+
+import argparse
+import bz2
+import contextlib
+import gzip
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+if __name__ == "__main__":  # before JAX is imported
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import sparsejax as sj
+
+
+ALLOWED = (ValueError, OSError)
+_HAS_PYARROW = importlib.util.find_spec("pyarrow") is not None
+MOST_SECONDS = 20  # for one file
+
+Files = dict[str, bytes]  # by path in a folder
+Change = Callable[[random.Random, Files], Files]
+
+
+class Reader(NamedTuple):
+    """A reader and its files.
+
+    Args:
+      make: writes good files into a folder, and returns what reads and uses one.
+      changes: besides those of bytes, that keep checksums right.
+      share: how often it is drawn.
+    """
+
+    make: Callable[[pathlib.Path], tuple[list[Files], Callable[[pathlib.Path], Any]]]
+    changes: tuple[Change, ...] = ()
+    share: float = 1.0
+
+
+class Hangs(BaseException):
+    """A file took too long to be refused."""
+
+
+# ------------------------------------------------------------------ changes of bytes
+
+
+_NUMBERS = [0, 1, 2, 7, 255, 256, 65535, 1 << 20, 1 << 31, 1 << 32, 1 << 40, 1 << 62]
+_NUMBERS += [(1 << k) - 1 for k in (31, 32, 53, 63, 64)]
+
+
+def _place(rng: random.Random, data: bytes) -> int:
+    """A place in a file: often near one of its ends, where its structure is."""
+    size = len(data)
+    near = rng.randrange(min(size, 200)) if size else 0
+    return rng.choice([near, max(size - 1 - near, 0), rng.randrange(size or 1)])
+
+
+def _flip(rng, data):
+    at = _place(rng, data)
+    return (
+        data[:at]
+        + bytes(b ^ 1 << rng.randrange(8) for b in data[at : at + 1])
+        + (data[at + 1 :])
+    )
+
+
+def _put(rng, data):
+    at, size = _place(rng, data), rng.choice([1, 2, 4, 8])
+    number = (rng.choice(_NUMBERS) % (1 << 8 * size)).to_bytes(
+        size, rng.choice(["little", "big"])
+    )
+    return data[:at] + number + data[at + rng.choice([0, size]) :]
+
+
+def _cut(rng, data):
+    return data[: _place(rng, data)]
+
+
+def _drop(rng, data):
+    at = _place(rng, data)
+    return data[:at] + data[at + rng.choice([1, 2, 8, 64, 1000]) :]
+
+
+def _repeat(rng, data):
+    at, size = _place(rng, data), rng.choice([1, 8, 64, 1000])
+    return (
+        data[: at + size]
+        + data[at : at + size] * rng.choice([1, 3])
+        + (data[at + size :])
+    )
+
+
+def _noise(rng, data):
+    at, size = _place(rng, data), rng.choice([1, 4, 30, 300])
+    return data[:at] + rng.randbytes(size) + data[at + rng.choice([0, size]) :]
+
+
+def _text(rng, data):
+    """Words that mean something to a parser."""
+    words = '"|""|,|\t|\r\n|\n\n|#|:|qid:|-1|nan|1e999|0x1|1_0|{|}|[|]|(|null|PK|None'
+    word = rng.choice(words.split("|")).encode() * rng.choice([1, 1, 2, 50])
+    at = _place(rng, data)
+    return data[:at] + word + data[at + rng.choice([0, len(word)]) :]
+
+
+def _digits(rng, data):
+    """Another number in the place of one that is written out."""
+    found = list(re.finditer(rb"\d+", data))
+    if not found:
+        return _put(rng, data)
+    one = rng.choice(found[:200])
+    number = rng.choice([-1, *_NUMBERS, 1 << 70, rng.randrange(100)])
+    return data[: one.start()] + str(number).encode() + data[one.end() :]
+
+
+_BYTES = [_flip, _put, _cut, _drop, _repeat, _noise, _text, _digits]
+
+
+def _some(rng: random.Random, data: bytes) -> bytes:
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        data = rng.choice(_BYTES)(rng, data)
+    return data
+
+
+def change_bytes(rng: random.Random, files: Files) -> Files:
+    """Changes the bytes of one file; of several, one may be gone or be another."""
+    name = rng.choice(sorted(files))
+    new = dict(files)
+    if len(files) > 1 and rng.random() < 0.1:
+        del new[name]
+    elif len(files) > 1 and rng.random() < 0.1:
+        new[name] = files[rng.choice(sorted(files))]
+    else:
+        new[name] = _some(rng, files[name])
+    return new
+
+
+# ------------------------------------------------------------------ changes with sense
+
+
+_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    -1,
+    0.5,
+    1e400,
+    "",
+    "float32",
+    "x" * 300,
+    [],
+    {},
+]
+_VALUES += [[1], [[1]], ["a"], {"a": 1}, [None], "object", "threefry2x32", "mod"]
+
+
+def change_json(rng: random.Random, value: Any) -> Any:
+    """Parsed JSON, with one part of it changed, gone or added."""
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.8:
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        key, new = rng.choice(keys), value.copy()
+        kind = rng.random()
+        if kind < 0.75:
+            new[key] = change_json(rng, value[key])
+        elif kind < 0.9:
+            del new[key]
+        elif isinstance(new, dict):
+            new[rng.choice(["", "x", f"{key}x"])] = value[key]
+        else:
+            new.insert(key, value[key])
+        return new
+    if type(value) is int and rng.random() < 0.5:
+        return rng.choice([value + 1, value - 1, *_NUMBERS, 1 << 70])
+    return rng.choice(_VALUES)
+
+
+def change_header(rng: random.Random, files: Files) -> Files:
+    """Another header of a store's file, with the right length and checksum."""
+    ((name, data),) = files.items()
+    magic, rest = data[:18], data[18:]
+    size = int.from_bytes(rest[:8], "little")
+    header = change_json(rng, json.loads(rest[12 : 12 + size]))
+    text = json.dumps(header).encode()
+    if rng.random() < 0.05:
+        text = rng.choice([b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN", b'"x"'])
+    head = len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little")
+    body = rest[12 + size :]
+    if magic == b"sparsejax table 2\n":  # the rows begin at a page
+        body = (
+            body[len(text) - size :]
+            if len(text) > size
+            else (bytes(size - len(text)) + body)
+        )
+    return {name: magic + head + text + body}
+
+
+def change_arrays(rng: random.Random, files: Files) -> Files:
+    """Other ids or values in a saved store, with the right checksum."""
+    ((name, data),) = files.items()
+    size = int.from_bytes(data[18:26], "little")
+    (table,) = json.loads(data[30 : 30 + size])["tables"].values()
+    start = 30 + size + 8  # after the count of steps and its checksum
+    end = start + 8 * table["touched"]
+    ids = np.frombuffer(data[start:end], np.int64).copy()
+    if len(ids):
+        ids[rng.randrange(len(ids))] = rng.choice([-1, 0, 7, 10**6, 2**62])
+    if rng.random() < 0.3:
+        ids = ids[::-1]
+    content = ids.tobytes()
+    mark = zlib.crc32(content).to_bytes(4, "little")
+    return {name: data[:start] + content + mark + data[end + 4 :]}
+
+
+_DTYPES = "|O,<f4,>f4,<f8,<f16,|b1,|S0,|S3,<U2,|V8,<M8[s],<i8,<i2,|u1,<c8,<x4".split(
+    ","
+)
+_SHAPES = ["()", "(0,)", "(3,)", "(1, 3)", "(2, 2, 2)", "(-1,)", "(99999999999,)"]
+_SHAPES += ["(0, 4611686018427387904)", "(True,)", "(3", "((3,),)", "(" * 300, "None"]
+
+
+def change_archive(rng: random.Random, files: Files) -> Files:
+    """Another `.npz` archive: members changed, gone, added, packed in other ways."""
+    ((name, data),) = files.items()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = {m: archive.read(m) for m in archive.namelist()}
+    one = rng.choice(sorted(members))
+    content = members[one]
+    kind = rng.randrange(8)
+    if kind == 0:
+        del members[one]
+    elif kind == 1:
+        members[one] = members[rng.choice(sorted(members))]
+    elif kind == 2:
+        members[rng.choice(["x", "names", "ids 1", "words 7", "rows"]) + ".npy"] = (
+            content
+        )
+    elif kind == 3:
+        members[one] = _some(rng, content)
+    elif kind == 4:
+        values = rng.choice(
+            [np.arange(3), np.ones(2), np.float32(3), np.array([b"b", b"a"]), "x"]
+            + [np.array(["a"]), np.zeros((0, 3)), np.array([2**62, -5]), np.bool_(1)]
+        )
+        file = io.BytesIO()
+        np.save(file, values)
+        members[one] = file.getvalue()
+    else:
+        form = r"'descr': '([^']*)', 'fortran_order': (\w+), 'shape': (\(.*?\))"
+        found = re.search(form.encode(), content)
+        if found:
+            text = {1: _DTYPES, 2: ["True", "1", "x"], 3: _SHAPES}
+            place = rng.choice([1, 1, 2, 3, 3])
+            begin, end = found.span(place)
+            new = content[:begin] + rng.choice(text[place]).encode() + content[end:]
+            size = int.from_bytes(content[8:10], "little") + len(new) - len(content)
+            members[one] = new[:8] + (size % 65536).to_bytes(2, "little") + new[10:]
+    method = rng.choice([zipfile.ZIP_STORED] * 3 + [zipfile.ZIP_DEFLATED])
+    if rng.random() < 0.005:
+        members[one] = content + bytes(100 << 20)
+        method = zipfile.ZIP_DEFLATED
+    if rng.random() < 0.05:
+        method = rng.choice([zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for member, content in members.items():
+            archive.writestr(member, content)
+    packed = file.getvalue()
+    return {name: _some(rng, packed) if rng.random() < 0.2 else packed}
+
+
+def change_packed_text(rng: random.Random, files: Files) -> Files:
+    """Other lines under a compression."""
+    ((name, data),) = files.items()
+    pack, unpack = (bz2.compress, bz2.decompress)
+    if data.startswith(b"\x1f\x8b"):
+        pack, unpack = (gzip.compress, gzip.decompress)
+    elif not data.startswith(b"BZh"):
+        return {name: _some(rng, data)}
+    return {name: pack(_some(rng, unpack(data)))}
+
+
+def change_record(rng: random.Random, files: Files) -> Files:
+    """Another JSON in one of the files of a checkpoint that hold one."""
+    held = [n for n, data in files.items() if data[:1] in (b"{", b"[")]
+    name = rng.choice(sorted(held))
+    new = change_json(rng, json.loads(files[name]))
+    return files | {name: json.dumps(new).encode()}
+
+
+# ------------------------------------------------------------------ readers
+
+
+V, D = 40, 4
+_TX = optax.adam(0.1)
+
+
+def _files(folder: pathlib.Path) -> Files:
+    """All files of a folder, by path; or one file, without a name."""
+    if folder.is_file():
+        return {"": folder.read_bytes()}
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths}
+
+
+def _rows(folder, suffix):
+    good = []
+    for k, dtype in enumerate(["float32", "bfloat16", "bool", "int8"]):
+        values = jnp.arange(12).reshape(2, 3, 2).astype(dtype)
+        path = folder / f"{k}{suffix}"
+        rows = sj.SelectedRows(jnp.array([7, 3]), values, 10 + 990 * k)
+        sj.desc.save_selected_rows(path, rows)
+        good.append(_files(path))
+
+    def read(path):
+        found = sj.desc.load_selected_rows(path)
+        assert found.values.shape[0] == found.rows.shape[0]
+        ids = np.asarray(found.rows)
+        assert not ids.size or 0 <= ids.min() <= ids.max() < found.height
+        np.asarray(found.values).tobytes()
+
+    return good, read
+
+
+def _paddle_rows(folder):
+    return _rows(folder, "")
+
+
+def _npz_rows(folder):
+    good, read = _rows(folder, ".npz")
+    with np.load(io.BytesIO(good[0][""])) as arrays:
+        np.savez_compressed(folder / "packed.npz", **arrays)
+    return [*good, _files(folder / "packed.npz")], read
+
+
+def _vocabulary(folder):
+    text, path, good = folder / "words.csv", folder / "words.npz", []
+    text.write_text("user,item\nann,tea\nbob,tea\nann,jam\n,\nc\u00e9d,a b\n")
+    for columns in ({"ids": ["user", "item"]}, {"ids": [0]}):
+        sj.data.Vocabulary.build(text, columns=columns).save(path)
+        good.append(_files(path))
+    shared = {"head": [7, 8], "tail": np.array([8, 2**63], np.uint64)}
+    for columns in (shared, shared | {"rel": ["is", "has", "is"]}):
+        groups = [["head", "tail"]]
+        sj.data.Vocabulary.from_columns(columns, shared=groups).save(path)
+        good.append(_files(path))
+
+    def read(path):
+        found = sj.data.Vocabulary.load(path)
+        for column, size in enumerate(found.sizes()):
+            ids = found.encode(column, ["ann", b"tea", "", "new", "c\u00e9d"])
+            assert ids.dtype == np.int32 and 0 <= ids.min() <= ids.max() < size
+            found.decode(column, np.arange(1, size))
+            assert found.frequencies == () or found.counts(column).sum() >= 0
+
+    return good, read
+
+
+def _store(folder):
+    good, path = [], folder / "store"
+    store = sj.store.KVStore()
+    normal = jax.nn.initializers.normal(0.1)
+    store.init("t", (V, D), _TX, initializer=normal)
+    table = store._tables["t"]
+    for ids in ([], [3, 7, 21]):
+        store.pull("t", np.array(ids, np.int32))
+        store.save(path)
+        good.append(_files(path))
+    kept = np.array(table.weights)
+
+    def read(path):
+        nonlocal kept
+        try:
+            store.load(path)
+        except ALLOWED:
+            assert np.array_equal(kept, table.weights), "a refused file was loaded"
+            raise
+        kept = np.array(table.weights)
+        assert store.pull_all("t").shape == (V, D)
+
+    return good, read
+
+
+def _mapped(folder):
+    path = folder / "table"
+    with sj.store.KVStore() as store:
+        store.init("t", (V, D), _TX, path=path)
+        store.pull("t", np.array([3, 7]))
+    good = [_files(path)]
+
+    def read(path):
+        with sj.store.KVStore() as store:
+            store.init("t", (V, D), _TX, path=path)
+            assert store.pull_all("t").shape == (V, D)
+
+    return good, read
+
+
+def _journal(folder):
+    """A mapped table that was killed in training, and its journal."""
+    path = folder / "table"
+    store = sj.store.KVStore()
+    store.init("t", (V, D), _TX, path=path)
+    cache = sj.store.CachedTable(store, "t", 2)
+    array = cache.array
+    state = cache.attach(sj.optim.lazy(_TX), array)
+    for ids in ([3, 7], [5, 1], [2, 4], [6]):
+        array, state, slots = cache.prepare(ids, array, state)
+        array = array.at[slots].add(1)
+    good = [_files(folder)]
+    assert len(good[0]) == 2
+    store.close()
+
+    def read(path):
+        with sj.store.KVStore() as store:
+            store.init("t", (V, D), _TX, path=path / "table")
+            assert store.pull_all("t").shape == (V, D)
+
+    return good, read
+
+
+@contextlib.contextmanager
+def _small_blocks():
+    """Lets pyarrow read what comes after the first lines, where it is installed."""
+    from sparsejax.data import _csv_arrow, _text
+
+    old = _text.BLOCK, _csv_arrow.LEAST
+    _text.BLOCK, _csv_arrow.LEAST = 8, 1
+    try:
+        yield
+    finally:
+        _text.BLOCK, _csv_arrow.LEAST = old
+
+
+_CLICKS = "1\t5\t\t68fd1e64\t80e2\n0\t-2.5\t1e3\t\tfb93\n\n1\t7\t0\t68fd1e64\tx\n"
+_RATINGS = 'user,item,rating\n"ann","t""e,a",5\n bob , jam,2.5\nann,"two\nlines",\n'
+
+
+def _csv(folder):
+    texts = [_CLICKS.encode(), _CLICKS.replace("\n", "\r\n").encode()]
+    texts += [_RATINGS.encode(), b"\xef\xbb\xbf" + _RATINGS.encode()]
+    good = [{"": text} for text in texts]
+    good += [{"": gzip.compress(text, mtime=0)} for text in texts]
+    good += [{"": bz2.compress(texts[2])}]
+    layout: Any = dict(num_numbers=2, num_ids=2)
+    columns: Any = dict(columns={"ids": ["user", "item"], "label": "rating"}, missing=0)
+
+    def read(path):
+        errors = []
+        for options in (layout, columns, layout | {"quotes": False}):
+            try:
+                found = sj.data.read_csv_ids(path, 50, **options)
+                assert 0 <= found["ids"].min(initial=0) <= found["ids"].max(initial=0)
+                assert found["ids"].max(initial=0) < 50
+                parts = sj.data.iter_csv_ids(path, 50, chunk_rows=1, **options)
+                assert sum(len(p["ids"]) for p in parts) == len(found["ids"])
+                with _small_blocks():
+                    again = sj.data.read_csv_ids(path, 50, **options)
+                for name, x in found.items():
+                    assert np.array_equal(x, again[name], equal_nan=True), name
+                known = sj.data.Vocabulary.build(
+                    path, **{k: v for k, v in options.items() if k != "missing"}
+                )
+                assert len(known.sizes()) == 2
+            except ALLOWED as error:
+                errors.append(error)
+        if len(errors) == 3:
+            raise errors[0]
+
+    return good, read
+
+
+def _parquet(folder):
+    import pyarrow
+    from pyarrow import parquet
+
+    path = folder / "ratings.parquet"
+    users = pyarrow.array([7, None, 7, 8, 2**40])
+    items = pyarrow.array(["ann", None, "b\u00e9", "ann", ""])
+    table: Any = {"user": users, "item": items, "rating": [5, 2.5, 1, 4, 3]}
+    good = []
+    for codec in ("none", "gzip", "zstd"):
+        for form in (items, items.dictionary_encode()):
+            made = pyarrow.table(table | {"item": form})
+            options: Any = dict(row_group_size=2, write_page_checksum=True)
+            parquet.write_table(made, path, compression=codec, **options)
+            good.append(_files(path))
+    columns: Any = {"ids": ["user", "item"], "label": "rating"}
+
+    def read(path):
+        found = sj.data.read_parquet_ids(path, 50, columns=columns, missing=0)
+        assert 0 <= found["ids"].min(initial=0) <= found["ids"].max(initial=0) < 50
+        known = sj.data.Vocabulary.build(path, columns=columns)
+        assert len(known.sizes()) == 2
+
+    return good, read
+
+
+_VECTORS = "tea 0.5 1.5 2e-3\na b 1 2 3\n\njam 2 -1 .5"
+
+
+def _vectors(folder):
+    texts = [_VECTORS.encode(), b"3 3\n" + _VECTORS.encode()]
+    words = b"tea", b"a\xff", b"jam"
+    vectors = [
+        word + b" " + np.array([0.5, -3, 1e9], np.float32).tobytes() for word in words
+    ]
+    texts += [b"3 3\n" + b"".join(vectors), b"3 3\n" + b"\n".join(vectors) + b"\n"]
+    good = [{"": text} for text in texts]
+    good += [{"": gzip.compress(text, mtime=0)} for text in texts]
+
+    def read(path):
+        words, vectors = sj.data.read_vectors(path)
+        assert len(words) == len(vectors) and vectors.dtype == np.float32
+        some = sj.data.read_vectors(path, only=["tea", "new"])[0]
+        assert set(some.tolist()) <= {b"tea"}
+
+    return good, read
+
+
+_LIBSVM = "1 1:0.5 3:2  # a comment\n0 qid:3 2:1\n-1.5 7:1e-3\n\n1,2 4:1\n3 5:-.5"
+
+
+def _libsvm(folder):
+    text = _LIBSVM.encode()
+    plain = text.replace(b"1,2 4:1\n", b"").replace(b"qid:3 ", b"")
+    good = [{"": x} for x in (text, plain, gzip.compress(text, mtime=0))]
+
+    def read(path):
+        errors = []
+        for multilabel in (False, True):
+            try:
+                x, y, *_ = sj.data.read_libsvm(
+                    path, multilabel=multilabel, query_id=multilabel
+                )
+                assert x.shape[0] == len(y) and x.indptr[-1] == x.nnz == len(x.indices)
+                assert not x.nnz or 0 <= x.indices.min() <= x.indices.max() < x.shape[1]
+            except ALLOWED as error:
+                errors.append(error)
+        if len(errors) == 2:
+            raise errors[0]
+
+    return good, read
+
+
+def _var_desc(folder):
+    descs = [
+        sj.desc.VarDesc("g", "SELECTED_ROWS", "float32", (100, 8)),
+        sj.desc.VarDesc("x", "LOD_TENSOR", "int64", (-1,), 2, True),
+    ]
+    good = [{"": sj.desc.to_bytes(desc)} for desc in descs]
+
+    def read(path):
+        found = sj.desc.from_bytes(path.read_bytes())
+        sj.desc.from_bytes(sj.desc.to_bytes(found))
+
+    return good, read
+
+
+def _checkpoint(folder):
+    tree = {"w": jnp.ones(3), "n": 3, "key": jax.random.key(1), "b": np.ones(2)}
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    tree["t"] = sj.parallel.shard_rows(np.ones((5, 2), np.float32), mesh, "x")
+    with sj.parallel.Checkpointer(folder / "run") as checkpoints:
+        checkpoints.save(3, tree, data={"batch": 7})
+    like = tree | {"t": np.ones((5, 2), np.float32)}
+
+    def read(path):
+        with sj.parallel.Checkpointer(path, read_only=True) as checkpoints:
+            for given in (tree, like):
+                found = checkpoints.restore(given)
+                jax.tree.map(lambda a, b: np.shape(a) == np.shape(b), found, given)
+            assert isinstance(checkpoints.restore_data(), dict)
+
+    return [_files(folder / "run")], read
+
+
+def _trainer(folder):
+    block = sj.nn.SparseEmbedding(V, D, name="item")
+    loss = lambda rows, ids: jnp.sum((rows - 1) ** 2)
+    made = sj.nn.Trainer(
+        block, sj.store.KVStore(), loss, optax.adam(0.1), params={"w": jnp.ones(2)}
+    )
+    made.fit([jnp.array([3, 7])])
+    made.save(folder / "run")
+
+    def read(path):
+        made.load(path)
+        assert isinstance(made.steps, int) and made.params["w"].shape == (2,)
+        assert made.store.pull_all("item").shape == (V, D)
+
+    return [_files(folder / "run")], read
+
+
+READERS = {
+    "load_selected_rows": Reader(_paddle_rows),
+    "load_selected_rows, npz": Reader(_npz_rows, (change_archive,)),
+    "Vocabulary.load": Reader(_vocabulary, (change_archive,)),
+    "KVStore.load": Reader(_store, (change_header, change_arrays)),
+    "KVStore.init": Reader(_mapped, (change_header,)),
+    "KVStore.init, journal": Reader(_journal),
+    "read_csv_ids": Reader(_csv, (change_packed_text,)),
+    "read_libsvm": Reader(_libsvm, (change_packed_text,)),
+    **({"read_parquet_ids": Reader(_parquet)} if _HAS_PYARROW else {}),
+    "read_vectors": Reader(_vectors, (change_packed_text,)),
+    "from_bytes": Reader(_var_desc, share=0.3),
+    # These read a folder of 20 files with orbax, which takes a hundred times as long.
+    "Checkpointer.restore": Reader(_checkpoint, (change_record,), share=0.02),
+    "Trainer.load": Reader(_trainer, (change_record,), share=0.02),
+}
+
+
+# ------------------------------------------------------------------ running
+
+
+class Bench:
+    """The readers with their good files, in a folder of its own."""
+
+    def __init__(self, folder: pathlib.Path, names: Any = READERS):
+        self.folder, self.names = folder, list(names)
+        self.good, self.read = {}, {}
+        for k, name in enumerate(self.names):
+            own = folder / f"good {k}"
+            own.mkdir()
+            self.good[name], self.read[name] = READERS[name].make(own)
+            for files in self.good[name]:
+                self.run(name, files)  # a good file is read
+
+    def damaged(self, seed: int, case: int) -> tuple[str, Files]:
+        """The reader and the files of a case."""
+        rng = random.Random(f"{seed} {case}")
+        shares = [READERS[name].share for name in self.names]
+        (name,) = rng.choices(self.names, shares)
+        files, changes = rng.choice(self.good[name]), READERS[name].changes
+        change = change_bytes
+        if changes and rng.random() < 0.5:
+            change = rng.choice(changes)
+        return name, change(rng, files)
+
+    def run(self, name: str, files: Files) -> None:
+        """Writes the files, and reads them."""
+        path = self.folder / "damaged"
+        for file, data in files.items():
+            where = path / file if file else path
+            where.parent.mkdir(parents=True, exist_ok=True)
+            where.write_bytes(data)
+        try:
+            self.read[name](path)
+        finally:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def try_case(self, seed: int, case: int) -> tuple[str, str]:
+        """The reader, and "read", "refused", or else what came out of it."""
+        name, files = self.damaged(seed, case)
+        previous = signal.signal(signal.SIGALRM, _raise_hangs)
+        signal.alarm(MOST_SECONDS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                # Of orbax and its threads, when a file of theirs is missing.
+                warnings.simplefilter("ignore", ResourceWarning)
+                self.run(name, files)
+        except ALLOWED:
+            return name, "refused"
+        except (Exception, Hangs) as error:
+            return name, "".join(traceback.format_exception(error))
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, previous)
+        return name, "read"
+
+
+def _raise_hangs(*_: Any) -> None:
+    raise Hangs(f"more than {MOST_SECONDS} seconds")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--count", type=int, default=10**9)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="only this one")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="of address space")
+    given = parser.parse_args()
+    tally = {name: {"read": 0, "refused": 0} for name in READERS}
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(pathlib.Path(folder))
+        _limit_memory(given.gigabytes)
+        first = 0 if given.case is None else given.case
+        last = given.count if given.case is None else given.case + 1
+        until = time.monotonic() + given.seconds
+        for case in range(first, last):
+            if time.monotonic() > until:
+                break
+            name, found = bench.try_case(given.seed, case)
+            if found in tally[name]:
+                tally[name][found] += 1
+            else:
+                failures += 1
+                print(f"--seed {given.seed} --case {case}: {name}\n{found}")
+    total = sum(sum(own.values()) for own in tally.values()) + failures
+    for name, own in tally.items():
+        print(f"{name:24} {own['refused']:7,} refused {own['read']:7,} read")
+    print(f"{total:,} files of seed {given.seed}, {failures} raised something else")
+    return 1 if failures else 0
+
+
+def _limit_memory(gigabytes: float) -> None:
+    """More than that is a MemoryError, which is no ValueError."""
+    import resource
+
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    most = now + int(gigabytes * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

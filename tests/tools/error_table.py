@@ -1,0 +1,172 @@
+"""Makes tests/error_messages.md: what raises what, found out by calling it.
+
+    python tests/tools/error_table.py             makes the page again
+    python tests/tools/error_table.py --missing   lists the `raise`s that no call reaches
+
+The calls are in `error_calls_core.py` and `error_calls_packages.py`. `test_errors.py`
+makes the page again and compares, so that a change of a message is seen in a diff.
+"""
+
+import ast
+import contextlib
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import warnings
+from typing import Any, NamedTuple
+
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "sparsejax"
+PAGE = ROOT / "tests" / "error_messages.md"
+
+HEAD = """\
+# Error messages
+
+What a wrong call answers: what was called, what was found, what to do. This page is
+made by `python tests/tools/error_table.py`, which runs every call; a test makes it again and
+compares.
+"""
+
+
+class Section(NamedTuple):
+    """Calls of one theme.
+
+    Args:
+      title: of the section.
+      given: what the calls take for granted, run before each of them.
+      calls: code, each of which raises. A name that it binds is its own.
+    """
+
+    title: str
+    given: str
+    calls: list[str]
+
+
+class Answer(NamedTuple):
+    call: str
+    error: str
+    message: str
+
+
+def answer(section: Section, call: str) -> Answer:
+    """Runs a call in an empty folder.
+
+    Raises:
+      AssertionError: the call did not raise.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with tempfile.TemporaryDirectory() as folder, _in_folder(folder):
+        exec(compile(section.given, "given.py", "exec"), names)
+        try:
+            # A later line that raises is one of the user's: so is its file's name.
+            exec(compile(call, "model.py", "exec"), names)
+        except Exception as e:
+            text = str(e).replace(folder, "").strip()
+            return Answer(call, type(e).__name__, text)
+        finally:
+            for held in names.values():
+                if hasattr(held, "close"):
+                    held.close()
+    raise AssertionError(f"{section.title}: does not raise: {call}")
+
+
+@contextlib.contextmanager
+def _in_folder(folder: str):
+    old = os.getcwd()
+    os.chdir(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.chdir(old)
+
+
+def table(section: Section) -> str:
+    """A section of the page."""
+    lines = [f"\n## {section.title}\n"]
+    if section.given.strip():
+        lines += ["```python", section.given.strip(), "```\n"]
+    lines += ["| call | | message |", "|---|---|---|"]
+    for call in section.calls:
+        found = answer(section, call)
+        code = "<br>".join(_code(line) for line in call.strip().splitlines())
+        lines.append(f"| {code} | {found.error} | {_cell(found.message)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(line: str) -> str:
+    """A line of code in a cell; spaces at its start would be lost."""
+    bare = line.lstrip()
+    return "&emsp;" * ((len(line) - len(bare)) // 2) + f"`{bare}`".replace("|", "\\|")
+
+
+def _cell(message: str) -> str:
+    escaped = re.sub(r"([\\|<>*_`\[\]$])", r"\\\1", message)
+    return "<br>".join(line.strip() for line in escaped.splitlines() if line.strip())
+
+
+def sections() -> list[Section]:
+    import error_calls_core
+    import error_calls_packages
+
+    return [*error_calls_core.SECTIONS, *error_calls_packages.SECTIONS]
+
+
+def page() -> str:
+    return HEAD + "".join(table(section) for section in sections())
+
+
+# ------------------------------------------------------------------ what is missing
+
+
+def raises() -> set[tuple[str, int]]:
+    """(file, line) of every `raise` of an error in the package."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and node.exc is not None:
+                found.add((str(path), node.lineno))
+    return found
+
+
+def reached() -> set[tuple[str, int]]:
+    """(file, line) in the package that the calls ran."""
+    seen: set[tuple[str, int]] = set()
+
+    def trace(frame, event, _):
+        file = frame.f_code.co_filename
+        if not file.startswith(str(PACKAGE)):
+            return None
+        if event == "line":
+            seen.add((file, frame.f_lineno))
+        return trace
+
+    for section in sections():
+        for call in section.calls:
+            sys.settrace(trace)
+            try:
+                answer(section, call)
+            finally:
+                sys.settrace(None)
+    return seen
+
+
+def main() -> None:
+    # As under pytest: 8 devices made of the CPU. JAX is not imported yet.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flag = "--xla_force_host_platform_device_count"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}=8"
+    if "--missing" in sys.argv:
+        for file, line in sorted(raises() - reached()):
+            print(f"{os.path.relpath(file, ROOT)}:{line}")
+    else:
+        PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
