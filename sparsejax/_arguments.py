@@ -164,6 +164,27 @@ def to_array(
         raise TypeError(f"{call}: {name} must be {what}, got {kind_of(x)}.") from None
 
 
+def wrong(call: str, name: str, want: str, got: str, fix: str = "") -> ValueError:
+    """The error to raise for an argument with a wrong value.
+
+    Args:
+      call, name: the public function and its argument.
+      want: what the argument must be: `one of 'sum' and 'mean'`, `[V, D]`.
+      got: what was found, as `show`, `kind_of` or an f-string prints it.
+      fix: what to do, a sentence.
+    """
+    return ValueError(_wrong(call, name, want, got, fix))
+
+
+def wrong_type(call: str, name: str, want: str, got: str, fix: str = "") -> TypeError:
+    """The error to raise for an argument of a wrong type, see `wrong`."""
+    return TypeError(_wrong(call, name, want, got, fix))
+
+
+def _wrong(call: str, name: str, want: str, got: str, fix: str) -> str:
+    return f"{call}: {name} must be {want}, got {got}.{' ' * bool(fix)}{fix}"
+
+
 def show_spec(x: Any) -> str:
     """`float32[3,2]` for an array or a spec, else the repr."""
     # A tree of types, as jax.tree.map(type, grads) makes, must print as well.

@@ -16,6 +16,7 @@ one row at a time.
 
 import functools
 import json
+import pathlib
 import re
 from typing import Any, NamedTuple
 
