@@ -243,11 +243,6 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
     return lax.all_gather(x, axes, tiled=True, to=to)
 
 
-def is_differentiated_with(x: Any, y: Any) -> bool:
-    """Whether `x` is a tracer of the same transformation as the tracer `y`."""
-    return isinstance(x, _core.Tracer) and x._trace is y._trace
-
-
 def explicit_spec(x: Any) -> tuple[Any, ...]:
     """How `x` is sharded over explicit mesh axes: a PartitionSpec's parts, or ()."""
     spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
