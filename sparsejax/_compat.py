@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from jax import experimental as _experimental, lax
 from jax._src import (
-    api as _api,
     core as _core,
     dispatch as _dispatch,
     dtypes as _dtypes,
@@ -29,7 +28,6 @@ from jax._src import (
 )
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
 from jax._src.interpreters import (
-    ad as _ad_src,
     mlir as _mlir_src,
     partial_eval as _partial_eval,
     pxla as _pxla,
@@ -101,57 +99,6 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     functions, params = found if isinstance(found, tuple) else ((), found)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def nested(eqn: Any) -> dict[str, Any] | None:
-    """An equation as a nested `jit` that is inlined: the parameters of that `jit`.
-
-    Its inputs are the equation's, without literals, each of them once. None if an
-    output is not used, which has no name then, or if a type is one of hijax.
-    """
-    if any(isinstance(v, _core.DropVar) for v in eqn.outvars):
-        return None
-    if any(getattr(v.aval, "is_high", False) for v in (*eqn.invars, *eqn.outvars)):
-        return None
-    invars = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-    params = _nested_jit(len(invars), len(eqn.outvars), eqn.ctx, get_concrete_mesh())
-    closed = params["jaxpr"]
-    jaxpr, _ = open_jaxpr(closed)
-    # Where it is inlined it gets the name and the source line that it has there.
-    unnamed = eqn.replace(source_info=_source_info.new_source_info())
-    inner = jaxpr.replace(invars=invars, outvars=list(eqn.outvars), eqns=[unnamed])
-    if type(closed) is not type(jaxpr):
-        inner = closed.replace(jaxpr=inner)
-    return {**params, "jaxpr": inner, "inline": _INLINE, "name": eqn.primitive.name}
-
-
-_ways = getattr(_api, "Inline", None)  # jax 0.12
-_INLINE: Any = _ways.JAX_EARLY if _ways else True
-
-
-@functools.lru_cache(maxsize=256)
-def _nested_jit(
-    num_inputs: int, num_outputs: int, context: Any, mesh: Any
-) -> dict[str, Any]:
-    """The parameters of a `jit` with so many inputs and outputs, in that context."""
-    del context, mesh  # the present ones
-    fun = jax.jit(lambda *xs: [xs[0]] * num_outputs)
-    with jax.disable_jit(False):
-        jaxpr, _ = trace(fun, *(0.0,) * num_inputs)
-    return jaxpr.eqns[0].params
-
-
-def is_staged(x: Any) -> bool:
-    """Whether `x` is a tracer of which nothing is computed now, as inside a `jit`."""
-    trace = x._trace if isinstance(x, _core.Tracer) else None
-    while trace and not isinstance(trace, _partial_eval.DynamicJaxprTrace):
-        trace = getattr(trace, "parent_trace", None)
-    return trace is not None
-
-
-def is_staged_derivative(x: Any) -> bool:
-    """Whether `x` is staged and is differentiated, as by `jax.vjp`."""
-    return isinstance(x, _ad_src.LinearizeTracer) and is_staged(x)
 
 
 def placeholder(aval: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _arguments, _collector
+from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, with_slots
 from sparsejax._rows.order_after import order_after
@@ -175,7 +175,6 @@ def transform(
     check_fun(caller, fun, argnums, has_aux)
 
     @functools.wraps(fun)
-    @_collector.paused_if_traced
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(fun, argnums, has_aux, tables, args, kwargs, caller)
         loss, aux, grads = _differentiate(make_plan(call, stacks=stacks))

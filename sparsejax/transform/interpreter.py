@@ -46,7 +46,6 @@ import numpy as np
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
-from sparsejax.transform import repeated
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.registry import Registry
 from sparsejax.transform.table import TableRef, drop_cotangents, plant, plant_combined
@@ -544,7 +543,7 @@ def walk(
         inputs = [value(v) for v in eqn.invars]
         with _compat.equation_context(eqn):
             if not (has_table or has_source):
-                env.update(zip(eqn.outvars, repeated.bind(eqn, inputs)))
+                env.update(zip(eqn.outvars, _compat.bind(eqn, inputs)))
                 continue
 
             def producer(position: int, eqn=eqn):

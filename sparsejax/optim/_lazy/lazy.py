@@ -22,7 +22,6 @@ import functools
 
 import optax
 
-from sparsejax import _collector
 from sparsejax._rows import is_selected_rows
 from sparsejax.optim._huge_pages import huge_pages
 from sparsejax.optim._lazy import (
@@ -151,7 +150,6 @@ def lazy(
         huge_pages((params, state))
         return state
 
-    @_collector.paused_if_traced
     def update(updates, state, params=None, **extra_args):
         leaves, treedef = trees.flatten(updates)
         grads = treedef.unflatten(leaves)
