@@ -25,6 +25,7 @@ from jax._src import (
     sharding_impls as _sharding_impls,
     source_info_util as _source_info,
     tree_util as _tree_util,
+    xla_bridge as _xla_bridge,
 )
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
 from jax._src.interpreters import (
@@ -49,20 +50,12 @@ enable_x64 = _namespace.enable_x64
 
 get_concrete_mesh = _mesh.get_concrete_mesh
 
+# Return True if JAX has started a backend, with its threads.
+has_backend = _xla_bridge.backends_are_initialized
+
 # Numbers in shapes may be symbols, in an export.
 InconclusiveDimensionOperation = _core.InconclusiveDimensionOperation
 max_dim = _core.max_dim
-
-# Types of one's own, with tangents of another type. Before jax 0.12 they are missing or
-# have other names, and `object` stands in: no value is ever made.
-HIJAX_RELEASE = "0.12"
-try:
-    from jax.experimental import hijax as _hijax
-except ImportError:  # jax 0.7.2
-    _hijax = None
-has_hijax = hasattr(_hijax, "HiPrim")
-HiType: Any = getattr(_hijax, "HiType", object) if has_hijax else object
-HiPrim: Any = getattr(_hijax, "HiPrim", object)
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))
@@ -521,43 +514,6 @@ def _has_one_device(module: Any) -> bool:
 def _runs_here(module: Any) -> bool:
     """Whether a program of one device is not exported, for others to run."""
     return _has_one_device(module) and not module.lowering_parameters.for_export
-
-
-# ------------------------------------------------------------------ types of one's own
-
-
-def register_hitype(kind: Any, type_of: Callable[[Any], Any]) -> None:
-    """Registers the class of the values of a `HiType`, where JAX has them."""
-    if has_hijax:
-        hijax: Any = _hijax
-        hijax.register_hitype(kind, type_of)
-
-
-def array_method(f: Any) -> Any:
-    """A function of a traced value as a method of its `HiType`."""
-    hijax: Any = _hijax
-    return hijax.aval_method(f) if has_hijax else f
-
-
-def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """The type of an array."""
-    return _core.ShapedArray(tuple(shape), np.dtype(dtype))
-
-
-def is_zero(x: Any) -> bool:
-    """Whether a tangent or cotangent is a symbolic zero."""
-    return isinstance(x, _ad.Zero)
-
-
-def zero_tangent(aval: Any) -> Any:
-    """The symbolic zero tangent of a value of type `aval`."""
-    return _ad.Zero(aval.to_tangent_aval())
-
-
-def linearize_from_jvp() -> tuple[Any, Any]:
-    """The rules `lin` and `linearized` of a `HiPrim` that has a `jvp`."""
-    hijax: Any = _hijax
-    return tuple(hijax.linearize_from_jvp) if has_hijax else (None, None)
 
 
 # ------------------------------------------------------------------ opaque integers

@@ -31,8 +31,8 @@ LAYERS = [
     {"_segments", "_index"},
     {"_lookup"},
     {"transform"},
-    {"optim", "extend"},
-    {"nn", "data", "store", "parallel", "desc", "viz", "losses", "experimental"},
+    {"optim", "extend", "cpu"},
+    {"nn", "data", "store", "parallel", "desc", "viz", "losses"},
     {""},  # sparsejax/__init__.py, which imports all of them
     {"demo"},  # a user
 ]
@@ -52,7 +52,6 @@ INSIDE = [
     ("_lookup.lookup", "_lookup.top_k"),
     ("transform.interpreter", "transform.rules"),
     ("transform.table", "transform.interpreter"),
-    ("optim._huge_pages", "optim._lazy"),
     ("optim._lazy", "optim._exact"),
     ("optim._lazy", "optim._optimizers"),
     ("optim._lazy", "optim._wrappers"),

@@ -23,7 +23,6 @@ import functools
 import optax
 
 from sparsejax._rows import is_selected_rows
-from sparsejax.optim._huge_pages import huge_pages
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
@@ -146,9 +145,7 @@ def lazy(
         if refused is not None:
             reason = verdicts.blame(treedef, specs, *refused)
             raise _not_separable("this optimizer", reason)
-        state = state_sharding.init(tx.init, params)
-        huge_pages((params, state))
-        return state
+        return state_sharding.init(tx.init, params)
 
     def update(updates, state, params=None, **extra_args):
         leaves, treedef = trees.flatten(updates)
