@@ -242,6 +242,8 @@ def _read_rule(
 ) -> Any:
     if not isinstance(ref, TableRef) or ref.row_axis != 0 or any(batched):
         return NotImplemented
+    if not ref.has_all_rows:
+        return NotImplemented
     static = dict(owners=owners, height=height, batched=batched)
     (rows,) = _read_hot_p.bind(ref.array, places, **static)
     kind = HotKind(owners, height)

@@ -18,7 +18,7 @@ from sparsejax.parallel._hot_rows import HotColdTable, hot_cold_table_p
 from sparsejax.parallel._lookup import ReadKind
 from sparsejax.parallel._table import ShardedTable
 from sparsejax.parallel._views import TableReader, whole_view
-from sparsejax.transform.interpreter import RuleContext, register_source
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import TableRef
 
 
@@ -70,7 +70,7 @@ class _HotColdReader(TableReader):
         return _hot_reads.read(self.call, table, ids, None, record)[0]
 
 
-@register_source(hot_cold_table_p)
+@register_rule(hot_cold_table_p, of_arrays=True)
 def _view_rule(
     ctx: RuleContext, values: Any, hot: Any, *, static: tuple[Any, ...]
 ) -> Any:

@@ -449,6 +449,8 @@ def _read_rule(
 ) -> Any:
     if not isinstance(ref, TableRef) or ref.row_axis != 0 or any(batched):
         return NotImplemented
+    if not ref.has_all_rows:
+        return NotImplemented
     rows, *metrics = _exchange.read_rows_p.bind(
         ref.array, positions, owners=owners, slots=slots, batched=batched
     )

@@ -25,7 +25,7 @@ from sparsejax.parallel._lookup import (
     read,
 )
 from sparsejax.parallel._table import ShardedTable, sharded_table_p
-from sparsejax.transform.interpreter import RuleContext, register_source
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.plan import DensifyError
 from sparsejax.transform.table import RowReader, TableRef
 
@@ -126,7 +126,7 @@ def whole_view(x: Any) -> TableRef | None:
     return x if is_whole else None
 
 
-@register_source(sharded_table_p)
+@register_rule(sharded_table_p, of_arrays=True)
 def _view_rule(ctx: RuleContext, values: Any, *, static: tuple[Any, ...]) -> Any:
     view = whole_view(values)
     if view is None:
