@@ -27,10 +27,8 @@ from sparsejax._rows import (
     SelectedRows,
     indexing,
     is_quantized,
-    is_sparse_table,
     quantized,
     read_row_table,
-    sparse_table,
 )
 
 
@@ -133,12 +131,11 @@ def check_order(call: str, table: Any, ids: Any) -> None:
 def as_readable(
     call: str, table: Any
 ) -> jax.Array | SelectedRows | QuantizedTable | RowTable:
-    """`as_table`, which also takes a RowTable and `experimental.sparse_table`.
+    """`as_table`, which also takes a RowTable.
 
-    They have the shape, dtype and rank of an array, but can only be read.
+    A RowTable has the shape, dtype and rank of an array, but can only be read.
     """
-    only_read = isinstance(table, RowTable) or is_sparse_table(table)
-    return table if only_read else as_table(call, table)
+    return table if isinstance(table, RowTable) else as_table(call, table)
 
 
 def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
@@ -237,8 +234,7 @@ def read(
 
     is_pulled = isinstance(table, SelectedRows)
     is_one_gather = mode in ("clip", "fill") and padding is None
-    is_sparse = is_sparse_table(table)
-    if is_one_gather and not (is_pulled or is_sparse) and height and ids.ndim:
+    if is_one_gather and not is_pulled and height and ids.ndim:
         # Another mask could be another pass over the rows.
         if is_quantized(table):
             return quantized.read(table, wanted, np.nan)
@@ -249,8 +245,8 @@ def read(
     if is_pulled:
         rows, found = table.find(wanted)
     else:
-        take = sparse_table.take if is_sparse else indexing.take_rows
-        rows = table.get(wanted) if is_quantized(table) else take(table, wanted)
+        is_array = not is_quantized(table)
+        rows = indexing.take_rows(table, wanted) if is_array else table.get(wanted)
         found = indexing.in_range(wanted, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):
         return rows  # zeros where no row was read
