@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax import _arguments, _compat, _native
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 
@@ -605,18 +605,14 @@ def _set(x: jax.Array, index: Any, values: Any) -> jax.Array:
 def _find(index: HashIndex, words: tuple[jax.Array, ...]) -> jax.Array:
     slots = index.slots
     buckets = _two_buckets(words, slots.shape[0] // _LANES, index.seed)
-    has_kernel = _native.enabled() and words[0].size > 0
-    if has_kernel and not any(map(_compat.is_laid_out, (slots, *words))):
-        (row,) = _find_p.bind(slots, *buckets, *words)
-    else:
-        (row,) = _find_in_buckets(slots, *buckets, *words)
+    row = _find_in_buckets(slots, *buckets, *words)
     return jnp.minimum(row, np.uint32(index.capacity)).astype(jnp.int32)
 
 
 def _find_in_buckets(
     slots: jax.Array, one: jax.Array, two: jax.Array, *words: jax.Array
-) -> list[jax.Array]:
-    """The row beside each key in its buckets, or `_EMPTY`."""
+) -> jax.Array:
+    """Returns the row stored with each key in its two buckets, or `_EMPTY`."""
     row = jnp.full(words[0].shape, _EMPTY)
     # Slot by slot, which is one loop over the keys on a CPU. Whole buckets would be an
     # array `[n, 8, words + 1]` between two loops, at a third more time.
@@ -627,24 +623,7 @@ def _find_in_buckets(
             for mine, word in zip(held, words, strict=True):
                 found = jnp.where(mine == word, found, _EMPTY)
             row = jnp.minimum(row, found)
-    return [row]
-
-
-def _find_with_kernel(
-    slots: jax.Array, one: jax.Array, two: jax.Array, *words: jax.Array
-) -> list[jax.Array]:
-    if not _native.enabled():
-        return _find_in_buckets(slots, one, two, *words)
-    return [_native.find_rows(slots, [one, two], list(words))]
-
-
-_find_p = _compat.platform_primitive(
-    "find_rows",
-    _find_in_buckets,
-    {},
-    lambda slots, one, two, word, *_: [(word.shape, word.dtype)],
-    native=_find_with_kernel,
-)
+    return row
 
 
 # ------------------------------------------------------------------ insert

@@ -43,7 +43,6 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Spec
 from sparsejax._rows import html, indexing, merge, row_ids
-from sparsejax._rows.add_rows import add_rows
 
 
 _NO_DIVISION_BY_ROWS = (
@@ -809,7 +808,7 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
     wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
     if wide == array.dtype:
         values = rows.values.astype(wide)
-        return stacked_rows(rows, add_rows(array, rows.safe_rows(), values))
+        return stacked_rows(rows, indexing.add_rows(array, rows.safe_rows(), values))
     # For sums of bfloat16, and float32 updates of bfloat16 weights, add in the wide
     # dtype and round once, for these rows only. One at a time, small updates are lost.
     merged = rows.astype(wide).coalesce()
