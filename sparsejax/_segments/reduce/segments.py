@@ -214,6 +214,15 @@ def _as_data(call: str, data: Any) -> jax.Array:
     return data
 
 
+def check_booleans(call: str, data: jax.Array) -> None:
+    """Raises a TypeError unless `data` are booleans."""
+    if data.dtype != jnp.bool_:
+        raise TypeError(
+            f"{call}: data must be boolean, got {data.dtype}. Compare first, as in "
+            "data != 0."
+        )
+
+
 def check_numbers(call: str, data: jax.Array) -> None:
     """Raises a TypeError if `data` are booleans."""
     if data.dtype == jnp.bool_:
