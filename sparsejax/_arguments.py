@@ -240,34 +240,27 @@ def is_concrete(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
 
 
-def static_int(
-    call: str,
-    name: str,
-    x: Any,
-    least: int = 0,
-    hint: str = "",
-    not_an_int: type[Exception] = ValueError,
-) -> int:
-    """`x` as an int of at least `least`, 0 or 1, or an error that names `call`.
+def static_int(call: str, name: str, x: Any, least: int = 0, hint: str = "") -> int:
+    """Returns `x` as an int of at least `least`, 0 or 1.
 
     Args:
-      call, name: the public function and its argument.
-      hint: appended to the message.
-      not_an_int: raised if `x` is not an int, or a tracer. An int that is too small
-        is a ValueError.
+      call, name: the public function and its argument, for errors.
+      hint: appended to the message, after a space.
+
+    Raises:
+      TypeError: `x` is not an int, or is a tracer.
+      ValueError: `x` is too small.
     """
+    want = "a positive int" if least else "a static, non-negative int"
     try:
         found = operator.index(x)
     except TypeError:
-        found, error = None, not_an_int
-    else:
-        error = ValueError
-    if found is not None and found >= least:
-        return found
-    want = "a positive int" if least else "a static, non-negative int"
-    if isinstance(x, Tracer):
-        hint += " Under jit, make it a static argument (static_argnames)."
-    raise error(f"{call}: {name} must be {want}, got {show(x)}.{hint}")
+        if isinstance(x, Tracer):
+            hint += " Under jit, make it a static argument (static_argnames)."
+        raise wrong_type(call, name, want, show(x), hint.strip()) from None
+    if found < least:
+        raise wrong(call, name, want, show(x), hint.strip())
+    return found
 
 
 def is_predicate(x: Any, tree: Any) -> bool:

@@ -170,7 +170,7 @@ def _check_header(
         raise ValueError(f"array {name!r} contains pickled objects")
     if dtype.kind not in spec.kinds or len(shape) not in spec.ndims:
         raise ValueError(
-            f"array {name!r} has the type {dtype.str} and {len(shape)} axes, expected "
+            f"array {name!r} has the type {dtype.str[1:]} and {len(shape)} axes, expected "
             f"one of the kinds {spec.kinds!r} and {_show_ranks(spec.ndims)}"
         )
     # A dtype of no bytes would claim any number of elements.

@@ -70,10 +70,10 @@ def top_k(
       fewer than k rows are left, scores of -inf with id -1.
 
     Raises:
-      TypeError: `table` or `queries` is not an array of floats, or ids are not
-        integers.
-      ValueError: shapes do not match, `k` or `chunk_size` is not a positive int, `k` is
-        above V, or `score` is unknown.
+      TypeError: `table` or `queries` is not an array of floats, ids are not integers,
+        or `k` or `chunk_size` is not a static int.
+      ValueError: shapes do not match, `k` or `chunk_size` is not positive, `k` is above
+        V, or `score` is unknown.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj

@@ -148,7 +148,6 @@ class SelectedRows(metaclass=_NamesTheCause):
             "height",
             height,
             hint=" It is the number of rows of the dense array.",
-            not_an_int=TypeError,
         )
         if rows.shape == (0,) and not jnp.issubdtype(rows.dtype, jnp.integer):
             rows = jnp.zeros((0,), jnp.int32)  # SelectedRows([], ...) means no rows
@@ -736,9 +735,7 @@ def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
             "For K tables of V rows pass stack=(K,) and height=K * V."
         )
     sizes = tuple(
-        _arguments.static_int(
-            call, "each size in stack", size, hint=hint, not_an_int=TypeError
-        )
+        _arguments.static_int(call, "each size in stack", size, hint=hint)
         for size in stack
     )
     tables = math.prod(sizes)

@@ -60,7 +60,7 @@ def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.
     call = "sparsejax.lengths_to_segment_ids"
     lengths = as_lengths(call, lengths)
     if total is not None:
-        total = _arguments.static_int(call, "total", total, not_an_int=TypeError)
+        total = _arguments.static_int(call, "total", total)
     if isinstance(lengths, np.ndarray):
         need = int(lengths.sum())
         if total is not None and total < need:
@@ -284,13 +284,6 @@ def as_offsets(call: str, offsets: Any, *, from_zero: bool = True) -> Any:
     return offsets
 
 
-def as_num_segments(call: str, num_segments: Any) -> int:
-    """`num_segments` as an int, or an error that names `call`."""
-    return _arguments.static_int(
-        call, "num_segments", num_segments, not_an_int=TypeError
-    )
-
-
 def as_segment_ids(call: str, segment_ids: Any, num_segments: int) -> Any:
     """Segment ids `[n]`, ids out of range as `num_segments`; NumPy stays NumPy."""
     ids = _arguments.as_integers(call, segment_ids, "segment_ids")
@@ -349,7 +342,7 @@ def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, 
                 "needs a static size. Pass num_segments, a static int."
             )
         return ids, int(ids.max(initial=-1)) + 1
-    num_segments = as_num_segments(call, num_segments)
+    num_segments = _arguments.static_int(call, "num_segments", num_segments)
     # 64-bit ids would wrap where JAX indexes with 32 bits.
     return ids if known else _arguments.as_ids(call, ids, num_segments), num_segments
 

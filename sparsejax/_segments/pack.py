@@ -40,8 +40,9 @@ def pack_segments(
       values.
 
     Raises:
-      TypeError: `st` is not a SegmentTensor, or its values contain one.
-      ValueError: `max_length` is not a static, non-negative int.
+      TypeError: `st` is not a SegmentTensor, or its values contain one; `max_length` is
+        not a static int.
+      ValueError: `max_length` is negative.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj

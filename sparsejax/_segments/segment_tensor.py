@@ -99,7 +99,7 @@ class SegmentTensor:
         # Only users call this: pytree code goes through `tree_unflatten`, whose
         # children may be tracers, ShapeDtypeStructs or placeholders.
         call = "SegmentTensor"
-        num_segments = conversions.as_num_segments(call, num_segments)
+        num_segments = _arguments.static_int(call, "num_segments", num_segments)
         ids = conversions.as_segment_ids(call, segment_ids, num_segments)
         if is_sorted:
             way_out = "Leave is_sorted out, or sort them first."
@@ -666,7 +666,7 @@ class SegmentTensor:
           Caffe2, sparse tensor, `SegmentOneHot`.
         """
         call = "SegmentTensor.to_multi_hot"
-        num_ids = _arguments.static_int(call, "num_ids", num_ids, not_an_int=TypeError)
+        num_ids = _arguments.static_int(call, "num_ids", num_ids)
         values = self.values
         if not isinstance(values, (jax.Array, np.ndarray)) or values.ndim != 1:
             raise TypeError(
@@ -731,7 +731,7 @@ def _as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
         sizes = (sizes,)
     hint = " For nested segments pass one int or None per level, outermost first."
     return tuple(
-        x if x is None else _arguments.static_int(call, name, x, 0, hint, TypeError)
+        x if x is None else _arguments.static_int(call, name, x, 0, hint)
         for x in sizes or (None,)
     )
 

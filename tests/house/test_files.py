@@ -288,7 +288,7 @@ def _header(text):
         ("{'descr': '|u1', 'fortran_order': 0, 'shape': (3,), }", "not a valid bool"),
         (
             "{'descr': [('a', '|u1')], 'fortran_order': False, 'shape': (3,), }",
-            "type .V1 and 1 ax",
+            "type V1 and 1 ax",
         ),
         ("{'descr': '|x1', 'fortran_order': False, 'shape': (3,), }", "not a valid d"),
         ("__import__('os').abort()", "is not a file that g wrote: "),
@@ -296,10 +296,10 @@ def _header(text):
         ("(" * 30_000, "is not a file that g wrote: "),
         (
             "{'descr': '|V1', 'fortran_order': False, 'shape': (3,), }",
-            "type .V1 and 1 ax",
+            "type V1 and 1 ax",
         ),
         ("{'descr': '<f16', 'fortran_order': False, 'shape': (3,), }", "do not match"),
-        ("{'descr': '<M8', 'fortran_order': False, 'shape': (3,), }", "type .M8 and"),
+        ("{'descr': '<M8', 'fortran_order': False, 'shape': (3,), }", "type M8 and"),
         ("{'descr': '|S0', 'fortran_order': False, 'shape': (3,), }", "do not match"),
         (
             "{'descr': '|u1', 'fortran_order': False, 'shape': (1, 1, 3), }",

@@ -402,7 +402,7 @@ I = jnp.array([0, 1, 0])
         (lambda: sj.segment_sum(X > 0, I), TypeError, "data must be numbers, got bool"),
         (lambda: sj.segment_any(X, I), TypeError, "must be boolean, got float32"),
         (lambda: sj.segment_sum(X, I, -1), ValueError, "non-negative int, got -1"),
-        (lambda: sj.segment_sum(X, I, HALF), ValueError, "negative int, got 0.5"),
+        (lambda: sj.segment_sum(X, I, HALF), TypeError, "negative int, got 0.5"),
         (
             lambda: sj.segment_sum(X, I, mode="one_hot"),
             ValueError,
@@ -427,7 +427,7 @@ I = jnp.array([0, 1, 0])
         ),
         (lambda: sj.segment_normalize(X, I, eps=0), ValueError, "positive number"),
         (lambda: sj.segment_top_k(X, I, k=-1), ValueError, "static, non-negative"),
-        (lambda: sj.segment_top_k(X, I, k=HALF), ValueError, "static, non-negative"),
+        (lambda: sj.segment_top_k(X, I, k=HALF), TypeError, "static, non-negative"),
     ],
 )
 def test_what_is_refused(call, error, message):

@@ -56,8 +56,8 @@ def segment_top_k(
       pairs.
 
     Raises:
-      TypeError, ValueError: as `segment_sum`; ValueError also if `k` is not a
-        static, non-negative int.
+      TypeError, ValueError: as `segment_sum`; TypeError also if `k` is not a static
+        int, ValueError if `k` is negative.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
