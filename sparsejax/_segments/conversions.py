@@ -255,9 +255,12 @@ def as_lengths(call: str, lengths: Any) -> Any:
     lengths = _as_vector(call, lengths, "lengths", "K")
     if isinstance(lengths, np.ndarray) and lengths.min(initial=0) < 0:
         at = int(np.argmax(lengths < 0))
-        raise ValueError(
-            f"{call}: lengths must be non-negative, got {lengths[at]} for segment {at}."
-            " An empty segment has length 0."
+        raise _arguments.wrong(
+            call,
+            "lengths",
+            "non-negative",
+            f"{lengths[at]} for segment {at}",
+            "An empty segment has length 0.",
         )
     return lengths
 

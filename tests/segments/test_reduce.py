@@ -387,6 +387,7 @@ def test_shapes_are_known_before_data():
 
 
 HALF: Any = 0.5
+WORD: Any = "small"
 X = jnp.ones((3, 2))
 I = jnp.array([0, 1, 0])
 
@@ -426,6 +427,7 @@ I = jnp.array([0, 1, 0])
             "must be real numbers",
         ),
         (lambda: sj.segment_normalize(X, I, eps=0), ValueError, "positive number"),
+        (lambda: sj.segment_normalize(X, I, eps=WORD), TypeError, "positive number"),
         (lambda: sj.segment_top_k(X, I, k=-1), ValueError, "static, non-negative"),
         (lambda: sj.segment_top_k(X, I, k=HALF), TypeError, "static, non-negative"),
     ],

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
@@ -102,8 +103,8 @@ def segment_normalize(
       `[n, ...]`, an array of data's shape and dtype; float32 for integers.
 
     Raises:
-      TypeError, ValueError: as `segment_sum`; ValueError also if `eps` is not
-        positive.
+      TypeError, ValueError: as `segment_sum`; TypeError also if `eps` is not a static
+        number, ValueError if it is not positive.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -113,11 +114,11 @@ def segment_normalize(
     References:
       jraph, `segment_normalize`.
     """
-    if not isinstance(eps, (int, float, np.number)) or not eps > 0:
-        raise ValueError(
-            f"{_NORMALIZE}: eps must be a static, positive number, got {eps!r}. It is "
-            "the lower bound on the variance in the denominator."
-        )
+    is_number = isinstance(eps, (int, float, np.number))
+    if not is_number or not eps > 0:
+        error = _arguments.wrong if is_number else _arguments.wrong_type
+        fix = "It is the lower bound on the variance in the denominator."
+        raise error(_NORMALIZE, "eps", "a static, positive number", f"{eps!r}", fix)
 
     def normalize(x: jax.Array, segments: Segments) -> jax.Array:
         centered, var = _moments(as_floats(_NORMALIZE, x), segments)

@@ -244,9 +244,12 @@ def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
             f"{data.shape[:1]}, got {weights.shape}."
         )
     if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{call}: weights must be real numbers (integers or floats), got "
-            f"{weights.dtype}. Cast them with .astype(jnp.float32)."
+        raise _arguments.wrong_type(
+            call,
+            "weights",
+            "real numbers (integers or floats)",
+            f"{weights.dtype}",
+            "Cast them with .astype(jnp.float32).",
         )
     return weights
 
