@@ -261,6 +261,11 @@ def static_int(call: str, name: str, x: Any, least: int = 0, hint: str = "") -> 
     return found
 
 
+def next_power_of_two(least: int) -> int:
+    """Returns the smallest power of two that is at least `least`, and at least 1."""
+    return 1 << max(least - 1, 0).bit_length()
+
+
 def is_predicate(x: Any, tree: Any) -> bool:
     """Whether `x` is a function of leaves, and not itself a tree (prefix) of bools.
 
