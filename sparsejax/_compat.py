@@ -201,8 +201,6 @@ def linear_primitive(
     reference: Callable[..., jax.Array],
     platforms: Mapping[str, Callable[..., jax.Array]],
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-    *,
-    native: Callable[..., jax.Array] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -214,7 +212,6 @@ def linear_primitive(
         differentiated.
       platforms: by platform, a function that computes the same.
       types: see `platform_primitive`; without it, `reference` is traced.
-      native: see `platform_primitive`.
 
     Returns:
       The primitive.
@@ -229,7 +226,7 @@ def linear_primitive(
     def batch(args, dims):
         return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
 
-    p = _primitive(name, reference, platforms, types, native=native)
+    p = _primitive(name, reference, platforms, types)
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
     return p
@@ -243,7 +240,6 @@ def multilinear_primitive(
     batch: Callable[..., Any],
     *,
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-    native: Callable[..., Any] | None = None,
     multiple_results: bool = False,
 ) -> Any:
     """Makes `reference` one primitive whose JVP is that primitive again.
@@ -259,7 +255,6 @@ def multilinear_primitive(
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
         axis first; `axes` are the mapped axes, or None.
       types: see `platform_primitive`; without it, `reference` is traced.
-      native: see `platform_primitive`.
       multiple_results: whether `reference` returns a tuple. Then the first of its
         results is the linear one, and the others have no derivative.
 
@@ -301,7 +296,6 @@ def multilinear_primitive(
         reference,
         platforms,
         types,
-        native=native,
         multiple_results=multiple_results,
     )
     _ad.primitive_jvps[p] = jvp
@@ -315,8 +309,6 @@ def platform_primitive(
     reference: Callable[..., Sequence[jax.Array]],
     platforms: Mapping[str, Callable[..., Sequence[jax.Array]]],
     types: Callable[..., Sequence[tuple[Any, Any]]],
-    *,
-    native: Callable[..., Sequence[jax.Array]] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -330,8 +322,6 @@ def platform_primitive(
       platforms: by platform, a function that computes the same.
       types: a function of the same arguments that returns the shapes and dtypes of the
         results.
-      native: computes the same on a CPU with kernels of this process; used in place of
-        `platforms["cpu"]` for programs of one device that are not exported.
 
     Returns:
       The primitive, which has multiple results.
@@ -366,7 +356,6 @@ def platform_primitive(
         reference,
         platforms,
         types,
-        native=native,
         multiple_results=True,
         one_device=True,
     )
@@ -454,16 +443,15 @@ def _primitive(
     platforms: Mapping[str, Callable[..., Any]],
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
     *,
-    native: Callable[..., Any] | None = None,
     multiple_results: bool = False,
     one_device: bool = False,
 ) -> Any:
     """A primitive whose platform is chosen when a program is lowered.
 
-    So jaxprs have no branch over platforms. With `one_device`, the lowerings of
-    `platforms` are for programs of one device only. `types` are those of the results;
-    without it, and where types say more, `reference` is traced to find them. `native`
-    is as `platform_primitive` has it.
+    Jaxprs therefore have no branch over platforms. If `one_device`, the lowerings of
+    `platforms` serve programs of one device only. `types` gives the shapes and dtypes
+    of the results. Without `types`, or if the types of the arguments have a mesh,
+    `reference` is traced to find them.
     """
     p = Primitive(name)
     p.multiple_results = multiple_results
@@ -483,37 +471,22 @@ def _primitive(
     rule = functools.partial(_mlir.lower_fun, multiple_results=multiple_results)
     everywhere = rule(reference)
     _mlir.register_lowering(p, everywhere)
-    chosen = {}
     for platform, lowering in platforms.items():
         own = rule(lowering)
-        chosen[platform] = (
-            _choose(own, everywhere, _has_one_device) if one_device else own
-        )
-    if native is not None:
-        otherwise = chosen.get("cpu", everywhere)
-        chosen["cpu"] = _choose(rule(native), otherwise, _runs_here)
-    for platform, lowering in chosen.items():
-        _mlir.register_lowering(p, lowering, platform=platform)
+        if one_device:
+            own = _on_one_device(own, everywhere)
+        _mlir.register_lowering(p, own, platform=platform)
     return p
 
 
-def _choose(own: Any, otherwise: Any, if_: Callable[[Any], bool]) -> Any:
-    """A lowering rule: `own` in programs of which `if_` is true."""
+def _on_one_device(own: Any, otherwise: Any) -> Any:
+    """Returns a lowering rule: `own` in programs of one device, else `otherwise`."""
 
     def rule(ctx, *args, **static):
-        lower = own if if_(ctx.module_context) else otherwise
-        return lower(ctx, *args, **static)
+        num_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+        return (own if num_devices == 1 else otherwise)(ctx, *args, **static)
 
     return rule
-
-
-def _has_one_device(module: Any) -> bool:
-    return getattr(module.axis_context, "num_devices", None) == 1
-
-
-def _runs_here(module: Any) -> bool:
-    """Whether a program of one device is not exported, for others to run."""
-    return _has_one_device(module) and not module.lowering_parameters.for_export
 
 
 # ------------------------------------------------------------------ opaque integers

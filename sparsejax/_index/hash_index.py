@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax import _arguments, _compat, _native
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 
@@ -209,8 +209,10 @@ class HashIndex:
             window = _arguments.static_int(call, "window", window, 1)
         seed = _arguments.static_int(call, "seed", seed)
 
-        num_buckets = _power_of_two(2 * capacity) // _LANES or 1
-        width = _power_of_two(max(1024, capacity)) if admit_after > 1 else 0
+        num_buckets = _arguments.next_power_of_two(2 * capacity) // _LANES or 1
+        width = (
+            _arguments.next_power_of_two(max(1024, capacity)) if admit_after > 1 else 0
+        )
         zero = lambda dtype: jnp.zeros((), dtype)
         empty = jnp.full((num_buckets * _LANES, 1), _EMPTY)
         keys = jnp.zeros((num_buckets * _LANES, key_bits // 32), jnp.uint32)
@@ -584,10 +586,6 @@ def _slot(slots: jax.Array, bucket: jax.Array, lane: int) -> list[jax.Array]:
     return [_take(slots, (at, column)) for column in range(slots.shape[1])]
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << max(0, least - 1).bit_length()
-
-
 def _take(x: jax.Array, index: Any) -> jax.Array:
     """`x[index]`, which is in range."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
@@ -605,18 +603,14 @@ def _set(x: jax.Array, index: Any, values: Any) -> jax.Array:
 def _find(index: HashIndex, words: tuple[jax.Array, ...]) -> jax.Array:
     slots = index.slots
     buckets = _two_buckets(words, slots.shape[0] // _LANES, index.seed)
-    has_kernel = _native.enabled() and words[0].size > 0
-    if has_kernel and not any(map(_compat.is_laid_out, (slots, *words))):
-        (row,) = _find_p.bind(slots, *buckets, *words)
-    else:
-        (row,) = _find_in_buckets(slots, *buckets, *words)
+    row = _find_in_buckets(slots, *buckets, *words)
     return jnp.minimum(row, np.uint32(index.capacity)).astype(jnp.int32)
 
 
 def _find_in_buckets(
     slots: jax.Array, one: jax.Array, two: jax.Array, *words: jax.Array
-) -> list[jax.Array]:
-    """The row beside each key in its buckets, or `_EMPTY`."""
+) -> jax.Array:
+    """Returns the row stored with each key in its two buckets, or `_EMPTY`."""
     row = jnp.full(words[0].shape, _EMPTY)
     # Slot by slot, which is one loop over the keys on a CPU. Whole buckets would be an
     # array `[n, 8, words + 1]` between two loops, at a third more time.
@@ -627,24 +621,7 @@ def _find_in_buckets(
             for mine, word in zip(held, words, strict=True):
                 found = jnp.where(mine == word, found, _EMPTY)
             row = jnp.minimum(row, found)
-    return [row]
-
-
-def _find_with_kernel(
-    slots: jax.Array, one: jax.Array, two: jax.Array, *words: jax.Array
-) -> list[jax.Array]:
-    if not _native.enabled():
-        return _find_in_buckets(slots, one, two, *words)
-    return [_native.find_rows(slots, [one, two], list(words))]
-
-
-_find_p = _compat.platform_primitive(
-    "find_rows",
-    _find_in_buckets,
-    {},
-    lambda slots, one, two, word, *_: [(word.shape, word.dtype)],
-    native=_find_with_kernel,
-)
+    return row
 
 
 # ------------------------------------------------------------------ insert
