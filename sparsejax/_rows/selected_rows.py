@@ -26,7 +26,6 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     NoReturn,
@@ -55,24 +54,9 @@ _NO_DIVISION_BY_ROWS = (
 Rows = TypeVar("Rows", bound="SelectedRows")
 
 
-class _NamesTheCause(type):
-    """The class of SelectedRows, which says more where JAX's errors show it.
-
-    `jnp.mean(g)` is refused by the class of its argument. Adam without `lazy` maps over
-    gradient and moments together, where one tree has this class and the other an array.
-    """
-
-    def __repr__(cls) -> str:
-        return (
-            f"<class 'sparsejax.{cls.__name__}'>, rows of an array by id: use .values, "
-            ".map, .to_dense() or sparsejax.optim.global_norm; optimizers need "
-            "sparsejax.optim.lazy"
-        )
-
-
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows(metaclass=_NamesTheCause):
+class SelectedRows:
     """Rows of a `[height, ...]` array, by id.
 
     Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
@@ -124,7 +108,7 @@ class SelectedRows(metaclass=_NamesTheCause):
       `IndexedSlices`.
     """
 
-    rows: jax.Array
+    _ids: Any  # plain ids, or the leaf of them that a tree was rebuilt with
     values: jax.Array
     height: int
     stack: tuple[int, ...] = ()
@@ -162,7 +146,7 @@ class SelectedRows(metaclass=_NamesTheCause):
         wide = _arguments.index_dtype(height, rows.dtype)
         if wide != rows.dtype and not isinstance(rows, jax.ShapeDtypeStruct):
             rows = jnp.asarray(rows).astype(wide)
-        vars(self).update(rows=rows, values=values, height=height)
+        vars(self).update(_ids=rows, values=values, height=height)
         if stack != ():
             vars(self).update(stack=_check_stack(stack, height))
 
@@ -176,38 +160,32 @@ class SelectedRows(metaclass=_NamesTheCause):
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The children; ids without arithmetic, see `row_ids`."""
-        fields = vars(self)
-        ids = fields.get("_leaf")
-        if ids is None:
-            ids = row_ids.seal(fields["rows"])
         static = (self.height, self.stack) if self.stack else self.height
-        return (ids, self.values), static
+        return (row_ids.seal(self._ids), self.values), static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
-        ids = children[0]
+        ids, values = children
         if isinstance(static, tuple):
             static, stack = static
             vars(self).update(stack=stack)
-        if row_ids.is_sealed_tracer(ids):
-            vars(self).update(_leaf=ids, values=children[1], height=static)
-        else:
-            ids = row_ids.unseal(ids)
-            vars(self).update(rows=ids, values=children[1], height=static)
+        ids = row_ids.from_words(ids, values)
+        vars(self).update(_ids=ids, values=values, height=static)
         return self
 
-    if not TYPE_CHECKING:  # type checkers would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            # Reached for the `rows` of a traced leaf. They are unsealed at each use: a
-            # tracer that is kept could be of a function whose trace is over.
-            if name == "rows" and "_leaf" in vars(self):
-                return row_ids.unseal(vars(self)["_leaf"])
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+    def __getstate__(self) -> dict[str, Any]:
+        # For pickle and copy. Plain ids can be read without JAX.
+        return {**vars(self), "_ids": self.rows}
 
     # -- what it is --------------------------------------------------------------
+
+    @property
+    def rows(self) -> jax.Array:
+        """The id of each slot, integers `[n]`."""
+        # Not kept: a tracer that is kept can outlive the function that it belongs to.
+        return row_ids.unseal(self._ids)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -465,8 +443,8 @@ class SelectedRows(metaclass=_NamesTheCause):
           Array([[3. , 3.5]], dtype=float32)
         """
         values = _array_or_spec(f(self.values), "values")
-        if "rows" in vars(self):
-            _check_rows("SelectedRows.map", self.rows)
+        if not row_ids.is_sealed(self._ids):
+            _check_rows("SelectedRows.map", self._ids)
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
                 f"SelectedRows.map: f must keep the number of slots (the first axis), "
@@ -725,7 +703,7 @@ def restacked(rows: SelectedRows, stack: tuple[int, ...], array: Any) -> Selecte
 # ------------------------------------------------------------------ private
 
 
-_ALL_BUT_VALUES = frozenset(["rows", "_leaf", "height", "stack"])
+_ALL_BUT_VALUES = frozenset(["_ids", "height", "stack"])
 
 
 def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
