@@ -71,7 +71,9 @@ def test_a_collective_of_jax_names_ours(reduce):
     _, batch = two_and_their_batch()
     total = lambda g: jax.tree.map(lambda x: reduce(x, "devices"), g)
     for step in (total, lambda g: reduce(g, "devices")):
-        with pytest.raises((TypeError, ValueError), match="row_ids.* of a Sel") as caught:
+        with pytest.raises(
+            (TypeError, ValueError), match="row_ids.* of a Sel"
+        ) as caught:
             jax.vmap(step, axis_name="devices")(batch)
         assert "sparsejax.parallel.psum" in str(caught.value)
 
