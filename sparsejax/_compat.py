@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -217,12 +217,15 @@ def varying_axes(x: Any) -> frozenset:
     return frozenset(getattr(kind, "varying", ()))
 
 
-def to_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`x`, marked as varying over manual mesh axes that it does not vary over yet."""
+def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Marks `x` as varying over manual mesh axes, if it does not yet vary over them."""
+    missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
+    if not missing:
+        return x
     names: Any = lax
     if hasattr(lax, "pcast"):
-        return names.pcast(x, axes, to="varying")
-    return names.pvary(x, axes)  # jax 0.7.2
+        return names.pcast(x, missing, to="varying")
+    return names.pvary(x, missing)  # jax 0.7.2
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
