@@ -32,14 +32,13 @@ from sparsejax import _compat
 
 def seal(ids: Any) -> Any:
     """Returns integer ids as a leaf; placeholders and leaves pass through."""
+    if getattr(ids, "dtype", None) not in _OPAQUE:
+        return ids
     if isinstance(ids, np.ndarray):
         ids = jnp.asarray(ids)  # 64 bits become 32 unless x64 is enabled
-    ints = getattr(ids, "dtype", None)
-    if ints not in _OPAQUE:
-        return ids
-    dtype, wrap = _OPAQUE[ints]
+    dtype, wrap = _OPAQUE[ids.dtype]
     if isinstance(ids, jax.Array):
-        with _computing(ids, ints):
+        with _computing(ids, ids.dtype):
             return wrap(_to_words(ids))
     if isinstance(ids, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(ids.shape, dtype, sharding=ids.sharding)
@@ -86,10 +85,10 @@ def from_words(leaf: Any, values: Any) -> Any:
 
 @contextlib.contextmanager
 def _computing(ids: Any, ints: np.dtype):
-    """The context in which ids become words, and words ids.
+    """The context in which ids become words, and words become ids.
 
-    Ids with a known value stay known while a program is traced: whoever unflattens a
-    tree there may keep it for longer than the trace.
+    Ids with a known value stay known while a program is traced, because a tree that is
+    built there can outlive the trace.
     """
     with contextlib.ExitStack() as stack:
         if not isinstance(ids, Tracer):
@@ -128,11 +127,10 @@ def _widened(ints: np.dtype) -> np.dtype:
 
 
 def _label(ints: np.dtype) -> str:
-    """The name of the dtype. JAX's errors show it, so it says how to do it right."""
+    """Returns the name of the dtype. JAX's errors show it, so it names the ways out."""
     return (
-        f"row_ids[{ints}] of a SelectedRows: use g1 + g2, g * s, g.map(f), "
-        "sparsejax.parallel.psum, sparsejax.optim.global_norm, and optax inside "
-        "sparsejax.optim.lazy"
+        f"row_ids[{ints}] of a SelectedRows; use g1 + g2, g.map(f), "
+        "sparsejax.parallel.psum, sparsejax.optim.global_norm, sparsejax.optim.lazy(tx)"
     )
 
 
