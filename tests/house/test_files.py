@@ -35,16 +35,11 @@ def _save_store(path):
         store.save(path)
 
 
-def _save_rows(path):
-    sj.desc.save_selected_rows(path, sj.SelectedRows([1], np.ones((1, 2)), 3))
-
-
 # All that writes a file.
 WRITERS: dict[str, Any] = {
     "replacing": _write,
     "KVStore.save": _save_store,
     "Vocabulary.save": lambda path: sj.data.Vocabulary([], []).save(path),
-    "save_selected_rows": _save_rows,
     "write_libsvm": lambda path: sj.data.write_libsvm(path, np.eye(2), [1, 0]),
 }
 each_writer = pytest.mark.parametrize("name", WRITERS)

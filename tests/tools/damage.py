@@ -335,36 +335,6 @@ def _files(folder: pathlib.Path) -> Files:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths}
 
 
-def _rows(folder, suffix):
-    good = []
-    for k, dtype in enumerate(["float32", "bfloat16", "bool", "int8"]):
-        values = jnp.arange(12).reshape(2, 3, 2).astype(dtype)
-        path = folder / f"{k}{suffix}"
-        rows = sj.SelectedRows(jnp.array([7, 3]), values, 10 + 990 * k)
-        sj.desc.save_selected_rows(path, rows)
-        good.append(_files(path))
-
-    def read(path):
-        found = sj.desc.load_selected_rows(path)
-        assert found.values.shape[0] == found.rows.shape[0]
-        ids = np.asarray(found.rows)
-        assert not ids.size or 0 <= ids.min() <= ids.max() < found.height
-        np.asarray(found.values).tobytes()
-
-    return good, read
-
-
-def _paddle_rows(folder):
-    return _rows(folder, "")
-
-
-def _npz_rows(folder):
-    good, read = _rows(folder, ".npz")
-    with np.load(io.BytesIO(good[0][""])) as arrays:
-        np.savez_compressed(folder / "packed.npz", **arrays)
-    return [*good, _files(folder / "packed.npz")], read
-
-
 def _vocabulary(folder):
     text, path, good = folder / "words.csv", folder / "words.npz", []
     text.write_text("user,item\nann,tea\nbob,tea\nann,jam\n,\nc\u00e9d,a b\n")
@@ -625,8 +595,6 @@ def _trainer(folder):
 
 
 READERS = {
-    "load_selected_rows": Reader(_paddle_rows),
-    "load_selected_rows, npz": Reader(_npz_rows, (change_archive,)),
     "Vocabulary.load": Reader(_vocabulary, (change_archive,)),
     "KVStore.load": Reader(_store, (change_header, change_arrays)),
     "KVStore.init": Reader(_mapped, (change_header,)),
