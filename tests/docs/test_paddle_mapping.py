@@ -1045,7 +1045,7 @@ def test_data(tmp_path):
     assert ids[0] == ids[2] and 0 < ids.min() <= ids.max() < 100
     path = tmp_path / "clicks.csv"
     path.write_text("1,a\n0,b\n1,b\n0,c\n")
-    columns = {"num_numbers": 0, "num_ids": 1}
+    columns = {"ids": [1]}
     found = run("CountFilterEntry", path=path, count_filter=2, columns=columns)
     assert found.encode(0, [b"a", b"b"]).tolist() == [0, 1]
 

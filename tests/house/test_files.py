@@ -40,7 +40,6 @@ WRITERS: dict[str, Any] = {
     "replacing": _write,
     "KVStore.save": _save_store,
     "Vocabulary.save": lambda path: sj.data.Vocabulary([], []).save(path),
-    "write_libsvm": lambda path: sj.data.write_libsvm(path, np.eye(2), [1, 0]),
 }
 each_writer = pytest.mark.parametrize("name", WRITERS)
 

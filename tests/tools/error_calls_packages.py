@@ -331,35 +331,39 @@ _CATEGORIES = Section(
     "data: files of categories",
     _DATA
     + """
-read = sj.data.read_csv_ids
+read = sj.data.read_ids
 ids = {"ids": [0]}
-vocabulary = sj.data.Vocabulary.build(write("red\\n"), columns=ids)
+vocabulary = sj.data.Vocabulary.build(write("red\\n"), ids)
 """,
     [
         "read(3, 100)",
         "read('missing.csv', 100)",
-        "read(write('1,2,3\\n'), 100)",
-        "read(write('1,2\\n'), 'hash', columns=ids)",
-        "read(write('1,2\\n'), 1, columns=ids)",
-        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), columns=ids)",
-        "read(write('1,2\\n'), vocabulary, columns={'ids': [0, 1]})",
-        "read(write('1,2\\n'), 100, num_numbers=-1)",
-        "read(write('1,2\\n'), 100, num_numbers=0, num_ids=0, label=False)",
-        "read(write('1,2\\n'), 100, separator=', ')",
-        "read(write('1,2\\n'), 100, quotes='yes')",
-        "read(write('1,\"two\\n'), 100, columns=ids)",
-        "read(write('1,\"two\" three\\n'), 100, columns=ids)",
-        "read(write('1,2\\n'), 100, missing='0', columns=ids)",
-        "read(write('1,2\\n'), 100, columns=[0, 1])",
-        "read(write('1,2\\n'), 100, columns={'ids': [0.5]})",
-        "read(write('1,2\\n'), 100, columns=ids, num_ids=1)",
-        "read(write('1,2\\n'), 100, columns={'ids': [7]})",
-        "read(write('user,item\\n1,2\\n'), 100, columns={'ids': ['film']})",
-        "read(write('1,two\\n'), 100, columns={'ids': [0], 'numbers': [1]})",
+        "read(write('1,2\\n1,2,3\\n'), 100, ids)",
+        "read(write('1,2\\n'), 'hash', ids)",
+        "read(write('1,2\\n'), 1, ids)",
+        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), ids)",
+        "read(write('1,2\\n'), vocabulary, {'ids': [0, 1]})",
+        "read(write('1,2\\n'), 100, ids, separator='::')",
+        "read(write('1,2\\n'), 100, ids, quotes='yes')",
+        "read(write('1,2\\n3,\"two\\n'), 100, ids)",
+        "read(write('1,2\\n'), 100, ids, missing='0')",
+        "read(write('1,2\\n'), 100, [0, 1])",
+        "read(write('1,2\\n'), 100, {'ids': [0.5]})",
+        "read(write('1,2\\n'), 100, {'ids': [7]})",
+        "read(write('user,item\\n1,2\\n'), 100, {'ids': ['film']})",
+        "read(write(''), 100, {'ids': ['film']})",
+        "read(write('1,two\\n'), 100, {'ids': [0], 'numbers': [1]})",
+        "read(write('1,\\n'), 100, {'ids': [0], 'label': 1})",
+        "read({'a': ['x'], 'b': ['y']}, 100, {'ids': 'a', 'label': 'b'})",
+        "read({'a': ['x'], 'b': [1, 2]}, 100, {'ids': 'a', 'label': 'b'})",
+        "read(write('red\\0,1\\n'), 100, ids)",
         "read(write('PAR1\\x15'), 100)",
-        "read(write('PK\\x03\\x04...xl/workbook.xml'), 100)",
-        "sj.data.read_parquet_ids(write('a,b\\n'), 100, columns={'ids': 'a'})",
-        "sj.data.Vocabulary.build(write('PAR1\\x15'))",
+        "names = {'ids': ['user']}\n"
+        "known = sj.data.Vocabulary.build({'item': ['tea']})\n"
+        "read({'user': ['ann']}, known, names)",
+        "files = [write('user,item\\n1,2\\n'), 'other.csv']\n"
+        "pathlib.Path('other.csv').write_text('user\\n7\\n')\n"
+        "sj.data.Vocabulary.build(files)",
         "sj.data.HashIds(9).encode(0, [1.5, 2])",
         "sj.data.HashIds(9).encode('user', [1])",
         "sj.data.HashIds([9, 9]).encode(2, ['red'])",
@@ -381,23 +385,23 @@ _VOCABULARIES = Section(
     + """
 Vocabulary = sj.data.Vocabulary
 columns = {"user": [7, 8, 7], "item": ["tea", "jam", "tea"]}
-known = Vocabulary.from_columns(columns)
+known = Vocabulary.build(columns)
 bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
 """,
     [
-        "Vocabulary.from_columns(['tea', 'jam'])",
-        "Vocabulary.from_columns({})",
-        "Vocabulary.from_columns({0: ['tea']})",
-        "Vocabulary.from_columns({'item': 'tea'})",
-        "Vocabulary.from_columns({'price': [0.5]})",
-        "Vocabulary.from_columns({'items': [['tea', 'jam'], ['tea']]})",
-        "Vocabulary.from_columns({'item': ['tea' * 1000]})",
-        "Vocabulary.from_columns(columns, shared=['user', 'item'])",
-        "Vocabulary.from_columns(columns, shared=[['user', 'film']])",
-        "Vocabulary.from_columns(columns, min_count=0)",
-        "Vocabulary.from_columns(columns, max_size={'film': 9})",
+        "Vocabulary.build(['tea', 'jam'])",
+        "Vocabulary.build({})",
+        "Vocabulary.build({0: ['tea']})",
+        "Vocabulary.build({'item': 'tea'})",
+        "Vocabulary.build({'price': [0.5]})",
+        "Vocabulary.build({'items': [['tea', 'jam'], ['tea']]})",
+        "Vocabulary.build({'item': ['tea' * 1000]})",
+        "Vocabulary.build(columns, shared=['user', 'item'])",
+        "Vocabulary.build(columns, shared=[['user', 'film']])",
+        "Vocabulary.build(columns, min_count=0)",
+        "Vocabulary.build(columns, max_size={'film': 9})",
         "limits = {'user': 2, 'item': 3}\n"
-        "Vocabulary.from_columns(columns, shared=True, min_count=limits)",
+        "Vocabulary.build(columns, shared=True, min_count=limits)",
         "bare.prune(min_count=2)",
         "known.encode('film', ['tea'])",
         "known.encode(2, ['tea'])",
@@ -411,14 +415,6 @@ bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
         "known.align(['tea'], [[1.0]])",
         "known.align(['tea'], [1.0], column='item')",
         "known.align(['tea'], [[1.0]], column='item', table=np.zeros((2, 1)))",
-        "sj.data.read_vectors(write('tea 1 2\\njam 1\\n'))",
-        "sj.data.read_vectors(write('tea 1 2\\njam 1 x\\n'))",
-        "sj.data.read_vectors(write(''))",
-        "sj.data.read_vectors(write('tea 1 2\\n'), binary='yes')",
-        "sj.data.read_vectors(write('tea 1 2\\n'), binary=True)",
-        "sj.data.read_vectors(write('2 1\\ntea \\0\\0\\0\\0\\njam'))",
-        "sj.data.read_vectors(write('2 1\\n' + 'x' * 2000), binary=True)",
-        "sj.data.read_vectors(write('2 9999999\\n'), binary=True)",
     ],
 )
 
@@ -455,11 +451,6 @@ sampler = NegativeSampler.uniform(5)
     ],
 )
 
-_LIBSVM = Section(
-    "data: LIBSVM",
-    _DATA
-    + """
-read, save = sj.data.read_libsvm, sj.data.write_libsvm
 X = sp.csr_matrix(np.eye(2))
 negative = sj.SegmentTensor(
     {"index": jnp.array([-1]), "value": jnp.ones(1)}, jnp.array([0]), 1
@@ -1016,7 +1007,6 @@ SECTIONS: list[Section] = [
     _CATEGORIES,
     _VOCABULARIES,
     _NEGATIVES,
-    _LIBSVM,
     _TABLES,
     _PULLS,
     _KEYS,
