@@ -22,7 +22,6 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax.store import _format
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
-from sparsejax.store._memory import pooled_empty
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._requested_rows import LEAST_CAPACITY, bucket, slots_of
 
@@ -238,7 +237,7 @@ class Table:
         """The columns of distinct ascending touched `rows`, padded with zeros."""
         buffers = []
         for column in self.columns:
-            buffer = pooled_empty((capacity, *column.shape[1:]), column.dtype)
+            buffer = np.empty((capacity, *column.shape[1:]), column.dtype)
             buffer[rows.size :] = 0
             _take(column, rows, buffer[: rows.size])
             buffers.append(buffer)
@@ -294,7 +293,7 @@ class Table:
                 put_rows(self.weights, block, weights)
             if self.optimizer is not None:
                 shape = bucket(block.size), *self.shape[1:]
-                padded = pooled_empty(shape, self.dtype)
+                padded = np.empty(shape, self.dtype)
                 padded[: block.size] = weights
                 padded[block.size :] = 0
                 leaves = self.optimizer.init_rows(padded)
