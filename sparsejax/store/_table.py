@@ -277,6 +277,41 @@ class Table:
         self.pushes += 1
         self.pushed_rows += distinct.size
 
+    # -- keys -------------------------------------------------------------------------
+
+    def insert(
+        self,
+        call: str,
+        keys: np.ndarray,
+        step: int,
+        where: np.ndarray | None,
+        held_steps: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`KVStore.insert`: the row of each key, and the rows that were evicted.
+
+        The arguments are those of `TableKeys.plan`.
+        """
+        assert self.keys is not None
+        plan = self.keys.plan(keys, step, where, held_steps)
+        if plan.evicted.size and self.cache is not None:
+            raise RuntimeError(
+                f"{call}: table {self.name!r} is full (new keys without a row: "
+                f"{plan.evicted.size}), and a row that is in a CachedTable cannot "
+                "change hands. First call flush(params, opt_state) and close() of the "
+                "CachedTable, and make another one after insert; or refuse such keys, "
+                "KeyPolicy(max_evictions=0)."
+            )
+        # A row without a key may have weights: of a key that was removed before a kill,
+        # or of a row that was used by its id.
+        self.clear(plan.free[self.touched[plan.free] != 0])
+        self.keys.release(plan.evicted)
+        self.clear(plan.evicted)
+        self.keys.commit(plan)
+        rows = self.keys.find(keys)
+        if where is not None:
+            rows[~where] = self.height
+        return rows, plan.evicted.astype(rows.dtype)
+
     # -- the first touch --------------------------------------------------------------
 
     def touch(self, rows: np.ndarray) -> None:
