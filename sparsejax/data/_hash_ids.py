@@ -14,8 +14,8 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._arguments import ColumnLike
+from sparsejax._hashing import hash_words, mix
 from sparsejax.data import _arrow
-from sparsejax.data._text import Words
 
 
 _MASK = (1 << 64) - 1
@@ -131,28 +131,9 @@ def _hash(words: Any, salt: int, size: int) -> np.ndarray:
         own, begin = lengths[at : at + step], starts[at : at + step]
         places = begin[:, None] + np.arange(int(own.max()))
         matrix = text[np.minimum(places, len(text) - 1)]
-        found = hash_words(Words(matrix, own), salt) % np.uint64(size - 1)
+        found = hash_words(matrix, own, salt) % np.uint64(size - 1)
         ids[at : at + step] = np.where(own > 0, found + np.uint64(1), 0)
     return ids
-
-
-def hash_words(words: Words, salt: int) -> np.ndarray:
-    """A hash of 64 bits of each word, uint64 `[n]`, the same in every process."""
-    # FNV-1a: exclusive or with a byte, then times a prime, modulo 2^64.
-    state = np.full(len(words.lengths), 0xCBF29CE484222325 ^ salt, np.uint64)
-    least = int(words.lengths.min(initial=0))
-    for place in range(words.text.shape[1]):
-        step = (state ^ words.text[:, place]) * np.uint64(0x100000001B3)
-        is_whole = place < least
-        state = step if is_whole else np.where(place < words.lengths, step, state)
-    return mix(state)
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """MurmurHash3's finalizer: each bit of the result depends on each of x."""
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return x ^ (x >> np.uint64(33))
 
 
 def _mix_int(x: int) -> int:

@@ -26,7 +26,7 @@ INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 # other, but for the packages, which may as long as no circle comes of it.
 LAYERS = [
     {"_compat"},
-    {"_arguments", "_collector", "_files", "_native"},
+    {"_arguments", "_collector", "_files", "_hashing", "_native"},
     {"_rows"},
     {"_segments", "_index"},
     {"_lookup"},

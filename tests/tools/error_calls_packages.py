@@ -614,7 +614,6 @@ def trained(path):
         "sj.store.CachedTable(store, 'user', 2)",
         "sj.store.CachedTable(store, 'item', 2.5)",
         "sj.store.CachedTable(store, 'item', 6)",
-        "sj.store.CachedTable(store, 'item', 2, 'fifo')",
         "sj.store.CachedTable(store, 'item', 2, padding_id='0')",
         "sj.store.CachedTable(store, 'item', 2)",
         "cache.attach(tx, {'item': jnp.zeros((2, 2))})",
