@@ -39,7 +39,7 @@ from sparsejax.optim._lazy import state_leaves, trees
 from sparsejax.store._journal import Journal
 from sparsejax.store._prefetch import ReadAhead
 from sparsejax.store._requested_rows import bucket, distinct_rows, is_among
-from sparsejax.store._slots import POLICIES, Plan, Slots
+from sparsejax.store._slots import Plan, Slots
 from sparsejax.store._store import KVStore
 from sparsejax.store._table import CHUNK
 
@@ -158,8 +158,8 @@ class CachedTable:
     Rows that are missing come up, with their state; rows that make place for them go
     back. The step is then that of any table: `sparsejax.value_and_grad` and
     `sparsejax.optim.lazy`, on the array and the slots. Training has the same bits as
-    with the whole table on the device, whatever the policy and however few the slots,
-    as long as they hold the distinct rows of any one step.
+    with the whole table on the device, however few the slots, as long as they hold the
+    distinct rows of any one step.
 
     That takes a sparse gradient. `sparsejax.value_and_grad` prefers a dense one where a
     step reads more than a quarter of an array, and the array is small here: require
@@ -196,9 +196,6 @@ class CachedTable:
       name: of the table, made with the transformation that trains it (or None, if it is
         only read).
       slots: rows that the device has room for.
-      policy: which row leaves. "lru": the one whose last use is longest ago. "lfu": the
-        one used by the fewest batches ever, which compares all slots at each step with
-        misses. "clock": the next one that was not used since it was last passed over.
       padding_id: an id of the table that stands for no row, and stays as it is. Its
         slot, if it has one, is left empty.
 
@@ -232,9 +229,8 @@ class CachedTable:
              [1., 1.]], dtype=float32)
 
     References:
-      FBGEMM, `EmbeddingLocation.MANAGED_CACHING` with `CacheAlgorithm.LRU` and `LFU`;
-      HugeCTR, GPU embedding cache; Corbato, 1968, "A paging experiment with the Multics
-      system" (clock).
+      FBGEMM, `EmbeddingLocation.MANAGED_CACHING` with `CacheAlgorithm.LRU`; HugeCTR,
+      GPU embedding cache.
     """
 
     def __init__(
@@ -242,7 +238,6 @@ class CachedTable:
         store: KVStore,
         name: str,
         slots: int,
-        policy: str = "lru",
         *,
         padding_id: int | None = None,
     ):
@@ -258,12 +253,6 @@ class CachedTable:
                 f"{_CALL}: slots={slots} are more than table {name!r} has rows, "
                 f"{table.height}. Pass {table.height} or less."
             )
-        if policy not in POLICIES:
-            known = ", ".join(map(repr, POLICIES))
-            raise ValueError(
-                f"{_CALL}: policy must be one of {known}, got "
-                f"{_arguments.show(policy)}."
-            )
         unused = None
         if padding_id is not None:
             if not isinstance(padding_id, (int, np.integer)):
@@ -274,7 +263,7 @@ class CachedTable:
             unused = int(padding_id) if 0 <= padding_id < slots else None
         self._store, self._table = store, table
         self._padding_id = padding_id
-        self._slots = Slots(table.height, slots, policy, unused)
+        self._slots = Slots(table.height, slots, unused)
         self._array: jax.Array | None = jnp.zeros(
             (slots, *table.shape[1:]), table.dtype
         )

@@ -24,7 +24,6 @@ import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows
-from sparsejax.store._memory import pooled_empty
 from sparsejax.store._requested_rows import capacity_for, distinct_rows, is_among
 from sparsejax.store._table import Table
 
@@ -81,7 +80,7 @@ class PulledRows:
         """Reads the late rows, and puts all on the device."""
         self._read(self._is_late)
         height, dtype = self._table.height, self.rows.dtype
-        slots = pooled_empty((self._values.shape[0],), dtype)
+        slots = np.empty((self._values.shape[0],), dtype)
         slots[: self.rows.size] = self.rows
         slots[self.rows.size :] = height
         # The CPU device uses these buffers in place. Nothing writes to them any more.
@@ -95,7 +94,7 @@ class PulledRows:
 
     def _empty(self, count: int, capacity: int) -> np.ndarray:
         """A buffer of `capacity` rows, with zeros after the first `count`."""
-        buffer = pooled_empty((capacity, *self._table.shape[1:]), self._table.dtype)
+        buffer = np.empty((capacity, *self._table.shape[1:]), self._table.dtype)
         buffer[count:] = 0
         return buffer
 

@@ -299,7 +299,7 @@ class KVStore:
                     f"{step} after {latest}. It tells which keys are those of batches "
                     "in flight, which must keep their rows."
                 )
-            return index.insert(found, step, mask, depth, table, call)
+            return table.insert(call, found, step, mask, depth)
 
         return self._run(call, work)
 

@@ -22,7 +22,6 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax.store import _format
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
-from sparsejax.store._memory import pooled_empty
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._requested_rows import LEAST_CAPACITY, bucket, slots_of
 
@@ -238,7 +237,7 @@ class Table:
         """The columns of distinct ascending touched `rows`, padded with zeros."""
         buffers = []
         for column in self.columns:
-            buffer = pooled_empty((capacity, *column.shape[1:]), column.dtype)
+            buffer = np.empty((capacity, *column.shape[1:]), column.dtype)
             buffer[rows.size :] = 0
             _take(column, rows, buffer[: rows.size])
             buffers.append(buffer)
@@ -278,6 +277,41 @@ class Table:
         self.pushes += 1
         self.pushed_rows += distinct.size
 
+    # -- keys -------------------------------------------------------------------------
+
+    def insert(
+        self,
+        call: str,
+        keys: np.ndarray,
+        step: int,
+        where: np.ndarray | None,
+        held_steps: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`KVStore.insert`: the row of each key, and the rows that were evicted.
+
+        The arguments are those of `TableKeys.plan`.
+        """
+        assert self.keys is not None
+        plan = self.keys.plan(keys, step, where, held_steps)
+        if plan.evicted.size and self.cache is not None:
+            raise RuntimeError(
+                f"{call}: table {self.name!r} is full (new keys without a row: "
+                f"{plan.evicted.size}), and a row that is in a CachedTable cannot "
+                "change hands. First call flush(params, opt_state) and close() of the "
+                "CachedTable, and make another one after insert; or refuse such keys, "
+                "KeyPolicy(max_evictions=0)."
+            )
+        # A row without a key may have weights: of a key that was removed before a kill,
+        # or of a row that was used by its id.
+        self.clear(plan.free[self.touched[plan.free] != 0])
+        self.keys.release(plan.evicted)
+        self.clear(plan.evicted)
+        self.keys.commit(plan)
+        rows = self.keys.find(keys)
+        if where is not None:
+            rows[~where] = self.height
+        return rows, plan.evicted.astype(rows.dtype)
+
     # -- the first touch --------------------------------------------------------------
 
     def touch(self, rows: np.ndarray) -> None:
@@ -294,7 +328,7 @@ class Table:
                 put_rows(self.weights, block, weights)
             if self.optimizer is not None:
                 shape = bucket(block.size), *self.shape[1:]
-                padded = pooled_empty(shape, self.dtype)
+                padded = np.empty(shape, self.dtype)
                 padded[: block.size] = weights
                 padded[block.size :] = 0
                 leaves = self.optimizer.init_rows(padded)

@@ -331,35 +331,39 @@ _CATEGORIES = Section(
     "data: files of categories",
     _DATA
     + """
-read = sj.data.read_csv_ids
+read = sj.data.read_ids
 ids = {"ids": [0]}
-vocabulary = sj.data.Vocabulary.build(write("red\\n"), columns=ids)
+vocabulary = sj.data.Vocabulary.build(write("red\\n"), ids)
 """,
     [
         "read(3, 100)",
         "read('missing.csv', 100)",
-        "read(write('1,2,3\\n'), 100)",
-        "read(write('1,2\\n'), 'hash', columns=ids)",
-        "read(write('1,2\\n'), 1, columns=ids)",
-        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), columns=ids)",
-        "read(write('1,2\\n'), vocabulary, columns={'ids': [0, 1]})",
-        "read(write('1,2\\n'), 100, num_numbers=-1)",
-        "read(write('1,2\\n'), 100, num_numbers=0, num_ids=0, label=False)",
-        "read(write('1,2\\n'), 100, separator=', ')",
-        "read(write('1,2\\n'), 100, quotes='yes')",
-        "read(write('1,\"two\\n'), 100, columns=ids)",
-        "read(write('1,\"two\" three\\n'), 100, columns=ids)",
-        "read(write('1,2\\n'), 100, missing='0', columns=ids)",
-        "read(write('1,2\\n'), 100, columns=[0, 1])",
-        "read(write('1,2\\n'), 100, columns={'ids': [0.5]})",
-        "read(write('1,2\\n'), 100, columns=ids, num_ids=1)",
-        "read(write('1,2\\n'), 100, columns={'ids': [7]})",
-        "read(write('user,item\\n1,2\\n'), 100, columns={'ids': ['film']})",
-        "read(write('1,two\\n'), 100, columns={'ids': [0], 'numbers': [1]})",
+        "read(write('1,2\\n1,2,3\\n'), 100, ids)",
+        "read(write('1,2\\n'), 'hash', ids)",
+        "read(write('1,2\\n'), 1, ids)",
+        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), ids)",
+        "read(write('1,2\\n'), vocabulary, {'ids': [0, 1]})",
+        "read(write('1,2\\n'), 100, ids, separator='::')",
+        "read(write('1,2\\n'), 100, ids, quotes='yes')",
+        "read(write('1,2\\n3,\"two\\n'), 100, ids)",
+        "read(write('1,2\\n'), 100, ids, missing='0')",
+        "read(write('1,2\\n'), 100, [0, 1])",
+        "read(write('1,2\\n'), 100, {'ids': [0.5]})",
+        "read(write('1,2\\n'), 100, {'ids': [7]})",
+        "read(write('user,item\\n1,2\\n'), 100, {'ids': ['film']})",
+        "read(write(''), 100, {'ids': ['film']})",
+        "read(write('1,two\\n'), 100, {'ids': [0], 'numbers': [1]})",
+        "read(write('1,\\n'), 100, {'ids': [0], 'label': 1})",
+        "read({'a': ['x'], 'b': ['y']}, 100, {'ids': 'a', 'label': 'b'})",
+        "read({'a': ['x'], 'b': [1, 2]}, 100, {'ids': 'a', 'label': 'b'})",
+        "read(write('red\\0,1\\n'), 100, ids)",
         "read(write('PAR1\\x15'), 100)",
-        "read(write('PK\\x03\\x04...xl/workbook.xml'), 100)",
-        "sj.data.read_parquet_ids(write('a,b\\n'), 100, columns={'ids': 'a'})",
-        "sj.data.Vocabulary.build(write('PAR1\\x15'))",
+        "names = {'ids': ['user']}\n"
+        "known = sj.data.Vocabulary.build({'item': ['tea']})\n"
+        "read({'user': ['ann']}, known, names)",
+        "files = [write('user,item\\n1,2\\n'), 'other.csv']\n"
+        "pathlib.Path('other.csv').write_text('user\\n7\\n')\n"
+        "sj.data.Vocabulary.build(files)",
         "sj.data.HashIds(9).encode(0, [1.5, 2])",
         "sj.data.HashIds(9).encode('user', [1])",
         "sj.data.HashIds([9, 9]).encode(2, ['red'])",
@@ -381,23 +385,23 @@ _VOCABULARIES = Section(
     + """
 Vocabulary = sj.data.Vocabulary
 columns = {"user": [7, 8, 7], "item": ["tea", "jam", "tea"]}
-known = Vocabulary.from_columns(columns)
+known = Vocabulary.build(columns)
 bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
 """,
     [
-        "Vocabulary.from_columns(['tea', 'jam'])",
-        "Vocabulary.from_columns({})",
-        "Vocabulary.from_columns({0: ['tea']})",
-        "Vocabulary.from_columns({'item': 'tea'})",
-        "Vocabulary.from_columns({'price': [0.5]})",
-        "Vocabulary.from_columns({'items': [['tea', 'jam'], ['tea']]})",
-        "Vocabulary.from_columns({'item': ['tea' * 1000]})",
-        "Vocabulary.from_columns(columns, shared=['user', 'item'])",
-        "Vocabulary.from_columns(columns, shared=[['user', 'film']])",
-        "Vocabulary.from_columns(columns, min_count=0)",
-        "Vocabulary.from_columns(columns, max_size={'film': 9})",
+        "Vocabulary.build(['tea', 'jam'])",
+        "Vocabulary.build({})",
+        "Vocabulary.build({0: ['tea']})",
+        "Vocabulary.build({'item': 'tea'})",
+        "Vocabulary.build({'price': [0.5]})",
+        "Vocabulary.build({'items': [['tea', 'jam'], ['tea']]})",
+        "Vocabulary.build({'item': ['tea' * 1000]})",
+        "Vocabulary.build(columns, shared=['user', 'item'])",
+        "Vocabulary.build(columns, shared=[['user', 'film']])",
+        "Vocabulary.build(columns, min_count=0)",
+        "Vocabulary.build(columns, max_size={'film': 9})",
         "limits = {'user': 2, 'item': 3}\n"
-        "Vocabulary.from_columns(columns, shared=True, min_count=limits)",
+        "Vocabulary.build(columns, shared=True, min_count=limits)",
         "bare.prune(min_count=2)",
         "known.encode('film', ['tea'])",
         "known.encode(2, ['tea'])",
@@ -411,24 +415,16 @@ bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
         "known.align(['tea'], [[1.0]])",
         "known.align(['tea'], [1.0], column='item')",
         "known.align(['tea'], [[1.0]], column='item', table=np.zeros((2, 1)))",
-        "sj.data.read_vectors(write('tea 1 2\\njam 1\\n'))",
-        "sj.data.read_vectors(write('tea 1 2\\njam 1 x\\n'))",
-        "sj.data.read_vectors(write(''))",
-        "sj.data.read_vectors(write('tea 1 2\\n'), binary='yes')",
-        "sj.data.read_vectors(write('tea 1 2\\n'), binary=True)",
-        "sj.data.read_vectors(write('2 1\\ntea \\0\\0\\0\\0\\njam'))",
-        "sj.data.read_vectors(write('2 1\\n' + 'x' * 2000), binary=True)",
-        "sj.data.read_vectors(write('2 9999999\\n'), binary=True)",
     ],
 )
 
 _NEGATIVES = Section(
-    "data: NegativeSampler",
+    "losses: NegativeSampler",
     """
 import jax
 import jax.numpy as jnp
 import sparsejax as sj
-from sparsejax.data import NegativeSampler
+from sparsejax.losses import NegativeSampler
 
 key = jax.random.key(0)
 sampler = NegativeSampler.uniform(5)
@@ -455,11 +451,6 @@ sampler = NegativeSampler.uniform(5)
     ],
 )
 
-_LIBSVM = Section(
-    "data: LIBSVM",
-    _DATA
-    + """
-read, save = sj.data.read_libsvm, sj.data.write_libsvm
 X = sp.csr_matrix(np.eye(2))
 negative = sj.SegmentTensor(
     {"index": jnp.array([-1]), "value": jnp.ones(1)}, jnp.array([0]), 1
@@ -624,7 +615,6 @@ def trained(path):
         "sj.store.CachedTable(store, 'user', 2)",
         "sj.store.CachedTable(store, 'item', 2.5)",
         "sj.store.CachedTable(store, 'item', 6)",
-        "sj.store.CachedTable(store, 'item', 2, 'fifo')",
         "sj.store.CachedTable(store, 'item', 2, padding_id='0')",
         "sj.store.CachedTable(store, 'item', 2)",
         "cache.attach(tx, {'item': jnp.zeros((2, 2))})",
@@ -975,7 +965,7 @@ from sparsejax.losses import *
 
 table, inputs = jnp.ones((9, 4)), jnp.ones((2, 4))
 labels, negatives = jnp.array([1, 2]), jnp.array([3, 4, 5])
-samples = sj.data.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
+samples = sj.losses.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
 args = table, inputs, labels
 """,
     [
@@ -987,7 +977,7 @@ args = table, inputs, labels
         "sampled_softmax_loss(table, inputs, jnp.array([1.0, 2.0]), negatives)",
         "sampled_softmax_loss(*args, jnp.ones((5, 3), int))",
         "sampled_softmax_loss(*args, samples)",
-        "sampled_softmax_loss(*args, sj.data.NegativeSampler.uniform(9))",
+        "sampled_softmax_loss(*args, sj.losses.NegativeSampler.uniform(9))",
         "nce_loss(*args, samples._replace(label_log_q=jnp.ones(5)))",
         "nce_loss(*args, negatives, bias=jnp.ones(4))",
         "nce_loss(*args, negatives, remove_accidental_hits='yes')",
@@ -1017,7 +1007,6 @@ SECTIONS: list[Section] = [
     _CATEGORIES,
     _VOCABULARIES,
     _NEGATIVES,
-    _LIBSVM,
     _TABLES,
     _PULLS,
     _KEYS,
