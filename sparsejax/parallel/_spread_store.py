@@ -35,7 +35,6 @@ from sparsejax.parallel._batched_pull import (
 )
 from sparsejax.store import KVStore, _requested_rows as requested
 from sparsejax.store._optimizer import on_host
-from sparsejax.store._store import no_table
 
 
 _CALL = "sparsejax.parallel.SpreadStore"
@@ -248,7 +247,7 @@ class SpreadStore:
 
     def _height(self, call: str, name: str) -> int:
         if name not in self._heights:
-            raise no_table(call, name, tuple(self._heights))
+            raise KeyError(f"{call}: there is no table {name!r}. Call init first.")
         return self._heights[name]
 
     def _of_all(self, ids: np.ndarray) -> np.ndarray:

@@ -1,14 +1,14 @@
 """CachedTable: the hot rows of a store's table on the device, trained there.
 
 A batch takes two turns. It is *staged* on the store's thread, possibly while the step
-before runs: its rows get slots, and those that have to come up are read from the host.
-Then it is *prepared* for its step: the rows that leave are gathered, and those that
+before runs: its rows get slots, and the rows without a slot are read from the host.
+Then it is *prepared* for its step: the rows that leave are gathered, and the rows that
 come up are scattered in place. The rows that left are written to the host later, while
 the step runs.
 
 So a row may leave with batch k and come up again with batch k + 1, before it was
-written. Such a late row is read when batch k + 1 is prepared, after what is to be
-written was. All other rows are on the host when they are read.
+written. The rule is the one of `KVStore.prefetch`: all rows are read early, writing a
+row marks it stale, and stale rows are read again when the batch is prepared.
 
 Staged batches hold slots that batches before them still use. If a batch is prepared
 that is not the next one staged, or the cache is flushed, staged batches are undone
@@ -36,11 +36,11 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._rows import indexing
 from sparsejax.optim._lazy import state_leaves, trees
+from sparsejax.store._in_flight import EarlyRows, ReadAhead
 from sparsejax.store._journal import Journal
-from sparsejax.store._prefetch import ReadAhead
 from sparsejax.store._requested_rows import bucket, distinct_rows, is_among
 from sparsejax.store._slots import Plan, Slots
-from sparsejax.store._store import KVStore
+from sparsejax.store._store import KVStore, table_of
 from sparsejax.store._table import CHUNK
 
 
@@ -100,19 +100,17 @@ class _Staged:
 
     Args:
       plan: what it changes about the slots.
-      left: the rows that leave, ascending.
-      is_late: which of the rows that come up were not written yet.
       slot_ids: the ids as slots, on the device.
-      columns: weights and state of the rows that come up, padded.
-      to: their slots, padded.
+      to: the slots of the rows that come up, padded.
+      early: weights and state of the rows that come up; None until they are read.
+      columns: the same on the device.
     """
 
     plan: Plan
-    left: np.ndarray
-    is_late: np.ndarray
     slot_ids: jax.Array
-    columns: list[Any]
     to: np.ndarray
+    early: EarlyRows | None = None
+    columns: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -246,7 +244,7 @@ class CachedTable:
                 f"{_CALL}: store must be a sparsejax.store.KVStore, got "
                 f"{_arguments.kind_of(store)}."
             )
-        table = store._table(_CALL, name)
+        table = table_of(_CALL, store, name)
         slots = _arguments.static_int(_CALL, "slots", slots, 1)
         if slots > table.height:
             raise ValueError(
@@ -261,7 +259,7 @@ class CachedTable:
                     f"{_arguments.show(padding_id)}."
                 )
             unused = int(padding_id) if 0 <= padding_id < slots else None
-        self._store, self._table = store, table
+        self._table = table
         self._padding_id = padding_id
         self._slots = Slots(table.height, slots, unused)
         self._array: jax.Array | None = jnp.zeros(
@@ -274,7 +272,8 @@ class CachedTable:
         # Held while slots are planned and batches change hands, not while rows move.
         self._lock = threading.RLock()
         self._announced: collections.deque[_Announced] = collections.deque()
-        self._unwritten: list[_Staged] = []  # batches whose rows that leave are not
+        # Of each batch whose rows that left are not written: these rows, their places
+        # among the rows that were gathered, and the gathered rows on the device.
         self._to_write: collections.deque[Any] = collections.deque()
         self._prefetching = 0
         self._steps = self._hits = self._misses = self._evictions = 0
@@ -291,7 +290,7 @@ class CachedTable:
             table.check_usable()
             table.cache = self
 
-        store._run(_CALL, work)
+        table.run(_CALL, work)
 
     def __repr__(self) -> str:
         array = f"{self._table.dtype.name}{[self._num_slots, *self._table.shape[1:]]}"
@@ -449,13 +448,15 @@ class CachedTable:
             columns = self._on_device(staged.columns, arrays[0])
             if goes_back.any():
                 leaving = _gather(arrays, staged.to)
-                self._to_write.append((staged, np.flatnonzero(goes_back), leaving))
+                places = np.flatnonzero(goes_back)
+                rows = staged.plan.leaving[places]
+                self._to_write.append((rows, places, leaving))
             arrays = _scatter(arrays, staged.to, columns)
         if self._prefetching:
-            self._store._queue.call_later(self._write_back)
+            self._table.queue.call_later(self._write_back)
         else:
-            # Not the last ones, for which the step before would have to be done.
-            self._store._run(call, functools.partial(self._write_back, keep=1))
+            # Not the last batch, whose rows would wait for the step before.
+            self._table.run(call, functools.partial(self._write_back, keep=1))
         return *self._with_arrays(params, opt_state, arrays), staged.slot_ids
 
     def prefetch(
@@ -501,7 +502,7 @@ class CachedTable:
     ) -> Generator[Any]:
         """The iterator that `prefetch` returns."""
         call = f"{_CALL}.prefetch"
-        queue, owner = self._store._queue, object()
+        queue, owner = self._table.queue, object()
 
         def prepare(batch):
             if depth:
@@ -581,7 +582,7 @@ class CachedTable:
                 self.is_flushed = True
                 self._stage_again(announced)
 
-        self._store._run(call, work)
+        self._table.run(call, work)
 
     @property
     def step(self) -> int | None:
@@ -632,6 +633,7 @@ class CachedTable:
 
         def work():
             with self._lock:
+                self._undo_staged()
                 self._announced.clear()
                 self._to_write.clear()
                 if self._journal is not None and not self._table.is_closed:
@@ -639,7 +641,7 @@ class CachedTable:
                 self._table.cache = None
                 self._is_closed = True
 
-        self._store._queue.call(work)
+        self._table.queue.call(work)
 
     def release(self) -> None:
         """The store is closed; a mapped table is rolled back when it is opened next."""
@@ -675,7 +677,7 @@ class CachedTable:
             if is_expected:
                 self._stage_announced(entry)
 
-        entry.done = self._store._queue.submit(work)
+        entry.done = self._table.queue.submit(work)
 
     def _stage_announced(self, entry: _Announced) -> None:
         try:
@@ -684,8 +686,8 @@ class CachedTable:
             entry.error = error
 
     def _take(self, call: str, ids: np.ndarray) -> _Staged:
-        """The staged batch of these ids, all of whose rows were read."""
-        self._store._queue.raise_error()
+        """The staged batch of these ids, with the current rows."""
+        self._table.queue.raise_error()
         head = self._announced[0] if self._announced else None
         if head is not None and np.array_equal(head.ids, ids):
             assert head.done is not None
@@ -700,8 +702,11 @@ class CachedTable:
             if error is not None:
                 raise error
             if staged is not None:
-                if staged.is_late.any():
-                    self._store._run(call, functools.partial(self._read_late, staged))
+                if self._is_current(staged):
+                    self._drop(staged)
+                else:
+                    hand_out = functools.partial(self._hand_out, staged)
+                    self._table.run(call, hand_out)
                 return staged
 
         def work():
@@ -709,18 +714,15 @@ class CachedTable:
                 announced = self._undo_staged()
                 try:
                     staged = self._stage(ids)
-                    self._read_late(staged)
+                    self._hand_out(staged)
                 finally:
                     self._stage_again(announced)
                 return staged
 
-        return self._store._run(call, work)
+        return self._table.run(call, work)
 
     def _stage(self, ids: np.ndarray) -> _Staged:
-        """Gives slots to the rows of a batch, and reads those that are not late.
-
-        In the store's queue, as all that reads or writes the table.
-        """
+        """Gives slots to the rows of a batch, and reads them early; in the queue."""
         table, slots = self._table, self._slots
         table.check_usable()
         wanted = ids.reshape(-1)
@@ -737,43 +739,41 @@ class CachedTable:
             )
         with self._lock:
             plan = slots.plan(rows)
-            slot_ids = slots.translate(ids)
-            is_late = np.zeros(plan.rows.shape, bool)
-            for other in self._unwritten:
-                is_late |= is_among(plan.rows, other.left)
-            left = np.sort(plan.leaving[plan.leaving >= 0])
-            to = _padded(plan.to, self._num_slots)
-            staged = _Staged(plan, left, is_late, jax.device_put(slot_ids), [], to)
-            if left.size:
-                self._unwritten.append(staged)
-        if not plan.rows.size:
-            return staged
-        try:
-            table.touch(plan.rows)
-            staged.columns = table.read(plan.rows[~is_late], to.size)
-            if is_late.any():
-                early = np.flatnonzero(~is_late)
-                for x in staged.columns:
-                    x[early] = x[: early.size].copy()
-            else:
-                staged.columns = self._put(staged.columns)
-        except BaseException:
-            with self._lock:
-                self._undo(staged)
-            raise
+            slot_ids = jax.device_put(slots.translate(ids))
+            staged = _Staged(plan, slot_ids, _padded(plan.to, self._num_slots))
+        if plan.rows.size:
+            try:
+                size = staged.to.size
+                staged.early = table.read_early(plan.rows, size, with_state=True)
+                staged.columns = self._put(staged.early.buffers)
+            except BaseException:
+                with self._lock:
+                    self._undo(staged)
+                raise
         return staged
 
-    def _read_late(self, staged: _Staged) -> None:
-        """Reads the rows that another batch took from the device meanwhile."""
-        if not staged.is_late.any():
-            return
-        self._write_back()
-        rows = staged.plan.rows
-        late = self._table.read(rows[staged.is_late], int(staged.is_late.sum()))
-        for x, new in zip(staged.columns, late):
-            x[: rows.size][staged.is_late] = new
-        staged.is_late[:] = False
-        staged.columns = self._put(staged.columns)
+    def _is_current(self, staged: _Staged) -> bool:
+        """Return True if no row of a batch is stale or waits to be written."""
+        if staged.early is None:
+            return True
+        rows = staged.early.rows
+        # In this order: a row that the worker writes meanwhile is stale by then.
+        if any(
+            is_among(rows, np.sort(left)).any() for left, *_ in list(self._to_write)
+        ):
+            return False
+        return not staged.early.is_stale.any()
+
+    def _hand_out(self, staged: _Staged) -> None:
+        """Reads the rows again that were written since they were read; in the queue."""
+        if not self._is_current(staged):
+            self._write_back()
+        if staged.early is not None and self._table.hand_out(staged.early):
+            staged.columns = self._put(staged.early.buffers)
+
+    def _drop(self, staged: _Staged) -> None:
+        if staged.early is not None:
+            self._table.drop(staged.early)
 
     def _commit(self, staged: _Staged) -> np.ndarray:
         """Settles that a batch runs; which of the rows that leave are written back."""
@@ -784,19 +784,16 @@ class CachedTable:
             if self._table.optimizer is not None:
                 slots.is_dirty[plan.slots] = True
                 self.is_flushed = self.is_flushed and not plan.slots.size
-            if staged.left.size and not goes_back.any():
-                self._unwritten.remove(staged)
             self._steps += 1
             self._hits += plan.slots.size - plan.rows.size
             self._misses += plan.rows.size
-            self._evictions += staged.left.size
+            self._evictions += int(np.count_nonzero(plan.leaving >= 0))
         return goes_back
 
     def _undo(self, staged: _Staged) -> None:
         """Undoes the latest batch staged."""
         self._slots.undo(staged.plan)
-        if staged in self._unwritten:
-            self._unwritten.remove(staged)
+        self._drop(staged)
 
     def _undo_staged(self) -> list[_Announced]:
         """Undoes all staged batches, and says of which expected ones they are."""
@@ -827,14 +824,11 @@ class CachedTable:
     def _write_back(self, keep: int = 0) -> None:
         """Writes the rows that left, but for those of the last `keep` batches."""
         while len(self._to_write) > keep:
-            staged, places, leaving = self._to_write[0]
-            rows = staged.plan.leaving[places]
+            rows, places, leaving = self._to_write[0]
             order = np.argsort(rows)
             values = [np.take(np.asarray(x), places[order], axis=0) for x in leaving]
             self._write(rows[order], values)
-            self._to_write.popleft()
-            with self._lock:
-                self._unwritten.remove(staged)
+            self._to_write.popleft()  # only now, see _is_current
 
     def _write(self, rows: np.ndarray, values: Sequence[np.ndarray] | None) -> None:
         """Writes distinct ascending rows of the table."""
@@ -920,7 +914,7 @@ class CachedTable:
             )
 
     def _check_open(self, call: str) -> None:
-        self._store._check_open(call)
+        self._table.check_open(call)
         if self._is_closed:
             raise ValueError(f"{call}: this cache is closed. Make a new one.")
 

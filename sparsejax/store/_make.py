@@ -12,6 +12,7 @@ from jax.core import Tracer
 from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax.store import _format
+from sparsejax.store._in_flight import WorkQueue
 from sparsejax.store._journal import roll_back
 from sparsejax.store._keys import ADDED, KeyPolicy
 from sparsejax.store._memory import MappedFile, Memory
@@ -31,7 +32,8 @@ def make_table(
     initializer: Callable[..., Any] | None,
     key: Any,
     dtype: Any,
-    keys: Any = None,
+    keys: Any,
+    queue: WorkQueue,
 ) -> Table:
     """The table, in memory or in its file; arguments as in `KVStore.init`."""
     check_not_traced(_CALL, name, "weights", shape_or_array)
@@ -89,7 +91,9 @@ def make_table(
         added = ADDED if keyed else 0
         memory = MappedFile(path, specs, initial, header, name, added)
         given = memory.found["given"]
-    table = Table(name, shape, dtype, optimizer, initializer, key, given, memory, keys)
+    table = Table(
+        name, shape, dtype, optimizer, initializer, key, given, memory, queue, keys
+    )
     if isinstance(memory, MappedFile):
         table.journal = memory.found.get("journal")
         table.flushed_step = memory.found.get("step")

@@ -7,7 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +20,23 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _saving
+from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
 from sparsejax.store._make import make_table
-from sparsejax.store._prefetch import (
-    EXACT,
-    InFlightBatch,
-    InFlightBatches,
-    PulledRows,
-    ReadAhead,
-    WorkQueue,
+from sparsejax.store._requested_rows import (
+    capacity_for,
+    check_not_traced,
+    check_rows,
+    distinct_rows,
+    slots_of,
 )
-from sparsejax.store._requested_rows import check_not_traced, check_rows, slots_of
-from sparsejax.store._table import Table, TableStats, put_rows
+from sparsejax.store._table import Table, TableStats, closed
 
 
 Batch = TypeVar("Batch")  # anything that has ids
 
 _CALL = "sparsejax.store.KVStore"
+_EXACT: Any = object()  # a capacity: as many slots as distinct rows
 
 
 class KVStore:
@@ -95,7 +96,6 @@ class KVStore:
     def __init__(self):
         self._tables: dict[str, Table] = {}
         self._queue = WorkQueue()
-        self._in_flight = InFlightBatches()
         self._depths: list[int] = []  # of the iterators of prefetch that run
         self._closed = False
 
@@ -169,7 +169,7 @@ class KVStore:
                 "the existing table."
             )
         table = make_table(
-            name, shape_or_array, tx, path, initializer, key, dtype, keys
+            name, shape_or_array, tx, path, initializer, key, dtype, keys, self._queue
         )
         self._run(call, lambda: self._tables.update({name: table}))
 
@@ -389,14 +389,7 @@ class KVStore:
           ValueError: ids are out of range, or there are more rows than `capacity` (the
             message says how many).
         """
-        call = f"{_CALL}.pull"
-        table = self._table(call, name)
-
-        def work():
-            table.check_written_back(call)
-            return PulledRows(call, table, ids, capacity, mode).finish_at_once()
-
-        return self._run(call, work)
+        return self._pull(f"{_CALL}.pull", name, ids, capacity, mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """The rows of `row_ids` without empty slots, as in MXNet.
@@ -404,14 +397,7 @@ class KVStore:
         Like `pull`, but with exactly as many slots as distinct rows. That number is
         part of the result's shape, so a jitted step recompiles for each new number.
         """
-        call = f"{_CALL}.row_sparse_pull"
-        table = self._table(call, name)
-
-        def work():
-            table.check_written_back(call)
-            return PulledRows(call, table, row_ids, EXACT, "error").finish_at_once()
-
-        return self._run(call, work)
+        return self._pull(f"{_CALL}.row_sparse_pull", name, row_ids, _EXACT, "error")
 
     def push(self, name: str, grads: PyTree) -> None:
         """One step of the optimizer with a gradient.
@@ -436,10 +422,9 @@ class KVStore:
 
         def work():
             began = time.perf_counter()
-            forward = functools.partial(self._in_flight.forward, name)
             rows = np.asarray(gradient.rows)
             check_rows(f"{_CALL}.push", name, rows, table.height)
-            table.step(rows, gradient.values, forward)
+            table.step(rows, gradient.values)
             table.push_seconds += time.perf_counter() - began
 
         self._queue.call_later(work)
@@ -457,10 +442,9 @@ class KVStore:
 
         The result is the same, bit for bit, as pulling the rows of each batch when it
         is requested: it includes everything pushed before. A thread of the store reads
-        the rows that the running step did not pull, waits for the gradients of the
-        step, and forwards the rows that they change. Between two batches `push` returns
-        at once; a step may push any number of times, to any table. Other calls wait for
-        earlier pushes.
+        the rows while a step runs, waits for the gradients of the step, and reads the
+        rows that they change again. Between two batches `push` returns at once; a step
+        may push any number of times, to any table. Other calls wait for earlier pushes.
 
         Args:
           batches: an iterable of anything; batches are taken from it ahead of time.
@@ -512,13 +496,6 @@ class KVStore:
     ) -> Generator[tuple[Any, Any]]:
         """The iterator that `prefetch` returns."""
         call = f"{_CALL}.prefetch"
-        owner = object()  # of the in-flight batches of this iterator
-
-        def pulled_rows(name, ids):
-            slots = capacity.get(name) if isinstance(capacity, Mapping) else capacity
-            table = self._table(call, name)
-            table.check_written_back(call)
-            return PulledRows(call, table, ids, slots, mode)
 
         def prepare(batch):
             ids = ids_of(batch)
@@ -531,17 +508,17 @@ class KVStore:
                 )
             if is_alone:
                 ids = {self.names()[0]: ids}
-            in_flight = InFlightBatch(owner)
+
+            def slots(name):
+                return capacity.get(name) if isinstance(capacity, Mapping) else capacity
 
             def work():
-                in_flight.tables = {n: pulled_rows(n, i) for n, i in ids.items()}
-                self._in_flight.prepare(in_flight)
+                return [
+                    self._read_early(call, name, some, slots(name), mode)
+                    for name, some in ids.items()
+                ]
 
-            return batch, is_alone, in_flight, self._queue.submit(work)
-
-        def finish(in_flight, prepared):
-            prepared.result()  # done by now; raises its error
-            return self._in_flight.finish(in_flight)
+            return batch, is_alone, self._queue.submit(work)
 
         ahead = ReadAhead(batches, prepare)
         is_exiting = sys.is_finalizing  # when it is true, modules may be gone
@@ -556,19 +533,20 @@ class KVStore:
                 head = ahead.take()
                 if head is ReadAhead.END:
                     break
-                batch, is_alone, in_flight, prepared = head
-                work = functools.partial(finish, in_flight, prepared)
-                finished = self._queue.submit(work)
+                batch, is_alone, early = head
+                handed_out = self._queue.submit(functools.partial(_hand_out, early))
                 ahead.fill(depth)
-                pulled = finished.result()
+                pulled = handed_out.result()
                 self._queue.raise_error()
-                yield batch, (next(iter(pulled.values())) if is_alone else pulled)
+                found = {x.table.name: self._on_device(x) for x in pulled}
+                yield batch, (next(iter(found.values())) if is_alone else found)
             self._queue.submit(lambda: None).result()  # wait for the last pushes
             self._queue.raise_error()
         finally:
             if not is_exiting():
                 self._depths.remove(depth)
-                self._queue.submit(functools.partial(self._in_flight.remove, owner))
+                for _, _, early in ahead.rest():
+                    self._queue.submit(functools.partial(_drop, early))
                 self._queue.stop_worker()
 
     # -- all rows ---------------------------------------------------------------------
@@ -623,8 +601,7 @@ class KVStore:
             table.check_not_cached(call)
             for rows, values in _rows_to_assign(table, weights):
                 table.touch(rows)
-                self._in_flight.forward(name, rows, values)
-                put_rows(table.weights, rows, values)
+                table.write(rows, [values])
 
         self._run(call, work)
 
@@ -673,12 +650,8 @@ class KVStore:
         """
         call = f"{_CALL}.load"
 
-        def work():
-            self._in_flight.read_again()
-            _saving.load(path, self._tables, report)
-
         with _arguments.progress_reporter(call, progress) as report:
-            self._run(call, work)
+            self._run(call, lambda: _saving.load(path, self._tables, report))
 
     def flush(self) -> None:
         """Waits until all pushes are done and memory-mapped tables are on the disk.
@@ -715,13 +688,51 @@ class KVStore:
 
     # -- private ----------------------------------------------------------------------
 
+    def _pull(
+        self, call: str, name: str, ids: Any, capacity: int | None, mode: str
+    ) -> SelectedRows:
+        self._table(call, name)  # an unknown name is an error before all else
+
+        def work():
+            pulled = self._read_early(call, name, ids, capacity, mode)
+            pulled.table.drop(pulled.early)
+            return pulled
+
+        return self._on_device(self._run(call, work))
+
+    def _read_early(
+        self, call: str, name: str, ids: Any, capacity: int | None, mode: str
+    ) -> _Pulled:
+        """Reads the rows of `ids`, which are in flight from now on; in the queue."""
+        table = self._table(call, name)
+        table.check_written_back(call)
+        began = time.perf_counter()
+        rows = distinct_rows(call, name, ids, table.height, mode)
+        slots = rows.size
+        if capacity is not _EXACT:
+            slots = capacity_for(call, name, rows.size, table.height, capacity)
+        early = table.read_early(rows, slots, with_state=False)
+        table.pulls += 1
+        table.pulled_rows += rows.size
+        table.pull_seconds += time.perf_counter() - began
+        return _Pulled(table, rows, early)
+
+    def _on_device(self, pulled: _Pulled) -> SelectedRows:
+        """Pulled rows as arrays; nothing writes to their buffers any more."""
+        table, rows, early = pulled
+        (values,) = early.buffers
+        slots = np.full((len(values),), table.height, rows.dtype)
+        slots[: rows.size] = rows
+        # The CPU device may use these buffers in place.
+        return SelectedRows(*jax.device_put((slots, values)), table.height)
+
     def _run(self, call: str, work: Callable[[], Any]) -> Any:
         self._check_open(call)
         return self._queue.call(work)
 
     def _check_open(self, call: str) -> None:
         if self._closed:
-            raise ValueError(f"{call}: this store is closed. Make a new one.")
+            raise closed(call)
 
     def _keyed(self, call: str, name: Any) -> tuple[Table, TableKeys]:
         """A table and its keys."""
@@ -738,13 +749,53 @@ class KVStore:
         try:
             return self._tables[name]
         except (KeyError, TypeError):
-            raise no_table(call, name, self.names()) from None
+            names = ", ".join(map(repr, self.names()))
+            known = f"only {names}" if names else "nor any other"
+            raise KeyError(
+                f"{call}: there is no table {name!r}, {known}. Call init first."
+            ) from None
 
 
-def no_table(call: str, name: Any, names: Sequence[str]) -> KeyError:
-    """The error for an unknown table, also of SpreadStore."""
-    known = f"only {', '.join(map(repr, names))}" if names else "nor any other"
-    return KeyError(f"{call}: there is no table {name!r}, {known}. Call init first.")
+def table_of(call: str, store: KVStore, name: Any) -> Table:
+    """A table of a store, for `CachedTable`."""
+    return store._table(call, name)
+
+
+# ------------------------------------------------------------------ reading
+
+
+class _Pulled(NamedTuple):
+    """Rows of a table that were read for a batch.
+
+    Args:
+      table: of the rows.
+      rows: the distinct rows of the batch, ascending.
+      early: their weights.
+    """
+
+    table: Table
+    rows: np.ndarray
+    early: EarlyRows
+
+
+def _hand_out(early: Future) -> list[_Pulled]:
+    """The rows of a batch in flight, with all writes so far; in the queue."""
+    found = early.result()  # done by now; raises its error
+    for table, _, rows in found:
+        began = time.perf_counter()
+        table.hand_out(rows)
+        table.pull_seconds += time.perf_counter() - began
+    return found
+
+
+def _drop(early: Future) -> None:
+    """Forgets a batch in flight; in the queue."""
+    if early.exception() is None:
+        for table, _, rows in early.result():
+            table.drop(rows)
+
+
+# ------------------------------------------------------------------ arguments
 
 
 def _checked_gradient(table: Table, grads: Any) -> SelectedRows:

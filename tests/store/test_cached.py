@@ -12,7 +12,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_in_place, assert_same_bits
-from sparsejax.store import _cached, _prefetch, _slots
+from sparsejax.store import _cached, _in_flight, _slots
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -116,7 +116,7 @@ def assert_trained(store, params, state, whole):
 
 
 def workers():
-    return [t for t in threading.enumerate() if t.name.startswith(_prefetch._THREAD)]
+    return [t for t in threading.enumerate() if t.name.startswith(_in_flight._THREAD)]
 
 
 # ------------------------------------------------------------------ equal bits
@@ -167,20 +167,20 @@ def test_rows_that_leave_and_come_up_again_at_once():
     """Two sets of rows for which there are too few slots take turns, read ahead."""
     store = new_store("adam")
     cache = sj.store.CachedTable(store, "items", SLOTS)
-    late = []
-    read_late = cache._read_late
+    stale = []
+    hand_out = store._tables["items"].hand_out
 
-    def seen(staged):
-        late.append(int(staged.is_late.sum()))
-        read_late(staged)
+    def seen(early):
+        stale.append(int(early.is_stale.sum()))
+        return hand_out(early)
 
-    cache._read_late = seen
+    store._tables["items"].hand_out = seen
     labels = np.ones(BATCH, np.float32)
     ids = [np.arange(BATCH, dtype=np.int32) * 2 + k % 2 for k in range(12)]
     batches = [(x, labels) for x in ids]
     params, state = attached("adam", cache)
     params, state, losses = train_cached("adam", cache, batches, params, state, depth=2)
-    assert sum(late) >= 8 * (2 * BATCH - SLOTS)
+    assert sum(stale) >= 8 * (2 * BATCH - SLOTS)
     whole = train_whole("adam", batches)
     assert_same_bits(losses, whole[2])
     cache.flush(params, state)
@@ -220,7 +220,7 @@ def test_other_ids_between_and_stopping_early():
     assert_same_bits(np.array(losses), whole[2])
     cache.flush(params, state)
     assert_trained(store, params, state, whole)
-    assert not cache._announced and not cache._unwritten
+    assert not cache._announced and not store._tables["items"].in_flight
 
 
 @pytest.mark.slow
@@ -355,7 +355,7 @@ def test_rows_are_read_while_the_step_runs():
         assert len(ahead) == (k < 9)
         for entry in ahead:  # nothing is to be read at the next prepare
             entry.done.result()
-            assert not entry.staged.is_late.any()
+            assert entry.staged.columns and cache._is_current(entry.staged)
         store.stats()
         assert not cache._to_write  # what left is on the host
     assert not workers()
