@@ -245,6 +245,12 @@ class CachedTable:
                 f"{_arguments.kind_of(store)}."
             )
         table = table_of(_CALL, store, name)
+        if table.owners.count > 1:
+            raise ValueError(
+                f"{_CALL}: table {name!r} is sharded over {table.owners.count} "
+                "processes, but a cache needs all rows in one. Train it with pull and "
+                "push."
+            )
         slots = _arguments.static_int(_CALL, "slots", slots, 1)
         if slots > table.height:
             raise ValueError(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments
@@ -22,7 +23,8 @@ from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _saving
 from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
-from sparsejax.store._make import make_table
+from sparsejax.store._make import make_table, own_path
+from sparsejax.store._mesh import Devices, of_all_processes
 from sparsejax.store._requested_rows import (
     capacity_for,
     check_not_traced,
@@ -61,6 +63,14 @@ class KVStore:
     has its own transformation, so clipping by global norm sees the rows of one
     table.
 
+    With a mesh, pulled rows are on all its devices, for a step over a sharded
+    batch. The ids are those of all devices: a row that several devices need is
+    read once. With several processes, each owns rows by a hash of their ids, in
+    memory or in a file of its own. Every process makes the same store and the
+    same calls in the same order, with the ids of its own devices; prefetched
+    batches must be as many in each. A row starts the same, and training is the
+    same to rounding, as in one process.
+
     - `init`: makes a table, or opens its file.
     - `insert`, `find`, `items`: the rows of keys that come and go, in a table made with
       `keys=KeyPolicy()`.
@@ -72,6 +82,14 @@ class KVStore:
       dtypes, and their statistics.
     - `flush`, `close`: write mapped files to disk; end the store, as does
       `with KVStore() as store`.
+
+    Args:
+      mesh: the devices to which rows are pulled, at least one of each process;
+        None for JAX's default device.
+
+    Raises:
+      TypeError: `mesh` is not a mesh.
+      ValueError: a process has no device in the mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -93,7 +111,12 @@ class KVStore:
       "Scaling Distributed Machine Learning with the Parameter Server".
     """
 
-    def __init__(self):
+    def __init__(self, mesh: Mesh | None = None):
+        self._devices = None if mesh is None else Devices(_CALL, mesh)
+        # The index of this process, and the number of processes that share the rows.
+        self._place = (0, 1)
+        if self._devices is not None:
+            self._place = self._devices.process, self._devices.count
         self._tables: dict[str, Table] = {}
         self._queue = WorkQueue()
         self._depths: list[int] = []  # of the iterators of prefetch that run
@@ -104,7 +127,7 @@ class KVStore:
 
     def __repr__(self) -> str:
         tables = (
-            f"{name}: {_arguments.show_spec(table)}"
+            f"{name}: {_arguments.show_spec(_spec(table))}"
             for name, table in self._tables.items()
         )
         return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
@@ -169,7 +192,16 @@ class KVStore:
                 "the existing table."
             )
         table = make_table(
-            name, shape_or_array, tx, path, initializer, key, dtype, keys, self._queue
+            name,
+            shape_or_array,
+            tx,
+            path,
+            initializer,
+            key,
+            dtype,
+            keys,
+            self._queue,
+            *self._place,
         )
         self._run(call, lambda: self._tables.update({name: table}))
 
@@ -193,8 +225,7 @@ class KVStore:
           >>> store.spec("words")
           ShapeDtypeStruct(shape=(1000, 2), dtype=float32)
         """
-        table = self._table(f"{_CALL}.spec", name)
-        return jax.ShapeDtypeStruct(table.shape, table.dtype)
+        return _spec(self._table(f"{_CALL}.spec", name))
 
     def is_trainable(self, name: str) -> bool:
         """Whether a table was made with an optimizer, so that `push` can update it.
@@ -419,12 +450,16 @@ class KVStore:
         table = self._table(f"{_CALL}.push", name)
         table.check_not_cached(f"{_CALL}.push")
         gradient = _checked_gradient(table, grads)
+        arrays = self._on_one_device(gradient.rows, gradient.values)
 
         def work():
             began = time.perf_counter()
-            rows = np.asarray(gradient.rows)
-            check_rows(f"{_CALL}.push", name, rows, table.height)
-            table.step(rows, gradient.values)
+            rows, values = np.asarray(arrays[0]), arrays[1]
+            check_rows(f"{_CALL}.push", name, rows, table.owners.height)
+            # A process without any of these rows also takes the step, so that the
+            # counts of all processes agree.
+            rows = table.owners.localize(rows)
+            table.step(rows, values)
             table.push_seconds += time.perf_counter() - began
 
         self._queue.call_later(work)
@@ -508,6 +543,7 @@ class KVStore:
                 )
             if is_alone:
                 ids = {self.names()[0]: ids}
+            ids = {name: self._merged(call, name, some) for name, some in ids.items()}
 
             def slots(name):
                 return capacity.get(name) if isinstance(capacity, Mapping) else capacity
@@ -571,7 +607,8 @@ class KVStore:
             return out
 
         with _arguments.progress_reporter(call, progress) as report:
-            return self._run(call, work)
+            own = self._run(call, work)
+        return own if table.owners.count == 1 else of_all_processes(table.owners, own)
 
     def assign(self, name: str, weights: ArrayLike | SelectedRows) -> None:
         """Sets the weights of rows; the optimizer state does not change.
@@ -596,10 +633,16 @@ class KVStore:
         """
         call = f"{_CALL}.assign"
         table = self._table(call, name)
+        given = weights
+        if isinstance(weights, SelectedRows):
+            arrays = self._on_one_device(weights.rows, weights.values)
+            given = SelectedRows(*arrays, weights.height)
+        else:
+            (given,) = self._on_one_device(weights)
 
         def work():
             table.check_not_cached(call)
-            for rows, values in _rows_to_assign(table, weights):
+            for rows, values in _rows_to_assign(table, given):
                 table.touch(rows)
                 table.write(rows, [values])
 
@@ -625,6 +668,7 @@ class KVStore:
           RuntimeError: a table is half loaded, see `load`.
         """
         call = f"{_CALL}.save"
+        path = own_path(path, *self._place)
         with _arguments.progress_reporter(call, progress) as report:
             self._run(call, lambda: _saving.save(path, self._tables, report))
 
@@ -650,6 +694,7 @@ class KVStore:
         """
         call = f"{_CALL}.load"
 
+        path = own_path(path, *self._place)
         with _arguments.progress_reporter(call, progress) as report:
             self._run(call, lambda: _saving.load(path, self._tables, report))
 
@@ -691,7 +736,7 @@ class KVStore:
     def _pull(
         self, call: str, name: str, ids: Any, capacity: int | None, mode: str
     ) -> SelectedRows:
-        self._table(call, name)  # an unknown name is an error before all else
+        ids = self._merged(call, name, ids)
 
         def work():
             pulled = self._read_early(call, name, ids, capacity, mode)
@@ -707,24 +752,45 @@ class KVStore:
         table = self._table(call, name)
         table.check_written_back(call)
         began = time.perf_counter()
-        rows = distinct_rows(call, name, ids, table.height, mode)
-        slots = rows.size
-        if capacity is not _EXACT:
-            slots = capacity_for(call, name, rows.size, table.height, capacity)
-        early = table.read_early(rows, slots, with_state=False)
+        owners = table.owners
+        rows = distinct_rows(call, name, ids, owners.height, mode)
+        if capacity is _EXACT:
+            capacity = rows.size
+        else:
+            capacity = capacity_for(call, name, rows.size, owners.height, capacity)
+        own = owners.localize(rows)
+        own = own[own < table.height]
+        # For a mesh the rows are padded when they are copied to its devices.
+        slots = capacity if self._devices is None else own.size
+        early = table.read_early(own, slots, with_state=False)
         table.pulls += 1
-        table.pulled_rows += rows.size
+        table.pulled_rows += own.size
         table.pull_seconds += time.perf_counter() - began
-        return _Pulled(table, rows, early)
+        return _Pulled(table, rows, capacity, early)
+
+    def _merged(self, call: str, name: str, ids: Any) -> Any:
+        """The ids that all devices of a mesh need; a collective with processes."""
+        table = self._table(call, name)
+        if self._devices is None:
+            return ids
+        return self._devices.merge_ids(call, name, ids, table.owners.height)
 
     def _on_device(self, pulled: _Pulled) -> SelectedRows:
         """Pulled rows as arrays; nothing writes to their buffers any more."""
-        table, rows, early = pulled
-        (values,) = early.buffers
-        slots = np.full((len(values),), table.height, rows.dtype)
+        owners, rows = pulled.table.owners, pulled.rows
+        (values,) = pulled.early.buffers
+        if self._devices is not None:
+            return self._devices.replicate(owners, rows, values, pulled.capacity)
+        slots = np.full((pulled.capacity,), owners.height, rows.dtype)
         slots[: rows.size] = rows
         # The CPU device may use these buffers in place.
-        return SelectedRows(*jax.device_put((slots, values)), table.height)
+        return SelectedRows(*jax.device_put((slots, values)), owners.height)
+
+    def _on_one_device(self, *arrays: Any) -> list[Any]:
+        """Arrays of a step over the mesh, each whole on one device."""
+        if self._devices is None:
+            return list(arrays)
+        return [self._devices.on_one_device(x) for x in arrays]
 
     def _run(self, call: str, work: Callable[[], Any]) -> Any:
         self._check_open(call)
@@ -761,6 +827,10 @@ def table_of(call: str, store: KVStore, name: Any) -> Table:
     return store._table(call, name)
 
 
+def _spec(table: Table) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(table.whole_shape, table.dtype)
+
+
 # ------------------------------------------------------------------ reading
 
 
@@ -769,30 +839,32 @@ class _Pulled(NamedTuple):
 
     Args:
       table: of the rows.
-      rows: the distinct rows of the batch, ascending.
-      early: their weights.
+      rows: the distinct rows of the batch, ascending; of all processes.
+      capacity: slots of the result.
+      early: the weights of the rows that this process owns.
     """
 
     table: Table
     rows: np.ndarray
+    capacity: int
     early: EarlyRows
 
 
 def _hand_out(early: Future) -> list[_Pulled]:
     """The rows of a batch in flight, with all writes so far; in the queue."""
     found = early.result()  # done by now; raises its error
-    for table, _, rows in found:
+    for pulled in found:
         began = time.perf_counter()
-        table.hand_out(rows)
-        table.pull_seconds += time.perf_counter() - began
+        pulled.table.hand_out(pulled.early)
+        pulled.table.pull_seconds += time.perf_counter() - began
     return found
 
 
 def _drop(early: Future) -> None:
     """Forgets a batch in flight; in the queue."""
     if early.exception() is None:
-        for table, _, rows in early.result():
-            table.drop(rows)
+        for pulled in early.result():
+            pulled.table.drop(pulled.early)
 
 
 # ------------------------------------------------------------------ arguments
@@ -836,10 +908,10 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
                 f"table ({table.dtype}), got {part.dtype}. If this is intended, use "
                 "its .real part."
             )
-        if part.shape != table.shape:
+        if part.shape != table.whole_shape:
             raise ValueError(
                 f"{call}: the gradient for table {table.name!r} must have the shape of "
-                f"the table, {table.shape}, got {part.shape}."
+                f"the table, {table.whole_shape}, got {part.shape}."
             )
     return parts[0] if len(parts) == 1 else concatenate(parts)
 
@@ -857,7 +929,7 @@ def _rows_to_assign(
     is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
     if (
         not is_known
-        or weights.shape != table.shape
+        or weights.shape != table.whole_shape
         or is_complex > (table.dtype.kind == "c")
     ):
         found = _arguments.kind_of(weights)
@@ -865,18 +937,19 @@ def _rows_to_assign(
             found = f"{dtype}{list(weights.shape)}"
         raise TypeError(
             f"{call}: weights for table {name!r} must be a SelectedRows or an array of "
-            f"all rows, of shape {table.shape} (and real if the table is), got "
+            f"all rows, of shape {table.whole_shape} (and real if the table is), got "
             f"{found}."
         )
     values = np.asarray(values)
     if not is_sparse:
         for rows in table.chunks():
-            yield rows, values[rows[0] : rows[-1] + 1].astype(table.dtype)
+            yield rows, values[table.owners.ids(rows)].astype(table.dtype)
         return
     check_not_traced(call, name, "ids", weights.rows)
     rows = np.asarray(weights.rows)
-    check_rows(call, name, rows, table.height)
-    distinct, positions, capacity = slots_of(rows, table.height)
+    height = table.owners.height
+    check_rows(call, name, rows, height)
+    distinct, positions, capacity = slots_of(rows, height)
     filled = np.flatnonzero(positions < capacity)
     if filled.size != distinct.size:
         raise ValueError(
@@ -884,4 +957,6 @@ def _rows_to_assign(
             "Pass each row once; .coalesce() sums duplicates."
         )
     order = filled[np.argsort(positions[filled])]
-    yield distinct, values[order].astype(table.dtype)
+    own = table.owners.localize(distinct)
+    is_own = own < table.height
+    yield own[is_own], values[order[is_own]].astype(table.dtype)

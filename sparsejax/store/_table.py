@@ -23,6 +23,7 @@ from sparsejax import _arguments
 from sparsejax.store import _format
 from sparsejax.store._in_flight import EarlyRows, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
+from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._requested_rows import LEAST_CAPACITY, bucket, slots_of
 
@@ -33,9 +34,11 @@ CHUNK = 1 << 16  # rows at a time, when all rows are read or written
 class TableStats(NamedTuple):
     """The size and usage statistics of a table, from `KVStore.stats()`.
 
+    If several processes share the table, the numbers are of this process and its rows.
+
     Args:
       rows: of the table.
-      touched_rows: those that were ever pulled or pushed, and so have state.
+      touched_rows: rows that were ever pulled or pushed, and so have state.
       bytes: of all rows and their state. Unless the table was made from an array, only
         the rows touched take memory or disk space.
       path: of the memory-mapped file, or None.
@@ -88,7 +91,7 @@ class Table:
 
     Args:
       name: for messages.
-      shape: `[V, ...]`.
+      shape: `[V, ...]`, of the rows that this process owns.
       dtype: of the weights.
       optimizer: or None, for a table that is only read.
       initializer: `(key, shape, dtype) -> rows` as in `jax.nn.initializers`, called
@@ -97,6 +100,7 @@ class Table:
       given: whether the weights of all rows were given.
       memory: `Memory` or `MappedFile`, with the arrays of `arrays_of`.
       queue: in which all work on the table runs; the tables of a store share it.
+      owners: which ids the rows have, if several processes share a larger table.
       policy: of its keys, or None for a table without keys.
     """
 
@@ -111,13 +115,15 @@ class Table:
         given: bool,
         memory: Any,
         queue: WorkQueue,
+        owners: Owners,
         policy: KeyPolicy | None = None,
     ):
         self.name, self.shape, self.dtype = name, shape, np.dtype(dtype)
         self.height = shape[0]
+        self.whole_shape = (owners.height, *shape[1:])  # of all processes
         self.optimizer, self.initializer = optimizer, initializer
         self.key, self.given, self.memory = key, given, memory
-        self.queue = queue
+        self.queue, self.owners = queue, owners
         self.in_flight: list[EarlyRows] = []
         self.weights, self.touched, *state = memory.arrays
         self.keys = None
@@ -370,7 +376,7 @@ class Table:
         # In full buckets: XLA compiles the remainder of a vectorised loop differently,
         # and a row's bits must not depend on how many rows are touched with it.
         ids = np.zeros((bucket(rows.size),), np.uint32)
-        ids[: rows.size] = rows
+        ids[: rows.size] = self.owners.ids(rows)
         with on_host():
             key = _format.decode_key(self.key)
             shape = 1, *self.shape[1:]
