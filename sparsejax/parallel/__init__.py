@@ -25,10 +25,8 @@ Other layouts
 - `data_parallel`: replicated tables; makes a `DataParallelStep`.
 - `psum`, `pmean`: sum or average trees that contain SelectedRows over devices.
 
-Stores and files
+Files
 
-- `batched_pull`: rows of a store, read once for all devices.
-- `SpreadStore`: a store sharded over the memory of several hosts.
 - `Checkpointer`: saves trees, and restores them on any number of devices.
 
 Costs
@@ -37,7 +35,6 @@ Costs
 - `wire_bytes`: what a compiled program sends.
 """
 
-from sparsejax.parallel._batched_pull import batched_pull as batched_pull
 from sparsejax.parallel._checkpoint import Checkpointer as Checkpointer
 from sparsejax.parallel._columns import shard_columns as shard_columns
 from sparsejax.parallel._data_parallel import (
@@ -56,7 +53,6 @@ from sparsejax.parallel._lookup import (
 from sparsejax.parallel._plan import plan as plan
 from sparsejax.parallel._psum import pmean as pmean, psum as psum
 from sparsejax.parallel._rows import ShardedRows as ShardedRows
-from sparsejax.parallel._spread_store import SpreadStore as SpreadStore
 from sparsejax.parallel._table import shard_rows as shard_rows
 from sparsejax.parallel._table_wise import TableWise as TableWise
 from sparsejax.parallel._top_k import top_k as top_k

@@ -505,6 +505,7 @@ array = np.ones((5, 2), np.float32)
     [
         "store.init('item', (5, 2), tx)",
         "new.init(3, (5, 2), tx)",
+        "sj.store.KVStore('x')",
         "new.init('t', 5, tx)",
         "new.init('t', (5.0, 2), tx)",
         "new.init('t', (), tx)",
@@ -851,28 +852,6 @@ step = lambda params, state, batch: (params, state)
     ],
 )
 
-_SPREAD = Section(
-    "parallel: stores",
-    _MESH
-    + """
-store, spread = sj.store.KVStore(), sj.parallel.SpreadStore(mesh)
-store.init("item", (5, 2), optax.sgd(0.1))
-spread.init("item", (5, 2), optax.sgd(0.1))
-batched_pull = sj.parallel.batched_pull
-""",
-    [
-        "batched_pull({}, 'item', [1], mesh)",
-        "batched_pull(store, 'item', [1], 'x')",
-        "batched_pull(store, 'item', [1.5], mesh)",
-        "sj.parallel.SpreadStore('x')",
-        "spread.init('t', (4, 2), None, keys=sj.store.KeyPolicy())",
-        "spread.pull('user', [1])",
-        "spread.pull('item', [9])",
-        "spread.push('item', jnp.ones((5, 2)))",
-        "spread.push('item', sj.SelectedRows([1], jnp.ones((1, 2)), 9))",
-    ],
-)
-
 _CHECKPOINTS = Section(
     "parallel: Checkpointer",
     _MESH
@@ -1014,7 +993,6 @@ SECTIONS: list[Section] = [
     _FILES,
     _SHARDED,
     _GRADIENTS,
-    _SPREAD,
     _CHECKPOINTS,
     _COSTS,
     _LOSSES,
