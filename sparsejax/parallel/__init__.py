@@ -19,8 +19,6 @@ Rows sharded over devices
 
 Other layouts
 
-- `replicate_hot_rows`: makes a `HotColdTable`, whose most frequent rows are on all
-  devices.
 - `shard_columns`: each device holds some columns of every row.
 - `data_parallel`: replicated tables; makes a `DataParallelStep`.
 - `psum`, `pmean`: sum or average trees that contain SelectedRows over devices.
@@ -47,8 +45,6 @@ from sparsejax.parallel._data_parallel import (
 from sparsejax.parallel._embedding_bag import embedding_bag as embedding_bag
 from sparsejax.parallel._exchange import Metrics as Metrics
 from sparsejax.parallel._forward import forward as forward
-from sparsejax.parallel._hot_rows import replicate_hot_rows as replicate_hot_rows
-from sparsejax.parallel._hot_views import HotColdTable as HotColdTable
 from sparsejax.parallel._lookup import (
     lookup as lookup,
     measure_capacity as measure_capacity,

@@ -29,7 +29,6 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._files import check_json
 from sparsejax._rows import is_selected_rows
-from sparsejax.parallel._hot_rows import HotColdTable
 from sparsejax.parallel._resharding import open_array, read_part
 from sparsejax.parallel._row_layout import RowLayout, TableWise
 from sparsejax.parallel._table import ShardedTable
@@ -55,7 +54,6 @@ _RECORD_SCHEMA = {
     "statics": {"*": [(int, str)]},
     "data": (None, {"*": object}),
 }
-_HOT_IDS = ".hot_ids"
 _SCALARS = bool | int | float | complex
 
 
@@ -154,8 +152,7 @@ class Checkpointer:
 
         Args:
           step: int, later than all saved steps.
-          tree: any pytree of arrays, numbers, PRNG keys, ShardedTables, HotColdTables,
-            SelectedRows and SegmentTensors.
+          tree: any pytree of arrays, numbers, PRNG keys, ShardedTables, SelectedRows and SegmentTensors.
           data: a dictionary that JSON can hold, for example a data loader's state. With
             several processes, that of the first one is saved.
 
@@ -259,8 +256,7 @@ class Checkpointer:
             with its shardings; meshes and layouts may differ from the saved ones. A
             ShardedTable goes to the devices of its mesh, wherever its values in `like`
             are. Any other leaf without a sharding, or not committed to a device, is
-            restored uncommitted, so that it works with any mesh. A HotColdTable must
-            have the hot ids that were saved.
+            restored uncommitted, so that it works with any mesh.
           step: int; None for the latest.
 
         Returns:
@@ -600,9 +596,9 @@ def _unflatten(like: Any, leaves: Mapping[str, Any]) -> Any:
 def _statics(tree: Any) -> dict[str, list]:
     """By path, the static fields that give row ids their meaning.
 
-    They are the height of a SelectedRows (its axes of rows, for a stack of tables); the
-    layout of a ShardedTable whose child is a SelectedRows, because its rows are
-    positions; and the ids of hot rows, of which there may be many, as a digest.
+    They are the height of a SelectedRows (its axes of rows, for a stack of tables), and
+    the layout of a ShardedTable whose child is a SelectedRows, because its rows are
+    positions.
     """
     by_position = lambda x: isinstance(x, ShardedTable) and is_selected_rows(x.values)
     found, _ = jax.tree_util.tree_flatten_with_path(
@@ -616,12 +612,6 @@ def _statics(tree: Any) -> dict[str, list]:
         elif by_position(x):
             layout = x.layout if isinstance(x.layout, str) else repr(x.layout)
             result[jax.tree_util.keystr(path)] = [x.height, layout, x.num_shards]
-    is_hot = lambda x: isinstance(x, HotColdTable)
-    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hot)
-    for path, x in found:
-        if is_hot(x):
-            hot_ids = [x.num_hot, x.hot_ids.digest]
-            result[f"{jax.tree_util.keystr(path)}{_HOT_IDS}"] = hot_ids
     return result
 
 
@@ -644,10 +634,7 @@ def _differences(
             found.append(f"{name} is {new.dtype}, saved was {old.dtype}")
     for name, old in saved_statics.items():
         new = wanted_statics.get(name, old)
-        if new != old and name.endswith(_HOT_IDS):
-            table = name.removesuffix(_HOT_IDS) or "the table at the root"
-            found.append(f"{table} has other hot ids than the {old[0]} saved")
-        elif new != old:
+        if new != old:
             words = ("height", "layout", "number of shards")
             differ = [f"{w} {n}, saved was {o}" for w, n, o in zip(words, new, old)]
             same = [n == o for n, o in zip(new, old)]

@@ -64,7 +64,7 @@ def embedding_bag(
     rows are gathered on every device.
 
     Args:
-      table: from `shard_rows` or `replicate_hot_rows`.
+      table: from `shard_rows`.
       ids: integers, those of the whole batch: `[n]` with `segment_ids`; or `[..., L]`,
         each row a bag padded with `padding_id`; or a SegmentTensor of ids.
       segment_ids: integers `[n]`, the bag of each id; an id whose segment id is outside

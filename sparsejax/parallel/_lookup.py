@@ -57,7 +57,7 @@ def lookup(
     `(N - 1) * C * (4 + B)` bytes per round, and the same again for the gradient.
 
     Args:
-      table: from `shard_rows` or `replicate_hot_rows`.
+      table: from `shard_rows`.
       ids: integers of any type and shape; negative ids are out of range.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
         `"raise"` or `"error"`, as in `sparsejax.lookup`.
@@ -121,8 +121,7 @@ def measure_capacity(
     because batches differ.
 
     Args:
-      table: from `shard_rows`, or `replicate_hot_rows`, whose hot rows are not
-        requested; its values are not read.
+      table: from `shard_rows`; its values are not read.
       sample_ids: integers, the ids of one batch of all devices together, as large as
         the batches that will be looked up; or a list of such batches. They must be
         concrete, so call this function outside of `jit`.
@@ -369,7 +368,7 @@ def positions_of(owners: Owners, table: ShardedTable, ids: jax.Array) -> jax.Arr
 
 def _most_asked(table: TableOverDevices, ids: Any) -> int:
     """The most distinct rows that a device requests from an owner; runs on the host."""
-    owners, ids = owners_of(table), table.from_owners(np.asarray(ids).reshape(-1))
+    owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
     here = -(-ids.size // owners.devices)
     most = 0
     for k in range(owners.devices):

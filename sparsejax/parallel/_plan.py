@@ -14,7 +14,6 @@ and sends in a step, lookup and update together,
     replicated-sparse   (N - 1) U (d + 4)
     replicated-dense    2 V d (N - 1) / N
     table-wise          (G - 1 + G (m - 1)) b (4 L + 2 d)
-    hot-cold            2 (N - 1) C (d + 4) + 2 K (d + 1) (N - 1) / N
 
 Row-sharded: C is the capacity, the rows requested from one owner in one round; without
 skew it is slightly more than U / N. If the mesh has other axes than the table's, over
@@ -26,8 +25,7 @@ ids, in narrow rows. Replicated: ids and rows of the gradient go to all devices,
 dense gradient is all-reduced. Table-wise, for a stack of tables: whole tables on G
 groups of m devices, m = 1, or "table-row-wise" with a group for each place on the first
 mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
-each. A device holds the rows of its group's tables, divided by m. Hot-cold: K hot rows
-are on every device, C counts the others; `_choose_hot` chooses K.
+each. A device holds the rows of its group's tables, divided by m.
 
 An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
 table that is read in several places sends what each of them sends.
@@ -48,10 +46,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
-from sparsejax.parallel._choose_hot import HotChoice, choose_hot
 from sparsejax.parallel._columns import shard_columns
 from sparsejax.parallel._exchange import Owners
-from sparsejax.parallel._hot_rows import replicate_hot_rows
 from sparsejax.parallel._lookup import measure_capacity
 from sparsejax.parallel._over_devices import TableOverDevices
 from sparsejax.parallel._plan_reads import Read, reads_in_loss
@@ -67,15 +63,11 @@ from sparsejax.parallel._wire_bytes import format_table
 
 _CALL = "sparsejax.parallel.plan"
 _MARGIN = 1.1
-# Hot rows are judged by the sample that they were found in, and other batches differ:
-# they are recommended only if there they save a fifth.
-_HOT_SAVES = 0.8
 LAYOUTS = (
     "row-sharded",
     "column-sharded",
     "table-wise",
     "table-row-wise",
-    "hot-cold",
     "replicated-sparse",
     "replicated-dense",
 )
@@ -108,7 +100,6 @@ class TablePlan:
       choice: the recommended layout, or the one that `layouts=` asked for.
       is_measured: whether duplicates and capacity were measured on a sample of ids.
       groups: for the layouts of a stack of tables, which devices have which table.
-      hot: for the layout "hot-cold", the ids of hot rows and the capacity for others.
     """
 
     name: str
@@ -121,7 +112,6 @@ class TablePlan:
     choice: str
     is_measured: bool = False
     groups: Mapping[str, TableWise] = dataclasses.field(default_factory=dict)
-    hot: HotChoice | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -218,12 +208,6 @@ class Plan:
         if table is not None and layout in table.groups:
             by_table = table.groups[layout]
             return shard_rows(leaf, self.mesh, self.axis, layout=by_table)
-        if table is not None and table.hot and layout == "hot-cold":
-            capacity = math.ceil(_MARGIN * table.hot.capacity)
-            ids = table.hot.hot_ids
-            return replicate_hot_rows(
-                leaf, self.mesh, self.axis, ids, capacity=capacity
-            )
         if layout == "row-sharded":
             sharded = shard_rows(leaf, self.mesh, self.axis)
             if table is None or not table.is_measured:
@@ -359,8 +343,8 @@ def plan(
         rows and uses in no other way, as `sparsejax.explain` shows them.
       layouts: by the name of a table, as the plan prints it, or the end of it, a layout
         to take in place of the recommended one: `"row-sharded"`, `"column-sharded"`,
-        `"table-wise"`, `"table-row-wise"`, `"hot-cold"`, `"replicated-sparse"` or
-        `"replicated-dense"`. Hot rows are found in a sample of ids.
+        `"table-wise"`, `"table-row-wise"`, `"replicated-sparse"` or
+        `"replicated-dense"`.
       stacks: for stacks of tables, the number of rows of each of their tables, by the
         name of the stack or the end of it: `EmbeddingCollection.heights()`. Only these
         can be sharded table by table, and what is counted is what the collection reads:
@@ -566,28 +550,14 @@ def _table_plan(
             held = RowLayout(spec.shape[0], devices, by_table).per_shard
             if devices * held <= max(np.iinfo(np.int32).max, spec.shape[0]):
                 groups[layout], costs[layout] = by_table, cost
-    hot = None
-    if len(samples) == len(reads) and devices > 1:
-        row, id_bytes = _bytes_of(spec)
-        hot = choose_hot(table, samples, row, id_bytes=id_bytes)
-        if len(hot.hot_ids):
-            whole = costs["replicated-sparse"].memory
-            memory = len(hot.hot_ids) * whole // spec.shape[0]
-            memory += costs["row-sharded"].memory
-            costs["hot-cold"] = Cost(memory, hot.wire)
-
-    def order(layout):
-        wire = costs[layout].wire
-        return wire / (_HOT_SAVES if layout == "hot-cold" else 1), costs[layout].memory
-
-    choice = min(costs, key=order)
+    choice = min(costs, key=lambda name: (costs[name].wire, costs[name].memory))
     if devices == 1:
         choice = "replicated-sparse"
     dtype, measured = np.dtype(spec.dtype).name, capacity is not None
     shape = tuple(spec.shape)
     most = max(slots)
     return TablePlan(
-        name, shape, dtype, here, distinct, most, costs, choice, measured, groups, hot
+        name, shape, dtype, here, distinct, most, costs, choice, measured, groups
     )
 
 
@@ -748,10 +718,6 @@ def _why(layout: str, table: TablePlan) -> str:
             "read by single ids and bags of a fixed length, on several devices "
             '("table-row-wise": along several mesh axes).'
         )
-    if layout == "hot-cold" and not table.is_measured:
-        return " Hot rows are found in a sample: pass the ids of a step as batch."
-    if layout == "hot-cold":
-        return " Of the ids that were counted, no hot rows would send fewer bytes."
     if layout == "column-sharded":
         return " Columns must be a multiple of the number of devices."
     return ""

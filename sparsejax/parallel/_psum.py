@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, is_selected_rows, with_slots
-from sparsejax.parallel._hot_passes import HotRows
 from sparsejax.parallel._rows import ShardedRows
 
 
@@ -204,8 +203,8 @@ def _gather_global(
 ) -> SelectedRows:
     """A global SelectedRows with its slots gathered on every device."""
     devices = math.prod(mesh.shape[name] for name in axes)
-    if isinstance(x, (ShardedRows, HotRows)) or x.capacity % devices:
-        return x  # at its owners, on every device, or too small to be sharded
+    if isinstance(x, ShardedRows) or x.capacity % devices:
+        return x  # at its owners, or too small to be sharded
     gather = lambda x: _gather(x, axes, devices, capacity)
     spec = PartitionSpec(axes)
     return jax.shard_map(

@@ -734,11 +734,10 @@ _SHARDED = Section(
     _MESH
     + """
 lookup, embedding_bag = sj.parallel.lookup, sj.parallel.embedding_bag
-shard_rows, hot_rows = sj.parallel.shard_rows, sj.parallel.replicate_hot_rows
+shard_rows = sj.parallel.shard_rows
 by_table = sj.parallel.TableWise
 array = jnp.ones((20, 2))
 table = shard_rows(array, mesh, "x")
-hot = hot_rows(array, mesh, "x", [1])
 ids = jnp.arange(8)
 bags = sj.SegmentTensor.from_lists([[1, 2], [3]])
 
@@ -771,23 +770,6 @@ def inside(f, *args):
         "shard_rows(lambda ids: jnp.ones(2), mesh, 'x', height=20)",
         "shard_rows(array, mesh.abstract_mesh, 'x')",
         "inside(lambda x: shard_rows(x, jax.sharding.get_abstract_mesh(), 'x'), array)",
-        "hot_rows([[1.0]], mesh, 'x', [1])",
-        "hot_rows(array, mesh, 'y', [1])",
-        "hot_rows(array, mesh, 'x', [1.0])",
-        "hot_rows(array, mesh, 'x', [1, 3, 1])",
-        "hot_rows(array, mesh, 'x', [1, 20])",
-        "hot_rows(array, mesh, 'x', [-1, 3])",
-        "hot_rows(array, mesh, 'x', [])",
-        "hot_rows(array, mesh, 'x', 1)",
-        "hot_rows(array, mesh, 'x', [1], capacity=0)",
-        "jax.jit(lambda ids: hot_rows(array, mesh, 'x', ids).hot)(ids)",
-        "hot_rows(lambda ids: jnp.ones((max(2, len(ids)), 2)), mesh, 'x', [1], "
-        "height=20)",
-        "hot + hot_rows(array, mesh, 'x', [2])",
-        "hot + 1",
-        "jnp.take(hot, ids)",
-        "sj.grad(lambda t: jnp.sum(jnp.asarray(t)))(hot)",
-        "sj.parallel.top_k(hot, jnp.ones(2), 3)",
         "sj.parallel.shard_columns(3, mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones(8), mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones((20, 6)), mesh, 'x')",
@@ -944,7 +926,6 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan({'t': (20, 2)}, mesh, 8, layouts={'u': 'row-sharded'})",
         "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'row-sharded', "
         "\"['t']\": 'replicated-dense'})",
-        "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'hot-cold'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'table-wise'})",
         "plan({'t': (20, 2)}, mesh, 8, stacks={'u': (7, 13)})",
