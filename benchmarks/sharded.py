@@ -171,7 +171,7 @@ def measure(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]
         run, state[name] = make_side(name, table, mesh, capacity)
         kind = "ids on all" if name == "columns" else "split"
         compiled[name] = timing.compile_apart(run, *state[name], first[kind])
-        wires[name] = sj.parallel.wire_bytes(compiled[name].run)
+        wires[name] = sj.viz.wire_bytes(compiled[name].run)
         *state[name], losses[name] = compiled[name].run(*state[name], first[kind])
         programs[name] = _program(name, compiled[name].run, kind)
     for name, loss in losses.items():
@@ -323,7 +323,7 @@ def measure_placements(args: argparse.Namespace, devices: int) -> dict[str, Any]
     times, _ = timing.alternate(
         programs, state, put, repeats=args.repeats, seconds=args.seconds
     )
-    wires = {n: sj.parallel.wire_bytes(c.run) for n, c in compiled.items()}
+    wires = {n: sj.viz.wire_bytes(c.run) for n, c in compiled.items()}
     return {
         "benchmark": "placements",
         "devices": devices,

@@ -29,7 +29,7 @@ each. A device holds the rows of its group's tables, divided by m.
 
 An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
 table that is read in several places sends what each of them sends.
-`sparsejax.parallel.wire_bytes` reports what a compiled step actually sends.
+`sparsejax.viz.wire_bytes` reports what a compiled step actually sends.
 """
 
 from __future__ import annotations
@@ -48,17 +48,15 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.parallel._columns import shard_columns
 from sparsejax.parallel._exchange import Owners
-from sparsejax.parallel._lookup import measure_capacity
-from sparsejax.parallel._over_devices import TableOverDevices
+from sparsejax.parallel._layout import TableWise, balance
 from sparsejax.parallel._plan_reads import Read, reads_in_loss
-from sparsejax.parallel._row_layout import RowLayout, TableWise, balance
+from sparsejax.parallel._read import measure_capacity
 from sparsejax.parallel._table import (
     ShardedTable,
     check_axis,
     check_has_devices,
     shard_rows,
 )
-from sparsejax.parallel._wire_bytes import format_table
 
 
 _CALL = "sparsejax.parallel.plan"
@@ -95,7 +93,7 @@ class TablePlan:
       shape, dtype: of the table.
       ids: the number of ids per device and step.
       distinct: the most distinct ids of any device in the sample; `ids` without one.
-      capacity: for `sparsejax.parallel.lookup`, if row-sharded.
+      capacity: of the ShardedTable, if row-sharded.
       costs: by layout, without layouts that the shape does not allow.
       choice: the recommended layout, or the one that `layouts=` asked for.
       is_measured: whether duplicates and capacity were measured on a sample of ids.
@@ -199,21 +197,18 @@ class Plan:
         layout = "replicated" if table is None else table.choice
         if isinstance(leaf, tuple):  # a shape, of float32
             leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
-        if isinstance(leaf, TableOverDevices):
-            by_rows = isinstance(leaf, ShardedTable)
-            by_rows = by_rows and not isinstance(leaf.layout, TableWise)
-            if layout == "row-sharded" and by_rows:
+        if isinstance(leaf, ShardedTable):
+            if layout == "row-sharded" and not isinstance(leaf.layout, TableWise):
                 return leaf
             leaf = leaf.to_dense()
         if table is not None and layout in table.groups:
             by_table = table.groups[layout]
             return shard_rows(leaf, self.mesh, self.axis, layout=by_table)
         if layout == "row-sharded":
-            sharded = shard_rows(leaf, self.mesh, self.axis)
-            if table is None or not table.is_measured:
-                return sharded
-            capacity = math.ceil(_MARGIN * table.capacity)
-            return dataclasses.replace(sharded, capacity=capacity)
+            capacity = None
+            if table is not None and table.is_measured:
+                capacity = math.ceil(_MARGIN * table.capacity)
+            return shard_rows(leaf, self.mesh, self.axis, capacity=capacity)
         if layout == "column-sharded":
             return shard_columns(leaf, self.mesh, self.axis)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -268,7 +263,7 @@ class Plan:
             for table in self.tables
         ]
         rows.append(("total", "", "", "", "", *cells(self.total)))
-        text = format_table([head, *rows], right=(2, 3, 5, 6, 7))
+        text = _arguments.show_table([head, *rows], right=(2, 3, 5, 6, 7))
         return "\n".join([text, self._last_lines()])
 
     def _last_lines(self) -> str:
@@ -291,7 +286,7 @@ class Plan:
             rows.append((table.name, _show_shape(table), *counts, *cells, table.choice))
         blank = [""] * (len(head) - 2)
         rows.append(("total", *blank, _show_cost(self.total)))
-        text = format_table([head, *rows], right=range(2, len(head) - 1))
+        text = _arguments.show_table([head, *rows], right=range(2, len(head) - 1))
         return "\n".join([text, self._last_lines()])
 
 
@@ -429,7 +424,7 @@ def plan(
 
 
 def _is_table(x: Any) -> bool:
-    if isinstance(x, TableOverDevices):
+    if isinstance(x, ShardedTable):
         return True
     return isinstance(x, tuple) and all(isinstance(n, int | np.integer) for n in x)
 
@@ -547,7 +542,7 @@ def _table_plan(
             if count < 2 or (layout == "table-row-wise" and count == devices):
                 continue
             by_table, cost = _by_table(spec, heights, reads, devices, count, tx)
-            held = RowLayout(spec.shape[0], devices, by_table).per_shard
+            held = by_table.per_shard(spec.shape[0], devices)
             if devices * held <= max(np.iinfo(np.int32).max, spec.shape[0]):
                 groups[layout], costs[layout] = by_table, cost
     choice = min(costs, key=lambda name: (costs[name].wire, costs[name].memory))
@@ -657,7 +652,7 @@ def _by_table(
     hops = num_groups - 1 + (members - 1) * num_groups
     like, aside = _state_bytes(spec, tx)
     whole = spec.shape[0] * row + like + aside
-    rows = RowLayout(spec.shape[0], devices, layout).per_shard
+    rows = layout.per_shard(spec.shape[0], devices)
     memory = whole * rows // max(1, spec.shape[0])
     return layout, Cost(memory, math.ceil(hops * (most @ each)))
 

@@ -111,7 +111,7 @@ def sent(layout):
 
     run = sj.parallel.data_parallel(step, mesh, "x")
     compiled = run.lower(table, tx.init(table), ids).compile()
-    return sj.parallel.wire_bytes(compiled, branch=min)
+    return sj.viz.wire_bytes(compiled, branch=min)
 
 
 # ------------------------------------------------------------------ the plan
@@ -177,7 +177,7 @@ def compile_for(mesh, tables, width=PLAN["width"]):
         "tables": memory.argument_size_in_bytes,
         "in_place": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        "sent": sj.parallel.wire_bytes(compiled).total,
+        "sent": sj.viz.wire_bytes(compiled).total,
     }
 
 

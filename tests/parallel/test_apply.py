@@ -174,7 +174,7 @@ def test_sends_little_and_copies_no_table(make):
     )
     batch = jax.tree.map(lambda x: abstract(x, plan.batch_sharding), batch)
     program = make_step(loss_fn, tx).lower(params, state, batch).compile()
-    wire, text = sj.parallel.wire_bytes(program), program.as_text() or ""
+    wire, text = sj.viz.wire_bytes(program), program.as_text() or ""
     assert wire.total <= 600_000, wire
     assert wire.total == pytest.approx(1.1 * plan.total.wire, rel=0.03), wire
     for table in filter(is_sharded, jax.tree.leaves(params, is_leaf=is_sharded)):

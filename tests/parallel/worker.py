@@ -71,7 +71,7 @@ def loss_fn(look_up, params, ids, targets):
 
 def sharded_step(tx, params, state, ids, targets):
     """One step as a user writes it."""
-    loss = functools.partial(loss_fn, sj.parallel.lookup)
+    loss = functools.partial(loss_fn, sj.lookup)
     value, grads = sj.value_and_grad(loss)(params, ids, targets)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value

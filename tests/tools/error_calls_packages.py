@@ -908,7 +908,7 @@ _COSTS = Section(
     "parallel: costs",
     _MESH
     + """
-plan, wire_bytes = sj.parallel.plan, sj.parallel.wire_bytes
+plan, wire_bytes = sj.parallel.plan, sj.viz.wire_bytes
 total = jax.jit(jnp.sum).lower(jnp.ones(3))
 """,
     [
