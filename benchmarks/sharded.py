@@ -107,8 +107,7 @@ def make_side(
     sparse = {"table": True, "w": False}  # also where a batch reads much of the table
     value_and_grad = functools.partial(sj.value_and_grad, tables=sparse)
     if name == "ours":
-        held = sj.parallel.shard_rows(table, mesh, "x")
-        lookup = functools.partial(sj.parallel.lookup, capacity=capacity)
+        held = sj.parallel.shard_rows(table, mesh, "x", capacity=capacity)
     elif name == "rows":
         even = np.pad(table, [(0, -len(table) % mesh.size), (0, 0)])
         held = jax.device_put(even, NamedSharding(mesh, P("x")))

@@ -5,7 +5,6 @@ a program holds is in test_sharded_rows_compiled.py.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
