@@ -166,6 +166,7 @@ def restore(where: Any, like: PyTree, *, step: int | None = None) -> Any:
             step = where.latest_step() if step is None else step
             found = step is not None and step in where.all_steps()
             place = f"step {step} in {where.directory}"
+            place = place if step is not None else f"in {where.directory}"
             read = functools.partial(where.restore, step)
             metadata = functools.partial(where.metadata, step)
         else:
