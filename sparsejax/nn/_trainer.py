@@ -38,7 +38,6 @@ from sparsejax._segments import SegmentTensor
 from sparsejax.nn._block import PulledTables
 from sparsejax.nn._matrix import Elements
 from sparsejax.optim import global_norm
-from sparsejax.parallel import Checkpointer
 from sparsejax.store import KVStore
 from sparsejax.transform import value_and_grad
 
@@ -632,9 +631,11 @@ def _directory(call: str, path: str | os.PathLike[str]) -> pathlib.Path:
     return folder
 
 
-def _dense_leaves(call: str, folder: pathlib.Path, **options: Any) -> Checkpointer:
+def _dense_leaves(call: str, folder: pathlib.Path, **options: Any) -> Any:
     """The checkpoints of the dense leaves in a trainer's directory."""
     try:
+        from sparsejax.parallel import Checkpointer
+
         return Checkpointer(folder / "dense", **options)
     except ImportError as error:
         raise ImportError(
