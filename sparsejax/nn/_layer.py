@@ -6,8 +6,7 @@ equals any layer with equal fields. Its parameters are separate, in the dict tha
 returns.
 
 A new layer is a frozen dataclass with `init(key)`, `__call__(params, x)` and
-`table_prefix()`. It checks its fields and parameters with the functions below. One line
-each in `__init__`, `flax`, `nnx` and `equinox` makes it public.
+`table_prefix()`. It checks its fields and parameters with the functions below.
 """
 
 from __future__ import annotations

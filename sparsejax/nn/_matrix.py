@@ -1,4 +1,4 @@
-"""The input matrix of Dense, FactorizationMachine and SparseLinear: array or CSR.
+"""The input matrix of Dense and SparseLinear: array or CSR.
 
 `as_matrix` converts what the user passed to an array or a `Csr`; the operations below
 accept both.

@@ -289,7 +289,6 @@ def test_keys_and_layers_are_named():
         sj.nn.Embedding(5, 2),
         sj.nn.EmbeddingBag(5, 2),
         sj.nn.Dense(1, 2),
-        sj.nn.FactorizationMachine(5, 2),
         sj.nn.EmbeddingCollection({"a": (5, 2)}),
     )
     bad: Any
