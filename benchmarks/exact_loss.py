@@ -72,7 +72,7 @@ def skip_grams(path: str | None, steps: int, batch: int, dim: int) -> Task:
     rng = np.random.default_rng(0)
     keep = _text.keep_probability(corpus, 1e-4)
     cut = corpus.tokens.size * 9 // 10
-    sampler = sj.data.NegativeSampler.from_counts(corpus.counts)
+    sampler = sj.losses.NegativeSampler.from_counts(corpus.counts)
 
     def with_negatives(tokens, count):
         pairs = _text.skip_grams(tokens, keep, 5, rng)

@@ -17,11 +17,6 @@ Files
   columns of data frames.
 - `read_vectors`: pretrained vectors of words, as GloVe, word2vec and fastText.
 - `read_libsvm`, `write_libsvm`: rows of `label index:value ...`.
-
-Negatives, drawn on the device
-
-- `NegativeSampler`: draws ids inside a step, uniformly or by frequency; it
-  gives `NegativeSamples`, for `sparsejax.losses`.
 """
 
 from sparsejax.data._datasets import (
@@ -34,10 +29,6 @@ from sparsejax.data._libsvm import (
     write_libsvm as write_libsvm,
 )
 from sparsejax.data._loader import DataLoader as DataLoader
-from sparsejax.data._negatives import (
-    NegativeSampler as NegativeSampler,
-    NegativeSamples as NegativeSamples,
-)
 from sparsejax.data._read_ids import (
     iter_csv_ids as iter_csv_ids,
     iter_parquet_ids as iter_parquet_ids,

@@ -89,7 +89,7 @@ def make_step(tx: optax.GradientTransformation, value_and_grad: Callable) -> Cal
 
 
 def make_train(
-    step: Callable, sampler: sj.data.NegativeSampler, negatives: int
+    step: Callable, sampler: sj.losses.NegativeSampler, negatives: int
 ) -> Callable:
     """`(state, key, int32[steps, B, 2]) -> (state, losses)`: many steps in one call."""
 
@@ -146,7 +146,7 @@ def train(config: Config, corpus: Corpus, report: Callable[[float, float, float]
     # tables=True: a short text has so few words that a step reads most of them. By
     # default value_and_grad would then, rightly, take the cheaper dense gradient.
     value_and_grad = functools.partial(sj.value_and_grad, tables=True)
-    sampler = sj.data.NegativeSampler.from_counts(corpus.counts)
+    sampler = sj.losses.NegativeSampler.from_counts(corpus.counts)
     run = make_train(make_step(tx, value_and_grad), sampler, config.negatives)
 
     params = init_params(init_key, len(corpus.words), config.dim)

@@ -11,8 +11,8 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup
 from sparsejax._rows import SelectedRows
-from sparsejax.data._negatives import NegativeSampler, NegativeSamples
 from sparsejax.losses import _scores
+from sparsejax.losses._negatives import NegativeSampler, NegativeSamples
 from sparsejax.parallel import lookup as sharded_lookup
 from sparsejax.parallel._over_devices import TableOverDevices
 
@@ -63,7 +63,7 @@ def sampled_softmax_loss(
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> table, inputs = jnp.zeros((1000, 4)), jnp.ones((2, 4))
       >>> labels = jnp.array([7, 3])
-      >>> sampler = sj.data.NegativeSampler.uniform(1000)
+      >>> sampler = sj.losses.NegativeSampler.uniform(1000)
       >>> negatives = sampler.sample(jax.random.key(0), 9, labels)
       >>> loss = lambda t: sj.losses.sampled_softmax_loss(t, inputs, labels, negatives)
       >>> loss(table)  # log(10)

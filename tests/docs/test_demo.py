@@ -123,7 +123,7 @@ def test_trains_as_dense_optax_does(name):
     tx = _options.OPTIMIZERS[name][0](0.05)
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, vocabulary, (steps, 32, 2)).astype(np.int32)
-    sampler = sj.data.NegativeSampler.uniform(vocabulary)
+    sampler = sj.losses.NegativeSampler.uniform(vocabulary)
     insist = functools.partial(sj.value_and_grad, tables=True)
     runs = {}
     for how, optimizer, value_and_grad in (

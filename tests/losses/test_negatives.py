@@ -11,10 +11,10 @@ import pytest
 
 import sparsejax as sj
 from helpers import count_traces, slow_but
-from sparsejax.data import _negatives
+from sparsejax.losses import _negatives
 
 
-Sampler = sj.data.NegativeSampler
+Sampler = sj.losses.NegativeSampler
 V, N = 50, 200_000
 
 

@@ -418,12 +418,12 @@ bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
 )
 
 _NEGATIVES = Section(
-    "data: NegativeSampler",
+    "losses: NegativeSampler",
     """
 import jax
 import jax.numpy as jnp
 import sparsejax as sj
-from sparsejax.data import NegativeSampler
+from sparsejax.losses import NegativeSampler
 
 key = jax.random.key(0)
 sampler = NegativeSampler.uniform(5)
@@ -969,7 +969,7 @@ from sparsejax.losses import *
 
 table, inputs = jnp.ones((9, 4)), jnp.ones((2, 4))
 labels, negatives = jnp.array([1, 2]), jnp.array([3, 4, 5])
-samples = sj.data.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
+samples = sj.losses.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
 args = table, inputs, labels
 """,
     [
@@ -981,7 +981,7 @@ args = table, inputs, labels
         "sampled_softmax_loss(table, inputs, jnp.array([1.0, 2.0]), negatives)",
         "sampled_softmax_loss(*args, jnp.ones((5, 3), int))",
         "sampled_softmax_loss(*args, samples)",
-        "sampled_softmax_loss(*args, sj.data.NegativeSampler.uniform(9))",
+        "sampled_softmax_loss(*args, sj.losses.NegativeSampler.uniform(9))",
         "nce_loss(*args, samples._replace(label_log_q=jnp.ones(5)))",
         "nce_loss(*args, negatives, bias=jnp.ones(4))",
         "nce_loss(*args, negatives, remove_accidental_hits='yes')",

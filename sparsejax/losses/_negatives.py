@@ -28,7 +28,7 @@ from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 
 
-_CALL = "sparsejax.data.NegativeSampler"
+_CALL = "sparsejax.losses.NegativeSampler"
 # Draws of a sample are repeated so often before a slot of it stays empty.
 _ROUNDS = 64
 # Inside an octave [2^j, 2^(j + 1)) of the log-uniform law, the density is constant over
@@ -47,7 +47,7 @@ class NegativeSamples(NamedTuple):
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
-      >>> sampler = sj.data.NegativeSampler.uniform(100)
+      >>> sampler = sj.losses.NegativeSampler.uniform(100)
       >>> found = sampler.sample(jax.random.key(0), 5, labels=jnp.array([7, 3]))
       >>> jnp.exp(found.label_log_q)  # 5 draws among 100 ids
       Array([0.05, 0.05], dtype=float32)
@@ -91,7 +91,7 @@ class NegativeSampler:
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
-      >>> sampler = sj.data.NegativeSampler.from_counts([8, 0, 1, 1], power=1.0)
+      >>> sampler = sj.losses.NegativeSampler.from_counts([8, 0, 1, 1], power=1.0)
       >>> sampler
       NegativeSampler(counts of 4 ids)
       >>> ids = sampler.sample(jax.random.key(0), 1000).ids
