@@ -25,6 +25,7 @@ from sparsejax._rows import (
     QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
     indexing,
     is_quantized,
     is_sparse_table,
@@ -45,7 +46,7 @@ _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
 
 def embedding_bag(
-    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    table: ArrayLike | Table,
     ids: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,

@@ -28,3 +28,9 @@ from sparsejax._rows.sparse_table import (
     is_sparse_table as is_sparse_table,
     opened as opened,
 )
+from sparsejax._rows.tables import (
+    Table as Table,
+    as_table as as_table,
+    check_whole as check_whole,
+    table_or_none as table_or_none,
+)

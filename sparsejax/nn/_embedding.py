@@ -19,7 +19,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import QuantizedTable, RowTable, SelectedRows, indexing
+from sparsejax._rows import check_whole, indexing, table_or_none
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer
 
@@ -101,9 +101,7 @@ class TableLayer:
           >>> layer.table(layer.init(jax.random.key(0))).shape
           (5, 2)
         """
-        if not isinstance(params, RowTable):
-            params = _arguments.as_array(params)
-        if isinstance(params, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
+        if table_or_none(params) is not None:
             params = {"embedding": params}
         call, shape = self._call, (self.num_embeddings, self.features)
         params = _layer.check_params(call, params, ("embedding",))
@@ -247,25 +245,15 @@ class Embedding(TableLayer):
           Improve Language Models".
         """
         table = self.table(params)
-        if not isinstance(table, jax.Array):
-            why = "a SelectedRows, which stores only some rows"
-            if isinstance(table, QuantizedTable):
-                why = "a QuantizedTable, which is dequantized row by row"
-            if isinstance(table, RowTable):
-                why = f"a {type(table).__name__}, whose rows lie on many devices"
-            raise TypeError(
-                f"{self._call}.attend: params['embedding'] is {why}, but attend needs "
-                "every row. Pass the whole table."
-            )
+        call = f"{self._call}.attend"
+        check_whole(call, "params['embedding']", table, "attend")
         query = _arguments.as_array(query)
         shape, kind = getattr(query, "shape", ()), getattr(query, "dtype", None)
         floats = kind is not None and jnp.issubdtype(kind, jnp.floating)
         if not floats or shape[-1:] != (self.features,):
             found = f"{kind} of shape {shape}" if kind else _arguments.kind_of(query)
-            raise TypeError(
-                f"{self._call}.attend: query must be a real floating-point array "
-                f"[..., {self.features}], got {found}."
-            )
+            want = f"a real floating-point array [..., {self.features}]"
+            raise _arguments.wrong_type(call, "query", want, found)
         dtype = self.dtype or indexing.promote(kind, table.dtype)
         wide = indexing.accumulator_dtype(dtype)
         factors = [jnp.asarray(x).astype(dtype) for x in (query, table)]

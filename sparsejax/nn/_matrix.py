@@ -14,7 +14,7 @@ from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._lookup.dot import dot
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import QuantizedTable, SelectedRows, indexing
+from sparsejax._rows import SelectedRows, check_whole, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.sums import segment_sum
 
@@ -173,7 +173,8 @@ def multiply(call: str, x: Any, weights: Any, name: str, dtype: Any) -> jax.Arra
     """`x @ weights`, `[..., *weights.shape[1:]]`, accumulated in at least float32."""
     wide = indexing.accumulator_dtype(dtype)
     if not isinstance(x, Csr):
-        weights = whole(call, weights, name)
+        fix = "Pass x as CSR, or the whole weights."
+        check_whole(call, f"params[{name!r}]", weights, "x is an array, which", fix)
         x, weights = x.astype(dtype), weights.astype(dtype)
         return jnp.tensordot(x, weights, axes=1, preferred_element_type=wide)
     if isinstance(weights, SelectedRows):
@@ -214,20 +215,3 @@ def scale(x: Csr, rows: jax.Array, dtype: Any) -> jax.Array:
         return rows
     value = x.value.astype(dtype)
     return rows * indexing.append_axes(value, rows.ndim)
-
-
-def whole(call: str, weights: Any, name: str) -> jax.Array:
-    """`weights` as an array; raises if they are read by rows."""
-    if isinstance(weights, QuantizedTable):
-        raise TypeError(
-            f"{call}: params[{name!r}] is a QuantizedTable, which is dequantized row "
-            "by row, but x is an array, which needs every row. Pass x as CSR, or the "
-            "weights' .dequantize()."
-        )
-    if isinstance(weights, SelectedRows):
-        raise TypeError(
-            f"{call}: params[{name!r}] is a SelectedRows, which stores only some "
-            "rows, but x is an array, which needs every row. Pass x as CSR, or the "
-            "whole weights."
-        )
-    return weights
