@@ -1,7 +1,7 @@
 """The kinds of table that can be read by rows, and the checks for them.
 
-A table is an array `[V, ...]`, a SelectedRows of some of its rows, a QuantizedTable, or
-a RowTable, such as a ShardedTable. Only an array can also be read as a whole: the others
+A table is an array `[V, ...]`, a SelectedRows of some rows, a QuantizedTable, or a
+RowTable, such as a ShardedTable. Only an array can also be read as a whole: the others
 would have to be made dense first, which nothing does silently.
 """
 

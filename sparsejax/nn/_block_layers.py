@@ -10,7 +10,7 @@ import jax
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
-from sparsejax.nn import _layer
+from sparsejax.nn import _layer, _matrix
 from sparsejax.nn._block import SparseBlock, TableSpec
 from sparsejax.nn._dense import Dense
 from sparsejax.nn._embedding import Embedding
@@ -129,8 +129,7 @@ class SparseLinear(SparseBlock, Dense):
 
     def tables(self) -> dict[str, TableSpec]:
         """`{name: [in_features, features]}`."""
-        shape = (self.in_features, self.features)
-        return {self.name: TableSpec(shape, self.param_dtype, self.kernel_init)}
+        return {self.name: TableSpec(self._shape, self.param_dtype, self.kernel_init)}
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """`{"bias": [features]}`; empty without a bias."""
@@ -145,12 +144,18 @@ class SparseLinear(SparseBlock, Dense):
         self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> jax.Array:
         """`[num_segments, features]`."""
+        inputs = _matrix.as_elements(self._call, inputs, self._shape[0])
         params = {"kernel": tables[self.name], **params}
         return Dense.__call__(self, params, inputs)
 
     def table_prefix(self) -> dict[str, bool | None]:
         """False for the bias."""
         return {"bias": False} if self.use_bias else {}
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        columns: Any = self.in_features  # not None: __post_init__ checks it
+        return columns, self.features
 
 
 def _check_name(block: Any) -> None:

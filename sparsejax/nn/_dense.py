@@ -219,15 +219,7 @@ class Dense:
             raise ValueError(
                 f"{call}.row_ids: the number of columns is not known. Pass in_features."
             )
-        if not isinstance(x, SegmentTensor):  # one stays on the host as it is
-            x = _matrix.as_matrix(call, x, columns, self.mode)
-            if not isinstance(x, _matrix.Csr):
-                raise TypeError(
-                    f"{call}: x must be CSR to know its rows, got an array of shape "
-                    f"{x.shape}. An array has every column, so every row of the table "
-                    "would be pulled. Convert it with SegmentTensor.from_csr."
-                )
-            x = x.elements
+        x = _matrix.as_elements(call, x, columns)
         _matrix.check_columns(call, x, columns)
         index = x.values["index"] if isinstance(x.values, dict) else x.values
         index = _arguments.as_integers(call, index, "the index")

@@ -105,6 +105,20 @@ def as_matrix(call: str, x: Any, columns: int, mode: str = "drop") -> Any:
     return array
 
 
+def as_elements(call: str, x: Any, columns: int) -> SegmentTensor:
+    """The elements of a CSR matrix; raises for an array, which has every column."""
+    if isinstance(x, SegmentTensor):
+        return x  # unchanged: nothing is copied to a device
+    matrix = as_matrix(call, x, columns)
+    if isinstance(matrix, Csr):
+        return matrix.elements
+    raise TypeError(
+        f"{call}: inputs must be CSR, got an array of shape {matrix.shape}. An array "
+        "has every column, so every row of the table would be pulled. Convert it with "
+        "SegmentTensor.from_csr, or use sparsejax.nn.Dense on the whole weights."
+    )
+
+
 def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
     """Raises if `x` is known to have a different number of columns."""
     if isinstance(x, Elements) and x.columns != columns:

@@ -607,23 +607,6 @@ def _checkpoint(folder):
     return [_files(folder / "run")], read
 
 
-def _trainer(folder):
-    block = sj.nn.SparseEmbedding(V, D, name="item")
-    loss = lambda rows, ids: jnp.sum((rows - 1) ** 2)
-    made = sj.nn.Trainer(
-        block, sj.store.KVStore(), loss, optax.adam(0.1), params={"w": jnp.ones(2)}
-    )
-    made.fit([jnp.array([3, 7])])
-    made.save(folder / "run")
-
-    def read(path):
-        made.load(path)
-        assert isinstance(made.steps, int) and made.params["w"].shape == (2,)
-        assert made.store.pull_all("item").shape == (V, D)
-
-    return [_files(folder / "run")], read
-
-
 READERS = {
     "load_selected_rows": Reader(_paddle_rows),
     "load_selected_rows, npz": Reader(_npz_rows, (change_archive,)),
@@ -636,9 +619,8 @@ READERS = {
     **({"read_parquet_ids": Reader(_parquet)} if _HAS_PYARROW else {}),
     "read_vectors": Reader(_vectors, (change_packed_text,)),
     "from_bytes": Reader(_var_desc, share=0.3),
-    # These read a folder of 20 files with orbax, which takes a hundred times as long.
+    # This reads a folder of 20 files with orbax, which takes a hundred times as long.
     "Checkpointer.restore": Reader(_checkpoint, (change_record,), share=0.02),
-    "Trainer.load": Reader(_trainer, (change_record,), share=0.02),
 }
 
 

@@ -236,11 +236,6 @@ class Named(sj.nn.SparseBlock):
         "Trainer(Named(), store, loss, tx).step({'item': jnp.array([1])})",
         "store.init('user', (5, 2), tx)\n"
         "Trainer(Named(), store, loss, tx).step({'user': jnp.array([1])})",
-        "Trainer(item, store, loss, tx).load('nowhere')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).load('file')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).save('file')",
-        "Trainer(item, store, loss, tx).save('saved')\n"
-        "Trainer(linear, sj.store.KVStore(), loss, tx).load('saved')",
     ],
 )
 
