@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from jax import experimental as _experimental, lax
 from jax._src import (
-    api as _api,
     core as _core,
     dispatch as _dispatch,
     dtypes as _dtypes,
@@ -26,10 +25,10 @@ from jax._src import (
     sharding_impls as _sharding_impls,
     source_info_util as _source_info,
     tree_util as _tree_util,
+    xla_bridge as _xla_bridge,
 )
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
 from jax._src.interpreters import (
-    ad as _ad_src,
     mlir as _mlir_src,
     partial_eval as _partial_eval,
     pxla as _pxla,
@@ -51,20 +50,12 @@ enable_x64 = _namespace.enable_x64
 
 get_concrete_mesh = _mesh.get_concrete_mesh
 
+# Return True if JAX has started a backend, with its threads.
+has_backend = _xla_bridge.backends_are_initialized
+
 # Numbers in shapes may be symbols, in an export.
 InconclusiveDimensionOperation = _core.InconclusiveDimensionOperation
 max_dim = _core.max_dim
-
-# Types of one's own, with tangents of another type. Before jax 0.12 they are missing or
-# have other names, and `object` stands in: no value is ever made.
-HIJAX_RELEASE = "0.12"
-try:
-    from jax.experimental import hijax as _hijax
-except ImportError:  # jax 0.7.2
-    _hijax = None
-has_hijax = hasattr(_hijax, "HiPrim")
-HiType: Any = getattr(_hijax, "HiType", object) if has_hijax else object
-HiPrim: Any = getattr(_hijax, "HiPrim", object)
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))
@@ -101,57 +92,6 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     functions, params = found if isinstance(found, tuple) else ((), found)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def nested(eqn: Any) -> dict[str, Any] | None:
-    """An equation as a nested `jit` that is inlined: the parameters of that `jit`.
-
-    Its inputs are the equation's, without literals, each of them once. None if an
-    output is not used, which has no name then, or if a type is one of hijax.
-    """
-    if any(isinstance(v, _core.DropVar) for v in eqn.outvars):
-        return None
-    if any(getattr(v.aval, "is_high", False) for v in (*eqn.invars, *eqn.outvars)):
-        return None
-    invars = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-    params = _nested_jit(len(invars), len(eqn.outvars), eqn.ctx, get_concrete_mesh())
-    closed = params["jaxpr"]
-    jaxpr, _ = open_jaxpr(closed)
-    # Where it is inlined it gets the name and the source line that it has there.
-    unnamed = eqn.replace(source_info=_source_info.new_source_info())
-    inner = jaxpr.replace(invars=invars, outvars=list(eqn.outvars), eqns=[unnamed])
-    if type(closed) is not type(jaxpr):
-        inner = closed.replace(jaxpr=inner)
-    return {**params, "jaxpr": inner, "inline": _INLINE, "name": eqn.primitive.name}
-
-
-_ways = getattr(_api, "Inline", None)  # jax 0.12
-_INLINE: Any = _ways.JAX_EARLY if _ways else True
-
-
-@functools.lru_cache(maxsize=256)
-def _nested_jit(
-    num_inputs: int, num_outputs: int, context: Any, mesh: Any
-) -> dict[str, Any]:
-    """The parameters of a `jit` with so many inputs and outputs, in that context."""
-    del context, mesh  # the present ones
-    fun = jax.jit(lambda *xs: [xs[0]] * num_outputs)
-    with jax.disable_jit(False):
-        jaxpr, _ = trace(fun, *(0.0,) * num_inputs)
-    return jaxpr.eqns[0].params
-
-
-def is_staged(x: Any) -> bool:
-    """Whether `x` is a tracer of which nothing is computed now, as inside a `jit`."""
-    trace = x._trace if isinstance(x, _core.Tracer) else None
-    while trace and not isinstance(trace, _partial_eval.DynamicJaxprTrace):
-        trace = getattr(trace, "parent_trace", None)
-    return trace is not None
-
-
-def is_staged_derivative(x: Any) -> bool:
-    """Whether `x` is staged and is differentiated, as by `jax.vjp`."""
-    return isinstance(x, _ad_src.LinearizeTracer) and is_staged(x)
 
 
 def placeholder(aval: Any) -> Any:
@@ -241,11 +181,6 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
     if hasattr(_parallel, "all_gather_invariant"):
         return _parallel.all_gather_invariant(x, axes, tiled=True)
     return lax.all_gather(x, axes, tiled=True, to=to)
-
-
-def is_differentiated_with(x: Any, y: Any) -> bool:
-    """Whether `x` is a tracer of the same transformation as the tracer `y`."""
-    return isinstance(x, _core.Tracer) and x._trace is y._trace
 
 
 def explicit_spec(x: Any) -> tuple[Any, ...]:
@@ -579,43 +514,6 @@ def _has_one_device(module: Any) -> bool:
 def _runs_here(module: Any) -> bool:
     """Whether a program of one device is not exported, for others to run."""
     return _has_one_device(module) and not module.lowering_parameters.for_export
-
-
-# ------------------------------------------------------------------ types of one's own
-
-
-def register_hitype(kind: Any, type_of: Callable[[Any], Any]) -> None:
-    """Registers the class of the values of a `HiType`, where JAX has them."""
-    if has_hijax:
-        hijax: Any = _hijax
-        hijax.register_hitype(kind, type_of)
-
-
-def array_method(f: Any) -> Any:
-    """A function of a traced value as a method of its `HiType`."""
-    hijax: Any = _hijax
-    return hijax.aval_method(f) if has_hijax else f
-
-
-def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """The type of an array."""
-    return _core.ShapedArray(tuple(shape), np.dtype(dtype))
-
-
-def is_zero(x: Any) -> bool:
-    """Whether a tangent or cotangent is a symbolic zero."""
-    return isinstance(x, _ad.Zero)
-
-
-def zero_tangent(aval: Any) -> Any:
-    """The symbolic zero tangent of a value of type `aval`."""
-    return _ad.Zero(aval.to_tangent_aval())
-
-
-def linearize_from_jvp() -> tuple[Any, Any]:
-    """The rules `lin` and `linearized` of a `HiPrim` that has a `jvp`."""
-    hijax: Any = _hijax
-    return tuple(hijax.linearize_from_jvp) if has_hijax else (None, None)
 
 
 # ------------------------------------------------------------------ opaque integers

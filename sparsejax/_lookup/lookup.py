@@ -28,10 +28,8 @@ from sparsejax._rows import (
     as_table,
     indexing,
     is_quantized,
-    is_sparse_table,
     quantized,
     read_row_table,
-    sparse_table,
 )
 
 
@@ -104,7 +102,7 @@ def lookup(
       PaddlePaddle, `lookup_table` (`padding_idx`, `is_sparse`); TensorFlow,
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
-    table = as_readable(_CALL, table)
+    table = as_table(_CALL, table)
     check_order(_CALL, table, ids)
     ids = _arguments.as_integers(_CALL, ids)
     mode = check_mode(_CALL, mode)
@@ -129,11 +127,6 @@ def check_order(call: str, table: Any, ids: Any) -> None:
                 f"{_arguments.show_spec(table)} and ids {_arguments.show_spec(ids)}. "
                 f"Call {call.rpartition('.')[2]}(table, ids)."
             )
-
-
-def as_readable(call: str, table: Any) -> Any:
-    """`as_table`, which also accepts `experimental.sparse_table`."""
-    return table if is_sparse_table(table) else as_table(call, table)
 
 
 def check_mode(call: str, mode: Any) -> str:
@@ -204,8 +197,7 @@ def read(
 
     is_pulled = isinstance(table, SelectedRows)
     is_one_gather = mode in ("clip", "fill") and padding is None
-    is_sparse = is_sparse_table(table)
-    if is_one_gather and not (is_pulled or is_sparse) and height and ids.ndim:
+    if is_one_gather and not is_pulled and height and ids.ndim:
         # Another mask could be another pass over the rows.
         if is_quantized(table):
             return quantized.read(table, wanted, np.nan)
@@ -216,8 +208,8 @@ def read(
     if is_pulled:
         rows, found = table.find(wanted)
     else:
-        take = sparse_table.take if is_sparse else indexing.take_rows
-        rows = table.get(wanted) if is_quantized(table) else take(table, wanted)
+        is_array = not is_quantized(table)
+        rows = indexing.take_rows(table, wanted) if is_array else table.get(wanted)
         found = indexing.in_range(wanted, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):
         return rows  # zeros where no row was read

@@ -22,12 +22,6 @@ from sparsejax._rows.selected_rows import (
     with_known_sum as with_known_sum,
     with_slots as with_slots,
 )
-from sparsejax._rows.sparse_table import (
-    SparseTable as SparseTable,
-    is_rows as is_rows,
-    is_sparse_table as is_sparse_table,
-    opened as opened,
-)
 from sparsejax._rows.tables import (
     Table as Table,
     as_table as as_table,

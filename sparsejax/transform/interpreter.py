@@ -44,10 +44,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax._lookup.lowerings import xla
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
-from sparsejax.transform import read_again, repeated
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.registry import Registry
 from sparsejax.transform.table import TableRef, drop_cotangents, plant, plant_combined
@@ -222,15 +220,9 @@ class Reads:
     Args:
       deltas: when planting, one zero array `[*lead, *row_shape]` per read; None when
         collecting.
-      recipes: if derivatives may read rows again, see `read_again.py`.
     """
 
-    def __init__(
-        self,
-        deltas: Sequence[jax.Array] | None = None,
-        recipes: read_again.Recipes | None = None,
-    ):
-        self.recipes = recipes
+    def __init__(self, deltas: Sequence[jax.Array] | None = None):
         self.sites: list[Site] = []
         self.ids: list[jax.Array] = []
         self._deltas = None if deltas is None else list(deltas)
@@ -346,44 +338,11 @@ class RuleContext:
         differentiated = self.reads.planting and any(self.live)
         if drop and differentiated and jnp.issubdtype(rows.dtype, jnp.inexact):
             rows = drop_cotangents(rows, counts)
-        rows = indexing.reshape(rows, shape + rows.shape[1:])
-        self._note_read(ref, ids, rows)
-        return rows
+        return indexing.reshape(rows, shape + rows.shape[1:])
 
     def _is_live(self, ref: TableRef, num_ids: int) -> bool:
         """Whether the loss is differentiated through a read of so many rows."""
         return any(self.live) and not ref.stopped and bool(num_ids)
-
-    def _note_read(self, ref: TableRef, ids: jax.Array, rows: jax.Array) -> None:
-        """Adds the recipe of rows that a derivative may read again."""
-        recipes = self.reads.recipes
-        if recipes is None or not self._is_live(ref, ids.size) or ref.steps:
-            return
-        if not any(map(_compat.is_laid_out, (ref.array, ids))):
-            # Of XLA, whose gather it fuses with what follows.
-            read = lambda table, ids: xla.read_rows(table, ids).reshape(rows.shape)
-            recipes.add(rows, ref.index, read, (ref.array, ids))
-
-    def follow(
-        self, rows: jax.Array, fn: Callable[..., jax.Array], *operands: jax.Array
-    ) -> jax.Array:
-        """`fn(rows, *operands)`, for a rule that changes the rows it has read.
-
-        A derivative that reads the rows again can then do this again, too.
-
-        Args:
-          rows: what `read` returned, or `follow`.
-          fn: a function of arrays that XLA fuses with a read: another shape, a mask.
-          *operands: arrays. `fn` must not close over any.
-        """
-        out = fn(rows, *operands)
-        recipes = self.reads.recipes
-        recipe = recipes and recipes.get(rows)
-        if recipes and recipe:
-            count, first = len(recipe.operands), recipe.fn
-            again = lambda *xs: fn(first(*xs[:count]), *xs[count:])
-            recipes.add(out, recipe.table, again, (*recipe.operands, *operands))
-        return out
 
     def _read_by(
         self, reader: Any, ref: TableRef, ids: Any, valid: Any, drop: bool
@@ -582,12 +541,9 @@ def walk(
             continue  # `value` makes placeholders of its outputs, where they are needed
 
         inputs = [value(v) for v in eqn.invars]
-        is_call = read_again.is_call_of_rows(reads.recipes, eqn, inputs)
         with _compat.equation_context(eqn):
-            if not (has_table or has_source or is_call):
-                outs = reads.recipes and read_again.bind(reads.recipes, eqn, inputs)
-                outs = repeated.bind(eqn, inputs) if outs is None else outs
-                env.update(zip(eqn.outvars, outs))
+            if not (has_table or has_source):
+                env.update(zip(eqn.outvars, _compat.bind(eqn, inputs)))
                 continue
 
             def producer(position: int, eqn=eqn):

@@ -15,7 +15,7 @@ import sparsejax as sj
 
 
 PAGES = sorted(pages.DOCS.rglob("*.md"))
-PACKAGES = "data desc experimental extend losses nn optim parallel store viz".split()
+PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
 # These have tests of their own, which run their code on what other systems answered.
 TESTED_ELSEWHERE = {
     "caffe2.md",

@@ -1,7 +1,7 @@
 """The house: which file may import which, and what is documented.
 
 Imports point one way: packages -> optim -> transform -> _lookup -> _segments -> _rows
--> _arguments, _collector, _files, _native -> _compat. They are read from the source, so
+-> _arguments, _files, _native -> _compat. They are read from the source, so
 an import inside a function counts as well; one for type checkers alone does not.
 """
 
@@ -26,13 +26,13 @@ INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 # other, but for the packages, which may as long as no circle comes of it.
 LAYERS = [
     {"_compat"},
-    {"_arguments", "_collector", "_files", "_native"},
+    {"_arguments", "_files", "_native"},
     {"_rows"},
     {"_segments", "_index"},
     {"_lookup"},
     {"transform"},
-    {"optim", "extend"},
-    {"nn", "data", "store", "parallel", "desc", "viz", "losses", "experimental"},
+    {"optim", "extend", "cpu"},
+    {"nn", "data", "store", "parallel", "desc", "viz", "losses"},
     {""},  # sparsejax/__init__.py, which imports all of them
     {"demo"},  # a user
 ]
@@ -52,7 +52,6 @@ INSIDE = [
     ("_lookup.lookup", "_lookup.top_k"),
     ("transform.interpreter", "transform.rules"),
     ("transform.table", "transform.interpreter"),
-    ("optim._huge_pages", "optim._lazy"),
     ("optim._lazy", "optim._exact"),
     ("optim._lazy", "optim._optimizers"),
     ("optim._lazy", "optim._wrappers"),

@@ -68,9 +68,9 @@ NAMES = {
     # errors
     "NotPulledError",
     # packages
+    "cpu",
     "data",
     "desc",
-    "experimental",
     "extend",
     "losses",
     "nn",
@@ -113,7 +113,6 @@ def test_names():
         "ftrl",
         "global_norm",
         "group_adagrad",
-        "huge_pages",
         "is_lazy_exact",
         "is_row_separable",
         "lazy",

@@ -1027,23 +1027,6 @@ sj.optim.reset_rows(optax.scale_by_lbfgs(), (), params, rows)
 """,
     ),
     _section(
-        "Experimental",
-        """
-make = sj.experimental.sparse_table
-""",
-        """
-make({}, 4)
-
-make(jnp.arange(6), 4)
-
-make(jnp.float32(1), 4)
-
-make(jnp.ones((3, 2)), 4.0)
-
-make(jnp.ones((3, 2)), -1)
-""",
-    ),
-    _section(
         "Pictures",
         "ids = np.arange(6).reshape(2, 3)",
         """

@@ -83,14 +83,12 @@ def _gather_rule(
     gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
     kept = [d for d in range(ref.ndim) if d not in gone]
     shape = batch + tuple(slice_sizes[d] for d in kept)
-    rows = ctx.follow(rows, lambda rows: indexing.reshape(rows, shape))
+    rows = indexing.reshape(rows, shape)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = indexing.fill_value(rows.dtype) if fill_value is None else fill_value
         fill = np.array(fill, rows.dtype)
         assert valid is not None  # in this mode
-        rows = ctx.follow(
-            rows, lambda rows, valid: _fill_unless(valid, rows, fill), valid
-        )
+        rows = _fill_unless(valid, rows, fill)
     batch_axes, kept_axes = iter(range(len(batch))), iter(range(len(batch), rows.ndim))
     offset = set(map(int, dims.offset_dims))
     order = [next(kept_axes if d in offset else batch_axes) for d in range(rows.ndim)]

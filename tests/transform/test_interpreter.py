@@ -1,4 +1,4 @@
-"""Equations that come again are differentiated once; the program stays the same."""
+"""The walk: what it computes is what the traced program computes."""
 
 import gc
 import weakref
@@ -9,25 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Primitive  # noqa: TID251
-from jax.interpreters import ad  # noqa: TID251
 from jax.sharding import AxisType, PartitionSpec as P
 
 import sparsejax as sj
 from sparsejax import _compat
-from sparsejax.transform import repeated
-
-
-@pytest.fixture(autouse=True)
-def _forget():
-    repeated._nested.clear()
-    yield
-    repeated._nested.clear()
-
-
-def _once(monkeypatch):
-    """From here on every equation is differentiated by itself."""
-    monkeypatch.setattr(repeated, "bind", _compat.bind)
 
 
 def _inputs(dtype=jnp.float32):
@@ -58,35 +43,6 @@ def _densified(grads):
     )
 
 
-def _shown(fun, *args):
-    return str(jax.make_jaxpr(fun)(*args))
-
-
-def _with_count(name):
-    """A primitive of its own, and how often its derivative was made."""
-    primitive = Primitive(name)
-    primitive.def_abstract_eval(lambda x, **_: x)
-    calls = []
-
-    def jvp(primals, tangents, **params):
-        calls.append(params)
-        return primitive.bind(*primals, **params), lax.mul(*primals, *tangents)
-
-    ad.primitive_jvps[primitive] = jvp
-    return primitive, calls
-
-
-def test_the_program_is_the_same(monkeypatch):
-    args = _inputs()
-    step = jax.vmap(sj.value_and_grad(loss), in_axes=(None, 0))
-    args = args[0], jnp.stack([args[1], args[1] + 1])
-    _shown(step, *args)
-    shared = _shown(step, *args)
-    assert any(repeated._nested.values())
-    _once(monkeypatch)
-    assert _shown(step, *args) == shared
-
-
 @pytest.mark.parametrize(
     "around", [jax.jit, lambda f: jax.jit(jax.vmap(f, (None, 0)))], ids=["jit", "vmap"]
 )
@@ -99,41 +55,6 @@ def test_gradients_are_those_of_dense_jax(around):
         for _ in range(2):
             got = around(lambda *xs: _densified(sj.grad(loss)(*xs)))(params, ids)
             chex.assert_trees_all_close(got, expected, rtol=1e-12)
-    assert any(repeated._nested.values())
-
-
-def test_same_bits_in_a_scan(monkeypatch):
-    params, ids = _inputs()
-
-    def run():
-        def turn(total, ids):
-            value, grads = sj.value_and_grad(loss)(params, ids)
-            return total + value, _densified(grads)
-
-        return jax.jit(lambda xs: lax.scan(turn, 0.0, xs))(jnp.stack([ids, ids + 1]))
-
-    shared = run(), run()
-    _once(monkeypatch)
-    once = run()
-    chex.assert_trees_all_equal(shared[0], once)
-    chex.assert_trees_all_equal(shared[1], once)
-
-
-def test_derivatives_are_made_once():
-    primitive, calls = _with_count("counted")
-
-    def many(table):
-        x = table[jnp.array([1, 2])]
-        for _ in range(9):
-            x = primitive.bind(x, kind="a")
-        return jnp.sum(x)
-
-    jax.make_jaxpr(sj.grad(many))(jnp.ones((9, 2)))
-    assert len(calls) == 1
-    jax.make_jaxpr(sj.grad(many))(jnp.ones((9, 2)))
-    assert len(calls) == 1
-    jax.make_jaxpr(sj.grad(many))(jnp.ones((9, 3)))
-    assert len(calls) == 2  # another shape
 
 
 @pytest.mark.parametrize("first, second", [(2.0, 3.0), (0.0, -0.0), (1.0, jnp.nan)])
@@ -164,29 +85,11 @@ def test_parameters_that_python_says_are_equal():
         assert got == 1 / jnp.float32(value)
 
 
-def test_kinds_of_numbers_count():
-    primitive, calls = _with_count("of_a_number")
-    for number in (2, 2.0, True, 1, np.float32(1), (1, 2), (1.0, 2)):
-        loss = lambda t, number=number: jnp.sum(
-            primitive.bind(t[jnp.array([1])], number=number)
-        )
-        jax.make_jaxpr(sj.grad(loss))(jnp.ones((9, 2)))
-    assert len(calls) == 7
-
-
 def test_every_trace_gives_the_same_program():
     params, ids = _inputs()
     step = lambda *xs: sj.value_and_grad(loss)(*xs)
     texts = {jax.jit(lambda *xs: step(*xs)).lower(params, ids).as_text() for _ in "123"}
     assert len(texts) == 1
-
-
-def test_without_jit():
-    params, ids = _inputs()
-    _compat._nested_jit.cache_clear()
-    with jax.disable_jit():
-        shapes = jax.eval_shape(sj.grad(loss), params, ids)
-    assert shapes["table"].shape == (60, 6)
 
 
 def test_an_input_twice_is_not_two_inputs():
@@ -212,7 +115,7 @@ def test_scopes_and_source_lines_stay():
         f"layer{k}" for k in range(5)
     ]
     assert {_compat.user_line(e).split("/")[-1].split(":")[0] for e in sines} == {
-        "test_repeated.py"
+        "test_interpreter.py"
     }
 
 
@@ -234,15 +137,6 @@ def test_custom_derivatives_stay():
     np.testing.assert_array_equal(got, jax.grad(loss)(table))
 
 
-@pytest.mark.parametrize("around", [lambda f: f, lambda f: jax.vmap(f, (None, 0))])
-def test_outside_of_a_jit_every_equation_runs_by_itself(around):
-    params, ids = _inputs()
-    ids = ids if around(loss) is loss else ids[None]
-    for _ in range(2):
-        around(sj.grad(loss))(params, ids)
-    assert not repeated._nested
-
-
 def test_no_array_is_kept():
     params, ids = _inputs()
 
@@ -251,16 +145,10 @@ def test_no_array_is_kept():
 
     jax.make_jaxpr(step)(params["table"])
     jax.make_jaxpr(step)(params["table"])
-    assert any(repeated._nested.values())
     kept = weakref.ref(params["layers"][0]["w"])
     del step, params
     gc.collect()
     assert kept() is None
-
-
-def _nested_jit_with(array):
-    inner = jax.jit(lambda x: lax.sin(x * array))
-    return lambda table: jnp.sum(inner(table[jnp.array([1, 2])]))
 
 
 def _custom_vjp_with(array):
@@ -272,19 +160,6 @@ def _custom_vjp_with(array):
     return lambda table: jnp.sum(scaled(table[jnp.array([1, 2])]))
 
 
-@pytest.mark.parametrize("make", [_nested_jit_with, _custom_vjp_with])
-def test_no_function_is_kept(make):
-    def traced():
-        array = jnp.ones((2, 2)) + 0
-        jax.make_jaxpr(lambda t: sj.grad(make(array))(t).values)(jnp.ones((9, 2)))
-        return weakref.ref(array)
-
-    kept = traced()
-    jax.clear_caches()
-    gc.collect()
-    assert kept() is None
-
-
 def test_no_tracer_leaks():
     def step(table, scale):
         return sj.grad(_custom_vjp_with(scale))(table).to_dense()
@@ -292,16 +167,6 @@ def test_no_tracer_leaks():
     with jax.checking_leaks():
         got = jax.jit(step)(jnp.ones((9, 2)), jnp.full((2, 2), 3.0))
     assert got[1, 0] == 3
-
-
-def test_it_forgets(monkeypatch):
-    monkeypatch.setattr(repeated, "_MOST", 3)
-    params, ids = _inputs()
-    expected = jax.grad(loss)(params, ids)
-    for _ in range(2):
-        got = jax.jit(sj.grad(loss))(params, ids)
-        assert len(repeated._nested) <= 3
-    chex.assert_trees_all_close(_densified(got), expected, rtol=1e-3, atol=1e-4)
 
 
 def _read_split(table, ids):
