@@ -1,6 +1,6 @@
 """One convention: `progress=` is True for a bar, False, or a function of (done, total).
 
-Here for all that have it: files of data, tables of a store, a trainer and the demo.
+Every public function that has it is tested here.
 """
 
 import importlib
