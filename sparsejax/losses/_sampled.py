@@ -13,8 +13,6 @@ from sparsejax._lookup import lookup
 from sparsejax._rows import Table, as_table
 from sparsejax.losses import _scores
 from sparsejax.losses._negatives import NegativeSampler, NegativeSamples
-from sparsejax.parallel import lookup as sharded_lookup
-from sparsejax.parallel._over_devices import TableOverDevices
 
 
 def sampled_softmax_loss(
@@ -185,15 +183,17 @@ def _scores_of(
         labels = labels[..., None]
 
     # Two reads of one table: their rows become one SelectedRows.
-    right = _scores.products("...d,...td->...t", inputs, _read(table, labels))
+    right = _scores.products("...d,...td->...t", inputs, lookup.lookup(table, labels))
     # Shared negatives are one matrix for all examples.
     subscripts = "...d,nd->...n" if ids.ndim == 1 else "...d,...nd->...n"
-    others = _scores.products(subscripts, inputs, _read(table, ids, padding_id=-1))
+    others = _scores.products(
+        subscripts, inputs, lookup.lookup(table, ids, padding_id=-1)
+    )
     if bias is not None:
         bias = _check_bias(call, bias, height)
         flat = lambda x, ids: x.reshape(ids.shape).astype(right.dtype)
-        right += flat(_read(bias, labels), labels)
-        others += _like(flat(_read(bias, ids, padding_id=-1), ids), others)
+        right += flat(lookup.lookup(bias, labels), labels)
+        others += _like(flat(lookup.lookup(bias, ids, padding_id=-1), ids), others)
     if log_q is not None:
         right -= label_log_q.astype(right.dtype).reshape(right.shape)
         others -= _like(log_q.astype(others.dtype), others)
@@ -207,12 +207,6 @@ def _scores_of(
 def _like(x: jax.Array, others: jax.Array) -> jax.Array:
     """`[n]` or `[..., n]` as `[..., n]`."""
     return jnp.broadcast_to(x, others.shape)
-
-
-def _read(table: Any, ids: jax.Array, padding_id: int | None = None) -> jax.Array:
-    if isinstance(table, TableOverDevices):
-        return sharded_lookup(table, ids, padding_id=padding_id)
-    return lookup.lookup(table, ids, padding_id=padding_id)
 
 
 def _as_table(call: str, table: Any, name: str) -> Table:
