@@ -15,7 +15,6 @@
   programs work on the same memory pages.
 """
 
-import contextlib
 import json
 import os
 import pathlib
@@ -24,13 +23,11 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from sparsejax import _native
 
 
 # ------------------------------------------------------------------ timing
@@ -147,7 +144,7 @@ def spread(times: Sequence[float]) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Device, versions, processor, the kernels, and what is set of the allocator."""
+    """Device, versions, processor, and what is set of the allocator."""
     device = jax.devices()[0]
     affinity = getattr(os, "sched_getaffinity", None)
     return {
@@ -156,34 +153,8 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _cpu_model(),
         "cores": len(affinity(0)) if affinity else os.cpu_count(),
-        "kernels": "sparsejax-native" if has_kernels() else "none",
         "malloc": os.environ.get("GLIBC_TUNABLES") or "default",
     }
-
-
-def has_kernels() -> bool:
-    """Whether programs call the kernels of sparsejax-native."""
-    return jax.default_backend() == "cpu" and _native.enabled()
-
-
-def ways() -> dict[str, Callable[[], Any]]:
-    """Contexts to trace and compile ours in: "ours", with kernels also "plain"."""
-    return {"ours": contextlib.nullcontext} | (
-        {"plain": _plain_xla} if has_kernels() else {}
-    )
-
-
-@contextlib.contextmanager
-def _plain_xla() -> Iterator[None]:
-    before = os.environ.get("SPARSEJAX_NATIVE")
-    os.environ["SPARSEJAX_NATIVE"] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["SPARSEJAX_NATIVE"]
-        else:
-            os.environ["SPARSEJAX_NATIVE"] = before
 
 
 def _cpu_model() -> str:

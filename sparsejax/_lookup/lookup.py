@@ -122,10 +122,13 @@ def check_order(call: str, table: Any, ids: Any) -> None:
     dtype = getattr(ids, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         if jnp.issubdtype(table.dtype, jnp.integer):
-            raise TypeError(
-                f"{call}: ids must be integers and the table comes first, got table "
-                f"{_arguments.show_spec(table)} and ids {_arguments.show_spec(ids)}. "
-                f"Call {call.rpartition('.')[2]}(table, ids)."
+            raise _arguments.wrong_type(
+                call,
+                "ids",
+                "integers and the table comes first",
+                f"table {_arguments.show_spec(table)} and ids "
+                f"{_arguments.show_spec(ids)}",
+                f"Call {call.rpartition('.')[2]}(table, ids).",
             )
 
 
@@ -142,10 +145,12 @@ def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
     try:
         padding = operator.index(padding_id)
     except TypeError:
-        raise TypeError(
-            f"{call}: padding_id must be a static int or None, got "
-            f"{_arguments.show(padding_id)}. Pass a Python int; inside jit it cannot "
-            "be a traced argument."
+        raise _arguments.wrong_type(
+            call,
+            "padding_id",
+            "a static int or None",
+            _arguments.show(padding_id),
+            "Pass a Python int; inside jit it cannot be a traced argument.",
         ) from None
     limits = jnp.iinfo(ids.dtype)
     if not limits.min <= padding <= limits.max:
@@ -161,15 +166,20 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
         # A string is rejected, although float("1.0") would accept it.
         found = float("" if isinstance(max_norm, str) else max_norm)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        raise TypeError(
-            f"{call}: max_norm must be a static number or None, got "
-            f"{_arguments.show(max_norm)}. Pass a Python float; inside jit it cannot "
-            "be a traced argument."
+        raise _arguments.wrong_type(
+            call,
+            "max_norm",
+            "a static number or None",
+            _arguments.show(max_norm),
+            "Pass a Python float; inside jit it cannot be a traced argument.",
         ) from None
     if not found > 0:
-        raise ValueError(
-            f"{call}: max_norm must be a positive number, got {max_norm}. Leave it out "
-            "to keep the rows unscaled."
+        raise _arguments.wrong(
+            call,
+            "max_norm",
+            "a positive number",
+            f"{max_norm}",
+            "Leave it out to keep the rows unscaled.",
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(

@@ -100,7 +100,6 @@ class HashIds:
             "column",
             column,
             hint=" HashIds knows columns by their place.",
-            not_an_int=TypeError,
         )
         if not isinstance(size, (int, np.integer)):
             if column >= len(size):

@@ -50,8 +50,9 @@ def in_batch_softmax_loss(
       `[B]`, one loss per query, at least float32.
 
     Raises:
-      TypeError: vectors are not floats, ids not integers, or `where` not booleans.
-      ValueError: shapes do not match, or `num_hard_negatives` is not a positive int.
+      TypeError: vectors are not floats, ids not integers, `where` not booleans, or
+        `num_hard_negatives` is not an int.
+      ValueError: shapes do not match, or `num_hard_negatives` is not positive.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj

@@ -181,9 +181,8 @@ class _Gathered(SelectedRows):
         cls, rows: jax.Array, positions: jax.Array, values: jax.Array
     ) -> "_Gathered":
         """With rows 0, 1, ... and then empty slots, and the row of each value."""
-        self = object.__new__(cls)
-        fields = {"rows": rows, "values": values, "positions": positions}
-        vars(self).update(fields, height=rows.shape[0])
+        self = cls.tree_unflatten(rows.shape[0], (rows, values))
+        vars(self).update(positions=positions)
         return self
 
 

@@ -554,7 +554,7 @@ KNOWN = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
         ),
         (
             lambda: Vocabulary.from_columns({"x": [1]}, min_count={"x": 0.5}),  # pyright: ignore
-            ValueError,
+            TypeError,
             "min_count must be a positive int, got 0.5",
         ),
         (

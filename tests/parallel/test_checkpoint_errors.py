@@ -64,7 +64,8 @@ def test_errors_of_steps_and_of_what_is_no_tree(tmp_path, monkeypatch):
 
 def test_errors_of_what_a_checkpointer_is_made_of(tmp_path):
     for keep in (0, -1, "3", 2.0):
-        with pytest.raises(ValueError, match="max_to_keep must be a positive int"):
+        error = ValueError if keep in (0, -1) else TypeError
+        with pytest.raises(error, match="max_to_keep must be a positive int"):
             sj.parallel.Checkpointer(tmp_path / "new", max_to_keep=keep)
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")

@@ -538,7 +538,8 @@ _PULLS = Section(
         "jax.jit(lambda ids: store.pull('item', ids))(jnp.array([1]))",
         "store.push('item', jnp.ones((5, 2)))",
         "store.push('item', [])",
-        "store.push('item', jax.tree.map(lambda x: 0.1 * np.asarray(x), rows))",
+        "leaves = [0.1 * rows.rows, 0.1 * rows.values]\n"
+        "store.push('item', jax.tree.unflatten(jax.tree.structure(rows), leaves))",
         "store.push('item', rows.map(lambda x: x.astype(complex)))",
         "store.push('item', sj.SelectedRows([1], jnp.ones((1, 3)), 5))",
         "new.init('t', (5, 2), None)\nnew.push('t', rows)",
