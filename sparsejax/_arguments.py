@@ -162,6 +162,24 @@ def to_array(
         raise wrong_type(call, name, what, kind_of(x)) from None
 
 
+def as_floats(
+    call: str, x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
+) -> jax.Array:
+    """`x` as a JAX array of floats, or a TypeError that names `call`."""
+    x = to_array(call, x, name, "an array of floats")
+    check_floats(call, x, name, fix)
+    return x
+
+
+def check_floats(
+    call: str, x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
+) -> None:
+    """Raises unless `x`, an array or a table, is floating point."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        found = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise wrong_type(call, name, "floats", found, fix)
+
+
 def wrong(call: str, name: str, want: str, got: str, fix: str = "") -> ValueError:
     """The error to raise for an argument with a wrong value.
 

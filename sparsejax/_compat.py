@@ -53,10 +53,8 @@ max_dim = _core.max_dim
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))
 
-# Source lines in messages are the user's, not the library's. The demo is a user.
-for _name in os.listdir(_PACKAGE):
-    if _name not in ("demo", "__pycache__"):
-        _source_info.register_exclusion(os.path.join(_PACKAGE, _name))
+# Source lines in messages are the user's, not the library's.
+_source_info.register_exclusion(_PACKAGE + os.sep)
 
 
 def trace(fun, *args) -> tuple[Any, list[Any]]:

@@ -24,6 +24,8 @@ from sparsejax._rows import (
     QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
     reduce_row_table,
@@ -43,7 +45,7 @@ _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
 
 def embedding_bag(
-    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    table: ArrayLike | Table,
     ids: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
@@ -121,7 +123,7 @@ def embedding_bag(
       Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
       TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
-    table = lookup.as_readable(_CALL, table)
+    table = as_table(_CALL, table)
     if table.dtype == jnp.bool_:
         raise _arguments.wrong_type(
             _CALL, "table", "numeric", "bool", "Cast it with .astype(jnp.int32)."

@@ -22,9 +22,10 @@ from jax.experimental import checkify
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import (
-    QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
     quantized,
@@ -40,7 +41,7 @@ _MODES = ("fill", "clip", "zero", "error")
 
 
 def lookup(
-    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    table: ArrayLike | Table,
     ids: ArrayLike,
     *,
     mode: str = "fill",
@@ -101,7 +102,7 @@ def lookup(
       PaddlePaddle, `lookup_table` (`padding_idx`, `is_sparse`); TensorFlow,
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
-    table = as_readable(_CALL, table)
+    table = as_table(_CALL, table)
     check_order(_CALL, table, ids)
     ids = _arguments.as_integers(_CALL, ids)
     mode = check_mode(_CALL, mode)
@@ -129,46 +130,6 @@ def check_order(call: str, table: Any, ids: Any) -> None:
                 f"{_arguments.show_spec(ids)}",
                 f"Call {call.rpartition('.')[2]}(table, ids).",
             )
-
-
-def as_readable(
-    call: str, table: Any
-) -> jax.Array | SelectedRows | QuantizedTable | RowTable:
-    """`as_table`, which also takes a RowTable.
-
-    A RowTable has the shape, dtype and rank of an array, but can only be read.
-    """
-    return table if isinstance(table, RowTable) else as_table(call, table)
-
-
-def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
-    """`table` as one of the kinds of table; raises for anything else."""
-    table = _arguments.as_array(table)
-    if not isinstance(table, (jax.Array, SelectedRows, QuantizedTable)):
-        raise _arguments.wrong_type(
-            call,
-            "table",
-            "a JAX or NumPy array, a SelectedRows or a QuantizedTable",
-            _arguments.kind_of(table),
-            "Pass the array of weights itself, as in params['table'].",
-        )
-    if table.ndim == 0:
-        raise ValueError(
-            f"{call}: table must have at least one axis, got shape {table.shape}. The "
-            "first axis is the rows: a table is [V], [V, D] or [V, ...]."
-        )
-    check_not_stacked(call, "table", table)
-    return table
-
-
-def check_not_stacked(call: str, name: str, x: Any) -> None:
-    """Raises if `x` is a SelectedRows of a stack of tables."""
-    if isinstance(x, SelectedRows) and x.stack:
-        raise ValueError(
-            f"{call}: {name} must have one axis of rows, got a SelectedRows of a stack "
-            f"of tables, of shape {x.shape}. Read its .unstacked(), in which row v of "
-            f"table k has the id k * {x.shape[1]} + v."
-        )
 
 
 def check_mode(call: str, mode: Any) -> str:

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup
-from sparsejax._rows import RowTable, SelectedRows
+from sparsejax._rows import Table, as_table
 from sparsejax.losses import _scores
 from sparsejax.losses._negatives import NegativeSampler, NegativeSamples
 
 
 def sampled_softmax_loss(
-    table: ArrayLike | SelectedRows | RowTable,
+    table: ArrayLike | Table,
     inputs: ArrayLike,
     labels: ArrayLike,
     negatives: NegativeSamples | ArrayLike,
     *,
-    bias: ArrayLike | SelectedRows | RowTable | None = None,
+    bias: ArrayLike | Table | None = None,
     remove_accidental_hits: bool = True,
 ) -> jax.Array:
     """Softmax cross-entropy over the label and sampled negatives, for large tables.
@@ -38,7 +38,7 @@ def sampled_softmax_loss(
 
     Args:
       table: `[V, D]`, the vectors of all classes: an array, a SelectedRows of pulled
-        rows, or a ShardedTable of `sparsejax.parallel.shard_rows`.
+        rows, a QuantizedTable, or a ShardedTable of `sparsejax.parallel.shard_rows`.
       inputs: `[..., D]`, what the model makes of each example.
       labels: ints `[...]` or `[..., T]`. Out of range they give NaN.
       negatives: from `NegativeSampler.sample(key, shape, labels)`, either `[n]` for all
@@ -84,12 +84,12 @@ def sampled_softmax_loss(
 
 
 def nce_loss(
-    table: ArrayLike | SelectedRows | RowTable,
+    table: ArrayLike | Table,
     inputs: ArrayLike,
     labels: ArrayLike,
     negatives: NegativeSamples | ArrayLike,
     *,
-    bias: ArrayLike | SelectedRows | RowTable | None = None,
+    bias: ArrayLike | Table | None = None,
     remove_accidental_hits: bool = False,
 ) -> jax.Array:
     """Noise-contrastive estimation: a logistic loss of labels and sampled negatives.
@@ -158,7 +158,7 @@ def _scores_of(
 ) -> tuple[jax.Array, _Others]:
     """The scores s of labels, `[..., T]`, and of negatives."""
     table = _as_table(call, table, "table")
-    inputs = _scores.as_floats(call, inputs, "inputs")
+    inputs = _arguments.as_floats(call, inputs, "inputs")
     if table.ndim != 2 or inputs.ndim < 1 or inputs.shape[-1] != table.shape[1]:
         raise ValueError(
             f"{call}: table must be [V, D] and inputs [..., D], got shapes "
@@ -209,19 +209,10 @@ def _like(x: jax.Array, others: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, others.shape)
 
 
-def _as_table(call: str, table: Any, name: str) -> Any:
+def _as_table(call: str, table: Any, name: str) -> Table:
     """A table that can be read by rows of floats."""
-    if isinstance(table, RowTable):
-        return table
-    table = _arguments.as_array(table)
-    if not isinstance(table, (jax.Array, SelectedRows)):
-        raise TypeError(
-            f"{call}: {name} must be an array, a SelectedRows or a ShardedTable, got "
-            f"{_arguments.kind_of(table)}. Pass the array of weights itself, as in "
-            "params['items']."
-        )
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"{call}: {name} must be floats, got {table.dtype}.")
+    table = as_table(call, table, name)
+    _arguments.check_floats(call, table, name)
     return table
 
 

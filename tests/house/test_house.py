@@ -34,9 +34,8 @@ LAYERS = [
     {"optim", "extend", "cpu"},
     {"nn", "data", "store", "parallel", "desc", "viz", "losses"},
     {""},  # sparsejax/__init__.py, which imports all of them
-    {"demo"},  # a user
 ]
-PACKAGES = LAYERS[-3]
+PACKAGES = LAYERS[-2]
 
 # Inside a room: what is in the left part must not import what is in the right one.
 INSIDE = [
@@ -123,7 +122,7 @@ def _house_imports(path):
 
 
 def _room(module):
-    """The name right under the package: _rows, _lowerings, transform, nn, demo."""
+    """The name right under the package: _rows, _lowerings, transform, nn."""
     return module.split(".")[1] if "." in module else ""
 
 

@@ -88,7 +88,7 @@ def _public(module):
         if not name.startswith("_")
         # `import sparsejax` binds its sub-packages as well; `transform` is one whose
         # names are all at the top.
-        and not (inspect.ismodule(value) and name in ("transform", "demo"))
+        and not (inspect.ismodule(value) and name == "transform")
     }
 
 

@@ -527,23 +527,6 @@ def _checkpoint(folder):
     return [_files(folder / "run")], read
 
 
-def _trainer(folder):
-    block = sj.nn.SparseEmbedding(V, D, name="item")
-    loss = lambda rows, ids: jnp.sum((rows - 1) ** 2)
-    made = sj.nn.Trainer(
-        block, sj.store.KVStore(), loss, optax.adam(0.1), params={"w": jnp.ones(2)}
-    )
-    made.fit([jnp.array([3, 7])])
-    made.save(folder / "run")
-
-    def read(path):
-        made.load(path)
-        assert isinstance(made.steps, int) and made.params["w"].shape == (2,)
-        assert made.store.pull_all("item").shape == (V, D)
-
-    return [_files(folder / "run")], read
-
-
 READERS = {
     "Vocabulary.load": Reader(_vocabulary, (change_archive,)),
     "KVStore.load": Reader(_store, (change_header, change_arrays)),
@@ -552,9 +535,8 @@ READERS = {
     "read_ids, CSV": Reader(_csv, (change_packed_text,)),
     "read_ids, Parquet": Reader(_parquet),
     "from_bytes": Reader(_var_desc, share=0.3),
-    # These read a folder of 20 files with orbax, which takes a hundred times as long.
+    # This reads a folder of 20 files with orbax, which takes a hundred times as long.
     "parallel.restore": Reader(_checkpoint, (change_record,), share=0.02),
-    "Trainer.load": Reader(_trainer, (change_record,), share=0.02),
 }
 
 

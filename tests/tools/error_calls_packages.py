@@ -66,13 +66,12 @@ bag = sj.nn.EmbeddingBag(5, 2)
 )
 
 _DENSE = Section(
-    "nn: Dense and FactorizationMachine",
+    "nn: Dense",
     _LAYERS
     + """
 layer = sj.nn.Dense(1, 4)
 params = layer.init(key)
 some = sj.SelectedRows([1], jnp.ones((1, 1)), 4)
-fm = sj.nn.FactorizationMachine(4, 2)
 """,
     [
         "sj.nn.Dense(1, 4, use_bias=1)",
@@ -91,10 +90,6 @@ fm = sj.nn.FactorizationMachine(4, 2)
         "layer({**params, 'kernel': jnp.ones(4)}, jnp.ones((2, 4)))",
         "layer({**params, 'kernel': some}, jnp.ones((2, 4)))",
         "sj.nn.Dense(1)({**params, 'kernel': 3.0}, jnp.ones((2, 4)))",
-        "sj.nn.FactorizationMachine(4, 0)",
-        "fm.init(1)",
-        "fm(params, jnp.ones((2, 4)))",
-        "fm(fm.init(key), jnp.ones((2, 5)))",
     ],
 )
 
@@ -241,11 +236,6 @@ class Named(sj.nn.SparseBlock):
         "Trainer(Named(), store, loss, tx).step({'item': jnp.array([1])})",
         "store.init('user', (5, 2), tx)\n"
         "Trainer(Named(), store, loss, tx).step({'user': jnp.array([1])})",
-        "Trainer(item, store, loss, tx).load('nowhere')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).load('file')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).save('file')",
-        "Trainer(item, store, loss, tx).save('saved')\n"
-        "Trainer(linear, sj.store.KVStore(), loss, tx).load('saved')",
     ],
 )
 
