@@ -26,7 +26,7 @@ INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 # other, but for the packages, which may as long as no circle comes of it.
 LAYERS = [
     {"_compat"},
-    {"_arguments", "_files", "_hashing"},
+    {"_arguments", "_primitives", "_files", "_hashing"},
     {"_rows"},
     {"_segments", "_index"},
     {"_lookup"},

@@ -2,8 +2,8 @@
 
 The loop of a gather is vectorised only if arithmetic is fused into it, and a gather
 followed by a sum is not fused: the rows read are an array, written and read again.
-benchmarks/NOTES.md has the measurements, tests/transform/test_compiled.py checks that the
-compiled programs have the structure described here.
+benchmarks/NOTES.md has the measurements. tests/transform/test_compiled.py checks that
+the compiled programs have the structure described here.
 """
 
 import functools
@@ -18,6 +18,7 @@ from jax import lax
 from sparsejax import _arguments
 from sparsejax._lookup.lowerings import xla
 from sparsejax._rows import indexing, merge
+from sparsejax._rows.always_true import always_true
 
 
 # Columns of a fixed bag that are added in one loop; longest piece of a segmented bag.
@@ -31,20 +32,17 @@ _CACHE_LINE = 64  # bytes
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """`table[ids]` for flat ids; those out of range read the nearest row.
 
-    The rows are multiplied by a factor that is always one, but that XLA cannot prove to
-    be one, so the gather is fused with arithmetic. Left alone, XLA would move the
-    multiplication into the users of the rows, and the gather would stand alone again. A
-    conditional on a predicate that is always true, which XLA cannot prove either, keeps
-    the two together.
+    The rows are multiplied by a factor that is always one, so that the gather is fused
+    with arithmetic. Left alone, XLA would move the multiplication into the users of the
+    rows, and the gather would stand alone again. A conditional keeps the two together.
     """
     if ids.size == 0 or not jnp.issubdtype(table.dtype, jnp.floating):
         return xla.read_rows(table, ids)
-    least = np.array(jnp.iinfo(ids.dtype).min, ids.dtype)
 
-    # No id is `least`: the caller replaces ids below -1 by -1.
+    # The caller replaces ids below -1 by -1.
     def read(table, ids):
         one = jnp.where(
-            ids > least, jnp.ones((), table.dtype), 2 * jnp.ones((), table.dtype)
+            always_true(ids), jnp.ones((), table.dtype), 2 * jnp.ones((), table.dtype)
         )
         rows = xla.read_rows(table, ids)
         return rows * indexing.append_axes(one, rows.ndim)
@@ -52,7 +50,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     def never(table, ids):
         return jnp.zeros(ids.shape + table.shape[1:], table.dtype)
 
-    return lax.cond(ids[0] > least, read, never, table, ids)
+    return lax.cond(always_true(ids[0]), read, never, table, ids)
 
 
 # ------------------------------------------------------------------ bag_sum
@@ -194,9 +192,8 @@ def _in_a_branch(
 ) -> jax.Array:
     """`add(table, ids, scales)`, inside of a conditional that XLA cannot decide."""
     ids = jnp.maximum(ids, _arguments.scalar(-1, ids))
-    least = _arguments.scalar(jnp.iinfo(ids.dtype).min, ids)
     never = lambda table, ids, _: _add_columns(None, bits, table, ids[:, :0])
-    return lax.cond(ids[0, 0] > least, add, never, table, ids, scales)
+    return lax.cond(always_true(ids[0, 0]), add, never, table, ids, scales)
 
 
 def _add_columns(read, bits, table, ids, weights=None, *, total=None) -> jax.Array:
