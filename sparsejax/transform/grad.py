@@ -287,8 +287,8 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
     reads_of = collections.defaultdict(list)
     for k, site in enumerate(sites):
         reads_of[site.table].append(k)
-    for number, leaf in enumerate(plan.tables):
-        mine = reads_of[number]
+    for leaf in plan.tables:
+        mine = reads_of[leaf.position]
         grads[leaf.position] = _package(
             leaf,
             [ids[k] for k in mine],

@@ -19,11 +19,11 @@ from sparsejax import _arguments
 from sparsejax._compat import primitives as p
 from sparsejax._lookup.read_rows import read_rows_p
 from sparsejax._rows import indexing
-from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import TableRef
 
 
-@register_rule_of_stacks(p.gather_p)
+@register_rule(p.gather_p)
 def _gather_rule(
     ctx: RuleContext,
     ref: Any,
@@ -40,16 +40,12 @@ def _gather_rule(
     dims, axes = dimension_numbers, ref.row_axes
     if (
         not set(axes) & set(dims.start_index_map)
-        or (ref.stack_axis is None and ref.row_axis in dims.operand_batching_dims)
+        or (not ref.is_stack and ref.row_axis in dims.operand_batching_dims)
         or not _whole_rows(ref, slice_sizes, dims.operand_batching_dims)
         or mode not in _MODES
     ):
         return NotImplemented
     batch = jnp.shape(indices)[:-1]
-    num_ids = math.prod((*batch, *(slice_sizes[axis] for axis in axes)))
-    collected = ctx.collect(ref, num_ids)
-    if collected is not None:
-        return collected
     indices = _arguments.as_ids("gather", ctx.dense(indices, live=False), ref.height)
     ids, valid = _ids_read(
         indices,
@@ -96,7 +92,7 @@ def _gather_rule(
     return rows if in_order else lax.transpose(rows, order)
 
 
-@register_rule_of_stacks(p.dynamic_slice_p)
+@register_rule(p.dynamic_slice_p)
 def _dynamic_slice_rule(
     ctx: RuleContext, ref: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any
 ) -> Any:
@@ -111,7 +107,8 @@ def _dynamic_slice_rule(
         return jnp.clip(start, _arguments.scalar(0, start), last)
 
     if _is_part(ref, slice_sizes):
-        return ref.part(first(ref.stack_axis), slice_sizes[ref.stack_axis])
+        stack_axis = ref.row_axes[0]
+        return ref.part(first(stack_axis), slice_sizes[stack_axis])
     places = []
     for axis in ref.row_axes:
         start = first(axis)
@@ -120,7 +117,7 @@ def _dynamic_slice_rule(
     return _move_axes(rows, 0, ref.row_axes)
 
 
-@register_rule_of_stacks(p.slice_p)
+@register_rule(p.slice_p)
 def _slice_rule(
     ctx: RuleContext, ref: Any, *, start_indices: Any, limit_indices: Any, strides: Any
 ) -> Any:
@@ -131,15 +128,16 @@ def _slice_rule(
         return NotImplemented
     if sizes == ref.shape:
         return ref
-    if _is_part(ref, sizes) and strides[ref.stack_axis] == 1:
-        return ref.part(start_indices[ref.stack_axis], sizes[ref.stack_axis])
+    stack_axis = ref.row_axes[0]
+    if _is_part(ref, sizes) and strides[stack_axis] == 1:
+        return ref.part(start_indices[stack_axis], sizes[stack_axis])
     dtype = _arguments.index_dtype(ref.height)
     places = [jnp.asarray(taken[axis], dtype) for axis in ref.row_axes]
     rows = ctx.read(ref, _row_numbers(places, _sizes(ref, places[0])), drop=False)
     return _move_axes(rows, 0, ref.row_axes)
 
 
-@register_rule_of_stacks(read_rows_p)
+@register_rule(read_rows_p)
 def _read_rows_rule(ctx: RuleContext, ref: Any, ids: Any) -> Any:
     # In the trace of a function that itself takes a gradient by sparsejax.
     if not isinstance(ref, TableRef) or ref.row_axes != (0,):
@@ -162,8 +160,8 @@ def _whole_rows(
 
 
 def _is_part(ref: TableRef, sizes: Sequence[int]) -> bool:
-    """Whether a slice has whole tables of a stack."""
-    return ref.stack_axis is not None and sizes[ref.row_axis] == ref.shape[ref.row_axis]
+    """Return True if a slice has whole tables of a stack."""
+    return ref.is_stack and sizes[ref.row_axes[1]] == ref.shape[ref.row_axes[1]]
 
 
 # Jitted so that JAX traces it once for tables of all heights.
