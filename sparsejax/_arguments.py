@@ -246,6 +246,22 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def show_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows of cells as aligned lines, with a rule below the first row.
+
+    The columns in `right` are right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if k in right else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
 def scalar(value: int, like: Any) -> Any:
     """`value` in the dtype of `like`, which strict type promotion accepts."""
     return np.array(value, like.dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,15 @@ import sparsejax as sj
 
 @pytest.fixture
 def mushrooms(shared_data):
+    load = pytest.importorskip("sklearn.datasets").load_svmlight_file
     folder = shared_data / "agaricus"
-    train, train_labels = sj.data.read_libsvm(folder / "agaricus.txt.train")
-    test, test_labels = sj.data.read_libsvm(
-        folder / "agaricus.txt.test", zero_based=False, num_features=train.shape[1]
+    options: Any = dict(zero_based=False, dtype=np.float32)
+    train, train_labels = load(str(folder / "agaricus.txt.train"), **options)
+    test, test_labels = load(
+        str(folder / "agaricus.txt.test"), n_features=train.shape[1], **options
+    )
+    train_labels, test_labels = (
+        x.astype(np.float32) for x in (train_labels, test_labels)
     )
     return (train, train_labels), (test, test_labels)
 

@@ -7,6 +7,7 @@ there is an example below, with NumPy or by hand.
 """
 
 import functools
+import importlib
 import json
 import pathlib
 import re
@@ -517,9 +518,11 @@ def test_recorded_data():
 
 
 def test_libsvm(tmp_path):
-    path = tmp_path / "data.libsvm"
-    path.write_text("1 1:0.5 3:2\n-1 2:1\n")
-    rows, labels = run("io.LibSVMIter", path=path)
+    pytest.importorskip("sklearn.datasets")
+    sklearn = importlib.import_module("sklearn")
+    path = str(tmp_path / "data.libsvm")
+    pathlib.Path(path).write_text("1 1:0.5 3:2\n-1 2:1\n")
+    rows, labels = run("io.LibSVMIter", path=path, sklearn=sklearn)
     np.testing.assert_array_equal(rows.toarray(), [[0.5, 0, 2], [0, 1, 0]])
     np.testing.assert_array_equal(labels, [1, -1])
 

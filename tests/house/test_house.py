@@ -1,7 +1,7 @@
 """The house: which file may import which, and what is documented.
 
 Imports point one way: packages -> optim -> transform -> _lookup -> _segments -> _rows
--> _arguments, _files -> _compat. They are read from the source, so
+-> _arguments, _files, _hashing -> _compat. They are read from the source, so
 an import inside a function counts as well; one for type checkers alone does not.
 """
 
@@ -26,7 +26,7 @@ INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 # other, but for the packages, which may as long as no circle comes of it.
 LAYERS = [
     {"_compat"},
-    {"_arguments", "_files"},
+    {"_arguments", "_files", "_hashing"},
     {"_rows"},
     {"_segments", "_index"},
     {"_lookup"},

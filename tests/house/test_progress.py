@@ -3,8 +3,6 @@
 Every public function that has it is tested here.
 """
 
-import importlib
-import importlib.util
 import inspect
 
 import jax.numpy as jnp
@@ -19,37 +17,18 @@ import test_house
 def calls(tmp_path_factory):
     """By the name in its errors, each call that takes `progress=`."""
     folder = tmp_path_factory.mktemp("progress")
-    rows, libsvm, vectors = (folder / x for x in ("rows.csv", "rows.svm", "words.vec"))
+    rows = folder / "rows.csv"
     rows.write_text("1,7,a\n0,8,b\n")
-    libsvm.write_text("1 1:1\n0 2:1\n")
-    vectors.write_text("a 1 2\nb 3 4\n")
     store = sj.store.KVStore()
     store.init("t", (50, 2), optax.sgd(0.1))
     store.push("t", sj.SelectedRows([3], jnp.ones((1, 2)), 50))
-    read = dict(num_numbers=1, num_ids=1)
-    csv, blocks = sj.data.read_csv_ids, sj.data.iter_csv_ids
     build = sj.data.Vocabulary.build
     found = {
-        "data.read_csv_ids": lambda **p: csv(rows, 9, **read, **p),
-        "data.iter_csv_ids": lambda **p: list(blocks(rows, 9, **read, **p)),
-        "data.read_libsvm": lambda **p: sj.data.read_libsvm(libsvm, **p),
-        "data.read_vectors": lambda **p: sj.data.read_vectors(vectors, **p),
-        "data.Vocabulary.build": lambda **p: build(rows, **read, **p),
+        "data.Vocabulary.build": lambda **p: build(rows, {"ids": [1, 2]}, **p),
         "store.KVStore.pull_all": lambda **p: store.pull_all("t", **p),
         "store.KVStore.save": lambda **p: store.save(folder / "t.store", **p),
         "store.KVStore.load": lambda **p: store.load(folder / "t.store", **p),
     }
-    if importlib.util.find_spec("pyarrow") is not None:
-        parquet, table = folder / "rows.parquet", {"a": [1, 2], "b": ["x", "y"]}
-        pyarrow = importlib.import_module("pyarrow")
-        write = importlib.import_module("pyarrow.parquet").write_table
-        write(pyarrow.table(table), parquet)
-        which = {"columns": {"ids": ["a", "b"]}}
-        both = sj.data.read_parquet_ids, sj.data.iter_parquet_ids
-        found["data.read_parquet_ids"] = lambda **p: both[0](parquet, 9, **which, **p)
-        found["data.iter_parquet_ids"] = lambda **p: [
-            *both[1](parquet, 9, **which, **p)
-        ]
     return found
 
 
@@ -84,8 +63,6 @@ def test_nothing_else_has_progress(calls):
                 if parameter is not None:
                     found[member.removeprefix("sparsejax.")] = parameter
     names = set(found)
-    if "data.read_parquet_ids" not in calls:  # pyarrow is not installed
-        names -= {"data.read_parquet_ids", "data.iter_parquet_ids"}
     assert names == calls.keys()
     for name, parameter in found.items():
         assert parameter.default is False and parameter.annotation == "Progress", name

@@ -134,13 +134,8 @@ def test_names_of_data():
         "HashIds",
         "SimpleDataset",
         "Vocabulary",
-        "iter_csv_ids",
-        "iter_parquet_ids",
-        "read_csv_ids",
-        "read_libsvm",
-        "read_parquet_ids",
-        "read_vectors",
-        "write_libsvm",
+        "iter_ids",
+        "read_ids",
     }
 
 

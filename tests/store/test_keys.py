@@ -117,7 +117,8 @@ def test_kinds_of_keys():
     assert rows[0, 0] == rows[1, 1] and len({*rows.flat}) == 3
     assert store.find("t", [b"ann", "J\u00f6rg"]).tolist() == rows[0].tolist()
     assert store.find("t", "ann") == rows[0, 0]
-    assert insert(store, [], 2) == ([], [])
+    assert insert(store, [], 2) == insert(store, np.array([], "U3"), 2) == ([], [])
+    assert store.find("t", ["ann\0", b"\0"]).tolist() == [V, V]  # other words
     mask = np.array([True, False, True])
     assert insert(store, [5, 77, 78], 2, where=mask)[0] == [0, V, 6]
     assert store.find("t", np.array([77])) == V

@@ -27,7 +27,7 @@ import jax
 from sparsejax import _arguments
 
 
-_CALL = "sparsejax.parallel.wire_bytes"
+_CALL = "sparsejax.viz.wire_bytes"
 _KINDS = (
     "all-reduce",
     "all-gather",
@@ -98,7 +98,7 @@ class WireBytes:
             for c in self.collectives
         ]
         rows.append(("total", "", "", "", f"{self.total:,}", ""))
-        return format_table([_HEAD, *rows], right=(2, 3, 4))
+        return _arguments.show_table([_HEAD, *rows], right=(2, 3, 4))
 
 
 def wire_bytes(
@@ -132,11 +132,11 @@ def wire_bytes(
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(8)).compile()
-      >>> sj.parallel.wire_bytes(compiled).total  # one device sends nothing
+      >>> sj.viz.wire_bytes(compiled).total  # one device sends nothing
       0
       >>> text = "ENTRY %main {"
       >>> text += "\\n %r = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}\\n}"
-      >>> sj.parallel.wire_bytes(text)
+      >>> sj.viz.wire_bytes(text)
       collective  moves     group  times  bytes  made by
       --------------------------------------------------
       all-reduce  f32[100]      4      1    600
@@ -175,22 +175,6 @@ def wire_bytes(
             counted[dataclasses.replace(record, times=1)] += record.times
     found = [dataclasses.replace(c, times=n) for c, n in counted.items() if n]
     return WireBytes(tuple(sorted(found, key=lambda c: -c.total)))
-
-
-def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of cells as aligned lines, with a rule below the first row.
-
-    The columns in `right` are right-aligned.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if k in right else cell.ljust(width)
-            for k, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 # ------------------------------------------------------------------ reading HLO

@@ -12,7 +12,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits, run_python
-from sparsejax.store import _prefetch
+from sparsejax.store import _in_flight
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -39,7 +39,7 @@ def gradient(rows):
 
 
 def workers():
-    return [t for t in threading.enumerate() if t.name.startswith(_prefetch._THREAD)]
+    return [t for t in threading.enumerate() if t.name.startswith(_in_flight._THREAD)]
 
 
 def schedule(rng, tables, steps):

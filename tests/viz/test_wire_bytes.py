@@ -39,7 +39,7 @@ def collectives(x):
 
 
 def test_every_kind_of_collective():
-    found = sj.parallel.wire_bytes(compiled(collectives))
+    found = sj.viz.wire_bytes(compiled(collectives))
     assert found.by_kind == {
         "all-reduce": 2 * B * 3 // 4 + 2 * (B + 12) // 2,
         "all-gather": 4 * B * 3 // 4 + 8 * B * 7 // 8,
@@ -78,12 +78,12 @@ def loops_and_branches(x):
 def test_loops_and_branches():
     program = compiled(loops_and_branches)
     loop, test, turn = 5 * 2 * B * 3 // 4, 2 * 4 * 7 // 8, B * 3 // 4
-    found = sj.parallel.wire_bytes(program)
+    found = sj.viz.wire_bytes(program)
     assert found.total == loop + (test + turn) + test + 8 * B * 7 // 8
     assert max(c.times for c in found.collectives) == 5
-    found = sj.parallel.wire_bytes(program, loop_trips=3, branch=min)
+    found = sj.viz.wire_bytes(program, loop_trips=3, branch=min)
     assert found.total == loop + 3 * (test + turn) + test + B
-    found = sj.parallel.wire_bytes(program, loop_trips=0, branch=min)
+    found = sj.viz.wire_bytes(program, loop_trips=0, branch=min)
     assert found.total == loop + test + B
     assert "all-to-all" not in found.by_kind
 
@@ -131,7 +131,7 @@ replica_groups={{0,1,2,3}}
 
 
 def test_asynchronous_forms_and_other_spellings():
-    assert sj.parallel.wire_bytes(ASYNC).by_kind == {
+    assert sj.viz.wire_bytes(ASYNC).by_kind == {
         "reduce-scatter": 256 * 3 // 4,
         "all-gather": 512 // 2,
         "all-reduce": 2 * 128 * 3 // 4,
@@ -146,9 +146,9 @@ def test_errors():
     trips: Any
     lowered = jax.jit(jnp.sin).lower(jnp.ones(3))
     with pytest.raises(TypeError, match="compiled must be .*, got a Lowered"):
-        sj.parallel.wire_bytes(lowered)  # pyright: ignore[reportArgumentType]
+        sj.viz.wire_bytes(lowered)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="without an ENTRY computation"):
-        sj.parallel.wire_bytes(lowered.as_text())
+        sj.viz.wire_bytes(lowered.as_text())
     for trips in (-1, 1.5, True, None):
         with pytest.raises(ValueError, match="loop_trips must be"):
-            sj.parallel.wire_bytes(ASYNC, loop_trips=trips)
+            sj.viz.wire_bytes(ASYNC, loop_trips=trips)
