@@ -396,8 +396,6 @@ def progress_reporter(
         is not installed; False for nothing; or a function, used as `report` itself.
       unit: of `done` and `total`, including the space: `" rows"`, or `"B"`.
       needs_tqdm: if true, a missing tqdm raises an ImportError.
-
-    `report` also shows its keyword arguments, like `loss="0.51"`.
     """
     if callable(progress):
         yield progress
@@ -410,7 +408,7 @@ def progress_reporter(
             f"{progress!r}",
         )
     if not progress:
-        yield lambda done, total, **shown: None
+        yield lambda done, total: None
         return
     try:
         from tqdm import tqdm
@@ -425,13 +423,11 @@ def progress_reporter(
     with contextlib.ExitStack() as stack:
         bar: Any = None
 
-        def report(done: float, total: float | None, **shown: str) -> None:
+        def report(done: float, total: float | None) -> None:
             nonlocal bar
             if bar is None:  # `total` is only known now
                 options = {"unit": unit, "unit_scale": True, "dynamic_ncols": True}
                 bar = stack.enter_context(tqdm(desc=call, total=total, **options))
-            if shown:
-                bar.set_postfix(shown, refresh=False)
             bar.update(int(done) - bar.n)
 
         yield report
@@ -440,7 +436,7 @@ def progress_reporter(
 def _progress_lines(call: str, unit: str) -> Callable[..., None]:
     began = last = time.perf_counter()
 
-    def report(done: float, total: float | None, **shown: str) -> None:
+    def report(done: float, total: float | None) -> None:
         nonlocal last
         now = time.perf_counter()
         if now - last > 2.0 or (total is not None and done >= total):
@@ -449,7 +445,6 @@ def _progress_lines(call: str, unit: str) -> Callable[..., None]:
             if total is not None:
                 share = f"{done / total if total else 1:4.0%}"
             rate = f"{done / max(now - began, 1e-9):,.0f}{unit}/s"
-            text = "  ".join([share, *(f"{k} {v}" for k, v in shown.items()), rate])
-            print(f"{call}: {text}" if call else text, file=sys.stderr, flush=True)
+            print(f"{call}: {share}  {rate}", file=sys.stderr, flush=True)
 
     return report

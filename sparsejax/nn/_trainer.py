@@ -316,7 +316,7 @@ class Trainer:
         for i, leaf in enumerate(leaves):
             if not is_csr(leaf):
                 continue
-            needed = 1 << max(leaf.nnz - 1, 0).bit_length()
+            needed = _arguments.next_power_of_two(leaf.nnz)
             capacity = max(self._nnz_capacities.get(i, _MIN_CAPACITY), needed)
             self._nnz_capacities[i] = capacity
             csr = leaf.tocsr()
