@@ -594,7 +594,7 @@ def test_maker_errors():
     values = jnp.ones((2, 3))
     make_: Any = sj.SelectedRows
     with pytest.raises(
-        TypeError, match=r"rows must be integers.*float32.*Use SelectedRows\.map"
+        TypeError, match=r"rows must be integers.*float32.*SelectedRows\.map"
     ):
         make_(jnp.array([1.0, 2.0]), values, V)
     with pytest.raises(TypeError, match="rows must be integers.*bool"):
