@@ -17,14 +17,14 @@ import jax
 import numpy as np
 from jax import experimental as _experimental, lax
 from jax._src import (
-    api as _api,
     core as _core,
     dispatch as _dispatch,
     mesh as _mesh,
     source_info_util as _source_info,
+    xla_bridge as _xla_bridge,
 )
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
-from jax._src.interpreters import ad as _ad_src, partial_eval as _partial_eval
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
 from jax._src.random import prng as _prng
 from jax._src.shard_map import shard_map_p as shard_map_p
@@ -43,28 +43,18 @@ enable_x64 = _namespace.enable_x64
 
 get_concrete_mesh = _mesh.get_concrete_mesh
 
+# Return True if JAX has started a backend, with its threads.
+has_backend = _xla_bridge.backends_are_initialized
+
 # Numbers in shapes may be symbols, in an export.
 InconclusiveDimensionOperation = _core.InconclusiveDimensionOperation
 max_dim = _core.max_dim
 
-# Types of one's own, with tangents of another type. Before jax 0.12 they are missing or
-# have other names, and `object` stands in: no value is ever made.
-HIJAX_RELEASE = "0.12"
-try:
-    from jax.experimental import hijax as _hijax
-except ImportError:  # jax 0.7.2
-    _hijax = None
-has_hijax = hasattr(_hijax, "HiPrim")
-HiType: Any = getattr(_hijax, "HiType", object) if has_hijax else object
-HiPrim: Any = getattr(_hijax, "HiPrim", object)
-
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))
 
-# Source lines in messages are the user's, not the library's. The demo is a user.
-for _name in os.listdir(_PACKAGE):
-    if _name not in ("demo", "__pycache__"):
-        _source_info.register_exclusion(os.path.join(_PACKAGE, _name))
+# Source lines in messages are the user's, not the library's.
+_source_info.register_exclusion(_PACKAGE + os.sep)
 
 
 def trace(fun, *args) -> tuple[Any, list[Any]]:
@@ -93,57 +83,6 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     functions, params = found if isinstance(found, tuple) else ((), found)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def nested(eqn: Any) -> dict[str, Any] | None:
-    """An equation as a nested `jit` that is inlined: the parameters of that `jit`.
-
-    Its inputs are the equation's, without literals, each of them once. None if an
-    output is not used, which has no name then, or if a type is one of hijax.
-    """
-    if any(isinstance(v, _core.DropVar) for v in eqn.outvars):
-        return None
-    if any(getattr(v.aval, "is_high", False) for v in (*eqn.invars, *eqn.outvars)):
-        return None
-    invars = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-    params = _nested_jit(len(invars), len(eqn.outvars), eqn.ctx, get_concrete_mesh())
-    closed = params["jaxpr"]
-    jaxpr, _ = open_jaxpr(closed)
-    # Where it is inlined it gets the name and the source line that it has there.
-    unnamed = eqn.replace(source_info=_source_info.new_source_info())
-    inner = jaxpr.replace(invars=invars, outvars=list(eqn.outvars), eqns=[unnamed])
-    if type(closed) is not type(jaxpr):
-        inner = closed.replace(jaxpr=inner)
-    return {**params, "jaxpr": inner, "inline": _INLINE, "name": eqn.primitive.name}
-
-
-_ways = getattr(_api, "Inline", None)  # jax 0.12
-_INLINE: Any = _ways.JAX_EARLY if _ways else True
-
-
-@functools.lru_cache(maxsize=256)
-def _nested_jit(
-    num_inputs: int, num_outputs: int, context: Any, mesh: Any
-) -> dict[str, Any]:
-    """The parameters of a `jit` with so many inputs and outputs, in that context."""
-    del context, mesh  # the present ones
-    fun = jax.jit(lambda *xs: [xs[0]] * num_outputs)
-    with jax.disable_jit(False):
-        jaxpr, _ = trace(fun, *(0.0,) * num_inputs)
-    return jaxpr.eqns[0].params
-
-
-def is_staged(x: Any) -> bool:
-    """Whether `x` is a tracer of which nothing is computed now, as inside a `jit`."""
-    trace = x._trace if isinstance(x, _core.Tracer) else None
-    while trace and not isinstance(trace, _partial_eval.DynamicJaxprTrace):
-        trace = getattr(trace, "parent_trace", None)
-    return trace is not None
-
-
-def is_staged_derivative(x: Any) -> bool:
-    """Whether `x` is staged and is differentiated, as by `jax.vjp`."""
-    return isinstance(x, _ad_src.LinearizeTracer) and is_staged(x)
 
 
 def placeholder(aval: Any) -> Any:
@@ -238,11 +177,6 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
     return lax.all_gather(x, axes, tiled=True, to=to)
 
 
-def is_differentiated_with(x: Any, y: Any) -> bool:
-    """Whether `x` is a tracer of the same transformation as the tracer `y`."""
-    return isinstance(x, _core.Tracer) and x._trace is y._trace
-
-
 def explicit_spec(x: Any) -> tuple[Any, ...]:
     """How `x` is sharded over explicit mesh axes: a PartitionSpec's parts, or ()."""
     spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
@@ -261,8 +195,6 @@ def linear_primitive(
     reference: Callable[..., jax.Array],
     platforms: Mapping[str, Callable[..., jax.Array]],
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-    *,
-    native: Callable[..., jax.Array] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -274,7 +206,6 @@ def linear_primitive(
         differentiated.
       platforms: by platform, a function that computes the same.
       types: see `platform_primitive`; without it, `reference` is traced.
-      native: see `platform_primitive`.
 
     Returns:
       The primitive.
@@ -289,7 +220,7 @@ def linear_primitive(
     def batch(args, dims):
         return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
 
-    p = _primitive(name, reference, platforms, types, native=native)
+    p = _primitive(name, reference, platforms, types)
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
     return p
@@ -303,7 +234,6 @@ def multilinear_primitive(
     batch: Callable[..., Any],
     *,
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-    native: Callable[..., Any] | None = None,
     multiple_results: bool = False,
 ) -> Any:
     """Makes `reference` one primitive whose JVP is that primitive again.
@@ -319,7 +249,6 @@ def multilinear_primitive(
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
         axis first; `axes` are the mapped axes, or None.
       types: see `platform_primitive`; without it, `reference` is traced.
-      native: see `platform_primitive`.
       multiple_results: whether `reference` returns a tuple. Then the first of its
         results is the linear one, and the others have no derivative.
 
@@ -361,7 +290,6 @@ def multilinear_primitive(
         reference,
         platforms,
         types,
-        native=native,
         multiple_results=multiple_results,
     )
     _ad.primitive_jvps[p] = jvp
@@ -375,8 +303,6 @@ def platform_primitive(
     reference: Callable[..., Sequence[jax.Array]],
     platforms: Mapping[str, Callable[..., Sequence[jax.Array]]],
     types: Callable[..., Sequence[tuple[Any, Any]]],
-    *,
-    native: Callable[..., Sequence[jax.Array]] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -390,8 +316,6 @@ def platform_primitive(
       platforms: by platform, a function that computes the same.
       types: a function of the same arguments that returns the shapes and dtypes of the
         results.
-      native: computes the same on a CPU with kernels of this process; used in place of
-        `platforms["cpu"]` for programs of one device that are not exported.
 
     Returns:
       The primitive, which has multiple results.
@@ -426,7 +350,6 @@ def platform_primitive(
         reference,
         platforms,
         types,
-        native=native,
         multiple_results=True,
         one_device=True,
     )
@@ -514,16 +437,15 @@ def _primitive(
     platforms: Mapping[str, Callable[..., Any]],
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
     *,
-    native: Callable[..., Any] | None = None,
     multiple_results: bool = False,
     one_device: bool = False,
 ) -> Any:
     """A primitive whose platform is chosen when a program is lowered.
 
-    So jaxprs have no branch over platforms. With `one_device`, the lowerings of
-    `platforms` are for programs of one device only. `types` are those of the results;
-    without it, and where types say more, `reference` is traced to find them. `native`
-    is as `platform_primitive` has it.
+    Jaxprs therefore have no branch over platforms. If `one_device`, the lowerings of
+    `platforms` serve programs of one device only. `types` gives the shapes and dtypes
+    of the results. Without `types`, or if the types of the arguments have a mesh,
+    `reference` is traced to find them.
     """
     p = Primitive(name)
     p.multiple_results = multiple_results
@@ -543,74 +465,22 @@ def _primitive(
     rule = functools.partial(_mlir.lower_fun, multiple_results=multiple_results)
     everywhere = rule(reference)
     _mlir.register_lowering(p, everywhere)
-    chosen = {}
     for platform, lowering in platforms.items():
         own = rule(lowering)
-        chosen[platform] = (
-            _choose(own, everywhere, _has_one_device) if one_device else own
-        )
-    if native is not None:
-        otherwise = chosen.get("cpu", everywhere)
-        chosen["cpu"] = _choose(rule(native), otherwise, _runs_here)
-    for platform, lowering in chosen.items():
-        _mlir.register_lowering(p, lowering, platform=platform)
+        if one_device:
+            own = _on_one_device(own, everywhere)
+        _mlir.register_lowering(p, own, platform=platform)
     return p
 
 
-def _choose(own: Any, otherwise: Any, if_: Callable[[Any], bool]) -> Any:
-    """A lowering rule: `own` in programs of which `if_` is true."""
+def _on_one_device(own: Any, otherwise: Any) -> Any:
+    """Returns a lowering rule: `own` in programs of one device, else `otherwise`."""
 
     def rule(ctx, *args, **static):
-        lower = own if if_(ctx.module_context) else otherwise
-        return lower(ctx, *args, **static)
+        num_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+        return (own if num_devices == 1 else otherwise)(ctx, *args, **static)
 
     return rule
-
-
-def _has_one_device(module: Any) -> bool:
-    return getattr(module.axis_context, "num_devices", None) == 1
-
-
-def _runs_here(module: Any) -> bool:
-    """Whether a program of one device is not exported, for others to run."""
-    return _has_one_device(module) and not module.lowering_parameters.for_export
-
-
-# ------------------------------------------------------------------ types of one's own
-
-
-def register_hitype(kind: Any, type_of: Callable[[Any], Any]) -> None:
-    """Registers the class of the values of a `HiType`, where JAX has them."""
-    if has_hijax:
-        hijax: Any = _hijax
-        hijax.register_hitype(kind, type_of)
-
-
-def array_method(f: Any) -> Any:
-    """A function of a traced value as a method of its `HiType`."""
-    hijax: Any = _hijax
-    return hijax.aval_method(f) if has_hijax else f
-
-
-def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """The type of an array."""
-    return _core.ShapedArray(tuple(shape), np.dtype(dtype))
-
-
-def is_zero(x: Any) -> bool:
-    """Whether a tangent or cotangent is a symbolic zero."""
-    return isinstance(x, _ad.Zero)
-
-
-def zero_tangent(aval: Any) -> Any:
-    """The symbolic zero tangent of a value of type `aval`."""
-    return _ad.Zero(aval.to_tangent_aval())
-
-
-def linearize_from_jvp() -> tuple[Any, Any]:
-    """The rules `lin` and `linearized` of a `HiPrim` that has a `jvp`."""
-    hijax: Any = _hijax
-    return tuple(hijax.linearize_from_jvp) if has_hijax else (None, None)
 
 
 # ------------------------------------------------------------------ opaque integers

@@ -215,7 +215,7 @@ def _heights(args):
 
 
 # Primitives that write in place where their operand is donated.
-IN_PLACE = ("scatter", "scatter-add", "update_rows", "add_rows")
+IN_PLACE = ("scatter", "scatter-add", "update_rows")
 
 
 def assert_no_dense(f, *args, allow=(), heights=None):

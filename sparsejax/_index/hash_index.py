@@ -211,8 +211,10 @@ class HashIndex:
             window = _arguments.static_int(call, "window", window, 1)
         seed = _arguments.static_int(call, "seed", seed)
 
-        num_buckets = _power_of_two(2 * capacity) // _LANES or 1
-        width = _power_of_two(max(1024, capacity)) if admit_after > 1 else 0
+        num_buckets = _arguments.next_power_of_two(2 * capacity) // _LANES or 1
+        width = (
+            _arguments.next_power_of_two(max(1024, capacity)) if admit_after > 1 else 0
+        )
         zero = lambda dtype: jnp.zeros((), dtype)
         empty = jnp.full((num_buckets * _LANES, 1), _EMPTY)
         keys = jnp.zeros((num_buckets * _LANES, key_bits // 32), jnp.uint32)
@@ -583,11 +585,6 @@ def _slot(slots: jax.Array, bucket: jax.Array, lane: int) -> list[jax.Array]:
     """Reads one slot of each bucket: the words of its key, then its row."""
     at = bucket * np.int32(_LANES) + np.int32(lane)
     return [_take(slots, (at, column)) for column in range(slots.shape[1])]
-
-
-def _power_of_two(least: int) -> int:
-    """Returns the smallest power of two that is at least `least`."""
-    return 1 << max(0, least - 1).bit_length()
 
 
 def _take(x: jax.Array, index: Any) -> jax.Array:

@@ -511,12 +511,7 @@ def quantize(
             f"{call}: table must be an array of floats, got "
             f"{_arguments.kind_of(table)}. {way_out}"
         )
-    table = _arguments.to_array(call, table, "table", "an array of floats")
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(
-            f"{call}: table must be an array of floats, got {table.dtype}. Cast it "
-            "with .astype(jnp.float32)."
-        )
+    table = _arguments.as_floats(call, table, "table")
     if table.ndim < 2:
         raise ValueError(
             f"{call}: table must be [V, D] or [V, ...], got shape {table.shape}. Each "

@@ -42,7 +42,6 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Spec
 from sparsejax._rows import html, indexing, merge, row_ids
-from sparsejax._rows.add_rows import add_rows
 
 
 _NO_DIVISION_BY_ROWS = (
@@ -132,7 +131,6 @@ class SelectedRows:
             "height",
             height,
             hint=" It is the number of rows of the dense array.",
-            not_an_int=TypeError,
         )
         if rows.shape == (0,) and not jnp.issubdtype(rows.dtype, jnp.integer):
             rows = jnp.zeros((0,), jnp.int32)  # SelectedRows([], ...) means no rows
@@ -714,9 +712,7 @@ def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
             "For K tables of V rows pass stack=(K,) and height=K * V."
         )
     sizes = tuple(
-        _arguments.static_int(
-            call, "each size in stack", size, hint=hint, not_an_int=TypeError
-        )
+        _arguments.static_int(call, "each size in stack", size, hint=hint)
         for size in stack
     )
     tables = math.prod(sizes)
@@ -786,7 +782,7 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
     wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
     if wide == array.dtype:
         values = rows.values.astype(wide)
-        return stacked_rows(rows, add_rows(array, rows.safe_rows(), values))
+        return stacked_rows(rows, indexing.add_rows(array, rows.safe_rows(), values))
     # Sums of bfloat16 values, and float32 updates of bfloat16 weights, are added in the
     # wide dtype and rounded once, for these rows only. Rounding after each addition
     # would lose small updates.

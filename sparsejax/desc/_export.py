@@ -24,7 +24,7 @@ import optax
 from sparsejax import optim
 from sparsejax._rows import QuantizedTable, SelectedRows
 from sparsejax._segments import SegmentTensor
-from sparsejax.data import NegativeSampler, _negatives
+from sparsejax.losses import NegativeSampler, _negatives
 
 
 def register_all() -> None:
@@ -37,7 +37,7 @@ def register_all() -> None:
             deserialize_auxdata=_from_json,
         )
     for name, module in (
-        ("sparsejax.data", _negatives),
+        ("sparsejax.losses", _negatives),
         ("sparsejax.optim", optim),
         ("optax", optax),
         ("optax.contrib", optax.contrib),

@@ -21,11 +21,19 @@ On scores of any model
 - `margin_ranking_loss`: the hinge loss of differences.
 - `self_adversarial_loss`: a logistic loss that weighs hard negatives more.
 
-`sparsejax.data.NegativeSampler` draws negatives, and `sparsejax.top_k` finds
-the best items of all.
+Negatives, drawn on the device
+
+- `NegativeSampler`: draws ids inside a step, uniformly or by frequency; it
+  returns `NegativeSamples`, which the first two losses accept.
+
+`sparsejax.top_k` finds the best items of all.
 """
 
 from sparsejax.losses._in_batch import in_batch_softmax_loss as in_batch_softmax_loss
+from sparsejax.losses._negatives import (
+    NegativeSampler as NegativeSampler,
+    NegativeSamples as NegativeSamples,
+)
 from sparsejax.losses._pairwise import (
     bpr_loss as bpr_loss,
     margin_ranking_loss as margin_ranking_loss,

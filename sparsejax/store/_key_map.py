@@ -13,7 +13,7 @@ import secrets
 
 import numpy as np
 
-from sparsejax.data._hash_ids import mix
+from sparsejax._hashing import mix
 
 
 _FREE, _REMOVED = 0, -1  # in place of a row number plus 1

@@ -16,28 +16,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax.data import _text, _words
-from sparsejax.data._hash_ids import hash_words
+from sparsejax._hashing import hash_words
 from sparsejax.store._key_map import KeyMap
 from sparsejax.store._requested_rows import unique_of_sorted
 
 
-if TYPE_CHECKING:
-    from sparsejax.store._table import Table
+_MIN_WINDOW = 4096
+_MIN_SIGHTINGS, _MAX_SIGHTINGS = 1 << 10, 1 << 22  # keys in each of two generations
 
-
-_LEAST_WINDOW = 4096
-# Keys that were seen, in each of two generations.
-_LEAST_SIGHTINGS, _MOST_SIGHTINGS = 1 << 10, 1 << 22
-
-_COLUMNS = 3  # what each row has, besides its weights and state
-ADDED = 3  # of the arrays, those that the first files do not have
+_COLUMNS = 3  # arrays that have an entry for each row
+ADDED = 3  # arrays, the last ones, that the first files do not have
 _HAND, _YOUNG = 0, 1  # places in the cursor
 
 
@@ -93,6 +87,31 @@ class KeyPolicy:
             _arguments.static_int(call, "max_evictions", self.max_evictions)
         if self.window is not None:
             _arguments.static_int(call, "window", self.window, 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Insertion:
+    """A plan of `TableKeys`, which `Table.insert` applies.
+
+    Args:
+      step: int, of the call.
+      known: the rows of keys that have one.
+      free: the rows without a key that new keys get, ascending.
+      evicted: the rows whose keys are evicted for new keys, ascending.
+      added: int64, the new keys: of the rows `free`, then of the rows `evicted`.
+      refused: the number of admitted keys that get no row.
+      waiting: the number of keys that are not admitted yet.
+      window: the number of rows among which victims were sought; 0 without eviction.
+    """
+
+    step: int
+    known: np.ndarray
+    free: np.ndarray
+    evicted: np.ndarray
+    added: np.ndarray
+    refused: int
+    waiting: int
+    window: int
 
 
 class TableKeys:
@@ -175,24 +194,19 @@ class TableKeys:
         rows = np.where(rows < 0, self.height, rows).reshape(keys.shape)
         return rows.astype(_arguments.index_dtype(self.height))
 
-    def insert(
-        self,
-        keys: np.ndarray,
-        step: int,
-        where: np.ndarray | None,
-        held_steps: int,
-        table: Table,
-        call: str,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """See `KVStore.insert`.
+    def plan(
+        self, keys: np.ndarray, step: int, where: np.ndarray | None, held_steps: int
+    ) -> Insertion:
+        """The changes that `KVStore.insert` of these keys makes, before they are made.
+
+        Only the sightings of keys that wait for admission are counted at once.
 
         Args:
           keys: int64, of any shape.
           step: int.
-          where: which of them count.
-          held_steps: of how many steps before this one the keys are not evicted.
-          table: whose rows these are.
-          call: for messages.
+          where: a mask of the keys that count, or None for all of them.
+          held_steps: keys that were used in this many steps before `step`, or since,
+            are not evicted.
         """
         wanted = keys.reshape(-1) if where is None else keys[where]
         distinct = unique_of_sorted(np.sort(wanted.view(np.uint64))).view(np.int64)
@@ -201,50 +215,42 @@ class TableKeys:
         known, new = rows[~is_new], distinct[is_new]
         waiting = self._sightings.waiting(new, self.policy.admit_after)
         admitted = new[~waiting]
-
         free = self._free(admitted.size)
-        most = self.policy.max_evictions
-        most = wanted.size if most is None else most
-        need = min(admitted.size - free.size, most)
-        # Keys of this call count as used before others are sought.
-        old_steps = self.last_step[known]
-        self.last_step[known] = step
-        evicted = self._victims(need, step - held_steps)
-        if evicted.size and table.cache is not None:
-            self.last_step[known] = old_steps
-            raise RuntimeError(
-                f"{call}: table {table.name!r} is full (new keys without a row: "
-                f"{need}), and a row that is in a CachedTable cannot change hands. "
-                "First call flush(params, opt_state) and close() of the CachedTable, "
-                "and make another one after insert; or refuse such keys, "
-                "KeyPolicy(max_evictions=0)."
-            )
-        self.counts[known] += 1
+        limit = self.policy.max_evictions
+        limit = wanted.size if limit is None else limit
+        needed = min(admitted.size - free.size, limit)
+        evicted = self._victims(needed, step - held_steps, known)
+        return Insertion(
+            step=step,
+            known=known,
+            free=free,
+            evicted=evicted,
+            added=admitted[: free.size + evicted.size],
+            refused=int(admitted.size - free.size - evicted.size),
+            waiting=int(np.count_nonzero(waiting)),
+            window=self._window(needed) if evicted.size else 0,
+        )
 
-        # A row without a key may have weights: those of a key that was removed, after
-        # a kill, or of an id.
-        stale = free[table.touched[free] != 0]
-        if stale.size:
-            table.clear(stale)
-        if evicted.size:
-            self._map.remove(self.keys[evicted])
-            self.counts[evicted] = 0
-            table.clear(evicted)
-            self._cursor[_HAND] = (self._hand() + self._window(need)) % self.height
-        given = np.concatenate([free, evicted])
-        added = admitted[: given.size]
-        self.keys[given] = added
-        self.last_step[given] = step
-        self.counts[given] = 1
-        self._map.add(added, given)
-        self._take(free)
-        self.evicted += int(evicted.size)
-        self.refused += int(admitted.size - given.size)
-        self.waiting += int(np.count_nonzero(waiting))
-        out = self.find(keys)
-        if where is not None:
-            out[~where] = self.height
-        return out, evicted.astype(out.dtype)
+    def release(self, evicted: np.ndarray) -> None:
+        """Takes the keys of these rows away; the caller then clears the rows."""
+        self._map.remove(self.keys[evicted])
+        self.counts[evicted] = 0
+
+    def commit(self, plan: Insertion) -> None:
+        """Makes the changes of a plan whose rows are released and cleared."""
+        self.last_step[plan.known] = plan.step
+        self.counts[plan.known] += 1
+        given = np.concatenate([plan.free, plan.evicted])
+        self.keys[given] = plan.added
+        self.last_step[given] = plan.step
+        self.counts[given] = 1  # last: a row with a count is whole, even after a kill
+        self._map.add(plan.added, given)
+        self._take(plan.free)
+        if plan.window:
+            self._cursor[_HAND] = (self._hand() + plan.window) % self.height
+        self.evicted += int(plan.evicted.size)
+        self.refused += plan.refused
+        self.waiting += plan.waiting
 
     def _free(self, count: int) -> np.ndarray:
         """At most `count` rows that have no key, ascending."""
@@ -263,16 +269,20 @@ class TableKeys:
         return int(self._cursor[_HAND]) % max(self.height, 1)
 
     def _window(self, count: int) -> int:
-        window = self.policy.window or max(_LEAST_WINDOW, 8 * count)
+        window = self.policy.window or max(_MIN_WINDOW, 8 * count)
         return min(window, self.height)
 
-    def _victims(self, count: int, step: int) -> np.ndarray:
-        """At most `count` rows of keys last used before `step`, ascending."""
+    def _victims(self, count: int, step: int, known: np.ndarray) -> np.ndarray:
+        """At most `count` rows of keys last used before `step`, ascending; not `known`.
+
+        The keys of `known` are those of the call itself, whose use is not noted yet.
+        """
         if count <= 0:
             return np.zeros((0,), np.int64)
         rows = (self._hand() + np.arange(self._window(count))) % self.height
         rows = np.sort(rows)
         rows = rows[(self.counts[rows] > 0) & (self.last_step[rows] < step)]
+        rows = np.setdiff1d(rows, known, assume_unique=True)
         last = self.last_step[rows]
         if self.policy.policy == "lru":
             order = np.argsort(last, kind="stable")
@@ -388,7 +398,7 @@ def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
     row without a key; the keys that were seen and how often, in two generations; and
     the cursor: where victims are sought next, and which generation is the younger one.
     """
-    limit = int(np.clip(height, _LEAST_SIGHTINGS, _MOST_SIGHTINGS))
+    limit = int(np.clip(height, _MIN_SIGHTINGS, _MAX_SIGHTINGS))
     shapes = [(height,)] * _COLUMNS + [(2, limit)] * 2 + [(2,)]
     return [jax.ShapeDtypeStruct(shape, np.int64) for shape in shapes]
 
@@ -407,14 +417,31 @@ def as_keys(call: str, keys: Any) -> np.ndarray:
         )
     found = keys if isinstance(keys, jax.Array) else _as_array(call, keys)
     if found.dtype.kind in "USOT":
-        column = _words.as_column(call, np.asarray(found).reshape(-1), "keys")
-        hashes = column.per_row(hash_words(_text.as_matrix(column.words), 0))
-        return hashes.view(np.int64).reshape(found.shape)
+        return _hash_strings(np.asarray(found))
     if not found.size:
         return np.zeros(found.shape, np.int64)
     found = np.asarray(_arguments.as_integers(call, found, "keys"))
     wide = np.uint64 if found.dtype.kind == "u" else np.int64
     return found.astype(wide).view(np.int64)
+
+
+def _hash_strings(strings: np.ndarray) -> np.ndarray:
+    """Hashes of strings and bytes, int64 of their shape; text is hashed as UTF-8."""
+    values = strings.reshape(-1).tolist()
+    words = {
+        value: value
+        if isinstance(value, bytes)
+        else value.encode("utf-8", "surrogateescape")
+        for value in values
+    }
+    lengths = np.array([len(word) for word in words.values()], np.int64)
+    width = int(lengths.max(initial=1))
+    text = np.array(list(words.values()), f"S{width}").view(np.uint8)
+    text = text.reshape(len(words), width)
+    place = {value: k for k, value in enumerate(words)}
+    rows = np.fromiter(map(place.__getitem__, values), np.int64, len(values))
+    hashes = hash_words(text, lengths, salt=0)[rows]
+    return hashes.view(np.int64).reshape(strings.shape)
 
 
 def _as_array(call: str, keys: Any) -> np.ndarray:

@@ -1,10 +1,9 @@
-"""Host memory of a store: the arrays of a table, mapped files, and pooled buffers.
+"""Host memory of a store: the arrays of a table, in memory or in a mapped file.
 
 The arrays of a table start as zeros that take no space: pages of memory, or of a sparse
 file, are allocated when first written.
 """
 
-import collections
 import contextlib
 import io
 import math
@@ -12,14 +11,13 @@ import mmap
 import os
 import pathlib
 import shutil
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax._files import create, is_at, lock
 from sparsejax.store import _format
+from sparsejax.store._exclusive import create, is_at, lock
 
 
 try:
@@ -272,40 +270,3 @@ def _advise(memory: mmap.mmap, name: str) -> None:
     if advice is not None:
         with contextlib.suppress(OSError):  # a kernel without that feature
             memory.madvise(advice)
-
-
-# ------------------------------------------------------------------ pooled buffers
-
-
-_ALIGNMENT = 64  # JAX's CPU device takes arrays of this alignment without a copy
-_LEAST, _MOST = 1 << 16, 1 << 26  # smaller ones are cheap, larger ones cost memory
-_KEPT = 8  # of each size
-
-_pool: dict[int, collections.deque] = {}
-
-
-def pooled_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Like `np.empty`, in memory that returns to a pool when no array uses it any more.
-
-    The system clears fresh memory page by page at the first write, which takes as long
-    as gathering rows into it. JAX's CPU device uses such an array in place and keeps a
-    reference to it, so the memory returns to the pool only after JAX's last array over
-    it is gone. tests/store/test_aliasing.py checks both.
-    """
-    dtype = np.dtype(dtype)
-    count = math.prod(shape)
-    size = count * dtype.itemsize
-    if not _LEAST <= size <= _MOST:
-        return np.empty(shape, dtype)
-    padded = 1 << (size + _ALIGNMENT - 1).bit_length()
-    # No lock: finalizers may run at any time, on any thread. A deque needs none.
-    free = _pool.setdefault(padded, collections.deque(maxlen=_KEPT))
-    try:
-        memory = free.pop()
-    except IndexError:
-        memory = np.empty(padded, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    # Views keep this array alive; views of a slice would keep only `memory` alive.
-    array = np.frombuffer(memory.data, dtype, count, start)
-    weakref.finalize(array, free.append, memory).atexit = False
-    return array.reshape(shape)

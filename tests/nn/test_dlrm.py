@@ -17,6 +17,7 @@ from helpers import assert_no_dense
 pytest.importorskip("benchmarks")  # a source distribution has none
 
 from benchmarks import __main__, dlrm  # noqa: E402
+from benchmarks.models import dlrm as model  # noqa: E402
 
 
 pytestmark = pytest.mark.loose_promotion  # optax's
@@ -28,7 +29,7 @@ MODEL = dlrm.Model(ROWS, 4, bottom=(8,), top=(16,))
 def test_sizes_are_those_of_criteo():
     rows = dlrm.table_rows(10**6)
     assert len(rows) == 26 and min(rows) == 3 and rows.count(10**6) == 5
-    assert sum(dlrm.CARDINALITIES) == 33_762_577
+    assert sum(model.CARDINALITIES) == 33_762_577
 
 
 @pytest.mark.slow

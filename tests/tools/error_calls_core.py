@@ -904,13 +904,10 @@ sj.optim.flush_weight_decay(params["table"], state)
 """,
     ),
     _section(
-        "Descriptions and their files",
+        "Descriptions",
         """
-import pathlib
-
 grad = sj.SelectedRows(jnp.array([4, 1]), jnp.ones((2, 2)), height=6)
 tree = {"x": grad, "y": grad}
-file = pathlib.Path("grad")
 """,
         """
 sj.desc.describe({"x": "a"})
@@ -934,33 +931,6 @@ sj.desc.from_bytes(b"")
 sj.desc.from_bytes(b"text")
 
 sj.desc.from_bytes(bytes([10, 1, 120, 16, 1]))
-
-sj.desc.save_selected_rows("grad", jnp.ones(3))
-
-stack = sj.SelectedRows([2], jnp.ones((1, 3)), 12, stack=(3,))
-sj.desc.save_selected_rows("grad", stack)
-
-file.write_bytes(b"text")
-sj.desc.load_selected_rows(file)
-
-file.write_bytes(bytes(4))
-sj.desc.load_selected_rows(file)
-
-sj.desc.save_selected_rows(file, grad)
-file.write_bytes(file.read_bytes() + b"more")
-sj.desc.load_selected_rows(file)
-
-np.savez("grad.npz", values=np.ones(3))
-sj.desc.load_selected_rows("grad.npz")
-
-np.savez("grad.npz", rows=np.arange(2), values=np.ones(3), height=4)
-sj.desc.load_selected_rows("grad.npz")
-
-np.savez("grad.npz", rows=np.arange(3), values=np.ones(3), height=2)
-sj.desc.load_selected_rows("grad.npz")
-
-np.savez("grad.npz", rows=np.arange(3), values=np.array([None]), height=2)
-sj.desc.load_selected_rows("grad.npz")
 
 sj.desc.infer(lambda x: (jnp.sum(x), x), jnp.ones(3))
 """,
@@ -1029,23 +999,6 @@ sj.optim.reset_rows(tx, state, params, rows, embedding_init=zeros, key=0)
 sj.optim.reset_rows(tx, (), params, rows)
 
 sj.optim.reset_rows(optax.scale_by_lbfgs(), (), params, rows)
-""",
-    ),
-    _section(
-        "Experimental",
-        """
-make = sj.experimental.sparse_table
-""",
-        """
-make({}, 4)
-
-make(jnp.arange(6), 4)
-
-make(jnp.float32(1), 4)
-
-make(jnp.ones((3, 2)), 4.0)
-
-make(jnp.ones((3, 2)), -1)
 """,
     ),
     _section(

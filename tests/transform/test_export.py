@@ -112,7 +112,7 @@ def test_types_survive_serialization(getkey):
     nested = sj.SegmentTensor.from_lists([[[10, 11], [101]], [[11]]])
     rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=2**20)
     unsorted = sj.SegmentTensor(jnp.arange(3), jnp.array([1, 0, 1]), 2)
-    sampler = sj.data.NegativeSampler.from_counts([1, 2])
+    sampler = sj.losses.NegativeSampler.from_counts([1, 2])
     drawn = sampler.sample(getkey(), 2)
     tree = {"a": nested, "b": [rows, unsorted], "c": (sampler, drawn)}
     fun = jax.jit(lambda tree: (tree["b"], tree["a"], tree["c"]))
