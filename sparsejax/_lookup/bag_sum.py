@@ -9,6 +9,7 @@ The primitive is linear in the table and in the weights. Its JVP is the primitiv
 its transpose scatters the cotangents of the bags.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, cuda, xla
+from sparsejax._lookup.lowerings.xla import BagSpec
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing, quantized
 from sparsejax._rows.quantized import QuantizedTable
@@ -53,7 +55,7 @@ def bag_sum(
       `[B or num_bags, ...]`, in the accumulator's type: float32 for narrower floats.
       Of codes the sums of their planes, float32 `[..., 8 // bits, bytes]`.
     """
-    static: dict[str, Any] = dict(
+    spec = BagSpec(
         segmented=segment_ids is not None,
         weighted=weights is not None,
         num_bags=ids.shape[0] if num_bags is None else num_bags,
@@ -67,9 +69,9 @@ def bag_sum(
     laid_out = any(_compat.is_laid_out(x) for x in args)
     is_float = bits is not None or jnp.issubdtype(table.dtype, jnp.floating)
     plain = laid_out or not is_float
-    if plain or 0 in (table.shape[0], ids.size, static["num_bags"]):
-        return xla.bag_sum(*args, **static)
-    return bag_sum_p.bind(*args, **static)
+    if plain or 0 in (table.shape[0], ids.size, spec.num_bags):
+        return xla.bag_sum(*args, spec=spec)
+    return bag_sum_p.bind(*args, spec=spec)
 
 
 def quantized_bag_sum(
@@ -127,23 +129,19 @@ def bags_with(
 # ------------------------------------------------------------------ derivatives
 
 
-def _table_transpose(ct, like, _, ids, *rest, segmented, weighted, **static):
+def _table_transpose(ct, like, _, ids, *rest, spec):
     wide = indexing.accumulator_dtype(like.dtype)  # an id may be read many times
-    table = _add_bags_p.bind(
-        ct.astype(wide),
-        ids,
-        *rest,
-        height=like.shape[0],
-        segmented=segmented,
-        weighted=weighted,
-    )
+    ct = ct.astype(wide)
+    table = _add_bags_p.bind(ct, ids, *rest, height=like.shape[0], spec=spec)
     return table.astype(like.dtype)
 
 
-def _weights_transpose(ct, like, table, ids, *rest, segmented, bits=None, **_):
-    bags = rest[:1] if segmented else ()
-    each = xla.row_cotangents(ct, ids, *bags, segmented=segmented, weighted=False)
+def _weights_transpose(ct, like, table, ids, *rest, spec):
+    bags = rest[:1] if spec.segmented else ()
+    plain = dataclasses.replace(spec, weighted=False)
+    each = xla.row_cotangents(ct, ids, *bags, spec=plain)
     rows = indexing.take_rows(table, ids)
+    bits: Any = spec.bits
     if bits is not None:
         rows = quantized.planes(rows, bits)
     axes = tuple(range(ids.ndim, rows.ndim))
@@ -153,32 +151,23 @@ def _weights_transpose(ct, like, table, ids, *rest, segmented, bits=None, **_):
     return of_rows.astype(like.dtype)
 
 
-def _sums_transpose(ct, like, _, ids, *rest, height, **static):
+def _sums_transpose(ct, like, _, ids, *rest, height, spec):
+    del height, like
+    return bag_sum_p.bind(ct, ids, *rest, spec=spec)
+
+
+def _sums_weights_transpose(ct, like, sums, ids, *rest, height, spec):
     del height
-    return bag_sum_p.bind(
-        ct,
-        ids,
-        *rest,
-        num_bags=like.shape[0],
-        indices_are_sorted=False,
-        bits=None,
-        **static,
-    )
-
-
-def _sums_weights_transpose(ct, like, sums, ids, *rest, segmented, **_):
-    return _weights_transpose(sums, like, ct, ids, *rest, segmented=segmented)
+    return _weights_transpose(sums, like, ct, ids, *rest, spec=spec)
 
 
 # ------------------------------------------------------------------ vmap
 
 
-def _batch(bind, args, axes, *, segmented, num_bags, **static):
+def _batch(bind, args, axes, *, spec):
     """Batched bags of one table are more bags of that table."""
     if axes[0] is not None:  # a table for each example
-        one = lambda *xs: xla.bag_sum(
-            *xs, segmented=segmented, num_bags=num_bags, **static
-        )
+        one = functools.partial(xla.bag_sum, spec=spec)
         return jax.vmap(one, in_axes=tuple(axes))(*args)
     size = next(x.shape[a] for x, a in zip(args, axes) if a is not None)
     table, *rest = args
@@ -186,12 +175,12 @@ def _batch(bind, args, axes, *, segmented, num_bags, **static):
         jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
         for x, a in zip(rest, axes[1:])
     ]
-    if segmented:
-        rest = _join_examples(*rest, num_bags=num_bags, height=table.shape[0])
+    if spec.segmented:
+        rest = _join_examples(*rest, num_bags=spec.num_bags, height=table.shape[0])
     rest = [indexing.merge_axes(x, 2) for x in rest]
-    total = size * num_bags
-    out = bind(table, *rest, segmented=segmented, num_bags=total, **static)
-    return out.reshape(size, num_bags, *out.shape[1:])
+    joined = dataclasses.replace(spec, num_bags=size * spec.num_bags)
+    out = bind(table, *rest, spec=joined)
+    return out.reshape(size, spec.num_bags, *out.shape[1:])
 
 
 def _join_examples(

@@ -1,5 +1,7 @@
 """The reference lowerings, in plain XLA. Every other lowering must equal them."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -9,8 +11,36 @@ from jax import lax
 from sparsejax._rows import indexing, quantized
 
 
-# How many bits a code has, and which plane is wanted, by default all of them.
+# The bits of a code, or these and one plane of the codes.
 Codes: TypeAlias = int | tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class BagSpec:
+    """The static arguments of `bag_sum` and of its transpose.
+
+    Args:
+      segmented: whether ids are `[n]`, followed by segment ids, not `[B, L]`.
+      weighted: whether weights are the last argument.
+      num_bags: the number of bags.
+      indices_are_sorted: a promise that segment ids never decrease.
+      bits: of a code if the table is the codes of a QuantizedTable. Such a table always
+        has weights, `[..., 2]`, which are 0 if an id is out of range.
+    """
+
+    segmented: bool
+    weighted: bool
+    num_bags: int
+    indices_are_sorted: bool = False
+    bits: Codes | None = None
+
+    def segment_ids(self, rest: Sequence[Any]) -> Any:
+        """Returns the segment ids out of the arguments after ids, or None."""
+        return rest[0] if self.segmented else None
+
+    def weights(self, rest: Sequence[Any]) -> Any:
+        """Returns the weights out of the arguments after ids, or None."""
+        return rest[-1] if self.weighted else None
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -19,36 +49,29 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def bag_sum(
-    table: jax.Array,
-    ids: jax.Array,
-    *rest: jax.Array,
-    segmented: bool,
-    weighted: bool,
-    num_bags: int,
-    indices_are_sorted: bool,
-    bits: Codes | None = None,
+    table: jax.Array, ids: jax.Array, *rest: jax.Array, spec: BagSpec
 ) -> jax.Array:
     """Sums of the rows in each bag: see `sparsejax._lookup.bag_sum`.
 
     XLA for GPU and TPU fuses a sum with the gather before it, so that the rows of a
     fixed bag are added up as they are read.
     """
-    weights: Any = None  # there are some where there are bits
-    if weighted:
-        weights = in_range_only(rest[-1], ids, table.shape[0])
-    if bits is not None:
-        weights, ones = weights[..., 0], weights[..., 1]
-    rows = weighted_rows(table, ids, weights, bits)
-    if bits is not None:
-        rows += indexing.append_axes(ones, rows.ndim)
-    if not segmented:
+    weights = spec.weights(rest)
+    if weights is not None:
+        weights = in_range_only(weights, ids, table.shape[0])
+    if spec.bits is None:
+        rows = weighted_rows(table, ids, weights, None)
+    else:
+        rows = weighted_rows(table, ids, weights[..., 0], spec.bits)
+        rows += indexing.append_axes(weights[..., 1], rows.ndim)
+    if not spec.segmented:
         return jnp.sum(rows, axis=1)
-    total = jnp.zeros((num_bags, *rows.shape[1:]), rows.dtype)
-    return total.at[rest[0]].add(
+    total = jnp.zeros((spec.num_bags, *rows.shape[1:]), rows.dtype)
+    return total.at[spec.segment_ids(rest)].add(
         rows,
         mode="drop",
         wrap_negative_indices=False,
-        indices_are_sorted=indices_are_sorted,
+        indices_are_sorted=spec.indices_are_sorted,
     )
 
 
@@ -75,22 +98,20 @@ def add_bags(
     ids: jax.Array,
     *rest: jax.Array,
     height: int,
-    segmented: bool,
-    weighted: bool,
+    spec: BagSpec,
 ) -> jax.Array:
     """The transpose of `bag_sum`: the table to which each bag adds its `sums`."""
-    static = dict(segmented=segmented, weighted=weighted)
     table = jnp.zeros((height, *sums.shape[1:]), sums.dtype)
-    if segmented:
-        return indexing.add_rows(table, ids, row_cotangents(sums, ids, *rest, **static))
+    if spec.segmented:
+        rows = row_cotangents(sums, ids, *rest, spec=spec)
+        return indexing.add_rows(table, ids, rows)
 
     # One column of the bags at a time, so that there is no array of all rows read.
     def add(j, table):
         column = lambda x: lax.dynamic_index_in_dim(x, j, 1)
         parts = [column(x) for x in (ids, *rest)]
-        return indexing.add_rows(
-            table, parts[0], row_cotangents(sums, *parts, **static)
-        )
+        rows = row_cotangents(sums, *parts, spec=spec)
+        return indexing.add_rows(table, parts[0], rows)
 
     return lax.fori_loop(0, ids.shape[1], add, table)
 
@@ -99,17 +120,16 @@ def row_cotangents(
     cotangent: jax.Array,
     ids: jax.Array,
     *rest: jax.Array,
-    segmented: bool,
-    weighted: bool,
+    spec: BagSpec,
 ) -> jax.Array:
-    """Cotangents of the rows read, `[*ids.shape, ...]`, from those of the bags."""
-    if segmented:
-        out = indexing.take_rows(cotangent, rest[0])
+    """Cotangents of the rows read, `[*ids.shape, ...]`, from the bags' cotangents."""
+    if spec.segmented:
+        out = indexing.take_rows(cotangent, spec.segment_ids(rest))
     else:
         shape = (*ids.shape, *cotangent.shape[1:])
         out = jnp.broadcast_to(jnp.expand_dims(cotangent, 1), shape)
-    if weighted:
-        out *= indexing.append_axes(rest[-1], out.ndim)
+    if spec.weighted:
+        out *= indexing.append_axes(spec.weights(rest), out.ndim)
     return out
 
 
