@@ -1,9 +1,9 @@
 """bag_sum: weighted sums of a table's rows, one primitive with a lowering per platform.
 
 There are two layouts of bags. *Fixed*: `ids` are `[B, L]`, one bag per row.
-*Segmented*: `ids` are `[n]`, and a second array has the bag of each element. In both,
-the rows read, `[n, ...]`, are not an array of the traced program; the platform's
-lowering decides whether they are one of the compiled program.
+*Segmented*: `ids` are `[n]`, and a second array has the bag of each element. In both
+layouts, the rows read, `[n, ...]`, are not an array of the traced program; the
+platform's lowering decides whether they are an array of the compiled program.
 
 The primitive is linear in the table and in the weights. Its JVP is the primitive again;
 its transpose scatters the cotangents of the bags.
@@ -42,18 +42,18 @@ def bag_sum(
     Args:
       table: `[V, ...]`.
       ids: integers, `[B, L]`, or `[n]` with `segment_ids`. An id out of range adds
-        nothing, whatever its weight.
+        nothing, even if its weight is inf or NaN.
       weights: with the shape of `ids` and the accumulator dtype, or None for ones.
-      segment_ids: integers `[n]`; an element is dropped where it is out of range.
+      segment_ids: integers `[n]`; an element whose segment is out of range is dropped.
       num_bags: static, with `segment_ids`.
-      indices_are_sorted: whether `segment_ids` ascend.
-      bits: of the codes, where the table is the codes of a QuantizedTable. Then there
-        are weights `[..., 2]`, for the codes and for a one beside them, both 0 where an
-        id is out of range.
+      indices_are_sorted: a promise that `segment_ids` ascend.
+      bits: of a code if the table is the codes of a QuantizedTable. The weights are
+        then `[..., 2]`, a factor of the codes and a term that is added to them, both 0
+        if an id is out of range.
 
     Returns:
-      `[B or num_bags, ...]`, in the accumulator's type: float32 for narrower floats.
-      Of codes the sums of their planes, float32 `[..., 8 // bits, bytes]`.
+      `[B or num_bags, ...]`, in the accumulator's dtype: float32 for narrower floats.
+      For codes, the sums of each plane, float32 `[..., 8 // bits, bytes]`.
     """
     spec = BagSpec(
         segmented=segment_ids is not None,
@@ -65,7 +65,7 @@ def bag_sum(
     args = [table, ids]
     args += [] if segment_ids is None else [segment_ids]
     args += [] if weights is None else [weights]
-    # The types of these arrays have a mesh, which XLA's gather propagates.
+    # If the types of these arrays have a mesh, XLA's gather propagates it.
     laid_out = any(_compat.is_laid_out(x) for x in args)
     is_float = bits is not None or jnp.issubdtype(table.dtype, jnp.floating)
     plain = laid_out or not is_float
@@ -83,10 +83,10 @@ def quantized_bag_sum(
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """`bag_sum` of a quantized table, float32.
+    """Returns `bag_sum` of a quantized table, float32.
 
-    `sum w (scale codes + bias) = sum (w scale) codes + sum w bias`: sums of codes with
-    other weights, and one number more for each bag.
+    `sum w (scale codes + bias) = sum (w scale) codes + sum w bias`: a sum of codes with
+    other weights, plus one number for each bag.
     """
     height = table.codes.shape[0]
     if not height:  # JAX cannot gather from an empty axis
@@ -117,7 +117,7 @@ def bags_with(
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """Which segmented bags have an element that is true, bool `[num_bags]`."""
+    """Returns bool `[num_bags]`: whether each segmented bag has a true element."""
     static: dict[str, Any] = dict(
         num_bags=num_bags, indices_are_sorted=indices_are_sorted
     )
@@ -165,7 +165,7 @@ def _sums_weights_transpose(ct, like, sums, ids, *rest, height, spec):
 
 
 def _batch(bind, args, axes, *, spec):
-    """Batched bags of one table are more bags of that table."""
+    """The rule for vmap: batched bags of one table are more bags of that table."""
     if axes[0] is not None:  # a table for each example
         one = functools.partial(xla.bag_sum, spec=spec)
         return jax.vmap(one, in_axes=tuple(axes))(*args)
@@ -190,7 +190,7 @@ def _join_examples(
     num_bags: int,
     height: int,
 ) -> Sequence[jax.Array]:
-    """Segment ids of one batch of bags, from those of each example.
+    """Joins the segmented bags of all examples to one batch of bags.
 
     An element outside all bags of its example moves to the nearest bag, with an id that
     is out of range. Segment ids that ascend in each example therefore ascend overall.
@@ -217,7 +217,7 @@ bag_sum_p = _compat.multilinear_primitive(
     _batch,
 )
 
-# What a bag adds to each of its rows: the transpose of `bag_sum`.
+# The transpose of `bag_sum`: adds the cotangent of each bag to the bag's rows.
 _add_bags_p = _compat.multilinear_primitive(
     "add_bags",
     xla.add_bags,

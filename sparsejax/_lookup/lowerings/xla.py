@@ -44,17 +44,17 @@ class BagSpec:
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """`table[ids]` for flat ids; those out of range read the nearest row."""
+    """Returns `table[ids]` for flat ids; an id out of range reads the nearest row."""
     return table.at[ids].get(mode="clip", wrap_negative_indices=False)
 
 
 def bag_sum(
     table: jax.Array, ids: jax.Array, *rest: jax.Array, spec: BagSpec
 ) -> jax.Array:
-    """Sums of the rows in each bag: see `sparsejax._lookup.bag_sum`.
+    """Sums the rows of each bag, see `sparsejax._lookup.bag_sum`.
 
-    XLA for GPU and TPU fuses a sum with the gather before it, so that the rows of a
-    fixed bag are added up as they are read.
+    XLA for GPU and TPU fuses a sum with the gather before it: the rows of a fixed bag
+    are added up as they are read.
     """
     weights = spec.weights(rest)
     if weights is not None:
@@ -82,7 +82,7 @@ def bags_with(
     num_bags: int,
     indices_are_sorted: bool,
 ) -> list[jax.Array]:
-    """Which bags have an element that is true: `[bool[num_bags]]`."""
+    """Returns `[bool[num_bags]]`: whether each bag has a true element."""
     count = jnp.zeros((num_bags,), jnp.int32)
     count = count.at[segment_ids].add(
         is_true.astype(jnp.int32),
@@ -100,13 +100,13 @@ def add_bags(
     height: int,
     spec: BagSpec,
 ) -> jax.Array:
-    """The transpose of `bag_sum`: the table to which each bag adds its `sums`."""
+    """The transpose of `bag_sum`: adds each bag's sum to its rows of a table."""
     table = jnp.zeros((height, *sums.shape[1:]), sums.dtype)
     if spec.segmented:
         rows = row_cotangents(sums, ids, *rest, spec=spec)
         return indexing.add_rows(table, ids, rows)
 
-    # One column of the bags at a time, so that there is no array of all rows read.
+    # One column of the bags at a time: all rows read would be an array [B, L, ...].
     def add(j, table):
         column = lambda x: lax.dynamic_index_in_dim(x, j, 1)
         parts = [column(x) for x in (ids, *rest)]
@@ -122,7 +122,7 @@ def row_cotangents(
     *rest: jax.Array,
     spec: BagSpec,
 ) -> jax.Array:
-    """Cotangents of the rows read, `[*ids.shape, ...]`, from the bags' cotangents."""
+    """Returns the cotangents of the rows read, `[*ids.shape, ...]`."""
     if spec.segmented:
         out = indexing.take_rows(cotangent, spec.segment_ids(rest))
     else:
@@ -136,11 +136,11 @@ def row_cotangents(
 def weighted_rows(
     table: jax.Array, ids: jax.Array, weights: jax.Array | None, bits: Codes | None
 ) -> jax.Array:
-    """`weights * table[ids]`, wide; zeros where an id is out of range.
+    """Returns `weights * table[ids]`, wide, with zeros for ids out of range.
 
-    There the weights are finite.
+    The weights of ids out of range are finite.
     """
-    if bits is not None:  # their weights are 0 already
+    if bits is not None:  # the weights of codes are 0 for ids out of range
         return weighted_rows_in_range(table, ids, weights, bits)
     rows = indexing.take_rows(table, ids)
     rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
@@ -152,7 +152,7 @@ def weighted_rows(
 def weighted_rows_in_range(
     table: jax.Array, ids: jax.Array, weights: jax.Array | None, bits: Codes | None
 ) -> jax.Array:
-    """`weighted_rows`, if all ids are in range, or have weight 0 for codes."""
+    """Returns `weighted_rows` if all ids are in range or, for codes, have weight 0."""
     rows = read_rows(table, ids)
     if bits is None:
         rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
@@ -164,14 +164,14 @@ def weighted_rows_in_range(
 
 
 def in_range_only(weights: Any, ids: jax.Array, height: int) -> jax.Array:
-    """`weights`, 0 where an id is out of range."""
-    # Where nothing is read the weight may be anything, and 0 * inf is NaN.
+    """Returns `weights`, 0 for ids out of range."""
+    # The given weight of such an id may be anything, and 0 * inf is NaN.
     inside = indexing.in_range(ids, height)
     return jnp.where(indexing.append_axes(inside, weights.ndim), weights, 0)
 
 
 def row_type(table: jax.Array, bits: Codes | None) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a weighted row."""
+    """Returns the shape and dtype of a weighted row."""
     if bits is None:
         return table.shape[1:], indexing.accumulator_dtype(table.dtype)
     bits, only = _as_planes(bits)
