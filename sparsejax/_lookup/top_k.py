@@ -185,7 +185,7 @@ class Search:
         chunk_size: Any,
         count: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns scores and rows of the best min(k, V) rows of `table`, both `[B, ...]`.
+        """Returns the scores and ids of the best min(k, V) rows of `table`.
 
         An excluded row has the score -inf.
 
