@@ -72,7 +72,7 @@ def test_key_map_is_a_dict():
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("most, admit_after", [(None, 1), (5, 2)])
 def test_is_the_index_model(policy, most, admit_after):
-    """As `tests/tools/index_model.py` says HashIndex should be, over drifting Zipf keys."""
+    """The keys follow tests/tools/index_model.py over drifting Zipf keys."""
     height, rng = 200, np.random.default_rng(7)
     options = dict(policy=policy, max_evictions=most, admit_after=admit_after)
     store = store_of(height, **options)
