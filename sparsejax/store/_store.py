@@ -286,8 +286,8 @@ class KVStore:
           where: booleans of the shape of `keys`, False for padding.
 
         Returns:
-          `(rows, evicted)`: the row of each key, of the shape of `keys`, or V if the key
-          has no row (`pull(..., mode="drop")` skips it, and `sparsejax.lookup(...,
+          `(rows, evicted)`: the row of each key, of the shape of `keys`, or V for a key
+          without a row (`pull(..., mode="drop")` skips it, and `sparsejax.lookup(...,
           mode="zero")` reads zeros); and the rows whose key was evicted, ascending.
 
         Raises:
