@@ -33,8 +33,10 @@ _MIN_WINDOW = 4096
 _MIN_SIGHTINGS, _MAX_SIGHTINGS = 1 << 10, 1 << 22  # keys in each of two generations
 
 _COLUMNS = 3  # arrays that have an entry for each row
-ADDED = 3  # arrays, the last ones, that the first files do not have
 _HAND, _YOUNG = 0, 1  # places in the cursor
+
+# The schema of `TableKeys.description`, for `check_json`.
+SAVED = {"rows": int, "young": int, "old": int, "hand": int}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +162,9 @@ class TableKeys:
         self._reopen()
 
     def description(self) -> dict[str, int]:
-        """The fields about the keys in the description of a saved table."""
+        """The part about the keys in the description of a saved table, see `SAVED`."""
         (young, _), (old, _) = self._sightings.contents()
-        sizes = {"keys": len(self), "young": young.size, "old": old.size}
+        sizes = {"rows": len(self), "young": young.size, "old": old.size}
         return sizes | {"hand": self._hand()}
 
     def contents(self) -> Iterator[np.ndarray]:
@@ -183,7 +185,7 @@ class TableKeys:
     ) -> None:
         """Sets the arrays of a file; there are no keys yet."""
         rows, *values = arrays
-        hand = description.get("hand", 0)
+        hand = description["hand"]
         for column, x in zip(self._columns, values):
             column[rows] = x
         self._sightings.restore(values[_COLUMNS::2], values[_COLUMNS + 1 :: 2])
@@ -391,9 +393,8 @@ class _Generation:
 
 def sizes(description: dict[str, Any]) -> list[int]:
     """The lengths of the arrays of `TableKeys.contents`, by the description."""
-    young, old = description.get("young"), description.get("old", 0)
-    seen = [] if young is None else [young, young, old, old]  # not in the first files
-    return [description.get("keys", 0)] * (1 + _COLUMNS) + seen
+    rows, young, old = (description[name] for name in ("rows", "young", "old"))
+    return [rows] * (1 + _COLUMNS) + [young, young, old, old]
 
 
 def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:

@@ -14,7 +14,7 @@ from sparsejax._files import as_path
 from sparsejax.store import _format
 from sparsejax.store._in_flight import WorkQueue
 from sparsejax.store._journal import roll_back
-from sparsejax.store._keys import ADDED, KeyPolicy
+from sparsejax.store._keys import KeyPolicy
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer
@@ -106,8 +106,7 @@ def make_table(
             initialized=bool(initializer),
             keyed=keyed,
         )
-        added = ADDED if keyed else 0
-        memory = MappedFile(path, specs, initial, header, name, added)
+        memory = MappedFile(path, specs, initial, header, name)
         given = memory.found["given"]
     table = Table(
         name,

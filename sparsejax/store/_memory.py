@@ -81,8 +81,6 @@ class MappedFile:
       header: the table's description, which must agree with the header of an existing
         file.
       name: of the table, for messages.
-      added: the number of specs, the last ones, that the first files of such tables do
-        not have. A file without these arrays gets them, as zeros.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class MappedFile:
         initial: Mapping[int, np.ndarray],
         header: dict[str, Any],
         name: str,
-        added: int = 0,
     ):
         path = pathlib.Path(path)
         self.path = os.fspath(path)
@@ -124,8 +121,6 @@ class MappedFile:
             size = os.fstat(file.fileno()).st_size
             shift = self._start - start
             expected = end + shift
-            if added and size == offsets[-added] + shift:
-                size = file.truncate(expected)
             if size != expected:
                 raise ValueError(
                     f"{_INIT}: {path} has {size} bytes instead of {expected}: it was "

@@ -6,7 +6,7 @@ The file has a header that describes all tables, and then for each table:
 - the ids of the touched rows, their weights (or the weights of all rows, if they were
   given as an array), and their leaves of state;
 - if the table has keys: the rows that have a key, with keys, steps and counts, and the
-  sightings of other keys (which the first files do not have).
+  sightings of other keys.
 
 Untouched rows take no space: the key in the description makes them again. Each array
 has a checksum.
@@ -26,7 +26,7 @@ from sparsejax.store._table import CHUNK, Table, put_rows
 
 
 MAGIC = b"sparsejax store 2\n"
-_COUNTS = {"touched": int, "keys?": int, "young?": int, "old?": int, "hand?": int}
+_COUNTS = {"touched": int, "keys?": _keys.SAVED}
 _HEADER = {"tables": {"*": _format.DESCRIPTION | _COUNTS}}
 
 _SAVE, _LOAD = "sparsejax.store.KVStore.save", "sparsejax.store.KVStore.load"
@@ -49,7 +49,7 @@ def save(
         table.check_written_back(_SAVE)
         touched[name] = np.flatnonzero(table.touched)
         count = int(touched[name].size)
-        keys = {} if table.keys is None else table.keys.description()
+        keys = {} if table.keys is None else {"keys": table.keys.description()}
         descriptions[name] = table.description() | {"touched": count} | keys
     total = sum(_steps(description) for description in descriptions.values())
     done = 0
@@ -125,7 +125,7 @@ def load(
             for column, rows, values in contents:
                 if column is None:
                     assert table.keys is not None
-                    table.keys.restore(description, values)
+                    table.keys.restore(description["keys"], values)
                     continue
                 put_rows(column, rows, values)
                 advance(rows.size)
@@ -164,7 +164,7 @@ def _contents(
             chunk = rows[start : start + CHUNK]
             yield column, chunk, read((chunk.size, *column.shape[1:]), column.dtype)
     if table.keys is not None:
-        arrays = [read((n,), np.int64) for n in _keys.sizes(description)]
+        arrays = [read((n,), np.int64) for n in _keys.sizes(description["keys"])]
         check_rows(arrays[0])
         yield None, arrays[0], arrays
 
@@ -189,6 +189,11 @@ def _checked_descriptions(
         here = tables[name].description()
         _format.check_same(_LOAD, path, name, description, here, fields)
         _check_key(path, name, description["key"])
+        if tables[name].keys is not None and "keys" not in description:
+            raise ValueError(
+                f"{_LOAD}: {path} is damaged: it has no keys of table {name!r}. "
+                "Load an older file."
+            )
         expected += _bytes(tables[name], description)
     size = os.fstat(file.fileno()).st_size
     if size != expected:
@@ -221,7 +226,7 @@ def _bytes(table: Table, description: dict[str, Any]) -> int:
     size = count * 8 + sum(leaf.nbytes for leaf in table.rest)
     arrays = len(table.rest) + 1
     if table.keys is not None:
-        sizes = _keys.sizes(description)
+        sizes = _keys.sizes(description["keys"])
         size += sum(sizes) * 8
         arrays += len(sizes)
     for column, n in columns:
