@@ -187,9 +187,8 @@ class CachedTable:
         padding_id: int | None = None,
     ):
         if not isinstance(store, KVStore):
-            raise TypeError(
-                f"{_CALL}: store must be a sparsejax.store.KVStore, got "
-                f"{_arguments.kind_of(store)}."
+            raise _arguments.wrong_type(
+                _CALL, "store", "a sparsejax.store.KVStore", _arguments.kind_of(store)
             )
         table = table_of(_CALL, store, name)
         if table.owners.count > 1:
@@ -428,9 +427,11 @@ class CachedTable:
         self._check_open(call)
         depth = _arguments.static_int(call, "depth", depth)
         if not callable(ids_of):
-            raise TypeError(
-                f"{call}: ids_of must be a function that takes a batch and returns its "
-                f"ids, got {_arguments.kind_of(ids_of)}."
+            raise _arguments.wrong_type(
+                call,
+                "ids_of",
+                "a function that takes a batch and returns its ids",
+                _arguments.kind_of(ids_of),
             )
         return self._prefetch(batches, ids_of, depth)
 

@@ -81,10 +81,12 @@ class KeyPolicy:
     def __post_init__(self) -> None:
         call = "sparsejax.store.KeyPolicy"
         if self.policy not in ("lru", "lfu"):
-            raise ValueError(
-                f"{call}: policy must be 'lru' or 'lfu', got "
-                f"{_arguments.show(self.policy)}. To evict nothing, pass "
-                "max_evictions=0."
+            raise _arguments.wrong(
+                call,
+                "policy",
+                "'lru' or 'lfu'",
+                _arguments.show(self.policy),
+                "To evict nothing, pass max_evictions=0.",
             )
         _arguments.static_int(call, "admit_after", self.admit_after, 1)
         if self.max_evictions is not None:
@@ -417,11 +419,13 @@ def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
 def as_keys(call: str, keys: Any) -> np.ndarray:
     """Converts integers, or strings by their hashes, to int64 of the same shape."""
     if isinstance(keys, jax.Array) and keys.dtype.itemsize < 8:
-        raise TypeError(
-            f"{call}: keys must be NumPy integers or strings, got a JAX array of "
-            f"{keys.dtype}, to which JAX truncates keys of 64 bits. Pass what the "
-            "batch has before it is put on the device, or np.asarray(keys) if it "
-            "never had more bits."
+        raise _arguments.wrong_type(
+            call,
+            "keys",
+            "NumPy integers or strings",
+            f"a JAX array of {keys.dtype}, to which JAX truncates keys of 64 bits",
+            "Pass what the batch has before it is put on the device, or "
+            "np.asarray(keys) if it never had more bits.",
         )
     found = keys if isinstance(keys, jax.Array) else _as_array(call, keys)
     if found.dtype.kind in "USOT":
@@ -457,9 +461,12 @@ def _as_array(call: str, keys: Any) -> np.ndarray:
     try:
         found = np.asarray(keys)
     except ValueError:
-        raise TypeError(
-            f"{call}: keys must be an array, or nested lists of equal lengths, got "
-            f"{_arguments.show(keys)}. Pad them, and give padding False in where."
+        raise _arguments.wrong_type(
+            call,
+            "keys",
+            "an array, or nested lists of equal lengths",
+            _arguments.show(keys),
+            "Pad them, and give padding False in where.",
         ) from None
     is_list = isinstance(keys, (list, tuple))
     if found.dtype != object and not (is_list and found.dtype.kind in "US"):
@@ -472,10 +479,13 @@ def _as_array(call: str, keys: Any) -> np.ndarray:
     if kinds.keys() == {"integer"}:
         return np.array(values).reshape(found.shape)
     ones = " and ".join(map(_arguments.show, kinds.values()))
-    raise TypeError(
-        f"{call}: keys must be all integers or all strings, got {ones}. 3 and '3' are "
-        "different keys: convert them to one kind. For a string that is missing, write "
-        "''."
+    raise _arguments.wrong_type(
+        call,
+        "keys",
+        "all integers or all strings",
+        ones,
+        "3 and '3' are different keys: convert them to one kind. For a string that is "
+        "missing, write ''.",
     )
 
 
@@ -493,8 +503,11 @@ def as_where(call: str, where: Any, shape: tuple[int, ...]) -> np.ndarray | None
         return None
     found = np.asarray(where)
     if found.dtype != np.bool_ or found.shape != shape:
-        raise TypeError(
-            f"{call}: where must be booleans of the shape of keys, {shape}, got "
-            f"{_arguments.kind_of(where)}. It is False for padding."
+        raise _arguments.wrong_type(
+            call,
+            "where",
+            f"booleans of the shape of keys, {shape}",
+            _arguments.kind_of(where),
+            "It is False for padding.",
         )
     return found

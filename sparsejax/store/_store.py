@@ -184,7 +184,7 @@ class KVStore:
         call = f"{_CALL}.init"
         self._check_open(call)
         if not isinstance(name, str):
-            raise TypeError(f"{call}: name must be a string, got {name!r}.")
+            raise _arguments.wrong_type(call, "name", "a string", repr(name))
         if name in self._tables:
             raise ValueError(
                 f"{call}: table {name!r} already exists. Use another name, or push to "
@@ -515,9 +515,11 @@ class KVStore:
         self._check_open(call)
         depth = _arguments.static_int(call, "depth", depth)
         if not callable(ids_of):
-            raise TypeError(
-                f"{call}: ids_of must be a function that takes a batch and returns its "
-                f"ids, got {_arguments.kind_of(ids_of)}."
+            raise _arguments.wrong_type(
+                call,
+                "ids_of",
+                "a function that takes a batch and returns its ids",
+                _arguments.kind_of(ids_of),
             )
         if isinstance(capacity, Mapping):
             for name in capacity:
@@ -897,26 +899,33 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
         )
     for part in parts:
         if not isinstance(part, SelectedRows):
-            raise TypeError(
-                f"{call}: the gradient for table {table.name!r} must be a SelectedRows "
-                f"or a list of them, got {_arguments.kind_of(part)}. Use "
-                "sparsejax.value_and_grad with respect to the pulled SelectedRows."
+            raise _arguments.wrong_type(
+                call,
+                f"the gradient for table {table.name!r}",
+                "a SelectedRows or a list of them",
+                _arguments.kind_of(part),
+                "Use sparsejax.value_and_grad with respect to the pulled SelectedRows.",
             )
         dtype = getattr(part.rows, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
             found = type(part.rows).__name__ if dtype is None else dtype
-            raise TypeError(
-                f"{call}: the rows of the gradient for table {table.name!r} must be "
-                f"integers, got {found}. (jax.grad returns no ids, and jax.tree.map "
-                "changes them.) Use sparsejax.value_and_grad, and SelectedRows.map to "
-                "change only the values."
+            raise _arguments.wrong_type(
+                call,
+                f"the rows of the gradient for table {table.name!r}",
+                "integers",
+                str(found),
+                "(jax.grad returns no ids, and jax.tree.map changes them.) Use "
+                "sparsejax.value_and_grad, and SelectedRows.map to change only the "
+                "values.",
             )
         check_not_traced(call, table.name, "gradients", part.rows, part.values)
         if jnp.issubdtype(part.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"{call}: the gradient for table {table.name!r} must be real like the "
-                f"table ({table.dtype}), got {part.dtype}. If this is intended, use "
-                "its .real part."
+            raise _arguments.wrong_type(
+                call,
+                f"the gradient for table {table.name!r}",
+                f"real like the table ({table.dtype})",
+                str(part.dtype),
+                "If this is intended, use its .real part.",
             )
         if part.shape != table.whole_shape:
             raise ValueError(
@@ -945,10 +954,12 @@ def _rows_to_assign(
         found = _arguments.kind_of(weights)
         if is_known:
             found = f"{dtype}{list(weights.shape)}"
-        raise TypeError(
-            f"{call}: weights for table {name!r} must be a SelectedRows or an array of "
-            f"all rows, of shape {table.whole_shape} (and real if the table is), got "
-            f"{found}."
+        raise _arguments.wrong_type(
+            call,
+            f"weights for table {name!r}",
+            f"a SelectedRows or an array of all rows, of shape {table.whole_shape} "
+            "(and real if the table is)",
+            str(found),
         )
     values = np.asarray(values)
     if not is_sparse:
