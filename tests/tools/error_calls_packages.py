@@ -345,7 +345,6 @@ vocabulary = sj.data.Vocabulary.build(write("red\\n"), ids)
         "read(write('1,2\\n'), vocabulary, {'ids': [0, 1]})",
         "read(write('1,2\\n'), 100, ids, separator='::')",
         "read(write('1,2\\n'), 100, ids, quotes='yes')",
-        "read(write('1,2\\n3,\"two\\n'), 100, ids)",
         "read(write('1,2\\n'), 100, ids, missing='0')",
         "read(write('1,2\\n'), 100, [0, 1])",
         "read(write('1,2\\n'), 100, {'ids': [0.5]})",
@@ -448,35 +447,6 @@ sampler = NegativeSampler.uniform(5)
         "sampler.sample(key, (2, 3), labels=jnp.array([1, 2, 3]))",
         "sampler.sample(key, 3, labels=jnp.array([1.0]))",
         "sampler.sample(key, (2, 3), exclude=jnp.array([[1], [2], [3]]))",
-    ],
-)
-
-X = sp.csr_matrix(np.eye(2))
-negative = sj.SegmentTensor(
-    {"index": jnp.array([-1]), "value": jnp.ones(1)}, jnp.array([0]), 1
-)
-""",
-    [
-        "read(write('1 1:2\\n'), zero_based='yes')",
-        "read(write('1 1:2\\n'), num_features=0)",
-        "read(write('1 1:2\\n'), dtype=str)",
-        "read(write('1 1:2\\n1 x:2\\n'))",
-        "read(write('1 1:two\\n'))",
-        "read(write('1' * (34 << 20)))",
-        "read(write('1 7:2\\n'), num_features=3)",
-        "read(write('1 1:0.5\\n'), dtype='int8')",
-        "import gzip\n"
-        "packed = gzip.compress(b'1 1:1\\n' * 99)\n"
-        "pathlib.Path('cut.gz').write_bytes(packed[:-9])\n"
-        "read('cut.gz')",
-        "save('out.txt', X, [1, 0], zero_based='auto')",
-        "save('out.txt', [[1, 2]], [1])",
-        "save('out.txt', np.ones(3), [1, 2, 3])",
-        "save('out.txt', negative, [1])",
-        "save('out.txt', X, [1])",
-        "save('out.txt', X, None)",
-        "save('out.txt', X, ['a', 'b'])",
-        "save('out.txt', sp.csr_matrix((1, 3)), [[]])",
     ],
 )
 
