@@ -105,9 +105,8 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarra
             ids = np.asarray(ids)
         except (TypeError, ValueError):
             way_out = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
-            raise TypeError(
-                f"{call}: {name} must be an array of integers, got {kind_of(ids)}. "
-                f"Pass {way_out}."
+            raise wrong_type(
+                call, name, "an array of integers", kind_of(ids), f"Pass {way_out}."
             ) from None
     if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
         ids = ids.astype(jnp.int32)  # [] is float32
@@ -117,9 +116,8 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarra
             way_out = "Ids must fit in 64 bits."
         elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
             way_out = "For a mask use jnp.flatnonzero(mask)."
-        raise TypeError(
-            f"{call}: {name} must be integers, got {ids.dtype} of shape {ids.shape}. "
-            f"{way_out}"
+        raise wrong_type(
+            call, name, "integers", f"{ids.dtype} of shape {ids.shape}", way_out
         )
     return ids
 
@@ -161,7 +159,25 @@ def to_array(
     try:
         return jnp.asarray(x)
     except (OverflowError, TypeError, ValueError):
-        raise TypeError(f"{call}: {name} must be {what}, got {kind_of(x)}.") from None
+        raise wrong_type(call, name, what, kind_of(x)) from None
+
+
+def as_floats(
+    call: str, x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
+) -> jax.Array:
+    """`x` as a JAX array of floats, or a TypeError that names `call`."""
+    x = to_array(call, x, name, "an array of floats")
+    check_floats(call, x, name, fix)
+    return x
+
+
+def check_floats(
+    call: str, x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
+) -> None:
+    """Raises unless `x`, an array or a table, is floating point."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        found = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise wrong_type(call, name, "floats", found, fix)
 
 
 def wrong(call: str, name: str, want: str, got: str, fix: str = "") -> ValueError:
@@ -230,6 +246,22 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def show_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows of cells as aligned lines, with a rule below the first row.
+
+    The columns in `right` are right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if k in right else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
 def scalar(value: int, like: Any) -> Any:
     """`value` in the dtype of `like`, which strict type promotion accepts."""
     return np.array(value, like.dtype)
@@ -240,34 +272,32 @@ def is_concrete(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
 
 
-def static_int(
-    call: str,
-    name: str,
-    x: Any,
-    least: int = 0,
-    hint: str = "",
-    not_an_int: type[Exception] = ValueError,
-) -> int:
-    """`x` as an int of at least `least`, 0 or 1, or an error that names `call`.
+def static_int(call: str, name: str, x: Any, least: int = 0, hint: str = "") -> int:
+    """Returns `x` as an int of at least `least`, 0 or 1.
 
     Args:
-      call, name: the public function and its argument.
-      hint: appended to the message.
-      not_an_int: raised if `x` is not an int, or a tracer. An int that is too small
-        is a ValueError.
+      call, name: the public function and its argument, for errors.
+      hint: appended to the message, after a space.
+
+    Raises:
+      TypeError: `x` is not an int, or is a tracer.
+      ValueError: `x` is too small.
     """
+    want = "a positive int" if least else "a static, non-negative int"
     try:
         found = operator.index(x)
     except TypeError:
-        found, error = None, not_an_int
-    else:
-        error = ValueError
-    if found is not None and found >= least:
-        return found
-    want = "a positive int" if least else "a static, non-negative int"
-    if isinstance(x, Tracer):
-        hint += " Under jit, make it a static argument (static_argnames)."
-    raise error(f"{call}: {name} must be {want}, got {show(x)}.{hint}")
+        if isinstance(x, Tracer):
+            hint += " Under jit, make it a static argument (static_argnames)."
+        raise wrong_type(call, name, want, show(x), hint.strip()) from None
+    if found < least:
+        raise wrong(call, name, want, show(x), hint.strip())
+    return found
+
+
+def next_power_of_two(least: int) -> int:
+    """Returns the smallest power of two that is at least `least`, and at least 1."""
+    return 1 << max(least - 1, 0).bit_length()
 
 
 def is_predicate(x: Any, tree: Any) -> bool:
@@ -294,16 +324,13 @@ def check_mode(
     if isinstance(mode, str) and mode in (*modes, "raise"):
         return "error" if mode == "raise" else mode
     *others, last = *map(repr, modes), "'raise'"
-    raise ValueError(
-        f"{call}: {name} must be one of {', '.join(others)} and {last}, got "
-        f"{show(mode)}. {hint}"
-    )
+    raise wrong(call, name, f"one of {', '.join(others)} and {last}", show(mode), hint)
 
 
 def check_bool(call: str, name: str, x: Any) -> bool:
     """`x` as a bool, or a TypeError that names `call`."""
     if not isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{call}: {name} must be True or False, got {show(x)}.")
+        raise wrong_type(call, name, "True or False", show(x))
     return bool(x)
 
 
@@ -326,9 +353,12 @@ def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> ja
             return given.reshape(())
     else:
         found = show(key)
-    raise TypeError(
-        f"{call}: {name} must be one PRNG key{' or an int' if from_int else ''}, for "
-        f"example jax.random.key(0), got {found}."
+    raise wrong_type(
+        call,
+        name,
+        f"one PRNG key{' or an int' if from_int else ''}, for example "
+        "jax.random.key(0)",
+        found,
     )
 
 
@@ -366,19 +396,19 @@ def progress_reporter(
         is not installed; False for nothing; or a function, used as `report` itself.
       unit: of `done` and `total`, including the space: `" rows"`, or `"B"`.
       needs_tqdm: if true, a missing tqdm raises an ImportError.
-
-    `report` also shows its keyword arguments, like `loss="0.51"`.
     """
     if callable(progress):
         yield progress
         return
     if not isinstance(progress, bool):
-        raise TypeError(
-            f"{call}: progress must be True, False or a function of (done, total), got "
-            f"{progress!r}."
+        raise wrong_type(
+            call,
+            "progress",
+            "True, False or a function of (done, total)",
+            f"{progress!r}",
         )
     if not progress:
-        yield lambda done, total, **shown: None
+        yield lambda done, total: None
         return
     try:
         from tqdm import tqdm
@@ -393,13 +423,11 @@ def progress_reporter(
     with contextlib.ExitStack() as stack:
         bar: Any = None
 
-        def report(done: float, total: float | None, **shown: str) -> None:
+        def report(done: float, total: float | None) -> None:
             nonlocal bar
             if bar is None:  # `total` is only known now
                 options = {"unit": unit, "unit_scale": True, "dynamic_ncols": True}
                 bar = stack.enter_context(tqdm(desc=call, total=total, **options))
-            if shown:
-                bar.set_postfix(shown, refresh=False)
             bar.update(int(done) - bar.n)
 
         yield report
@@ -408,7 +436,7 @@ def progress_reporter(
 def _progress_lines(call: str, unit: str) -> Callable[..., None]:
     began = last = time.perf_counter()
 
-    def report(done: float, total: float | None, **shown: str) -> None:
+    def report(done: float, total: float | None) -> None:
         nonlocal last
         now = time.perf_counter()
         if now - last > 2.0 or (total is not None and done >= total):
@@ -417,7 +445,6 @@ def _progress_lines(call: str, unit: str) -> Callable[..., None]:
             if total is not None:
                 share = f"{done / total if total else 1:4.0%}"
             rate = f"{done / max(now - began, 1e-9):,.0f}{unit}/s"
-            text = "  ".join([share, *(f"{k} {v}" for k, v in shown.items()), rate])
-            print(f"{call}: {text}" if call else text, file=sys.stderr, flush=True)
+            print(f"{call}: {share}  {rate}", file=sys.stderr, flush=True)
 
     return report

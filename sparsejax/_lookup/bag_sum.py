@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax._lookup.lowerings import cpu, cuda, native, xla
+from sparsejax._lookup.lowerings import cpu, cuda, xla
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing, quantized
 from sparsejax._rows.quantized import QuantizedTable
@@ -226,7 +226,6 @@ bag_sum_p = _compat.multilinear_primitive(
     {"cpu": cpu.bag_sum},
     {0: _table_transpose, 2: _weights_transpose, 3: _weights_transpose},
     _batch,
-    native=native.bag_sum,
 )
 
 # What a bag adds to each of its rows: the transpose of `bag_sum`.

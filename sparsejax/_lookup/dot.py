@@ -18,9 +18,10 @@ from sparsejax._arguments import ArrayLike, CSRLike
 from sparsejax._lookup import lookup
 from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
 from sparsejax._rows import (
-    QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
     reduce_row_table,
@@ -33,7 +34,7 @@ _CALL = "sparsejax.dot"
 
 def dot(
     csr: CSRLike,
-    dense: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    dense: ArrayLike | Table,
     *,
     transpose: bool = False,
     num_columns: int | None = None,
@@ -90,15 +91,7 @@ def dot(
     csr, num_columns = _as_csr(csr, num_columns)
     index, value = _elements(csr)
     segment_ids = csr.segment_ids
-    dense = dense if isinstance(dense, RowTable) else _arguments.as_array(dense)
-    if not isinstance(dense, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
-        raise TypeError(
-            f"{_CALL}: dense must be a JAX or NumPy array, a SelectedRows or a "
-            f"QuantizedTable, got {_arguments.kind_of(dense)}."
-        )
-    if dense.ndim == 0:
-        raise ValueError(f"{_CALL}: dense must have at least one axis, got a scalar.")
-    lookup.check_not_stacked(_CALL, "dense", dense)
+    dense = as_table(_CALL, dense, "dense")
     if transpose and num_columns is None:
         raise ValueError(
             f"{_CALL}: transpose=True needs the number of columns, which a "
@@ -111,9 +104,11 @@ def dot(
     rows, columns = reversed(shape) if transpose else shape
     if dense.shape[0] != columns:
         mark = ".T" if transpose else ""
-        raise ValueError(
-            f"{_CALL}: the first axis of dense must be {columns}, since csr{mark} is "
-            f"[{rows}, {columns}], got shape {dense.shape}."
+        raise _arguments.wrong(
+            _CALL,
+            "the first axis of dense",
+            f"{columns}, since csr{mark} is [{rows}, {columns}]",
+            f"shape {dense.shape}",
         )
 
     index = _arguments.as_ids(_CALL, index, shape[1], "csr's index")
@@ -170,11 +165,14 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
         found = _arguments.kind_of(csr)
         if known:
             found += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
-        raise TypeError(
-            f"{_CALL}: csr must be a SegmentTensor with values {{'index', 'value'}}, "
-            f"a scipy CSR matrix or a BCSR, got {found}. Use "
-            "SegmentTensor.from_csr(indptr, indices, data), or .tocsr() for scipy's "
-            "other formats."
+        raise _arguments.wrong_type(
+            _CALL,
+            "csr",
+            "a SegmentTensor with values {'index', 'value'}, a scipy CSR matrix or a "
+            "BCSR",
+            found,
+            "Use SegmentTensor.from_csr(indptr, indices, data), or .tocsr() for "
+            "scipy's other formats.",
         )
     if num_columns is not None and num_columns != csr.shape[1]:
         raise ValueError(
@@ -190,14 +188,19 @@ def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array]:
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         is_dict = isinstance(values, dict)
         found = f"a dict of {sorted(values)}" if is_dict else _arguments.kind_of(values)
-        raise TypeError(
-            f"{_CALL}: csr's values must be {{'index': int[n], 'value': dtype[n]}}, "
-            f"got {found}. If every id has weight one, use value=jnp.ones(n)."
+        raise _arguments.wrong_type(
+            _CALL,
+            "csr's values",
+            "{'index': int[n], 'value': dtype[n]}",
+            found,
+            "If every id has weight one, use value=jnp.ones(n).",
         )
     index, value = values["index"], jnp.asarray(values["value"])
     if value.ndim != 1 or jnp.shape(index) != value.shape:
-        raise ValueError(
-            f"{_CALL}: csr's values must be {{'index': int[n], 'value': dtype[n]}}, "
-            f"got shapes {jnp.shape(index)} and {value.shape}."
+        raise _arguments.wrong(
+            _CALL,
+            "csr's values",
+            "{'index': int[n], 'value': dtype[n]}",
+            f"shapes {jnp.shape(index)} and {value.shape}",
         )
     return index, value

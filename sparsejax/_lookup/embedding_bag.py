@@ -2,8 +2,7 @@
 
 `sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and a divisor computed from
 the weights alone, so the rows read are never an array in the program. The other
-combiners, tables that are SelectedRows or `sparsejax.experimental.sparse_table`, and
-`max_norm` read the rows first.
+combiners, tables that are SelectedRows, and `max_norm` read the rows first.
 
 Skipped elements (padding, and those in no bag) are ignored by every combiner: in sums,
 in counts and in maxima.
@@ -25,9 +24,10 @@ from sparsejax._rows import (
     QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
-    is_sparse_table,
     reduce_row_table,
 )
 from sparsejax._segments import SegmentTensor
@@ -45,7 +45,7 @@ _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
 
 def embedding_bag(
-    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    table: ArrayLike | Table,
     ids: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
@@ -123,11 +123,10 @@ def embedding_bag(
       Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
       TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
-    table = lookup.as_readable(_CALL, table)
+    table = as_table(_CALL, table)
     if table.dtype == jnp.bool_:
-        raise TypeError(
-            f"{_CALL}: table must be numeric, got bool. Cast it with "
-            ".astype(jnp.int32)."
+        raise _arguments.wrong_type(
+            _CALL, "table", "numeric", "bool", "Cast it with .astype(jnp.int32)."
         )
     lookup.check_order(_CALL, table, ids)
     mode = lookup.check_mode(_CALL, mode)
@@ -148,7 +147,7 @@ def embedding_bag(
             return reduce_row_table(table, _CALL, ids, skip, w, pair, **how)
         bags = _Bags(ids, skip, w, segments)
         fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
-        fuses &= max_norm is None and not is_sparse_table(table)
+        fuses &= max_norm is None
         if fuses and not isinstance(table, SelectedRows):
             total = _fused_sum(table, bags, mode)
             return _divide(total, bags, combiner).astype(table.dtype)
@@ -159,21 +158,27 @@ def embedding_bag(
 
     if isinstance(ids, SegmentTensor):
         if not hasattr(ids.values, "dtype"):
-            raise TypeError(
-                f"{_CALL}: the values of the SegmentTensor must be one array of ids, "
-                f"got {_arguments.kind_of(ids.values)}. Pass one of its arrays as "
-                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). "
-                "If its values are a SegmentTensor, pass embedding_bag(table, "
-                "st.values), which has one bag per inner segment."
+            raise _arguments.wrong_type(
+                _CALL,
+                "the values of the SegmentTensor",
+                "one array of ids",
+                _arguments.kind_of(ids.values),
+                "Pass one of its arrays as SegmentTensor(st.values['ids'], "
+                "st.segment_ids, st.num_segments). If its values are a SegmentTensor, "
+                "pass embedding_bag(table, st.values), which has one bag per inner "
+                "segment.",
             )
     else:
         if isinstance(ids, (list, tuple)):
             lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
             if len(lengths) > 1:
-                raise TypeError(
-                    f"{_CALL}: ids must be an array, got lists of different lengths. "
+                raise _arguments.wrong_type(
+                    _CALL,
+                    "ids",
+                    "an array",
+                    "lists of different lengths",
                     "Convert them: embedding_bag(table, "
-                    "SegmentTensor.from_lists(ids))."
+                    "SegmentTensor.from_lists(ids)).",
                 )
         ids = _arguments.as_integers(_CALL, ids)
         if segment_ids is None or ids.ndim != 1:
@@ -234,10 +239,12 @@ def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
 def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
     if combiner not in _COMBINERS:
         known = ", ".join(map(repr, _COMBINERS))
-        raise ValueError(
-            f"{_CALL}: combiner must be one of {known}, got "
-            f"{_arguments.show(combiner)}. 'none' returns the rows without reducing "
-            "them."
+        raise _arguments.wrong(
+            _CALL,
+            "combiner",
+            f"one of {known}",
+            _arguments.show(combiner),
+            "'none' returns the rows without reducing them.",
         )
     if weights is not None and combiner not in _SUMS:
         raise ValueError(
@@ -256,9 +263,12 @@ def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
     """`weights` in the shape of `ids`, in the accumulator dtype for `dtype`."""
     if isinstance(weights, SegmentTensor):
-        raise TypeError(
-            f"{_CALL}: weights must be an array, got a SegmentTensor. Pass "
-            "weights.values, one number per id."
+        raise _arguments.wrong_type(
+            _CALL,
+            "weights",
+            "an array",
+            "a SegmentTensor",
+            "Pass weights.values, one number per id.",
         )
     weights = _arguments.to_array(_CALL, weights, "weights")
     if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
@@ -270,9 +280,12 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
         )
     real = jnp.issubdtype(weights.dtype, jnp.floating)
     if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
-        raise TypeError(
-            f"{_CALL}: weights must be real numbers, got {weights.dtype}. Cast them "
-            "with .astype(jnp.float32)."
+        raise _arguments.wrong_type(
+            _CALL,
+            "weights",
+            "real numbers",
+            f"{weights.dtype}",
+            "Cast them with .astype(jnp.float32).",
         )
     return weights.astype(indexing.float_accumulator_dtype(dtype))
 

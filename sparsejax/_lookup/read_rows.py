@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments, _compat
-from sparsejax._lookup.lowerings import cpu, native, xla
+from sparsejax._lookup.lowerings import cpu, xla
 
 
 read_rows_p = _compat.linear_primitive(
@@ -12,7 +12,6 @@ read_rows_p = _compat.linear_primitive(
     xla.read_rows,
     {"cpu": cpu.read_rows},
     lambda table, ids: [(ids.shape + table.shape[1:], table.dtype)],
-    native=native.read_rows,
 )
 
 

@@ -18,8 +18,7 @@ from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
-from sparsejax._lookup import lookup
-from sparsejax._rows import QuantizedTable, SelectedRows, indexing, is_quantized
+from sparsejax._rows import RowTable, check_whole, indexing, tables
 from sparsejax._segments import SegmentTensor
 
 
@@ -70,10 +69,10 @@ def top_k(
       fewer than k rows are left, scores of -inf with id -1.
 
     Raises:
-      TypeError: `table` or `queries` is not an array of floats, or ids are not
-        integers.
-      ValueError: shapes do not match, `k` or `chunk_size` is not a positive int, `k` is
-        above V, or `score` is unknown.
+      TypeError: `table` or `queries` is not an array of floats, ids are not integers,
+        or `k` or `chunk_size` is not a static int.
+      ValueError: shapes do not match, `k` or `chunk_size` is not positive, `k` is above
+        V, or `score` is unknown.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -100,21 +99,11 @@ def top_k(
 
 def as_table(call: str, table: Any) -> jax.Array:
     """`table` as an array of floats; raises for anything else."""
-    is_other = isinstance(table, (SelectedRows, QuantizedTable))
-    if is_other or hasattr(table, "rows_per_shard"):
-        way_out = "Pass the whole table."
-        if is_quantized(table):
-            way_out = "It reads every row: pass the table.dequantize()."
-        elif not is_other:
-            way_out = "Use sparsejax.parallel.top_k for a ShardedTable."
-        raise TypeError(
-            f"{call}: table must be an array, got {_arguments.kind_of(table)}. "
-            f"{way_out}"
-        )
-    table = lookup.as_table(call, table)
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"{call}: table must be floats, got {table.dtype}.")
-    return table
+    fix = ""
+    if isinstance(table, RowTable):
+        fix = "Use sparsejax.parallel.top_k for a ShardedTable."
+    check_whole(call, "table", table, "a search", fix)
+    return _arguments.as_floats(call, tables.as_table(call, table), "table")
 
 
 class Search:
@@ -144,22 +133,23 @@ class Search:
                 f"{call}: k={self.k} is above the number of rows of the table, "
                 f"{self.height}."
             )
-        queries = _arguments.to_array(call, queries, "queries", "an array of floats")
-        if not jnp.issubdtype(queries.dtype, jnp.floating):
-            raise TypeError(
-                f"{call}: queries must be floats, got {queries.dtype} of shape "
-                f"{queries.shape}. To search with ids, look them up first."
-            )
+        fix = "To search with ids, look them up first."
+        queries = _arguments.as_floats(call, queries, "queries", fix)
         is_own = callable(score)
         if not is_own and (len(shape) != 2 or queries.shape[-1:] != shape[1:]):
-            raise ValueError(
-                f"{call}: table must be [V, D] and queries [..., D], got shapes "
-                f"{shape} and {queries.shape}."
+            raise _arguments.wrong(
+                call,
+                "table",
+                "[V, D] and queries [..., D]",
+                f"shapes {shape} and {queries.shape}",
             )
         if not is_own and score not in _SCORES:
-            raise ValueError(
-                f"{call}: score must be one of {', '.join(map(repr, _SCORES))} or a "
-                f"function of (queries, rows), got {_arguments.show(score)}."
+            raise _arguments.wrong(
+                call,
+                "score",
+                f"one of {', '.join(map(repr, _SCORES))} or a function of (queries, "
+                "rows)",
+                _arguments.show(score),
             )
         self.score = score if is_own else _SCORES[score](precision)
         self.lead = queries.shape[:-1]
@@ -264,9 +254,11 @@ class Search:
     def _check_bias(self, bias: Any) -> jax.Array:
         bias = _arguments.to_array(self.call, bias, "bias", "an array of floats")
         if bias.shape not in ((self.height,), (self.height, 1)):
-            raise ValueError(
-                f"{self.call}: bias must be [V] or [V, 1] with the V = {self.height} "
-                f"rows of table, got shape {bias.shape}."
+            raise _arguments.wrong(
+                self.call,
+                "bias",
+                f"[V] or [V, 1] with the V = {self.height} rows of table",
+                f"shape {bias.shape}",
             )
         return lax.stop_gradient(bias.reshape(self.height, 1))
 
@@ -284,17 +276,21 @@ class Search:
             # What is in no segment is excluded nowhere.
             return jnp.where(query < 0, np.int32(size), query), ids
         if _is_ragged(exclude):
-            raise TypeError(
-                f"{call}: exclude must be an array or a SegmentTensor, got sets, or "
-                "lists of several lengths. Pass "
-                "SegmentTensor.from_lists([list(ids) for ids in exclude])."
+            raise _arguments.wrong_type(
+                call,
+                "exclude",
+                "an array or a SegmentTensor",
+                "sets, or lists of several lengths",
+                "Pass SegmentTensor.from_lists([list(ids) for ids in exclude]).",
             )
         ids = _arguments.as_ids(call, exclude, self.height, "exclude")
         if ids.ndim != 1 and ids.shape[:-1] != self.lead or not ids.ndim:
-            raise ValueError(
-                f"{call}: exclude must be [E], or [..., E] with the axes {self.lead} "
-                f"of queries, got shape {ids.shape}. Pad with -1, or pass a "
-                "SegmentTensor."
+            raise _arguments.wrong(
+                call,
+                "exclude",
+                f"[E], or [..., E] with the axes {self.lead} of queries",
+                f"shape {ids.shape}",
+                "Pad with -1, or pass a SegmentTensor.",
             )
         ids = jnp.broadcast_to(ids, (*self.lead, ids.shape[-1])).reshape(-1)
         each = ids.size // max(size, 1)

@@ -60,7 +60,7 @@ def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.
     call = "sparsejax.lengths_to_segment_ids"
     lengths = as_lengths(call, lengths)
     if total is not None:
-        total = _arguments.static_int(call, "total", total, not_an_int=TypeError)
+        total = _arguments.static_int(call, "total", total)
     if isinstance(lengths, np.ndarray):
         need = int(lengths.sum())
         if total is not None and total < need:
@@ -255,9 +255,12 @@ def as_lengths(call: str, lengths: Any) -> Any:
     lengths = _as_vector(call, lengths, "lengths", "K")
     if isinstance(lengths, np.ndarray) and lengths.min(initial=0) < 0:
         at = int(np.argmax(lengths < 0))
-        raise ValueError(
-            f"{call}: lengths must be non-negative, got {lengths[at]} for segment {at}."
-            " An empty segment has length 0."
+        raise _arguments.wrong(
+            call,
+            "lengths",
+            "non-negative",
+            f"{lengths[at]} for segment {at}",
+            "An empty segment has length 0.",
         )
     return lengths
 
@@ -282,13 +285,6 @@ def as_offsets(call: str, offsets: Any, *, from_zero: bool = True) -> Any:
             "Offsets are 0, then the cumulative lengths.",
         )
     return offsets
-
-
-def as_num_segments(call: str, num_segments: Any) -> int:
-    """`num_segments` as an int, or an error that names `call`."""
-    return _arguments.static_int(
-        call, "num_segments", num_segments, not_an_int=TypeError
-    )
 
 
 def as_segment_ids(call: str, segment_ids: Any, num_segments: int) -> Any:
@@ -349,7 +345,7 @@ def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, 
                 "needs a static size. Pass num_segments, a static int."
             )
         return ids, int(ids.max(initial=-1)) + 1
-    num_segments = as_num_segments(call, num_segments)
+    num_segments = _arguments.static_int(call, "num_segments", num_segments)
     # 64-bit ids would wrap where JAX indexes with 32 bits.
     return ids if known else _arguments.as_ids(call, ids, num_segments), num_segments
 

@@ -64,9 +64,12 @@ def as_array(call: str, x: Any, name: str) -> jax.Array | np.ndarray:
     if x is not None and x.dtype == object:  # strings, or integers of over 64 bits
         x, found = None, "an array of Python objects"
     if x is None:
-        raise TypeError(
-            f"{call}: {name} must be an array of numbers, got {found}. For lists of "
-            "unequal lengths use SegmentTensor.from_lists."
+        raise _arguments.wrong_type(
+            call,
+            name,
+            "an array of numbers",
+            found,
+            "For lists of unequal lengths use SegmentTensor.from_lists.",
         )
     if x.ndim == 0:
         raise ValueError(
@@ -107,9 +110,8 @@ def check_count(call: str, values: Any, want: Any = None, other: str = "") -> in
                 "of a nested SegmentTensor are its segments."
             )
     if want is None:
-        raise ValueError(
-            f"{call}: values must be an array [n, ...] or a pytree of such arrays, got "
-            "no array."
+        raise _arguments.wrong(
+            call, "values", "an array [n, ...] or a pytree of such arrays", "no array"
         )
     return want
 

@@ -79,10 +79,13 @@ def _mixed(call: str, items: list) -> TypeError:
 def _read_maps(call: str, maps: list, dtype: Any) -> Level:
     for kind in set(map(type, itertools.chain.from_iterable(maps))):
         if not issubclass(kind, (int, np.integer)) or kind is bool:
-            raise TypeError(
-                f"{call}: the keys of a map must be integers, got {kind.__name__}. For "
-                "elements with several values, pass a dict of nested lists, not a list "
-                "of dicts."
+            raise _arguments.wrong_type(
+                call,
+                "the keys of a map",
+                "integers",
+                f"{kind.__name__}",
+                "For elements with several values, pass a dict of nested lists, not a "
+                "list of dicts.",
             )
     keys = read(call, [list(m) for m in maps], None)
     of_keys = read(call, [list(m.values()) for m in maps], dtype)
@@ -125,9 +128,12 @@ def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
     except (TypeError, ValueError, OverflowError, jax.errors.JAXTypeError):
         x = np.zeros((), object)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)):
-        raise TypeError(
-            f"{call}: elements must be concrete numbers of at most 64 bits, got "
-            f"{_type_names(items)}. Inside jit, use from_lengths."
+        raise _arguments.wrong_type(
+            call,
+            "elements",
+            "concrete numbers of at most 64 bits",
+            _type_names(items),
+            "Inside jit, use from_lengths.",
         )
     if dtype is not None:
         x = _cast(call, x, np.dtype(dtype))

@@ -40,8 +40,9 @@ def pack_segments(
       values.
 
     Raises:
-      TypeError: `st` is not a SegmentTensor, or its values contain one.
-      ValueError: `max_length` is not a static, non-negative int.
+      TypeError: `st` is not a SegmentTensor, or its values contain one; `max_length` is
+        not a static int.
+      ValueError: `max_length` is negative.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -60,9 +61,12 @@ def pack_segments(
       Caffe2, `PackSegments` (`max_length`, `return_presence_mask`).
     """
     if not isinstance(st, SegmentTensor):
-        raise TypeError(
-            f"{_PACK}: st must be a SegmentTensor, got {_arguments.kind_of(st)}. Make "
-            "one with SegmentTensor.from_lengths(data, lengths)."
+        raise _arguments.wrong_type(
+            _PACK,
+            "st",
+            "a SegmentTensor",
+            _arguments.kind_of(st),
+            "Make one with SegmentTensor.from_lengths(data, lengths).",
         )
     if any(
         elements.is_nested(leaf) for _, leaf in elements.leaves_with_path(st.values)
@@ -118,10 +122,11 @@ def unpack_segments(padded: PyTree, lengths: ArrayLike) -> SegmentTensor:
     padded = jax.tree.map(as_array, padded, is_leaf=is_list)
     shapes = {x.shape[:2] for x in jax.tree.leaves(padded)}
     if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):
-        raise ValueError(
-            f"{_UNPACK}: padded must be an array [S, L, ...], or a tree of such arrays "
-            "with equal S and L, got shapes "
-            f"{[x.shape for x in jax.tree.leaves(padded)]}."
+        raise _arguments.wrong(
+            _UNPACK,
+            "padded",
+            "an array [S, L, ...], or a tree of such arrays with equal S and L",
+            f"shapes {[x.shape for x in jax.tree.leaves(padded)]}",
         )
     ((rows, width),) = shapes
     lengths = _arguments.as_integers(_UNPACK, lengths, "lengths")

@@ -99,7 +99,7 @@ class SegmentTensor:
         # Only users call this: pytree code goes through `tree_unflatten`, whose
         # children may be tracers, ShapeDtypeStructs or placeholders.
         call = "SegmentTensor"
-        num_segments = conversions.as_num_segments(call, num_segments)
+        num_segments = _arguments.static_int(call, "num_segments", num_segments)
         ids = conversions.as_segment_ids(call, segment_ids, num_segments)
         if is_sorted:
             way_out = "Leave is_sorted out, or sort them first."
@@ -341,10 +341,12 @@ class SegmentTensor:
         if multi_hot.ndim != 2 or not (
             hot or jnp.issubdtype(multi_hot.dtype, jnp.integer)
         ):
-            raise ValueError(
-                f"{call}: multi_hot must be integers or booleans [S, V] (the count of "
-                f"each id), got {multi_hot.dtype} of shape {multi_hot.shape}. For ids "
-                "with weights use from_csr."
+            raise _arguments.wrong(
+                call,
+                "multi_hot",
+                "integers or booleans [S, V] (the count of each id)",
+                f"{multi_hot.dtype} of shape {multi_hot.shape}",
+                "For ids with weights use from_csr.",
             )
         if not hot and not conversions.is_known(multi_hot):
             raise ValueError(
@@ -353,9 +355,12 @@ class SegmentTensor:
                 "booleans, multi_hot > 0."
             )
         if not hot and np.asarray(multi_hot).min(initial=0) < 0:
-            raise ValueError(
-                f"{call}: multi_hot must be non-negative counts, got {multi_hot.min()}."
-                " For a mask use multi_hot > 0."
+            raise _arguments.wrong(
+                call,
+                "multi_hot",
+                "non-negative counts",
+                f"{multi_hot.min()}",
+                "For a mask use multi_hot > 0.",
             )
         counts = multi_hot.reshape(-1)
         positions, count = _positions(call, counts, capacity)
@@ -456,9 +461,12 @@ class SegmentTensor:
                 raise TypeError(f"{call}: got both a matrix and indices. {forms}")
             name = getattr(indptr, "format", "csr")
             if name != "csr":  # scipy's CSC and BSR have attributes of the same names
-                raise ValueError(
-                    f"{call}: the matrix must be in CSR format, got {name.upper()}. "
-                    "Convert it with .tocsr()."
+                raise _arguments.wrong(
+                    call,
+                    "the matrix",
+                    "in CSR format",
+                    f"{name.upper()}",
+                    "Convert it with .tocsr().",
                 )
             indices, data = pointers.indices, pointers.data
             pointers = pointers.indptr
@@ -666,13 +674,16 @@ class SegmentTensor:
           Caffe2, sparse tensor, `SegmentOneHot`.
         """
         call = "SegmentTensor.to_multi_hot"
-        num_ids = _arguments.static_int(call, "num_ids", num_ids, not_an_int=TypeError)
+        num_ids = _arguments.static_int(call, "num_ids", num_ids)
         values = self.values
         if not isinstance(values, (jax.Array, np.ndarray)) or values.ndim != 1:
-            raise TypeError(
-                f"{call}: values must be one array of integer ids [n], got {self!r}. "
-                "Make a SegmentTensor of only the ids: from_segment_ids("
-                "st.values['ids'], st.segment_ids, st.num_segments)."
+            raise _arguments.wrong_type(
+                call,
+                "values",
+                "one array of integer ids [n]",
+                f"{self!r}",
+                "Make a SegmentTensor of only the ids: "
+                "from_segment_ids(st.values['ids'], st.segment_ids, st.num_segments).",
             )
         ids = _arguments.as_ids(call, values, num_ids, "values")
         counts = jnp.zeros((self.num_segments, num_ids), jnp.int32)
@@ -731,7 +742,7 @@ def _as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
         sizes = (sizes,)
     hint = " For nested segments pass one int or None per level, outermost first."
     return tuple(
-        x if x is None else _arguments.static_int(call, name, x, 0, hint, TypeError)
+        x if x is None else _arguments.static_int(call, name, x, 0, hint)
         for x in sizes or (None,)
     )
 

@@ -43,9 +43,9 @@ def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
       `inverse` is `size`, which is out of range.
 
     Raises:
-      TypeError: `ids` are not integers.
-      ValueError: `size` is not a static, non-negative int; or 64-bit ids do not
-        fit in 32 bits and `jax_enable_x64` is not set.
+      TypeError: `ids` are not integers, or `size` is not a static int.
+      ValueError: `size` is negative, or 64-bit ids do not fit in 32 bits and
+        `jax_enable_x64` is not set.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -87,9 +87,9 @@ def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
       `jnp.zeros_like(x).at[position].set(x)` restores the original order.
 
     Raises:
-      TypeError: `ids` are not integers.
-      ValueError: `num_parts` is not a static, positive int; or 64-bit ids do not fit
-        in 32 bits and `jax_enable_x64` is not set.
+      TypeError: `ids` are not integers, or `num_parts` is not a static int.
+      ValueError: `num_parts` is not positive, or 64-bit ids do not fit in 32 bits and
+        `jax_enable_x64` is not set.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj

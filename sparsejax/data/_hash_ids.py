@@ -101,7 +101,6 @@ class HashIds:
             "column",
             column,
             hint=" HashIds knows columns by their place.",
-            not_an_int=TypeError,
         )
         sizes = self.num_buckets
         if not isinstance(sizes, (int, np.integer)) and column >= len(sizes):

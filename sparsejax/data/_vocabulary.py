@@ -570,7 +570,6 @@ class Vocabulary:
             "column",
             column,
             hint=" It is a column's name, or its place from 0.",
-            not_an_int=TypeError,
         )
         if place >= len(self.words):
             raise IndexError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,8 +50,9 @@ def in_batch_softmax_loss(
       `[B]`, one loss per query, at least float32.
 
     Raises:
-      TypeError: vectors are not floats, ids not integers, or `where` not booleans.
-      ValueError: shapes do not match, or `num_hard_negatives` is not a positive int.
+      TypeError: vectors are not floats, ids not integers, `where` not booleans, or
+        `num_hard_negatives` is not an int.
+      ValueError: shapes do not match, or `num_hard_negatives` is not positive.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -70,8 +69,8 @@ def in_batch_softmax_loss(
       Recommendations"; Yang et al., 2020, "Mixed Negative Sampling"; TensorFlow
       Recommenders, `tfrs.tasks.Retrieval`.
     """
-    queries = _scores.as_floats(_CALL, queries, "queries")
-    candidates = _scores.as_floats(_CALL, candidates, "candidates")
+    queries = _arguments.as_floats(_CALL, queries, "queries")
+    candidates = _arguments.as_floats(_CALL, candidates, "candidates")
     is_matrix = queries.ndim == 2 and candidates.ndim == 2
     if not is_matrix or queries.shape[1] != candidates.shape[1]:
         raise ValueError(
@@ -85,9 +84,12 @@ def in_batch_softmax_loss(
             f"{count} candidates. Row i of candidates belongs to row i of queries."
         )
     scores = _scores.products("bd,cd->bc", queries, candidates)
-    scores /= _scalar(temperature, scores.dtype)
+    if isinstance(temperature, (int, float, np.number)) and not temperature > 0:
+        found = _arguments.show(temperature)
+        raise _arguments.wrong(_CALL, "temperature", "positive", found)
+    scores /= _scores.as_scalar(_CALL, temperature, "temperature", scores.dtype)
     if log_q is not None:
-        log_q = _scores.as_floats(_CALL, log_q, "log_q")
+        log_q = _arguments.as_floats(_CALL, log_q, "log_q")
         scores -= _of_candidates("log_q", log_q, count).astype(scores.dtype)[None]
 
     own = jnp.eye(size, count, dtype=bool)
@@ -117,16 +119,3 @@ def _of_candidates(name: str, x: jax.Array, count: int) -> jax.Array:
             f"{x.shape}."
         )
     return x
-
-
-def _scalar(temperature: Any, dtype: Any) -> jax.Array:
-    is_number = isinstance(temperature, (int, float, np.number))
-    if is_number and temperature > 0:
-        return jnp.asarray(temperature, dtype)
-    found = _arguments.as_array(temperature)
-    if is_number or not isinstance(found, jax.Array) or found.ndim:
-        raise ValueError(
-            f"{_CALL}: temperature must be a positive number or a scalar array, got "
-            f"{_arguments.show(temperature)}."
-        )
-    return found.astype(dtype)

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Scalar
@@ -164,8 +163,8 @@ class _Pairs:
     """Checked scores: `positive` `[..., 1]`, `negative` `[..., n]`, `where` like it."""
 
     def __init__(self, call: str, positive: Any, negative: Any, where: Any):
-        positive = _scores.as_floats(call, positive, "positive_scores")
-        negative = _scores.as_floats(call, negative, "negative_scores")
+        positive = _arguments.as_floats(call, positive, "positive_scores")
+        negative = _arguments.as_floats(call, negative, "negative_scores")
         lead = positive.shape
         if negative.shape != lead and negative.shape[:-1] != lead:
             raise ValueError(
@@ -184,14 +183,7 @@ class _Pairs:
 
     def scalar(self, name: str, x: Any) -> jax.Array:
         """`x` as a scalar of the dtype of the scores."""
-        found = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
-        found = _arguments.as_array(found)
-        if not isinstance(found, jax.Array) or found.ndim:
-            raise ValueError(
-                f"{self.call}: {name} must be a number or a scalar array, got "
-                f"{_arguments.show(x)}."
-            )
-        return found.astype(self.negative.dtype)
+        return _scores.as_scalar(self.call, x, name, self.negative.dtype)
 
     def mean(self, losses: jax.Array) -> jax.Array:
         """The mean over the negatives that count; 0 if there are none."""

@@ -10,20 +10,18 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import Table, as_table
 from sparsejax.losses import _scores
 from sparsejax.losses._negatives import NegativeSampler, NegativeSamples
-from sparsejax.parallel import lookup as sharded_lookup
-from sparsejax.parallel._over_devices import TableOverDevices
 
 
 def sampled_softmax_loss(
-    table: ArrayLike | SelectedRows | TableOverDevices,
+    table: ArrayLike | Table,
     inputs: ArrayLike,
     labels: ArrayLike,
     negatives: NegativeSamples | ArrayLike,
     *,
-    bias: ArrayLike | SelectedRows | TableOverDevices | None = None,
+    bias: ArrayLike | Table | None = None,
     remove_accidental_hits: bool = True,
 ) -> jax.Array:
     """Softmax cross-entropy over the label and sampled negatives, for large tables.
@@ -40,7 +38,7 @@ def sampled_softmax_loss(
 
     Args:
       table: `[V, D]`, the vectors of all classes: an array, a SelectedRows of pulled
-        rows, or a ShardedTable of `sparsejax.parallel.shard_rows`.
+        rows, a QuantizedTable, or a ShardedTable of `sparsejax.parallel.shard_rows`.
       inputs: `[..., D]`, what the model makes of each example.
       labels: ints `[...]` or `[..., T]`. Out of range they give NaN.
       negatives: from `NegativeSampler.sample(key, shape, labels)`, either `[n]` for all
@@ -86,12 +84,12 @@ def sampled_softmax_loss(
 
 
 def nce_loss(
-    table: ArrayLike | SelectedRows | TableOverDevices,
+    table: ArrayLike | Table,
     inputs: ArrayLike,
     labels: ArrayLike,
     negatives: NegativeSamples | ArrayLike,
     *,
-    bias: ArrayLike | SelectedRows | TableOverDevices | None = None,
+    bias: ArrayLike | Table | None = None,
     remove_accidental_hits: bool = False,
 ) -> jax.Array:
     """Noise-contrastive estimation: a logistic loss of labels and sampled negatives.
@@ -160,7 +158,7 @@ def _scores_of(
 ) -> tuple[jax.Array, _Others]:
     """The scores s of labels, `[..., T]`, and of negatives."""
     table = _as_table(call, table, "table")
-    inputs = _scores.as_floats(call, inputs, "inputs")
+    inputs = _arguments.as_floats(call, inputs, "inputs")
     if table.ndim != 2 or inputs.ndim < 1 or inputs.shape[-1] != table.shape[1]:
         raise ValueError(
             f"{call}: table must be [V, D] and inputs [..., D], got shapes "
@@ -185,15 +183,17 @@ def _scores_of(
         labels = labels[..., None]
 
     # Two reads of one table: their rows become one SelectedRows.
-    right = _scores.products("...d,...td->...t", inputs, _read(table, labels))
+    right = _scores.products("...d,...td->...t", inputs, lookup.lookup(table, labels))
     # Shared negatives are one matrix for all examples.
     subscripts = "...d,nd->...n" if ids.ndim == 1 else "...d,...nd->...n"
-    others = _scores.products(subscripts, inputs, _read(table, ids, padding_id=-1))
+    others = _scores.products(
+        subscripts, inputs, lookup.lookup(table, ids, padding_id=-1)
+    )
     if bias is not None:
         bias = _check_bias(call, bias, height)
         flat = lambda x, ids: x.reshape(ids.shape).astype(right.dtype)
-        right += flat(_read(bias, labels), labels)
-        others += _like(flat(_read(bias, ids, padding_id=-1), ids), others)
+        right += flat(lookup.lookup(bias, labels), labels)
+        others += _like(flat(lookup.lookup(bias, ids, padding_id=-1), ids), others)
     if log_q is not None:
         right -= label_log_q.astype(right.dtype).reshape(right.shape)
         others -= _like(log_q.astype(others.dtype), others)
@@ -209,25 +209,10 @@ def _like(x: jax.Array, others: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, others.shape)
 
 
-def _read(table: Any, ids: jax.Array, padding_id: int | None = None) -> jax.Array:
-    if isinstance(table, TableOverDevices):
-        return sharded_lookup(table, ids, padding_id=padding_id)
-    return lookup.lookup(table, ids, padding_id=padding_id)
-
-
-def _as_table(call: str, table: Any, name: str) -> Any:
+def _as_table(call: str, table: Any, name: str) -> Table:
     """A table that can be read by rows of floats."""
-    if isinstance(table, TableOverDevices):
-        return table
-    table = _arguments.as_array(table)
-    if not isinstance(table, (jax.Array, SelectedRows)):
-        raise TypeError(
-            f"{call}: {name} must be an array, a SelectedRows or a ShardedTable, got "
-            f"{_arguments.kind_of(table)}. Pass the array of weights itself, as in "
-            "params['items']."
-        )
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"{call}: {name} must be floats, got {table.dtype}.")
+    table = as_table(call, table, name)
+    _arguments.check_floats(call, table, name)
     return table
 
 

@@ -1,23 +1,13 @@
-"""What the losses share: vectors and scores as arrays, and products of vectors."""
+"""Helpers of several losses: scalars, masks, and products of vectors."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-
-
-def as_floats(call: str, x: Any, name: str) -> jax.Array:
-    """`x` as a JAX array of floats, or a TypeError that names `call`."""
-    x = _arguments.to_array(call, x, name, "an array of floats")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"{call}: {name} must be floats, got {x.dtype} of shape {x.shape}. Cast "
-            "them with .astype(jnp.float32)."
-        )
-    return x
 
 
 def products(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -44,3 +34,13 @@ def as_mask(call: str, where: Any, shape: tuple[int, ...]) -> jax.Array | None:
             f"{call}: where must broadcast to {shape}, a boolean for each negative, "
             f"got shape {where.shape}."
         ) from None
+
+
+def as_scalar(call: str, x: Any, name: str, dtype: Any) -> jax.Array:
+    """`x`, a number or a scalar array, as a scalar of `dtype`."""
+    found = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
+    found = _arguments.as_array(found)
+    if not isinstance(found, jax.Array) or found.ndim:
+        want = "a number or a scalar array"
+        raise _arguments.wrong(call, name, want, _arguments.show(x))
+    return found.astype(dtype)

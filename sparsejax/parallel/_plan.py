@@ -1,37 +1,6 @@
-"""plan: what each layout of a table costs, in memory and on the wire; and applies it.
+"""plan: chooses a layout for each table of a model, and puts the tables there.
 
-With N devices, a table `[V, ...]` of rows of d bytes, n ids on each device and step,
-and U distinct ids among a device's n (n if unknown), a device holds
-
-    row-sharded         (d + s) ceil(V / N)     s: bytes of optimizer state a row
-    column-sharded      (d + s) V / N           state of another shape than the table
-    replicated          (d + s) V               is replicated
-
-and sends in a step, lookup and update together,
-
-    row-sharded         2 (N - 1) C (d + 4)
-    column-sharded      2 b d (N - 1) / N + 3 (N - 1) 4 n
-    replicated-sparse   (N - 1) U (d + 4)
-    replicated-dense    2 V d (N - 1) / N
-    table-wise          (G - 1 + G (m - 1)) b (4 L + 2 d)
-    hot-cold            2 (N - 1) C (d + 4) + 2 K (d + 1) (N - 1) / N
-
-Row-sharded: C is the capacity, the rows requested from one owner in one round; without
-skew it is slightly more than U / N. If the mesh has other axes than the table's, over
-which it is replicated r times, a batch is read in r N parts, and (r - 1) N C (d + 4)
-bytes more are sent, to sum the gradients of the replicas. Column-sharded: whole rows
-are sent in both directions, b of them, since a bag is one row by then; XLA gathers the
-ids for each of their three uses, unless they are replicated; each device reads all N n
-ids, in narrow rows. Replicated: ids and rows of the gradient go to all devices, or the
-dense gradient is all-reduced. Table-wise, for a stack of tables: whole tables on G
-groups of m devices, m = 1, or "table-row-wise" with a group for each place on the first
-mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
-each. A device holds the rows of its group's tables, divided by m. Hot-cold: K hot rows
-are on every device, C counts the others; `_choose_hot` chooses K.
-
-An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
-table that is read in several places sends what each of them sends.
-`sparsejax.parallel.wire_bytes` reports what a compiled step actually sends.
+`_costs` has the formulas, and `_plan_reads` finds what a step reads from each table.
 """
 
 from __future__ import annotations
@@ -48,50 +17,30 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
-from sparsejax.parallel._choose_hot import HotChoice, choose_hot
 from sparsejax.parallel._columns import shard_columns
+from sparsejax.parallel._costs import Cost, cost_table_wise, costs_of
 from sparsejax.parallel._exchange import Owners
-from sparsejax.parallel._hot_rows import replicate_hot_rows
-from sparsejax.parallel._lookup import measure_capacity
-from sparsejax.parallel._over_devices import TableOverDevices
+from sparsejax.parallel._layout import TableWise
 from sparsejax.parallel._plan_reads import Read, reads_in_loss
-from sparsejax.parallel._row_layout import RowLayout, TableWise, balance
+from sparsejax.parallel._read import measure_capacity
 from sparsejax.parallel._table import (
     ShardedTable,
     check_axis,
     check_has_devices,
     shard_rows,
 )
-from sparsejax.parallel._wire_bytes import format_table
 
 
 _CALL = "sparsejax.parallel.plan"
 _MARGIN = 1.1
-# Hot rows are judged by the sample that they were found in, and other batches differ:
-# they are recommended only if there they save a fifth.
-_HOT_SAVES = 0.8
 LAYOUTS = (
     "row-sharded",
     "column-sharded",
     "table-wise",
     "table-row-wise",
-    "hot-cold",
     "replicated-sparse",
     "replicated-dense",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The cost of a layout for each device.
-
-    Args:
-      memory: int, bytes of the table and its optimizer state.
-      wire: int, bytes sent in a step.
-    """
-
-    memory: int
-    wire: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +52,11 @@ class TablePlan:
       shape, dtype: of the table.
       ids: the number of ids per device and step.
       distinct: the most distinct ids of any device in the sample; `ids` without one.
-      capacity: for `sparsejax.parallel.lookup`, if row-sharded.
+      capacity: of the ShardedTable, if row-sharded.
       costs: by layout, without layouts that the shape does not allow.
       choice: the recommended layout, or the one that `layouts=` asked for.
       is_measured: whether duplicates and capacity were measured on a sample of ids.
       groups: for the layouts of a stack of tables, which devices have which table.
-      hot: for the layout "hot-cold", the ids of hot rows and the capacity for others.
     """
 
     name: str
@@ -121,7 +69,6 @@ class TablePlan:
     choice: str
     is_measured: bool = False
     groups: Mapping[str, TableWise] = dataclasses.field(default_factory=dict)
-    hot: HotChoice | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -209,27 +156,18 @@ class Plan:
         layout = "replicated" if table is None else table.choice
         if isinstance(leaf, tuple):  # a shape, of float32
             leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
-        if isinstance(leaf, TableOverDevices):
-            by_rows = isinstance(leaf, ShardedTable)
-            by_rows = by_rows and not isinstance(leaf.layout, TableWise)
-            if layout == "row-sharded" and by_rows:
+        if isinstance(leaf, ShardedTable):
+            if layout == "row-sharded" and not isinstance(leaf.layout, TableWise):
                 return leaf
             leaf = leaf.to_dense()
         if table is not None and layout in table.groups:
             by_table = table.groups[layout]
             return shard_rows(leaf, self.mesh, self.axis, layout=by_table)
-        if table is not None and table.hot and layout == "hot-cold":
-            capacity = math.ceil(_MARGIN * table.hot.capacity)
-            ids = table.hot.hot_ids
-            return replicate_hot_rows(
-                leaf, self.mesh, self.axis, ids, capacity=capacity
-            )
         if layout == "row-sharded":
-            sharded = shard_rows(leaf, self.mesh, self.axis)
-            if table is None or not table.is_measured:
-                return sharded
-            capacity = math.ceil(_MARGIN * table.capacity)
-            return dataclasses.replace(sharded, capacity=capacity)
+            capacity = None
+            if table is not None and table.is_measured:
+                capacity = math.ceil(_MARGIN * table.capacity)
+            return shard_rows(leaf, self.mesh, self.axis, capacity=capacity)
         if layout == "column-sharded":
             return shard_columns(leaf, self.mesh, self.axis)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -284,7 +222,7 @@ class Plan:
             for table in self.tables
         ]
         rows.append(("total", "", "", "", "", *cells(self.total)))
-        text = format_table([head, *rows], right=(2, 3, 5, 6, 7))
+        text = _arguments.show_table([head, *rows], right=(2, 3, 5, 6, 7))
         return "\n".join([text, self._last_lines()])
 
     def _last_lines(self) -> str:
@@ -307,7 +245,7 @@ class Plan:
             rows.append((table.name, _show_shape(table), *counts, *cells, table.choice))
         blank = [""] * (len(head) - 2)
         rows.append(("total", *blank, _show_cost(self.total)))
-        text = format_table([head, *rows], right=range(2, len(head) - 1))
+        text = _arguments.show_table([head, *rows], right=range(2, len(head) - 1))
         return "\n".join([text, self._last_lines()])
 
 
@@ -359,8 +297,8 @@ def plan(
         rows and uses in no other way, as `sparsejax.explain` shows them.
       layouts: by the name of a table, as the plan prints it, or the end of it, a layout
         to take in place of the recommended one: `"row-sharded"`, `"column-sharded"`,
-        `"table-wise"`, `"table-row-wise"`, `"hot-cold"`, `"replicated-sparse"` or
-        `"replicated-dense"`. Hot rows are found in a sample of ids.
+        `"table-wise"`, `"table-row-wise"`, `"replicated-sparse"` or
+        `"replicated-dense"`.
       stacks: for stacks of tables, the number of rows of each of their tables, by the
         name of the stack or the end of it: `EmbeddingCollection.heights()`. Only these
         can be sharded table by table, and what is counted is what the collection reads:
@@ -445,7 +383,7 @@ def plan(
 
 
 def _is_table(x: Any) -> bool:
-    if isinstance(x, TableOverDevices):
+    if isinstance(x, ShardedTable):
         return True
     return isinstance(x, tuple) and all(isinstance(n, int | np.integer) for n in x)
 
@@ -554,7 +492,7 @@ def _table_plan(
     outputs = math.ceil(sum(read.count / read.length for read in reads) / devices)
     replicas = owners.devices // devices
     sent = sum(slots) * (2 * (devices - 1) + (replicas - 1) * devices)
-    costs = _costs(spec, devices, here, outputs, distinct, sent, tx)
+    costs = costs_of(spec, devices, here, outputs, distinct, sent, tx)
     groups = {}
     is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
     if heights and is_float and all(read.length == int(read.length) for read in reads):
@@ -562,32 +500,18 @@ def _table_plan(
         for layout, count in sizes.items():
             if count < 2 or (layout == "table-row-wise" and count == devices):
                 continue
-            by_table, cost = _by_table(spec, heights, reads, devices, count, tx)
-            held = RowLayout(spec.shape[0], devices, by_table).per_shard
+            by_table, cost = cost_table_wise(spec, heights, reads, devices, count, tx)
+            held = by_table.per_shard(spec.shape[0], devices)
             if devices * held <= max(np.iinfo(np.int32).max, spec.shape[0]):
                 groups[layout], costs[layout] = by_table, cost
-    hot = None
-    if len(samples) == len(reads) and devices > 1:
-        row, id_bytes = _bytes_of(spec)
-        hot = choose_hot(table, samples, row, id_bytes=id_bytes)
-        if len(hot.hot_ids):
-            whole = costs["replicated-sparse"].memory
-            memory = len(hot.hot_ids) * whole // spec.shape[0]
-            memory += costs["row-sharded"].memory
-            costs["hot-cold"] = Cost(memory, hot.wire)
-
-    def order(layout):
-        wire = costs[layout].wire
-        return wire / (_HOT_SAVES if layout == "hot-cold" else 1), costs[layout].memory
-
-    choice = min(costs, key=order)
+    choice = min(costs, key=lambda name: (costs[name].wire, costs[name].memory))
     if devices == 1:
         choice = "replicated-sparse"
     dtype, measured = np.dtype(spec.dtype).name, capacity is not None
     shape = tuple(spec.shape)
     most = max(slots)
     return TablePlan(
-        name, shape, dtype, here, distinct, most, costs, choice, measured, groups, hot
+        name, shape, dtype, here, distinct, most, costs, choice, measured, groups
     )
 
 
@@ -614,96 +538,6 @@ def _most_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> 
     parts = [np.concatenate([part(s, k) for s in samples]) for k in range(devices)]
     kept = [part[(part >= 0) & (part < height)] for part in parts]
     return max(np.unique(part).size for part in kept)
-
-
-def _costs(
-    spec: jax.ShapeDtypeStruct,
-    devices: int,
-    ids: int,
-    outputs: int,
-    distinct: int,
-    sent: int,
-    tx: Any,
-) -> dict[str, Cost]:
-    """The formulas in the module docstring, in whole bytes; `sent` rows by rows."""
-    height, *content = spec.shape
-    row, id_bytes = _bytes_of(spec)
-    others = devices - 1
-    like, aside = _state_bytes(spec, tx)
-    whole = height * row + like + aside
-    rows = math.ceil(height / devices)
-    wires = {
-        "row-sharded": sent * (row + id_bytes),
-        "column-sharded": others * (3 * id_bytes * ids + 2 * outputs * row // devices),
-        "replicated-sparse": others * distinct * (row + id_bytes),
-        "replicated-dense": 2 * height * row * others // devices,
-    }
-    memory = {
-        "row-sharded": whole * rows // max(height, 1),
-        "column-sharded": (height * row + like) // devices + aside,
-        "replicated-sparse": whole,
-        "replicated-dense": whole,
-    }
-    if not content or content[-1] % devices:
-        del wires["column-sharded"]
-    return {layout: Cost(memory[layout], wire) for layout, wire in wires.items()}
-
-
-def _bytes_of(spec: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    """Bytes of a row, and of an id."""
-    row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
-    return row, 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8
-
-
-def _by_table(
-    spec: jax.ShapeDtypeStruct,
-    heights: tuple[int, ...],
-    reads: Sequence[Read],
-    devices: int,
-    num_groups: int,
-    tx: Any,
-) -> tuple[TableWise, Cost]:
-    """A stack with its tables in groups of devices, and what that costs."""
-    # By read and table the bags of a device. Of ids that are not known, equal shares.
-    starts = np.cumsum([0, *heights[:-1]])
-    bags = np.zeros((len(reads), len(heights)))
-    for k, read in enumerate(reads):
-        if read.ids is None:
-            bags[k] = read.count / read.length / len(heights)
-            continue
-        ids = read.ids.reshape(-1, int(read.length))
-        first = np.where((ids >= 0) & (ids < spec.shape[0]), ids, -1).max(axis=1)
-        table = np.searchsorted(starts, first[first >= 0], side="right") - 1
-        bags[k] = np.bincount(table, minlength=len(heights))
-    bags /= devices
-    row, id_bytes = _bytes_of(spec)
-    each = np.array([id_bytes * read.length + 2 * row for read in reads])
-    layout = balance(heights, (each @ bags).tolist(), num_groups)
-    most = np.zeros(len(reads))
-    for group in range(num_groups):
-        own = np.asarray(layout.groups) == group
-        most = np.maximum(most, bags[:, own].sum(axis=1))
-    members = devices // num_groups
-    hops = num_groups - 1 + (members - 1) * num_groups
-    like, aside = _state_bytes(spec, tx)
-    whole = spec.shape[0] * row + like + aside
-    rows = RowLayout(spec.shape[0], devices, layout).per_shard
-    memory = whole * rows // max(1, spec.shape[0])
-    return layout, Cost(memory, math.ceil(hops * (most @ each)))
-
-
-def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
-    """Bytes of optimizer state with the table's shape, and with other shapes."""
-    if tx is None:
-        return 0, 0
-    like = aside = 0
-    for leaf in jax.tree.leaves(jax.eval_shape(tx.init, spec)):
-        size = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-        if leaf.shape == spec.shape:
-            like += size
-        elif leaf.shape[:1] == spec.shape[:1]:
-            aside += size
-    return like, aside
 
 
 # ------------------------------------------------------------------ all tables
@@ -748,10 +582,6 @@ def _why(layout: str, table: TablePlan) -> str:
             "read by single ids and bags of a fixed length, on several devices "
             '("table-row-wise": along several mesh axes).'
         )
-    if layout == "hot-cold" and not table.is_measured:
-        return " Hot rows are found in a sample: pass the ids of a step as batch."
-    if layout == "hot-cold":
-        return " Of the ids that were counted, no hot rows would send fewer bytes."
     if layout == "column-sharded":
         return " Columns must be a multiple of the number of devices."
     return ""

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
-from sparsejax.parallel._over_devices import TableOverDevices
+from sparsejax.parallel._table import ShardedTable
 from sparsejax.transform.interpreter import Reads
 from sparsejax.transform.plan import find_tables
 from sparsejax.transform.trace import trace_call
@@ -54,7 +54,7 @@ def reads_in_loss(
         )
     first = lambda out: out[0] if isinstance(out, tuple) else out
     fun = lambda params, batch: first(loss(params, batch))
-    is_sharded = lambda x: isinstance(x, TableOverDevices)
+    is_sharded = lambda x: isinstance(x, ShardedTable)
     as_array = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_sharded(x) else x
     params = jax.tree.map(as_array, params, is_leaf=is_sharded)
     traced = trace_call(fun, 0, False, None, (params, batch), {}, call)
@@ -63,9 +63,8 @@ def reads_in_loss(
     ids = _ids_of(plan)
     for number, site in enumerate(plan.run.sites):
         if site.num_rows:
-            position = plan.tables[site.table].position
             own_ids = None if ids is None else ids[number]
-            found[position].append(Read(site.num_rows, own_ids, site.per_output))
+            found[site.table].append(Read(site.num_rows, own_ids, site.per_output))
     leaves = [leaf.value for leaf in traced.leaves]
     names = [leaf.name for leaf in traced.leaves]
     reads = [found.get(leaf.position) or None for leaf in traced.leaves]

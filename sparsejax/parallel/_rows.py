@@ -47,7 +47,7 @@ class ShardedRows(SelectedRows):
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
       >>> table = sj.parallel.shard_rows(jnp.ones((9, 2)), mesh, "x")
-      >>> loss = lambda t: jnp.sum(sj.parallel.lookup(t, jnp.array([3, 3])))
+      >>> loss = lambda t: jnp.sum(sj.lookup(t, jnp.array([3, 3])))
       >>> g = sj.grad(loss)(table)
       >>> g.values.num_rows(), g.values.coalesce().num_rows()
       (Array(2, dtype=int32), Array(1, dtype=int32))

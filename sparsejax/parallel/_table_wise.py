@@ -31,10 +31,10 @@ from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._rows import indexing, read_stacked_tables
 from sparsejax.parallel import _exchange
-from sparsejax.parallel._embedding_bag import pad_examples, remove_padding
+from sparsejax.parallel._bags import pad_examples, remove_padding
 from sparsejax.parallel._exchange import Owners
-from sparsejax.parallel._lookup import check_table, owners_of, put_on_mesh
-from sparsejax.parallel._row_layout import TableWise
+from sparsejax.parallel._layout import TableWise
+from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
 from sparsejax.parallel._table import ShardedTable, split_axes
 
 
@@ -126,7 +126,7 @@ def _read_stacked_tables(
     is_sum = combiner in ("none", "sum", "mean", "sqrtn")
     if not (isinstance(layout, TableWise) and is_sum and is_float and ids.size):
         return None
-    check_table(call, table, "embedding_bag")
+    check_table(call, table)
     route = _Route.of(call, table, tables)
     if route is None:
         return None
@@ -148,7 +148,7 @@ def _read_stacked_tables(
     spec = owners.batch_spec
     asked = owners.shard_map(send, wanted, in_specs=(spec,), out_specs=spec)
     # Each position is in the part of the device that has it by now.
-    rows, _ = _exchange.read_rows(owners, 0, table.values, asked)
+    rows = _exchange.read_rows(owners, 0, table.values, asked)
     if max_norm is not None:
         rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
 

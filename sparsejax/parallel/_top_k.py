@@ -17,8 +17,8 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup.top_k import Search
 from sparsejax._segments import SegmentTensor
-from sparsejax.parallel._lookup import check_table, owners_of, put_on_mesh
-from sparsejax.parallel._row_layout import TableWise
+from sparsejax.parallel._layout import TableWise
+from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
 from sparsejax.parallel._table import ShardedTable, shard_rows
 from sparsejax.transform.table import replicate
 
@@ -67,16 +67,12 @@ def top_k(
       >>> sj.parallel.top_k(table, jnp.array([1.0, 0.0]), 2)
       (Array([6., 4.], dtype=float32), Array([3, 2], dtype=int32))
     """
-    check_table(_CALL, table, "top_k")
-    if not isinstance(table, ShardedTable):
-        raise TypeError(
-            f"{_CALL}: table must be a ShardedTable, got a {type(table).__name__}. "
-            "Shard all its rows: shard_rows(table.to_dense(), mesh, axis)."
-        )
-    if isinstance(table.layout, TableWise):
+    check_table(_CALL, table)
+    layout = table.layout
+    if isinstance(layout, TableWise):
         raise ValueError(
             f"{_CALL}: table must be one table, got a stack of "
-            f"{len(table.layout.heights)} tables, {table}. Shard the table that is "
+            f"{len(layout.heights)} tables, {table}. Shard the table that is "
             "searched by itself, with shard_rows(table, mesh, axis)."
         )
     if not jnp.issubdtype(table.dtype, jnp.floating):
@@ -85,7 +81,7 @@ def top_k(
     sharded_bias = bias if isinstance(bias, ShardedTable) else None
     if bias is not None and sharded_bias is None:
         sharded_bias = shard_rows(
-            jnp.asarray(bias), table.mesh, table.axis, layout=table.layout
+            jnp.asarray(bias), table.mesh, table.axis, layout=layout
         )
     if sharded_bias is not None:
         _check_bias(table, sharded_bias)
@@ -110,9 +106,7 @@ def top_k(
         begin = shard * per_shard
         pairs = (rest[0], rest[1] - begin.astype(rest[1].dtype)) if rest else None
         # Padding rows are the last ones of a shard.
-        count = table.height - begin
-        if table.layout == "mod":
-            count = (table.height - shard + shards - 1) // shards
+        count = layout.filled(shard, table.height, shards)
         scores, rows = search.in_rows(queries, values, bias, pairs, chunk_size, count)
         found = jnp.where(scores == -jnp.inf, shards * per_shard, begin + rows)
         return scores[None], found[None]

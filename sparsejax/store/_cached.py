@@ -1,29 +1,10 @@
-"""CachedTable: the hot rows of a store's table on the device, trained there.
-
-A batch takes two turns. It is *staged* on the store's thread, possibly while the step
-before runs: its rows get slots, and those that have to come up are read from the host.
-Then it is *prepared* for its step: the rows that leave are gathered, and those that
-come up are scattered in place. The rows that left are written to the host later, while
-the step runs.
-
-So a row may leave with batch k and come up again with batch k + 1, before it was
-written. Such a late row is read when batch k + 1 is prepared, after what is to be
-written was. All other rows are on the host when they are read.
-
-Staged batches hold slots that batches before them still use. If a batch is prepared
-that is not the next one staged, or the cache is flushed, staged batches are undone
-first, and staged again after it.
-"""
+"""CachedTable: the hot rows of a store's table on the device, trained there."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -34,14 +15,10 @@ from jax.core import Tracer
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
-from sparsejax._rows import indexing
 from sparsejax.optim._lazy import state_leaves, trees
-from sparsejax.store._journal import Journal
-from sparsejax.store._prefetch import ReadAhead
-from sparsejax.store._requested_rows import bucket, distinct_rows, is_among
-from sparsejax.store._slots import Plan, Slots
-from sparsejax.store._store import KVStore
-from sparsejax.store._table import CHUNK
+from sparsejax.store._in_flight import ReadAhead
+from sparsejax.store._staging import Staging
+from sparsejax.store._store import KVStore, table_of
 
 
 Batch = TypeVar("Batch")  # anything that has ids
@@ -92,41 +69,6 @@ class CacheStats(NamedTuple):
         """The share of a batch's distinct rows that were on the device."""
         rows = self.hits + self.misses
         return self.hits / rows if rows else 0.0
-
-
-@dataclasses.dataclass(eq=False)
-class _Staged:
-    """A batch that has its slots.
-
-    Args:
-      plan: what it changes about the slots.
-      left: the rows that leave, ascending.
-      is_late: which of the rows that come up were not written yet.
-      slot_ids: the ids as slots, on the device.
-      columns: weights and state of the rows that come up, padded.
-      to: their slots, padded.
-    """
-
-    plan: Plan
-    left: np.ndarray
-    is_late: np.ndarray
-    slot_ids: jax.Array
-    columns: list[Any]
-    to: np.ndarray
-
-
-@dataclasses.dataclass(eq=False)
-class _Announced:
-    """A batch that is expected: its ids, the iterator it is of, and what became of it.
-
-    `staged` and `error` are set in the store's queue, `done` is the turn there.
-    """
-
-    ids: np.ndarray
-    owner: object
-    staged: _Staged | None = None
-    error: Exception | None = None
-    done: Future | None = None
 
 
 class _Places(NamedTuple):
@@ -246,39 +188,30 @@ class CachedTable:
                 f"{_CALL}: store must be a sparsejax.store.KVStore, got "
                 f"{_arguments.kind_of(store)}."
             )
-        table = store._table(_CALL, name)
+        table = table_of(_CALL, store, name)
+        if table.owners.count > 1:
+            raise ValueError(
+                f"{_CALL}: table {name!r} is sharded over {table.owners.count} "
+                "processes, but a cache needs all rows in one. Train it with pull and "
+                "push."
+            )
         slots = _arguments.static_int(_CALL, "slots", slots, 1)
         if slots > table.height:
             raise ValueError(
                 f"{_CALL}: slots={slots} are more than table {name!r} has rows, "
                 f"{table.height}. Pass {table.height} or less."
             )
-        unused = None
-        if padding_id is not None:
-            if not isinstance(padding_id, (int, np.integer)):
-                raise TypeError(
-                    f"{_CALL}: padding_id must be an int or None, got "
-                    f"{_arguments.show(padding_id)}."
-                )
-            unused = int(padding_id) if 0 <= padding_id < slots else None
-        self._store, self._table = store, table
-        self._padding_id = padding_id
-        self._slots = Slots(table.height, slots, unused)
-        self._array: jax.Array | None = jnp.zeros(
-            (slots, *table.shape[1:]), table.dtype
-        )
+        if padding_id is not None and not isinstance(padding_id, (int, np.integer)):
+            raise _arguments.wrong_type(
+                _CALL, "padding_id", "an int or None", _arguments.show(padding_id)
+            )
+        self._table, self._num_slots = table, slots
+        self._staging = Staging(f"{_CALL}.prepare", table, slots, padding_id)
+        shape = slots, *table.shape[1:]
+        self._array: jax.Array | None = jnp.zeros(shape, table.dtype)
         self._places: _Places | None = None
-        self._placement: Any = None  # of the array, unless JAX may choose
-        is_mapped = table.memory.path is not None
-        self._journal = Journal(table) if is_mapped else None
-        # Held while slots are planned and batches change hands, not while rows move.
-        self._lock = threading.RLock()
-        self._announced: collections.deque[_Announced] = collections.deque()
-        self._unwritten: list[_Staged] = []  # batches whose rows that leave are not
-        self._to_write: collections.deque[Any] = collections.deque()
         self._prefetching = 0
         self._steps = self._hits = self._misses = self._evictions = 0
-        self._written_rows = 0
         self.is_flushed: bool = True
         self._is_closed = False
 
@@ -291,7 +224,7 @@ class CachedTable:
             table.check_usable()
             table.cache = self
 
-        store._run(_CALL, work)
+        table.run(_CALL, work)
 
     def __repr__(self) -> str:
         array = f"{self._table.dtype.name}{[self._num_slots, *self._table.shape[1:]]}"
@@ -443,19 +376,21 @@ class CachedTable:
         """
         call = f"{_CALL}.prepare"
         arrays = self._arrays(call, params, opt_state)
-        staged = self._take(call, self._as_ids(call, ids))
-        goes_back = self._commit(staged)
-        if staged.plan.rows.size:
-            columns = self._on_device(staged.columns, arrays[0])
-            if goes_back.any():
-                leaving = _gather(arrays, staged.to)
-                self._to_write.append((staged, np.flatnonzero(goes_back), leaving))
-            arrays = _scatter(arrays, staged.to, columns)
+        staged = self._staging.take(self._as_ids(call, ids))
+        arrays = self._staging.commit(staged, arrays)
+        plan = staged.plan
+        self._steps += 1
+        self._hits += plan.slots.size - plan.rows.size
+        self._misses += plan.rows.size
+        self._evictions += int(np.count_nonzero(plan.leaving >= 0))
+        if self._table.optimizer is not None and plan.slots.size:
+            self.is_flushed = False
+        write_back = self._staging.write_back
         if self._prefetching:
-            self._store._queue.call_later(self._write_back)
+            self._table.queue.call_later(write_back)
         else:
-            # Not the last ones, for which the step before would have to be done.
-            self._store._run(call, functools.partial(self._write_back, keep=1))
+            # Not the last batch, whose rows would wait for the step before.
+            self._table.run(call, functools.partial(write_back, keep=1))
         return *self._with_arrays(params, opt_state, arrays), staged.slot_ids
 
     def prefetch(
@@ -501,11 +436,11 @@ class CachedTable:
     ) -> Generator[Any]:
         """The iterator that `prefetch` returns."""
         call = f"{_CALL}.prefetch"
-        queue, owner = self._store._queue, object()
+        queue, owner = self._table.queue, object()
 
         def prepare(batch):
             if depth:
-                self._announce(self._as_ids(call, ids_of(batch)), owner)
+                self._staging.announce(self._as_ids(call, ids_of(batch)), owner)
             return (batch,)
 
         ahead = ReadAhead(batches, prepare)
@@ -523,7 +458,7 @@ class CachedTable:
         finally:
             if not is_exiting():
                 self._prefetching -= 1
-                queue.submit(functools.partial(self._forget, owner))
+                queue.submit(functools.partial(self._staging.forget, owner))
                 queue.stop_worker()
 
     # -- all rows ---------------------------------------------------------------------
@@ -557,31 +492,16 @@ class CachedTable:
         def work():
             table = self._table
             table.check_usable()
-            with self._lock:
-                announced = self._undo_staged()
-                self._write_back()
-                dirty = np.flatnonzero(self._slots.is_dirty)
-                for start in range(0, dirty.size, CHUNK):
-                    slots = dirty[start : start + CHUNK]
-                    slots = slots[np.argsort(self._slots.row_of[slots])]
-                    rows = _gather(arrays, _padded(slots, self._num_slots))
-                    values = [np.asarray(x)[: slots.size] for x in rows]
-                    self._write(self._slots.row_of[slots], values)
-                new = [np.asarray(x) for x in rest]
-                if any((a != b).any() for a, b in zip(new, table.rest)):
-                    self._write(np.empty((0,), np.int64), None)
-                    for old, value in zip(table.rest, new):
-                        old[...] = value
+            with self._staging.undone():
+                self._staging.write_dirty(arrays)
+                self._staging.write_rest([np.asarray(x) for x in rest])
                 table.memory.flush()
                 table.memory.check_in_place(call)
                 table.flushed_step = step
-                if self._journal is not None:
-                    self._journal.commit()
-                self._slots.is_dirty[:] = False
+                self._staging.end_flush()
                 self.is_flushed = True
-                self._stage_again(announced)
 
-        self._store._run(call, work)
+        self._table.run(call, work)
 
     @property
     def step(self) -> int | None:
@@ -598,14 +518,14 @@ class CachedTable:
         row = sum(x[:1].nbytes for x in self._table.columns)
         return CacheStats(
             slots=self._num_slots,
-            used_slots=self._slots.used,
+            used_slots=self._staging.slots.used,
             steps=self._steps,
             hits=self._hits,
             misses=self._misses,
             evictions=self._evictions,
-            written_rows=self._written_rows,
+            written_rows=self._staging.written_rows,
             bytes_up=self._misses * row,
-            bytes_back=self._written_rows * row,
+            bytes_back=self._staging.written_rows * row,
         )
 
     def close(self, *, discard: bool = False) -> None:
@@ -631,27 +551,18 @@ class CachedTable:
             )
 
         def work():
-            with self._lock:
-                self._announced.clear()
-                self._to_write.clear()
-                if self._journal is not None and not self._table.is_closed:
-                    self._journal.roll_back()
-                self._table.cache = None
-                self._is_closed = True
+            self._staging.discard()
+            self._table.cache = None
+            self._is_closed = True
 
-        self._store._queue.call(work)
+        self._table.queue.call(work)
 
     def release(self) -> None:
         """The store is closed; a mapped table is rolled back when it is opened next."""
         self._is_closed = True
-        if self._journal is not None:
-            self._journal.release()
+        self._staging.release()
 
-    # -- staging ----------------------------------------------------------------------
-
-    @property
-    def _num_slots(self) -> int:
-        return self._slots.row_of.size
+    # -- private ----------------------------------------------------------------------
 
     def _as_ids(self, call: str, ids: Any) -> np.ndarray:
         """Ids as int64; those that are too large for that are out of range anyway."""
@@ -662,198 +573,6 @@ class CachedTable:
         if ids.dtype == np.uint64:
             ids = np.minimum(ids, np.uint64(np.iinfo(np.int64).max))
         return ids.astype(np.int64)
-
-    def _announce(self, ids: np.ndarray, owner: object) -> None:
-        """Has a batch staged by the store's thread."""
-        entry = _Announced(ids, owner)
-        with self._lock:
-            self._announced.append(entry)
-
-        def work():
-            with self._lock:
-                is_expected = entry in self._announced
-            if is_expected:
-                self._stage_announced(entry)
-
-        entry.done = self._store._queue.submit(work)
-
-    def _stage_announced(self, entry: _Announced) -> None:
-        try:
-            entry.error, entry.staged = None, self._stage(entry.ids)
-        except Exception as error:
-            entry.error = error
-
-    def _take(self, call: str, ids: np.ndarray) -> _Staged:
-        """The staged batch of these ids, all of whose rows were read."""
-        self._store._queue.raise_error()
-        head = self._announced[0] if self._announced else None
-        if head is not None and np.array_equal(head.ids, ids):
-            assert head.done is not None
-            head.done.result()
-            with self._lock:
-                staged, error = head.staged, head.error
-                is_next = self._announced and self._announced[0] is head
-                if is_next and (staged or error):
-                    self._announced.popleft()
-                else:
-                    staged = error = None
-            if error is not None:
-                raise error
-            if staged is not None:
-                if staged.is_late.any():
-                    self._store._run(call, functools.partial(self._read_late, staged))
-                return staged
-
-        def work():
-            with self._lock:
-                announced = self._undo_staged()
-                try:
-                    staged = self._stage(ids)
-                    self._read_late(staged)
-                finally:
-                    self._stage_again(announced)
-                return staged
-
-        return self._store._run(call, work)
-
-    def _stage(self, ids: np.ndarray) -> _Staged:
-        """Gives slots to the rows of a batch, and reads those that are not late.
-
-        In the store's queue, as all that reads or writes the table.
-        """
-        table, slots = self._table, self._slots
-        table.check_usable()
-        wanted = ids.reshape(-1)
-        if self._padding_id is not None:
-            wanted = wanted[wanted != self._padding_id]
-        call = f"{_CALL}.prepare"
-        rows = distinct_rows(call, table.name, wanted, table.height, "drop")
-        if rows.size > slots.capacity:
-            raise ValueError(
-                f"{call}: the batch reads {rows.size} distinct rows of table "
-                f"{table.name!r}, more than its {slots.capacity} slots. Use a smaller "
-                f"batch, or slots={rows.size + self._num_slots - slots.capacity} or "
-                "more."
-            )
-        with self._lock:
-            plan = slots.plan(rows)
-            slot_ids = slots.translate(ids)
-            is_late = np.zeros(plan.rows.shape, bool)
-            for other in self._unwritten:
-                is_late |= is_among(plan.rows, other.left)
-            left = np.sort(plan.leaving[plan.leaving >= 0])
-            to = _padded(plan.to, self._num_slots)
-            staged = _Staged(plan, left, is_late, jax.device_put(slot_ids), [], to)
-            if left.size:
-                self._unwritten.append(staged)
-        if not plan.rows.size:
-            return staged
-        try:
-            table.touch(plan.rows)
-            staged.columns = table.read(plan.rows[~is_late], to.size)
-            if is_late.any():
-                early = np.flatnonzero(~is_late)
-                for x in staged.columns:
-                    x[early] = x[: early.size].copy()
-            else:
-                staged.columns = self._put(staged.columns)
-        except BaseException:
-            with self._lock:
-                self._undo(staged)
-            raise
-        return staged
-
-    def _read_late(self, staged: _Staged) -> None:
-        """Reads the rows that another batch took from the device meanwhile."""
-        if not staged.is_late.any():
-            return
-        self._write_back()
-        rows = staged.plan.rows
-        late = self._table.read(rows[staged.is_late], int(staged.is_late.sum()))
-        for x, new in zip(staged.columns, late):
-            x[: rows.size][staged.is_late] = new
-        staged.is_late[:] = False
-        staged.columns = self._put(staged.columns)
-
-    def _commit(self, staged: _Staged) -> np.ndarray:
-        """Settles that a batch runs; which of the rows that leave are written back."""
-        slots, plan = self._slots, staged.plan
-        with self._lock:
-            goes_back = slots.is_dirty[plan.to] & (plan.leaving >= 0)
-            slots.is_dirty[plan.to] = False
-            if self._table.optimizer is not None:
-                slots.is_dirty[plan.slots] = True
-                self.is_flushed = self.is_flushed and not plan.slots.size
-            if staged.left.size and not goes_back.any():
-                self._unwritten.remove(staged)
-            self._steps += 1
-            self._hits += plan.slots.size - plan.rows.size
-            self._misses += plan.rows.size
-            self._evictions += staged.left.size
-        return goes_back
-
-    def _undo(self, staged: _Staged) -> None:
-        """Undoes the latest batch staged."""
-        self._slots.undo(staged.plan)
-        if staged in self._unwritten:
-            self._unwritten.remove(staged)
-
-    def _undo_staged(self) -> list[_Announced]:
-        """Undoes all staged batches, and says of which expected ones they are."""
-        entries = [x for x in self._announced if x.staged or x.error]
-        for entry in reversed(entries):
-            if entry.staged is not None:
-                self._undo(entry.staged)
-            entry.staged = entry.error = None
-        return entries
-
-    def _stage_again(self, entries: Sequence[_Announced]) -> None:
-        for entry in entries:
-            self._stage_announced(entry)
-
-    def _forget(self, owner: object) -> None:
-        """Withdraws the batches of an iterator that were not prepared."""
-        with self._lock:
-            if any(entry.owner is owner for entry in self._announced):
-                entries = self._undo_staged()
-                for entry in list(self._announced):
-                    if entry.owner is owner:
-                        self._announced.remove(entry)
-                self._stage_again([x for x in entries if x.owner is not owner])
-        self._write_back()
-
-    # -- moving rows ------------------------------------------------------------------
-
-    def _write_back(self, keep: int = 0) -> None:
-        """Writes the rows that left, but for those of the last `keep` batches."""
-        while len(self._to_write) > keep:
-            staged, places, leaving = self._to_write[0]
-            rows = staged.plan.leaving[places]
-            order = np.argsort(rows)
-            values = [np.take(np.asarray(x), places[order], axis=0) for x in leaving]
-            self._write(rows[order], values)
-            self._to_write.popleft()
-            with self._lock:
-                self._unwritten.remove(staged)
-
-    def _write(self, rows: np.ndarray, values: Sequence[np.ndarray] | None) -> None:
-        """Writes distinct ascending rows of the table."""
-        if self._journal is not None:
-            self._journal.before_write(rows)
-        if values is not None:
-            self._table.write(rows, values)
-        self._written_rows += rows.size
-
-    def _put(self, columns: list[np.ndarray]) -> list[Any]:
-        return jax.device_put(columns, self._placement)
-
-    def _on_device(self, columns: list[Any], array: jax.Array) -> list[Any]:
-        """Rows to where the array is, which is where they are but for the first."""
-        placement = array.sharding if array.committed else None
-        if placement != self._placement:
-            self._placement = placement
-            columns = jax.device_put(columns, placement)
-        return columns
 
     def _arrays(self, call: str, params: Any, opt_state: Any) -> list[jax.Array]:
         """The array and its state in the trees, in the order of the table's columns."""
@@ -920,34 +639,6 @@ class CachedTable:
             )
 
     def _check_open(self, call: str) -> None:
-        self._store._check_open(call)
+        self._table.check_open(call)
         if self._is_closed:
             raise ValueError(f"{call}: this cache is closed. Make a new one.")
-
-
-# ------------------------------------------------------------------ on the device
-
-
-def _padded(slots: np.ndarray, height: int) -> np.ndarray:
-    """Slots in a bucket, so that programs are compiled for few numbers of them."""
-    padded = np.full((bucket(slots.size),), height, np.int32)
-    padded[: slots.size] = slots
-    return padded
-
-
-# In one program XLA would copy the arrays, to gather from what it scatters into.
-
-
-@jax.jit
-def _gather(arrays, slots):
-    """The rows of distinct slots."""
-    return [indexing.take_rows(x, slots) for x in arrays]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _scatter(arrays, slots, columns):
-    """The arrays, with other rows in distinct ascending slots."""
-    return [
-        indexing.set_distinct_rows(x, slots, new, indices_are_sorted=True)
-        for x, new in zip(arrays, columns)
-    ]

@@ -12,9 +12,11 @@ from jax.core import Tracer
 from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax.store import _format
+from sparsejax.store._in_flight import WorkQueue
 from sparsejax.store._journal import roll_back
 from sparsejax.store._keys import ADDED, KeyPolicy
 from sparsejax.store._memory import MappedFile, Memory
+from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer
 from sparsejax.store._requested_rows import check_not_traced
 from sparsejax.store._table import Table, arrays_of
@@ -31,15 +33,26 @@ def make_table(
     initializer: Callable[..., Any] | None,
     key: Any,
     dtype: Any,
-    keys: Any = None,
+    keys: Any,
+    queue: WorkQueue,
+    process: int,
+    count: int,
 ) -> Table:
-    """The table, in memory or in its file; arguments as in `KVStore.init`."""
+    """The table, in memory or in its file.
+
+    Args:
+      name, shape_or_array, tx, path, initializer, key, dtype, keys: as in
+        `KVStore.init`.
+      queue: of the store.
+      process, count: the index of this process, and the number of processes that share
+        the rows.
+    """
     check_not_traced(_CALL, name, "weights", shape_or_array)
     shape, array = _shape_or_array(name, shape_or_array)
     if path is not None:
         path = as_path(_CALL, path)
     dtype = _as_dtype(name, dtype, array)
-    _check_keys(name, keys, array)
+    _check_keys(name, keys, array, count)
     _check_shape_and_optimizer(name, shape, dtype, tx)
     if initializer is not None:
         if array is not None:
@@ -65,6 +78,13 @@ def make_table(
         _check_initializer(name, initializer, (1, *shape[1:]), dtype, key)
     key = _format.encode_key(key)
 
+    owners = Owners(shape[0], process, count)
+    if count > 1:
+        shape = (owners.own_height, *shape[1:])
+        if array is not None:
+            array = array[owners.ids(np.arange(owners.own_height))]
+        if path is not None:
+            path = own_path(path, process, count)
     optimizer = None if tx is None else Optimizer(tx, shape, dtype)
     initial = {} if array is None else {0: array}
     if optimizer is not None:
@@ -89,7 +109,19 @@ def make_table(
         added = ADDED if keyed else 0
         memory = MappedFile(path, specs, initial, header, name, added)
         given = memory.found["given"]
-    table = Table(name, shape, dtype, optimizer, initializer, key, given, memory, keys)
+    table = Table(
+        name,
+        shape,
+        dtype,
+        optimizer,
+        initializer,
+        key,
+        given,
+        memory,
+        queue,
+        owners,
+        keys,
+    )
     if isinstance(memory, MappedFile):
         table.journal = memory.found.get("journal")
         table.flushed_step = memory.found.get("step")
@@ -99,6 +131,11 @@ def make_table(
             table.close()
             raise
     return table
+
+
+def own_path(path: Any, process: int, count: int) -> Any:
+    """The path of the file of this process, if there are several."""
+    return path if count == 1 else f"{os.fspath(path)}.{process}-of-{count}"
 
 
 def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
@@ -113,7 +150,7 @@ def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
     return x.shape, np.asarray(x)
 
 
-def _check_keys(name: str, keys: Any, array: np.ndarray | None) -> None:
+def _check_keys(name: str, keys: Any, array: np.ndarray | None, count: int) -> None:
     if keys is not None and not isinstance(keys, KeyPolicy):
         raise TypeError(
             f"{_CALL}: keys must be a sparsejax.store.KeyPolicy, for a table whose "
@@ -124,6 +161,13 @@ def _check_keys(name: str, keys: Any, array: np.ndarray | None) -> None:
             f"{_CALL}: table {name!r} has both keys and an array of weights, but its "
             "rows have no keys yet. Pass a shape, and set weights with assign once "
             "insert has given rows to their keys."
+        )
+
+    if keys is not None and count > 1:
+        raise ValueError(
+            f"{_CALL}: table {name!r} cannot have keys, since its rows are sharded "
+            f"over {count} processes by id. Pull ids that a sparsejax.HashIndex or a "
+            "sparsejax.data.Vocabulary gives to keys."
         )
 
 

@@ -7,35 +7,38 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _saving
+from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
-from sparsejax.store._make import make_table
-from sparsejax.store._prefetch import (
-    EXACT,
-    InFlightBatch,
-    InFlightBatches,
-    PulledRows,
-    ReadAhead,
-    WorkQueue,
+from sparsejax.store._make import make_table, own_path
+from sparsejax.store._mesh import Devices, of_all_processes
+from sparsejax.store._requested_rows import (
+    capacity_for,
+    check_not_traced,
+    check_rows,
+    distinct_rows,
+    slots_of,
 )
-from sparsejax.store._requested_rows import check_not_traced, check_rows, slots_of
-from sparsejax.store._table import Table, TableStats, put_rows
+from sparsejax.store._table import Table, TableStats, closed
 
 
 Batch = TypeVar("Batch")  # anything that has ids
 
 _CALL = "sparsejax.store.KVStore"
+_EXACT: Any = object()  # a capacity: as many slots as distinct rows
 
 
 class KVStore:
@@ -60,6 +63,14 @@ class KVStore:
     has its own transformation, so clipping by global norm sees the rows of one
     table.
 
+    With a mesh, pulled rows are on all its devices, for a step over a sharded
+    batch. The ids are those of all devices: a row that several devices need is
+    read once. With several processes, each owns rows by a hash of their ids, in
+    memory or in a file of its own. Every process makes the same store and the
+    same calls in the same order, with the ids of its own devices; prefetched
+    batches must be as many in each. A row starts the same, and training is the
+    same to rounding, as in one process.
+
     - `init`: makes a table, or opens its file.
     - `insert`, `find`, `items`: the rows of keys that come and go, in a table made with
       `keys=KeyPolicy()`.
@@ -71,6 +82,14 @@ class KVStore:
       dtypes, and their statistics.
     - `flush`, `close`: write mapped files to disk; end the store, as does
       `with KVStore() as store`.
+
+    Args:
+      mesh: the devices to which rows are pulled, at least one of each process;
+        None for JAX's default device.
+
+    Raises:
+      TypeError: `mesh` is not a mesh.
+      ValueError: a process has no device in the mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -92,10 +111,14 @@ class KVStore:
       "Scaling Distributed Machine Learning with the Parameter Server".
     """
 
-    def __init__(self):
+    def __init__(self, mesh: Mesh | None = None):
+        self._devices = None if mesh is None else Devices(_CALL, mesh)
+        # The index of this process, and the number of processes that share the rows.
+        self._place = (0, 1)
+        if self._devices is not None:
+            self._place = self._devices.process, self._devices.count
         self._tables: dict[str, Table] = {}
         self._queue = WorkQueue()
-        self._in_flight = InFlightBatches()
         self._depths: list[int] = []  # of the iterators of prefetch that run
         self._closed = False
 
@@ -104,7 +127,7 @@ class KVStore:
 
     def __repr__(self) -> str:
         tables = (
-            f"{name}: {_arguments.show_spec(table)}"
+            f"{name}: {_arguments.show_spec(_spec(table))}"
             for name, table in self._tables.items()
         )
         return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
@@ -169,7 +192,16 @@ class KVStore:
                 "the existing table."
             )
         table = make_table(
-            name, shape_or_array, tx, path, initializer, key, dtype, keys
+            name,
+            shape_or_array,
+            tx,
+            path,
+            initializer,
+            key,
+            dtype,
+            keys,
+            self._queue,
+            *self._place,
         )
         self._run(call, lambda: self._tables.update({name: table}))
 
@@ -193,8 +225,7 @@ class KVStore:
           >>> store.spec("words")
           ShapeDtypeStruct(shape=(1000, 2), dtype=float32)
         """
-        table = self._table(f"{_CALL}.spec", name)
-        return jax.ShapeDtypeStruct(table.shape, table.dtype)
+        return _spec(self._table(f"{_CALL}.spec", name))
 
     def is_trainable(self, name: str) -> bool:
         """Whether a table was made with an optimizer, so that `push` can update it.
@@ -389,14 +420,7 @@ class KVStore:
           ValueError: ids are out of range, or there are more rows than `capacity` (the
             message says how many).
         """
-        call = f"{_CALL}.pull"
-        table = self._table(call, name)
-
-        def work():
-            table.check_written_back(call)
-            return PulledRows(call, table, ids, capacity, mode).finish_at_once()
-
-        return self._run(call, work)
+        return self._pull(f"{_CALL}.pull", name, ids, capacity, mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """The rows of `row_ids` without empty slots, as in MXNet.
@@ -404,14 +428,7 @@ class KVStore:
         Like `pull`, but with exactly as many slots as distinct rows. That number is
         part of the result's shape, so a jitted step recompiles for each new number.
         """
-        call = f"{_CALL}.row_sparse_pull"
-        table = self._table(call, name)
-
-        def work():
-            table.check_written_back(call)
-            return PulledRows(call, table, row_ids, EXACT, "error").finish_at_once()
-
-        return self._run(call, work)
+        return self._pull(f"{_CALL}.row_sparse_pull", name, row_ids, _EXACT, "error")
 
     def push(self, name: str, grads: PyTree) -> None:
         """One step of the optimizer with a gradient.
@@ -433,13 +450,16 @@ class KVStore:
         table = self._table(f"{_CALL}.push", name)
         table.check_not_cached(f"{_CALL}.push")
         gradient = _checked_gradient(table, grads)
+        arrays = self._on_one_device(gradient.rows, gradient.values)
 
         def work():
             began = time.perf_counter()
-            forward = functools.partial(self._in_flight.forward, name)
-            rows = np.asarray(gradient.rows)
-            check_rows(f"{_CALL}.push", name, rows, table.height)
-            table.step(rows, gradient.values, forward)
+            rows, values = np.asarray(arrays[0]), arrays[1]
+            check_rows(f"{_CALL}.push", name, rows, table.owners.height)
+            # A process without any of these rows also takes the step, so that the
+            # counts of all processes agree.
+            rows = table.owners.localize(rows)
+            table.step(rows, values)
             table.push_seconds += time.perf_counter() - began
 
         self._queue.call_later(work)
@@ -457,10 +477,9 @@ class KVStore:
 
         The result is the same, bit for bit, as pulling the rows of each batch when it
         is requested: it includes everything pushed before. A thread of the store reads
-        the rows that the running step did not pull, waits for the gradients of the
-        step, and forwards the rows that they change. Between two batches `push` returns
-        at once; a step may push any number of times, to any table. Other calls wait for
-        earlier pushes.
+        the rows while a step runs, waits for the gradients of the step, and reads the
+        rows that they change again. Between two batches `push` returns at once; a step
+        may push any number of times, to any table. Other calls wait for earlier pushes.
 
         Args:
           batches: an iterable of anything; batches are taken from it ahead of time.
@@ -512,13 +531,6 @@ class KVStore:
     ) -> Generator[tuple[Any, Any]]:
         """The iterator that `prefetch` returns."""
         call = f"{_CALL}.prefetch"
-        owner = object()  # of the in-flight batches of this iterator
-
-        def pulled_rows(name, ids):
-            slots = capacity.get(name) if isinstance(capacity, Mapping) else capacity
-            table = self._table(call, name)
-            table.check_written_back(call)
-            return PulledRows(call, table, ids, slots, mode)
 
         def prepare(batch):
             ids = ids_of(batch)
@@ -531,17 +543,18 @@ class KVStore:
                 )
             if is_alone:
                 ids = {self.names()[0]: ids}
-            in_flight = InFlightBatch(owner)
+            ids = {name: self._merged(call, name, some) for name, some in ids.items()}
+
+            def slots(name):
+                return capacity.get(name) if isinstance(capacity, Mapping) else capacity
 
             def work():
-                in_flight.tables = {n: pulled_rows(n, i) for n, i in ids.items()}
-                self._in_flight.prepare(in_flight)
+                return [
+                    self._read_early(call, name, some, slots(name), mode)
+                    for name, some in ids.items()
+                ]
 
-            return batch, is_alone, in_flight, self._queue.submit(work)
-
-        def finish(in_flight, prepared):
-            prepared.result()  # done by now; raises its error
-            return self._in_flight.finish(in_flight)
+            return batch, is_alone, self._queue.submit(work)
 
         ahead = ReadAhead(batches, prepare)
         is_exiting = sys.is_finalizing  # when it is true, modules may be gone
@@ -556,19 +569,20 @@ class KVStore:
                 head = ahead.take()
                 if head is ReadAhead.END:
                     break
-                batch, is_alone, in_flight, prepared = head
-                work = functools.partial(finish, in_flight, prepared)
-                finished = self._queue.submit(work)
+                batch, is_alone, early = head
+                handed_out = self._queue.submit(functools.partial(_hand_out, early))
                 ahead.fill(depth)
-                pulled = finished.result()
+                pulled = handed_out.result()
                 self._queue.raise_error()
-                yield batch, (next(iter(pulled.values())) if is_alone else pulled)
+                found = {x.table.name: self._on_device(x) for x in pulled}
+                yield batch, (next(iter(found.values())) if is_alone else found)
             self._queue.submit(lambda: None).result()  # wait for the last pushes
             self._queue.raise_error()
         finally:
             if not is_exiting():
                 self._depths.remove(depth)
-                self._queue.submit(functools.partial(self._in_flight.remove, owner))
+                for _, _, early in ahead.rest():
+                    self._queue.submit(functools.partial(_drop, early))
                 self._queue.stop_worker()
 
     # -- all rows ---------------------------------------------------------------------
@@ -593,7 +607,8 @@ class KVStore:
             return out
 
         with _arguments.progress_reporter(call, progress) as report:
-            return self._run(call, work)
+            own = self._run(call, work)
+        return own if table.owners.count == 1 else of_all_processes(table.owners, own)
 
     def assign(self, name: str, weights: ArrayLike | SelectedRows) -> None:
         """Sets the weights of rows; the optimizer state does not change.
@@ -618,13 +633,18 @@ class KVStore:
         """
         call = f"{_CALL}.assign"
         table = self._table(call, name)
+        given = weights
+        if isinstance(weights, SelectedRows):
+            arrays = self._on_one_device(weights.rows, weights.values)
+            given = SelectedRows(*arrays, weights.height)
+        else:
+            (given,) = self._on_one_device(weights)
 
         def work():
             table.check_not_cached(call)
-            for rows, values in _rows_to_assign(table, weights):
+            for rows, values in _rows_to_assign(table, given):
                 table.touch(rows)
-                self._in_flight.forward(name, rows, values)
-                put_rows(table.weights, rows, values)
+                table.write(rows, [values])
 
         self._run(call, work)
 
@@ -648,6 +668,7 @@ class KVStore:
           RuntimeError: a table is half loaded, see `load`.
         """
         call = f"{_CALL}.save"
+        path = own_path(path, *self._place)
         with _arguments.progress_reporter(call, progress) as report:
             self._run(call, lambda: _saving.save(path, self._tables, report))
 
@@ -673,12 +694,9 @@ class KVStore:
         """
         call = f"{_CALL}.load"
 
-        def work():
-            self._in_flight.read_again()
-            _saving.load(path, self._tables, report)
-
+        path = own_path(path, *self._place)
         with _arguments.progress_reporter(call, progress) as report:
-            self._run(call, work)
+            self._run(call, lambda: _saving.load(path, self._tables, report))
 
     def flush(self) -> None:
         """Waits until all pushes are done and memory-mapped tables are on the disk.
@@ -715,13 +733,72 @@ class KVStore:
 
     # -- private ----------------------------------------------------------------------
 
+    def _pull(
+        self, call: str, name: str, ids: Any, capacity: int | None, mode: str
+    ) -> SelectedRows:
+        ids = self._merged(call, name, ids)
+
+        def work():
+            pulled = self._read_early(call, name, ids, capacity, mode)
+            pulled.table.drop(pulled.early)
+            return pulled
+
+        return self._on_device(self._run(call, work))
+
+    def _read_early(
+        self, call: str, name: str, ids: Any, capacity: int | None, mode: str
+    ) -> _Pulled:
+        """Reads the rows of `ids`, which are in flight from now on; in the queue."""
+        table = self._table(call, name)
+        table.check_written_back(call)
+        began = time.perf_counter()
+        owners = table.owners
+        rows = distinct_rows(call, name, ids, owners.height, mode)
+        if capacity is _EXACT:
+            capacity = rows.size
+        else:
+            capacity = capacity_for(call, name, rows.size, owners.height, capacity)
+        own = owners.localize(rows)
+        own = own[own < table.height]
+        # For a mesh the rows are padded when they are copied to its devices.
+        slots = capacity if self._devices is None else own.size
+        early = table.read_early(own, slots, with_state=False)
+        table.pulls += 1
+        table.pulled_rows += own.size
+        table.pull_seconds += time.perf_counter() - began
+        return _Pulled(table, rows, capacity, early)
+
+    def _merged(self, call: str, name: str, ids: Any) -> Any:
+        """The ids that all devices of a mesh need; a collective with processes."""
+        table = self._table(call, name)
+        if self._devices is None:
+            return ids
+        return self._devices.merge_ids(call, name, ids, table.owners.height)
+
+    def _on_device(self, pulled: _Pulled) -> SelectedRows:
+        """Pulled rows as arrays; nothing writes to their buffers any more."""
+        owners, rows = pulled.table.owners, pulled.rows
+        (values,) = pulled.early.buffers
+        if self._devices is not None:
+            return self._devices.replicate(owners, rows, values, pulled.capacity)
+        slots = np.full((pulled.capacity,), owners.height, rows.dtype)
+        slots[: rows.size] = rows
+        # The CPU device may use these buffers in place.
+        return SelectedRows(*jax.device_put((slots, values)), owners.height)
+
+    def _on_one_device(self, *arrays: Any) -> list[Any]:
+        """Arrays of a step over the mesh, each whole on one device."""
+        if self._devices is None:
+            return list(arrays)
+        return [self._devices.on_one_device(x) for x in arrays]
+
     def _run(self, call: str, work: Callable[[], Any]) -> Any:
         self._check_open(call)
         return self._queue.call(work)
 
     def _check_open(self, call: str) -> None:
         if self._closed:
-            raise ValueError(f"{call}: this store is closed. Make a new one.")
+            raise closed(call)
 
     def _keyed(self, call: str, name: Any) -> tuple[Table, TableKeys]:
         """A table and its keys."""
@@ -738,13 +815,59 @@ class KVStore:
         try:
             return self._tables[name]
         except (KeyError, TypeError):
-            raise no_table(call, name, self.names()) from None
+            names = ", ".join(map(repr, self.names()))
+            known = f"only {names}" if names else "nor any other"
+            raise KeyError(
+                f"{call}: there is no table {name!r}, {known}. Call init first."
+            ) from None
 
 
-def no_table(call: str, name: Any, names: Sequence[str]) -> KeyError:
-    """The error for an unknown table, also of SpreadStore."""
-    known = f"only {', '.join(map(repr, names))}" if names else "nor any other"
-    return KeyError(f"{call}: there is no table {name!r}, {known}. Call init first.")
+def table_of(call: str, store: KVStore, name: Any) -> Table:
+    """A table of a store, for `CachedTable`."""
+    return store._table(call, name)
+
+
+def _spec(table: Table) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(table.whole_shape, table.dtype)
+
+
+# ------------------------------------------------------------------ reading
+
+
+class _Pulled(NamedTuple):
+    """Rows of a table that were read for a batch.
+
+    Args:
+      table: of the rows.
+      rows: the distinct rows of the batch, ascending; of all processes.
+      capacity: slots of the result.
+      early: the weights of the rows that this process owns.
+    """
+
+    table: Table
+    rows: np.ndarray
+    capacity: int
+    early: EarlyRows
+
+
+def _hand_out(early: Future) -> list[_Pulled]:
+    """The rows of a batch in flight, with all writes so far; in the queue."""
+    found = early.result()  # done by now; raises its error
+    for pulled in found:
+        began = time.perf_counter()
+        pulled.table.hand_out(pulled.early)
+        pulled.table.pull_seconds += time.perf_counter() - began
+    return found
+
+
+def _drop(early: Future) -> None:
+    """Forgets a batch in flight; in the queue."""
+    if early.exception() is None:
+        for pulled in early.result():
+            pulled.table.drop(pulled.early)
+
+
+# ------------------------------------------------------------------ arguments
 
 
 def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
@@ -785,10 +908,10 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
                 f"table ({table.dtype}), got {part.dtype}. If this is intended, use "
                 "its .real part."
             )
-        if part.shape != table.shape:
+        if part.shape != table.whole_shape:
             raise ValueError(
                 f"{call}: the gradient for table {table.name!r} must have the shape of "
-                f"the table, {table.shape}, got {part.shape}."
+                f"the table, {table.whole_shape}, got {part.shape}."
             )
     return parts[0] if len(parts) == 1 else concatenate(parts)
 
@@ -806,7 +929,7 @@ def _rows_to_assign(
     is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
     if (
         not is_known
-        or weights.shape != table.shape
+        or weights.shape != table.whole_shape
         or is_complex > (table.dtype.kind == "c")
     ):
         found = _arguments.kind_of(weights)
@@ -814,18 +937,19 @@ def _rows_to_assign(
             found = f"{dtype}{list(weights.shape)}"
         raise TypeError(
             f"{call}: weights for table {name!r} must be a SelectedRows or an array of "
-            f"all rows, of shape {table.shape} (and real if the table is), got "
+            f"all rows, of shape {table.whole_shape} (and real if the table is), got "
             f"{found}."
         )
     values = np.asarray(values)
     if not is_sparse:
         for rows in table.chunks():
-            yield rows, values[rows[0] : rows[-1] + 1].astype(table.dtype)
+            yield rows, values[table.owners.ids(rows)].astype(table.dtype)
         return
     check_not_traced(call, name, "ids", weights.rows)
     rows = np.asarray(weights.rows)
-    check_rows(call, name, rows, table.height)
-    distinct, positions, capacity = slots_of(rows, table.height)
+    height = table.owners.height
+    check_rows(call, name, rows, height)
+    distinct, positions, capacity = slots_of(rows, height)
     filled = np.flatnonzero(positions < capacity)
     if filled.size != distinct.size:
         raise ValueError(
@@ -833,4 +957,6 @@ def _rows_to_assign(
             "Pass each row once; .coalesce() sums duplicates."
         )
     order = filled[np.argsort(positions[filled])]
-    yield distinct, values[order].astype(table.dtype)
+    own = table.owners.localize(distinct)
+    is_own = own < table.height
+    yield own[is_own], values[order[is_own]].astype(table.dtype)

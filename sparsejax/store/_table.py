@@ -9,7 +9,7 @@ many million rows costs what was touched of it.
 The first weights of a row depend on the table's key and the row's id alone, not on
 which other rows were touched before or together with it.
 
-Nothing here is thread-safe: KVStore runs one call at a time.
+Nothing here is thread-safe: the work on a table runs in its queue, one call at a time.
 """
 
 import functools
@@ -21,20 +21,24 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax.store import _format
+from sparsejax.store._in_flight import EarlyRows, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
+from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._requested_rows import LEAST_CAPACITY, bucket, slots_of
 
 
-CHUNK = 1 << 16  # rows at a time, where all rows are read or written
+CHUNK = 1 << 16  # rows at a time, when all rows are read or written
 
 
 class TableStats(NamedTuple):
     """The size and usage statistics of a table, from `KVStore.stats()`.
 
+    If several processes share the table, the numbers are of this process and its rows.
+
     Args:
       rows: of the table.
-      touched_rows: those that were ever pulled or pushed, and so have state.
+      touched_rows: rows that were ever pulled or pushed, and so have state.
       bytes: of all rows and their state. Unless the table was made from an array, only
         the rows touched take memory or disk space.
       path: of the memory-mapped file, or None.
@@ -87,7 +91,7 @@ class Table:
 
     Args:
       name: for messages.
-      shape: `[V, ...]`.
+      shape: `[V, ...]`, of the rows that this process owns.
       dtype: of the weights.
       optimizer: or None, for a table that is only read.
       initializer: `(key, shape, dtype) -> rows` as in `jax.nn.initializers`, called
@@ -95,6 +99,8 @@ class Table:
       key: of the initializer, encoded as in files.
       given: whether the weights of all rows were given.
       memory: `Memory` or `MappedFile`, with the arrays of `arrays_of`.
+      queue: in which all work on the table runs; the tables of a store share it.
+      owners: which ids the rows have, if several processes share a larger table.
       policy: of its keys, or None for a table without keys.
     """
 
@@ -108,12 +114,17 @@ class Table:
         key: dict[str, Any],
         given: bool,
         memory: Any,
+        queue: WorkQueue,
+        owners: Owners,
         policy: KeyPolicy | None = None,
     ):
         self.name, self.shape, self.dtype = name, shape, np.dtype(dtype)
         self.height = shape[0]
+        self.whole_shape = (owners.height, *shape[1:])  # of all processes
         self.optimizer, self.initializer = optimizer, initializer
         self.key, self.given, self.memory = key, given, memory
+        self.queue, self.owners = queue, owners
+        self.in_flight: list[EarlyRows] = []
         self.weights, self.touched, *state = memory.arrays
         self.keys = None
         if policy is not None:
@@ -173,6 +184,16 @@ class Table:
             keyed=self.keys is not None,
         )
 
+    def run(self, call: str, work: Callable[[], Any]) -> Any:
+        """Waits for the turn of `work` in the queue, and returns its result."""
+        self.check_open(call)
+        return self.queue.call(work)
+
+    def check_open(self, call: str) -> None:
+        """Raises a ValueError if the store was closed."""
+        if self.is_closed:
+            raise closed(call)
+
     def check_usable(self) -> None:
         """Raises an error if the table is closed or half loaded."""
         if self.is_closed:
@@ -205,11 +226,38 @@ class Table:
 
     # -- reading ----------------------------------------------------------------------
 
-    def gather(self, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """The weights of distinct ascending `rows`, into `out[:len(rows)]`."""
+    def read_early(
+        self, rows: np.ndarray, capacity: int, *, with_state: bool
+    ) -> EarlyRows:
+        """Reads distinct ascending rows for a batch, which is in flight from now on."""
         self.touch(rows)
-        _take(self.weights, rows, out[: rows.size])
-        return out
+        columns = self.columns if with_state else [self.weights]
+        early = EarlyRows(columns, rows, capacity)
+        self.in_flight.append(early)
+        return early
+
+    def hand_out(self, early: EarlyRows) -> bool:
+        """Reads the stale rows of a batch again, which is not in flight any more.
+
+        Returns:
+          True if there were stale rows.
+        """
+        self.drop(early)
+        is_stale = bool(early.is_stale.any())
+        if is_stale:
+            self.touch(early.rows)  # a row may have been cleared
+            early.read_stale()
+        return is_stale
+
+    def drop(self, early: EarlyRows) -> None:
+        """Ends the flight of a batch; its rows are not marked any more."""
+        if early in self.in_flight:
+            self.in_flight.remove(early)
+
+    def _mark_stale(self, written: np.ndarray | None) -> None:
+        """Marks distinct ascending rows, or all, in the batches in flight."""
+        for early in list(self.in_flight):  # CachedTable drops some on another thread
+            early.mark_stale(written)
 
     def peek(self, rows: np.ndarray, out: np.ndarray) -> None:
         """The weights of consecutive `rows`, into `out`, without touching them."""
@@ -233,44 +281,27 @@ class Table:
         """The weights, and the leaves of state that have rows."""
         return [self.weights, *self.by_row]
 
-    def read(self, rows: np.ndarray, capacity: int) -> list[np.ndarray]:
-        """The columns of distinct ascending touched `rows`, padded with zeros."""
-        buffers = []
-        for column in self.columns:
-            buffer = np.empty((capacity, *column.shape[1:]), column.dtype)
-            buffer[rows.size :] = 0
-            _take(column, rows, buffer[: rows.size])
-            buffers.append(buffer)
-        return buffers
-
-    def write(self, rows: np.ndarray, values: Sequence[np.ndarray]) -> None:
-        """Replaces the columns of distinct `rows`."""
-        for column, new in zip(self.columns, values):
+    def write(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        """Replaces distinct ascending rows: their weights, or weights and state."""
+        for column, new in zip(self.columns, columns):
             put_rows(column, rows, new)
+        self._mark_stale(rows)
 
     # -- writing ----------------------------------------------------------------------
 
-    def step(
-        self,
-        rows: np.ndarray,
-        values: Any,
-        forward: Callable[[np.ndarray, np.ndarray], None],
-    ) -> None:
+    def step(self, rows: np.ndarray, values: Any) -> None:
         """One step of the optimizer.
 
         Args:
           rows, values: of the gradient.
-          forward: called with the distinct rows and their new weights, before these are
-            written to the table.
         """
         assert self.optimizer is not None
         distinct, positions, capacity = slots_of(rows, self.height)
         self.touch(distinct)
-        gathered = self.read(distinct, capacity)
+        weights, *by_row = EarlyRows(self.columns, distinct, capacity).buffers
         weights, by_row, rest = self.optimizer.update(
-            gathered[0], gathered[1:], self.rest, distinct.size, positions, values
+            weights, by_row, self.rest, distinct.size, positions, values
         )
-        forward(distinct, weights[: distinct.size])
         self.write(distinct, [x[: distinct.size] for x in (weights, *by_row)])
         for old, new in zip(self.rest, rest):
             old[...] = new
@@ -345,7 +376,7 @@ class Table:
         # In full buckets: XLA compiles the remainder of a vectorised loop differently,
         # and a row's bits must not depend on how many rows are touched with it.
         ids = np.zeros((bucket(rows.size),), np.uint32)
-        ids[: rows.size] = rows
+        ids[: rows.size] = self.owners.ids(rows)
         with on_host():
             key = _format.decode_key(self.key)
             shape = 1, *self.shape[1:]
@@ -357,6 +388,7 @@ class Table:
         for column in self.columns:
             column[rows] = 0
         self.touched[rows] = 0  # last: an untouched row is all zeros
+        self._mark_stale(rows)
 
     def reset(self, key: dict[str, Any]) -> None:
         """Resets all rows; rows touched later start from `key`."""
@@ -365,6 +397,7 @@ class Table:
                 rows = rows[self.touched[rows] != 0]
             for column in [self.weights, *self.by_row, self.touched]:
                 column[rows] = 0
+        self._mark_stale(None)
         if self.keys is not None:
             self.keys.forget()
         self.describe_as(key, given=False)
@@ -400,6 +433,11 @@ class Table:
         self.memory.close()
 
 
+def closed(call: str) -> ValueError:
+    """The error for a call of a closed store."""
+    return ValueError(f"{call}: this store is closed. Make a new one.")
+
+
 def arrays_of(
     shape: tuple[int, ...], dtype: Any, optimizer: Optimizer | None, keyed: bool
 ) -> list[jax.ShapeDtypeStruct]:
@@ -430,8 +468,3 @@ def put_rows(column: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
     item = np.dtype((np.void, column[:1].nbytes))
     flat = lambda x: x.reshape(-1).view(item)
     flat(column)[rows] = flat(np.ascontiguousarray(values, column.dtype))
-
-
-def _take(column: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
-    # Any other mode goes through a temporary, to leave `out` as it is on an error.
-    np.take(column, rows, axis=0, out=out, mode="clip")

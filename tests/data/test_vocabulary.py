@@ -534,7 +534,7 @@ KNOWN = Vocabulary.build({"user": USERS, "item": ITEMS})
         ),
         (
             lambda: Vocabulary.build({"x": [1]}, min_count={"x": 0.5}),  # pyright: ignore
-            ValueError,
+            TypeError,
             "min_count must be a positive int, got 0.5",
         ),
         (

@@ -540,10 +540,10 @@ def test_recorded_saving(tmp_path):
     )
     trainer = make(want)
     for key in ("Trainer.save_states", "Block.save_parameters"):
-        run(key, trainer=trainer, path=tmp_path)
+        run(key, trainer=trainer, path=tmp_path / "store")
     for key in ("Trainer.load_states", "Block.load_parameters"):
         other = make(np.zeros((9, 3), np.float32))
-        run(key, trainer=other, path=tmp_path)
+        run(key, trainer=other, path=tmp_path / "store")
         assert_answers(other.store.pull_all(block.name), want)
     layer, ids = sj.nn.Embedding(9, 3), jnp.arange(9)
     assert_answers(layer({"embedding": other.store.pull_all(block.name)}, ids), want)
@@ -1076,11 +1076,11 @@ def clicks(count):
 def test_proposal():
     """The page's model trains; by hand and on whole tables it is the same function."""
     trainer, batches = blocks()["make_trainer"](), list(clicks(2))
-    losses = run(
-        "row_sparse_pull, one batch ahead", trainer=trainer, batches=batches * 3
-    )
-    assert losses[-1] < losses[1]
     block, store = trainer.block, trainer.store
+    given = {"store": store, "trainer": trainer, "batches": batches * 3}
+    pulled = run("row_sparse_pull, one batch ahead", **given)
+    losses = [trainer.step(batch, rows) for batch, rows in pulled]
+    assert losses[-1] < losses[1]
     specs = run("row_sparse Parameter", block=block)
     assert {n: s.shape[0] for n, s in specs.items()} == {
         "user": 100_000,

@@ -10,7 +10,7 @@ import damage
 
 pytestmark = pytest.mark.loose_promotion  # as in a reader's session
 
-WITH_ORBAX = {"Checkpointer.restore", "Trainer.load"}
+WITH_ORBAX = {"parallel.restore"}
 QUICK = sorted(damage.READERS.keys() - WITH_ORBAX)
 
 

@@ -68,9 +68,9 @@ NAMES = {
     # errors
     "NotPulledError",
     # packages
+    "cpu",
     "data",
     "desc",
-    "experimental",
     "extend",
     "losses",
     "nn",
@@ -88,7 +88,7 @@ def _public(module):
         if not name.startswith("_")
         # `import sparsejax` binds its sub-packages as well; `transform` is one whose
         # names are all at the top.
-        and not (inspect.ismodule(value) and name in ("transform", "demo"))
+        and not (inspect.ismodule(value) and name == "transform")
     }
 
 
@@ -113,7 +113,6 @@ def test_names():
         "ftrl",
         "global_norm",
         "group_adagrad",
-        "huge_pages",
         "is_lazy_exact",
         "is_row_separable",
         "lazy",

@@ -320,7 +320,7 @@ def devices() -> None:
     assert_type(table, sj.parallel.ShardedTable)
 
     def loss(table: sj.parallel.ShardedTable, ids: jax.Array) -> jax.Array:
-        rows: jax.Array = sj.parallel.lookup(table, ids)
+        rows: jax.Array = sj.lookup(table, ids)
         return jnp.sum(rows)
 
     gradient: sj.parallel.ShardedTable = sj.grad(loss)(table, jnp.array([3, 4]))

@@ -79,7 +79,11 @@ def test_the_program_of_a_step(name):
     plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
     if not any(map(importlib.util.find_spec, plugins)):
         pytest.skip("needs jax[cuda12] or jax[cuda13]")
-    script = [sys.executable, str(pages.ROOT / "tests" / "tools" / "cuda_program.py"), name]
+    script = [
+        sys.executable,
+        str(pages.ROOT / "tests" / "tools" / "cuda_program.py"),
+        name,
+    ]
     run = subprocess.run(script, capture_output=True, text=True, cwd=pages.ROOT)
     assert run.returncode == 0, run.stderr
     facts = json.loads(run.stdout.splitlines()[-1])

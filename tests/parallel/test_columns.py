@@ -92,7 +92,7 @@ def test_update_is_local_and_in_place():
     loss = lambda params, ids: jnp.sum(jnp.sin(sj.lookup(params["table"], ids)))
     compiled = compiled_step(loss)
     # The loss is a sum over columns: one number. Nothing else moves.
-    found = sj.parallel.wire_bytes(compiled)
+    found = sj.viz.wire_bytes(compiled)
     assert found.total == 2 * 4 * (N - 1) // N, found
     memory = compiled.memory_analysis()
     part = V * D * 4 // N
@@ -108,7 +108,7 @@ def test_rows_for_the_devices_whose_batch_it_is():
         rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P("x")))
         return jnp.sum(jnp.linalg.norm(rows, axis=1))  # wants whole rows
 
-    found = sj.parallel.wire_bytes(compiled_step(loss))
+    found = sj.viz.wire_bytes(compiled_step(loss))
     rows = 2 * (BATCH * D * 4 // N) * (N - 1) // N  # there and back
     assert found.by_kind["all-to-all"] == rows, found
     # XLA may gather the ids for each of their uses, but nothing else.

@@ -32,8 +32,7 @@ def compiled_wire(layout, sample, capacity, distinct):
     table, lookup, reduce = np.ones((V, D), np.float32), sj.lookup, lambda g: g
     ids_spec, tables = P("x"), True
     if layout == "row-sharded":
-        table = sj.parallel.shard_rows(table, mesh, "x")
-        lookup = lambda t, ids: sj.parallel.lookup(t, ids, capacity=capacity)
+        table = sj.parallel.shard_rows(table, mesh, "x", capacity=capacity)
     elif layout == "column-sharded":
         table, ids_spec = sj.parallel.shard_columns(table, mesh, "x"), P()
         whole = NamedSharding(mesh, P("x"))
@@ -55,7 +54,7 @@ def compiled_wire(layout, sample, capacity, distinct):
     run = sj.parallel.data_parallel(step, mesh, "x")
     ids = jax.device_put(sample, NamedSharding(mesh, ids_spec))
     compiled = run.lower(table, tx.init(table), ids).compile()
-    return sj.parallel.wire_bytes(compiled, branch=min)
+    return sj.viz.wire_bytes(compiled, branch=min)
 
 
 # XLA gathers the ids of a column-sharded table three times, where it must.
@@ -81,16 +80,17 @@ def test_rows_that_are_replicated_over_another_axis():
         (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:N]
     )
     (found,) = sj.parallel.plan((V, D), mesh, ids, axis="b").tables
-    table = sj.parallel.shard_rows(np.ones((V, D), np.float32), mesh, "b")
+    table = np.ones((V, D), np.float32)
+    table = sj.parallel.shard_rows(table, mesh, "b", capacity=found.capacity)
 
     def step(table, ids):
-        read = lambda t: sj.parallel.lookup(t, ids, capacity=found.capacity)
+        read = lambda t: sj.lookup(t, ids)
         grads = sj.grad(lambda t: jnp.sum(jnp.linalg.norm(read(t), axis=1)))(table)
         return optax.apply_updates(table, -grads)
 
     ids = jax.device_put(ids, NamedSharding(mesh, P(("a", "b"))))
     compiled = jax.jit(step).lower(table, ids).compile()
-    wire = sj.parallel.wire_bytes(compiled, branch=min)
+    wire = sj.viz.wire_bytes(compiled, branch=min)
     # Replicas exchange the ids of as many rounds as there might be.
     assert wire.total == pytest.approx(found.costs["row-sharded"].wire, rel=0.15), wire
 

@@ -87,7 +87,7 @@ def test_trees_tell_a_stack_from_a_table():
     # As it was before there were stacks.
     plain = sj.SelectedRows(ROWS, VALUES, K * V)
     assert plain.tree_flatten()[1] == K * V
-    assert set(vars(plain)) == {"rows", "values", "height"}
+    assert set(vars(plain)) == {"_ids", "values", "height"}
 
 
 def test_gradient_with_respect_to_a_stack():

@@ -12,7 +12,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_in_place, assert_same_bits
-from sparsejax.store import _cached, _prefetch, _slots
+from sparsejax.store import _in_flight, _slots, _staging
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -116,7 +116,7 @@ def assert_trained(store, params, state, whole):
 
 
 def workers():
-    return [t for t in threading.enumerate() if t.name.startswith(_prefetch._THREAD)]
+    return [t for t in threading.enumerate() if t.name.startswith(_in_flight._THREAD)]
 
 
 # ------------------------------------------------------------------ equal bits
@@ -167,20 +167,20 @@ def test_rows_that_leave_and_come_up_again_at_once():
     """Two sets of rows for which there are too few slots take turns, read ahead."""
     store = new_store("adam")
     cache = sj.store.CachedTable(store, "items", SLOTS)
-    late = []
-    read_late = cache._read_late
+    stale = []
+    hand_out = store._tables["items"].hand_out
 
-    def seen(staged):
-        late.append(int(staged.is_late.sum()))
-        read_late(staged)
+    def seen(early):
+        stale.append(int(early.is_stale.sum()))
+        return hand_out(early)
 
-    cache._read_late = seen
+    store._tables["items"].hand_out = seen
     labels = np.ones(BATCH, np.float32)
     ids = [np.arange(BATCH, dtype=np.int32) * 2 + k % 2 for k in range(12)]
     batches = [(x, labels) for x in ids]
     params, state = attached("adam", cache)
     params, state, losses = train_cached("adam", cache, batches, params, state, depth=2)
-    assert sum(late) >= 8 * (2 * BATCH - SLOTS)
+    assert sum(stale) >= 8 * (2 * BATCH - SLOTS)
     whole = train_whole("adam", batches)
     assert_same_bits(losses, whole[2])
     cache.flush(params, state)
@@ -220,7 +220,7 @@ def test_other_ids_between_and_stopping_early():
     assert_same_bits(np.array(losses), whole[2])
     cache.flush(params, state)
     assert_trained(store, params, state, whole)
-    assert not cache._announced and not cache._unwritten
+    assert not cache._staging._announced and not store._tables["items"].in_flight
 
 
 @pytest.mark.slow
@@ -328,10 +328,10 @@ def test_too_many_rows_change_nothing():
 
 def test_programs_are_few_and_in_place():
     array, rows = jnp.zeros((4096, 32)), jnp.zeros((64, 32))
-    scatter = lambda x, slots, new: _cached._scatter([x], slots, [new])[0]
+    scatter = lambda x, slots, new: _staging._scatter([x], slots, [new])[0]
     assert_in_place(scatter, array, jnp.arange(64), rows)
 
-    compiled: Any = _cached._gather, _cached._scatter
+    compiled: Any = _staging._gather, _staging._scatter
     programs = lambda: sum(f._cache_size() for f in compiled)
     before = programs()
     store = new_store("sgd")
@@ -351,13 +351,13 @@ def test_rows_are_read_while_the_step_runs():
     batches = [np.arange(k, k + 8) for k in range(0, 40, 4)]
     for k, ids in enumerate(cache.prefetch(batches, lambda ids: ids)):
         params, state, _ = cache.prepare(ids, params, state)
-        ahead: Any = list(cache._announced)
+        ahead: Any = list(cache._staging._announced)
         assert len(ahead) == (k < 9)
         for entry in ahead:  # nothing is to be read at the next prepare
             entry.done.result()
-            assert not entry.staged.is_late.any()
+            assert entry.staged.columns and cache._staging._is_current(entry.staged)
         store.stats()
-        assert not cache._to_write  # what left is on the host
+        assert not cache._staging._to_write  # what left is on the host
     assert not workers()
 
 

@@ -26,7 +26,9 @@ SECTIONS: list[Section] = [
 table = jnp.ones((4, 3))
 rows = sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=4)
 counts = rows.astype(int)
-halved = jax.tree.map(lambda x: 0.5 * np.asarray(x), rows)  # its ids as well
+halved = jax.tree.unflatten(  # with ids that are not integers
+    jax.tree.structure(rows), [0.5 * rows.rows, 0.5 * rows.values]
+)
 """,
         """
 sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=4.0)
@@ -697,6 +699,9 @@ sj.grad(loss_fn)(table)
 params = {"table": jnp.ones((100, 2)), "bias": jnp.ones(2)}
 rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=100)
 grads = {"table": rows, "bias": jnp.ones(2)}
+halved = jax.tree.unflatten(  # with ids that are not integers
+    jax.tree.structure(rows), [0.5 * rows.rows, 0.5 * rows.values]
+)
 tables = {"table": jnp.ones((100, 2)), "kernel": jnp.ones((100, 2))}
 tx = sj.optim.lazy(optax.sgd(0.1, momentum=0.9))
 state = tx.init(params)
@@ -723,7 +728,7 @@ tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
 
 tx.init(grads)
 
-tx.update(jax.tree.map(lambda g: 0.5 * np.asarray(g), grads), state, params)
+tx.update({**grads, "table": halved}, state, params)
 
 tx.update(params, state, grads)
 
@@ -749,7 +754,7 @@ tx.update(grads, None, params)
 
 tx.update(grads, tx.init({**params, "table": jnp.ones((50, 2))}), params)
 
-sj.optim.global_norm(jax.tree.map(lambda g: 0.5 * np.asarray(g), grads))
+sj.optim.global_norm({"table": halved})
 """,
     ),
     _section(
@@ -994,23 +999,6 @@ sj.optim.reset_rows(tx, state, params, rows, embedding_init=zeros, key=0)
 sj.optim.reset_rows(tx, (), params, rows)
 
 sj.optim.reset_rows(optax.scale_by_lbfgs(), (), params, rows)
-""",
-    ),
-    _section(
-        "Experimental",
-        """
-make = sj.experimental.sparse_table
-""",
-        """
-make({}, 4)
-
-make(jnp.arange(6), 4)
-
-make(jnp.float32(1), 4)
-
-make(jnp.ones((3, 2)), 4.0)
-
-make(jnp.ones((3, 2)), -1)
 """,
     ),
     _section(

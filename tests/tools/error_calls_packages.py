@@ -66,13 +66,12 @@ bag = sj.nn.EmbeddingBag(5, 2)
 )
 
 _DENSE = Section(
-    "nn: Dense and FactorizationMachine",
+    "nn: Dense",
     _LAYERS
     + """
 layer = sj.nn.Dense(1, 4)
 params = layer.init(key)
 some = sj.SelectedRows([1], jnp.ones((1, 1)), 4)
-fm = sj.nn.FactorizationMachine(4, 2)
 """,
     [
         "sj.nn.Dense(1, 4, use_bias=1)",
@@ -91,10 +90,6 @@ fm = sj.nn.FactorizationMachine(4, 2)
         "layer({**params, 'kernel': jnp.ones(4)}, jnp.ones((2, 4)))",
         "layer({**params, 'kernel': some}, jnp.ones((2, 4)))",
         "sj.nn.Dense(1)({**params, 'kernel': 3.0}, jnp.ones((2, 4)))",
-        "sj.nn.FactorizationMachine(4, 0)",
-        "fm.init(1)",
-        "fm(params, jnp.ones((2, 4)))",
-        "fm(fm.init(key), jnp.ones((2, 5)))",
     ],
 )
 
@@ -241,11 +236,6 @@ class Named(sj.nn.SparseBlock):
         "Trainer(Named(), store, loss, tx).step({'item': jnp.array([1])})",
         "store.init('user', (5, 2), tx)\n"
         "Trainer(Named(), store, loss, tx).step({'user': jnp.array([1])})",
-        "Trainer(item, store, loss, tx).load('nowhere')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).load('file')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).save('file')",
-        "Trainer(item, store, loss, tx).save('saved')\n"
-        "Trainer(linear, sj.store.KVStore(), loss, tx).load('saved')",
     ],
 )
 
@@ -475,6 +465,7 @@ array = np.ones((5, 2), np.float32)
     [
         "store.init('item', (5, 2), tx)",
         "new.init(3, (5, 2), tx)",
+        "sj.store.KVStore('x')",
         "new.init('t', 5, tx)",
         "new.init('t', (5.0, 2), tx)",
         "new.init('t', (), tx)",
@@ -509,7 +500,8 @@ _PULLS = Section(
         "jax.jit(lambda ids: store.pull('item', ids))(jnp.array([1]))",
         "store.push('item', jnp.ones((5, 2)))",
         "store.push('item', [])",
-        "store.push('item', jax.tree.map(lambda x: 0.1 * np.asarray(x), rows))",
+        "leaves = [0.1 * rows.rows, 0.1 * rows.values]\n"
+        "store.push('item', jax.tree.unflatten(jax.tree.structure(rows), leaves))",
         "store.push('item', rows.map(lambda x: x.astype(complex)))",
         "store.push('item', sj.SelectedRows([1], jnp.ones((1, 3)), 5))",
         "new.init('t', (5, 2), None)\nnew.push('t', rows)",
@@ -693,12 +685,10 @@ _SHARDED = Section(
     "parallel: tables over devices",
     _MESH
     + """
-lookup, embedding_bag = sj.parallel.lookup, sj.parallel.embedding_bag
-shard_rows, hot_rows = sj.parallel.shard_rows, sj.parallel.replicate_hot_rows
+shard_rows = sj.parallel.shard_rows
 by_table = sj.parallel.TableWise
 array = jnp.ones((20, 2))
 table = shard_rows(array, mesh, "x")
-hot = hot_rows(array, mesh, "x", [1])
 ids = jnp.arange(8)
 bags = sj.SegmentTensor.from_lists([[1, 2], [3]])
 
@@ -731,23 +721,6 @@ def inside(f, *args):
         "shard_rows(lambda ids: jnp.ones(2), mesh, 'x', height=20)",
         "shard_rows(array, mesh.abstract_mesh, 'x')",
         "inside(lambda x: shard_rows(x, jax.sharding.get_abstract_mesh(), 'x'), array)",
-        "hot_rows([[1.0]], mesh, 'x', [1])",
-        "hot_rows(array, mesh, 'y', [1])",
-        "hot_rows(array, mesh, 'x', [1.0])",
-        "hot_rows(array, mesh, 'x', [1, 3, 1])",
-        "hot_rows(array, mesh, 'x', [1, 20])",
-        "hot_rows(array, mesh, 'x', [-1, 3])",
-        "hot_rows(array, mesh, 'x', [])",
-        "hot_rows(array, mesh, 'x', 1)",
-        "hot_rows(array, mesh, 'x', [1], capacity=0)",
-        "jax.jit(lambda ids: hot_rows(array, mesh, 'x', ids).hot)(ids)",
-        "hot_rows(lambda ids: jnp.ones((max(2, len(ids)), 2)), mesh, 'x', [1], "
-        "height=20)",
-        "hot + hot_rows(array, mesh, 'x', [2])",
-        "hot + 1",
-        "jnp.take(hot, ids)",
-        "sj.grad(lambda t: jnp.sum(jnp.asarray(t)))(hot)",
-        "sj.parallel.top_k(hot, jnp.ones(2), 3)",
         "sj.parallel.shard_columns(3, mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones(8), mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones((20, 6)), mesh, 'x')",
@@ -762,19 +735,14 @@ def inside(f, *args):
         "table / table",
         "1 / table",
         "table + shard_rows(jnp.ones((9, 2)), mesh, 'x')",
-        "lookup(array, ids)",
-        "lookup(table, jnp.ones(8))",
-        "lookup(table, bags)",
-        "lookup(table, jnp.array([1, 20]), mode='error')",
-        "lookup(table, ids, capacity=0)",
-        "lookup(table, ids, capacity='all')",
-        "jax.jit(lambda ids: lookup(table, ids, capacity='auto'))(ids)",
-        "inside(lambda ids: lookup(table, ids), ids)",
-        "embedding_bag(table, ids)",
-        "embedding_bag(table, bags, jnp.array([0, 0, 1]), 2)",
-        "embedding_bag(table, ids, jnp.zeros(7, int), 1)",
-        "embedding_bag(table, ids, jnp.zeros(8, int))",
-        "embedding_bag(table, bags, weights='ones')",
+        "shard_rows(array, mesh, 'x', capacity=0)",
+        "sj.lookup(table, bags)",
+        "sj.lookup(table, jnp.array([1, 20]), mode='error')",
+        "inside(lambda ids: sj.lookup(table, ids), ids)",
+        "sj.embedding_bag(table, ids)",
+        "sj.parallel.exchange_metrics(array, ids)",
+        "sj.parallel.exchange_metrics(table, jnp.ones(8))",
+        "inside(lambda ids: sj.parallel.exchange_metrics(table, ids), ids)",
         "sj.parallel.measure_capacity(table, [])",
         "sj.parallel.measure_capacity(table, ids, margin=0)",
         "jax.jit(lambda ids: sj.parallel.measure_capacity(table, ids))(ids)",
@@ -787,7 +755,7 @@ _GRADIENTS = Section(
     + """
 def grad_of(height):
     table = sj.parallel.shard_rows(jnp.ones((height, 2)), mesh, "x")
-    loss = lambda t: jnp.sum(sj.parallel.lookup(t, jnp.arange(8)))
+    loss = lambda t: jnp.sum(sj.lookup(t, jnp.arange(8)))
     return sj.grad(loss)(table).values
 
 def inside(f, *args):
@@ -820,65 +788,35 @@ step = lambda params, state, batch: (params, state)
     ],
 )
 
-_SPREAD = Section(
-    "parallel: stores",
-    _MESH
-    + """
-store, spread = sj.store.KVStore(), sj.parallel.SpreadStore(mesh)
-store.init("item", (5, 2), optax.sgd(0.1))
-spread.init("item", (5, 2), optax.sgd(0.1))
-batched_pull = sj.parallel.batched_pull
-""",
-    [
-        "batched_pull({}, 'item', [1], mesh)",
-        "batched_pull(store, 'item', [1], 'x')",
-        "batched_pull(store, 'item', [1.5], mesh)",
-        "sj.parallel.SpreadStore('x')",
-        "spread.init('t', (4, 2), None, keys=sj.store.KeyPolicy())",
-        "spread.pull('user', [1])",
-        "spread.pull('item', [9])",
-        "spread.push('item', jnp.ones((5, 2)))",
-        "spread.push('item', sj.SelectedRows([1], jnp.ones((1, 2)), 9))",
-    ],
-)
-
 _CHECKPOINTS = Section(
-    "parallel: Checkpointer",
+    "parallel: save and restore",
     _MESH
     + """
-parallel = sj.parallel
-saved = parallel.Checkpointer("saved")
+import pathlib
+import orbax.checkpoint as ocp
+
+save, restore = sj.parallel.save, sj.parallel.restore
+manager = ocp.CheckpointManager(pathlib.Path("saved").absolute())
 tree = {"w": jnp.ones((4, 2))}
 spec = jax.ShapeDtypeStruct((20, 2), jnp.float32)
 abstract = sj.parallel.shard_rows(spec, mesh.abstract_mesh, "x")
 """,
     [
-        "open('file', 'w').close()\nparallel.Checkpointer('file')",
-        "parallel.Checkpointer('saved', max_to_keep=0)",
-        "saved.save('1', tree)",
-        "saved.save(-1, tree)",
-        "saved.save(2, tree)\nsaved.save(1, tree)",
-        "saved.save(1, {'name': 'model'})",
-        "saved.save(1, {'w': spec})",
-        "saved.save(1, {'w': abstract})",
-        "jax.jit(lambda x: saved.save(1, x))(tree)",
-        "saved.save(1, tree, data=[1, 2])",
-        "saved.save(1, tree, data={'seen': {1, 2}})",
-        "parallel.Checkpointer('saved', read_only=True).save(1, tree)",
-        "saved.close()\nsaved.save(1, tree)",
-        "saved.restore(tree)",
-        "saved.save(1, tree)\nsaved.restore(tree, 2)",
-        "saved.save(1, tree)\nsaved.restore({'w': jnp.ones((4, 3))})",
-        "saved.save(1, tree)\nsaved.restore({'v': jnp.ones((4, 2))})",
-        "saved.save(1, tree)\nsaved.restore_data()",
-        "saved.save(1, tree)\n"
-        "saved.wait()\n"
-        "import shutil\n"
-        "shutil.rmtree('saved/1/arrays')\n"
-        "saved.restore(tree)",
-        "import pathlib\n"
-        "pathlib.Path('other/5').mkdir(parents=True)\n"
-        "parallel.Checkpointer('other').restore(tree)",
+        "save(3, tree)",
+        "save('one', tree, step=1)",
+        "save(manager, tree)",
+        "save(manager, tree, step=2)\nsave(manager, tree, step=1)",
+        "save('one', {'name': 'model'})",
+        "save('one', {'w': spec})",
+        "save('one', {'w': abstract})",
+        "jax.jit(lambda x: save('one', x))(tree)",
+        "restore(manager, tree)",
+        "restore('one', tree)",
+        "save('one', tree)\nrestore('one', {'w': jnp.ones((4, 3))})",
+        "save('one', tree)\nrestore('one', {'v': jnp.ones((4, 2))})",
+        "with ocp.StandardCheckpointer() as checkpointer:\n"
+        "    checkpointer.save(pathlib.Path('theirs').absolute(), tree)\n"
+        "restore('theirs', tree)",
     ],
 )
 
@@ -886,7 +824,7 @@ _COSTS = Section(
     "parallel: costs",
     _MESH
     + """
-plan, wire_bytes = sj.parallel.plan, sj.parallel.wire_bytes
+plan, wire_bytes = sj.parallel.plan, sj.viz.wire_bytes
 total = jax.jit(jnp.sum).lower(jnp.ones(3))
 """,
     [
@@ -904,7 +842,6 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan({'t': (20, 2)}, mesh, 8, layouts={'u': 'row-sharded'})",
         "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'row-sharded', "
         "\"['t']\": 'replicated-dense'})",
-        "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'hot-cold'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'table-wise'})",
         "plan({'t': (20, 2)}, mesh, 8, stacks={'u': (7, 13)})",
@@ -983,7 +920,6 @@ SECTIONS: list[Section] = [
     _FILES,
     _SHARDED,
     _GRADIENTS,
-    _SPREAD,
     _CHECKPOINTS,
     _COSTS,
     _LOSSES,

@@ -15,45 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
-from sparsejax._segments import SegmentTensor
-from sparsejax._segments.reduce.segments import (
-    Segments,
-    check_numbers,
-    fill_outside,
-    over_segments,
-)
+from sparsejax._segments.reduce.reduction import segment_reduction
+from sparsejax._segments.reduce.segments import Segments
 
 
-_CUMSUM = "sparsejax.segment_cumsum"
-
-
-def segment_cumsum(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-) -> Any:
+@segment_reduction(kind="number", empty="0", per_element=True)
+def segment_cumsum(x: jax.Array, segments: Segments) -> jax.Array:
     """Cumulative sum of `data` inside each segment.
 
     `out[i] = sum_{j <= i: segment_ids[j] == segment_ids[i]} data[j]`
 
-    Args:
-      data: `[n, ...]`, integers or floats; or a SegmentTensor, which has its own
-        segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool; saves a stable sort of the ids.
-      empty: scalar, the result for elements outside all segments; 0 by default.
-
     Returns:
       `[n, ...]`, of data's shape and dtype. Floats of 16 bits are summed in float32.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -64,18 +38,9 @@ def segment_cumsum(
       Blelloch (1990), "Prefix sums and their applications" (segmented scans); NumPy,
       `cumsum`.
     """
-
-    def cumsum(x: jax.Array, segments: Segments) -> jax.Array:
-        check_numbers(_CUMSUM, x)
-        order = in_order(segments)
-        wide = segments.mask(x).astype(indexing.accumulator_dtype(x.dtype))
-        out = order.back(order.running(jnp.add, 0, order.rows(wide)))
-        out = segments.mask(out.astype(x.dtype))
-        return fill_outside(_CUMSUM, out, segments, empty)
-
-    return over_segments(
-        _CUMSUM, data, segment_ids, num_segments, indices_are_sorted, cumsum
-    )
+    order = in_order(segments)
+    running = order.running(jnp.add, 0, order.rows(segments.mask(x)))
+    return segments.mask(order.back(running))
 
 
 # ------------------------------------------------------------------ elements in order

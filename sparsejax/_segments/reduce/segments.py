@@ -185,10 +185,13 @@ def check_arguments(
     except (TypeError, ValueError):
         found = lax.GatherScatterMode.ONE_HOT
     if found is lax.GatherScatterMode.ONE_HOT:
-        raise ValueError(
-            f"{call}: mode must be 'drop', 'clip' or None, got "
-            f"{_arguments.show(mode)}. With 'clip', elements whose id is out of range "
-            "go to the first or last segment; otherwise they are dropped."
+        raise _arguments.wrong(
+            call,
+            "mode",
+            "'drop', 'clip' or None",
+            _arguments.show(mode),
+            "With 'clip', elements whose id is out of range go to the first or last "
+            "segment; otherwise they are dropped.",
         )
     if found is lax.GatherScatterMode.CLIP:
         is_unique = False  # several elements may go to the last segment
@@ -202,10 +205,12 @@ def _as_data(call: str, data: Any) -> jax.Array:
     try:
         data = jnp.asarray(data)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"{call}: data must be an array or a SegmentTensor, got "
-            f"{_arguments.kind_of(data)}. For a tree of arrays, use jax.tree.map or "
-            "make a SegmentTensor of it."
+        raise _arguments.wrong_type(
+            call,
+            "data",
+            "an array or a SegmentTensor",
+            _arguments.kind_of(data),
+            "For a tree of arrays, use jax.tree.map or make a SegmentTensor of it.",
         ) from None
     if data.ndim == 0:
         raise ValueError(
@@ -214,21 +219,35 @@ def _as_data(call: str, data: Any) -> jax.Array:
     return data
 
 
+def check_booleans(call: str, data: jax.Array) -> None:
+    """Raises a TypeError unless `data` are booleans."""
+    if data.dtype != jnp.bool_:
+        raise _arguments.wrong_type(
+            call, "data", "boolean", f"{data.dtype}", "Compare first, as in data != 0."
+        )
+
+
 def check_numbers(call: str, data: jax.Array) -> None:
     """Raises a TypeError if `data` are booleans."""
     if data.dtype == jnp.bool_:
-        raise TypeError(
-            f"{call}: data must be numbers, got bool. Cast it with .astype(jnp.int32), "
-            "or use segment_any or segment_all."
+        raise _arguments.wrong_type(
+            call,
+            "data",
+            "numbers",
+            "bool",
+            "Cast it with .astype(jnp.int32), or use segment_any or segment_all.",
         )
 
 
 def as_floats(call: str, data: jax.Array) -> jax.Array:
     """`data` in the dtype of the computation; integers become float32."""
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{call}: data must be real numbers, got {data.dtype}. Reduce .real and "
-            ".imag separately."
+        raise _arguments.wrong_type(
+            call,
+            "data",
+            "real numbers",
+            f"{data.dtype}",
+            "Reduce .real and .imag separately.",
         )
     return data.astype(indexing.float_accumulator_dtype(data.dtype))
 
@@ -244,9 +263,11 @@ def fill(call: str, out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array
     promoted = indexing.promote(value, out.dtype)
     kind = next(kind for kind in kinds if jnp.issubdtype(promoted, kind))
     if value.ndim or not jnp.issubdtype(out.dtype, kind):
-        raise TypeError(
-            f"{call}: empty must be a scalar that can be cast to the dtype of the "
-            f"result, {out.dtype}, got {_arguments.show(empty)}."
+        raise _arguments.wrong_type(
+            call,
+            "empty",
+            f"a scalar that can be cast to the dtype of the result, {out.dtype}",
+            _arguments.show(empty),
         )
     missing = indexing.append_axes(missing, out.ndim)
     return jnp.where(missing, value.astype(out.dtype), out)

@@ -16,6 +16,7 @@ from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.cumulative import in_order
+from sparsejax._segments.reduce.reduction import jax_segment_reduction
 from sparsejax._segments.reduce.segments import (
     Segments,
     check_numbers,
@@ -29,7 +30,6 @@ from sparsejax._segments.reduce.segments import (
 _SUM = "sparsejax.segment_sum"
 _MEAN = "sparsejax.segment_mean"
 _SQRTN = "sparsejax.segment_sqrtn"
-_PROD = "sparsejax.segment_prod"
 
 
 # ------------------------------------------------------------------ sums
@@ -244,9 +244,12 @@ def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
             f"{data.shape[:1]}, got {weights.shape}."
         )
     if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{call}: weights must be real numbers (integers or floats), got "
-            f"{weights.dtype}. Cast them with .astype(jnp.float32)."
+        raise _arguments.wrong_type(
+            call,
+            "weights",
+            "real numbers (integers or floats)",
+            f"{weights.dtype}",
+            "Cast them with .astype(jnp.float32).",
         )
     return weights
 
@@ -286,39 +289,15 @@ def _sum_over(
 # ------------------------------------------------------------------ products
 
 
-def segment_prod(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-    unique_indices: bool = False,
-    bucket_size: int | None = None,
-    mode: str | jax.lax.GatherScatterMode | None = None,
-    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
-) -> Any:
+@jax_segment_reduction(kind="number", empty="1")
+def segment_prod(x: jax.Array, segments: Segments) -> jax.Array:
     """Product of each segment.
 
     `out[s] = prod_{i: segment_ids[i] == s} data[i]`
 
-    Args:
-      data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: scalar, the result for an empty segment; 1 by default.
-      unique_indices: bool; see `segment_sum` for this and the next two.
-      bucket_size: int.
-      mode: as in `jax.ops.segment_prod`.
-      out_sharding: the sharding of the result over a mesh of explicit axes.
-
     Returns:
       `[num_segments, ...]`, of data's dtype. Unlike `jax.ops.segment_prod`,
       differentiable even with zeros in the data and repeated ids.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -328,27 +307,6 @@ def segment_prod(
     References:
       `jax.ops.segment_prod`.
     """
-    del bucket_size
-
-    def prod(x: jax.Array, segments: Segments) -> jax.Array:
-        check_numbers(_PROD, x)
-        out = _product(x.astype(indexing.accumulator_dtype(x.dtype)), segments)
-        return fill_empty(_PROD, out.astype(x.dtype), segments, empty)
-
-    return over_segments(
-        _PROD,
-        data,
-        segment_ids,
-        num_segments,
-        indices_are_sorted,
-        prod,
-        mode=mode,
-        unique_indices=unique_indices,
-        out_sharding=out_sharding,
-    )
-
-
-def _product(x: jax.Array, segments: Segments) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return segments.scatter("mul", 1, x)
     return _product_of_floats(x, segments.ids, segments.static)

@@ -22,9 +22,7 @@ import functools
 
 import optax
 
-from sparsejax import _collector
 from sparsejax._rows import is_selected_rows
-from sparsejax.optim._huge_pages import huge_pages
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
@@ -147,11 +145,8 @@ def lazy(
         if refused is not None:
             reason = verdicts.blame(treedef, specs, *refused)
             raise _not_separable("this optimizer", reason)
-        state = state_sharding.init(tx.init, params)
-        huge_pages((params, state))
-        return state
+        return state_sharding.init(tx.init, params)
 
-    @_collector.paused_if_traced
     def update(updates, state, params=None, **extra_args):
         leaves, treedef = trees.flatten(updates)
         grads = treedef.unflatten(leaves)
