@@ -335,7 +335,6 @@ vocabulary = sj.data.Vocabulary.build(write("red\\n"), ids)
         "read(write('1,2\\n'), vocabulary, {'ids': [0, 1]})",
         "read(write('1,2\\n'), 100, ids, separator='::')",
         "read(write('1,2\\n'), 100, ids, quotes='yes')",
-        "read(write('1,2\\n3,\"two\\n'), 100, ids)",
         "read(write('1,2\\n'), 100, ids, missing='0')",
         "read(write('1,2\\n'), 100, [0, 1])",
         "read(write('1,2\\n'), 100, {'ids': [0.5]})",
