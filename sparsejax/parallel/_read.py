@@ -376,7 +376,7 @@ class ReadKind:
 def _merge_turns(owners: Owners, x: jax.Array) -> jax.Array:
     """`[turns, n, ...]` as `[turns * n, ...]`, without moving data between devices."""
     if x.shape[0] == 1:
-        # Without the constraint XLA may gather what a jitted gradient returns.
+        # Without the constraint XLA may gather the result of a jitted gradient.
         return constrain(x[0], owners.mesh, *owners.batch_spec)
     merge = lambda part: part.reshape(math.prod(part.shape[:2]), *part.shape[2:])
     by_turn = PartitionSpec(None, *owners.batch_spec)

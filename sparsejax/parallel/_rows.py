@@ -85,7 +85,7 @@ class ShardedRows(SelectedRows):
 
     @property
     def is_merged(self) -> bool:
-        """Whether the rows are distinct and at their owners."""
+        """True if the rows are distinct and at their owners."""
         return self.slots is None
 
     def coalesce(
@@ -95,8 +95,7 @@ class ShardedRows(SelectedRows):
 
         Args:
           capacity: must be None; every owner has a slot for each row it may receive.
-          return_overflow: whether to also return the overflow, an int32 scalar that is
-            0.
+          return_overflow: if True, also return the overflow, an int32 scalar that is 0.
 
         Raises:
           ValueError: `capacity` is given.
@@ -111,11 +110,11 @@ class ShardedRows(SelectedRows):
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
 
     def find(self, ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
-        """Rows by position, and which are stored. For tests: it gathers all slots."""
+        """Rows by position, and which are stored. Gathers all slots, for tests."""
         return self.everywhere().find(ids)
 
     def retain(self, ids: ArrayLike) -> SelectedRows:
-        """Only the rows at these positions. For tests: it gathers all slots."""
+        """Only the rows at these positions. Gathers all slots, for tests."""
         return self.everywhere().retain(ids)
 
     def everywhere(self) -> SelectedRows:

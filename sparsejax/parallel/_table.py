@@ -175,12 +175,12 @@ class ShardedTable(RowTable):
 
     def __repr__(self) -> str:
         if hasattr(self.values, "dtype") and hasattr(self.values, "shape"):
-            what = f"{self.values.dtype}{list(self.shape)}"
+            shown = f"{self.values.dtype}{list(self.shape)}"
         else:
-            what = repr(self.values)  # a tree of shardings or of names, say
+            shown = repr(self.values)  # in a tree of shardings or names, for example
         return (
-            f"ShardedTable({what}, {self.num_shards} x {self.rows_per_shard} rows over "
-            f"{self.axis!r}, layout={self.layout!r})"
+            f"ShardedTable({shown}, {self.num_shards} x {self.rows_per_shard} rows "
+            f"over {self.axis!r}, layout={self.layout!r})"
         )
 
     # -- read as an array --------------------------------------------------------
@@ -282,7 +282,7 @@ class ShardedTable(RowTable):
     def to_dense(self) -> jax.Array:
         """The whole table in the order of ids, `[height, ...]`; for tests and export.
 
-        Also works for gradients and updates, whose child is a SelectedRows.
+        Gradients and updates, which have a SelectedRows as child, can be converted too.
         """
         if isinstance(self.values, SelectedRows):
             ids = self.ids_at(replicate(self.values.rows))
@@ -334,7 +334,7 @@ class ShardedTable(RowTable):
         )
 
     def _apply(self, op: Any, symbol: str, other: Any) -> Any:
-        """Applies `op` to the values of two tables, or to those of one and a number."""
+        """Applies `op` to the values of two tables, or to one's values and a number."""
         if isinstance(other, ShardedTable):
             static = [jax.tree.structure(t.map(lambda _: 0)) for t in (self, other)]
             shapes = [np.shape(t.values) for t in (self, other)]
@@ -550,7 +550,7 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
         start, stop, _ = rows.indices(length)
         return range(start // per_shard, stop // per_shard)
 
-    # Shape and dtype are those of this process's first part that has rows.
+    # This process's first part that has rows determines shape and dtype.
     by_rows = NamedSharding(empty.mesh, PartitionSpec(empty.axis))
     here = by_rows.addressable_devices_indices_map((length,)).values()
     own = sorted({k for index in here if index for k in shards_in(index[0])})

@@ -39,7 +39,7 @@ def top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """The k rows of a row-sharded table with the highest scores for each query.
 
-    Returns what `sparsejax.top_k` returns for the whole table. Every device scores all
+    The result is that of `sparsejax.top_k` for the whole table. Every device scores all
     queries against its own rows; then N devices send `k` scores and ids for each query.
 
     Args:
@@ -49,7 +49,7 @@ def top_k(
       score: `"dot"`, `"cosine"`, `"l2"`, or a function of queries and rows.
       bias: `[V]` or `[V, 1]`, an array or a ShardedTable on the same mesh, with the
         same layout.
-      exclude: ids that are not to be found, `[E]`, `[..., E]` or a SegmentTensor.
+      exclude: ids to leave out, `[E]`, `[..., E]` or a SegmentTensor.
       chunk_size: int, the number of rows that a device reads at once.
       precision: as in `jnp.matmul`.
 

@@ -1,4 +1,4 @@
-"""wire_bytes: counts what a compiled program sends between devices, from its HLO text.
+"""wire_bytes: counts the bytes that a compiled program sends, from its HLO text.
 
 XLA decides which collectives a sharded program needs, so they are read from the
 optimized program of one device, `jax.jit(f).lower(...).compile()`. With `g` devices in
@@ -115,7 +115,7 @@ def wire_bytes(
 
     Args:
       compiled: the result of `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
-      loop_trips: how many iterations to assume for a loop whose count is not known at
+      loop_trips: the number of iterations to assume for a loop if it is not known at
         compile time, such as the rounds of an exchange; 0 ignores such loops.
       branch: how to choose the branch of a conditional that counts, by bytes: `max` or
         `min`.

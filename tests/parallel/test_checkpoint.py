@@ -180,23 +180,24 @@ def test_what_a_tree_may_hold(tmp_path, getkey):
 
 def test_steps_and_metadata_are_those_of_the_manager(tmp_path):
     table = table_of()
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=5)
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
             sj.parallel.restore(manager, jnp.asarray(table))
-        for step in (1, 5, 6):
+        for step in (5, 10, 15):
             tree, at = sharded(table + step, 2, "mod"), {"at": step}
-            sj.parallel.save(manager, tree, step=step, custom_metadata=at)
+            assert sj.parallel.save(manager, tree, step=step, custom_metadata=at)
+        assert not sj.parallel.save(manager, tree, step=16)  # by its options
         manager.wait_until_finished()
-        assert manager.all_steps() == [5, 6]
-        assert manager.metadata(5).custom_metadata["at"] == 5
+        assert manager.all_steps() == [10, 15]
+        assert manager.metadata(10).custom_metadata["at"] == 10
         like = jnp.asarray(table)
-        assert_same_bits(sj.parallel.restore(manager, like), table + 6)
-        assert_same_bits(sj.parallel.restore(manager, like, step=5), table + 5)
-        with pytest.raises(FileNotFoundError, match="no checkpoint step 1 in"):
-            sj.parallel.restore(manager, like, step=1)
-        with pytest.raises(ValueError, match="saves steps later than its latest, 6"):
-            sj.parallel.save(manager, tree, step=6)
+        assert_same_bits(sj.parallel.restore(manager, like), table + 15)
+        assert_same_bits(sj.parallel.restore(manager, like, step=10), table + 10)
+        with pytest.raises(FileNotFoundError, match="no checkpoint step 5 in"):
+            sj.parallel.restore(manager, like, step=5)
+        with pytest.raises(ValueError, match="step 15 is not later than .*, 15"):
+            sj.parallel.save(manager, tree, step=15)
         with pytest.raises(ValueError, match="step must be an int for a Checkpoint"):
             sj.parallel.save(manager, tree)
 
@@ -339,7 +340,9 @@ def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(tmp_pat
 def test_errors_of_arguments(tmp_path):
     tree = {"w": jnp.ones(3)}
     for call in (sj.parallel.save, sj.parallel.restore):
-        with pytest.raises(TypeError, match="where must be an orbax.* or a path, got"):
+        with pytest.raises(
+            TypeError, match="path_or_manager must be an orbax.* or a path, got"
+        ):
             call(3, tree)
     with pytest.raises(ValueError, match="step is only for a CheckpointManager"):
         sj.parallel.save(tmp_path / "a", tree, step=1)
