@@ -74,9 +74,11 @@ def shard_columns(
     axis = check_axis(_CALL, mesh, axis)
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(
-            f"{_CALL}: table must be a JAX or NumPy array or a ShapeDtypeStruct, got "
-            f"{_arguments.kind_of(table)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "table",
+            "a JAX or NumPy array or a ShapeDtypeStruct",
+            _arguments.kind_of(table),
         )
     shape = tuple(table.shape)
     if len(shape) < 2:

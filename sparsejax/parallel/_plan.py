@@ -189,7 +189,8 @@ class Plan:
           optimizer state on a device, the bytes it sends in a step, and their time.
 
         Raises:
-          ValueError: `bytes_per_second` is not a positive number.
+          TypeError: `bytes_per_second` is not a number.
+          ValueError: `bytes_per_second` is not positive.
 
         Example:
           >>> import jax, sparsejax as sj
@@ -200,9 +201,11 @@ class Plan:
         """
         is_number = isinstance(bytes_per_second, int | float | np.number)
         if not is_number or not bytes_per_second > 0:
-            raise ValueError(
-                f"{_CALL}: describe needs a positive bytes_per_second, got "
-                f"{bytes_per_second!r}."
+            raise (_arguments.wrong if is_number else _arguments.wrong_type)(
+                f"{_CALL}(...).describe",
+                "bytes_per_second",
+                "a positive number",
+                repr(bytes_per_second),
             )
 
         def cells(cost):
@@ -333,8 +336,8 @@ def plan(
     all_axes = getattr(mesh, "axis_names", ())
     axis = check_axis(_CALL, mesh, all_axes if axis is None else axis)
     if tx is not None and not callable(getattr(tx, "init", None)):
-        raise TypeError(
-            f"{_CALL}: tx must be an optax transformation or None, got {tx!r}."
+        raise _arguments.wrong_type(
+            _CALL, "tx", "an optax transformation or None", repr(tx)
         )
     is_number = isinstance(device_bytes, int | float | np.number | None)
     is_number = is_number and not isinstance(device_bytes, bool)
@@ -400,9 +403,14 @@ def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
             )
         table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(
-            f"{_CALL}: {name} must be an array, a jax.ShapeDtypeStruct, a ShardedTable "
-            f"or a shape as a tuple of ints, got {_arguments.kind_of(table)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            name,
+            (
+                "an array, a jax.ShapeDtypeStruct, a ShardedTable or a shape as "
+                "a tuple of ints"
+            ),
+            _arguments.kind_of(table),
         )
     if not table.shape:
         raise ValueError(
@@ -429,9 +437,14 @@ def _heights(
     """The numbers of rows of the tables in each stack, by its whole name."""
     found = {}
     if not isinstance(stacks, Mapping):
-        raise TypeError(
-            f"{_CALL}: stacks must be a dict of heights by the names of stacks, as "
-            f"EmbeddingCollection.heights() returns it, got {stacks!r}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "stacks",
+            (
+                "a dict of heights by the names of stacks, as "
+                "EmbeddingCollection.heights() returns it"
+            ),
+            repr(stacks),
         )
     for given, heights in stacks.items():
         name = _whole_name(given, tables, "stacks")
@@ -549,9 +562,8 @@ def _overrule(
     """The tables with the layouts in `layouts`, and these layouts by whole name."""
     known = {table.name: table for table in tables}
     if not isinstance(layouts, Mapping):
-        raise TypeError(
-            f"{_CALL}: layouts must be a dict of layouts by the names of tables, got "
-            f"{layouts!r}."
+        raise _arguments.wrong_type(
+            _CALL, "layouts", "a dict of layouts by the names of tables", repr(layouts)
         )
     chosen: dict[str, str] = {}
     for given, layout in layouts.items():

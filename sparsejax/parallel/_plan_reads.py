@@ -47,10 +47,12 @@ def reads_in_loss(
       TypeError: `loss` is not a function.
     """
     if not callable(loss):
-        raise TypeError(
-            f"{call}: loss must be a function (params, batch) -> loss, got "
-            f"{_arguments.kind_of(loss)}. Pass the function itself, not its "
-            "result."
+        raise _arguments.wrong_type(
+            call,
+            "loss",
+            "a function (params, batch) -> loss",
+            _arguments.kind_of(loss),
+            "Pass the function itself, not its result.",
         )
     first = lambda out: out[0] if isinstance(out, tuple) else out
     fun = lambda params, batch: first(loss(params, batch))

@@ -181,9 +181,11 @@ def data_parallel(
       MXNet Gluon, `Trainer` and `split_and_load`; Horovod, `DistributedOptimizer`.
     """
     if not callable(step):
-        raise TypeError(
-            f"{_CALL}: step must be a function (params, opt_state, batch) -> (params, "
-            f"opt_state, ...), got {_arguments.kind_of(step)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "step",
+            "a function (params, opt_state, batch) -> (params, opt_state, ...)",
+            _arguments.kind_of(step),
         )
     axis = check_axis(_CALL, mesh, axis)
     axes = (axis,) if isinstance(axis, str) else axis

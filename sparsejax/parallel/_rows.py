@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows, known_sum
 from sparsejax.optim._lazy import gather_scatter, row_passes
@@ -101,10 +102,15 @@ class ShardedRows(SelectedRows):
           ValueError: `capacity` is given.
         """
         if capacity is not None:
-            raise ValueError(
-                f"ShardedRows.coalesce: capacity must be None, got {capacity!r}. "
-                "Every owner has a slot for each row it may receive, so no row is "
-                "lost."
+            raise _arguments.wrong(
+                "ShardedRows.coalesce",
+                "capacity",
+                "None",
+                repr(capacity),
+                (
+                    "Every owner has a slot for each row it may receive, so no row "
+                    "is lost."
+                ),
             )
         merged = self if self.is_merged else _send(self)
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged

@@ -413,7 +413,7 @@ def shard_rows(
       `ShardedTable` of shape `[V, ...]`.
 
     Raises:
-      TypeError: `mesh` or `table` has the wrong type.
+      TypeError: `mesh`, `table`, `layout` or `capacity` has the wrong type.
       ValueError: `axis` or `layout` is unknown, `table` is a scalar, `height` is
         missing, `f` returns rows of the wrong shape, or the rows are concrete and the
         mesh abstract.
@@ -436,7 +436,7 @@ def shard_rows(
     axis = check_axis(_CALL, mesh, axis)
     if capacity is not None:
         capacity = _arguments.static_int(
-            _CALL, "capacity", capacity, 1, " None for the default."
+            _CALL, "capacity", capacity, 1, " None for the default.", TypeError
         )
     if isinstance(layout, TableWise):
         names = (axis,) if isinstance(axis, str) else axis
@@ -444,10 +444,16 @@ def shard_rows(
     elif isinstance(layout, str) and layout in LAYOUTS:
         layout = LAYOUTS[layout]
     elif layout not in LAYOUTS.values():
-        raise ValueError(
-            f"{_CALL}: layout must be 'mod', 'block' or a TableWise, got {layout!r}. "
-            "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
-            "together."
+        is_text = isinstance(layout, str)
+        raise (_arguments.wrong if is_text else _arguments.wrong_type)(
+            _CALL,
+            "layout",
+            "'mod', 'block' or a TableWise",
+            repr(layout),
+            (
+                "'mod' distributes neighbouring ids over all devices; 'block' "
+                "keeps them together."
+            ),
         )
 
     def make(values, height):
@@ -473,9 +479,11 @@ def shard_rows(
         return make(_values_from(table, make(None, height)), height)
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(
-            f"{_CALL}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a "
-            f"function of ids, got {_arguments.kind_of(table)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "table",
+            "a JAX or NumPy array, a ShapeDtypeStruct or a function of ids",
+            _arguments.kind_of(table),
         )
     _check_numeric(table.dtype)
     shape = tuple(table.shape)
@@ -582,9 +590,12 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
 
 def _check_numeric(dtype: Any) -> None:
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise TypeError(
-            f"{_CALL}: a table must be numeric, got {dtype}. Map text to numbers with "
-            "a vocabulary first (sparsejax.data)."
+        raise _arguments.wrong_type(
+            _CALL,
+            "a table",
+            "numeric",
+            f"{dtype}",
+            "Map text to numbers with a vocabulary first (sparsejax.data).",
         )
 
 
@@ -621,16 +632,21 @@ def split_axes(
 def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
     """The axis as one name or a tuple of two or more; raises if it is invalid."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"{call}: mesh must be a jax.sharding.Mesh, as returned by jax.make_mesh, "
-            f"got {_arguments.kind_of(mesh)}."
+        raise _arguments.wrong_type(
+            call,
+            "mesh",
+            "a jax.sharding.Mesh, as returned by jax.make_mesh",
+            _arguments.kind_of(mesh),
         )
     names = (axis,) if isinstance(axis, str) else axis
     known = isinstance(names, tuple | list) and all(n in mesh.axis_names for n in names)
     if not known or not names or len(set(names)) != len(names):
-        raise ValueError(
-            f"{call}: axis must be the name of a mesh axis, or a tuple of names, got "
-            f"{axis!r}. The axes of this mesh are {mesh.axis_names}."
+        raise _arguments.wrong(
+            call,
+            "axis",
+            "the name of a mesh axis, or a tuple of names",
+            repr(axis),
+            f"The axes of this mesh are {mesh.axis_names}.",
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     for name in names:

@@ -786,7 +786,9 @@ def inside(f, *args):
         "table / table",
         "1 / table",
         "table + shard_rows(jnp.ones((9, 2)), mesh, 'x')",
+        "shard_rows(array, mesh, 'x', layout=3)",
         "shard_rows(array, mesh, 'x', capacity=0)",
+        "shard_rows(array, mesh, 'x', capacity='auto')",
         "sj.lookup(table, bags)",
         "sj.lookup(table, jnp.array([1, 20]), mode='error')",
         "inside(lambda ids: sj.lookup(table, ids), ids)",
@@ -948,7 +950,6 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "wire_bytes(total.compile(), loop_trips=-1)",
         "wire_bytes(total.compile(), loop_trips='2')",
         "wire_bytes(total.compile(), loop_trips=1.5)",
-        "wire_bytes(total.compile(), loop_trips=True)",
     ],
 )
 
