@@ -1,7 +1,7 @@
 """What a user writes, under pyright's strict mode.
 
-`tests/house/test_typing.py` has pyright check this file, and runs it. Two checks of strict
-mode are off: optax has no types of its own, and `jax.jit`, `jnp.ones` and such are
+`tests/house/test_typing.py` has pyright check this file, and runs it. Two checks of
+strict mode are off: optax has no types of its own, and `jax.jit`, `jnp.ones` and such are
 partly unknown to pyright; that no name of sparsejax is, another test says. `jax.jit`
 forgets what a function takes and returns, hence `jit` below.
 """
