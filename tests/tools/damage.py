@@ -1,6 +1,6 @@
 """Damaged files for every reader: nothing but ValueError or OSError may come out.
 
-    python -m tests.tools.damage --seconds 60         all readers, until the time is over
+    python -m tests.tools.damage --seconds 60         all readers, for a minute
     python -m tests.tools.damage --count 1000         that many files
     python -m tests.tools.damage --seed 3 --case 512  one file again, its traceback
 
