@@ -32,8 +32,8 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.installed-demo  ## train a model with a large embedding table
-	@$(BIN)/python -m sparsejax.demo $(ARGS)
+demo: $(VENV)/.installed-demo  ## train word vectors on real text, and time a step
+	@$(BIN)/python examples/word2vec.py $(ARGS)
 
 test: $(VENV)/.installed-tests  ## what a contributor needs, in five minutes
 	@$(PYTEST) --quick $(ARGS)

@@ -162,6 +162,24 @@ def to_array(
         raise wrong_type(call, name, what, kind_of(x)) from None
 
 
+def as_floats(
+    call: str, x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
+) -> jax.Array:
+    """`x` as a JAX array of floats, or a TypeError that names `call`."""
+    x = to_array(call, x, name, "an array of floats")
+    check_floats(call, x, name, fix)
+    return x
+
+
+def check_floats(
+    call: str, x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
+) -> None:
+    """Raises unless `x`, an array or a table, is floating point."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        found = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise wrong_type(call, name, "floats", found, fix)
+
+
 def wrong(call: str, name: str, want: str, got: str, fix: str = "") -> ValueError:
     """Returns the error to raise for an argument with a wrong value.
 
@@ -226,6 +244,22 @@ def show_tree(tree: Any, is_leaf: Any = None) -> str:
 def _shortened(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def show_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows of cells as aligned lines, with a rule below the first row.
+
+    The columns in `right` are right-aligned.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if k in right else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def scalar(value: int, like: Any) -> Any:
@@ -362,8 +396,6 @@ def progress_reporter(
         is not installed; False for nothing; or a function, used as `report` itself.
       unit: of `done` and `total`, including the space: `" rows"`, or `"B"`.
       needs_tqdm: if true, a missing tqdm raises an ImportError.
-
-    `report` also shows its keyword arguments, like `loss="0.51"`.
     """
     if callable(progress):
         yield progress
@@ -376,7 +408,7 @@ def progress_reporter(
             f"{progress!r}",
         )
     if not progress:
-        yield lambda done, total, **shown: None
+        yield lambda done, total: None
         return
     try:
         from tqdm import tqdm
@@ -391,13 +423,11 @@ def progress_reporter(
     with contextlib.ExitStack() as stack:
         bar: Any = None
 
-        def report(done: float, total: float | None, **shown: str) -> None:
+        def report(done: float, total: float | None) -> None:
             nonlocal bar
             if bar is None:  # `total` is only known now
                 options = {"unit": unit, "unit_scale": True, "dynamic_ncols": True}
                 bar = stack.enter_context(tqdm(desc=call, total=total, **options))
-            if shown:
-                bar.set_postfix(shown, refresh=False)
             bar.update(int(done) - bar.n)
 
         yield report
@@ -406,7 +436,7 @@ def progress_reporter(
 def _progress_lines(call: str, unit: str) -> Callable[..., None]:
     began = last = time.perf_counter()
 
-    def report(done: float, total: float | None, **shown: str) -> None:
+    def report(done: float, total: float | None) -> None:
         nonlocal last
         now = time.perf_counter()
         if now - last > 2.0 or (total is not None and done >= total):
@@ -415,7 +445,6 @@ def _progress_lines(call: str, unit: str) -> Callable[..., None]:
             if total is not None:
                 share = f"{done / total if total else 1:4.0%}"
             rate = f"{done / max(now - began, 1e-9):,.0f}{unit}/s"
-            text = "  ".join([share, *(f"{k} {v}" for k, v in shown.items()), rate])
-            print(f"{call}: {text}" if call else text, file=sys.stderr, flush=True)
+            print(f"{call}: {share}  {rate}", file=sys.stderr, flush=True)
 
     return report

@@ -18,9 +18,10 @@ from sparsejax._arguments import ArrayLike, CSRLike
 from sparsejax._lookup import lookup
 from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
 from sparsejax._rows import (
-    QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
     reduce_row_table,
@@ -33,7 +34,7 @@ _CALL = "sparsejax.dot"
 
 def dot(
     csr: CSRLike,
-    dense: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    dense: ArrayLike | Table,
     *,
     transpose: bool = False,
     num_columns: int | None = None,
@@ -90,17 +91,7 @@ def dot(
     csr, num_columns = _as_csr(csr, num_columns)
     index, value = _elements(csr)
     segment_ids = csr.segment_ids
-    dense = dense if isinstance(dense, RowTable) else _arguments.as_array(dense)
-    if not isinstance(dense, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
-        raise _arguments.wrong_type(
-            _CALL,
-            "dense",
-            "a JAX or NumPy array, a SelectedRows or a QuantizedTable",
-            _arguments.kind_of(dense),
-        )
-    if dense.ndim == 0:
-        raise ValueError(f"{_CALL}: dense must have at least one axis, got a scalar.")
-    lookup.check_not_stacked(_CALL, "dense", dense)
+    dense = as_table(_CALL, dense, "dense")
     if transpose and num_columns is None:
         raise ValueError(
             f"{_CALL}: transpose=True needs the number of columns, which a "

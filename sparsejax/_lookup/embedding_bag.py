@@ -2,8 +2,7 @@
 
 `sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and a divisor computed from
 the weights alone, so the rows read are never an array in the program. The other
-combiners, tables that are SelectedRows or `sparsejax.experimental.sparse_table`, and
-`max_norm` read the rows first.
+combiners, tables that are SelectedRows, and `max_norm` read the rows first.
 
 Every combiner ignores skipped elements (padding, and elements that are in no bag): in
 sums, in counts and in maxima.
@@ -25,9 +24,10 @@ from sparsejax._rows import (
     QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
-    is_sparse_table,
     reduce_row_table,
 )
 from sparsejax._segments import SegmentTensor
@@ -45,7 +45,7 @@ _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
 
 def embedding_bag(
-    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    table: ArrayLike | Table,
     ids: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
@@ -122,7 +122,7 @@ def embedding_bag(
       Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
       TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
-    table = lookup.as_readable(_CALL, table)
+    table = as_table(_CALL, table)
     if table.dtype == jnp.bool_:
         raise _arguments.wrong_type(
             _CALL, "table", "numeric", "bool", "Cast it with .astype(jnp.int32)."
@@ -146,7 +146,7 @@ def embedding_bag(
             return reduce_row_table(table, _CALL, ids, skip, w, pair, **how)
         bags = _Bags(ids, skip, w, segments)
         fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
-        fuses &= max_norm is None and not is_sparse_table(table)
+        fuses &= max_norm is None
         if fuses and not isinstance(table, SelectedRows):
             total = _fused_sum(table, bags, mode)
             return _divide(total, bags, combiner).astype(table.dtype)

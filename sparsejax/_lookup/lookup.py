@@ -22,15 +22,14 @@ from jax.experimental import checkify
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import (
-    QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
-    is_sparse_table,
     quantized,
     read_row_table,
-    sparse_table,
 )
 
 
@@ -42,7 +41,7 @@ _MODES = ("fill", "clip", "zero", "error")
 
 
 def lookup(
-    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    table: ArrayLike | Table,
     ids: ArrayLike,
     *,
     mode: str = "fill",
@@ -103,7 +102,7 @@ def lookup(
       PaddlePaddle, `lookup_table` (`padding_idx`, `is_sparse`); TensorFlow,
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
-    table = as_readable(_CALL, table)
+    table = as_table(_CALL, table)
     check_order(_CALL, table, ids)
     ids = _arguments.as_integers(_CALL, ids)
     mode = check_mode(_CALL, mode)
@@ -131,47 +130,6 @@ def check_order(call: str, table: Any, ids: Any) -> None:
                 f"{_arguments.show_spec(ids)}",
                 f"Call {call.rpartition('.')[2]}(table, ids).",
             )
-
-
-def as_readable(
-    call: str, table: Any
-) -> jax.Array | SelectedRows | QuantizedTable | RowTable:
-    """`as_table`, which also takes a RowTable and `experimental.sparse_table`.
-
-    They have the shape, dtype and rank of an array, but can only be read.
-    """
-    only_read = isinstance(table, RowTable) or is_sparse_table(table)
-    return table if only_read else as_table(call, table)
-
-
-def as_table(call: str, table: Any) -> jax.Array | SelectedRows | QuantizedTable:
-    """Returns `table` as a JAX array, a SelectedRows or a QuantizedTable, or raises."""
-    table = _arguments.as_array(table)
-    if not isinstance(table, (jax.Array, SelectedRows, QuantizedTable)):
-        raise _arguments.wrong_type(
-            call,
-            "table",
-            "a JAX or NumPy array, a SelectedRows or a QuantizedTable",
-            _arguments.kind_of(table),
-            "Pass the array of weights itself, as in params['table'].",
-        )
-    if table.ndim == 0:
-        raise ValueError(
-            f"{call}: table must have at least one axis, got shape {table.shape}. The "
-            "first axis is the rows: a table is [V], [V, D] or [V, ...]."
-        )
-    check_not_stacked(call, "table", table)
-    return table
-
-
-def check_not_stacked(call: str, name: str, x: Any) -> None:
-    """Raises if `x` is a SelectedRows of a stack of tables."""
-    if isinstance(x, SelectedRows) and x.stack:
-        raise ValueError(
-            f"{call}: {name} must have one axis of rows, got a SelectedRows of a stack "
-            f"of tables, of shape {x.shape}. Read its .unstacked(), in which row v of "
-            f"table k has the id k * {x.shape[1]} + v."
-        )
 
 
 def check_mode(call: str, mode: Any) -> str:
@@ -249,8 +207,7 @@ def read(
 
     is_pulled = isinstance(table, SelectedRows)
     is_one_gather = mode in ("clip", "fill") and padding is None
-    is_sparse = is_sparse_table(table)
-    if is_one_gather and not (is_pulled or is_sparse) and height and ids.ndim:
+    if is_one_gather and not is_pulled and height and ids.ndim:
         # The gather fills by itself; a mask of ours could cost another pass over rows.
         if is_quantized(table):
             return quantized.read(table, wanted, np.nan)
@@ -261,8 +218,8 @@ def read(
     if is_pulled:
         rows, found = table.find(wanted)
     else:
-        take = sparse_table.take if is_sparse else indexing.take_rows
-        rows = table.get(wanted) if is_quantized(table) else take(table, wanted)
+        is_array = not is_quantized(table)
+        rows = indexing.take_rows(table, wanted) if is_array else table.get(wanted)
         found = indexing.in_range(wanted, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):
         return rows  # with zeros for ids that read no row

@@ -19,8 +19,7 @@ from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
-from sparsejax._lookup import lookup
-from sparsejax._rows import QuantizedTable, SelectedRows, indexing, is_quantized
+from sparsejax._rows import RowTable, check_whole, indexing, tables
 from sparsejax._segments import SegmentTensor
 
 
@@ -101,20 +100,11 @@ def top_k(
 
 def as_table(call: str, table: Any) -> jax.Array:
     """Returns `table` as an array of floats, or raises."""
-    is_other = isinstance(table, (SelectedRows, QuantizedTable))
-    if is_other or hasattr(table, "rows_per_shard"):
-        way_out = "Pass the whole table."
-        if is_quantized(table):
-            way_out = "It reads every row: pass the table.dequantize()."
-        elif not is_other:
-            way_out = "Use sparsejax.parallel.top_k for a ShardedTable."
-        raise _arguments.wrong_type(
-            call, "table", "an array", _arguments.kind_of(table), way_out
-        )
-    table = lookup.as_table(call, table)
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise _arguments.wrong_type(call, "table", "floats", f"{table.dtype}")
-    return table
+    fix = ""
+    if isinstance(table, RowTable):
+        fix = "Use sparsejax.parallel.top_k for a ShardedTable."
+    check_whole(call, "table", table, "a search", fix)
+    return _arguments.as_floats(call, tables.as_table(call, table), "table")
 
 
 class Search:
@@ -144,15 +134,8 @@ class Search:
                 f"{call}: k={self.k} is above the number of rows of the table, "
                 f"{self.height}."
             )
-        queries = _arguments.to_array(call, queries, "queries", "an array of floats")
-        if not jnp.issubdtype(queries.dtype, jnp.floating):
-            raise _arguments.wrong_type(
-                call,
-                "queries",
-                "floats",
-                f"{queries.dtype} of shape {queries.shape}",
-                "To search with ids, look them up first.",
-            )
+        fix = "To search with ids, look them up first."
+        queries = _arguments.as_floats(call, queries, "queries", fix)
         is_own = callable(score)
         if not is_own and (len(shape) != 2 or queries.shape[-1:] != shape[1:]):
             raise _arguments.wrong(

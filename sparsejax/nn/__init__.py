@@ -13,7 +13,6 @@ Layers
 - `EmbeddingBag`: bags of rows, each reduced to one row.
 - `EmbeddingCollection`: many tables and features in one call.
 - `Dense`: a linear layer on arrays or CSR.
-- `FactorizationMachine`: a linear model plus all pairs of features.
 - `tables`: which parameters are tables, for `sparsejax.value_and_grad(tables=)`.
 
 Models whose tables live in a `sparsejax.store.KVStore`
@@ -49,9 +48,6 @@ from sparsejax.nn._dense import Dense as Dense
 from sparsejax.nn._embedding import (
     Embedding as Embedding,
     EmbeddingBag as EmbeddingBag,
-)
-from sparsejax.nn._factorization_machine import (
-    FactorizationMachine as FactorizationMachine,
 )
 from sparsejax.nn._layer import tables as tables
 from sparsejax.nn._trainer import Trainer as Trainer

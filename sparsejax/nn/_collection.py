@@ -16,6 +16,7 @@ from sparsejax._lookup import lookup
 from sparsejax._rows import indexing
 from sparsejax._rows.scatter import scatter_assign
 from sparsejax.nn import _layer, _stacks
+from sparsejax.nn._block import SparseBlock
 from sparsejax.nn._embedding import Embedding, EmbeddingBag, check_combiner
 
 
@@ -180,8 +181,8 @@ class EmbeddingCollection:
           ids: as in the call.
 
         Returns:
-          A dict from stacks to integers `[n]`; an element that reads no row is
-          negative.
+          A dict from stacks to integers `[n]`. -1 stands for an element that reads no
+          row, as in `Embedding.row_ids`; an id out of range for its own table is -2.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -191,7 +192,10 @@ class EmbeddingCollection:
         """
         found: dict[str, list[jax.Array]] = {}
         for feature in self._prepare(ids, None):
-            found.setdefault(feature.key.stack, []).append(feature.rows.reshape(-1))
+            rows = feature.rows.reshape(-1)
+            if feature.key.mode == "zero":  # which reads no row out of range
+                rows = jnp.maximum(rows, _arguments.scalar(_stacks.PADDING, rows))
+            found.setdefault(feature.key.stack, []).append(rows)
         return {name: jnp.concatenate(rows) for name, rows in found.items()}
 
     def heights(self) -> dict[str, tuple[int, ...]]:
@@ -461,7 +465,8 @@ def _as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _as_layer(name: str, spec: Any) -> Embedding | EmbeddingBag:
-    if isinstance(spec, (Embedding, EmbeddingBag)):
+    in_store = isinstance(spec, SparseBlock)  # its init makes no table
+    if isinstance(spec, (Embedding, EmbeddingBag)) and not in_store:
         return spec
     if isinstance(spec, (tuple, list)) and len(spec) == 2:
         try:

@@ -6,8 +6,7 @@ equals any layer with equal fields. Its parameters are separate, in the dict tha
 returns.
 
 A new layer is a frozen dataclass with `init(key)`, `__call__(params, x)` and
-`table_prefix()`. It checks its fields and parameters with the functions below. One line
-each in `__init__`, `flax`, `nnx` and `equinox` makes it public.
+`table_prefix()`. It checks its fields and parameters with the functions below.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import Initializer as Initializer, PyTree
-from sparsejax._rows import QuantizedTable, RowTable, SelectedRows
+from sparsejax._rows import table_or_none
 
 
 # ------------------------------------------------------------------ tables
@@ -67,7 +65,7 @@ def tables(layers: PyTree) -> Any:
 
     def prefix(x):
         call = "sparsejax.nn.tables: layers must be a layer or a tree of layers"
-        if isinstance(x, (jax.Array, np.ndarray, SelectedRows, QuantizedTable)):
+        if table_or_none(x) is not None:
             raise TypeError(
                 f"{call}, got {_arguments.kind_of(x)}. Pass the layers, not their "
                 "parameters."
@@ -79,8 +77,7 @@ def tables(layers: PyTree) -> Any:
             )
         return x.table_prefix() if hasattr(x, "table_prefix") else None
 
-    kinds = SelectedRows, QuantizedTable
-    is_leaf = lambda x: x is None or isinstance(x, kinds)
+    is_leaf = lambda x: x is None or table_or_none(x) is not None
     return jax.tree.map(prefix, layers, is_leaf=is_leaf)
 
 
@@ -177,13 +174,10 @@ def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
 
 def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
     """One parameter, an array or a table of that shape; raises otherwise."""
-    value = params[name]
-    value = value if isinstance(value, RowTable) else _arguments.as_array(value)
-    if not isinstance(value, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
-        raise TypeError(
-            f"{call}: params[{name!r}] must be an array of shape {shape}, got "
-            f"{_arguments.kind_of(value)}."
-        )
+    value = table_or_none(params[name])
+    if value is None:
+        want, found = f"an array of shape {shape}", _arguments.kind_of(params[name])
+        raise _arguments.wrong_type(call, f"params[{name!r}]", want, found)
     if tuple(value.shape) != shape:
         raise ValueError(
             f"{call}: params[{name!r}] must have shape {shape}, got {value.shape}. "

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.transform.plan import make_plan
 from sparsejax.transform.trace import Leaf, check_fun, trace_call
@@ -63,12 +64,7 @@ class Explanation:
             share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else "-"
             table.append((leaf.name, shape, kind, share, notes[0] if notes else ""))
             table += [("", "", "", "", note) for note in notes[1:]]
-        widths = [max(len(row[k]) for row in table) for k in range(4)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(row, widths)), row[4]]).rstrip()
-            for row in table
-        ]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+        return _arguments.show_table(table)
 
 
 def explain(

@@ -48,9 +48,9 @@ def test_caches_beside_other_ways(tmp_path, capsys):
     """That their losses are those of the whole table is looked at while it runs."""
     path = tmp_path / "lines.jsonl"
     argv = "--rows 2000 --dim 4 --ids 64 --warm 3 --steps 3 --json"
-    ways = "--ways", "whole", "prefetch", "clock"
+    ways = "--ways", "whole", "prefetch", "cached"
     assert __main__.main(["cache", *argv.split(), str(path), *ways]) == 0
     assert "hit rate" in capsys.readouterr().out
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["way"] for r in records] == ["whole", "prefetch", "clock"]
+    assert [r["way"] for r in records] == ["whole", "prefetch", "cached"]
     assert 0 < records[2]["hit_rate"] < 1 and records[2]["bytes_back"] > 0

@@ -20,7 +20,7 @@ import sparsejax as sj
 import test_house
 
 
-PACKAGES = "data desc experimental extend losses nn optim parallel store viz".split()
+PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
 SECTION = re.compile(r"^([A-Z]\w+):$", re.MULTILINE)
 SECTIONS = {"Args", "Returns", "Raises", "Example", "References"}
 # What is called like this checks arguments; an error of it is one of its caller.

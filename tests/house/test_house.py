@@ -1,7 +1,7 @@
 """The house: which file may import which, and what is documented.
 
 Imports point one way: packages -> optim -> transform -> _lookup -> _segments -> _rows
--> _arguments, _collector, _files -> _compat. They are read from the source, so
+-> _arguments, _files, _hashing -> _compat. They are read from the source, so
 an import inside a function counts as well; one for type checkers alone does not.
 """
 
@@ -26,17 +26,16 @@ INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 # other, but for the packages, which may as long as no circle comes of it.
 LAYERS = [
     {"_compat"},
-    {"_arguments", "_collector", "_files"},
+    {"_arguments", "_files", "_hashing"},
     {"_rows"},
     {"_segments", "_index"},
     {"_lookup"},
     {"transform"},
-    {"optim", "extend"},
-    {"nn", "data", "store", "parallel", "desc", "viz", "losses", "experimental"},
+    {"optim", "extend", "cpu"},
+    {"nn", "data", "store", "parallel", "desc", "viz", "losses"},
     {""},  # sparsejax/__init__.py, which imports all of them
-    {"demo"},  # a user
 ]
-PACKAGES = LAYERS[-3]
+PACKAGES = LAYERS[-2]
 
 # Inside a room: what is in the left part must not import what is in the right one.
 INSIDE = [
@@ -51,7 +50,6 @@ INSIDE = [
     ("_lookup.lookup", "_lookup.top_k"),
     ("transform.interpreter", "transform.rules"),
     ("transform.table", "transform.interpreter"),
-    ("optim._huge_pages", "optim._lazy"),
     ("optim._lazy", "optim._exact"),
     ("optim._lazy", "optim._optimizers"),
     ("optim._lazy", "optim._wrappers"),
@@ -124,7 +122,7 @@ def _house_imports(path):
 
 
 def _room(module):
-    """The name right under the package: _rows, _lowerings, transform, nn, demo."""
+    """The name right under the package: _rows, _lowerings, transform, nn."""
     return module.split(".")[1] if "." in module else ""
 
 

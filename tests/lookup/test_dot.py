@@ -276,7 +276,7 @@ def test_refusals():
         ((make_csr(value=VALUE > 0), DENSE > 0), TypeError, "must not both be bool"),
         ((csr, "dense"), TypeError, "dense must be"),
         ((csr, 1.0), TypeError, "dense must be"),
-        ((csr, jnp.ones(())), ValueError, "a scalar"),
+        ((csr, jnp.ones(())), ValueError, "dense must have at least one axis"),
     ]:
         with pytest.raises(error, match=f"sparsejax.dot: .*{text}"):
             sj.dot(*bad)

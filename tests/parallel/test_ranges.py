@@ -5,7 +5,6 @@ a program holds is in test_sharded_rows_compiled.py.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +107,11 @@ def test_equals_one_device(name, shape, slots, kind):
     names = ("d", "x")[-len(shape) :]
     kinds = (kind,) * len(shape)
     mesh = jax.make_mesh(shape, names, devices=devices, axis_types=kinds)
-    look: Any = functools.partial(sj.parallel.lookup, capacity=slots)
     with jax.set_mesh(mesh):
-        table = sj.parallel.shard_rows(_table(), mesh, "x")
+        table = sj.parallel.shard_rows(_table(), mesh, "x", capacity=slots)
         b = jax.device_put(np.ones(D, np.float32), NamedSharding(mesh, P()))
         tx = sj.optim.lazy(TXS[name])
-        found, update = _run(tx, table, b, functools.partial(_step, tx, look))
+        found, update = _run(tx, table, b, functools.partial(_step, tx, sj.lookup))
     want, wanted_update = _want(name)
     for got, expected, batch in zip(found, want, _batches()):
         got = got.to_dense()
@@ -142,10 +140,10 @@ def test_equals_one_device(name, shape, slots, kind):
 def test_how_often_rows_are_sent(name, shards, exchanges):
     mesh = jax.make_mesh((shards,), ("x",), devices=jax.devices()[:shards])
     b = jax.device_put(np.ones(D, np.float32), NamedSharding(mesh, P()))
-    params = {"t": sj.parallel.shard_rows(_table(), mesh, "x"), "b": b}
-    look: Any = functools.partial(sj.parallel.lookup, capacity=1)
+    table = sj.parallel.shard_rows(_table(), mesh, "x", capacity=1)
+    params = {"t": table, "b": b}
     tx = sj.optim.lazy(TXS[name])
-    step = lambda *args: _step(tx, look, *args)[:2]
+    step = lambda *args: _step(tx, sj.lookup, *args)[:2]
     ids = jnp.zeros(N_IDS, jnp.int32)
     text = str(jax.jit(step).lower(params, tx.init(params), ids).as_text())
     assert text.count("stablehlo.all_to_all") == exchanges
@@ -154,13 +152,14 @@ def test_how_often_rows_are_sent(name, shards, exchanges):
 @pytest.mark.window(0)
 def test_bfloat16_parts_are_summed_in_float32():
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    table = sj.parallel.shard_rows(np.zeros((V, 1), jnp.bfloat16), mesh, "x")
+    zeros = np.zeros((V, 1), jnp.bfloat16)
+    table = sj.parallel.shard_rows(zeros, mesh, "x", capacity=1)
     tx = sj.optim.lazy(optax.sgd(1.0))
 
     @jax.jit
     def step(table, ids):
         def loss(table):
-            rows = sj.parallel.lookup(table, ids, capacity=1)
+            rows = sj.lookup(table, ids)
             return -jnp.sum(rows.astype(jnp.float32)) * jnp.float32(1.0078125)
 
         updates, _ = tx.update(sj.grad(loss)(table), tx.init(table), table)

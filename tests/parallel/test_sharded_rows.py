@@ -4,6 +4,7 @@ The oracle is a plain array on one device. A step is compiled once and run on ba
 every kind: Zipf, uniform, all ids to one owner, and ids out of range.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -40,6 +41,11 @@ def _mesh(name, kind=AxisType.Auto):
 
 def _table(seed=0, shape=(V, D), dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def lookup(table, ids, capacity, **options):
+    """`sj.lookup` of the table with another capacity."""
+    return sj.lookup(dataclasses.replace(table, capacity=capacity), ids, **options)
 
 
 def _place(mesh, x, *parts):
@@ -117,7 +123,7 @@ def _dense_run(name, kind):
 
 
 def _sharded_step(tx, slots, params, state, ids):
-    read = functools.partial(sj.parallel.lookup, mode="zero", capacity=slots)
+    read = functools.partial(lookup, mode="zero", capacity=slots)
     loss = functools.partial(_loss, read)
     value, grads = sj.value_and_grad(loss)(params, ids)
     assert all(isinstance(g.values, sj.parallel.ShardedRows) for g in grads["tables"])
@@ -184,7 +190,7 @@ def test_bfloat16_sums_in_float32():
     ids = np.full(256, 7, np.int32)  # 64 on each device
 
     def loss(table):
-        rows = sj.parallel.lookup(table, ids)
+        rows = sj.lookup(table, ids)
         return jnp.sum(rows.astype(jnp.float32)) * jnp.float32(1.0078125)
 
     merged = jax.jit(lambda t: sj.grad(loss)(t).map(lambda rows: rows.coalesce()))(
@@ -200,7 +206,7 @@ def test_bfloat16_sums_in_float32():
 def test_other_optimizers():
     mesh, axis = _mesh("4")
     params: Any = {"t": sj.parallel.shard_rows(_table(), mesh, axis)}
-    loss = lambda p: jnp.sum(sj.parallel.lookup(p["t"], IDS, mode="zero") ** 2)
+    loss = lambda p: jnp.sum(sj.lookup(p["t"], IDS, mode="zero") ** 2)
     tx: Any = sj.optim.dynamic_loss_scale(sj.optim.lazy(optax.sgd(0.1)))
 
     @jax.jit
@@ -231,10 +237,14 @@ def test_other_optimizers():
 def _looked_up(where, layout, n, slots, mode):
     mesh, axis = _mesh(where)
     table = sj.parallel.shard_rows(_table(), mesh, axis, layout=layout)
-    options: dict[str, Any] = dict(
-        capacity=slots, mode=mode, padding_id=3, return_metrics=True
-    )
-    return jax.jit(lambda ids: sj.parallel.lookup(table, ids, **options))
+    table = dataclasses.replace(table, capacity=slots)
+    read = lambda ids: sj.lookup(table, ids, mode=mode, padding_id=3)
+    # As in `lookup`, the padding id requests no row.
+    asked = lambda ids: jnp.where(ids == 3, np.int32(-1), ids)
+    if mode == "clip":
+        asked = lambda ids: jnp.where(ids == 3, np.int32(-1), jnp.clip(ids, 0, V - 1))
+    count = lambda ids: sj.parallel.exchange_metrics(table, asked(ids))
+    return jax.jit(lambda ids: (read(ids), count(ids)))
 
 
 @pytest.mark.quick(2)
@@ -264,8 +274,8 @@ def test_lookup_is_exact(where, layout, n, slots, mode):
 def test_explicit_axes_lay_rows_out_as_ids():
     mesh, axis = _mesh("4", AxisType.Explicit)  # and no jax.set_mesh
     table = sj.parallel.shard_rows(_table(), mesh, axis)
-    look = jax.jit(lambda ids: sj.parallel.lookup(table, ids, mode="zero"))
-    bag = jax.jit(lambda ids: sj.parallel.embedding_bag(table, ids, mode="zero"))
+    look = jax.jit(lambda ids: sj.lookup(table, ids, mode="zero"))
+    bag = jax.jit(lambda ids: sj.embedding_bag(table, ids, mode="zero"))
     for part in ("x", None):
         ids = _place(mesh, IDS.reshape(8, 3), part, None)
         rows, bags = look(ids), bag(ids)
@@ -291,11 +301,11 @@ def test_few_rows_and_no_ids(height):
     assert sharded.values.shape[0] == 4 * sharded.rows_per_shard
     np.testing.assert_array_equal(sharded.to_dense(), table)
     ids = np.arange(-2, 7)
-    rows = sj.parallel.lookup(sharded, ids, mode="zero")
+    rows = sj.lookup(sharded, ids, mode="zero")
     np.testing.assert_array_equal(rows, sj.lookup(table, ids, mode="zero"))
-    none = sj.parallel.lookup(sharded, np.zeros((0, 5), np.int32))
+    none = sj.lookup(sharded, np.zeros((0, 5), np.int32))
     assert none.shape == (0, 5, 2)
-    loss = lambda t: jnp.sum(sj.parallel.lookup(t, np.zeros((0,), np.int32)))
+    loss = lambda t: jnp.sum(sj.lookup(t, np.zeros((0,), np.int32)))
     assert sj.grad(loss, tables=True)(sharded).values.capacity == 0
 
 
@@ -309,7 +319,7 @@ def test_ids_of_any_kind(x64):
         jnp.array(100),
         [3, 3],
     ):
-        rows = sj.parallel.lookup(sharded, ids)
+        rows = sj.lookup(sharded, ids)
         want = sj.lookup(_table(), ids)
         assert rows.dtype == want.dtype == jnp.float32
         np.testing.assert_array_equal(rows, want)
@@ -322,17 +332,16 @@ def test_measured_capacity_is_one_round():
     for kind in ("zipf", "one owner, mod"):
         ids = _batches(kind)[0]
         enough = sj.parallel.measure_capacity(sharded, ids, margin=1)
-        _, metrics = sj.parallel.lookup(
-            sharded, ids, capacity="auto", return_metrics=True
-        )
+        tight = dataclasses.replace(sharded, capacity=enough)
+        metrics = sj.parallel.exchange_metrics(tight, ids)
         assert int(metrics.rounds) == 1
         assert int(metrics.largest) == enough
         # ids and rows to and from the three other devices
         assert float(metrics.bytes) == 3 * enough * (4 + 4 * D)
-        _, metrics = sj.parallel.lookup(
-            sharded, ids, capacity=enough - 1, return_metrics=True
-        )
-        assert int(metrics.rounds) == 2
+        less = dataclasses.replace(sharded, capacity=enough - 1)
+        assert int(sj.parallel.exchange_metrics(less, ids).rounds) == 2
+        none = sj.parallel.exchange_metrics(sharded, np.zeros(0, np.int32))
+        assert int(none.rounds) == int(none.bytes) == 0
 
 
 # ------------------------------------------------------------------ gradients
@@ -379,7 +388,7 @@ PROGRAMS = [
 def test_gradient(program):
     kind = AxisType.Explicit if program in (_several, _in_branch) else AxisType.Auto
     mesh, axis = _mesh("2x4, rows over one" if program is _in_scan else "4", kind)
-    look = functools.partial(sj.parallel.lookup, mode="zero", capacity=2)
+    look = functools.partial(lookup, mode="zero", capacity=2)
     plain = functools.partial(sj.lookup, mode="zero")
     want = jax.grad(functools.partial(program, plain))(jnp.asarray(_table()), IDS)
     with jax.set_mesh(mesh):
@@ -411,7 +420,7 @@ def test_a_read_is_one_primitive():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)
     for capacity in (2, 3):
-        look = functools.partial(sj.parallel.lookup, mode="zero", capacity=capacity)
+        look = functools.partial(lookup, mode="zero", capacity=capacity)
         eqns = jax.make_jaxpr(look)(table, IDS).jaxpr.eqns
         (read,) = (e for e in eqns if e.primitive.name == "read_sharded_rows")
         assert read.params["slots"] == capacity
@@ -430,7 +439,7 @@ def test_jit_finds_the_devices_of_the_mesh(kind):
     table = sj.parallel.shard_rows(_table(), mesh, axis)
     loose = table.map(lambda x: jnp.asarray(np.asarray(x)))
     assert len(loose.values.sharding.device_set) == 1
-    look = jax.jit(functools.partial(sj.parallel.lookup, mode="zero"))
+    look = jax.jit(functools.partial(sj.lookup, mode="zero"))
     want = sj.lookup(_table(), IDS, mode="zero")
     np.testing.assert_array_equal(look(loose, IDS), want)
 
@@ -440,7 +449,7 @@ def test_jit_finds_the_devices_of_the_mesh(kind):
 def test_vmap_over_ids_and_over_tables(shared):
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)
-    look = functools.partial(sj.parallel.lookup, mode="zero", capacity=2)
+    look = functools.partial(lookup, mode="zero", capacity=2)
     read = lambda values, ids: look(table.map(lambda _: values), ids)
     values = table.values if shared else jnp.stack([table.values, 2 * table.values])
     f = jax.vmap(read, in_axes=(None if shared else 0, 0))
@@ -468,7 +477,7 @@ def test_dense_gradient_and_second_derivative():
         leaf = jax.tree.leaves(grad(loss)(t))[0]
         return jnp.sum(leaf**2) + loss(t)
 
-    look = functools.partial(sj.parallel.lookup, capacity=3)
+    look = functools.partial(lookup, capacity=3)
     second = lambda read: jax.grad(functools.partial(norm_of_gradient, read, jax.grad))
     got = jax.jit(second(look))(table)
     want = second(sj.lookup)(jnp.asarray(_table()))
@@ -480,7 +489,7 @@ def test_dense_gradient_and_second_derivative():
 def test_sums_of_gradients():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)
-    loss = lambda t, ids: jnp.sum(jnp.sin(sj.parallel.lookup(t, ids, mode="zero")))
+    loss = lambda t, ids: jnp.sum(jnp.sin(sj.lookup(t, ids, mode="zero")))
     a, b = (sj.grad(loss)(table, ids).values for ids in IDS[:2])
     plain = lambda t, ids: jnp.sum(jnp.sin(sj.lookup(t, ids, mode="zero")))
     want = sum(jax.grad(plain)(jnp.asarray(_table()), ids) for ids in IDS[:2])
@@ -535,7 +544,7 @@ def test_embedding_bag(layout, combiner, weighted, kind):
     want, want_g = jax.value_and_grad(plain, which)(jnp.asarray(_table()), w)
     with jax.set_mesh(mesh):
         table = sj.parallel.shard_rows(_table(), mesh, axis)
-        ours = functools.partial(loss, sj.parallel.embedding_bag)
+        ours = functools.partial(loss, sj.embedding_bag)
         got, g = jax.jit(sj.value_and_grad(ours, which))(table, w)
         np.testing.assert_allclose(got, want, rtol=1e-5)
         np.testing.assert_allclose(g[0].to_dense(), want_g[0], rtol=1e-4, atol=1e-5)
@@ -548,15 +557,9 @@ def test_embedding_bag_of_segment_tensor():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)
     bags = sj.SegmentTensor.from_lists([[3, 5, 3], [], [7]])
-    out, metrics = sj.parallel.embedding_bag(table, bags, return_metrics=True)
+    out = sj.embedding_bag(table, bags)
     np.testing.assert_allclose(out, sj.embedding_bag(_table(), bags), rtol=1e-6)
-    assert int(metrics.rows) <= 4
-    with pytest.raises(ValueError, match="which has its own segments"):
-        sj.parallel.embedding_bag(table, bags, np.zeros(4, np.int32), 3)
-    with pytest.raises(ValueError, match="without segment_ids"):
-        sj.parallel.embedding_bag(table, np.arange(3))
-    with pytest.raises(ValueError, match="weights must have the shape"):
-        sj.parallel.embedding_bag(table, np.zeros((2, 2), int), weights=np.ones(2))
+    assert int(sj.parallel.exchange_metrics(table, bags).rows) <= 4
 
 
 # ------------------------------------------------------------------ the table
@@ -602,44 +605,7 @@ def test_abstract_table():
     assert (table.shape, table.dtype, table.ndim) == ((V, D), jnp.float32, 2)
     assert table.values.shape == (104, D)
     assert "4 x 26 rows over 'x'" in repr(table)
-    loss = lambda t: jnp.sum(sj.parallel.lookup(t, IDS))
+    loss = lambda t: jnp.sum(sj.lookup(t, IDS))
     g = jax.eval_shape(sj.grad(loss), table)
     assert isinstance(g.values, sj.parallel.ShardedRows)
     assert (g.shape, g.values.capacity) == ((V, D), 24)
-
-
-def test_errors():
-    mesh, axis = _mesh("4")
-    table: Any = sj.parallel.shard_rows(_table(), mesh, axis)
-    shard_rows: Any = sj.parallel.shard_rows
-    for wrong, message in [
-        (lambda: jnp.asarray(table), "lie on 4 devices"),
-        (lambda: jnp.take(table, 1, axis=0), "sparsejax.parallel.forward"),
-        (lambda: np.asarray(table), "lie on 4 devices"),
-        (lambda: sj.parallel.lookup(_table(), [1]), "must be a ShardedTable"),
-        (lambda: sj.parallel.lookup(table, [1.5]), "ids must be integers"),
-        (lambda: shard_rows(_table(), "x", "x"), "must be a jax.sharding"),
-        (lambda: shard_rows("table", mesh, "x"), "table must be"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            wrong()
-    look = functools.partial(sj.parallel.lookup, table)
-    for wrong, message in [
-        (lambda: look([1], mode="wrap"), "mode must be one of"),
-        (lambda: look([1], capacity=0), "capacity must be"),
-        (lambda: look([1], capacity="some"), "capacity must be"),
-        (lambda: jax.jit(lambda i: look(i, capacity="auto"))(IDS), "measure_capacity"),
-        (lambda: shard_rows(_table(), mesh, "y"), "axes of this mesh"),
-        (lambda: shard_rows(_table(), mesh, "x", layout="row"), "layout"),
-        (lambda: shard_rows(np.float32(1), mesh, "x"), "at least one axis"),
-        (lambda: shard_rows(lambda i: i, mesh, "x"), "needs height="),
-        (lambda: shard_rows(_table(), mesh, "x", height=3), "Leave height out"),
-        (
-            lambda: jax.shard_map(look, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(
-                IDS[0]
-            ),
-            "outside of the shard_map",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            wrong()

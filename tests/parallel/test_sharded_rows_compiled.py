@@ -27,9 +27,9 @@ def _zipf(seed):
     return rng.choice(HEIGHT, BATCH, p=weights / weights.sum())
 
 
-def _step(tx, slots, params, state, ids):
+def _step(tx, params, state, ids):
     def loss(params, ids):
-        rows = sj.parallel.lookup(params["table"], ids, capacity=slots)
+        rows = sj.lookup(params["table"], ids)
         return jnp.mean(jnp.sum(rows * params["w"], axis=1) ** 2)
 
     value, grads = sj.value_and_grad(loss)(params, ids)
@@ -44,14 +44,15 @@ def _step_and_arguments(tx, shards, slots=None, batch=BATCH):
     )
     spec = jax.ShapeDtypeStruct((HEIGHT, DIM), jnp.float32)
     table = sj.parallel.shard_rows(spec, mesh, "x")
+    if slots == "measured":
+        slots = sj.parallel.measure_capacity(table, [_zipf(0), _zipf(1)])
+    table = sj.parallel.shard_rows(spec, mesh, "x", capacity=slots)
     params = {"table": table, "w": abstract((DIM,), jnp.float32)}
     state = jax.tree.map(
         lambda x: abstract(x.shape, x.dtype, *(("x",) if x.ndim == 2 else ())),
         jax.eval_shape(tx.init, params),
     )
-    if slots == "measured":
-        slots = sj.parallel.measure_capacity(table, [_zipf(0), _zipf(1)])
-    step = jax.jit(functools.partial(_step, tx, slots), donate_argnums=(0, 1))
+    step = jax.jit(functools.partial(_step, tx), donate_argnums=(0, 1))
     args = params, state, abstract((batch,), jnp.int32, "x")
     return table, step, args
 
@@ -73,7 +74,7 @@ def compiled():
 
 @pytest.mark.slow
 def test_bytes_on_the_wire(compiled):
-    wire = sj.parallel.wire_bytes(compiled[4][1])
+    wire = sj.viz.wire_bytes(compiled[4][1])
     assert wire.total <= 600_000, wire
     rows = {c.kind for c in wire.collectives if c.shape != "s32[4]"}
     assert rows <= {"all-to-all", "all-reduce"}, wire  # no table, no batch gathered

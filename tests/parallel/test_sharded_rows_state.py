@@ -57,7 +57,7 @@ def test_state_made_inside_jit(kind):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, ids):
         def loss(p):
-            rows = sj.parallel.lookup(p["table"], ids, mode="zero")
+            rows = sj.lookup(p["table"], ids, mode="zero")
             return jnp.sum(jnp.sin(rows * p["b"][None, :]))
 
         grads = sj.grad(loss)(params)
@@ -98,7 +98,7 @@ def test_gradients_and_state_must_be_the_tables():
     other = sj.parallel.shard_rows(TABLE, mesh, "x", layout="block")
     tx: Any = sj.optim.lazy(optax.adam(0.1))
     state = tx.init(table)
-    gradient = sj.grad(lambda t: _loss(sj.parallel.lookup, t, IDS[0]))(table)
+    gradient = sj.grad(lambda t: _loss(sj.lookup, t, IDS[0]))(table)
     rows = sj.SelectedRows([1], jnp.ones((1, D)), V)
     for wrong in (jnp.ones((V, D)), rows):
         with pytest.raises(TypeError, match="of a ShardedTable must be a Sharded"):
@@ -128,7 +128,7 @@ def test_gradients_are_summed_by_hand():
     def both(read, ids, p):
         return _loss(read, p["t"], ids) + jnp.sum(p["b"] ** 2)
 
-    ours = [functools.partial(both, sj.parallel.lookup, ids) for ids in IDS]
+    ours = [functools.partial(both, sj.lookup, ids) for ids in IDS]
     a, b = (sj.grad(loss)(params) for loss in ours)
     oracle = {"t": jnp.asarray(TABLE), "b": params["b"]}
     want_a, want_b = (
@@ -234,7 +234,7 @@ def test_function_of_ids_gives_a_row_for_each():
 def test_rows_without_columns():
     table = sj.parallel.shard_rows(TABLE[:, :0], _mesh(), "x")
     tx: Any = sj.optim.lazy(optax.sgd(0.1))
-    loss = lambda t: _loss(sj.parallel.lookup, t, IDS)
+    loss = lambda t: _loss(sj.lookup, t, IDS)
     updates, _ = tx.update(sj.grad(loss)(table), tx.init(table), table)
     assert updates.to_dense().shape == (V, 0)
 
@@ -242,8 +242,8 @@ def test_rows_without_columns():
 def test_ids_on_other_devices():
     table = sj.parallel.shard_rows(TABLE, _mesh(), "x")
     devices = jax.devices()
-    read = functools.partial(sj.parallel.lookup, table)
-    bag = functools.partial(sj.parallel.embedding_bag, table)
+    read = functools.partial(sj.lookup, table)
+    bag = functools.partial(sj.embedding_bag, table)
     ids = IDS[:, :2]
     got = read(jax.device_put(ids[0], devices[1]))
     np.testing.assert_array_equal(got, TABLE[ids[0]])
@@ -257,21 +257,3 @@ def test_ids_on_other_devices():
         ):
             split = NamedSharding(_mesh(shards=2), P("x"))
             here(jax.device_put(ids, split))
-
-
-def test_errors():
-    table = sj.parallel.shard_rows(TABLE, _mesh(), "x")
-    read: Any = functools.partial(sj.parallel.lookup, table)
-    measure: Any = functools.partial(sj.parallel.measure_capacity, table)
-    segments = sj.SegmentTensor.from_lists([[1, 2], [3]])
-    with pytest.raises(TypeError, match="got a SegmentTensor"):
-        read(segments)
-    for wrong, message in [
-        (lambda: read(IDS, capacity=True), "capacity must be"),
-        (lambda: jax.jit(measure)(IDS), "sample_ids must be concrete"),
-        (lambda: measure([]), "sample_ids must not be empty"),
-        (lambda: measure(IDS, margin=0), "margin must be a positive number"),
-        (lambda: measure(IDS, margin="1"), "margin must be a positive number"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            wrong()

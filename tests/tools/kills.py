@@ -190,7 +190,7 @@ def _cache_batches(version):
 def _cache(folder, start):
     """Each step adds 1 to its rows on the device; most leave before the flush."""
     store = _store(folder, path=folder / "table")
-    cache = sj.store.CachedTable(store, "t", 2 * BATCH, "clock")
+    cache = sj.store.CachedTable(store, "t", 2 * BATCH)
     params = [cache.array]
     state = cache.attach(TX, params)
     while start < STEPS:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from sparsejax._lookup.bag_sum import bag_sum, bag_sum_p
 from sparsejax._lookup.lowerings import xla
 from sparsejax._rows import indexing
-from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import TableRef
 
 
-@register_rule_of_stacks(bag_sum_p)
+@register_rule(bag_sum_p)
 def _bag_sum_rule(
     ctx: RuleContext,
     ref: Any,
