@@ -117,6 +117,16 @@ def user_line(eqn: Any, enclosing: str | None = None) -> str:
     return enclosing or installed or "an unknown line"
 
 
+def frames(eqn: Any) -> list[tuple[str, str, int]]:
+    """`(file, qualified name of the function, line)` of the stack that made `eqn`.
+
+    Innermost first, JAX's own frames included. Empty if the stack is not known.
+    """
+    traceback = eqn.source_info.traceback
+    found = traceback.frames if traceback is not None else ()
+    return [(_shown_name(f.file_name), f.function_name, f.line_num) for f in found]
+
+
 def _shown_name(file: str) -> str:
     """The name of a file in messages: `In[3]` for a cell of a notebook."""
     ipython = sys.modules.get("IPython")
@@ -392,13 +402,20 @@ def view_primitive(
     return p
 
 
-def only_needed(jaxpr: Any, consts: Sequence[Any]) -> tuple[Any, list[Any], list[bool]]:
+def only_needed(
+    jaxpr: Any, consts: Sequence[Any], outputs: Sequence[bool] | None = None
+) -> tuple[Any, list[Any], list[bool]]:
     """Removes the equations and inputs that the outputs of an open jaxpr do not need.
+
+    Args:
+      jaxpr: an open jaxpr.
+      consts: its constants.
+      outputs: which of its outputs to keep; by default all.
 
     Returns:
       The jaxpr, its constants, and for each old input True if it is still there.
     """
-    outputs = [True] * len(jaxpr.outvars)
+    outputs = [True] * len(jaxpr.outvars) if outputs is None else list(outputs)
     less, of_consts, of_inputs = _partial_eval.dce_jaxpr_consts(jaxpr, outputs)
     return less, [c for c, used in zip(consts, of_consts) if used], list(of_inputs)
 

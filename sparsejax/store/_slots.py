@@ -38,7 +38,7 @@ class Slots:
     A queue holds the slots of each batch. An entry of the queue is valid only if its
     slot was not used since. So a plan costs time in proportion to the rows of the
     batch, not to the number of slots: `np.argpartition` over 10^6 slots took 15 ms a
-    step (2026-10).
+    step (2026-11).
 
     Args:
       height: rows of the table.

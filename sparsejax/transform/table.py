@@ -38,6 +38,7 @@ class RowFunction:
     operands: tuple[Any, ...] = ()
 
     def __call__(self, rows: jax.Array) -> jax.Array:
+        """Applies the function to rows `[n, ...]`."""
         return self.fn(rows, *self.operands)
 
 

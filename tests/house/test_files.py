@@ -394,16 +394,6 @@ def test_a_bar_or_lines_without_tqdm(capsys, monkeypatch):
         _report(True, needs_tqdm=True)
 
 
-def test_more_is_shown_behind(capsys, monkeypatch):
-    for _ in range(2):
-        with _arguments.progress_reporter("", True, " words") as report:
-            report(3, 3, loss="1.500")
-        err = capsys.readouterr().err
-        assert "100%" in err and "loss" in err and "1.500" in err
-        monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert err.startswith("100%  loss 1.500  ") and err.endswith(" words/s\n")
-
-
 def test_a_function_or_nothing(capsys):
     seen = []
     _report(lambda *done: seen.append(done))

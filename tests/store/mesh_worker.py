@@ -189,7 +189,7 @@ def main(port, process, directory, work):
     """Runs in both processes, and saves the results of this one."""
     mesh = start(port, process)
     if work == "store":
-        found = train(mesh, process, directory)
+        found: Any = train(mesh, process, directory)
     else:
         found = train_with_trainer(sj.store.KVStore(mesh))
     np.savez(pathlib.Path(directory) / f"{process}.npz", **found)

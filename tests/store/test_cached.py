@@ -618,7 +618,7 @@ def test_what_is_refused():
         cache.prepare([1], params, ())
     with pytest.raises(ValueError, match=r"needs an array float32\[24, 4\]"):
         cache.prepare([1], params | {"items": jnp.ones((3, D))}, state)
-    with pytest.raises(TypeError, match="vmap, grad or scan traces"):
+    with pytest.raises(TypeError, match="traced by jit, vmap, grad or scan"):
         jax.jit(lambda ids: cache.prepare(ids, params, state))(jnp.array([1]))
     new, _, _ = cache.prepare([1], params, state)
     with pytest.raises(ValueError, match="donated to a step"):
