@@ -49,7 +49,7 @@ def _identity(values, *others):
 
 def _times_one(values, *others):
     """`values` times a factor that is one, and is computed from `others`."""
-    bits = np.int32(0)
+    bits = jnp.zeros((), jnp.int32)
     for x in others:
         first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
         bits ^= lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
