@@ -66,8 +66,9 @@ def is_sealed(x: Any) -> bool:
 def from_words(leaf: Any, values: Any) -> Any:
     """Returns the plain ids if `leaf` holds the words of a leaf; else `leaf`.
 
-    JAX calls host callbacks with the words of a leaf. Only the additional last axis
-    tells them from ids of uint32.
+    JAX calls host callbacks with the words of a leaf. Only the additional last axis, of
+    length 1 or 2, tells them from ids of uint32. So a tree must not be rebuilt with
+    plain uint32 ids of a batch whose capacity is 1 or 2.
 
     Args:
       leaf: `[*batch, n]`, or its words `[*batch, n, 1 or 2]`.
