@@ -179,17 +179,11 @@ def lazy(
                 stacked, leaves, weights, state, owners
             )
 
-        passes = row_update.update(
-            inner,
-            treedef,
-            leaves,
-            weights,
-            state,
-            owners,
-            tables,
-            extra_args,
-            check,
-        )
+        passes = None
+        if check:  # else the program is not known to be row by row
+            passes = row_update.update(
+                inner, treedef, leaves, weights, state, owners, tables, extra_args
+            )
         if passes is not None:
             updates, new_state = passes
         else:

@@ -272,12 +272,13 @@ class _Runner:
         index, *ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
         if isinstance(index, Node):
             raise NotByRows("cond on rows")
+        bodies = [_compat.open_jaxpr(body) for body in eqn.params["branches"]]
+        if any(map(_reduces_rows, bodies)):
+            return self._cond_at_once(index, bodies, ins)
         values = [x for x in ins if not isinstance(x, Node)]
         by_row = set()
 
-        def branch(body):
-            jaxpr, consts = _compat.open_jaxpr(body)
-
+        def branch(jaxpr, consts):
             def run(*values):
                 values = iter(values)
                 args = [x if isinstance(x, Node) else next(values) for x in ins]
@@ -288,7 +289,7 @@ class _Runner:
         def is_of_rows(x):
             return isinstance(x, Node) and x.table is not None
 
-        branches = [branch(body) for body in eqn.params["branches"]]
+        branches = [branch(*body) for body in bodies]
         for run in branches:  # traced only to see which outputs are of rows
 
             def look(*values, run=run):
@@ -313,6 +314,37 @@ class _Runner:
             Node(table, v.aval, step, k) if k in by_row else next(whole)
             for k, v in enumerate(eqn.outvars)
         ]
+
+
+    def _cond_at_once(self, index, bodies, ins):
+        """A conditional whose branches reduce rows: all are computed, one is chosen.
+
+        So their reductions share a pass over the rows with those outside of it.
+        """
+        found = [self.run(*body, ins) for body in bodies]
+        outs = []
+        for cases in zip(*found):
+            if not any(isinstance(x, Node) for x in cases):
+                cases = [self.value(x) for x in cases]
+                outs.append(jax.lax.select_n(index, *cases))
+                continue
+            types = [x.aval if isinstance(x, Node) else jax.typeof(x) for x in cases]
+            choose = lambda which, *xs: [jax.lax.select_n(which, *xs)]
+            jaxpr, consts = _compat.trace(choose, index, *types)
+            outs += self.run(jaxpr, consts, [index, *cases])
+        return outs
+
+
+def _reduces_rows(body: tuple[Any, Any]) -> bool:
+    """Return True if a program may reduce rows: it has a reduction over the first axis."""
+    jaxpr, _ = body
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in REDUCTIONS and 0 in eqn.params["axes"]:
+            return True
+        inner = program_of(eqn)
+        if inner is not None and _reduces_rows(inner):
+            return True
+    return False
 
 
 def _refuse(group):

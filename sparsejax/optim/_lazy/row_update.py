@@ -29,7 +29,6 @@ def update(
     owners: Sequence[int | None],
     tables: Sequence[int],
     extra_args: dict[str, Any],
-    check: bool,
 ) -> tuple[list[Any], Any] | None:
     """Updates and new state, or None if the step cannot be run in such passes.
 
@@ -42,7 +41,6 @@ def update(
       owners: for each leaf of the state, the table that it follows, or None.
       tables: which leaves are tables.
       extra_args: of `tx.update`.
-      check: whether `tx` is known to be row-separable.
     """
     if weights is None:
         return None
@@ -81,8 +79,6 @@ def update(
     fresh = functools.cache(lambda: _fresh(tx.init, treedef, weights, tables))
 
     def reduce(group):
-        if not check:
-            raise NotByRows("a reduction, of what was not tested to allow it")
         return steps[group[0].table].reduce(group, fresh)
 
     try:
