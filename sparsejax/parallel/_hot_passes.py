@@ -105,7 +105,7 @@ class _EverywherePasses:
         """Reductions over the rows."""
 
         def body(merged, tables, consts, fresh, operands):
-            local = block_pass.Program(program.jaxpr, consts)
+            local = program.with_consts(consts)
             return block_pass.reduce_rows(merged, tables, fresh, operands, local, kinds)
 
         return self._everywhere(body, program, tables, fresh, operands)
@@ -120,7 +120,7 @@ class _EverywherePasses:
         """The tables that were written, and the update."""
 
         def body(merged, tables, consts, operands):
-            local = block_pass.Program(program.jaxpr, consts)
+            local = program.with_consts(consts)
             new, values = block_pass.update_rows(
                 merged, tables, operands, local, writes
             )

@@ -29,7 +29,7 @@ from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
     judge,
-    row_update,
+    row_passes,
     stacks,
     state_leaves,
     state_sharding,
@@ -181,7 +181,7 @@ def lazy(
 
         passes = None
         if check:  # else the program is not known to be row by row
-            passes = row_update.update(
+            passes = row_passes.update(
                 inner, treedef, leaves, weights, state, owners, tables, extra_args
             )
         if passes is not None:

@@ -315,7 +315,6 @@ class _Runner:
             for k, v in enumerate(eqn.outvars)
         ]
 
-
     def _cond_at_once(self, index, bodies, ins):
         """A conditional whose branches reduce rows: all are computed, one is chosen.
 
@@ -336,7 +335,7 @@ class _Runner:
 
 
 def _reduces_rows(body: tuple[Any, Any]) -> bool:
-    """Return True if a program may reduce rows: it has a reduction over the first axis."""
+    """Return True if a program reduces a first axis, which may be that of rows."""
     jaxpr, _ = body
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in REDUCTIONS and 0 in eqn.params["axes"]:
