@@ -29,6 +29,7 @@ from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
     judge,
+    parts,
     row_passes,
     stacks,
     state_leaves,
@@ -161,8 +162,8 @@ def lazy(
         if check:
             refused = verdicts(treedef, specs, tables).refused
         else:  # check=False cannot help if the state has no rows to gather
-            found, part = find(treedef, specs, tables), judge.name_of(tx)
-            refused = {i: judge.Reason(w, part) for i, (w, _) in found.blocked.items()}
+            found, part = find(treedef, specs, tables), parts.name_of(tx)
+            refused = {i: parts.Reason(w, part) for i, (w, _) in found.blocked.items()}
             refused |= judge.refused_by_type(found)
         for i, reason in refused.items():
             where = trees.leaf_paths(grads, "grads")[i]
@@ -206,7 +207,7 @@ def lazy(
 
 
 def _not_separable(
-    what: str, reason: judge.Reason, is_stack: bool = False
+    what: str, reason: parts.Reason, is_stack: bool = False
 ) -> ValueError:
     message = (
         f"{CALL}: {what} cannot be lifted to rows, because of {reason}. Use an "
