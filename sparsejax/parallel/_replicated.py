@@ -218,7 +218,7 @@ class DataParallelStep:
       (Array(2.5, dtype=float32), ())
     """
 
-    jitted: Any
+    jitted: jax.stages.Wrapped
     given: Mesh
     mesh: Mesh
     axes: tuple[str, ...]
