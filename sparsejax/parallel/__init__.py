@@ -23,10 +23,8 @@ Other layouts
 - `data_parallel`: replicated tables; makes a `DataParallelStep`.
 - `psum`, `pmean`: sum or average trees that contain SelectedRows over devices.
 
-Stores and files
+Files
 
-- `batched_pull`: rows of a store, read once for all devices.
-- `SpreadStore`: a store sharded over the memory of several hosts.
 - `save`, `restore`: trees that hold sharded tables, by orbax, on any number of devices.
 
 Costs
@@ -36,7 +34,6 @@ Costs
 
 # `_table_wise` is imported because it registers how stacks of tables are read.
 from sparsejax.parallel import _table_wise as _table_wise
-from sparsejax.parallel._batched_pull import batched_pull as batched_pull
 from sparsejax.parallel._checkpoint import restore as restore, save as save
 from sparsejax.parallel._columns import shard_columns as shard_columns
 from sparsejax.parallel._exchange import Metrics as Metrics
@@ -54,7 +51,6 @@ from sparsejax.parallel._replicated import (
     psum as psum,
 )
 from sparsejax.parallel._rows import ShardedRows as ShardedRows
-from sparsejax.parallel._spread_store import SpreadStore as SpreadStore
 from sparsejax.parallel._table import (
     ShardedTable as ShardedTable,
     shard_rows as shard_rows,

@@ -409,11 +409,14 @@ def _as_leaf(like: Any, found: Any) -> Any:
     if _is_table(like):
         return dataclasses.replace(like, values=_values_like(like, found))
     if found is None:  # it has no elements
-        found = np.zeros(like.shape, like.dtype)
+        zeros = jnp if _is_key(like) else np
+        found = zeros.zeros(like.shape, like.dtype)
         sharding = _sharding(like)
         found = found if sharding is None else jax.device_put(found, sharding)
     if _is_key(like):
-        keys = jax.random.wrap_key_data(found, impl=jax.random.key_impl(like))
+        # The ids of a SelectedRows are keys again once its tree is rebuilt.
+        impl = jax.random.key_impl(like)
+        keys = found if _is_key(found) else jax.random.wrap_key_data(found, impl=impl)
         return keys if _sharding(like) is None else jax.device_put(keys, like.sharding)
     if np.ndim(found):
         found = found[: like.shape[0]]  # without the padding of a table

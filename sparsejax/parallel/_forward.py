@@ -82,7 +82,7 @@ def forward(fun: Callable[P, T]) -> Callable[P, T]:
             jaxpr, consts = _compat.trace(flat, *inputs)
         live = (True,) * len(jaxpr.outvars)
         # `Reads` without deltas, so that the walk runs all equations.
-        outs = walk(Run(()), Reads(()), jaxpr, [*consts, *inputs], live)
+        outs = walk(Run({}), Reads(()), jaxpr, [*consts, *inputs], live)
         arrays = (x.materialize() if isinstance(x, TableRef) else x for x in outs)
         full = [next(arrays) if x is None else x for x in out_leaves]
         return jax.tree_util.tree_unflatten(out_tree, full)

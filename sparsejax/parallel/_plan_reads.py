@@ -65,9 +65,8 @@ def reads_in_loss(
     ids = _ids_of(plan)
     for number, site in enumerate(plan.run.sites):
         if site.num_rows:
-            position = plan.tables[site.table].position
             own_ids = None if ids is None else ids[number]
-            found[position].append(Read(site.num_rows, own_ids, site.per_output))
+            found[site.table].append(Read(site.num_rows, own_ids, site.per_output))
     leaves = [leaf.value for leaf in traced.leaves]
     names = [leaf.name for leaf in traced.leaves]
     reads = [found.get(leaf.position) or None for leaf in traced.leaves]

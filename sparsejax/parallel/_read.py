@@ -35,7 +35,6 @@ from sparsejax.parallel._table import ShardedTable, constrain, sharded_table_p
 from sparsejax.transform.interpreter import (
     RuleContext,
     register_rule,
-    register_source,
 )
 from sparsejax.transform.plan import DensifyError
 from sparsejax.transform.table import RowReader, TableRef, replicate, reshard
@@ -411,6 +410,8 @@ def _read_rule(
 ) -> Any:
     if not isinstance(ref, TableRef) or ref.row_axis != 0 or any(batched):
         return NotImplemented
+    if not ref.has_all_rows:
+        return NotImplemented
     rows = _exchange.read_rows_p.bind(
         ref.array, positions, owners=owners, slots=slots, batched=batched
     )
@@ -496,7 +497,7 @@ class _ShardedReader(RowReader):
         )
 
 
-@register_source(sharded_table_p)
+@register_rule(sharded_table_p, of_arrays=True)
 def _view_rule(ctx: RuleContext, values: Any, *, static: tuple[Any, ...]) -> Any:
     view = values
     if not isinstance(view, TableRef):

@@ -10,15 +10,14 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _arguments, _collector
+from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, with_slots
-from sparsejax._rows.after import after
-from sparsejax.transform import read_again
+from sparsejax._rows.order_after import order_after
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
 from sparsejax.transform.table import replicate
-from sparsejax.transform.trace import Leaf, check_fun, makes_views, trace_call
+from sparsejax.transform.trace import Leaf, check_fun, trace_call
 
 
 P = ParamSpec("P")
@@ -176,7 +175,6 @@ def transform(
     check_fun(caller, fun, argnums, has_aux)
 
     @functools.wraps(fun)
-    @_collector.paused_if_traced
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(fun, argnums, has_aux, tables, args, kwargs, caller)
         loss, aux, grads = _differentiate(make_plan(call, stacks=stacks))
@@ -266,22 +264,20 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
         inputs = list(call.inputs)
         for leaf, value in zip(dense, dense_values):
             inputs[leaf.position] = value
-        reads = Reads(deltas, read_again.Recipes() if again else None)
+        reads = Reads(deltas)
         loss, *aux = plan.walk(inputs, reads)
         return loss, (aux, reads.ids)
 
     deltas = plan.zero_deltas()
-    # In a walk of this program, a second read would be another slot of its gradient.
-    again = not makes_views.value and read_again.is_worth_it(deltas)
     values = [call.inputs[leaf.position] for leaf in dense]
     (loss, (aux, ids)), (dense_grads, cotangents) = jax.value_and_grad(
         planted, argnums=(0, 1), has_aux=True
     )(values, deltas)
-    # A table is updated once its cotangents are there. Loss and aux have to have read
-    # it by then, or XLA copies it. Nor are rows that are read again in memory twice.
+    # Order loss and aux before the cotangents. An update in place may follow the
+    # cotangents, and XLA copies the table if anything else reads it later.
     if cotangents:
-        last = after(loss, aux)
-        cotangents = [after(x, [last]) for x in cotangents]
+        last = order_after(loss, aux)
+        cotangents = [order_after(x, [last]) for x in cotangents]
 
     grads: dict[int, Any] = {}
     for leaf, g in zip(dense, dense_grads):
@@ -291,8 +287,8 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
     reads_of = collections.defaultdict(list)
     for k, site in enumerate(sites):
         reads_of[site.table].append(k)
-    for number, leaf in enumerate(plan.tables):
-        mine = reads_of[number]
+    for leaf in plan.tables:
+        mine = reads_of[leaf.position]
         grads[leaf.position] = _package(
             leaf,
             [ids[k] for k in mine],

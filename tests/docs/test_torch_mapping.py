@@ -435,13 +435,13 @@ def check_hash():
 @checks(
     "EmbeddingLocation.MANAGED_CACHING",
     "EmbeddingComputeKernel.FUSED_UVM_CACHING",
-    "CacheAlgorithm.LFU, CacheAlgorithm.LRU",
+    "CacheAlgorithm.LRU",
 )
 def check_cache():
     for key in (
         "EmbeddingLocation.MANAGED_CACHING",
         "EmbeddingComputeKernel.FUSED_UVM_CACHING",
-        "CacheAlgorithm.LFU, CacheAlgorithm.LRU",
+        "CacheAlgorithm.LRU",
     ):
         store = sj.store.KVStore()
         store.init("items", TABLE, None)

@@ -66,13 +66,12 @@ bag = sj.nn.EmbeddingBag(5, 2)
 )
 
 _DENSE = Section(
-    "nn: Dense and FactorizationMachine",
+    "nn: Dense",
     _LAYERS
     + """
 layer = sj.nn.Dense(1, 4)
 params = layer.init(key)
 some = sj.SelectedRows([1], jnp.ones((1, 1)), 4)
-fm = sj.nn.FactorizationMachine(4, 2)
 """,
     [
         "sj.nn.Dense(1, 4, use_bias=1)",
@@ -91,10 +90,6 @@ fm = sj.nn.FactorizationMachine(4, 2)
         "layer({**params, 'kernel': jnp.ones(4)}, jnp.ones((2, 4)))",
         "layer({**params, 'kernel': some}, jnp.ones((2, 4)))",
         "sj.nn.Dense(1)({**params, 'kernel': 3.0}, jnp.ones((2, 4)))",
-        "sj.nn.FactorizationMachine(4, 0)",
-        "fm.init(1)",
-        "fm(params, jnp.ones((2, 4)))",
-        "fm(fm.init(key), jnp.ones((2, 5)))",
     ],
 )
 
@@ -241,11 +236,6 @@ class Named(sj.nn.SparseBlock):
         "Trainer(Named(), store, loss, tx).step({'item': jnp.array([1])})",
         "store.init('user', (5, 2), tx)\n"
         "Trainer(Named(), store, loss, tx).step({'user': jnp.array([1])})",
-        "Trainer(item, store, loss, tx).load('nowhere')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).load('file')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).save('file')",
-        "Trainer(item, store, loss, tx).save('saved')\n"
-        "Trainer(linear, sj.store.KVStore(), loss, tx).load('saved')",
     ],
 )
 
@@ -331,35 +321,38 @@ _CATEGORIES = Section(
     "data: files of categories",
     _DATA
     + """
-read = sj.data.read_csv_ids
+read = sj.data.read_ids
 ids = {"ids": [0]}
-vocabulary = sj.data.Vocabulary.build(write("red\\n"), columns=ids)
+vocabulary = sj.data.Vocabulary.build(write("red\\n"), ids)
 """,
     [
         "read(3, 100)",
         "read('missing.csv', 100)",
-        "read(write('1,2,3\\n'), 100)",
-        "read(write('1,2\\n'), 'hash', columns=ids)",
-        "read(write('1,2\\n'), 1, columns=ids)",
-        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), columns=ids)",
-        "read(write('1,2\\n'), vocabulary, columns={'ids': [0, 1]})",
-        "read(write('1,2\\n'), 100, num_numbers=-1)",
-        "read(write('1,2\\n'), 100, num_numbers=0, num_ids=0, label=False)",
-        "read(write('1,2\\n'), 100, separator=', ')",
-        "read(write('1,2\\n'), 100, quotes='yes')",
-        "read(write('1,\"two\\n'), 100, columns=ids)",
-        "read(write('1,\"two\" three\\n'), 100, columns=ids)",
-        "read(write('1,2\\n'), 100, missing='0', columns=ids)",
-        "read(write('1,2\\n'), 100, columns=[0, 1])",
-        "read(write('1,2\\n'), 100, columns={'ids': [0.5]})",
-        "read(write('1,2\\n'), 100, columns=ids, num_ids=1)",
-        "read(write('1,2\\n'), 100, columns={'ids': [7]})",
-        "read(write('user,item\\n1,2\\n'), 100, columns={'ids': ['film']})",
-        "read(write('1,two\\n'), 100, columns={'ids': [0], 'numbers': [1]})",
+        "read(write('1,2\\n1,2,3\\n'), 100, ids)",
+        "read(write('1,2\\n'), 'hash', ids)",
+        "read(write('1,2\\n'), 1, ids)",
+        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), ids)",
+        "read(write('1,2\\n'), vocabulary, {'ids': [0, 1]})",
+        "read(write('1,2\\n'), 100, ids, separator='::')",
+        "read(write('1,2\\n'), 100, ids, quotes='yes')",
+        "read(write('1,2\\n'), 100, ids, missing='0')",
+        "read(write('1,2\\n'), 100, [0, 1])",
+        "read(write('1,2\\n'), 100, {'ids': [0.5]})",
+        "read(write('1,2\\n'), 100, {'ids': [7]})",
+        "read(write('user,item\\n1,2\\n'), 100, {'ids': ['film']})",
+        "read(write(''), 100, {'ids': ['film']})",
+        "read(write('1,two\\n'), 100, {'ids': [0], 'numbers': [1]})",
+        "read(write('1,\\n'), 100, {'ids': [0], 'label': 1})",
+        "read({'a': ['x'], 'b': ['y']}, 100, {'ids': 'a', 'label': 'b'})",
+        "read({'a': ['x'], 'b': [1, 2]}, 100, {'ids': 'a', 'label': 'b'})",
+        "read(write('red\\0,1\\n'), 100, ids)",
         "read(write('PAR1\\x15'), 100)",
-        "read(write('PK\\x03\\x04...xl/workbook.xml'), 100)",
-        "sj.data.read_parquet_ids(write('a,b\\n'), 100, columns={'ids': 'a'})",
-        "sj.data.Vocabulary.build(write('PAR1\\x15'))",
+        "names = {'ids': ['user']}\n"
+        "known = sj.data.Vocabulary.build({'item': ['tea']})\n"
+        "read({'user': ['ann']}, known, names)",
+        "files = [write('user,item\\n1,2\\n'), 'other.csv']\n"
+        "pathlib.Path('other.csv').write_text('user\\n7\\n')\n"
+        "sj.data.Vocabulary.build(files)",
         "sj.data.HashIds(9).encode(0, [1.5, 2])",
         "sj.data.HashIds(9).encode('user', [1])",
         "sj.data.HashIds([9, 9]).encode(2, ['red'])",
@@ -381,23 +374,23 @@ _VOCABULARIES = Section(
     + """
 Vocabulary = sj.data.Vocabulary
 columns = {"user": [7, 8, 7], "item": ["tea", "jam", "tea"]}
-known = Vocabulary.from_columns(columns)
+known = Vocabulary.build(columns)
 bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
 """,
     [
-        "Vocabulary.from_columns(['tea', 'jam'])",
-        "Vocabulary.from_columns({})",
-        "Vocabulary.from_columns({0: ['tea']})",
-        "Vocabulary.from_columns({'item': 'tea'})",
-        "Vocabulary.from_columns({'price': [0.5]})",
-        "Vocabulary.from_columns({'items': [['tea', 'jam'], ['tea']]})",
-        "Vocabulary.from_columns({'item': ['tea' * 1000]})",
-        "Vocabulary.from_columns(columns, shared=['user', 'item'])",
-        "Vocabulary.from_columns(columns, shared=[['user', 'film']])",
-        "Vocabulary.from_columns(columns, min_count=0)",
-        "Vocabulary.from_columns(columns, max_size={'film': 9})",
+        "Vocabulary.build(['tea', 'jam'])",
+        "Vocabulary.build({})",
+        "Vocabulary.build({0: ['tea']})",
+        "Vocabulary.build({'item': 'tea'})",
+        "Vocabulary.build({'price': [0.5]})",
+        "Vocabulary.build({'items': [['tea', 'jam'], ['tea']]})",
+        "Vocabulary.build({'item': ['tea' * 1000]})",
+        "Vocabulary.build(columns, shared=['user', 'item'])",
+        "Vocabulary.build(columns, shared=[['user', 'film']])",
+        "Vocabulary.build(columns, min_count=0)",
+        "Vocabulary.build(columns, max_size={'film': 9})",
         "limits = {'user': 2, 'item': 3}\n"
-        "Vocabulary.from_columns(columns, shared=True, min_count=limits)",
+        "Vocabulary.build(columns, shared=True, min_count=limits)",
         "bare.prune(min_count=2)",
         "known.encode('film', ['tea'])",
         "known.encode(2, ['tea'])",
@@ -411,24 +404,16 @@ bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
         "known.align(['tea'], [[1.0]])",
         "known.align(['tea'], [1.0], column='item')",
         "known.align(['tea'], [[1.0]], column='item', table=np.zeros((2, 1)))",
-        "sj.data.read_vectors(write('tea 1 2\\njam 1\\n'))",
-        "sj.data.read_vectors(write('tea 1 2\\njam 1 x\\n'))",
-        "sj.data.read_vectors(write(''))",
-        "sj.data.read_vectors(write('tea 1 2\\n'), binary='yes')",
-        "sj.data.read_vectors(write('tea 1 2\\n'), binary=True)",
-        "sj.data.read_vectors(write('2 1\\ntea \\0\\0\\0\\0\\njam'))",
-        "sj.data.read_vectors(write('2 1\\n' + 'x' * 2000), binary=True)",
-        "sj.data.read_vectors(write('2 9999999\\n'), binary=True)",
     ],
 )
 
 _NEGATIVES = Section(
-    "data: NegativeSampler",
+    "losses: NegativeSampler",
     """
 import jax
 import jax.numpy as jnp
 import sparsejax as sj
-from sparsejax.data import NegativeSampler
+from sparsejax.losses import NegativeSampler
 
 key = jax.random.key(0)
 sampler = NegativeSampler.uniform(5)
@@ -452,40 +437,6 @@ sampler = NegativeSampler.uniform(5)
         "sampler.sample(key, (2, 3), labels=jnp.array([1, 2, 3]))",
         "sampler.sample(key, 3, labels=jnp.array([1.0]))",
         "sampler.sample(key, (2, 3), exclude=jnp.array([[1], [2], [3]]))",
-    ],
-)
-
-_LIBSVM = Section(
-    "data: LIBSVM",
-    _DATA
-    + """
-read, save = sj.data.read_libsvm, sj.data.write_libsvm
-X = sp.csr_matrix(np.eye(2))
-negative = sj.SegmentTensor(
-    {"index": jnp.array([-1]), "value": jnp.ones(1)}, jnp.array([0]), 1
-)
-""",
-    [
-        "read(write('1 1:2\\n'), zero_based='yes')",
-        "read(write('1 1:2\\n'), num_features=0)",
-        "read(write('1 1:2\\n'), dtype=str)",
-        "read(write('1 1:2\\n1 x:2\\n'))",
-        "read(write('1 1:two\\n'))",
-        "read(write('1' * (34 << 20)))",
-        "read(write('1 7:2\\n'), num_features=3)",
-        "read(write('1 1:0.5\\n'), dtype='int8')",
-        "import gzip\n"
-        "packed = gzip.compress(b'1 1:1\\n' * 99)\n"
-        "pathlib.Path('cut.gz').write_bytes(packed[:-9])\n"
-        "read('cut.gz')",
-        "save('out.txt', X, [1, 0], zero_based='auto')",
-        "save('out.txt', [[1, 2]], [1])",
-        "save('out.txt', np.ones(3), [1, 2, 3])",
-        "save('out.txt', negative, [1])",
-        "save('out.txt', X, [1])",
-        "save('out.txt', X, None)",
-        "save('out.txt', X, ['a', 'b'])",
-        "save('out.txt', sp.csr_matrix((1, 3)), [[]])",
     ],
 )
 
@@ -514,6 +465,7 @@ array = np.ones((5, 2), np.float32)
     [
         "store.init('item', (5, 2), tx)",
         "new.init(3, (5, 2), tx)",
+        "sj.store.KVStore('x')",
         "new.init('t', 5, tx)",
         "new.init('t', (5.0, 2), tx)",
         "new.init('t', (), tx)",
@@ -548,7 +500,8 @@ _PULLS = Section(
         "jax.jit(lambda ids: store.pull('item', ids))(jnp.array([1]))",
         "store.push('item', jnp.ones((5, 2)))",
         "store.push('item', [])",
-        "store.push('item', jax.tree.map(lambda x: 0.1 * np.asarray(x), rows))",
+        "leaves = [0.1 * rows.rows, 0.1 * rows.values]\n"
+        "store.push('item', jax.tree.unflatten(jax.tree.structure(rows), leaves))",
         "store.push('item', rows.map(lambda x: x.astype(complex)))",
         "store.push('item', sj.SelectedRows([1], jnp.ones((1, 3)), 5))",
         "new.init('t', (5, 2), None)\nnew.push('t', rows)",
@@ -623,7 +576,6 @@ def trained(path):
         "sj.store.CachedTable(store, 'user', 2)",
         "sj.store.CachedTable(store, 'item', 2.5)",
         "sj.store.CachedTable(store, 'item', 6)",
-        "sj.store.CachedTable(store, 'item', 2, 'fifo')",
         "sj.store.CachedTable(store, 'item', 2, padding_id='0')",
         "sj.store.CachedTable(store, 'item', 2)",
         "cache.attach(tx, {'item': jnp.zeros((2, 2))})",
@@ -853,28 +805,6 @@ step = lambda params, state, batch: (params, state)
     ],
 )
 
-_SPREAD = Section(
-    "parallel: stores",
-    _MESH
-    + """
-store, spread = sj.store.KVStore(), sj.parallel.SpreadStore(mesh)
-store.init("item", (5, 2), optax.sgd(0.1))
-spread.init("item", (5, 2), optax.sgd(0.1))
-batched_pull = sj.parallel.batched_pull
-""",
-    [
-        "batched_pull({}, 'item', [1], mesh)",
-        "batched_pull(store, 'item', [1], 'x')",
-        "batched_pull(store, 'item', [1.5], mesh)",
-        "sj.parallel.SpreadStore('x')",
-        "spread.init('t', (4, 2), None, keys=sj.store.KeyPolicy())",
-        "spread.pull('user', [1])",
-        "spread.pull('item', [9])",
-        "spread.push('item', jnp.ones((5, 2)))",
-        "spread.push('item', sj.SelectedRows([1], jnp.ones((1, 2)), 9))",
-    ],
-)
-
 _CHECKPOINTS = Section(
     "parallel: save and restore",
     _MESH
@@ -963,7 +893,7 @@ from sparsejax.losses import *
 
 table, inputs = jnp.ones((9, 4)), jnp.ones((2, 4))
 labels, negatives = jnp.array([1, 2]), jnp.array([3, 4, 5])
-samples = sj.data.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
+samples = sj.losses.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
 args = table, inputs, labels
 """,
     [
@@ -975,7 +905,7 @@ args = table, inputs, labels
         "sampled_softmax_loss(table, inputs, jnp.array([1.0, 2.0]), negatives)",
         "sampled_softmax_loss(*args, jnp.ones((5, 3), int))",
         "sampled_softmax_loss(*args, samples)",
-        "sampled_softmax_loss(*args, sj.data.NegativeSampler.uniform(9))",
+        "sampled_softmax_loss(*args, sj.losses.NegativeSampler.uniform(9))",
         "nce_loss(*args, samples._replace(label_log_q=jnp.ones(5)))",
         "nce_loss(*args, negatives, bias=jnp.ones(4))",
         "nce_loss(*args, negatives, remove_accidental_hits='yes')",
@@ -1005,7 +935,6 @@ SECTIONS: list[Section] = [
     _CATEGORIES,
     _VOCABULARIES,
     _NEGATIVES,
-    _LIBSVM,
     _TABLES,
     _PULLS,
     _KEYS,
@@ -1013,7 +942,6 @@ SECTIONS: list[Section] = [
     _FILES,
     _SHARDED,
     _GRADIENTS,
-    _SPREAD,
     _CHECKPOINTS,
     _COSTS,
     _LOSSES,

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _compat
@@ -241,7 +240,7 @@ class _Runner:
         nodes = [x for x in ins if isinstance(x, Node)]
         by_row = [x for x in nodes if x.table is not None]
         makes_rows = any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
-        body = _body(eqn)
+        body = program_of(eqn)
         if body is not None and (nodes or (makes_rows and name in _JITS)):
             return self.run(*body, ins)
         if not by_row and not (makes_rows and _is_uniform(eqn, ins)):
@@ -252,7 +251,7 @@ class _Runner:
         if len(tables) > 1:
             raise NotByRows(f"{name} of rows of two tables")
         table = tables.pop() if tables else None
-        if name in _REDUCTIONS and 0 in eqn.params["axes"]:
+        if name in REDUCTIONS and 0 in eqn.params["axes"]:
             self._pending.append(Reduction(nodes[0], eqn))
             return [self._pending[-1]]
         if name == "cond":
@@ -338,7 +337,9 @@ _ELEMENTWISE = frozenset(
     "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
 )
 _LINEAR = frozenset("neg convert_element_type copy copy_p".split())
-_REDUCTIONS = frozenset(
+_MATMULS = frozenset(["dot_general"])
+_CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
+REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
 )
 _JITS = frozenset(["jit", "pjit"])
@@ -353,7 +354,7 @@ _CALLS = {
 }
 
 
-def _body(eqn: Any) -> tuple[Any, list[Any]] | None:
+def program_of(eqn: Any) -> tuple[Any, list[Any]] | None:
     """The program that an equation calls, as `(open jaxpr, consts)`."""
     key = _CALLS.get(eqn.primitive.name)
     jaxpr = eqn.params.get(key) if key else None
@@ -365,7 +366,7 @@ def _is_literal(x: Any) -> bool:
 
 
 def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
-    """Whether an output `[1, ...]` would be the same in all rows."""
+    """Return True if an output `[1, ...]` would be the same in all rows."""
     if eqn.primitive.name == "broadcast_in_dim":
         dims = eqn.params["broadcast_dimensions"]
         return 0 not in dims or isinstance(ins[0], Node)
@@ -373,30 +374,90 @@ def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
 
 
 def _keeps_rows(eqn: Any, ins: Sequence[Any]) -> bool:
-    """Whether the outputs have one entry per row, from that entry of the inputs."""
-    name, params = eqn.primitive.name, eqn.params
+    return row_params(eqn, [isinstance(x, Node) for x in ins]) is not None
+
+
+def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
+    """An equation's parameters as one row sees them, None if it mixes rows.
+
+    An output entry of a row is then computed from that row's entry of the inputs.
+
+    Args:
+      eqn: an equation with at least one input that has rows, or a broadcast.
+      rows: for each input, True if it has one entry per row.
+      count: number of leading axes that run over rows, 2 for a stack of tables.
+
+    Returns:
+      A dict in which axes and shapes leave out the leading ones, so that programs for
+      different numbers of rows can be compared.
+    """
+    name, params = eqn.primitive.name, dict(eqn.params)
+    params.pop("sharding", None)  # of the rows, which differs with their number
+    shapes = [v.aval.shape for v in eqn.invars]
+    out = eqn.outvars[0].aval.shape
     if name in _ELEMENTWISE:
-        return all(isinstance(x, Node) or _shape(x) == () for x in ins)
-    first, *others = ins
-    if not isinstance(first, Node) or others:
-        return name == "broadcast_in_dim" and not others
-    shape = first.aval.shape
-    if name in _REDUCTIONS or name in ("argmax", "argmin"):
-        return 0 not in params["axes"]
+        # An array [1, D] is one row for all; a scalar broadcasts, too.
+        alone = (shape for shape, has_rows in zip(shapes, rows) if not has_rows)
+        if any(shape and shape[:1] != (1,) for shape in alone):
+            return None
+        return params
+
+    def moved(*names):  # axes that must not be those of rows
+        for key in names:
+            axes = params[key]
+            axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+            if any(axis < count for axis in axes):
+                return None
+            params[key] = tuple(axis - count for axis in axes)
+        return params
+
+    if name in _MATMULS:
+        (left, right), batch = params["dimension_numbers"]
+        if rows != [True, False] or any(batch) or any(k < count for k in left):
+            return None
+        left = tuple(k - count for k in left)
+        return {**params, "dimension_numbers": (left, tuple(right))}
+    if name == "concatenate":
+        return moved("dimension") if all(rows) else None
     if name == "broadcast_in_dim":
-        return params["broadcast_dimensions"][:1] == (0,) and params["shape"][0] == 1
-    if name == "reshape":
-        return params["new_sizes"][:1] == (1,)
+        dims, shape = params["broadcast_dimensions"], params["shape"]
+        has_rows = rows[0] if rows else False
+        if has_rows and dims[:count] != tuple(range(count)):
+            return None
+        dims = dims[count:] if has_rows else dims
+        if any(k < count for k in dims):
+            return None
+        dims = tuple(k - count for k in dims)
+        return {**params, "broadcast_dimensions": dims, "shape": shape[count:]}
+    if rows != [True]:
+        return None
+    first = shapes[0][:count]
+    if name in REDUCTIONS or name in ("argmax", "argmin"):
+        return moved("axes")
+    if name in _CUMULATIVE:
+        return moved("axis")
+    if name == "sort":
+        return moved("dimension")
+    if name == "rev":
+        return moved("dimensions")
+    if name == "split":
+        return moved("axis")
     if name == "squeeze":
-        return 0 not in params["dimensions"]
+        return moved("dimensions")
+    if name == "reshape":
+        if out[:count] != first or params["dimensions"] is not None:
+            return None
+        return {**params, "new_sizes": out[count:]}
     if name == "transpose":
-        return params["permutation"][:1] == (0,)
+        order = params["permutation"]
+        if order[:count] != tuple(range(count)):
+            return None
+        return {**params, "permutation": tuple(k - count for k in order[count:])}
     if name == "slice":
-        return params["limit_indices"][0] == shape[0]
-    if name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-        return params["axis"] != 0
-    return False
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return x.eqn.outvars[0].aval.shape if isinstance(x, Reduction) else jnp.shape(x)
+        if out[:count] != first:
+            return None
+        return {
+            key: None if params[key] is None else tuple(params[key][count:])
+            for key in ("start_indices", "limit_indices", "strides")
+        }
+    return None

@@ -11,12 +11,12 @@ from jax import lax
 
 from sparsejax import _compat
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef
 
 
-@register_rule_of_stacks(p.jit_p)
+@register_rule(p.jit_p)
 def _jit_rule(
     ctx: RuleContext,
     *inputs: Any,
@@ -45,7 +45,7 @@ def _constrain(xs: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 
 
 # jax 0.12 calls what a gradient of a scan hoists out of it by `eval_jaxpr`.
-@register_rule_of_stacks("closed_call", "call", "eval_jaxpr")
+@register_rule("closed_call", "call", "eval_jaxpr")
 def _call_rule(ctx: RuleContext, *inputs: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
     return ctx.walk(call_jaxpr, inputs)
 
@@ -63,7 +63,7 @@ def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[
     return liveness.inputs(_compat.open_jaxpr(jaxpr)[0], out)
 
 
-@register_rule_of_stacks(p.custom_jvp_call_p, p.custom_vjp_call_p)
+@register_rule(p.custom_jvp_call_p, p.custom_vjp_call_p)
 def _custom_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     # The user's derivative is written for the whole table; a walk of the body would
     # differentiate the body instead.

@@ -18,7 +18,7 @@ from sparsejax.transform.interpreter import (
     Reads,
     RuleContext,
     Site,
-    register_rule_of_stacks,
+    register_rule,
 )
 from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef, replicate, reshard, vary
@@ -30,12 +30,12 @@ _RETURNED = "returns it whole"
 # -- checkpoint ------------------------------------------------------------------------
 
 
-@register_rule_of_stacks(_compat.remat_p)
+@register_rule(_compat.remat_p)
 def _checkpoint_rule(
     ctx: RuleContext, *inputs: Any, jaxpr: Any, prevent_cse: Any, policy: Any, **_: Any
 ) -> list[Any]:
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
-    body_sites = ctx.run.bodies.get(ctx.path, ())
+    (body_sites,) = ctx.body_sites()
     found: list[Site] = []
     views: list[Any] = []
 
@@ -50,7 +50,7 @@ def _checkpoint_rule(
 
     rebuilt = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
     outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(body_sites)))
-    ctx.run.bodies[ctx.path] = tuple(found)
+    ctx.set_body_sites(found)
     ctx.reads.add(found, ids)
     return [v.with_operands(o) if v else o for o, v in zip(outs, views)]
 
@@ -58,7 +58,7 @@ def _checkpoint_rule(
 # -- scan ------------------------------------------------------------------------------
 
 
-@register_rule_of_stacks(p.scan_p)
+@register_rule(p.scan_p)
 def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     body, _ = _compat.open_jaxpr(params["jaxpr"])
     length, (n_consts, n_carry) = params["length"], _compat.scan_split(params)
@@ -76,7 +76,7 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     # A table that is carried unchanged is a constant.
     places = [i for i, c in enumerate(carry) if not isinstance(c, TableRef)]
     live = _loop_liveness(ctx.run.liveness, body, ctx.live, n_consts, n_carry)
-    body_sites = ctx.run.bodies.get(ctx.path, ())
+    (body_sites,) = ctx.body_sites()
     found: list[Site] = []
 
     def step(changing, x):
@@ -102,13 +102,13 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    ctx.run.bodies[ctx.path] = tuple(found)
+    ctx.set_body_sites(found)
     ctx.reads.add([s.in_loop(length) for s in found], ids)
     return [*_merge(carry, places, changing), *ys]
 
 
 def _is_stack(x: Any) -> bool:
-    return isinstance(x, TableRef) and x.stack_axis == 0
+    return isinstance(x, TableRef) and x.is_stack and x.row_axes[0] == 0
 
 
 @register_flow(p.scan_p)
@@ -135,13 +135,13 @@ def _loop_liveness(
 # -- cond and switch -------------------------------------------------------------------
 
 
-@register_rule_of_stacks(p.cond_p)
+@register_rule(p.cond_p)
 def _cond_rule(
     ctx: RuleContext, index: Any, *operands: Any, branches: Sequence[Any], **_: Any
 ) -> list[Any]:
     # Only one branch runs, so the branches share their deltas: for each table as many
     # rows as the branch that reads the most. The remaining slots of a branch are empty.
-    body_sites = ctx.run.bodies.get(ctx.path, [()] * len(branches))
+    body_sites = ctx.body_sites(len(branches))
     shared = _largest(body_sites)
     deltas = dict(zip((s.table for s in shared), ctx.reads.take(len(shared))))
     found: list[tuple[Site, ...]] = [()] * len(branches)
@@ -157,7 +157,7 @@ def _cond_rule(
         return lambda: run(number)
 
     outs, ids = lax.switch(index, [branch(k) for k in range(len(branches))])
-    ctx.run.bodies[ctx.path] = found
+    ctx.set_body_sites(*found)
     ctx.reads.add(_largest(found), ids)
     return outs
 

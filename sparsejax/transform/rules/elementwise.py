@@ -16,7 +16,7 @@ from jax import lax
 
 from sparsejax import _compat
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.liveness import register_flow
 from sparsejax.transform.table import TableRef, vary, without
 
@@ -33,7 +33,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-@register_rule_of_stacks(*_ELEMENTWISE)
+@register_rule(*_ELEMENTWISE)
 def _elementwise_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     # A cast of the table becomes a cast of the rows: flax's Embed(dtype=bfloat16) casts
     # all V rows before it looks up a few.
@@ -42,13 +42,13 @@ def _elementwise_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     return ref.then(lambda rows: primitive.bind(rows, **params), dtype=dtype)
 
 
-@register_rule_of_stacks(p.copy_p, p.sharding_constraint_p)
+@register_rule(p.copy_p, p.sharding_constraint_p)
 def _identity_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     del ctx, params
     return ref
 
 
-@register_rule_of_stacks("reshard")
+@register_rule("reshard")
 def _reshard_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     # jax 0.8 writes one before each argument of a shard_map; most of them move nothing.
     # A table that does move is an array of its own.
@@ -57,7 +57,7 @@ def _reshard_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     return ref if before == after else NotImplemented
 
 
-@register_rule_of_stacks(p.device_put_p, "optimization_barrier")
+@register_rule(p.device_put_p, "optimization_barrier")
 def _identities_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     del params
     arrays = [x for x in inputs if not isinstance(x, TableRef)]
@@ -69,7 +69,7 @@ def _identities_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     return [x if isinstance(x, TableRef) else next(rest) for x in inputs]
 
 
-@register_rule_of_stacks(p.stop_gradient_p)
+@register_rule(p.stop_gradient_p)
 def _stop_gradient_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     del ctx, params
     return ref.then(lax.stop_gradient, stopped=True)
@@ -81,7 +81,7 @@ def _stop_gradient_flow(liveness: Any, eqn: Any, out: Any) -> Sequence[bool]:
     return (False,) * len(eqn.invars)
 
 
-@register_rule_of_stacks(_compat.pvary_p)
+@register_rule(_compat.pvary_p)
 def _pvary_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     # shard_map marks a replicated table as varying before varying ids read it.
     axes = frozenset(params["axes"])
@@ -94,7 +94,7 @@ def _pvary_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
 # -- two operands: one is the same for all rows, or both are views of one table --------
 
 
-@register_rule_of_stacks(
+@register_rule(
     p.mul_p, p.div_p, p.add_p, p.sub_p, p.max_p, p.min_p, p.pow_p, p.rem_p, p.atan2_p
 )
 def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:

@@ -15,11 +15,11 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from sparsejax import _compat
-from sparsejax.transform.interpreter import RuleContext, Site, register_rule_of_stacks
+from sparsejax.transform.interpreter import RuleContext, Site, register_rule
 from sparsejax.transform.table import TableRef, vary
 
 
-@register_rule_of_stacks(_compat.shard_map_p)
+@register_rule(_compat.shard_map_p)
 def _shard_map_rule(
     ctx: RuleContext,
     *inputs: Any,
@@ -37,7 +37,7 @@ def _shard_map_rule(
     )
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
     refs = [x for x in inputs if isinstance(x, TableRef)]
-    body_sites = ctx.run.bodies.get(ctx.path, ())
+    (body_sites,) = ctx.body_sites()
     specs = [PartitionSpec(tuple(sorted(s.axes & manual)) or None) for s in body_sites]
     found: list[Site] = []
 
@@ -69,7 +69,7 @@ def _shard_map_rule(
         axis_names=manual,
         check_vma=check_vma,
     )([inputs[i] for i in places], [(r.array, r.operands) for r in refs], deltas)
-    ctx.run.bodies[ctx.path] = tuple(found)
+    ctx.set_body_sites(found)
     ctx.reads.add([_from_outside(site, mesh, manual) for site in found], ids)
     return outs
 
