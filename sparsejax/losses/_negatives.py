@@ -1,12 +1,13 @@
-"""NegativeSampler: draws ids on the device, and says how often to expect each.
+"""NegativeSampler: draws ids on the device, with the log of their expected counts.
 
-A sampler holds a distribution over `[0, V)`: nothing for the two that have a formula,
-and for counts an alias table (Walker, 1977). There each of V equal cells has at most
-two ids, its own and its alias, so that a draw costs one cell and one comparison,
-whatever V is. The table is built once, on the host, in float64.
+A sampler is a distribution over `[0, V)`. The uniform and the log-uniform distribution
+have formulas; a distribution of counts has an alias table (Walker, 1977). The table has
+V equal cells with at most two ids each, the cell's own id and its alias, so a draw
+reads one cell and makes one comparison for any V. It is built once, on the host, in
+float64.
 
-Sharp edge: a sampler that a jitted function closes over becomes a constant of the
-program, V numbers long. Pass it as an argument.
+Sharp edge: if a jitted function closes over a sampler, the V numbers of the table
+become a constant of the program. Pass the sampler as an argument.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from sparsejax._rows import indexing
 
 
 _CALL = "sparsejax.losses.NegativeSampler"
-# Draws of a sample are repeated so often before a slot of it stays empty.
-_ROUNDS = 64
-# Inside an octave [2^j, 2^(j + 1)) of the log-uniform law, the density is constant over
-# parts of 2^-12 of it. float32 has 2048 numbers for each, which makes up for rounding.
+# After this many rounds of draws, a slot without an id stays empty.
+_MAX_ROUNDS = 64
+# An octave [2^j, 2^(j + 1)) of the log-uniform distribution is divided into 2^12 parts
+# of constant density. float32 has 2048 numbers per part, so rounding does not matter.
 _PART_BITS = 12
 
 
 class NegativeSamples(NamedTuple):
-    """Ids that were drawn, and logs of how often each id was to be expected.
+    """Ids that were drawn, and the logs of their expected counts.
 
     Args:
       ids: int `[..., n]`; -1 in a slot that could not be filled, which losses skip.
-      log_q: float32 `[..., n]`, log of the expected number of occurrences in the
-        sample, of each of `ids`; 0 for a slot without an id.
-      label_log_q: float32, the same of each of the labels; None without labels.
+      log_q: float32 `[..., n]`, log of the expected number of occurrences of each id in
+        the sample; 0 for a slot without an id.
+      label_log_q: float32, the same for each label; None without labels.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -59,12 +60,12 @@ class NegativeSamples(NamedTuple):
 
 
 class AliasTable(NamedTuple):
-    """A distribution of counts: V cells, each of an id and its alias.
+    """A distribution of counts: V cells, each with its own id and an alias.
 
     Args:
-      threshold: uint32 `[V]`: a cell gives its own id with probability
+      threshold: uint32 `[V]`; a cell yields its own id with probability
         `threshold / 2**32`.
-      alias: int `[V]`, the id that a cell gives otherwise.
+      alias: int `[V]`, the id that the cell yields otherwise.
       log_probs: float32 `[V]`, log probability of each id, -inf if it is never drawn.
       lowest: float32, the lowest of `log_probs` that is finite.
     """
@@ -78,16 +79,16 @@ class AliasTable(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NegativeSampler:
-    """A distribution over ids, from which negatives are drawn inside a jitted step.
+    """A distribution over ids, from which a jitted step draws negatives.
 
-    `uniform`, `log_uniform` and `from_counts` make one. It is a pytree: pass it to a
-    jitted function as an argument. (A function that closes over it would hold its
-    arrays as constants.)
+    `uniform`, `log_uniform` and `from_counts` create one. It is a pytree: pass it to a
+    jitted function as an argument. (If the function closes over it, its arrays become
+    constants of the program.)
 
     Args:
       num_ids: int V; ids are in `[0, V)`.
       distribution: `"uniform"`, `"log_uniform"` or `"counts"`.
-      table: arrays `[V]` of the alias table; None unless the distribution is of counts.
+      table: arrays `[V]` of the alias table of counts; otherwise None.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -111,17 +112,20 @@ class NegativeSampler:
 
     def __post_init__(self) -> None:
         if self.distribution not in ("uniform", "log_uniform", "counts"):
-            raise ValueError(
-                f"{_CALL}: distribution must be 'uniform', 'log_uniform' or 'counts', "
-                f"got {self.distribution!r}. Use NegativeSampler.uniform(num_ids), "
-                ".log_uniform(num_ids) or .from_counts(counts)."
+            raise _arguments.wrong(
+                _CALL,
+                "distribution",
+                "'uniform', 'log_uniform' or 'counts'",
+                repr(self.distribution),
+                "Use NegativeSampler.uniform(num_ids), .log_uniform(num_ids) or "
+                ".from_counts(counts).",
             )
 
     # -- makers ------------------------------------------------------------------
 
     @classmethod
     def uniform(cls, num_ids: int) -> Self:
-        """Each id with the same probability, `1 / V`.
+        """A sampler in which each id has probability `1 / V`.
 
         Args:
           num_ids: int V.
@@ -130,9 +134,9 @@ class NegativeSampler:
 
     @classmethod
     def log_uniform(cls, num_ids: int) -> Self:
-        """Zipf's law, `log((id + 2) / (id + 1)) / log(V + 1)`, for ids by frequency.
+        """A sampler by Zipf's law, `log((id + 2) / (id + 1)) / log(V + 1)`.
 
-        Id 0 must be the most frequent one, and so on. Needs no memory.
+        Ids must be sorted by frequency: id 0 is the most frequent. No array is stored.
 
         Args:
           num_ids: int V.
@@ -141,19 +145,19 @@ class NegativeSampler:
 
     @classmethod
     def from_counts(cls, counts: ArrayLike, power: float = 0.75) -> Self:
-        """Each id with a probability proportional to `counts[id] ** power`.
+        """A sampler with probabilities proportional to `counts[id] ** power`.
 
         Args:
-          counts: numbers `[V]` on the host, as `Vocabulary.counts(column)` gives them.
-            An id with count 0 is never drawn; as a label it has the `log_prob` of the
-            rarest id that is.
-          power: 0.75 for negatives, as in word2vec; 1 for the law of the data itself,
-            as in-batch negatives follow it.
+          counts: numbers `[V]` on the host, for example `Vocabulary.counts(column)`. An
+            id with count 0 is never drawn; a label with count 0 has the `log_prob` of
+            the rarest id that is drawn.
+          power: 0.75 for negatives, as in word2vec; 1 for the frequencies of the data,
+            which in-batch negatives have.
 
         Raises:
-          TypeError: the counts are traced.
+          TypeError: counts are traced or not numbers, or `power` is not a number.
           ValueError: counts are negative, not finite, all 0, or not `[V]`; or `power`
-            is negative.
+            is negative or infinite.
         """
         call = f"{_CALL}.from_counts"
         counts, power = _check_counts(call, counts), _check_power(call, power)
@@ -184,35 +188,35 @@ class NegativeSampler:
         unique: bool = False,
         exclude: ArrayLike | None = None,
     ) -> NegativeSamples:
-        """Draws ids, and says how often each was to be expected.
+        """Draws ids, and returns them with the logs of their expected counts.
 
-        The last axis of `shape` is a sample of n ids; other axes are independent
-        samples. An id with probability p occurs `n p` times in a sample. With `unique`
-        a sample has no id twice: draws are repeated until n are distinct, t in all, and
-        an id is in it with probability `1 - (1 - p)^t`. With `exclude` the p of the
-        other ids sum to one again.
+        The last axis of `shape` is a sample of n ids; the other axes are independent
+        samples. The expected count of an id with probability p is `n p`. With `unique`,
+        the ids of a sample are distinct: draws are repeated until n distinct ids are
+        found in t draws, and an id is in the sample with probability `1 - (1 - p)^t`.
+        With `exclude`, the probabilities of the other ids are scaled to sum to one.
 
-        Both repeat draws, at most 64 times n. Ids that are still missing then are -1:
-        n is too near to the number of ids that can be drawn.
+        With `unique` or `exclude`, up to 64 n ids are drawn. An id that is still
+        missing is -1: n is too close to the number of ids that can be drawn.
 
         Args:
           key: a PRNG key.
           shape: int n, or a tuple `(..., n)`.
-          labels: ints whose expected counts are wanted as well, `[*lead, ...]` where
-            `lead` are the axes of `shape` before the last. Pass those that the loss
-            gets: it sees their shape, not whether they are the same.
-          unique: whether the ids of a sample are distinct.
-          exclude: ints `[E]` or `[*lead, E]` that must not be drawn, such as what a
-            user has seen; those out of range, as -1 for padding, are ignored. E numbers
-            are compared with each draw.
+          labels: ints `[*lead, ...]` whose expected counts are also returned; `lead`
+            are the axes of `shape` before the last. Pass the labels that are passed to
+            the loss, which checks only their shape.
+          unique: if True, the ids of a sample are distinct.
+          exclude: ints `[E]` or `[*lead, E]` that must not be drawn, such as the items
+            that a user has seen. Ids out of range, such as -1 for padding, are ignored.
+            Each draw is compared with E ids.
 
         Returns:
           `NegativeSamples(ids, log_q, label_log_q)`.
 
         Raises:
           TypeError: `key` is not a PRNG key, or ids are not integers.
-          ValueError: `shape` is not a number of ids or a tuple that ends with it, or
-            the other shapes do not fit; more ids than V are to be distinct.
+          ValueError: `shape` is not a positive int or a tuple that ends with one, other
+            shapes do not match, or `unique` is set and n exceeds V.
         """
         call = f"{_CALL}.sample"
         key, shape = _arguments.as_key(call, key), _check_shape(call, shape)
@@ -229,8 +233,8 @@ class NegativeSampler:
             labels = _arguments.as_ids(call, labels, self.num_ids, "labels")
             if labels.shape[: len(shape) - 1] != shape[:-1]:
                 raise ValueError(
-                    f"{call}: labels must begin with the axes {shape[:-1]}, which are "
-                    f"those of shape={shape} before the last, got labels of shape "
+                    f"{call}: labels must begin with the axes {shape[:-1]}, all axes "
+                    f"of shape={shape} but the last, got labels of shape "
                     f"{labels.shape}."
                 )
         tries = None
@@ -240,7 +244,7 @@ class NegativeSampler:
             ids = self._draw(key, shape)
 
         def log_expected(ids):
-            """Of ids `[*lead, ...]`, whose samples have the axes `lead`."""
+            """The log of the expected count of ids `[*lead, ...]`."""
             like = lambda x: x.reshape(*x.shape[:-1], *(1,) * (ids.ndim - x.ndim + 1))
             log_p = self.log_prob(ids) - like(log_kept)
             if not unique:
@@ -253,13 +257,13 @@ class NegativeSampler:
         return NegativeSamples(ids, log_q, label_log_q)
 
     def log_prob(self, ids: ArrayLike) -> jax.Array:
-        """Log of the probability that one draw gives each of `ids`.
+        """Log of the probability of each id in one draw.
 
         Args:
-          ids: ints of any shape; NaN where they are out of range.
+          ids: ints of any shape.
 
         Returns:
-          float32 of the same shape.
+          float32 of the same shape; NaN for an id out of range.
         """
         ids = _arguments.as_ids(f"{_CALL}.log_prob", ids, self.num_ids)
         inside = indexing.in_range(ids, self.num_ids)
@@ -279,7 +283,7 @@ class NegativeSampler:
     # -- private -----------------------------------------------------------------
 
     def _draw(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Ids `shape`, each drawn by itself."""
+        """Independent ids of that shape."""
         dtype = _arguments.index_dtype(self.num_ids)
         if self.distribution == "log_uniform":
             return _draw_log_uniform(key, shape, self.num_ids, dtype)
@@ -294,7 +298,7 @@ class NegativeSampler:
     def _draw_until_full(
         self, key: jax.Array, shape: tuple[int, ...], unique: bool, exclude: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids `shape`, and how many draws it took, `[*lead, 1]`."""
+        """Ids of that shape, and the number of draws, `[*lead, 1]`."""
 
         def draw(state):
             turn, found, tries = state
@@ -309,12 +313,12 @@ class NegativeSampler:
 
         def is_short(state):
             turn, found, _ = state
-            return (turn < _ROUNDS) & jnp.any(found < 0)
+            return (turn < _MAX_ROUNDS) & jnp.any(found < 0)
 
         none = jnp.full(shape, -1, _arguments.index_dtype(self.num_ids))
         tries = jnp.zeros((*shape[:-1], 1), jnp.float32)
-        # The first round stands before the loop: inside `shard_map` the draws vary over
-        # the axes that the key varies over, which zeros do not.
+        # The first round is before the loop, so that the carry has the type of draws:
+        # inside `shard_map` draws vary over the axes of the key, and zeros do not.
         state = draw((jnp.int32(0), none, tries))
         _, ids, tries = lax.while_loop(is_short, draw, state)
         return ids, tries
@@ -322,15 +326,15 @@ class NegativeSampler:
     def _check_exclude(
         self, call: str, exclude: Any, shape: tuple[int, ...]
     ) -> jax.Array:
-        """`exclude` as ids `[*lead, E]`, ascending, out of range where they repeat."""
+        """`exclude` as ascending ids `[*lead, E]`; duplicates become out of range."""
         exclude = _arguments.as_ids(call, exclude, self.num_ids, "exclude")
         if exclude.ndim == 1:
             exclude = exclude.reshape((1,) * (len(shape) - 1) + exclude.shape)
         elif exclude.shape[:-1] != shape[:-1]:
             raise ValueError(
                 f"{call}: exclude must be [E], or [..., E] with the axes {shape[:-1]}, "
-                f"which are those of shape={shape} before the last, got exclude of "
-                f"shape {exclude.shape}."
+                f"all axes of shape={shape} but the last, got exclude of shape "
+                f"{exclude.shape}."
             )
         exclude = jnp.sort(exclude, axis=-1)
         again = exclude[..., 1:] == exclude[..., :-1]
@@ -340,7 +344,7 @@ class NegativeSampler:
     def _log_kept(self, exclude: jax.Array) -> jax.Array:
         """Log of the probability that a draw is not excluded, `[*lead, 1]`."""
         log_probs = self.log_prob(exclude)
-        if self.table is not None:  # with -inf for what is never drawn
+        if self.table is not None:  # -inf for an id that is never drawn
             log_probs = indexing.take_rows(self.table.log_probs, exclude)
         inside = indexing.in_range(exclude, self.num_ids)
         probs = jnp.where(inside, jnp.exp(log_probs), 0)
@@ -356,9 +360,9 @@ def _draw_log_uniform(
 ) -> jax.Array:
     """Ids with density `1 / (id + 1)`.
 
-    The floor of `exp(u * log(V + 1))` for a float32 u would never reach most of a
-    million ids. Here u chooses an octave `[2^j, 2^(j + 1))` of `id + 1`, another u a
-    part of it, and integers choose among the ids of that part.
+    With one float32 u, the floor of `exp(u * log(V + 1))` never reaches most of a
+    million ids. So one random number selects an octave `[2^j, 2^(j + 1))` of `id + 1`,
+    a second one a part of the octave, and a third one an id of the part.
     """
     octaves = num_ids.bit_length()
     of_octave, of_part, of_rest = jax.random.split(key, 3)
@@ -384,9 +388,9 @@ def _draw_log_uniform(
 
 
 def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first n distinct ids of both `[..., n]`, and how many draws that needed.
+    """The first n distinct ids of `found` and `drawn`, and the number of draws used.
 
-    -1 is no id. `found` has distinct ids, and behind them -1.
+    Both are `[..., n]`, and -1 stands for no id. `found` has distinct ids, then -1.
     """
     n = found.shape[-1]
     both = jnp.concatenate([found, drawn], axis=-1)
@@ -395,7 +399,7 @@ def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.A
     is_first = (ascending[..., 1:] != ascending[..., :-1]) & (ascending[..., 1:] >= 0)
     is_first = jnp.concatenate([ascending[..., :1] >= 0, is_first], axis=-1)
     place = lax.broadcasted_iota(jnp.int32, both.shape, both.ndim - 1)
-    # Places of first occurrences, in the order of drawing; behind them those left over.
+    # Positions of first occurrences, in the order of the draws, then 2 n.
     left_over = jnp.where(is_first, order, 2 * n)
     chosen = jnp.sort(left_over, axis=-1)[..., :n]
     kept = jnp.take_along_axis(both, jnp.minimum(chosen, 2 * n - 1), axis=-1)
@@ -410,14 +414,15 @@ def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.A
 def _alias_table(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`threshold` (uint32) and `alias` for probabilities that sum to one.
 
-    Cell k is filled to 1 / V: light ids leave a gap, which a heavy id fills. Both are
-    gone through in order. A heavy id that has no excess left is light itself: its own
-    gap is filled by the next heavy one. So who fills which gap follows from the running
-    sums of gaps and of excesses, and no loop is needed.
+    Each cell is filled to 1 / V: a light id (below 1 / V) leaves a gap, and a heavy id
+    fills it. Light and heavy ids are taken in order. If the excess of a heavy id is
+    used up, the id is light itself, and the next heavy id fills its gap. So the
+    cumulative sums of gaps and excesses determine the alias of each cell without a
+    loop.
     """
     share = probs * len(probs)
     is_light = share < 1
-    is_light[np.argmax(share)] = False  # by rounding all may be
+    is_light[np.argmax(share)] = False  # rounding may make all of them light
     light, heavy = np.flatnonzero(is_light), np.flatnonzero(~is_light)
     gaps = np.concatenate([[0.0], np.cumsum(1 - share[light])])
     excess = np.cumsum(share[heavy] - 1)
@@ -426,8 +431,7 @@ def _alias_table(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     by = np.searchsorted(excess, gaps[:-1], side="right")
     alias[light] = heavy[np.minimum(by, len(heavy) - 1)]
     alias[heavy[:-1]] = heavy[1:]
-    # The gaps that were begun before this one's excess had gone: the last of them took
-    # more than was left.
+    # The last gap that a heavy id began to fill took more than its remaining excess.
     begun = np.searchsorted(gaps[:-1], excess, side="left")
     share[heavy] = 1 - (gaps[begun] - excess)
     share[heavy[-1]] = 1
@@ -453,9 +457,13 @@ def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
         except TypeError:
             sizes = ()
     if not sizes or min(sizes) < 0 or sizes[-1] < 1:
-        raise ValueError(
-            f"{call}: shape must be the number of ids, or a tuple that ends with it, "
-            f"got {_arguments.show(shape)}. For example 128, or (batch_size, 128)."
+        make = _arguments.wrong if sizes else _arguments.wrong_type
+        raise make(
+            call,
+            "shape",
+            "the number of ids, or a tuple that ends with it",
+            _arguments.show(shape),
+            "For example 128, or (batch_size, 128).",
         )
     return sizes
 
@@ -463,32 +471,29 @@ def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
 def _check_counts(call: str, counts: Any) -> np.ndarray:
     """`counts` as float64 `[V]`."""
     if isinstance(counts, Tracer):
-        raise TypeError(
-            f"{call}: counts must be known on the host, got {_arguments.show(counts)}. "
-            "Make the sampler outside of jit, and pass it in as an argument."
-        )
+        fix = "Create the sampler outside of jit, and pass it as an argument."
+        shown = _arguments.show(counts)
+        raise _arguments.wrong_type(call, "counts", "known on the host", shown, fix)
+    want, fix = "an array of numbers [V], one per id", "See Vocabulary.counts(column)."
     try:
         found = np.asarray(counts, np.float64)
     except (TypeError, ValueError):
-        found = np.zeros(0)
+        shown = _arguments.kind_of(counts)
+        raise _arguments.wrong_type(call, "counts", want, shown, fix) from None
     if found.ndim != 1 or not found.size:
-        raise ValueError(
-            f"{call}: counts must be an array of numbers [V], one for each id, got "
-            f"{_arguments.kind_of(counts)}. Vocabulary.counts(column) gives them."
-        )
+        raise _arguments.wrong(call, "counts", want, f"shape {found.shape}", fix)
     bad = ~((found >= 0) & (found < np.inf))
     if bad.any():
-        raise ValueError(
-            f"{call}: counts must be finite and 0 or more, got {found[bad][0]} for id "
-            f"{np.argmax(bad)}."
-        )
+        shown = f"{found[bad][0]} for id {np.argmax(bad)}"
+        raise _arguments.wrong(call, "counts", "finite and 0 or more", shown)
     return found
 
 
 def _check_power(call: str, power: Any) -> float:
-    if isinstance(power, (int, float, np.number)) and 0 <= power < np.inf:
-        return float(power)
-    raise ValueError(
-        f"{call}: power must be a number of 0 or more, got {_arguments.show(power)}. "
-        "0.75 is word2vec's, 1 the law of the counts."
-    )
+    want, shown = "a finite number of 0 or more", _arguments.show(power)
+    fix = "0.75 is the power of word2vec; 1 keeps the frequencies of the data."
+    if not isinstance(power, (int, float, np.number)):
+        raise _arguments.wrong_type(call, "power", want, shown, fix)
+    if not 0 <= power < np.inf:
+        raise _arguments.wrong(call, "power", want, shown, fix)
+    return float(power)

@@ -185,6 +185,53 @@ def test_the_step_does_not_know_how_large_tables_are():
     assert_no_dense(made._step, *args, heights=[big])
 
 
+@pytest.mark.multidevice
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_store_for_several_devices(prefetch):
+    """Data-parallel training: examples are sharded over a mesh, rows pulled once."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("x",), auto, devices=jax.devices()[:4])
+
+    @dataclasses.dataclass(frozen=True)
+    class Ranker(SparseBlock):
+        item: SparseEmbedding = SparseEmbedding(V, D, name="item", padding_id=-1)
+        top: sj.nn.Dense = sj.nn.Dense(1, D)
+
+        def row_ids(self, inputs):
+            return self.item.row_ids(inputs)
+
+        def sparse_forward(self, tables, params, inputs):
+            rows = self.item(tables, params["item"], inputs)
+            return self.top(params["top"], rows)[:, 0]
+
+    rng = np.random.default_rng(0)
+    data = [
+        {"x": rng.integers(-1, 40, 8), "y": rng.normal(size=8).astype(np.float32)}
+        for _ in range(4)
+    ]
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    trained = {}
+    for store in (sj.store.KVStore(), sj.store.KVStore(mesh=mesh)):
+        made = Trainer(
+            Ranker(),
+            store,
+            loss_of,
+            optax.adagrad(0.1),
+            inputs=lambda batch: batch["x"],
+            clip_norm=0.3,
+        )
+        given = data if not trained else jax.device_put(data, sharding)
+        losses = fit(made, given, prefetch)
+        trained[len(trained)] = losses, store.pull_all("item"), made.params
+        outputs = made.predict(given[0])
+    assert_trees_close(trained[1], trained[0])
+    assert outputs.sharding.is_equivalent_to(sharding, 1)
+    assert made.params["top"]["kernel"].sharding.is_fully_replicated
+    bad = jax.device_put({"x": np.full(8, V), "y": data[0]["y"]}, sharding)
+    with pytest.raises(ValueError, match="8 of 8 ids .* the first is 211"):
+        made.step(bad)
+
+
 # ------------------------------------------------------------------ checks
 
 
