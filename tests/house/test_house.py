@@ -27,6 +27,7 @@ INTERNALS = ("jax._src", "jax.extend", "jax.interpreters")
 LAYERS = [
     {"_compat"},
     {"_arguments", "_files", "_hashing"},
+    {"_progress"},
     {"_rows"},
     {"_segments", "_index"},
     {"_lookup"},

@@ -202,7 +202,7 @@ def test_lowerings_give_what_the_reference_gives():
     rng = np.random.default_rng(3)
     table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
 
-    def compare(ids, bags=None, count=None, is_sorted=False):
+    def compare(ids, bags=None, count: Any = None, is_sorted=False):
         count = ids.shape[0] if bags is None else count
         for weights in (None, jnp.asarray(rng.normal(size=ids.shape), jnp.float32)):
             rest = [x for x in (bags, weights) if x is not None]
