@@ -436,7 +436,7 @@ def shard_rows(
     axis = check_axis(_CALL, mesh, axis)
     if capacity is not None:
         capacity = _arguments.static_int(
-            _CALL, "capacity", capacity, 1, " None for the default.", TypeError
+            _CALL, "capacity", capacity, 1, " None for the default."
         )
     if isinstance(layout, TableWise):
         names = (axis,) if isinstance(axis, str) else axis
