@@ -181,7 +181,7 @@ def test_derivatives(x64):
 
 @pytest.mark.slow
 def test_weights_that_are_a_parameter_of_their_own(x64):
-    """Which might itself be a table: nothing comes between it and the sum."""
+    """Such weights might be a table: nothing comes between them and the sum."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 40, (3, 2))
     params = {"table": rng.normal(size=(40, 3)), "weights": rng.normal(size=(3, 2))}
