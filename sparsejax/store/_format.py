@@ -140,7 +140,7 @@ def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
 def read_header(
     call: str, path: Any, file: BinaryIO, magic: bytes, schema: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads what `write_header` wrote, or raises a ValueError.
+    """Reads a header of `write_header`, or raises a ValueError.
 
     Args:
       call, path: for messages.
@@ -186,7 +186,7 @@ def write_array(file: BinaryIO, values: Any) -> None:
 def read_array(
     path: Any, file: io.BufferedReader, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
-    """Reads what `write_array` wrote; a wrong checksum is a ValueError."""
+    """Reads an array of `write_array`; a wrong checksum is a ValueError."""
     values = np.empty(shape, dtype)
     content = values.reshape(-1).view(np.uint8).data
     complete = file.readinto(content) == values.nbytes
