@@ -170,8 +170,8 @@ def _check_header(
         raise ValueError(f"array {name!r} contains pickled objects")
     if dtype.kind not in spec.kinds or len(shape) not in spec.ndims:
         raise ValueError(
-            f"array {name!r} has the type {dtype.str[1:]} and {len(shape)} axes, expected "
-            f"one of the kinds {spec.kinds!r} and {_show_ranks(spec.ndims)}"
+            f"array {name!r} has the type {dtype.str[1:]} and {len(shape)} axes, "
+            f"expected one of the kinds {spec.kinds!r} and {_show_ranks(spec.ndims)}"
         )
     # A dtype of no bytes would claim any number of elements.
     if not dtype.itemsize or math.prod(shape) * dtype.itemsize != stored:
@@ -207,10 +207,10 @@ def check_json(value: Any, schema: Any, where: str = "") -> None:
     Args:
       value: from `json.loads`.
       schema: `int` for integers from 0 to 2^63 - 1; another type for its values;
-        `object` for anything; None for null; a set of the strings that it may be; a
-        tuple of alternatives; a list of one schema for a list; a dict of schemas by
-        key for a dict, where a key that ends with "?" may be missing, "*" is any other
-        key, and without "*" other keys are ignored.
+        `object` for anything; None for null; a set of the accepted strings; a tuple of
+        alternatives; a list of one schema for a list; a dict of schemas by key for a
+        dict. In a dict, a key that ends with "?" may be missing, and "*" is any other
+        key; without "*" other keys are ignored.
       where: the place of the value, for messages.
     """
     if isinstance(schema, tuple):
@@ -235,14 +235,14 @@ def check_json(value: Any, schema: Any, where: str = "") -> None:
 
 
 def _has_form(value: Any, schema: Any) -> bool:
-    """Whether a value is as a schema says, its items left out."""
+    """Returns True if a value is as a schema says, apart from its items."""
     if schema is None:
         return value is None
     if isinstance(schema, (list, dict)):
         return isinstance(value, type(schema))
     if isinstance(schema, set):
         return isinstance(value, str) and value in schema
-    if schema is int:  # True is none
+    if schema is int:  # type(True) is bool
         return type(value) is int and 0 <= value < 1 << 63
     return isinstance(value, schema)
 

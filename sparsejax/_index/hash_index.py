@@ -37,6 +37,7 @@ from jax import lax
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._rows.always_true import always_true
 
 
 _CALL = "sparsejax.HashIndex"
@@ -880,9 +881,9 @@ def _write(
 
         beyond = np.int32(num_slots)
         old = _take(slot_of_row, jnp.minimum(row, np.int32(capacity - 1)))
-        # Never true. It makes the write depend on the read, so XLA does not copy the
-        # array in order to write before it reads.
-        row = jnp.where(old < 0, np.int32(capacity), row)
+        # The write depends on the read. Else XLA copies the array in order to write
+        # before it reads.
+        row = jnp.where(always_true(old), row, np.int32(capacity))
         # The slot of an evicted key keeps the key but loses the row.
         old = jnp.where(is_taken, old, beyond)
         slots = _set(slots, (old, slots.shape[1] - 1), _EMPTY)

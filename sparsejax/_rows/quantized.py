@@ -359,7 +359,7 @@ def is_quantized(x: Any) -> TypeGuard[QuantizedTable]:
 
 
 def planes(packed: jax.Array, bits: int, only: int | None = None) -> jax.Array:
-    """Splits bytes `[..., n]` into planes `[..., 8 // bits, n]`, or into one of them."""
+    """Splits bytes `[..., n]` into planes `[..., 8 // bits, n]`, or into one plane."""
     if bits == 8:
         return packed[..., None, :]
     numbers = range(8 // bits) if only is None else [only]

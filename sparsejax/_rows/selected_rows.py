@@ -737,10 +737,10 @@ def _check_rows(call: str, rows: Any) -> None:
     """Raises a TypeError unless `rows` are integers."""
     if not jnp.issubdtype(rows.dtype, jnp.integer):
         raise TypeError(
-            f"{call}: rows must be integers (row ids), got {rows.dtype}. jax.tree.map, "
-            "or an optax transformation outside sparsejax.optim.lazy, also changes the "
-            "ids. Use SelectedRows.map to change the values, and put transformations "
-            "inside lazy(...)."
+            f"{call}: rows must be integers (row ids), got {rows.dtype}. jax.grad "
+            "returns no ids, and code that rebuilds trees can change them. Use "
+            "sparsejax.value_and_grad, SelectedRows.map to change the values, and "
+            "sparsejax.optim.lazy(...) around optax transformations."
         )
 
 

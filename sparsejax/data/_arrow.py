@@ -227,15 +227,19 @@ def _check_words(call: str, words: Any, name: str) -> None:
     """Raises a ValueError for a word that a vocabulary cannot store."""
     lengths, content = lengths_and_bytes(words)
     ends = np.cumsum(lengths) - 1
-    is_wrong = lengths > MAX_WORD_BYTES
-    is_wrong |= (lengths > 0) & (content[np.maximum(ends, 0)] == 0)
-    if is_wrong.any():
-        at = int(np.argmax(is_wrong))
-        raise ValueError(
-            f"{call}: {name} must have at most {MAX_WORD_BYTES} bytes, and must not "
-            f"end in a zero byte, got one of {lengths[at]} bytes that ends in "
-            f"{words[at].as_py()[-8:]!r}. Zero bytes are in files that are not plain "
-            "text, such as text in UTF-16, workbooks and archives."
+    if lengths.max(initial=0) > MAX_WORD_BYTES:
+        want = f"words of at most {MAX_WORD_BYTES} bytes"
+        raise _arguments.wrong(call, name, want, f"one of {lengths.max()} bytes")
+    ends_in_zero = (lengths > 0) & (content[np.maximum(ends, 0)] == 0)
+    if ends_in_zero.any():
+        found = words[int(np.argmax(ends_in_zero))].as_py()
+        raise _arguments.wrong(
+            call,
+            name,
+            "words that do not end in a zero byte",
+            repr(found[-20:]),
+            "Files with zero bytes are not plain text, but UTF-16, workbooks or "
+            "archives.",
         )
 
 

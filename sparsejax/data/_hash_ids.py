@@ -79,7 +79,7 @@ class HashIds:
         if len(found) != num_columns:
             raise ValueError(
                 f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, but "
-                f"the file has {num_columns} columns of categories."
+                f"there are {num_columns} columns of words."
             )
         return found
 

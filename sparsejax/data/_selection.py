@@ -96,7 +96,8 @@ def as_selection(call: str, columns: Any) -> Selection:
         given = columns[key]
         one = key == "label" or isinstance(given, (str, int, np.integer))
         try:
-            own = [_as_place(place) for place in ([given] if one else given)]
+            fields: Any = [given] if one else given
+            own = [_as_place(place) for place in fields]
         except TypeError:
             own = [None]
         if None in own:

@@ -110,6 +110,12 @@ def open_tables(
     _arrow.import_pyarrow(call)
     sources = list(sources)
     paths = [x for x in sources if isinstance(x, str)]
+    for path in paths:
+        if not os.path.exists(path):
+            raise FileNotFoundError(
+                f"{call}: there is no file {path!r}. Pass words as a dict of columns, "
+                "{'word': [...]}."
+            )
     total, done = sum(map(os.path.getsize, paths)), 0
     reporter = _arguments.progress_reporter(call, progress, "B", needs_tqdm=True)
     with reporter as report:
@@ -132,7 +138,7 @@ def columns_of(call: str, data: Any) -> dict[str, Any]:
     """Returns the columns of a dict, a data frame or an Arrow table by name, unread."""
     if isinstance(data, Mapping):
         found = dict(data)
-    elif hasattr(data, "__arrow_c_stream__") and not hasattr(data, "iloc"):
+    elif _is_stream(data):
         table = _arrow.import_pyarrow(call).table(data)
         found = _by_name(call, table.column_names, table.columns)
     else:  # pandas, Hugging Face datasets
@@ -151,6 +157,11 @@ def columns_of(call: str, data: Any) -> dict[str, Any]:
     return found
 
 
+def _is_stream(data: Any) -> bool:
+    # pandas would convert all columns at once, and add its index as a column.
+    return hasattr(data, "__arrow_c_stream__") and not hasattr(data, "iloc")
+
+
 def _by_name(call: str, names: list[Any], columns: Any) -> dict[Any, Any]:
     if len(set(names)) < len(names):
         raise ValueError(f"{call}: the names of columns must differ, got {names}.")
@@ -158,7 +169,7 @@ def _by_name(call: str, names: list[Any], columns: Any) -> dict[Any, Any]:
 
 
 def _table_in_memory(call: str, data: Any) -> Table:
-    if isinstance(data, Mapping) or hasattr(type(data), "__getitem__"):
+    if isinstance(data, Mapping) or not _is_stream(data):
         found = columns_of(call, data)
 
         def read(words: Collection[str], numbers: Collection[str]) -> Iterator[Any]:

@@ -218,7 +218,7 @@ class Vocabulary:
         if num_columns not in (None, len(self.words)):
             raise ValueError(
                 f"sparsejax.data.Vocabulary: the vocabulary has {len(self.words)} "
-                f"columns, but the file has {num_columns} columns of categories."
+                f"columns, but there are {num_columns} columns of words."
             )
         return [len(words) + 1 for words in self.words]
 

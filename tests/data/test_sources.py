@@ -294,7 +294,7 @@ def test_columns_of_parquet(tmp_path):
     [
         ({"ids": "usr"}, r"has the columns 'user, x, y', expected the name 'usr'"),
         ({"ids": 3}, "expected a column 3 .counting from 0"),
-        ({"ids": "x"}, "column 'x' of .* must be strings or integers.* got 0.5"),
+        ({"ids": "x"}, "column 'x'.* must be strings or integers.* got 0.5"),
         ({"ids": "user", "label": "user"}, "string in the column 'user', expected num"),
         ({"ids": "y", "label": "x"}, "row 1 from 0: found nothing in the column 'x'"),
         ({"ids": "y", "label": "y"}, "row 1 from 0: found 1e.39 in the column 'y'"),
@@ -490,7 +490,7 @@ def test_no_parquet(tmp_path):
     path.write_bytes(b"PAR1\x15\x04" + bytes(50) + b"PAR1")
     with pytest.raises(OSError, match="cannot be read .*damaged or incomplete"):
         sj.data.read_ids(path, 9, {"ids": "user"})
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="there is no file '.*missing.csv'"):
         sj.data.read_ids(tmp_path / "missing.csv", 9)
 
 

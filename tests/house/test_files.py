@@ -394,7 +394,6 @@ def test_a_bar_or_lines_without_tqdm(capsys, monkeypatch):
         _report(True, needs_tqdm=True)
 
 
-
 def test_a_function_or_nothing(capsys):
     seen = []
     _report(lambda *done: seen.append(done))

@@ -35,7 +35,7 @@ def initial():
 
 
 def batches():
-    """(ids, targets) of each step; in the last one all rows are of one process."""
+    """`(ids, targets)` of each step; the last step has even ids only."""
     rng = np.random.default_rng(0)
     for number in range(STEPS):
         ids = (rng.zipf(1.2, BATCH) % HEIGHT).astype(np.int32)
@@ -45,7 +45,7 @@ def batches():
 
 
 def transformation():
-    """Of which the count of steps matters, in a process without a row too."""
+    """A transformation that depends on the count of steps, in each process."""
     return optax.adam(optax.exponential_decay(0.1, 1, 0.5))
 
 
@@ -67,7 +67,7 @@ def gradient(table, ids, targets):
 
 
 def replicated_step():
-    """A step for one device, of a table that every device has a copy of."""
+    """A step for one device, with a copy of the table on every device."""
     tx = sj.optim.lazy(transformation())
 
     def step(table, state, ids, targets):
@@ -189,7 +189,7 @@ def main(port, process, directory, work):
     """Runs in both processes, and saves the results of this one."""
     mesh = start(port, process)
     if work == "store":
-        found = train(mesh, process, directory)
+        found: Any = train(mesh, process, directory)
     else:
         found = train_with_trainer(sj.store.KVStore(mesh))
     np.savez(pathlib.Path(directory) / f"{process}.npz", **found)

@@ -1,4 +1,4 @@
-"""What a store refuses, and by what name; and weights that are assigned."""
+"""Wrong calls of a store, and assigned weights."""
 
 import re
 from typing import Any

@@ -35,7 +35,7 @@ from sparsejax.optim._exact.plan import Plan, Planner
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
-    row_separable,
+    judge,
     state_leaves,
     state_sharding,
     trees,
@@ -62,6 +62,14 @@ class ExactState(NamedTuple):
     stale: jax.Array
     books: tuple[jax.Array, ...]
     now: tuple[jax.Array, ...]
+
+
+judge.NOT_LIFTED[ExactState] = (
+    CALL,
+    "it accepts SelectedRows itself, and its rows must be caught up before they are "
+    "read, which neither lazy nor a store does; use exact(tx) alone, with its catch_up "
+    "and flush",
+)
 
 
 class Exact(NamedTuple):
@@ -187,7 +195,6 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             tables[i] = _catch_up.catch_up(tables[i], rows, state.step)
         return _with_tables(treedef, leaves, state, tables)
 
-    @row_separable.mark_exact
     def update(updates, state, params=None, **extra_args):
         grads = updates
         if params is None:
