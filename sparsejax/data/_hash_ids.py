@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._arguments import ColumnLike
 from sparsejax._hashing import hash_words, mix
-from sparsejax.data import _text, _words
-from sparsejax.data._arrow_words import ArrowWords
-from sparsejax.data._text import Words
+from sparsejax.data import _arrow
 
 
 _MASK = (1 << 64) - 1
+_MAX_CELLS = 1 << 20  # bytes of the matrix of some words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class HashIds:
         if len(found) != num_columns:
             raise ValueError(
                 f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, but "
-                f"the file has {num_columns} columns of categories."
+                f"there are {num_columns} columns of words."
             )
         return found
 
@@ -95,38 +95,44 @@ class HashIds:
           TypeError: `words` is not such a column, or `column` is not an int.
           IndexError: `column` is out of range.
         """
-        call, size = "sparsejax.data.HashIds.encode", self.num_buckets
+        call = "sparsejax.data.HashIds.encode"
         column = _arguments.static_int(
             call,
             "column",
             column,
             hint=" HashIds knows columns by their place.",
-            not_an_int=TypeError,
         )
-        if not isinstance(size, (int, np.integer)):
-            if column >= len(size):
-                raise IndexError(
-                    f"{call}: column {column} is out of range for {len(size)} columns."
-                )
-            size = size[column]
+        sizes = self.num_buckets
+        if not isinstance(sizes, (int, np.integer)) and column >= len(sizes):
+            raise IndexError(
+                f"{call}: column {column} is out of range for {len(sizes)} columns."
+            )
+        return self._ids_of(column, _arrow.as_column(call, words))
+
+    def _ids_of(self, column: int, words: _arrow.Column) -> np.ndarray:
+        sizes = self.num_buckets
+        size = sizes if isinstance(sizes, (int, np.integer)) else sizes[column]
         salt = _mix_int(_mix_int(self.seed + 1) + column)
-        if isinstance(words, Words):
-            return _hash(words, salt, int(size))
-        if isinstance(words, ArrowWords):
-            parts = [_hash(part, salt, int(size)) for part in words.words()]
-            return np.concatenate(parts)
-        found = _words.as_column(call, words)
-        return found.per_row(_hash(_text.as_matrix(found.words), salt, int(size)))
+        return _hash(words.words, salt, int(size))[words.rows]
 
 
 # ------------------------------------------------------------------ private
 
 
-def _hash(words: Words, salt: int, size: int) -> np.ndarray:
-    ids = hash_words(words.text, words.lengths, salt) % np.uint64(size - 1) + np.uint64(1)
-    if not words.lengths.min(initial=0):
-        ids = np.where(words.lengths > 0, ids, np.uint64(0))
-    return ids.astype(np.int32)
+def _hash(words: Any, salt: int, size: int) -> np.ndarray:
+    """The ids of words, a BinaryArray `[k]`; int32 `[k]`, 0 for the empty word."""
+    lengths, text = _arrow.lengths_and_bytes(words)
+    starts = np.cumsum(lengths) - lengths
+    ids = np.zeros(len(lengths), np.int32)
+    # One long word widens the matrix of all words beside it, so it has a bound.
+    step = max(_MAX_CELLS // max(int(lengths.max(initial=0)), 1), 1)
+    for at in range(0, len(lengths), step):
+        own, begin = lengths[at : at + step], starts[at : at + step]
+        places = begin[:, None] + np.arange(int(own.max()))
+        matrix = text[np.minimum(places, len(text) - 1)]
+        found = hash_words(matrix, own, salt) % np.uint64(size - 1)
+        ids[at : at + step] = np.where(own > 0, found + np.uint64(1), 0)
+    return ids
 
 
 def _mix_int(x: int) -> int:

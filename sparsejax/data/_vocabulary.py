@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,13 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, ColumnLike, Progress, PyTree
 from sparsejax._files import ArraySpec, as_path, read_npz, replacing
-from sparsejax.data import _csv, _parquet, _short_words, _words
-from sparsejax.data._arrow_words import ArrowWords
-from sparsejax.data._text import Words
-from sparsejax.data._word_counts import WordCounts
+from sparsejax.data import _arrow, _sources
+from sparsejax.data._selection import as_selection
 
 
-_MOST_WAITING = 1 << 23  # words
+# Distinct words of batches that wait to be counted together. A batch has nearly as many
+# distinct words as the whole column, so each merge walks over all words.
+_MAX_WAITING = 1 << 22
 
 # Of a file, by names. Those of each column are required if "columns" names them.
 _ARRAYS = {
@@ -39,10 +39,9 @@ _ARRAYS = {
 class Vocabulary:
     """Ids of words by a list: one id per word, 1 for the most frequent.
 
-    Id 0 is for out-of-vocabulary (OOV) and missing words. Use `from_columns` to make
-    one of arrays or a data frame, and `build` to make one of a file. The same words
-    give the same ids in both. Each column has its own ids, unless `shared=` says
-    otherwise.
+    Id 0 is for out-of-vocabulary (OOV) and missing words. `build` makes a vocabulary of
+    a file, a data frame or columns; the same words give the same ids in all of them.
+    Each column has its own ids, unless `shared=` says otherwise.
 
     Args:
       words: for each column, its words, an array of bytes in ascending order.
@@ -58,7 +57,7 @@ class Vocabulary:
     Example:
       >>> import numpy as np, sparsejax as sj
       >>> users, items = np.array([7, 8, 7]), ["tea", "jam", "tea"]
-      >>> vocabulary = sj.data.Vocabulary.from_columns({"user": users, "item": items})
+      >>> vocabulary = sj.data.Vocabulary.build({"user": users, "item": items})
       >>> vocabulary
       Vocabulary(user: 3 ids, item: 3 ids)
       >>> vocabulary.encode("item", ["jam", "tea", "new", None])
@@ -82,140 +81,93 @@ class Vocabulary:
     integers: Sequence[bool] = ()
 
     @classmethod
-    def from_columns(
+    def build(
         cls,
-        columns: ColumnLike | PyTree,
+        source: str | os.PathLike[str] | Iterable[Any] | PyTree,
+        columns: Mapping[str, Any] | None = None,
         *,
         shared: bool | Sequence[Any] | Mapping[str, Any] = (),
-        min_count: int | Mapping[str, int] = 1,
-        max_size: int | None | Mapping[str, int | None] = None,
+        min_count: int | Mapping[Any, int] = 1,
+        max_size: int | None | Mapping[Any, int | None] = None,
+        separator: str = "auto",
+        header: bool = False,
+        quotes: bool = True,
+        progress: Progress = False,
     ) -> Vocabulary:
         """Counts the words of columns, and keeps the frequent ones.
 
-        A column is a list or array `[n]` of strings, bytes or integers, or a column of
-        pandas, polars, pyarrow or Hugging Face datasets. Columns may differ in length.
-        An integer is the same word as its decimal text. None, NaN, nulls and empty
-        strings are missing.
+        Words are strings, bytes or integers. An integer is the same word as its decimal
+        text. None, NaN, nulls and empty strings are missing. pyarrow is needed.
 
         Args:
-          columns: a dict of columns by name; or a data frame, of which all columns are
-            taken: `df[["user", "item"]]`.
+          source: files, a data frame, an Arrow table or a dict of columns, as in
+            `read_ids`. The columns of a dict may differ in length.
+          columns: a dict with "ids", the columns of words by name or by position, as in
+            `read_ids`. If omitted, all columns are words: `df[["user", "item"]]`.
           shared: columns that have one vocabulary in common, such as the two ends of an
             edge: a list of lists of names, `[["head", "tail"]]`; or True for all.
+            Columns without a name go by their places in "ids", `[[0, 2]]`.
           min_count: int, the least number of occurrences of a word to keep; or a dict
             of ints for some of the columns, `{"item": 5}`.
           max_size: int, the largest number of ids of a column, including id 0; or a
             dict.
+          separator, header, quotes: of CSV files, as in `read_ids`.
+          progress: True for a progress bar on stderr, or a function of (bytes read,
+            bytes of all files).
 
         Raises:
-          TypeError: `columns` is neither a dict nor a data frame, or a column has
-            another type.
-          ValueError: there are no columns; `shared` names one that is not there, or one
-            twice; a word is too long.
+          ImportError: pyarrow is not installed.
+          TypeError: `source` or a column has another type.
+          ValueError: there are no columns; `shared` names a column that is not there,
+            or one twice; a word is too long; a file has a malformed row.
+          OSError: a file cannot be read, or is damaged.
 
         Example:
           >>> import sparsejax as sj
           >>> edges = {"head": ["ann", "bob"], "tail": ["bob", "cid"]}
-          >>> people = sj.data.Vocabulary.from_columns(edges, shared=[["head", "tail"]])
+          >>> people = sj.data.Vocabulary.build(edges, shared=[["head", "tail"]])
           >>> people, people.counts("head")
           (Vocabulary(head, tail: 4 ids), array([0, 2, 1, 1]))
           >>> people.encode_columns(edges)
           {'head': array([2, 1], dtype=int32), 'tail': array([1, 3], dtype=int32)}
         """
-        call = "sparsejax.data.Vocabulary.from_columns"
-        found = _words.as_columns(call, columns)
-        names = list(found)
-        groups = _as_groups(call, shared, names)
-        limits = _as_limits(call, min_count, max_size, names, groups)
-        parts = [_words.as_column(call, x, f"column {n!r}") for n, x in found.items()]
-        counted = []
-        for group in groups:
-            own = [parts[k] for k in group]
-            words = np.concatenate([part.words for part in own])
-            counts = np.concatenate([part.counts() for part in own])
-            # An integer and the same integer as text are one word.
-            words, place = np.unique(words, return_inverse=True)
-            total = np.bincount(place, counts, len(words)).astype(np.int64)
-            given = [part for part in own if (part.words != b"").any()]
-            is_integer = bool(given) and all(part.is_integer for part in given)
-            counted.append((words, total, is_integer))
-        return cls._of_groups(groups, counted, names, limits)
-
-    @classmethod
-    def build(
-        cls,
-        path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-        *,
-        num_numbers: int = _csv.NUM_NUMBERS,
-        num_ids: int = _csv.NUM_IDS,
-        label: bool = True,
-        columns: Mapping[str, Any] | None = None,
-        separator: str = "auto",
-        header: bool = False,
-        quotes: bool = True,
-        shared: bool | Sequence[Any] | Mapping[str, Any] = (),
-        min_count: int | Mapping[Any, int] = 1,
-        max_size: int | None | Mapping[Any, int | None] = None,
-        progress: Progress = False,
-    ) -> Vocabulary:
-        """Counts the words of one or several files, and keeps the frequent ones.
-
-        Args:
-          path: a file, or a list of files with the same columns: text as
-            `read_csv_ids` reads it, or Parquet, where `columns` is needed.
-          num_numbers, num_ids, label, columns, separator, header, quotes, progress: as
-            in `read_csv_ids`.
-          shared, min_count, max_size: as in `from_columns`. Columns without a name go
-            by their places among the categories, `shared=[[0, 2]]`.
-
-        Raises:
-          ImportError: the file is Parquet, and pyarrow is not installed.
-          TypeError, ValueError, OSError: as `read_csv_ids` or `read_parquet_ids`.
-
-        Example:
-          >>> import os, tempfile, sparsejax as sj
-          >>> path = os.path.join(tempfile.mkdtemp(), "clicks.csv")
-          >>> with open(path, "w") as file:
-          ...     _ = file.write("1,a\\n0,b\\n1,b\\n0,\\n")
-          >>> found = sj.data.Vocabulary.build(path, num_numbers=0, num_ids=1)
-          >>> found.sizes(1), found.encode(0, [b"b", b"a", b"new", b""])
-          ([3], array([1, 2, 0, 0], dtype=int32))
-        """
         call = "sparsejax.data.Vocabulary.build"
-        layout = _csv.as_layout(
-            call, num_numbers, num_ids, label, separator, header, columns, quotes
-        )
-        names = layout.names()
-        size = layout.size("ids")
-        known = names or list(range(size))
-        groups = _as_groups(call, shared, known)
-        limits = _as_limits(call, min_count, max_size, known, groups)
-        group_of = {column: g for g, group in enumerate(groups) for column in group}
-        counts = [WordCounts(_MOST_WAITING // max(len(groups), 1)) for _ in groups]
-        if isinstance(path, (str, bytes, os.PathLike)):
-            path = [path]
-        elif not isinstance(path, Iterable) or hasattr(path, "read"):
-            raise TypeError(
-                f"{call}: path must be a str or os.PathLike, or a list of these, got "
-                f"{path!r}."
-            )
-        for file in [as_path(call, file) for file in path]:
-            if _parquet.is_parquet(file):
-                tables: Iterator[Any] = _parquet.read(file, layout, progress)
-            else:
-                tables = _csv.read(file, layout, progress, only_ids=True)
-            for table in tables:
-                for column in range(size):
-                    for words in table.words(column):
-                        counts[group_of[column]].add(words)
-        counted = [(*own.total(), False) for own in counts]
-        return cls._of_groups(groups, counted, names, limits)
+        selection = as_selection(call, columns)
+        header = _arguments.check_bool(call, "header", header) or selection.needs_names
+        text = _sources.check_text(call, separator, header, quotes)
+        sources = _sources.check_source(call, source)
+        names: list[str] = []
+        groups: list[list[int]] | None = None
+        limits: list[tuple[int, int | None]] = []
+        counts: list[_Counts] = []
+        for table in _sources.open_tables(call, sources, text, progress):
+            found = selection.find(table)["ids"]
+            own = selection.names(table)
+            if groups is None:
+                names = own
+                known = names or list(range(len(found)))
+                groups = _as_groups(call, shared, known)
+                limits = _as_limits(call, min_count, max_size, known, groups)
+                counts = [_Counts() for _ in groups]
+            elif own != names:
+                raise ValueError(
+                    f"{call}: all files must have the same columns, got {own} in "
+                    f"{table.name} and {names} in the first."
+                )
+            for batch in table.read(found, ()):
+                for group, part in zip(groups, counts):
+                    for place in group:
+                        name = found[place]
+                        where = table.describe(name)
+                        part.add(_arrow.as_column(call, batch[name], where))
+        counted = [part.total() for part in counts]
+        return cls._of_groups(groups or [], counted, names, limits)
 
     @classmethod
     def _of_groups(
         cls,
         groups: Sequence[Sequence[int]],
-        counted: Sequence[tuple[np.ndarray, np.ndarray, bool]],
+        counted: Sequence[tuple[Any, np.ndarray, bool]],
         names: Sequence[str],
         limits: Sequence[tuple[int, int | None]],
     ) -> Vocabulary:
@@ -266,7 +218,7 @@ class Vocabulary:
         if num_columns not in (None, len(self.words)):
             raise ValueError(
                 f"sparsejax.data.Vocabulary: the vocabulary has {len(self.words)} "
-                f"columns, but the file has {num_columns} columns of categories."
+                f"columns, but there are {num_columns} columns of words."
             )
         return [len(words) + 1 for words in self.words]
 
@@ -295,7 +247,7 @@ class Vocabulary:
         if not self.frequencies:
             raise ValueError(
                 "sparsejax.data.Vocabulary.counts: this vocabulary was made without "
-                "counts. Make it with from_columns or build."
+                "counts. Make it with build."
             )
         return self.frequencies[place]
 
@@ -310,10 +262,10 @@ class Vocabulary:
         So a cut-off can be chosen by `counts` without reading the data once more.
 
         Args:
-          min_count, max_size: as in `from_columns`.
+          min_count, max_size: as in `build`.
 
         Returns:
-          The vocabulary that `from_columns` or `build` would have made.
+          The vocabulary that `build` would have made.
 
         Raises:
           ValueError: there are no counts: the vocabulary was made of words and ids.
@@ -321,7 +273,7 @@ class Vocabulary:
         Example:
           >>> import sparsejax as sj
           >>> items = ["tea", "jam", "tea", "rye", "jam", "tea"]
-          >>> found = sj.data.Vocabulary.from_columns({"item": items})
+          >>> found = sj.data.Vocabulary.build({"item": items})
           >>> found.counts("item")
           array([0, 3, 2, 1])
           >>> common = found.prune(min_count=2)
@@ -331,8 +283,7 @@ class Vocabulary:
         call = "sparsejax.data.Vocabulary.prune"
         if not self.frequencies:
             raise ValueError(
-                f"{call}: this vocabulary was made without counts. Make it with "
-                "from_columns or build."
+                f"{call}: this vocabulary was made without counts. Make it with build."
             )
         columns: dict[int, list[int]] = {}
         for place, words in enumerate(self.words):
@@ -360,41 +311,53 @@ class Vocabulary:
 
         Args:
           column: the column they are from: its name, or its place from 0.
-          words: as a column of `from_columns`.
+          words: a list or array `[n]` of strings, bytes or integers, or a column of
+            pandas, polars, pyarrow or Hugging Face datasets.
 
         Raises:
           TypeError: `words` is not such a column.
           ValueError: no column has that name.
           IndexError: `column` is out of range.
         """
-        return self._encode("encode", self._place("encode", column), words)
+        place = self._place("encode", column)
+        call = "sparsejax.data.Vocabulary.encode"
+        return self._ids_of(place, _arrow.as_column(call, words))
 
     def encode_columns(self, columns: ColumnLike | PyTree) -> dict[str, np.ndarray]:
         """The ids of several columns, by name; for `ArrayDataset`.
 
         Args:
-          columns: as in `from_columns`; all of them must be in the vocabulary, but some
-            of the vocabulary's may be missing.
+          columns: a dict of columns, a data frame or an Arrow table. The vocabulary
+            must have all of its columns; it may have others too.
 
         Returns:
           A dict of int32 `[n]`.
 
         Raises:
-          TypeError: as `from_columns`.
+          TypeError: as `build`.
           ValueError: the vocabulary does not have one of the columns.
 
         Example:
           >>> import sparsejax as sj
           >>> data = {"user": [7, 8], "item": ["tea", "jam"]}
-          >>> vocabulary = sj.data.Vocabulary.from_columns(data)
+          >>> vocabulary = sj.data.Vocabulary.build(data)
           >>> vocabulary.encode_columns({"item": ["jam", "tea"]})
           {'item': array([1, 2], dtype=int32)}
         """
-        call = "encode_columns"
-        found = _words.as_columns(f"sparsejax.data.Vocabulary.{call}", columns)
-        places = {name: self._place(call, name) for name in found}
+        call = "sparsejax.data.Vocabulary.encode_columns"
+        if not isinstance(columns, Mapping) and not _arrow.is_table(columns):
+            raise _arguments.wrong_type(
+                call,
+                "columns",
+                "a dict of columns, a data frame or an Arrow table",
+                _arguments.kind_of(columns),
+            )
+        found = _sources.columns_of(call, columns)
+        places = {name: self._place("encode_columns", name) for name in found}
         return {
-            name: self._encode(call, places[name], x, f"column {name!r}")
+            name: self._ids_of(
+                places[name], _arrow.as_column(call, x, f"column {name!r}")
+            )
             for name, x in found.items()
         }
 
@@ -419,7 +382,7 @@ class Vocabulary:
 
         Example:
           >>> import sparsejax as sj
-          >>> found = sj.data.Vocabulary.from_columns({"item": ["tea", "jam", "tea"]})
+          >>> found = sj.data.Vocabulary.build({"item": ["tea", "jam", "tea"]})
           >>> found.decode("item", [[1, 2], [0, 1]], missing="?")
           array([['tea', 'jam'],
                  ['?', 'tea']], dtype='<U3')
@@ -447,7 +410,7 @@ class Vocabulary:
                 "missing=-1."
             )
         distinct, rows = np.unique(ids, return_inverse=True)
-        words = self._by_id(place)[distinct]
+        words = self._words_by_id[place][distinct]
         if is_integer:
             other = int(missing or 0)
             numbers = [int(word) if word else other for word in words.tolist()]
@@ -455,7 +418,7 @@ class Vocabulary:
             is_wide = max(numbers, default=0) > np.iinfo(np.int64).max
             found = np.array(numbers, np.uint64 if is_wide else np.int64)
         else:
-            found = _words.decode(words)
+            found = _arrow.decode(words)
             if missing:
                 found = np.where(distinct == 0, missing, found)
         return found[rows].reshape(ids.shape)
@@ -471,11 +434,11 @@ class Vocabulary:
         """A table of pretrained vectors, in the order of the ids.
 
         Row `encode(column, [w])[0]` is the vector of w. If a word occurs twice, its
-        first vector counts. `sparsejax.data.read_vectors` reads the files of GloVe,
-        word2vec and fastText.
+        first vector counts. gensim's `KeyedVectors` reads the files of GloVe, word2vec
+        and fastText.
 
         Args:
-          words: `[n]`, as a column of `from_columns`.
+          words: `[n]`, as in `encode`.
           vectors: floats `[n, D]`; a memory map is not read as a whole.
           column: its name, or its place from 0. May be omitted if all columns share one
             vocabulary.
@@ -491,7 +454,7 @@ class Vocabulary:
 
         Example:
           >>> import numpy as np, sparsejax as sj
-          >>> found = sj.data.Vocabulary.from_columns({"word": ["tea", "jam", "tea"]})
+          >>> found = sj.data.Vocabulary.build({"word": ["tea", "jam", "tea"]})
           >>> found.align(["jam", "rye", "tea"], np.array([[1.0], [2.0], [3.0]]))
           array([[0.],
                  [3.],
@@ -506,7 +469,7 @@ class Vocabulary:
                 )
             column = 0
         place = self._place("align", column)
-        ids = self._encode("align", place, words)
+        ids = self._ids_of(place, _arrow.as_column(call, words))
         if not isinstance(vectors, np.ndarray):
             vectors = np.asarray(vectors)
         if vectors.ndim != 2 or len(vectors) != len(ids):
@@ -607,7 +570,6 @@ class Vocabulary:
             "column",
             column,
             hint=" It is a column's name, or its place from 0.",
-            not_an_int=TypeError,
         )
         if place >= len(self.words):
             raise IndexError(
@@ -615,61 +577,31 @@ class Vocabulary:
             )
         return place
 
-    def _encode(
-        self, method: str, place: int, words: Any, name: str = "words"
-    ) -> np.ndarray:
-        call = f"sparsejax.data.Vocabulary.{method}"
+    def _ids_of(self, place: int, words: _arrow.Column) -> np.ndarray:
+        """The ids of a column of words, int32 `[n]`."""
         known, ids = self.words[place], self.ids[place]
-        if isinstance(words, (Words, ArrowWords)):
-            keys, index = _short_words.as_keys(words), self._short_index(place)
-            if keys is not None and index is not None:
-                return index.find(keys)
-        if isinstance(words, ArrowWords):
-            return np.append(ids, np.int32(0))[words.find(self._as_arrow(place))]
-        found = _words.as_column(call, words, name)
-        if not len(known):
-            return found.per_row(np.zeros(len(found.words), np.int32))
-        at = np.minimum(np.searchsorted(known, found.words), len(known) - 1)
-        hits = np.where(known[at] == found.words, ids[at], np.int32(0))
-        return found.per_row(hits)
+        lengths, _ = _arrow.lengths_and_bytes(words.words)
+        per_word = np.zeros(len(lengths), np.int32)
+        # Longer words are not known, and one of them would widen all others.
+        is_short = lengths <= known.dtype.itemsize
+        if len(known):
+            short = words.words.filter(is_short).to_pylist()
+            keys = np.array(short, known.dtype)
+            at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+            per_word[is_short] = np.where(known[at] == keys, ids[at], np.int32(0))
+        return per_word[words.rows]
 
     @functools.cached_property
-    def _made(self) -> dict[tuple[str, int], Any]:
-        """What was made of the words of columns."""
-        return {}
+    def _words_by_id(self) -> list[np.ndarray]:
+        """The words of each column in the order of ids, the empty word first."""
+        out = []
+        for words, ids in zip(self.words, self.ids):
+            out.append(np.zeros(len(words) + 1, words.dtype))
+            out[-1][ids] = words
+        return out
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: x for name, x in self.__dict__.items() if name != "_made"}
-
-    def _key(self, kind: str, place: int) -> tuple[str, int]:
-        """The same key for columns that share their words."""
-        words = self.words[place]
-        return kind, next(k for k, own in enumerate(self.words) if own is words)
-
-    def _short_index(self, place: int) -> _short_words.Index | None:
-        key = self._key("short index", place)
-        if key not in self._made:
-            words, ids = self.words[place], self.ids[place]
-            self._made[key] = _short_words.Index.of(words, ids)
-        return self._made[key]
-
-    def _as_arrow(self, place: int) -> ArrowWords:
-        key = self._key("pyarrow", place)
-        if key not in self._made:
-            import pyarrow as pa
-
-            words = pa.array(self.words[place].tolist(), pa.binary())
-            self._made[key] = ArrowWords(words)
-        return self._made[key]
-
-    def _by_id(self, place: int) -> np.ndarray:
-        """The words of a column in the order of ids, the empty word first."""
-        key = self._key("by id", place)
-        if key not in self._made:
-            words, ids = self.words[place], self.ids[place]
-            self._made[key] = found = np.zeros(len(words) + 1, words.dtype)
-            found[ids] = words
-        return self._made[key]
+        return {k: x for k, x in self.__dict__.items() if k != "_words_by_id"}
 
 
 # ------------------------------------------------------------------ private
@@ -781,26 +713,72 @@ def _as_groups(call: str, shared: Any, names: list[Any]) -> list[list[int]]:
     return groups + [[k] for k in range(len(names)) if k not in taken]
 
 
+class _Counts:
+    """Counts of words, a batch at a time; takes memory for each distinct word."""
+
+    def __init__(self) -> None:
+        self._words: list[Any] = []  # BinaryArrays, and the counts of their words
+        self._counts: list[np.ndarray] = []
+        self._waiting = 0
+        self._is_integer: set[bool] = set()
+
+    def add(self, column: _arrow.Column) -> None:
+        counts = column.counts()
+        if counts[:-1].any():  # the last word stands for missing values
+            self._is_integer.add(column.is_integer)
+        self._words.append(column.words)
+        self._counts.append(counts)
+        self._waiting += len(counts)
+        if self._waiting > _MAX_WAITING:
+            self._merge()
+            self._waiting = 0
+
+    def total(self) -> tuple[Any, np.ndarray, bool]:
+        """Returns distinct words, their counts, and True if all are integers."""
+        self._merge()
+        return self._words[0], self._counts[0], self._is_integer == {True}
+
+    def _merge(self) -> None:
+        import pyarrow as pa
+
+        words = pa.chunked_array(self._words, pa.binary())
+        counts = np.concatenate([np.zeros(0, np.int64), *self._counts])
+        # An integer and the same integer as text are one word.
+        table = pa.table({"word": words, "count": counts})
+        merged = table.group_by("word").aggregate([("count", "sum")])
+        self._words = [_one_array(merged["word"])]
+        self._counts = [merged["count_sum"].to_numpy().astype(np.int64)]
+
+
+def _one_array(column: Any) -> Any:
+    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+
+
 def _ranked(
-    words: np.ndarray, counts: np.ndarray, least: int, most: int | None
+    words: Any, counts: np.ndarray, least: int, most: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Words that are kept, their ids and the counts by id; ties in word order.
+    """The words to keep, ascending; their ids; and the counts by id.
+
+    Ids follow falling counts; words of equal counts follow the order of their bytes.
 
     Args:
-      words: distinct, ascending.
+      words: BinaryArray of distinct words.
       counts: int64, of each.
       least, most: as `min_count` and `max_size`.
     """
-    kept = np.flatnonzero((words != b"") & (counts >= least))
-    order = kept[np.argsort(-counts[kept], kind="stable")]
+    lengths, _ = _arrow.lengths_and_bytes(words)
+    is_kept = (lengths > 0) & (counts >= least)
+    kept = np.array(words.filter(is_kept).to_pylist(), "S")
+    total, counts = counts.sum(), counts[is_kept]
+    by_word = np.argsort(kept)
+    kept, counts = kept[by_word], counts[by_word]
+    order = np.argsort(-counts, kind="stable")
     if most is not None:
         order = order[: most - 1]
-    others = counts.sum() - counts[order].sum()
-    ids = np.zeros(len(words), np.int32)
+    ids = np.zeros(len(kept), np.int32)
     ids[order] = np.arange(1, len(order) + 1)
-    kept = np.flatnonzero(ids)
-    frequency = np.concatenate([[others], counts[order]])
-    return _narrow(words[kept]), ids[kept], frequency
+    frequency = np.concatenate([[total - counts[order].sum()], counts[order]])
+    return _narrow(kept[ids > 0]), ids[ids > 0], frequency
 
 
 def _shortened(shown: list[str], separator: str) -> str:

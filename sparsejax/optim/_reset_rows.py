@@ -104,7 +104,7 @@ def reset_rows(
     specs = tuple(map(trees.to_spec, leaves))
     init = lambda params: _without_rows(tx.init(params))
     follows = state_leaves.find(init, treedef, specs, tuple(ids))
-    for i, why in follows.blocked.items():
+    for i, (why, _) in follows.blocked.items():
         raise ValueError(
             f"{CALL}: rows of {trees.leaf_paths(params, 'params')[i]} cannot be reset, "
             f"because {why}. Use another optimizer for this table, through "

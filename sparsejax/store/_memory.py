@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax._files import create, is_at, lock
 from sparsejax.store import _format
+from sparsejax.store._exclusive import create, is_at, lock
 
 
 try:

@@ -90,7 +90,7 @@ def slots_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int
 
 def bucket(count: int) -> int:
     """The power of two that holds `count` rows."""
-    return max(MIN_CAPACITY, 1 << (max(count, 1) - 1).bit_length())
+    return max(MIN_CAPACITY, _arguments.next_power_of_two(count))
 
 
 def capacity_for(

@@ -103,7 +103,7 @@ def test_what_is_no_data_set(make, error, message):
     "options, error, message",
     [
         (dict(batch_size=0), ValueError, "batch_size must be a positive int"),
-        (dict(batch_size=2.0), ValueError, "batch_size must be a positive int"),
+        (dict(batch_size=2.0), TypeError, "batch_size must be a positive int"),
         (dict(shuffle=1), TypeError, "shuffle must be True or False"),
         (dict(seed=-1), ValueError, "seed must be a static, non-negative int"),
         (

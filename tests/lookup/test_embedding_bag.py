@@ -206,15 +206,15 @@ def test_lowerings_give_what_the_reference_gives():
         count = ids.shape[0] if bags is None else count
         for weights in (None, jnp.asarray(rng.normal(size=ids.shape), jnp.float32)):
             rest = [x for x in (bags, weights) if x is not None]
-            static: dict[str, Any] = dict(
+            spec = xla.BagSpec(
                 segmented=bags is not None,
                 weighted=weights is not None,
                 num_bags=count,
                 indices_are_sorted=is_sorted,
             )
-            both = lambda *args, static=static: (
-                cpu.bag_sum(*args, **static),
-                xla.bag_sum(*args, **static),
+            both = lambda *args, spec=spec: (
+                cpu.bag_sum(*args, spec=spec),
+                xla.bag_sum(*args, spec=spec),
             )
             a, b = jax.jit(both)(table, ids, *rest)
             assert a.shape == b.shape == (count, D) and a.dtype == b.dtype

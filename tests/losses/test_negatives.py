@@ -11,10 +11,10 @@ import pytest
 
 import sparsejax as sj
 from helpers import count_traces, slow_but
-from sparsejax.data import _negatives
+from sparsejax.losses import _negatives
 
 
-Sampler = sj.data.NegativeSampler
+Sampler = sj.losses.NegativeSampler
 V, N = 50, 200_000
 
 
@@ -221,7 +221,7 @@ def test_counts_are_dampened():
 
 @pytest.mark.slow
 def test_of_a_vocabulary():
-    words = sj.data.Vocabulary.from_columns({"w": ["tea", "jam", "tea", "rye"]})
+    words = sj.data.Vocabulary.build({"w": ["tea", "jam", "tea", "rye"]})
     sampler = Sampler.from_counts(words.counts("w"))
     assert sampler.num_ids == words.size("w")
     found = sampler.sample(jax.random.key(0), 100, labels=jnp.array([0]))

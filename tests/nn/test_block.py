@@ -291,7 +291,7 @@ def test_bad_arguments():
         with pytest.raises((TypeError, ValueError), match=said):
             make()
     assert repr(embedding(padding_id=0)) == (
-        "SparseEmbedding(11, 3, name='t', padding_id=0)"
+        "SparseEmbedding(11, 3, padding_id=0, name='t')"
     )
 
 

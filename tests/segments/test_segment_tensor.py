@@ -634,7 +634,7 @@ def test_x64(x64):
         ),
         (
             lambda: make.from_padded(PADDED, capacity=HALF),
-            ValueError,
+            TypeError,
             "static, non-neg",
         ),
         (lambda: make.from_multi_hot(VALUES), ValueError, r"\[S, V\].*shape \(9,\)"),

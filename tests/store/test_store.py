@@ -9,7 +9,13 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_trees_close, count_traces, make_rows
+from helpers import (
+    assert_same_bits,
+    assert_trees_close,
+    count_traces,
+    make_rows,
+    with_ids_as,
+)
 from sparsejax.store import _requested_rows as requested
 
 
@@ -275,7 +281,7 @@ def test_what_push_refuses():
     with pytest.raises(ValueError, match=r"shape .* \(60, 5\), got \(61, 5\)"):
         store.push("t", sj.SelectedRows([1], jnp.ones((1, D)), V + 1))
     with pytest.raises(TypeError, match="rows .* must be integers, got float32"):
-        store.push("t", jax.tree.map(lambda x: np.asarray(x, np.float32) * 0.5, rows))
+        store.push("t", with_ids_as(np.float32, rows))
     with pytest.raises(ValueError, match="is an empty list"):
         store.push("t", [])
     assert_same_bits(store.pull_all("t"), weights())

@@ -32,11 +32,10 @@ from sparsejax._rows import SelectedRows
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
 from sparsejax.optim._exact.plan import Plan, Planner
-from sparsejax.optim._huge_pages import huge_pages
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
-    row_separable,
+    judge,
     state_leaves,
     state_sharding,
     trees,
@@ -63,6 +62,14 @@ class ExactState(NamedTuple):
     stale: jax.Array
     books: tuple[jax.Array, ...]
     now: tuple[jax.Array, ...]
+
+
+judge.NOT_LIFTED[ExactState] = (
+    CALL,
+    "it accepts SelectedRows itself, and its rows must be caught up before they are "
+    "read, which neither lazy nor a store does; use exact(tx) alone, with its catch_up "
+    "and flush",
+)
 
 
 class Exact(NamedTuple):
@@ -166,7 +173,6 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         state_sharding.check_not_sharded(CALL, params)
         leaves, _, plan = planned(params)
         inner = tx.init(params)
-        huge_pages((params, inner))
         # Two arrays, not one twice: a buffer cannot be donated twice.
         step, stale = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         # Jitted, since it is many small operations.
@@ -189,7 +195,6 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             tables[i] = _catch_up.catch_up(tables[i], rows, state.step)
         return _with_tables(treedef, leaves, state, tables)
 
-    @row_separable.mark_exact
     def update(updates, state, params=None, **extra_args):
         grads = updates
         if params is None:

@@ -1,0 +1,423 @@
+"""Which transformations may be lifted, and by what name the others are refused.
+
+The judge reads the program. Its oracle, `tests/tools/probe.py`, runs the transformation
+on random numbers.
+"""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_table
+import probe
+from helpers import slow_but
+from optimizers import (
+    CLIPPED_LAST,
+    LR,
+    QUICK_REFUSED,
+    QUICK_SEPARABLE,
+    REFUSED,
+    SEPARABLE,
+)
+from sparsejax import SelectedRows
+from sparsejax.optim import is_row_separable, lazy
+from sparsejax.optim._lazy import judge
+
+
+PARAMS = {"table": jnp.zeros((50, 6)), "bias": jnp.zeros(6)}
+ACCEPTED = {**SEPARABLE, **CLIPPED_LAST}
+
+
+@pytest.mark.parametrize("name", slow_but(ACCEPTED, *QUICK_SEPARABLE))
+def test_separable(name):
+    assert is_row_separable(ACCEPTED[name]())
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", slow_but(REFUSED, *QUICK_REFUSED))
+def test_refused_by_name_at_init(name):
+    make, named = REFUSED[name]
+    tx = make()
+    assert not is_row_separable(tx)
+    # Wide enough for what factors second moments; lookahead wants its own parameters.
+    params = jnp.zeros((300, 130))
+    with pytest.raises(ValueError, match=f"sparsejax.optim.lazy: .*{named}"):
+        lazy(tx).init({"table": params, "bias": jnp.zeros(130)})
+
+
+# Of these the oracle and the judge differ, as is intended: (refused by the judge, why).
+INTENDED = {
+    # A dense run clips by the norm of all rows, a lifted one by that of the rows read.
+    "adamw_clip": False,
+    "injected_adamw_clip": False,
+    # The oracle compares leaves; lazy needs a state whose structure stays.
+    "optax.monitor": True,
+}
+ALL = {
+    **ACCEPTED,
+    **{name: make for name, (make, _) in REFUSED.items()},
+    **{
+        f"{prefix}.{name}": entry.make
+        for _, module, prefix, entries in optax_table.SECTIONS
+        for name, entry in entries.items()
+        if hasattr(module, name)
+    },
+}
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name", slow_but(ALL, "adam", "novograd", "sm3", "clip_by_global_norm", "lamb")
+)
+def test_the_judge_agrees_with_its_oracle(name):
+    refused = bool(judge.of_one_table(ALL[name]()).refused)
+    found = probe.of_one_table(ALL[name]())
+    assert refused == INTENDED.get(name, found is not None), found
+
+
+@pytest.mark.parametrize("junk", [None, 5, "adam", lambda x: x, optax.adam, optax])
+def test_is_row_separable_never_raises(junk):
+    assert not is_row_separable(junk)
+    assert not is_row_separable(junk, {"table": jnp.zeros((3, 2))})
+
+
+def test_transformations_that_raise_are_not_separable():
+    def update(updates, state, params=None):
+        raise RuntimeError("no such thing")
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    assert not is_row_separable(tx)
+    with pytest.raises(ValueError, match="cannot run on rows.*no such thing"):
+        lazy(tx).init(PARAMS)
+
+
+def _user(update, init=lambda params: ()):
+    return optax.GradientTransformation(init, update)
+
+
+def mean_over_rows(updates, state, params=None):
+    return jax.tree.map(lambda g: g - jnp.mean(g, axis=0), updates), state
+
+
+def largest_row(updates, state, params=None):
+    largest = [jnp.max(jnp.abs(p)) for p in jax.tree.leaves(params)]
+    return updates, jnp.maximum(state, jnp.max(jnp.stack(largest)))
+
+
+def test_users_own_transformations_are_judged_and_named():
+    tx = optax.chain(optax.adam(LR), _user(mean_over_rows))
+    words = r"mean_over_rows: div by a number that depends on .*test_judge.py:\d+"
+    with pytest.raises(ValueError, match=words):
+        lazy(tx).init(PARAMS)
+    tx = _user(largest_row, lambda params: jnp.zeros(()))
+    with pytest.raises(
+        ValueError, match="largest_row: reduce_max of weights over all rows"
+    ):
+        lazy(tx).init(PARAMS)
+
+
+def test_a_norm_must_not_count_empty_slots():
+    """Yogi's moments start above zero, so it moves rows that were never read.
+
+    A sign makes those steps as large as any. A norm would count the empty slots of a
+    gradient, so that its padding would decide.
+    """
+    norm = optax.normalize_by_update_norm
+    yogi, sign = optax.scale_by_yogi(), optax.scale_by_sign()
+    shift = optax.stateless(lambda g, _: jax.tree.map(lambda x: x + 1, g))
+    for parts in ((yogi, sign, norm()), (shift, optax.clip_by_global_norm(1.0))):
+        assert not is_row_separable(optax.chain(*parts))
+        init = jax.jit(lazy(optax.chain(*parts)).init)
+        with pytest.raises(ValueError, match="moves rows that were never read"):
+            init({"t": jnp.ones((50, 2))})
+    for parts in ((norm(), yogi, sign), (optax.adamw(0.1), norm()), (sign, norm())):
+        assert is_row_separable(optax.chain(*parts))
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize(
+    "norm", [optax.contrib.normalize, optax.normalize_by_update_norm]
+)
+def test_a_norm_over_all_leaves_hides_nothing(norm):
+    """Of a single leaf, it divides by whatever that leaf was multiplied by."""
+    tx = optax.chain(optax.scale_by_trust_ratio(), norm())
+    params = {"t": jnp.ones((50, 6)), "w": jnp.ones((6, 2))}
+    assert not is_row_separable(tx) and not is_row_separable(tx, params)
+    with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+        lazy(tx).init(params)
+    assert is_row_separable(optax.chain(norm(), optax.adam(LR)))
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("make", [optax.contrib.dog, optax.contrib.dowg])
+def test_a_large_dense_leaf_hides_nothing(make):
+    """Of what is added up over all leaves, a table of few rows may be a small part."""
+    params = {"t": jnp.ones((50, 6)), "w": jnp.ones((300, 70))}
+    even = lambda step, **extra_args: step % 2 == 0
+    for tx in (make(), optax.conditionally_mask(make(), even)):
+        with pytest.raises(ValueError, match="because of scale_by_dow?g"):
+            lazy(tx).init(params)
+
+
+def _later(step, **extra_args):
+    return step > 100
+
+
+def _zero_at_first(step):
+    return jnp.where(step < 100, 0.0, 1.0)
+
+
+LATE = optax.conditionally_transform(optax.scale_by_trust_ratio(), _later)
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.adam(LR), optax.clip_by_block_rms(1e5)),
+        optax.chain(optax.clip_by_block_rms(1e5), optax.adam(LR)),
+        optax.adaptive_grad_clip(1e4),
+        optax.chain(optax.scale_by_trust_ratio(), optax.scale(0.0)),
+        optax.chain(optax.scale_by_trust_ratio(), optax.scale_by_sign()),
+        optax.chain(optax.lamb(LR), optax.scale_by_schedule(_zero_at_first)),
+        LATE,
+        optax.contrib.split_real_and_imaginary(LATE),
+        optax.contrib.schedule_free(optax.chain(LATE, optax.sgd(LR)), LR),
+        optax.chain(optax.clip(0.1), optax.masked(optax.lars(LR), True), optax.clip(0)),
+    ],
+)
+def test_a_part_that_does_nothing_at_first_is_refused(tx):
+    """Clips that nothing is large enough for yet, and what is undone or comes later."""
+    assert not is_row_separable(tx)
+    with pytest.raises(ValueError, match="because of (scale_by|clip_by|adaptive)_"):
+        lazy(tx).init(PARAMS)
+
+
+@pytest.mark.loose_promotion
+def test_what_is_for_dense_leaves_alone_is_accepted():
+    dense, table = {"table": False, "bias": True}, {"table": True, "bias": False}
+    lars, adam, norm = optax.lars(LR), optax.adam(LR), optax.clip_by_global_norm(1.0)
+    labels = {"table": "adam", "bias": "lars"}
+    of_dense = lambda params: jax.tree.map(lambda x: x.ndim < 2, params)
+    for tx in (
+        optax.masked(lars, dense),
+        optax.masked(lars, of_dense),
+        optax.masked(optax.masked(lars, dense), True),
+        optax.masked(optax.masked(lars, of_dense), {"table": True, "bias": True}),
+        optax.partition({"adam": adam, "lars": lars}, labels),
+        optax.partition({"a": optax.masked(lars, dense)}, "a"),
+    ):
+        assert is_row_separable(optax.chain(norm, tx, norm), PARAMS)
+    for tx in (optax.masked(lars, table), optax.masked(optax.masked(lars, True), True)):
+        assert not is_row_separable(optax.chain(norm, tx, optax.scale(0.0)), PARAMS)
+
+
+def test_what_a_user_does_to_a_dense_leaf_alone_is_accepted():
+    """By a part that it holds, beside a norm over all leaves."""
+    lamb, norm = optax.lamb(LR), optax.clip_by_global_norm(1.0)
+
+    def update(updates, state, params):
+        of_bias, state = lamb.update(updates["bias"], state, params["bias"])
+        return norm.update({**updates, "bias": of_bias}, ())[0], state
+
+    tx = optax.GradientTransformation(lambda params: lamb.init(params["bias"]), update)
+    assert is_row_separable(tx, PARAMS)
+    assert is_row_separable(optax.chain(tx, norm, optax.adam(LR)), PARAMS)
+
+
+def center_table(updates, params):
+    return {**updates, "table": updates["table"] - jnp.mean(updates["table"], 0)}
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda tx: tx, lambda tx: optax.chain(tx, optax.sgd(LR))]
+)
+def test_functions_of_a_tree_are_given_the_tree(wrap):
+    """The function of `optax.stateless` may treat leaves differently."""
+
+    def scale(updates, params):
+        return {**updates, "bias": updates["bias"] * jnp.linalg.norm(updates["bias"])}
+
+    rows = SelectedRows(jnp.array([3, 5]), jnp.ones((2, 6)), 50)
+    grads, tx = {**PARAMS, "table": rows}, lazy(wrap(optax.stateless(scale)))
+    tx.update(grads, tx.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="because of center_table: div by a number"):
+        lazy(wrap(optax.stateless(center_table))).init(PARAMS)
+
+
+def test_extra_arguments_are_filled_in():
+    def update(updates, state, params=None, *, loss, **extra_args):
+        return jax.tree.map(lambda g: -loss * g, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    assert is_row_separable(optax.chain(optax.clip(1.0), tx))
+    assert is_row_separable(optax.polyak_sgd())
+    assert is_row_separable(
+        optax.chain(optax.adam(LR), optax.contrib.reduce_on_plateau())
+    )
+
+
+LABELS = {"table": "sparse", "kernel": "dense"}
+TREE = {"table": jnp.zeros((50, 6)), "kernel": jnp.zeros((80, 6))}
+
+
+def _partition(sparse, dense, labels=None):
+    return optax.partition({"sparse": sparse, "dense": dense}, labels or LABELS)
+
+
+@pytest.mark.slow
+def test_judged_leaf_by_leaf():
+    tx = _partition(optax.adam(LR), optax.lamb(LR))
+    assert is_row_separable(tx, TREE)
+    assert not is_row_separable(tx)  # needs this tree
+    assert not is_row_separable(_partition(optax.lamb(LR), optax.lars(LR)), TREE)
+    # The kernel has more rows, and what follows sees both.
+    clipped = optax.chain(tx, optax.clip_by_global_norm(1.0))
+    assert is_row_separable(clipped, TREE)
+    # A gradient may be held back where it is dense.
+    tx = _partition(optax.adam(LR), optax.apply_every(2))
+    assert is_row_separable(tx, TREE)
+
+
+@pytest.mark.slow
+def test_the_partition_to_blame_is_the_tables():
+    tx = _partition(optax.lamb(LR), optax.sm3(LR))
+    params = {"table": jnp.zeros((90, 6)), "kernel": jnp.zeros((80, 6))}
+    with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+        lazy(tx).init(params)
+
+
+def test_labels_may_be_a_function():
+    labels = lambda params: {k: LABELS[k] for k in params}
+    assert is_row_separable(_partition(optax.adam(LR), optax.lamb(LR), labels), TREE)
+
+
+def test_each_tree_is_judged_by_itself():
+    """What was found for one is remembered, and is not said of another."""
+    is_bad: Any = lambda params: {k: k == "bad" for k in params}
+    tx = lazy(optax.masked(optax.scale_by_trust_ratio(), is_bad))
+    good, bad = {"good": jnp.ones((50, 6))}, {"bad": jnp.ones((50, 6))}
+    tx.init(good)
+    with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+        tx.init(bad)
+    tx.init(good)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Labelled:
+    """A node of a tree whose static data cannot be hashed."""
+
+    def __init__(self, table, labels):
+        self.table, self.labels = table, labels
+
+    def tree_flatten(self):
+        return (self.table,), self.labels
+
+    @classmethod
+    def tree_unflatten(cls, labels, leaves):
+        return cls(*leaves, labels)
+
+
+@pytest.mark.loose_promotion  # optax's adam
+def test_trees_with_static_data_that_cannot_be_hashed():
+    tx = lazy(optax.adam(LR))
+    for labels in (["a"], ["a", "b"]):
+        tree = _Labelled(jnp.ones((50, 6)), labels)
+        state = tx.init(tree)
+        assert state[0].mu.labels == labels
+        grads = _Labelled(SelectedRows(jnp.array([3]), jnp.ones((1, 6)), 50), labels)
+        updates, _ = tx.update(grads, state, tree)
+        assert updates.labels == labels and isinstance(updates.table, SelectedRows)
+    with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+        lazy(optax.lamb(LR)).init(tree)
+
+
+@pytest.mark.slow
+def test_rank_one_counts_only_where_nothing_has_more():
+    # The bias could be lifted, the table could not: no one reads a bias by rows.
+    tx = optax.partition(
+        {"no": optax.lamb(LR), "yes": optax.adam(LR)}, {"table": "no", "bias": "yes"}
+    )
+    assert not is_row_separable(tx, PARAMS)
+    assert is_row_separable(optax.adam(LR), {"bias": jnp.zeros(7)})
+    assert not is_row_separable(optax.lamb(LR), {"bias": jnp.zeros(7)})
+
+
+def test_judged_from_shapes_alone():
+    shapes = jax.eval_shape(lambda: TREE)
+    assert is_row_separable(_partition(optax.adam(LR), optax.lamb(LR)), shapes)
+    assert not is_row_separable(optax.lamb(LR), shapes)
+
+
+@pytest.mark.slow
+def test_judged_the_same_in_any_trace():
+    seen = []
+
+    def f(x):
+        seen.append(
+            (is_row_separable(optax.adam(2.0)), is_row_separable(optax.lamb(2.0)))
+        )
+        return jnp.sum(x)
+
+    jax.jit(f)(jnp.ones(3))
+    jax.vmap(f)(jnp.ones((2, 3)))
+    jax.grad(f)(jnp.ones(3))
+    jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones((2, 3)))
+    assert set(seen) == {(True, False)}
+
+
+@pytest.mark.loose_promotion
+def test_random_keys_in_the_state_are_compared_in_any_trace():
+    """Noise is for the dense leaves alone, which needs the tree."""
+    noise = optax.add_noise(0.1, 0.5, key=jax.random.key(0))
+    tx = lazy(optax.chain(optax.masked(noise, {"t": False, "w": True}), optax.sgd(LR)))
+    params = {"t": jnp.ones((50, 6)), "w": jnp.ones(6)}
+    assert jax.tree.structure(jax.jit(tx.init)(params)) == jax.tree.structure(
+        tx.init(params)
+    )
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
+def test_schedules_are_numbers_in_a_trace(wrap, promotion):
+    """Else what holds one counts as made in the trace, which cannot be tested."""
+    injected = optax.inject_hyperparams(optax.sgd)(optax.cosine_decay_schedule(LR, 9))
+    tx = lazy(optax.chain(injected, optax.scale_by_trust_ratio()))
+    with jax.numpy_dtype_promotion(promotion):
+        with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
+            wrap(tx.init)(jnp.ones((3, 50, 6)))
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_judged_the_same_in_shard_map(kind):
+    kind = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("x")))
+    seen = []
+
+    def f(x):
+        seen.append(is_row_separable(optax.adam(3.0)))
+        return x
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(f, in_specs=jax.P("x"), out_specs=jax.P("x")))(x)
+        seen.append(is_row_separable(optax.adam(4.0)))
+    assert seen and all(seen)
+
+
+def test_many_leaves_cost_little():
+    # A compiler drops the arithmetic of leaves that are not tried.
+    params = {f"dense_{i}": jnp.zeros((3 + i % 5, 4)) for i in range(100)}
+    params["table"] = jnp.zeros((1000, 8))
+    assert is_row_separable(optax.chain(optax.clip(1.0), optax.adamw(LR)), params)
