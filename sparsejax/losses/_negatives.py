@@ -1,9 +1,10 @@
-"""NegativeSampler: draws ids on the device, and says how often to expect each.
+"""NegativeSampler: draws ids on the device, and returns their expected counts.
 
-A sampler holds a distribution over `[0, V)`: nothing for the two that have a formula,
-and for counts an alias table (Walker, 1977). There each of V equal cells has at most
-two ids, its own and its alias, so that a draw costs one cell and one comparison,
-whatever V is. The table is built once, on the host, in float64.
+A sampler holds a distribution over `[0, V)`. The uniform and the log-uniform one have a
+formula and hold no arrays. A distribution of counts is an alias table (Walker, 1977):
+each of V equal cells has at most two ids, its own and its alias, so that a draw reads
+one cell and makes one comparison for any V. The table is built once, on the host, in
+float64.
 
 Sharp edge: a sampler that a jitted function closes over becomes a constant of the
 program, V numbers long. Pass it as an argument.
@@ -29,21 +30,21 @@ from sparsejax._rows import indexing
 
 
 _CALL = "sparsejax.losses.NegativeSampler"
-# Draws of a sample are repeated so often before a slot of it stays empty.
-_ROUNDS = 64
-# Inside an octave [2^j, 2^(j + 1)) of the log-uniform law, the density is constant over
-# parts of 2^-12 of it. float32 has 2048 numbers for each, which makes up for rounding.
+# A sample is drawn again at most this many times; slots that are empty then stay empty.
+_MAX_ROUNDS = 64
+# The log-uniform density is taken as constant over 2^-12 of an octave [2^j, 2^(j + 1)).
+# float32 has 2048 numbers in such a part, so rounding does not change the frequencies.
 _PART_BITS = 12
 
 
 class NegativeSamples(NamedTuple):
-    """Ids that were drawn, and logs of how often each id was to be expected.
+    """Drawn ids, and the logs of their expected counts.
 
     Args:
-      ids: int `[..., n]`; -1 in a slot that could not be filled, which losses skip.
-      log_q: float32 `[..., n]`, log of the expected number of occurrences in the
-        sample, of each of `ids`; 0 for a slot without an id.
-      label_log_q: float32, the same of each of the labels; None without labels.
+      ids: int `[..., n]`; -1 in an empty slot, which losses skip.
+      log_q: float32 `[..., n]`, log of the expected number of occurrences of each id in
+        the sample; 0 for an empty slot.
+      label_log_q: float32, the same for each label; None without labels.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -59,14 +60,15 @@ class NegativeSamples(NamedTuple):
 
 
 class AliasTable(NamedTuple):
-    """A distribution of counts: V cells, each of an id and its alias.
+    """A distribution of counts: V cells, each with an id and an alias.
 
     Args:
-      threshold: uint32 `[V]`: a cell gives its own id with probability
-        `threshold / 2**32`.
-      alias: int `[V]`, the id that a cell gives otherwise.
-      log_probs: float32 `[V]`, log probability of each id, -inf if it is never drawn.
-      lowest: float32, the lowest of `log_probs` that is finite.
+      threshold: uint32 `[V]`: a draw of a cell returns its own id with probability
+        `threshold / 2**32`, else its alias.
+      alias: int `[V]`, the alias of each cell.
+      log_probs: float32 `[V]`, log probability of each id, -inf for an id that is never
+        drawn.
+      lowest: float32, the smallest finite entry of `log_probs`.
     """
 
     threshold: jax.Array
@@ -78,16 +80,16 @@ class AliasTable(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NegativeSampler:
-    """A distribution over ids, from which negatives are drawn inside a jitted step.
+    """A distribution over ids from which a jitted step draws negatives.
 
-    `uniform`, `log_uniform` and `from_counts` make one. It is a pytree: pass it to a
-    jitted function as an argument. (A function that closes over it would hold its
-    arrays as constants.)
+    Make one with `uniform`, `log_uniform` or `from_counts`. A sampler is a pytree: pass
+    it to a jitted function as an argument. A function that closes over it holds its
+    arrays as constants.
 
     Args:
       num_ids: int V; ids are in `[0, V)`.
       distribution: `"uniform"`, `"log_uniform"` or `"counts"`.
-      table: arrays `[V]` of the alias table; None unless the distribution is of counts.
+      table: arrays `[V]` of the alias table, for `"counts"`; else None.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -121,7 +123,7 @@ class NegativeSampler:
 
     @classmethod
     def uniform(cls, num_ids: int) -> Self:
-        """Each id with the same probability, `1 / V`.
+        """Returns a sampler that draws each id with probability `1 / V`.
 
         Args:
           num_ids: int V.
@@ -130,9 +132,10 @@ class NegativeSampler:
 
     @classmethod
     def log_uniform(cls, num_ids: int) -> Self:
-        """Zipf's law, `log((id + 2) / (id + 1)) / log(V + 1)`, for ids by frequency.
+        """Returns a sampler by Zipf's law, for ids in the order of falling frequency.
 
-        Id 0 must be the most frequent one, and so on. Needs no memory.
+        The probability of an id is `log((id + 2) / (id + 1)) / log(V + 1)`. The sampler
+        needs no memory.
 
         Args:
           num_ids: int V.
@@ -141,17 +144,17 @@ class NegativeSampler:
 
     @classmethod
     def from_counts(cls, counts: ArrayLike, power: float = 0.75) -> Self:
-        """Each id with a probability proportional to `counts[id] ** power`.
+        """Returns a sampler with probabilities proportional to `counts[id] ** power`.
 
         Args:
-          counts: numbers `[V]` on the host, as `Vocabulary.counts(column)` gives them.
+          counts: numbers `[V]` on the host, for example `Vocabulary.counts(column)`.
             An id with count 0 is never drawn; as a label it has the `log_prob` of the
-            rarest id that is.
-          power: 0.75 for negatives, as in word2vec; 1 for the law of the data itself,
-            as in-batch negatives follow it.
+            rarest id that can be drawn.
+          power: 0.75 for negatives, as in word2vec; 1 for the distribution of the data,
+            which in-batch negatives follow.
 
         Raises:
-          TypeError: the counts are traced.
+          TypeError: the counts are traced, or `power` is not a number.
           ValueError: counts are negative, not finite, all 0, or not `[V]`; or `power`
             is negative.
         """
@@ -184,35 +187,35 @@ class NegativeSampler:
         unique: bool = False,
         exclude: ArrayLike | None = None,
     ) -> NegativeSamples:
-        """Draws ids, and says how often each was to be expected.
+        """Draws ids, and computes the expected count of each.
 
-        The last axis of `shape` is a sample of n ids; other axes are independent
-        samples. An id with probability p occurs `n p` times in a sample. With `unique`
-        a sample has no id twice: draws are repeated until n are distinct, t in all, and
-        an id is in it with probability `1 - (1 - p)^t`. With `exclude` the p of the
-        other ids sum to one again.
+        The last axis of `shape` is one sample of n ids; the other axes are independent
+        samples. An id with probability p occurs `n p` times in a sample on average.
+        With `unique`, ids are drawn until n of them are distinct; after t draws, the
+        sample has an id with probability `1 - (1 - p)^t`. With `exclude`, the
+        probabilities of the other ids are scaled so that they sum to one.
 
-        Both repeat draws, at most 64 times n. Ids that are still missing then are -1:
-        n is too near to the number of ids that can be drawn.
+        `unique` and `exclude` repeat draws, at most 64 times n. Slots that are empty
+        after that have the id -1: n is close to the number of ids that can be drawn.
 
         Args:
           key: a PRNG key.
-          shape: int n, or a tuple `(..., n)`.
-          labels: ints whose expected counts are wanted as well, `[*lead, ...]` where
-            `lead` are the axes of `shape` before the last. Pass those that the loss
-            gets: it sees their shape, not whether they are the same.
-          unique: whether the ids of a sample are distinct.
-          exclude: ints `[E]` or `[*lead, E]` that must not be drawn, such as what a
-            user has seen; those out of range, as -1 for padding, are ignored. E numbers
-            are compared with each draw.
+          shape: int n, or a tuple `(*lead, n)`.
+          labels: ints `[*lead, ...]`, the labels of the loss, whose expected counts are
+            returned in `label_log_q`. Pass the same labels to the loss, which checks
+            only their shape.
+          unique: True for distinct ids in each sample.
+          exclude: ints `[E]` or `[*lead, E]` that are not drawn, for example the items
+            that a user has seen. Ids out of range, such as -1 for padding, are ignored.
+            Each draw is compared with all E of them.
 
         Returns:
           `NegativeSamples(ids, log_q, label_log_q)`.
 
         Raises:
           TypeError: `key` is not a PRNG key, or ids are not integers.
-          ValueError: `shape` is not a number of ids or a tuple that ends with it, or
-            the other shapes do not fit; more ids than V are to be distinct.
+          ValueError: a size in `shape` is not positive, another shape does not fit, or
+            `unique` needs more than V ids.
         """
         call = f"{_CALL}.sample"
         key, shape = _arguments.as_key(call, key), _check_shape(call, shape)
@@ -229,8 +232,8 @@ class NegativeSampler:
             labels = _arguments.as_ids(call, labels, self.num_ids, "labels")
             if labels.shape[: len(shape) - 1] != shape[:-1]:
                 raise ValueError(
-                    f"{call}: labels must begin with the axes {shape[:-1]}, which are "
-                    f"those of shape={shape} before the last, got labels of shape "
+                    f"{call}: labels must begin with the axes {shape[:-1]}, which "
+                    f"are all but the last of shape={shape}, got labels of shape "
                     f"{labels.shape}."
                 )
         tries = None
@@ -240,7 +243,7 @@ class NegativeSampler:
             ids = self._draw(key, shape)
 
         def log_expected(ids):
-            """Of ids `[*lead, ...]`, whose samples have the axes `lead`."""
+            """Log of the expected count of ids `[*lead, ...]` in their samples."""
             like = lambda x: x.reshape(*x.shape[:-1], *(1,) * (ids.ndim - x.ndim + 1))
             log_p = self.log_prob(ids) - like(log_kept)
             if not unique:
@@ -253,13 +256,13 @@ class NegativeSampler:
         return NegativeSamples(ids, log_q, label_log_q)
 
     def log_prob(self, ids: ArrayLike) -> jax.Array:
-        """Log of the probability that one draw gives each of `ids`.
+        """Returns the log of the probability that one draw returns an id.
 
         Args:
-          ids: ints of any shape; NaN where they are out of range.
+          ids: ints of any shape.
 
         Returns:
-          float32 of the same shape.
+          float32 of the same shape; NaN for ids out of range.
         """
         ids = _arguments.as_ids(f"{_CALL}.log_prob", ids, self.num_ids)
         inside = indexing.in_range(ids, self.num_ids)
@@ -279,7 +282,7 @@ class NegativeSampler:
     # -- private -----------------------------------------------------------------
 
     def _draw(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Ids `shape`, each drawn by itself."""
+        """Independent draws of this shape."""
         dtype = _arguments.index_dtype(self.num_ids)
         if self.distribution == "log_uniform":
             return _draw_log_uniform(key, shape, self.num_ids, dtype)
@@ -294,7 +297,7 @@ class NegativeSampler:
     def _draw_until_full(
         self, key: jax.Array, shape: tuple[int, ...], unique: bool, exclude: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids `shape`, and how many draws it took, `[*lead, 1]`."""
+        """Ids of this shape, and the number of draws of each sample, `[*lead, 1]`."""
 
         def draw(state):
             turn, found, tries = state
@@ -309,12 +312,12 @@ class NegativeSampler:
 
         def is_short(state):
             turn, found, _ = state
-            return (turn < _ROUNDS) & jnp.any(found < 0)
+            return (turn < _MAX_ROUNDS) & jnp.any(found < 0)
 
         none = jnp.full(shape, -1, _arguments.index_dtype(self.num_ids))
         tries = jnp.zeros((*shape[:-1], 1), jnp.float32)
-        # The first round stands before the loop: inside `shard_map` the draws vary over
-        # the axes that the key varies over, which zeros do not.
+        # The first round is outside the loop, so that the carry varies over the same
+        # axes as the key inside `shard_map`; zeros vary over none.
         state = draw((jnp.int32(0), none, tries))
         _, ids, tries = lax.while_loop(is_short, draw, state)
         return ids, tries
@@ -322,15 +325,15 @@ class NegativeSampler:
     def _check_exclude(
         self, call: str, exclude: Any, shape: tuple[int, ...]
     ) -> jax.Array:
-        """`exclude` as ids `[*lead, E]`, ascending, out of range where they repeat."""
+        """`exclude` as ascending ids `[*lead, E]`; duplicates are out of range."""
         exclude = _arguments.as_ids(call, exclude, self.num_ids, "exclude")
         if exclude.ndim == 1:
             exclude = exclude.reshape((1,) * (len(shape) - 1) + exclude.shape)
         elif exclude.shape[:-1] != shape[:-1]:
             raise ValueError(
                 f"{call}: exclude must be [E], or [..., E] with the axes {shape[:-1]}, "
-                f"which are those of shape={shape} before the last, got exclude of "
-                f"shape {exclude.shape}."
+                f"which are all but the last of shape={shape}, got exclude of shape "
+                f"{exclude.shape}."
             )
         exclude = jnp.sort(exclude, axis=-1)
         again = exclude[..., 1:] == exclude[..., :-1]
@@ -340,7 +343,7 @@ class NegativeSampler:
     def _log_kept(self, exclude: jax.Array) -> jax.Array:
         """Log of the probability that a draw is not excluded, `[*lead, 1]`."""
         log_probs = self.log_prob(exclude)
-        if self.table is not None:  # with -inf for what is never drawn
+        if self.table is not None:  # -inf for ids that are never drawn
             log_probs = indexing.take_rows(self.table.log_probs, exclude)
         inside = indexing.in_range(exclude, self.num_ids)
         probs = jnp.where(inside, jnp.exp(log_probs), 0)
@@ -354,11 +357,11 @@ class NegativeSampler:
 def _draw_log_uniform(
     key: jax.Array, shape: tuple[int, ...], num_ids: int, dtype: Any
 ) -> jax.Array:
-    """Ids with density `1 / (id + 1)`.
+    """Draws ids with density `1 / (id + 1)`.
 
-    The floor of `exp(u * log(V + 1))` for a float32 u would never reach most of a
-    million ids. Here u chooses an octave `[2^j, 2^(j + 1))` of `id + 1`, another u a
-    part of it, and integers choose among the ids of that part.
+    `floor(exp(u * log(V + 1)))` of a float32 u cannot reach most ids of a million. So
+    one random number chooses an octave `[2^j, 2^(j + 1))` of `id + 1`, a second one a
+    part of the octave, and a random integer chooses among the ids of that part.
     """
     octaves = num_ids.bit_length()
     of_octave, of_part, of_rest = jax.random.split(key, 3)
@@ -384,9 +387,9 @@ def _draw_log_uniform(
 
 
 def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first n distinct ids of both `[..., n]`, and how many draws that needed.
+    """The first n distinct ids of both `[..., n]`, and the number of draws used.
 
-    -1 is no id. `found` has distinct ids, and behind them -1.
+    -1 marks an empty slot. `found` has distinct ids, followed by empty slots.
     """
     n = found.shape[-1]
     both = jnp.concatenate([found, drawn], axis=-1)
@@ -395,7 +398,7 @@ def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.A
     is_first = (ascending[..., 1:] != ascending[..., :-1]) & (ascending[..., 1:] >= 0)
     is_first = jnp.concatenate([ascending[..., :1] >= 0, is_first], axis=-1)
     place = lax.broadcasted_iota(jnp.int32, both.shape, both.ndim - 1)
-    # Places of first occurrences, in the order of drawing; behind them those left over.
+    # Places of first occurrences, in the order of the draws; other places come last.
     left_over = jnp.where(is_first, order, 2 * n)
     chosen = jnp.sort(left_over, axis=-1)[..., :n]
     kept = jnp.take_along_axis(both, jnp.minimum(chosen, 2 * n - 1), axis=-1)
@@ -410,14 +413,15 @@ def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.A
 def _alias_table(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`threshold` (uint32) and `alias` for probabilities that sum to one.
 
-    Cell k is filled to 1 / V: light ids leave a gap, which a heavy id fills. Both are
-    gone through in order. A heavy id that has no excess left is light itself: its own
-    gap is filled by the next heavy one. So who fills which gap follows from the running
-    sums of gaps and of excesses, and no loop is needed.
+    Each cell holds a probability of 1 / V. An id with less (light) leaves a gap in its
+    cell, which an id with more (heavy) fills. Gaps and heavy ids are matched in order.
+    A heavy id whose excess is used up leaves a gap in its own cell, which the next
+    heavy id fills. So the running sums of gaps and excesses determine all aliases, and
+    no loop is needed.
     """
     share = probs * len(probs)
     is_light = share < 1
-    is_light[np.argmax(share)] = False  # by rounding all may be
+    is_light[np.argmax(share)] = False  # rounding may make all light
     light, heavy = np.flatnonzero(is_light), np.flatnonzero(~is_light)
     gaps = np.concatenate([[0.0], np.cumsum(1 - share[light])])
     excess = np.cumsum(share[heavy] - 1)
@@ -426,8 +430,8 @@ def _alias_table(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     by = np.searchsorted(excess, gaps[:-1], side="right")
     alias[light] = heavy[np.minimum(by, len(heavy) - 1)]
     alias[heavy[:-1]] = heavy[1:]
-    # The gaps that were begun before this one's excess had gone: the last of them took
-    # more than was left.
+    # The last gap that a heavy id begins to fill may be larger than its remaining
+    # excess; the difference is the gap in the cell of the heavy id.
     begun = np.searchsorted(gaps[:-1], excess, side="left")
     share[heavy] = 1 - (gaps[begun] - excess)
     share[heavy[-1]] = 1
@@ -453,9 +457,12 @@ def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
         except TypeError:
             sizes = ()
     if not sizes or min(sizes) < 0 or sizes[-1] < 1:
-        raise ValueError(
-            f"{call}: shape must be the number of ids, or a tuple that ends with it, "
-            f"got {_arguments.show(shape)}. For example 128, or (batch_size, 128)."
+        raise _arguments.wrong(
+            call,
+            "shape",
+            "the number of ids, or a tuple that ends with it",
+            _arguments.show(shape),
+            "For example 128, or (batch_size, 128).",
         )
     return sizes
 
@@ -463,18 +470,24 @@ def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
 def _check_counts(call: str, counts: Any) -> np.ndarray:
     """`counts` as float64 `[V]`."""
     if isinstance(counts, Tracer):
-        raise TypeError(
-            f"{call}: counts must be known on the host, got {_arguments.show(counts)}. "
-            "Make the sampler outside of jit, and pass it in as an argument."
+        raise _arguments.wrong_type(
+            call,
+            "counts",
+            "known on the host",
+            _arguments.show(counts),
+            "Make the sampler outside of jit, and pass it to the step as an argument.",
         )
     try:
         found = np.asarray(counts, np.float64)
     except (TypeError, ValueError):
         found = np.zeros(0)
     if found.ndim != 1 or not found.size:
-        raise ValueError(
-            f"{call}: counts must be an array of numbers [V], one for each id, got "
-            f"{_arguments.kind_of(counts)}. Vocabulary.counts(column) gives them."
+        raise _arguments.wrong(
+            call,
+            "counts",
+            "an array of numbers [V], one for each id",
+            _arguments.kind_of(counts),
+            "Vocabulary.counts(column) returns such an array.",
         )
     bad = ~((found >= 0) & (found < np.inf))
     if bad.any():
@@ -488,7 +501,12 @@ def _check_counts(call: str, counts: Any) -> np.ndarray:
 def _check_power(call: str, power: Any) -> float:
     if isinstance(power, (int, float, np.number)) and 0 <= power < np.inf:
         return float(power)
-    raise ValueError(
-        f"{call}: power must be a number of 0 or more, got {_arguments.show(power)}. "
-        "0.75 is word2vec's, 1 the law of the counts."
+    is_number = isinstance(power, (int, float, np.number))
+    error = _arguments.wrong if is_number else _arguments.wrong_type
+    raise error(
+        call,
+        "power",
+        "a number of 0 or more",
+        _arguments.show(power),
+        "word2vec uses 0.75; 1 draws by the counts themselves.",
     )
