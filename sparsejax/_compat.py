@@ -241,7 +241,6 @@ def multilinear_primitive(
     batch: Callable[..., Any],
     *,
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-    multiple_results: bool = False,
 ) -> Any:
     """Makes `reference` one primitive whose JVP is that primitive again.
 
@@ -256,28 +255,21 @@ def multilinear_primitive(
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
         axis first; `axes` are the mapped axes, or None.
       types: see `platform_primitive`; without it, `reference` is traced.
-      multiple_results: True if `reference` returns a tuple. Then the first of its
-        results is the linear one, and the others have no derivative.
 
     Returns:
       The primitive.
     """
-    as_list = list if multiple_results else lambda out: [out]
-    as_results = (lambda outs: outs) if multiple_results else lambda outs: outs[0]
 
     def jvp(primals, tangents, **static):
-        outs = as_list(p.bind(*primals, **static))
-        zeros = [_ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
-        total, *others = zeros
+        out = p.bind(*primals, **static)
+        total = _ad.Zero(jax.typeof(out).to_tangent_aval())
         for k in transposes:
             if k < len(primals) and not isinstance(tangents[k], _ad.Zero):
                 args = [*primals[:k], tangents[k], *primals[k + 1 :]]
-                term = as_list(p.bind(*args, **static))[0]
-                total = _ad.add_tangents(total, term)
-        return as_results(outs), as_results([total, *others])
+                total = _ad.add_tangents(total, p.bind(*args, **static))
+        return out, total
 
-    def transpose(cotangents, *args, **static):
-        cotangent = as_list(cotangents)[0]
+    def transpose(cotangent, *args, **static):
         (k,) = (i for i, x in enumerate(args) if _ad.is_undefined_primal(x))
         like = args[k].aval
         result: list[Any] = [None] * len(args)
@@ -289,16 +281,9 @@ def multilinear_primitive(
         return result
 
     def batched(args, dims, **static):
-        outs = as_list(batch(p.bind, args, dims, **static))
-        return as_results(outs), as_results([0] * len(outs))
+        return batch(p.bind, args, dims, **static), 0
 
-    p = _primitive(
-        name,
-        reference,
-        platforms,
-        types,
-        multiple_results=multiple_results,
-    )
+    p = _primitive(name, reference, platforms, types)
     _ad.primitive_jvps[p] = jvp
     _ad.primitive_transposes[p] = transpose
     _batching.primitive_batchers[p] = batched

@@ -20,7 +20,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,17 @@ from sparsejax.parallel._read import owners_of
 from sparsejax.parallel._table import ShardedTable
 
 
+if TYPE_CHECKING:
+    from orbax.checkpoint import CheckpointManager
+
+
 _SAVE, _RESTORE = "sparsejax.parallel.save", "sparsejax.parallel.restore"
 _LEAVES = "sparsejax"  # the key of the leaves' shapes and types in the metadata
 _SCALARS = bool | int | float | complex
 
 
 def save(
-    path_or_manager: Any,
+    path_or_manager: str | os.PathLike[str] | CheckpointManager,
     tree: PyTree,
     *,
     step: int | None = None,
@@ -112,7 +116,7 @@ def save(
             f"{_SAVE}: step is only for a CheckpointManager, got step={step!r} and a "
             "path. Make orbax.checkpoint.CheckpointManager(path), or leave it out."
         )
-    manager = path_or_manager
+    manager: Any = path_or_manager
     if is_manager:
         latest = manager.latest_step()
         if latest is not None and step <= latest:
@@ -133,7 +137,12 @@ def save(
     return True
 
 
-def restore(path_or_manager: Any, like: PyTree, *, step: int | None = None) -> Any:
+def restore(
+    path_or_manager: str | os.PathLike[str] | CheckpointManager,
+    like: PyTree,
+    *,
+    step: int | None = None,
+) -> Any:
     """Restores a tree that `save` saved, sharded as `like`.
 
     Each device reads the rows that it owns in the order of ids, and sends them to the
@@ -174,7 +183,7 @@ def restore(path_or_manager: Any, like: PyTree, *, step: int | None = None) -> A
     wanted = _describe(_RESTORE, like)
     with contextlib.ExitStack() as stack:
         if _is_manager(_RESTORE, orbax, path_or_manager):
-            manager = path_or_manager
+            manager: Any = path_or_manager
             manager.wait_until_finished()
             step = manager.latest_step() if step is None else step
             place = f"in {manager.directory}"
@@ -258,7 +267,7 @@ def _is_manager(call: str, orbax: Any, path_or_manager: Any) -> bool:
     )
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
+def _absolute(path: Any) -> str:
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(path)
 

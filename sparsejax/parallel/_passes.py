@@ -40,7 +40,7 @@ class RangePasses:
 
     def __init__(self, grad: Any):
         self._grad, self._owners, self._slots = grad, grad.owners, grad.slots
-        self._most = _exchange.most_received(grad.owners, grad.slots, grad.rows)
+        self._most = _exchange.max_received(grad.owners, grad.slots, grad.rows)
 
     def after(self, others: Sequence[jax.Array]) -> "RangePasses":
         """The same passes: a device holds only its own part of a gradient."""
@@ -68,7 +68,7 @@ class RangePasses:
 
         def body(receive, tables, others):
             consts, fresh, operands = others
-            local = block_pass.Program(program.jaxpr, consts)
+            local = program.with_consts(consts)
 
             def add(merged, total):
                 sums = block_pass.reduce_rows(
@@ -101,7 +101,7 @@ class RangePasses:
 
         def body(receive, tables, others):
             consts, operands = others
-            local = block_pass.Program(program.jaxpr, consts)
+            local = program.with_consts(consts)
 
             def write(merged, carry):
                 written, count, rows, updates = carry

@@ -276,17 +276,17 @@ def plan(
     It chooses the layout that sends the fewest bytes and, among equals, the one that
     needs the least memory. If the tables do not fit into `device_bytes`, some get
     layouts that need less memory, starting with those that free the most memory per
-    extra byte sent. docs/scaling.md has the formulas. On a mesh of one device
-    tables are replicated.
+    extra byte sent. docs/scaling.md has the formulas. On a mesh of one device tables
+    are replicated.
 
     Args:
       tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
         tuples of ints (of float32); with `loss`, all parameters of the model.
       mesh: the mesh, or an `AbstractMesh`. Make its axes Auto: over Explicit ones JAX
         itself reads no column-sharded or replicated table at ids that are sharded.
-      batch: for each table, what a step reads from it on all devices together: the
-        number of ids, or a sample of ids, whose duplicates and skew are measured
-        (ideally the ids of a whole step, in order). A tree like `tables`, in which None
+      batch: for each table, the reads of a step on all devices together: the number of
+        ids, or a sample of ids, with measured duplicates and skew (ideally the ids of a
+        whole step, in order). A tree like `tables`, in which None
         means that a leaf is not a table, or one value for all tables. With `loss`, a
         batch of all devices together, of arrays or `jax.ShapeDtypeStruct`; ids of
         arrays are measured.
@@ -299,7 +299,7 @@ def plan(
         with one. It is traced, not run. Tables are the parameters that it reads by
         rows and uses in no other way, as `sparsejax.explain` shows them.
       layouts: by the name of a table, as the plan prints it, or the end of it, a layout
-        to take in place of the recommended one: `"row-sharded"`, `"column-sharded"`,
+        to use instead of the recommended one: `"row-sharded"`, `"column-sharded"`,
         `"table-wise"`, `"table-row-wise"`, `"replicated-sparse"` or
         `"replicated-dense"`.
       stacks: for stacks of tables, the number of rows of each of their tables, by the
@@ -498,7 +498,7 @@ def _table_plan(
     if len(samples) < len(reads):
         distinct, capacity = min(here, spec.shape[0]), None
     else:
-        distinct = _most_distinct(samples, devices, spec.shape[0])
+        distinct = _max_distinct(samples, devices, spec.shape[0])
         measure = lambda ids: measure_capacity(table, ids, margin=1.0)
         capacity = max((measure(ids) for ids in samples if ids.size), default=1)
     slots = [owners.slots(-(-read.count // owners.devices), capacity) for read in reads]
@@ -541,7 +541,7 @@ def _as_reads(name: str, read: Any) -> list[Read]:
     )
 
 
-def _most_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
+def _max_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
     """The most distinct in-range ids on any device, with samples sharded evenly."""
 
     def part(sample, k):

@@ -8,10 +8,10 @@ all-gather of ids and rows, `(N - 1) n (d + 4)` bytes, whatever V is. All device
 the same slots in the same order, so the optimizer computes the same bits everywhere,
 and replicas stay equal.
 
-`psum` and `pmean` work in two settings, which JAX itself tells apart. Inside
+`psum` and `pmean` work in two settings, which JAX itself distinguishes. Inside
 `jax.shard_map` the axis is Manual, and values belong to one device. Under
-`jax.set_mesh` of a mesh with Auto axes, as in a step run by `data_parallel`, values
-belong to the whole batch, and there is nothing to sum.
+`jax.set_mesh`, as in a step run by `data_parallel`, values belong to the whole batch,
+and there is nothing to sum.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> A
     summed twice.
 
     Under `jax.set_mesh` of a mesh with that axis, as in a step run by `data_parallel`,
-    gradients are already those of the whole batch. Then `psum` only gathers rows on
+    gradients belong to the whole batch already. Then `psum` only gathers rows on
     every device, and leaves all other leaves unchanged.
 
     Args:
@@ -145,7 +145,7 @@ def data_parallel(
         can be jitted. Its other results are returned unchanged.
       mesh: as returned by `jax.make_mesh`. Its axes are treated as Auto.
       axis: name of the mesh axis to shard the batch over, or a tuple of names.
-      donate: whether parameters and state are donated and updated in place.
+      donate: if True, parameters and state are donated and updated in place.
 
     Returns:
       `DataParallelStep`, called like `step`. Parameters and state that are not on the
@@ -218,7 +218,7 @@ class DataParallelStep:
       (Array(2.5, dtype=float32), ())
     """
 
-    jitted: Any
+    jitted: jax.stages.Wrapped
     given: Mesh
     mesh: Mesh
     axes: tuple[str, ...]
@@ -398,8 +398,10 @@ def _gather_global(
     devices = math.prod(mesh.shape[name] for name in axes)
     if isinstance(x, ShardedRows) or x.capacity % devices:
         return x  # at its owners, or too small to be sharded
-    gather = lambda x: _gather(x, axes, devices, capacity)
     spec = PartitionSpec(axes)
+    if AxisType.Explicit in mesh.axis_types:
+        x = with_slots(x, *(jax.sharding.reshard(y, spec) for y in (x.rows, x.values)))
+    gather = lambda x: _gather(x, axes, devices, capacity)
     return jax.shard_map(
         gather, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
     )(x)

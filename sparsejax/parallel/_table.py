@@ -375,7 +375,7 @@ def shard_rows(
     mesh: Mesh | AbstractMesh,
     axis: str | Sequence[str],
     *,
-    layout: str | TableWise = "mod",
+    layout: str | Layout = "mod",
     height: int | None = None,
     capacity: int | None = None,
 ) -> ShardedTable:
@@ -403,6 +403,7 @@ def shard_rows(
       layout: `"mod"` distributes neighbouring ids over the devices, so frequent ids
         that are neighbours do not all go to one device; `"block"` keeps neighbours
         together; a `TableWise` is for a stack of tables that lie on different devices.
+        The `layout` of another ShardedTable is also accepted.
       height: int, V, for a table given as a function.
       capacity: int, the number of rows that a device requests from one owner per round.
         It affects only speed: a smaller value costs rounds, a larger value costs
@@ -438,23 +439,21 @@ def shard_rows(
         capacity = _arguments.static_int(
             _CALL, "capacity", capacity, 1, " None for the default."
         )
-    if isinstance(layout, TableWise):
-        names = (axis,) if isinstance(axis, str) else axis
-        split_axes(_CALL, mesh, names, layout.num_groups)
-    elif isinstance(layout, str) and layout in LAYOUTS:
+    if isinstance(layout, str) and layout in LAYOUTS:
         layout = LAYOUTS[layout]
-    elif layout not in LAYOUTS.values():
+    if not isinstance(layout, Layout):
         is_text = isinstance(layout, str)
         raise (_arguments.wrong if is_text else _arguments.wrong_type)(
             _CALL,
             "layout",
             "'mod', 'block' or a TableWise",
             repr(layout),
-            (
-                "'mod' distributes neighbouring ids over all devices; 'block' "
-                "keeps them together."
-            ),
+            "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
+            "together.",
         )
+    if isinstance(layout, TableWise):
+        names = (axis,) if isinstance(axis, str) else axis
+        split_axes(_CALL, mesh, names, layout.num_groups)
 
     def make(values, height):
         if isinstance(layout, TableWise) and layout.height != height:

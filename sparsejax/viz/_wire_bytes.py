@@ -107,7 +107,7 @@ def wire_bytes(
     loop_trips: int = 1,
     branch: Callable[[Sequence[int]], int] = max,
 ) -> WireBytes:
-    """The bytes that one device sends in one run of a compiled program.
+    r"""The bytes that one device sends in one run of a compiled program.
 
     The sum over the program's collectives, each by its formula in the module's
     docstring, for example `2 B (g - 1) / g` for an all-reduce of B bytes in groups of g
@@ -134,7 +134,7 @@ def wire_bytes(
       >>> sj.viz.wire_bytes(compiled).total  # one device sends nothing
       0
       >>> text = "ENTRY %main {"
-      >>> text += "\\n %r = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}\\n}"
+      >>> text += "\n %r = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}\n}"
       >>> sj.viz.wire_bytes(text)
       collective  moves     group  times  bytes  made by
       --------------------------------------------------

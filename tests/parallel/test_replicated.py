@@ -102,6 +102,21 @@ def test_over_an_axis_of_vmap(capacity):
     np.testing.assert_array_equal(found.to_dense(), g.to_dense())
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rows_of_the_whole_batch_are_only_gathered(kind):
+    """Under `jax.set_mesh` JAX's own mesh says that the axis is not one device's."""
+    mesh, g = make_mesh(kind=kind), slots(10)
+    split = jax.device_put(g, NamedSharding(mesh, P("x")))
+    both = lambda g: sj.parallel.psum({"g": g, "n": jnp.ones(())}, "x", capacity=9)
+    with jax.set_mesh(mesh):
+        found = jax.jit(both)(split)
+        with pytest.raises(ValueError):
+            sj.parallel.psum(g, "y")
+    assert found["g"].values.sharding.is_fully_replicated
+    np.testing.assert_array_equal(found["g"].to_dense(), g.to_dense())
+    assert float(found["n"]) == 1.0
+
+
 # ------------------------------------------------------------------ data_parallel
 
 

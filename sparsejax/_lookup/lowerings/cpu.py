@@ -77,7 +77,7 @@ def bag_sum(
         one = lambda k: dataclasses.replace(spec, bits=(bits, k))
         planes = [bag_sum(table, ids, *rest, spec=one(k)) for k in range(8 // bits)]
         return jnp.concatenate(planes, axis=1)
-    weights = spec.weights(rest)  # never None for codes, and 0 out of range
+    weights: Any = spec.weights(rest)  # never None for codes, and 0 out of range
     if weights is not None and bits is None:
         weights = xla.in_range_only(weights, ids, table.shape[0])
     # Shapes are symbolic in an export for any size of batch.
