@@ -33,7 +33,7 @@ def order_after(values: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
     if _arguments.is_concrete(values):
         return values
     others = [x for x in others if x.size and _is_real(x.dtype)]
-    if not others or any(map(_compat.is_laid_out, (values, *others))):
+    if not others or any(map(_compat.has_mesh, (values, *others))):
         return values
     return _order_after_p.bind(values, *others)[0]
 
