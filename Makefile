@@ -19,10 +19,6 @@ INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-comp
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# What reads, sums, adds and finds rows.
-USES_KERNELS := tests/lookup tests/index tests/nn tests/optim tests/rows tests/segments \
-	$(addprefix tests/transform/test_,compiled.py export.py grad.py shard_map.py)
-
 # Stops with a sentence where $(1) is no Python, or one too old.
 check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	|| { echo "sparsejax needs Python 3.11 or newer; '$(1)' is" \
@@ -30,14 +26,14 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-window test-native test-colab lint types docs notebooks bench clean
+.PHONY: help demo test test-all test-window test-colab lint types docs notebooks bench clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.installed-demo  ## train a model with a large embedding table
-	@$(BIN)/python -m sparsejax.demo $(ARGS)
+demo: $(VENV)/.installed-demo  ## train word vectors on real text, and time a step
+	@$(BIN)/python examples/word2vec.py $(ARGS)
 
 test: $(VENV)/.installed-tests  ## what a contributor needs, in five minutes
 	@$(PYTEST) --quick $(ARGS)
@@ -48,16 +44,13 @@ test-all: $(VENV)/.installed-tests $(VENV)/.installed-tests-all  ## every test: 
 test-window: $(VENV)/.installed-tests  ## what depends on the release of JAX
 	@$(PYTEST) --quick -m window $(ARGS)
 
-test-native: $(VENV)/.installed-tests $(VENV)/.installed-native  ## the kernels in C++, and what they take part in
-	@SPARSEJAX_NATIVE=1 $(PYTEST) tests/lookup/test_native.py $(ARGS)
-	@SPARSEJAX_NATIVE=1 $(PYTEST) --quick $(USES_KERNELS) $(ARGS)
-
 test-colab: $(VENV)/.installed-tests  ## a notebook in an environment like Colab's
 	@TEST_COLAB=1 $(PYTEST) tests/house/test_install.py $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
+lint: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## ruff, import-linter
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## pyright
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --pythonpath $(BIN)/python $(ARGS)
@@ -81,11 +74,6 @@ $(VENV)/.made:
 	@echo "Making $(VENV) with `$(PYTHON) --version 2>&1`"
 	@$(PYTHON) -m venv $(VENV)
 	@$(call check_python,$(BIN)/python)
-	@touch $@
-
-$(VENV)/.installed-native: $(wildcard native/*.* native/src/*/*.py) | $(VENV)/.made
-	@echo "Building sparsejax-native into $(VENV)"
-	@$(INSTALL) --force-reinstall --no-deps ./native
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml tests/colab.txt tests/between.txt | $(VENV)/.made

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 NAMES = (
     "sweep",
+    "models",
     "step",
     "flat",
     "trace",
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    return importlib.import_module(f"benchmarks.{name}").main(rest)
+    file = f"{name}.__main__" if name == "models" else name
+    return importlib.import_module(f"benchmarks.{file}").main(rest)
 
 
 if __name__ == "__main__":

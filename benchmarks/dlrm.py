@@ -30,14 +30,9 @@ import optax
 
 import sparsejax as sj
 from benchmarks import timing
+from benchmarks.models.dlrm import NUM_DENSE, table_rows
 
 
-# Distinct values of the 26 categorical columns of the Criteo Kaggle data.
-CARDINALITIES = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
-    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)  # fmt: skip
-NUM_DENSE = 13
 BASE_RATE = 0.25  # of clicks where all features say nothing, about Criteo's
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.1),
@@ -160,11 +155,6 @@ class Clicks:
 def entropy(rate: float) -> float:
     """Of a coin that falls so often: the loss of a constant guess."""
     return float(-rate * np.log(rate) - (1 - rate) * np.log(1 - rate))
-
-
-def table_rows(cap: int) -> tuple[int, ...]:
-    """The sizes of the tables, none larger than `cap`."""
-    return tuple(min(n, cap) for n in CARDINALITIES)
 
 
 # ------------------------------------------------------------------ measuring

@@ -27,7 +27,7 @@ import optax
 import sparsejax as sj
 from benchmarks import timing
 from benchmarks.sweep import Case, loss_fn as click_loss, make_batch
-from sparsejax.demo import _text
+from examples import word2vec
 
 
 KINDS = ("dense", "exact", "lazy")
@@ -68,20 +68,19 @@ def skip_gram_loss(params: Any, ids: Any) -> jax.Array:
 
 def skip_grams(path: str | None, steps: int, batch: int, dim: int) -> Task:
     """Word vectors; the last tenth of the text is held out."""
-    corpus = _text.make_corpus(_text.read_text(path), 2, 10**6)
+    words, counts, ids = word2vec.read_corpus(path, 2)
     rng = np.random.default_rng(0)
-    keep = _text.keep_probability(corpus, 1e-4)
-    cut = corpus.tokens.size * 9 // 10
-    sampler = sj.data.NegativeSampler.from_counts(corpus.counts)
+    cut = ids.size * 9 // 10
+    sampler = sj.losses.NegativeSampler.from_counts(counts)
 
     def with_negatives(tokens, count):
-        pairs = _text.skip_grams(tokens, keep, 5, rng)
+        pairs = word2vec.skip_grams(tokens, counts, rng, 1e-4)
         pairs = np.resize(pairs, (count, 2))
         drawn = sampler.sample(jax.random.key(count), (count, NEGATIVES)).ids
         return np.concatenate([pairs, drawn], axis=1)
 
-    train = with_negatives(corpus.tokens[:cut], steps * batch)
-    shape = (len(corpus.words), dim)
+    train = with_negatives(ids[:cut], steps * batch)
+    shape = (len(words), dim)
     params = {
         "in": (rng.random(shape, np.float32) - 0.5) / dim,
         "out": np.zeros(shape, np.float32),
@@ -91,7 +90,7 @@ def skip_grams(path: str | None, steps: int, batch: int, dim: int) -> Task:
         skip_gram_loss,
         params,
         train.reshape(steps, batch, 2 + NEGATIVES),
-        with_negatives(corpus.tokens[cut:], 20_000),
+        with_negatives(ids[cut:], 20_000),
     )
 
 

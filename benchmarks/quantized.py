@@ -8,7 +8,6 @@ with other ids in every run; a ratio is the median of those of the turns.
     python -m benchmarks quantized
     python -m benchmarks quantized --bits 8 4 --check
 
-"plain" is ours without the kernels of sparsejax-native, where those are installed.
 Sides that are not installed are left out. `--check` asserts what the library claims on
 two cores of a CPU, and exits with 1 where it does not hold.
 """
@@ -119,10 +118,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for bits, layout in itertools.product(args.bits, args.layouts):
         small = sj.quantize(table, bits)
         ids = jax.ShapeDtypeStruct((bag.capacity_of(layout, args.bags),), jnp.int32)
-        sides = {}
-        for name, way in timing.ways().items():
-            with way():
-                sides[name] = jax_side(layout, args.bags, small, ids)
+        sides = {"ours": jax_side(layout, args.bags, small, ids)}
         sides["float32"] = jax_side(layout, args.bags, table, ids)
         if fbgemm_gpu is not None:
             sides["fbgemm"] = fbgemm_side(small)
@@ -179,7 +175,7 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def print_record(record: dict[str, Any]) -> None:
     """One line of the table."""
-    names = "ours", "plain", "float32", "fbgemm", "torch"
+    names = "ours", "float32", "fbgemm", "torch"
     shown = [record["ms"].get(name) for name in names]
     ms = "".join("       -" if x is None else f"{x:8.2f}" for x in shown)
     ratio = record["ratio"].get("fbgemm")
@@ -214,6 +210,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = timing.machine()
     print(" ".join(f"{k}={v}" for k, v in machine.items()))
     print(f"table [{args.rows}, {args.dim}], {args.bags} bags; medians in ms")
-    print("bits layout ids         ours   plain float32  fbgemm   torch   ratio   MB")
+    print("bits layout ids         ours float32  fbgemm   torch   ratio   MB")
     records = timing.collect(measure(args), print_record, args.json, machine)
     return timing.report(failures(records) if args.check else [])

@@ -107,8 +107,7 @@ def make_side(
     sparse = {"table": True, "w": False}  # also where a batch reads much of the table
     value_and_grad = functools.partial(sj.value_and_grad, tables=sparse)
     if name == "ours":
-        held = sj.parallel.shard_rows(table, mesh, "x")
-        lookup = functools.partial(sj.parallel.lookup, capacity=capacity)
+        held = sj.parallel.shard_rows(table, mesh, "x", capacity=capacity)
     elif name == "rows":
         even = np.pad(table, [(0, -len(table) % mesh.size), (0, 0)])
         held = jax.device_put(even, NamedSharding(mesh, P("x")))
@@ -171,7 +170,7 @@ def measure(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]
         run, state[name] = make_side(name, table, mesh, capacity)
         kind = "ids on all" if name == "columns" else "split"
         compiled[name] = timing.compile_apart(run, *state[name], first[kind])
-        wires[name] = sj.parallel.wire_bytes(compiled[name].run)
+        wires[name] = sj.viz.wire_bytes(compiled[name].run)
         *state[name], losses[name] = compiled[name].run(*state[name], first[kind])
         programs[name] = _program(name, compiled[name].run, kind)
     for name, loss in losses.items():
@@ -323,7 +322,7 @@ def measure_placements(args: argparse.Namespace, devices: int) -> dict[str, Any]
     times, _ = timing.alternate(
         programs, state, put, repeats=args.repeats, seconds=args.seconds
     )
-    wires = {n: sj.parallel.wire_bytes(c.run) for n, c in compiled.items()}
+    wires = {n: sj.viz.wire_bytes(c.run) for n, c in compiled.items()}
     return {
         "benchmark": "placements",
         "devices": devices,

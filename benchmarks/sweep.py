@@ -125,8 +125,10 @@ def make_step(
     return step
 
 
-def make_state(case: Case, tx: optax.GradientTransformation) -> Any:
-    """Parameters and optimizer state, in huge pages."""
+def make_state(
+    case: Case, tx: optax.GradientTransformation, huge_pages: bool = True
+) -> Any:
+    """Parameters and optimizer state, in huge pages unless told otherwise."""
 
     def make():
         shape = (case.rows, case.dim)
@@ -137,7 +139,8 @@ def make_state(case: Case, tx: optax.GradientTransformation) -> Any:
         return params, tx.init(params)
 
     state = jax.jit(make)()
-    sj.optim.huge_pages(state)  # as `init` does that is not jitted
+    if huge_pages:
+        sj.cpu.huge_pages(state)
     return state
 
 

@@ -56,8 +56,8 @@ Packages, each with its own help, such as `help(sj.optim)`
 - `parallel`: tables sharded over many devices.
 - `desc`: kinds, types and dimensions of variables without data; files.
 - `viz`: plots of the rows touched, and of programs.
+- `cpu`: memory settings of the process that speed up steps on a CPU.
 - `extend`: rules for your own primitives.
-- `experimental`: sparse gradients from JAX's own `grad`, on jax 0.12.
 
 A block of `nn` raises `NotPulledError` for a table that it did not declare.
 """
@@ -65,9 +65,9 @@ A block of `nn` raises `NotPulledError` for a table that it did not declare.
 import importlib.metadata as _metadata
 
 from sparsejax import (
+    cpu as cpu,
     data as data,
     desc as desc,
-    experimental as experimental,
     extend as extend,
     losses as losses,
     nn as nn,

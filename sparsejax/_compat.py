@@ -6,37 +6,28 @@ differs between releases of JAX, from 0.7.2 on. No other file of the package imp
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import experimental as _experimental, lax
 from jax._src import (
-    api as _api,
     core as _core,
     dispatch as _dispatch,
-    dtypes as _dtypes,
-    mesh as _mesh,
-    sharding_impls as _sharding_impls,
     source_info_util as _source_info,
-    tree_util as _tree_util,
+    xla_bridge as _xla_bridge,
 )
 from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
-from jax._src.interpreters import (
-    ad as _ad_src,
-    mlir as _mlir_src,
-    partial_eval as _partial_eval,
-    pxla as _pxla,
-)
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
+from jax._src.random import prng as _prng
 from jax._src.shard_map import shard_map_p as shard_map_p
-from jax.extend import core as _jex_core
+from jax.extend import core as _jex_core, random as _jex_random
 from jax.extend.core import primitives as primitives
 from jax.interpreters import ad as _ad, batching as _batching, mlir as _mlir
 
@@ -49,34 +40,22 @@ pvary_p = _core.pvary_p
 _namespace: Any = jax if hasattr(jax, "enable_x64") else _experimental
 enable_x64 = _namespace.enable_x64
 
-get_concrete_mesh = _mesh.get_concrete_mesh
+# Return True if JAX has started a backend, with its threads.
+has_backend = _xla_bridge.backends_are_initialized
 
 # Numbers in shapes may be symbols, in an export.
 InconclusiveDimensionOperation = _core.InconclusiveDimensionOperation
 max_dim = _core.max_dim
 
-# Types of one's own, with tangents of another type. Before jax 0.12 they are missing or
-# have other names, and `object` stands in: no value is ever made.
-HIJAX_RELEASE = "0.12"
-try:
-    from jax.experimental import hijax as _hijax
-except ImportError:  # jax 0.7.2
-    _hijax = None
-has_hijax = hasattr(_hijax, "HiPrim")
-HiType: Any = getattr(_hijax, "HiType", object) if has_hijax else object
-HiPrim: Any = getattr(_hijax, "HiPrim", object)
-
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))
 
-# Source lines in messages are the user's, not the library's. The demo is a user.
-for _name in os.listdir(_PACKAGE):
-    if _name not in ("demo", "__pycache__"):
-        _source_info.register_exclusion(os.path.join(_PACKAGE, _name))
+# Source lines in messages are the user's, not the library's.
+_source_info.register_exclusion(_PACKAGE + os.sep)
 
 
 def trace(fun, *args) -> tuple[Any, list[Any]]:
-    """`fun`, which returns a flat list, as `(open jaxpr, consts)`."""
+    """Traces `fun`, which returns a flat list; returns `(open jaxpr, consts)`."""
     return open_jaxpr(jax.make_jaxpr(fun)(*args))
 
 
@@ -90,7 +69,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def is_ref_type(aval: Any) -> bool:
-    """Whether `aval` is a mutable reference (`jax.new_ref`), not an array."""
+    """Return True if `aval` is a mutable reference (`jax.new_ref`), not an array."""
     return hasattr(aval, "inner_aval")
 
 
@@ -101,57 +80,6 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     functions, params = found if isinstance(found, tuple) else ((), found)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def nested(eqn: Any) -> dict[str, Any] | None:
-    """An equation as a nested `jit` that is inlined: the parameters of that `jit`.
-
-    Its inputs are the equation's, without literals, each of them once. None if an
-    output is not used, which has no name then, or if a type is one of hijax.
-    """
-    if any(isinstance(v, _core.DropVar) for v in eqn.outvars):
-        return None
-    if any(getattr(v.aval, "is_high", False) for v in (*eqn.invars, *eqn.outvars)):
-        return None
-    invars = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-    params = _nested_jit(len(invars), len(eqn.outvars), eqn.ctx, get_concrete_mesh())
-    closed = params["jaxpr"]
-    jaxpr, _ = open_jaxpr(closed)
-    # Where it is inlined it gets the name and the source line that it has there.
-    unnamed = eqn.replace(source_info=_source_info.new_source_info())
-    inner = jaxpr.replace(invars=invars, outvars=list(eqn.outvars), eqns=[unnamed])
-    if type(closed) is not type(jaxpr):
-        inner = closed.replace(jaxpr=inner)
-    return {**params, "jaxpr": inner, "inline": _INLINE, "name": eqn.primitive.name}
-
-
-_ways = getattr(_api, "Inline", None)  # jax 0.12
-_INLINE: Any = _ways.JAX_EARLY if _ways else True
-
-
-@functools.lru_cache(maxsize=256)
-def _nested_jit(
-    num_inputs: int, num_outputs: int, context: Any, mesh: Any
-) -> dict[str, Any]:
-    """The parameters of a `jit` with so many inputs and outputs, in that context."""
-    del context, mesh  # the present ones
-    fun = jax.jit(lambda *xs: [xs[0]] * num_outputs)
-    with jax.disable_jit(False):
-        jaxpr, _ = trace(fun, *(0.0,) * num_inputs)
-    return jaxpr.eqns[0].params
-
-
-def is_staged(x: Any) -> bool:
-    """Whether `x` is a tracer of which nothing is computed now, as inside a `jit`."""
-    trace = x._trace if isinstance(x, _core.Tracer) else None
-    while trace and not isinstance(trace, _partial_eval.DynamicJaxprTrace):
-        trace = getattr(trace, "parent_trace", None)
-    return trace is not None
-
-
-def is_staged_derivative(x: Any) -> bool:
-    """Whether `x` is staged and is differentiated, as by `jax.vjp`."""
-    return isinstance(x, _ad_src.LinearizeTracer) and is_staged(x)
 
 
 def placeholder(aval: Any) -> Any:
@@ -165,7 +93,7 @@ _placeholder_p.def_abstract_eval(lambda *, aval: aval)
 
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Iterator[None]:
-    """Equations bound inside keep this one's source line, name scope and settings."""
+    """Gives equations bound inside the source line, scope and settings of `eqn`."""
     stack = _source_info.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with _source_info.user_context(traceback, name_stack=stack), eqn.ctx.manager:
@@ -175,9 +103,9 @@ def equation_context(eqn: Any) -> Iterator[None]:
 def user_line(eqn: Any, enclosing: str | None = None) -> str:
     """`file:line` of the innermost frame in user code.
 
-    Frames of JAX and of this package are skipped. If all others are of installed
-    packages (a flax layer inside a scan, say), the line of the enclosing equation says
-    more, and is returned if it is known.
+    Frames of JAX and of this package are skipped. If all other frames are in installed
+    packages (a flax layer inside a scan, for example), the line of the enclosing
+    equation is returned, if it is known.
     """
     installed = None
     for frame in _source_info.user_frames(eqn.source_info.traceback):
@@ -200,7 +128,7 @@ def frames(eqn: Any) -> list[tuple[str, str, int]]:
 
 
 def _shown_name(file: str) -> str:
-    """A file's name as its author knows it: `In[3]` for a cell of a notebook."""
+    """The name of a file in messages: `In[3]` for a cell of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     # Releases before 7.33 name cells so that the number can be read.
@@ -235,12 +163,15 @@ def varying_axes(x: Any) -> frozenset:
     return frozenset(getattr(kind, "varying", ()))
 
 
-def to_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`x`, marked as varying over manual mesh axes that it does not vary over yet."""
+def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Marks `x` as varying over manual mesh axes, if it does not yet vary over them."""
+    missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
+    if not missing:
+        return x
     names: Any = lax
     if hasattr(lax, "pcast"):
-        return names.pcast(x, axes, to="varying")
-    return names.pvary(x, axes)  # jax 0.7.2
+        return names.pcast(x, missing, to="varying")
+    return names.pvary(x, missing)  # jax 0.7.2
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
@@ -253,11 +184,6 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
     return lax.all_gather(x, axes, tiled=True, to=to)
 
 
-def is_differentiated_with(x: Any, y: Any) -> bool:
-    """Whether `x` is a tracer of the same transformation as the tracer `y`."""
-    return isinstance(x, _core.Tracer) and x._trace is y._trace
-
-
 def explicit_spec(x: Any) -> tuple[Any, ...]:
     """How `x` is sharded over explicit mesh axes: a PartitionSpec's parts, or ()."""
     spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
@@ -265,7 +191,7 @@ def explicit_spec(x: Any) -> tuple[Any, ...]:
 
 
 def is_laid_out(x: Any) -> bool:
-    """Whether the type of `x` (or `x`, a type) has a mesh: sharded, or varying."""
+    """Return True if the type of `x`, an array or a type, is sharded or varying."""
     aval = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return bool(getattr(mesh, "axis_names", ()))
@@ -276,8 +202,6 @@ def linear_primitive(
     reference: Callable[..., jax.Array],
     platforms: Mapping[str, Callable[..., jax.Array]],
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-    *,
-    native: Callable[..., jax.Array] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -289,7 +213,6 @@ def linear_primitive(
         differentiated.
       platforms: by platform, a function that computes the same.
       types: see `platform_primitive`; without it, `reference` is traced.
-      native: see `platform_primitive`.
 
     Returns:
       The primitive.
@@ -304,7 +227,7 @@ def linear_primitive(
     def batch(args, dims):
         return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
 
-    p = _primitive(name, reference, platforms, types, native=native)
+    p = _primitive(name, reference, platforms, types)
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
     return p
@@ -318,8 +241,6 @@ def multilinear_primitive(
     batch: Callable[..., Any],
     *,
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-    native: Callable[..., Any] | None = None,
-    multiple_results: bool = False,
 ) -> Any:
     """Makes `reference` one primitive whose JVP is that primitive again.
 
@@ -334,29 +255,21 @@ def multilinear_primitive(
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
         axis first; `axes` are the mapped axes, or None.
       types: see `platform_primitive`; without it, `reference` is traced.
-      native: see `platform_primitive`.
-      multiple_results: whether `reference` returns a tuple. Then the first of its
-        results is the linear one, and the others have no derivative.
 
     Returns:
       The primitive.
     """
-    as_list = list if multiple_results else lambda out: [out]
-    as_results = (lambda outs: outs) if multiple_results else lambda outs: outs[0]
 
     def jvp(primals, tangents, **static):
-        outs = as_list(p.bind(*primals, **static))
-        zeros = [_ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
-        total, *others = zeros
+        out = p.bind(*primals, **static)
+        total = _ad.Zero(jax.typeof(out).to_tangent_aval())
         for k in transposes:
             if k < len(primals) and not isinstance(tangents[k], _ad.Zero):
                 args = [*primals[:k], tangents[k], *primals[k + 1 :]]
-                term = as_list(p.bind(*args, **static))[0]
-                total = _ad.add_tangents(total, term)
-        return as_results(outs), as_results([total, *others])
+                total = _ad.add_tangents(total, p.bind(*args, **static))
+        return out, total
 
-    def transpose(cotangents, *args, **static):
-        cotangent = as_list(cotangents)[0]
+    def transpose(cotangent, *args, **static):
         (k,) = (i for i, x in enumerate(args) if _ad.is_undefined_primal(x))
         like = args[k].aval
         result: list[Any] = [None] * len(args)
@@ -368,17 +281,9 @@ def multilinear_primitive(
         return result
 
     def batched(args, dims, **static):
-        outs = as_list(batch(p.bind, args, dims, **static))
-        return as_results(outs), as_results([0] * len(outs))
+        return batch(p.bind, args, dims, **static), 0
 
-    p = _primitive(
-        name,
-        reference,
-        platforms,
-        types,
-        native=native,
-        multiple_results=multiple_results,
-    )
+    p = _primitive(name, reference, platforms, types)
     _ad.primitive_jvps[p] = jvp
     _ad.primitive_transposes[p] = transpose
     _batching.primitive_batchers[p] = batched
@@ -390,14 +295,11 @@ def platform_primitive(
     reference: Callable[..., Sequence[jax.Array]],
     platforms: Mapping[str, Callable[..., Sequence[jax.Array]]],
     types: Callable[..., Sequence[tuple[Any, Any]]],
-    *,
-    native: Callable[..., Sequence[jax.Array]] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
     Under `vmap`, for derivatives, and in programs of several devices, `reference` takes
-    its place. So a lowering may be a loop that writes to its arguments in place, which
-    none of these could do well.
+    its place. So a lowering may be a loop that writes to its arguments in place.
 
     Args:
       name: of the primitive.
@@ -405,8 +307,6 @@ def platform_primitive(
       platforms: by platform, a function that computes the same.
       types: a function of the same arguments that returns the shapes and dtypes of the
         results.
-      native: computes the same on a CPU with kernels of this process; used in place of
-        `platforms["cpu"]` for programs of one device that are not exported.
 
     Returns:
       The primitive, which has multiple results.
@@ -441,7 +341,6 @@ def platform_primitive(
         reference,
         platforms,
         types,
-        native=native,
         multiple_results=True,
         one_device=True,
     )
@@ -491,7 +390,7 @@ def view_primitive(
 def only_needed(
     jaxpr: Any, consts: Sequence[Any], outputs: Sequence[bool] | None = None
 ) -> tuple[Any, list[Any], list[bool]]:
-    """An open jaxpr without what its outputs do not need.
+    """Removes the equations and inputs that the outputs of an open jaxpr do not need.
 
     Args:
       jaxpr: an open jaxpr.
@@ -499,7 +398,7 @@ def only_needed(
       outputs: which of its outputs to keep; by default all.
 
     Returns:
-      The jaxpr, its constants, and which of the inputs it still has.
+      The jaxpr, its constants, and for each old input True if it is still there.
     """
     outputs = [True] * len(jaxpr.outvars) if outputs is None else list(outputs)
     less, of_consts, of_inputs = _partial_eval.dce_jaxpr_consts(jaxpr, outputs)
@@ -536,16 +435,15 @@ def _primitive(
     platforms: Mapping[str, Callable[..., Any]],
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
     *,
-    native: Callable[..., Any] | None = None,
     multiple_results: bool = False,
     one_device: bool = False,
 ) -> Any:
     """A primitive whose platform is chosen when a program is lowered.
 
-    So jaxprs have no branch over platforms. With `one_device`, the lowerings of
-    `platforms` are for programs of one device only. `types` are those of the results;
-    without it, and where types say more, `reference` is traced to find them. `native`
-    is as `platform_primitive` has it.
+    Jaxprs therefore have no branch over platforms. If `one_device`, the lowerings of
+    `platforms` serve programs of one device only. `types` gives the shapes and dtypes
+    of the results. Without `types`, or if the types of the arguments have a mesh,
+    `reference` is traced to find them.
     """
     p = Primitive(name)
     p.multiple_results = multiple_results
@@ -565,257 +463,70 @@ def _primitive(
     rule = functools.partial(_mlir.lower_fun, multiple_results=multiple_results)
     everywhere = rule(reference)
     _mlir.register_lowering(p, everywhere)
-    chosen = {}
     for platform, lowering in platforms.items():
         own = rule(lowering)
-        chosen[platform] = (
-            _choose(own, everywhere, _has_one_device) if one_device else own
-        )
-    if native is not None:
-        otherwise = chosen.get("cpu", everywhere)
-        chosen["cpu"] = _choose(rule(native), otherwise, _runs_here)
-    for platform, lowering in chosen.items():
-        _mlir.register_lowering(p, lowering, platform=platform)
+        if one_device:
+            own = _on_one_device(own, everywhere)
+        _mlir.register_lowering(p, own, platform=platform)
     return p
 
 
-def _choose(own: Any, otherwise: Any, if_: Callable[[Any], bool]) -> Any:
-    """A lowering rule: `own` in programs of which `if_` is true."""
+def _on_one_device(own: Any, otherwise: Any) -> Any:
+    """Returns a lowering rule: `own` in programs of one device, else `otherwise`."""
 
     def rule(ctx, *args, **static):
-        lower = own if if_(ctx.module_context) else otherwise
-        return lower(ctx, *args, **static)
+        num_devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+        return (own if num_devices == 1 else otherwise)(ctx, *args, **static)
 
     return rule
-
-
-def _has_one_device(module: Any) -> bool:
-    return getattr(module.axis_context, "num_devices", None) == 1
-
-
-def _runs_here(module: Any) -> bool:
-    """Whether a program of one device is not exported, for others to run."""
-    return _has_one_device(module) and not module.lowering_parameters.for_export
-
-
-# ------------------------------------------------------------------ types of one's own
-
-
-def register_hitype(kind: Any, type_of: Callable[[Any], Any]) -> None:
-    """Registers the class of the values of a `HiType`, where JAX has them."""
-    if has_hijax:
-        hijax: Any = _hijax
-        hijax.register_hitype(kind, type_of)
-
-
-def array_method(f: Any) -> Any:
-    """A function of a traced value as a method of its `HiType`."""
-    hijax: Any = _hijax
-    return hijax.aval_method(f) if has_hijax else f
-
-
-def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """The type of an array."""
-    return _core.ShapedArray(tuple(shape), np.dtype(dtype))
-
-
-def is_zero(x: Any) -> bool:
-    """Whether a tangent or cotangent is a symbolic zero."""
-    return isinstance(x, _ad.Zero)
-
-
-def zero_tangent(aval: Any) -> Any:
-    """The symbolic zero tangent of a value of type `aval`."""
-    return _ad.Zero(aval.to_tangent_aval())
-
-
-def linearize_from_jvp() -> tuple[Any, Any]:
-    """The rules `lin` and `linearized` of a `HiPrim` that has a `jvp`."""
-    hijax: Any = _hijax
-    return tuple(hijax.linearize_from_jvp) if has_hijax else (None, None)
 
 
 # ------------------------------------------------------------------ opaque integers
 
 
-class _opaque(_dtypes.extended):
-    """The kind of `OpaqueInts`, as `np.integer` is of int32."""
+def define_opaque(
+    name: str, label: str, words: int, number: int
+) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
+    """Defines a dtype that JAX moves but does not compute with.
 
-
-class _OpaqueRules:
-    """What JAX asks of a dtype of its own (compare `KeyTyRules`, of random keys)."""
-
-    @staticmethod
-    def physical_element_aval(dtype):
-        return _core.ShapedArray((), dtype.ints)
-
-    @staticmethod
-    def physical_const(val):
-        return val.plain
-
-    @staticmethod
-    def convert_from(dtype, other):
-        return other == dtype.ints
-
-    @staticmethod
-    def convert_to(other, dtype):
-        return other == dtype.ints
-
-    @staticmethod
-    def tangent_dtype(dtype):
-        del dtype
-        return _dtypes.float0
-
-    @staticmethod
-    def zero(dtype):
-        del dtype
-        return np.zeros((), _dtypes.float0)
-
-    @staticmethod
-    def full(shape, fill_value, dtype):
-        """An array of zeros, as loops and `zeros_like` ask for: out of any range."""
-        if not isinstance(fill_value, int | float | np.ndarray) or fill_value != 0:
-            raise TypeError(f"full({fill_value}) is not accepted by {dtype.name}")
-        largest = np.iinfo(dtype.ints).max
-        return to_opaque(lax.full(shape, largest, dtype.ints), dtype)
-
-    @staticmethod
-    def global_sharded_result_handler(aval, out_sharding, committed):
-        plain = _core.physical_aval(aval)
-        make = _pxla.global_result_handlers[_core.ShapedArray]
-        sharding = _sharding_impls.physical_sharding(aval, out_sharding)
-        handler = make(plain, sharding, committed)
-        if hasattr(handler, "wrap"):
-            return handler.wrap(aval.dtype.array)
-        return lambda buffers: aval.dtype.array(handler(buffers))  # jax 0.7.2
-
-    @staticmethod
-    def make_sharded_array(aval, sharding, arrays, committed):
-        plain = _core.physical_aval(aval)
-        make = _pxla.global_result_handlers[_core.ShapedArray]
-        sharding = _sharding_impls.physical_sharding(aval, sharding)
-        arrays = [getattr(x, "plain", x) for x in arrays]
-        return aval.dtype.array(make(plain, sharding, committed)(arrays))
-
-
-@dataclasses.dataclass(frozen=True)
-class OpaqueInts(_dtypes.ExtendedDType):
-    """A dtype of integers that programs can move but not compute with.
-
-    Attributes:
-      ints: the dtype of the integers.
-      array: the class of such arrays outside of programs. Made from an array of
-        integers, which is its attribute `plain`.
-      short: the name of the dtype in jaxprs.
-      label: its name in errors.
-    """
-
-    ints: np.dtype
-    array: Any
-    short: str
-    label: str
-
-    _rules = _OpaqueRules
-
-    @property
-    def type(self) -> Any:
-        return _opaque
-
-    @property
-    def name(self) -> str:
-        return self.label
-
-    @property
-    def itemsize(self) -> int:
-        return self.ints.itemsize
-
-    def __str__(self) -> str:  # in jaxprs
-        return self.short
-
-    def __repr__(self) -> str:  # in errors
-        return self.label
-
-
-def is_tracing() -> bool:
-    """Whether operations are recorded or transformed, not run at once."""
-    return not _core.trace_state_clean()
-
-
-def to_opaque(ids: Any, dtype: OpaqueInts) -> Any:
-    """Integers, as a tracer or an array, of that dtype."""
-    return lax.convert_element_type(ids, dtype)
-
-
-def is_opaque(x: jax.Array) -> bool:
-    """Whether the dtype of `x` is an `OpaqueInts`."""
-    return isinstance(x.dtype, OpaqueInts)
-
-
-def from_opaque(x: Any) -> Any:
-    """The integers of a tracer; one of another dtype is returned as it is."""
-    return lax.convert_element_type(x, x.dtype.ints) if is_opaque(x) else x
-
-
-def register_opaque(array: Any, spec: Any, dtype_of: Callable[[Any], Any]) -> None:
-    """Registers the classes of opaque integers outside of programs.
+    The only dtype without arithmetic that JAX lets others define is a random key. So
+    this is the key of a generator that draws nothing. `jax.random.key_data` gives the
+    words back.
 
     Args:
-      array: a `jax.Array` with the attribute `plain`, an array of integers.
-      spec: a `jax.ShapeDtypeStruct` of integers.
-      dtype_of: the OpaqueInts for a dtype of integers.
+      name: unique; raw leaves in checkpoints of orbax are stored under it.
+      label: the text in the name of the dtype, `key<label>`, in jaxprs and errors.
+      words: int, uint32 words per element.
+      number: int, unique; exported programs store the dtype as this number.
+
+    Returns:
+      The dtype, and a function from uint32 `[..., words]` to an array `[...]` of it.
     """
-
-    def opaque(aval):
-        return aval.update(dtype=dtype_of(aval.dtype), weak_type=False)
-
-    def abstract(x):
-        plain = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        return opaque(_core.shaped_abstractify(plain))
-
-    def shard(xs, shardings, layouts, copy_semantics):
-        shardings = [
-            _sharding_impls.physical_sharding(x.aval, s) for x, s in zip(xs, shardings)
-        ]
-        xs = [x.plain for x in xs]
-        return _pxla.shard_args(shardings, layouts, copy_semantics, xs)
-
-    def constant(val, aval):
-        return _mlir_src.get_constant_handler(type(val.plain))(val.plain, aval)
-
-    array.aval = property(lambda x: opaque(_core.typeof(x.plain)))
-    _core.pytype_aval_mappings[array] = lambda x: x.aval
-    _core.pytype_aval_mappings[spec] = abstract
-    if hasattr(_dtypes, "register_canonicalize_value_handler"):
-        _dtypes.register_canonicalize_value_handler(array, None)
-    else:  # jax 0.7.2
-        _dtypes.canonicalize_value_handlers[array] = lambda x: x
-    _pxla.shard_arg_handlers[array] = shard
-    _mlir.register_constant_handler(array, constant)
-    _tree_util.dispatch_registry.register_node(
-        array, lambda x: ((x.plain,), None), lambda _, children: array(*children)
+    spec: Any = _jex_random.define_prng_impl(
+        key_shape=(words,),
+        seed=_draw,
+        split=_draw,
+        random_bits=_draw,
+        fold_in=_draw,
+        name=name,
+        tag=label,
     )
-    # In exported programs, which store a dtype as a number.
+    wrap = functools.partial(jax.random.wrap_key_data, impl=spec)
+    dtype: Any = jax.eval_shape(wrap, jax.ShapeDtypeStruct((words,), np.uint32)).dtype
+    # JAX has no public door for these two: orbax restores a key by its name, and
+    # exported programs store a dtype as a number. Both functions are JAX's own.
+    _prng.register_prng(dtype._impl)
     with contextlib.suppress(ImportError):  # needs flatbuffers, which is optional
         from jax._src.export import serialization
 
-        for number, name in enumerate(_INTEGERS, start=100):
-            serialization.register_dtype_kind(dtype_of(np.dtype(name)), number)
-
-    _sharding_impls.logical_sharding = _logical_sharding
+        serialization.register_dtype_kind(dtype, number)
+    return dtype, wrap
 
 
-_jax_logical_sharding = _sharding_impls.logical_sharding
-
-
-def _logical_sharding(shape: Any, dtype: Any, sharding: Any) -> Any:
-    """JAX's, for dtypes whose elements are scalars.
-
-    The sharding of such an array is that of its integers. JAX cuts the axes of an
-    element off its end as `spec[:-ndim]`, which for 0 axes leaves nothing.
-    """
-    if isinstance(dtype, OpaqueInts):
-        return sharding
-    return _jax_logical_sharding(shape, dtype, sharding)
-
-
-_INTEGERS = "int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
+def _draw(*args: Any) -> Any:
+    """Stands for each function of a generator. A module's function can be pickled."""
+    del args
+    raise TypeError(
+        "jax.random: a random key is needed, got the row ids of a SelectedRows. Pass a "
+        "key of jax.random.key."
+    )

@@ -47,8 +47,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 def _set_environment():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Tests read compiled programs; what the kernels compute has tests of its own.
-    os.environ.setdefault("SPARSEJAX_NATIVE", "0")
     flags = os.environ.get("XLA_FLAGS", "")
     for name, value in _XLA_FLAGS.items():
         if name not in flags:

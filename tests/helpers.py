@@ -13,11 +13,28 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
+from sparsejax._rows import row_ids
 
 
 # ------------------------------------------------------------------ numbers
 
 _TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+
+
+def as_numpy(leaf):
+    """A leaf of a tree as NumPy has it; the row ids of a SelectedRows as integers."""
+    return np.asarray(row_ids.unseal(leaf))
+
+
+def with_ids_as(dtype, tree):
+    """The same gradients with ids of another dtype, as if a library had cast leaves."""
+
+    def cast(g):
+        ids = np.asarray(g.rows).astype(dtype)
+        return jax.tree.unflatten(jax.tree.structure(g), [ids, g.values])
+
+    is_rows = lambda x: isinstance(x, sj.SelectedRows)
+    return jax.tree.map(lambda x: cast(x) if is_rows(x) else x, tree, is_leaf=is_rows)
 
 
 def assert_trees_close(actual, expected, *, rtol=None, atol=None):
@@ -28,7 +45,7 @@ def assert_trees_close(actual, expected, *, rtol=None, atol=None):
     chex.assert_trees_all_equal_structs(actual, expected)
     actual, expected = (
         {
-            jax.tree_util.keystr(path): np.asarray(leaf)
+            jax.tree_util.keystr(path): as_numpy(leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         }
         for tree in (actual, expected)
@@ -54,7 +71,7 @@ def assert_trees_close(actual, expected, *, rtol=None, atol=None):
 
 def assert_same_bits(actual, expected):
     """Equal arrays bit by bit: dtype, shape, signs of zeros and NaN too."""
-    actual, expected = np.asarray(actual), np.asarray(expected)
+    actual, expected = as_numpy(actual), as_numpy(expected)
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert actual.tobytes() == expected.tobytes()
@@ -198,7 +215,7 @@ def _heights(args):
 
 
 # Primitives that write in place where their operand is donated.
-IN_PLACE = ("scatter", "scatter-add", "update_rows", "add_rows")
+IN_PLACE = ("scatter", "scatter-add", "update_rows")
 
 
 def assert_no_dense(f, *args, allow=(), heights=None):

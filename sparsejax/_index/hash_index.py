@@ -1,25 +1,26 @@
-"""HashIndex: which row of a table belongs to which key, while keys come and go.
+"""HashIndex: the row of a table for each key, while keys come and go.
 
-The keys are in a hash table of static shape: buckets of 8 slots, at least twice as many
-slots as rows. A key is in one of two buckets, which its hashes name, and goes to the
-emptier of them.
+The keys are in a hash table of static shape: buckets of 8 slots, and at least twice as
+many slots as rows. Two hashes of a key choose two buckets. The key goes into the bucket
+with more empty slots.
 
-Why buckets. `find` reads two of them for every key, whatever happened before, so its
-cost is bounded, all keys of a batch are sought at once, and removing a key only empties
-its slot: open addressing along chains would need tombstones, or would have to move the
-keys behind it. With two choices and half of the slots empty, that both buckets of a key
-are full does not happen by chance; keys that somebody chose so are refused and counted.
+Why buckets. `find` reads two buckets for every key, whatever happened before. So its
+cost is bounded, it looks for all keys of a batch at once, and removing a key only
+empties its slot. Open addressing along chains would need tombstones, or would have to
+move the keys behind the removed one. With two choices and half of the slots empty, the
+two buckets of a key are never both full by chance. Keys that were made to collide are
+refused and counted.
 
 Why the order inside a batch does not matter. Unknown keys are sorted, so that each
-occurs once and has a rank. Ranks settle everything: which of two keys gets a contested
-slot, which keys get the rows that are left, and the number of the row.
+occurs once and has a rank. The rank decides which of two keys gets a contested slot,
+which keys get the remaining rows, and the number of the row.
 
-Why nothing is proportional to the capacity. Rows are handed out in order until all are
-used; from then on a row is free only because its key is evicted, for a key that takes
-it at once, so there is no list of free rows. Victims come from a window of consecutive
-rows that moves on at each eviction. In it, the least recently (or frequently) used ones
-are found exactly, by bisection; so they are exact for the whole index if the window is
-as long as the index, and otherwise each row is examined once a round.
+Why no cost is proportional to the capacity. Rows are given out in order until all are
+used. After that, a row becomes free only when its key is evicted for a key that takes
+the row at once, so there is no list of free rows. Victims come from a window of
+consecutive rows that moves on at each eviction. The least recently (or frequently) used
+rows of the window are found exactly, by bisection. They are exact for the whole index
+if the window is as long as the index; otherwise each row is examined once per round.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax import _arguments, _compat, _native
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._rows.always_true import always_true
 
 
 _CALL = "sparsejax.HashIndex"
-_LANES = 8  # slots of a bucket; with a key of 32 bits it fills a cache line
-_EMPTY = np.uint32(0xFFFFFFFF)  # the row in an empty slot
-_CHUNK = 4096  # new keys that are inserted at once
-_WINDOW = 4096  # rows among which victims are sought, at least
-_DEPTH = 4  # cells of a key in the sketch
-_MOST_SIGHTINGS = 255  # that a cell of the sketch counts, in its low 8 bits
-_MOST_ROWS = 1 << 29
+_LANES = 8  # slots per bucket: with 32-bit keys a bucket fills a cache line
+_EMPTY = np.uint32(0xFFFFFFFF)  # the row stored in an empty slot
+_CHUNK = 4096  # new keys inserted per turn of a loop
+_WINDOW = 4096  # the least number of rows searched for victims
+_DEPTH = 4  # cells per key in the sketch
+_MAX_SIGHTINGS = 255  # the largest count of a cell, which is in its low 8 bits
+_MAX_ROWS = 1 << 29
 
 _DATA = (
     "slots",
@@ -70,38 +72,38 @@ _STATIC = ("key_bits", "policy", "admit_after", "max_evictions", "window", "seed
 class HashIndex:
     """Rows of a table for keys that come and go, inside `jit`.
 
-    A vocabulary that grows while training: `insert` gives each new key a row of an
-    embedding table of `capacity` rows, and evicts keys when all rows are taken; `find`
-    only looks up. A pytree of static shape, made by `create`, so it works under `jit`,
-    `scan`, donation and `shard_map`, and is saved like any other tree.
+    A vocabulary that grows during training. `insert` gives each new key a row of an
+    embedding table of `capacity` rows, and evicts keys when all rows are in use; `find`
+    only looks up. `create` makes an empty one. It is a pytree of static shape, so it
+    works under `jit`, `scan`, donation and `shard_map`, and is saved like any tree.
 
     - A row belongs to one key, and to the same key until it is evicted.
     - The result does not depend on the order of the keys in a batch. A key that occurs
       several times counts once. New keys, in ascending order as unsigned integers, get
       the rows that were never used, and then those of evicted keys.
     - With `admit_after=k`, a key gets a row when it is seen for the k-th time. The
-      sightings of keys without a row are counted in a sketch, which may count too many,
-      and which forgets: a sighting counts until `capacity / 2` others were counted, or
-      up to twice as many.
+      sightings of keys without a row are counted in a sketch. The sketch may
+      overestimate a count, and it forgets: a sighting counts until between
+      `capacity / 2` and `capacity` later sightings were counted.
     - A key that gets no row has the row number `capacity`, which `sparsejax.lookup`
-      treats as out of range, and is counted: `num_waiting` if it is not yet admitted,
-      `num_refused` if there is no row for it, or if its two buckets of 8 slots are
+      treats as out of range. It is counted in `num_waiting` if it is not yet admitted,
+      and in `num_refused` if there is no row for it or its two buckets of 8 slots are
       full, which does not happen by chance.
-    - Evicted are the keys with the smallest last step ("lru"), or with the smallest
-      count and then last step ("lfu"), of the next `window` rows; among equal ones
-      those of the first rows. A key that was used at the current step is never evicted.
+    - Victims are the keys with the smallest last step ("lru"), or with the smallest
+      count and then last step ("lfu"), among the next `window` rows; ties go to the
+      first row. A key that was used at the current step is never evicted.
 
     Args:
-      slots: uint32 `[S, words + 1]`, the hash table: the words of a key, and its row.
-      slot_of_row: int32 `[capacity]`, where the key of each row is.
-      counts: int32 `[capacity]`, how many calls of `insert` contained the key of a row.
-      last_step: int32 `[capacity]`, the step of the latest of these calls.
+      slots: uint32 `[S, words + 1]`, the hash table: the words of a key, then its row.
+      slot_of_row: int32 `[capacity]`, the slot of each row's key.
+      counts: int32 `[capacity]`, the number of calls of `insert` with the row's key.
+      last_step: int32 `[capacity]`, the step of the latest such call.
       sketch: uint32 `[4, W]`, sightings of keys that have no row.
-      num_seen: uint32, how many the sketch has counted.
-      hand: int32, where the next window begins.
-      num_keys: int32, rows in use; they are the first ones.
-      num_evicted, num_refused, num_waiting: uint32, keys so far; in each call, each key
-        counts once.
+      num_seen: uint32, the number of sightings that the sketch has counted.
+      hand: int32, the first row of the next window.
+      num_keys: int32, the number of rows in use, which are the first rows.
+      num_evicted, num_refused, num_waiting: uint32, totals of keys. A key counts once
+        per call.
       key_bits, policy, admit_after, max_evictions, window, seed: static, see `create`.
 
     Example:
@@ -161,13 +163,14 @@ class HashIndex:
           key_bits: 32, or 64 for keys of two words, see `split_keys`.
           policy: "lru" evicts the least recently used keys, "lfu" the least frequently
             used ones.
-          admit_after: int from 1 to 255, in how many calls of `insert` a key must occur
-            to get a row.
-          max_evictions: int, how many keys one call of `insert` may evict; 0 for none.
-            By default as many as it has keys.
-          window: int, among how many rows a call seeks them. By default 8 times
-            `max_evictions`, and at least 4096. With `capacity` they are the least used
-            ones of all, and a call that evicts reads all of `last_step`.
+          admit_after: int from 1 to 255, the number of calls of `insert` that a key
+            must occur in to get a row.
+          max_evictions: int, the largest number of keys that one call of `insert`
+            evicts; 0 for none. The default is the number of keys in the call.
+          window: int, the number of rows that a call searches for victims. The default
+            is 8 times `max_evictions`, and at least 4096. With `window=capacity`,
+            victims are the least used keys of the index, and a call that evicts reads
+            all of `last_step`.
           seed: int, of the hashes. Another seed puts keys into other buckets.
 
         Raises:
@@ -182,26 +185,34 @@ class HashIndex:
         capacity = _arguments.static_int(
             call, "capacity", capacity, 1, " It is the number of rows of the table."
         )
-        if capacity > _MOST_ROWS:
-            raise ValueError(
-                f"{call}: capacity must be at most {_MOST_ROWS}, got {capacity}. "
-                "Split the keys by HashIndex.owners, with an index for each part."
+        if capacity > _MAX_ROWS:
+            raise _arguments.wrong(
+                call,
+                "capacity",
+                f"at most {_MAX_ROWS}",
+                f"{capacity}",
+                "Split the keys by HashIndex.owners, with an index for each part.",
             )
         if key_bits not in (32, 64):
-            raise ValueError(
-                f"{call}: key_bits must be 32 or 64, got {_arguments.show(key_bits)}. "
-                "Hash longer keys, such as strings, to 64 bits first."
+            raise _arguments.wrong(
+                call,
+                "key_bits",
+                "32 or 64",
+                _arguments.show(key_bits),
+                "Hash longer keys, such as strings, to 64 bits first.",
             )
         if policy not in ("lru", "lfu"):
-            raise ValueError(
-                f"{call}: policy must be 'lru' or 'lfu', got "
-                f"{_arguments.show(policy)}. To evict nothing, pass max_evictions=0."
+            raise _arguments.wrong(
+                call,
+                "policy",
+                "'lru' or 'lfu'",
+                _arguments.show(policy),
+                "To evict nothing, pass max_evictions=0.",
             )
         admit_after = _arguments.static_int(call, "admit_after", admit_after, 1)
-        if admit_after > _MOST_SIGHTINGS:
-            raise ValueError(
-                f"{call}: admit_after must be at most {_MOST_SIGHTINGS}, got "
-                f"{admit_after}."
+        if admit_after > _MAX_SIGHTINGS:
+            raise _arguments.wrong(
+                call, "admit_after", f"at most {_MAX_SIGHTINGS}", f"{admit_after}"
             )
         if max_evictions is not None:
             max_evictions = _arguments.static_int(call, "max_evictions", max_evictions)
@@ -209,8 +220,10 @@ class HashIndex:
             window = _arguments.static_int(call, "window", window, 1)
         seed = _arguments.static_int(call, "seed", seed)
 
-        num_buckets = _power_of_two(2 * capacity) // _LANES or 1
-        width = _power_of_two(max(1024, capacity)) if admit_after > 1 else 0
+        num_buckets = _arguments.next_power_of_two(2 * capacity) // _LANES or 1
+        width = (
+            _arguments.next_power_of_two(max(1024, capacity)) if admit_after > 1 else 0
+        )
         zero = lambda dtype: jnp.zeros((), dtype)
         empty = jnp.full((num_buckets * _LANES, 1), _EMPTY)
         keys = jnp.zeros((num_buckets * _LANES, key_bits // 32), jnp.uint32)
@@ -256,13 +269,13 @@ class HashIndex:
 
     @staticmethod
     def split_keys(keys: ArrayLike) -> Any:
-        """64-bit keys as two words of 32 bits, for JAX without `jax_enable_x64`.
+        """Splits 64-bit keys into two 32-bit words, for JAX without `jax_enable_x64`.
 
         Call it on the host, before a batch is passed to `jit`: JAX would truncate int64
         to int32.
 
         Args:
-          keys: integers of any shape and dtype. Narrower ones are extended to 64 bits.
+          keys: integers of any shape and dtype. Narrower keys are extended to 64 bits.
 
         Returns:
           uint32 `[*keys.shape, 2]`, the low word first; a NumPy array for NumPy keys.
@@ -291,16 +304,16 @@ class HashIndex:
 
     @staticmethod
     def join_keys(words: ArrayLike) -> np.ndarray:
-        """The 64-bit keys of which `split_keys` made these words. On the host.
+        """Joins the words made by `split_keys` into 64-bit keys, on the host.
 
         Args:
           words: uint32 `[..., 2]`.
 
         Returns:
-          int64 `[...]`. Of uint64 keys, those of 2^63 and more come back as negative.
+          int64 `[...]`. A uint64 key of 2^63 or more comes back as a negative number.
 
         Raises:
-          ValueError: the shape or dtype is another.
+          ValueError: `words` have another shape or dtype.
 
         Example:
           >>> import numpy as np, sparsejax as sj
@@ -317,9 +330,9 @@ class HashIndex:
         return (high | found[..., 0].astype(np.uint64)).view(np.int64)
 
     def owners(self, keys: ArrayLike, num_owners: int) -> jax.Array:
-        """Which of several indexes each key belongs to, by a hash.
+        """Assigns each key to one of several indexes, by a hash.
 
-        For an index on each device: the device d inserts its own keys, with
+        For one index per device: device d inserts its own keys, with
         `where=index.owners(keys, num_devices) == d`.
 
         Args:
@@ -347,19 +360,19 @@ class HashIndex:
     # -------------------------------------------------------------- operations
 
     def find(self, keys: ArrayLike) -> jax.Array:
-        """The row of each key, or `capacity` where it has none. Changes nothing.
+        """Returns the row of each key, `capacity` for a key without a row.
 
         Args:
-          keys: integers of any shape. With `key_bits=64` they are int64 or uint64, of
-            NumPy or under `jax_enable_x64`, or the words uint32 `[..., 2]` that
-            `split_keys` makes. -1 of 32 bits is the same key as 2^32 - 1.
+          keys: integers of any shape. With `key_bits=64` they are int64 or uint64 (of
+            NumPy, or under `jax_enable_x64`), or the words uint32 `[..., 2]` that
+            `split_keys` makes. The 32-bit key -1 is the same key as 2^32 - 1.
 
         Returns:
           int32, of the shape of `keys`.
 
         Raises:
-          TypeError: `keys` are not integers, or of another number of bits.
-          ValueError: `keys` of NumPy do not fit in 32 bits.
+          TypeError: `keys` are not integers, or have another number of bits.
+          ValueError: NumPy `keys` do not fit in 32 bits.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -373,28 +386,28 @@ class HashIndex:
     def insert(
         self, keys: ArrayLike, step: ArrayLike, *, where: ArrayLike | None = None
     ) -> tuple[HashIndex, jax.Array, jax.Array]:
-        """Gives rows to keys that have none, and notes that all of them were used.
+        """Gives rows to new keys, and records a use of every key.
 
-        Under `jax.jit`, donate the index: it is then updated in place, at a cost that
-        depends on the number of keys, not on the capacity.
+        Donate the index under `jax.jit`. It is then updated in place, at a cost that
+        depends on the number of keys and not on the capacity.
 
         Args:
           keys: as for `find`.
           step: int32, the number of the training step. Keys that were used at the same
             step, in this call or an earlier one, are not evicted.
-          where: booleans of the shape of `keys`, False for padding: such keys are not
-            inserted and read `capacity`.
+          where: booleans of the shape of `keys`, False for padding. Padding is not
+            inserted and gets the row `capacity`.
 
         Returns:
           `(index, rows, evicted)`: the new index; the row of each key, int32 of the
-          shape of `keys`, `capacity` where it has none; and the rows whose keys were
-          evicted, int32 `[m]`, ascending and then padded with `capacity`, with m the
-          number of keys or `max_evictions`, and at most `capacity`. Other keys have
-          these rows now, so give them fresh weights: `sparsejax.optim.reset_rows`.
+          shape of `keys`, `capacity` for a key without a row; and the rows whose keys
+          were evicted, int32 `[m]`, ascending and padded with `capacity`. m is the
+          number of keys or `max_evictions`, and at most `capacity`. These rows belong
+          to other keys now: give them new weights with `sparsejax.optim.reset_rows`.
 
         Raises:
           TypeError, ValueError: as for `find`; or `step` is not a whole number, or
-            `where` not booleans of the shape of `keys`.
+            `where` are not booleans of the shape of `keys`.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -411,9 +424,11 @@ class HashIndex:
         words, shape = self._words(call, keys)
         step = _arguments.to_array(call, step, "step", "a whole number")
         if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
-            raise TypeError(
-                f"{call}: step must be one int32, the number of the training step, got "
-                f"{_arguments.kind_of(step)}."
+            raise _arguments.wrong_type(
+                call,
+                "step",
+                "one int32, the number of the training step",
+                _arguments.kind_of(step),
             )
         step = step.astype(jnp.int32)
         if where is None:
@@ -421,9 +436,11 @@ class HashIndex:
         else:
             mask = _arguments.to_array(call, where, "where", "an array of booleans")
             if mask.shape != shape or mask.dtype != jnp.bool_:
-                raise ValueError(
-                    f"{call}: where must be booleans of the shape of keys, {shape}, "
-                    f"got {_arguments.kind_of(mask)}."
+                raise _arguments.wrong(
+                    call,
+                    "where",
+                    f"booleans of the shape of keys, {shape}",
+                    _arguments.kind_of(mask),
                 )
             mask = mask.reshape(-1)
         if not words[0].size:
@@ -432,14 +449,14 @@ class HashIndex:
         return index, rows.reshape(shape), evicted
 
     def keys_of(self, rows: ArrayLike) -> tuple[jax.Array, jax.Array]:
-        """The key of each row, and whether the row has one.
+        """Returns the key of each row, and which rows have a key.
 
         Args:
           rows: integers of any shape.
 
         Returns:
           `(keys, used)`: uint32 of the shape of `rows`, or `[*rows.shape, 2]` for
-          64-bit keys, zeros where a row has no key; and booleans of the shape of
+          64-bit keys, zeros for a row without a key; and booleans of the shape of
           `rows`.
 
         Raises:
@@ -459,7 +476,7 @@ class HashIndex:
         return (keys[..., 0] if self.key_bits == 32 else keys), used
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """All keys and their rows, as NumPy arrays on the host, in order of rows.
+        """Returns all keys and their rows, in order of rows, as NumPy arrays.
 
         Returns:
           `(keys, rows)`: int32 or int64 `[num_keys]`, and int32 `[num_keys]`.
@@ -480,7 +497,7 @@ class HashIndex:
     def _words(
         self, call: str, keys: Any
     ) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
-        """The words of keys, each uint32 `[n]`, low ones first, and their shape."""
+        """Returns the words of the keys, uint32 `[n]`, low word first; and a shape."""
         keys = _as_integers(call, keys)
         wide = keys.dtype.itemsize == 8
         if self.key_bits == 64:
@@ -494,9 +511,8 @@ class HashIndex:
                 raise TypeError(
                     f"{call}: this index has 64-bit keys, got {keys.dtype} of shape "
                     f"{keys.shape}. Pass int64, or the uint32 [..., 2] that "
-                    "HashIndex.split_keys makes of keys. It has to be called before "
-                    "they are passed to jit, which truncates int64 to int32 unless "
-                    "jax_enable_x64 is set."
+                    "HashIndex.split_keys makes of keys. Call it before jit, which "
+                    "truncates int64 to int32 unless jax_enable_x64 is set."
                 )
         elif not wide:
             words, shape = (_word(keys),), keys.shape
@@ -523,15 +539,15 @@ class HashIndex:
 
 def _as_integers(call: str, keys: Any) -> Any:
     if isinstance(keys, (int, list, tuple)) and not isinstance(keys, bool):
-        try:  # 64 bits, where JAX would take 32
+        try:  # NumPy keeps 64 bits, which JAX would cut to 32
             keys = np.asarray(keys)
         except ValueError:
-            pass  # lists of different lengths, which as_integers reports
+            pass  # lists of different lengths: as_integers raises the error
     return _arguments.as_integers(call, keys, "keys")
 
 
 def _word(keys: Any) -> jax.Array:
-    """Keys of at most 32 bits as uint32; negative ones keep their bits."""
+    """Returns keys of at most 32 bits as uint32; a negative key keeps its bits."""
     keys = jnp.asarray(keys)
     if jnp.issubdtype(keys.dtype, jnp.unsignedinteger):
         return keys.astype(jnp.uint32)
@@ -539,27 +555,27 @@ def _word(keys: Any) -> jax.Array:
 
 
 def _words_of_host(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    bits = keys.astype(np.uint64)  # negative ones keep their bits
+    bits = keys.astype(np.uint64)  # a negative key keeps its bits
     low = (bits & np.uint64(_EMPTY)).astype(np.uint32)
     return low, (bits >> np.uint64(32)).astype(np.uint32)
 
 
 def _words_of_wide(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Words of int64 under x64."""
+    """Returns the words of int64 or uint64 keys, which JAX has under x64."""
     bits = keys.astype(jnp.uint64)
     high = lax.shift_right_logical(bits, np.uint64(32))
     return bits.astype(jnp.uint32), high.astype(jnp.uint32)
 
 
 def _mix(x: Any) -> Any:
-    """MurmurHash3's finalizer: each bit of the result depends on each of x."""
+    """MurmurHash3's finalizer: each bit of the result depends on each bit of x."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def _hash(words: tuple[jax.Array, ...], seed: int, salt: int) -> jax.Array:
-    """Hashes of keys; for keys of one word, different ones for different keys."""
+    """Hashes keys. Keys of one word that differ have hashes that differ."""
     start = np.array([(seed * 0x9E3779B1 + salt * 0x85EBCA77) & 0xFFFFFFFF], np.uint32)
     x = _mix(start)[0]
     for word in words:
@@ -570,7 +586,7 @@ def _hash(words: tuple[jax.Array, ...], seed: int, salt: int) -> jax.Array:
 def _two_buckets(
     words: tuple[jax.Array, ...], num_buckets: int, seed: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The two buckets of each key, int32; different ones if there are several."""
+    """Returns the two buckets of each key, int32. They differ if num_buckets > 1."""
     last = np.uint32(num_buckets - 1)
     one = _hash(words, seed, salt=0) & last
     two = _hash(words, seed, salt=1) & last
@@ -579,22 +595,18 @@ def _two_buckets(
 
 
 def _slot(slots: jax.Array, bucket: jax.Array, lane: int) -> list[jax.Array]:
-    """The words of the keys in one slot of each bucket, and then their rows."""
+    """Reads one slot of each bucket: the words of its key, then its row."""
     at = bucket * np.int32(_LANES) + np.int32(lane)
     return [_take(slots, (at, column)) for column in range(slots.shape[1])]
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << max(0, least - 1).bit_length()
-
-
 def _take(x: jax.Array, index: Any) -> jax.Array:
-    """`x[index]`, which is in range."""
+    """`x[index]` without a check; `index` must be in range."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _set(x: jax.Array, index: Any, values: Any) -> jax.Array:
-    """`x` with `x[index] = values`; what is out of range is dropped."""
+    """Returns `x` after `x[index] = values`; indices out of range are dropped."""
     return x.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
 
@@ -605,46 +617,25 @@ def _set(x: jax.Array, index: Any, values: Any) -> jax.Array:
 def _find(index: HashIndex, words: tuple[jax.Array, ...]) -> jax.Array:
     slots = index.slots
     buckets = _two_buckets(words, slots.shape[0] // _LANES, index.seed)
-    has_kernel = _native.enabled() and words[0].size > 0
-    if has_kernel and not any(map(_compat.is_laid_out, (slots, *words))):
-        (row,) = _find_p.bind(slots, *buckets, *words)
-    else:
-        (row,) = _find_in_buckets(slots, *buckets, *words)
+    row = _find_in_buckets(slots, *buckets, *words)
     return jnp.minimum(row, np.uint32(index.capacity)).astype(jnp.int32)
 
 
 def _find_in_buckets(
     slots: jax.Array, one: jax.Array, two: jax.Array, *words: jax.Array
-) -> list[jax.Array]:
-    """The row beside each key in its buckets, or `_EMPTY`."""
+) -> jax.Array:
+    """Returns the row stored with each key in its two buckets, or `_EMPTY`."""
     row = jnp.full(words[0].shape, _EMPTY)
     # Slot by slot, which is one loop over the keys on a CPU. Whole buckets would be an
     # array `[n, 8, words + 1]` between two loops, at a third more time.
     for bucket in (one, two):
         for lane in range(_LANES):
             *held, found = _slot(slots, bucket, lane)
-            # An emptied slot may still have its key, but has no row.
+            # A slot whose key was evicted still has the key, but no row.
             for mine, word in zip(held, words, strict=True):
                 found = jnp.where(mine == word, found, _EMPTY)
             row = jnp.minimum(row, found)
-    return [row]
-
-
-def _find_with_kernel(
-    slots: jax.Array, one: jax.Array, two: jax.Array, *words: jax.Array
-) -> list[jax.Array]:
-    if not _native.enabled():
-        return _find_in_buckets(slots, one, two, *words)
-    return [_native.find_rows(slots, [one, two], list(words))]
-
-
-_find_p = _compat.platform_primitive(
-    "find_rows",
-    _find_in_buckets,
-    {},
-    lambda slots, one, two, word, *_: [(word.shape, word.dtype)],
-    native=_find_with_kernel,
-)
+    return row
 
 
 # ------------------------------------------------------------------ insert
@@ -654,6 +645,7 @@ _find_p = _compat.platform_primitive(
 def _insert(
     index: HashIndex, words: tuple[jax.Array, ...], mask: jax.Array, step: jax.Array
 ) -> tuple[HashIndex, jax.Array, jax.Array]:
+    # Inside `shard_map`, loops and branches need results that vary alike.
     index, words, mask, step = _vary_alike((index, words, mask, step))
     n, capacity = mask.shape[0], index.capacity
     found = jnp.where(mask, _find(index, words), np.int32(capacity))
@@ -664,7 +656,9 @@ def _insert(
     last_step = _set(index.last_step, found, step)
     index = dataclasses.replace(index, counts=counts, last_step=last_step)
 
-    # Keys that have none: each once, in ascending order. Usually they are few.
+    # Keys without rows: each once, in ascending order. In a running index they are few,
+    # so that sorting an eighth of the batch is usually enough. The case is 0 if there
+    # are none, 1 if there are few, and 2 if there are more.
     unknown = mask & (found == capacity)
     few = n // 8 if n >= _CHUNK else 0
     total = jnp.sum(unknown, dtype=jnp.int32)
@@ -689,6 +683,8 @@ def _insert(
         ],
     )
 
+    # New keys take the rows that were never used, then rows of evicted keys. The number
+    # of evictable rows bounds the claims, so that a key with a slot always gets a row.
     most = min(n if index.max_evictions is None else index.max_evictions, n, capacity)
     free = capacity - index.num_keys
     evictable = lax.cond(
@@ -712,6 +708,7 @@ def _insert(
         num_waiting=_add(index.num_waiting, num_new - claims.admitted),
     )
 
+    # The rows of the new keys are read back from the index, each duplicate included.
     def find_few():
         some = tuple(_take(word, jnp.minimum(where, n - 1)) for word in words)
         return _set(found, where, _find(index, some))
@@ -733,7 +730,7 @@ def _plus_one(counts: jax.Array) -> jax.Array:
 
 
 def _add(total: jax.Array, more: jax.Array) -> jax.Array:
-    """A sum of uint32 that stays at the largest number."""
+    """Adds to a uint32 total, which saturates at its largest value."""
     more = more.astype(jnp.uint32)
     return jnp.minimum(total, _EMPTY - more) + more
 
@@ -741,10 +738,14 @@ def _add(total: jax.Array, more: jax.Array) -> jax.Array:
 def _distinct(
     words: tuple[jax.Array, ...], mask: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The distinct keys where `mask` is true: ascending, in the first slots; count."""
+    """Returns the distinct keys with a true `mask`, ascending, first; and their number.
+
+    The slots after them hold zeros.
+    """
     total, n = jnp.sum(mask, dtype=jnp.int32), mask.shape[0]
-    # What is masked comes last. So may keys of this value, but then it is the same
-    # which of them are taken for masked.
+    # Masked keys become the largest value, so they are sorted to the end. A real key of
+    # this value is sorted there as well; since the two are equal, it does not matter
+    # which of them are cut off after `total`.
     ordered = [jnp.where(mask, word, _EMPTY) for word in reversed(words)]
     ordered = lax.sort(tuple(ordered), num_keys=len(words), is_stable=False)
     differs = functools.reduce(jnp.logical_or, [x[1:] != x[:-1] for x in ordered])
@@ -757,11 +758,11 @@ def _distinct(
 
 
 class _Claims(NamedTuple):
-    """Keys with the empty slots that they have got, in ascending order of keys.
+    """New keys and the empty slots that they claimed, in ascending order of keys.
 
-    `words` and `slots` are `[N]`, of which the first `filled` are used, with N a
-    multiple of the length of a chunk. `admitted` is the number of keys that were seen
-    often enough, with a slot or without.
+    `words` and `slots` are `[N]`, with N a multiple of the chunk's length. The first
+    `filled` elements are used. `admitted` is the number of keys that were seen often
+    enough, with a slot or without.
     """
 
     words: tuple[jax.Array, ...]
@@ -773,7 +774,9 @@ class _Claims(NamedTuple):
 def _claim_slots(
     index: HashIndex, words: tuple[jax.Array, ...], num_new: jax.Array, budget: Any
 ) -> tuple[HashIndex, _Claims]:
-    """Finds empty slots for the first `budget` new keys that are admitted."""
+    """Claims empty slots for the first `budget` new keys that are admitted."""
+    # In chunks, since `words` has room for a whole batch of new keys, and usually holds
+    # few: the loop ends after the chunk with the last one.
     n = words[0].shape[0]
     chunk = min(n, _CHUNK)
     padded = -(-n // chunk) * chunk
@@ -790,8 +793,10 @@ def _claim_slots(
             tries &= seen >= np.uint32(index.admit_after)
         rank = jnp.cumsum(tries, dtype=jnp.int32)
         admitted = claims.admitted + rank[-1]
+        # The first keys get the rows that are left.
         tries &= rank <= budget - claims.filled
         slots, claimed = _claim(slots, keys, tries, index.seed)
+        # Append the keys that got a slot to the claims.
         got = claimed >= 0
         place = claims.filled + jnp.cumsum(got, dtype=jnp.int32)
         target = jnp.where(got, place - 1, np.int32(padded))
@@ -820,11 +825,12 @@ def _claim_slots(
 def _claim(
     slots: jax.Array, keys: tuple[jax.Array, ...], tries: jax.Array, seed: int
 ) -> tuple[jax.Array, jax.Array]:
-    """An empty slot for each key that tries; -1 if both of its buckets are full.
+    """Claims an empty slot for each key that tries; -1 if its two buckets are full.
 
-    In each turn every key tries the first empty slot of its emptier bucket. The first
-    key wins the slot, by writing its number in place of a row. As a bucket takes one
-    key in a turn, the others see how full it has become, and buckets fill evenly.
+    In each turn, every key tries the first empty slot of its emptier bucket. The key
+    with the smallest number wins the slot and writes its number in place of a row. A
+    bucket takes one key per turn, so the other keys see how full it is now, and buckets
+    fill evenly.
     """
     numbers = lax.iota(jnp.uint32, tries.shape[0])
     bits, no_bit = np.uint32(1) << np.arange(_LANES, dtype=np.uint32), np.uint32(0)
@@ -833,7 +839,7 @@ def _claim(
 
     def turn(state):
         slots, claimed, waits = state
-        # The empty slots of a bucket, as bits.
+        # The empty slots of each bucket, as the bits of a number.
         one_is, two_is = (
             functools.reduce(
                 jnp.bitwise_or,
@@ -847,6 +853,7 @@ def _claim(
         is_two = lax.population_count(two_is) > lax.population_count(one_is)
         empty = jnp.where(is_two, two_is, one_is)
         waits &= empty > 0
+        # The position of the lowest bit that is set.
         first = lax.population_count((empty & (~empty + 1)) - 1).astype(jnp.int32)
         slot = jnp.where(is_two, two, one) * _LANES + jnp.minimum(first, _LANES - 1)
         target = jnp.where(waits, slot, np.int32(num_slots))
@@ -864,7 +871,7 @@ def _claim(
 def _write(
     index: HashIndex, claims: _Claims, evicted: jax.Array, free: Any, step: jax.Array
 ) -> HashIndex:
-    """Gives rows to the keys that have slots: unused ones, then those evicted."""
+    """Gives rows to the claimed keys: unused rows first, then rows of evicted keys."""
     capacity, num_keys = index.capacity, index.num_keys
     num_slots, length = index.slots.shape[0], claims.slots.shape[0]
     chunk = min(length, _CHUNK)
@@ -876,6 +883,7 @@ def _write(
         part = lambda x: lax.dynamic_slice(x, (begin,), (chunk,))
         rank = begin + lanes
         here = rank < claims.filled
+        # Unused rows are consecutive. After `free` of them, the victims' rows follow.
         row, is_taken = num_keys + rank, jnp.zeros_like(here)
         if most:
             is_taken = here & (rank >= free)
@@ -885,9 +893,10 @@ def _write(
 
         beyond = np.int32(num_slots)
         old = _take(slot_of_row, jnp.minimum(row, np.int32(capacity - 1)))
-        # Never true. But now what is written depends on what was read, so XLA writes
-        # in place.
-        row = jnp.where(old < 0, np.int32(capacity), row)
+        # The write depends on the read. Else XLA copies the array in order to write
+        # before it reads.
+        row = jnp.where(always_true(old), row, np.int32(capacity))
+        # The slot of an evicted key keeps the key but loses the row.
         old = jnp.where(is_taken, old, beyond)
         slots = _set(slots, (old, slots.shape[1] - 1), _EMPTY)
         slot = jnp.where(here, part(claims.slots), beyond)
@@ -911,14 +920,14 @@ def _write(
 
 
 def _window(index: HashIndex, most: int) -> tuple[jax.Array, int]:
-    """The first row among which victims are sought, and the number of these rows."""
+    """Returns the first row of the window of possible victims, and its length."""
     length = max(_WINDOW, 8 * most) if index.window is None else index.window
     length = min(length, index.capacity)
     return jnp.minimum(index.hand, index.capacity - length), length
 
 
 def _evictable(index: HashIndex, step: jax.Array, most: int) -> Any:
-    """Rows of the window, their last steps, and whether they may be evicted."""
+    """Returns the rows of the window, their last steps, and which may be evicted."""
     begin, length = _window(index, most)
     rows = begin + lax.iota(jnp.int32, length)
     last_step = lax.dynamic_slice(index.last_step, (begin,), (length,))
@@ -926,7 +935,7 @@ def _evictable(index: HashIndex, step: jax.Array, most: int) -> Any:
 
 
 def _count_evictable(index: HashIndex, step: jax.Array, most: int) -> jax.Array:
-    """How many rows a call may evict."""
+    """Returns the number of rows that a call may evict."""
     *_, evictable = _evictable(index, step, most)
     return jnp.minimum(jnp.sum(evictable, dtype=jnp.int32), np.int32(most))
 
@@ -938,7 +947,7 @@ def _no_rows(index: HashIndex, most: int) -> jax.Array:
 def _choose_victims(
     index: HashIndex, step: jax.Array, count: jax.Array, most: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`count` rows to evict, ascending and padded to `most`; where to go on."""
+    """Chooses `count` rows to evict, ascending, padded to `most`; moves the hand."""
     rows, last_step, left = _evictable(index, step, most)
     length, orders = rows.shape[0], [last_step]
     if index.policy == "lfu":
@@ -952,13 +961,18 @@ def _choose_victims(
 
 
 def _smallest(among: jax.Array, orders: list[jax.Array], count: jax.Array) -> jax.Array:
-    """Which `count` elements are first by `orders`, and then by position.
+    """Marks the `count` smallest elements by `orders`, ties by position.
 
-    By bisection of the range of each order: to sort is many times as much work.
+    Each order's range is bisected, which is many times faster than sorting.
+
+    Args:
+      among: booleans `[n]`, the elements to choose from.
+      orders: int32 `[n]` each, the first one counts most.
+      count: int32.
     """
     chosen = jnp.zeros_like(among)
     for order in orders:
-        # Unsigned, with negative numbers first.
+        # As unsigned numbers in the same order.
         order = lax.bitcast_convert_type(order, jnp.uint32) ^ np.uint32(1 << 31)
 
         def halve(limits, order=order, among=among, count=count):
@@ -967,7 +981,8 @@ def _smallest(among: jax.Array, orders: list[jax.Array], count: jax.Array) -> ja
             fits = jnp.sum(among & (order < middle), dtype=jnp.int32) < count
             return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
 
-        # The largest of the numbers with fewer than `count` elements below it.
+        # Find the largest limit with fewer than `count` elements below it. Elements
+        # below are chosen; elements at the limit are ties for the next order.
         limits = (
             jnp.min(order, where=among, initial=_EMPTY),
             jnp.max(order, where=among, initial=np.uint32(0)),
@@ -981,13 +996,13 @@ def _smallest(among: jax.Array, orders: list[jax.Array], count: jax.Array) -> ja
 
 
 def _first(mask: jax.Array, count: jax.Array) -> jax.Array:
-    """The first `count` of the elements where `mask` is true."""
+    """Returns `mask` with only its first `count` true elements."""
     n, width = mask.shape[0], 128
     parts = -(-n // width)
     flags = jnp.pad(mask, (0, parts * width - n)).reshape(parts, width)
     up_to = jnp.cumsum(jnp.sum(flags, axis=1, dtype=jnp.int32))
-    # Whole parts, and the beginning of the next one: running counts of all would take
-    # ten times as long.
+    # Count by parts, then inside one part: a running count over all elements takes ten
+    # times as long.
     whole = jnp.sum(up_to <= count, dtype=jnp.int32)
     left = count - jnp.max(up_to, where=up_to <= count, initial=np.int32(0))
     part = lax.iota(jnp.int32, parts)[:, None]
@@ -1001,7 +1016,7 @@ def _first(mask: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _generation(index: HashIndex) -> jax.Array:
-    """It grows by one after half as many sightings as the sketch has columns."""
+    """Returns the generation. It increases each `columns / 2` sightings."""
     length = max(index.sketch.shape[1] // 2, 1)
     return (index.num_seen // np.uint32(length)) & np.uint32(0xFFFFFF)
 
@@ -1013,11 +1028,11 @@ def _count_sightings(
     generation: jax.Array,
     seed: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """How often each key has been seen, this time included, and the new sketch.
+    """Counts a sighting of each key; returns the counts and the new sketch.
 
-    A cell has its count and the generation in which it was written. In the next one it
-    still counts in full, and then it is halved for each generation that has passed. So
-    old sightings fade without a pass over the sketch.
+    A cell holds a count and the generation in which it was written. In the next
+    generation the count is still whole; each later generation halves it. So old
+    sightings fade without a pass over the sketch.
     """
     width = sketch.shape[1]
     one, two = _hash(keys, seed, salt=2), _hash(keys, seed, salt=3)
@@ -1028,10 +1043,10 @@ def _count_sightings(
     cells = _take(sketch, (row, column))
     age = (generation - (cells >> 8)) & np.uint32(0xFFFFFF)
     halvings = jnp.clip(age, 1, 32) - 1
-    held = (cells & np.uint32(_MOST_SIGHTINGS)) >> halvings
-    seen = jnp.minimum(jnp.min(held, axis=0) + 1, np.uint32(_MOST_SIGHTINGS))
-    # Only the smallest counts rise: the others have counted other keys as well. With
-    # the generation above, the larger of two cells is the later one.
+    held = (cells & np.uint32(_MAX_SIGHTINGS)) >> halvings
+    seen = jnp.minimum(jnp.min(held, axis=0) + 1, np.uint32(_MAX_SIGHTINGS))
+    # Only cells below `seen` rise: cells above it have counted other keys too. The
+    # generation is in the high bits, so `max` keeps the later of two values.
     written = (generation << 8) | jnp.maximum(held, seen[None])
     column = jnp.where(here[None], column, np.int32(width))
     sketch = sketch.at[row, column].max(
@@ -1044,16 +1059,11 @@ def _count_sightings(
 
 
 def _vary_alike(tree: Any) -> Any:
-    """Marks all leaves as varying over the manual mesh axes over which any does."""
+    """Marks all leaves as varying over each mesh axis that a leaf varies over."""
     leaves, treedef = jax.tree.flatten(tree)
     axes = frozenset().union(*map(_compat.varying_axes, leaves))
-    return treedef.unflatten([_vary(x, axes) for x in leaves])
+    return treedef.unflatten([_compat.to_varying(x, axes) for x in leaves])
 
 
 def _vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    return _vary(x, _compat.varying_axes(like))
-
-
-def _vary(x: jax.Array, axes: frozenset) -> jax.Array:
-    missing = tuple(sorted(axes - _compat.varying_axes(x)))
-    return _compat.to_varying(x, missing) if missing else x
+    return _compat.to_varying(x, _compat.varying_axes(like))

@@ -2,7 +2,7 @@
 
 Invariant, as in `lookup`: `dense` is read once, by one primitive whose operand is
 `dense` itself, and an element of the matrix that is dropped (its column or row is out
-of range) is out of range for that primitive too. The gradient of `dense` therefore has
+of range) is also out of range for that primitive. The gradient of `dense` therefore has
 only the rows in the matrix's column indices.
 """
 
@@ -18,9 +18,10 @@ from sparsejax._arguments import ArrayLike, CSRLike
 from sparsejax._lookup import lookup
 from sparsejax._lookup.bag_sum import bag_sum, quantized_bag_sum
 from sparsejax._rows import (
-    QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
     reduce_row_table,
@@ -33,7 +34,7 @@ _CALL = "sparsejax.dot"
 
 def dot(
     csr: CSRLike,
-    dense: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    dense: ArrayLike | Table,
     *,
     transpose: bool = False,
     num_columns: int | None = None,
@@ -54,8 +55,8 @@ def dot(
         shape, in which rows that are not stored are zeros; a QuantizedTable; or a
         ShardedTable.
       transpose: whether to multiply by the transposed matrix.
-      num_columns: int C. Inferred from the shape of a scipy matrix or a BCSR, and from
-        `dense` unless transposed; a SegmentTensor needs it with `transpose`.
+      num_columns: int C. By default the column count of a scipy matrix or a BCSR, or
+        the first axis of `dense`; required for a SegmentTensor with `transpose`.
 
     Returns:
       `[S, ...]`. With `transpose`, a SelectedRows of height C with one slot per element
@@ -90,15 +91,7 @@ def dot(
     csr, num_columns = _as_csr(csr, num_columns)
     index, value = _elements(csr)
     segment_ids = csr.segment_ids
-    dense = dense if isinstance(dense, RowTable) else _arguments.as_array(dense)
-    if not isinstance(dense, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
-        raise TypeError(
-            f"{_CALL}: dense must be a JAX or NumPy array, a SelectedRows or a "
-            f"QuantizedTable, got {_arguments.kind_of(dense)}."
-        )
-    if dense.ndim == 0:
-        raise ValueError(f"{_CALL}: dense must have at least one axis, got a scalar.")
-    lookup.check_not_stacked(_CALL, "dense", dense)
+    dense = as_table(_CALL, dense, "dense")
     if transpose and num_columns is None:
         raise ValueError(
             f"{_CALL}: transpose=True needs the number of columns, which a "
@@ -111,16 +104,18 @@ def dot(
     rows, columns = reversed(shape) if transpose else shape
     if dense.shape[0] != columns:
         mark = ".T" if transpose else ""
-        raise ValueError(
-            f"{_CALL}: the first axis of dense must be {columns}, since csr{mark} is "
-            f"[{rows}, {columns}], got shape {dense.shape}."
+        raise _arguments.wrong(
+            _CALL,
+            "the first axis of dense",
+            f"{columns}, since csr{mark} is [{rows}, {columns}]",
+            f"shape {dense.shape}",
         )
 
     index = _arguments.as_ids(_CALL, index, shape[1], "csr's index")
     counts = indexing.in_range(index, shape[1]) & indexing.in_range(
         segment_ids, shape[0]
     )
-    # A dropped element may hold anything, in all three.
+    # Column, value and row of a dropped element may be anything, even NaN.
     index = jnp.where(counts, index, _arguments.scalar(shape[1], index))
     dtype = indexing.promote(value.dtype, dense.dtype)
     if dtype == jnp.bool_:
@@ -160,21 +155,24 @@ def dot(
 
 
 def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | None]:
-    """`csr` as a SegmentTensor, and its number of columns if known."""
+    """Returns `csr` as a SegmentTensor, and its number of columns if known."""
     if isinstance(csr, SegmentTensor):
         return csr, num_columns
-    # scipy matrices and BCSR are recognized by their attributes, so neither is
-    # imported. scipy's CSC has the same three arrays, but a different meaning.
+    # scipy matrices and BCSR are recognized by their attributes, without importing
+    # either package. scipy's CSC has the same three arrays with another meaning.
     known = all(hasattr(csr, name) for name in ("indptr", "indices", "data", "shape"))
     if not known or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
         found = _arguments.kind_of(csr)
         if known:
             found += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
-        raise TypeError(
-            f"{_CALL}: csr must be a SegmentTensor with values {{'index', 'value'}}, "
-            f"a scipy CSR matrix or a BCSR, got {found}. Use "
-            "SegmentTensor.from_csr(indptr, indices, data), or .tocsr() for scipy's "
-            "other formats."
+        raise _arguments.wrong_type(
+            _CALL,
+            "csr",
+            "a SegmentTensor with values {'index', 'value'}, a scipy CSR matrix or a "
+            "BCSR",
+            found,
+            "Use SegmentTensor.from_csr(indptr, indices, data), or .tocsr() for "
+            "scipy's other formats.",
         )
     if num_columns is not None and num_columns != csr.shape[1]:
         raise ValueError(
@@ -185,19 +183,24 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
 
 
 def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array]:
-    """Column and value of each element."""
+    """Returns the column and the value of each element."""
     values = csr.values
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         is_dict = isinstance(values, dict)
         found = f"a dict of {sorted(values)}" if is_dict else _arguments.kind_of(values)
-        raise TypeError(
-            f"{_CALL}: csr's values must be {{'index': int[n], 'value': dtype[n]}}, "
-            f"got {found}. If every id has weight one, use value=jnp.ones(n)."
+        raise _arguments.wrong_type(
+            _CALL,
+            "csr's values",
+            "{'index': int[n], 'value': dtype[n]}",
+            found,
+            "If every id has weight one, use value=jnp.ones(n).",
         )
     index, value = values["index"], jnp.asarray(values["value"])
     if value.ndim != 1 or jnp.shape(index) != value.shape:
-        raise ValueError(
-            f"{_CALL}: csr's values must be {{'index': int[n], 'value': dtype[n]}}, "
-            f"got shapes {jnp.shape(index)} and {value.shape}."
+        raise _arguments.wrong(
+            _CALL,
+            "csr's values",
+            "{'index': int[n], 'value': dtype[n]}",
+            f"shapes {jnp.shape(index)} and {value.shape}",
         )
     return index, value

@@ -2,11 +2,10 @@
 
 `sum`, `mean` and `sqrtn` are one weighted sum, `bag_sum`, and a divisor computed from
 the weights alone, so the rows read are never an array in the program. The other
-combiners, tables that are SelectedRows or `sparsejax.experimental.sparse_table`, and
-`max_norm` read the rows first.
+combiners, tables that are SelectedRows, and `max_norm` read the rows first.
 
-Skipped elements (padding, and those in no bag) are ignored by every combiner: in sums,
-in counts and in maxima.
+Every combiner ignores skipped elements (padding, and elements that are in no bag): in
+sums, in counts and in maxima.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ from sparsejax._rows import (
     QuantizedTable,
     RowTable,
     SelectedRows,
+    Table,
+    as_table,
     indexing,
     is_quantized,
-    is_sparse_table,
     reduce_row_table,
 )
 from sparsejax._segments import SegmentTensor
@@ -45,7 +45,7 @@ _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
 
 def embedding_bag(
-    table: ArrayLike | SelectedRows | QuantizedTable | RowTable,
+    table: ArrayLike | Table,
     ids: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
@@ -69,10 +69,10 @@ def embedding_bag(
     - `"logsumexp"`: `out[b] = log sum exp(x_i)`
     - `"none"`: the rows themselves, as `sparsejax.lookup` returns them
 
-    An empty bag gives zeros, whatever the combiner, and so do a mean whose
-    weights sum to 0 and a sqrtn whose weights are all 0. Differentiable in
-    `table` and `weights`; under `sparsejax.grad` the gradient of the table is a
-    SelectedRows with one row per id.
+    An empty bag gives zeros with every combiner. A mean whose weights sum to 0 and a
+    sqrtn whose weights are all 0 give zeros. Differentiable in `table` and `weights`;
+    under `sparsejax.grad` the gradient of the table is a SelectedRows with one row per
+    id.
 
     Args:
       table: `[V, ...]`, as in `sparsejax.lookup`: an array, a SelectedRows, a
@@ -86,12 +86,11 @@ def embedding_bag(
       weights: real numbers with the shape of `ids` (or of its values), for the
         combiners sum, mean and sqrtn.
       combiner: how a bag is reduced.
-      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
-        `"raise"` or `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean,
-        whatever it reads.
+      mode: the row for an id out of range: `"fill"` (NaN), `"clip"`, `"zero"`,
+        `"raise"` or `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean.
       padding_id: int, an id that does not count in any bag.
       max_norm: positive number, as in `sparsejax.lookup`.
-      indices_are_sorted: whether `segment_ids` are ascending, which is faster.
+      indices_are_sorted: bool, a promise that `segment_ids` ascend, which is faster.
 
     Returns:
       `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for
@@ -123,11 +122,10 @@ def embedding_bag(
       Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
       TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
-    table = lookup.as_readable(_CALL, table)
+    table = as_table(_CALL, table)
     if table.dtype == jnp.bool_:
-        raise TypeError(
-            f"{_CALL}: table must be numeric, got bool. Cast it with "
-            ".astype(jnp.int32)."
+        raise _arguments.wrong_type(
+            _CALL, "table", "numeric", "bool", "Cast it with .astype(jnp.int32)."
         )
     lookup.check_order(_CALL, table, ids)
     mode = lookup.check_mode(_CALL, mode)
@@ -141,14 +139,14 @@ def embedding_bag(
         if segments is not None:
             skip = ~segments.inside if skip is None else skip | ~segments.inside
         if w is not None and skip is not None:
-            w = indexing.zero_unless(~skip, w)  # it may be inf, and 0 * inf is NaN
+            w = indexing.zero_unless(~skip, w)  # w may be inf, and 0 * inf is NaN
         if isinstance(table, RowTable):
             pair = None if segments is None else (segments.ids, segments.count)
             how = dict(combiner=combiner, mode=mode, max_norm=max_norm)
             return reduce_row_table(table, _CALL, ids, skip, w, pair, **how)
         bags = _Bags(ids, skip, w, segments)
         fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
-        fuses &= max_norm is None and not is_sparse_table(table)
+        fuses &= max_norm is None
         if fuses and not isinstance(table, SelectedRows):
             total = _fused_sum(table, bags, mode)
             return _divide(total, bags, combiner).astype(table.dtype)
@@ -159,21 +157,27 @@ def embedding_bag(
 
     if isinstance(ids, SegmentTensor):
         if not hasattr(ids.values, "dtype"):
-            raise TypeError(
-                f"{_CALL}: the values of the SegmentTensor must be one array of ids, "
-                f"got {_arguments.kind_of(ids.values)}. Pass one of its arrays as "
-                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). "
-                "If its values are a SegmentTensor, pass embedding_bag(table, "
-                "st.values), which has one bag per inner segment."
+            raise _arguments.wrong_type(
+                _CALL,
+                "the values of the SegmentTensor",
+                "one array of ids",
+                _arguments.kind_of(ids.values),
+                "Pass one of its arrays as SegmentTensor(st.values['ids'], "
+                "st.segment_ids, st.num_segments). If its values are a SegmentTensor, "
+                "pass embedding_bag(table, st.values), which has one bag per inner "
+                "segment.",
             )
     else:
         if isinstance(ids, (list, tuple)):
             lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
             if len(lengths) > 1:
-                raise TypeError(
-                    f"{_CALL}: ids must be an array, got lists of different lengths. "
+                raise _arguments.wrong_type(
+                    _CALL,
+                    "ids",
+                    "an array",
+                    "lists of different lengths",
                     "Convert them: embedding_bag(table, "
-                    "SegmentTensor.from_lists(ids))."
+                    "SegmentTensor.from_lists(ids)).",
                 )
         ids = _arguments.as_integers(_CALL, ids)
         if segment_ids is None or ids.ndim != 1:
@@ -192,7 +196,7 @@ class _Bags:
 
     Args:
       ids: integers, the ids looked up.
-      skip: bool, which elements are in no bag; None if all are in one.
+      skip: bool, true for elements that are in no bag; None if each is in a bag.
       weights: numbers, or None for ones.
       segments: None for fixed bags.
     """
@@ -203,7 +207,7 @@ class _Bags:
     segments: Segments | None
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sums per bag of `x`, a number or a row for each element."""
+        """Returns the sum of `x`, a number or a row for each element, of each bag."""
         if self.skip is not None:
             x = indexing.zero_unless(~self.skip, x)
         if self.segments is None:
@@ -212,7 +216,7 @@ class _Bags:
 
 
 def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
-    """`reduce` of padded ids, one bag per row."""
+    """Returns `reduce` of padded ids, one bag per row."""
     for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
         if given is not None and ids.ndim > 1:
             raise ValueError(
@@ -234,10 +238,12 @@ def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
 def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
     if combiner not in _COMBINERS:
         known = ", ".join(map(repr, _COMBINERS))
-        raise ValueError(
-            f"{_CALL}: combiner must be one of {known}, got "
-            f"{_arguments.show(combiner)}. 'none' returns the rows without reducing "
-            "them."
+        raise _arguments.wrong(
+            _CALL,
+            "combiner",
+            f"one of {known}",
+            _arguments.show(combiner),
+            "'none' returns the rows without reducing them.",
         )
     if weights is not None and combiner not in _SUMS:
         raise ValueError(
@@ -254,15 +260,18 @@ def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
 
 
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
-    """`weights` in the shape of `ids`, in the accumulator dtype for `dtype`."""
+    """Returns `weights` in the shape of `ids`, in the accumulator dtype of `dtype`."""
     if isinstance(weights, SegmentTensor):
-        raise TypeError(
-            f"{_CALL}: weights must be an array, got a SegmentTensor. Pass "
-            "weights.values, one number per id."
+        raise _arguments.wrong_type(
+            _CALL,
+            "weights",
+            "an array",
+            "a SegmentTensor",
+            "Pass weights.values, one number per id.",
         )
     weights = _arguments.to_array(_CALL, weights, "weights")
     if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
-        weights = weights.reshape(ids.shape)  # as was done to the ids
+        weights = weights.reshape(ids.shape)  # as the ids were
     if weights.shape != ids.shape:
         raise ValueError(
             f"{_CALL}: weights must have the shape of ids, {ids.shape}, one number for "
@@ -270,9 +279,12 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
         )
     real = jnp.issubdtype(weights.dtype, jnp.floating)
     if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
-        raise TypeError(
-            f"{_CALL}: weights must be real numbers, got {weights.dtype}. Cast them "
-            "with .astype(jnp.float32)."
+        raise _arguments.wrong_type(
+            _CALL,
+            "weights",
+            "real numbers",
+            f"{weights.dtype}",
+            "Cast them with .astype(jnp.float32).",
         )
     return weights.astype(indexing.float_accumulator_dtype(dtype))
 
@@ -281,7 +293,7 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
 
 
 def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax.Array:
-    """The weighted sum of each bag, in the accumulator's type."""
+    """Returns the weighted sum of each bag, in the accumulator's dtype."""
     height = table.shape[0]
     wanted = lookup.clip_ids(_CALL, table, bags.ids) if mode == "clip" else bags.ids
     ids = wanted
@@ -314,13 +326,13 @@ def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax
         is_bad = bags_with(
             bad, segments.ids, segments.count, indices_are_sorted=segments.is_sorted
         )
-    # NaN is added, so that the other rows of the bag keep their gradients.
+    # Adding NaN, unlike selecting it, keeps the gradients of the bag's other rows.
     nan = jnp.where(is_bad, jnp.nan, 0)
     return total + indexing.append_axes(nan.astype(total.dtype), total.ndim)
 
 
 def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
-    """The weighted sum divided as `combiner` has it."""
+    """Divides the weighted sums as the combiner requires."""
     if combiner == "sum":
         return total
     dtype = indexing.float_accumulator_dtype(total.dtype)
@@ -339,7 +351,7 @@ def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
 
 
 def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
-    """The combiners, on rows that have been read."""
+    """Reduces rows that have been read."""
     if combiner == "none":
         return rows
     if combiner in _SUMS:
@@ -364,7 +376,7 @@ def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
 
 
 def _flat_segments(bags: _Bags) -> Segments:
-    """The segments of the flattened elements; skipped elements are in none."""
+    """Returns the segments of the flattened elements, skipped ones out of range."""
     if bags.segments is None:
         count, length = bags.ids.shape
         ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), length)

@@ -22,9 +22,9 @@ from sparsejax._rows.selected_rows import (
     with_known_sum as with_known_sum,
     with_slots as with_slots,
 )
-from sparsejax._rows.sparse_table import (
-    SparseTable as SparseTable,
-    is_rows as is_rows,
-    is_sparse_table as is_sparse_table,
-    opened as opened,
+from sparsejax._rows.tables import (
+    Table as Table,
+    as_table as as_table,
+    check_whole as check_whole,
+    table_or_none as table_or_none,
 )

@@ -1,6 +1,6 @@
 """HTML for SelectedRows in notebooks, and parts shared with SegmentTensor.
 
-However large the arrays, the output has at most a few hundred cells. Colours are
+The output has at most a few hundred cells, however large the arrays are. Colours are
 translucent and text inherits its colour, so light and dark themes both work.
 """
 
@@ -19,7 +19,7 @@ MUTED = "opacity:0.65"
 
 
 def rows(x: Any) -> str:
-    """HTML for a SelectedRows: where its rows are, and the first of them."""
+    """Returns HTML for a SelectedRows: a strip of row positions, and the first rows."""
     if not (_arguments.is_concrete(x.rows) and _arguments.is_concrete(x.values)):
         return text(repr(x))
     ids = np.asarray(x.rows)
@@ -39,7 +39,7 @@ def rows(x: Any) -> str:
 
 
 def _strip(ids: np.ndarray, height: int) -> str:
-    """A line for the whole table, with darker ticks where more rows are stored."""
+    """Draws the table as a line; a darker tick stands for more stored rows."""
     if not height or not len(ids):
         return ""
     place = np.unique(ids.astype(np.int64)).astype(np.float64) * _TICKS // height

@@ -16,7 +16,7 @@ from sparsejax import _arguments
 
 
 def in_range(ids: jax.Array, height: int) -> jax.Array:
-    """Which ids are in `[0, height)`."""
+    """Returns which ids are in `[0, height)`."""
     return _in_range(ids, _arguments.scalar(height, ids))
 
 
@@ -32,27 +32,27 @@ def append_axes(x: jax.Array, ndim: int) -> jax.Array:
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x.reshape(shape)`; `x` itself if it has this shape, where JAX traces a copy."""
+    """`x.reshape(shape)`, without the copy that JAX traces if `x` has this shape."""
     return x if x.shape == shape else x.reshape(shape)
 
 
 def merge_axes(x: Any, count: int) -> Any:
-    """`x` with its first `count` axes as one.
+    """Merges the first `count` axes of `x` into one.
 
-    Unlike `x.reshape(-1, ...)`, also where another axis has length 0.
+    Unlike `x.reshape(-1, ...)`, it works if another axis has length 0.
     """
     return x.reshape(math.prod(x.shape[:count]), *x.shape[count:])
 
 
 @functools.partial(jax.jit, inline=True)
 def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
-    """`values` where the mask `keep` of the leading axes is true, zeros elsewhere."""
+    """Zeros the `values` whose mask `keep`, over the leading axes, is false."""
     keep = append_axes(keep, values.ndim)
     return jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 
 def fill_value(dtype: Any) -> np.ndarray:
-    """What `jnp.take` returns for an index out of range."""
+    """Returns the value that `jnp.take` gives for an index out of range."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.array(np.nan, dtype)
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -93,10 +93,10 @@ def set_distinct_rows(
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """`table` with distinct rows replaced; any number of `rows` may be its height.
+    """Replaces distinct rows; any number of `rows` may be the height (empty slots).
 
-    Each such empty slot gets another id beyond the end. XLA can then be told that ids
-    are unique, and needs no atomic writes where it scatters in parallel.
+    Each empty slot gets a different id beyond the end. So XLA can be told that the ids
+    are unique, and a parallel scatter needs no atomic writes.
     """
     height, slots = table.shape[0], rows.shape[0]
     unique = height + slots <= jnp.iinfo(rows.dtype).max
@@ -114,10 +114,9 @@ def set_distinct_rows(
 
 
 def running_count(mask: jax.Array) -> jax.Array:
-    """`jnp.cumsum(mask)` of booleans `[n]`, int32: how many are true up to each.
+    """`jnp.cumsum(mask)` of booleans `[n]`, as int32.
 
-    By words of 32 of them, of which the bits are counted: on a CPU this takes half of
-    the time.
+    Counts the bits of words of 32 booleans, which takes half of the time on a CPU.
     """
     n = mask.shape[0]
     words = -(-n // 32)
@@ -132,9 +131,11 @@ def running_count(mask: jax.Array) -> jax.Array:
 
 
 def positions(mask: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Where booleans `[n]` are true, int32 `[size]`, padded with n; how often.
+    """Finds the true elements of a mask `[n]`, n at least 1.
 
-    n is at least 1. What does not fit in `size` is left out.
+    Returns:
+      `(positions, count)`: int32 `[size]`, ascending and padded with n, without the
+      positions that do not fit; and the number of true elements.
     """
     n = mask.shape[0]
     count = running_count(mask)

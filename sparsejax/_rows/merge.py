@@ -1,4 +1,4 @@
-"""Merging duplicate row ids: where each id goes, stable orders, ids found again."""
+"""Merging duplicate row ids, stable orders, and binary search for ids."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from sparsejax._rows import indexing, merge_cuda
 def merge_plan(
     rows: jax.Array, height: int, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where each of `rows` goes when duplicates are merged.
+    """Computes the slot of each row when duplicates are merged.
 
     Args:
       rows: integer `[n]`, in `[0, height]`; `height` is an empty slot.
@@ -21,8 +21,9 @@ def merge_plan(
 
     Returns:
       `(unique [capacity], slot int32[n], count int32[])`: the distinct rows in
-      ascending order, padded with `height`; the slot of each of `rows` in `unique`, or
-      `capacity` if it has no slot; the number of distinct rows, even if not all fit.
+      ascending order, padded with `height`; the slot in `unique` of each element of
+      `rows`, or `capacity` if it has none; the number of distinct rows, even if not all
+      of them fit.
     """
     if not rows.size or _compat.is_laid_out(rows):
         return _merge_plan(rows, height=height, capacity=capacity)
@@ -69,7 +70,7 @@ def coalesce(
     Returns:
       `(rows [capacity], values [capacity, ...], count int32[])`: the distinct rows in
       ascending order, padded with `height`; their sums; the number of distinct rows,
-      even if not all fit.
+      even if not all of them fit.
     """
     if not rows.size or _compat.is_laid_out(rows) or _compat.is_laid_out(values):
         return _coalesce(rows, values, height=height, capacity=capacity)
@@ -95,16 +96,15 @@ _coalesce_p = _compat.platform_primitive(
 
 
 def first_slots(rows: jax.Array, height: int) -> jax.Array:
-    """For each of `rows` the first slot with the same id, int32 `[n]`, by hashing.
+    """Finds the first slot with the same id for each row, int32 `[n]`, by hashing.
 
-    Each id is hashed to one of 4 n cells, and the first slot in a cell wins it. Ids
-    equal to the winner's have found their first slot, since equal ids share all their
-    cells. The others go round again with another hash. In each round at least one id of
-    each cell is done, so the loop ends.
+    Each id is hashed to one of 4 n cells, and the first slot in a cell wins the cell.
+    Ids equal to the winner's id have found their first slot, since equal ids always
+    share a cell. The other ids go into another round with another hash. Each round
+    finishes at least one id per cell, so the loop ends.
 
     Args:
-      rows: integer `[n]`; ids out of `[0, height)` are empty slots, for which the
-        result is n.
+      rows: integer `[n]`; ids out of `[0, height)` are empty slots, whose result is n.
       height: number of rows of the table.
     """
     n = rows.shape[0]
@@ -116,7 +116,7 @@ def first_slots(rows: jax.Array, height: int) -> jax.Array:
 
     def turn(state):
         k, found = state
-        # Odd factors, as different from each other as may be (Knuth, 6.4).
+        # Odd factors that differ in many bits (multiplicative hashing: Knuth, 6.4).
         factor = np.uint32(0x9E3779B1) + k * np.uint32(0x85EBCA6A)
         mixed = low * factor
         if high is not None:
@@ -144,8 +144,8 @@ def stable_order(keys: jax.Array, limit: int) -> jax.Array:
     n = keys.size
     if limit * n > jnp.iinfo(jnp.int32).max:
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
-    # Pack key and position into one distinct number: XLA:CPU sorts single numbers
-    # several times as fast as pairs.
+    # Pack key and position into one number: XLA:CPU sorts single numbers several times
+    # as fast as pairs.
     position = lax.iota(jnp.int32, n)
     packed = keys.astype(jnp.int32) * np.int32(n) + position
     return lax.sort(packed, is_stable=False) % np.int32(max(n, 1))
@@ -158,7 +158,7 @@ def find_slots(
     last = sorted_rows.shape[0] - 1
     if last < 0:
         return jnp.zeros(ids.shape, jnp.int32), jnp.zeros(ids.shape, bool)
-    inside = indexing.in_range(ids, height)  # before the cast, which may narrow
+    inside = indexing.in_range(ids, height)  # before the cast, which can narrow ids
     ids = jnp.where(inside, ids, _arguments.scalar(0, ids)).astype(sorted_rows.dtype)
     slot = jnp.searchsorted(sorted_rows, ids).astype(jnp.int32)
     slot = jnp.minimum(slot, np.int32(last))

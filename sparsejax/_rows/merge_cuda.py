@@ -1,9 +1,9 @@
-"""Merging duplicates on CUDA, where adding floats to equal rows takes atomics.
+"""Merging duplicates on CUDA without atomic additions.
 
-XLA compiles a scatter-add of floats to a loop of compare-and-swap for each number,
-unless it knows that ids are unique (openxla/xla#46225), and its order, so the last
-bits, differ from run to run. So duplicates are merged first, without a scatter.
-benchmarks/NOTES.md says what these programs compile to.
+XLA compiles a scatter-add of floats to a compare-and-swap loop for each number, unless
+it knows that the ids are unique (openxla/xla#46225). The order of such additions, and
+so the last bits of sums, differ from run to run. So duplicates are merged first,
+without a scatter. benchmarks/NOTES.md shows the compiled programs.
 """
 
 from typing import Any
@@ -43,14 +43,14 @@ def merge_rows(
 def merge_plan(
     rows: jax.Array, *, height: int, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where each row goes, see `merge.merge_plan`, without a binary search."""
+    """Computes `merge.merge_plan` without a binary search."""
     slots = lax.iota(jnp.int32, rows.shape[0])
     ids, order = lax.sort((rows, slots), num_keys=1, is_stable=True)
     filled = ids < _arguments.scalar(height, ids)
     first = filled & jnp.pad(ids[1:] != ids[:-1], (1, 0), constant_values=True)
     place = jnp.cumsum(first, dtype=jnp.int32) - np.int32(1)
     place = jnp.where(filled, jnp.minimum(place, np.int32(capacity)), capacity)
-    # Others go beyond the end, each to another place: then the ids are unique.
+    # The other ids go to different places beyond the end, so all ids are unique.
     to = jnp.where(first & (place < capacity), place, slots + np.int32(capacity))
     unique = jnp.full((capacity,), _arguments.scalar(height, ids))
     unique = unique.at[to].set(ids, mode="drop", unique_indices=True)
@@ -72,15 +72,15 @@ def coalesce(
 
 
 def run_sums(values: jax.Array, follows: jax.Array, chunk: int) -> jax.Array:
-    """For each element the sum from it to the end of its run.
+    """Sums from each element to the end of its run.
 
     `sums[i] = values[i] + (sums[i + 1] if follows[i + 1] else 0)`. Inside a chunk the
-    sums of 1, 2, 4, ... elements are added to those that come after them, which XLA
-    fuses into one kernel; the sums of whole chunks are added up in the same way.
+    sums of 1, 2, 4, ... elements are added to the sums behind them, which XLA fuses
+    into one kernel. The sums of whole chunks are added up in the same way.
 
     Args:
       values: `[n, ...]`.
-      follows: bool `[n]`, whether an element is in the run of the one before it.
+      follows: bool `[n]`, whether an element is in the run of the element before it.
       chunk: a power of two.
 
     Returns:
@@ -97,37 +97,33 @@ def run_sums(values: jax.Array, follows: jax.Array, chunk: int) -> jax.Array:
     same = _shift(f, 1, False)  # the next `step` elements are in the run
     ends = _shift(f, 1, True)  # the run goes on to the end of the chunk
     while step < chunk:
-        sums = sums + _only(same, _shift(sums, step, 0))
+        sums = sums + indexing.zero_unless(same, _shift(sums, step, 0))
         same &= _shift(same, step, False)
         ends &= _shift(ends, step, True)
         step *= 2
     if chunks > 1:
         goes_on = f[1:, 0]
         firsts = jnp.pad(goes_on & ends[:-1, 0], (1, 0))
-        rest = _only(goes_on, run_sums(sums[:, 0], firsts, _CHUNK_OF_SUMS)[1:])
+        rest = indexing.zero_unless(
+            goes_on, run_sums(sums[:, 0], firsts, _CHUNK_OF_SUMS)[1:]
+        )
         rest = jnp.pad(rest, ((0, 1),) + ((0, 0),) * (rest.ndim - 1))
-        sums = sums + _only(ends, rest[:, None])
+        sums = sums + indexing.zero_unless(ends, rest[:, None])
     return sums.reshape(chunks * chunk, *values.shape[1:])[:n]
 
 
 def _shift(x: jax.Array, by: int, fill: Any) -> jax.Array:
-    """`x[:, by:]`, filled up at the end."""
+    """`x[:, by:]`, padded at the end with `fill`."""
     widths = ((0, 0), (0, by)) + ((0, 0),) * (x.ndim - 2)
     return jnp.pad(x[:, by:], widths, constant_values=fill)
 
 
-def _only(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` where the mask is true, else zeros."""
-    mask = indexing.append_axes(mask, x.ndim)
-    return jnp.where(mask, x, jnp.zeros((), x.dtype))
-
-
 def _positions(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the mask is true, int32 `[n]`, padded with n; and how often."""
+    """`indexing.positions(mask, n)` with unique ids, so that no write is atomic."""
     n = mask.shape[0]
     place = jnp.cumsum(mask, dtype=jnp.int32)
     slots = lax.iota(jnp.int32, n)
-    # The others beyond the end, each at another place: then the ids are unique.
+    # False elements go to different places beyond the end, so all ids are unique.
     to = jnp.where(mask, place - np.int32(1), slots + np.int32(n))
     none = jnp.full((n,), np.int32(n))
     at = none.at[to].set(slots, mode="drop", unique_indices=True)

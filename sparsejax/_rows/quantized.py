@@ -1,12 +1,12 @@
 """QuantizedTable: a table whose rows are small integers with a scale and a bias each.
 
 Row v of a quantized table is `scale[v] * codes[v] + bias[v]`, with codes of 8, 4 or 2
-bits. Codes of 4 and 2 bits are packed, the first in the lowest bits of a byte; bytes
-are filled up with zeros. Rows are dequantized as they are read, so no program has the
-table as floats, unless it calls `dequantize`.
+bits. Codes of 4 and 2 bits are packed, the first code in the lowest bits of a byte, and
+padded with zeros to whole bytes. Rows are dequantized when they are read, so no program
+holds the table as floats unless it calls `dequantize`.
 
-The numbers are those of Caffe2 and FBGEMM, bit for bit: how a range is found, which
-operations round, and where a row of equal numbers has scale 0 and where 1.
+The results are equal to those of Caffe2 and FBGEMM, bit for bit: the search for a
+range, the operations that round, and the scale (0 or 1) of a row of equal numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from sparsejax._rows.selected_rows import SelectedRows
 _QUANTIZE = "sparsejax.quantize"
 
 # Caffe2's search tries ranges cut by multiples of a 200th, down to 84 % of the range.
-_BINS, _LEAST_BINS = 200, 168
-# Added to a range of 8 bits before dividing by it, in Caffe2 and FBGEMM.
+_BINS, _MIN_BINS = 200, 168
+# Caffe2 and FBGEMM add this to a range of 8 bits before they divide by it.
 _EPSILON = 1e-8
 # The relative rounding error of float32.
 _FLOAT32 = 2.0**-24
@@ -45,24 +45,24 @@ _FLOAT32 = 2.0**-24
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedTable:
-    """A table in 8, 4 or 2 bits a number, with a scale and a bias for each row.
+    """A table with 8, 4 or 2 bits per number, and a scale and a bias for each row.
 
     Represents the array of rows `scale[v] * codes[v] + bias[v]`. `sparsejax.quantize`
-    makes it of an array, `from_fused` of the bytes of Caffe2, FBGEMM or PyTorch. It
+    makes it from an array, `from_fused` from the bytes of Caffe2, FBGEMM or PyTorch. It
     takes an array's place as the table of `sparsejax.lookup`, `embedding_bag`, `dot`
     and of layers of `sparsejax.nn`, whose results have its `dtype`. Rows are
-    dequantized as they are read. Everything works under `jit`:
+    dequantized when they are read. Everything works under `jit`:
 
-    - `shape`, `ndim`, `dtype`: of the array that it represents; `nbytes`: its size.
-    - `codes`, `scale`, `bias`, `bits`, `scale_dtype`: what it consists of.
+    - `shape`, `ndim`, `dtype`: of the represented array; `nbytes`: the stored size.
+    - `codes`, `scale`, `bias`, `bits`, `scale_dtype`: its parts.
     - `get(ids)`: rows by id; `pull(ids)`: the same as a SelectedRows, for training.
     - `dequantize()`: the whole array.
-    - `astype(dtype)`: reads give another dtype.
-    - `unpack()`: the same numbers with one code a byte, which are faster to read.
+    - `astype(dtype)`: changes the dtype of reads.
+    - `unpack()`: the same numbers with one code per byte, which is faster to read.
     - `to_fused()`, `from_fused(...)`: to and from one array of bytes.
 
-    A pytree with two leaves, integers and scales. It has no gradient by itself: pass it
-    to a function as an argument that is not differentiated. Training in 8 bits
+    A pytree with two leaves, integers and scales. It has no gradient: pass it to a
+    function as an argument that is not differentiated. Training in 8 bits
     differentiates the rows that are read: see `pull` and `sparsejax.optim.rounding`.
 
     Args:
@@ -104,7 +104,7 @@ class QuantizedTable:
         return tuple(zip(names, children)), static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """The children; what is static is JSON, for exports."""
+        """The children; the static part can be JSON, for exports."""
         static = self.bits, self.row_shape, jnp.dtype(self.dtype).name
         return (self.codes, self.scale_bias), static
 
@@ -124,7 +124,7 @@ class QuantizedTable:
 
     @property
     def ndim(self) -> int:
-        """Rank of that array."""
+        """Rank of the array that the table represents."""
         return len(self.shape)
 
     @property
@@ -134,7 +134,7 @@ class QuantizedTable:
 
     @property
     def bias(self) -> jax.Array:
-        """The bias of each row, `[V]`: what code 0 stands for."""
+        """The bias of each row, `[V]`: the number that code 0 stands for."""
         return self.scale_bias[..., 1]
 
     @property
@@ -189,17 +189,17 @@ class QuantizedTable:
         return read(self, _arguments.as_ids(call, ids, self.shape[0]), 0)
 
     def pull(self, ids: ArrayLike) -> SelectedRows:
-        """The distinct rows of some ids as a SelectedRows, to differentiate.
+        """Reads the distinct rows of `ids` as a SelectedRows, to differentiate.
 
         It takes the table's place in a loss: `sparsejax.value_and_grad` then gives the
         gradient of these rows, which `sparsejax.optim.rounding` accepts for the table.
 
         Args:
-          ids: integers of any shape; those out of range are ignored.
+          ids: integers of any shape; ids out of range are ignored.
 
         Returns:
-          SelectedRows of the table's height, ids ascending, with as many slots as there
-          are ids, or rows if there are fewer.
+          SelectedRows of the table's height, ids ascending. Its capacity is the number
+          of ids, or the number of rows of the table if that is smaller.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -261,7 +261,7 @@ class QuantizedTable:
         return QuantizedTable(codes, pair, 8, self.row_shape, self.dtype)
 
     def to_fused(self) -> jax.Array:
-        """The table as bytes: of each row the codes, the scale and the bias.
+        """Returns the table as bytes: codes, scale and bias, row by row.
 
         Returns:
           uint8 `[V, bytes + 2 * size]`, where `size` is 4 for float32 scales and 2 for
@@ -290,18 +290,19 @@ class QuantizedTable:
         features: int | None = None,
         dtype: DTypeLike = jnp.float32,
     ) -> QuantizedTable:
-        """The table of such bytes as `to_fused` gives.
+        """Makes a table from bytes in the format of `to_fused`.
 
         Args:
           fused: uint8 `[V, bytes + 2 * size]`.
           bits: 8, 4 or 2.
-          scale_dtype: float32 or float16. By default float32 for 8 bits, and float16
-            for fewer.
-          features: int, numbers in a row. By default as many as the bytes hold.
-          dtype: what reads give.
+          scale_dtype: float32 or float16. The default is float32 for 8 bits, and
+            float16 for fewer.
+          features: int, the numbers per row. The default is the largest number that the
+            bytes hold.
+          dtype: the floating-point dtype of reads.
 
         Raises:
-          TypeError: `fused` is not a uint8 array, or a dtype is not such a one.
+          TypeError: `fused` is not a uint8 array, or a dtype is another.
           ValueError: `bits` is not 8, 4 or 2, or the bytes do not hold `features`.
 
         Example:
@@ -317,10 +318,12 @@ class QuantizedTable:
         bits, pair_dtype = _check_bits(call, bits, scale_dtype)
         fused = _arguments.to_array(call, fused, "fused", "an array of bytes")
         if fused.dtype != jnp.uint8 or fused.ndim != 2:
-            raise TypeError(
-                f"{call}: fused must be a uint8 array [V, bytes], got "
-                f"{_arguments.kind_of(fused)}. For bytes on disk use np.fromfile(path, "
-                "np.uint8).reshape(rows, -1)."
+            raise _arguments.wrong_type(
+                call,
+                "fused",
+                "a uint8 array [V, bytes]",
+                _arguments.kind_of(fused),
+                "For bytes on disk use np.fromfile(path, np.uint8).reshape(rows, -1).",
             )
         tail = 2 * pair_dtype.itemsize
         held = (fused.shape[1] - tail) * (8 // bits)
@@ -346,19 +349,19 @@ class QuantizedTable:
 
 
 def is_quantized(x: Any) -> TypeGuard[QuantizedTable]:
-    """Whether `x` is a QuantizedTable; for `is_leaf=` of `jax.tree` functions."""
+    """Returns True for a QuantizedTable; for `is_leaf=` of `jax.tree` functions."""
     return isinstance(x, QuantizedTable)
 
 
 # ------------------------------------------------------------------ codes
 
-# The *planes* of packed bytes: plane k has the k-th code of every byte. To split bytes
-# into planes is one shift and one mask for whole rows, which is vectorized; codes in
-# their order are planes with the last two axes swapped.
+# Packed bytes have *planes*: plane k holds the k-th code of every byte. Splitting bytes
+# into planes is one shift and one mask for whole rows, which XLA vectorizes. Swapping
+# the last two axes of the planes puts the codes in order.
 
 
 def planes(packed: jax.Array, bits: int, only: int | None = None) -> jax.Array:
-    """Bytes `[..., n]` as codes `[..., 8 // bits, n]`, or only one plane of them."""
+    """Splits bytes `[..., n]` into planes `[..., 8 // bits, n]`, or into one plane."""
     if bits == 8:
         return packed[..., None, :]
     numbers = range(8 // bits) if only is None else [only]
@@ -369,7 +372,7 @@ def planes(packed: jax.Array, bits: int, only: int | None = None) -> jax.Array:
 
 
 def join_planes(x: jax.Array, size: int) -> jax.Array:
-    """`[..., 8 // bits, n]`, numbers of planes, as `[..., size]` in their order."""
+    """Puts the numbers of planes `[..., 8 // bits, n]` in order, `[..., size]`."""
     if x.shape[-2] == 1:
         return x[..., 0, :]
     x = jnp.swapaxes(x, -1, -2)
@@ -377,7 +380,7 @@ def join_planes(x: jax.Array, size: int) -> jax.Array:
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Codes `[..., size]` as bytes."""
+    """Packs codes `[..., size]` into bytes."""
     if bits == 8:
         return codes
     per = 8 // bits
@@ -397,34 +400,35 @@ def _num_bytes(features: int, bits: int) -> int:
 
 
 def read(table: QuantizedTable, ids: jax.Array, fill: float) -> jax.Array:
-    """Rows by id, `[*ids.shape, *row_shape]`; `fill` where an id is out of range."""
+    """Reads rows by id, `[*ids.shape, *row_shape]`; `fill` for ids out of range."""
     if table.shape[0] == 0:  # JAX cannot gather from an empty axis
         return jnp.full((*ids.shape, *table.row_shape), fill, table.dtype)
-    # The scale of such an id is 0 or NaN, so its codes may be any.
+    # Scale and bias of an id out of range are `fill`, 0 or NaN, so its row is `fill`
+    # whatever its codes are.
     return _dequantize(table, read_codes(table, ids), scales(table, ids, fill))
 
 
 def read_codes(table: QuantizedTable, ids: jax.Array) -> jax.Array:
-    """Codes by id, `[*ids.shape, bytes]`; the nearest row's if out of range."""
+    """Reads codes by id, `[*ids.shape, bytes]`; ids out of range are clipped."""
     codes = jnp.asarray(table.codes)
     return codes.at[ids].get(mode="clip", wrap_negative_indices=False)
 
 
 def read_pairs(table: QuantizedTable, ids: jax.Array) -> jax.Array:
-    """Scale and bias by id, `[*ids.shape, 2]`; the nearest row's if out of range."""
+    """Reads scale and bias by id, `[*ids.shape, 2]`; ids out of range are clipped."""
     pair = jnp.asarray(table.scale_bias)
     return pair.at[ids].get(mode="clip", wrap_negative_indices=False)
 
 
 def scales(table: QuantizedTable, ids: jax.Array, fill: float = 0.0) -> jax.Array:
-    """Scale and bias by id, float32 `[*ids.shape, 2]`; `fill` if out of range."""
+    """Reads scale and bias by id, float32 `[*ids.shape, 2]`; `fill` out of range."""
     pair = jnp.asarray(table.scale_bias)
     pair = pair.at[ids].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
     return pair.astype(jnp.float32)
 
 
 def _dequantize(table: QuantizedTable, packed: jax.Array, pair: jax.Array) -> jax.Array:
-    """Rows of codes with their scales, in the dtype and the shape of rows."""
+    """Dequantizes packed codes with their scales and biases."""
     pair = pair.astype(jnp.float32)[..., None, None]
     x = planes(packed, table.bits).astype(jnp.float32)
     x = x * pair[..., 0, :, :] + pair[..., 1, :, :]
@@ -444,43 +448,43 @@ def quantize(
     search: str | None = None,
     key: KeyLike | None = None,
 ) -> QuantizedTable:
-    """A table in 8, 4 or 2 bits a number.
+    """Quantizes a table to 8, 4 or 2 bits per number.
 
-    Of each row x, with `n = 2^bits - 1` and R the nearest integer (ties to even),
+    For each row x, with `n = 2^bits - 1` and R the nearest integer (ties to even),
 
       bias = min(x),  scale = (max(x) - bias) / n,  codes = R((x - bias) / scale)
 
     so that an error is at most half of `scale`. With `symmetric`, zero is exact and
-    codes stand for multiples of `scale` from -m to m, where `m = 2^(bits - 1) - 1`:
+    codes stand for multiples of `scale` from -m to m, with `m = 2^(bits - 1) - 1`:
 
       scale = max|x| / m,  bias = -(m + 1) scale
 
-    With `search="greedy"`, the range is cut from both ends, by 200ths of it, as long as
-    it is longer than 168 of them; the first local minimum that is the best so far of
-    the sum of squared errors is taken. It pays for 4 and 2 bits.
+    With `search="greedy"`, the range is cut from both ends in steps of 1/200, down to
+    168/200 of its length. The first local minimum of the sum of squared errors that is
+    the best so far is taken. It pays for 4 and 2 bits.
 
     `bias` and `scale` are rounded to `scale_dtype` before codes are computed. A row of
-    equal numbers is exact up to the rounding of `bias`. Results are those of Caffe2's
-    operators bit for bit, outside of `jit`; inside, XLA may round a scale differently
-    in its last bit.
+    equal numbers is exact up to the rounding of `bias`. Outside of `jit`, results are
+    equal to those of Caffe2's operators bit for bit; inside, XLA may round the last bit
+    of a scale differently.
 
     Args:
       table: floats `[V, ...]`, of rank 2 or more. A row is what one id reads.
       bits: 8, 4 or 2. Codes of 4 and 2 bits are packed into bytes.
-      scale_dtype: float32 or float16, of scales and biases. By default float32 for 8
-        bits, and float16 for fewer.
+      scale_dtype: float32 or float16, of scales and biases. The default is float32 for
+        8 bits, and float16 for fewer.
       symmetric: whether codes are multiples of a scale, on both sides of zero.
       search: None or `"greedy"`.
-      key: a PRNG key or an int, to round up or down at random, such that the expected
-        value of a number within the range is that number. Without one, to nearest.
+      key: a PRNG key or an int, to round up or down at random, so that the expected
+        value of a number in the range is that number. None rounds to the nearest.
 
     Returns:
       QuantizedTable, whose reads give the dtype of `table`. Inside `jit`, a row with
       NaN or infinity, or beyond the range of `scale_dtype`, reads NaN.
 
     Raises:
-      TypeError: `table` is not an array of floats, or `scale_dtype` or `key` is not
-        one of these.
+      TypeError: `table` is not an array of floats, or `scale_dtype` or `key` is not as
+        described.
       ValueError: `bits` is not 8, 4 or 2, `table` has rank below 2, `search` is
         unknown or used with `symmetric`, or, outside of `jit`, a row is not finite.
 
@@ -505,26 +509,26 @@ def quantize(
         way_out = "Pass its .dequantize()."
         if isinstance(table, SelectedRows):
             way_out = "Pass its .to_dense(), or quantize its .values."
-        raise TypeError(
-            f"{call}: table must be an array of floats, got "
-            f"{_arguments.kind_of(table)}. {way_out}"
+        raise _arguments.wrong_type(
+            call, "table", "an array of floats", _arguments.kind_of(table), way_out
         )
-    table = _arguments.to_array(call, table, "table", "an array of floats")
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(
-            f"{call}: table must be an array of floats, got {table.dtype}. Cast it "
-            "with .astype(jnp.float32)."
-        )
+    table = _arguments.as_floats(call, table, "table")
     if table.ndim < 2:
-        raise ValueError(
-            f"{call}: table must be [V, D] or [V, ...], got shape {table.shape}. Each "
-            "row has a scale and a bias, which would be larger than one number."
+        raise _arguments.wrong(
+            call,
+            "table",
+            "[V, D] or [V, ...]",
+            f"shape {table.shape}",
+            "Each row has a scale and a bias, which would be larger than one number.",
         )
     symmetric = _arguments.check_bool(call, "symmetric", symmetric)
     if search not in (None, "greedy"):
-        raise ValueError(
-            f"{call}: search must be None or 'greedy', got {_arguments.show(search)}. "
-            "None takes the range of each row as it is."
+        raise _arguments.wrong(
+            call,
+            "search",
+            "None or 'greedy'",
+            _arguments.show(search),
+            "None takes the range of each row as it is.",
         )
     if search and symmetric:
         raise ValueError(
@@ -558,7 +562,7 @@ def quantize(
     static_argnames=("bits", "scale_dtype", "symmetric", "greedy", "divides"),
 )
 def _quantize(x, key, bits, scale_dtype, symmetric, greedy, divides):
-    """Packed codes `[V, bytes]`, and scale and bias `[V, 2]`, of rows `[V, D]`."""
+    """Quantizes rows `[V, D]`: packed codes `[V, bytes]`, scale and bias `[V, 2]`."""
     x = x.astype(jnp.float32)
     if 0 in x.shape:
         codes = jnp.zeros((len(x), _num_bytes(x.shape[1], bits)), jnp.uint8)
@@ -593,17 +597,17 @@ def _quantize(x, key, bits, scale_dtype, symmetric, greedy, divides):
 def requantize(
     rows: jax.Array, pair: jax.Array, key: jax.Array | None, bits: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows of a table after an update, as codes and scales.
+    """Quantizes rows of a table after an update.
 
-    A row keeps its scale and bias as long as they fit: then numbers that did not change
-    keep their codes, also if the others are rounded at random. A row that has left its
-    range, or shrunk to less than half of it, gets a new one.
+    A row keeps its scale and bias as long as they fit. So numbers that did not change
+    keep their codes, even if changed numbers are rounded at random. A row that leaves
+    its range, or shrinks to less than half of it, gets a new range.
 
     Args:
       rows: float32 `[n, D]`, the new rows.
-      pair: their old scales and biases, `[n, 2]`.
+      pair: the old scales and biases of the rows, `[n, 2]`.
       key: to round up or down at random, or None.
-      bits: of a code.
+      bits: per code.
 
     Returns:
       `(codes, scale_bias)`, uint8 `[n, bytes]` and `[n, 2]`.
@@ -612,7 +616,7 @@ def requantize(
     old_scale, old_bias = pair.astype(jnp.float32).T
     low, high = jnp.min(rows, axis=1), jnp.max(rows, axis=1)
     top = old_bias + levels * old_scale
-    # Numbers on the edge of the range are off by the rounding of float32.
+    # A number at the edge of the range may lie outside by the rounding of float32.
     slack = 1e-3 * old_scale + 4 * _FLOAT32 * jnp.maximum(jnp.abs(low), jnp.abs(high))
     fits = (low >= old_bias - slack) & (high <= top + slack)
     fits &= 2 * (high - low) >= top - old_bias
@@ -625,7 +629,7 @@ def requantize(
 
 
 def _encode(x, scale, bias, inverse, bits, divides, key, least, scale_dtype):
-    """Codes and scales of rows whose range is known."""
+    """Encodes rows with a known range; returns packed codes, and scale and bias."""
     scale, bias, inverse = (v[:, None] for v in (scale, bias, inverse))
     if key is not None:
         codes = (x - bias) / jnp.where(scale == 0, 1, scale)
@@ -640,10 +644,10 @@ def _encode(x, scale, bias, inverse, bits, divides, key, least, scale_dtype):
 
 
 def _search_range(x, low, high, bits, rounded):
-    """The range that Caffe2's greedy search finds, from that of each row."""
+    """Shrinks the range of each row as Caffe2's greedy search does."""
     levels = (1 << bits) - 1
     step = _divide(high - low, _BINS)
-    least = _LEAST_BINS * step
+    least = _MIN_BINS * step
 
     def loss(low, high):
         low = rounded(low)
@@ -682,7 +686,10 @@ def _search_range(x, low, high, bits, rounded):
 
 
 def _divide(x: jax.Array, by: int) -> jax.Array:
-    """`x / by`, correctly rounded: XLA multiplies by the inverse of a constant."""
+    """`x / by`, correctly rounded.
+
+    XLA would multiply by the inverse of a constant, which rounds twice.
+    """
     return x / jnp.where(jnp.isnan(x), jnp.nan, jnp.float32(by))
 
 
@@ -690,11 +697,14 @@ def _divide(x: jax.Array, by: int) -> jax.Array:
 
 
 def _check_bits(call: str, bits: Any, scale_dtype: Any) -> tuple[int, Any]:
-    """`bits` and the dtype of scales, or an error that names `call`."""
+    """Returns `bits` and the dtype of scales, or raises an error that names `call`."""
     if isinstance(bits, bool) or bits not in (8, 4, 2):
-        raise ValueError(
-            f"{call}: bits must be 8, 4 or 2, got {_arguments.show(bits)}. For 16 bits "
-            "cast the table with .astype(jnp.bfloat16)."
+        raise _arguments.wrong(
+            call,
+            "bits",
+            "8, 4 or 2",
+            _arguments.show(bits),
+            "For 16 bits cast the table with .astype(jnp.bfloat16).",
         )
     if scale_dtype is None:
         scale_dtype = jnp.float32 if bits == 8 else jnp.float16
@@ -703,10 +713,12 @@ def _check_bits(call: str, bits: Any, scale_dtype: Any) -> tuple[int, Any]:
     except TypeError:
         found = None
     if found not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16)):
-        raise TypeError(
-            f"{call}: scale_dtype must be float32 or float16, got "
-            f"{_arguments.show(scale_dtype)}. Leave it out for float32 with 8 bits and "
-            "float16 with fewer."
+        raise _arguments.wrong_type(
+            call,
+            "scale_dtype",
+            "float32 or float16",
+            _arguments.show(scale_dtype),
+            "Leave it out for float32 with 8 bits and float16 with fewer.",
         )
     return int(bits), found
 
@@ -717,8 +729,11 @@ def _float_dtype(call: str, name: str, dtype: Any) -> Any:
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(
-            f"{call}: {name} must be a floating-point dtype, got "
-            f"{_arguments.show(dtype)}. Rows are floats."
+        raise _arguments.wrong_type(
+            call,
+            name,
+            "a floating-point dtype",
+            _arguments.show(dtype),
+            "Rows are floats.",
         )
     return found

@@ -1,186 +1,151 @@
 """The ids of a SelectedRows as a leaf of a tree: an array without arithmetic.
 
 `jax.tree.map(jnp.add, g1, g2)` must not add row ids. So a SelectedRows shows its ids to
-trees as `RowIds`. Outside of programs that is an array that is read, moved and saved as
-the integers it holds. Inside programs its type is `row_ids[int32]`, which JAX moves
-(stacks, indexes, selects, shards, donates) and refuses to compute with. `seal` makes it
-of plain ids and `unseal` gives them back; compiled programs contain neither.
+trees as an array of a dtype that JAX moves (stacks, indexes, selects, shards, donates)
+and refuses to compute with: the dtype of a random key. `seal` makes this leaf from
+plain ids, and `unseal` gives the plain ids back. XLA cancels a `seal` and an `unseal`
+that meet in one program.
 
-Sharp edges: NumPy reads plain integers, so `np.asarray(leaf) * 2` is not refused.
-Outside of programs `jnp.ones_like` and `jnp.full_like` make plain integers.
+The leaf stores `~id` in uint32 words. An array of zeros, which loops and
+`jnp.zeros_like` make, then holds the id -1 (the largest id if ids are unsigned): every
+slot is empty.
+
+Sharp edges:
+
+- `np.asarray(leaf)` is refused. Save `rows` and `values` with NumPy.
+- On jax 0.7.2 `jnp.take(leaf, ...)` is refused. Index the leaf.
+- `jax.lax.all_gather` of the leaf needs `tiled=True`.
+- Host callbacks receive the words, which `from_words` recognizes.
 """
 
-import copy
+import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from sparsejax import _compat
 
 
-INSTEAD = (
-    "Write g1 + g2, g * s or g.map(f) for gradients g; over devices "
-    "sparsejax.parallel.pmean and sparsejax.parallel.psum in place of jax.lax's; "
-    "sparsejax.optim.global_norm for the norm; and put optax transformations inside "
-    "sparsejax.optim.lazy(...), not outside."
-)
-
-
 def seal(ids: Any) -> Any:
-    """Plain ids as a leaf; what are no integers (a placeholder) stays as it is."""
-    if isinstance(ids, Tracer):
-        return _compat.to_opaque(ids, _type(ids.dtype)) if _is_integer(ids) else ids
-    if isinstance(ids, jax.Array | np.ndarray):
-        return RowIds(ids) if _is_integer(ids) else ids
-    if type(ids) is jax.ShapeDtypeStruct and _is_integer(ids):
-        return RowIdsSpec(ids.shape, ids.dtype, sharding=ids.sharding)
+    """Returns integer ids as a leaf; placeholders and leaves pass through."""
+    if getattr(ids, "dtype", None) not in _OPAQUE:
+        return ids
+    if isinstance(ids, np.ndarray):
+        ids = jnp.asarray(ids)  # 64 bits become 32 unless x64 is enabled
+    dtype, wrap = _OPAQUE[ids.dtype]
+    if isinstance(ids, jax.Array):
+        with _computing(ids, ids.dtype):
+            return wrap(_to_words(ids))
+    if isinstance(ids, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(ids.shape, dtype, sharding=ids.sharding)
     return ids
 
 
 def unseal(leaf: Any) -> Any:
-    """The plain ids of a leaf; what `seal` did not make stays as it is."""
-    if isinstance(leaf, RowIds):
-        return leaf.plain
-    if isinstance(leaf, Tracer):
-        return _compat.from_opaque(leaf)
+    """Returns the plain ids of a leaf; anything else passes through."""
+    ints = _INTEGERS.get(getattr(leaf, "dtype", None))
+    if ints is None:
+        return leaf
+    if isinstance(leaf, jax.Array):
+        with _computing(leaf, ints):
+            return _from_words(jax.random.key_data(leaf), ints)
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        # Of `jax.eval_shape` its dtype is that inside programs.
-        dtype = getattr(leaf.dtype, "ints", leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, ints, sharding=leaf.sharding)
     return leaf
 
 
-def is_sealed_tracer(leaf: Any) -> bool:
-    """Whether `leaf` is traced ids that `seal` made."""
-    return isinstance(leaf, Tracer) and _compat.is_opaque(leaf)
+def is_sealed(x: Any) -> bool:
+    """Returns True if `x` is a leaf that `seal` made."""
+    return getattr(x, "dtype", None) in _INTEGERS
 
 
-class RowIdsSpec(jax.ShapeDtypeStruct):
-    """The shape of `RowIds`. Like them it shows the dtype of the integers."""
+def from_words(leaf: Any, values: Any) -> Any:
+    """Returns the plain ids if `leaf` holds the words of a leaf; else `leaf`.
+
+    JAX calls host callbacks with the words of a leaf. Only the additional last axis, of
+    length 1 or 2, tells them from ids of uint32. So a tree must not be rebuilt with
+    plain uint32 ids of a batch whose capacity is 1 or 2.
+
+    Args:
+      leaf: `[*batch, n]`, or its words `[*batch, n, 1 or 2]`.
+      values: `[*batch, n, ...]`.
+    """
+    if isinstance(leaf, Tracer) or getattr(leaf, "dtype", None) != np.uint32:
+        return leaf
+    *slots, words = np.shape(leaf) or (0,)
+    if words not in (1, 2) or not slots or [*np.shape(values)[: len(slots)]] != slots:
+        return leaf
+    # NumPy, since a callback that runs a program of JAX can wait for itself.
+    ints = np.dtype(np.int32 if words == 1 else np.int64)
+    return np.ascontiguousarray(~np.asarray(leaf)).view(ints)[..., 0]
 
 
-class RowIds(jax.Array):
-    """Row ids: read and moved as the array that they hold; arithmetic raises."""
+@contextlib.contextmanager
+def _computing(ids: Any, ints: np.dtype):
+    """The context in which ids become words, and words become ids.
 
-    __slots__ = ("plain",)
-    __hash__ = None
-    __array_priority__ = 100
-
-    def __init__(self, plain: Any):
-        if isinstance(plain, np.ndarray):  # 64 bits become 32, as where JAX takes it
-            dtype = jax.dtypes.canonicalize_dtype(plain.dtype)
-            plain = plain.astype(dtype, copy=False)
-        self.plain = plain
-
-    @property
-    def dtype(self) -> Any:
-        """That of the integers; while a program is traced, that of its arrays."""
-        plain = self.plain.dtype
-        return _type(plain) if _compat.is_tracing() else plain
-
-    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        return np.asarray(self.plain).__array__(*args, **kwargs)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any):
-        if ufunc not in (np.equal, np.not_equal):
-            refuse(f"np.{ufunc.__name__}")
-        return getattr(ufunc, method)(*map(unseal, args), **kwargs)
-
-    def __repr__(self) -> str:
-        return f"RowIds({np.asarray(self.plain)})"
-
-    def __reduce__(self) -> Any:
-        return RowIds, (self.plain,)
-
-    def __deepcopy__(self, memo: Any) -> "RowIds":
-        return RowIds(copy.deepcopy(self.plain, memo))
-
-    def __iter__(self) -> Iterator["RowIds"]:
-        return map(RowIds, self.plain)
-
-    def __eq__(self, other: Any) -> Any:
-        return self.plain == unseal(other)
-
-    def __ne__(self, other: Any) -> Any:
-        return self.plain != unseal(other)
-
-    def block_until_ready(self) -> "RowIds":
-        jax.block_until_ready(self.plain)
-        return self
-
-    def astype(self, dtype: Any = None, *args: Any, **kwargs: Any) -> "RowIds":
-        del args, kwargs
-        if dtype != self.dtype:
-            refuse("astype")
-        return self
+    Ids with a known value stay known while a program is traced, because a tree that is
+    built there can outlive the trace.
+    """
+    with contextlib.ExitStack() as stack:
+        if not isinstance(ids, Tracer):
+            stack.enter_context(jax.ensure_compile_time_eval())
+        if ints.itemsize == 8:  # also if x64 was enabled only where the ids were made
+            stack.enter_context(_compat.enable_x64(True))
+        yield
 
 
-# What else an array has: some attributes read it, some move it, and the rest compute.
-_READ = """
-    __bool__ __contains__ __ge__ __gt__ __index__ __int__ __le__ __len__ __lt__
-    _committed addressable_data addressable_shards committed copy_to_host_async delete
-    device devices format global_shards is_deleted is_fully_addressable
-    is_fully_replicated item itemsize layout nbytes ndim on_device_size_in_bytes shape
-    sharding size tobytes tolist unsafe_buffer_pointer weak_type
-"""
-_MOVE = """
-    __getitem__ copy flatten ravel repeat reshape squeeze swapaxes take to_device
-    transpose
-"""
+# The two `~` and the two changes of shape meet where words are made and read in one
+# program, so XLA cancels them.
 
 
-def refuse(what: str) -> NoReturn:
-    raise TypeError(
-        f"SelectedRows: {what} was called on its row ids, by jax.tree.map or another "
-        f"function on trees, which would make other rows of them. {INSTEAD}"
+@functools.partial(jax.jit, inline=True)
+def _to_words(ids: jax.Array) -> jax.Array:
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(_widened(ids.dtype))
+    words = lax.bitcast_convert_type(ids, np.uint32)
+    if words.ndim == ids.ndim:
+        words = lax.expand_dims(words, [words.ndim])
+    return ~words
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=1)
+def _from_words(words: jax.Array, ints: np.dtype) -> jax.Array:
+    words = ~words
+    if ints.itemsize == 8:
+        return lax.bitcast_convert_type(words, ints)
+    ids = lax.bitcast_convert_type(lax.squeeze(words, [-1]), _widened(ints))
+    return ids.astype(ints)
+
+
+def _widened(ints: np.dtype) -> np.dtype:
+    """The 32-bit dtype that holds ids of `ints`, with the same sign."""
+    return np.dtype(np.uint32 if ints.kind == "u" else np.int32)
+
+
+def _label(ints: np.dtype) -> str:
+    """Returns the name of the dtype. JAX's errors show it, so it names the ways out."""
+    return (
+        f"row_ids[{ints}] of a SelectedRows; use g1 + g2, g.map(f), "
+        "sparsejax.parallel.psum, sparsejax.optim.global_norm, sparsejax.optim.lazy(tx)"
     )
 
 
-def _complete() -> None:
-    """Gives RowIds what an array has besides."""
-    defined = {*dir(object), *vars(RowIds), "__weakref__"}
-    for name in (*_READ.split(), *_MOVE.split(), *dir(jax.Array)):
-        if name not in defined:
-            defined.add(name)
-            setattr(RowIds, name, _attribute(name))
-
-
-def _attribute(name: str) -> Any:
-    def read(self, *args):
-        found = getattr(self.plain, name)
-        return found(*args) if name.startswith("__") else found
-
-    def move(self, *args, **kwargs):
-        return RowIds(getattr(self.plain, name)(*args, **kwargs))
-
-    def compute(self, *args, **kwargs):
-        del self, args, kwargs
-        refuse(name)
-
-    if name in _READ.split():
-        return read if name.startswith("__") else property(read)
-    if name in _MOVE.split():
-        return move
-    return compute if callable(getattr(jax.Array, name)) else property(compute)
-
-
-_complete()
-
-
-def _is_integer(x: Any) -> bool:
-    return getattr(x.dtype, "kind", None) in ("i", "u")
-
-
-@functools.cache
-def _type(ints: np.dtype) -> _compat.OpaqueInts:
-    """The dtype of ids inside programs."""
-    short = f"row_ids[{ints}]"
-    label = f"{short}, the row ids of a SelectedRows reached through a tree. {INSTEAD}"
-    return _compat.OpaqueInts(np.dtype(ints), RowIds, short, label)
-
-
-_compat.register_opaque(RowIds, RowIdsSpec, _type)
+# By dtype of integers: the dtype of the leaf, and the function that makes it from
+# words. Defined at import, since a checkpoint or an exported program may be loaded
+# before there is any SelectedRows.
+_OPAQUE = {
+    ints: _compat.define_opaque(
+        f"sparsejax.row_ids[{ints}]",
+        _label(ints),
+        words=max(1, ints.itemsize // 4),
+        number=number,
+    )
+    for number, ints in enumerate(map(np.dtype, "bhilBHIL"), start=100)
+}
+_INTEGERS = {dtype: ints for ints, (dtype, _) in _OPAQUE.items()}

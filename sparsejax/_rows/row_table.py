@@ -1,7 +1,7 @@
-"""RowTable: a table that is not an array; how its rows are read is registered.
+"""RowTable: a table that is not an array and registers how its rows are read.
 
-Its class registers a function with `read_row_table` and one with `reduce_row_table`,
-and may register one with `read_stacked_tables`.
+A subclass registers a function with `read_row_table` and one with `reduce_row_table`.
+It may register a third one with `read_stacked_tables`.
 """
 
 import functools
@@ -23,7 +23,7 @@ class RowTable:
 def read_row_table(
     table: Any, call: str, ids: jax.Array, padding: jax.Array | None, mode: str
 ) -> jax.Array:
-    """The rows that `sparsejax.lookup` reads, from checked arguments."""
+    """Reads the rows of `sparsejax.lookup`; the arguments are checked."""
     raise NotImplementedError
 
 
@@ -40,16 +40,16 @@ def reduce_row_table(
     mode: str,
     max_norm: float | None = None,
 ) -> jax.Array:
-    """The bags of `sparsejax.embedding_bag`, from checked arguments.
+    """Computes the bags of `sparsejax.embedding_bag`; the arguments are checked.
 
     Args:
       table: the table.
       call: the public call, for errors.
       ids: `[B, L]`, or `[n]` with `segments`.
-      skip: bools, which elements are in no bag.
+      skip: bools, True for an element that belongs to no bag.
       weights: with the shape of `ids`.
       segments: the bag of each element, and the number of bags.
-      combiner, mode, max_norm: as there.
+      combiner, mode, max_norm: as in `embedding_bag`.
     """
     raise NotImplementedError
 
@@ -67,18 +67,19 @@ def read_stacked_tables(
     mode: str,
     max_norm: float | None,
 ) -> jax.Array | None:
-    """The bags `[B, F, ...]` of features of a stack of tables, read by their tables.
+    """Computes the bags `[B, F, ...]` of features, each from its table in a stack.
 
-    None where the table has no such way: its bags are those of `reduce_row_table`.
+    Returns None if the table has no such function. `reduce_row_table` then computes the
+    bags.
 
     Args:
       table: the stack.
       call: the public call, for errors.
       ids: rows of the stack `[B, F, L]`, feature by feature of one table.
-      skip: bools, which elements are in no bag.
+      skip: bools, True for an element that belongs to no bag.
       tables: by feature, the rows `[start, stop)` of its table in the stack.
       weights: with the shape of `ids`.
       combiner: as in `embedding_bag`; `"none"` for rows, with L = 1.
-      mode, max_norm: as there.
+      mode, max_norm: as in `embedding_bag`.
     """
     return None

@@ -23,15 +23,15 @@ _WEIGHTED_SUM = "sparsejax.scatter_weighted_sum"
 
 
 def scatter_assign(table: ArrayLike, rows: ArrayLike, values: ArrayLike) -> jax.Array:
-    """`table` with some of its rows replaced.
+    """Replaces rows of a table.
 
     `out[rows[i]] = values[i]`; every other row is unchanged.
 
     Args:
       table: `[V, ...]`.
       rows: integers of any shape, usually `[n]`. Ids out of range, such as V for an
-        empty slot, are dropped. Which of several duplicates wins is unspecified. A GPU
-        writes the elements of a row independently, so the result may mix duplicates.
+        empty slot, are dropped. Any one of several duplicates may win. A GPU writes the
+        elements of a row independently, so the result may mix duplicates.
       values: `[*rows.shape, *table.shape[1:]]`, cast to the table's dtype.
 
     Returns:
@@ -63,7 +63,7 @@ def scatter_assign(table: ArrayLike, rows: ArrayLike, values: ArrayLike) -> jax.
 def scatter_weighted_sum(
     table: ArrayLike, weight: ArrayLike, rows: ArrayLike, *values_and_weights: ArrayLike
 ) -> jax.Array:
-    """`table` with some of its rows scaled, and weighted values added to them.
+    """Scales rows of a table and adds weighted values to them.
 
     `scatter_weighted_sum(table, w0, rows, v1, w1, v2, w2, ...)` replaces every row r in
     `rows` by
@@ -103,10 +103,12 @@ def scatter_weighted_sum(
     table = _as_table(_WEIGHTED_SUM, table)
     flat, shape = _flat_rows(_WEIGHTED_SUM, table, rows)
     if len(values_and_weights) % 2:
-        raise ValueError(
-            f"{_WEIGHTED_SUM}: the arguments after rows must be pairs of values and "
-            f"weights, got an odd number, {len(values_and_weights)}. The order is "
-            "(table, w0, rows, v1, w1, v2, w2, ...)."
+        raise _arguments.wrong(
+            _WEIGHTED_SUM,
+            "the arguments after rows",
+            "pairs of values and weights",
+            f"an odd number, {len(values_and_weights)}",
+            "The order is (table, w0, rows, v1, w1, v2, w2, ...).",
         )
     values = [
         _flat_values(_WEIGHTED_SUM, f"values v{i}", v, shape, table)
@@ -141,10 +143,13 @@ def scatter_weighted_sum(
 def _as_table(call: str, table: Any) -> jax.Array:
     table = _arguments.as_array(table)
     if not isinstance(table, jax.Array):
-        raise TypeError(
-            f"{call}: table must be a JAX or NumPy array, got "
-            f"{_arguments.kind_of(table)}. To change a SelectedRows, add to it with +, "
-            "or write to its dense array, .to_dense()."
+        raise _arguments.wrong_type(
+            call,
+            "table",
+            "a JAX or NumPy array",
+            _arguments.kind_of(table),
+            "To change a SelectedRows, add to it with +, or write to its dense array, "
+            ".to_dense().",
         )
     if table.ndim == 0:
         raise ValueError(
@@ -155,7 +160,7 @@ def _as_table(call: str, table: Any) -> jax.Array:
 
 
 def _flat_rows(call: str, table: jax.Array, rows: Any):
-    """`rows` as one axis, and their original shape."""
+    """Returns `rows` flattened, and their original shape."""
     rows = _arguments.as_ids(call, rows, table.shape[0], "rows")
     return rows.reshape(-1), rows.shape
 
@@ -163,7 +168,7 @@ def _flat_rows(call: str, table: jax.Array, rows: Any):
 def _flat_values(
     call: str, name: str, values: Any, shape, table: jax.Array
 ) -> jax.Array:
-    """`values` with the axes of `rows` as one."""
+    """Returns `values` with the axes of `rows` merged into one."""
     values = _arguments.to_array(call, values, name)
     want = (*shape, *table.shape[1:])
     if values.shape != want:
@@ -177,15 +182,18 @@ def _flat_values(
 def _weight(i: int, weight: Any) -> jax.Array:
     weight = _arguments.to_array(_WEIGHTED_SUM, weight, f"weight w{i}", "a scalar")
     if weight.shape not in ((), (1,)):
-        raise ValueError(
-            f"{_WEIGHTED_SUM}: weight w{i} must be a scalar of shape () or (1,), got "
-            f"shape {weight.shape}. For one weight per row, multiply the values first."
+        raise _arguments.wrong(
+            _WEIGHTED_SUM,
+            f"weight w{i}",
+            "a scalar of shape () or (1,)",
+            f"shape {weight.shape}",
+            "For one weight per row, multiply the values first.",
         )
     return weight.reshape(())
 
 
 def _check_kind(call: str, name: str, found: Any, want: Any) -> None:
-    """Accepts narrowing of floats, but no floats in a table of integers."""
+    """Raises a TypeError for floats in a table of integers; floats may narrow."""
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(found, kind) and not jnp.issubdtype(want, kind):
             raise TypeError(
@@ -195,7 +203,7 @@ def _check_kind(call: str, name: str, found: Any, want: Any) -> None:
 
 
 def _set_merged(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """`table` with merged rows replaced; the ids of empty slots are out of range.
+    """Replaces merged rows of `table`; the ids of empty slots are out of range.
 
     Empty slots get distinct negative ids, so all ids are unique. JAX can then
     differentiate the scatter without table-sized arrays that record which of several

@@ -1,8 +1,8 @@
-"""SelectedRows: an array of which only some rows are stored.
+"""SelectedRows: an array that stores only some of its rows.
 
-A `SelectedRows` of height V has n slots, each with a row id and the values of that row.
-The gradient of a lookup is a SelectedRows, and so are an optimizer's update and the
-rows pulled from a store.
+A `SelectedRows` of height V has n slots, each with a row id and the values of the row.
+Gradients of lookups, updates of optimizers and rows pulled from a store are
+SelectedRows.
 
 Every operation keeps these invariants:
 
@@ -14,8 +14,8 @@ Every operation keeps these invariants:
   table k has the id k * V + v.
 - In arithmetic the dtype of the values wins: a strongly typed scalar never widens it.
 
-`jax.tree.map` over a `SelectedRows` also visits its ids, as a leaf that can be moved
-but not computed with (see `row_ids`). Use `SelectedRows.map` for the values, and put
+`jax.tree.map` over a `SelectedRows` also visits its ids, as a leaf that JAX moves but
+does not compute with (see `row_ids`). Use `SelectedRows.map` for the values, and put
 optax transformations inside `sparsejax.optim.lazy`, not around it.
 """
 
@@ -26,7 +26,6 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     NoReturn,
@@ -43,7 +42,6 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Spec
 from sparsejax._rows import html, indexing, merge, row_ids
-from sparsejax._rows.add_rows import add_rows
 
 
 _NO_DIVISION_BY_ROWS = (
@@ -55,31 +53,15 @@ _NO_DIVISION_BY_ROWS = (
 Rows = TypeVar("Rows", bound="SelectedRows")
 
 
-class _NamesTheCause(type):
-    """The class of SelectedRows, which says more where JAX's errors show it.
-
-    `jnp.mean(g)` is refused by the class of its argument. Adam without `lazy` maps over
-    gradient and moments together, where one tree has this class and the other an array.
-    """
-
-    def __repr__(cls) -> str:
-        return (
-            f"<class 'sparsejax.{cls.__name__}'>, rows of an array by id: use .values, "
-            ".map, .to_dense() or sparsejax.optim.global_norm; optimizers need "
-            "sparsejax.optim.lazy"
-        )
-
-
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows(metaclass=_NamesTheCause):
+class SelectedRows:
     """Rows of a `[height, ...]` array, by id.
 
     Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
-    zeros in all other rows. The gradient of a table under
-    `sparsejax.value_and_grad` is a SelectedRows, and so are an optimizer's update
-    and the rows pulled from a `sparsejax.store.KVStore`. Everything works under
-    `jit`:
+    zeros in all other rows. The gradients of `sparsejax.value_and_grad`, the updates of
+    optimizers and the rows pulled from a `sparsejax.store.KVStore` are SelectedRows.
+    Everything works under `jit`:
 
     - `to_dense()`, `from_dense(x)`: convert to and from an array.
     - `coalesce()`: merges duplicates; ids ascend.
@@ -92,8 +74,8 @@ class SelectedRows(metaclass=_NamesTheCause):
     - `capacity`, `num_rows()`, `filled()`, `safe_rows()`: about the slots.
 
     A pytree with two leaves. Arithmetic on the ids through a tree (`jax.tree.map`,
-    `jax.lax.psum`, optax outside of `sparsejax.optim.lazy`) raises; moving them works.
-    `rows` is a plain array.
+    `jax.lax.psum`, optax outside of `sparsejax.optim.lazy`) raises an error; moving
+    them works. The attribute `rows` is a plain array.
 
     Args:
       rows: integer `[n]`, the id of each slot; `rows[i] == height` marks an empty
@@ -102,7 +84,7 @@ class SelectedRows(metaclass=_NamesTheCause):
       height: int, the number of rows of the dense array.
       stack: tuple of ints, the leading axes of a stack of tables: `(K,)` for the array
         `[K, V, ...]`. Then `height` is K * V, and row v of table k has the id
-        k * V + v. So is the gradient of such a parameter that is read at (k, v).
+        k * V + v. The gradient of a parameter `[K, V, ...]` read at (k, v) has a stack.
 
     Raises:
       TypeError: `rows` are not integers, or `height` or `stack` are not ints.
@@ -124,7 +106,7 @@ class SelectedRows(metaclass=_NamesTheCause):
       `IndexedSlices`.
     """
 
-    rows: jax.Array
+    _ids: Any  # plain ids; or the leaf that a tree was rebuilt with
     values: jax.Array
     height: int
     stack: tuple[int, ...] = ()
@@ -139,8 +121,8 @@ class SelectedRows(metaclass=_NamesTheCause):
         height: int,
         stack: Sequence[int] = (),
     ):
-        # Only users call this: pytree code goes through `tree_unflatten`, whose
-        # children may be tracers, ShapeDtypeStructs or placeholders.
+        # Pytree code does not come here but to `tree_unflatten`, whose children may be
+        # tracers, ShapeDtypeStructs or placeholders.
         call = "SelectedRows"
         rows = _array_or_spec(_arguments.saturate(rows), "rows")
         values = _array_or_spec(values, "values")
@@ -149,7 +131,6 @@ class SelectedRows(metaclass=_NamesTheCause):
             "height",
             height,
             hint=" It is the number of rows of the dense array.",
-            not_an_int=TypeError,
         )
         if rows.shape == (0,) and not jnp.issubdtype(rows.dtype, jnp.integer):
             rows = jnp.zeros((0,), jnp.int32)  # SelectedRows([], ...) means no rows
@@ -162,7 +143,7 @@ class SelectedRows(metaclass=_NamesTheCause):
         wide = _arguments.index_dtype(height, rows.dtype)
         if wide != rows.dtype and not isinstance(rows, jax.ShapeDtypeStruct):
             rows = jnp.asarray(rows).astype(wide)
-        vars(self).update(rows=rows, values=values, height=height)
+        vars(self).update(_ids=rows, values=values, height=height)
         if stack != ():
             vars(self).update(stack=_check_stack(stack, height))
 
@@ -175,51 +156,45 @@ class SelectedRows(metaclass=_NamesTheCause):
         return tuple(zip(keys, children)), static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """The children; ids without arithmetic, see `row_ids`."""
-        fields = vars(self)
-        ids = fields.get("_leaf")
-        if ids is None:
-            ids = row_ids.seal(fields["rows"])
+        """The children; the first one is a leaf of `row_ids`."""
         static = (self.height, self.stack) if self.stack else self.height
-        return (ids, self.values), static
+        return (row_ids.seal(self._ids), self.values), static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
-        ids = children[0]
+        ids, values = children
         if isinstance(static, tuple):
             static, stack = static
             vars(self).update(stack=stack)
-        if row_ids.is_sealed_tracer(ids):
-            vars(self).update(_leaf=ids, values=children[1], height=static)
-        else:
-            ids = row_ids.unseal(ids)
-            vars(self).update(rows=ids, values=children[1], height=static)
+        ids = row_ids.from_words(ids, values)
+        vars(self).update(_ids=ids, values=values, height=static)
         return self
 
-    if not TYPE_CHECKING:  # type checkers would take any name for an attribute
-
-        def __getattr__(self, name: str) -> Any:
-            # Reached for the `rows` of a traced leaf. They are unsealed at each use: a
-            # tracer that is kept could be of a function whose trace is over.
-            if name == "rows" and "_leaf" in vars(self):
-                return row_ids.unseal(vars(self)["_leaf"])
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+    def __getstate__(self) -> dict[str, Any]:
+        # For pickle and copy. Plain ids can be read without JAX.
+        return {**vars(self), "_ids": self.rows}
 
     # -- what it is --------------------------------------------------------------
+
+    @property
+    def rows(self) -> jax.Array:
+        """The id of each slot, integers `[n]`."""
+        # Not kept: a tracer that is kept can outlive the function that it belongs to.
+        return row_ids.unseal(self._ids)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the dense array: `(height, *values.shape[1:])`.
 
-        Of a stack `(*stack, height // prod(stack), *values.shape[1:])`.
+        For a stack it is `(*stack, height // prod(stack), *values.shape[1:])`.
         """
         return (*self.row_shape, *self.values.shape[1:])
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The axes of the dense array that run over rows: `(height,)`, or (K, V)."""
+        """The leading axes of the dense array: `(height,)`, or (K, V) for a stack."""
         return (*self.stack, self.height // math.prod(self.stack))
 
     @property
@@ -266,12 +241,12 @@ class SelectedRows(metaclass=_NamesTheCause):
 
     @classmethod
     def from_dense(cls, x: ArrayLike, capacity: int | None = None) -> Self:
-        """The rows of `x` that are not all zero, with ascending ids.
+        """Stores the rows of `x` that are not all zero, with ascending ids.
 
         Args:
           x: `[V, ...]`.
-          capacity: int, slots of the result. By default the number of non-zero rows,
-            or V inside `jit`, where that number is unknown.
+          capacity: int, slots of the result. The default is the number of non-zero
+            rows, or V inside `jit`, where this number is unknown.
 
         Returns:
           SelectedRows of height V.
@@ -349,7 +324,7 @@ class SelectedRows(metaclass=_NamesTheCause):
         Args:
           capacity: int, slots of the result. The default, `min(n, height)`, always
             suffices.
-          return_overflow: whether to return how many distinct rows did not fit.
+          return_overflow: whether to also return the number of rows that did not fit.
 
         Returns:
           SelectedRows, or `(SelectedRows, overflow)` with an int32 scalar. On overflow
@@ -384,7 +359,7 @@ class SelectedRows(metaclass=_NamesTheCause):
         return with_slots(self, rows, values)
 
     def get(self, ids: ArrayLike) -> jax.Array:
-        """The rows with these ids, in order; zeros for rows that are not stored.
+        """Returns the rows with these ids, in order; zeros for rows not stored.
 
         Args:
           ids: integers of any shape.
@@ -404,7 +379,7 @@ class SelectedRows(metaclass=_NamesTheCause):
         return self._find("SelectedRows.get", ids)[0]
 
     def find(self, ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
-        """`get(ids)`, and whether each row is stored, bool `[*ids.shape]`.
+        """Returns `get(ids)`, and which rows are stored, bool `[*ids.shape]`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -419,7 +394,7 @@ class SelectedRows(metaclass=_NamesTheCause):
         merged = self.coalesce()
         slot, stored = merge.find_slots(merged.rows, ids, self.height)
         slot = jnp.where(stored, slot, np.int32(merged.capacity))
-        # Wide, for the derivative: it adds up the cotangents of a row read many times.
+        # Wide for the derivative, which sums the cotangents of a row read many times.
         values = merged.values.astype(indexing.accumulator_dtype(self.dtype))
         return indexing.take_rows(values, slot).astype(self.dtype), stored
 
@@ -465,8 +440,8 @@ class SelectedRows(metaclass=_NamesTheCause):
           Array([[3. , 3.5]], dtype=float32)
         """
         values = _array_or_spec(f(self.values), "values")
-        if "rows" in vars(self):
-            _check_rows("SelectedRows.map", self.rows)
+        if not row_ids.is_sealed(self._ids):
+            _check_rows("SelectedRows.map", self._ids)
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
                 f"SelectedRows.map: f must keep the number of slots (the first axis), "
@@ -484,9 +459,9 @@ class SelectedRows(metaclass=_NamesTheCause):
     # -- a stack of tables -------------------------------------------------------
 
     def unstacked(self) -> SelectedRows:
-        """The same rows, of the array `[height, ...]` instead of `[K, V, ...]`.
+        """Returns the rows as rows of `[height, ...]` instead of `[K, V, ...]`.
 
-        Itself, unless it is a stack of tables.
+        Returns itself if it is not a stack of tables.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -596,11 +571,11 @@ class SelectedRows(metaclass=_NamesTheCause):
     # -- slots -------------------------------------------------------------------
 
     def filled(self) -> jax.Array:
-        """Which slots are not empty, bool `[n]`."""
+        """Returns which slots are not empty, bool `[n]`."""
         return indexing.in_range(self.rows, self.height)
 
     def safe_rows(self) -> jax.Array:
-        """`rows` with every id out of range replaced by `height`."""
+        """Returns `rows` with each id out of range replaced by `height`."""
         rows = self.rows
         _check_rows("SelectedRows", rows)
         filled = indexing.in_range(rows, self.height)
@@ -611,15 +586,15 @@ class SelectedRows(metaclass=_NamesTheCause):
 
 
 def is_selected_rows(x: Any) -> TypeGuard[SelectedRows]:
-    """Whether `x` is a SelectedRows; for `is_leaf=` of `jax.tree` functions."""
+    """Returns True for a SelectedRows; for `is_leaf=` of `jax.tree` functions."""
     return isinstance(x, SelectedRows)
 
 
 def with_known_sum(rows: Rows, array: Any, total: Any) -> Rows:
-    """The same rows, of which it is known that `array + rows` is `total`.
+    """Returns the same rows with the note that `array + rows` is `total`.
 
-    It is known of this object and these values only: not of what is computed from it,
-    nor of what a `jax.jit` makes of it.
+    The note belongs to this object and these values only. Results of operations or of
+    `jax.jit` do not have it.
     """
     out = object.__new__(type(rows))
     vars(out).update(vars(rows), _known_sum=(array, rows.values, total))
@@ -627,13 +602,13 @@ def with_known_sum(rows: Rows, array: Any, total: Any) -> Rows:
 
 
 def known_sum(rows: SelectedRows, array: Any) -> Any:
-    """`array + rows` if `with_known_sum` said what it is, else None."""
+    """Returns the `array + rows` that `with_known_sum` noted, or None."""
     known, values, total = vars(rows).get("_known_sum", (None, None, None))
     return total if known is array and values is rows.values else None
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
-    """The sum of several SelectedRows of equal shape, with all of their slots.
+    """Sums SelectedRows of equal shape by joining their slots.
 
     `concatenate([a, b]).to_dense() == a.to_dense() + b.to_dense()`. Duplicates are
     not merged: the capacities add up.
@@ -660,9 +635,11 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     try:
         summands: list[Any] = list(parts)
     except TypeError:
-        raise TypeError(
-            "sparsejax.concatenate: parts must be a list of SelectedRows, got "
-            f"{_arguments.kind_of(parts)}."
+        raise _arguments.wrong_type(
+            "sparsejax.concatenate",
+            "parts",
+            "a list of SelectedRows",
+            _arguments.kind_of(parts),
         ) from None
     if not summands:
         raise ValueError(
@@ -671,10 +648,12 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
         )
     for part in summands:
         if not is_selected_rows(part):
-            raise TypeError(
-                "sparsejax.concatenate: every part must be a SelectedRows, got "
-                f"{_arguments.kind_of(part)}. Convert arrays with "
-                "SelectedRows.from_dense."
+            raise _arguments.wrong_type(
+                "sparsejax.concatenate",
+                "every part",
+                "a SelectedRows",
+                _arguments.kind_of(part),
+                "Convert arrays with SelectedRows.from_dense.",
             )
         _check_same_shape("sparsejax.concatenate", summands[0], part)
     if len(summands) == 1:
@@ -688,12 +667,12 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 def with_slots(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
-    """Other slots of an array with the same axes of rows."""
+    """Returns a SelectedRows with these slots, and the height and stack of `like`."""
     return SelectedRows(rows, values, like.height, like.stack)
 
 
 def flat_rows(like: SelectedRows, array: Any) -> Any:
-    """An array with axes (K, V) of rows as `[K * V, ...]`; others unchanged."""
+    """Reshapes `[K, V, ...]` to `[K * V, ...]` if `like` is a stack of tables."""
     if not like.stack:
         return array
     return indexing.merge_axes(jnp.asarray(array), len(like.row_shape))
@@ -712,8 +691,8 @@ def restacked(rows: SelectedRows, stack: tuple[int, ...], array: Any) -> Selecte
     Args:
       rows: of one table.
       stack: the leading axes.
-      array: None, or the array to which they are added, with these axes. The sum that
-        `with_known_sum` knows is that with this array as one table.
+      array: None, or the array `[K, V, ...]` to which the rows are added. The sum that
+        `with_known_sum` noted is with this array as one table.
     """
     out = SelectedRows(rows.rows, rows.values, rows.height, stack)
     _, values, total = vars(rows).get("_known_sum", (None, None, None))
@@ -725,35 +704,38 @@ def restacked(rows: SelectedRows, stack: tuple[int, ...], array: Any) -> Selecte
 # ------------------------------------------------------------------ private
 
 
-_ALL_BUT_VALUES = frozenset(["rows", "_leaf", "height", "stack"])
+_ALL_BUT_VALUES = frozenset(["_ids", "height", "stack"])
 
 
 def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
-    """The leading axes of a stack, as a tuple of ints that divide `height`."""
+    """Returns the leading axes of a stack, as ints whose product divides `height`."""
     call, hint = "SelectedRows", " It holds the leading axes of a stack of tables."
     if not isinstance(stack, (tuple, list)):
-        raise TypeError(
-            f"{call}: stack must be a tuple of ints, got {_arguments.kind_of(stack)}. "
-            "For K tables of V rows pass stack=(K,) and height=K * V."
+        raise _arguments.wrong_type(
+            call,
+            "stack",
+            "a tuple of ints",
+            _arguments.kind_of(stack),
+            "For K tables of V rows pass stack=(K,) and height=K * V.",
         )
     sizes = tuple(
-        _arguments.static_int(
-            call, "each size in stack", size, hint=hint, not_an_int=TypeError
-        )
+        _arguments.static_int(call, "each size in stack", size, hint=hint)
         for size in stack
     )
     tables = math.prod(sizes)
     if not tables or height % tables:
-        raise ValueError(
-            f"{call}: height must be the number of rows of all {tables} tables of "
-            f"stack={sizes}, got {height}. For K tables of V rows pass stack=(K,) and "
-            "height=K * V."
+        raise _arguments.wrong(
+            call,
+            "height",
+            f"the number of rows of all {tables} tables of stack={sizes}",
+            f"{height}",
+            "For K tables of V rows pass stack=(K,) and height=K * V.",
         )
     return sizes
 
 
 def _array_or_spec(x: Any, name: str) -> jax.Array | jax.ShapeDtypeStruct:
-    """Lists and NumPy arrays as JAX arrays; tracers and specs unchanged."""
+    """Converts lists and NumPy arrays to JAX arrays; tracers and specs pass through."""
     is_spec = hasattr(x, "dtype") and hasattr(x, "shape")
     if is_spec and not isinstance(x, np.ndarray):
         return x
@@ -761,13 +743,16 @@ def _array_or_spec(x: Any, name: str) -> jax.Array | jax.ShapeDtypeStruct:
 
 
 def _check_rows(call: str, rows: Any) -> None:
-    """A TypeError unless `rows` are integers."""
+    """Raises a TypeError unless `rows` are integers."""
     if not jnp.issubdtype(rows.dtype, jnp.integer):
-        raise TypeError(
-            f"{call}: rows must be integers (row ids), got {rows.dtype}. jax.tree.map, "
-            "or an optax transformation outside sparsejax.optim.lazy, also changes the "
-            "ids. Use SelectedRows.map to change the values, and put transformations "
-            "inside lazy(...)."
+        raise _arguments.wrong_type(
+            call,
+            "rows",
+            "integers (row ids)",
+            f"{rows.dtype}",
+            "jax.grad returns no ids, and code that rebuilds trees can change them. "
+            "Use sparsejax.value_and_grad, SelectedRows.map to change the values, and "
+            "sparsejax.optim.lazy(...) around optax transformations.",
         )
 
 
@@ -777,8 +762,8 @@ def _is_arraylike(x: Any) -> bool:
 
 def _check_same_shape(call: str, a: Any, b: Any) -> None:
     if a.shape != b.shape:
-        raise ValueError(
-            f"{call}: the dense shapes must be equal, got {a.shape} and {b.shape}."
+        raise _arguments.wrong(
+            call, "the dense shapes", "equal", f"{a.shape} and {b.shape}"
         )
 
 
@@ -797,7 +782,7 @@ def _scale(op, symbol: str, values: jax.Array, by: Any) -> jax.Array:
 
 
 def _add_to_array(array: Any, rows: Any) -> jax.Array:
-    """The scatter-add, in the array's dtype as for `array.at[...].add`."""
+    """Scatter-adds in the array's dtype, as `array.at[...].add` does."""
     array = jnp.asarray(array)
     if array.shape != rows.shape:
         raise ValueError(
@@ -809,9 +794,10 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
     wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
     if wide == array.dtype:
         values = rows.values.astype(wide)
-        return stacked_rows(rows, add_rows(array, rows.safe_rows(), values))
-    # For sums of bfloat16, and float32 updates of bfloat16 weights, add in the wide
-    # dtype and round once, for these rows only. One at a time, small updates are lost.
+        return stacked_rows(rows, indexing.add_rows(array, rows.safe_rows(), values))
+    # Sums of bfloat16 values, and float32 updates of bfloat16 weights, are added in the
+    # wide dtype and rounded once, for these rows only. Rounding after each addition
+    # would lose small updates.
     merged = rows.astype(wide).coalesce()
     new = indexing.take_rows(array, merged.rows).astype(wide) + merged.values
     new = indexing.set_rows(array, merged.rows, new.astype(array.dtype))

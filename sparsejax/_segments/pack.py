@@ -27,21 +27,22 @@ def pack_segments(
 ) -> Any:
     """Segments as the rows of one array, cut at `max_length` and padded with zeros.
 
-    `out[s, j]` is element j of segment s, zero where the segment has none.
+    `out[s, j]` is element j of segment s, or zero if the segment is shorter.
 
     Args:
       st: SegmentTensor, whose values are an array `[n, ...]` or a tree of arrays.
       max_length: int L. Elements of a segment beyond L are cut and get no gradient.
-      return_mask: whether to return which slots contain an element.
+      return_mask: whether to return a mask of the slots that contain an element.
 
     Returns:
       `[S, max_length, ...]`, or a tree of such arrays, of the values' dtypes. With
-      `return_mask`, a pair of this and bool `[S, max_length]`. Differentiable in the
+      `return_mask`, a pair of these and bool `[S, max_length]`. Differentiable in the
       values.
 
     Raises:
-      TypeError: `st` is not a SegmentTensor, or its values contain one.
-      ValueError: `max_length` is not a static, non-negative int.
+      TypeError: `st` is not a SegmentTensor, or its values contain one; `max_length` is
+        not a static int.
+      ValueError: `max_length` is negative.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -60,9 +61,12 @@ def pack_segments(
       Caffe2, `PackSegments` (`max_length`, `return_presence_mask`).
     """
     if not isinstance(st, SegmentTensor):
-        raise TypeError(
-            f"{_PACK}: st must be a SegmentTensor, got {_arguments.kind_of(st)}. Make "
-            "one with SegmentTensor.from_lengths(data, lengths)."
+        raise _arguments.wrong_type(
+            _PACK,
+            "st",
+            "a SegmentTensor",
+            _arguments.kind_of(st),
+            "Make one with SegmentTensor.from_lengths(data, lengths).",
         )
     if any(
         elements.is_nested(leaf) for _, leaf in elements.leaves_with_path(st.values)
@@ -118,10 +122,11 @@ def unpack_segments(padded: PyTree, lengths: ArrayLike) -> SegmentTensor:
     padded = jax.tree.map(as_array, padded, is_leaf=is_list)
     shapes = {x.shape[:2] for x in jax.tree.leaves(padded)}
     if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):
-        raise ValueError(
-            f"{_UNPACK}: padded must be an array [S, L, ...], or a tree of such arrays "
-            "with equal S and L, got shapes "
-            f"{[x.shape for x in jax.tree.leaves(padded)]}."
+        raise _arguments.wrong(
+            _UNPACK,
+            "padded",
+            "an array [S, L, ...], or a tree of such arrays with equal S and L",
+            f"shapes {[x.shape for x in jax.tree.leaves(padded)]}",
         )
     ((rows, width),) = shapes
     lengths = _arguments.as_integers(_UNPACK, lengths, "lengths")

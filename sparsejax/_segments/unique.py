@@ -1,7 +1,8 @@
 """unique and partition: distinct ids, and ids grouped by shard.
 
-Here ids are keys of any integer type, including hashes and negative numbers. Without a
-table no id is out of range: none is dropped, and none is truncated to 32 bits.
+Here ids are keys of any integer type, including hashes and negative numbers. There is
+no table, so an id is never out of range: ids are neither dropped nor truncated to 32
+bits.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
       `inverse` is `size`, which is out of range.
 
     Raises:
-      TypeError: `ids` are not integers.
-      ValueError: `size` is not a static, non-negative int; or 64-bit ids do not
-        fit in 32 bits and `jax_enable_x64` is not set.
+      TypeError: `ids` are not integers, or `size` is not a static int.
+      ValueError: `size` is negative, or 64-bit ids do not fit in 32 bits and
+        `jax_enable_x64` is not set.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -87,9 +88,9 @@ def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
       `jnp.zeros_like(x).at[position].set(x)` restores the original order.
 
     Raises:
-      TypeError: `ids` are not integers.
-      ValueError: `num_parts` is not a static, positive int; or 64-bit ids do not fit
-        in 32 bits and `jax_enable_x64` is not set.
+      TypeError: `ids` are not integers, or `num_parts` is not a static int.
+      ValueError: `num_parts` is not positive, or 64-bit ids do not fit in 32 bits and
+        `jax_enable_x64` is not set.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -118,7 +119,7 @@ def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
 
 
 def _keys(call: str, ids: Any) -> jax.Array:
-    """Ids as a JAX array, or an error if JAX would truncate them to 32 bits."""
+    """Returns ids as a JAX array, or raises if JAX would truncate them to 32 bits."""
     ids = _arguments.as_integers(call, ids)
     is_wide = isinstance(ids, np.ndarray) and ids.itemsize == 8
     if is_wide and not _arguments.x64_enabled():

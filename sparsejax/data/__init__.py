@@ -1,4 +1,4 @@
-"""Data sets and batches of static capacity, and readers of sparse text formats.
+"""Data sets and batches of static capacity, and ids of words.
 
 Data sets and batches of NumPy arrays and SegmentTensors
 
@@ -8,20 +8,14 @@ Data sets and batches of NumPy arrays and SegmentTensors
 - `DataLoader`: batches of one static shape, shuffled and sharded; it resumes
   exactly.
 
-Files
+Ids of words, of files, data frames, Arrow tables and columns
 
-- `read_csv_ids`: labels, numbers and categories, as in Criteo's logs or ratings.
-- `read_parquet_ids`: the same of a Parquet file.
-- `iter_csv_ids`, `iter_parquet_ids`: the same, in chunks.
-- `HashIds`, `Vocabulary`: ids of words, by a hash or by a list; from files and from
-  columns of data frames.
-- `read_vectors`: pretrained vectors of words, as GloVe, word2vec and fastText.
-- `read_libsvm`, `write_libsvm`: rows of `label index:value ...`.
+- `Vocabulary`: ids by a list of words, which `Vocabulary.build` counts.
+- `HashIds`: ids by a hash.
+- `read_ids`: labels, numbers and ids, as click logs and ratings have them.
+- `iter_ids`: the same, in chunks.
 
-Negatives, drawn on the device
-
-- `NegativeSampler`: draws ids inside a step, uniformly or by frequency; it
-  gives `NegativeSamples`, for `sparsejax.losses`.
+What reads files and data frames needs pyarrow: `pip install 'sparsejax[data]'`.
 """
 
 from sparsejax.data._datasets import (
@@ -29,20 +23,6 @@ from sparsejax.data._datasets import (
     SimpleDataset as SimpleDataset,
 )
 from sparsejax.data._hash_ids import HashIds as HashIds
-from sparsejax.data._libsvm import (
-    read_libsvm as read_libsvm,
-    write_libsvm as write_libsvm,
-)
 from sparsejax.data._loader import DataLoader as DataLoader
-from sparsejax.data._negatives import (
-    NegativeSampler as NegativeSampler,
-    NegativeSamples as NegativeSamples,
-)
-from sparsejax.data._read_ids import (
-    iter_csv_ids as iter_csv_ids,
-    iter_parquet_ids as iter_parquet_ids,
-    read_csv_ids as read_csv_ids,
-    read_parquet_ids as read_parquet_ids,
-)
-from sparsejax.data._vectors import read_vectors as read_vectors
+from sparsejax.data._read_ids import iter_ids as iter_ids, read_ids as read_ids
 from sparsejax.data._vocabulary import Vocabulary as Vocabulary

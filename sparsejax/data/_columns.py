@@ -17,6 +17,7 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._segments import SegmentTensor, elements
+from sparsejax.data import _arrow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
     """A column from an array, a CSR matrix, a SegmentTensor, a data frame or a list."""
     if isinstance(data, SegmentTensor):
         return _of_segments(call, data, data, name)
-    data = _of_frame(data)
+    data = _of_frame(call, data, name)
     if hasattr(data, "tocsr"):  # recognizes scipy without importing it
         if getattr(data, "format", None) != "csr":
             raise TypeError(
@@ -76,16 +77,15 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
     return _of_array(call, data, name)
 
 
-def _of_frame(data: Any) -> Any:
-    """A column of pandas, polars, pyarrow or datasets as an array, or a list of rows.
+def _of_frame(call: str, data: Any, name: str) -> Any:
+    """A column of a data frame or of Arrow as an array, or as a list of its lists.
 
     A Series of pandas looks like an array, but finds single rows by label.
     """
-    methods = ("iloc", "to_list", "to_pylist")  # pandas, polars, pyarrow
-    if any(hasattr(data, name) for name in methods):
-        values = np.asarray(data)
-        is_rows = values.dtype == object and values.ndim == 1 and len(values)
-        return values.tolist() if is_rows and np.ndim(values[0]) else values
+    if _arrow.is_column(data):
+        column = _arrow.as_array(call, data, name)
+        is_nested = "list" in str(column.type)
+        return column.to_pylist() if is_nested else np.asarray(column)
     is_text = isinstance(data, (str, bytes))
     if isinstance(data, Sequence) and not isinstance(data, (list, tuple)):
         return data if is_text else list(data)

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._arguments import ColumnLike, PyTree
-from sparsejax.data import _columns, _words
+from sparsejax.data import _arrow, _columns, _sources
 
 
 _NO_COLUMN = (
@@ -101,7 +101,7 @@ class ArrayDataset:
             raise ValueError(_NO_COLUMN)
         self._keys: list[Any] | None = None
         columns = tuple(
-            _words.as_columns(call, x) if _words.is_table(x) else x for x in columns
+            _sources.columns_of(call, x) if _arrow.is_table(x) else x for x in columns
         )
         maps = [column for column in columns if isinstance(column, Mapping)]
         if maps:

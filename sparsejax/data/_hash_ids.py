@@ -1,40 +1,42 @@
 """HashIds: ids of words by a hash.
 
-Id 0 is for missing words. Words are a matrix of bytes, one row per word, with their
-lengths, so all words of a column are hashed at once.
+Id 0 is for missing words. Only the distinct words of a column are hashed, all at once,
+as a matrix of bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._arguments import ColumnLike
-from sparsejax.data import _text, _words
-from sparsejax.data._arrow_words import ArrowWords
-from sparsejax.data._text import Words
+from sparsejax._hashing import hash_words, mix
+from sparsejax.data import _arrow
 
 
 _MASK = (1 << 64) - 1
+_MAX_CELLS = 1 << 20  # bytes of the matrix of some words
 
 
 @dataclasses.dataclass(frozen=True)
 class HashIds:
-    """Ids of categories by a hash; needs no pass over the data, but ids may collide.
+    """Ids of words by a hash, without a pass over the data; ids may collide.
 
-    The id of a word in column c is `1 + mix(fnv1a(word, salt(seed, c))) mod (B - 1)`,
-    and 0 if it is missing. It is the same in every process and on every machine. The
-    same word gets different ids in different columns.
+    The id of a word in column c is `1 + mix(fnv1a(word, salt(seed, c))) mod (B - 1)`;
+    the id of a missing word is 0. Ids are the same in every process and on every
+    machine. The same word has different ids in different columns.
 
     Args:
-      num_buckets: int B, rows of a table, below 2^31; or one per column.
-      seed: int; another seed gives other collisions.
+      num_buckets: int B, the number of rows of a table, from 2 to 2^31 - 1; or one int
+        for each column.
+      seed: int; collisions depend on it.
 
     Raises:
-      ValueError: fewer than two buckets, or too many.
+      ValueError: `num_buckets` is out of range.
 
     Example:
       >>> import sparsejax as sj
@@ -56,18 +58,20 @@ class HashIds:
         for size in np.atleast_1d(np.asarray(self.num_buckets, object)):
             whole = isinstance(size, (int, np.integer))
             if not whole or not 2 <= size <= np.iinfo(np.int32).max:
-                raise ValueError(
-                    "sparsejax.data.HashIds: num_buckets must be an int from 2 to "
-                    f"2147483647, or one per column, got {self.num_buckets!r}. Id 0 is "
-                    "for missing words, and ids are int32."
+                raise _arguments.wrong(
+                    "sparsejax.data.HashIds",
+                    "num_buckets",
+                    "an int from 2 to 2147483647, or one for each column",
+                    repr(self.num_buckets),
+                    "Id 0 is for missing words, and ids are int32.",
                 )
         _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
 
     def sizes(self, num_columns: int) -> list[int]:
-        """The number of ids of each column: rows of its table.
+        """Returns the number of ids of each column, the rows of its table.
 
         Args:
-          num_columns: int, number of columns.
+          num_columns: int, the number of columns.
 
         Raises:
           ValueError: `num_buckets` is a list of another length.
@@ -78,73 +82,61 @@ class HashIds:
         if len(found) != num_columns:
             raise ValueError(
                 f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, but "
-                f"the file has {num_columns} columns of categories."
+                f"there are {num_columns} columns of words."
             )
         return found
 
     def encode(self, column: int, words: ColumnLike) -> np.ndarray:
-        """The ids of words, int32 `[n]`.
+        """Returns the ids of words, int32 `[n]`.
 
         Args:
-          column: int, the column they are from.
+          column: int, the position of the column, from 0.
           words: strings, bytes or integers `[n]`: a list, an array, or a column of
             pandas, polars, pyarrow or Hugging Face datasets.
 
         Raises:
-          TypeError: `words` is not such a column, or `column` is not an int.
+          TypeError: `words` is not a column of strings, bytes or integers, or `column`
+            is not an int.
           IndexError: `column` is out of range.
         """
-        call, size = "sparsejax.data.HashIds.encode", self.num_buckets
+        call = "sparsejax.data.HashIds.encode"
         column = _arguments.static_int(
             call,
             "column",
             column,
-            hint=" HashIds knows columns by their place.",
-            not_an_int=TypeError,
+            hint=" HashIds has no names of columns: pass the position.",
         )
-        if not isinstance(size, (int, np.integer)):
-            if column >= len(size):
-                raise IndexError(
-                    f"{call}: column {column} is out of range for {len(size)} columns."
-                )
-            size = size[column]
+        sizes = self.num_buckets
+        if not isinstance(sizes, (int, np.integer)) and column >= len(sizes):
+            raise IndexError(
+                f"{call}: column {column} is out of range for {len(sizes)} columns."
+            )
+        return self._ids_of(column, _arrow.as_column(call, words))
+
+    def _ids_of(self, column: int, words: _arrow.Column) -> np.ndarray:
+        sizes = self.num_buckets
+        size = sizes if isinstance(sizes, (int, np.integer)) else sizes[column]
         salt = _mix_int(_mix_int(self.seed + 1) + column)
-        if isinstance(words, Words):
-            return _hash(words, salt, int(size))
-        if isinstance(words, ArrowWords):
-            parts = [_hash(part, salt, int(size)) for part in words.words()]
-            return np.concatenate(parts)
-        found = _words.as_column(call, words)
-        return found.per_row(_hash(_text.as_matrix(found.words), salt, int(size)))
+        return _hash(words.words, salt, int(size))[words.rows]
 
 
 # ------------------------------------------------------------------ private
 
 
-def _hash(words: Words, salt: int, size: int) -> np.ndarray:
-    ids = hash_words(words, salt) % np.uint64(size - 1) + np.uint64(1)
-    if not words.lengths.min(initial=0):
-        ids = np.where(words.lengths > 0, ids, np.uint64(0))
-    return ids.astype(np.int32)
-
-
-def hash_words(words: Words, salt: int) -> np.ndarray:
-    """A hash of 64 bits of each word, uint64 `[n]`, the same in every process."""
-    # FNV-1a: exclusive or with a byte, then times a prime, modulo 2^64.
-    state = np.full(len(words.lengths), 0xCBF29CE484222325 ^ salt, np.uint64)
-    least = int(words.lengths.min(initial=0))
-    for place in range(words.text.shape[1]):
-        step = (state ^ words.text[:, place]) * np.uint64(0x100000001B3)
-        is_whole = place < least
-        state = step if is_whole else np.where(place < words.lengths, step, state)
-    return mix(state)
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """MurmurHash3's finalizer: each bit of the result depends on each of x."""
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return x ^ (x >> np.uint64(33))
+def _hash(words: Any, salt: int, size: int) -> np.ndarray:
+    """Returns the ids of a BinaryArray `[k]`, int32; 0 for the empty word."""
+    lengths, text = _arrow.lengths_and_bytes(words)
+    starts = np.cumsum(lengths) - lengths
+    ids = np.zeros(len(lengths), np.int32)
+    # The matrix is as wide as its longest word, so its size is bounded.
+    step = max(_MAX_CELLS // max(int(lengths.max(initial=0)), 1), 1)
+    for at in range(0, len(lengths), step):
+        own, begin = lengths[at : at + step], starts[at : at + step]
+        places = begin[:, None] + np.arange(int(own.max()))
+        matrix = text[np.minimum(places, len(text) - 1)]
+        found = hash_words(matrix, own, salt) % np.uint64(size - 1)
+        ids[at : at + step] = np.where(own > 0, found + np.uint64(1), 0)
+    return ids
 
 
 def _mix_int(x: int) -> int:

@@ -1,7 +1,7 @@
-"""read_csv_ids, read_parquet_ids: files of labels, numbers and categories as arrays.
+"""read_ids, iter_ids: labels, numbers and ids of words, of any source of columns.
 
-`_csv.py` or `_parquet.py` reads a file as tables, a part at a time; a `HashIds` or a
-`Vocabulary` turns categories into ids.
+`_sources.py` reads a source as batches of columns; a `HashIds` or a `Vocabulary` turns
+words into ids.
 """
 
 from __future__ import annotations
@@ -13,327 +13,290 @@ from typing import Any
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._arguments import Progress
-from sparsejax._files import as_path
-from sparsejax.data import _csv, _parquet
+from sparsejax._arguments import PyTree
+from sparsejax.data import _arrow, _sources
 from sparsejax.data._hash_ids import HashIds
+from sparsejax.data._selection import Selection, as_selection
 from sparsejax.data._vocabulary import Vocabulary
 
 
-_READ = "sparsejax.data.read_csv_ids"
-_ITERATE = "sparsejax.data.iter_csv_ids"
-_READ_PARQUET = "sparsejax.data.read_parquet_ids"
-_ITERATE_PARQUET = "sparsejax.data.iter_parquet_ids"
-
-
-def read_csv_ids(
-    path: str | os.PathLike[str],
-    ids: HashIds | Vocabulary | int,
-    *,
-    num_numbers: int = _csv.NUM_NUMBERS,
-    num_ids: int = _csv.NUM_IDS,
-    label: bool = True,
+def read_ids(
+    source: str | os.PathLike[str] | Iterable[Any] | PyTree,
+    encoder: HashIds | Vocabulary | int,
     columns: Mapping[str, Any] | None = None,
+    *,
+    missing: float = np.nan,
     separator: str = "auto",
     header: bool = False,
-    missing: float = np.nan,
     quotes: bool = True,
-    progress: Progress = False,
 ) -> dict[str, np.ndarray]:
-    """Reads rows of labels, numbers and categories, like click logs or ratings.
+    """Reads labels, numbers and ids of words, as click logs and ratings have them.
 
-    The default is the order of Criteo's click logs: a label, numbers, categories. For
-    other files, for example lines of user,item,rating, `columns` says which field is
-    which.
+    The source is a CSV or Parquet file, a data frame, an Arrow table or a dict of
+    columns. The same columns give the same ids, whatever the source. pyarrow is needed.
 
-    Fields are separated by a tab or a comma. Categories are any bytes, for example
-    Criteo's hexadecimal words. Spaces and tabs around a field do not belong to it, nor
-    do the double quotes around one that begins with a quote: such a field may contain
-    separators and newlines, and `""` in it is one quote. An empty field is a missing
-    value. Empty lines are skipped.
+    Words are strings, bytes or integers. Numbers are booleans, integers or floats.
+    None, nulls, NaN and empty fields are missing values. Only the named columns are
+    read.
 
     Args:
-      path: of a text file; gzip and bzip2 are recognized by their first bytes.
-      ids: turns categories into ids: a `HashIds`, a `Vocabulary`, or an int as short
-        for `HashIds(int)`. Missing categories get id 0.
-      num_numbers: int, the number of numbers in a row.
-      num_ids: int, the number of categories in a row.
-      label: whether the first field is the label, a number.
-      columns: the fields to read, instead of these three: a dict with "ids" and
-        optionally "label" (one field) and "numbers". A field is an int, its position in
-        a row from 0, or a str, its name in the first line, which is then a header.
-        Other fields are not read.
-      separator: one character, or several such as "::". "auto" is a tab if the first
-        line has one, "::" if it is like MovieLens' `1::1193::5`, else a comma.
-      header: whether the first line contains names and is not a row.
+      source: one of these:
+        a path, or a list of paths, of Parquet files and of CSV files; CSV files may be
+        compressed by gzip, bzip2 or zstd;
+        a data frame of pandas or polars, or a data set of Hugging Face;
+        an Arrow table, or any object with `__arrow_c_stream__`, such as the reader that
+        `pyarrow.csv.open_csv` returns for CSV files of other forms;
+        a dict of columns, each a list or an array.
+      encoder: turns words into ids: a `HashIds`, a `Vocabulary`, or an int as short for
+        `HashIds(int)`. Missing words get id 0.
+      columns: a dict with "ids" and optionally "label" (one column) and "numbers". A
+        column is a str, its name, or an int, its position from 0. Names require that
+        the first line of a CSV file has the names. If omitted, all columns are words.
       missing: replaces a missing number or label. With the default, NaN, a missing
         label is an error.
-      quotes: whether fields may be in double quotes. With False, a quote is a character
-        like any other.
-      progress: True for a progress bar on stderr, or a function of (bytes read, bytes
-        of the file).
+      separator: of a CSV file: one character. "auto" is a tab if the first line has
+        one, else a comma.
+      header: True if a CSV file whose columns are chosen by position begins with names.
+      quotes: True if fields of a CSV file may be in double quotes. Such a field may
+        contain separators and newlines, and `""` in it is one quote.
 
     Returns:
-      A dict of columns, for `ArrayDataset`: "label" float32 `[n]` (if there is one),
-      "numbers" float32 `[n, num_numbers]`, "ids" int32 `[n, num_ids]`; or those in
-      `columns`. The ids of column c are in `[0, ids.sizes(num_ids)[c])`.
+      A dict of columns, for `ArrayDataset`: "ids" int32 `[n, C]`, and, if `columns` has
+      them, "label" float32 `[n]` and "numbers" float32 `[n, N]`. The ids of column c
+      are in `[0, encoder.sizes(C)[c])`.
 
     Raises:
-      TypeError: `ids`, `path` or another argument has the wrong type.
-      ValueError: a row has a wrong number of fields, or a field is not a number as it
-        should be; a quote is not closed, or text follows it; a line has more than 32
-        MB. The message begins with file:line.
-      OSError: the file cannot be read, or is damaged.
+      ImportError: pyarrow is not installed.
+      TypeError: an argument or a column of words has the wrong type.
+      ValueError: a column is missing, or a label; a row has a wrong number of fields,
+        or a field is not a number as it should be. The message names the file and the
+        row.
+      OSError: a file cannot be read, or is damaged.
+
+    Spaces and tabs around the words of a CSV file are removed.
 
     Example:
       >>> import os, tempfile, sparsejax as sj
+      >>> path = os.path.join(tempfile.mkdtemp(), "ratings.csv")
+      >>> with open(path, "w") as file:
+      ...     _ = file.write("user,item,rating\\nann,tea,5\\nbob,tea,2\\nann,jam,3\\n")
+      >>> columns = {"label": "rating", "ids": ["user", "item"]}
+      >>> vocabulary = sj.data.Vocabulary.build(path, columns)
+      >>> data = sj.data.read_ids(path, vocabulary, columns)
+      >>> data["label"], data["ids"], vocabulary.sizes()
+      (array([5., 2., 3.], dtype=float32), array([[1, 1],
+             [2, 1],
+             [1, 2]], dtype=int32), [3, 3])
+
+    Click logs without names: a label, two numbers and a category, by position.
+
       >>> path = os.path.join(tempfile.mkdtemp(), "clicks.tsv")
       >>> with open(path, "w") as file:
       ...     _ = file.write("1\\t5\\t\\t68fd1e64\\n0\\t-2\\t7\\t\\n")
-      >>> data = sj.data.read_csv_ids(path, 1000, num_numbers=2, num_ids=1)
+      >>> columns = {"label": 0, "numbers": [1, 2], "ids": [3]}
+      >>> data = sj.data.read_ids(path, 1000, columns)
       >>> data["numbers"], data["ids"]
       (array([[ 5., nan],
              [-2.,  7.]], dtype=float32), array([[184],
              [  0]], dtype=int32))
 
-    Ratings, where each user and each item gets its own id:
-
-      >>> path = os.path.join(tempfile.mkdtemp(), "ratings.csv")
-      >>> with open(path, "w") as file:
-      ...     _ = file.write("user,item,rating\\nann,tea,5\\nbob,tea,2\\nann,jam,3\\n")
-      >>> columns = {"label": "rating", "ids": ["user", "item"]}
-      >>> ids = sj.data.Vocabulary.build(path, columns=columns)
-      >>> data = sj.data.read_csv_ids(path, ids, columns=columns)
-      >>> data["label"], data["ids"], ids.sizes()
-      (array([5., 2., 3.], dtype=float32), array([[1, 1],
-             [2, 1],
-             [1, 2]], dtype=int32), [3, 3])
-
     References:
-      Criteo, Display Advertising Challenge (Kaggle, 2014): 13 counts, 26 categories.
+      Criteo, Display Advertising Challenge (Kaggle, 2014): a label, 13 counts, 26
+      categories: `{"label": 0, "numbers": range(1, 14), "ids": range(14, 40)}`.
     """
-    layout = _csv.as_layout(
-        _READ, num_numbers, num_ids, label, separator, header, columns, quotes
-    )
-    path = _check(layout, path, ids, missing)
-    return _join(
-        layout, _encode(_csv.read(path, layout, progress), ids, layout, missing)
-    )
+    call = "sparsejax.data.read_ids"
+    selection = as_selection(call, columns)
+    blocks = _blocks(selection, source, encoder, missing, separator, header, quotes)
+    return _join(selection, list(blocks))
 
 
-def iter_csv_ids(
-    path: str | os.PathLike[str],
-    ids: HashIds | Vocabulary | int,
+def iter_ids(
+    source: str | os.PathLike[str] | Iterable[Any] | PyTree,
+    encoder: HashIds | Vocabulary | int,
+    columns: Mapping[str, Any] | None = None,
     *,
     chunk_rows: int = 65536,
-    num_numbers: int = _csv.NUM_NUMBERS,
-    num_ids: int = _csv.NUM_IDS,
-    label: bool = True,
-    columns: Mapping[str, Any] | None = None,
+    missing: float = np.nan,
     separator: str = "auto",
     header: bool = False,
-    missing: float = np.nan,
     quotes: bool = True,
-    progress: Progress = False,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Reads a file like `read_csv_ids`, in chunks, for files larger than memory.
+    """Reads a source like `read_ids`, in chunks, for files larger than memory.
 
     Args:
-      path, ids: as in `read_csv_ids`.
+      source, encoder, columns, missing: as in `read_ids`.
       chunk_rows: int, rows of a chunk; the last chunk may have fewer.
-      num_numbers, num_ids, label, columns: as in `read_csv_ids`.
-      separator, header, missing, quotes, progress: as in `read_csv_ids`.
+      separator, header, quotes: as in `read_ids`.
 
     Returns:
-      Iterator over dicts like those of `read_csv_ids`.
+      Iterator over dicts like those of `read_ids`. `tqdm` shows its progress.
 
     Raises:
-      TypeError, ValueError, OSError: as `read_csv_ids`; errors in the file are raised
-        when the chunk is read.
+      ImportError, TypeError, ValueError, OSError: as `read_ids`; errors in a file are
+        raised when the chunk is read.
 
     Example:
-      >>> import os, tempfile, sparsejax as sj
-      >>> path = os.path.join(tempfile.mkdtemp(), "clicks.csv")
-      >>> with open(path, "w") as file:
-      ...     _ = file.write("1,a\\n0,b\\n1,c\\n")
-      >>> layout = dict(num_numbers=0, num_ids=1)
-      >>> chunks = sj.data.iter_csv_ids(path, 100, chunk_rows=2, **layout)
+      >>> import sparsejax as sj
+      >>> data = {"label": [1, 0, 1], "ad": ["a", "b", "c"]}
+      >>> columns = {"label": "label", "ids": "ad"}
+      >>> chunks = sj.data.iter_ids(data, 100, columns, chunk_rows=2)
       >>> [chunk["label"].tolist() for chunk in chunks]
       [[1.0, 0.0], [1.0]]
     """
-    layout = _csv.as_layout(
-        _ITERATE, num_numbers, num_ids, label, separator, header, columns, quotes
-    )
-    path = _check(layout, path, ids, missing)
-    size = _arguments.static_int(_ITERATE, "chunk_rows", chunk_rows, 1)
-    tables = _csv.read(path, layout, progress)
-    return _chunks(layout, _encode(tables, ids, layout, missing), size)
-
-
-def read_parquet_ids(
-    path: str | os.PathLike[str],
-    ids: HashIds | Vocabulary | int,
-    *,
-    columns: Mapping[str, Any],
-    missing: float = np.nan,
-    progress: Progress = False,
-) -> dict[str, np.ndarray]:
-    """Reads labels, numbers and categories of a Parquet file; needs pyarrow.
-
-    Categories are strings, bytes or integers, and give the ids that they give as a CSV
-    file or in `Vocabulary.from_columns`. Numbers may be booleans, integers or floats.
-    Nulls and NaN are missing values. Only the columns that are named are read.
-
-    Args:
-      path: of a Parquet file.
-      ids: as in `read_csv_ids`.
-      columns: which column is what: a dict with "ids" and optionally "label" (one
-        column) and "numbers", each by name, or by position from 0.
-      missing: as in `read_csv_ids`.
-      progress: True for a progress bar on stderr, or a function of (rows read, rows of
-        the file).
-
-    Returns:
-      A dict of columns, as `read_csv_ids`.
-
-    Raises:
-      ImportError: pyarrow is not installed.
-      TypeError: an argument has the wrong type.
-      ValueError: a column is missing or of another type, a label is missing, or the
-        file is not Parquet.
-      OSError: the file cannot be read, or is damaged.
-
-    Example:
-      >>> import os, tempfile, pyarrow, pyarrow.parquet, sparsejax as sj
-      >>> path = os.path.join(tempfile.mkdtemp(), "ratings.parquet")
-      >>> table = {"user": [7, 8, 7], "item": ["tea", "tea", None], "rating": [5, 2, 3]}
-      >>> pyarrow.parquet.write_table(pyarrow.table(table), path)
-      >>> columns = {"label": "rating", "ids": ["user", "item"]}
-      >>> ids = sj.data.Vocabulary.build(path, columns=columns)
-      >>> data = sj.data.read_parquet_ids(path, ids, columns=columns)
-      >>> data["label"], data["ids"]
-      (array([5., 2., 3.], dtype=float32), array([[1, 1],
-             [2, 1],
-             [1, 0]], dtype=int32))
-    """
-    layout = _csv.as_layout(_READ_PARQUET, columns=columns or {})
-    path = _check(layout, path, ids, missing)
-    tables = _parquet.read(path, layout, progress)
-    return _join(layout, _encode(tables, ids, layout, missing))
-
-
-def iter_parquet_ids(
-    path: str | os.PathLike[str],
-    ids: HashIds | Vocabulary | int,
-    *,
-    columns: Mapping[str, Any],
-    chunk_rows: int = 65536,
-    missing: float = np.nan,
-    progress: Progress = False,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Reads a file like `read_parquet_ids`, in chunks, for files larger than memory.
-
-    Args:
-      path, ids, columns, missing, progress: as in `read_parquet_ids`.
-      chunk_rows: int, rows of a chunk; the last chunk may have fewer.
-
-    Returns:
-      Iterator over dicts like those of `read_parquet_ids`.
-
-    Raises:
-      ImportError, TypeError, ValueError, OSError: as `read_parquet_ids`; errors in the
-        file are raised when the chunk is read.
-
-    Example:
-      >>> import os, tempfile, pyarrow, pyarrow.parquet, sparsejax as sj
-      >>> path = os.path.join(tempfile.mkdtemp(), "clicks.parquet")
-      >>> pyarrow.parquet.write_table(pyarrow.table({"ad": [7, 8, 7]}), path)
-      >>> chunks = sj.data.iter_parquet_ids(
-      ...     path, 100, columns={"ids": "ad"}, chunk_rows=2
-      ... )
-      >>> [chunk["ids"].shape for chunk in chunks]
-      [(2, 1), (1, 1)]
-    """
-    layout = _csv.as_layout(_ITERATE_PARQUET, columns=columns or {})
-    path = _check(layout, path, ids, missing)
-    size = _arguments.static_int(_ITERATE_PARQUET, "chunk_rows", chunk_rows, 1)
-    tables = _parquet.read(path, layout, progress)
-    return _chunks(layout, _encode(tables, ids, layout, missing), size)
+    call = "sparsejax.data.iter_ids"
+    selection = as_selection(call, columns)
+    size = _arguments.static_int(call, "chunk_rows", chunk_rows, 1)
+    blocks = _blocks(selection, source, encoder, missing, separator, header, quotes)
+    return _chunks(selection, blocks, size)
 
 
 # ------------------------------------------------------------------ private
 
 
-def _check(layout: _csv.Layout, path: Any, ids: Any, missing: Any) -> Any:
-    """The path; or an error, before the file is opened."""
-    call = layout.call
-    if _is_int(ids):
-        HashIds(int(ids))
-    elif not isinstance(ids, (HashIds, Vocabulary)):
-        raise TypeError(
-            f"{call}: ids must be a HashIds, a Vocabulary, or an int for HashIds(int), "
-            f"got {ids!r}."
+def _blocks(
+    selection: Selection,
+    source: Any,
+    encoder: Any,
+    missing: Any,
+    separator: Any,
+    header: Any,
+    quotes: Any,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Checks the arguments at once, and returns an iterator over blocks of rows."""
+    call = selection.call
+    if isinstance(encoder, (int, np.integer)) and not isinstance(encoder, bool):
+        encoder = HashIds(int(encoder))
+    if not isinstance(encoder, (HashIds, Vocabulary)):
+        raise _arguments.wrong_type(
+            call,
+            "encoder",
+            "a HashIds, a Vocabulary, or an int for HashIds(int)",
+            _arguments.show(encoder),
         )
-    else:
-        ids.sizes(layout.size("ids"))  # raises if it has another number of columns
-    names = layout.names()
-    known = list(ids.names) if isinstance(ids, Vocabulary) else []
-    if known and names and known != names:
-        raise ValueError(
-            f"{call}: the vocabulary is for the columns {known}, but the ids in the "
-            f"file are {names}, in this order. Use the names of the vocabulary in "
-            "columns=; or, if these are the same columns under other names, pass "
-            "dataclasses.replace(vocabulary, names=())."
+    if selection.places is not None:
+        encoder.sizes(len(selection.places["ids"]))  # raises if it has another number
+    is_number = isinstance(missing, (int, float, np.integer, np.floating))
+    if not is_number or isinstance(missing, bool):
+        raise _arguments.wrong_type(
+            call, "missing", "a number", _arguments.show(missing)
         )
-    number = isinstance(missing, (int, float, np.integer, np.floating))
-    path = as_path(call, path)
-    if not number or isinstance(missing, bool):
-        raise TypeError(f"{call}: missing must be a number, got {missing!r}.")
-    return path
-
-
-def _is_int(ids: Any) -> bool:
-    return isinstance(ids, (int, np.integer)) and not isinstance(ids, bool)
+    header = _arguments.check_bool(call, "header", header) or selection.needs_names
+    text = _sources.check_text(call, separator, header, quotes)
+    sources = _sources.check_source(call, source)
+    _arrow.import_pyarrow(call)
+    tables = _sources.open_tables(call, sources, text)
+    return (
+        block
+        for table in tables
+        for block in _encode(selection, table, encoder, float(missing))
+    )
 
 
 def _encode(
-    tables: Iterator[Any], ids: Any, layout: _csv.Layout, missing: Any
+    selection: Selection,
+    table: _sources.Table,
+    encoder: HashIds | Vocabulary,
+    missing: float,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The columns of a file, a table at a time."""
-    encoder: Any = HashIds(int(ids)) if _is_int(ids) else ids
-    for table in tables:
+    """The rows of a table, a batch at a time."""
+    call, found = selection.call, selection.find(table)
+    encoder.sizes(len(found["ids"]))
+    names = selection.names(table)
+    known = list(encoder.names) if isinstance(encoder, Vocabulary) else []
+    if known and names and known != names:
+        raise ValueError(
+            f"{call}: the vocabulary is for the columns {known}, but the ids of "
+            f"{table.name} are {names}, in this order. Use the names of the vocabulary "
+            "in columns=; or, if these are the same columns under other names, pass "
+            "dataclasses.replace(vocabulary, names=())."
+        )
+    numbers = [*found.get("label", ()), *found.get("numbers", ())]
+    first = 0
+    for batch in table.read(found["ids"], numbers):
+        num_rows = _num_rows(call, batch)
         columns = {}
-        if "label" in layout.places:
-            columns["label"] = table.numbers("label", float(missing))[:, 0]
-        if "numbers" in layout.places:
-            columns["numbers"] = table.numbers("numbers", float(missing))
-        out = np.zeros((table.num_rows, layout.size("ids")), np.int32)
-        for column in range(layout.size("ids")):
-            parts = [encoder.encode(column, words) for words in table.words(column)]
-            out[:, column] = np.concatenate(parts)
-        columns["ids"] = out
+        for key in ("label", "numbers"):
+            if key in found:
+                own = [
+                    _numbers(call, table, name, batch[name], first, missing, key)
+                    for name in found[key]
+                ]
+                columns[key] = np.stack(own, 1) if own else np.zeros((num_rows, 0))
+        if "label" in columns:
+            columns["label"] = columns["label"][:, 0]
+        ids = np.zeros((num_rows, len(found["ids"])), np.int32)
+        for place, name in enumerate(found["ids"]):
+            column = _arrow.as_column(call, batch[name], table.describe(name))
+            ids[:, place] = encoder._ids_of(place, column)
+        columns["ids"] = ids
         yield columns
+        first += num_rows
+
+
+def _num_rows(call: str, batch: dict[str, Any]) -> int:
+    sizes = {name: len(column) for name, column in batch.items()}
+    first, *others = sizes
+    for name in others:
+        if sizes[name] != sizes[first]:
+            raise ValueError(
+                f"{call}: all columns must have the same number of rows, got "
+                f"{sizes[name]} for {name!r} and {sizes[first]} for {first!r}."
+            )
+    return sizes[first]
+
+
+def _numbers(
+    call: str,
+    table: _sources.Table,
+    name: str,
+    column: Any,
+    first: int,
+    missing: float,
+    key: str,
+) -> np.ndarray:
+    """A column of numbers, float32 `[n]`."""
+    floats = _arrow.as_floats(column)
+    if floats is None:
+        raise ValueError(
+            f"{call}: {table.name} has {column.type} in the column {name!r}, expected "
+            "numbers. Cast the column, or read it as one of the 'ids'."
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = floats.astype(np.float32)
+    is_given = out == out
+    is_lost = np.isinf(out) & np.isfinite(floats)
+    if is_lost.any():
+        row = int(np.argmax(is_lost))
+        found, expected = f"{floats[row]:g}", "a number that float32 holds"
+    elif key == "label" and np.isnan(missing) and not is_given.all():
+        # One NaN among the labels makes every parameter NaN.
+        row = int(np.argmin(is_given))
+        found, expected = "nothing", "the label (missing= fills in)"
+    else:
+        return np.where(is_given, out, np.float32(missing))
+    raise ValueError(
+        f"{call}: {table.name}, row {first + row} from 0: found {found} in the column "
+        f"{name!r}, expected {expected}."
+    )
 
 
 def _join(
-    layout: _csv.Layout, blocks: Iterable[dict[str, np.ndarray]]
+    selection: Selection, blocks: list[dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    blocks = list(blocks)
+    if blocks:
+        keys = blocks[0]
+        return {key: np.concatenate([block[key] for block in blocks]) for key in keys}
+    places = selection.places or {"ids": ()}
     none = {
         "label": np.zeros(0, np.float32),
-        "numbers": np.zeros((0, layout.size("numbers")), np.float32),
-        "ids": np.zeros((0, layout.size("ids")), np.int32),
+        "numbers": np.zeros((0, len(places.get("numbers", ()))), np.float32),
+        "ids": np.zeros((0, len(places["ids"])), np.int32),
     }
-    return {
-        name: np.concatenate([block[name] for block in blocks])
-        if blocks
-        else none[name]
-        for name in layout.places
-    }
+    return {key: none[key] for key in places}
 
 
 def _chunks(
-    layout: _csv.Layout, blocks: Iterator[dict[str, np.ndarray]], size: int
+    selection: Selection, blocks: Iterator[dict[str, np.ndarray]], size: int
 ) -> Iterator[dict[str, np.ndarray]]:
     """`blocks`, split into chunks of `size` rows."""
     waiting, count = [], 0
@@ -342,11 +305,11 @@ def _chunks(
         count += len(block["ids"])
         if count < size:
             continue
-        rows = _join(layout, waiting)
+        rows = _join(selection, waiting)
         whole = count - count % size
         for start in range(0, whole, size):
             yield {name: x[start : start + size] for name, x in rows.items()}
         waiting = [{name: x[whole:] for name, x in rows.items()}]
         count -= whole
     if count:
-        yield _join(layout, waiting)
+        yield _join(selection, waiting)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.desc._var_desc import BARE, VarDesc, describe
 from sparsejax.transform import grad
@@ -38,9 +39,7 @@ class Inferred(NamedTuple):
             rows.append(
                 (desc.name, desc.type, desc.data_type, dims, str(desc.lod_level))
             )
-        widths = [max(len(row[k]) for row in rows) for k in range(5)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths)) for r in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        return _arguments.show_table(rows)
 
 
 def infer(
@@ -81,6 +80,7 @@ def infer(
       >>> params = {"table": spec(10**9, 64), "w": spec(64)}
       >>> print(sj.desc.infer(loss, params, jax.ShapeDtypeStruct((32,), jnp.int32)))
       name        type           data type  dims           lod level
+      --------------------------------------------------------------
       out         LOD_TENSOR     float32    scalar         0
       table@GRAD  SELECTED_ROWS  float32    1000000000x64  0
       w@GRAD      LOD_TENSOR     float32    64             0

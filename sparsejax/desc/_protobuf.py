@@ -1,41 +1,56 @@
-"""VarDesc in the protobuf wire format of PaddlePaddle's design.
+"""VarDesc as a protobuf message of PaddlePaddle's design: to_bytes, from_bytes.
 
-`var_desc.proto` in this folder is the definition. `message_types` repeats it for the
-protobuf library, because code that protoc generates works only with the version of the
-library that it was generated for.
+`var_desc.proto` in this folder is the definition. `message_types` declares the same
+messages to the protobuf library at run time, because the code that protoc generates
+works only with the version of the library that it was generated for.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from sparsejax._arguments import kind_of
 from sparsejax.desc._var_desc import LOD_TENSOR, SELECTED_ROWS, VarDesc
 
 
-# The number of each data type, by its name in NumPy.
-DATA_TYPES = {
-    "bool": 0,
-    "int16": 1,
-    "int32": 2,
-    "int64": 3,
-    "float16": 4,
-    "float32": 5,
-    "float64": 6,
-    "uint8": 20,
-    "int8": 21,
-    "bfloat16": 22,
-    "complex64": 23,
-    "complex128": 24,
-    "float8_e4m3fn": 32,
-    "float8_e5m2": 33,
-}
-_PADDLE_NAMES = {"float": "FP", "bfloat": "BF"}
+# NumPy's name of each data type, PaddlePaddle's name, and the number in a message.
+_DATA_TYPES = [
+    ("bool", "BOOL", 0),
+    ("int16", "INT16", 1),
+    ("int32", "INT32", 2),
+    ("int64", "INT64", 3),
+    ("float16", "FP16", 4),
+    ("float32", "FP32", 5),
+    ("float64", "FP64", 6),
+    ("uint8", "UINT8", 20),
+    ("int8", "INT8", 21),
+    ("bfloat16", "BF16", 22),
+    ("complex64", "COMPLEX64", 23),
+    ("complex128", "COMPLEX128", 24),
+    ("float8_e4m3fn", "FP8_E4M3FN", 32),
+    ("float8_e5m2", "FP8_E5M2", 33),
+]
+DATA_TYPES = {name: number for name, _, number in _DATA_TYPES}
+_DATA_TYPE_NAMES = {number: name for name, number in DATA_TYPES.items()}
 _KINDS = {LOD_TENSOR: 0, SELECTED_ROWS: 1}
+_KIND_NAMES = {number: name for name, number in _KINDS.items()}
+
+# Label, type and name of each field; fields are numbered from 1. A type with a capital
+# letter is an enum or a message of this file.
+_MESSAGES = {
+    "TensorDesc": ["required DataType data_type", "repeated int64 dims"],
+    "LodTensorDesc": ["required TensorDesc tensor", "optional int32 lod_level"],
+    "VarDesc": [
+        "required string name",
+        "required VarDesc.VarType type",
+        "optional LodTensorDesc lod_desc",
+        "optional TensorDesc selected_rows_desc",
+        "optional bool persistable",
+    ],
+}
 
 
 def to_bytes(desc: VarDesc) -> bytes:
-    """A VarDesc in protobuf's wire format.
+    """Returns a VarDesc as a protobuf message.
 
     Args:
       desc: `VarDesc`.
@@ -47,8 +62,8 @@ def to_bytes(desc: VarDesc) -> bytes:
 
     Raises:
       ImportError: the protobuf library is not installed.
-      TypeError: not a VarDesc.
-      ValueError: a data type, kind or dimension that the format does not have.
+      TypeError: `desc` is not a VarDesc.
+      ValueError: the format does not have the data type, the kind or a dimension.
 
     Example:
       >>> import sparsejax as sj
@@ -59,40 +74,44 @@ def to_bytes(desc: VarDesc) -> bytes:
     References:
       PaddlePaddle, design of `VarDesc`; Protocol Buffers, encoding.
     """
+    call = "sparsejax.desc.to_bytes"
     if not isinstance(desc, VarDesc):
         raise TypeError(
-            f"sparsejax.desc.to_bytes: desc must be one VarDesc, got {kind_of(desc)}. "
+            f"{call}: desc must be one VarDesc, got {kind_of(desc)}. "
             "For a list, use [to_bytes(desc) for desc in describe(tree)]."
         )
     if desc.type not in _KINDS:
         raise ValueError(
-            f"sparsejax.desc.to_bytes: the type of {desc.name} must be "
-            f"{' or '.join(_KINDS)}, got {desc.type!r}."
+            f"{call}: the type of {desc.name} must be {' or '.join(_KINDS)}, got "
+            f"{desc.type!r}."
         )
-    message = message_types()["VarDesc"]()
-    message.name = desc.name
-    message.type = _KINDS[desc.type]
+    known = isinstance(desc.dims, tuple | list)
+    if not known or not all(hasattr(d, "__index__") and d >= -1 for d in desc.dims):
+        raise ValueError(
+            f"{call}: dims of {desc.name} must be sizes, or -1 for an unknown size, "
+            f"got {desc.dims}."
+        )
+    if desc.data_type not in DATA_TYPES:
+        raise ValueError(
+            f"{call}: the data type of {desc.name} must be one of PaddlePaddle's, got "
+            f"{desc.data_type}. These are {', '.join(DATA_TYPES)}."
+        )
+    message = message_types()["VarDesc"](name=desc.name, type=_KINDS[desc.type])
     if desc.type == SELECTED_ROWS:
         tensor = message.selected_rows_desc
     else:
         tensor = message.lod_desc.tensor
         if desc.lod_level:
             message.lod_desc.lod_level = desc.lod_level
-    known = isinstance(desc.dims, tuple | list)
-    if not known or not all(hasattr(d, "__index__") and d >= -1 for d in desc.dims):
-        raise ValueError(
-            f"sparsejax.desc.to_bytes: dims of {desc.name} must be sizes, or -1 where "
-            f"unknown, got {desc.dims}."
-        )
-    call = "sparsejax.desc.to_bytes"
-    fill_tensor(call, tensor, desc.name, desc.data_type, desc.dims)
+    tensor.data_type = DATA_TYPES[desc.data_type]
+    tensor.dims.extend(desc.dims)
     if desc.persistable:
         message.persistable = True
     return message.SerializeToString(deterministic=True)
 
 
 def from_bytes(data: bytes) -> VarDesc:
-    """A VarDesc from protobuf's wire format.
+    """Returns the VarDesc in a protobuf message.
 
     Args:
       data: bytes, a message `VarDesc` as `to_bytes` returns it.
@@ -102,7 +121,7 @@ def from_bytes(data: bytes) -> VarDesc:
 
     Raises:
       ImportError: the protobuf library is not installed.
-      TypeError: not bytes.
+      TypeError: `data` is not bytes.
       ValueError: the bytes are not such a message, or have an unknown data type.
 
     Example:
@@ -114,82 +133,50 @@ def from_bytes(data: bytes) -> VarDesc:
     References:
       PaddlePaddle, design of `VarDesc`; Protocol Buffers, encoding.
     """
+    call = "sparsejax.desc.from_bytes"
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(
-            "sparsejax.desc.from_bytes: data must be bytes from to_bytes, got "
-            f"{kind_of(data)}."
+            f"{call}: data must be bytes from to_bytes, got {kind_of(data)}."
         )
+    message = message_types()["VarDesc"]()
+    from google.protobuf.message import DecodeError
+
+    reason = ""
     try:
-        message = parse("VarDesc", data)
-    except ValueError as error:
+        message.ParseFromString(bytes(data))
+    except DecodeError:
+        reason = "not in protobuf's wire format"
+    else:
+        # An unknown data type or kind is missing too: protobuf keeps an enum number
+        # that was not declared as an unknown field.
+        missing = message.FindInitializationErrors()
+        reason = f"missing: {', '.join(missing)}" if missing else ""
+    if reason:
         raise ValueError(
-            f"sparsejax.desc.from_bytes: these {len(data)} bytes are not a VarDesc "
-            f"({error})."
-        ) from None
-    kind = {number: name for name, number in _KINDS.items()}[message.type]
+            f"{call}: these {len(data)} bytes are not a VarDesc ({reason})."
+        )
+    kind = _KIND_NAMES[message.type]
     part = "selected_rows_desc" if kind == SELECTED_ROWS else "lod_desc"
     if not message.HasField(part):
         raise ValueError(
-            f"sparsejax.desc.from_bytes: {message.name} of type {kind} lacks the field "
-            f"{part}, which has its data type and dims."
+            f"{call}: {message.name} of type {kind} lacks the field {part}, which has "
+            "its data type and dims."
         )
-    value = getattr(message, part)
-    tensor, level = (value, 0)
-    if kind == LOD_TENSOR:
-        tensor, level = value.tensor, value.lod_level
+    is_rows = kind == SELECTED_ROWS
+    tensor = message.selected_rows_desc if is_rows else message.lod_desc.tensor
     return VarDesc(
         name=message.name,
         type=kind,
-        data_type=data_type_of(tensor),
+        data_type=_DATA_TYPE_NAMES[tensor.data_type],
         dims=tuple(tensor.dims),
-        lod_level=level,
+        lod_level=0 if is_rows else message.lod_desc.lod_level,
         persistable=message.persistable,
     )
 
 
-# ------------------------------------------------------------------ parts of messages
-
-
-def fill_tensor(
-    call: str, message: Any, name: str, data_type: str, dims: Sequence[int]
-) -> None:
-    """Writes type and dimensions into a `TensorDesc`."""
-    if data_type not in DATA_TYPES:
-        raise ValueError(
-            f"{call}: the data type of {name} must be one of PaddlePaddle's, got "
-            f"{data_type}. These are {', '.join(DATA_TYPES)}."
-        )
-    message.data_type = DATA_TYPES[data_type]
-    message.dims.extend(dims)
-
-
-def data_type_of(message: Any) -> str:
-    """NumPy's name of the data type of a `TensorDesc`."""
-    # A number outside the enum is an unknown field: `parse` says that it is missing.
-    return {number: name for name, number in DATA_TYPES.items()}[message.data_type]
-
-
-def parse(kind: str, data: bytes) -> Any:
-    """A message from its bytes, or a ValueError that says what is wrong with them."""
-    message = message_types()[kind]()
-    from google.protobuf.message import DecodeError
-
-    try:
-        message.ParseFromString(bytes(data))
-    except DecodeError:
-        raise ValueError("not in protobuf's wire format") from None
-    missing = message.FindInitializationErrors()
-    if missing:
-        raise ValueError(f"missing: {', '.join(missing)}")
-    return message
-
-
-# ------------------------------------------------------------------ the declaration
-
-
 @functools.cache
 def message_types() -> dict[str, Any]:
-    """The message classes of `var_desc.proto`, by name."""
+    """Returns the message classes of `var_desc.proto`, by name."""
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError as error:
@@ -198,63 +185,32 @@ def message_types() -> dict[str, Any]:
             "install 'sparsejax[desc]'."
         ) from error
 
+    package = "sparsejax.desc"
     file = descriptor_pb2.FileDescriptorProto(
-        name="sparsejax/desc/var_desc.proto", package="sparsejax.desc", syntax="proto2"
+        name="sparsejax/desc/var_desc.proto", package=package, syntax="proto2"
     )
-    field = descriptor_pb2.FieldDescriptorProto
-
-    def add_message(name, *fields):
-        message = file.message_type.add(name=name)
-        for number, (label, kind, field_name) in enumerate(fields, 1):
-            new = message.field.add(name=field_name, number=number)
-            new.label = getattr(field, f"LABEL_{label.upper()}")
-            if hasattr(field, f"TYPE_{kind.upper()}"):
-                new.type = getattr(field, f"TYPE_{kind.upper()}")
+    constants = descriptor_pb2.FieldDescriptorProto
+    for message_name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=message_name)
+        for number, field in enumerate(fields, 1):
+            label, kind, name = field.split()
+            new = message.field.add(name=name, number=number)
+            new.label = getattr(constants, f"LABEL_{label.upper()}")
+            if kind.islower():
+                new.type = getattr(constants, f"TYPE_{kind.upper()}")
             else:
-                enum = kind.endswith("Type")
-                new.type = field.TYPE_ENUM if enum else field.TYPE_MESSAGE
-                new.type_name = f".sparsejax.desc.{kind}"
-        return message
-
-    types = file.enum_type.add(name="DataType")
-    for name, number in DATA_TYPES.items():
-        types.value.add(name=_paddle_name(name), number=number)
-    add_message(
-        "TensorDesc",
-        ("required", "DataType", "data_type"),
-        ("repeated", "int64", "dims"),
-    )
-    add_message(
-        "LodTensorDesc",
-        ("required", "TensorDesc", "tensor"),
-        ("optional", "int32", "lod_level"),
-    )
-    var = add_message(
-        "VarDesc",
-        ("required", "string", "name"),
-        ("required", "VarDesc.VarType", "type"),
-        ("optional", "LodTensorDesc", "lod_desc"),
-        ("optional", "TensorDesc", "selected_rows_desc"),
-        ("optional", "bool", "persistable"),
-    )
-    var.field[-1].default_value = "false"
-    kinds = var.enum_type.add(name="VarType")
+                is_enum = kind.endswith("Type")
+                new.type = constants.TYPE_ENUM if is_enum else constants.TYPE_MESSAGE
+                new.type_name = f".{package}.{kind}"
+    kinds = file.message_type[-1].enum_type.add(name="VarType")
     for name, number in _KINDS.items():
         kinds.value.add(name=name, number=number)
+    types = file.enum_type.add(name="DataType")
+    for _, name, number in _DATA_TYPES:
+        types.value.add(name=name, number=number)
 
-    # Not the default pool, which the whole process shares.
+    # The whole process shares the default pool, so the messages get their own.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {
-        message.name: message_factory.GetMessageClass(
-            pool.FindMessageTypeByName(f"sparsejax.desc.{message.name}")
-        )
-        for message in file.message_type
-    }
-
-
-def _paddle_name(data_type: str) -> str:
-    for ours, theirs in _PADDLE_NAMES.items():
-        if data_type.startswith(ours):
-            return (theirs + data_type.removeprefix(ours)).upper()
-    return data_type.upper()
+    find = lambda name: pool.FindMessageTypeByName(f"{package}.{name}")
+    return {name: message_factory.GetMessageClass(find(name)) for name in _MESSAGES}

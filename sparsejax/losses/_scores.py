@@ -1,23 +1,13 @@
-"""What the losses share: vectors and scores as arrays, and products of vectors."""
+"""Helpers of several losses: scalars, masks, and products of vectors."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-
-
-def as_floats(call: str, x: Any, name: str) -> jax.Array:
-    """`x` as a JAX array of floats, or a TypeError that names `call`."""
-    x = _arguments.to_array(call, x, name, "an array of floats")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"{call}: {name} must be floats, got {x.dtype} of shape {x.shape}. Cast "
-            "them with .astype(jnp.float32)."
-        )
-    return x
 
 
 def products(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -29,14 +19,13 @@ def products(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def as_mask(call: str, where: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """`where` as booleans of `shape`; axes of length 1 and missing ones broadcast."""
+    """`where` as booleans, broadcast to `shape`; None stays None."""
     if where is None:
         return None
     where = _arguments.to_array(call, where, "where", "an array of booleans")
     if where.dtype != jnp.bool_:
-        raise TypeError(
-            f"{call}: where must be booleans, got {where.dtype} of shape {where.shape}."
-        )
+        found = f"{where.dtype} of shape {where.shape}"
+        raise _arguments.wrong_type(call, "where", "booleans", found)
     try:
         return jnp.broadcast_to(where, shape)
     except ValueError:
@@ -44,3 +33,14 @@ def as_mask(call: str, where: Any, shape: tuple[int, ...]) -> jax.Array | None:
             f"{call}: where must broadcast to {shape}, a boolean for each negative, "
             f"got shape {where.shape}."
         ) from None
+
+
+def as_scalar(call: str, x: Any, name: str, dtype: Any) -> jax.Array:
+    """`x`, a number or a scalar array, as a scalar of `dtype`."""
+    found = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
+    found, want = _arguments.as_array(found), "a number or a scalar array"
+    if not isinstance(found, jax.Array):
+        raise _arguments.wrong_type(call, name, want, _arguments.show(x))
+    if found.ndim:
+        raise _arguments.wrong(call, name, want, _arguments.show(x))
+    return found.astype(dtype)

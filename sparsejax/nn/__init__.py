@@ -13,16 +13,15 @@ Layers
 - `EmbeddingBag`: bags of rows, each reduced to one row.
 - `EmbeddingCollection`: many tables and features in one call.
 - `Dense`: a linear layer on arrays or CSR.
-- `FactorizationMachine`: a linear model plus all pairs of features.
 - `tables`: which parameters are tables, for `sparsejax.value_and_grad(tables=)`.
 
 Models whose tables live in a `sparsejax.store.KVStore`
 
-- `SparseBlock`: a model that lists the rows it needs.
-- `SparseEmbedding`, `SparseLinear`: blocks with one table.
-- `TableSpec`: the table that a block needs in the store.
+- `SparseBlock`: a model that lists the rows it reads.
+- `SparseEmbedding`, `SparseLinear`: Embedding and Dense as blocks with one table.
+- `TableSpec`: shape, dtype and initializer of a block's table.
 - `merge_row_ids`: joins the `row_ids` of several blocks.
-- `PulledTables`: the tables passed to a block.
+- `PulledTables`: the pulled rows of all tables, the argument of a block.
 - `Trainer`: pulls rows, runs a step and pushes gradients.
 
 Framework adapters, each imported on first use
@@ -50,9 +49,6 @@ from sparsejax.nn._embedding import (
     Embedding as Embedding,
     EmbeddingBag as EmbeddingBag,
 )
-from sparsejax.nn._factorization_machine import (
-    FactorizationMachine as FactorizationMachine,
-)
 from sparsejax.nn._layer import tables as tables
 from sparsejax.nn._trainer import Trainer as Trainer
 
@@ -60,7 +56,7 @@ from sparsejax.nn._trainer import Trainer as Trainer
 if _TYPE_CHECKING:  # at run time `__getattr__` imports them
     from sparsejax.nn import equinox as equinox, flax as flax, nnx as nnx
 
-# The package that each adapter needs.
+# The package that each adapter imports.
 _ADAPTERS = {"flax": "flax", "nnx": "flax", "equinox": "equinox"}
 
 

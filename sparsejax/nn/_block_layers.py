@@ -1,33 +1,31 @@
-"""SparseEmbedding and SparseLinear: single-table blocks to build models from."""
+"""SparseEmbedding and SparseLinear: Embedding and Dense whose table is in a store.
+
+`SparseBlock` comes first among the base classes: `init`, the call and `row_ids` have
+the arguments of a block. The methods below call the layer's own methods by name.
+"""
+
+# The layers name the arguments of these methods differently.
+# pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
-from sparsejax._lookup import lookup
-from sparsejax._rows import indexing
-from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _matrix
 from sparsejax.nn._block import SparseBlock, TableSpec
-from sparsejax.nn._embedding import TABLE_INIT, Embedding, check_padding_id
-
-
-_EMBEDDING = "sparsejax.nn.SparseEmbedding"
-_LINEAR = "sparsejax.nn.SparseLinear"
+from sparsejax.nn._dense import Dense
+from sparsejax.nn._embedding import Embedding
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class SparseEmbedding(SparseBlock):
-    """An embedding whose table lives in a store; it looks up ids in the pulled rows.
+class SparseEmbedding(SparseBlock, Embedding):
+    """An Embedding whose table is in a store; it reads ids in the pulled rows.
 
     `out[i] = table[ids[i]]`. For an array of ids the result is
     `[*ids.shape, features]`; for a SegmentTensor of ids it is a SegmentTensor of rows.
@@ -37,13 +35,12 @@ class SparseEmbedding(SparseBlock):
       features: int D, the length of a row.
       name: str, the table's name in the store. Blocks with the same name share the
         table.
-      param_dtype: of the table.
-      embedding_init: for the table's rows, see `TableSpec`. The default draws
-        rows of expected squared norm 1.
-      padding_id: int, an id that reads zeros, is not pulled and gets no gradient.
-      max_norm: see `sparsejax.lookup`.
-      mode: what an id reads if it is out of range or was not pulled, see
+      sparse_grad, dtype, param_dtype, padding_id, max_norm: as in `Embedding`. An id
+        that equals `padding_id` is not pulled.
+      mode: what an id reads if it is out of range or was not pulled, as in
         `sparsejax.lookup`.
+      embedding_init: of one row, see `TableSpec`. The default draws rows of expected
+        squared norm 1.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -61,79 +58,56 @@ class SparseEmbedding(SparseBlock):
       MXNet's proposal "Gluon Sparse API"; `gluon.contrib.nn.SparseEmbedding`.
     """
 
-    num_embeddings: int
-    features: int
-    _: dataclasses.KW_ONLY
-    name: str = "embedding"
-    param_dtype: DTypeLike = jnp.float32
-    embedding_init: _layer.Initializer = TABLE_INIT
-    padding_id: int | None = None
-    max_norm: float | None = None
-    mode: str = "fill"
-
-    def __repr__(self) -> str:
-        return _layer.show(self)
+    _call: ClassVar[str] = "sparsejax.nn.SparseEmbedding"
+    name: str = dataclasses.field(default="embedding", kw_only=True)
 
     def __post_init__(self) -> None:
-        _check(_EMBEDDING, self, "num_embeddings")
+        Embedding.__post_init__(self)
+        _check_name(self)
 
     def tables(self) -> dict[str, TableSpec]:
         """`{name: [num_embeddings, features]}`."""
         shape = (self.num_embeddings, self.features)
         return {self.name: TableSpec(shape, self.param_dtype, self.embedding_init)}
 
-    def row_ids(self, inputs: PyTree) -> dict[str, Any]:
-        """The ids, with -1 for padding and for empty elements, which read no row.
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """An empty dict: the table is in the store."""
+        _arguments.as_key(f"{self._call}.init", key)
+        return {}
 
-        An id out of range stays out of range, except that mode `"clip"` returns the
-        clipped id and mode `"zero"` returns -1.
-        """
-        if isinstance(inputs, SegmentTensor):
-            ids = _on_host(_arguments.as_integers(_EMBEDDING, inputs.values))
-            skip = _empty_elements(inputs, ids.ndim)
-        else:
-            ids = _on_host(_arguments.as_integers(_EMBEDDING, inputs))
-            skip = np.zeros(ids.shape, bool)
-        padding = lookup.padding_mask(_EMBEDDING, ids, self.padding_id)
-        if padding is not None:
-            skip = skip | _on_host(padding)
-        return {self.name: _row_ids(ids, skip, self.num_embeddings, self.mode)}
+    def row_ids(self, inputs: PyTree) -> dict[str, Any]:
+        """`{name: ids}`, the ids as in `Embedding.row_ids`."""
+        return {self.name: Embedding.row_ids(self, inputs)["embedding"]}
 
     def sparse_forward(
         self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> Any:
         """The rows of `inputs`."""
         del params  # this block has none
-        layer = Embedding(
-            self.num_embeddings,
-            self.features,
-            param_dtype=self.param_dtype,
-            padding_id=self.padding_id,
-            max_norm=self.max_norm,
-            mode=self.mode,
-        )
-        return layer({"embedding": tables[self.name]}, inputs)
+        return Embedding.__call__(self, {"embedding": tables[self.name]}, inputs)
+
+    def table_prefix(self) -> dict[str, bool | None]:
+        """An empty dict, like the parameters."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class SparseLinear(SparseBlock):
-    """A linear layer on CSR inputs, whose weights live in a store.
+class SparseLinear(SparseBlock, Dense):
+    """A Dense on CSR inputs whose kernel is in a store.
 
-    `out = inputs @ weight + bias`. Only the rows of `weight` for columns that occur in
-    the batch are pulled. The bias is a dense parameter.
+    `out = inputs @ kernel + bias`. Only the rows of the kernel for columns that occur
+    in the batch are pulled. The bias is a dense parameter.
 
     Args:
       features: int, the number of output columns.
       in_features: int, the number of columns of the inputs, which is the number of rows
         of the table.
-      use_bias: bool.
       name: str, the table's name in the store. Blocks with the same name share the
         table.
-      param_dtype: of the table and the bias.
-      kernel_init: for the table's rows, see `TableSpec`. Zeros by default, so a column
-        first seen late in training does not disturb the output.
-      mode: what a column reads if it is out of range or was not pulled, see
-        `sparsejax.lookup`.
+      use_bias, dtype, param_dtype, bias_init, sparse_grad: as in `Dense`.
+      kernel_init: of one row, see `TableSpec`. Zeros by default, so a column first seen
+        late in training does not disturb the output.
+      mode: what a column reads if it is out of range or was not pulled, as in `Dense`.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -148,142 +122,51 @@ class SparseLinear(SparseBlock):
       MXNet's proposal "Gluon Sparse API", `SparseLinear`.
     """
 
-    features: int
-    in_features: int
-    _: dataclasses.KW_ONLY
-    use_bias: bool = True
-    name: str = "linear"
-    param_dtype: DTypeLike = jnp.float32
-    kernel_init: _layer.Initializer = jax.nn.initializers.zeros
-    mode: str = "fill"
-
-    def __repr__(self) -> str:
-        return _layer.show(self)
+    _call: ClassVar[str] = "sparsejax.nn.SparseLinear"
+    kernel_init: _layer.Initializer = dataclasses.field(
+        default=jax.nn.initializers.zeros, kw_only=True
+    )
+    mode: str = dataclasses.field(default="fill", kw_only=True)
+    name: str = dataclasses.field(default="linear", kw_only=True)
 
     def __post_init__(self) -> None:
-        _check(_LINEAR, self, "in_features")
+        Dense.__post_init__(self)
+        _layer.check_size(self._call, "in_features", self.in_features)
+        _check_name(self)
 
     def tables(self) -> dict[str, TableSpec]:
         """`{name: [in_features, features]}`."""
-        shape = (self.in_features, self.features)
-        return {self.name: TableSpec(shape, self.param_dtype, self.kernel_init)}
+        return {self.name: TableSpec(self._shape, self.param_dtype, self.kernel_init)}
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """`{"bias": [features]}` of zeros; empty without a bias."""
-        del key
-        shape = (self.features,)
-        return {"bias": jnp.zeros(shape, self.param_dtype)} if self.use_bias else {}
+        """`{"bias": [features]}`; empty without a bias."""
+        key = _arguments.as_key(f"{self._call}.init", key)
+        return {"bias": self.init_bias(key)} if self.use_bias else {}
 
     def row_ids(self, inputs: PyTree) -> dict[str, Any]:
-        """The columns of the elements of `inputs`; -1 for empty elements.
-
-        Columns out of range are treated as in `SparseEmbedding.row_ids`.
-
-        Raises:
-          TypeError, ValueError: `inputs` is not CSR, or has the wrong number of
-            columns.
-        """
-        csr = inputs  # a SegmentTensor as it is: nothing is copied to a device
-        if not isinstance(csr, SegmentTensor):
-            csr = self._as_csr(csr).elements
-        _matrix.check_columns(_LINEAR, csr, self.in_features)
-        values = csr.values
-        index = values["index"] if isinstance(values, dict) else values
-        index = _on_host(_arguments.as_integers(_LINEAR, index, "the index"))
-        skip = _empty_elements(csr, index.ndim)
-        return {self.name: _row_ids(index, skip, self.in_features, self.mode)}
+        """`{name: ids}`, the columns of the elements as in `Dense.row_ids`."""
+        return {self.name: Dense.row_ids(self, inputs)["kernel"]}
 
     def sparse_forward(
         self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> jax.Array:
         """`[num_segments, features]`."""
-        csr, shape = self._as_csr(inputs), (self.in_features, self.features)
-        table = _layer.parameter(_LINEAR, tables, self.name, shape)
-        dtype = _matrix.result_dtype(csr, table, None)
-        # Not `dot`: it reads zeros for a row that is not stored and for a column out of
-        # range. Here a missing row is one that should have been pulled, so `mode`
-        # decides what it reads.
-        elements = csr.elements
-        skip = ~indexing.in_range(elements.segment_ids, elements.num_segments)
-        call = f"{_LINEAR} of the table {self.name!r}"
-        rows = lookup.read(call, table, csr.index, skip, self.mode)
-        wide = indexing.accumulator_dtype(dtype)
-        out = _matrix.sum_segments(csr, _matrix.scale(csr, rows, wide))
-        if self.use_bias:
-            out = _layer.add_bias(out, params["bias"])
-        return out.astype(dtype)
+        inputs = _matrix.as_elements(self._call, inputs, self._shape[0])
+        params = {"kernel": tables[self.name], **params}
+        return Dense.__call__(self, params, inputs)
 
-    def _as_csr(self, inputs: Any) -> _matrix.Csr:
-        csr = _matrix.as_matrix(_LINEAR, inputs, self.in_features, skip_bad=False)
-        if not isinstance(csr, _matrix.Csr):
-            raise TypeError(
-                f"{_LINEAR}: inputs must be CSR, got an array of shape {csr.shape}. "
-                "An array has every column, so every row of the table would be "
-                "pulled. Convert it with SegmentTensor.from_csr, or use "
-                "sparsejax.nn.Dense."
-            )
-        return csr
+    def table_prefix(self) -> dict[str, bool | None]:
+        """False for the bias."""
+        return {"bias": False} if self.use_bias else {}
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        columns: Any = self.in_features  # not None: __post_init__ checks it
+        return columns, self.features
 
 
-# ------------------------------------------------------------------ private
-
-
-def _check(call: str, block: Any, rows: str) -> None:
-    """Raises if a field of a block is invalid; `rows` is the name of its field V."""
-    for name in (rows, "features"):
-        _layer.check_size(call, name, getattr(block, name))
-    _layer.check_dtype(call, "param_dtype", block.param_dtype)
-    init = "embedding_init" if rows == "num_embeddings" else "kernel_init"
-    _layer.check_initializer(call, init, getattr(block, init))
+def _check_name(block: Any) -> None:
+    """Raises unless the table's name is a str."""
     if not isinstance(block.name, str):
-        raise TypeError(
-            f"{call}: name must be a str (the table's name in the store), got "
-            f"{block.name!r}."
-        )
-    if hasattr(block, "padding_id"):
-        check_padding_id(call, block.padding_id)
-    _layer.set_fields(block, mode=lookup.check_mode(call, block.mode))
-
-
-def _empty_elements(st: SegmentTensor, ndim: int) -> Any:
-    """Which elements are in no segment, with axes added to match the values."""
-    ids = _on_host(st.segment_ids)
-    empty = ~((ids >= 0) & (ids < st.num_segments))
-    return indexing.append_axes(empty, ndim)
-
-
-def _on_host(x: Any) -> Any:
-    """`x` as a NumPy array if its values are known; tracers stay."""
-    return np.asarray(x) if _arguments.is_concrete(x) else x
-
-
-def _row_ids(ids: Any, skip: Any, height: int, mode: str) -> Any:
-    """`ids` as `row_ids` returns them: -1 where `skip` is set or `mode` reads no row.
-
-    An id of -1 that is out of range becomes -2, so that Trainer can tell the two apart.
-    """
-    if isinstance(ids, np.ndarray) and isinstance(skip, np.ndarray):
-        in_range = not ids.size or (ids.min() >= 0 and ids.max() < height)
-        if in_range and not skip.any():
-            return ids
-        xp: Any = np
-        limits = np.iinfo(np.int64)
-    else:
-        xp, ids = jnp, jnp.asarray(ids)
-        limits = jnp.iinfo(indexing.promote(ids.dtype, jnp.int8))
-    if ids.dtype.kind == "u":  # a large id must not become negative
-        most = min(int(limits.max), int(jnp.iinfo(ids.dtype).max))
-        ids = xp.minimum(ids, np.array(most, ids.dtype))
-    ids = ids.astype(limits.dtype)
-    if mode == "clip":
-        last = min(height - 1, int(limits.max))
-        ids = xp.clip(ids, np.array(0, ids.dtype), np.array(last, ids.dtype))
-    elif mode == "zero":
-        in_range = ids >= 0
-        if height <= limits.max:
-            in_range &= ids < np.array(height, ids.dtype)
-        ids = xp.where(in_range, ids, np.array(-1, ids.dtype))
-    else:
-        minus_one = ids == np.array(-1, ids.dtype)
-        ids = xp.where(minus_one, np.array(-2, ids.dtype), ids)
-    return xp.where(skip, np.array(-1, ids.dtype), ids)
+        want, found = "a str, the table's name in the store", repr(block.name)
+        raise _arguments.wrong_type(block._call, "name", want, found)

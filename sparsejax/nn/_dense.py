@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +13,11 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, CSRLike, PyTree, Spec
 from sparsejax._segments import SegmentTensor
-from sparsejax.nn import _layer, _matrix
+from sparsejax.nn import _layer, _matrix, _row_ids
 
 
-_CALL = "sparsejax.nn.Dense"
+_MODES = ("drop", "fill", "clip", "zero", "error")
+_HINT = "'drop' skips columns out of range."
 _KERNEL_INIT: Any = jax.nn.initializers.lecun_normal()
 _BIAS_INIT: Any = jax.nn.initializers.zeros
 
@@ -35,7 +35,7 @@ class Dense:
       features: int F, the number of output columns.
       in_features: int C, the number of columns of x; None to infer it from the x passed
         to `init`.
-      use_bias: whether to add a bias.
+      use_bias: False for no bias.
       dtype: of the result; None for the promoted dtype of x and the parameters.
         Products and sums are computed in at least float32.
       param_dtype: of the parameters.
@@ -43,6 +43,10 @@ class Dense:
       sparse_grad: what `sparsejax.nn.tables` returns for the kernel. None lets
         `sparsejax.grad` decide, True requires a sparse gradient (x must then be CSR),
         False always gives a dense gradient.
+      mode: what a column of CSR reads. `"drop"`: nothing if it is outside `[0, C)`, and
+        NaN if the kernel is a SelectedRows that does not store its row. Or a mode of
+        `sparsejax.lookup`, for both: `"fill"` (NaN), `"clip"`, `"zero"`, `"raise"` or
+        `"error"`.
 
     Raises:
       TypeError, ValueError: a field has the wrong type, or a size is not positive.
@@ -64,6 +68,7 @@ class Dense:
       Gluon, `SparseLinear` of the sparse API's design; MXNet, `sparse.dot`.
     """
 
+    _call: ClassVar[str] = "sparsejax.nn.Dense"  # its public name, for errors
     features: int
     in_features: int | None = None
     _: dataclasses.KW_ONLY
@@ -73,24 +78,26 @@ class Dense:
     kernel_init: _layer.Initializer = _KERNEL_INIT
     bias_init: _layer.Initializer = _BIAS_INIT
     sparse_grad: bool | None = None
+    mode: str = "drop"
 
     def __repr__(self) -> str:
         return _layer.show(self)
 
     def __post_init__(self) -> None:
-        columns, dtype = self.in_features, self.dtype
-        _layer.check_bool(_CALL, "use_bias", self.use_bias)
-        _layer.check_bool(_CALL, "sparse_grad", self.sparse_grad, or_none=True)
+        call, columns, dtype = self._call, self.in_features, self.dtype
+        _layer.check_bool(call, "use_bias", self.use_bias)
+        _layer.check_bool(call, "sparse_grad", self.sparse_grad, or_none=True)
         for name in ("kernel_init", "bias_init"):
-            _layer.check_initializer(_CALL, name, getattr(self, name))
+            _layer.check_initializer(call, name, getattr(self, name))
         if columns is not None:
-            columns = _layer.check_size(_CALL, "in_features", columns)
+            columns = _layer.check_size(call, "in_features", columns)
         _layer.set_fields(
             self,
-            features=_layer.check_size(_CALL, "features", self.features),
+            features=_layer.check_size(call, "features", self.features),
             in_features=columns,
-            dtype=dtype if dtype is None else _layer.check_dtype(_CALL, "dtype", dtype),
-            param_dtype=_layer.check_dtype(_CALL, "param_dtype", self.param_dtype),
+            dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
+            param_dtype=_layer.check_dtype(call, "param_dtype", self.param_dtype),
+            mode=_arguments.check_mode(call, self.mode, _MODES, _HINT),
         )
 
     def init(
@@ -114,18 +121,21 @@ class Dense:
           >>> params["kernel"].shape, params["bias"].shape
           ((30, 4), (4,))
         """
-        key = _arguments.as_key(f"{_CALL}.init", key)
+        key = _arguments.as_key(f"{self._call}.init", key)
         kernel_key, bias_key = jax.random.split(key)
         columns = self._columns_of(x) if self.in_features is None else self.in_features
         shape, dtype = (columns, self.features), self.param_dtype
-        draw = functools.partial(_layer.draw, _CALL)
-        params = {
-            "kernel": draw("kernel_init", self.kernel_init, kernel_key, shape, dtype)
-        }
+        init, name = self.kernel_init, "kernel_init"
+        kernel = _layer.draw(self._call, name, init, kernel_key, shape, dtype)
+        params = {"kernel": kernel}
         if self.use_bias:
-            bias = draw("bias_init", self.bias_init, bias_key, shape[1:], dtype)
-            params["bias"] = bias
+            params["bias"] = self.init_bias(bias_key)
         return params
+
+    def init_bias(self, key: jax.Array) -> jax.Array:
+        """The bias alone, `[F]`."""
+        init, shape, dtype = self.bias_init, (self.features,), self.param_dtype
+        return _layer.draw(self._call, "bias_init", init, key, shape, dtype)
 
     def _columns_of(self, x: Any) -> int:
         """The number of columns of an input; raises if it cannot be inferred."""
@@ -136,11 +146,11 @@ class Dense:
         else:
             shape = x.shape if hasattr(x, "shape") else np.shape(x)
             if shape:
-                return _layer.check_size(f"{_CALL}.init", "in_features", shape[-1])
+                return _layer.check_size(f"{self._call}.init", "in_features", shape[-1])
             found = f"x is {_arguments.kind_of(x)}"
         raise ValueError(
-            f"{_CALL}.init: cannot infer the number of columns of x: {found}. Pass "
-            "in_features to Dense, or call init(key, x) with an array."
+            f"{self._call}.init: cannot infer the number of columns of x: {found}. "
+            "Pass in_features to Dense, or call init(key, x) with an array."
         )
 
     def __call__(self, params: PyTree, x: ArrayLike | CSRLike) -> jax.Array:
@@ -148,11 +158,11 @@ class Dense:
 
         Args:
           params: as returned by `init`. The kernel may be a SelectedRows of pulled
-            rows; a column whose row it does not store reads NaN.
+            rows.
           x: a numeric array `[..., C]`, or a CSR matrix `[S, C]`: a SegmentTensor with
             one segment per row and values `{"index": int[n], "value": dtype[n]}` (or
             only the indices if all values are one), a scipy CSR matrix, or a BCSR.
-            Duplicates are summed; a column outside `[0, C)` contributes zero.
+            Duplicates are summed; `mode` says what a column outside `[0, C)` reads.
 
         Returns:
           `[..., F]`, or `[S, F]`.
@@ -162,26 +172,60 @@ class Dense:
             matrix, or `x` has the wrong number of columns.
         """
         names = ("kernel", "bias") if self.use_bias else ("kernel",)
-        params = _layer.check_params(_CALL, params, names)
+        params = _layer.check_params(self._call, params, names)
         columns = self.in_features
         if columns is None:
             found = getattr(params["kernel"], "shape", ())
             if not found:
                 raise TypeError(
-                    f"{_CALL}: params['kernel'] must be an array of shape "
+                    f"{self._call}: params['kernel'] must be an array of shape "
                     f"[in_features, {self.features}], got "
                     f"{_arguments.kind_of(params['kernel'])}."
                 )
             columns = found[0]
         shape = columns, self.features
-        kernel = _layer.table_of(_CALL, params, "kernel", shape, self.sparse_grad)
-        x = _matrix.as_matrix(_CALL, x, columns)
+        kernel = _layer.table_of(self._call, params, "kernel", shape, self.sparse_grad)
+        x = _matrix.as_matrix(self._call, x, columns, self.mode)
         dtype = _matrix.result_dtype(x, kernel, self.dtype)
-        out = _matrix.multiply(_CALL, x, kernel, "kernel", dtype)
+        out = _matrix.multiply(self._call, x, kernel, "kernel", dtype, self.mode)
         if self.use_bias:
-            bias = _layer.parameter(_CALL, params, "bias", shape[1:])
+            bias = _layer.parameter(self._call, params, "bias", shape[1:])
             out = _layer.add_bias(out, bias)
         return out.astype(dtype)
+
+    def row_ids(self, x: CSRLike) -> dict[str, Any]:
+        """The rows of the kernel that the call reads, for pulling them from a store.
+
+        Args:
+          x: a CSR matrix, as in the call. Its values are not read.
+
+        Returns:
+          `{"kernel": integers [n]}`, the column of each element, on the host unless
+          traced. -1 stands for an element of no row of x, and in mode `"drop"` or
+          `"zero"` for a column out of range. In other modes a column out of range
+          stays so (-1 becomes -2), or becomes the nearest one (`"clip"`).
+
+        Raises:
+          TypeError, ValueError: `x` is not CSR, or has the wrong number of columns.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> x = sj.SegmentTensor(jnp.array([4, 1, 9, 0]), jnp.array([0, 0, 1, 2]), 2)
+          >>> sj.nn.Dense(1, 5, mode="fill").row_ids(x)["kernel"].tolist()
+          [4, 1, 9, -1]
+        """
+        call, columns = self._call, self.in_features
+        if columns is None:
+            raise ValueError(
+                f"{call}.row_ids: the number of columns is not known. Pass in_features."
+            )
+        x = _matrix.as_elements(call, x, columns)
+        _matrix.check_columns(call, x, columns)
+        index = x.values["index"] if isinstance(x.values, dict) else x.values
+        index = _arguments.as_integers(call, index, "the index")
+        index = _row_ids.on_host(index)
+        skip = _row_ids.without_segment(x, index.ndim)
+        return {"kernel": _row_ids.row_ids(index, skip, columns, self.mode)}
 
     def table_prefix(self) -> dict[str, bool | None]:
         """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.

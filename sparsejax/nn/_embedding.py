@@ -1,7 +1,8 @@
 """Embedding and EmbeddingBag: the layers whose only parameter is a table.
 
-`TableLayer` holds what they share: field checks, `init`, and access to the table in the
-parameters. Each layer defines its own call, which reads rows and may reduce them.
+`TableLayer` is their base class, with the checks of fields, `init`, `row_ids`, and the
+check of the table in the parameters. Each layer defines its own call, which reads rows
+and may reduce them.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import QuantizedTable, RowTable, SelectedRows, indexing
+from sparsejax._rows import check_whole, indexing, table_or_none
 from sparsejax._segments import SegmentTensor
-from sparsejax.nn import _layer
+from sparsejax.nn import _layer, _row_ids
 
 
 COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp", "none")
@@ -101,13 +103,42 @@ class TableLayer:
           >>> layer.table(layer.init(jax.random.key(0))).shape
           (5, 2)
         """
-        if not isinstance(params, RowTable):
-            params = _arguments.as_array(params)
-        if isinstance(params, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
+        if table_or_none(params) is not None:
             params = {"embedding": params}
         call, shape = self._call, (self.num_embeddings, self.features)
         params = _layer.check_params(call, params, ("embedding",))
         return _layer.table_of(call, params, "embedding", shape, self.sparse_grad)
+
+    def row_ids(self, ids: ArrayLike | SegmentTensor) -> dict[str, Any]:
+        """The ids of the rows that the call reads, for pulling them from a store.
+
+        Args:
+          ids: as in the call.
+
+        Returns:
+          `{"embedding": integers}` in the shape of `ids`, on the host unless traced. -1
+          stands for padding and for an element of no segment, which read no row. An id
+          out of range stays out of range (-1 becomes -2), except that mode `"clip"`
+          gives the nearest row and mode `"zero"` gives -1.
+
+        Example:
+          >>> import numpy as np, sparsejax as sj
+          >>> layer = sj.nn.Embedding(7, 2, padding_id=0)
+          >>> layer.row_ids(np.array([3, 0, 9, -1]))["embedding"].tolist()
+          [3, -1, 9, -2]
+        """
+        segments, given, skip = None, ids, np.zeros((), bool)
+        if isinstance(ids, SegmentTensor):
+            segments, _ = split_weights(self._call, ids, None)
+            given = segments.values
+        found: Any = _row_ids.on_host(_arguments.as_integers(self._call, given))
+        if segments is not None:
+            skip = _row_ids.without_segment(segments, found.ndim)
+        padding = lookup.padding_mask(self._call, found, self.padding_id)
+        if padding is not None:
+            skip = skip | _row_ids.on_host(padding)
+        found = _row_ids.row_ids(found, skip, self.num_embeddings, self.mode)
+        return {"embedding": found}
 
     def table_prefix(self) -> dict[str, bool | None]:
         """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.
@@ -197,11 +228,10 @@ class Embedding(TableLayer):
         if not isinstance(ids, SegmentTensor):
             return self._rows(table, _arguments.as_integers(self._call, ids), None)
         if not hasattr(ids.values, "dtype"):
-            raise TypeError(
-                f"{self._call}: the values of a SegmentTensor must be one array of "
-                f"ids, got {_arguments.kind_of(ids.values)}. Pass that part of them: "
-                "st.values['ids'], with the same segment ids."
-            )
+            name, want = "the values of a SegmentTensor", "one array of ids"
+            found = _arguments.kind_of(ids.values)
+            fix = "Pass only the ids: st.map(lambda values: values['ids'])."
+            raise _arguments.wrong_type(self._call, name, want, found, fix)
         inside = indexing.in_range(ids.segment_ids, ids.num_segments)
         values = _arguments.as_integers(self._call, ids.values)
         inside = indexing.append_axes(inside, values.ndim)
@@ -233,7 +263,7 @@ class Embedding(TableLayer):
           table.
 
         Raises:
-          TypeError: the table is not an array, or `query` is not such a one.
+          TypeError: the table is not an array, or `query` has another type or shape.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -247,25 +277,15 @@ class Embedding(TableLayer):
           Improve Language Models".
         """
         table = self.table(params)
-        if not isinstance(table, jax.Array):
-            why = "a SelectedRows, which stores only some rows"
-            if isinstance(table, QuantizedTable):
-                why = "a QuantizedTable, which is dequantized row by row"
-            if isinstance(table, RowTable):
-                why = f"a {type(table).__name__}, whose rows lie on many devices"
-            raise TypeError(
-                f"{self._call}.attend: params['embedding'] is {why}, but attend needs "
-                "every row. Pass the whole table."
-            )
+        call = f"{self._call}.attend"
+        check_whole(call, "params['embedding']", table, "attend")
         query = _arguments.as_array(query)
         shape, kind = getattr(query, "shape", ()), getattr(query, "dtype", None)
         floats = kind is not None and jnp.issubdtype(kind, jnp.floating)
         if not floats or shape[-1:] != (self.features,):
             found = f"{kind} of shape {shape}" if kind else _arguments.kind_of(query)
-            raise TypeError(
-                f"{self._call}.attend: query must be a real floating-point array "
-                f"[..., {self.features}], got {found}."
-            )
+            want = f"a real floating-point array [..., {self.features}]"
+            raise _arguments.wrong_type(call, "query", want, found)
         dtype = self.dtype or indexing.promote(kind, table.dtype)
         wide = indexing.accumulator_dtype(dtype)
         factors = [jnp.asarray(x).astype(dtype) for x in (query, table)]
@@ -353,7 +373,7 @@ class EmbeddingBag(TableLayer):
           num_segments: int, the number of bags; static.
           weights: real numbers with the shape of `ids`, for the combiners sum, mean and
             sqrtn; differentiable.
-          indices_are_sorted: whether `segment_ids` are ascending, which is faster.
+          indices_are_sorted: True if `segment_ids` are ascending, which is faster.
 
         Returns:
           `[..., D]`, or `[num_segments, D]`.
@@ -389,7 +409,7 @@ def check_combiner(call: str, combiner: Any) -> str:
     """Returns `combiner`; raises unless it is one of `COMBINERS`."""
     if combiner not in COMBINERS:
         known = ", ".join(map(repr, COMBINERS))
-        raise ValueError(f"{call}: combiner must be one of {known}, got {combiner!r}.")
+        raise _arguments.wrong(call, "combiner", f"one of {known}", repr(combiner))
     return combiner
 
 
@@ -415,7 +435,6 @@ def check_padding_id(call: str, padding_id: Any) -> int | None:
     try:
         return None if padding_id is None else operator.index(padding_id)
     except TypeError:
-        raise TypeError(
-            f"{call}: padding_id must be a static int or None, got "
-            f"{_arguments.show(padding_id)}."
-        ) from None
+        shown = _arguments.show(padding_id)
+        want = "a static int or None"
+        raise _arguments.wrong_type(call, "padding_id", want, shown) from None

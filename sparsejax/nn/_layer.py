@@ -1,4 +1,4 @@
-"""What all layers share: field and parameter checks, the repr, and `tables`.
+"""Code shared by all layers: checks of fields and parameters, the repr, and `tables`.
 
 A layer is a frozen dataclass of static configuration: sizes, dtypes, initializers. It
 is therefore hashable, can be closed over or passed to `jit` as a static argument, and
@@ -6,8 +6,7 @@ equals any layer with equal fields. Its parameters are separate, in the dict tha
 returns.
 
 A new layer is a frozen dataclass with `init(key)`, `__call__(params, x)` and
-`table_prefix()`. It checks its fields and parameters with the functions below. One line
-each in `__init__`, `flax`, `nnx` and `equinox` makes it public.
+`table_prefix()`. It checks its fields and parameters with the functions below.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import Initializer as Initializer, PyTree
-from sparsejax._rows import QuantizedTable, RowTable, SelectedRows
+from sparsejax._rows import table_or_none
 
 
 # ------------------------------------------------------------------ tables
@@ -67,7 +65,7 @@ def tables(layers: PyTree) -> Any:
 
     def prefix(x):
         call = "sparsejax.nn.tables: layers must be a layer or a tree of layers"
-        if isinstance(x, (jax.Array, np.ndarray, SelectedRows, QuantizedTable)):
+        if table_or_none(x) is not None:
             raise TypeError(
                 f"{call}, got {_arguments.kind_of(x)}. Pass the layers, not their "
                 "parameters."
@@ -79,8 +77,7 @@ def tables(layers: PyTree) -> Any:
             )
         return x.table_prefix() if hasattr(x, "table_prefix") else None
 
-    kinds = SelectedRows, QuantizedTable
-    is_leaf = lambda x: x is None or isinstance(x, kinds)
+    is_leaf = lambda x: x is None or table_or_none(x) is not None
     return jax.tree.map(prefix, layers, is_leaf=is_leaf)
 
 
@@ -90,7 +87,7 @@ def tables(layers: PyTree) -> Any:
 def check_size(call: str, name: str, value: Any) -> int:
     """`value` as a positive int; raises for anything else."""
     if isinstance(value, bool):
-        raise ValueError(f"{call}: {name} must be a positive int, got {value}.")
+        raise _arguments.wrong_type(call, name, "a positive int", str(value))
     return _arguments.static_int(call, name, value, 1)
 
 
@@ -101,9 +98,8 @@ def check_dtype(call: str, name: str, value: Any) -> Any:
     except TypeError:
         dtype = None
     if value is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{call}: {name} must be a real floating-point dtype, got {value!r}."
-        )
+        want = "a real floating-point dtype"
+        raise _arguments.wrong_type(call, name, want, repr(value))
     return dtype
 
 
@@ -112,16 +108,17 @@ def check_bool(call: str, name: str, value: Any, or_none: bool = False) -> Any:
     if isinstance(value, bool) or (or_none and value is None):
         return value
     want = "True, False or None" if or_none else "True or False"
-    raise TypeError(f"{call}: {name} must be {want}, got {_arguments.show(value)}.")
+    raise _arguments.wrong_type(call, name, want, _arguments.show(value))
 
 
 def check_initializer(call: str, name: str, value: Any) -> Any:
     """Returns `value`; raises unless it is callable."""
     if not callable(value):
-        raise TypeError(
-            f"{call}: {name} must be a function (key, shape, dtype) -> array, for "
-            f"example jax.nn.initializers.normal(0.01), got {_arguments.show(value)}."
+        want = (
+            "a function (key, shape, dtype) -> array, for example "
+            "jax.nn.initializers.normal(0.01)"
         )
+        raise _arguments.wrong_type(call, name, want, _arguments.show(value))
     return value
 
 
@@ -177,13 +174,10 @@ def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
 
 def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
     """One parameter, an array or a table of that shape; raises otherwise."""
-    value = params[name]
-    value = value if isinstance(value, RowTable) else _arguments.as_array(value)
-    if not isinstance(value, (jax.Array, SelectedRows, QuantizedTable, RowTable)):
-        raise TypeError(
-            f"{call}: params[{name!r}] must be an array of shape {shape}, got "
-            f"{_arguments.kind_of(value)}."
-        )
+    value = table_or_none(params[name])
+    if value is None:
+        want, found = f"an array of shape {shape}", _arguments.kind_of(params[name])
+        raise _arguments.wrong_type(call, f"params[{name!r}]", want, found)
     if tuple(value.shape) != shape:
         raise ValueError(
             f"{call}: params[{name!r}] must have shape {shape}, got {value.shape}. "

@@ -1,7 +1,6 @@
-"""The input matrix of Dense, FactorizationMachine and SparseLinear: array or CSR.
+"""The input matrix of Dense and SparseLinear: array or CSR.
 
-`as_matrix` converts what the user passed to an array or a `Csr`; the operations below
-accept both.
+`as_matrix` converts an argument to an array or a `Csr`, and `multiply` accepts both.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._lookup.dot import dot
 from sparsejax._lookup.embedding_bag import embedding_bag
-from sparsejax._rows import QuantizedTable, SelectedRows, indexing
+from sparsejax._rows import SelectedRows, check_whole, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.sums import segment_sum
 
@@ -26,7 +25,7 @@ class Csr:
     Args:
       elements: SegmentTensor of `{"index", "value"}`, or of the indices alone.
       index: integers `[n]`; `columns` marks an element that contributes zero. Other
-        indices out of range occur only with `as_matrix(skip_bad=False)`.
+        indices out of range occur only in other modes than `"drop"`.
       value: `[n]`, zero for those elements; None if all other values are one.
       columns: number of columns.
     """
@@ -69,24 +68,24 @@ class Elements(SegmentTensor):
 # ------------------------------------------------------------------ arguments
 
 
-def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
+def as_matrix(call: str, x: Any, columns: int, mode: str = "drop") -> Any:
     """Converts `x` to an array `[..., columns]` or a `Csr`; raises if it cannot.
 
     Args:
       call: the public call, for errors.
-      x: what the user passed.
+      x: the argument.
       columns: the number of columns that `x` must have.
-      skip_bad: whether an element whose column is out of range contributes zero;
-        otherwise it is left unchanged.
+      mode: of the layer. With `"drop"`, an element whose column is out of range
+        contributes zero; otherwise its column is left unchanged.
     """
     if isinstance(x, SegmentTensor):
         check_columns(call, x, columns)
-        return _as_csr(call, x, columns, skip_bad)
+        return _as_csr(call, x, columns, mode)
     if all(hasattr(x, name) for name in ("indptr", "indices", "data")):
         shape = getattr(x, "shape", None)
         if shape is not None and shape[-1] != columns:
             raise _other_columns(call, shape, columns)
-        return _as_csr(call, SegmentTensor.from_csr(x), columns, skip_bad)
+        return _as_csr(call, SegmentTensor.from_csr(x), columns, mode)
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError):
@@ -95,14 +94,28 @@ def as_matrix(call: str, x: Any, columns: int, skip_bad: bool = True) -> Any:
         found = _arguments.kind_of(x)
         if array is not None:
             found = f"{array.dtype} of shape {array.shape}"
-        raise TypeError(
-            f"{call}: x must be a numeric array [..., {columns}] or CSR (a "
-            "SegmentTensor of {'index', 'value'} or of indices, a scipy CSR "
-            f"matrix, or a BCSR), got {found}."
+        want = (
+            f"a numeric array [..., {columns}] or CSR (a SegmentTensor of {{'index', "
+            "'value'} or of indices, a scipy CSR matrix, or a BCSR)"
         )
+        raise _arguments.wrong_type(call, "x", want, found)
     if array.shape[-1] != columns:
         raise _other_columns(call, array.shape, columns)
     return array
+
+
+def as_elements(call: str, x: Any, columns: int) -> SegmentTensor:
+    """The elements of a CSR matrix; raises for an array, which has every column."""
+    if isinstance(x, SegmentTensor):
+        return x  # unchanged: nothing is copied to a device
+    matrix = as_matrix(call, x, columns)
+    if isinstance(matrix, Csr):
+        return matrix.elements
+    raise TypeError(
+        f"{call}: inputs must be CSR, got an array of shape {matrix.shape}. An array "
+        "has every column, so every row of the table would be pulled. Convert it with "
+        "SegmentTensor.from_csr, or use sparsejax.nn.Dense on the whole weights."
+    )
 
 
 def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
@@ -112,13 +125,14 @@ def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
 
 
 def _other_columns(call: str, shape: tuple, columns: int) -> ValueError:
+    """The error for a matrix whose last axis is not `columns`."""
     return ValueError(
         f"{call}: x must have {columns} columns (in_features), got {shape[-1]} (shape "
         f"{shape})."
     )
 
 
-def _as_csr(call: str, x: SegmentTensor, columns: int, skip_bad: bool) -> Csr:
+def _as_csr(call: str, x: SegmentTensor, columns: int, mode: str) -> Csr:
     index, value = x.values, None
     if isinstance(x.values, dict) and x.values.keys() == {"index", "value"}:
         index, value = x.values["index"], x.values["value"]
@@ -129,14 +143,12 @@ def _as_csr(call: str, x: SegmentTensor, columns: int, skip_bad: bool) -> Csr:
         real = _is_real(getattr(value, "dtype", jnp.bool_))
         fine = real and getattr(value, "shape", None) == index.shape
     if not fine:
-        raise TypeError(
-            f"{call}: the values of a SegmentTensor must be {{'index': int[n], "
-            "'value': dtype[n]}, or int[n] if all values are one, got "
-            f"{_describe(x.values)}."
-        )
+        name = "the values of a SegmentTensor"
+        want = "{'index': int[n], 'value': dtype[n]}, or int[n] if all values are one"
+        raise _arguments.wrong_type(call, name, want, _describe(x.values))
     index = _arguments.as_ids(call, index, columns, "the index")
     counts = indexing.in_range(x.segment_ids, x.num_segments)
-    if skip_bad:
+    if mode == "drop":
         counts &= indexing.in_range(index, columns)
     index = jnp.where(counts, index, _arguments.scalar(columns, index))
     if value is not None:
@@ -169,65 +181,35 @@ def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
     return weights.dtype if own is None else indexing.promote(own, weights.dtype)
 
 
-def multiply(call: str, x: Any, weights: Any, name: str, dtype: Any) -> jax.Array:
-    """`x @ weights`, `[..., *weights.shape[1:]]`, accumulated in at least float32."""
+def multiply(
+    call: str, x: Any, weights: Any, name: str, dtype: Any, mode: str = "drop"
+) -> jax.Array:
+    """`x @ weights`, `[..., *weights.shape[1:]]`, accumulated in at least float32.
+
+    `mode` decides what an element reads if its column is out of range or not stored.
+    """
     wide = indexing.accumulator_dtype(dtype)
     if not isinstance(x, Csr):
-        weights = whole(call, weights, name)
+        fix = "Pass x as CSR, or the whole weights."
+        check_whole(call, f"params[{name!r}]", weights, "x is an array, which", fix)
         x, weights = x.astype(dtype), weights.astype(dtype)
         return jnp.tensordot(x, weights, axes=1, preferred_element_type=wide)
-    if isinstance(weights, SelectedRows):
-        return sum_segments(x, scale(x, read(call, x, weights), wide))
     segments, count = x.elements.segment_ids, x.elements.num_segments
     is_sorted = x.elements.is_sorted
+    if mode != "drop" or isinstance(weights, SelectedRows):
+        # Not `dot`: it reads zeros for a column out of range and for a row that is not
+        # stored. A missing row is one that should have been pulled.
+        skip = x.index == _arguments.scalar(x.columns, x.index)
+        if mode != "drop":
+            skip = ~indexing.in_range(segments, count)
+        read_mode = "fill" if mode == "drop" else mode
+        rows = lookup.read(call, weights, x.index, skip, read_mode).astype(wide)
+        if x.value is not None:
+            rows *= indexing.append_axes(x.value.astype(wide), rows.ndim)
+        return segment_sum(rows, segments, count, indices_are_sorted=is_sorted)
     if x.value is None:
         ids = SegmentTensor.tree_unflatten((count, is_sorted), (x.index, segments))
         return embedding_bag(weights, ids, mode="zero").astype(wide)
     values = {"index": x.index, "value": x.value.astype(wide)}
     csr = SegmentTensor.tree_unflatten((count, is_sorted), (values, segments))
     return dot(csr, weights).astype(wide)
-
-
-def read(call: str, x: Csr, weights: Any) -> jax.Array:
-    """The row of the weights for each element; zeros for one that contributes zero.
-
-    A row that a SelectedRows does not store reads NaN: it was not pulled.
-    """
-    skip = x.index == _arguments.scalar(x.columns, x.index)
-    return lookup.read(call, weights, x.index, skip, "fill")
-
-
-def sum_segments(x: Csr, rows: jax.Array) -> jax.Array:
-    """The sum of `rows`, one for each element, over each row of the matrix."""
-    return segment_sum(
-        rows,
-        x.elements.segment_ids,
-        x.elements.num_segments,
-        indices_are_sorted=x.elements.is_sorted,
-    )
-
-
-def scale(x: Csr, rows: jax.Array, dtype: Any) -> jax.Array:
-    """`value * rows`, one row for each element."""
-    rows = rows.astype(dtype)
-    if x.value is None:
-        return rows
-    value = x.value.astype(dtype)
-    return rows * indexing.append_axes(value, rows.ndim)
-
-
-def whole(call: str, weights: Any, name: str) -> jax.Array:
-    """`weights` as an array; raises if they are read by rows."""
-    if isinstance(weights, QuantizedTable):
-        raise TypeError(
-            f"{call}: params[{name!r}] is a QuantizedTable, which is dequantized row "
-            "by row, but x is an array, which needs every row. Pass x as CSR, or the "
-            "weights' .dequantize()."
-        )
-    if isinstance(weights, SelectedRows):
-        raise TypeError(
-            f"{call}: params[{name!r}] is a SelectedRows, which stores only some "
-            "rows, but x is an array, which needs every row. Pass x as CSR, or the "
-            "whole weights."
-        )
-    return weights

@@ -1,4 +1,4 @@
-"""Trainer: pulls the rows a batch needs, runs a compiled step, pushes the gradients.
+"""Trainer: pulls the rows of a batch, runs a compiled step, pushes the gradients.
 
 One step, for a block with tables T in the store and dense parameters p:
 
@@ -9,19 +9,17 @@ One step, for a block with tables T in the store and dense parameters p:
     store.push(name, g[name])                                for each table
 
 Invariant: the compiled step receives rows in arrays of static capacity, so its memory
-depends on the batch, never on the size of a table. Capacities only grow, in powers of
-two, so each table causes a few compilations at most; `compilations` counts them.
+depends on the batch and not on the size of a table. Capacities are powers of two and
+only grow, so each table causes at most a few compilations; `compilations` counts them.
 
 Sharp edge: each step donates the parameters and the optimizer state, unless `checked`.
-To keep the current `trainer.params`, copy them, or `save`.
+To keep the current `trainer.params`, copy them.
 """
 
 from __future__ import annotations
 
-import os
-import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,20 +29,18 @@ import optax
 from jax.experimental import checkify
 
 from sparsejax import _arguments
-from sparsejax._arguments import KeyLike, Progress, PyTree
-from sparsejax._files import check_json
+from sparsejax._arguments import KeyLike, PyTree
 from sparsejax._rows import SelectedRows, is_selected_rows, with_slots
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn._block import PulledTables
 from sparsejax.nn._matrix import Elements
 from sparsejax.optim import global_norm
-from sparsejax.parallel import Checkpointer
 from sparsejax.store import KVStore
 from sparsejax.transform import value_and_grad
 
 
 _CALL = "sparsejax.nn.Trainer"
-_LEAST_CAPACITY = 8  # for the elements of a scipy matrix
+_MIN_CAPACITY = 8  # for the elements of a scipy matrix
 
 
 class Trainer:
@@ -55,8 +51,9 @@ class Trainer:
 
     Args:
       block: a `SparseBlock`, or an object with its two methods.
-      store: a `sparsejax.store.KVStore`.
-      loss: `(outputs, batch) -> scalar`, where `outputs` are the block's.
+      store: a `sparsejax.store.KVStore`, with or without a mesh, or an object with its
+        methods `init`, `names`, `spec`, `is_trainable`, `pull`, `push` and `stats`.
+      loss: `(outputs, batch) -> scalar`; `outputs` are the outputs of the block.
       tx: optax transformation for the dense parameters, and for tables created here
         unless `table_tx` is given.
       params: the dense parameters, which are copied; default `block.init(key)`.
@@ -67,17 +64,18 @@ class Trainer:
       tables: which dense parameters are tables on the device, as in
         `sparsejax.value_and_grad`; `tx` must then be `lazy`. By default none.
       capacity: int, or a dict of one int per table, the number of slots of a pull. By
-        default the number of rows that a batch needs, rounded up to a power of two, and
+        default the number of rows that a batch reads, rounded up to a power of two, and
         never less than before. The elements of scipy matrices are padded the same way.
       clip_norm: positive number; if the global norm of all gradients, of tables and
         dense parameters together, exceeds it, they are scaled down to it.
-      checked: whether to run under `checkify`, as blocks with `mode="raise"` require. A
-        failed check raises before anything is updated. Parameters are then not donated.
-      mode: what to do with ids out of range, as in `KVStore.pull`. "raise" or "error"
-        rejects the batch before anything is updated; -1 in `row_ids` is accepted and
-        means that no row is read, as for padding. "drop" pulls no row for ids out of
-        range; they read what the block's own mode gives, by default NaN, and a NaN loss
-        makes all parameters NaN.
+      checked: True runs the step under `checkify`, which blocks with `mode="raise"`
+        require. A failed check raises before anything is updated. Parameters are then
+        not donated.
+      mode: how ids out of range are treated, as in `KVStore.pull`. "raise" or "error"
+        rejects the batch before anything is updated; -1 in `row_ids` is accepted, since
+        it stands for padding, which reads no row. "drop" pulls no row for an id out of
+        range. The block's own mode then decides what the id reads, by default NaN, and
+        a NaN loss makes all parameters NaN.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type, a dense parameter is
@@ -89,11 +87,21 @@ class Trainer:
       >>> block = sj.nn.SparseEmbedding(1000, 2, name="item")
       >>> loss = lambda rows, ids: jnp.sum(rows**2)
       >>> trainer = sj.nn.Trainer(block, sj.store.KVStore(), loss, optax.sgd(0.25))
-      >>> losses = trainer.fit([jnp.array([3, 7])] * 3)
+      >>> losses = [trainer.step(jnp.array([3, 7])) for _ in range(3)]
       >>> [round(float(x / losses[0]), 4) for x in losses]
       [1.0, 0.25, 0.0625]
-      >>> trainer.compilations
+      >>> trainer.stats()["compilations"]
       1
+
+      While a step runs, the store can read the rows of the next batch:
+
+      >>> batches = [jnp.array([3, 7]), jnp.array([5, 7])]
+      >>> for batch, rows in trainer.store.prefetch(
+      ...     batches, trainer.row_ids, mode="drop"
+      ... ):
+      ...     loss = trainer.step(batch, rows)
+      >>> trainer.steps
+      5
 
     References:
       MXNet, `gluon.Trainer` with row-sparse parameters and `update_on_kvstore`.
@@ -150,17 +158,18 @@ class Trainer:
         self._run_step = jax.jit(step, donate_argnums=() if checked else (1, 2))
         forward = checkify.checkify(self._forward) if checked else self._forward
         self._run_forward = jax.jit(forward)
-        score = lambda *args: loss(self._forward(*args), args[2])
-        self._run_loss = jax.jit(checkify.checkify(score) if checked else score)
 
     # -- training -----------------------------------------------------------------
 
-    def step(self, batch: PyTree) -> jax.Array:
+    def step(
+        self, batch: PyTree, rows: Mapping[str, SelectedRows] | None = None
+    ) -> jax.Array:
         """One step on one batch: pull, run, push.
 
         Args:
           batch: a tree of arrays and SegmentTensors; a scipy CSR matrix in it becomes a
             SegmentTensor. The step is compiled once for batches of the same shapes.
+          rows: the rows of `row_ids(batch)`, if they are already pulled.
 
         Returns:
           The loss before the step.
@@ -172,54 +181,17 @@ class Trainer:
           checkify.JaxRuntimeError: a check in the block failed, with `checked`.
         """
         batch = self._on_device(batch)
-        return self._update(batch, self._pull(batch))
-
-    def fit(
-        self,
-        batches: Iterable[Any],
-        *,
-        prefetch: int = 0,
-        progress: Progress = False,
-    ) -> np.ndarray:
-        """Runs one step per batch.
-
-        Args:
-          batches: an iterable of batches.
-          prefetch: how many batches ahead to pull rows while a step runs; the result is
-            the same, bit for bit.
-          progress: True for a progress bar on stderr, or a function of (steps done,
-            steps in all); the second is None if `batches` has no length.
-
-        Returns:
-          float32 `[number of batches]`, the loss before each step.
-        """
-        made = map(self._on_device, batches)
-        if not prefetch:
-            pulled = ((batch, self._pull(batch)) for batch in made)
-        else:
-            pulled = self.store.prefetch(
-                made, self.row_ids, depth=prefetch, capacity=self._capacity, mode="drop"
-            )
-        steps = (self._update(batch, rows) for batch, rows in pulled)
-        return np.asarray(_collect("fit", steps, batches, progress), np.float32)
+        pulled = self._pull(batch) if rows is None else rows
+        for name in pulled:  # `push` would raise only after the dense update
+            self._check_trainable(name)
+        args = self._padded(pulled), self.params, self.opt_state, batch
+        loss, grads, self.params, self.opt_state = self._run(self._run_step, *args)
+        for name, grad in grads.items():
+            self.store.push(name, grad)
+        self.steps += 1
+        return loss
 
     # -- without training ---------------------------------------------------------
-
-    def evaluate(self, batches: Iterable[Any], *, progress: Progress = False) -> float:
-        """The mean loss over the batches, without an update.
-
-        Args:
-          batches: an iterable of batches.
-          progress: as in `fit`.
-        """
-
-        def loss(batch):
-            args = self._padded(self._pull(batch)), self.params, batch
-            return self._run(self._run_loss, *args)
-
-        losses = map(loss, map(self._on_device, batches))
-        found = _collect("evaluate", losses, batches, progress)
-        return float(np.mean(found)) if found else float("nan")
 
     def predict(self, batch: PyTree) -> Any:
         """The block's outputs for a batch, without an update."""
@@ -241,7 +213,7 @@ class Trainer:
                 f"ids, got {_kind(ids)}."
             )
         for name in ids:
-            if name not in self.store:
+            if name not in self.store.names():
                 raise ValueError(
                     f"{_CALL}: {self._name}.row_ids returned ids for table {name!r}, "
                     "which the store does not have; its tables are "
@@ -253,78 +225,6 @@ class Trainer:
             for name, wanted in ids.items():
                 self._check_in_range(name, wanted)
         return dict(ids)
-
-    # -- files --------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
-        """Saves everything: all rows of all tables, parameters, optimizer states.
-
-        `KVStore.save` writes the tables. `sparsejax.parallel.Checkpointer`, which needs
-        orbax, writes the dense parameters and their optimizer state. Rows that were
-        never read are not written; the saved key regenerates them.
-
-        If the process is killed during a save, `path` still holds the last complete
-        save.
-
-        Args:
-          path: a directory, created if it does not exist.
-          progress: as in `KVStore.save`.
-
-        Raises:
-          ImportError: orbax is not installed.
-          NotADirectoryError: `path` is a file.
-        """
-        # Tables and dense leaves are saved as a pair with one number. Orbax commits the
-        # dense half last, with a rename; only then does `load` see the pair.
-        folder = _directory(f"{_CALL}.save", path)
-        folder.mkdir(parents=True, exist_ok=True)
-        tree = {"params": self.params, "opt_state": self.opt_state}
-        with _dense_leaves(f"{_CALL}.save", folder, max_to_keep=1) as dense:
-            number = 1 + (dense.latest_step() or 0)
-            current = folder / f"store-{number}"
-            self.store.save(current, progress=progress)
-            dense.save(number, tree, data={"steps": self.steps})
-        for old in set(folder.glob("store-*")) - {current}:
-            old.unlink(missing_ok=True)
-
-    def load(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
-        """Restores what `save` wrote; training continues bit for bit.
-
-        Args:
-          path: the directory.
-          progress: as in `KVStore.load`.
-
-        Raises:
-          ImportError: orbax is not installed.
-          FileNotFoundError: nothing was saved there.
-          NotADirectoryError: `path` is a file.
-          ValueError: a different model or optimizer was saved there, or a file is
-            damaged.
-        """
-        call = f"{_CALL}.load"
-        folder = _directory(call, path)
-        tree = {"params": self.params, "opt_state": self.opt_state}
-        with _dense_leaves(call, folder, read_only=True) as dense:
-            number = dense.latest_step()
-            if number is None:
-                raise FileNotFoundError(
-                    f"{call}: nothing was saved in {path}. Pass the directory that "
-                    "was passed to Trainer.save."
-                )
-            try:
-                tree = dense.restore(tree, number)
-                data = dense.restore_data(number)
-                check_json(data, {"steps": int}, "data")
-            except ValueError as error:
-                raise ValueError(
-                    f"{call}: the dense parameters and optimizer state in {path} "
-                    "belong to a different model or optimizer, or are damaged. "
-                    "Create the trainer with the block and tx that were saved. "
-                    f"{error}"
-                ) from error
-        self.store.load(folder / f"store-{number}", progress=progress)
-        self.params, self.opt_state = tree["params"], tree["opt_state"]
-        self.steps = data["steps"]
 
     def stats(self) -> dict[str, Any]:
         """Steps, compilations, capacities by table, and the store's stats."""
@@ -385,14 +285,14 @@ class Trainer:
         else:
             _check_names("table_tx", table_tx, {*specs, *self.store.names()})
             for name in specs:
-                if name not in table_tx and name not in self.store:
+                if name not in table_tx and name not in self.store.names():
                     raise ValueError(
                         f"{_CALL}: table_tx has no transformation for {name!r}, a "
                         "table that is not in the store yet. Give one for each of "
                         f"{sorted(specs)}, or a single one for all."
                     )
         for name, spec in specs.items():
-            if name in self.store:
+            if name in self.store.names():
                 self._check_table(name, spec)
                 self._check_trainable(name)
                 continue
@@ -416,8 +316,8 @@ class Trainer:
         for i, leaf in enumerate(leaves):
             if not is_csr(leaf):
                 continue
-            needed = 1 << max(leaf.nnz - 1, 0).bit_length()
-            capacity = max(self._nnz_capacities.get(i, _LEAST_CAPACITY), needed)
+            needed = _arguments.next_power_of_two(leaf.nnz)
+            capacity = max(self._nnz_capacities.get(i, _MIN_CAPACITY), needed)
             self._nnz_capacities[i] = capacity
             csr = leaf.tocsr()
             index = np.zeros(capacity, csr.indices.dtype)
@@ -440,26 +340,16 @@ class Trainer:
         }
 
     def _padded(self, pulled: Mapping[str, SelectedRows]) -> dict[str, SelectedRows]:
-        """Pads the pulled rows to the most slots that any batch has needed so far."""
+        """Pads pulled rows to the largest number of slots so far, by table."""
         for name, rows in pulled.items():
             least = self._capacities.get(name, 0)
             self._capacities[name] = max(least, rows.capacity)
         return {name: _pad(x, self._capacities[name]) for name, x in pulled.items()}
 
-    def _update(self, batch: Any, pulled: Mapping[str, SelectedRows]) -> jax.Array:
-        for name in pulled:  # `push` would raise only after the dense update
-            self._check_trainable(name)
-        args = self._padded(pulled), self.params, self.opt_state, batch
-        loss, grads, self.params, self.opt_state = self._run(self._run_step, *args)
-        for name, rows in grads.items():
-            self.store.push(name, rows)
-        self.steps += 1
-        return loss
-
     # -- checks -------------------------------------------------------------------
 
     def _check_table(self, name: str, spec: Any) -> None:
-        """Raises if the store's table is not the one that the block needs."""
+        """Raises if the store's table has another shape or dtype than the block's."""
         have, want = self.store.spec(name), tuple(spec.shape)
         if have.shape != want:
             raise ValueError(
@@ -484,12 +374,16 @@ class Trainer:
 
     def _check_in_range(self, name: str, ids: Any) -> None:
         """Raises unless each id is in range or -1, which means no row."""
-        ids = np.asarray(_arguments.as_integers(f"{_CALL}: table {name!r}", ids))
+        ids = _arguments.as_integers(f"{_CALL}: table {name!r}", ids)
+        if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
+            parts = [np.ravel(x.data) for x in ids.addressable_shards]
+            ids = np.concatenate(parts)  # each process checks its own
+        ids = np.asarray(ids)
         height = self.store.spec(name).shape[0]
         if not ids.size or (ids.min() >= -1 and ids.max() < height):
             return
         bad = ids[(ids < -1) | (ids >= height)]
-        was_minus_one = " (which stands for an id of -1 that is not padding)"
+        was_minus_one = " (an id of -1 that is not padding is returned as -2)"
         raise ValueError(
             f"{_CALL}: {bad.size} of {ids.size} ids that {self._name}.row_ids "
             f"returned for table {name!r} are out of range; the first is "
@@ -503,30 +397,13 @@ class Trainer:
 # ------------------------------------------------------------------ arguments
 
 
-def _collect(
-    method: str, losses: Iterable[Any], batches: Any, progress: Any
-) -> list[float]:
-    """The losses of all steps, as numbers once the last one has been started."""
-    total = len(batches) if hasattr(batches, "__len__") else None
-    with _arguments.progress_reporter(
-        f"{_CALL}.{method}", progress, " steps"
-    ) as report:
-        found = []
-        for loss in losses:
-            found.append(loss)
-            report(len(found), total)
-        return [float(x) for x in found]
-
-
 def _check_arguments(
     block: Any, store: Any, loss: Any, tx: Any, inputs: Any, clip_norm: Any
 ) -> None:
-    """Raises if an argument is invalid by itself, whatever is in the store."""
+    """Raises if an argument is invalid for any store."""
     if isinstance(block, type):
-        raise TypeError(
-            f"{_CALL}: block must be an instance, got the class {block.__name__}. "
-            f"Pass {block.__name__}(...)."
-        )
+        found, fix = _kind(block), f"Pass {block.__name__}(...)."
+        raise _arguments.wrong_type(_CALL, "block", "an instance", found, fix)
     if not _has(block, "row_ids", "sparse_forward"):
         raise TypeError(
             f"{_CALL}: block must be a sparsejax.nn.SparseBlock, or have its methods "
@@ -535,37 +412,32 @@ def _check_arguments(
             "SparseEmbedding or SparseLinear instead, or train without a store, with "
             "sparsejax.value_and_grad and sparsejax.optim.lazy."
         )
-    methods = "init", "names", "spec", "is_trainable", "pull", "push", "prefetch"
+    methods = "init", "names", "spec", "is_trainable", "pull", "push", "stats"
     if isinstance(store, type) or not _has(store, *methods):
-        raise TypeError(
-            f"{_CALL}: store must be a sparsejax.store.KVStore, got {_kind(store)}. "
-            "Create one first."
-        )
+        want, fix = "a sparsejax.store.KVStore", "Create one first."
+        raise _arguments.wrong_type(_CALL, "store", want, _kind(store), fix)
     for name, f, signature in (
         ("loss", loss, "(outputs, batch) -> scalar"),
         ("inputs", inputs, "of a batch, or None"),
     ):
         if not callable(f) and not (name == "inputs" and f is None):
-            raise TypeError(
-                f"{_CALL}: {name} must be a function {signature}, got {_kind(f)}."
-            )
+            want = f"a function {signature}"
+            raise _arguments.wrong_type(_CALL, name, want, _kind(f))
     _check_tx("tx", tx)
-    try:
-        positive = clip_norm is None or bool(clip_norm > 0)
-    except (TypeError, ValueError):
-        positive = False
-    if not positive:
-        raise ValueError(
-            f"{_CALL}: clip_norm must be a positive number or None, got {clip_norm!r}."
-        )
+    if clip_norm is not None:
+        want, shown = "a positive number or None", _arguments.show(clip_norm)
+        try:
+            positive = bool(clip_norm > 0)
+        except (TypeError, ValueError):
+            raise _arguments.wrong_type(_CALL, "clip_norm", want, shown) from None
+        if not positive:
+            raise _arguments.wrong(_CALL, "clip_norm", want, shown)
 
 
 def _check_tx(name: str, tx: Any) -> None:
     if not _has(tx, "init", "update"):
-        raise TypeError(
-            f"{_CALL}: {name} must be an optax transformation, for example "
-            f"optax.adam(1e-3), got {_kind(tx)}."
-        )
+        want = "an optax transformation, for example optax.adam(1e-3)"
+        raise _arguments.wrong_type(_CALL, name, want, _kind(tx))
 
 
 def _check_capacity(capacity: Any, store: Any) -> Any:
@@ -598,7 +470,7 @@ def _check_params(params: Any, store: Any) -> None:
         found = None
         if is_selected_rows(leaf):
             found = "a SelectedRows"
-        elif isinstance(leaf, str) and leaf in store:
+        elif isinstance(leaf, str) and leaf in store.names():
             found = f"the name of the store's table {leaf!r}"
         if found is not None:
             raise TypeError(
@@ -625,26 +497,8 @@ def _kind(x: Any) -> str:
 # ------------------------------------------------------------------ private
 
 
-def _directory(call: str, path: str | os.PathLike[str]) -> pathlib.Path:
-    folder = pathlib.Path(path)
-    if folder.is_file():
-        raise NotADirectoryError(f"{call}: {path} is a file. Pass a directory.")
-    return folder
-
-
-def _dense_leaves(call: str, folder: pathlib.Path, **options: Any) -> Checkpointer:
-    """The checkpoints of the dense leaves in a trainer's directory."""
-    try:
-        return Checkpointer(folder / "dense", **options)
-    except ImportError as error:
-        raise ImportError(
-            f"{call} needs orbax: pip install orbax-checkpoint, or pip install "
-            "'sparsejax[interop]'."
-        ) from error
-
-
 def _has_checks(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether `function` runs a `checkify.check`; False if it cannot be traced."""
+    """Return True if `function` can be traced and runs a `checkify.check`."""
     try:
         error, _ = jax.eval_shape(checkify.checkify(function), *args)
     except Exception:  # the caller re-raises its own error

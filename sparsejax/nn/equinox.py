@@ -1,17 +1,14 @@
-"""The layers of `sparsejax.nn` as modules of equinox.
+"""`Layer(layer, key=...)`: a layer of `sparsejax.nn` as a module of equinox.
 
-`Layer(layer, key=...)` wraps any layer as an equinox module whose leaves are the
-layer's parameters. `Embedding(..., key=...)` and the others create the layer and the
-module in one call. Inputs may have a batch axis, so `jax.vmap` is not needed.
+The leaves of the module are the layer's parameters. Inputs may have a batch axis, so
+`jax.vmap` is not needed.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 
-from sparsejax import nn
 from sparsejax._arguments import as_key
 from sparsejax.nn._layer import check_layer, init_for
 
@@ -53,22 +50,3 @@ class Layer(eqx.Module):
     def attend(self, query: jax.Array) -> jax.Array:
         """`Embedding.attend`, the scores of all rows."""
         return self.layer.attend(self.params, query)
-
-
-def _constructor(kind: Any) -> Callable[..., Layer]:
-    def make(*args: Any, key: jax.Array, **fields: Any) -> Layer:
-        inputs = [fields.pop("x")] if "x" in fields else []
-        return Layer(kind(*args, **fields), *inputs, key=key)
-
-    make.__name__ = make.__qualname__ = kind.__name__
-    make.__doc__ = (
-        f"An equinox module of `sparsejax.nn.{kind.__name__}(*args, **fields)`."
-    )
-    return make
-
-
-Dense: Callable[..., Layer] = _constructor(nn.Dense)
-Embedding: Callable[..., Layer] = _constructor(nn.Embedding)
-EmbeddingBag: Callable[..., Layer] = _constructor(nn.EmbeddingBag)
-EmbeddingCollection: Callable[..., Layer] = _constructor(nn.EmbeddingCollection)
-FactorizationMachine: Callable[..., Layer] = _constructor(nn.FactorizationMachine)

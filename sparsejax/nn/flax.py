@@ -1,17 +1,13 @@
-"""The layers of `sparsejax.nn` as modules of flax.linen.
+"""`Layer(layer)`: a layer of `sparsejax.nn` as a module of flax.linen.
 
-`Layer(layer)` wraps any layer as a linen module that holds its parameters.
-`Embedding(...)` and the others create the layer and the module in one call. For
-flax.nnx see `sparsejax.nn.nnx`.
+For flax.nnx see `sparsejax.nn.nnx`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import linen
 
-from sparsejax import nn
 from sparsejax.nn._layer import check_layer, init_for
 
 
@@ -64,22 +60,3 @@ class Layer(linen.Module):
 
     def _params(self) -> dict[str, Any]:
         return {name: self.get_variable("params", name) for name in self._names()}
-
-
-def _constructor(kind: Any) -> Callable[..., Layer]:
-    # Each has its own class, since linen names modules after their classes.
-    module: Any = type(kind.__name__, (Layer,), {"__doc__": Layer.__doc__})
-
-    def make(*args: Any, name: str | None = None, **fields: Any) -> Layer:
-        return module(kind(*args, **fields), name=name)
-
-    make.__name__ = make.__qualname__ = kind.__name__
-    make.__doc__ = f"A linen module of `sparsejax.nn.{kind.__name__}(*args, **fields)`."
-    return make
-
-
-Dense: Callable[..., Layer] = _constructor(nn.Dense)
-Embedding: Callable[..., Layer] = _constructor(nn.Embedding)
-EmbeddingBag: Callable[..., Layer] = _constructor(nn.EmbeddingBag)
-EmbeddingCollection: Callable[..., Layer] = _constructor(nn.EmbeddingCollection)
-FactorizationMachine: Callable[..., Layer] = _constructor(nn.FactorizationMachine)

@@ -1,17 +1,13 @@
-"""The layers of `sparsejax.nn` as modules of flax.nnx.
+"""`Layer(layer, rngs=...)`: a layer of `sparsejax.nn` as a module of flax.nnx.
 
-`Layer(layer, rngs=...)` wraps any layer as an nnx module that holds its parameters as
-`nnx.Param`. `Embedding(..., rngs=...)` and the others create the layer and the module
-in one call.
+The module holds the layer's parameters as `nnx.Param`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from sparsejax import nn
 from sparsejax.nn._layer import check_layer, init_for
 
 
@@ -64,20 +60,3 @@ class Layer(nnx.Module):
         # And its Param has no get_value.
         value = lambda x: x.get_value() if hasattr(x, "get_value") else x.value
         return {name: value(param) for name, param in self.params.items()}
-
-
-def _constructor(kind: Any) -> Callable[..., Layer]:
-    def make(*args: Any, rngs: nnx.Rngs, **fields: Any) -> Layer:
-        inputs = [fields.pop("x")] if "x" in fields else []
-        return Layer(kind(*args, **fields), *inputs, rngs=rngs)
-
-    make.__name__ = make.__qualname__ = kind.__name__
-    make.__doc__ = f"An nnx module of `sparsejax.nn.{kind.__name__}(*args, **fields)`."
-    return make
-
-
-Dense: Callable[..., Layer] = _constructor(nn.Dense)
-Embedding: Callable[..., Layer] = _constructor(nn.Embedding)
-EmbeddingBag: Callable[..., Layer] = _constructor(nn.EmbeddingBag)
-EmbeddingCollection: Callable[..., Layer] = _constructor(nn.EmbeddingCollection)
-FactorizationMachine: Callable[..., Layer] = _constructor(nn.FactorizationMachine)

@@ -31,10 +31,6 @@ Rows that change hands
 
 - `reset_rows`: fresh weights and fresh state for some rows of a table.
 
-Memory
-
-- `huge_pages`: pages of 2 MB under large arrays on a CPU.
-
 Questions
 
 - `is_row_separable`: whether `lazy(tx)` is possible.
@@ -48,7 +44,6 @@ from sparsejax.optim._exact.exact_value_and_grad import (
     exact_value_and_grad as exact_value_and_grad,
 )
 from sparsejax.optim._global_norm import global_norm as global_norm
-from sparsejax.optim._huge_pages import huge_pages as huge_pages
 from sparsejax.optim._lazy.judge import (
     is_lazy_exact as is_lazy_exact,
     is_row_separable as is_row_separable,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax._arguments import PyTree
-from sparsejax._rows import SelectedRows, is_selected_rows, opened
+from sparsejax._rows import SelectedRows, is_selected_rows
 
 
 def global_norm(tree: PyTree) -> jax.Array:
@@ -40,7 +40,7 @@ def global_norm(tree: PyTree) -> jax.Array:
       `optax.tree.norm`; for clipping: Pascanu et al., 2013, "On the difficulty of
       training recurrent neural networks".
     """
-    leaves = jax.tree.leaves(opened(tree), is_leaf=is_selected_rows)
+    leaves = jax.tree.leaves(tree, is_leaf=is_selected_rows)
     with jax.numpy_dtype_promotion("standard"):  # leaves may be of several types
         return optax.tree.norm([_merged(leaf) for leaf in leaves])
 

@@ -10,55 +10,49 @@ The training step is the same as on one device: `sparsejax.value_and_grad` and
 Rows sharded over devices
 
 - `shard_rows`: makes a `ShardedTable`, which a model reads like an array.
-- `forward`: so that `jnp.take` does, too, where no gradient is taken.
-- `lookup`, `embedding_bag`: read it with more options, by `all_to_all` of ids and rows.
+- `forward`: makes `jnp.take` read it outside of `sparsejax.value_and_grad`.
 - `TableWise`: a layout for stacks, with whole tables on different devices.
 - `top_k`: the rows with the highest scores.
 - `measure_capacity`: the capacity at which a batch needs one round.
-- `ShardedRows`: the values of its gradient; `Metrics`: the cost of an exchange.
+- `exchange_metrics`: the `Metrics` of a lookup: its rounds, rows and bytes.
+- `ShardedRows`: the values of its gradient.
 
 Other layouts
 
-- `replicate_hot_rows`: makes a `HotColdTable`, whose most frequent rows are on all
-  devices.
 - `shard_columns`: each device holds some columns of every row.
 - `data_parallel`: replicated tables; makes a `DataParallelStep`.
 - `psum`, `pmean`: sum or average trees that contain SelectedRows over devices.
 
-Stores and files
+Files
 
-- `batched_pull`: rows of a store, read once for all devices.
-- `SpreadStore`: a store sharded over the memory of several hosts.
-- `Checkpointer`: saves trees, and restores them on any number of devices.
+- `save`, `restore`: trees that hold sharded tables, by orbax, on any number of devices.
 
 Costs
 
 - `plan`: estimates the cost of each layout of each table, and recommends one.
-- `wire_bytes`: what a compiled program sends.
 """
 
-from sparsejax.parallel._batched_pull import batched_pull as batched_pull
-from sparsejax.parallel._checkpoint import Checkpointer as Checkpointer
+# `_table_wise` is imported because it registers how stacks of tables are read.
+from sparsejax.parallel import _table_wise as _table_wise
+from sparsejax.parallel._checkpoint import restore as restore, save as save
 from sparsejax.parallel._columns import shard_columns as shard_columns
-from sparsejax.parallel._data_parallel import (
-    DataParallelStep as DataParallelStep,
-    data_parallel as data_parallel,
-)
-from sparsejax.parallel._embedding_bag import embedding_bag as embedding_bag
 from sparsejax.parallel._exchange import Metrics as Metrics
 from sparsejax.parallel._forward import forward as forward
-from sparsejax.parallel._hot_rows import replicate_hot_rows as replicate_hot_rows
-from sparsejax.parallel._hot_views import HotColdTable as HotColdTable
-from sparsejax.parallel._lookup import (
-    lookup as lookup,
+from sparsejax.parallel._layout import TableWise as TableWise
+from sparsejax.parallel._plan import plan as plan
+from sparsejax.parallel._read import (
+    exchange_metrics as exchange_metrics,
     measure_capacity as measure_capacity,
 )
-from sparsejax.parallel._plan import plan as plan
-from sparsejax.parallel._psum import pmean as pmean, psum as psum
+from sparsejax.parallel._replicated import (
+    DataParallelStep as DataParallelStep,
+    data_parallel as data_parallel,
+    pmean as pmean,
+    psum as psum,
+)
 from sparsejax.parallel._rows import ShardedRows as ShardedRows
-from sparsejax.parallel._spread_store import SpreadStore as SpreadStore
-from sparsejax.parallel._table import shard_rows as shard_rows
-from sparsejax.parallel._table_wise import TableWise as TableWise
+from sparsejax.parallel._table import (
+    ShardedTable as ShardedTable,
+    shard_rows as shard_rows,
+)
 from sparsejax.parallel._top_k import top_k as top_k
-from sparsejax.parallel._views import ShardedTable as ShardedTable
-from sparsejax.parallel._wire_bytes import wire_bytes as wire_bytes

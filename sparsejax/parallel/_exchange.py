@@ -17,13 +17,17 @@ the row of its id. Gradients that are applied at once take one, in which each ro
 completes a range of the owner's rows (`receive_by_ranges`). Either way a row is
 complete before it is used, however many rounds its parts took.
 
-Reads are one primitive, `read_sharded_rows`, and its transpose is another,
-`add_sharded_rows`.
+A read is linear in the table. It is one primitive, `read_sharded_rows`, and its
+transpose is another, `add_sharded_rows`. Each is the transpose of the other, so that
+derivatives of any order consist of these two. Under `vmap` all arrays get a leading
+axis. For each such axis, outermost first, the static `batched` says whether each batch
+element has a table of its own, or all share one table.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,10 +38,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._lookup.read_rows import read_rows as _read_local_rows
 from sparsejax._rows import indexing, merge
-from sparsejax.parallel._linear_reads import linear_reads
 
 
 # ------------------------------------------------------------------ owners
@@ -89,7 +92,7 @@ class Owners:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the types of arrays over this mesh carry their sharding."""
+        """True if the types of arrays over this mesh carry their sharding."""
         return any(kind == AxisType.Explicit for kind in self.mesh.axis_types)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
@@ -104,7 +107,7 @@ class Owners:
         out_specs: Any,
         check_vma: bool = False,
     ) -> Any:
-        """`body` on each device's part of `args`.
+        """Runs `body` on each device's part of `args`.
 
         Replicas stay equal because they add in the same order. JAX's types cannot
         express that, so they are not checked by default.
@@ -146,11 +149,10 @@ class Metrics(NamedTuple):
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
-      >>> table = sj.parallel.shard_rows(jnp.ones((9, 2)), mesh, "x")
-      >>> ids = jnp.array([1, 2, 3, 1])
-      >>> _, found = sj.parallel.lookup(table, ids, capacity=2, return_metrics=True)
-      >>> int(found.rounds), int(found.rows), int(found.overflow)
-      (2, 3, 1)
+      >>> table = sj.parallel.shard_rows(jnp.ones((9, 2)), mesh, "x", capacity=2)
+      >>> found = sj.parallel.exchange_metrics(table, jnp.array([1, 2, 3, 1]))
+      >>> int(found.rounds), int(found.largest)
+      (2, 3)
     """
 
     rounds: jax.Array
@@ -212,7 +214,7 @@ class _Groups(NamedTuple):
     """One device's distinct positions, grouped by owner."""
 
     rows: jax.Array  # [u], ascending, then `height`
-    first: jax.Array  # int32[N], where each owner's group begins
+    first: jax.Array  # int32[N], the start of each owner's group
     size: jax.Array  # int32[N], and how long it is
     slot: jax.Array  # int32[n], the place of each position in `rows`
 
@@ -280,7 +282,7 @@ def _fits_one_round(owners: Owners, n: int, slots: int) -> bool:
 
 def read_rows(
     owners: Owners, slots: int, values: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, Metrics]:
+) -> jax.Array:
     """Reads rows of a sharded table.
 
     Args:
@@ -291,7 +293,7 @@ def read_rows(
       positions: `[n]`, sharded as batches are, n a multiple of the devices.
 
     Returns:
-      `(rows [n, ...], metrics)`; zeros for the position `N * R`.
+      Rows `[n, ...]`; zeros for the position `N * R`.
     """
     if not _arguments.is_concrete(positions):
         # `jit` finds the devices of a program in its shard_maps, but does not look
@@ -300,73 +302,91 @@ def read_rows(
         positions = owners.shard_map(
             lambda x: x, positions, in_specs=(spec,), out_specs=spec
         )
-    rows, *metrics = read_rows_p.bind(
-        values, positions, owners=owners, slots=slots, batched=()
-    )
-    return rows, Metrics(*metrics)
+    return read_rows_p.bind(values, positions, owners=owners, slots=slots, batched=())
 
 
 def _read(
+    values: jax.Array, positions: jax.Array, *, owners: Owners, slots: int
+) -> jax.Array:
+    spec = owners.batch_spec
+    read = functools.partial(_read_here, owners, slots)
+    specs = owners.table_spec, spec
+    return owners.shard_map(read, values, positions, in_specs=specs, out_specs=spec)
+
+
+def rearrange(
+    owners: Owners,
+    values: jax.Array,
+    rows: int,
+    position_of: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """The rows of a sharded table in another order, without a whole table anywhere.
+
+    Args:
+      owners: static.
+      values: `[N * R, ...]`, sharded as tables are.
+      rows: the number of rows of each owner in the result, R'.
+      position_of: the positions in `values` of the rows `[0, N * R')` of the result;
+        `N * R` for a row of zeros.
+
+    Returns:
+      `[N * R', ...]`, sharded as tables are.
+    """
+    slots, dtype = owners.slots(rows, None), _arguments.index_dtype(owners.height)
+    dtype = _arguments.index_dtype(owners.count * rows, dtype)
+
+    def body(values):
+        first = lax.axis_index(owners.axes).astype(dtype) * np.array(rows, dtype)
+        positions = position_of(first + lax.iota(dtype, rows))
+        return _read_here(owners, slots, values, positions)
+
+    spec = owners.table_spec
+    return owners.shard_map(body, values, in_specs=(spec,), out_specs=spec)
+
+
+def _read_here(
     owners: Owners, slots: int, values: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, Metrics]:
-    row = values.shape[1:]
+) -> jax.Array:
+    """The rows at this device's positions, in the body of a `shard_map`."""
     if not slots:
-        read_own = lambda values, at: _read_own_rows(values, to_own_rows(owners, at))
-        specs = owners.table_spec, owners.batch_spec
-        rows = owners.shard_map(
-            read_own, values, positions, in_specs=specs, out_specs=owners.batch_spec
-        )
-        return rows, no_metrics()
+        return _read_own_rows(values, to_own_rows(owners, positions))
+    row = values.shape[1:]
+    groups = _group_by_owner(owners, positions)
+    rounds = _num_rounds(owners, groups, slots)
+    # Each position is answered in one round, at one place of that round.
+    owner = positions // _arguments.scalar(owners.rows, positions)
+    known = owner < _arguments.scalar(owners.count, owner)
+    owner = jnp.where(known, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
+    within = groups.slot - groups.first[owner]
+    place = owner * np.int32(slots) + within % np.int32(slots)
+    round_of = jnp.where(known, within // np.int32(slots), np.int32(-1))
 
-    def body(values, positions):
-        groups = _group_by_owner(owners, positions)
-        rounds = _num_rounds(owners, groups, slots)
-        # Where the answer for each position arrives: its round, and its place in that
-        # round.
-        owner = positions // _arguments.scalar(owners.rows, positions)
-        known = owner < _arguments.scalar(owners.count, owner)
-        owner = jnp.where(known, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
-        within = groups.slot - groups.first[owner]
-        place = owner * np.int32(slots) + within % np.int32(slots)
-        round_of = jnp.where(known, within // np.int32(slots), np.int32(-1))
+    def one_round(number, rows):
+        requested = _round_ids(owners, groups, slots, number)
+        answers = _read_own_rows(values, _all_to_all(owners, requested))
+        answers = _all_to_all(owners, answers).reshape(owners.count * slots, *row)
+        now = round_of == number
+        at = jnp.where(now, place, np.int32(answers.shape[0]))
+        new = indexing.take_rows(answers, at)
+        if rows is None:
+            return new
+        return jnp.where(now.reshape(-1, *(1 for _ in row)), new, rows)
 
-        def one_round(number, rows):
-            asked = _round_ids(owners, groups, slots, number)
-            answers = _read_own_rows(values, _all_to_all(owners, asked))
-            answers = _all_to_all(owners, answers).reshape(owners.count * slots, *row)
-            now = round_of == number
-            at = jnp.where(now, place, np.int32(answers.shape[0]))
-            new = indexing.take_rows(answers, at)
-            if rows is None:
-                return new
-            return jnp.where(now.reshape(-1, *(1 for _ in row)), new, rows)
-
-        is_single = _fits_one_round(owners, positions.size, slots)
-        start = None if is_single else jnp.zeros((positions.size, *row), values.dtype)
-        rows = _for_each_round(rounds, is_single, one_round, start)
-        return rows, _counts(owners, groups, slots)
-
-    rows, counts = owners.shard_map(
-        body,
-        values,
-        positions,
-        in_specs=(owners.table_spec, owners.batch_spec),
-        out_specs=(owners.batch_spec, PartitionSpec()),
-    )
-    metrics = _metrics(owners, slots, counts, positions.dtype, values.dtype, row)
-    return rows, metrics
+    is_single = _fits_one_round(owners, positions.size, slots)
+    start = None if is_single else jnp.zeros((positions.size, *row), values.dtype)
+    return _for_each_round(rounds, is_single, one_round, start)
 
 
-def _read_own_rows(values: jax.Array, asked: jax.Array) -> jax.Array:
+def _read_own_rows(values: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows `[N, C, ...]` that this device owns, zeros for R."""
-    flat = asked.reshape(-1)
+    flat = ids.reshape(-1)
     used = indexing.in_range(flat, values.shape[0])
     rows = indexing.zero_unless(used, _read_local_rows(values, flat))
-    return rows.reshape(*asked.shape, *values.shape[1:])
+    return rows.reshape(*ids.shape, *values.shape[1:])
 
 
 def _add(
-    owners: Owners, slots: int, cotangent: jax.Array, positions: jax.Array
+    cotangent: jax.Array, positions: jax.Array, *, owners: Owners, slots: int
 ) -> jax.Array:
     """The transpose of `_read`: sums cotangents of rows into a table `[N * R, ...]`."""
     row, wide = cotangent.shape[1:], indexing.accumulator_dtype(cotangent.dtype)
@@ -380,9 +400,9 @@ def _add(
         merged = _sum_duplicates(groups, cotangent.astype(wide))
 
         def one_round(number, table):
-            asked = _all_to_all(owners, _round_ids(owners, groups, slots, number))
+            requested = _all_to_all(owners, _round_ids(owners, groups, slots, number))
             values = _round_values(groups, merged, slots, number)
-            return indexing.add_rows(table, asked, _all_to_all(owners, values))
+            return indexing.add_rows(table, requested, _all_to_all(owners, values))
 
         is_single = _fits_one_round(owners, positions.size, slots)
         rounds = _num_rounds(owners, groups, slots)
@@ -410,16 +430,63 @@ def _sum_duplicates(groups: _Groups, values: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------ two primitives
 
 
-def _read_results(values, positions, *, owners, slots):
-    rows, metrics = _read(owners, slots, values, positions)
-    return rows, *metrics
+def _batched_read(values, positions, *, batched, **static):
+    one = functools.partial(_read, **static)
+    for own_table in reversed(batched):
+        one = jax.vmap(one, in_axes=(0 if own_table else None, 0))
+    return one(values, positions)
 
 
-def _add_cotangents(cotangent, positions, *, owners, slots):
-    return _add(owners, slots, cotangent, positions)
+def _batched_add(cotangent, positions, *, batched, **static):
+    one = functools.partial(_add, **static)
+    for _ in batched:
+        one = jax.vmap(one)
+    shared = tuple(k for k, own_table in enumerate(batched) if not own_table)
+    tables = one(cotangent, positions)
+    return jnp.sum(tables, shared) if shared else tables
 
 
-read_rows_p, add_rows_p = linear_reads("sharded_rows", _read_results, _add_cotangents)
+def _read_transpose(cotangent, like, _, positions, **static):
+    del like
+    return add_rows_p.bind(cotangent, positions, **static)
+
+
+def _add_transpose(table, like, _, positions, **static):
+    del like
+    return read_rows_p.bind(table, positions, **static)
+
+
+def _read_vmap(bind, args, axes, *, batched, **static):
+    (values, positions), own_table = args, axes[0] is not None
+    if own_table:
+        values = jnp.moveaxis(values, axes[0], 0)
+    size = _batch_size(args, axes)
+    positions = _batch_in_front(positions, axes[1], size)
+    return bind(values, positions, batched=(own_table, *batched), **static)
+
+
+def _add_vmap(bind, args, axes, *, batched, **static):
+    size = _batch_size(args, axes)
+    args = [_batch_in_front(x, axis, size) for x, axis in zip(args, axes)]
+    return bind(*args, batched=(True, *batched), **static)
+
+
+def _batch_size(args, axes) -> int:
+    return next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
+
+
+def _batch_in_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
+    if axis is None:
+        return jnp.broadcast_to(x, (size, *x.shape))
+    return jnp.moveaxis(x, axis, 0)
+
+
+read_rows_p = _compat.multilinear_primitive(
+    "read_sharded_rows", _batched_read, {}, {0: _read_transpose}, _read_vmap
+)
+add_rows_p = _compat.multilinear_primitive(
+    "add_sharded_rows", _batched_add, {}, {0: _add_transpose}, _add_vmap
+)
 
 
 # ------------------------------------------------------------------ gradients of rows
@@ -443,7 +510,7 @@ def send_to_owners(
     wide = indexing.accumulator_dtype(dtype)
     here = positions.size // owners.devices
     most_sent = max(1, min(here, owners.rows))  # of distinct rows, to one owner
-    most_got = most_received(owners, slots, positions)
+    most_got = max_received(owners, slots, positions)
     is_single = _fits_one_round(owners, here, slots)
     length = slots * -(-most_sent // max(1, slots))
 
@@ -500,17 +567,17 @@ def receive_by_ranges(
     """Sends gradients of rows to their owners, which apply them range by range.
 
     For the body of an `owners.shard_map`. In each round a device sends its next C rows
-    to each owner, in ascending order. An owner applies those up to the least row at
-    which some device stopped: of these it has all parts, from every device. So a row is
+    to each owner, in ascending order. An owner applies the rows up to the smallest
+    row at which any device stopped, because it has all parts of these rows. So a row is
     applied once, however its parts are distributed, and an owner holds no more than
-    what arrives in a round. What lies above is sent again in the next round. No
-    division of the rows into ranges of at most C from each device has fewer ranges.
+    the rows of a round. The rows above are sent again in the next round. No division
+    of the rows into ranges of at most C from each device has fewer ranges.
 
     Args:
       owners, slots: static.
       positions: `[n]` of this device, `height` for an empty slot.
       values: `[n, ...]`.
-      apply: `carry = apply(rows [m], values [m, ...], carry)`, where `rows` are
+      apply: `carry = apply(rows [m], values [m, ...], carry)`; `rows` are
         this owner's row numbers with all their duplicates, and R for an empty slot;
         ranges ascend.
       carry: any tree of arrays.
@@ -558,7 +625,7 @@ def receive_by_ranges(
     )[2]
 
 
-def most_received(owners: Owners, slots: int, positions: jax.Array) -> int:
+def max_received(owners: Owners, slots: int, positions: jax.Array) -> int:
     """The most distinct rows that an owner can receive for these global positions."""
     here = positions.size // owners.devices
     senders = owners.devices if slots else owners.devices // owners.count

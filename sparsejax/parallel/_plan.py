@@ -1,37 +1,6 @@
-"""plan: what each layout of a table costs, in memory and on the wire; and applies it.
+"""plan: chooses a layout for each table of a model, and puts the tables there.
 
-With N devices, a table `[V, ...]` of rows of d bytes, n ids on each device and step,
-and U distinct ids among a device's n (n if unknown), a device holds
-
-    row-sharded         (d + s) ceil(V / N)     s: bytes of optimizer state a row
-    column-sharded      (d + s) V / N           state of another shape than the table
-    replicated          (d + s) V               is replicated
-
-and sends in a step, lookup and update together,
-
-    row-sharded         2 (N - 1) C (d + 4)
-    column-sharded      2 b d (N - 1) / N + 3 (N - 1) 4 n
-    replicated-sparse   (N - 1) U (d + 4)
-    replicated-dense    2 V d (N - 1) / N
-    table-wise          (G - 1 + G (m - 1)) b (4 L + 2 d)
-    hot-cold            2 (N - 1) C (d + 4) + 2 K (d + 1) (N - 1) / N
-
-Row-sharded: C is the capacity, the rows requested from one owner in one round; without
-skew it is slightly more than U / N. If the mesh has other axes than the table's, over
-which it is replicated r times, a batch is read in r N parts, and (r - 1) N C (d + 4)
-bytes more are sent, to sum the gradients of the replicas. Column-sharded: whole rows
-are sent in both directions, b of them, since a bag is one row by then; XLA gathers the
-ids for each of their three uses, unless they are replicated; each device reads all N n
-ids, in narrow rows. Replicated: ids and rows of the gradient go to all devices, or the
-dense gradient is all-reduced. Table-wise, for a stack of tables: whole tables on G
-groups of m devices, m = 1, or "table-row-wise" with a group for each place on the first
-mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
-each. A device holds the rows of its group's tables, divided by m. Hot-cold: K hot rows
-are on every device, C counts the others; `_choose_hot` chooses K.
-
-An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
-table that is read in several places sends what each of them sends.
-`sparsejax.parallel.wire_bytes` reports what a compiled step actually sends.
+`_costs` has the formulas, and `_plan_reads` finds what a step reads from each table.
 """
 
 from __future__ import annotations
@@ -48,50 +17,30 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
-from sparsejax.parallel._choose_hot import HotChoice, choose_hot
 from sparsejax.parallel._columns import shard_columns
+from sparsejax.parallel._costs import Cost, cost_table_wise, costs_of
 from sparsejax.parallel._exchange import Owners
-from sparsejax.parallel._hot_rows import replicate_hot_rows
-from sparsejax.parallel._lookup import measure_capacity
-from sparsejax.parallel._over_devices import TableOverDevices
+from sparsejax.parallel._layout import TableWise
 from sparsejax.parallel._plan_reads import Read, reads_in_loss
-from sparsejax.parallel._row_layout import RowLayout, TableWise, balance
+from sparsejax.parallel._read import measure_capacity
 from sparsejax.parallel._table import (
     ShardedTable,
     check_axis,
     check_has_devices,
     shard_rows,
 )
-from sparsejax.parallel._wire_bytes import format_table
 
 
 _CALL = "sparsejax.parallel.plan"
 _MARGIN = 1.1
-# Hot rows are judged by the sample that they were found in, and other batches differ:
-# they are recommended only if there they save a fifth.
-_HOT_SAVES = 0.8
 LAYOUTS = (
     "row-sharded",
     "column-sharded",
     "table-wise",
     "table-row-wise",
-    "hot-cold",
     "replicated-sparse",
     "replicated-dense",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The cost of a layout for each device.
-
-    Args:
-      memory: int, bytes of the table and its optimizer state.
-      wire: int, bytes sent in a step.
-    """
-
-    memory: int
-    wire: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +52,11 @@ class TablePlan:
       shape, dtype: of the table.
       ids: the number of ids per device and step.
       distinct: the most distinct ids of any device in the sample; `ids` without one.
-      capacity: for `sparsejax.parallel.lookup`, if row-sharded.
+      capacity: of the ShardedTable, if row-sharded.
       costs: by layout, without layouts that the shape does not allow.
-      choice: the recommended layout, or the one that `layouts=` asked for.
+      choice: the recommended layout, or the layout in `layouts=`.
       is_measured: whether duplicates and capacity were measured on a sample of ids.
       groups: for the layouts of a stack of tables, which devices have which table.
-      hot: for the layout "hot-cold", the ids of hot rows and the capacity for others.
     """
 
     name: str
@@ -121,7 +69,6 @@ class TablePlan:
     choice: str
     is_measured: bool = False
     groups: Mapping[str, TableWise] = dataclasses.field(default_factory=dict)
-    hot: HotChoice | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -209,27 +156,18 @@ class Plan:
         layout = "replicated" if table is None else table.choice
         if isinstance(leaf, tuple):  # a shape, of float32
             leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
-        if isinstance(leaf, TableOverDevices):
-            by_rows = isinstance(leaf, ShardedTable)
-            by_rows = by_rows and not isinstance(leaf.layout, TableWise)
-            if layout == "row-sharded" and by_rows:
+        if isinstance(leaf, ShardedTable):
+            if layout == "row-sharded" and not isinstance(leaf.layout, TableWise):
                 return leaf
             leaf = leaf.to_dense()
         if table is not None and layout in table.groups:
             by_table = table.groups[layout]
             return shard_rows(leaf, self.mesh, self.axis, layout=by_table)
-        if table is not None and table.hot and layout == "hot-cold":
-            capacity = math.ceil(_MARGIN * table.hot.capacity)
-            ids = table.hot.hot_ids
-            return replicate_hot_rows(
-                leaf, self.mesh, self.axis, ids, capacity=capacity
-            )
         if layout == "row-sharded":
-            sharded = shard_rows(leaf, self.mesh, self.axis)
-            if table is None or not table.is_measured:
-                return sharded
-            capacity = math.ceil(_MARGIN * table.capacity)
-            return dataclasses.replace(sharded, capacity=capacity)
+            capacity = None
+            if table is not None and table.is_measured:
+                capacity = math.ceil(_MARGIN * table.capacity)
+            return shard_rows(leaf, self.mesh, self.axis, capacity=capacity)
         if layout == "column-sharded":
             return shard_columns(leaf, self.mesh, self.axis)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -239,11 +177,11 @@ class Plan:
         return jax.device_put(leaf, everywhere)
 
     def describe(self, *, bytes_per_second: float = 50e9) -> str:
-        """The plan as a table: for each table its layout and what it costs a device.
+        """The plan as text: for each table its layout and its cost for a device.
 
         Args:
-          bytes_per_second: what a device sends to all others, for the last column, the
-            time that a step's bytes need. The default is that of a fast network.
+          bytes_per_second: the bandwidth of a device. The last column is the bytes of a
+            step divided by it. The default is the bandwidth of a fast network.
 
         Returns:
           str, a line for each table: its shape, the ids that a device reads in a step
@@ -251,7 +189,8 @@ class Plan:
           optimizer state on a device, the bytes it sends in a step, and their time.
 
         Raises:
-          ValueError: `bytes_per_second` is not a positive number.
+          TypeError: `bytes_per_second` is not a number.
+          ValueError: `bytes_per_second` is not positive.
 
         Example:
           >>> import jax, sparsejax as sj
@@ -262,9 +201,11 @@ class Plan:
         """
         is_number = isinstance(bytes_per_second, int | float | np.number)
         if not is_number or not bytes_per_second > 0:
-            raise ValueError(
-                f"{_CALL}: describe needs a positive bytes_per_second, got "
-                f"{bytes_per_second!r}."
+            raise (_arguments.wrong if is_number else _arguments.wrong_type)(
+                f"{_CALL}(...).describe",
+                "bytes_per_second",
+                "a positive number",
+                repr(bytes_per_second),
             )
 
         def cells(cost):
@@ -284,11 +225,11 @@ class Plan:
             for table in self.tables
         ]
         rows.append(("total", "", "", "", "", *cells(self.total)))
-        text = format_table([head, *rows], right=(2, 3, 5, 6, 7))
+        text = _arguments.show_table([head, *rows], right=(2, 3, 5, 6, 7))
         return "\n".join([text, self._last_lines()])
 
     def _last_lines(self) -> str:
-        line = f"{self.num_devices} devices; memory of a device, and what it sends"
+        line = f"{self.num_devices} devices; memory and sent bytes are of one device"
         limit, need = self.device_bytes, self.total.memory
         if limit is None or need <= limit:
             return line
@@ -307,7 +248,7 @@ class Plan:
             rows.append((table.name, _show_shape(table), *counts, *cells, table.choice))
         blank = [""] * (len(head) - 2)
         rows.append(("total", *blank, _show_cost(self.total)))
-        text = format_table([head, *rows], right=range(2, len(head) - 1))
+        text = _arguments.show_table([head, *rows], right=range(2, len(head) - 1))
         return "\n".join([text, self._last_lines()])
 
 
@@ -323,7 +264,7 @@ def plan(
     layouts: Mapping[str, str] | None = None,
     stacks: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
-    """Estimates what each layout of each table costs, and plans one for each.
+    """Estimates the cost of each layout of each table, and chooses a layout for each.
 
     With `loss`, the tables are found among all parameters of a model, and `plan.apply`
     puts the parameters on the devices as planned. The model stays as it is::
@@ -335,17 +276,17 @@ def plan(
     It chooses the layout that sends the fewest bytes and, among equals, the one that
     needs the least memory. If the tables do not fit into `device_bytes`, some get
     layouts that need less memory, starting with those that free the most memory per
-    extra byte sent. The module docstring has the formulas. On a mesh of one device
-    tables are replicated.
+    extra byte sent. docs/scaling.md has the formulas. On a mesh of one device tables
+    are replicated.
 
     Args:
       tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
         tuples of ints (of float32); with `loss`, all parameters of the model.
       mesh: the mesh, or an `AbstractMesh`. Make its axes Auto: over Explicit ones JAX
         itself reads no column-sharded or replicated table at ids that are sharded.
-      batch: for each table, what a step reads from it on all devices together: the
-        number of ids, or a sample of ids, whose duplicates and skew are measured
-        (ideally the ids of a whole step, in order). A tree like `tables`, in which None
+      batch: for each table, the reads of a step on all devices together: the number of
+        ids, or a sample of ids, with measured duplicates and skew (ideally the ids of a
+        whole step, in order). A tree like `tables`, in which None
         means that a leaf is not a table, or one value for all tables. With `loss`, a
         batch of all devices together, of arrays or `jax.ShapeDtypeStruct`; ids of
         arrays are measured.
@@ -358,13 +299,13 @@ def plan(
         with one. It is traced, not run. Tables are the parameters that it reads by
         rows and uses in no other way, as `sparsejax.explain` shows them.
       layouts: by the name of a table, as the plan prints it, or the end of it, a layout
-        to take in place of the recommended one: `"row-sharded"`, `"column-sharded"`,
-        `"table-wise"`, `"table-row-wise"`, `"hot-cold"`, `"replicated-sparse"` or
-        `"replicated-dense"`. Hot rows are found in a sample of ids.
+        to use instead of the recommended one: `"row-sharded"`, `"column-sharded"`,
+        `"table-wise"`, `"table-row-wise"`, `"replicated-sparse"` or
+        `"replicated-dense"`.
       stacks: for stacks of tables, the number of rows of each of their tables, by the
         name of the stack or the end of it: `EmbeddingCollection.heights()`. Only these
-        can be sharded table by table, and what is counted is what the collection reads:
-        single ids and bags of a fixed length, which the owners add up.
+        can be sharded table by table. The cost counts single ids and bags of a fixed
+        length, which the owners sum.
 
     Returns:
       `Plan`, which prints as a table. `plan.describe()` has a line for each table with
@@ -376,7 +317,7 @@ def plan(
         has the wrong type.
       ValueError: there are no tables, a table is a scalar or has a negative shape,
         `axis` is unknown, `batch` does not match `tables`, or `layouts` or `stacks`
-        name a table or a layout that there is not, or other numbers of rows.
+        name an unknown table or layout, or other numbers of rows.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -395,8 +336,8 @@ def plan(
     all_axes = getattr(mesh, "axis_names", ())
     axis = check_axis(_CALL, mesh, all_axes if axis is None else axis)
     if tx is not None and not callable(getattr(tx, "init", None)):
-        raise TypeError(
-            f"{_CALL}: tx must be an optax transformation or None, got {tx!r}."
+        raise _arguments.wrong_type(
+            _CALL, "tx", "an optax transformation or None", repr(tx)
         )
     is_number = isinstance(device_bytes, int | float | np.number | None)
     is_number = is_number and not isinstance(device_bytes, bool)
@@ -445,7 +386,7 @@ def plan(
 
 
 def _is_table(x: Any) -> bool:
-    if isinstance(x, TableOverDevices):
+    if isinstance(x, ShardedTable):
         return True
     return isinstance(x, tuple) and all(isinstance(n, int | np.integer) for n in x)
 
@@ -462,9 +403,14 @@ def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
             )
         table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(
-            f"{_CALL}: {name} must be an array, a jax.ShapeDtypeStruct, a ShardedTable "
-            f"or a shape as a tuple of ints, got {_arguments.kind_of(table)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            name,
+            (
+                "an array, a jax.ShapeDtypeStruct, a ShardedTable or a shape as "
+                "a tuple of ints"
+            ),
+            _arguments.kind_of(table),
         )
     if not table.shape:
         raise ValueError(
@@ -491,9 +437,14 @@ def _heights(
     """The numbers of rows of the tables in each stack, by its whole name."""
     found = {}
     if not isinstance(stacks, Mapping):
-        raise TypeError(
-            f"{_CALL}: stacks must be a dict of heights by the names of stacks, as "
-            f"EmbeddingCollection.heights() returns it, got {stacks!r}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "stacks",
+            (
+                "a dict of heights by the names of stacks, as "
+                "EmbeddingCollection.heights() returns it"
+            ),
+            repr(stacks),
         )
     for given, heights in stacks.items():
         name = _whole_name(given, tables, "stacks")
@@ -513,7 +464,7 @@ def _heights(
 
 
 def _whole_name(given: Any, names: Iterable[str], argument: str) -> str:
-    """Of the tables' names the one that ends with the given key."""
+    """The one table name that ends with the given key."""
     ends = str(given), f"[{given!r}]", f".{given}"
     found = [name for name in names if name == given]
     found = found or [name for name in names if name.endswith(ends)]
@@ -547,14 +498,14 @@ def _table_plan(
     if len(samples) < len(reads):
         distinct, capacity = min(here, spec.shape[0]), None
     else:
-        distinct = _most_distinct(samples, devices, spec.shape[0])
+        distinct = _max_distinct(samples, devices, spec.shape[0])
         measure = lambda ids: measure_capacity(table, ids, margin=1.0)
         capacity = max((measure(ids) for ids in samples if ids.size), default=1)
     slots = [owners.slots(-(-read.count // owners.devices), capacity) for read in reads]
     outputs = math.ceil(sum(read.count / read.length for read in reads) / devices)
     replicas = owners.devices // devices
     sent = sum(slots) * (2 * (devices - 1) + (replicas - 1) * devices)
-    costs = _costs(spec, devices, here, outputs, distinct, sent, tx)
+    costs = costs_of(spec, devices, here, outputs, distinct, sent, tx)
     groups = {}
     is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
     if heights and is_float and all(read.length == int(read.length) for read in reads):
@@ -562,32 +513,18 @@ def _table_plan(
         for layout, count in sizes.items():
             if count < 2 or (layout == "table-row-wise" and count == devices):
                 continue
-            by_table, cost = _by_table(spec, heights, reads, devices, count, tx)
-            held = RowLayout(spec.shape[0], devices, by_table).per_shard
+            by_table, cost = cost_table_wise(spec, heights, reads, devices, count, tx)
+            held = by_table.per_shard(spec.shape[0], devices)
             if devices * held <= max(np.iinfo(np.int32).max, spec.shape[0]):
                 groups[layout], costs[layout] = by_table, cost
-    hot = None
-    if len(samples) == len(reads) and devices > 1:
-        row, id_bytes = _bytes_of(spec)
-        hot = choose_hot(table, samples, row, id_bytes=id_bytes)
-        if len(hot.hot_ids):
-            whole = costs["replicated-sparse"].memory
-            memory = len(hot.hot_ids) * whole // spec.shape[0]
-            memory += costs["row-sharded"].memory
-            costs["hot-cold"] = Cost(memory, hot.wire)
-
-    def order(layout):
-        wire = costs[layout].wire
-        return wire / (_HOT_SAVES if layout == "hot-cold" else 1), costs[layout].memory
-
-    choice = min(costs, key=order)
+    choice = min(costs, key=lambda name: (costs[name].wire, costs[name].memory))
     if devices == 1:
         choice = "replicated-sparse"
     dtype, measured = np.dtype(spec.dtype).name, capacity is not None
     shape = tuple(spec.shape)
     most = max(slots)
     return TablePlan(
-        name, shape, dtype, here, distinct, most, costs, choice, measured, groups, hot
+        name, shape, dtype, here, distinct, most, costs, choice, measured, groups
     )
 
 
@@ -604,7 +541,7 @@ def _as_reads(name: str, read: Any) -> list[Read]:
     )
 
 
-def _most_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
+def _max_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
     """The most distinct in-range ids on any device, with samples sharded evenly."""
 
     def part(sample, k):
@@ -616,116 +553,25 @@ def _most_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> 
     return max(np.unique(part).size for part in kept)
 
 
-def _costs(
-    spec: jax.ShapeDtypeStruct,
-    devices: int,
-    ids: int,
-    outputs: int,
-    distinct: int,
-    sent: int,
-    tx: Any,
-) -> dict[str, Cost]:
-    """The formulas in the module docstring, in whole bytes; `sent` rows by rows."""
-    height, *content = spec.shape
-    row, id_bytes = _bytes_of(spec)
-    others = devices - 1
-    like, aside = _state_bytes(spec, tx)
-    whole = height * row + like + aside
-    rows = math.ceil(height / devices)
-    wires = {
-        "row-sharded": sent * (row + id_bytes),
-        "column-sharded": others * (3 * id_bytes * ids + 2 * outputs * row // devices),
-        "replicated-sparse": others * distinct * (row + id_bytes),
-        "replicated-dense": 2 * height * row * others // devices,
-    }
-    memory = {
-        "row-sharded": whole * rows // max(height, 1),
-        "column-sharded": (height * row + like) // devices + aside,
-        "replicated-sparse": whole,
-        "replicated-dense": whole,
-    }
-    if not content or content[-1] % devices:
-        del wires["column-sharded"]
-    return {layout: Cost(memory[layout], wire) for layout, wire in wires.items()}
-
-
-def _bytes_of(spec: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    """Bytes of a row, and of an id."""
-    row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
-    return row, 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8
-
-
-def _by_table(
-    spec: jax.ShapeDtypeStruct,
-    heights: tuple[int, ...],
-    reads: Sequence[Read],
-    devices: int,
-    num_groups: int,
-    tx: Any,
-) -> tuple[TableWise, Cost]:
-    """A stack with its tables in groups of devices, and what that costs."""
-    # By read and table the bags of a device. Of ids that are not known, equal shares.
-    starts = np.cumsum([0, *heights[:-1]])
-    bags = np.zeros((len(reads), len(heights)))
-    for k, read in enumerate(reads):
-        if read.ids is None:
-            bags[k] = read.count / read.length / len(heights)
-            continue
-        ids = read.ids.reshape(-1, int(read.length))
-        first = np.where((ids >= 0) & (ids < spec.shape[0]), ids, -1).max(axis=1)
-        table = np.searchsorted(starts, first[first >= 0], side="right") - 1
-        bags[k] = np.bincount(table, minlength=len(heights))
-    bags /= devices
-    row, id_bytes = _bytes_of(spec)
-    each = np.array([id_bytes * read.length + 2 * row for read in reads])
-    layout = balance(heights, (each @ bags).tolist(), num_groups)
-    most = np.zeros(len(reads))
-    for group in range(num_groups):
-        own = np.asarray(layout.groups) == group
-        most = np.maximum(most, bags[:, own].sum(axis=1))
-    members = devices // num_groups
-    hops = num_groups - 1 + (members - 1) * num_groups
-    like, aside = _state_bytes(spec, tx)
-    whole = spec.shape[0] * row + like + aside
-    rows = RowLayout(spec.shape[0], devices, layout).per_shard
-    memory = whole * rows // max(1, spec.shape[0])
-    return layout, Cost(memory, math.ceil(hops * (most @ each)))
-
-
-def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
-    """Bytes of optimizer state with the table's shape, and with other shapes."""
-    if tx is None:
-        return 0, 0
-    like = aside = 0
-    for leaf in jax.tree.leaves(jax.eval_shape(tx.init, spec)):
-        size = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-        if leaf.shape == spec.shape:
-            like += size
-        elif leaf.shape[:1] == spec.shape[:1]:
-            aside += size
-    return like, aside
-
-
 # ------------------------------------------------------------------ all tables
 
 
 def _overrule(
     tables: Sequence[TablePlan], layouts: Mapping[str, str]
 ) -> tuple[Sequence[TablePlan], dict[str, str]]:
-    """The tables with the layouts that are asked for, and these by the whole names."""
+    """The tables with the layouts in `layouts`, and these layouts by whole name."""
     known = {table.name: table for table in tables}
     if not isinstance(layouts, Mapping):
-        raise TypeError(
-            f"{_CALL}: layouts must be a dict of layouts by the names of tables, got "
-            f"{layouts!r}."
+        raise _arguments.wrong_type(
+            _CALL, "layouts", "a dict of layouts by the names of tables", repr(layouts)
         )
-    asked: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     for given, layout in layouts.items():
         name = _whole_name(given, known, "layouts")
-        if name in asked:
+        if name in chosen:
             raise ValueError(
                 f"{_CALL}: layouts must name each table once, but {given!r} is {name}, "
-                f"for which there is {asked[name]!r} already."
+                f"which already has {chosen[name]!r}."
             )
         if layout not in known[name].costs:
             raise ValueError(
@@ -733,25 +579,21 @@ def _overrule(
                 f"{', '.join(map(repr, known[name].costs))}, got {layout!r}."
                 f"{_why(layout, known[name])}"
             )
-        asked[name] = layout
+        chosen[name] = layout
     return [
-        dataclasses.replace(table, choice=asked.get(table.name, table.choice))
+        dataclasses.replace(table, choice=chosen.get(table.name, table.choice))
         for table in tables
-    ], asked
+    ], chosen
 
 
 def _why(layout: str, table: TablePlan) -> str:
-    """Why a table may not have a layout that there is."""
+    """Why a table cannot have a known layout."""
     if layout in ("table-wise", "table-row-wise"):
         return (
-            " Table by table only stacks are sharded that stacks= names, of floats, "
-            "read by single ids and bags of a fixed length, on several devices "
-            '("table-row-wise": along several mesh axes).'
+            " Only stacks of floats named in stacks= can be sharded table by table, if "
+            "they are read by single ids and bags of a fixed length, on several "
+            'devices ("table-row-wise": along several mesh axes).'
         )
-    if layout == "hot-cold" and not table.is_measured:
-        return " Hot rows are found in a sample: pass the ids of a step as batch."
-    if layout == "hot-cold":
-        return " Of the ids that were counted, no hot rows would send fewer bytes."
     if layout == "column-sharded":
         return " Columns must be a multiple of the number of devices."
     return ""
@@ -760,7 +602,7 @@ def _why(layout: str, table: TablePlan) -> str:
 def _fit(
     tables: Sequence[TablePlan], fixed: Mapping[str, str], budget: int | None
 ) -> Sequence[TablePlan]:
-    """Moves tables to layouts that need less memory, until all fit or none is left."""
+    """Moves tables to layouts that need less memory, until all fit or none can move."""
     tables = list(tables)
     while budget is not None:
         over = sum(t.costs[t.choice].memory for t in tables) - budget

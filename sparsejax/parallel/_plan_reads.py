@@ -1,4 +1,4 @@
-"""What a step reads from each table: given by the user, or found in the loss."""
+"""The reads of each table in a step: given by the user, or found in the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
-from sparsejax.parallel._over_devices import TableOverDevices
+from sparsejax.parallel._table import ShardedTable
 from sparsejax.transform.interpreter import Reads
 from sparsejax.transform.plan import find_tables
 from sparsejax.transform.trace import trace_call
@@ -21,12 +21,12 @@ from sparsejax.transform.trace import trace_call
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """One place where a step reads a table, on all devices together.
+    """One read of a table in a step, on all devices together.
 
     Args:
       count: the number of ids.
       ids: the ids, in the order of the batch, or None if they are not known.
-      length: how many of them are combined into one row.
+      length: the number of ids that are combined into one row.
     """
 
     count: int
@@ -47,14 +47,16 @@ def reads_in_loss(
       TypeError: `loss` is not a function.
     """
     if not callable(loss):
-        raise TypeError(
-            f"{call}: loss must be a function (params, batch) -> loss, got "
-            f"{_arguments.kind_of(loss)}. Pass the function itself, not what it "
-            "returns."
+        raise _arguments.wrong_type(
+            call,
+            "loss",
+            "a function (params, batch) -> loss",
+            _arguments.kind_of(loss),
+            "Pass the function itself, not its result.",
         )
     first = lambda out: out[0] if isinstance(out, tuple) else out
     fun = lambda params, batch: first(loss(params, batch))
-    is_sharded = lambda x: isinstance(x, TableOverDevices)
+    is_sharded = lambda x: isinstance(x, ShardedTable)
     as_array = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_sharded(x) else x
     params = jax.tree.map(as_array, params, is_leaf=is_sharded)
     traced = trace_call(fun, 0, False, None, (params, batch), {}, call)
@@ -63,9 +65,8 @@ def reads_in_loss(
     ids = _ids_of(plan)
     for number, site in enumerate(plan.run.sites):
         if site.num_rows:
-            position = plan.tables[site.table].position
             own_ids = None if ids is None else ids[number]
-            found[position].append(Read(site.num_rows, own_ids, site.per_output))
+            found[site.table].append(Read(site.num_rows, own_ids, site.per_output))
     leaves = [leaf.value for leaf in traced.leaves]
     names = [leaf.name for leaf in traced.leaves]
     reads = [found.get(leaf.position) or None for leaf in traced.leaves]
@@ -73,10 +74,9 @@ def reads_in_loss(
 
 
 def _ids_of(plan: Any) -> list[np.ndarray] | None:
-    """The ids of each read, if they can be computed from what is not abstract.
+    """The ids of each read, or None if they depend on abstract inputs.
 
-    Of the program that reads rows only the equations that make ids are run, so that no
-    table needs to be an array.
+    Only the equations that make ids are run, so that tables may be abstract.
     """
 
     def collect(inputs):

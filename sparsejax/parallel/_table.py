@@ -3,50 +3,71 @@
 With N devices along the axis, each owns R rows, about V / N. One array holds the
 rows of all owners in turn, `N * R` rows sharded over the axis. Rows without an id are
 padding: zero, and hidden from the user. The place of an id in this array is its
-*position*, and its owner is `position // R`. `_row_layout` has the formulas.
+*position*, and its owner is `position // R`. `_layout` has the formulas.
 
 Frequent ids are often neighbours (in a vocabulary sorted by frequency), and the layout
 "mod" distributes neighbours over all owners.
+
+Code that needs an array (`jnp.take`, a layer of flax) gets an abstract stand-in, the
+result of the primitive `sharded_table`. Programs that will be walked may contain it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, TableLike
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import RowTable, SelectedRows, indexing, read_row_table
 from sparsejax.optim._lazy import state_sharding
-from sparsejax.parallel._over_devices import TableOverDevices, refuse_stand_in
-from sparsejax.parallel._row_layout import RowLayout, TableWise
+from sparsejax.parallel._forward import forward
+from sparsejax.parallel._layout import LAYOUTS, Block, Layout, TableWise
 from sparsejax.transform.table import replicate, reshard
+from sparsejax.transform.trace import makes_views
 
 
 _CALL = "sparsejax.parallel.shard_rows"
-LAYOUTS = ("mod", "block")
+_NUMBERS = (int, float, complex)
+# The methods and properties of an array that a model may use. They are looked up on the
+# stand-in, so that rows can be read of a view. A table has no other attributes of an
+# array, because trees and frameworks probe objects for attributes.
+_ARRAY_ONLY = frozenset(
+    "T at astype copy flatten item max mean min mT ravel reshape sort std sum swapaxes "
+    "take tolist transpose".split()
+)
 
 
-# What stands for a table in a program that will be walked: `_views.py` has its rule.
+def _refuse_to_run(*, static: tuple[Any, ...]) -> NoReturn:
+    """Raises the error of a program with a stand-in that is run without a walk."""
+    raise TypeError(
+        f"sparsejax: a program uses a ShardedTable of {static[0]} rows as an "
+        "array, but its reads of rows cannot be found: in a function with a derivative "
+        "of its own, in a while loop, in a jax.grad inside of the loss, or for each of "
+        "several tables under vmap. Read rows there with sparsejax.lookup(table, ids)."
+    )
+
+
+# The stand-in for a table in a program that will be walked. Its rule is in `_read.py`.
 sharded_table_p = _compat.view_primitive(
     "sharded_table",
     lambda shape, *, static: (static[0], *shape[1:]),
-    lambda *, static: refuse_stand_in("ShardedTable", static[0]),
+    _refuse_to_run,
 )
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ShardedTable(TableOverDevices):
+class ShardedTable(RowTable):
     """A `[height, ...]` table whose rows are sharded over the devices of a mesh.
 
     A pytree with one child, so `tx.init`, `jax.jit` with donation, checkpoints and
@@ -54,9 +75,8 @@ class ShardedTable(TableOverDevices):
     it as it reads an array: by `table[ids]`, `sparsejax.lookup`, `embedding_bag`, `dot`
     and the layers of `sparsejax.nn` anywhere, by `jnp.take` and the embedding layers of
     flax and equinox inside of `sparsejax.value_and_grad` and
-    `sparsejax.parallel.forward`. `sparsejax.parallel.lookup` and `embedding_bag` have
-    more options. Its gradient under `sparsejax.value_and_grad` is a ShardedTable with
-    ShardedRows as its child.
+    `sparsejax.parallel.forward`. Its gradient under `sparsejax.value_and_grad` is a
+    ShardedTable with ShardedRows as its child.
 
     Sum the gradients of several batches as `g1 + g2`, and scale them as `g / 2`.
     `jax.tree.map(jnp.add, g1, g2)` would add row numbers too, so it raises.
@@ -67,9 +87,11 @@ class ShardedTable(TableOverDevices):
       height: int, the number of rows of the table.
       mesh: the mesh.
       axis: the mesh axis that the rows are sharded over, or a tuple of axes.
-      layout: `"mod"`, `"block"` or a TableWise, which device owns which rows.
-      capacity: int, for reads that name none, as in `sparsejax.parallel.lookup`; None
-        for the default.
+      layout: which device owns which rows.
+      capacity: int, the number of rows that a device requests from one owner in one
+        round of `all_to_all`; None for 25% more than an even share if all ids are
+        distinct. It affects only speed: rows that do not fit into a round go into the
+        next one. `dataclasses.replace(table, capacity=...)` changes it.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -89,8 +111,11 @@ class ShardedTable(TableOverDevices):
     height: int
     mesh: Mesh | AbstractMesh
     axis: str | tuple[str, ...]
-    layout: str | TableWise
+    layout: Layout
     capacity: int | None = None
+
+    # NumPy and JAX must leave `array + table` to us instead of looping over objects.
+    __array_ufunc__ = None
 
     # -- pytree ------------------------------------------------------------------
 
@@ -106,19 +131,6 @@ class ShardedTable(TableOverDevices):
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks, since JAX may pass any object as the child."""
         return cls(*children, *static)
-
-    # -- as TableOverDevices needs it --------------------------------------------
-
-    @property
-    def _parts(self) -> tuple[Any, ...]:
-        return (self.values,)
-
-    def _with_parts(self, *parts: Any) -> Self:
-        (values,) = parts
-        return dataclasses.replace(self, values=values)
-
-    def _stand_in(self) -> jax.Array:
-        return sharded_table_p.bind(jnp.asarray(self.values), static=self._static)
 
     # -- properties --------------------------------------------------------------
 
@@ -150,12 +162,7 @@ class ShardedTable(TableOverDevices):
     @property
     def rows_per_shard(self) -> int:
         """R, the number of rows of each part, padding included."""
-        return self.row_layout.per_shard
-
-    @property
-    def row_layout(self) -> RowLayout:
-        """The position of each row."""
-        return RowLayout(self.height, self.num_shards, self.layout)
+        return self.layout.per_shard(self.height, self.num_shards)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -168,13 +175,74 @@ class ShardedTable(TableOverDevices):
 
     def __repr__(self) -> str:
         if hasattr(self.values, "dtype") and hasattr(self.values, "shape"):
-            what = f"{self.values.dtype}{list(self.shape)}"
+            shown = f"{self.values.dtype}{list(self.shape)}"
         else:
-            what = repr(self.values)  # a tree of shardings or of names, say
+            shown = repr(self.values)  # in a tree of shardings or names, for example
         return (
-            f"ShardedTable({what}, {self.num_shards} x {self.rows_per_shard} rows over "
-            f"{self.axis!r}, layout={self.layout!r})"
+            f"ShardedTable({shown}, {self.num_shards} x {self.rows_per_shard} rows "
+            f"over {self.axis!r}, layout={self.layout!r})"
         )
+
+    # -- read as an array --------------------------------------------------------
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"sparsejax: a ShardedTable of shape {self.shape} was used where "
+            f"an array is needed. Its rows lie on {self.num_shards} devices: read them "
+            "with table[ids], sparsejax.lookup or sparsejax.embedding_bag. jnp.take "
+            "and layers of flax read them inside of sparsejax.value_and_grad and of "
+            "sparsejax.parallel.forward(fun). Or call .to_dense() for the whole table."
+        )
+
+    def __jax_array__(self) -> jax.Array:
+        """The stand-in, in the trace of a program that will be walked."""
+        if not makes_views.value or not hasattr(self.values, "dtype"):
+            self.__array__()
+        return sharded_table_p.bind(jnp.asarray(self.values), static=self._static)
+
+    def __getitem__(self, ids: Any) -> Any:
+        """Rows by id, as from an array; `table[...]` is the table."""
+        if ids is Ellipsis:
+            return self
+        if isinstance(self.values, SelectedRows):
+            self.__array__()
+        is_array = _arguments.is_array(ids)
+        if is_array and AxisType.Explicit in self.mesh.axis_types:
+            # JAX's gather cannot derive the sharding of rows read at sharded ids.
+            call = "sparsejax.parallel.ShardedTable[ids]"
+            ids = _arguments.as_ids(call, ids, self.height)
+            height = _arguments.scalar(self.height, ids)
+            ids = jnp.where(ids < 0, ids + height, ids)
+            return read_row_table(self, call, ids, None, "clip")
+        read = lambda table, ids: jnp.asarray(table)[ids]
+        return (read if makes_views.value else forward(read))(self, ids)
+
+    def __matmul__(self, other: Any) -> Any:
+        return jnp.asarray(self) @ other
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other @ jnp.asarray(self)
+
+    def __float__(self) -> NoReturn:
+        self.__array__()
+
+    def __int__(self) -> NoReturn:
+        self.__array__()
+
+    def __index__(self) -> NoReturn:
+        self.__array__()
+
+    def __complex__(self) -> NoReturn:
+        self.__array__()
+
+    def __getattr__(self, name: str) -> Any:
+        # Python calls this only for attributes that are missing.
+        if name not in _ARRAY_ONLY:
+            raise AttributeError(f"'ShardedTable' object has no attribute {name!r}")
+        try:
+            return getattr(jnp.asarray(self), name)
+        except TypeError as error:
+            raise AttributeError(str(error)) from None
 
     # -- ids and positions -------------------------------------------------------
 
@@ -192,9 +260,10 @@ class ShardedTable(TableOverDevices):
         ids = _arguments.as_ids(call, ids, self.height)
         named = indexing.in_range(ids, self.height)
         ids = ids.astype(_arguments.index_dtype(length, ids.dtype))
-        spec = _compat.explicit_spec(ids) if isinstance(self.layout, TableWise) else ()
-        # JAX does not know how what is gathered by sharded numbers is sharded.
-        found = self.row_layout.position(replicate(ids) if spec else ids)
+        spec = () if self.layout.is_arithmetic else _compat.explicit_spec(ids)
+        # Over Explicit axes JAX cannot gather by sharded indices.
+        ids = replicate(ids) if spec else ids
+        found = self.layout.position(ids, self.height, self.num_shards)
         found = reshard(found, spec, self.mesh) if spec else found
         return jnp.where(named, found, _arguments.scalar(length, ids))
 
@@ -204,37 +273,101 @@ class ShardedTable(TableOverDevices):
         length = self.num_shards * self.rows_per_shard
         position = _arguments.as_ids(call, position, length)
         named = indexing.in_range(position, length)
-        ids = self.row_layout.ids_at(position)
+        ids = self.layout.ids_at(position, self.height, self.num_shards)
         named &= ids < _arguments.scalar(self.height, ids)
         return jnp.where(named, ids, _arguments.scalar(self.height, ids))
-
-    def requested(self, ids: np.ndarray) -> np.ndarray:
-        """Those of the ids whose rows are requested from owners: in range."""
-        return ids
 
     # -- the whole table ---------------------------------------------------------
 
     def to_dense(self) -> jax.Array:
         """The whole table in the order of ids, `[height, ...]`; for tests and export.
 
-        Also works for gradients and updates, whose child is a SelectedRows.
+        Gradients and updates, which have a SelectedRows as child, can be converted too.
         """
         if isinstance(self.values, SelectedRows):
             ids = self.ids_at(replicate(self.values.rows))
             values = replicate(self.values.values)
             return SelectedRows(ids, values, self.height).to_dense()
         values = replicate(self.values)
-        if self.layout == "mod":
-            parts = (self.num_shards, self.rows_per_shard, *values.shape[1:])
-            values = jnp.swapaxes(values.reshape(parts), 0, 1).reshape(values.shape)
-        elif isinstance(self.layout, TableWise):
-            ids = lax.iota(_arguments.index_dtype(values.shape[0]), self.height)
-            return values[self.position(ids)]
+        values = self.layout.in_order(values, self.height, self.num_shards)
         return values[: self.height]
 
     def map(self, f: Callable[[Any], Any]) -> ShardedTable:
         """The same layout with `f(values)`; `f` must keep the first axis."""
         return dataclasses.replace(self, values=f(self.values))
+
+    # -- sums and scalings -------------------------------------------------------
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, _NUMBERS) and other == 0:
+            return self  # so that Python's sum() works
+        return self._apply(operator.add, "+", other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self.__add__(other)
+
+    def __neg__(self) -> Any:
+        return self.map(operator.neg)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._apply(operator.sub, "-", other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    def __mul__(self, other: Any) -> Any:
+        return self._apply(operator.mul, "*", other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self.__mul__(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        if isinstance(other, ShardedTable):
+            other.__rtruediv__(self)
+        return self._apply(operator.truediv, "/", other)
+
+    def __rtruediv__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(other).__name__} / ShardedTable: cannot divide by a ShardedTable, "
+            "because its padding rows are zero. Use table.map(lambda v: ...) on its "
+            "values, padding included."
+        )
+
+    def _apply(self, op: Any, symbol: str, other: Any) -> Any:
+        """Applies `op` to the values of two tables, or to one's values and a number."""
+        if isinstance(other, ShardedTable):
+            static = [jax.tree.structure(t.map(lambda _: 0)) for t in (self, other)]
+            shapes = [np.shape(t.values) for t in (self, other)]
+            if static[0] != static[1] or shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"ShardedTable {symbol} ShardedTable: {self} and {other} differ in "
+                    "shape, mesh or layout. Both must be tables, or both gradients, "
+                    "with the same shape, layout and mesh."
+                )
+            return self.map(lambda values: op(values, other.values))
+        if not isinstance(other, (*_NUMBERS, np.generic, np.ndarray, jax.Array)):
+            return NotImplemented
+        if np.ndim(other):
+            raise TypeError(
+                f"ShardedTable {symbol} array of shape {np.shape(other)}: the array "
+                "must be a scalar. Use table.map(lambda v: ...) on the values in order "
+                "of position, or .to_dense()."
+            )
+        if symbol in "+-":
+            # Padding rows, and rows that a gradient does not store, must stay zero.
+            self.__array__()
+
+        def scale(values):
+            """The data's dtype wins, as in SelectedRows."""
+            if isinstance(values, SelectedRows) or isinstance(other, _NUMBERS):
+                return op(values, other)
+            wide = indexing.promote(values.dtype, other.dtype)
+            narrow = values.dtype if jnp.issubdtype(values.dtype, jnp.inexact) else wide
+            return op(values.astype(wide), jnp.asarray(other).astype(wide)).astype(
+                narrow
+            )
+
+        return self.map(scale)
 
 
 def shard_rows(
@@ -242,14 +375,22 @@ def shard_rows(
     mesh: Mesh | AbstractMesh,
     axis: str | Sequence[str],
     *,
-    layout: str | TableWise = "mod",
+    layout: str | Layout = "mod",
     height: int | None = None,
+    capacity: int | None = None,
 ) -> ShardedTable:
     """Shards the rows of a table over the devices along a mesh axis.
 
     Each of the N devices along the axis gets `ceil(V / N)` rows. Over the mesh's other
-    axes the parts are replicated. `sparsejax.parallel.lookup` and `embedding_bag` read
-    the result; the training step around them is the same as on one device.
+    axes the parts are replicated. `sparsejax.lookup`, `embedding_bag` and `table[ids]`
+    read the result: each device takes its part of the ids, drops duplicates and
+    requests the rows from their owners by `all_to_all`. The training step is the same
+    as on one device, and `sparsejax.optim.lazy` sends gradients to the owners.
+
+    With N owners, C = capacity and rows of B bytes, each device sends
+    `(N - 1) * C * (4 + B)` bytes per round, and the same again for the gradient. No id
+    is lost, however skewed the ids are: there are as many rounds as needed.
+    `exchange_metrics` counts them.
 
     Args:
       table: `[V, ...]`, a JAX or NumPy array (or `np.memmap`): each device's part is
@@ -262,13 +403,18 @@ def shard_rows(
       layout: `"mod"` distributes neighbouring ids over the devices, so frequent ids
         that are neighbours do not all go to one device; `"block"` keeps neighbours
         together; a `TableWise` is for a stack of tables that lie on different devices.
+        The `layout` of another ShardedTable is also accepted.
       height: int, V, for a table given as a function.
+      capacity: int, the number of rows that a device requests from one owner per round.
+        It affects only speed: a smaller value costs rounds, a larger value costs
+        bandwidth. `measure_capacity` measures a sample of ids. None for 25% more than
+        an even share if all ids are distinct.
 
     Returns:
       `ShardedTable` of shape `[V, ...]`.
 
     Raises:
-      TypeError: `mesh` or `table` has the wrong type.
+      TypeError: `mesh`, `table`, `layout` or `capacity` has the wrong type.
       ValueError: `axis` or `layout` is unknown, `table` is a scalar, `height` is
         missing, `f` returns rows of the wrong shape, or the rows are concrete and the
         mesh abstract.
@@ -279,53 +425,48 @@ def shard_rows(
       >>> sj.parallel.shard_rows(np.ones((1000, 8), np.float32), mesh, "x")
       ShardedTable(float32[1000, 8], 1 x 1000 rows over 'x', layout='mod')
       >>> table = sj.parallel.shard_rows(np.ones((1000, 8), np.float32), mesh, "x")
-      >>> loss = lambda table, ids: sj.parallel.lookup(table, ids).sum()
+      >>> loss = lambda table, ids: sj.lookup(table, ids).sum()
       >>> sj.grad(loss)(table, np.array([3, 7])).to_dense()[3:5, 0]
       Array([1., 0.], dtype=float32)
 
     References:
       TorchRec, row-wise sharding; PaddlePaddle, distributed lookup table (ids by
-      remainder over parameter servers).
+      remainder over parameter servers); Lepikhin et al., 2020, "GShard" (dispatch by
+      all_to_all).
     """
-    return make_table(_CALL, table, mesh, axis, layout, height)
-
-
-# ------------------------------------------------------------------ making the values
-
-
-def make_table(
-    call: str,
-    table: Any,
-    mesh: Any,
-    axis: Any,
-    layout: str | TableWise,
-    height: int | None,
-    zeros: np.ndarray | None = None,
-) -> ShardedTable:
-    """`shard_rows`, for the public function `call`, with zeros in the rows `zeros`."""
-    axis = check_axis(call, mesh, axis)
+    axis = check_axis(_CALL, mesh, axis)
+    if capacity is not None:
+        capacity = _arguments.static_int(
+            _CALL, "capacity", capacity, 1, " None for the default."
+        )
+    if isinstance(layout, str) and layout in LAYOUTS:
+        layout = LAYOUTS[layout]
+    if not isinstance(layout, Layout):
+        is_text = isinstance(layout, str)
+        raise (_arguments.wrong if is_text else _arguments.wrong_type)(
+            _CALL,
+            "layout",
+            "'mod', 'block' or a TableWise",
+            repr(layout),
+            "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
+            "together.",
+        )
     if isinstance(layout, TableWise):
         names = (axis,) if isinstance(axis, str) else axis
-        split_axes(call, mesh, names, layout.num_groups)
-    elif layout not in LAYOUTS:
-        raise ValueError(
-            f"{call}: layout must be 'mod', 'block' or a TableWise, got {layout!r}. "
-            "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
-            "together."
-        )
+        split_axes(_CALL, mesh, names, layout.num_groups)
 
     def make(values, height):
         if isinstance(layout, TableWise) and layout.height != height:
             raise ValueError(
-                f"{call}: layout must have as many rows as the table, {height}, got "
+                f"{_CALL}: layout must have as many rows as the table, {height}, got "
                 f"tables of {layout.height} rows together."
             )
-        made = ShardedTable(values, height, mesh, axis, layout)
+        made = ShardedTable(values, height, mesh, axis, layout, capacity)
         count, each = made.num_shards, made.rows_per_shard
         fits = _arguments.has_index_dtype
         if fits(height) and not fits(count * each):
             raise ValueError(
-                f"{call}: {count} devices with {each} rows each have more positions "
+                f"{_CALL}: {count} devices with {each} rows each have more positions "
                 f"than 32 bits can count, for a table of {height} rows. Choose a "
                 "layout that distributes the rows more evenly, or set jax_enable_x64."
             )
@@ -333,24 +474,26 @@ def make_table(
 
     if callable(table):
         hint = " A table given as a function of ids needs height=, its number of rows."
-        height = _arguments.static_int(call, "height", height, hint=hint)
-        return make(_values_from(call, table, make(None, height), zeros), height)
+        height = _arguments.static_int(_CALL, "height", height, hint=hint)
+        return make(_values_from(table, make(None, height)), height)
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(
-            f"{call}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a "
-            f"function of ids, got {_arguments.kind_of(table)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "table",
+            "a JAX or NumPy array, a ShapeDtypeStruct or a function of ids",
+            _arguments.kind_of(table),
         )
-    _check_numeric(call, table.dtype)
+    _check_numeric(table.dtype)
     shape = tuple(table.shape)
     if not shape:
         raise ValueError(
-            f"{call}: table must have at least one axis, got shape {shape}. The first "
+            f"{_CALL}: table must have at least one axis, got shape {shape}. The first "
             "axis is the rows."
         )
     if height is not None:
         raise ValueError(
-            f"{call}: height is only for a table given as a function of ids, got "
+            f"{_CALL}: height is only for a table given as a function of ids, got "
             f"height={height!r} and a table of shape {shape}. Leave height out."
         )
     empty = make(None, shape[0])
@@ -361,61 +504,51 @@ def make_table(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=abstract.sharding)
         )
     if not _arguments.is_concrete(table):
-        if zeros is not None:
-            table = table.at[zeros].set(np.zeros((), table.dtype))
         return make(_values_of_traced(table, empty), shape[0])
     host = table if isinstance(table, np.ndarray) else np.asarray(table)
-    return make(_values_from(call, lambda ids: host[ids], empty, zeros), shape[0])
+    return make(_values_from(lambda ids: host[ids], empty), shape[0])
+
+
+# ------------------------------------------------------------------ making the values
 
 
 def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
     """`values` of a traced array, computed by reshapes of whole axes."""
-    shards, per_shard = empty.num_shards, empty.rows_per_shard
-    table = replicate(table)
-    if isinstance(empty.layout, TableWise):
-        length = shards * per_shard
-        ids = empty.ids_at(lax.iota(_arguments.index_dtype(length), length))
-        table = indexing.take_rows(table, ids)
-        return constrain(table, empty.mesh, empty.axis)
-    padding = shards * per_shard - empty.height
-    table = jnp.pad(table, [(0, padding), *((0, 0) for _ in table.shape[1:])])
-    if empty.layout == "mod":
-        parts = table.reshape(per_shard, shards, *table.shape[1:])
-        table = jnp.swapaxes(parts, 0, 1).reshape(table.shape)
-    return constrain(table, empty.mesh, empty.axis)
+    height, shards = empty.height, empty.num_shards
+    padding = shards * Block().per_shard(height, shards) - height
+    widths = [(0, padding), *((0, 0) for _ in table.shape[1:])]
+    rows = jnp.pad(replicate(table), widths)
+    return constrain(empty.layout.stored(rows, height, shards), empty.mesh, empty.axis)
 
 
-def _values_from(
-    call: str, rows_of: Callable, empty: ShardedTable, zeros: np.ndarray | None
-) -> jax.Array:
+def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
     """`values` from a function of NumPy ids, built part by part on the host.
 
     Each process builds only the parts of its own devices.
     """
-    check_has_devices(call, empty.mesh)
+    check_has_devices(_CALL, empty.mesh)
     per_shard = empty.rows_per_shard
     length = empty.num_shards * per_shard
 
     def ids_of_shard(shard: int) -> np.ndarray:
-        begin = shard * per_shard
-        pieces = empty.row_layout.progression(begin, begin + per_shard)
+        pieces = empty.layout.pieces(shard, empty.height, empty.num_shards)
         ids = [np.arange(x.start, x.stop, x.step) for _, x in pieces]
         return np.concatenate([np.zeros(0, np.int64), *ids])
 
     def write(shard: int, rows: np.ndarray, out: np.ndarray) -> None:
-        begin, used = shard * per_shard, 0
-        for at, ids in empty.row_layout.progression(begin, begin + per_shard):
+        used = 0
+        for at, ids in empty.layout.pieces(shard, empty.height, empty.num_shards):
             out[at : at + len(ids)] = rows[used : used + len(ids)]
             used += len(ids)
 
     def checked_rows(ids: np.ndarray, row: tuple[int, ...] | None) -> np.ndarray:
         # NumPy would broadcast a row that is too short without an error.
         rows = np.asarray(rows_of(ids))
-        _check_numeric(call, rows.dtype)
+        _check_numeric(rows.dtype)
         if rows.shape[:1] != ids.shape or row not in (None, rows.shape[1:]):
             want = f"[{len(ids)}, ...]" if row is None else (len(ids), *row)
             raise ValueError(
-                f"{call}: the function must return one row per id, {want} for "
+                f"{_CALL}: the function must return one row per id, {want} for "
                 f"{len(ids)} ids, got shape {rows.shape}."
             )
         return rows
@@ -424,7 +557,7 @@ def _values_from(
         start, stop, _ = rows.indices(length)
         return range(start // per_shard, stop // per_shard)
 
-    # Shape and dtype are those of this process's first part that has rows.
+    # This process's first part that has rows determines shape and dtype.
     by_rows = NamedSharding(empty.mesh, PartitionSpec(empty.axis))
     here = by_rows.addressable_devices_indices_map((length,)).values()
     own = sorted({k for index in here if index for k in shards_in(index[0])})
@@ -446,9 +579,6 @@ def _values_from(
             rows = made.pop(shard, None)
             if rows is None:
                 rows = checked_rows(ids, row)
-            if zeros is not None:
-                rows = np.array(rows)
-                rows[np.isin(ids, zeros)] = 0
             write(shard, rows, out[shard * per_shard - start :])
         return out
 
@@ -457,11 +587,14 @@ def _values_from(
     return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
 
-def _check_numeric(call: str, dtype: Any) -> None:
+def _check_numeric(dtype: Any) -> None:
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise TypeError(
-            f"{call}: a table must be numeric, got {dtype}. Map text to numbers with "
-            "a vocabulary first (sparsejax.data)."
+        raise _arguments.wrong_type(
+            _CALL,
+            "a table",
+            "numeric",
+            f"{dtype}",
+            "Map text to numbers with a vocabulary first (sparsejax.data).",
         )
 
 
@@ -498,16 +631,21 @@ def split_axes(
 def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
     """The axis as one name or a tuple of two or more; raises if it is invalid."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"{call}: mesh must be a jax.sharding.Mesh, as returned by jax.make_mesh, "
-            f"got {_arguments.kind_of(mesh)}."
+        raise _arguments.wrong_type(
+            call,
+            "mesh",
+            "a jax.sharding.Mesh, as returned by jax.make_mesh",
+            _arguments.kind_of(mesh),
         )
     names = (axis,) if isinstance(axis, str) else axis
     known = isinstance(names, tuple | list) and all(n in mesh.axis_names for n in names)
     if not known or not names or len(set(names)) != len(names):
-        raise ValueError(
-            f"{call}: axis must be the name of a mesh axis, or a tuple of names, got "
-            f"{axis!r}. The axes of this mesh are {mesh.axis_names}."
+        raise _arguments.wrong(
+            call,
+            "axis",
+            "the name of a mesh axis, or a tuple of names",
+            repr(axis),
+            f"The axes of this mesh are {mesh.axis_names}.",
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     for name in names:

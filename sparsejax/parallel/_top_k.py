@@ -17,8 +17,8 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup.top_k import Search
 from sparsejax._segments import SegmentTensor
-from sparsejax.parallel._lookup import check_table, owners_of, put_on_mesh
-from sparsejax.parallel._row_layout import TableWise
+from sparsejax.parallel._layout import TableWise
+from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
 from sparsejax.parallel._table import ShardedTable, shard_rows
 from sparsejax.transform.table import replicate
 
@@ -39,7 +39,7 @@ def top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """The k rows of a row-sharded table with the highest scores for each query.
 
-    Returns what `sparsejax.top_k` returns for the whole table. Every device scores all
+    The result is that of `sparsejax.top_k` for the whole table. Every device scores all
     queries against its own rows; then N devices send `k` scores and ids for each query.
 
     Args:
@@ -49,7 +49,7 @@ def top_k(
       score: `"dot"`, `"cosine"`, `"l2"`, or a function of queries and rows.
       bias: `[V]` or `[V, 1]`, an array or a ShardedTable on the same mesh, with the
         same layout.
-      exclude: ids that are not to be found, `[E]`, `[..., E]` or a SegmentTensor.
+      exclude: ids to leave out, `[E]`, `[..., E]` or a SegmentTensor.
       chunk_size: int, the number of rows that a device reads at once.
       precision: as in `jnp.matmul`.
 
@@ -67,25 +67,25 @@ def top_k(
       >>> sj.parallel.top_k(table, jnp.array([1.0, 0.0]), 2)
       (Array([6., 4.], dtype=float32), Array([3, 2], dtype=int32))
     """
-    check_table(_CALL, table, "top_k")
-    if not isinstance(table, ShardedTable):
-        raise TypeError(
-            f"{_CALL}: table must be a ShardedTable, got a {type(table).__name__}. "
-            "Shard all its rows: shard_rows(table.to_dense(), mesh, axis)."
+    check_table(_CALL, table)
+    layout = table.layout
+    if isinstance(layout, TableWise):
+        raise _arguments.wrong(
+            _CALL,
+            "table",
+            "one table",
+            f"a stack of {len(layout.heights)} tables, {table}",
+            (
+                "Shard the table that is searched by itself, with "
+                "shard_rows(table, mesh, axis)."
+            ),
         )
-    if isinstance(table.layout, TableWise):
-        raise ValueError(
-            f"{_CALL}: table must be one table, got a stack of "
-            f"{len(table.layout.heights)} tables, {table}. Shard the table that is "
-            "searched by itself, with shard_rows(table, mesh, axis)."
-        )
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"{_CALL}: table must be floats, got {table.dtype}.")
+    _arguments.check_floats(_CALL, table, "table")
     queries = put_on_mesh(_CALL, table, _arguments.as_array(queries))
     sharded_bias = bias if isinstance(bias, ShardedTable) else None
     if bias is not None and sharded_bias is None:
         sharded_bias = shard_rows(
-            jnp.asarray(bias), table.mesh, table.axis, layout=table.layout
+            jnp.asarray(bias), table.mesh, table.axis, layout=layout
         )
     if sharded_bias is not None:
         _check_bias(table, sharded_bias)
@@ -110,9 +110,7 @@ def top_k(
         begin = shard * per_shard
         pairs = (rest[0], rest[1] - begin.astype(rest[1].dtype)) if rest else None
         # Padding rows are the last ones of a shard.
-        count = table.height - begin
-        if table.layout == "mod":
-            count = (table.height - shard + shards - 1) // shards
+        count = layout.filled(shard, table.height, shards)
         scores, rows = search.in_rows(queries, values, bias, pairs, chunk_size, count)
         found = jnp.where(scores == -jnp.inf, shards * per_shard, begin + rows)
         return scores[None], found[None]
@@ -131,7 +129,6 @@ def top_k(
 def _check_bias(table: ShardedTable, bias: ShardedTable) -> None:
     same = lambda t: (t.height, t.mesh, t.axes, t.layout)
     if same(bias) != same(table) or bias.shape[1:] not in ((), (1,)):
-        raise ValueError(
-            f"{_CALL}: bias must be [V] or [V, 1], sharded as the table, {table}, got "
-            f"{bias}."
+        raise _arguments.wrong(
+            _CALL, "bias", f"[V] or [V, 1], sharded as the table, {table}", f"{bias}"
         )

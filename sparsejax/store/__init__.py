@@ -1,15 +1,14 @@
 """Row-sparse tables in host memory or a file, larger than the device.
 
-- `KVStore`: named tables, whose rows are pulled and pushed; its `prefetch`
-  reads the rows of the next batch while a step runs.
+- `KVStore`: named tables, whose rows are pulled and pushed; its `prefetch` reads the
+  rows of the next batch while a step runs. With `mesh=` one pull serves all devices of
+  a mesh, and the rows are sharded over the memory of its hosts.
 - `CachedTable`: the hot rows of a table on the device, with their optimizer state;
   a step trains them there.
 - `KeyPolicy`: for a table whose rows belong to keys that come and go.
-- `TableStats`, `CacheStats`: the size of a table or cache and what was done with it,
-  from their `stats()`.
+- `TableStats`, `CacheStats`: the size and usage of a table or cache, from `stats()`.
 
-`sparsejax.nn.Trainer` pulls and pushes for a model;
-`sparsejax.parallel.SpreadStore` is a store on several hosts.
+`sparsejax.nn.Trainer` pulls and pushes for a model.
 """
 
 from sparsejax.store._cached import CachedTable as CachedTable, CacheStats as CacheStats

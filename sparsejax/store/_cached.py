@@ -1,29 +1,10 @@
-"""CachedTable: the hot rows of a store's table on the device, trained there.
-
-A batch takes two turns. It is *staged* on the store's thread, possibly while the step
-before runs: its rows get slots, and those that have to come up are read from the host.
-Then it is *prepared* for its step: the rows that leave are gathered, and those that
-come up are scattered in place. The rows that left are written to the host later, while
-the step runs.
-
-So a row may leave with batch k and come up again with batch k + 1, before it was
-written. Such a late row is read when batch k + 1 is prepared, after what is to be
-written was. All other rows are on the host when they are read.
-
-Staged batches hold slots that batches before them still use. If a batch is prepared
-that is not the next one staged, or the cache is flushed, staged batches are undone
-first, and staged again after it.
-"""
+"""CachedTable: the hot rows of a store's table on the device, trained there."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -34,33 +15,32 @@ from jax.core import Tracer
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
-from sparsejax._rows import indexing
 from sparsejax.optim._lazy import state_leaves, trees
-from sparsejax.store._journal import Journal
-from sparsejax.store._prefetch import ReadAhead
-from sparsejax.store._requested_rows import bucket, distinct_rows, is_among
-from sparsejax.store._slots import POLICIES, Plan, Slots
-from sparsejax.store._store import KVStore
-from sparsejax.store._table import CHUNK
+from sparsejax.store._in_flight import ReadAhead
+from sparsejax.store._staging import Staging
+from sparsejax.store._store import KVStore, table_of
 
 
-Batch = TypeVar("Batch")  # anything that has ids
+Batch = TypeVar("Batch")
 
 _CALL = "sparsejax.store.CachedTable"
 
 
 class CacheStats(NamedTuple):
-    """What a device cache has done, from `CachedTable.stats()`.
+    """Statistics of a device cache, from `CachedTable.stats()`.
 
     Args:
-      slots: rows that the device has room for.
-      used_slots: those that have a row.
-      steps: calls of `prepare`.
-      hits: distinct rows of batches that were on the device, summed over the steps.
-      misses: those that were not, and came up.
-      evictions: rows that left for others.
-      written_rows: rows that were written to the host, as they left or by `flush`.
-      bytes_up, bytes_back: of weights and state, to the device and back.
+      slots: the number of rows that the device can hold.
+      used_slots: the number of slots that have a row.
+      steps: the number of calls of `prepare`.
+      hits: the number of distinct rows of batches that were on the device, summed over
+        the steps.
+      misses: the number of distinct rows that were fetched from the host.
+      evictions: the number of rows that left their slot for another row.
+      written_rows: the number of rows that were written to the host, when they left or
+        by `flush`.
+      bytes_up, bytes_back: bytes of weights and state that were copied to the device,
+        and to the host.
 
     Example:
       >>> import optax, sparsejax as sj
@@ -94,49 +74,14 @@ class CacheStats(NamedTuple):
         return self.hits / rows if rows else 0.0
 
 
-@dataclasses.dataclass(eq=False)
-class _Staged:
-    """A batch that has its slots.
-
-    Args:
-      plan: what it changes about the slots.
-      left: the rows that leave, ascending.
-      is_late: which of the rows that come up were not written yet.
-      slot_ids: the ids as slots, on the device.
-      columns: weights and state of the rows that come up, padded.
-      to: their slots, padded.
-    """
-
-    plan: Plan
-    left: np.ndarray
-    is_late: np.ndarray
-    slot_ids: jax.Array
-    columns: list[Any]
-    to: np.ndarray
-
-
-@dataclasses.dataclass(eq=False)
-class _Announced:
-    """A batch that is expected: its ids, the iterator it is of, and what became of it.
-
-    `staged` and `error` are set in the store's queue, `done` is the turn there.
-    """
-
-    ids: np.ndarray
-    owner: object
-    staged: _Staged | None = None
-    error: Exception | None = None
-    done: Future | None = None
-
-
 class _Places(NamedTuple):
-    """Where a table is among the leaves of parameters and state.
+    """The positions of a table among the leaves of parameters and state.
 
     Args:
-      params, state: the tree structures; of the state, None without an optimizer.
-      table: the leaf of the parameters.
-      by_row: the leaves of state that follow it.
-      rest: the leaves of state without rows that the store keeps for the table.
+      params, state: the tree structures; `state` is None without an optimizer.
+      table: the position of the array among the parameters.
+      by_row: the positions of the leaves of state that have a row for each slot.
+      rest: the positions of the leaves of state without rows, which the store keeps.
     """
 
     params: Any
@@ -150,57 +95,54 @@ class CachedTable:
     """The hot rows of a table on the device, the whole table on the host or in a file.
 
     A table of V rows stays in a `KVStore`, with its optimizer state. The device has an
-    array of `slots` rows, and a state of as many. Before a step, `prepare` sees to it
-    that the rows of the batch are in slots, and translates ids to slots:
+    array of `slots` rows, and optimizer state for these rows. Before a step, `prepare`
+    puts the rows of the batch into slots, and translates ids to slots:
 
       slot[id]: V -> {0, ..., slots - 1},   array[slot[id]] = W[id] for each id read
 
-    Rows that are missing come up, with their state; rows that make place for them go
-    back. The step is then that of any table: `sparsejax.value_and_grad` and
-    `sparsejax.optim.lazy`, on the array and the slots. Training has the same bits as
-    with the whole table on the device, whatever the policy and however few the slots,
-    as long as they hold the distinct rows of any one step.
+    Missing rows are fetched with their state. If all slots are taken, the rows whose
+    last use is longest ago (LRU) go back to the store. The step is the usual one:
+    `sparsejax.value_and_grad` and `sparsejax.optim.lazy`, on the array and the slots.
+    Training has the same bits as with the whole table on the device, for any number of
+    slots that holds the distinct rows of each step.
 
-    That takes a sparse gradient. `sparsejax.value_and_grad` prefers a dense one where a
-    step reads more than a quarter of an array, and the array is small here: require
-    the sparse one, `tables={"items": True}`.
+    The step must make a sparse gradient. If a step reads a large part of an array, and
+    the array is small here, `sparsejax.value_and_grad` makes a dense one. So require
+    the sparse gradient: `tables={"items": True}`.
 
-    Ids that are out of range stay as they are, negative ones too, and are out of range
-    of the array, so `sparsejax.lookup` does with them what its `mode` says. (Do not use
-    mode="clip", which would read the last slot.) So does a `padding_id`.
+    Ids out of range, negative ones included, do not change and are out of range of the
+    array, so the `mode` of `sparsejax.lookup` applies to them. (Do not use mode="clip",
+    which would read the last slot.) A `padding_id` does not change either.
 
-    Until `flush`, the rows trained are the device's. The store refuses to read such a
-    table, to save it, or to change it. What is promised if the process is killed:
+    Rows that were trained are only on the device until `flush`. Before it, the store
+    refuses to read, save or change the table. If the process is killed:
 
-    - A table in a file is, when it is opened again, exactly what it was at the last
-      `flush`: weights, state and counts. Rows that were written since are rolled back,
-      from a journal next to the file (`items.table.journal`). Keep them together.
-    - A table in memory is gone, as always. After `flush`, `KVStore.save` writes all of
-      it, and leaves the old file or the new one.
-    - Keys of a table with `keys=` are not rolled back: those that came since have rows
-      as if they came after the flush.
+    - A table in a file that is opened again has the weights, state and counts of the
+      last `flush`. Rows that were written since are rolled back, from a journal next to
+      the file (`items.table.journal`). Keep both files together.
+    - A table in memory is lost. After `flush`, `KVStore.save` writes all of it, and a
+      kill leaves the old file or the new one.
+    - Keys of a table with `keys=` are not rolled back: keys that were inserted since
+      have rows as if they were inserted after the flush.
     - If the machine itself stops, only a file of `KVStore.save` is safe.
 
-    Parameters other than the table, and their state, are yours to save. Save them under
-    a number before `flush`, and pass it the number: `step` tells it after a restart.
+    You save the other parameters and their state. Save them under a number before
+    `flush`, and pass `flush` the number: after a restart, `step` returns it.
 
-    - `attach`: says where in the parameters the array is; makes the optimizer state.
-    - `prepare`: brings the rows of a batch up.
+    - `attach`: finds the array in the parameters; makes the optimizer state.
+    - `prepare`: puts the rows of a batch into slots.
     - `prefetch`: batches, whose rows are read while the previous step runs.
-    - `flush`, `step`: writes all rows to the store; the number that it was given.
+    - `flush`, `step`: writes all rows to the store; the number passed to it.
     - `stats`: hit rate, and bytes moved.
     - `close`: ends the cache.
 
     Args:
-      store: with the table.
+      store: the store of the table, of one process.
       name: of the table, made with the transformation that trains it (or None, if it is
         only read).
-      slots: rows that the device has room for.
-      policy: which row leaves. "lru": the one whose last use is longest ago. "lfu": the
-        one used by the fewest batches ever, which compares all slots at each step with
-        misses. "clock": the next one that was not used since it was last passed over.
-      padding_id: an id of the table that stands for no row, and stays as it is. Its
-        slot, if it has one, is left empty.
+      slots: the number of rows that the device can hold.
+      padding_id: an id for padding, which does not change. The slot of that number, if
+        there is one, stays empty.
 
     Raises:
       TypeError, ValueError: a wrong argument; more slots than the table has rows.
@@ -232,9 +174,8 @@ class CachedTable:
              [1., 1.]], dtype=float32)
 
     References:
-      FBGEMM, `EmbeddingLocation.MANAGED_CACHING` with `CacheAlgorithm.LRU` and `LFU`;
-      HugeCTR, GPU embedding cache; Corbato, 1968, "A paging experiment with the Multics
-      system" (clock).
+      FBGEMM, `EmbeddingLocation.MANAGED_CACHING` with `CacheAlgorithm.LRU`; HugeCTR,
+      GPU embedding cache.
     """
 
     def __init__(
@@ -242,54 +183,37 @@ class CachedTable:
         store: KVStore,
         name: str,
         slots: int,
-        policy: str = "lru",
         *,
         padding_id: int | None = None,
     ):
         if not isinstance(store, KVStore):
-            raise TypeError(
-                f"{_CALL}: store must be a sparsejax.store.KVStore, got "
-                f"{_arguments.kind_of(store)}."
+            raise _arguments.wrong_type(
+                _CALL, "store", "a sparsejax.store.KVStore", _arguments.kind_of(store)
             )
-        table = store._table(_CALL, name)
+        table = table_of(_CALL, store, name)
+        if table.owners.count > 1:
+            raise ValueError(
+                f"{_CALL}: table {name!r} is sharded over {table.owners.count} "
+                "processes, but a cache needs all rows in one. Train it with pull and "
+                "push."
+            )
         slots = _arguments.static_int(_CALL, "slots", slots, 1)
         if slots > table.height:
             raise ValueError(
                 f"{_CALL}: slots={slots} are more than table {name!r} has rows, "
                 f"{table.height}. Pass {table.height} or less."
             )
-        if policy not in POLICIES:
-            known = ", ".join(map(repr, POLICIES))
-            raise ValueError(
-                f"{_CALL}: policy must be one of {known}, got "
-                f"{_arguments.show(policy)}."
+        if padding_id is not None and not isinstance(padding_id, (int, np.integer)):
+            raise _arguments.wrong_type(
+                _CALL, "padding_id", "an int or None", _arguments.show(padding_id)
             )
-        unused = None
-        if padding_id is not None:
-            if not isinstance(padding_id, (int, np.integer)):
-                raise TypeError(
-                    f"{_CALL}: padding_id must be an int or None, got "
-                    f"{_arguments.show(padding_id)}."
-                )
-            unused = int(padding_id) if 0 <= padding_id < slots else None
-        self._store, self._table = store, table
-        self._padding_id = padding_id
-        self._slots = Slots(table.height, slots, policy, unused)
-        self._array: jax.Array | None = jnp.zeros(
-            (slots, *table.shape[1:]), table.dtype
-        )
+        self._table, self._num_slots = table, slots
+        self._staging = Staging(f"{_CALL}.prepare", table, slots, padding_id)
+        shape = slots, *table.shape[1:]
+        self._array: jax.Array | None = jnp.zeros(shape, table.dtype)
         self._places: _Places | None = None
-        self._placement: Any = None  # of the array, unless JAX may choose
-        is_mapped = table.memory.path is not None
-        self._journal = Journal(table) if is_mapped else None
-        # Held while slots are planned and batches change hands, not while rows move.
-        self._lock = threading.RLock()
-        self._announced: collections.deque[_Announced] = collections.deque()
-        self._unwritten: list[_Staged] = []  # batches whose rows that leave are not
-        self._to_write: collections.deque[Any] = collections.deque()
         self._prefetching = 0
         self._steps = self._hits = self._misses = self._evictions = 0
-        self._written_rows = 0
         self.is_flushed: bool = True
         self._is_closed = False
 
@@ -302,13 +226,13 @@ class CachedTable:
             table.check_usable()
             table.cache = self
 
-        store._run(_CALL, work)
+        table.run(_CALL, work)
 
     def __repr__(self) -> str:
         array = f"{self._table.dtype.name}{[self._num_slots, *self._table.shape[1:]]}"
         return f"CachedTable({self._table.name!r}, {array.replace(' ', '')})"
 
-    # -- where things are -------------------------------------------------------------
+    # -- the array in the parameters --------------------------------------------------
 
     @property
     def array(self) -> jax.Array:
@@ -326,22 +250,22 @@ class CachedTable:
         params: PyTree,
         opt_state: PyTree = None,
     ) -> PyTree:
-        """Finds the array among the parameters, and its state in that of `tx`.
+        """Finds the array among the parameters, and its state in the state of `tx`.
 
         Args:
-          tx: the transformation of all parameters, inside of `sparsejax.optim.lazy`;
-            None for a table that is only read.
+          tx: the transformation of all parameters, inside `sparsejax.optim.lazy`; None
+            for a table that is only read.
           params: a tree with `array` as one leaf.
-          opt_state: the state to change, for example what `attach` of another table
-            returned; by default `tx.init(params)`.
+          opt_state: the state to change, for example the result of `attach` of another
+            table; by default `tx.init(params)`.
 
         Returns:
-          The state, with the table's counts and hyperparameters (leaves that have no
-          rows) as the store has them: as of the last `flush`.
+          The state, with the table's counts and hyperparameters (leaves without rows)
+          from the store: as of the last `flush`.
 
         Raises:
-          ValueError: `params` do not have `array`, or have it twice; the state of the
-            table is not that of the transformation that the store has for it.
+          ValueError: `params` do not have `array`, or have it twice; the store has
+            another optimizer state for the table.
         """
         call = f"{_CALL}.attach"
         self._check_open(call)
@@ -378,7 +302,7 @@ class CachedTable:
     def _state_places(
         self, call: str, tx: Any, params: Any, path: Any, opt_state: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which leaves of the state are rows of the table, or counts of it."""
+        """The positions of the leaves of state with rows of the table, and without."""
         leaves, tree = trees.flatten(params)
         (index,) = (k for k, x in enumerate(leaves) if x is self._array)
         specs = tuple(map(trees.to_spec, leaves))
@@ -398,8 +322,8 @@ class CachedTable:
         own_rest = [name for name, has_rows in own if not has_rows]
         shapes = [(paths[k][1].shape, paths[k][1].dtype) for k in by_row]
         expected = [((slots, *x.shape[1:]), x.dtype) for x in table.by_row]
-        # A leaf of the table's own state has the name that it has in the whole one, but
-        # for what comes before and, if it has rows, the path of the table after it.
+        # In the whole state, a leaf of the table's own state has the same name after a
+        # prefix and, if the leaf has rows, before the path of the table.
         end = jax.tree_util.keystr(path)
         before = None
         if shapes == expected and own_rows:
@@ -434,14 +358,14 @@ class CachedTable:
     def prepare(
         self, ids: ArrayLike, params: PyTree, opt_state: PyTree = None
     ) -> tuple[Any, Any, jax.Array]:
-        """Brings the rows of a batch to the device, and translates ids to slots.
+        """Puts the rows of a batch into slots, and translates ids to slots.
 
-        Parameters and state are those of the step before; the array and its state in
-        them are donated. Call it outside of jit, once for each step and table.
+        Call it outside jit, once for each step and table, with the parameters and state
+        of the last step. The array and its state are donated.
 
         Args:
-          ids: integers of any dtype and shape; repeated, and out of range, as they are.
-          params, opt_state: trees as given to `attach` and returned by it.
+          ids: integers of any dtype and shape; they may repeat or be out of range.
+          params, opt_state: trees with the structure that `attach` got and returned.
 
         Returns:
           `(params, opt_state, slots)`: the same trees with the rows in place, and int32
@@ -449,24 +373,26 @@ class CachedTable:
 
         Raises:
           TypeError: `ids` are not integers.
-          ValueError: more distinct rows than slots (the message says how many), or
-            other trees. Nothing has changed.
+          ValueError: there are more distinct rows than slots (the message has the
+            number), or the trees differ. Nothing has changed.
         """
         call = f"{_CALL}.prepare"
         arrays = self._arrays(call, params, opt_state)
-        staged = self._take(call, self._as_ids(call, ids))
-        goes_back = self._commit(staged)
-        if staged.plan.rows.size:
-            columns = self._on_device(staged.columns, arrays[0])
-            if goes_back.any():
-                leaving = _gather(arrays, staged.to)
-                self._to_write.append((staged, np.flatnonzero(goes_back), leaving))
-            arrays = _scatter(arrays, staged.to, columns)
+        staged = self._staging.take(self._as_ids(call, ids))
+        arrays = self._staging.commit(staged, arrays)
+        plan = staged.plan
+        self._steps += 1
+        self._hits += plan.slots.size - plan.rows.size
+        self._misses += plan.rows.size
+        self._evictions += int(np.count_nonzero(plan.leaving >= 0))
+        if self._table.optimizer is not None and plan.slots.size:
+            self.is_flushed = False
+        write_back = self._staging.write_back
         if self._prefetching:
-            self._store._queue.call_later(self._write_back)
+            self._table.queue.call_later(write_back)
         else:
-            # Not the last ones, for which the step before would have to be done.
-            self._store._run(call, functools.partial(self._write_back, keep=1))
+            # Without the last batch, whose rows would wait for the running step.
+            self._table.run(call, functools.partial(write_back, keep=1))
         return *self._with_arrays(params, opt_state, arrays), staged.slot_ids
 
     def prefetch(
@@ -476,23 +402,23 @@ class CachedTable:
         *,
         depth: int = 1,
     ) -> Generator[Batch]:
-        """The batches as they are, with their rows read while the previous step runs.
+        """Yields the batches unchanged; their rows are read while the last step runs.
 
         Call `prepare` for each of them in the loop, with the same ids. A thread of the
-        store gives slots to the rows of the next batch, reads those that have to come
-        up, and writes those that left. The results are the same, bit for bit, and it is
-        no mistake to prepare other ids in between, or none. For several tables wrap
-        the batches once for each.
+        store gives slots to the rows of the next batch, reads the missing rows, and
+        writes the rows that left. The results are the same, bit for bit, also if you
+        prepare other ids in between, or skip a batch. For several tables, wrap the
+        batches once for each table.
 
         Args:
           batches: an iterable of anything; batches are taken from it ahead of time.
-          ids_of: `batch -> ids`, those of this table.
+          ids_of: `batch -> ids`, the ids of this table.
           depth: the number of batches read ahead; 0 reads none.
 
         Returns:
           An iterator. Closing it early ends the thread. Errors of `batches` or `ids_of`
-          are raised when their batch is requested; of rows that do not fit, by
-          `prepare`.
+          are raised when their batch is requested, and the error of a batch with too
+          many rows by `prepare`.
 
         Raises:
           TypeError, ValueError: `ids_of` is not a function, `depth` is negative.
@@ -501,9 +427,11 @@ class CachedTable:
         self._check_open(call)
         depth = _arguments.static_int(call, "depth", depth)
         if not callable(ids_of):
-            raise TypeError(
-                f"{call}: ids_of must be a function that takes a batch and returns its "
-                f"ids, got {_arguments.kind_of(ids_of)}."
+            raise _arguments.wrong_type(
+                call,
+                "ids_of",
+                "a function that takes a batch and returns its ids",
+                _arguments.kind_of(ids_of),
             )
         return self._prefetch(batches, ids_of, depth)
 
@@ -512,11 +440,11 @@ class CachedTable:
     ) -> Generator[Any]:
         """The iterator that `prefetch` returns."""
         call = f"{_CALL}.prefetch"
-        queue, owner = self._store._queue, object()
+        queue, owner = self._table.queue, object()
 
         def prepare(batch):
             if depth:
-                self._announce(self._as_ids(call, ids_of(batch)), owner)
+                self._staging.announce(self._as_ids(call, ids_of(batch)), owner)
             return (batch,)
 
         ahead = ReadAhead(batches, prepare)
@@ -534,7 +462,7 @@ class CachedTable:
         finally:
             if not is_exiting():
                 self._prefetching -= 1
-                queue.submit(functools.partial(self._forget, owner))
+                queue.submit(functools.partial(self._staging.forget, owner))
                 queue.stop_worker()
 
     # -- all rows ---------------------------------------------------------------------
@@ -544,16 +472,16 @@ class CachedTable:
     ) -> None:
         """Writes all rows that were trained to the store, with their state.
 
-        It waits for the running step. For a table in a file it also waits for the disk,
-        and a process that is killed afterwards comes back to this moment. One that is
-        killed before the end comes back to the flush before.
+        It waits for the running step. For a table in a file it also waits for the disk.
+        If the process is killed later, the table is restored at this flush; if it is
+        killed before the end of the flush, at the previous one.
 
         Args:
           params, opt_state: the current trees; they are not donated.
-          step: a number to keep with the rows, see `step`.
+          step: a number to keep with the rows, see the property `step`.
 
         Raises:
-          ValueError: other trees than `attach` was given; a negative `step`.
+          ValueError: the trees are not the trees of `attach`; a negative `step`.
           FileNotFoundError: the mapped file was deleted or replaced while it was open.
         """
         call = f"{_CALL}.flush"
@@ -568,64 +496,49 @@ class CachedTable:
         def work():
             table = self._table
             table.check_usable()
-            with self._lock:
-                announced = self._undo_staged()
-                self._write_back()
-                dirty = np.flatnonzero(self._slots.is_dirty)
-                for start in range(0, dirty.size, CHUNK):
-                    slots = dirty[start : start + CHUNK]
-                    slots = slots[np.argsort(self._slots.row_of[slots])]
-                    rows = _gather(arrays, _padded(slots, self._num_slots))
-                    values = [np.asarray(x)[: slots.size] for x in rows]
-                    self._write(self._slots.row_of[slots], values)
-                new = [np.asarray(x) for x in rest]
-                if any((a != b).any() for a, b in zip(new, table.rest)):
-                    self._write(np.empty((0,), np.int64), None)
-                    for old, value in zip(table.rest, new):
-                        old[...] = value
+            with self._staging.undone():
+                self._staging.write_dirty(arrays)
+                self._staging.write_rest([np.asarray(x) for x in rest])
                 table.memory.flush()
                 table.memory.check_in_place(call)
                 table.flushed_step = step
-                if self._journal is not None:
-                    self._journal.commit()
-                self._slots.is_dirty[:] = False
+                self._staging.end_flush()
                 self.is_flushed = True
-                self._stage_again(announced)
 
-        self._store._run(call, work)
+        self._table.run(call, work)
 
     @property
     def step(self) -> int | None:
-        """The number that the last `flush` was given, perhaps by an earlier process.
+        """The `step` of the last `flush`, perhaps in an earlier process.
 
-        So the rows can be matched with what is saved elsewhere: save the dense
-        parameters under a number, and then flush with it; after a kill load those of
-        this number. `KVStore.save` saves it, too.
+        It tells which dense parameters belong to the rows: save them under a number,
+        and then flush with this number; after a kill, load the dense parameters of
+        `step`. `KVStore.save` also saves the number.
         """
         return self._table.flushed_step
 
     def stats(self) -> CacheStats:
-        """Hit rate, and rows and bytes moved, since the cache was made."""
+        """The hit rate, and the rows and bytes moved since the cache was made."""
         row = sum(x[:1].nbytes for x in self._table.columns)
         return CacheStats(
             slots=self._num_slots,
-            used_slots=self._slots.used,
+            used_slots=self._staging.slots.used,
             steps=self._steps,
             hits=self._hits,
             misses=self._misses,
             evictions=self._evictions,
-            written_rows=self._written_rows,
+            written_rows=self._staging.written_rows,
             bytes_up=self._misses * row,
-            bytes_back=self._written_rows * row,
+            bytes_back=self._staging.written_rows * row,
         )
 
     def close(self, *, discard: bool = False) -> None:
         """Ends the cache; the store can change the table again.
 
         Args:
-          discard: whether to drop what was trained since the last flush. A table in a
-            file is then what it was at that flush. In memory, rows that have left the
-            device keep what they left with: call `KVStore.load`.
+          discard: True to drop the training since the last flush. A table in a file is
+            then restored at that flush. In memory, rows that have left the device keep
+            their trained weights: call `KVStore.load`.
 
         Raises:
           RuntimeError: rows were trained since the last flush, and `discard` is false.
@@ -642,30 +555,21 @@ class CachedTable:
             )
 
         def work():
-            with self._lock:
-                self._announced.clear()
-                self._to_write.clear()
-                if self._journal is not None and not self._table.is_closed:
-                    self._journal.roll_back()
-                self._table.cache = None
-                self._is_closed = True
+            self._staging.discard()
+            self._table.cache = None
+            self._is_closed = True
 
-        self._store._queue.call(work)
+        self._table.queue.call(work)
 
     def release(self) -> None:
-        """The store is closed; a mapped table is rolled back when it is opened next."""
+        """Ends the cache of a closed store; opening the file again rolls it back."""
         self._is_closed = True
-        if self._journal is not None:
-            self._journal.release()
+        self._staging.release()
 
-    # -- staging ----------------------------------------------------------------------
-
-    @property
-    def _num_slots(self) -> int:
-        return self._slots.row_of.size
+    # -- private ----------------------------------------------------------------------
 
     def _as_ids(self, call: str, ids: Any) -> np.ndarray:
-        """Ids as int64; those that are too large for that are out of range anyway."""
+        """Ids as int64; larger ids are out of range anyway."""
         self._check_not_traced(call, ids)
         ids = _arguments.as_integers(call, ids)
         self._check_not_traced(call, ids)
@@ -674,206 +578,14 @@ class CachedTable:
             ids = np.minimum(ids, np.uint64(np.iinfo(np.int64).max))
         return ids.astype(np.int64)
 
-    def _announce(self, ids: np.ndarray, owner: object) -> None:
-        """Has a batch staged by the store's thread."""
-        entry = _Announced(ids, owner)
-        with self._lock:
-            self._announced.append(entry)
-
-        def work():
-            with self._lock:
-                is_expected = entry in self._announced
-            if is_expected:
-                self._stage_announced(entry)
-
-        entry.done = self._store._queue.submit(work)
-
-    def _stage_announced(self, entry: _Announced) -> None:
-        try:
-            entry.error, entry.staged = None, self._stage(entry.ids)
-        except Exception as error:
-            entry.error = error
-
-    def _take(self, call: str, ids: np.ndarray) -> _Staged:
-        """The staged batch of these ids, all of whose rows were read."""
-        self._store._queue.raise_error()
-        head = self._announced[0] if self._announced else None
-        if head is not None and np.array_equal(head.ids, ids):
-            assert head.done is not None
-            head.done.result()
-            with self._lock:
-                staged, error = head.staged, head.error
-                is_next = self._announced and self._announced[0] is head
-                if is_next and (staged or error):
-                    self._announced.popleft()
-                else:
-                    staged = error = None
-            if error is not None:
-                raise error
-            if staged is not None:
-                if staged.is_late.any():
-                    self._store._run(call, functools.partial(self._read_late, staged))
-                return staged
-
-        def work():
-            with self._lock:
-                announced = self._undo_staged()
-                try:
-                    staged = self._stage(ids)
-                    self._read_late(staged)
-                finally:
-                    self._stage_again(announced)
-                return staged
-
-        return self._store._run(call, work)
-
-    def _stage(self, ids: np.ndarray) -> _Staged:
-        """Gives slots to the rows of a batch, and reads those that are not late.
-
-        In the store's queue, as all that reads or writes the table.
-        """
-        table, slots = self._table, self._slots
-        table.check_usable()
-        wanted = ids.reshape(-1)
-        if self._padding_id is not None:
-            wanted = wanted[wanted != self._padding_id]
-        call = f"{_CALL}.prepare"
-        rows = distinct_rows(call, table.name, wanted, table.height, "drop")
-        if rows.size > slots.capacity:
-            raise ValueError(
-                f"{call}: the batch reads {rows.size} distinct rows of table "
-                f"{table.name!r}, more than its {slots.capacity} slots. Use a smaller "
-                f"batch, or slots={rows.size + self._num_slots - slots.capacity} or "
-                "more."
-            )
-        with self._lock:
-            plan = slots.plan(rows)
-            slot_ids = slots.translate(ids)
-            is_late = np.zeros(plan.rows.shape, bool)
-            for other in self._unwritten:
-                is_late |= is_among(plan.rows, other.left)
-            left = np.sort(plan.leaving[plan.leaving >= 0])
-            to = _padded(plan.to, self._num_slots)
-            staged = _Staged(plan, left, is_late, jax.device_put(slot_ids), [], to)
-            if left.size:
-                self._unwritten.append(staged)
-        if not plan.rows.size:
-            return staged
-        try:
-            table.touch(plan.rows)
-            staged.columns = table.read(plan.rows[~is_late], to.size)
-            if is_late.any():
-                early = np.flatnonzero(~is_late)
-                for x in staged.columns:
-                    x[early] = x[: early.size].copy()
-            else:
-                staged.columns = self._put(staged.columns)
-        except BaseException:
-            with self._lock:
-                self._undo(staged)
-            raise
-        return staged
-
-    def _read_late(self, staged: _Staged) -> None:
-        """Reads the rows that another batch took from the device meanwhile."""
-        if not staged.is_late.any():
-            return
-        self._write_back()
-        rows = staged.plan.rows
-        late = self._table.read(rows[staged.is_late], int(staged.is_late.sum()))
-        for x, new in zip(staged.columns, late):
-            x[: rows.size][staged.is_late] = new
-        staged.is_late[:] = False
-        staged.columns = self._put(staged.columns)
-
-    def _commit(self, staged: _Staged) -> np.ndarray:
-        """Settles that a batch runs; which of the rows that leave are written back."""
-        slots, plan = self._slots, staged.plan
-        with self._lock:
-            goes_back = slots.is_dirty[plan.to] & (plan.leaving >= 0)
-            slots.is_dirty[plan.to] = False
-            if self._table.optimizer is not None:
-                slots.is_dirty[plan.slots] = True
-                self.is_flushed = self.is_flushed and not plan.slots.size
-            if staged.left.size and not goes_back.any():
-                self._unwritten.remove(staged)
-            self._steps += 1
-            self._hits += plan.slots.size - plan.rows.size
-            self._misses += plan.rows.size
-            self._evictions += staged.left.size
-        return goes_back
-
-    def _undo(self, staged: _Staged) -> None:
-        """Undoes the latest batch staged."""
-        self._slots.undo(staged.plan)
-        if staged in self._unwritten:
-            self._unwritten.remove(staged)
-
-    def _undo_staged(self) -> list[_Announced]:
-        """Undoes all staged batches, and says of which expected ones they are."""
-        entries = [x for x in self._announced if x.staged or x.error]
-        for entry in reversed(entries):
-            if entry.staged is not None:
-                self._undo(entry.staged)
-            entry.staged = entry.error = None
-        return entries
-
-    def _stage_again(self, entries: Sequence[_Announced]) -> None:
-        for entry in entries:
-            self._stage_announced(entry)
-
-    def _forget(self, owner: object) -> None:
-        """Withdraws the batches of an iterator that were not prepared."""
-        with self._lock:
-            if any(entry.owner is owner for entry in self._announced):
-                entries = self._undo_staged()
-                for entry in list(self._announced):
-                    if entry.owner is owner:
-                        self._announced.remove(entry)
-                self._stage_again([x for x in entries if x.owner is not owner])
-        self._write_back()
-
-    # -- moving rows ------------------------------------------------------------------
-
-    def _write_back(self, keep: int = 0) -> None:
-        """Writes the rows that left, but for those of the last `keep` batches."""
-        while len(self._to_write) > keep:
-            staged, places, leaving = self._to_write[0]
-            rows = staged.plan.leaving[places]
-            order = np.argsort(rows)
-            values = [np.take(np.asarray(x), places[order], axis=0) for x in leaving]
-            self._write(rows[order], values)
-            self._to_write.popleft()
-            with self._lock:
-                self._unwritten.remove(staged)
-
-    def _write(self, rows: np.ndarray, values: Sequence[np.ndarray] | None) -> None:
-        """Writes distinct ascending rows of the table."""
-        if self._journal is not None:
-            self._journal.before_write(rows)
-        if values is not None:
-            self._table.write(rows, values)
-        self._written_rows += rows.size
-
-    def _put(self, columns: list[np.ndarray]) -> list[Any]:
-        return jax.device_put(columns, self._placement)
-
-    def _on_device(self, columns: list[Any], array: jax.Array) -> list[Any]:
-        """Rows to where the array is, which is where they are but for the first."""
-        placement = array.sharding if array.committed else None
-        if placement != self._placement:
-            self._placement = placement
-            columns = jax.device_put(columns, placement)
-        return columns
-
     def _arrays(self, call: str, params: Any, opt_state: Any) -> list[jax.Array]:
         """The array and its state in the trees, in the order of the table's columns."""
         self._check_open(call)
         places, table = self._places, self._table
         if places is None:
             raise RuntimeError(
-                f"{call}: it is not known where the table is in params. Call "
-                "attach(tx, params) first."
+                f"{call}: the place of table {table.name!r} in params is not known. "
+                "Call attach(tx, params) first."
             )
         leaves, tree = jax.tree.flatten(params)
         state, state_tree = jax.tree.flatten(opt_state)
@@ -926,39 +638,11 @@ class CachedTable:
         if any(isinstance(x, Tracer) for x in arrays):
             raise TypeError(
                 f"{call}: table {self._table.name!r} is in host memory, so it cannot "
-                "use what jit, vmap, grad or scan traces. Call it before the jitted "
-                "step, and pass what it returns to the step."
+                "use arrays traced by jit, vmap, grad or scan. Call it before the "
+                "jitted step, and pass the result to the step."
             )
 
     def _check_open(self, call: str) -> None:
-        self._store._check_open(call)
+        self._table.check_open(call)
         if self._is_closed:
             raise ValueError(f"{call}: this cache is closed. Make a new one.")
-
-
-# ------------------------------------------------------------------ on the device
-
-
-def _padded(slots: np.ndarray, height: int) -> np.ndarray:
-    """Slots in a bucket, so that programs are compiled for few numbers of them."""
-    padded = np.full((bucket(slots.size),), height, np.int32)
-    padded[: slots.size] = slots
-    return padded
-
-
-# In one program XLA would copy the arrays, to gather from what it scatters into.
-
-
-@jax.jit
-def _gather(arrays, slots):
-    """The rows of distinct slots."""
-    return [indexing.take_rows(x, slots) for x in arrays]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _scatter(arrays, slots, columns):
-    """The arrays, with other rows in distinct ascending slots."""
-    return [
-        indexing.set_distinct_rows(x, slots, new, indices_are_sorted=True)
-        for x, new in zip(arrays, columns)
-    ]

@@ -1,14 +1,16 @@
 """Which row of a store's table belongs to which key, while keys come and go.
 
-It means what `sparsejax.HashIndex` means, with a hash table that grows: any number of
-keys of 64 bits may pass through. The key of a row, its last step and how often it was
-used are arrays like the table's weights, and so are the sightings of keys that wait for
-admission: they are in its mapped file and in what `KVStore.save` writes. The hash
-tables are made from them when a table is opened.
+The policy is the policy of `sparsejax.HashIndex`, with a hash table that grows: any
+number of keys of 64 bits may pass through. The key of a row, its last step and its
+number of uses are arrays like the table's weights, and so are the sightings of keys
+that wait for admission. The mapped file of the table and `KVStore.save` contain these
+arrays; the hash tables are made from them when a table is opened.
 
 A row whose count is 0 has no key. A row changes hands in this order: its count to 0,
-its weights and state cleared, the new key and step, and the count last. So wherever the
-process is killed, no key has the weights of another.
+its weights and state cleared, the new key and step, and the count last. So no key has
+the weights of another key, whenever the process is killed.
+
+`TableKeys` does not know its table: it returns a plan, which `Table.insert` applies.
 """
 
 from __future__ import annotations
@@ -16,51 +18,47 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax.data import _text, _words
-from sparsejax.data._hash_ids import hash_words
+from sparsejax._hashing import hash_words
 from sparsejax.store._key_map import KeyMap
 from sparsejax.store._requested_rows import unique_of_sorted
 
 
-if TYPE_CHECKING:
-    from sparsejax.store._table import Table
+_MIN_WINDOW = 4096
+_MIN_SIGHTINGS, _MAX_SIGHTINGS = 1 << 10, 1 << 22  # keys in each of two generations
 
-
-_LEAST_WINDOW = 4096
-# Keys that were seen, in each of two generations.
-_LEAST_SIGHTINGS, _MOST_SIGHTINGS = 1 << 10, 1 << 22
-
-_COLUMNS = 3  # what each row has, besides its weights and state
-ADDED = 3  # of the arrays, those that the first files do not have
+_COLUMNS = 3  # arrays that have an entry for each row
 _HAND, _YOUNG = 0, 1  # places in the cursor
+
+# The schema of `TableKeys.description`, for `check_json`.
+SAVED = {"rows": int, "young": int, "old": int, "hand": int}
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyPolicy:
     """Which keys get a row of a store's table, and which are evicted for them.
 
-    For `KVStore.init(..., keys=KeyPolicy())`. The arguments are those of
-    `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and `count(k)`
-    its number of batches, "lru" evicts `argmin_k last(k)` and "lfu"
+    For `KVStore.init(..., keys=KeyPolicy())`. The arguments have the meaning that they
+    have in `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and
+    `count(k)` its number of batches, "lru" evicts `argmin_k last(k)` and "lfu"
     `argmin_k (count(k), last(k))`, among the next `window` rows.
 
     Args:
       policy: "lru" evicts the least recently used keys, "lfu" the least frequently used
         ones, and of those the least recently used.
-      admit_after: int, in how many calls of `KVStore.insert` a key must occur to get a
-        row.
-      max_evictions: int, how many keys one call may evict; 0 for none. By default as
-        many as it has keys.
-      window: int, among how many rows a call seeks them, the next ones at the next
-        call. By default 8 times as many as it has to evict, and at least 4096. With the
-        height of the table they are the least used ones of all, and a call that evicts
-        looks at all rows.
+      admit_after: int, the number of calls of `KVStore.insert` in which a key must
+        occur to get a row.
+      max_evictions: int, the number of keys that one call may evict; 0 for none. By
+        default the number of its keys.
+      window: int, the number of rows among which a call searches the keys to evict. The
+        next call searches the next rows. By default 8 times the number of keys to
+        evict, and at least 4096. With the height of the table, a call that evicts
+        searches all rows, and finds the least used keys of all.
 
     Raises:
       TypeError, ValueError: an argument is not as described.
@@ -83,10 +81,12 @@ class KeyPolicy:
     def __post_init__(self) -> None:
         call = "sparsejax.store.KeyPolicy"
         if self.policy not in ("lru", "lfu"):
-            raise ValueError(
-                f"{call}: policy must be 'lru' or 'lfu', got "
-                f"{_arguments.show(self.policy)}. To evict nothing, pass "
-                "max_evictions=0."
+            raise _arguments.wrong(
+                call,
+                "policy",
+                "'lru' or 'lfu'",
+                _arguments.show(self.policy),
+                "To evict nothing, pass max_evictions=0.",
             )
         _arguments.static_int(call, "admit_after", self.admit_after, 1)
         if self.max_evictions is not None:
@@ -95,12 +95,37 @@ class KeyPolicy:
             _arguments.static_int(call, "window", self.window, 1)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Insertion:
+    """A plan of `TableKeys`, which `Table.insert` applies.
+
+    Args:
+      step: int, of the call.
+      known: the rows of keys that have one.
+      free: the rows without a key that new keys get, ascending.
+      evicted: the rows whose keys are evicted for new keys, ascending.
+      added: int64, the new keys: of the rows `free`, then of the rows `evicted`.
+      refused: the number of admitted keys that get no row.
+      waiting: the number of keys that are not admitted yet.
+      window: the number of rows that were searched; 0 if none is evicted.
+    """
+
+    step: int
+    known: np.ndarray
+    free: np.ndarray
+    evicted: np.ndarray
+    added: np.ndarray
+    refused: int
+    waiting: int
+    window: int
+
+
 class TableKeys:
     """The keys of a table.
 
     Args:
       policy: of the table.
-      arrays: those of `specs_of_keys`.
+      arrays: with the shapes and dtypes of `specs_of_keys`.
     """
 
     def __init__(self, policy: KeyPolicy, arrays: list[np.ndarray]):
@@ -113,11 +138,11 @@ class TableKeys:
         self._reopen()
 
     def _reopen(self) -> None:
-        """Makes the hash tables from the arrays, which were read from a file."""
+        """Makes the hash tables from the arrays, which may come from a file."""
         rows = np.flatnonzero(self.counts)
         self._map = KeyMap(self.keys)
         self._map.add(self.keys[rows], rows)
-        # Rows below the first one that was never used may be free, after a kill.
+        # Rows below the first row that was never used may be free, after a kill.
         self._end = int(rows[-1]) + 1 if rows.size else 0
         self._holes = np.flatnonzero(self.counts[: self._end] == 0)
         self._sightings = _Sightings(self._seen, self._seen_counts, self._cursor)
@@ -130,7 +155,7 @@ class TableKeys:
         return np.flatnonzero(self.counts[: self._end])
 
     def forget(self) -> None:
-        """Leaves no row with a key, and no key seen."""
+        """Takes all rows their keys away, and forgets all sightings."""
         rows = self.rows()
         for column in reversed(self._columns):
             column[rows] = 0
@@ -139,16 +164,16 @@ class TableKeys:
         self._reopen()
 
     def description(self) -> dict[str, int]:
-        """What the description of a saved table says of them."""
+        """The part about the keys in the description of a saved table, see `SAVED`."""
         (young, _), (old, _) = self._sightings.contents()
-        sizes = {"keys": len(self), "young": young.size, "old": old.size}
+        sizes = {"rows": len(self), "young": young.size, "old": old.size}
         return sizes | {"hand": self._hand()}
 
     def contents(self) -> Iterator[np.ndarray]:
-        """The arrays of a saved table, int64; how long they are, `sizes` says.
+        """The arrays about the keys in a saved table, int64, of the lengths of `sizes`.
 
-        The rows that have a key, with their columns, and the two generations of keys
-        that were seen, with how often.
+        First the rows that have a key, and their columns; then the two generations of
+        sightings, each as keys and counts.
         """
         rows = self.rows()
         yield rows.astype(np.int64)
@@ -160,9 +185,9 @@ class TableKeys:
     def restore(
         self, description: dict[str, Any], arrays: Iterable[np.ndarray]
     ) -> None:
-        """Sets what a file has; nothing was there before."""
+        """Sets the arrays of a file; there are no keys yet."""
         rows, *values = arrays
-        hand = description.get("hand", 0)
+        hand = description["hand"]
         for column, x in zip(self._columns, values):
             column[rows] = x
         self._sightings.restore(values[_COLUMNS::2], values[_COLUMNS + 1 :: 2])
@@ -175,24 +200,19 @@ class TableKeys:
         rows = np.where(rows < 0, self.height, rows).reshape(keys.shape)
         return rows.astype(_arguments.index_dtype(self.height))
 
-    def insert(
-        self,
-        keys: np.ndarray,
-        step: int,
-        where: np.ndarray | None,
-        held_steps: int,
-        table: Table,
-        call: str,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """See `KVStore.insert`.
+    def plan(
+        self, keys: np.ndarray, step: int, where: np.ndarray | None, held_steps: int
+    ) -> Insertion:
+        """The changes that `KVStore.insert` of these keys makes, before they are made.
+
+        Only the sightings of keys that wait for admission are counted at once.
 
         Args:
           keys: int64, of any shape.
           step: int.
-          where: which of them count.
-          held_steps: of how many steps before this one the keys are not evicted.
-          table: whose rows these are.
-          call: for messages.
+          where: a mask of the keys that count, or None for all of them.
+          held_steps: keys that were used in this many steps before `step`, or since,
+            are not evicted.
         """
         wanted = keys.reshape(-1) if where is None else keys[where]
         distinct = unique_of_sorted(np.sort(wanted.view(np.uint64))).view(np.int64)
@@ -201,50 +221,42 @@ class TableKeys:
         known, new = rows[~is_new], distinct[is_new]
         waiting = self._sightings.waiting(new, self.policy.admit_after)
         admitted = new[~waiting]
-
         free = self._free(admitted.size)
-        most = self.policy.max_evictions
-        most = wanted.size if most is None else most
-        need = min(admitted.size - free.size, most)
-        # Keys of this call count as used before others are sought.
-        old_steps = self.last_step[known]
-        self.last_step[known] = step
-        evicted = self._victims(need, step - held_steps)
-        if evicted.size and table.cache is not None:
-            self.last_step[known] = old_steps
-            raise RuntimeError(
-                f"{call}: table {table.name!r} is full (new keys without a row: "
-                f"{need}), and a row that is in a CachedTable cannot change hands. "
-                "First call flush(params, opt_state) and close() of the CachedTable, "
-                "and make another one after insert; or refuse such keys, "
-                "KeyPolicy(max_evictions=0)."
-            )
-        self.counts[known] += 1
+        limit = self.policy.max_evictions
+        limit = wanted.size if limit is None else limit
+        needed = min(admitted.size - free.size, limit)
+        evicted = self._victims(needed, step - held_steps, known)
+        return Insertion(
+            step=step,
+            known=known,
+            free=free,
+            evicted=evicted,
+            added=admitted[: free.size + evicted.size],
+            refused=int(admitted.size - free.size - evicted.size),
+            waiting=int(np.count_nonzero(waiting)),
+            window=self._window(needed) if evicted.size else 0,
+        )
 
-        # A row without a key may have weights: those of a key that was removed, after
-        # a kill, or of an id.
-        stale = free[table.touched[free] != 0]
-        if stale.size:
-            table.clear(stale)
-        if evicted.size:
-            self._map.remove(self.keys[evicted])
-            self.counts[evicted] = 0
-            table.clear(evicted)
-            self._cursor[_HAND] = (self._hand() + self._window(need)) % self.height
-        given = np.concatenate([free, evicted])
-        added = admitted[: given.size]
-        self.keys[given] = added
-        self.last_step[given] = step
-        self.counts[given] = 1
-        self._map.add(added, given)
-        self._take(free)
-        self.evicted += int(evicted.size)
-        self.refused += int(admitted.size - given.size)
-        self.waiting += int(np.count_nonzero(waiting))
-        out = self.find(keys)
-        if where is not None:
-            out[~where] = self.height
-        return out, evicted.astype(out.dtype)
+    def release(self, evicted: np.ndarray) -> None:
+        """Takes the keys of these rows away; the caller then clears the rows."""
+        self._map.remove(self.keys[evicted])
+        self.counts[evicted] = 0
+
+    def commit(self, plan: Insertion) -> None:
+        """Makes the changes of a plan whose rows are released and cleared."""
+        self.last_step[plan.known] = plan.step
+        self.counts[plan.known] += 1
+        given = np.concatenate([plan.free, plan.evicted])
+        self.keys[given] = plan.added
+        self.last_step[given] = plan.step
+        self.counts[given] = 1  # last: a row with a count is whole, even after a kill
+        self._map.add(plan.added, given)
+        self._take(plan.free)
+        if plan.window:
+            self._cursor[_HAND] = (self._hand() + plan.window) % self.height
+        self.evicted += int(plan.evicted.size)
+        self.refused += plan.refused
+        self.waiting += plan.waiting
 
     def _free(self, count: int) -> np.ndarray:
         """At most `count` rows that have no key, ascending."""
@@ -253,26 +265,30 @@ class TableKeys:
         return np.concatenate([holes, np.arange(self._end, end)])
 
     def _take(self, free: np.ndarray) -> None:
-        """Notes that these rows, which `_free` gave, have keys."""
+        """Marks these rows, which `_free` returned, as taken."""
         taken = min(free.size, self._holes.size)
         self._holes = self._holes[taken:]
         self._end += free.size - taken
 
     def _hand(self) -> int:
-        """Where the next window begins."""
+        """The row at which the next window begins."""
         return int(self._cursor[_HAND]) % max(self.height, 1)
 
     def _window(self, count: int) -> int:
-        window = self.policy.window or max(_LEAST_WINDOW, 8 * count)
+        window = self.policy.window or max(_MIN_WINDOW, 8 * count)
         return min(window, self.height)
 
-    def _victims(self, count: int, step: int) -> np.ndarray:
-        """At most `count` rows of keys last used before `step`, ascending."""
+    def _victims(self, count: int, step: int, known: np.ndarray) -> np.ndarray:
+        """At most `count` rows of keys last used before `step`, ascending; not `known`.
+
+        The rows `known` belong to keys of this call, which `commit` marks as used.
+        """
         if count <= 0:
             return np.zeros((0,), np.int64)
         rows = (self._hand() + np.arange(self._window(count))) % self.height
         rows = np.sort(rows)
         rows = rows[(self.counts[rows] > 0) & (self.last_step[rows] < step)]
+        rows = np.setdiff1d(rows, known, assume_unique=True)
         last = self.last_step[rows]
         if self.policy.policy == "lru":
             order = np.argsort(last, kind="stable")
@@ -282,12 +298,15 @@ class TableKeys:
 
 
 class _Sightings:
-    """How often keys without a row were seen: two generations, the older forgotten.
+    """Counts of sightings of keys without a row, in two generations.
+
+    If the younger generation is full, the older one is forgotten and becomes the
+    younger one.
 
     Args:
       keys, counts: int64 `[2, limit]`, of each generation; a key that was counted comes
         before all slots whose count is 0.
-      cursor: which generation is the younger one, at `_YOUNG`.
+      cursor: int64 `[2]`; at `_YOUNG` the number of the younger generation.
     """
 
     def __init__(self, keys: np.ndarray, counts: np.ndarray, cursor: np.ndarray):
@@ -295,7 +314,7 @@ class _Sightings:
         self._generations = [_Generation(*pair) for pair in zip(keys, counts)]
 
     def waiting(self, keys: np.ndarray, admit_after: int) -> np.ndarray:
-        """Counts a sighting of distinct `keys`; which have not been seen often enough.
+        """Counts a sighting of distinct `keys`; returns a mask of the keys that wait.
 
         A key that was admitted stays counted, so that it is admitted at once if it is
         evicted and comes back soon.
@@ -306,7 +325,7 @@ class _Sightings:
         return np.concatenate([self._count(part) for part in parts]) < admit_after
 
     def _count(self, keys: np.ndarray) -> np.ndarray:
-        """Adds 1 to the counts of at most `limit` distinct keys; returns these."""
+        """Adds 1 to the counts of at most `limit` distinct keys; returns the counts."""
         young, old = self._by_age()
         if young.size + keys.size > self._limit:
             young, old = old, young
@@ -328,7 +347,7 @@ class _Sightings:
         return [generation.contents() for generation in self._by_age()]
 
     def restore(self, keys: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> None:
-        """Sets what `contents` returned; nothing was there before."""
+        """Sets the result of `contents`; there are no sightings yet."""
         for generation, *pair in zip(self._by_age(), keys, counts):
             generation.restore(*pair)
 
@@ -348,7 +367,7 @@ class _Generation:
         self._map.add(keys[: self.size], np.arange(self.size))
 
     def count(self, keys: np.ndarray) -> np.ndarray:
-        """Adds 1 to the counts of distinct `keys`; returns these counts."""
+        """Adds 1 to the counts of distinct `keys`; returns the counts."""
         new = keys[self._map.find(keys) < 0]
         rows = self.size + np.arange(new.size)
         self._keys[rows] = new
@@ -375,20 +394,21 @@ class _Generation:
 
 
 def sizes(description: dict[str, Any]) -> list[int]:
-    """How long the arrays of `TableKeys.contents` are, as the description says."""
-    young, old = description.get("young"), description.get("old", 0)
-    seen = [] if young is None else [young, young, old, old]  # not in the first files
-    return [description.get("keys", 0)] * (1 + _COLUMNS) + seen
+    """The lengths of the arrays of `TableKeys.contents`, by the description."""
+    rows, young, old = (description[name] for name in ("rows", "young", "old"))
+    return [rows] * (1 + _COLUMNS) + [young, young, old, old]
 
 
 def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of the keys of a table: shapes and dtypes.
+    """Shapes and dtypes of the arrays of the keys of a table.
 
-    The key of each row, its last step, and how many calls of `insert` had it, 0 for a
-    row without a key; the keys that were seen and how often, in two generations; and
-    the cursor: where victims are sought next, and which generation is the younger one.
+    - The key of each row, its last step, and the number of calls of `insert` that had
+      it, which is 0 for a row without a key.
+    - The sightings, in two generations: keys and counts.
+    - The cursor: the row at which victims are searched next, and the number of the
+      younger generation.
     """
-    limit = int(np.clip(height, _LEAST_SIGHTINGS, _MOST_SIGHTINGS))
+    limit = int(np.clip(height, _MIN_SIGHTINGS, _MAX_SIGHTINGS))
     shapes = [(height,)] * _COLUMNS + [(2, limit)] * 2 + [(2,)]
     return [jax.ShapeDtypeStruct(shape, np.int64) for shape in shapes]
 
@@ -397,19 +417,19 @@ def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def as_keys(call: str, keys: Any) -> np.ndarray:
-    """Keys as int64, of their shape: integers, or the hashes of strings."""
+    """Converts integers, or strings by their hashes, to int64 of the same shape."""
     if isinstance(keys, jax.Array) and keys.dtype.itemsize < 8:
-        raise TypeError(
-            f"{call}: keys must be NumPy integers or strings, got a JAX array of "
-            f"{keys.dtype}, to which JAX truncates keys of 64 bits. Pass what the "
-            "batch has before it is put on the device, or np.asarray(keys) if it "
-            "never had more bits."
+        raise _arguments.wrong_type(
+            call,
+            "keys",
+            "NumPy integers or strings",
+            f"a JAX array of {keys.dtype}, to which JAX truncates keys of 64 bits",
+            "Pass the keys before they are put on the device, or np.asarray(keys) if "
+            "they never had more bits.",
         )
     found = keys if isinstance(keys, jax.Array) else _as_array(call, keys)
     if found.dtype.kind in "USOT":
-        column = _words.as_column(call, np.asarray(found).reshape(-1), "keys")
-        hashes = column.per_row(hash_words(_text.as_matrix(column.words), 0))
-        return hashes.view(np.int64).reshape(found.shape)
+        return _hash_strings(np.asarray(found))
     if not found.size:
         return np.zeros(found.shape, np.int64)
     found = np.asarray(_arguments.as_integers(call, found, "keys"))
@@ -417,19 +437,41 @@ def as_keys(call: str, keys: Any) -> np.ndarray:
     return found.astype(wide).view(np.int64)
 
 
+def _hash_strings(strings: np.ndarray) -> np.ndarray:
+    """Hashes of strings and bytes, int64 of their shape; text is hashed as UTF-8."""
+    values = strings.reshape(-1).tolist()
+    words = {
+        value: value
+        if isinstance(value, bytes)
+        else value.encode("utf-8", "surrogateescape")
+        for value in values
+    }
+    lengths = np.array([len(word) for word in words.values()], np.int64)
+    width = int(lengths.max(initial=1))
+    text = np.array(list(words.values()), f"S{width}").view(np.uint8)
+    text = text.reshape(len(words), width)
+    place = {value: k for k, value in enumerate(words)}
+    rows = np.fromiter(map(place.__getitem__, values), np.int64, len(values))
+    hashes = hash_words(text, lengths, salt=0)[rows]
+    return hashes.view(np.int64).reshape(strings.shape)
+
+
 def _as_array(call: str, keys: Any) -> np.ndarray:
-    """Keys as NumPy has them, with 3 and "3" apart."""
+    """Converts keys to a NumPy array in which 3 and "3" stay different."""
     try:
         found = np.asarray(keys)
     except ValueError:
-        raise TypeError(
-            f"{call}: keys must be an array, or nested lists of equal lengths, got "
-            f"{_arguments.show(keys)}. Pad them, and give padding False in where."
+        raise _arguments.wrong_type(
+            call,
+            "keys",
+            "an array, or nested lists of equal lengths",
+            _arguments.show(keys),
+            "Pad them, and pass where=False for padding.",
         ) from None
     is_list = isinstance(keys, (list, tuple))
     if found.dtype != object and not (is_list and found.dtype.kind in "US"):
         return found
-    found = np.array(keys, dtype=object)  # where NumPy has not made "3" of 3
+    found = np.array(keys, dtype=object)  # in which NumPy does not make "3" of 3
     values = found.reshape(-1).tolist()
     kinds = {_kind_of_key(type(value)): value for value in reversed(values)}
     if kinds.keys() <= {"string"}:
@@ -437,10 +479,13 @@ def _as_array(call: str, keys: Any) -> np.ndarray:
     if kinds.keys() == {"integer"}:
         return np.array(values).reshape(found.shape)
     ones = " and ".join(map(_arguments.show, kinds.values()))
-    raise TypeError(
-        f"{call}: keys must be all integers or all strings, got {ones}. 3 and '3' are "
-        "different keys: convert them to one kind. For a string that is missing, write "
-        "''."
+    raise _arguments.wrong_type(
+        call,
+        "keys",
+        "all integers or all strings",
+        ones,
+        "3 and '3' are different keys: convert them to one kind. For a string that is "
+        "missing, write ''.",
     )
 
 
@@ -453,13 +498,16 @@ def _kind_of_key(kind: type) -> str:
 
 
 def as_where(call: str, where: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The argument `where` as booleans of the shape of the keys."""
+    """Checks the argument `where`: booleans of the shape of the keys."""
     if where is None:
         return None
     found = np.asarray(where)
     if found.dtype != np.bool_ or found.shape != shape:
-        raise TypeError(
-            f"{call}: where must be booleans of the shape of keys, {shape}, got "
-            f"{_arguments.kind_of(where)}. It is False for padding."
+        raise _arguments.wrong_type(
+            call,
+            "where",
+            f"booleans of the shape of keys, {shape}",
+            _arguments.kind_of(where),
+            "It is False for padding.",
         )
     return found

@@ -12,9 +12,11 @@ from jax.core import Tracer
 from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax.store import _format
+from sparsejax.store._in_flight import WorkQueue
 from sparsejax.store._journal import roll_back
-from sparsejax.store._keys import ADDED, KeyPolicy
+from sparsejax.store._keys import KeyPolicy
 from sparsejax.store._memory import MappedFile, Memory
+from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer
 from sparsejax.store._requested_rows import check_not_traced
 from sparsejax.store._table import Table, arrays_of
@@ -31,15 +33,26 @@ def make_table(
     initializer: Callable[..., Any] | None,
     key: Any,
     dtype: Any,
-    keys: Any = None,
+    keys: Any,
+    queue: WorkQueue,
+    process: int,
+    count: int,
 ) -> Table:
-    """The table, in memory or in its file; arguments as in `KVStore.init`."""
+    """The table, in memory or in its file.
+
+    Args:
+      name, shape_or_array, tx, path, initializer, key, dtype, keys: as in
+        `KVStore.init`.
+      queue: of the store.
+      process, count: the index of this process, and the number of processes that share
+        the rows.
+    """
     check_not_traced(_CALL, name, "weights", shape_or_array)
     shape, array = _shape_or_array(name, shape_or_array)
     if path is not None:
         path = as_path(_CALL, path)
     dtype = _as_dtype(name, dtype, array)
-    _check_keys(name, keys, array)
+    _check_keys(name, keys, array, count)
     _check_shape_and_optimizer(name, shape, dtype, tx)
     if initializer is not None:
         if array is not None:
@@ -49,10 +62,12 @@ def make_table(
                 "or pass a shape."
             )
         if not callable(initializer):
-            raise TypeError(
-                f"{_CALL}: initializer must be a function (key, shape, dtype) -> "
-                "array, for example jax.nn.initializers.normal(0.01), got "
-                f"{_arguments.show(initializer)}."
+            raise _arguments.wrong_type(
+                _CALL,
+                "initializer",
+                "a function (key, shape, dtype) -> array, for example "
+                "jax.nn.initializers.normal(0.01)",
+                _arguments.show(initializer),
             )
         if shape[0] > 1 << 32:
             raise ValueError(
@@ -65,6 +80,13 @@ def make_table(
         _check_initializer(name, initializer, (1, *shape[1:]), dtype, key)
     key = _format.encode_key(key)
 
+    owners = Owners(shape[0], process, count)
+    if count > 1:
+        shape = (owners.own_height, *shape[1:])
+        if array is not None:
+            array = array[owners.ids(np.arange(owners.own_height))]
+        if path is not None:
+            path = own_path(path, process, count)
     optimizer = None if tx is None else Optimizer(tx, shape, dtype)
     initial = {} if array is None else {0: array}
     if optimizer is not None:
@@ -86,10 +108,21 @@ def make_table(
             initialized=bool(initializer),
             keyed=keyed,
         )
-        added = ADDED if keyed else 0
-        memory = MappedFile(path, specs, initial, header, name, added)
+        memory = MappedFile(path, specs, initial, header, name)
         given = memory.found["given"]
-    table = Table(name, shape, dtype, optimizer, initializer, key, given, memory, keys)
+    table = Table(
+        name,
+        shape,
+        dtype,
+        optimizer,
+        initializer,
+        key,
+        given,
+        memory,
+        queue,
+        owners,
+        keys,
+    )
     if isinstance(memory, MappedFile):
         table.journal = memory.found.get("journal")
         table.flushed_step = memory.found.get("step")
@@ -99,6 +132,11 @@ def make_table(
             table.close()
             raise
     return table
+
+
+def own_path(path: Any, process: int, count: int) -> Any:
+    """The path of the file of this process, if there are several."""
+    return path if count == 1 else f"{os.fspath(path)}.{process}-of-{count}"
 
 
 def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
@@ -113,17 +151,27 @@ def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
     return x.shape, np.asarray(x)
 
 
-def _check_keys(name: str, keys: Any, array: np.ndarray | None) -> None:
+def _check_keys(name: str, keys: Any, array: np.ndarray | None, count: int) -> None:
     if keys is not None and not isinstance(keys, KeyPolicy):
-        raise TypeError(
-            f"{_CALL}: keys must be a sparsejax.store.KeyPolicy, for a table whose "
-            f"rows belong to keys, or None, got {_arguments.kind_of(keys)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "keys",
+            "a sparsejax.store.KeyPolicy, for a table whose rows belong to keys, or "
+            "None",
+            _arguments.kind_of(keys),
         )
     if keys is not None and array is not None:
         raise ValueError(
             f"{_CALL}: table {name!r} has both keys and an array of weights, but its "
             "rows have no keys yet. Pass a shape, and set weights with assign once "
             "insert has given rows to their keys."
+        )
+
+    if keys is not None and count > 1:
+        raise ValueError(
+            f"{_CALL}: table {name!r} cannot have keys, since its rows are sharded "
+            f"over {count} processes by id. Pull ids that a sparsejax.HashIndex or a "
+            "sparsejax.data.Vocabulary gives to keys."
         )
 
 
@@ -134,8 +182,8 @@ def _as_dtype(name: str, dtype: Any, array: np.ndarray | None) -> np.dtype:
     try:
         found = np.dtype(dtype)
     except TypeError:
-        raise TypeError(
-            f"{_CALL}: dtype must be a numeric type, got {dtype!r}."
+        raise _arguments.wrong_type(
+            _CALL, "dtype", "a numeric type", repr(dtype)
         ) from None
     if array is not None and found != array.dtype:
         raise ValueError(
@@ -159,12 +207,14 @@ def _check_shape_and_optimizer(
         reason = str(error).removeprefix("sparsejax: ")
         raise ValueError(f"{_CALL}: {reason}") from None
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
-        raise TypeError(f"{_CALL}: dtype must be a numeric type, got {dtype}.")
+        raise _arguments.wrong_type(_CALL, "dtype", "a numeric type", str(dtype))
     if tx is not None and not all(hasattr(tx, x) for x in ("init", "update")):
-        raise TypeError(
-            f"{_CALL}: tx must be an optax transformation, for example "
-            "sparsejax.optim.adagrad(0.1), or None for a read-only table, got "
-            f"{_arguments.kind_of(tx)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "tx",
+            "an optax transformation, for example sparsejax.optim.adagrad(0.1), or "
+            "None for a read-only table",
+            _arguments.kind_of(tx),
         )
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(

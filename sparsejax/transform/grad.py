@@ -10,15 +10,14 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _arguments, _collector
+from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, with_slots
-from sparsejax._rows.after import after
-from sparsejax.transform import read_again
+from sparsejax._rows.order_after import order_after
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
 from sparsejax.transform.table import replicate
-from sparsejax.transform.trace import Leaf, check_fun, makes_views, trace_call
+from sparsejax.transform.trace import Leaf, check_fun, trace_call
 
 
 P = ParamSpec("P")
@@ -80,14 +79,14 @@ def value_and_grad(
     rows (beyond that a dense gradient is cheaper). How it is read does not
     matter: `sparsejax.lookup`, `embedding_bag`, `table[ids]`, `jnp.take`,
     `lax.dynamic_slice`, an embedding layer of flax or equinox, inside `jit`,
-    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`. The rows of a stack of K
-    tables, `[K, V, ...]` read at (k, v), are those of all tables: see `SelectedRows`.
+    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`. A stack of K tables,
+    `[K, V, ...]` read at (k, v), has K * V rows: see `SelectedRows`.
 
-    Every other leaf gets exactly what `jax.grad` gives, a dense gradient. So
-    does a table that is also multiplied as a whole (tied to an output layer),
-    written to, carried through a loop and changed there, or passed to a
-    `custom_vjp` function. `sparsejax.explain(fun)(*args)` prints which leaves
-    are sparse, where each is read, and why a leaf is not sparse.
+    Every other leaf gets the dense gradient that `jax.grad` gives. A table
+    also gets a dense gradient if it is multiplied as a whole (tied to an output
+    layer), written to, changed inside a loop, or passed to a `custom_vjp`
+    function. `sparsejax.explain(fun)(*args)` prints which leaves are sparse,
+    where each is read, and why a leaf is not sparse.
 
     Args:
       fun: a function with a scalar float output, or `(scalar, aux)`. It is
@@ -95,20 +94,20 @@ def value_and_grad(
         (ints, strings, functions) is passed through unchanged.
       argnums: int or tuple of ints, the arguments to differentiate; these are
         passed by position.
-      has_aux: whether `fun` returns `(loss, aux)`; aux is any tree, and is not
+      has_aux: True if `fun` returns `(loss, aux)`; aux is any tree, and is not
         differentiated.
       tables: which leaves are tables. None decides as above. Or a tree prefix
         of the argument with True, False or None at its leaves (a dict needs all
         of its keys), or `callable(path, leaf) -> bool`: True requires
         SelectedRows, whatever fraction of the rows is read, and raises an error
-        where that is impossible; False gives the dense gradient. With a tuple `argnums`
+        if that is impossible; False gives the dense gradient. With a tuple `argnums`
         it is a prefix of that tuple. `sparsejax.nn.tables` builds it for layers.
 
     Returns:
       A function of the same arguments that returns `(value, gradient)`, or
       `((value, aux), gradient)`. The gradient has the structure of the argument
       (a tuple of them for a tuple `argnums`), with a SelectedRows of the
-      table's shape and dtype where it is sparse. A leaf that is itself a SelectedRows,
+      table's shape and dtype if it is sparse. A leaf that is itself a SelectedRows,
       as returned by `KVStore.pull`, gets one with the same rows.
 
     Raises:
@@ -139,7 +138,7 @@ def value_and_grad(
       >>> loss, params["table"][6:8, 0]  # row 6 was not read
       (Array(4., dtype=float32), Array([1. , 0.9], dtype=float32))
 
-      What the gradients are:
+      The gradients:
 
       >>> loss, grads = sj.value_and_grad(loss_fn)(params, batch)
       >>> grads["table"]
@@ -176,7 +175,6 @@ def transform(
     check_fun(caller, fun, argnums, has_aux)
 
     @functools.wraps(fun)
-    @_collector.paused_if_traced
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(fun, argnums, has_aux, tables, args, kwargs, caller)
         loss, aux, grads = _differentiate(make_plan(call, stacks=stacks))
@@ -219,14 +217,14 @@ def grad(
       fun: a function with a scalar float output, or `(scalar, aux)`.
       argnums: int or tuple of ints, the arguments to differentiate; these are
         passed by position.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      has_aux: True if `fun` returns `(loss, aux)`.
       tables: which leaves are tables, as in `sparsejax.value_and_grad`: None, a
         tree prefix of bools, or `callable(path, leaf) -> bool`.
 
     Returns:
       A function of the same arguments that returns the gradient, or
       `(gradient, aux)`. The gradient has the structure of the argument, with a
-      SelectedRows where it is sparse.
+      SelectedRows for each sparse leaf.
 
     Raises:
       DensifyError: a leaf that `tables=` requires to be sparse is not only read
@@ -266,22 +264,20 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
         inputs = list(call.inputs)
         for leaf, value in zip(dense, dense_values):
             inputs[leaf.position] = value
-        reads = Reads(deltas, read_again.Recipes() if again else None)
+        reads = Reads(deltas)
         loss, *aux = plan.walk(inputs, reads)
         return loss, (aux, reads.ids)
 
     deltas = plan.zero_deltas()
-    # In a walk of this program, a second read would be another slot of its gradient.
-    again = not makes_views.value and read_again.is_worth_it(deltas)
     values = [call.inputs[leaf.position] for leaf in dense]
     (loss, (aux, ids)), (dense_grads, cotangents) = jax.value_and_grad(
         planted, argnums=(0, 1), has_aux=True
     )(values, deltas)
-    # A table is updated once its cotangents are there. Loss and aux have to have read
-    # it by then, or XLA copies it. Nor are rows that are read again in memory twice.
+    # Order loss and aux before the cotangents. An update in place may follow the
+    # cotangents, and XLA copies the table if anything else reads it later.
     if cotangents:
-        last = after(loss, aux)
-        cotangents = [after(x, [last]) for x in cotangents]
+        last = order_after(loss, aux)
+        cotangents = [order_after(x, [last]) for x in cotangents]
 
     grads: dict[int, Any] = {}
     for leaf, g in zip(dense, dense_grads):
@@ -291,8 +287,8 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
     reads_of = collections.defaultdict(list)
     for k, site in enumerate(sites):
         reads_of[site.table].append(k)
-    for number, leaf in enumerate(plan.tables):
-        mine = reads_of[number]
+    for leaf in plan.tables:
+        mine = reads_of[leaf.position]
         grads[leaf.position] = _package(
             leaf,
             [ids[k] for k in mine],

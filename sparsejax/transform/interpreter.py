@@ -1,27 +1,30 @@
 """The walk: run a traced program again, with tables that are read by rows.
 
 A function of tables and other arrays is traced to a jaxpr. The jaxpr is run, equation
-by equation, in an environment where a table is a `TableRef` instead of an array. An
+by equation, in an environment in which a table is a `TableRef` instead of an array. An
 equation without a `TableRef` among its inputs is bound unchanged. For the others there
 is a rule per primitive, which may
 
-- *read rows*: `ctx.read(ref, ids)` gives the rows and records that they were read;
+- *read rows*: `ctx.read(ref, ids)` gives the rows and records the read;
 - *pass the table on*: return `ref.then(...)`, another row-wise view of it;
-- decline with `NotImplemented`, as does a primitive that has no rule. Then the whole
-  table is used, which is a dense use.
+- decline with `NotImplemented`, as does a primitive that has no rule. Then the equation
+  uses the whole table, which is a dense use.
 
 The same walk serves twice. When collecting (under `jax.eval_shape`, so nothing is
 computed), it finds where rows are read, how many, and which uses are dense. When
-planting, it gives every read a zero *delta* with the shape of what was read; the
-gradient with respect to the deltas is the sparse gradient, and the ids read are its
-rows. `plan.py` collects, `grad.py` plants and packages the result.
+planting, it gives every read a zero *delta* with the shape of the rows. The gradient
+with respect to the deltas is the sparse gradient, and the ids read are its rows.
+`plan.py` collects, `grad.py` plants and packages the result.
 
 Sharp edges:
 
 - Reads are numbered in program order, and both walks must number them alike. A rule may
   therefore branch on types, shapes and liveness, never on values.
-- The collecting walk binds only equations that a table reaches. What any other equation
-  computes is a placeholder there: a tracer of the right type, made when a rule asks for
+- The planting walk may have fewer tables than the collecting walk, which has all leaves
+  that may be tables. Without a table its reads are missing, and the order of the others
+  does not change.
+- The collecting walk binds only equations that a table reaches. The output of any other
+  equation is a placeholder there: a tracer of the right type, made when a rule asks for
   it. A large model around a lookup is therefore traced twice, not three times.
 - Control flow walks its body separately, with its own `Reads`. Their sites are stored
   by the `path` of the equation, since the planting walk must know how many deltas to
@@ -36,7 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,39 +47,49 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax._lookup.lowerings import xla
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
-from sparsejax.transform import read_again, repeated
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.registry import Registry
 from sparsejax.transform.table import TableRef, drop_cotangents, plant, plant_combined
 
 
+# ------------------------------------------------------------------ rules
+
 Rule = Callable[..., Any]
 _RULES = Registry()
+_RULES_OF_ARRAYS: set[str] = set()  # names of primitives registered with of_arrays
 
 
-def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
+def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule], Rule]:
     """Decorator: registers how a primitive reads rows of a table, or passes it on.
 
     The rule is called as `rule(ctx, *inputs, **params)`, with the equation's parameters
-    and its inputs, at least one of which is a `TableRef`. It returns what the primitive
-    returns (a list if that has multiple results), or `NotImplemented`, which makes this
-    a use of the whole table. It may branch on shapes and types, not on values.
+    and its inputs, at least one of which is a `TableRef`. It returns the outputs of the
+    primitive (a list if the primitive has multiple results), or `NotImplemented`, which
+    makes this a use of the whole table. It may branch on shapes and types, not on
+    values.
 
     - `ctx.read(ref, ids)` gives the rows `[*ids.shape, *ref.content]`, and their
       cotangents become the sparse gradient. An id out of range gets no gradient.
     - `ctx.combine(ref, ids, out, transpose)` records a read of rows if the program only
-      has a linear combination `out` of them; the rows need not be an array.
+      has a linear combination `out` of the rows; the rows need not be an array.
     - `ref.then(fn)` is the table with `fn` applied to each row; pass `shape=`, `dtype=`
-      or `row_axis=` where `fn` changes them.
+      or `row_axes=` if `fn` changes them.
     - `ctx.dense(x)` is the whole array, which makes the gradient dense.
 
+    A rule gets every kind of view. If `ref.row_axis` is None, the view is a stack of
+    tables with two axes of rows. If `ref.has_all_rows` is False, row r of the view is
+    not row r of `ref.array`. `ctx.read` and `ref.then` take all of them; a rule that
+    uses `ref.array` itself returns NotImplemented unless `ref.has_all_rows`.
+
     Args:
-      *primitives: `jax.extend.core.Primitive` objects, or their names. Of several rules
-        for a primitive, JAX's own included, the latest is asked first; where it
-        returns `NotImplemented`, the one before it is.
+      *primitives: `jax.extend.core.Primitive` objects, or their names. If a primitive
+        has several rules, JAX's own included, the latest is called first; if it returns
+        `NotImplemented`, the one before it is called.
+      of_arrays: also call the rule for equations without a `TableRef`, in nested
+        programs too. For a primitive that makes a view of any array, which its rule
+        returns as `TableRef.of_array(x)`.
 
     Returns:
       A decorator that returns the rule unchanged.
@@ -101,11 +114,12 @@ def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
     """
     for primitive in primitives:
         if not isinstance(primitive, str) and not hasattr(primitive, "bind"):
-            raise TypeError(
-                "sparsejax.extend.register_rule: primitives must be "
-                "jax.extend.core.Primitive objects or their names, got "
-                f"{_arguments.kind_of(primitive)}. Use it with parentheses: "
-                "@register_rule(my_p)."
+            raise _arguments.wrong_type(
+                "sparsejax.extend.register_rule",
+                "primitives",
+                "jax.extend.core.Primitive objects or their names",
+                _arguments.kind_of(primitive),
+                "Use it with parentheses: @register_rule(my_p).",
             )
     if not primitives:
         raise TypeError(
@@ -116,75 +130,34 @@ def register_rule(*primitives: Any) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for primitive in primitives:
             _RULES.add(primitive, rule)
+            if of_arrays:
+                name = primitive if isinstance(primitive, str) else primitive.name
+                _RULES_OF_ARRAYS.add(name)
         return rule
 
     return register
 
 
-_SOURCES: set[str] = set()
+def has_rule(primitive: str) -> bool:
+    """Return True if a rule is registered for the primitive of that name."""
+    return bool(_RULES.named(primitive))
 
 
-def register_source(primitive: Any) -> Callable[[Rule], Rule]:
-    """`register_rule_of_stacks`, for a primitive that makes a view of any array.
-
-    Its rule is also asked where the input is an array, inside other programs too. Of
-    such an array it makes a view with `TableRef.of_array`.
-    """
-    _SOURCES.add(primitive.name)
-    return register_rule_of_stacks(primitive)
-
-
-def _has_source(run: Run, eqn: Any) -> bool:
-    """Whether an equation, or one of a program inside it, makes a view of an array."""
-    if eqn.primitive.name in _SOURCES:
-        return True
-    found = False
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                if id(inner) not in run.with_sources:
-                    has = any(_has_source(run, e) for e in inner.eqns)
-                    # The jaxpr is kept, so that no other one can reuse its id.
-                    run.with_sources[id(inner)] = inner, has
-                found = found or run.with_sources[id(inner)][1]
-    return found
-
-
-_KNOWS_STACKS = "_sparsejax_knows_stacks"
-
-
-def register_rule_of_stacks(*primitives: Any) -> Callable[[Rule], Rule]:
-    """`register_rule`, for a rule that also knows tables in a stack and parts of them.
-
-    Other rules take `row_axis` and `array` for all there is to know of a view. They are
-    asked only about views with all rows of a table.
-    """
-
-    def register(rule: Rule) -> Rule:
-        setattr(rule, _KNOWS_STACKS, True)
-        return register_rule(*primitives)(rule)
-
-    return register
-
-
-def knows_stacks(primitive: str) -> bool:
-    """Whether a rule for the primitive of that name knows tables in a stack."""
-    return any(getattr(rule, _KNOWS_STACKS, False) for rule in _RULES.named(primitive))
+# ------------------------------------------------------------------ reads
 
 
 class Site(NamedTuple):
-    """One place where rows of a table are read.
+    """One place of a program that reads rows of a table.
 
     Args:
-      table: which table.
+      table: the number of the table.
       lead: static shape of the ids; a loop prepends its length.
       where: `file:line`.
       axes: manual mesh axes over which the rows read vary.
-      spec: how they are sharded over explicit axes of `mesh`: a PartitionSpec's parts,
-        or ().
+      spec: how the rows are sharded over explicit axes of `mesh`: the parts of a
+        PartitionSpec, or ().
       kind: how the gradient of such reads is packaged, see `RuleContext.combine`.
-      per_output: how many ids are combined into a row of what is computed.
+      per_output: how many ids are combined into a row of the result.
     """
 
     table: int
@@ -197,7 +170,7 @@ class Site(NamedTuple):
     per_output: float = 1
 
     def in_loop(self, length: int) -> Site:
-        """The same reads, repeated for every step of a loop."""
+        """The same reads, once for every step of a loop."""
         spec = (None, *self.spec) if self.spec else ()
         return self._replace(lead=(length, *self.lead), spec=spec)
 
@@ -208,7 +181,7 @@ class Site(NamedTuple):
 
 
 class DenseUse(NamedTuple):
-    """One place where a whole table is used and differentiated."""
+    """One place of a program that uses a whole table and is differentiated."""
 
     table: int
     primitive: str
@@ -222,22 +195,16 @@ class Reads:
     Args:
       deltas: when planting, one zero array `[*lead, *row_shape]` per read; None when
         collecting.
-      recipes: if derivatives may read rows again, see `read_again.py`.
     """
 
-    def __init__(
-        self,
-        deltas: Sequence[jax.Array] | None = None,
-        recipes: read_again.Recipes | None = None,
-    ):
-        self.recipes = recipes
+    def __init__(self, deltas: Sequence[jax.Array] | None = None):
         self.sites: list[Site] = []
         self.ids: list[jax.Array] = []
         self._deltas = None if deltas is None else list(deltas)
 
     @property
     def planting(self) -> bool:
-        """Whether there are deltas to plant."""
+        """Return True if there are deltas to plant."""
         return self._deltas is not None
 
     def take(self, count: int) -> list[jax.Array]:
@@ -257,41 +224,59 @@ class Reads:
         return Reads(deltas if self.planting else None)
 
 
-def _per_output(ref: TableRef, num_ids: int, out: Any) -> float:
-    return num_ids * math.prod(ref.array.shape[1:]) / out.size if out.size else 1
+Bodies = dict[Any, list[tuple[Site, ...]]]
 
 
 @dataclasses.dataclass
 class Run:
-    """What the walks of one program share.
+    """The state that the walks of one program share.
 
     Args:
-      heights: number of rows of each table.
-      liveness: what the loss is differentiated through.
-      bodies: by the path of a control-flow equation, the sites in its body or bodies.
+      heights: by the number of a table, its number of rows.
+      liveness: the variables that the loss is differentiated through.
+      bodies: by the path of a control-flow equation, the sites in each of its bodies.
       dense: the dense uses found.
       sites: all reads, once they have been collected.
-      with_sources: by the id of a program, the program, and whether it has an equation
-        that makes a view of an array.
+      with_rules_of_arrays: by the id of a program, the program, and True if it has an
+        equation whose rule takes arrays.
     """
 
-    heights: Sequence[int]
+    heights: Mapping[int, int]
     liveness: Liveness = dataclasses.field(default_factory=Liveness)
-    bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    bodies: Bodies = dataclasses.field(default_factory=dict)
     dense: list[DenseUse] = dataclasses.field(default_factory=list)
     sites: tuple[Site, ...] = ()
-    with_sources: dict[int, tuple[Any, bool]] = dataclasses.field(default_factory=dict)
+    with_rules_of_arrays: dict[int, tuple[Any, bool]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def only(self, tables: Collection[int]) -> Run:
+        """The state after a walk with these tables alone.
+
+        A rule sees one table at a time, so the reads of the others keep their order.
+        """
+        mine = lambda sites: tuple(s for s in sites if s.table in tables)
+        return dataclasses.replace(
+            self,
+            heights={table: self.heights[table] for table in tables},
+            bodies={path: [*map(mine, found)] for path, found in self.bodies.items()},
+            dense=[use for use in self.dense if use.table in tables],
+            sites=mine(self.sites),
+        )
+
+
+# ------------------------------------------------------------------ RuleContext
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleContext:
-    """What a rule receives in addition to its equation's inputs and parameters.
+    """The first argument of a rule, followed by its equation's inputs and parameters.
 
     Args:
-      run, reads: what the walk shares, and the reads of this program.
+      run, reads: the state that the walks share, and the reads of this program.
       eqn: the equation.
-      live: for each output of the equation, whether the loss is differentiated
-        through it.
+      live: for each output of the equation, True if the loss is differentiated through
+        it.
       where: the user's `file:line`.
       path: position of the equation in the program.
 
@@ -321,11 +306,12 @@ class RuleContext:
 
         Args:
           ref: the view.
-          ids: integers of any shape. An id outside `[0, V)` reads the nearest row and
-            gets no gradient; nor does what the view is computed with.
-          valid: optional bool of the same shape; where False the read gets no gradient.
-          drop: False if there are no such reads, or if the rule itself replaces what
-            they read.
+          ids: integers of any shape. An id outside `[0, V)` reads the nearest row. It
+            gives no gradient to the table, nor to the operands of the view's steps.
+          valid: optional bool of the same shape; where it is False the read gets no
+            gradient.
+          drop: False if all ids are in range and valid, or if the rule itself replaces
+            the rows of the others.
 
         Returns:
           `[*ids.shape, *ref.content]`.
@@ -343,47 +329,9 @@ class RuleContext:
             last = _arguments.scalar(ref.height - 1, ids)
             ids = jnp.clip(ids, _arguments.scalar(0, ids), last) + ref.first
         rows = ref.view(self.plant(ref, read_rows(ref.array, ids), ids, counts))
-        differentiated = self.reads.planting and any(self.live)
-        if drop and differentiated and jnp.issubdtype(rows.dtype, jnp.inexact):
-            rows = drop_cotangents(rows, counts)
-        rows = indexing.reshape(rows, shape + rows.shape[1:])
-        self._note_read(ref, ids, rows)
-        return rows
-
-    def _is_live(self, ref: TableRef, num_ids: int) -> bool:
-        """Whether the loss is differentiated through a read of so many rows."""
-        return any(self.live) and not ref.stopped and bool(num_ids)
-
-    def _note_read(self, ref: TableRef, ids: jax.Array, rows: jax.Array) -> None:
-        """Adds the recipe of rows that a derivative may read again."""
-        recipes = self.reads.recipes
-        if recipes is None or not self._is_live(ref, ids.size) or ref.steps:
-            return
-        if not any(map(_compat.is_laid_out, (ref.array, ids))):
-            # Of XLA, whose gather it fuses with what follows.
-            read = lambda table, ids: xla.read_rows(table, ids).reshape(rows.shape)
-            recipes.add(rows, ref.index, read, (ref.array, ids))
-
-    def follow(
-        self, rows: jax.Array, fn: Callable[..., jax.Array], *operands: jax.Array
-    ) -> jax.Array:
-        """`fn(rows, *operands)`, for a rule that changes the rows it has read.
-
-        A derivative that reads the rows again can then do this again, too.
-
-        Args:
-          rows: what `read` returned, or `follow`.
-          fn: a function of arrays that XLA fuses with a read: another shape, a mask.
-          *operands: arrays. `fn` must not close over any.
-        """
-        out = fn(rows, *operands)
-        recipes = self.reads.recipes
-        recipe = recipes and recipes.get(rows)
-        if recipes and recipe:
-            count, first = len(recipe.operands), recipe.fn
-            again = lambda *xs: fn(first(*xs[:count]), *xs[count:])
-            recipes.add(out, recipe.table, again, (*recipe.operands, *operands))
-        return out
+        if drop:
+            rows = self._drop_cotangents(rows, counts)
+        return indexing.reshape(rows, shape + rows.shape[1:])
 
     def _read_by(
         self, reader: Any, ref: TableRef, ids: Any, valid: Any, drop: bool
@@ -397,29 +345,16 @@ class RuleContext:
         if not ref.steps and not drop:
             return rows
         rows = ref.view(rows.reshape(ids.size, *rows.shape[ids.ndim :]))
-        differentiated = self.reads.planting and any(self.live)
-        if drop and differentiated and jnp.issubdtype(rows.dtype, jnp.inexact):
-            rows = drop_cotangents(rows, counts.reshape(-1))
+        if drop:
+            rows = self._drop_cotangents(rows, counts.reshape(-1))
         return rows.reshape(*ids.shape, *rows.shape[1:])
 
-    def collect(self, ref: TableRef, num_ids: int) -> Any:
-        """Records a read of so many rows, where only types count: in the first walk.
-
-        Returns:
-          What stands for the equation's output; None if the rows have to be read.
-        """
-        (out,) = self.eqn.outvars
-        if self.reads.planting or _compat.is_laid_out(ref.array):
-            return None
-        if ref.reader is not None:
-            return None
-        if _compat.is_laid_out(out.aval):
-            return None
-        if self._is_live(ref, num_ids):
-            length = _per_output(ref, num_ids, out.aval)
-            site = Site(ref.index, (num_ids,), self.where, per_output=length)
-            self.reads.add([site], [])
-        return _compat.placeholder(out.aval)
+    def _drop_cotangents(self, rows: jax.Array, counts: jax.Array) -> jax.Array:
+        """`rows`, whose cotangents are zero where `counts` is False."""
+        if not self.reads.planting or not any(self.live):
+            return rows
+        is_float = jnp.issubdtype(rows.dtype, jnp.inexact)
+        return drop_cotangents(rows, counts) if is_float else rows
 
     def combine(
         self,
@@ -430,14 +365,14 @@ class RuleContext:
         *operands: jax.Array,
         kind: Any = None,
     ) -> jax.Array:
-        """Records a read of rows if the program has only a linear combination of them.
+        """Records a read of rows if the program only has a linear combination of them.
 
         The rows themselves need not be an array of the program.
 
         Args:
-          ref: the table, not a view that changes its rows.
+          ref: a view with all rows of its table; its steps are not applied.
           ids: integers of any shape. An id outside `[0, V)` gets no gradient.
-          combined: a linear function of the rows at `ids`.
+          combined: a linear function of the table's rows at `ids`.
           transpose: `transpose(cotangent, *operands)`, the transpose of that function:
             the cotangent of the rows, `[*ids.shape, *row]`, from that of `combined`.
           *operands: arrays that `transpose` needs.
@@ -449,7 +384,16 @@ class RuleContext:
 
         Returns:
           `combined`, recorded as a read.
+
+        Raises:
+          TypeError: `ref` does not have all rows of its table.
         """
+        if not ref.has_all_rows:
+            raise TypeError(
+                f"sparsejax: the rule for {self.eqn.primitive.name} combined rows of a "
+                "view that does not have all rows of its table. Return NotImplemented "
+                "unless ref.has_all_rows."
+            )
         ids = _arguments.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
         shape = (*ids.shape, *ref.array.shape[1:])
         flat = lambda ct, *xs: transpose(ct, *xs).reshape(shape).astype(ref.dtype)
@@ -466,16 +410,29 @@ class RuleContext:
         operands: Sequence[jax.Array] = (),
         kind: Any = None,
     ) -> jax.Array:
-        """`out`, computed from the rows at flat `ids`, with a delta planted.
+        """`out`, computed from the table's rows at flat `ids`, with a delta planted.
 
-        The mask `counts` says which of the reads get a gradient.
+        `read` and `combine` call it, and also the readers of sharded tables.
+
+        Args:
+          ref: the view.
+          out: the rows `[n, *row]`, or a linear combination of them.
+          ids: `[n]`, rows of `ref.array`.
+          counts: bool `[n]`, True for reads that get a gradient.
+          transpose, operands, kind: as in `combine`; None if `out` is the rows.
+
+        Returns:
+          `out`, recorded as a read.
         """
-        if not self._is_live(ref, ids.size):
-            return out
+        if not any(self.live) or ref.stopped or not ids.size:
+            return out  # the loss is not differentiated through this read
         axes, spec = _compat.varying_axes(out), _compat.explicit_spec(out)
         mesh = jax.typeof(out).sharding.mesh if spec else None
-        length = _per_output(ref, ids.size, out)
-        site = Site(ref.index, ids.shape, self.where, axes, spec, mesh, kind, length)
+        row = math.prod(ref.array.shape[1:])
+        per_output = ids.size * row / out.size if out.size else 1
+        site = Site(
+            ref.index, ids.shape, self.where, axes, spec, mesh, kind, per_output
+        )
         if not self.reads.planting:
             self.reads.add([site], [])
             return out
@@ -530,9 +487,9 @@ class RuleContext:
         Args:
           jaxpr, args: the program, open or closed, and its arrays and TableRefs.
           reads: separate `Reads` for a body; None inlines the body here.
-          live: for each output of the program, whether the loss is differentiated
+          live: for each output of the program, True if the loss is differentiated
             through it; None if these are the outputs of the equation.
-          branch: which of the equation's programs it is.
+          branch: the number of the program among the programs of the equation.
 
         Returns:
           list of outputs, arrays and TableRefs.
@@ -547,6 +504,17 @@ class RuleContext:
             path=(*self.path, branch),
             where=self.where,
         )
+
+    def body_sites(self, count: int = 1) -> list[tuple[Site, ...]]:
+        """The sites in each of `count` bodies, as the collecting walk found them."""
+        return self.run.bodies.get(self.path, [()] * count)
+
+    def set_body_sites(self, *bodies: Sequence[Site]) -> None:
+        """Stores the sites in each body of the equation for the planting walk."""
+        self.run.bodies[self.path] = [*map(tuple, bodies)]
+
+
+# ------------------------------------------------------------------ the walk
 
 
 def walk(
@@ -575,19 +543,15 @@ def walk(
 
     for number, eqn in enumerate(jaxpr.eqns):
         producers.update(dict.fromkeys(eqn.outvars, eqn))
-        has_table = any(map(is_table, eqn.invars))
         has_refs = any(_compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        has_source = not has_table and _has_source(run, eqn)
-        if not (has_table or has_refs or has_source or reads.planting):
-            continue  # `value` makes placeholders of its outputs, where they are needed
+        asks_a_rule = any(map(is_table, eqn.invars)) or _has_rule_of_arrays(run, eqn)
+        if not (asks_a_rule or has_refs or reads.planting):
+            continue  # `value` makes placeholders of the outputs that a rule asks for
 
         inputs = [value(v) for v in eqn.invars]
-        is_call = read_again.is_call_of_rows(reads.recipes, eqn, inputs)
         with _compat.equation_context(eqn):
-            if not (has_table or has_source or is_call):
-                outs = reads.recipes and read_again.bind(reads.recipes, eqn, inputs)
-                outs = repeated.bind(eqn, inputs) if outs is None else outs
-                env.update(zip(eqn.outvars, outs))
+            if not asks_a_rule:
+                env.update(zip(eqn.outvars, _compat.bind(eqn, inputs)))
                 continue
 
             def producer(position: int, eqn=eqn):
@@ -596,7 +560,7 @@ def walk(
                     return None
                 return producers[atom], [value(v) for v in producers[atom].invars]
 
-            # What is written to a reference may be read by any later equation.
+            # Any later equation may read what this one writes to a reference.
             live_outputs = (
                 (True,) if has_refs else tuple(v in live_variables for v in eqn.outvars)
             )
@@ -608,16 +572,29 @@ def walk(
     return [value(v) for v in jaxpr.outvars]
 
 
+def _has_rule_of_arrays(run: Run, eqn: Any) -> bool:
+    """Return True if an equation, or one inside it, has a rule that takes arrays."""
+    if eqn.primitive.name in _RULES_OF_ARRAYS:
+        return True
+    found = False
+    for param in eqn.params.values():
+        for inner in param if isinstance(param, (tuple, list)) else (param,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                if id(inner) not in run.with_rules_of_arrays:
+                    has = any(_has_rule_of_arrays(run, e) for e in inner.eqns)
+                    # The jaxpr is kept, so that no other one can reuse its id.
+                    run.with_rules_of_arrays[id(inner)] = inner, has
+                found = found or run.with_rules_of_arrays[id(inner)][1]
+    return found
+
+
 def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
+    """The outputs of an equation by the latest rule that does not decline."""
     eqn = ctx.eqn
     name = eqn.primitive.name
     before = len(ctx.reads.sites)
-    refs = [x for x in inputs if isinstance(x, TableRef)]
     for rule in _RULES.find(eqn.primitive):
-        if not getattr(rule, _KNOWS_STACKS, False) and not all(
-            ref.has_all_rows for ref in refs
-        ):
-            continue
         outputs = rule(ctx, *inputs, **eqn.params)
         if outputs is not NotImplemented:
             break
@@ -630,7 +607,8 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
         return _compat.bind(eqn, [ctx.dense(x) for x in inputs])
     if not eqn.primitive.multiple_results:
         outputs = [outputs]
-    # A user's rule may be wrong: say so here, not three equations later.
+    # A user's rule may be wrong. An error here names the rule; three equations later an
+    # error would not.
     if len(outputs) != len(eqn.outvars):
         raise TypeError(
             f"sparsejax: the rule for {name} must return {len(eqn.outvars)} "

@@ -1,13 +1,15 @@
-"""The plan of a call: which leaves get a sparse gradient, and the reads of each.
+"""The plan of a call: the leaves that get a sparse gradient, and the reads of each.
 
 A leaf gets a SelectedRows gradient if every differentiated use of it is a read of rows
 and, unless `tables=` requires it, if at most a quarter of its rows are read. To find
-out, the program is walked once without computing anything.
+out, the program is walked once without computing anything, with all leaves that may be
+tables. The number of a table is the position of its leaf, so leaves drop out of the
+result without another walk.
 
 The rows of a leaf `[K, V, ...]` may be its K rows `[V, ...]`, or it may be a stack of K
-tables that is read at (k, v), with K * V rows. Where the first walk finds other uses
-than reads of the K rows, or K is less than V, another one takes such leaves for stacks.
-A leaf remains one if all its uses are then reads, of fewer numbers than before.
+tables that is read at (k, v), with K * V rows. If the walk finds uses other than reads
+of the K rows, or if K is less than V, a second walk takes such leaves for stacks. A
+leaf remains a stack if all its uses are then reads, of fewer numbers than before.
 """
 
 import dataclasses
@@ -25,17 +27,17 @@ from sparsejax.transform.interpreter import (
     Reads,
     Run,
     Site,
-    knows_stacks,
+    has_rule,
     walk,
 )
 from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.table import TableRef, reshard, vary
+from sparsejax.transform.table import TableRef, reshard
 from sparsejax.transform.trace import Call, Leaf
 
 
 del rules  # imported for the rules that it registers
 
-# Measured on CPU: a sorted, merged row update and a dense one cost about the same where
+# Measured on CPU: a sorted, merged row update and a dense update cost about the same if
 # a quarter of the rows is read. See benchmarks/NOTES.md.
 MAX_FRACTION = 0.25
 
@@ -62,12 +64,13 @@ class DensifyError(NotImplementedError):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The tables of a call, and what a walk with exactly these tables finds.
+    """The tables of a call, and the reads and dense uses of these tables.
 
     Args:
       call: the traced call.
-      tables: the leaves that are walked as tables; a table's number is its place here.
-      run: what the collecting walk found.
+      tables: the leaves that are walked as tables; the number of a table is the
+        position of its leaf.
+      run: the result of the collecting walk.
     """
 
     call: Call
@@ -77,9 +80,9 @@ class Plan:
     def walk(self, inputs: Sequence[Any], reads: Reads) -> list[Any]:
         """The outputs of the program on `inputs`, with the tables as TableRefs."""
         call, inputs = self.call, list(inputs)
-        for number, leaf in enumerate(self.tables):
+        for leaf in self.tables:
             array = inputs[leaf.position]
-            inputs[leaf.position] = TableRef.of(number, array, leaf.stacked)
+            inputs[leaf.position] = TableRef.of(leaf.position, array, leaf.stacked)
         # The loss is differentiated, aux is not.
         live = (True,) + (False,) * (len(call.jaxpr.outvars) - 1)
         outs = walk(self.run, reads, call.jaxpr, [*call.consts, *inputs], live)
@@ -87,27 +90,35 @@ class Plan:
 
     def zero_deltas(self) -> list[jax.Array]:
         """A zero for each read, to be planted there."""
+        leaves = {leaf.position: leaf for leaf in self.tables}
         deltas = []
         for site in self.run.sites:
-            leaf = self.tables[site.table]
+            leaf = leaves[site.table]
             zeros = jnp.zeros(site.lead + leaf.row_shape, jnp.result_type(leaf.value))
-            deltas.append(reshard(vary(zeros, site.axes), site.spec, site.mesh))
+            deltas.append(
+                reshard(_compat.to_varying(zeros, site.axes), site.spec, site.mesh)
+            )
         return deltas
 
     def uses(self) -> dict[int, "Uses"]:
-        """The uses of each table, by the leaf's position."""
+        """The uses of each table."""
         run = self.run
         return {
             leaf.position: Uses(
-                [s for s in run.sites if s.table == number and s.num_rows],
-                [use for use in run.dense if use.table == number],
+                [s for s in run.sites if s.table == leaf.position and s.num_rows],
+                [use for use in run.dense if use.table == leaf.position],
             )
-            for number, leaf in enumerate(self.tables)
+            for leaf in self.tables
         }
+
+    def only(self, tables: Sequence[Leaf]) -> "Plan":
+        """The plan of some of the tables, without another walk."""
+        run = self.run.only({leaf.position for leaf in tables})
+        return Plan(self.call, tables, run)
 
 
 class Uses(NamedTuple):
-    """What a walk finds about one table: reads of rows, and dense uses."""
+    """The uses of one table in a walk: reads of rows, and dense uses."""
 
     sites: list[Site]
     dense: list[DenseUse]
@@ -120,7 +131,8 @@ class Uses(NamedTuple):
 
 def collect(call: Call, tables: Sequence[Leaf], liveness: Liveness) -> Plan:
     """Walks the program, without computing anything, for its reads and dense uses."""
-    plan = Plan(call, tables, Run([leaf.height for leaf in tables], liveness))
+    heights = {leaf.position: leaf.height for leaf in tables}
+    plan = Plan(call, tables, Run(heights, liveness))
     reads = Reads()
     if tables:
         jax.eval_shape(lambda inputs: plan.walk(inputs, reads), call.inputs)
@@ -130,22 +142,21 @@ def collect(call: Call, tables: Sequence[Leaf], liveness: Liveness) -> Plan:
 
 def find_tables(call: Call) -> Plan:
     """The leaves that are read by rows and used in no other way, however many rows."""
-    liveness = Liveness()
     leaves = [leaf for leaf in call.leaves if _may_be_table(leaf, False)]
-    plan = collect(call, leaves, liveness)
+    plan = collect(call, leaves, Liveness())
     uses = plan.uses()
     is_table = lambda leaf: uses[leaf.position].sites and not uses[leaf.position].dense
-    return collect(call, [leaf for leaf in leaves if is_table(leaf)], liveness)
+    return plan.only([leaf for leaf in leaves if is_table(leaf)])
 
 
 def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
-    """Decides which leaves are sparse.
+    """Decides for each leaf if its gradient is sparse.
 
     Args:
       call: the traced call.
-      strict: whether a leaf that cannot be what `tables=` requires raises, or only gets
-        a reason.
-      stacks: whether a leaf may be a stack of tables.
+      strict: True if a leaf that cannot be what `tables=` requires raises; else it only
+        gets a reason.
+      stacks: True if a leaf may be a stack of tables.
 
     Returns:
       The plan whose tables are the sparse leaves.
@@ -153,27 +164,21 @@ def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
     Raises:
       DensifyError: a leaf that `tables=` requires to be sparse cannot be.
     """
-    tables = [leaf for leaf in call.leaves if _may_be_table(leaf, strict)]
+    leaves = [leaf for leaf in call.leaves if _may_be_table(leaf, strict)]
     liveness = Liveness()
-    plan = collect(call, tables, liveness)
+    plan = collect(call, leaves, liveness)
     uses = plan.uses()
-    tried = [leaf for leaf in tables if _may_be_stack(leaf, uses[leaf.position])]
+    tried = [leaf for leaf in leaves if _may_be_stack(leaf, uses[leaf.position])]
     if stacks and tried:
-        plan = _try_stacks(call, tables, tried, uses, liveness)
-    while True:
-        for leaf in tables:
-            leaf.sites = uses[leaf.position].sites
-            leaf.sparse = _is_sparse(leaf, uses[leaf.position].dense, strict)
-        kept = [leaf for leaf in tables if leaf.sparse]
-        if plan is not None and len(kept) == len(plan.tables):
-            return plan
-        tables = kept  # walk again: the numbers of tables and reads have changed
-        plan = collect(call, tables, liveness)
-        uses = plan.uses()
+        plan, uses = _try_stacks(plan, tried, uses, liveness)
+    for leaf in leaves:
+        leaf.sites = uses[leaf.position].sites
+        leaf.sparse = _is_sparse(leaf, uses[leaf.position].dense, strict)
+    return plan.only([leaf for leaf in leaves if leaf.sparse])
 
 
 def _may_be_stack(leaf: Leaf, uses: Uses) -> bool:
-    """Whether a second look at a leaf may find that it is a stack of tables."""
+    """Return True if a second walk may find that a leaf is a stack of tables."""
     shape = jnp.shape(leaf.value)
     if len(shape) < 3 or not isinstance(shape[1], int):
         return False
@@ -181,46 +186,47 @@ def _may_be_stack(leaf: Leaf, uses: Uses) -> bool:
     if not height or not _arguments.has_index_dtype(height):
         return False
     if uses.dense:
-        return all(knows_stacks(use.primitive) for use in uses.dense)
+        return all(has_rule(use.primitive) for use in uses.dense)
     # Parts of few long rows may be read; of many short ones it would hardly matter.
     return shape[0] < shape[1] and any(not site.kind for site in uses.sites)
 
 
 def _try_stacks(
-    call: Call,
-    tables: Sequence[Leaf],
-    tried: Sequence[Leaf],
-    uses: dict[int, Uses],
-    liveness: Liveness,
-) -> Plan | None:
-    """Walks with leaves as stacks, and decides which are.
+    plan: Plan, tried: Sequence[Leaf], uses: dict[int, Uses], liveness: Liveness
+) -> tuple[Plan, dict[int, Uses]]:
+    """Walks with some leaves as stacks, and decides which of them are stacks.
 
     Args:
-      call: the traced call.
-      tables: the leaves that were walked as tables.
-      tried: those of them that may be stacks.
-      uses: what was found about each leaf; for stacks it is replaced.
+      plan: of the walk in which no leaf is a stack.
+      tried: the leaves that may be stacks.
+      uses: of that walk.
       liveness: of the program.
 
     Returns:
-      The plan of that walk, if all that were tried are stacks.
+      A plan with all leaves that are read by rows alone, and the uses of each leaf as
+      a stack, if it is one, or by its first axis.
     """
     for leaf in tried:
         leaf.stacked = True
-    walked = [t for t in tables if t.stacked or not uses[t.position].dense]
-    plan = collect(call, walked, liveness)
-    found = plan.uses()
+    leaves = [t for t in plan.tables if t.stacked or not uses[t.position].dense]
+    as_stacks = collect(plan.call, leaves, liveness)
+    found = as_stacks.uses()
     for leaf in tried:
         was, now = uses[leaf.position], found[leaf.position]
-        if was.dense or not now.dense and _reads_less(leaf, now, was):
-            uses[leaf.position] = now
+        if was.dense or (not now.dense and _reads_less(leaf, now, was)):
+            uses = {**uses, leaf.position: now}
         else:
             leaf.stacked = False
-    return plan if all(leaf.stacked for leaf in tried) else None
+    if all(leaf.stacked for leaf in tried):
+        return as_stacks, uses
+    if all(uses[leaf.position].dense for leaf in tried if leaf.stacked):
+        return plan, uses
+    # Seldom some are stacks and others are read by their first axis: one walk more.
+    return collect(plan.call, leaves, liveness), uses
 
 
 def _reads_less(leaf: Leaf, now: Uses, was: Uses) -> bool:
-    """Whether a leaf is read for fewer numbers as a stack than by its first axis."""
+    """Return True if reads of the stack touch fewer numbers than reads of axis 0."""
     try:
         return now.num_rows < was.num_rows * jnp.shape(leaf.value)[1]
     except _compat.InconclusiveDimensionOperation:  # a symbolic shape, in an export
@@ -282,7 +288,7 @@ def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
 
 
 def _too_many(rows_read: Any, height: int) -> str:
-    """Why so many reads make a gradient dense; empty if they do not."""
+    """The reason why this many reads make a gradient dense, or an empty string."""
     reads = f"reads {rows_read} of {height} rows"
     try:
         many = rows_read > int(MAX_FRACTION * height)

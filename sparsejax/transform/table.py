@@ -38,15 +38,16 @@ class RowFunction:
     operands: tuple[Any, ...] = ()
 
     def __call__(self, rows: jax.Array) -> jax.Array:
+        """Applies the function to rows `[n, ...]`."""
         return self.fn(rows, *self.operands)
 
 
 class RowReader:
-    """How a view reads rows of an array that is laid out in a way of its own.
+    """How a view reads rows of an array whose rows are not in the order of ids.
 
-    The rows of a table may lie on many devices, in another order than that of ids. Such
-    a view has all rows of a table but is never an array: nothing moves unless rows are
-    read. Hashable, and the same in both walks.
+    The rows of a table may be sharded over devices. Such a view has all rows of a table
+    but is never an array: nothing moves unless rows are read. A reader is hashable, and
+    the same in both walks.
     """
 
     def read(
@@ -59,8 +60,8 @@ class RowReader:
           ref: the view; its steps are not applied here.
           ids: integers of any shape.
           counts: bools of the same shape, which of the reads get a gradient.
-          nearest: whether an id that does not count reads the nearest row; else what
-            it reads does not matter.
+          nearest: True if an id that does not count must read the nearest row; else it
+            may read anything.
 
         Returns:
           `[*ids.shape, *row]`.
@@ -93,19 +94,16 @@ class TableRef:
       array: the table itself, `[V, ...]`.
       shape: shape of the view.
       dtype: type of the view.
-      row_axis: the axis of the view that runs over the table's rows.
-      stopped: whether a `stop_gradient` lies between table and view, so that reads of
+      row_axes: the axes of the view that run over the table's rows: one, or two for a
+        stack. A stack is a table `[K * V, ...]` reshaped to `[K, V, ...]`, or a
+        parameter of that shape that is read by two numbers, whose `array` is reshaped.
+      stopped: True if a `stop_gradient` lies between table and view, so that reads of
         the view are not differentiated.
       steps: functions that map rows of the table `[n, *array.shape[1:]]` to rows of the
-        view `[n, *content]`, where `content` is `shape` without the axes of rows.
-      stack_axis: a second axis of rows, in front of `row_axis`, if the view is a stack:
-        a table `[K * V, ...]` reshaped to `[K, V, ...]`, or a parameter of that shape
-        that is read by two numbers, whose `array` is reshaped. Else None.
+        view `[n, *content]`. `content` is `shape` without the axes of rows.
       first: the first of the table's rows that the view has, an integer scalar; None
         if it has all of them. A table of a stack is such a view.
       reader: a `RowReader`, if row r of the view is not row r of `array`; else None.
-
-    Rules of users get neither stacks nor parts of them, nor views with a reader.
 
     Example:
       >>> import jax.numpy as jnp
@@ -120,10 +118,9 @@ class TableRef:
     array: jax.Array
     shape: tuple[int, ...]
     dtype: Any
-    row_axis: int = 0
+    row_axes: tuple[int, ...] = (0,)
     stopped: bool = False
     steps: tuple[RowFunction, ...] = ()
-    stack_axis: int | None = None
     first: Any = None
     reader: RowReader | None = None
 
@@ -134,13 +131,13 @@ class TableRef:
         if not stacked:
             return cls(index, array, shape, dtype)
         rows = indexing.merge_axes(array, 2)
-        return cls(index, rows, shape, dtype, row_axis=1, stack_axis=0)
+        return cls(index, rows, shape, dtype, row_axes=(0, 1))
 
     @classmethod
     def of_array(cls, array: jax.Array) -> TableRef:
-        """A view of an array that is no table of the walk: its reads are not recorded.
+        """A view of an array that is not a table of the walk.
 
-        JAX differentiates them like all that a program does with arrays.
+        Its reads are not recorded, and JAX differentiates them as for any array.
         """
         return dataclasses.replace(cls.of(-1, array), stopped=True)
 
@@ -155,16 +152,19 @@ class TableRef:
         return math.prod(self.shape[axis] for axis in self.row_axes)
 
     @property
-    def row_axes(self) -> tuple[int, ...]:
-        """The axes of the view that run over rows, two of them for a stack."""
-        stack = () if self.stack_axis is None else (self.stack_axis,)
-        return (*stack, self.row_axis)
+    def is_stack(self) -> bool:
+        """Return True if the view has two axes of rows; the first one counts tables."""
+        return len(self.row_axes) == 2
+
+    @property
+    def row_axis(self) -> int | None:
+        """The axis of the view that runs over the table's rows; None for a stack."""
+        return None if self.is_stack else self.row_axes[0]
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether row r of the view is row r of the table."""
-        no_part = self.stack_axis is None and self.first is None
-        return no_part and self.reader is None
+        """Return True if row r of the view is made of row r of `array`."""
+        return not self.is_stack and self.first is None and self.reader is None
 
     @property
     def content(self) -> tuple[int, ...]:
@@ -173,11 +173,11 @@ class TableRef:
 
     def part(self, start: ArrayLike, size: int) -> TableRef:
         """Tables `start, ..., start + size - 1` of a stack."""
-        assert self.stack_axis is not None
+        stack_axis, row_axis = self.row_axes
         shape = list(self.shape)
-        shape[self.stack_axis] = size
+        shape[stack_axis] = size
         dtype = _arguments.index_dtype(self.array.shape[0])
-        first = jnp.asarray(start, dtype) * np.array(self.shape[self.row_axis], dtype)
+        first = jnp.asarray(start, dtype) * np.array(self.shape[row_axis], dtype)
         if self.first is not None:
             first += self.first
         return dataclasses.replace(self, shape=tuple(shape), first=first)
@@ -186,11 +186,9 @@ class TableRef:
         """Table `number` of a stack."""
         stack_axis, row_axis = self.row_axes
         part = self.part(number, 1)
-        shape, axis = (
-            without(part.shape, (stack_axis,)),
-            row_axis - (row_axis > stack_axis),
-        )
-        return dataclasses.replace(part, shape=shape, row_axis=axis, stack_axis=None)
+        shape = without(part.shape, (stack_axis,))
+        axis = row_axis - (row_axis > stack_axis)
+        return dataclasses.replace(part, shape=shape, row_axes=(axis,))
 
     def then(self, fn: Callable[..., jax.Array], *operands: Any, **changes: Any) -> Any:
         """The view after one more row function; `changes` are fields that change."""
@@ -238,7 +236,7 @@ def plant(rows: jax.Array, delta: jax.Array) -> jax.Array:
     """`rows`, whose cotangent also goes to `delta`.
 
     A custom rule, not `rows + delta`: nothing is added in the forward pass, and `-0.0`
-    keeps its sign. The cotangent goes to `rows` as well, so that an outer derivative of
+    keeps its sign. The cotangent also goes to `rows`, so that an outer derivative of
     the same program sees the table they came from.
     """
     del delta
@@ -287,9 +285,9 @@ plant_combined.defvjp(_combined_fwd, _combined_bwd)
 def drop_cotangents(x: jax.Array, keep: jax.Array) -> jax.Array:
     """`x`, whose cotangents are zero where the mask `keep` of its first axes is False.
 
-    So does a gather that is out of range: it gives the nearest row, and the tangent of
-    that row, but its transpose drops the cotangent. A primitive, since no derivative
-    rule of Python is forward as well as reverse, and differentiable again.
+    This matches an XLA gather that is out of range: the forward pass clamps the index,
+    and the transpose drops the cotangent. It is a primitive because a custom derivative
+    of Python is either forward or reverse, and cannot be differentiated again.
     """
     return _drop_cotangents_p.bind(x, keep)
 
@@ -331,9 +329,3 @@ def reshard(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
         if spec
         else x
     )
-
-
-def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """`x`, marked as varying over the manual mesh `axes` it is not yet varying over."""
-    missing = axes - _compat.varying_axes(x)
-    return _compat.to_varying(x, tuple(sorted(missing))) if missing else x

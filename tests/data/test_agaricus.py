@@ -1,8 +1,11 @@
 """Mushrooms: libsvm files to a trained model, through the loader and CSR layers."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,19 +15,47 @@ import sparsejax as sj
 
 @pytest.fixture
 def mushrooms(shared_data):
+    load = pytest.importorskip("sklearn.datasets").load_svmlight_file
     folder = shared_data / "agaricus"
-    train, train_labels = sj.data.read_libsvm(folder / "agaricus.txt.train")
-    test, test_labels = sj.data.read_libsvm(
-        folder / "agaricus.txt.test", zero_based=False, num_features=train.shape[1]
+    options: Any = dict(zero_based=False, dtype=np.float32)
+    train, train_labels = load(str(folder / "agaricus.txt.train"), **options)
+    test, test_labels = load(
+        str(folder / "agaricus.txt.test"), n_features=train.shape[1], **options
+    )
+    train_labels, test_labels = (
+        x.astype(np.float32) for x in (train_labels, test_labels)
     )
     return (train, train_labels), (test, test_labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorizationMachine:
+    """The one of docs/howto/click_data.md."""
+
+    num_features: int
+    rank: int
+
+    def init(self, key):
+        factors = 0.01 * jax.random.normal(key, (self.num_features, self.rank))
+        linear = jnp.zeros((self.num_features, 1))
+        return {"factors": factors, "linear": linear, "bias": jnp.zeros(())}
+
+    def __call__(self, params, x):
+        if not isinstance(x, sj.SegmentTensor):
+            x = sj.SegmentTensor.from_csr(x)
+        index, value = x.values["index"], x.values["value"]
+        rows = sj.lookup(params["factors"], index, mode="zero") * value[:, None]
+        total = sj.segment_sum(rows, x.segment_ids, x.num_segments)
+        squares = sj.segment_sum(rows**2, x.segment_ids, x.num_segments)
+        pairs = 0.5 * jnp.sum(total**2 - squares, axis=-1)
+        return sj.dot(x, params["linear"])[:, 0] + pairs + params["bias"]
 
 
 MODELS = {
     "logistic regression": lambda n: sj.nn.Dense(
         1, n, kernel_init=jax.nn.initializers.zeros
     ),
-    "factorization machine": lambda n: sj.nn.FactorizationMachine(n, 4),
+    "factorization machine": lambda n: FactorizationMachine(n, 4),
 }
 # FTRL forgets initial weights, so of a machine it trains the linear part alone.
 CASES = {

@@ -103,7 +103,7 @@ def test_what_is_no_data_set(make, error, message):
     "options, error, message",
     [
         (dict(batch_size=0), ValueError, "batch_size must be a positive int"),
-        (dict(batch_size=2.0), ValueError, "batch_size must be a positive int"),
+        (dict(batch_size=2.0), TypeError, "batch_size must be a positive int"),
         (dict(shuffle=1), TypeError, "shuffle must be True or False"),
         (dict(seed=-1), ValueError, "seed must be a static, non-negative int"),
         (
@@ -112,7 +112,7 @@ def test_what_is_no_data_set(make, error, message):
             "num_workers must be a static, non-negative int",
         ),
         (dict(shard=(2, 2)), ValueError, "0 <= index < count"),
-        (dict(shard=3), ValueError, "0 <= index < count"),
+        (dict(shard=3), TypeError, "0 <= index < count"),
         (dict(overflow="drop"), ValueError, "one of 'error', 'spill' and 'raise'"),
         (dict(capacity="x"), ValueError, "capacity must be 'auto'"),
         (dict(capacity=-1), ValueError, "capacity must be a static, non-negative int"),

@@ -389,7 +389,7 @@ def test_what_is_not_installed_is_named(monkeypatch, tmp_path):
         _numbered(4, batch_size=2, num_workers=1)
     with pytest.raises(ImportError, match="DataLoader: to_grain needs grain"):
         _numbered(4, batch_size=2).to_grain()
-    path = tmp_path / "data.txt"
-    path.write_text("1 1:1\n")
+    path = tmp_path / "data.csv"
+    path.write_text("user\nann\n")
     with pytest.raises(ImportError, match="progress=True needs tqdm"):
-        sj.data.read_libsvm(path, progress=True)
+        sj.data.Vocabulary.build(path, progress=True)

@@ -3,17 +3,16 @@
 import collections
 import copy
 import dataclasses
-import gzip
 import importlib
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparsejax as sj
-from sparsejax.data import _text, _vocabulary
+from sparsejax.data import _sources, _vocabulary
 
 
 Vocabulary = sj.data.Vocabulary
@@ -53,8 +52,8 @@ def test_arrays(kind):
     users, items = numpy_columns()[kind]
     if kind == "jax":
         items = list(items)
-    got = Vocabulary.from_columns({"user": users, "item": items})
-    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    got = Vocabulary.build({"user": users, "item": items})
+    want = Vocabulary.build({"user": USERS, "item": ITEMS})
     same(got, want)
     assert got.encode("user", users).tolist() == [1, 3, 2, 1, 4, 2, 1]
     assert got.encode("item", items).tolist() == [1, 2, 0, 1, 3, 2, 1]
@@ -73,9 +72,9 @@ def pandas_frames():
 
 
 def test_pandas():
-    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    want = Vocabulary.build({"user": USERS, "item": ITEMS})
     for frame in pandas_frames():
-        got = Vocabulary.from_columns(frame)
+        got = Vocabulary.build(frame)
         same(got, want)
         encoded = got.encode_columns(frame)
         assert encoded["user"].tolist() == [1, 3, 2, 1, 4, 2, 1]
@@ -88,13 +87,13 @@ def test_pandas():
 def test_polars():
     pl = pytest.importorskip("polars")
     frame = pl.DataFrame({"user": USERS, "item": ITEMS})
-    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    want = Vocabulary.build({"user": USERS, "item": ITEMS})
     for own in (frame, frame.with_columns(pl.col("item").cast(pl.Categorical))):
-        got = Vocabulary.from_columns(own)
+        got = Vocabulary.build(own)
         same(got, want)
         assert got.encode_columns(own)["item"].tolist() == [1, 2, 0, 1, 3, 2, 1]
     with pytest.raises(TypeError, match=r"LazyFrame. Pass for example df.collect\(\)"):
-        Vocabulary.from_columns(frame.lazy())
+        Vocabulary.build(frame.lazy())
 
 
 def test_pyarrow():
@@ -105,27 +104,27 @@ def test_pyarrow():
     coded = chunks.set_column(1, "item", chunks["item"].dictionary_encode())
     small = whole["item"].combine_chunks().dictionary_encode()
     small = small.cast(pa.dictionary(pa.uint8(), pa.string()))
-    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    want = Vocabulary.build({"user": USERS, "item": ITEMS})
     for table in (whole, chunks, coded, whole.set_column(1, "item", small)):
-        got = Vocabulary.from_columns(table)
+        got = Vocabulary.build(table)
         same(got, want)
         assert got.encode_columns(table)["item"].tolist() == [1, 2, 0, 1, 3, 2, 1]
     nothing = whole.slice(0, 0)
     assert want.encode_columns(nothing)["item"].shape == (0,)
-    assert Vocabulary.from_columns(nothing).sizes() == [1, 1]
+    assert Vocabulary.build(nothing).sizes() == [1, 1]
 
 
 @pytest.mark.slow
 def test_hugging_face():
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"user": USERS, "item": ITEMS})
-    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
-    same(Vocabulary.from_columns(data), want)
-    same(Vocabulary.from_columns({name: data[name] for name in ("user", "item")}), want)
+    want = Vocabulary.build({"user": USERS, "item": ITEMS})
+    same(Vocabulary.build(data), want)
+    same(Vocabulary.build({name: data[name] for name in ("user", "item")}), want)
     turned = data.select(list(range(len(data)))[::-1])
     assert want.encode("user", turned["user"]).tolist() == [1, 2, 4, 1, 2, 3, 1]
     with pytest.raises(TypeError, match="column 'train' must be strings.*is a table"):
-        Vocabulary.from_columns(datasets.DatasetDict({"train": data}))
+        Vocabulary.build(datasets.DatasetDict({"train": data}))
 
 
 def test_a_file_gives_the_same(tmp_path):
@@ -133,12 +132,12 @@ def test_a_file_gives_the_same(tmp_path):
     path = tmp_path / "ratings.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
     columns = {"label": "rating", "ids": ["user", "item"]}
-    want = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
-    same(Vocabulary.build(path, columns=columns), want)
+    want = Vocabulary.build({"user": USERS, "item": ITEMS})
+    same(Vocabulary.build(path, columns), want)
     same(Vocabulary.build([path, path], columns=columns, min_count=3, max_size=3),
-         Vocabulary.from_columns({"user": USERS * 2, "item": ITEMS * 2},
+         Vocabulary.build({"user": USERS * 2, "item": ITEMS * 2},
                                  min_count=3, max_size=3))  # fmt: skip
-    read = sj.data.read_csv_ids(path, want, columns=columns)["ids"]
+    read = sj.data.read_ids(path, want, columns)["ids"]
     encoded = want.encode_columns({"user": USERS, "item": ITEMS})
     np.testing.assert_array_equal(read, np.stack(list(encoded.values()), axis=1))
 
@@ -208,7 +207,7 @@ def test_a_data_set_of_hugging_face():
 def test_counts_and_cut_off(least, most):
     rng = np.random.default_rng(0)
     words = [f"w{k}" if k else "" for k in rng.zipf(1.3, 2000) % 90]
-    found = Vocabulary.from_columns({"w": words}, min_count=least, max_size=most)
+    found = Vocabulary.build({"w": words}, min_count=least, max_size=most)
     count = collections.Counter(w for w in words if w)
     kept = [(-n, w) for w, n in count.items() if n >= least]
     kept = sorted(kept)[: most and most - 1]
@@ -226,10 +225,10 @@ def test_limits_of_columns(tmp_path):
     rng = np.random.default_rng(1)
     columns = {name: rng.zipf(1.5, 500) % 40 for name in ("user", "item", "tag")}
     least, most = {"user": 3, "tag": 2}, {"item": 5, "user": None}
-    whole = Vocabulary.from_columns(columns)
-    found = Vocabulary.from_columns(columns, min_count=least, max_size=most)
+    whole = Vocabulary.build(columns)
+    found = Vocabulary.build(columns, min_count=least, max_size=most)
     for name, own in columns.items():
-        want = Vocabulary.from_columns(
+        want = Vocabulary.build(
             {name: own}, min_count=least.get(name, 1), max_size=most.get(name)
         )
         ids = found.encode(name, own)
@@ -251,10 +250,8 @@ def test_limits_of_columns(tmp_path):
     )
     same(dataclasses.replace(by_place, names=found.names), found)
 
-    shared = Vocabulary.from_columns(
-        columns, shared=[["user", "item"]], min_count={"item": 4}
-    )
-    same(Vocabulary.from_columns(columns, shared=[["user", "item"]]).prune(
+    shared = Vocabulary.build(columns, shared=[["user", "item"]], min_count={"item": 4})
+    same(Vocabulary.build(columns, shared=[["user", "item"]]).prune(
         min_count={"user": 4, "item": 4}), shared)  # fmt: skip
     assert shared.words[0] is shared.words[1]
 
@@ -263,9 +260,9 @@ def test_a_long_repr_is_cut():
     columns = {f"C{k}": [1] for k in range(30)}
     shown = "C0: 2 ids, C1: 2 ids, C2: 2 ids, C3: 2 ids, C4: 2 ids, C5: 2 ids"
     shown += ", C6: 2 ids, C7: 2 ids, 22 more"
-    assert repr(Vocabulary.from_columns(columns)) == f"Vocabulary({shown})"
+    assert repr(Vocabulary.build(columns)) == f"Vocabulary({shown})"
     shown = "C0, C1, C2, C3, C4, C5, C6, C7, 22 more: 2 ids"
-    assert repr(Vocabulary.from_columns(columns, shared=True)) == f"Vocabulary({shown})"
+    assert repr(Vocabulary.build(columns, shared=True)) == f"Vocabulary({shown})"
 
 
 def test_columns_share_a_vocabulary(tmp_path):
@@ -275,7 +272,7 @@ def test_columns_share_a_vocabulary(tmp_path):
         "tail": ["bob", "cid", "cid"],
     }
     shared = [["head", "tail"]]
-    found = Vocabulary.from_columns(triples, shared=shared)
+    found = Vocabulary.build(triples, shared=shared)
     ids = found.encode_columns(triples)
     assert ids["head"].tolist() == [1, 2, 1] and ids["tail"].tolist() == [2, 3, 3]
     assert ids["relation"].tolist() == [1, 1, 2]
@@ -295,7 +292,7 @@ def test_columns_share_a_vocabulary(tmp_path):
     same(loaded, found)
     assert repr(loaded) == repr(found) and loaded.words[0] is loaded.words[2]
     edges = {name: triples[name] for name in ("head", "tail")}
-    both = Vocabulary.from_columns(edges, shared=True)
+    both = Vocabulary.build(edges, shared=True)
     assert repr(both) == "Vocabulary(head, tail: 4 ids)"
     assert both.align(["cid"], [[1.0]]).tolist() == [[0], [0], [0], [1]]
     with pytest.raises(ValueError, match="different words. Pass column="):
@@ -303,17 +300,17 @@ def test_columns_share_a_vocabulary(tmp_path):
 
 
 def test_equal_means_the_same_ids():
-    a = Vocabulary.from_columns({"x": [1, 2]})
-    assert a == Vocabulary.from_columns({"x": ["1", "2"]})
-    assert a != Vocabulary.from_columns({"y": [1, 2]})
-    assert a != Vocabulary.from_columns({"x": [1, 2, 2]})
-    assert a != Vocabulary.from_columns({"x": [1, 2], "y": [1]}) and a != 3
+    a = Vocabulary.build({"x": [1, 2]})
+    assert a == Vocabulary.build({"x": ["1", "2"]})
+    assert a != Vocabulary.build({"y": [1, 2]})
+    assert a != Vocabulary.build({"x": [1, 2, 2]})
+    assert a != Vocabulary.build({"x": [1, 2], "y": [1]}) and a != 3
     with pytest.raises(TypeError, match="unhashable"):
         hash(a)
 
 
 def test_a_copy_knows_the_same_ids():
-    made = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+    made = Vocabulary.build({"user": USERS, "item": ITEMS})
     want = made.encode("item", ITEMS).tolist(), made.decode("user", [1, 2]).tolist()
     for copied in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         same(copied, made)
@@ -331,13 +328,13 @@ def test_many_words_in_a_file(tmp_path, width):
     path = tmp_path / "words.txt"
     path.write_text("\n".join(words) + "\n")
     layout: Any = dict(columns={"ids": [0]})
-    want = Vocabulary.from_columns({"w": words}, min_count=2)
+    want = Vocabulary.build({"w": words}, min_count=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_text, "BLOCK", 1000)
-        patch.setattr(_vocabulary, "_MOST_WAITING", 500)
+        patch.setattr(_sources, "BLOCK", 1000)
+        patch.setattr(_vocabulary, "_MAX_WAITING", 500)
         found = Vocabulary.build(path, min_count=2, **layout)
         same(dataclasses.replace(found, names=("w",)), want)
-        read = sj.data.read_csv_ids(path, found, **layout)["ids"][:, 0]
+        read = sj.data.read_ids(path, found, **layout)["ids"][:, 0]
     np.testing.assert_array_equal(read, want.encode("w", words))
     assert 0 < np.mean(read == 0) < 0.95
 
@@ -348,7 +345,7 @@ def test_many_words_in_a_file(tmp_path, width):
 def test_decode_returns_what_was_given(tmp_path):
     big = np.array([2**63 + 1, 5, 5], np.uint64)
     columns = {"user": USERS, "item": ITEMS, "hash": big, "raw": [b"\xff", b"\xff", 7]}
-    made = Vocabulary.from_columns(columns)
+    made = Vocabulary.build(columns)
     made.save(tmp_path / "v.npz")
     for found in (made, Vocabulary.load(tmp_path / "v.npz")):
         ids = found.encode_columns(columns)
@@ -369,7 +366,7 @@ def test_a_vocabulary_without_counts():
     assert repr(made) == "Vocabulary(0: 2 ids)"
     with pytest.raises(ValueError, match="counts: this vocabulary was made without"):
         made.counts(0)
-    with pytest.raises(ValueError, match="Its columns have no names; a place from 0"):
+    with pytest.raises(ValueError, match="Its columns have no names. Pass a name of it"):
         made.encode("a", ["a"])
 
 
@@ -378,7 +375,7 @@ def test_a_vocabulary_without_counts():
 
 def test_align_takes_the_rows_of_known_words(getkey):
     rng = np.random.default_rng(1)
-    found = Vocabulary.from_columns({"word": [f"w{k % 40}" for k in range(100)]})
+    found = Vocabulary.build({"word": [f"w{k % 40}" for k in range(100)]})
     words = [f"w{k}" for k in rng.permutation(60)] + ["w3", ""]
     vectors = rng.normal(size=(len(words), 5)).astype(np.float32)
     start = rng.normal(size=(found.size("word"), 5))
@@ -396,187 +393,165 @@ def test_align_takes_the_rows_of_known_words(getkey):
         found.align(words, vectors, table=start[1:])
 
 
-GLOVE = "the 0.1 -2 3e-2\n. . . 1 2 3\ntea 4 5 6\ncrème -1 .5 7.25\n"
+def test_a_vocabulary_counts_and_cuts(tmp_path):
+    words = [["b", "x"], ["a", ""], ["b", "y"], ["c", "x"], ["a", ""], ["b", "z"]]
+    path = tmp_path / "words.tsv"
+    path.write_text("".join("\t".join(row) + "\n" for row in words))
+    layout: Any = dict(columns={"ids": [0, 1]})
+    build = sj.data.Vocabulary.build
+    full = build(path, **layout)
+    assert full.sizes() == [4, 4]
+    data = sj.data.read_ids(path, full, **layout)
+    assert data["ids"].T.tolist() == [[1, 2, 1, 3, 2, 1], [1, 0, 2, 1, 0, 3]]
+    assert full.encode(1, [b"new", b"x", b"", "y", b"xx"]).tolist() == [0, 1, 0, 2, 0]
+    common = build(path, min_count=2, **layout)
+    assert common.sizes(2) == [3, 2]
+    assert build(path, max_size=2, **layout).sizes() == [2, 2]
+    twice = build([path, path], min_count=2, **layout)
+    assert twice.sizes() == full.sizes()
+    assert build(path, min_count=9, **layout).encode(0, [b"a"]).tolist() == [0]
 
 
-@pytest.mark.parametrize("block", [8, 1 << 20])
-@pytest.mark.parametrize("form", ["glove", "word2vec", "fasttext", "gzip"])
-def test_files_of_vectors(tmp_path, monkeypatch, form, block):
-    monkeypatch.setattr(_text, "BLOCK", block)
-    text, path = GLOVE, tmp_path / "vectors.txt"
-    if form == "word2vec":
-        text = "4 3\r\n" + GLOVE.replace("\n", " \r\n")
-    elif form == "fasttext":
-        text = "4 3\n" + GLOVE.rstrip("\n")
-    content = text.encode()
-    path.write_bytes(gzip.compress(content) if form == "gzip" else content)
-    words, vectors = sj.data.read_vectors(path)
-    assert [w.decode() for w in words.tolist()] == ["the", ". . .", "tea", "crème"]
-    want = [[0.1, -2, 0.03], [1, 2, 3], [4, 5, 6], [-1, 0.5, 7.25]]
-    np.testing.assert_array_equal(vectors, np.array(want, np.float32))
-    found = Vocabulary.from_columns({"word": ["crème", "tea", "jam", "tea"]})
-    words, vectors = sj.data.read_vectors(path, only=found.words[0])
-    assert len(words) == 2
-    table = found.align(words, vectors)
-    assert table.tolist() == [[0, 0, 0], [4, 5, 6], want[3], [0, 0, 0]]
-
-
-def _binary(words, vectors, end=b"\n"):
-    rows = [w + b" " + v.astype("<f4").tobytes() + end for w, v in zip(words, vectors)]
-    return b"%d %d\n" % vectors.shape + b"".join(rows)
-
-
-@pytest.mark.parametrize("block", [8, 1 << 20])
-@pytest.mark.parametrize("end", [b"\n", b""])  # word2vec's own, gensim's
-def test_binary_files_of_word2vec(tmp_path, monkeypatch, getkey, end, block):
-    monkeypatch.setattr(_text, "BLOCK", block)
-    rng = np.random.default_rng(2)
-    words = [b"</s>", "crème".encode(), b"3", b"\xff", b"tea"]
-    path = tmp_path / "vectors.bin"
-    for size in (1, 3, 50):
-        want = rng.normal(size=(len(words), size)).astype(np.float32)
-        want[1] = np.frombuffer(b"\n \0\n" * size, np.float32)  # what divides text
-        content = _binary(words, want, end)
-        for pack in (bytes, gzip.compress):
-            path.write_bytes(pack(content))
-            found, vectors = sj.data.read_vectors(path)
-            assert found.tolist() == words and vectors.dtype == np.float32
-            assert vectors.tobytes() == want.tobytes()
-        found, vectors = sj.data.read_vectors(path, only=["tea", "jam", "3"])
-        assert found.tolist() == [b"3", b"tea"]
-        assert vectors.tobytes() == want[[2, 4]].tobytes()
-        known = Vocabulary.from_columns({"word": ["tea", "jam"]})
-        assert known.align(found, vectors)[2].tobytes() == want[4].tobytes()
-
-
-def test_text_is_not_taken_for_a_binary_file(tmp_path):
-    path = tmp_path / "vectors.txt"
-    path.write_text("2 3\ncr\u00e8me 1 2 3\ncr\u00e8me\u2026 4 5 6\n", encoding="utf-8")
-    assert len(sj.data.read_vectors(path)[0]) == 2
-    path.write_text("2 3\ntea 1 2\njam 1 2 3\n")
-    with pytest.raises(ValueError, match=":2: found 3 fields, expected a word and 3"):
-        sj.data.read_vectors(path)
-    with pytest.raises(ValueError, match="word 2: found the end .*binary=False reads"):
-        sj.data.read_vectors(path, binary=True)
+# ------------------------------------------------------------------ vocabulary files
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    "change, message",
     [
-        (
-            b"3 2\na " + bytes(8) + b"\nb " + bytes(7),
-            ", word 2: found the end of the f",
-        ),
-        (b"3 2\na " + bytes(8) + b"\n", ", word 2: found the end of the file"),
-        (b"2 1\n" + b"x" * 2000, ", word 1: found more than 1024 bytes without a sp"),
-        (b"1 99999999\na ", ":1: found vectors of 99999999 numbers, expected at most"),
-        (b"tea 1 2\n", ":1: found 'tea 1 2', expected a number of words and one of"),
+        ({"words 0": np.array([b"b", b"a"])}, "words of column 0 are not in ascending"),
+        ({"words 0": np.array([b"a", b"a"])}, "words of column 0 are not in ascending"),
+        ({"words 0": np.array([b"a"])}, "column 0 has 1 words and 2 ids"),
+        ({"words 0": np.array(["a", "b"])}, "'words 0' has the type U1"),
+        ({"words 0": np.array(b"a")}, "'words 0' has the type S1 and 0 axes"),
+        ({"ids 0": np.array([1, 3])}, "ids of column 0 are not from 1 to 2"),
+        ({"ids 0": np.array([0, 1])}, "ids of column 0 are not from 1 to 2"),
+        ({"ids 0": np.array([1.0, 2.0])}, "'ids 0' has the type f8"),
+        ({"ids 1": np.array([1, 2])}, "its columns .0. do not match its arrays"),
+        ({"words 0": None}, "its columns .0. do not match its arrays"),
+        ({"columns": np.array([0, 1])}, "its columns .0, 1. do not match its arrays"),
+        ({"columns": np.array([], int)}, "its columns .. do not match its arrays"),
+        ({"columns": np.array([0, 0, -1])}, "its columns .0, 0, -1. do not match"),
+        ({"counts 0": np.array([0, 3])}, "counts of column 0 do not match its words"),
+        ({"counts 0": np.array([0, 3, -1])}, "counts of column 0 do not match its w"),
+        ({"integers": np.array([True])}, "the words of column 0 are not integers"),
+        ({"integers": np.array([False] * 2)}, "has 2 integers for 1 columns"),
+        ({"names": np.array(["x", "y"])}, "has 2 names for 1 columns"),
+        ({"names": np.array("x")}, "'names' has the type U1 and 0 axes"),
+        ({"names": np.array([b"x"])}, "'names' has the type S1"),
     ],
 )
-def test_malformed_binary_files(tmp_path, content, message):
-    path = tmp_path / "vectors.bin"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path}{message}"):
-        sj.data.read_vectors(path, binary=True)
+def test_a_vocabulary_that_nothing_wrote_is_refused(tmp_path, change, message):
+    path = tmp_path / "known.npz"
+    good = {"words 0": np.array([b"a", b"b"]), "ids 0": np.array([2, 1], np.int32)}
+    good |= {"columns": np.array([0]), "counts 0": np.array([0, 3, 1])}
+    good |= {"names": np.array([], np.str_), "integers": np.array([], bool)}
+    np.savez(path, **good)
+    assert sj.data.Vocabulary.load(path).encode(0, ["a", "b"]).tolist() == [2, 1]
+    wrong = {name: x for name, x in (good | change).items() if x is not None}
+    np.savez(path, **wrong)
+    with pytest.raises(ValueError, match=f"Vocabulary.load: .*wrote: .*{message}"):
+        sj.data.Vocabulary.load(path)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (GLOVE + "jam 1 2\n", ":5: found 3 fields, expected a word and 3 numbers"),
-        (GLOVE + "jam 1 2 x\n", ":5: found '1 2 x', expected 3 numbers"),
-        (GLOVE + "jam 1 2 3_0\n", ":5: found '1 2 3_0', expected 3 numbers"),
-        ("\nthe 1\n", ":1: found an empty line"),
-        ("", "is empty"),
-    ],
-)
-def test_malformed_files_of_vectors(tmp_path, text, message):
-    path = tmp_path / "vectors.txt"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        sj.data.read_vectors(path)
+def test_vocabulary_is_saved_and_loaded(tmp_path):
+    file, saved = tmp_path / "clicks.csv", tmp_path / "vocabulary.npz"
+    file.write_text("b,x\na,\nb,\u00e9\n")
+    built = sj.data.Vocabulary.build(file, {"ids": [0, 1]})
+    built.save(saved)
+    loaded = sj.data.Vocabulary.load(saved)
+    assert loaded.sizes() == built.sizes() == [3, 3]
+    words = ["a", "b", "x", "\u00e9", "new"]
+    for column in (0, 1):
+        want = built.encode(column, words)
+        np.testing.assert_array_equal(loaded.encode(column, words), want)
+    np.savez(tmp_path / "other.npz", a=np.ones(2), b=np.ones(2))
+    np.save(tmp_path / "one.npy", np.ones(2))
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[: len(whole) // 2])
+    for other in (file, tmp_path / "other.npz", tmp_path / "one.npy", saved):
+        with pytest.raises(ValueError, match="not a file that Vocabulary.save wrote"):
+            sj.data.Vocabulary.load(other)
+    with pytest.raises(FileNotFoundError):
+        sj.data.Vocabulary.load(tmp_path / "missing.npz")
+    with pytest.raises(TypeError, match="must be a str"):
+        built.save(cast(Any, 3))
 
 
 # ------------------------------------------------------------------ refusals
 
 
-KNOWN = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
+KNOWN = Vocabulary.build({"user": USERS, "item": ITEMS})
 
 
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: Vocabulary.from_columns([1, 2]), TypeError, "must be a dict of col"),
-        (lambda: Vocabulary.from_columns({}), ValueError, "at least one column"),
-        (lambda: Vocabulary.from_columns({0: [1]}), TypeError, "must be strings, got"),
+        (lambda: Vocabulary.build([1, 2]), TypeError, "must be a path, .*a dict of"),
+        (lambda: Vocabulary.build({}), ValueError, "at least one column"),
+        (lambda: Vocabulary.build({0: [1]}), TypeError, "must be strings, got"),
         (
-            lambda: Vocabulary.from_columns({"x": [0.5]}),
+            lambda: Vocabulary.build({"x": [0.5]}),
             TypeError,
             "column 'x' must be strings or integers.* got 0.5. Numbers",
         ),
-        (lambda: Vocabulary.from_columns({"x": np.array([0.5])}), TypeError, "got 0.5"),
-        (lambda: Vocabulary.from_columns({"x": [np.inf]}), TypeError, "got inf"),
+        (lambda: Vocabulary.build({"x": np.array([0.5])}), TypeError, "got 0.5"),
+        (lambda: Vocabulary.build({"x": [np.inf]}), TypeError, "got inf"),
         (
-            lambda: Vocabulary.from_columns({"x": [["a"], ["b"]]}),
+            lambda: Vocabulary.build({"x": [["a"], ["b"]]}),
             TypeError,
             r"got \['a'\]. Flatten lists",
         ),
-        (lambda: Vocabulary.from_columns({"x": np.ones((2, 2), int)}), TypeError, "Fl"),
+        (lambda: Vocabulary.build({"x": np.ones((2, 2), int)}), TypeError, "Fl"),
         (
-            lambda: Vocabulary.from_columns({"x": np.zeros(2, "M8[s]")}),
+            lambda: Vocabulary.build({"x": np.zeros(2, "M8[s]")}),
             TypeError,
             "must be strings or integers",
         ),
-        (lambda: Vocabulary.from_columns({"x": "abc"}), TypeError, "got 'abc'"),
-        (lambda: Vocabulary.from_columns({"x": 3}), TypeError, "got 3"),
-        (lambda: Vocabulary.from_columns({"x": ["a" * 2000]}), ValueError, "2000 byt"),
-        (lambda: Vocabulary.from_columns({"x": ["a\0"]}), ValueError, "a zero byte"),
+        (lambda: Vocabulary.build({"x": "abc"}), TypeError, "got 'abc'"),
+        (lambda: Vocabulary.build({"x": 3}), TypeError, "got 3"),
+        (lambda: Vocabulary.build({"x": ["a" * 2000]}), ValueError, "2000 byt"),
+        (lambda: Vocabulary.build({"x": ["a\0"]}), ValueError, "a zero byte"),
         (
-            lambda: Vocabulary.from_columns({"x": [1]}, shared=["x"]),
+            lambda: Vocabulary.build({"x": [1]}, shared=["x"]),
             TypeError,
             "shared must be True, or a list of lists",
         ),
         (
-            lambda: Vocabulary.from_columns({"x": [1]}, shared=[["x", "y"]]),
+            lambda: Vocabulary.build({"x": [1]}, shared=[["x", "y"]]),
             ValueError,
             r"shared must have each of the columns \['x'\] at most once",
         ),
         (
-            lambda: Vocabulary.from_columns({"x": [1]}, shared=[["x"], ["x"]]),
+            lambda: Vocabulary.build({"x": [1]}, shared=[["x"], ["x"]]),
             ValueError,
             "at most once",
         ),
-        (lambda: Vocabulary.from_columns({"x": [1]}, min_count=0), ValueError, "min_c"),
+        (lambda: Vocabulary.build({"x": [1]}, min_count=0), ValueError, "min_c"),
         (
-            lambda: Vocabulary.from_columns({"x": [1]}, max_size={"y": 3}),
+            lambda: Vocabulary.build({"x": [1]}, max_size={"y": 3}),
             ValueError,
-            r"max_size must have columns of \['x'\] only, got 'y'",
+            r"max_size must have only columns of \['x'\], got 'y'",
         ),
         (
-            lambda: Vocabulary.from_columns({"x": [1]}, min_count={"x": 0.5}),  # pyright: ignore
-            ValueError,
+            lambda: Vocabulary.build({"x": [1]}, min_count={"x": 0.5}),  # pyright: ignore
+            TypeError,
             "min_count must be a positive int, got 0.5",
         ),
         (
-            lambda: Vocabulary.from_columns(
+            lambda: Vocabulary.build(
                 {"x": [1], "y": [2]}, shared=True, min_count={"x": 2, "y": 3}
             ),
             ValueError,
-            r"one for the columns \['x', 'y'\], which share a vocabulary",
+            r"the same for the columns \['x', 'y'\], which share a vocabulary",
         ),
         (
             lambda: Vocabulary([np.array([b"a"])], [np.array([1])]).prune(min_count=2),
             ValueError,
             "prune: this vocabulary was made without counts",
         ),
-        (
-            lambda: sj.data.read_vectors("x", binary="no"),
-            ValueError,
-            "binary must be True, False or 'auto', got 'no'",
-        ),
         (lambda: KNOWN.encode("usr", [1]), ValueError, r"no column 'usr'. It has \['u"),
         (lambda: KNOWN.encode(2, [1]), IndexError, "column 2 is out of range for 2"),
-        (lambda: KNOWN.encode(1.0, [1]), TypeError, "It is a column's name, or its pl"),  # pyright: ignore
+        (lambda: KNOWN.encode(1.0, [1]), TypeError, "Pass the name of a column, or its"),  # pyright: ignore
         (lambda: KNOWN.encode_columns({"x": [1]}), ValueError, "encode_columns: the v"),
         (
             lambda: KNOWN.encode_columns({"item": [0.5]}),
@@ -593,7 +568,7 @@ KNOWN = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
         ),
         (lambda: KNOWN.decode("user", [1], missing="?"), TypeError, "must be an int"),
         (lambda: KNOWN.decode("item", [1], missing=0), TypeError, "must be a str"),
-        (lambda: sj.data.HashIds(9).encode("x", [1]), TypeError, "by their place"),  # pyright: ignore
+        (lambda: sj.data.HashIds(9).encode("x", [1]), TypeError, "pass the position"),  # pyright: ignore
         (
             lambda: sj.data.HashIds(9).encode(0, [0.5]),
             TypeError,
@@ -604,13 +579,3 @@ KNOWN = Vocabulary.from_columns({"user": USERS, "item": ITEMS})
 def test_refusals(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_vectors_of_no_word_and_of_a_long_one(tmp_path):
-    path = tmp_path / "vectors.txt"
-    path.write_text("tea 1 2\n 3 4\n")
-    assert sj.data.read_vectors(path)[0].tolist() == [b"tea", b""]
-    assert sj.data.read_vectors(path, only=["tea", None])[0].tolist() == [b"tea"]
-    path.write_text("tea 1 2\n" + "x" * 1025 + " 3 4\n")
-    with pytest.raises(ValueError, match=":2: found a word of 1025 bytes, expected at"):
-        sj.data.read_vectors(path)

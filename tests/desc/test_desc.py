@@ -1,14 +1,12 @@
-"""VarDesc, its wire format, SelectedRows in files, and what is inferred before data."""
+"""VarDesc, its bytes, and what is inferred before data."""
 
 import dataclasses
 import pathlib
 import re
-import struct
 import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import export
@@ -163,88 +161,6 @@ def test_without_protobuf(monkeypatch):
     _protobuf.message_types.cache_clear()
     with pytest.raises(ImportError, match=r"pip install 'sparsejax\[desc\]'"):
         sj.desc.to_bytes(sj.desc.VarDesc("x", "LOD_TENSOR", "float32", (2,)))
-
-
-# ------------------------------------------------------------------ files
-
-# What PaddlePaddle 2.6.2 writes for rows [4, 1] of height 6, all values 1.
-PADDLE = bytes.fromhex(
-    "00000000 0200000000000000 0400000000000000 0100000000000000 0600000000000000"
-    "00000000 06000000 080510021002 0000803f 0000803f 0000803f 0000803f"
-)
-
-
-def test_paddle_bytes_load_and_save_identically(tmp_path):
-    path = tmp_path / "paddle"
-    path.write_bytes(PADDLE)
-    loaded = sj.desc.load_selected_rows(path)
-    np.testing.assert_array_equal(loaded.rows, [4, 1])
-    assert loaded.shape == (6, 2) and loaded.dtype == jnp.float32
-    again = tmp_path / "again"
-    sj.desc.save_selected_rows(again, loaded)
-    assert again.read_bytes() == PADDLE
-    sj.desc.save_selected_rows(again, rows())  # an empty slot is not written
-    assert again.read_bytes() == PADDLE
-
-
-@pytest.mark.parametrize("suffix", ["", ".npz"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
-def test_files_and_back(tmp_path, suffix, dtype):
-    path = tmp_path / f"rows{suffix}"
-    values = jnp.arange(12).reshape(2, 3, 2).astype(dtype)
-    sj.desc.save_selected_rows(path, sj.SelectedRows(jnp.array([7, 7]), values, 2**20))
-    back = sj.desc.load_selected_rows(path)
-    assert back.shape == (2**20, 3, 2) and back.dtype == jnp.dtype(dtype)
-    np.testing.assert_array_equal(back.rows, [7, 7])
-    np.testing.assert_array_equal(np.asarray(back.values), np.asarray(values))
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_files_keep_64_bits(tmp_path):
-    values = np.array([[1 / 3]])
-    data = struct.pack("<IQqqI", 0, 1, 2, 5, 0) + b"\x06\0\0\0\x08\x06\x10\x01\x10\x01"
-    path = tmp_path / "wide"
-    path.write_bytes(data + values.tobytes())
-    sj.desc.save_selected_rows(tmp_path / "again", sj.desc.load_selected_rows(path))
-    assert (tmp_path / "again").read_bytes() == path.read_bytes()
-
-
-def test_files_without_rows(tmp_path):
-    empty = sj.SelectedRows(jnp.array([9]), jnp.ones((1, 2)), 9)
-    sj.desc.save_selected_rows(tmp_path / "empty", empty)
-    assert sj.desc.load_selected_rows(tmp_path / "empty").values.shape == (0, 2)
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path):
-    path = tmp_path / "rows"
-    sj.desc.save_selected_rows(path, rows())
-    bad = sj.SelectedRows(jnp.array([1]), jnp.ones((1, 2), jnp.uint16), 6)
-    with pytest.raises(ValueError, match="uint16"):
-        sj.desc.save_selected_rows(path, bad)
-    assert path.read_bytes() == PADDLE and len(list(tmp_path.iterdir())) == 1
-
-
-def test_files_refuse(tmp_path):
-    with pytest.raises(TypeError, match="must be a SelectedRows, got a float64"):
-        sj.desc.save_selected_rows(tmp_path / "x", np.ones(3))  # pyright: ignore
-    with pytest.raises(FileNotFoundError):
-        sj.desc.load_selected_rows(tmp_path / "nothing")
-    path = tmp_path / "bad"
-    for data, why in (
-        (b"\x01" + PADDLE[1:], "it has version 1"),
-        (PADDLE[:20], "it ends after 20 bytes, within the rows"),
-        (PADDLE[:-1], "within the values"),
-        (PADDLE + b"!", "1 bytes are left over"),
-        (PADDLE[:44] + b"\x03\0\0\0" + PADDLE[48:], "its TensorDesc does not parse"),
-        (b"hello, this is text", "it has version"),
-        (b"", "it ends after 0 bytes, within its version"),
-    ):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=f"bad is not a SelectedRows.*{why}"):
-            sj.desc.load_selected_rows(path)
-    np.savez(tmp_path / "other.npz", x=1)
-    with pytest.raises(ValueError, match="expected arrays named rows, .* found x"):
-        sj.desc.load_selected_rows(tmp_path / "other.npz")
 
 
 # ------------------------------------------------------------------ infer

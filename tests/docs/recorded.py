@@ -31,7 +31,9 @@ class Recorded:
 
     def __init__(self, name: str, hidden: tuple[str, ...] = ()):
         self.page = pages.DOCS / f"{name}.md"
-        self.cases = json.loads((TESTS / "golden" / f"{name}.json").read_text())["cases"]
+        self.cases = json.loads((TESTS / "golden" / f"{name}.json").read_text())[
+            "cases"
+        ]
         self._arrays = TESTS / "golden" / f"{name}.npz"
         self.differences = [c[0] for s, c in self.tables() if s.startswith("Where")]
         self.cells = {

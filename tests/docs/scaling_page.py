@@ -3,9 +3,9 @@
     python tests/docs/scaling_page.py wire              the table of bytes on the wire
     python tests/docs/scaling_page.py devices 64 512    compile for so many CPU devices
     python tests/docs/scaling_page.py lower 1024        lower for an abstract mesh
-    python tests/docs/scaling_page.py tpu v5p:8x8x16 8  compile for a TPU topology, 8 tables
+    python tests/docs/scaling_page.py tpu v5p:8x8x16 8  compile for a TPU, 8 tables
     python tests/docs/scaling_page.py tpu v5e:2x2 1 32  the same, rows of 32 columns
-    python tests/docs/scaling_page.py h200 1x1x8 1      compile for eight H200, one table
+    python tests/docs/scaling_page.py h200 1x1x8 1      compile for eight H200
 
 Nothing but `wire` makes an array, and nothing is run. Those for a TPU need libtpu
 (`pip install "jax[tpu]"`), and that for H200 `jax[cuda12]`, but no such device.
@@ -87,8 +87,7 @@ def sent(layout):
     ids, lookup, tx = put(sample(), "x"), sj.lookup, sj.optim.lazy(optax.adagrad(0.1))
     grad, reduce = functools.partial(sj.grad, tables=True), lambda g: g
     if layout == "row-sharded":
-        table = sj.parallel.shard_rows(table, mesh, "x")
-        lookup = functools.partial(sj.parallel.lookup, capacity=measured()["C"])
+        table = sj.parallel.shard_rows(table, mesh, "x", capacity=measured()["C"])
     elif layout == "row-sharded by XLA":
         table = put(table, "x")
     elif layout == "column-sharded":
@@ -111,7 +110,7 @@ def sent(layout):
 
     run = sj.parallel.data_parallel(step, mesh, "x")
     compiled = run.lower(table, tx.init(table), ids).compile()
-    return sj.parallel.wire_bytes(compiled, branch=min)
+    return sj.viz.wire_bytes(compiled, branch=min)
 
 
 # ------------------------------------------------------------------ the plan
@@ -124,8 +123,9 @@ def plan_step(mesh, tables, rows, width, ids, capacity=PLAN_CAPACITY):
         shape, kind, sharding=NamedSharding(mesh, P(*parts))
     )
     table = jax.ShapeDtypeStruct((rows, width), np.float32)
+    shard = functools.partial(sj.parallel.shard_rows, capacity=capacity)
     params = {
-        "tables": [sj.parallel.shard_rows(table, mesh, "x") for _ in range(tables)],
+        "tables": [shard(table, mesh, "x") for _ in range(tables)],
         "dense": spec((width,), np.float32),
     }
     tx = sj.optim.lazy(sj.optim.rowwise_adagrad(0.01))
@@ -135,7 +135,7 @@ def plan_step(mesh, tables, rows, width, ids, capacity=PLAN_CAPACITY):
         return spec(x.shape, x.dtype, *(["x"] if x.shape[:1] == (stored,) else []))
 
     def loss(params, ids, targets):
-        look_up = functools.partial(sj.parallel.lookup, mode="zero", capacity=capacity)
+        look_up = functools.partial(sj.lookup, mode="zero")
         read = sum(map(look_up, params["tables"], ids))
         return jnp.mean((read @ params["dense"] - targets) ** 2)
 
@@ -177,7 +177,7 @@ def compile_for(mesh, tables, width=PLAN["width"]):
         "tables": memory.argument_size_in_bytes,
         "in_place": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        "sent": sj.parallel.wire_bytes(compiled).total,
+        "sent": sj.viz.wire_bytes(compiled).total,
     }
 
 

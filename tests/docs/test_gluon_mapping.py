@@ -7,6 +7,7 @@ there is an example below, with NumPy or by hand.
 """
 
 import functools
+import importlib
 import json
 import pathlib
 import re
@@ -517,9 +518,11 @@ def test_recorded_data():
 
 
 def test_libsvm(tmp_path):
-    path = tmp_path / "data.libsvm"
-    path.write_text("1 1:0.5 3:2\n-1 2:1\n")
-    rows, labels = run("io.LibSVMIter", path=path)
+    pytest.importorskip("sklearn.datasets")
+    sklearn = importlib.import_module("sklearn")
+    path = str(tmp_path / "data.libsvm")
+    pathlib.Path(path).write_text("1 1:0.5 3:2\n-1 2:1\n")
+    rows, labels = run("io.LibSVMIter", path=path, sklearn=sklearn)
     np.testing.assert_array_equal(rows.toarray(), [[0.5, 0, 2], [0, 1, 0]])
     np.testing.assert_array_equal(labels, [1, -1])
 
@@ -537,10 +540,10 @@ def test_recorded_saving(tmp_path):
     )
     trainer = make(want)
     for key in ("Trainer.save_states", "Block.save_parameters"):
-        run(key, trainer=trainer, path=tmp_path)
+        run(key, trainer=trainer, path=tmp_path / "store")
     for key in ("Trainer.load_states", "Block.load_parameters"):
         other = make(np.zeros((9, 3), np.float32))
-        run(key, trainer=other, path=tmp_path)
+        run(key, trainer=other, path=tmp_path / "store")
         assert_answers(other.store.pull_all(block.name), want)
     layer, ids = sj.nn.Embedding(9, 3), jnp.arange(9)
     assert_answers(layer({"embedding": other.store.pull_all(block.name)}, ids), want)
@@ -1073,11 +1076,11 @@ def clicks(count):
 def test_proposal():
     """The page's model trains; by hand and on whole tables it is the same function."""
     trainer, batches = blocks()["make_trainer"](), list(clicks(2))
-    losses = run(
-        "row_sparse_pull, one batch ahead", trainer=trainer, batches=batches * 3
-    )
-    assert losses[-1] < losses[1]
     block, store = trainer.block, trainer.store
+    given = {"store": store, "trainer": trainer, "batches": batches * 3}
+    pulled = run("row_sparse_pull, one batch ahead", **given)
+    losses = [trainer.step(batch, rows) for batch, rows in pulled]
+    assert losses[-1] < losses[1]
     specs = run("row_sparse Parameter", block=block)
     assert {n: s.shape[0] for n, s in specs.items()} == {
         "user": 100_000,

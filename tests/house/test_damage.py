@@ -10,7 +10,7 @@ import damage
 
 pytestmark = pytest.mark.loose_promotion  # as in a reader's session
 
-WITH_ORBAX = {"Checkpointer.restore", "Trainer.load"}
+WITH_ORBAX = {"parallel.restore"}
 QUICK = sorted(damage.READERS.keys() - WITH_ORBAX)
 
 
@@ -28,15 +28,14 @@ def test_damaged_files_are_refused(tmp_path):
     _try(damage.Bench(tmp_path, QUICK), 1, 250, 120)
 
 
-@pytest.mark.skipif("read_parquet_ids" not in damage.READERS, reason="needs pyarrow")
 def test_numbers_into_a_dictionary_that_is_gone(tmp_path):
     """Headers of pages are changed: one of them hides the dictionary of a column."""
-    bench = damage.Bench(tmp_path, ["read_parquet_ids"])
-    good = bench.good["read_parquet_ids"][-1][""]
+    bench = damage.Bench(tmp_path, ["read_ids, Parquet"])
+    good = bench.good["read_ids, Parquet"][-1][""]
     for at in range(100, 180):
         data = good[:at] + b"\1\0" + good[at + 2 :]
         with contextlib.suppress(*damage.ALLOWED):
-            bench.run("read_parquet_ids", {"": data})
+            bench.run("read_ids, Parquet", {"": data})
 
 
 @pytest.mark.slow

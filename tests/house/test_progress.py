@@ -1,65 +1,36 @@
 """One convention: `progress=` is True for a bar, False, or a function of (done, total).
 
-Here for all that have it: files of data, tables of a store, a trainer and the demo.
+Every public function that has it is tested here.
 """
 
-import importlib
-import importlib.util
 import inspect
+import sys
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import sparsejax as sj
 import test_house
+from sparsejax import _progress
 
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
     """By the name in its errors, each call that takes `progress=`."""
     folder = tmp_path_factory.mktemp("progress")
-    rows, libsvm, vectors = (folder / x for x in ("rows.csv", "rows.svm", "words.vec"))
+    rows = folder / "rows.csv"
     rows.write_text("1,7,a\n0,8,b\n")
-    libsvm.write_text("1 1:1\n0 2:1\n")
-    vectors.write_text("a 1 2\nb 3 4\n")
     store = sj.store.KVStore()
     store.init("t", (50, 2), optax.sgd(0.1))
     store.push("t", sj.SelectedRows([3], jnp.ones((1, 2)), 50))
-    block = sj.nn.SparseEmbedding(50, 2, name="t")
-    loss = lambda out, batch: jnp.sum(out)
-    trainer = sj.nn.Trainer(block, store, loss, optax.sgd(0.1))
-    batches = [np.array([3, 4])] * 2
-    read = dict(num_numbers=1, num_ids=1)
-    csv, blocks = sj.data.read_csv_ids, sj.data.iter_csv_ids
     build = sj.data.Vocabulary.build
     found = {
-        "data.read_csv_ids": lambda **p: csv(rows, 9, **read, **p),
-        "data.iter_csv_ids": lambda **p: list(blocks(rows, 9, **read, **p)),
-        "data.read_libsvm": lambda **p: sj.data.read_libsvm(libsvm, **p),
-        "data.read_vectors": lambda **p: sj.data.read_vectors(vectors, **p),
-        "data.Vocabulary.build": lambda **p: build(rows, **read, **p),
+        "data.Vocabulary.build": lambda **p: build(rows, {"ids": [1, 2]}, **p),
         "store.KVStore.pull_all": lambda **p: store.pull_all("t", **p),
         "store.KVStore.save": lambda **p: store.save(folder / "t.store", **p),
         "store.KVStore.load": lambda **p: store.load(folder / "t.store", **p),
-        "nn.Trainer.fit": lambda **p: trainer.fit(batches, **p),
-        "nn.Trainer.evaluate": lambda **p: trainer.evaluate(batches, **p),
     }
-    if importlib.util.find_spec("orbax") is not None:
-        found["nn.Trainer.save"] = lambda **p: trainer.save(folder / "trainer", **p)
-        found["nn.Trainer.load"] = lambda **p: trainer.load(folder / "trainer", **p)
-    if importlib.util.find_spec("pyarrow") is not None:
-        parquet, table = folder / "rows.parquet", {"a": [1, 2], "b": ["x", "y"]}
-        pyarrow = importlib.import_module("pyarrow")
-        write = importlib.import_module("pyarrow.parquet").write_table
-        write(pyarrow.table(table), parquet)
-        which = {"columns": {"ids": ["a", "b"]}}
-        both = sj.data.read_parquet_ids, sj.data.iter_parquet_ids
-        found["data.read_parquet_ids"] = lambda **p: both[0](parquet, 9, **which, **p)
-        found["data.iter_parquet_ids"] = lambda **p: [
-            *both[1](parquet, 9, **which, **p)
-        ]
     return found
 
 
@@ -76,9 +47,7 @@ def test_progress_is_a_bool_or_a_function_everywhere(calls, capsys):
         assert "\r" in capsys.readouterr().err, name
         call(progress=False)
         assert capsys.readouterr().err == "", name
-        owner = name.replace("nn.Trainer.save", "store.KVStore.save")
-        owner = owner.replace("nn.Trainer.load", "store.KVStore.load")
-        message = f"sparsejax.{owner}: progress must be True, False or a function of"
+        message = f"sparsejax.{name}: progress must be True, False or a function of"
         with pytest.raises(TypeError, match=message):
             call(progress="yes")
 
@@ -96,11 +65,38 @@ def test_nothing_else_has_progress(calls):
                 if parameter is not None:
                     found[member.removeprefix("sparsejax.")] = parameter
     names = set(found)
-    if "nn.Trainer.save" not in calls:  # orbax is not installed
-        names -= {"nn.Trainer.save", "nn.Trainer.load"}
-    if "data.read_parquet_ids" not in calls:  # nor pyarrow
-        names -= {"data.read_parquet_ids", "data.iter_parquet_ids"}
     assert names == calls.keys()
     for name, parameter in found.items():
         assert parameter.default is False and parameter.annotation == "Progress", name
         assert parameter.kind == parameter.KEYWORD_ONLY, name
+
+
+# ------------------------------------------------------------------ the reporter
+
+
+def _report(progress, **options):
+    with _progress.progress_reporter("f", progress, " rows", **options) as report:
+        report(1, 4)
+        report(4, 4)
+
+
+def test_a_bar_or_lines_without_tqdm(capsys, monkeypatch):
+    _report(True)
+    assert "f: 100%" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    _report(True)
+    err = capsys.readouterr().err
+    assert err.startswith("f: 100%  ") and err.endswith(" rows/s\n")
+    with pytest.raises(ImportError, match="f: progress=True needs tqdm"):
+        _report(True, needs_tqdm=True)
+
+
+def test_a_function_or_nothing(capsys):
+    seen = []
+    _report(lambda *done: seen.append(done))
+    assert seen == [(1, 4), (4, 4)]
+    _report(False)
+    assert capsys.readouterr() == ("", "")
+    for wrong in (1, None, "yes"):
+        with pytest.raises(TypeError, match="f: progress must be True, False or a fun"):
+            _report(wrong)

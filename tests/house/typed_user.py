@@ -1,9 +1,9 @@
-"""What a user writes, under pyright's strict mode.
+"""A user's program, under pyright's strict mode.
 
-`tests/house/test_typing.py` has pyright check this file, and runs it. Two checks of strict
-mode are off: optax has no types of its own, and `jax.jit`, `jnp.ones` and such are
-partly unknown to pyright; that no name of sparsejax is, another test says. `jax.jit`
-forgets what a function takes and returns, hence `jit` below.
+`tests/house/test_typing.py` has pyright check this file, and runs it. Two checks of
+strict mode are off: optax has no types of its own, and pyright does not know all of
+`jax.jit`, `jnp.ones` and such; another test says that it knows every name of sparsejax.
+`jax.jit` forgets the types of a function, hence `jit` below.
 """
 # pyright: strict, reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnnecessaryTypeIgnoreComment=true
@@ -249,11 +249,12 @@ def layers_and_data(folder: pathlib.Path) -> None:
 
     path = folder / "clicks.csv"
     path.write_text("1,a\n0,b\n1,b\n")
-    words = sj.data.Vocabulary.build(path, num_numbers=0, num_ids=1)
+    which = {"label": 0, "ids": [1]}
+    words = sj.data.Vocabulary.build(path, which)
     assert_type(words, sj.data.Vocabulary)
-    columns = sj.data.read_csv_ids(path, words, num_numbers=0, num_ids=1)
+    columns = sj.data.read_ids(path, words, which)
     print(columns["label"].dtype, words.sizes())
-    known = sj.data.Vocabulary.from_columns({"user": [7, 8], "item": ["tea", "jam"]})
+    known = sj.data.Vocabulary.build({"user": [7, 8], "item": ["tea", "jam"]})
     ids = known.encode_columns({"item": ["jam"]})
     assert_type(ids, dict[str, np.ndarray])
     print(known.decode("item", ids["item"]), known.size("user"), known.counts(0))
@@ -319,7 +320,7 @@ def devices() -> None:
     assert_type(table, sj.parallel.ShardedTable)
 
     def loss(table: sj.parallel.ShardedTable, ids: jax.Array) -> jax.Array:
-        rows: jax.Array = sj.parallel.lookup(table, ids)
+        rows: jax.Array = sj.lookup(table, ids)
         return jnp.sum(rows)
 
     gradient: sj.parallel.ShardedTable = sj.grad(loss)(table, jnp.array([3, 4]))

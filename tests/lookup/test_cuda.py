@@ -67,9 +67,10 @@ def test_adds_bags_as_elsewhere(segmented, weighted):
     bags = [jnp.asarray(rng.integers(-1, 13, 60), jnp.int32)] if segmented else []
     weights = [jnp.asarray(rng.standard_normal(size), jnp.float32)] if weighted else []
     args = jnp.asarray(rng.standard_normal((12, 3)), jnp.float32), ids, *bags, *weights
-    static = {"height": 20, "segmented": segmented, "weighted": weighted}
-    want = xla.add_bags(*args, **static)
-    np.testing.assert_allclose(cuda.add_bags(*args, **static), want, rtol=1e-5)
+    spec = xla.BagSpec(segmented, weighted, num_bags=12)
+    want = xla.add_bags(*args, height=20, spec=spec)
+    found = cuda.add_bags(*args, height=20, spec=spec)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -79,7 +80,11 @@ def test_the_program_of_a_step(name):
     plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
     if not any(map(importlib.util.find_spec, plugins)):
         pytest.skip("needs jax[cuda12] or jax[cuda13]")
-    script = [sys.executable, str(pages.ROOT / "tests" / "tools" / "cuda_program.py"), name]
+    script = [
+        sys.executable,
+        str(pages.ROOT / "tests" / "tools" / "cuda_program.py"),
+        name,
+    ]
     run = subprocess.run(script, capture_output=True, text=True, cwd=pages.ROOT)
     assert run.returncode == 0, run.stderr
     facts = json.loads(run.stdout.splitlines()[-1])

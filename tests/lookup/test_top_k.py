@@ -199,7 +199,7 @@ def test_of_a_sharded_table(layout):
 def test_inside_shard_map():
     """Queries of each device, and negatives that it draws itself."""
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
-    sampler = sj.data.NegativeSampler.from_counts(np.arange(1, 50))
+    sampler = sj.losses.NegativeSampler.from_counts(np.arange(1, 50))
 
     def body(table, queries, sampler, keys):
         sample = functools.partial(sampler.sample, keys[0], 8)

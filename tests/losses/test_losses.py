@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 import sparsejax as sj
 from helpers import assert_no_dense, assert_trees_close, slow_but
-from sparsejax.data import NegativeSamples
+from sparsejax.losses import NegativeSamples
 
 
 L = sj.losses
@@ -48,7 +48,7 @@ def make(several=False, shared=True, bias=None, corrected=True, lead=(B,)):
 
 
 def expected(params, labels, negatives, remove):
-    """The scores s of the labels and of the negatives, -inf where they do not count."""
+    """The scores of labels and negatives; -inf for a negative that does not count."""
     params, labels = jax.tree.map(np.asarray, (params, labels))
     table, x = params["table"], params["inputs"]
     bias = params.get("bias", np.zeros(V)).reshape(V)
@@ -179,7 +179,7 @@ def test_a_training_step_with_a_sampler():
     table = jnp.asarray(0.1 * rng.normal(size=(V, D)), jnp.float32)
     params = {"in": table, "out": table + 0}
     counts = np.where(np.arange(V) < 400, 1.0 + np.arange(V), 0)
-    sampler = sj.data.NegativeSampler.from_counts(counts)
+    sampler = sj.losses.NegativeSampler.from_counts(counts)
     tx = sj.optim.lazy(optax.adam(0.05))
 
     def loss(params, ids, sampler, key):

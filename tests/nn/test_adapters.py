@@ -22,23 +22,21 @@ TABLES = {"a": (150, D), "b": (61, D)}
 
 def _linen():
     pytest.importorskip("flax.linen")
-    module = sj.nn.flax.Embedding(V, D, padding_id=-1)
+    module = sj.nn.flax.Layer(LAYER)
     params = module.init(jax.random.key(0), IDS)
     return params, module.apply, lambda p: p["params"]["embedding"]
 
 
 def _nnx():
     nnx = pytest.importorskip("flax.nnx")
-    graph, params = nnx.split(
-        sj.nn.nnx.Embedding(V, D, padding_id=-1, rngs=nnx.Rngs(0))
-    )
+    graph, params = nnx.split(sj.nn.nnx.Layer(LAYER, rngs=nnx.Rngs(0)))
     apply = lambda p, ids: nnx.merge(graph, p)(ids)
     return params, apply, lambda p: nnx.to_pure_dict(p)["params"]["embedding"]
 
 
 def _equinox():
     pytest.importorskip("equinox")
-    model = sj.nn.equinox.Embedding(V, D, padding_id=-1, key=jax.random.key(0))
+    model = sj.nn.equinox.Layer(LAYER, key=jax.random.key(0))
     return model, lambda model, ids: model(ids), lambda model: model.params["embedding"]
 
 
@@ -76,27 +74,28 @@ def test_linen_inside_a_model():
     class Model(linen.Module):
         @linen.compact
         def __call__(self, ids, bags):
-            rows = sj.nn.flax.EmbeddingCollection(TABLES)({"a": ids, "b": ids})
-            bag = sj.nn.flax.EmbeddingBag(V, D, combiner="mean", name="bag")(bags)
+            layer = sj.nn.flax.Layer
+            rows = layer(sj.nn.EmbeddingCollection(TABLES))({"a": ids, "b": ids})
+            bag = layer(sj.nn.EmbeddingBag(V, D, combiner="mean"), name="bag")(bags)
             x = jnp.concatenate([rows["a"], rows["b"], bag], axis=-1)
-            return sj.nn.flax.Dense(2)(x)
+            return layer(sj.nn.Dense(2))(x)
 
     ids, bags = jnp.array([1, 2]), jnp.array([[1, 2], [3, 3]])
     model = Model()
     variables = jax.jit(model.init)(jax.random.key(0), ids, bags)
     shapes = jax.tree.map(jnp.shape, variables["params"])
     assert shapes == {
-        "EmbeddingCollection_0": {f"float32_{D}": (211, D)},
+        "Layer_0": {f"float32_{D}": (211, D)},
         "bag": {"embedding": (V, D)},
-        "Dense_0": {"kernel": (3 * D, 2), "bias": (2,)},
+        "Layer_1": {"kernel": (3 * D, 2), "bias": (2,)},
     }
     loss = lambda variables: jnp.sum(
         jnp.sin(jnp.asarray(model.apply(variables, ids, bags)))
     )
     g = jax.jit(sj.grad(loss))(variables)["params"]
     assert isinstance(g["bag"]["embedding"], sj.SelectedRows)
-    assert isinstance(g["EmbeddingCollection_0"][f"float32_{D}"], sj.SelectedRows)
-    assert isinstance(g["Dense_0"]["kernel"], jax.Array)
+    assert isinstance(g["Layer_0"][f"float32_{D}"], sj.SelectedRows)
+    assert isinstance(g["Layer_1"]["kernel"], jax.Array)
     # Drawn from another key, other parameters; a second call of a module shares them.
     other = model.init(jax.random.key(1), ids, bags)["params"]["bag"]["embedding"]
     assert np.any(other != variables["params"]["bag"]["embedding"])
@@ -104,7 +103,7 @@ def test_linen_inside_a_model():
     class Tied(linen.Module):
         @linen.compact
         def __call__(self, ids):
-            embed = sj.nn.flax.Embedding(V, D)
+            embed = sj.nn.flax.Layer(sj.nn.Embedding(V, D))
             return embed.attend(embed(ids) + embed(ids + 1))
 
     variables = Tied().init(jax.random.key(0), ids)
@@ -116,13 +115,16 @@ def test_sizes_that_depend_on_the_input():
     nnx = pytest.importorskip("flax.nnx")
     pytest.importorskip("equinox")
     x = jnp.ones((2, 9))
-    module = sj.nn.flax.Dense(3, name="out")
+    module = sj.nn.flax.Layer(sj.nn.Dense(3), name="out")
     kernel: Any = module.init(jax.random.key(0), x)["params"]["kernel"]
     assert kernel.shape == (9, 3)
-    assert sj.nn.nnx.Dense(3, x=x, rngs=nnx.Rngs(0))(x).shape == (2, 3)
-    assert sj.nn.equinox.Dense(3, x=x, key=jax.random.key(0))(x).shape == (2, 3)
+    assert sj.nn.nnx.Layer(sj.nn.Dense(3), x, rngs=nnx.Rngs(0))(x).shape == (2, 3)
+    assert sj.nn.equinox.Layer(sj.nn.Dense(3), x, key=jax.random.key(0))(x).shape == (
+        2,
+        3,
+    )
     with pytest.raises(ValueError, match="cannot infer the number of columns"):
-        sj.nn.nnx.Dense(3, rngs=nnx.Rngs(0))
+        sj.nn.nnx.Layer(sj.nn.Dense(3), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.slow
@@ -130,23 +132,20 @@ def test_every_layer_has_its_module():
     nnx = pytest.importorskip("flax.nnx")
     eqx = pytest.importorskip("equinox")
     x, key = jnp.ones((2, 9)), jax.random.key(0)
-    for name, args, inputs in (
-        ("Dense", (3, 9), x),
-        ("FactorizationMachine", (9, 2), x),
-        ("Embedding", (V, D), IDS),
-        ("EmbeddingBag", (V, D), IDS[None]),
-        ("EmbeddingCollection", (TABLES,), {"a": IDS}),
+    for layer, inputs in (
+        (sj.nn.Dense(3, 9), x),
+        (sj.nn.Embedding(V, D), IDS),
+        (sj.nn.EmbeddingBag(V, D), IDS[None]),
+        (sj.nn.EmbeddingCollection(TABLES), {"a": IDS}),
     ):
-        layer = getattr(sj.nn, name)(*args)
-        make = {k: getattr(getattr(sj.nn, k), name) for k in ("flax", "nnx", "equinox")}
-        linen = make["flax"](*args)
+        linen = sj.nn.flax.Layer(layer)
         spec = jax.eval_shape(layer, jax.eval_shape(layer.init, key), inputs)
         variables = linen.init(key, inputs)
         assert jax.eval_shape(linen.apply, variables, inputs) == spec
         assert linen.layer == layer
-        model = make["nnx"](*args, rngs=nnx.Rngs(0))
+        model = sj.nn.nnx.Layer(layer, rngs=nnx.Rngs(0))
         assert isinstance(model, nnx.Module)
-        model = make["equinox"](*args, key=key)
+        model = sj.nn.equinox.Layer(layer, key=key)
         assert isinstance(model, eqx.Module) and model.layer == layer
         assert eqx.filter_eval_shape(model, inputs) == spec
 
@@ -159,9 +158,9 @@ def test_wrong_arguments():
         (lambda: sj.nn.flax.Layer(bad), "flax.Layer: layer must be a layer .* got 3"),
         (lambda: sj.nn.flax.Layer(sj.nn.Dense), "layer must be a layer .*class"),
         (lambda: sj.nn.nnx.Layer(bad, rngs=nnx.Rngs(0)), "nnx.Layer: layer must be"),
-        (lambda: sj.nn.nnx.Embedding(V, D, rngs=bad), "rngs must be a .*Rngs, .* 3"),
+        (lambda: sj.nn.nnx.Layer(LAYER, rngs=bad), "rngs must be a .*Rngs, .* 3"),
         (lambda: sj.nn.equinox.Layer(bad, key=jax.random.key(0)), "layer must be a"),
-        (lambda: sj.nn.equinox.Embedding(V, D, key=bad), "key must be one PRNG key"),
+        (lambda: sj.nn.equinox.Layer(LAYER, key=bad), "key must be one PRNG key"),
     ):
         with pytest.raises(TypeError, match=said):
             call()
@@ -172,8 +171,8 @@ def test_attend():
     nnx = pytest.importorskip("flax.nnx")
     pytest.importorskip("equinox")
     key, query = jax.random.key(0), jnp.ones((2, D))
-    assert sj.nn.nnx.Embedding(V, D, rngs=nnx.Rngs(0)).attend(query).shape == (2, V)
-    assert sj.nn.equinox.Embedding(V, D, key=key).attend(query).shape == (2, V)
+    assert sj.nn.nnx.Layer(LAYER, rngs=nnx.Rngs(0)).attend(query).shape == (2, V)
+    assert sj.nn.equinox.Layer(LAYER, key=key).attend(query).shape == (2, V)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Dense and FactorizationMachine: arrays and CSR, against plain jnp on dense arrays."""
+"""Dense on arrays and CSR, against plain jnp on dense arrays."""
 
 import dataclasses
 from typing import Any
@@ -56,38 +56,19 @@ def _forms(matrix):
 LAYERS = {
     "dense": sj.nn.Dense(3, C, bias_init=NORMAL),
     "dense without bias": sj.nn.Dense(1, use_bias=False),
-    "fm": sj.nn.FactorizationMachine(
-        C, 4, factor_init=NORMAL, linear_init=NORMAL, bias_init=NORMAL
-    ),
-    "fm of 3": sj.nn.FactorizationMachine(
-        C, 2, 3, factor_init=NORMAL, linear_init=NORMAL, bias_init=NORMAL
-    ),
-    "fm of pairs": sj.nn.FactorizationMachine(
-        C, 2, use_bias=False, use_linear=False, factor_init=NORMAL
-    ),
 }
 
 
 def _params(layer):
-    if isinstance(layer, sj.nn.Dense):
-        return layer.init(jax.random.key(0), jnp.zeros((1, C)))
-    return layer.init(jax.random.key(0))
+    return layer.init(jax.random.key(0), jnp.zeros((1, C)))
 
 
 def _plain(params, x):
-    """Both layers on an array, as their definitions say: all pairs, one by one."""
-    if "kernel" in params:
-        return x @ params["kernel"] + params.get("bias", jnp.zeros(()))
-    v = params["factors"]
-    w = params.get("linear", jnp.zeros((C, *(v.shape[1:-1] or (1,)))))
-    both = v if v.ndim == 3 else v[:, None]
-    inner = jnp.einsum("cor,dor->ocd", both, both)
-    pairs = jnp.einsum("sc,sd,ocd->so", x, x, jnp.triu(inner, 1))
-    out = x @ w + pairs + params.get("bias", jnp.zeros(()))
-    return out if v.ndim == 3 else out[:, 0]
+    """The layer on an array, as its definition says."""
+    return x @ params["kernel"] + params.get("bias", jnp.zeros(()))
 
 
-def _insist(layer):
+def _required(layer):
     return dataclasses.replace(layer, sparse_grad=True).table_prefix()
 
 
@@ -109,10 +90,8 @@ def test_every_form_of_input(name):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["dense", "fm", "fm of 3"])
-def test_ids_alone_count_one(name):
-    layer, matrix = LAYERS[name], _scipy()
+def test_ids_alone_count_one():
+    layer, matrix = LAYERS["dense"], _scipy()
     params = _params(layer)
     st = _segments(matrix)
     ids = sj.SegmentTensor(st.values["index"], st.segment_ids, S, True)
@@ -126,32 +105,19 @@ def test_ids_alone_count_one(name):
 @pytest.mark.slow
 def test_leading_axes():
     x = jax.random.normal(jax.random.key(1), (2, 3, C))
-    for name, shape in (("dense", (2, 3, 3)), ("fm", (2, 3)), ("fm of 3", (2, 3, 3))):
-        layer = LAYERS[name]
-        out = layer(_params(layer), x)
-        assert out.shape == shape
-        one = layer(_params(layer), x[1, 2])
-        np.testing.assert_allclose(out[1, 2], one, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_feature_named_twice_is_two_features():
-    layer = sj.nn.FactorizationMachine(9, 2, factor_init=NORMAL)
-    params = layer.init(jax.random.key(0))
-    values = {"index": jnp.array([4, 4]), "value": jnp.array([2.0, 3.0])}
-    out = layer(params, sj.SegmentTensor.from_lengths(values, jnp.array([2])))
-    v = params["factors"][4]
-    np.testing.assert_allclose(out, [6 * jnp.sum(v * v)], rtol=1e-5)
+    layer = LAYERS["dense"]
+    out = layer(_params(layer), x)
+    assert out.shape == (2, 3, 3)
+    one = layer(_params(layer), x[1, 2])
+    np.testing.assert_allclose(out[1, 2], one, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_types_of_results():
     matrix = _scipy()
     st = _segments(matrix)
-    for layer in (
-        sj.nn.Dense(2, C, dtype="float16"),
-        sj.nn.FactorizationMachine(C, 2, dtype="bfloat16", factor_init=NORMAL),
-    ):
+    for dtype in ("float16", "bfloat16"):
+        layer = sj.nn.Dense(2, C, dtype=dtype)
         params = _params(layer)
         exact = jax.jit(dataclasses.replace(layer, dtype=None))(params, st)
         for x in (st, jnp.asarray(matrix.toarray())):
@@ -174,27 +140,25 @@ def test_types_of_results():
 @pytest.mark.slow
 def test_float32_stays_under_x64(x64):
     matrix = _scipy()
-    for layer in (LAYERS["dense"], LAYERS["fm"]):
-        params = _params(layer)
-        assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
-        for x in (_segments(matrix), jnp.ones((2, C), jnp.int64)):
-            assert jax.eval_shape(layer, params, x).dtype == jnp.float32
+    layer = LAYERS["dense"]
+    params = _params(layer)
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
+    for x in (_segments(matrix), jnp.ones((2, C), jnp.int64)):
+        assert jax.eval_shape(layer, params, x).dtype == jnp.float32
 
 
 # ------------------------------------------------------------------ gradients
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("name", ["dense", "fm", "fm of 3"])
 @pytest.mark.loose_promotion
-def test_gradient_is_that_of_plain_jnp(name):
-    layer, matrix = LAYERS[name], _scipy()
+def test_gradient_is_that_of_plain_jnp():
+    layer, matrix = LAYERS["dense"], _scipy()
     params, x = _params(layer), _segments(matrix, is_sorted=False)
     array = jnp.asarray(matrix.toarray())
     loss = lambda params, x: jnp.sum(jnp.sin(layer(params, x)))
     plain = lambda params, x: jnp.sum(jnp.sin(_plain(params, x)))
-    insisted = sj.grad(loss, tables=_insist(layer))
-    grad = jax.jit(insisted)
+    required = sj.grad(loss, tables=_required(layer))
+    grad = jax.jit(required)
     want = jax.jit(jax.grad(plain))(params, array)
     g = grad(params, x)
     tables = {k: v for k, v in g.items() if k != "bias"}
@@ -202,10 +166,10 @@ def test_gradient_is_that_of_plain_jnp(name):
     assert_trees_close(to_dense(g), want, rtol=1e-4, atol=1e-4)
     of_jax = jax.jit(jax.grad(loss))(params, x)
     assert_trees_close(of_jax, want, rtol=1e-4, atol=1e-4)
-    assert_no_dense(insisted, params, x)
+    assert_no_dense(required, params, x)
 
     two = jax.tree.map(lambda *xs: jnp.stack(xs), x, x)
-    mapped = jax.jit(jax.vmap(lambda x: to_dense(insisted(params, x))))(two)
+    mapped = jax.jit(jax.vmap(lambda x: to_dense(required(params, x))))(two)
     for k in range(2):
         one = jax.tree.map(lambda x, k=k: x[k], mapped)
         assert_trees_close(one, want, rtol=1e-4, atol=1e-4)
@@ -214,7 +178,7 @@ def test_gradient_is_that_of_plain_jnp(name):
         add = lambda total, x: (total + loss(params, x), None)
         return jax.lax.scan(add, jnp.zeros(()), two)[0]
 
-    g = jax.jit(sj.grad(scanned, tables=_insist(layer)))(params)
+    g = jax.jit(sj.grad(scanned, tables=_required(layer)))(params)
     twice = jax.tree.map(lambda x: 2 * x, want)
     assert_trees_close(to_dense(g), twice, rtol=1e-4, atol=2e-4)
 
@@ -229,30 +193,26 @@ def test_numerical_gradients(x64):
         return jnp.sum(jnp.sin(layer(params, x)))
 
     value = jnp.where(jnp.isnan(st.values["value"]), 0, st.values["value"])
-    for name in ("dense", "fm of 3"):
-        layer = dataclasses.replace(LAYERS[name], param_dtype="float64")
-        f = lambda *args, layer=layer: loss(layer, *args)
-        check_grads(jax.jit(f), (_params(layer), value), 1, ["fwd", "rev"])
+    layer = dataclasses.replace(LAYERS["dense"], param_dtype="float64")
+    f = lambda *args: loss(layer, *args)
+    check_grads(jax.jit(f), (_params(layer), value), 1, ["fwd", "rev"])
 
 
 def test_sparse_grad_false_is_dense_always():
     x = _segments(_scipy())
-    loss = lambda params, layer: jnp.sum(layer(params, x))
-    for layer in (sj.nn.Dense(1, C), LAYERS["fm"]):
-        layer = dataclasses.replace(layer, sparse_grad=False)
-        f = lambda params, layer=layer: loss(params, layer)
-        g = jax.eval_shape(sj.grad(f), _params(layer))
-        assert not any(isinstance(v, sj.SelectedRows) for v in g.values())
-        assert set(layer.table_prefix().values()) == {False}
+    layer = sj.nn.Dense(1, C, sparse_grad=False)
+    loss = lambda params: jnp.sum(layer(params, x))
+    g = jax.eval_shape(sj.grad(loss), _params(layer))
+    assert not any(isinstance(v, sj.SelectedRows) for v in g.values())
+    assert set(layer.table_prefix().values()) == {False}
 
 
 # ------------------------------------------------------------------ pulled rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense", "fm of 3"])
-def test_weights_that_were_pulled(name):
-    layer, x = LAYERS[name], _segments(_scipy())
+def test_weights_that_were_pulled():
+    layer, x = LAYERS["dense"], _segments(_scipy())
     params = _params(layer)
     ids = jnp.unique(x.values["index"][: _scipy().nnz], size=20, fill_value=C)
     pull = lambda w: sj.SelectedRows(ids, sj.lookup(w, ids, mode="zero"), C)
@@ -264,7 +224,7 @@ def test_weights_that_were_pulled(name):
     g, want = jax.jit(sj.grad(loss))(pulled), jax.jit(jax.grad(loss))(params)
     assert_trees_close(to_dense(g), want, rtol=1e-4, atol=1e-4)
 
-    # A row that nobody pulled is not zero, it is unknown.
+    # A row that was not pulled is unknown, so it reads NaN and not zero.
     without = lambda w: w.retain(ids[1:])
     first = {k: v if k == "bias" else without(v) for k, v in pulled.items()}
     missing = np.asarray(_scipy()[:, np.asarray(ids[:1])].toarray())[:, 0] != 0
@@ -300,7 +260,7 @@ def test_a_click_model_trains_with_one_compilation():
             return jnp.mean(losses)
 
         # 196 of 211 rows: a quarter is exceeded, so sparse must be asked for.
-        value, grads = sj.value_and_grad(loss, tables=_insist(layer))(params)
+        value, grads = sj.value_and_grad(loss, tables=_required(layer))(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -330,8 +290,8 @@ def test_layers_are_static():
     with pytest.raises(dataclasses.FrozenInstanceError):
         layer.features = 5  # pyright: ignore[reportAttributeAccessIssue]
     assert repr(sj.nn.Dense(3, dtype="bfloat16")) == "Dense(3, dtype=bfloat16)"
-    fm = sj.nn.FactorizationMachine(9, 2, 3, use_bias=False)
-    assert repr(fm) == "FactorizationMachine(9, 2, outputs=3, use_bias=False)"
+    layer = sj.nn.Dense(9, in_features=2, use_bias=False)
+    assert repr(layer) == "Dense(9, in_features=2, use_bias=False)"
 
 
 def test_columns_come_from_the_input():
@@ -345,7 +305,7 @@ def test_columns_come_from_the_input():
             layer.init(key, x)
 
 
-DENSE, FM = sj.nn.Dense(2, C), sj.nn.FactorizationMachine(C, 2)
+DENSE = sj.nn.Dense(2, C)
 WRONG_FIELDS = [
     (lambda: sj.nn.Dense(0), "features must be a positive int, got 0"),
     (lambda: sj.nn.Dense(2.5), "features must be a positive int"),  # pyright: ignore
@@ -359,9 +319,6 @@ WRONG_FIELDS = [
     (lambda: sj.nn.Dense(2, kernel_init=1.0), "kernel_init must be a function"),  # pyright: ignore
     (lambda: sj.nn.Dense(2, use_bias=1), "use_bias must be True or False, got 1"),  # pyright: ignore
     (lambda: sj.nn.Dense(2, sparse_grad="no"), "sparse_grad must .* or None"),  # pyright: ignore
-    (lambda: sj.nn.FactorizationMachine(9, 0), "rank must be a positive int, got 0"),
-    (lambda: sj.nn.FactorizationMachine(9, 2, 0), "outputs must be a positive int"),
-    (lambda: sj.nn.FactorizationMachine(None, 2), "in_features must be a"),  # pyright: ignore
 ]
 
 
@@ -395,9 +352,11 @@ WRONG_CALLS = [
     (DENSE, lambda p: (p, object()), "got an object"),
     (DENSE, lambda p: (p, _st(jnp.ones(3))), r"got float32\[3\]"),
     (DENSE, lambda p: (p, _st({"id": jnp.arange(3)})), r"got \{'id': int32\[3\]\}"),
-    (FM, lambda p: (p, _st({"index": jnp.ones(3), "value": jnp.ones(3)})), "'index'"),
-    (FM, lambda p: ({"factors": p["factors"]}, ONES), r"\['bias', 'factors', 'linear'"),
-    (FM, lambda p: (p, jnp.ones((2, 5))), "in_features.*, got 5"),
+    (
+        DENSE,
+        lambda p: (p, _st({"index": jnp.ones(3), "value": jnp.ones(3)})),
+        "'index'",
+    ),
 ]
 
 

@@ -1,8 +1,6 @@
 """Trainer: a block and a store train as whole tables on the device would."""
 
 import dataclasses
-import os
-import sys
 from typing import Any
 
 import jax
@@ -61,6 +59,15 @@ def trainer(tx=None, **options):
     return Trainer(block, sj.store.KVStore(), loss_of, tx, **options)
 
 
+def fit(made, data, prefetch=0, **options):
+    """The losses of all steps, the rows pulled in each step or ahead of it."""
+    if not prefetch:
+        return np.array([made.step(batch) for batch in data])
+    options = {"depth": prefetch, "mode": "drop"} | options
+    pulled = made.store.prefetch(data, made.row_ids, **options)
+    return np.array([made.step(batch, rows) for batch, rows in pulled])
+
+
 def state_of(made):
     tables = {name: made.store.pull_all(name) for name in made.store.names()}
     return tables, made.params, made.opt_state
@@ -90,8 +97,8 @@ def test_trains_as_whole_tables_do():
     for batch in batches(4):
         ids, words, hour = batch["x"]
         words = sj.SegmentTensor.from_csr(words)
-        room = 64 - words.capacity
-        padded = jax.tree.map(lambda v, room=room: jnp.pad(v, (0, room)), words.values)
+        more = 64 - words.capacity
+        padded = jax.tree.map(lambda v, more=more: jnp.pad(v, (0, more)), words.values)
         words = sj.SegmentTensor.from_lengths(padded, words.lengths)
         both, state, want = step(both, state, (ids, words, hour), {"y": batch["y"]})
         np.testing.assert_allclose(made.step(batch), want, rtol=1e-5)
@@ -105,8 +112,8 @@ def test_trains_as_whole_tables_do():
 def test_prefetch_has_the_same_bits_and_compilations_are_few():
     data = [*batches(3, most=9), *batches(3, seed=2)]
     one, two = trainer(optax.adam(0.1)), trainer(optax.adam(0.1))
-    want = one.fit(data)
-    assert_same_bits(two.fit(iter(data), prefetch=2), want)
+    want = fit(one, data)
+    assert_same_bits(fit(two, iter(data), prefetch=2), want)
     jax.tree.map(assert_same_bits, state_of(two), state_of(one))
     stats = one.stats()
     assert stats["capacities"] == {"item": 8, "words": 16}
@@ -114,7 +121,7 @@ def test_prefetch_has_the_same_bits_and_compilations_are_few():
     assert one.compilations == two.compilations == stats["compilations"] <= 2
     assert stats["steps"] == 6 and stats["store"]["item"].pushes == 6
     count = one.compilations
-    one.fit(batches(3, most=3, seed=3))
+    fit(one, batches(3, most=3, seed=3))
     assert one.compilations == count
 
 
@@ -134,36 +141,36 @@ def test_whose_arrays_are_donated():
 @pytest.mark.slow
 def test_fixed_capacity():
     made = trainer(capacity={"item": 6, "words": 40})
-    made.fit(batches(2))
+    fit(made, batches(2))
     assert made.stats()["capacities"] == {"item": 6, "words": 40}
     small = trainer(capacity=2)
-    for prefetch in (0, 1):
+    for options in ({}, {"prefetch": 1, "capacity": 2}):
         with pytest.raises(ValueError, match="do not fit in capacity=2"):
-            small.fit(batches(1), prefetch=prefetch)
+            fit(small, batches(1), **options)
     assert small.steps == 0
 
 
 @pytest.mark.slow
 def test_nothing_is_updated_without_a_step():
     made = trainer()
-    made.fit(batches(1))
+    fit(made, batches(1))
     before = jax.tree.map(np.array, state_of(made))
     data = list(batches(2, seed=5))
-    losses = [float(loss_of(made.predict(batch), batch)) for batch in data]
-    np.testing.assert_allclose(made.evaluate(data), np.mean(losses), rtol=1e-5)
-    assert np.isnan(made.evaluate([]))
+    losses = [loss_of(made.predict(batch), batch) for batch in data]
     after = jax.tree.map(np.array, state_of(made))
     jax.tree.map(assert_same_bits, after, before)
+    np.testing.assert_allclose(losses[0], made.step(data[0]), rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_tables_on_the_device_too():
     """A dense parameter may be a table: `tables=` with a lazy tx, the same numbers."""
-    wish = {"item": None, "words": None, "hour": {"embedding": True}}
+    tables = {"item": None, "words": None, "hour": {"embedding": True}}
     tx = optax.adagrad(0.1)
     one = trainer(tx)
-    two = trainer(sj.optim.lazy(tx), tables=wish, table_tx=tx)
-    np.testing.assert_allclose(one.fit(batches(2)), two.fit(batches(2)), rtol=1e-5)
+    two = trainer(sj.optim.lazy(tx), tables=tables, table_tx=tx)
+    losses = [fit(made, batches(2)) for made in (one, two)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
     assert_trees_close(two.params, one.params)
 
 
@@ -176,6 +183,54 @@ def test_the_step_does_not_know_how_large_tables_are():
     pulled = {n: made.store.pull(n, i) for n, i in made.row_ids(batch).items()}
     args = pulled, made.params, made.opt_state, batch
     assert_no_dense(made._step, *args, heights=[big])
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_store_for_several_devices(prefetch):
+    """Data-parallel training: examples are sharded over a mesh, rows pulled once."""
+    auto = (jax.sharding.AxisType.Auto,)
+    devices = jax.devices()[:4]
+    mesh = jax.make_mesh((4,), ("x",), axis_types=auto, devices=devices)
+
+    @dataclasses.dataclass(frozen=True)
+    class Ranker(SparseBlock):
+        item: SparseEmbedding = SparseEmbedding(V, D, name="item", padding_id=-1)
+        top: sj.nn.Dense = sj.nn.Dense(1, D)
+
+        def row_ids(self, inputs):
+            return self.item.row_ids(inputs)
+
+        def sparse_forward(self, tables, params, inputs):
+            rows = self.item(tables, params["item"], inputs)
+            return self.top(params["top"], rows)[:, 0]
+
+    rng = np.random.default_rng(0)
+    data = [
+        {"x": rng.integers(-1, 40, 8), "y": rng.normal(size=8).astype(np.float32)}
+        for _ in range(4)
+    ]
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    trained = {}
+    for store in (sj.store.KVStore(), sj.store.KVStore(mesh=mesh)):
+        made = Trainer(
+            Ranker(),
+            store,
+            loss_of,
+            optax.adagrad(0.1),
+            inputs=lambda batch: batch["x"],
+            clip_norm=0.3,
+        )
+        given = data if not trained else jax.device_put(data, sharding)
+        losses = fit(made, given, prefetch)
+        trained[len(trained)] = losses, store.pull_all("item"), made.params
+        outputs = made.predict(given[0])
+    assert_trees_close(trained[1], trained[0])
+    assert outputs.sharding.is_equivalent_to(sharding, 1)
+    assert made.params["top"]["kernel"].sharding.is_fully_replicated
+    bad = jax.device_put({"x": np.full(8, V), "y": data[0]["y"]}, sharding)
+    with pytest.raises(ValueError, match="8 of 8 ids .* the first is 211"):
+        made.step(bad)
 
 
 # ------------------------------------------------------------------ checks
@@ -198,14 +253,14 @@ def test_checked():
     assert float(made.step(ok)) > 0
     before = jax.tree.map(np.array, state_of(made))
     bad = {"x": (jnp.array([3, 5, 7]),), "y": jnp.zeros(3)}
-    for call in (made.step, made.predict, lambda batch: made.evaluate([batch])):
+    for call in (made.step, made.predict):
         with pytest.raises(checkify.JaxRuntimeError, match="the first is 7"):
             call(bad)
     jax.tree.map(assert_same_bits, jax.tree.map(np.array, state_of(made)), before)
     assert made.steps == 1
-    # Without a mode, what was not pulled reads NaN, and the loss shows it.
+    # Under mode "fill", a row that was not pulled reads NaN.
     loose = trainer(block=dataclasses.replace(block, mode="fill"))
-    assert np.isnan(loose.evaluate([bad]))
+    assert np.isnan(loose.predict(bad)).any()
 
 
 def test_errors():
@@ -295,72 +350,19 @@ def bits(made):
 
 
 def test_resumes_bit_for_bit(tmp_path):
+    """The store saves the tables; the dense leaves are trees that any library saves."""
     one, data = make_saved(), list(batches(6))
-    one.fit(data[:3])
-    one.save(tmp_path / "run")
+    fit(one, data[:3])
+    one.store.save(tmp_path / "store")
+    dense = jax.tree.map(jnp.copy, (one.params, one.opt_state))  # the next step donates
     kept = bits(one)
     other = make_saved(key=8)  # other first values
-    other.load(tmp_path / "run")
+    other.store.load(tmp_path / "store")
+    (other.params, other.opt_state), other.steps = dense, one.steps
     jax.tree.map(assert_same_bits, bits(other), kept)
     assert other.store.pull_all("item").shape == (V, D)  # all rows, pulled or not
-    assert_same_bits(other.fit(data[3:]), one.fit(data[3:]))
+    assert_same_bits(fit(other, data[3:]), fit(one, data[3:]))
     jax.tree.map(assert_same_bits, bits(other), bits(one))
-    with pytest.raises(FileNotFoundError, match="nothing was saved in"):
-        other.load(tmp_path)
-    model = trainer()
-    said = r"dense .* different model or optimizer.*\['opt_state'\]\['key'\] was saved"
-    with pytest.raises(ValueError, match=said):
-        model.load(tmp_path / "run")
-
-
-def test_saving_needs_orbax(tmp_path, monkeypatch):
-    made = make_saved()
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    for call in (made.save, made.load):
-        said = f"Trainer.{call.__name__} needs orbax: pip install orbax-checkpoint"
-        with pytest.raises(ImportError, match=said):
-            call(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_a_crash_leaves_the_last_save(tmp_path, monkeypatch):
-    """Each renaming of a save fails once; what is there is always whole.
-
-    There are four: the tables' file, two parts of orbax's checkpoint, and that itself.
-    """
-    made, data = make_saved(), list(batches(5))
-    made.fit(data[:1])
-    made.save(tmp_path)
-    kept = bits(made)
-    made.fit(data[1:2])
-    for failing in range(4):
-        count = 0
-
-        def crashing(rename, failing=failing):
-            def crash(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count > failing:
-                    raise OSError("no space left on device")
-                return rename(*args, **kwargs)
-
-            return crash
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", crashing(os.replace))
-            patch.setattr(os, "rename", crashing(os.rename))
-            with pytest.raises(OSError, match="no space"):
-                made.save(tmp_path)
-        other = make_saved(key=8)
-        other.load(tmp_path)
-        jax.tree.map(assert_same_bits, bits(other), kept)
-    made.save(tmp_path)
-    other.load(tmp_path)
-    jax.tree.map(assert_same_bits, bits(other), bits(made))
-    # What is not current was removed.
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["dense", "store-2"]
-    assert [x.name for x in (tmp_path / "dense").iterdir()] == ["2"]
 
 
 @pytest.mark.slow

@@ -222,9 +222,9 @@ def test_in_scan_and_from_a_checkpoint():
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
     scanned, _ = jax.jit(lambda c, g: jax.lax.scan(body, c, g))(carry, stacked)
     # Numbers of NumPy at the first step: outside of jit nothing makes arrays of them.
-    carry, _ = body(jax.tree.map(np.asarray, carry), grads[0])
+    carry, _ = body(jax.device_get(carry), grads[0])
     for g in grads[1:]:
-        carry, _ = jax.jit(body)(jax.tree.map(np.asarray, carry), g)
+        carry, _ = jax.jit(body)(jax.device_get(carry), g)
     assert_trees_close(scanned, carry)
 
 

@@ -156,7 +156,7 @@ def test_in_scan():
     tx, params = ADAM, make_params()
     grads = [make_grads(step) for step in range(3)]
     state = tx.init(params)
-    stacked = jax.tree.map(lambda *xs: np.stack(xs), *grads)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
 
     def body(carry, grads):
         updates, state = tx.update(grads, carry[1], carry[0])
@@ -176,7 +176,7 @@ def test_under_vmap():
     tx, params = ADAM, make_params()["table"]
     grads = [row_gradient(seed, (D,)) for seed in range(3)]
     state = tx.init(params)
-    stacked = jax.tree.map(lambda *xs: np.stack(xs), *grads)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
     step = lambda g: optax.apply_updates(params, tx.update(g, state, params)[0])
     together, alone = jax.jit(jax.vmap(step))(stacked), jax.jit(step)
     for one, g in zip(np.asarray(together), grads, strict=True):

@@ -8,7 +8,7 @@ import pytest
 
 import sparsejax as sj
 from cases import ROW_CASES, names
-from helpers import dense, make_rows
+from helpers import dense, make_rows, with_ids_as
 from sparsejax.optim import global_norm
 
 
@@ -53,4 +53,4 @@ def test_changed_ids():
     with pytest.raises(
         TypeError, match="global_norm: the rows .*got float32.*SelectedRows.map"
     ):
-        global_norm(jax.tree.map(lambda x: np.asarray(x, np.float32), rows))
+        global_norm(with_ids_as(np.float32, rows))

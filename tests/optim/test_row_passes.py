@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sparsejax as sj
-from helpers import compile_as_users_do, eqns_of
+from helpers import as_numpy, compile_as_users_do, eqns_of
 from sparsejax._rows import indexing, merge
 from sparsejax.optim import lazy
 from sparsejax.optim._lazy import block_pass
@@ -98,7 +98,7 @@ def close(a, b, rtol=2e-5, atol=2e-6):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
         np.testing.assert_allclose(
-            np.asarray(x, np.float64), np.asarray(y, np.float64), rtol, atol
+            as_numpy(x).astype(float), as_numpy(y).astype(float), rtol, atol
         )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of sharded tables: other meshes and layouts, donation, kills."""
+"""Checkpoints of sharded tables: other meshes and layouts, donation, kills, errors."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 
@@ -22,8 +23,6 @@ import sparsejax as sj
 import worker
 from helpers import assert_same_bits, assert_trees_close
 from sparsejax.parallel import _checkpoint
-from sparsejax.parallel._resharding import read_part
-from sparsejax.parallel._row_layout import RowLayout
 
 
 pytestmark = pytest.mark.multidevice
@@ -65,48 +64,6 @@ def assert_same_table(actual, expected):
 # ------------------------------------------------------------------ layouts
 
 
-def _by_definition(layout):
-    """The id at each position, -1 in the padding."""
-    ids = np.full(layout.shards * layout.per_shard, -1)
-    for i in range(layout.height):
-        shard, row = i % layout.shards, i // layout.shards
-        ids[shard * layout.per_shard + row if layout.layout == "mod" else i] = i
-    return ids
-
-
-class _Stored:
-    """As a tensorstore: read by slices. Remembers the most rows read at once."""
-
-    def __init__(self, array, most=None):
-        self.array, self.most = array, most if most is not None else []
-        self.dtype = self
-
-    numpy_dtype = property(lambda self: self.array.dtype)
-
-    def __getitem__(self, index):
-        self.most.append(len(self.array[index]))
-        return _Stored(self.array[index], self.most)
-
-    def read(self):
-        return self
-
-    def result(self):
-        return self.array
-
-
-@pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_rows_of_every_layout_are_found_in_every_other(layouts):
-    for height, n, m in itertools.product(
-        (0, 1, 7, 24, 61), (1, 2, 3, 4, 6), (1, 2, 4, 9)
-    ):
-        source, target = (RowLayout(height, k, l) for k, l in zip((n, m), layouts))
-        stored, want = _Stored(_by_definition(source) + 1), _by_definition(target) + 1
-        parts = [(k * target.per_shard, (k + 1) * target.per_shard) for k in range(m)]
-        for start, stop in [*parts, (0, len(want)), (len(want) // 3, len(want) // 2)]:
-            found = read_part(stored, source, target, [slice(start, stop)], want.shape)
-            np.testing.assert_array_equal(found, want[start:stop])
-
-
 def test_any_number_of_devices_and_either_layout(tmp_path):
     tables = {
         "f32": table_of(),
@@ -115,35 +72,44 @@ def test_any_number_of_devices_and_either_layout(tmp_path):
         "flags": table_of(np.int8).astype(bool),
     }
     every = list(itertools.product((1, 2, 3, 4), LAYOUTS))
-    with sj.parallel.Checkpointer(tmp_path) as checkpoints:
+    with ocp.CheckpointManager(tmp_path) as manager:
         for step, (n, layout) in enumerate(every):
             tree = {k: sharded(t, n, layout) for k, t in tables.items()}
-            checkpoints.save(step, {**tree, "plain": jnp.asarray(tables["f32"])})
+            tree["plain"] = jnp.asarray(tables["f32"])
+            sj.parallel.save(manager, tree, step=step)
         for step, (n, layout) in itertools.product(range(len(every)), every[::3]):
             like = {k: abstract(t, n, layout) for k, t in tables.items()}
             like["plain"] = abstract(tables["f32"], n, layout)
-            restored = checkpoints.restore(like, step)
+            restored = sj.parallel.restore(manager, like, step=step)
             for name, table in {**tables, "plain": tables["f32"]}.items():
                 assert_same_table(restored[name], sharded(table, n, layout))
         like = jax.tree.map(jnp.asarray, {**tables, "plain": tables["f32"]})
-        assert_trees_close(checkpoints.restore(like, 5), like)  # no longer sharded
+        found = sj.parallel.restore(manager, like, step=5)  # no longer sharded
+        assert_trees_close(found, like)
 
 
-def test_no_device_is_given_more_than_its_part(tmp_path, monkeypatch):
-    table, parts, reads = table_of(height=1000), [], []
+def test_orbax_alone_reads_the_rows_in_the_order_of_ids(tmp_path):
+    table, path = table_of(), tmp_path / "checkpoint"
+    for n, layout in ((4, "mod"), (3, "block")):
+        sj.parallel.save(path / layout, {"t": sharded(table, n, layout)})
+        as_numpy = {"t": ocp.RestoreArgs(restore_type=np.ndarray)}
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            args = ocp.args.PyTreeRestore(restore_args=as_numpy)
+            found = checkpointer.restore(path / layout, args=args)["t"]
+        assert_same_bits(found[:HEIGHT], table)
+        assert len(found) == 24 and not found[HEIGHT:].any()
 
-    def reading(stored, *args):
-        seen = _Stored(np.asarray(stored.read().result()), reads)
-        parts.append(read_part(seen, *args))
-        return parts[-1]
 
-    monkeypatch.setattr(_checkpoint, "read_part", reading)
-    with sj.parallel.Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, sharded(table, 2, "mod"))
-        for layout in LAYOUTS:
-            restored = checkpoints.restore(abstract(table, 8, layout))
-            assert_same_table(restored, sharded(table, 8, layout))
-    assert [len(part) for part in parts] == [125] * 16 and max(reads) <= 125
+@pytest.mark.parametrize("name", ["_to_blocks", "_from_blocks"])
+def test_no_device_is_given_more_than_its_part(name):
+    """8 devices own 1,000 rows each; with an all-gather one would have all 8,000."""
+    by_table = sj.parallel.TableWise((1000,) * 8, (3, 2, 1, 0, 7, 6, 5, 4), 8)
+    move = getattr(_checkpoint, name)
+    for layout in ("mod", by_table):
+        table = abstract(table_of(height=8000), 8, layout)
+        text = move.lower(table).compile().as_text()
+        assert "all-to-all" in text and "8000,3]" not in text
+        assert "all-gather" not in text
 
 
 def test_meshes_of_two_axes_explicit_axes_and_columns(tmp_path):
@@ -153,21 +119,20 @@ def test_meshes_of_two_axes_explicit_axes_and_columns(tmp_path):
     square = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kinds.Auto,) * 2)
     explicit = jax.make_mesh((8,), ("x",), axis_types=(kinds.Explicit,))
     columns = sj.parallel.shard_columns(table, mesh_of(4), "x")
-    with sj.parallel.Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, sj.parallel.shard_rows(table, square, "b"))
+    for k, (mesh, axis) in enumerate([(square, "b"), (explicit, "x")]):
+        path = tmp_path / f"{k}"
+        sj.parallel.save(path, sj.parallel.shard_rows(table, mesh, axis))
         for mesh, axis in ((square, ("b", "a")), (square, "a"), (explicit, "x")):
-            restored = checkpoints.restore(sj.parallel.shard_rows(spec, mesh, axis))
+            like = sj.parallel.shard_rows(spec, mesh, axis)
+            restored = sj.parallel.restore(path, like)
             assert_same_table(restored, sj.parallel.shard_rows(table, mesh, axis))
         # What eval_shape gives over Explicit axes names a mesh without devices.
         params = sj.parallel.shard_rows(table, explicit, "x")
-        like = jax.eval_shape(lambda: params)
-        assert_same_table(checkpoints.restore(like), params)
-        found = checkpoints.restore(columns)  # saved by rows
+        like = jax.eval_shape(lambda x: x, params)
+        assert_same_table(sj.parallel.restore(path, like), params)
+        found = sj.parallel.restore(path, columns)  # saved by rows
         assert found.sharding == columns.sharding
         assert_same_bits(found, table)
-        nowhere = jax.sharding.AbstractMesh((8,), ("x",))
-        with pytest.raises(ValueError, match="AbstractMesh, which has no devices"):
-            checkpoints.restore(sj.parallel.shard_rows(spec, nowhere, "x"))
 
 
 # ------------------------------------------------------------------ other leaves
@@ -189,13 +154,14 @@ def test_what_a_tree_may_hold(tmp_path, getkey):
         "numbers": [True, 3, 2.5, np.int32(4), np.arange(3)],
         "a/b": None,
     }
-    with sj.parallel.Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, tree)
-        restored = checkpoints.restore(tree)
-        abstract_tree = {**tree, "segments": jax.eval_shape(lambda: tree["segments"])}
-        assert_trees_close(checkpoints.restore(abstract_tree)["rows"], rows)
-        checkpoints.save(2, {"nothing": empty})
-        assert checkpoints.restore({"nothing": empty})["nothing"].height == 9
+    sj.parallel.save(tmp_path / "a", tree)
+    restored = sj.parallel.restore(tmp_path / "a", tree)
+    abstract_tree = {**tree, "segments": jax.eval_shape(lambda: tree["segments"])}
+    found = sj.parallel.restore(tmp_path / "a", abstract_tree)
+    assert_trees_close(found["rows"], rows)
+    sj.parallel.save(tmp_path / "b", {"nothing": empty})
+    found = sj.parallel.restore(tmp_path / "b", {"nothing": empty})["nothing"]
+    assert found.height == 9 and found.values.shape == (0, 3)
     data = lambda k: (
         jax.random.key_data(k) if jnp.issubdtype(k.dtype, jax.dtypes.prng_key) else k
     )
@@ -209,24 +175,29 @@ def test_what_a_tree_may_hold(tmp_path, getkey):
     assert not restored["optimizer"][1][0].count.committed
 
 
-def test_steps_data_and_max_to_keep(tmp_path):
+def test_steps_and_metadata_are_those_of_the_manager(tmp_path):
     table = table_of()
-    with sj.parallel.Checkpointer(tmp_path, max_to_keep=2) as checkpoints:
-        assert checkpoints.latest_step() is None and checkpoints.all_steps() == []
-        for step in (1, 5, 6):
-            checkpoints.save(step, sharded(table + step, 2, "mod"), data={"at": step})
-        checkpoints.wait()
-        assert checkpoints.all_steps() == [5, 6] and checkpoints.latest_step() == 6
-        with sj.parallel.Checkpointer(tmp_path, read_only=True) as reader:
-            assert reader.restore_data(5) == {"at": 5}
-            checkpoints.save(7, sharded(table + 7, 2, "mod"))
-            checkpoints.wait()
-            assert reader.latest_step() == 7  # it sees what came later
-            assert_same_bits(reader.restore(jnp.asarray(table)), table + 7)
-            with pytest.raises(ValueError, match="read_only=True"):
-                reader.save(8, {})
-        with pytest.raises(ValueError, match="step 7 was saved without data="):
-            checkpoints.restore_data()
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=5)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        with pytest.raises(FileNotFoundError):
+            sj.parallel.restore(manager, jnp.asarray(table))
+        for step in (5, 10, 15):
+            tree, at = sharded(table + step, 2, "mod"), {"at": step}
+            assert sj.parallel.save(manager, tree, step=step, custom_metadata=at)
+        assert not sj.parallel.save(manager, tree, step=16)  # by its options
+        manager.wait_until_finished()
+        assert manager.all_steps() == [10, 15]
+        assert manager.metadata(10).custom_metadata["at"] == 10
+        like = jnp.asarray(table)
+        assert_same_bits(sj.parallel.restore(manager, like), table + 15)
+        assert_same_bits(sj.parallel.restore(manager, like, step=10), table + 10)
+        with pytest.raises(FileNotFoundError, match="no checkpoint step 5 in"):
+            sj.parallel.restore(manager, like, step=5)
+        with pytest.raises(ValueError):
+            sj.parallel.save(manager, tree, step=15)
+        with pytest.raises(ValueError):
+            sj.parallel.save(manager, tree)
+        assert manager.all_steps() == [10, 15]
 
 
 def test_state_goes_to_the_devices_of_its_table(tmp_path):
@@ -237,21 +208,19 @@ def test_state_goes_to_the_devices_of_its_table(tmp_path):
     one = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), jax.devices()[3])
     uncommitted = lambda x: jnp.zeros(x.shape, x.dtype)
     saved = {"p": table, "s": made, "number": table.map(lambda x: jnp.ones(()))}
-    with sj.parallel.Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, saved)
-        # Also into tables of another mesh and layout.
-        other = sharded(table_of(), 2, "block")
-        for like in (table, other):
-            for make in (one, uncommitted):
-                tree = {"p": like, "s": tx.init(like), "number": saved["number"]}
-                found = checkpoints.restore(
-                    {**tree, "s": jax.tree.map(make, tree["s"])}
-                )
-                trace = found["s"][0].trace
-                assert trace.values.sharding == like.values.sharding
-                assert trace.values.committed and trace.layout == like.layout
-                np.testing.assert_array_equal(trace.to_dense(), np.ones((HEIGHT, 3)))
-                assert found["number"].values.shape == ()
+    sj.parallel.save(tmp_path / "a", saved)
+    # Also into tables of another mesh and layout.
+    other = sharded(table_of(), 2, "block")
+    for like in (table, other):
+        for make in (one, uncommitted):
+            tree = {"p": like, "s": tx.init(like), "number": saved["number"]}
+            tree = {**tree, "s": jax.tree.map(make, tree["s"])}
+            found = sj.parallel.restore(tmp_path / "a", tree)
+            trace = found["s"][0].trace
+            assert trace.values.sharding == like.values.sharding
+            assert trace.values.committed and trace.layout == like.layout
+            np.testing.assert_array_equal(trace.to_dense(), np.ones((HEIGHT, 3)))
+            assert found["number"].values.shape == ()
 
 
 # ------------------------------------------------------------------ training
@@ -282,22 +251,23 @@ def _run(params, state, step, batches):
 @pytest.mark.loose_promotion  # optax.adam
 def test_training_goes_on_where_it_stopped(tmp_path):
     batches = list(worker.batches("zipf"))
-    with sj.parallel.Checkpointer(tmp_path) as checkpoints:
+    with ocp.CheckpointManager(tmp_path) as manager:
         params, state, step = _training(2, "mod")
         params, state, _ = _run(params, state, step, batches[:2])
-        checkpoints.save(2, (params, state), data={"batch": 2})
+        sj.parallel.save(manager, (params, state), step=2, custom_metadata={"batch": 2})
         *_, losses = whole = _run(params, state, step, batches[2:])
 
         # On the same mesh, to the last bit.
         fresh = _training(2, "mod")[:2]
-        rest = batches[checkpoints.restore_data()["batch"] :]
-        again = _run(*checkpoints.restore(fresh), step=step, batches=rest)
+        restored = sj.parallel.restore(manager, fresh)
+        rest = batches[manager.metadata(2).custom_metadata["batch"] :]
+        again = _run(*restored, step=step, batches=rest)
         for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
             assert_same_bits(a, b)
 
         for n, layout in ((4, "block"), (1, "mod")):
             *fresh, step = _training(n, layout)
-            restored = checkpoints.restore(tuple(fresh))
+            restored = sj.parallel.restore(manager, tuple(fresh))
             found = _run(*restored, step=step, batches=rest)
             np.testing.assert_allclose(found[2], losses, rtol=1e-5, err_msg=f"{n}")
 
@@ -318,16 +288,16 @@ def test_a_save_holds_what_was_there_when_it_was_called(tmp_path, monkeypatch):
         return open_array(*args, **kwargs)
 
     monkeypatch.setattr(tensorstore, "open", held_open)
-    with sj.parallel.Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(1, tree)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        sj.parallel.save(manager, tree, step=1)
         for _ in range(3):
             tree = step(tree)
         jax.block_until_ready(tree)
         waits, is_there = held.wait(60), (tmp_path / "1").exists()
         may_write.set()
         assert waits and not is_there  # nothing was written by then
-        checkpoints.wait()
-        restored = checkpoints.restore(before)
+        manager.wait_until_finished()
+        restored = sj.parallel.restore(manager, before)
     for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(before), strict=True):
         assert_same_bits(a, b)
 
@@ -348,13 +318,85 @@ def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(tmp_pat
     # Each process that came after a kill checked what it found; and kills did hit.
     hits = [line for line in done.stdout.splitlines() if line.endswith(": 1")]
     assert hits and "Error" not in done.stderr, done.stdout + done.stderr
-    with sj.parallel.Checkpointer(tmp_path) as checkpoints:
-        steps = checkpoints.all_steps()
+    options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        steps = manager.all_steps()
         assert len(steps) >= 1 and steps[-1] >= kills
         for step in steps:
             table = abstract(worker.contents(0)["table"], 4, "block")
-            restored = checkpoints.restore({"table": table, "step": 0}, step)
+            like = {"table": table, "step": 0}
+            restored = sj.parallel.restore(manager, like, step=step)
             want = worker.contents(step)
             assert restored["step"] == step
             assert_same_table(restored["table"], sharded(want["table"], 4, "block"))
     assert not list(tmp_path.glob("*tmp*"))  # cut short, and cleared away
+
+
+# ------------------------------------------------------------------ errors
+
+
+def test_a_refused_save_changes_nothing(tmp_path):
+    tree, path = {"w": jnp.ones(3)}, tmp_path / "a"
+    spec = jax.ShapeDtypeStruct((3,), np.float32)
+    for bad in (spec, abstract(table_of(), 2, "mod"), table_of):
+        with pytest.raises(TypeError):
+            sj.parallel.save(path, {**tree, "bad": bad})
+    for good in (jnp.ones(3), sharded(table_of(), 2, "mod")):
+        with pytest.raises(TypeError):
+            jax.jit(lambda x: sj.parallel.save(path, {"w": x}))(good)
+    assert not path.exists()
+    sj.parallel.save(path, tree)
+    with pytest.raises(ValueError, match="already exists"):  # orbax's own words
+        sj.parallel.save(path, {"w": jnp.zeros(3)})
+    assert_trees_close(sj.parallel.restore(path, tree), tree)
+
+
+@pytest.mark.filterwarnings("ignore")  # of orbax's threads, whose errors are raised
+def test_a_checkpoint_cut_short_is_named(tmp_path):
+    tree = {"t": sharded(table_of(), 2, "mod"), "w": np.ones(3)}
+    other = {**tree, "t": abstract(table_of(), 3, "block")}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            sj.parallel.save(manager, tree, step=step)
+        manager.wait_until_finished()
+        (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text('{"format":')
+        for part in (tmp_path / "1" / "default").glob("**/d/*"):
+            part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+        for step in (1, 2):
+            for like in (tree, other):
+                with pytest.raises(ValueError, match=f"step {step} in .* damaged"):
+                    sj.parallel.restore(manager, like, step=step)
+
+
+def test_errors_say_what_differs(tmp_path):
+    table = table_of()
+    rows = lambda height: sj.SelectedRows(jnp.array([1]), jnp.ones((1, 2)), height)
+    position = lambda layout: sharded(table, 2, layout).map(lambda _: rows(24))
+    tree = {"t": sharded(table, 2, "mod"), "w": jnp.ones(3), "g": rows(5)}
+    path = tmp_path / "ours"
+    with pytest.raises(FileNotFoundError):
+        sj.parallel.restore(path, tree)
+    sj.parallel.save(path, tree)
+
+    def refuses(like, words):
+        with pytest.raises(ValueError, match=f"tree saved at .*ours: {words}"):
+            sj.parallel.restore(path, like)
+
+    refuses(
+        # Both are stored as 24 rows.
+        {**tree, "t": abstract(table_of(height=24), 4, "mod")},
+        r"\['t'\] is float32\[24, 3\], saved was float32\[23, 3\]",
+    )
+    refuses(
+        {**tree, "t": abstract(table_of(np.int32), 4, "mod")},
+        r"\['t'\] is int32\[23, 3\], saved was float32",
+    )
+    refuses({"t": tree["t"], "g": rows(5)}, r"\['w'\] was saved but is missing")
+    refuses({**tree, "g": rows(6)}, r"height of \['g'\] is 6, saved was 5")
+    # Gradients name rows by position, which is another row in another layout.
+    sj.parallel.save(tmp_path / "g", position("mod"))
+    assert_trees_close(
+        sj.parallel.restore(tmp_path / "g", position("mod")), position("mod")
+    )
+    with pytest.raises(ValueError, match="is 'block' over 2 devices.* saved was 'mod'"):
+        sj.parallel.restore(tmp_path / "g", position("block"))

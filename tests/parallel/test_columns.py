@@ -92,7 +92,7 @@ def test_update_is_local_and_in_place():
     loss = lambda params, ids: jnp.sum(jnp.sin(sj.lookup(params["table"], ids)))
     compiled = compiled_step(loss)
     # The loss is a sum over columns: one number. Nothing else moves.
-    found = sj.parallel.wire_bytes(compiled)
+    found = sj.viz.wire_bytes(compiled)
     assert found.total == 2 * 4 * (N - 1) // N, found
     memory = compiled.memory_analysis()
     part = V * D * 4 // N
@@ -108,7 +108,7 @@ def test_rows_for_the_devices_whose_batch_it_is():
         rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P("x")))
         return jnp.sum(jnp.linalg.norm(rows, axis=1))  # wants whole rows
 
-    found = sj.parallel.wire_bytes(compiled_step(loss))
+    found = sj.viz.wire_bytes(compiled_step(loss))
     rows = 2 * (BATCH * D * 4 // N) * (N - 1) // N  # there and back
     assert found.by_kind["all-to-all"] == rows, found
     # XLA may gather the ids for each of their uses, but nothing else.
@@ -128,15 +128,3 @@ def test_what_it_takes():
     spec = jax.ShapeDtypeStruct((V, D), jnp.bfloat16)
     found = sj.parallel.shard_columns(spec, mesh, "x")
     assert (found.shape, found.dtype, found.sharding) == ((V, D), spec.dtype, sharding)
-
-
-def test_errors():
-    mesh = make_mesh()
-    with pytest.raises(ValueError, match="30 columns cannot be .* the 4 .* 32 col"):
-        sj.parallel.shard_columns(np.ones((9, 30)), mesh, "x")
-    with pytest.raises(ValueError, match="at least two axes"):
-        sj.parallel.shard_columns(np.ones(8), mesh, "x")
-    with pytest.raises(TypeError, match="got a list"):
-        sj.parallel.shard_columns([[1.0]], mesh, "x")
-    with pytest.raises(ValueError, match="The axes of this mesh are"):
-        sj.parallel.shard_columns(np.ones((8, 8)), mesh, "y")

@@ -14,6 +14,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import sparsejax as sj
@@ -85,9 +86,8 @@ def _dense_step(tx, params, state, ids, targets):
     return keep_all(new_params, params), keep_all(new_state, state), value
 
 
-def _check_training(checkpoints, name):
+def _check_training(trained, name):
     """What an optimizer made of each kind of ids, against one device."""
-    trained = checkpoints.restore(_like(), step=worker.TABLE_STEP)
     tx = worker.OPTIMIZERS[name]
     step = jax.jit(functools.partial(_dense_step, tx))
     for kind in worker.KINDS:
@@ -111,13 +111,15 @@ def test_two_processes_train_like_one_device(tmp_path):
     """One test, so that the processes run once, however many workers pytest has."""
     port = _free_port()
     _run_all(*(["train", port, k, tmp_path] for k in range(worker.PROCESSES)))
-    with sj.parallel.Checkpointer(tmp_path, read_only=True) as checkpoints:
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        first = sj.parallel.restore(manager, _like(), step=worker.TABLE_STEP)
         for name in worker.OPTIMIZERS:
-            _check_training(checkpoints, name)
+            _check_training(first, name)
         # They restored what they saved into the other layout, and saved that.
-        first = checkpoints.restore(_like(), step=worker.TABLE_STEP)
-        second = checkpoints.restore(_like(), step=worker.BLOCK_STEP)
+        second = sj.parallel.restore(manager, _like(), step=worker.BLOCK_STEP)
         for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        assert checkpoints.restore_data(worker.TABLE_STEP) == {"batch": worker.STEPS}
-        assert checkpoints.latest_step() == worker.STATE_STEP
+        metadata = manager.metadata(worker.TABLE_STEP).custom_metadata
+        assert metadata["batch"] == worker.STEPS
+        assert manager.latest_step() == worker.STATE_STEP

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import pages
@@ -153,8 +154,9 @@ def test_a_run_goes_on_after_a_host_has_died(tmp_path, monkeypatch):
     like = (params, found["tx"].init(params))
     trained = []
     for path in (directory, found["DIRECTORY"]):
-        with sj.parallel.Checkpointer(path, read_only=True) as checkpoints:
-            assert checkpoints.latest_step() == found["STEPS"]
-            trained.append(checkpoints.restore(like))
+        options = ocp.CheckpointManagerOptions(read_only=True)
+        with ocp.CheckpointManager(path, options=options) as manager:
+            assert manager.latest_step() == found["STEPS"]
+            trained.append(sj.parallel.restore(manager, like))
     jax.tree.map(assert_same_bits, *trained)
     assert np.all(trained[0][0]["dense"] != 1)  # it did train

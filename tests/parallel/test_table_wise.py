@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
 from helpers import assert_trees_close
-from sparsejax.parallel._row_layout import RowLayout
+from sparsejax.parallel._layout import Mod
 
 
 pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
@@ -337,7 +337,7 @@ def test_plan_is_applied_and_its_bytes_are_sent(layout):
     batches = jax.device_put(batch, plan.batch_sharding)
     step, state = make_step(loss_fn, tx), tx.init(applied)
     compiled = step.lower(applied, state, batches).compile()
-    wire = sj.parallel.wire_bytes(compiled)
+    wire = sj.viz.wire_bytes(compiled)
     # Besides, the gradient of `w` and the loss.
     assert wire.total == pytest.approx(plan.total.wire, rel=0.01), wire
     text = compiled.as_text() or ""
@@ -383,25 +383,26 @@ def test_positions_ids_and_ranges_agree(seed):
     heights = tuple(rng.integers(0, 12, rng.integers(1, 7)).tolist())
     groups = tuple(rng.integers(0, count, len(heights)).tolist())
     by_table = sj.parallel.TableWise(heights, groups, count)
-    layout = RowLayout(by_table.height, shards, by_table)
-    length, ids = shards * layout.per_shard, np.arange(by_table.height, dtype=np.int32)
-    positions = np.asarray(layout.position(jnp.asarray(ids)))
+    of = by_table.height, shards
+    rows, ids = by_table.per_shard(*of), np.arange(by_table.height, dtype=np.int32)
+    length = shards * rows
+    positions = np.asarray(by_table.position(jnp.asarray(ids), *of))
     expected = np.full(length, by_table.height)
     expected[positions] = ids
     assert len(set(positions)) == len(ids)
-    found = np.asarray(layout.ids_at(jnp.arange(length, dtype=jnp.int32)))
+    found = np.asarray(by_table.ids_at(jnp.arange(length, dtype=jnp.int32), *of))
     np.testing.assert_array_equal(np.minimum(found, by_table.height), expected)
-    np.testing.assert_array_equal(layout.owner_of(ids), positions // layout.per_shard)
-    start, stop = sorted(rng.integers(0, length + 1, 2).tolist())
-    found = np.full(stop - start, by_table.height)
-    for at, some in layout.progression(start, stop):
-        found[at : at + len(some)] = some
-    np.testing.assert_array_equal(found, expected[start:stop])
-    some = range(int(rng.integers(0, 3)), len(ids), int(rng.integers(1, 5)))
-    found = np.full(len(some), -1)
-    for into, where in layout.runs(some):
-        found[into] = np.arange(length)[where]
-    np.testing.assert_array_equal(found, positions[list(some)])
+    np.testing.assert_array_equal(by_table.owner_of(ids, *of), positions // rows)
+    found = np.full(length, by_table.height)
+    for shard in range(shards):
+        for at, some in by_table.pieces(shard, *of):
+            found[shard * rows + at :][: len(some)] = some
+    np.testing.assert_array_equal(found, expected)
+    stored = by_table.stored(jnp.arange(1, len(ids) + 1), *of)
+    want = np.where(expected < len(ids), expected + 1, 0)
+    np.testing.assert_array_equal(stored, want)
+    in_order = by_table.in_order(stored, *of)
+    np.testing.assert_array_equal(in_order, np.arange(1, len(ids) + 1))
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -424,17 +425,16 @@ def test_made_from_functions_and_in_jit(name):
 def test_checkpoint_moves_tables_to_other_devices(tmp_path):
     place, _ = on_mesh("8 devices")
     table = np.arange(132 * D, dtype=np.float32).reshape(132, D)
-    with sj.parallel.Checkpointer(tmp_path) as files:
-        files.save(0, {"t": place(table)})
-        for name in ("2 hosts of 4", "8 devices"):
-            like = on_mesh(name)[0](np.zeros_like(table))
-            found = files.restore({"t": like})["t"]
-            assert found.layout == like.layout
-            np.testing.assert_array_equal(found.to_dense(), table)
-        plain = sj.parallel.shard_rows(np.zeros_like(table), like.mesh, "x")
-        np.testing.assert_array_equal(
-            files.restore({"t": plain})["t"].to_dense(), table
-        )
+    path = tmp_path / "checkpoint"
+    sj.parallel.save(path, {"t": place(table)})
+    for name in ("2 hosts of 4", "8 devices"):
+        like = on_mesh(name)[0](np.zeros_like(table))
+        found = sj.parallel.restore(path, {"t": like})["t"]
+        assert found.layout == like.layout
+        np.testing.assert_array_equal(found.values, on_mesh(name)[0](table).values)
+    plain = sj.parallel.shard_rows(np.zeros_like(table), like.mesh, "x")
+    found = sj.parallel.restore(path, {"t": plain})["t"]
+    np.testing.assert_array_equal(found.to_dense(), table)
 
 
 # ------------------------------------------------------------------ found by users
@@ -462,5 +462,5 @@ def test_a_plan_by_rows_moves_a_table_that_is_sharded_table_by_table():
     key = f"tables['{name}']"
     plan = sj.parallel.plan(params, mesh, 4, layouts={key: "row-sharded"})
     placed = plan.apply({name: table})[name]
-    assert placed.layout == "mod"
+    assert placed.layout == Mod()
     assert_trees_close(placed.to_dense(), params[name])

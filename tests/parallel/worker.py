@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 import sparsejax as sj
 
@@ -71,7 +72,7 @@ def loss_fn(look_up, params, ids, targets):
 
 def sharded_step(tx, params, state, ids, targets):
     """One step as a user writes it."""
-    loss = functools.partial(loss_fn, sj.parallel.lookup)
+    loss = functools.partial(loss_fn, sj.lookup)
     value, grads = sj.value_and_grad(loss)(params, ids, targets)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
@@ -123,14 +124,15 @@ def train(port, process, directory):
     as_block = jax.tree.map(lambda x: x, trained)
     for run in as_block.values():
         run["params"] = {**run["params"], "table": block}
-    with sj.parallel.Checkpointer(directory) as checkpoints:
-        checkpoints.save(TABLE_STEP, trained, data={"batch": STEPS})
-        as_block = checkpoints.restore(as_block)
-        checkpoints.save(BLOCK_STEP, as_block)
-        checkpoints.save(STATE_STEP, (params, state))
+    with ocp.CheckpointManager(directory) as manager:
+        batch = {"batch": STEPS}
+        sj.parallel.save(manager, trained, step=TABLE_STEP, custom_metadata=batch)
+        as_block = sj.parallel.restore(manager, as_block)
+        sj.parallel.save(manager, as_block, step=BLOCK_STEP)
+        sj.parallel.save(manager, (params, state), step=STATE_STEP)
         # Into state that each process has for itself: it goes where the table goes.
         nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-        found = checkpoints.restore((params, nowhere), STATE_STEP)[1]
+        found = sj.parallel.restore(manager, (params, nowhere), step=STATE_STEP)[1]
         assert len(tables_of(found)) == 2  # Adam's moments
         for a, b in zip(tables_of(found), tables_of(state), strict=True):
             assert a.sharding == params["table"].values.sharding
@@ -155,13 +157,14 @@ def save_on_and_on(directory):
         tree = contents(step)
         return {**tree, "table": sj.parallel.shard_rows(tree["table"], mesh, "x")}
 
-    with sj.parallel.Checkpointer(directory, max_to_keep=2) as checkpoints:
-        step = checkpoints.latest_step() or 0
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+    with ocp.CheckpointManager(directory, options=options) as manager:
+        step = manager.latest_step() or 0
         if step:
-            assert checkpoints.restore(sharded(0))["step"] == step
+            assert sj.parallel.restore(manager, sharded(0))["step"] == step
         while True:
             step += 1
-            checkpoints.save(step, sharded(step))
+            sj.parallel.save(manager, sharded(step), step=step)
 
 
 def crash(directory, kills):

@@ -382,15 +382,16 @@ def test_overflow_of_integers_cannot_be_told_inside_jit():
 @pytest.mark.parametrize("capacity", [-1, 2.5, "3", [3]])
 def test_capacity_must_be_a_static_int(capacity):
     a = sj.SelectedRows(jnp.array([1]), ones(1), V)
-    with pytest.raises(ValueError, match="coalesce: capacity must be a static"):
+    error = ValueError if capacity == -1 else TypeError
+    with pytest.raises(error, match="coalesce: capacity must be a static"):
         a.coalesce(capacity=capacity)
-    with pytest.raises(ValueError, match="from_dense: capacity must be a static"):
+    with pytest.raises(error, match="from_dense: capacity must be a static"):
         sj.SelectedRows.from_dense(ones(3), capacity=capacity)
 
 
 def test_capacity_cannot_be_traced():
     a = sj.SelectedRows(jnp.array([1]), ones(1), V)
-    with pytest.raises(ValueError, match="capacity must be a static"):
+    with pytest.raises(TypeError, match="capacity must be a static"):
         jax.jit(lambda a, n: a.coalesce(capacity=n))(a, 1)
     int_: Any = np.int64(4)
     assert a.coalesce(capacity=int_).capacity == 4
@@ -594,7 +595,7 @@ def test_maker_errors():
     values = jnp.ones((2, 3))
     make_: Any = sj.SelectedRows
     with pytest.raises(
-        TypeError, match=r"rows must be integers.*float32.*Use SelectedRows\.map"
+        TypeError, match=r"rows must be integers.*float32.*SelectedRows\.map"
     ):
         make_(jnp.array([1.0, 2.0]), values, V)
     with pytest.raises(TypeError, match="rows must be integers.*bool"):
@@ -650,7 +651,8 @@ def test_nothing_densifies_silently():
     is_old = jax.__version_info__ < (0, 8)
     for f in (jnp.asarray, jnp.array, lambda a: jnp.asarray([a, a])):
         with jax.numpy_dtype_promotion("standard" if is_old else "strict"):
-            with pytest.raises(TypeError, match=r"\.to_dense\(\)" if is_old else said):
+            refused = (ValueError, "row_ids") if is_old else (TypeError, said)
+            with pytest.raises(refused[0], match=refused[1]):
                 f(a)
     for f in (jnp.sum, jnp.sin, np.sin, lambda a: np.ones((V, 3)) @ a, operator.abs):
         with pytest.raises(TypeError):
@@ -712,7 +714,8 @@ def test_gradients(x64):
 
 def test_ids_that_a_tree_wide_function_changed_are_told():
     rows = sj.SelectedRows([1], jnp.ones((1, 2)), 4)
-    halved = jax.tree.map(lambda x: np.asarray(x, np.float32) * 0.5, rows)
+    structure = jax.tree.structure(rows)
+    halved = jax.tree.unflatten(structure, [np.array([0.5]), np.ones((1, 2))])
     with pytest.raises(TypeError, match=r"must be integers.*lazy"):
         operator.add(jnp.ones((4, 2)), halved)
 

@@ -1,7 +1,5 @@
-"""CachedTable: bit for bit the training of the whole table on the device."""
+"""CachedTable: training has the bits of the whole table on the device."""
 
-import collections
-import itertools
 import shutil
 import threading
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_in_place, assert_same_bits
-from sparsejax.store import _cached, _prefetch, _slots
+from sparsejax.store import _in_flight, _slots, _staging
 
 
 pytestmark = pytest.mark.loose_promotion
@@ -28,7 +26,6 @@ TX = {
     "adam": optax.adam(0.1),
     "rowwise_adagrad": sj.optim.rowwise_adagrad(0.1),
 }
-POLICIES = ["lru", "lfu", "clock"]
 
 
 def new_store(tx, *, path=None, name="items", initializer=NORMAL):
@@ -38,7 +35,7 @@ def new_store(tx, *, path=None, name="items", initializer=NORMAL):
 
 
 def make_batches(steps, seed=0, size=BATCH):
-    """Zipf ids with duplicates, at times one that is out of range, and labels."""
+    """Zipf ids with duplicates, some of them out of range, and labels."""
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         ids = (np.floor(V ** rng.random(size)).astype(np.int32) - 1) * 37 % V
@@ -47,7 +44,7 @@ def make_batches(steps, seed=0, size=BATCH):
 
 
 class Model:
-    """A step of a table and a dense weight: the same function for any table."""
+    """A step with a table and a dense weight, the same function for any table."""
 
     def __init__(self, tx):
         self.tx = sj.optim.lazy(TX[tx])
@@ -99,7 +96,7 @@ def train_cached(tx, cache, batches, params, state, *, depth=None) -> Any:
 
 
 def assert_trained(store, params, state, whole):
-    """The store, after a flush, and the dense leaves are those of the whole table."""
+    """After a flush, the store and the dense leaves equal the whole table."""
     table = store._tables["items"]
     expected_params, expected_state, _ = whole
     assert_same_bits(store.pull_all("items"), expected_params["items"])
@@ -119,16 +116,16 @@ def assert_trained(store, params, state, whole):
 
 
 def workers():
-    return [t for t in threading.enumerate() if t.name.startswith(_prefetch._THREAD)]
+    return [t for t in threading.enumerate() if t.name.startswith(_in_flight._THREAD)]
 
 
 # ------------------------------------------------------------------ equal bits
 
 
-def check_equal(tx, policy, slots, depth, steps, path=None):
+def check_equal(tx, slots, depth, steps, path=None):
     batches = list(make_batches(steps))
     store = new_store(tx, path=path)
-    cache = sj.store.CachedTable(store, "items", slots, policy)
+    cache = sj.store.CachedTable(store, "items", slots)
     params, state = attached(tx, cache)
     params, state, losses = train_cached(tx, cache, batches, params, state, depth=depth)
     whole = train_whole(tx, batches)
@@ -147,46 +144,43 @@ def check_equal(tx, policy, slots, depth, steps, path=None):
 
 
 @pytest.mark.parametrize(
-    ("tx", "policy", "slots", "depth"),
+    ("tx", "slots", "depth"),
     [
-        ("adam", "lru", SLOTS, 1),
-        ("adam", "lfu", SLOTS, None),
-        ("adam", "clock", SLOTS, 3),
-        pytest.param("adagrad", "lru", V - 1, 0, marks=pytest.mark.slow),
+        ("adam", SLOTS, 1),
+        ("adam", SLOTS, None),
+        ("adam", SLOTS, 3),
+        pytest.param("adagrad", V - 1, 0, marks=pytest.mark.slow),
     ],
 )
-def test_the_bits_of_the_whole_table(tx, policy, slots, depth):
-    check_equal(tx, policy, slots, depth, 40)
+def test_the_bits_of_the_whole_table(tx, slots, depth):
+    check_equal(tx, slots, depth, 40)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tx", "policy"), [*zip(TX, POLICIES), ("rowwise_adagrad", "lru")]
-)
-def test_the_bits_of_the_whole_table_after_1000_steps(tx, policy):
-    """Of 12 pairs four, which take about as few slots as a step can have."""
-    place = POLICIES.index(policy)
-    check_equal(tx, policy, BATCH + place, place or None, 1000)
+@pytest.mark.parametrize(("tx", "depth"), [*zip(TX, [None, 1, 2, None])])
+def test_the_bits_of_the_whole_table_after_1000_steps(tx, depth):
+    """With hardly more slots than the distinct rows of a step."""
+    check_equal(tx, BATCH + (depth or 0), depth, 1000)
 
 
 def test_rows_that_leave_and_come_up_again_at_once():
-    """Two sets of rows for which there are too few slots take turns, read ahead."""
+    """Two sets of rows alternate, read ahead, with too few slots for both."""
     store = new_store("adam")
     cache = sj.store.CachedTable(store, "items", SLOTS)
-    late = []
-    read_late = cache._read_late
+    stale = []
+    hand_out = store._tables["items"].hand_out
 
-    def seen(staged):
-        late.append(int(staged.is_late.sum()))
-        read_late(staged)
+    def seen(early):
+        stale.append(int(early.is_stale.sum()))
+        return hand_out(early)
 
-    cache._read_late = seen
+    store._tables["items"].hand_out = seen
     labels = np.ones(BATCH, np.float32)
     ids = [np.arange(BATCH, dtype=np.int32) * 2 + k % 2 for k in range(12)]
     batches = [(x, labels) for x in ids]
     params, state = attached("adam", cache)
     params, state, losses = train_cached("adam", cache, batches, params, state, depth=2)
-    assert sum(late) >= 8 * (2 * BATCH - SLOTS)
+    assert sum(stale) >= 8 * (2 * BATCH - SLOTS)
     whole = train_whole("adam", batches)
     assert_same_bits(losses, whole[2])
     cache.flush(params, state)
@@ -199,7 +193,7 @@ def test_other_ids_between_and_stopping_early():
     batches = list(make_batches(40))
     others = list(make_batches(40, seed=2))
     store = new_store("adam")
-    cache = sj.store.CachedTable(store, "items", SLOTS, "lfu")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
     params, state = attached("adam", cache)
     taken, losses = [], []
     for start in (0, 25):
@@ -226,7 +220,7 @@ def test_other_ids_between_and_stopping_early():
     assert_same_bits(np.array(losses), whole[2])
     cache.flush(params, state)
     assert_trained(store, params, state, whole)
-    assert not cache._announced and not cache._unwritten
+    assert not cache._staging._announced and not store._tables["items"].in_flight
 
 
 @pytest.mark.slow
@@ -256,7 +250,7 @@ def test_two_tables_of_one_optimizer():
     for user, item in batches:
         whole, expected, _ = step(whole, expected, user, item)
 
-    users = sj.store.CachedTable(store, "user", 20, "clock")
+    users = sj.store.CachedTable(store, "user", 20)
     items = sj.store.CachedTable(store, "item", 30)
     params = {"user": {"table": users.array}, "item": items.array}
     state = users.attach(lifted, params)
@@ -334,10 +328,10 @@ def test_too_many_rows_change_nothing():
 
 def test_programs_are_few_and_in_place():
     array, rows = jnp.zeros((4096, 32)), jnp.zeros((64, 32))
-    scatter = lambda x, slots, new: _cached._scatter([x], slots, [new])[0]
+    scatter = lambda x, slots, new: _staging._scatter([x], slots, [new])[0]
     assert_in_place(scatter, array, jnp.arange(64), rows)
 
-    compiled: Any = _cached._gather, _cached._scatter
+    compiled: Any = _staging._gather, _staging._scatter
     programs = lambda: sum(f._cache_size() for f in compiled)
     before = programs()
     store = new_store("sgd")
@@ -357,114 +351,60 @@ def test_rows_are_read_while_the_step_runs():
     batches = [np.arange(k, k + 8) for k in range(0, 40, 4)]
     for k, ids in enumerate(cache.prefetch(batches, lambda ids: ids)):
         params, state, _ = cache.prepare(ids, params, state)
-        ahead: Any = list(cache._announced)
+        ahead: Any = list(cache._staging._announced)
         assert len(ahead) == (k < 9)
-        for entry in ahead:  # nothing is to be read at the next prepare
+        for entry in ahead:  # the next prepare reads nothing
             entry.done.result()
-            assert not entry.staged.is_late.any()
+            assert entry.staged.columns and cache._staging._is_current(entry.staged)
         store.stats()
-        assert not cache._to_write  # what left is on the host
+        assert not cache._staging._to_write  # the rows that left are on the host
     assert not workers()
 
 
-# ------------------------------------------------------------------ policies
+# ------------------------------------------------------------------ slots
 
 
+@pytest.mark.parametrize("takes_back", [False, True])
 @pytest.mark.parametrize(
     "height, count, most", [(V, SLOTS, SLOTS), (2000, 300, 9), (400, 300, 60)]
 )
-def test_which_rows_leave(height, count, most):
-    """Of equals any may leave, so that only what they are equal in is compared.
-
-    In the larger ones those that leave are found for several batches at once.
-    """
+def test_the_least_recently_used_rows_leave(height, count, most, takes_back):
+    """Any of the rows that were used at the same time may leave."""
     rng = np.random.default_rng(0)
-    # What is taken back leaves its mark on the policies, which may guess worse then.
-    for policy, takes_back in itertools.product(POLICIES, (False, True)):
-        slots = _slots.Slots(height, count, policy, unused=5)
-        uses, used_at = collections.Counter(), {}
-        for now in range(80 if count == SLOTS else 400):
-            size = rng.integers(1, most)
-            rows = np.unique(np.floor(height ** rng.random(size)).astype(np.int64) - 1)
-            before = set(slots.row_of[slots.row_of >= 0])
-            if takes_back:
-                plans = [slots.plan(rng.choice(height, 9, False)) for _ in range(2)]
-                for plan in reversed(plans):
-                    slots.undo(plan)
-                assert set(slots.row_of[slots.row_of >= 0]) == before
-            plan = slots.plan(np.sort(rows))
-            ids = np.array([-1, height, *rows])
-            places = slots.translate(ids)
-            assert places[:2].tolist() == [-1, height] and 5 not in places
-            assert (slots.row_of[places[2:]] == rows).all()
-            left = set(plan.leaving[plan.leaving >= 0])
-            after = set(slots.row_of[slots.row_of >= 0])
-            assert after == (before - left) | set(rows) and len(after) <= count - 1
-            assert not left & set(rows)
-            assert not left or len(after) == count - 1
-            stayed = before - left - set(rows)
-            uses.update(rows.tolist())
-            last, used_at = used_at, used_at | dict.fromkeys(rows.tolist(), now)
-            if takes_back or not left or not stayed:
-                continue
-            if policy == "lru":
-                assert max(last[x] for x in left) <= min(last[x] for x in stayed)
-            if policy == "lfu":
-                assert max(uses[x] for x in left) <= min(uses[x] for x in stayed)
-        assert slots.used == count - 1
-
-
-def test_least_frequently_used_among_all():
-    """Streams of which nearly all rows have a slot, against a look at all slots."""
-    rng = np.random.default_rng(3)
-    evicted = 0
-    for hits in np.tile([0.3, 0.9, 0.98], 20):
-        count = int(rng.integers(2, 60))
-        slots = _slots.Slots(4 * count, count, "lfu", None)
-        uses, used_at = np.zeros(4 * count, int), np.zeros(4 * count, int)
-        for now in range(200):
-            known = slots.row_of[slots.row_of >= 0]
-            size = int(rng.integers(1, count // 2 + 2))
-            anywhere = rng.integers(0, 4 * count, size)
-            some = rng.choice(known, size) if known.size else anywhere
-            rows = np.unique(np.where(rng.random(size) < hits, some, anywhere))
-            may_leave = np.setdiff1d(known, rows)
-            left = slots.plan(rows).leaving
-            left = left[left >= 0]
-            order = np.lexsort((used_at[may_leave], uses[may_leave]))
-            right = may_leave[order][: left.size]
-            for x in (uses, used_at):  # of equals any may leave
-                assert sorted(x[left]) == sorted(x[right])
-            uses[rows] += 1
-            used_at[rows] = now
-            evicted += left.size
-    assert evicted > 5_000
-
-
-def test_batches_that_only_hit_are_counted():
-    """Those that leave next were found before them."""
-    slots = _slots.Slots(7, 4, "lfu", None)
-    hits = [[0, 6], [2, 6], [0, 6], [6], [2], [6]]
-    for rows in ([2, 3], [0, 3], [0, 2], [2, 3], [1, 4], *hits):
-        slots.plan(np.array(rows))
-    assert slots.plan(np.array([1])).leaving == [3]  # by three batches, long ago
-
-
-def test_clock_passes_over_what_was_used():
-    slots = _slots.Slots(10, 4, "clock", None)
-    for row in range(4):
-        slots.plan(np.array([row]))
-    assert slots.plan(np.array([4])).leaving == [0]  # all were used: the first visited
-    slots.plan(np.array([2]))
-    assert slots.plan(np.array([5])).leaving == [1]
-    assert slots.plan(np.array([6])).leaving == [3]  # not 2
+    slots = _slots.Slots(height, count, unused=5)
+    used_at = {}
+    for now in range(80 if count == SLOTS else 400):
+        size = rng.integers(1, most)
+        rows = np.unique(np.floor(height ** rng.random(size)).astype(np.int64) - 1)
+        before = set(slots.row_of[slots.row_of >= 0])
+        if takes_back:
+            plans = [slots.plan(rng.choice(height, 9, False)) for _ in range(2)]
+            for plan in reversed(plans):
+                slots.undo(plan)
+            assert set(slots.row_of[slots.row_of >= 0]) == before
+        plan = slots.plan(np.sort(rows))
+        ids = np.array([-1, height, *rows])
+        places = slots.translate(ids)
+        assert places[:2].tolist() == [-1, height] and 5 not in places
+        assert (slots.row_of[places[2:]] == rows).all()
+        left = set(plan.leaving[plan.leaving >= 0])
+        after = set(slots.row_of[slots.row_of >= 0])
+        assert after == (before - left) | set(rows) and len(after) <= count - 1
+        assert not left & set(rows)
+        assert not left or len(after) == count - 1
+        stayed = before - left - set(rows)
+        last, used_at = used_at, used_at | dict.fromkeys(rows.tolist(), now)
+        # An undone plan counts as a use, so that then another row may leave.
+        if left and stayed and not takes_back:
+            assert max(last[x] for x in left) <= min(last[x] for x in stayed)
+    assert slots.used == count - 1
 
 
 # ------------------------------------------------------------------ files
 
 
 def test_a_copy_is_what_was_flushed(tmp_path):
-    """A copy of table and journal is what a kill at that moment leaves."""
+    """A copy of table and journal equals the files that a kill leaves."""
     batches = list(make_batches(30))
     store = new_store("adam", path=tmp_path / "table")
     cache = sj.store.CachedTable(store, "items", SLOTS)
@@ -504,14 +444,14 @@ def test_a_copy_is_what_was_flushed(tmp_path):
     saved[1].unlink()
     with pytest.raises(ValueError, match="its journal .*copied.journal"):
         new_store("adam", path=tmp_path / "copied")
-    # An entry that the kill cut short is of rows that were not written.
+    # The kill may cut an entry short: its rows were not written.
     saved[1].write_bytes(journal + journal[-500:-499] * 0 + b"\1" * 9)
     store = new_store("adam", path=tmp_path / "copied")
     assert not saved[1].exists()
     assert_same_bits(store.pull_all("items"), weights)
     assert int(store._tables["items"].rest[0]) == 10
 
-    # And from there training goes on.
+    # Training continues from there.
     cache = sj.store.CachedTable(store, "items", SLOTS)
     params, state = attached("adam", cache)
     assert_same_bits(state[0].count, np.int32(10))
@@ -585,7 +525,7 @@ def test_saved_and_loaded(tmp_path):
 
     resumed = new_store("adam")
     resumed.load(tmp_path / "saved")
-    again = sj.store.CachedTable(resumed, "items", SLOTS, "clock")
+    again = sj.store.CachedTable(resumed, "items", SLOTS)
     assert again.step == 7
     params, state = attached("adam", again)
     whole = train_whole("adam", batches[:10])
@@ -601,7 +541,7 @@ def test_saved_and_loaded(tmp_path):
 
 @pytest.mark.slow
 def test_where_the_state_is():
-    """Found by names and by following rows, in a state of several optimizers."""
+    """`attach` finds the leaves of the table in a state of several optimizers."""
     table_tx = optax.inject_hyperparams(optax.adam)(0.1)
     store = sj.store.KVStore()
     store.init("items", (V, D), table_tx, initializer=NORMAL)
@@ -678,7 +618,7 @@ def test_what_is_refused():
         cache.prepare([1], params, ())
     with pytest.raises(ValueError, match=r"needs an array float32\[24, 4\]"):
         cache.prepare([1], params | {"items": jnp.ones((3, D))}, state)
-    with pytest.raises(TypeError, match="vmap, grad or scan traces"):
+    with pytest.raises(TypeError, match="traced by jit, vmap, grad or scan"):
         jax.jit(lambda ids: cache.prepare(ids, params, state))(jnp.array([1]))
     new, _, _ = cache.prepare([1], params, state)
     with pytest.raises(ValueError, match="donated to a step"):
@@ -690,7 +630,6 @@ def test_what_is_refused():
         ((store, "users", 5), KeyError, "no table 'users'"),
         ((store, "items", 0), ValueError, "slots must be a positive int"),
         ((store, "items", V + 1), ValueError, "slots=212 are more than"),
-        ((store, "items", 5, "fifo"), ValueError, "'lru', 'lfu', 'clock'"),
     ):
         with pytest.raises(error, match=match):
             make(*arguments)

@@ -9,7 +9,13 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_trees_close, count_traces, make_rows
+from helpers import (
+    assert_same_bits,
+    assert_trees_close,
+    count_traces,
+    make_rows,
+    with_ids_as,
+)
 from sparsejax.store import _requested_rows as requested
 
 
@@ -253,7 +259,7 @@ def test_nothing_pushed_moves_nothing_but_the_count():
 
 @pytest.mark.parametrize("rows", [[-3, 1], [1, V + 1], [2**31 - 1, V]])
 def test_rows_out_of_range(rows):
-    """As `pull` refuses them; the row V is an empty slot."""
+    """They are refused; the row V is an empty slot."""
     store = store_of(weights(), optax.sgd(0.1))
     grads = sj.SelectedRows(rows, jnp.ones((2, D)), V)
     for call in store.push, store.assign:
@@ -275,7 +281,7 @@ def test_what_push_refuses():
     with pytest.raises(ValueError, match=r"shape .* \(60, 5\), got \(61, 5\)"):
         store.push("t", sj.SelectedRows([1], jnp.ones((1, D)), V + 1))
     with pytest.raises(TypeError, match="rows .* must be integers, got float32"):
-        store.push("t", jax.tree.map(lambda x: np.asarray(x, np.float32) * 0.5, rows))
+        store.push("t", with_ids_as(np.float32, rows))
     with pytest.raises(ValueError, match="is an empty list"):
         store.push("t", [])
     assert_same_bits(store.pull_all("t"), weights())

@@ -26,7 +26,9 @@ SECTIONS: list[Section] = [
 table = jnp.ones((4, 3))
 rows = sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=4)
 counts = rows.astype(int)
-halved = jax.tree.map(lambda x: 0.5 * np.asarray(x), rows)  # its ids as well
+halved = jax.tree.unflatten(  # with ids that are not integers
+    jax.tree.structure(rows), [0.5 * rows.rows, 0.5 * rows.values]
+)
 """,
         """
 sj.SelectedRows(jnp.array([2, 0]), jnp.ones((2, 3)), height=4.0)
@@ -697,6 +699,9 @@ sj.grad(loss_fn)(table)
 params = {"table": jnp.ones((100, 2)), "bias": jnp.ones(2)}
 rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=100)
 grads = {"table": rows, "bias": jnp.ones(2)}
+halved = jax.tree.unflatten(  # with ids that are not integers
+    jax.tree.structure(rows), [0.5 * rows.rows, 0.5 * rows.values]
+)
 tables = {"table": jnp.ones((100, 2)), "kernel": jnp.ones((100, 2))}
 tx = sj.optim.lazy(optax.sgd(0.1, momentum=0.9))
 state = tx.init(params)
@@ -723,7 +728,7 @@ tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
 
 tx.init(grads)
 
-tx.update(jax.tree.map(lambda g: 0.5 * np.asarray(g), grads), state, params)
+tx.update({**grads, "table": halved}, state, params)
 
 tx.update(params, state, grads)
 
@@ -749,7 +754,7 @@ tx.update(grads, None, params)
 
 tx.update(grads, tx.init({**params, "table": jnp.ones((50, 2))}), params)
 
-sj.optim.global_norm(jax.tree.map(lambda g: 0.5 * np.asarray(g), grads))
+sj.optim.global_norm({"table": halved})
 """,
     ),
     _section(
@@ -899,13 +904,10 @@ sj.optim.flush_weight_decay(params["table"], state)
 """,
     ),
     _section(
-        "Descriptions and their files",
+        "Descriptions",
         """
-import pathlib
-
 grad = sj.SelectedRows(jnp.array([4, 1]), jnp.ones((2, 2)), height=6)
 tree = {"x": grad, "y": grad}
-file = pathlib.Path("grad")
 """,
         """
 sj.desc.describe({"x": "a"})
@@ -929,33 +931,6 @@ sj.desc.from_bytes(b"")
 sj.desc.from_bytes(b"text")
 
 sj.desc.from_bytes(bytes([10, 1, 120, 16, 1]))
-
-sj.desc.save_selected_rows("grad", jnp.ones(3))
-
-stack = sj.SelectedRows([2], jnp.ones((1, 3)), 12, stack=(3,))
-sj.desc.save_selected_rows("grad", stack)
-
-file.write_bytes(b"text")
-sj.desc.load_selected_rows(file)
-
-file.write_bytes(bytes(4))
-sj.desc.load_selected_rows(file)
-
-sj.desc.save_selected_rows(file, grad)
-file.write_bytes(file.read_bytes() + b"more")
-sj.desc.load_selected_rows(file)
-
-np.savez("grad.npz", values=np.ones(3))
-sj.desc.load_selected_rows("grad.npz")
-
-np.savez("grad.npz", rows=np.arange(2), values=np.ones(3), height=4)
-sj.desc.load_selected_rows("grad.npz")
-
-np.savez("grad.npz", rows=np.arange(3), values=np.ones(3), height=2)
-sj.desc.load_selected_rows("grad.npz")
-
-np.savez("grad.npz", rows=np.arange(3), values=np.array([None]), height=2)
-sj.desc.load_selected_rows("grad.npz")
 
 sj.desc.infer(lambda x: (jnp.sum(x), x), jnp.ones(3))
 """,
@@ -1024,23 +999,6 @@ sj.optim.reset_rows(tx, state, params, rows, embedding_init=zeros, key=0)
 sj.optim.reset_rows(tx, (), params, rows)
 
 sj.optim.reset_rows(optax.scale_by_lbfgs(), (), params, rows)
-""",
-    ),
-    _section(
-        "Experimental",
-        """
-make = sj.experimental.sparse_table
-""",
-        """
-make({}, 4)
-
-make(jnp.arange(6), 4)
-
-make(jnp.float32(1), 4)
-
-make(jnp.ones((3, 2)), 4.0)
-
-make(jnp.ones((3, 2)), -1)
 """,
     ),
     _section(

@@ -66,17 +66,19 @@ bag = sj.nn.EmbeddingBag(5, 2)
 )
 
 _DENSE = Section(
-    "nn: Dense and FactorizationMachine",
+    "nn: Dense",
     _LAYERS
     + """
 layer = sj.nn.Dense(1, 4)
 params = layer.init(key)
 some = sj.SelectedRows([1], jnp.ones((1, 1)), 4)
-fm = sj.nn.FactorizationMachine(4, 2)
 """,
     [
         "sj.nn.Dense(1, 4, use_bias=1)",
         "sj.nn.Dense(1, 4, sparse_grad='yes')",
+        "sj.nn.Dense(1, 4, mode='skip')",
+        "layer.row_ids(jnp.ones((2, 4)))",
+        "sj.nn.Dense(1).row_ids(bags)",
         "sj.nn.Dense(1).init(key)",
         "sj.nn.Dense(1).init(key, bags)",
         "sj.nn.Dense(1).init(key, 3.0)",
@@ -91,10 +93,6 @@ fm = sj.nn.FactorizationMachine(4, 2)
         "layer({**params, 'kernel': jnp.ones(4)}, jnp.ones((2, 4)))",
         "layer({**params, 'kernel': some}, jnp.ones((2, 4)))",
         "sj.nn.Dense(1)({**params, 'kernel': 3.0}, jnp.ones((2, 4)))",
-        "sj.nn.FactorizationMachine(4, 0)",
-        "fm.init(1)",
-        "fm(params, jnp.ones((2, 4)))",
-        "fm(fm.init(key), jnp.ones((2, 5)))",
     ],
 )
 
@@ -112,6 +110,7 @@ ids = {"a": jnp.array([4]), "b": jnp.array([[0, 6]])}
         "Collection({})",
         "Collection((5, 2))",
         "Collection({'a': 5})",
+        "Collection({'a': sj.nn.SparseEmbedding(5, 2)})",
         "Collection({'a': (0, 2)})",
         "Collection([('a', (5, 2)), ('a', (7, 2))])",
         "Collection({'a': (5, 2)}, {'x': 'b'})",
@@ -181,6 +180,7 @@ rows = sj.SelectedRows([1], jnp.ones((1, 2)), 9)
     [
         "sj.nn.SparseEmbedding(5, 2, name=3)",
         "sj.nn.SparseEmbedding(5, 2, padding_id='0')",
+        "sj.nn.SparseLinear(1)",
         "item.row_ids(jnp.array([1.0]))",
         "linear.row_ids(jnp.ones((2, 4)))",
         "linear.row_ids(sp.csr_matrix((2, 6)))",
@@ -241,11 +241,6 @@ class Named(sj.nn.SparseBlock):
         "Trainer(Named(), store, loss, tx).step({'item': jnp.array([1])})",
         "store.init('user', (5, 2), tx)\n"
         "Trainer(Named(), store, loss, tx).step({'user': jnp.array([1])})",
-        "Trainer(item, store, loss, tx).load('nowhere')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).load('file')",
-        "open('file', 'w').close()\nTrainer(item, store, loss, tx).save('file')",
-        "Trainer(item, store, loss, tx).save('saved')\n"
-        "Trainer(linear, sj.store.KVStore(), loss, tx).load('saved')",
     ],
 )
 
@@ -331,35 +326,38 @@ _CATEGORIES = Section(
     "data: files of categories",
     _DATA
     + """
-read = sj.data.read_csv_ids
+read = sj.data.read_ids
 ids = {"ids": [0]}
-vocabulary = sj.data.Vocabulary.build(write("red\\n"), columns=ids)
+vocabulary = sj.data.Vocabulary.build(write("red\\n"), ids)
 """,
     [
         "read(3, 100)",
         "read('missing.csv', 100)",
-        "read(write('1,2,3\\n'), 100)",
-        "read(write('1,2\\n'), 'hash', columns=ids)",
-        "read(write('1,2\\n'), 1, columns=ids)",
-        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), columns=ids)",
-        "read(write('1,2\\n'), vocabulary, columns={'ids': [0, 1]})",
-        "read(write('1,2\\n'), 100, num_numbers=-1)",
-        "read(write('1,2\\n'), 100, num_numbers=0, num_ids=0, label=False)",
-        "read(write('1,2\\n'), 100, separator=', ')",
-        "read(write('1,2\\n'), 100, quotes='yes')",
-        "read(write('1,\"two\\n'), 100, columns=ids)",
-        "read(write('1,\"two\" three\\n'), 100, columns=ids)",
-        "read(write('1,2\\n'), 100, missing='0', columns=ids)",
-        "read(write('1,2\\n'), 100, columns=[0, 1])",
-        "read(write('1,2\\n'), 100, columns={'ids': [0.5]})",
-        "read(write('1,2\\n'), 100, columns=ids, num_ids=1)",
-        "read(write('1,2\\n'), 100, columns={'ids': [7]})",
-        "read(write('user,item\\n1,2\\n'), 100, columns={'ids': ['film']})",
-        "read(write('1,two\\n'), 100, columns={'ids': [0], 'numbers': [1]})",
+        "read(write('1,2\\n1,2,3\\n'), 100, ids)",
+        "read(write('1,2\\n'), 'hash', ids)",
+        "read(write('1,2\\n'), 1, ids)",
+        "read(write('1,2\\n'), sj.data.HashIds([9, 9]), ids)",
+        "read(write('1,2\\n'), vocabulary, {'ids': [0, 1]})",
+        "read(write('1,2\\n'), 100, ids, separator='::')",
+        "read(write('1,2\\n'), 100, ids, quotes='yes')",
+        "read(write('1,2\\n'), 100, ids, missing='0')",
+        "read(write('1,2\\n'), 100, [0, 1])",
+        "read(write('1,2\\n'), 100, {'ids': [0.5]})",
+        "read(write('1,2\\n'), 100, {'ids': [7]})",
+        "read(write('user,item\\n1,2\\n'), 100, {'ids': ['film']})",
+        "read(write(''), 100, {'ids': ['film']})",
+        "read(write('1,two\\n'), 100, {'ids': [0], 'numbers': [1]})",
+        "read(write('1,\\n'), 100, {'ids': [0], 'label': 1})",
+        "read({'a': ['x'], 'b': ['y']}, 100, {'ids': 'a', 'label': 'b'})",
+        "read({'a': ['x'], 'b': [1, 2]}, 100, {'ids': 'a', 'label': 'b'})",
+        "read(write('red\\0,1\\n'), 100, ids)",
         "read(write('PAR1\\x15'), 100)",
-        "read(write('PK\\x03\\x04...xl/workbook.xml'), 100)",
-        "sj.data.read_parquet_ids(write('a,b\\n'), 100, columns={'ids': 'a'})",
-        "sj.data.Vocabulary.build(write('PAR1\\x15'))",
+        "names = {'ids': ['user']}\n"
+        "known = sj.data.Vocabulary.build({'item': ['tea']})\n"
+        "read({'user': ['ann']}, known, names)",
+        "files = [write('user,item\\n1,2\\n'), 'other.csv']\n"
+        "pathlib.Path('other.csv').write_text('user\\n7\\n')\n"
+        "sj.data.Vocabulary.build(files)",
         "sj.data.HashIds(9).encode(0, [1.5, 2])",
         "sj.data.HashIds(9).encode('user', [1])",
         "sj.data.HashIds([9, 9]).encode(2, ['red'])",
@@ -381,23 +379,23 @@ _VOCABULARIES = Section(
     + """
 Vocabulary = sj.data.Vocabulary
 columns = {"user": [7, 8, 7], "item": ["tea", "jam", "tea"]}
-known = Vocabulary.from_columns(columns)
+known = Vocabulary.build(columns)
 bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
 """,
     [
-        "Vocabulary.from_columns(['tea', 'jam'])",
-        "Vocabulary.from_columns({})",
-        "Vocabulary.from_columns({0: ['tea']})",
-        "Vocabulary.from_columns({'item': 'tea'})",
-        "Vocabulary.from_columns({'price': [0.5]})",
-        "Vocabulary.from_columns({'items': [['tea', 'jam'], ['tea']]})",
-        "Vocabulary.from_columns({'item': ['tea' * 1000]})",
-        "Vocabulary.from_columns(columns, shared=['user', 'item'])",
-        "Vocabulary.from_columns(columns, shared=[['user', 'film']])",
-        "Vocabulary.from_columns(columns, min_count=0)",
-        "Vocabulary.from_columns(columns, max_size={'film': 9})",
+        "Vocabulary.build(['tea', 'jam'])",
+        "Vocabulary.build({})",
+        "Vocabulary.build({0: ['tea']})",
+        "Vocabulary.build({'item': 'tea'})",
+        "Vocabulary.build({'price': [0.5]})",
+        "Vocabulary.build({'items': [['tea', 'jam'], ['tea']]})",
+        "Vocabulary.build({'item': ['tea' * 1000]})",
+        "Vocabulary.build(columns, shared=['user', 'item'])",
+        "Vocabulary.build(columns, shared=[['user', 'film']])",
+        "Vocabulary.build(columns, min_count=0)",
+        "Vocabulary.build(columns, max_size={'film': 9})",
         "limits = {'user': 2, 'item': 3}\n"
-        "Vocabulary.from_columns(columns, shared=True, min_count=limits)",
+        "Vocabulary.build(columns, shared=True, min_count=limits)",
         "bare.prune(min_count=2)",
         "known.encode('film', ['tea'])",
         "known.encode(2, ['tea'])",
@@ -411,24 +409,16 @@ bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
         "known.align(['tea'], [[1.0]])",
         "known.align(['tea'], [1.0], column='item')",
         "known.align(['tea'], [[1.0]], column='item', table=np.zeros((2, 1)))",
-        "sj.data.read_vectors(write('tea 1 2\\njam 1\\n'))",
-        "sj.data.read_vectors(write('tea 1 2\\njam 1 x\\n'))",
-        "sj.data.read_vectors(write(''))",
-        "sj.data.read_vectors(write('tea 1 2\\n'), binary='yes')",
-        "sj.data.read_vectors(write('tea 1 2\\n'), binary=True)",
-        "sj.data.read_vectors(write('2 1\\ntea \\0\\0\\0\\0\\njam'))",
-        "sj.data.read_vectors(write('2 1\\n' + 'x' * 2000), binary=True)",
-        "sj.data.read_vectors(write('2 9999999\\n'), binary=True)",
     ],
 )
 
 _NEGATIVES = Section(
-    "data: NegativeSampler",
+    "losses: NegativeSampler",
     """
 import jax
 import jax.numpy as jnp
 import sparsejax as sj
-from sparsejax.data import NegativeSampler
+from sparsejax.losses import NegativeSampler
 
 key = jax.random.key(0)
 sampler = NegativeSampler.uniform(5)
@@ -452,40 +442,6 @@ sampler = NegativeSampler.uniform(5)
         "sampler.sample(key, (2, 3), labels=jnp.array([1, 2, 3]))",
         "sampler.sample(key, 3, labels=jnp.array([1.0]))",
         "sampler.sample(key, (2, 3), exclude=jnp.array([[1], [2], [3]]))",
-    ],
-)
-
-_LIBSVM = Section(
-    "data: LIBSVM",
-    _DATA
-    + """
-read, save = sj.data.read_libsvm, sj.data.write_libsvm
-X = sp.csr_matrix(np.eye(2))
-negative = sj.SegmentTensor(
-    {"index": jnp.array([-1]), "value": jnp.ones(1)}, jnp.array([0]), 1
-)
-""",
-    [
-        "read(write('1 1:2\\n'), zero_based='yes')",
-        "read(write('1 1:2\\n'), num_features=0)",
-        "read(write('1 1:2\\n'), dtype=str)",
-        "read(write('1 1:2\\n1 x:2\\n'))",
-        "read(write('1 1:two\\n'))",
-        "read(write('1' * (34 << 20)))",
-        "read(write('1 7:2\\n'), num_features=3)",
-        "read(write('1 1:0.5\\n'), dtype='int8')",
-        "import gzip\n"
-        "packed = gzip.compress(b'1 1:1\\n' * 99)\n"
-        "pathlib.Path('cut.gz').write_bytes(packed[:-9])\n"
-        "read('cut.gz')",
-        "save('out.txt', X, [1, 0], zero_based='auto')",
-        "save('out.txt', [[1, 2]], [1])",
-        "save('out.txt', np.ones(3), [1, 2, 3])",
-        "save('out.txt', negative, [1])",
-        "save('out.txt', X, [1])",
-        "save('out.txt', X, None)",
-        "save('out.txt', X, ['a', 'b'])",
-        "save('out.txt', sp.csr_matrix((1, 3)), [[]])",
     ],
 )
 
@@ -514,6 +470,7 @@ array = np.ones((5, 2), np.float32)
     [
         "store.init('item', (5, 2), tx)",
         "new.init(3, (5, 2), tx)",
+        "sj.store.KVStore('x')",
         "new.init('t', 5, tx)",
         "new.init('t', (5.0, 2), tx)",
         "new.init('t', (), tx)",
@@ -548,7 +505,8 @@ _PULLS = Section(
         "jax.jit(lambda ids: store.pull('item', ids))(jnp.array([1]))",
         "store.push('item', jnp.ones((5, 2)))",
         "store.push('item', [])",
-        "store.push('item', jax.tree.map(lambda x: 0.1 * np.asarray(x), rows))",
+        "leaves = [0.1 * rows.rows, 0.1 * rows.values]\n"
+        "store.push('item', jax.tree.unflatten(jax.tree.structure(rows), leaves))",
         "store.push('item', rows.map(lambda x: x.astype(complex)))",
         "store.push('item', sj.SelectedRows([1], jnp.ones((1, 3)), 5))",
         "new.init('t', (5, 2), None)\nnew.push('t', rows)",
@@ -623,7 +581,6 @@ def trained(path):
         "sj.store.CachedTable(store, 'user', 2)",
         "sj.store.CachedTable(store, 'item', 2.5)",
         "sj.store.CachedTable(store, 'item', 6)",
-        "sj.store.CachedTable(store, 'item', 2, 'fifo')",
         "sj.store.CachedTable(store, 'item', 2, padding_id='0')",
         "sj.store.CachedTable(store, 'item', 2)",
         "cache.attach(tx, {'item': jnp.zeros((2, 2))})",
@@ -733,12 +690,10 @@ _SHARDED = Section(
     "parallel: tables over devices",
     _MESH
     + """
-lookup, embedding_bag = sj.parallel.lookup, sj.parallel.embedding_bag
-shard_rows, hot_rows = sj.parallel.shard_rows, sj.parallel.replicate_hot_rows
+shard_rows = sj.parallel.shard_rows
 by_table = sj.parallel.TableWise
 array = jnp.ones((20, 2))
 table = shard_rows(array, mesh, "x")
-hot = hot_rows(array, mesh, "x", [1])
 ids = jnp.arange(8)
 bags = sj.SegmentTensor.from_lists([[1, 2], [3]])
 
@@ -771,27 +726,13 @@ def inside(f, *args):
         "shard_rows(lambda ids: jnp.ones(2), mesh, 'x', height=20)",
         "shard_rows(array, mesh.abstract_mesh, 'x')",
         "inside(lambda x: shard_rows(x, jax.sharding.get_abstract_mesh(), 'x'), array)",
-        "hot_rows([[1.0]], mesh, 'x', [1])",
-        "hot_rows(array, mesh, 'y', [1])",
-        "hot_rows(array, mesh, 'x', [1.0])",
-        "hot_rows(array, mesh, 'x', [1, 3, 1])",
-        "hot_rows(array, mesh, 'x', [1, 20])",
-        "hot_rows(array, mesh, 'x', [-1, 3])",
-        "hot_rows(array, mesh, 'x', [])",
-        "hot_rows(array, mesh, 'x', 1)",
-        "hot_rows(array, mesh, 'x', [1], capacity=0)",
-        "jax.jit(lambda ids: hot_rows(array, mesh, 'x', ids).hot)(ids)",
-        "hot_rows(lambda ids: jnp.ones((max(2, len(ids)), 2)), mesh, 'x', [1], "
-        "height=20)",
-        "hot + hot_rows(array, mesh, 'x', [2])",
-        "hot + 1",
-        "jnp.take(hot, ids)",
-        "sj.grad(lambda t: jnp.sum(jnp.asarray(t)))(hot)",
-        "sj.parallel.top_k(hot, jnp.ones(2), 3)",
         "sj.parallel.shard_columns(3, mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones(8), mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones((20, 6)), mesh, 'x')",
+        "sj.parallel.shard_columns(jnp.ones((8, 8)), mesh, 'y')",
         "jnp.asarray(table)",
+        "np.asarray(table)",
+        "jnp.take(table, 1, axis=0)",
         "sj.grad(lambda t: jnp.sum(jnp.asarray(t)))(table)",
         "sj.parallel.forward(lambda t: jnp.asarray(t))(table)",
         "sj.parallel.forward(lambda t: jax.lax.while_loop(lambda x: x < 1, "
@@ -802,21 +743,19 @@ def inside(f, *args):
         "table / table",
         "1 / table",
         "table + shard_rows(jnp.ones((9, 2)), mesh, 'x')",
-        "lookup(array, ids)",
-        "lookup(table, jnp.ones(8))",
-        "lookup(table, bags)",
-        "lookup(table, jnp.array([1, 20]), mode='error')",
-        "lookup(table, ids, capacity=0)",
-        "lookup(table, ids, capacity='all')",
-        "jax.jit(lambda ids: lookup(table, ids, capacity='auto'))(ids)",
-        "inside(lambda ids: lookup(table, ids), ids)",
-        "embedding_bag(table, ids)",
-        "embedding_bag(table, bags, jnp.array([0, 0, 1]), 2)",
-        "embedding_bag(table, ids, jnp.zeros(7, int), 1)",
-        "embedding_bag(table, ids, jnp.zeros(8, int))",
-        "embedding_bag(table, bags, weights='ones')",
+        "shard_rows(array, mesh, 'x', layout=3)",
+        "shard_rows(array, mesh, 'x', capacity=0)",
+        "shard_rows(array, mesh, 'x', capacity='auto')",
+        "sj.lookup(table, bags)",
+        "sj.lookup(table, jnp.array([1, 20]), mode='error')",
+        "inside(lambda ids: sj.lookup(table, ids), ids)",
+        "sj.embedding_bag(table, ids)",
+        "sj.parallel.exchange_metrics(array, ids)",
+        "sj.parallel.exchange_metrics(table, jnp.ones(8))",
+        "inside(lambda ids: sj.parallel.exchange_metrics(table, ids), ids)",
         "sj.parallel.measure_capacity(table, [])",
         "sj.parallel.measure_capacity(table, ids, margin=0)",
+        "sj.parallel.measure_capacity(table, ids, margin='1')",
         "jax.jit(lambda ids: sj.parallel.measure_capacity(table, ids))(ids)",
     ],
 )
@@ -827,7 +766,7 @@ _GRADIENTS = Section(
     + """
 def grad_of(height):
     table = sj.parallel.shard_rows(jnp.ones((height, 2)), mesh, "x")
-    loss = lambda t: jnp.sum(sj.parallel.lookup(t, jnp.arange(8)))
+    loss = lambda t: jnp.sum(sj.lookup(t, jnp.arange(8)))
     return sj.grad(loss)(table).values
 
 def inside(f, *args):
@@ -848,9 +787,20 @@ step = lambda params, state, batch: (params, state)
         "psum(rows, 'x')",
         "inside(lambda x: psum(x, 'x', capacity=0), rows)",
         "inside(lambda x: psum(x, 'x'), grad_of(80))",
+        "sj.parallel.pmean(rows, 'x', capacity=-1)",
         "data_parallel(3, mesh, 'x')",
         "data_parallel(step, None, 'x')",
+        "data_parallel(step, mesh, 'y')",
         "data_parallel(step, mesh, 'x')(params, (), jnp.ones((7, 2)))",
+        "data_parallel(step, mesh, 'x')(params, (), [jnp.ones(3), jnp.ones(10)])",
+        "bad = lambda params, state, batch: (params,)\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+        "bad = lambda params, state, batch: (params, {})\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+        "bad = lambda params, state, batch: ({'w': jnp.ones(2, int)}, state)\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+        "bad = lambda params, state, batch: (params, (batch,))\n"
+        "data_parallel(bad, mesh, 'x')(params, (jnp.ones(3),), batch)",
         "bad = lambda params, state, batch: params\n"
         "data_parallel(bad, mesh, 'x')(params, (), batch)",
         "bad = lambda params, state, batch: (params['w'], state)\n"
@@ -860,65 +810,36 @@ step = lambda params, state, batch: (params, state)
     ],
 )
 
-_SPREAD = Section(
-    "parallel: stores",
-    _MESH
-    + """
-store, spread = sj.store.KVStore(), sj.parallel.SpreadStore(mesh)
-store.init("item", (5, 2), optax.sgd(0.1))
-spread.init("item", (5, 2), optax.sgd(0.1))
-batched_pull = sj.parallel.batched_pull
-""",
-    [
-        "batched_pull({}, 'item', [1], mesh)",
-        "batched_pull(store, 'item', [1], 'x')",
-        "batched_pull(store, 'item', [1.5], mesh)",
-        "sj.parallel.SpreadStore('x')",
-        "spread.init('t', (4, 2), None, keys=sj.store.KeyPolicy())",
-        "spread.pull('user', [1])",
-        "spread.pull('item', [9])",
-        "spread.push('item', jnp.ones((5, 2)))",
-        "spread.push('item', sj.SelectedRows([1], jnp.ones((1, 2)), 9))",
-    ],
-)
-
 _CHECKPOINTS = Section(
-    "parallel: Checkpointer",
+    "parallel: save and restore",
     _MESH
     + """
-parallel = sj.parallel
-saved = parallel.Checkpointer("saved")
+import pathlib
+import orbax.checkpoint as ocp
+
+save, restore = sj.parallel.save, sj.parallel.restore
+manager = ocp.CheckpointManager(pathlib.Path("saved").absolute())
 tree = {"w": jnp.ones((4, 2))}
 spec = jax.ShapeDtypeStruct((20, 2), jnp.float32)
 abstract = sj.parallel.shard_rows(spec, mesh.abstract_mesh, "x")
 """,
     [
-        "open('file', 'w').close()\nparallel.Checkpointer('file')",
-        "parallel.Checkpointer('saved', max_to_keep=0)",
-        "saved.save('1', tree)",
-        "saved.save(-1, tree)",
-        "saved.save(2, tree)\nsaved.save(1, tree)",
-        "saved.save(1, {'name': 'model'})",
-        "saved.save(1, {'w': spec})",
-        "saved.save(1, {'w': abstract})",
-        "jax.jit(lambda x: saved.save(1, x))(tree)",
-        "saved.save(1, tree, data=[1, 2])",
-        "saved.save(1, tree, data={'seen': {1, 2}})",
-        "parallel.Checkpointer('saved', read_only=True).save(1, tree)",
-        "saved.close()\nsaved.save(1, tree)",
-        "saved.restore(tree)",
-        "saved.save(1, tree)\nsaved.restore(tree, 2)",
-        "saved.save(1, tree)\nsaved.restore({'w': jnp.ones((4, 3))})",
-        "saved.save(1, tree)\nsaved.restore({'v': jnp.ones((4, 2))})",
-        "saved.save(1, tree)\nsaved.restore_data()",
-        "saved.save(1, tree)\n"
-        "saved.wait()\n"
-        "import shutil\n"
-        "shutil.rmtree('saved/1/arrays')\n"
-        "saved.restore(tree)",
-        "import pathlib\n"
-        "pathlib.Path('other/5').mkdir(parents=True)\n"
-        "parallel.Checkpointer('other').restore(tree)",
+        "save(3, tree)",
+        "save('one', tree, step=1)",
+        "save(manager, tree)",
+        "save(manager, tree, step=2)\nsave(manager, tree, step=1)",
+        "save('one', {'name': 'model'})",
+        "save('one', {'w': spec})",
+        "save('one', {'w': abstract})",
+        "jax.jit(lambda x: save('one', x))(tree)",
+        "restore('one', {'w': abstract})",
+        "restore(manager, tree)",
+        "restore('one', tree)",
+        "save('one', tree)\nrestore('one', {'w': jnp.ones((4, 3))})",
+        "save('one', tree)\nrestore('one', {'v': jnp.ones((4, 2))})",
+        "with ocp.StandardCheckpointer() as checkpointer:\n"
+        "    checkpointer.save(pathlib.Path('theirs').absolute(), tree)\n"
+        "restore('theirs', tree)",
     ],
 )
 
@@ -926,7 +847,7 @@ _COSTS = Section(
     "parallel: costs",
     _MESH
     + """
-plan, wire_bytes = sj.parallel.plan, sj.parallel.wire_bytes
+plan, wire_bytes = sj.parallel.plan, sj.viz.wire_bytes
 total = jax.jit(jnp.sum).lower(jnp.ones(3))
 """,
     [
@@ -938,13 +859,14 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan({'t': (20, 2)}, mesh, {'s': 8})",
         "plan({'t': (20, 2)}, mesh, jnp.ones(3))",
         "plan({'t': (20, 2)}, mesh, 8, tx='adam')",
+        "plan({'t': (20, 2)}, mesh, 8, axis='y')",
+        "plan({'t': (20, 2)}, None, 8)",
         "plan({'t': (20, 2)}, mesh, 8, device_bytes=0)",
         "plan({'t': (20, 2)}, mesh, 8, device_bytes='1GB')",
         "plan({'t': (20, 2)}, mesh, 8)['u']",
         "plan({'t': (20, 2)}, mesh, 8, layouts={'u': 'row-sharded'})",
         "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'row-sharded', "
         "\"['t']\": 'replicated-dense'})",
-        "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'hot-cold'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'table-wise'})",
         "plan({'t': (20, 2)}, mesh, 8, stacks={'u': (7, 13)})",
@@ -958,9 +880,11 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), "
         "loss=lambda table, ids: jnp.sum(table[ids] @ table.T))",
         "wire_bytes(jax.jit(jnp.sum))",
+        "wire_bytes(total)",
         "wire_bytes(total.as_text())",
         "wire_bytes(total.compile(), loop_trips=-1)",
         "wire_bytes(total.compile(), loop_trips='2')",
+        "wire_bytes(total.compile(), loop_trips=1.5)",
     ],
 )
 
@@ -974,7 +898,7 @@ from sparsejax.losses import *
 
 table, inputs = jnp.ones((9, 4)), jnp.ones((2, 4))
 labels, negatives = jnp.array([1, 2]), jnp.array([3, 4, 5])
-samples = sj.data.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
+samples = sj.losses.NegativeSampler.uniform(9).sample(jax.random.key(0), 3)
 args = table, inputs, labels
 """,
     [
@@ -986,7 +910,7 @@ args = table, inputs, labels
         "sampled_softmax_loss(table, inputs, jnp.array([1.0, 2.0]), negatives)",
         "sampled_softmax_loss(*args, jnp.ones((5, 3), int))",
         "sampled_softmax_loss(*args, samples)",
-        "sampled_softmax_loss(*args, sj.data.NegativeSampler.uniform(9))",
+        "sampled_softmax_loss(*args, sj.losses.NegativeSampler.uniform(9))",
         "nce_loss(*args, samples._replace(label_log_q=jnp.ones(5)))",
         "nce_loss(*args, negatives, bias=jnp.ones(4))",
         "nce_loss(*args, negatives, remove_accidental_hits='yes')",
@@ -1016,7 +940,6 @@ SECTIONS: list[Section] = [
     _CATEGORIES,
     _VOCABULARIES,
     _NEGATIVES,
-    _LIBSVM,
     _TABLES,
     _PULLS,
     _KEYS,
@@ -1024,7 +947,6 @@ SECTIONS: list[Section] = [
     _FILES,
     _SHARDED,
     _GRADIENTS,
-    _SPREAD,
     _CHECKPOINTS,
     _COSTS,
     _LOSSES,

@@ -5,11 +5,9 @@ the way, and new ids do not compile anew. And what the lowerings for the CPU rel
 that XLA fuses a gather with the arithmetic they put next to it, and with nothing else.
 """
 
-import os
 import re
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +126,7 @@ def _loops_with_a_gather(f, *args):
     if jax.default_backend() != "cpu":
         pytest.skip("is about the lowerings for the CPU")
     user = jax.jit(lambda *args: jnp.sqrt(f(*args) + 1.0) / 3.0)
-    with mock.patch.dict(os.environ, SPARSEJAX_NATIVE="0"):
-        text = str(compile_as_users_do(user.lower(*args)).as_text())
+    text = str(compile_as_users_do(user.lower(*args)).as_text())
     assert "sqrt" in text
     # A computation is a name, its instructions in braces, and ends with "}" alone.
     computations = [

@@ -74,6 +74,49 @@ def test_wrong_rules_are_told():
         sj.grad(loss)(TABLE)
 
 
+def test_a_rule_that_combines_a_part_of_a_table():
+    p = _new_primitive("combined_rows")
+    loss = lambda t: jnp.sum(p.bind(t.reshape(2, 20, 2)[1], IDS) ** 2)
+
+    def combine(ctx, table, ids, check):
+        if check and not table.has_all_rows:
+            return NotImplemented
+        out = p.bind(table.array, ids)
+        return ctx.combine(table, ids, out, lambda cotangent: 2.0 * cotangent)
+
+    sj.extend.register_rule(p)(lambda *args: combine(*args, check=True))
+    assert not sj.explain(loss)(TABLE)["t"].sparse
+    assert sj.explain(lambda t: jnp.sum(p.bind(t, IDS)))(TABLE)["t"].sparse
+    sj.extend.register_rule(p)(lambda *args: combine(*args, check=False))
+    with pytest.raises(TypeError, match="unless ref.has_all_rows"):
+        sj.grad(loss)(TABLE)
+
+
+def test_a_program_is_walked_twice():
+    """However many leaves turn out dense; once more if a leaf may be a stack."""
+    p = _new_primitive("walked_rows")
+    walks = []
+
+    @sj.extend.register_rule(p)
+    def rule(ctx, table, ids):
+        walks.append(ctx.reads.planting)
+        return 2.0 * ctx.read(table, ids)
+
+    def loss(params):
+        rows = p.bind(params["read"], IDS) @ params["weights"]
+        return jnp.sum(rows) + jnp.sum(params["often"][jnp.arange(40)])
+
+    params = {"read": TABLE, "weights": jnp.ones((2, 2)), "often": TABLE}
+    grads = sj.grad(loss)(params)
+    kinds = {k: isinstance(g, sj.SelectedRows) for k, g in grads.items()}
+    assert kinds == {"read": True, "weights": False, "often": False}
+    assert walks == [False, True]
+    walks.clear()
+    with_stack = lambda params, stack: loss(params) + jnp.sum(stack[1, IDS] ** 2)
+    grads = sj.grad(with_stack, (0, 1))(params, jnp.ones((3, 40, 2)))
+    assert grads[1].stack == (3,) and walks == [False, False, True]
+
+
 def test_wrong_registrations():
     with pytest.raises(TypeError, match="parentheses"):
         sj.extend.register_rule(lambda ctx: None)

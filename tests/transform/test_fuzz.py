@@ -102,10 +102,7 @@ def test_random_programs(seed):
 
 @pytest.mark.slow
 def test_random_products():
-    counts, failure = search("products", 0, 30)
-    assert not failure, f"{failure[1]}: {failure[0]}"
-    again = sum(n for (_, what), n in counts.items() if what == "read again")
-    assert 3 <= again < sum(counts.values()), counts
+    _search("products", 0, 30)
 
 
 @pytest.mark.slow

@@ -321,12 +321,12 @@ def test_dense_uses(name, x64):
     _close(g, jax.grad(loss)(_table()))
 
 
-def test_a_users_rule_gets_no_stack(x64, monkeypatch):
-    """It would take the first axis for that of the rows."""
+def test_a_users_rule_sees_that_a_view_is_a_stack(x64, monkeypatch):
+    """Else it could take the first axis for the axis of rows."""
     seen = []
 
     def rule(ctx, table, **params):
-        seen.append(table.shape)
+        seen.append((table.shape, table.row_axis, table.has_all_rows))
         return NotImplemented
 
     monkeypatch.setattr(
@@ -334,9 +334,31 @@ def test_a_users_rule_gets_no_stack(x64, monkeypatch):
     )
     sj.extend.register_rule("rev")(rule)
     loss = _loss(lambda t: jnp.flip(t, 2)[1, IDS])
-    assert not sj.explain(loss)(_table())["table"].sparse and not seen
+    assert not sj.explain(loss)(_table())["table"].sparse
+    assert seen == [((K, V, D), None, False)]
     flat = lambda t: jnp.sum(jnp.flip(t, 1)[IDS])
-    assert not sj.explain(flat)(_table())["t"].sparse and seen == [(K * V, D)]
+    assert not sj.explain(flat)(_table())["t"].sparse
+    assert seen[1:] == [((K * V, D), 0, True)]
+
+
+def test_a_users_rule_for_stacks(x64, monkeypatch):
+    """A rule of a row function is right for every view."""
+    monkeypatch.setattr(
+        interpreter._RULES, "_entries", dict(interpreter._RULES._entries)
+    )
+
+    @sj.extend.register_rule("rev")
+    def reverse_content(ctx, table, *, dimensions):
+        if set(dimensions) & set(table.row_axes):
+            return NotImplemented
+        content = [d for d in range(table.ndim) if d not in table.row_axes]
+        along = tuple(1 + content.index(d) for d in dimensions)
+        return table.then(lambda rows: jnp.flip(rows, along))
+
+    loss = lambda t: jnp.sum(jnp.sin(jnp.flip(t, 2)[1, IDS]) * jnp.arange(D))
+    g = sj.grad(loss)(_stack())
+    assert g.stack == (K,) and g.capacity == IDS.size
+    _close(g.to_dense(), jax.grad(loss)(_stack()))
 
 
 @pytest.mark.slow

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 
 from sparsejax._arguments import ArrayLike
 from sparsejax._segments import SegmentTensor
-from sparsejax._segments.reduce.segments import (
-    Segments,
-    check_arguments,
-    fill_empty,
-    over_segments,
-)
+from sparsejax._segments.reduce.reduction import segment_reduction
+from sparsejax._segments.reduce.segments import Segments, check_arguments, fill_empty
 
 
 _COUNT = "sparsejax.segment_count"
-_ANY = "sparsejax.segment_any"
-_ALL = "sparsejax.segment_all"
 
 
 def segment_count(
@@ -62,31 +52,14 @@ def segment_count(
     return fill_empty(_COUNT, segments.lengths(), segments, empty)
 
 
-def segment_any(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-) -> Any:
-    """Whether any element of each segment is true.
+@segment_reduction(kind="bool", empty="False")
+def segment_any(x: jax.Array, segments: Segments) -> jax.Array:
+    """Logical or of the elements of each segment.
 
     `out[s] = or_{i: segment_ids[i] == s} data[i]`
 
-    Args:
-      data: bool `[n, ...]`; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: bool, the result for an empty segment; False by default.
-
     Returns:
       bool `[num_segments, ...]`.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`; TypeError also if `data` are not
-        booleans.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -96,37 +69,17 @@ def segment_any(
     References:
       NumPy, `any`.
     """
-    reduce = functools.partial(_reduce_bool, _ANY, "max", empty)
-    return over_segments(
-        _ANY, data, segment_ids, num_segments, indices_are_sorted, reduce
-    )
+    return segments.scatter("max", False, x)
 
 
-def segment_all(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-) -> Any:
-    """Whether all elements of each segment are true.
+@segment_reduction(kind="bool", empty="True")
+def segment_all(x: jax.Array, segments: Segments) -> jax.Array:
+    """Logical and of the elements of each segment.
 
     `out[s] = and_{i: segment_ids[i] == s} data[i]`
 
-    Args:
-      data: bool `[n, ...]`; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: bool, the result for an empty segment; True by default.
-
     Returns:
       bool `[num_segments, ...]`.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`; TypeError also if `data` are not
-        booleans.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -136,19 +89,4 @@ def segment_all(
     References:
       NumPy, `all`.
     """
-    reduce = functools.partial(_reduce_bool, _ALL, "min", empty)
-    return over_segments(
-        _ALL, data, segment_ids, num_segments, indices_are_sorted, reduce
-    )
-
-
-def _reduce_bool(
-    call: str, method: str, empty: Any, x: jax.Array, segments: Segments
-) -> jax.Array:
-    if x.dtype != jnp.bool_:
-        raise TypeError(
-            f"{call}: data must be boolean, got {x.dtype}. Compare first, as in "
-            "data != 0."
-        )
-    out = segments.scatter(method, method == "min", x)
-    return fill_empty(call, out, segments, empty)
+    return segments.scatter("min", True, x)

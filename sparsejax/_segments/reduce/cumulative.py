@@ -15,45 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
-from sparsejax._segments import SegmentTensor
-from sparsejax._segments.reduce.segments import (
-    Segments,
-    check_numbers,
-    fill_outside,
-    over_segments,
-)
+from sparsejax._segments.reduce.reduction import segment_reduction
+from sparsejax._segments.reduce.segments import Segments
 
 
-_CUMSUM = "sparsejax.segment_cumsum"
-
-
-def segment_cumsum(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-) -> Any:
+@segment_reduction(kind="number", empty="0", per_element=True)
+def segment_cumsum(x: jax.Array, segments: Segments) -> jax.Array:
     """Cumulative sum of `data` inside each segment.
 
     `out[i] = sum_{j <= i: segment_ids[j] == segment_ids[i]} data[j]`
 
-    Args:
-      data: `[n, ...]`, integers or floats; or a SegmentTensor, which has its own
-        segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool; saves a stable sort of the ids.
-      empty: scalar, the result for elements outside all segments; 0 by default.
-
     Returns:
       `[n, ...]`, of data's shape and dtype. Floats of 16 bits are summed in float32.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -64,18 +38,9 @@ def segment_cumsum(
       Blelloch (1990), "Prefix sums and their applications" (segmented scans); NumPy,
       `cumsum`.
     """
-
-    def cumsum(x: jax.Array, segments: Segments) -> jax.Array:
-        check_numbers(_CUMSUM, x)
-        order = in_order(segments)
-        wide = segments.mask(x).astype(indexing.accumulator_dtype(x.dtype))
-        out = order.back(order.running(jnp.add, 0, order.rows(wide)))
-        out = segments.mask(out.astype(x.dtype))
-        return fill_outside(_CUMSUM, out, segments, empty)
-
-    return over_segments(
-        _CUMSUM, data, segment_ids, num_segments, indices_are_sorted, cumsum
-    )
+    order = in_order(segments)
+    running = order.running(jnp.add, 0, order.rows(segments.mask(x)))
+    return segments.mask(order.back(running))
 
 
 # ------------------------------------------------------------------ elements in order
@@ -95,13 +60,13 @@ class Order:
     permutation: jax.Array | None
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """`x` in this order."""
+        """Returns `x` in this order."""
         if self.permutation is None:
             return x
         return x.at[self.permutation].get(mode="clip", unique_indices=True)
 
     def back(self, x: jax.Array) -> jax.Array:
-        """`x` from this order to the order of the data."""
+        """Returns `x`, which is in this order, in the order of the data."""
         if self.permutation is None:
             return x
         return jnp.zeros_like(x).at[self.permutation].set(x, unique_indices=True)
@@ -115,14 +80,14 @@ class Order:
         reverse: bool = False,
         exclusive: bool = False,
     ) -> jax.Array:
-        """`op` over each element of `x` and all earlier ones of its segment.
+        """Applies `op` over each element of `x` and all earlier ones of its segment.
 
         Args:
           op: associative, elementwise.
           identity: the identity element of `op`.
           x: `[n, ...]`, in this order.
-          reverse: all later ones instead.
-          exclusive: excluding the element itself.
+          reverse: whether to take all later elements in place of the earlier ones.
+          exclusive: whether to leave out the element itself.
         """
         ids = self.segments.ids
         if ids.shape[0] == 0:
@@ -134,8 +99,8 @@ class Order:
         edge = indexing.append_axes(edge, x.ndim)
 
         def combine(a, b):
-            # `where` selects the operand, not the result, so the gradient does not
-            # multiply by elements of an earlier segment.
+            # `where` selects the operand, not the result: the gradient must not
+            # multiply by elements of an earlier segment, which may be NaN.
             (edge_a, a), (edge_b, b) = a, b
             return edge_a | edge_b, op(jnp.where(edge_b, neutral, a), b)
 
@@ -148,7 +113,7 @@ class Order:
 
 
 def in_order(segments: Segments) -> Order:
-    """The elements grouped by segment; ids out of range come before or after."""
+    """Groups the elements by segment; ids out of range come before or after."""
     if segments.is_sorted:
         return Order(segments, None)
     place = lax.iota(jnp.int32, segments.ids.shape[0])

@@ -14,59 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
-from sparsejax._segments import SegmentTensor
-from sparsejax._segments.reduce.segments import (
-    Segments,
-    fill_empty,
-    over_segments,
+from sparsejax._segments.reduce.reduction import (
+    jax_segment_reduction,
+    segment_reduction,
 )
-
-
-_MAX = "sparsejax.segment_max"
-_MIN = "sparsejax.segment_min"
-_ARGMAX = "sparsejax.segment_argmax"
-_ARGMIN = "sparsejax.segment_argmin"
+from sparsejax._segments.reduce.segments import Segments
 
 
 # ------------------------------------------------------------------ public
 
 
-def segment_max(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-    unique_indices: bool = False,
-    bucket_size: int | None = None,
-    mode: str | jax.lax.GatherScatterMode | None = None,
-    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
-) -> Any:
+@jax_segment_reduction(
+    kind="any",
+    empty="the smallest of data's dtype: `-inf`, the lowest integer, or False",
+)
+def segment_max(x: jax.Array, segments: Segments) -> jax.Array:
     """Largest element of each segment.
 
     `out[s] = max_{i: segment_ids[i] == s} data[i]`. Equal largest elements share the
     gradient evenly, as in `jnp.max`.
 
-    Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: scalar, the result for an empty segment. By default the smallest value of
-        data's dtype: `-inf`, the lowest integer, or False.
-      unique_indices: bool; see `segment_sum` for this and the next two.
-      bucket_size: int.
-      mode: as in `jax.ops.segment_max`.
-      out_sharding: the sharding of the result over a mesh of explicit axes.
-
     Returns:
       `[num_segments, ...]`, of data's dtype.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -78,54 +48,21 @@ def segment_max(
       `jax.ops.segment_max`; Caffe2, `LengthsMax` (0 without elements; each of several
       equal largest elements gets the whole gradient).
     """
-    del bucket_size
-    return over_segments(
-        _MAX,
-        data,
-        segment_ids,
-        num_segments,
-        indices_are_sorted,
-        functools.partial(_reduce_extreme, _MAX, "max", empty),
-        mode=mode,
-        unique_indices=unique_indices,
-        out_sharding=out_sharding,
-    )
+    return _extreme(x, "max", segments)
 
 
-def segment_min(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-    unique_indices: bool = False,
-    bucket_size: int | None = None,
-    mode: str | jax.lax.GatherScatterMode | None = None,
-    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
-) -> Any:
+@jax_segment_reduction(
+    kind="any",
+    empty="the largest of data's dtype: `inf`, the highest integer, or True",
+)
+def segment_min(x: jax.Array, segments: Segments) -> jax.Array:
     """Smallest element of each segment.
 
     `out[s] = min_{i: segment_ids[i] == s} data[i]`. Equal smallest elements share the
     gradient evenly, as in `jnp.min`.
 
-    Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: scalar, the result for an empty segment. By default the largest value of
-        data's dtype: `inf`, the highest integer, or True.
-      unique_indices: bool; see `segment_sum` for this and the next two.
-      bucket_size: int.
-      mode: as in `jax.ops.segment_min`.
-      out_sharding: the sharding of the result over a mesh of explicit axes.
-
     Returns:
       `[num_segments, ...]`, of data's dtype.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -136,45 +73,18 @@ def segment_min(
     References:
       `jax.ops.segment_min`.
     """
-    del bucket_size
-    return over_segments(
-        _MIN,
-        data,
-        segment_ids,
-        num_segments,
-        indices_are_sorted,
-        functools.partial(_reduce_extreme, _MIN, "min", empty),
-        mode=mode,
-        unique_indices=unique_indices,
-        out_sharding=out_sharding,
-    )
+    return _extreme(x, "min", segments)
 
 
-def segment_argmax(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-) -> Any:
+@segment_reduction(kind="any", empty="n")
+def segment_argmax(x: jax.Array, segments: Segments) -> jax.Array:
     """Position of the first largest element of each segment.
 
     `out[s] = min {i: segment_ids[i] == s and data[i] == max[s]}`, a position along
     data's first axis. NaN counts as the largest.
 
-    Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: int, the result for an empty segment; n by default.
-
     Returns:
       int32 `[num_segments, ...]`.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -184,41 +94,18 @@ def segment_argmax(
     References:
       torch-scatter, `scatter_max` (its second result); NumPy, `argmax`.
     """
-    return over_segments(
-        _ARGMAX,
-        data,
-        segment_ids,
-        num_segments,
-        indices_are_sorted,
-        functools.partial(_position, _ARGMAX, "max", empty),
-    )
+    return _position(x, "max", segments)
 
 
-def segment_argmin(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-) -> Any:
+@segment_reduction(kind="any", empty="n")
+def segment_argmin(x: jax.Array, segments: Segments) -> jax.Array:
     """Position of the first smallest element of each segment.
 
     `out[s] = min {i: segment_ids[i] == s and data[i] == min[s]}`, a position along
     data's first axis. NaN counts as the smallest.
 
-    Args:
-      data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: int, the result for an empty segment; n by default.
-
     Returns:
       int32 `[num_segments, ...]`.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -228,34 +115,20 @@ def segment_argmin(
     References:
       torch-scatter, `scatter_min` (its second result); NumPy, `argmin`.
     """
-    return over_segments(
-        _ARGMIN,
-        data,
-        segment_ids,
-        num_segments,
-        indices_are_sorted,
-        functools.partial(_position, _ARGMIN, "min", empty),
-    )
+    return _position(x, "min", segments)
 
 
 # ------------------------------------------------------------------ private
 
 
 def identity(method: str, dtype: Any) -> Any:
-    """The identity element of "max" or "min"."""
+    """Returns the identity element of "max" or "min"."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return method == "min"
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
         return limits.max if method == "min" else limits.min
     return jnp.inf if method == "min" else -jnp.inf
-
-
-def _reduce_extreme(
-    call: str, method: str, empty: Any, x: jax.Array, segments: Segments
-) -> jax.Array:
-    out = _extreme(x, method, segments)
-    return fill_empty(call, out, segments, empty)
 
 
 def _extreme(x: jax.Array, method: str, segments: Segments) -> jax.Array:
@@ -284,21 +157,19 @@ def _extreme_jvp(static, primals, tangents):
 
 
 def is_extreme(x: jax.Array, out: jax.Array, segments: Segments) -> jax.Array:
-    """Which elements are the extreme of their segment, bool `[n, ...]`.
+    """Returns bool `[n, ...]`: whether each element is the extreme of its segment.
 
-    NaN counts as extreme: `out` is then NaN, and no comparison with NaN is true.
+    NaN counts as extreme. `out` is NaN in such a segment, and comparisons with NaN are
+    false.
     """
     equal = (x == segments.broadcast(out)) | (x != x)
     return segments.mask(equal)
 
 
-def _position(
-    call: str, method: str, empty: Any, x: jax.Array, segments: Segments
-) -> jax.Array:
-    """The first position of the extreme of each segment."""
+def _position(x: jax.Array, method: str, segments: Segments) -> jax.Array:
+    """Returns the first position of the extreme of each segment."""
     n = np.int32(x.shape[0])
     x = lax.stop_gradient(x)
     equal = is_extreme(x, _extreme(x, method, segments), segments)
     place = indexing.append_axes(lax.iota(jnp.int32, x.shape[0]), x.ndim)
-    out = segments.scatter("min", n, jnp.where(equal, place, n))
-    return fill_empty(call, out, segments, empty)
+    return segments.scatter("min", n, jnp.where(equal, place, n))

@@ -1,7 +1,7 @@
 """Variance, standard deviation and normalisation of each segment.
 
-Two passes compute the mean and then the squared deviations, so a large mean does not
-cost precision.
+Two passes compute the mean and then the squared deviations: a large mean costs no
+precision.
 """
 
 from __future__ import annotations
@@ -13,49 +13,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
+from sparsejax._segments.reduce.reduction import segment_reduction
 from sparsejax._segments.reduce.segments import (
     Segments,
     as_floats,
-    fill_empty,
     fill_outside,
     over_segments,
     safe_divide,
 )
 
 
-_VAR = "sparsejax.segment_var"
-_STD = "sparsejax.segment_std"
 _NORMALIZE = "sparsejax.segment_normalize"
 
 
-def segment_var(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-) -> Any:
+@segment_reduction(kind="real", empty="0")
+def segment_var(x: jax.Array, segments: Segments) -> jax.Array:
     """Variance of each segment.
 
     `out[s] = mean_{i: segment_ids[i] == s} (data[i] - mean[s])**2`, as `jnp.var` with
     its default `ddof=0`.
 
-    Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: scalar, the result for an empty segment; 0 by default.
-
     Returns:
       `[num_segments, ...]`, of data's dtype; float32 for integers.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -65,41 +48,19 @@ def segment_var(
     References:
       jraph, `segment_variance`; NumPy, `var`.
     """
-
-    def var(x: jax.Array, segments: Segments) -> jax.Array:
-        out = _moments(as_floats(_VAR, x), segments)[1]
-        out = out.astype(indexing.float_dtype(x.dtype))
-        return fill_empty(_VAR, out, segments, empty)
-
-    return over_segments(_VAR, data, segment_ids, num_segments, indices_are_sorted, var)
+    return _moments(x, segments)[1]
 
 
-def segment_std(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-) -> Any:
+@segment_reduction(kind="real", empty="0")
+def segment_std(x: jax.Array, segments: Segments) -> jax.Array:
     """Standard deviation of each segment.
 
     `out[s] = sqrt(mean_{i: segment_ids[i] == s} (data[i] - mean[s])**2)`
 
-    Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: scalar, the result for an empty segment; 0 by default.
-
     Returns:
-      `[num_segments, ...]`, of data's dtype; float32 for integers. Where the variance
-      is 0, for example in a segment of one element, the gradient is 0, where `jnp.std`
-      gives NaN.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
+      `[num_segments, ...]`, of data's dtype; float32 for integers. If the variance is
+      0, for example in a segment of one element, the gradient is 0; the gradient of
+      `jnp.std` is NaN.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -109,17 +70,11 @@ def segment_std(
     References:
       torch-scatter, `scatter_std` (which divides by n - 1); NumPy, `std`.
     """
-
-    def std(x: jax.Array, segments: Segments) -> jax.Array:
-        var = _moments(as_floats(_STD, x), segments)[1]
-        # The square root of a safe number: `where` multiplies its gradient by 0.
-        none = var == 0
-        root = jnp.sqrt(jnp.where(none, jnp.ones((), var.dtype), var))
-        out = jnp.where(none, jnp.zeros((), var.dtype), root)
-        out = out.astype(indexing.float_dtype(x.dtype))
-        return fill_empty(_STD, out, segments, empty)
-
-    return over_segments(_STD, data, segment_ids, num_segments, indices_are_sorted, std)
+    var = _moments(x, segments)[1]
+    # The square root of a safe number: `where` multiplies its gradient by 0.
+    is_zero = var == 0
+    root = jnp.sqrt(jnp.where(is_zero, jnp.ones((), var.dtype), var))
+    return jnp.where(is_zero, jnp.zeros((), var.dtype), root)
 
 
 def segment_normalize(
@@ -148,8 +103,8 @@ def segment_normalize(
       `[n, ...]`, an array of data's shape and dtype; float32 for integers.
 
     Raises:
-      TypeError, ValueError: as `segment_sum`; ValueError also if `eps` is not
-        positive.
+      TypeError, ValueError: as `segment_sum`; TypeError also if `eps` is not a static
+        number, ValueError if it is not positive.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -159,11 +114,11 @@ def segment_normalize(
     References:
       jraph, `segment_normalize`.
     """
-    if not isinstance(eps, (int, float, np.number)) or not eps > 0:
-        raise ValueError(
-            f"{_NORMALIZE}: eps must be a static, positive number, got {eps!r}. It is "
-            "the lower bound on the variance in the denominator."
-        )
+    is_number = isinstance(eps, (int, float, np.number))
+    if not is_number or not eps > 0:
+        error = _arguments.wrong if is_number else _arguments.wrong_type
+        fix = "It is the lower bound on the variance in the denominator."
+        raise error(_NORMALIZE, "eps", "a static, positive number", f"{eps!r}", fix)
 
     def normalize(x: jax.Array, segments: Segments) -> jax.Array:
         centered, var = _moments(as_floats(_NORMALIZE, x), segments)
@@ -181,7 +136,7 @@ def segment_normalize(
 
 
 def _moments(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """Elements minus the mean of their segment, `[n, ...]`, and segment variances."""
+    """Returns elements minus the mean of their segment, and segment variances."""
     count = segments.lengths()
     mean = safe_divide(segments.sum(x), count)
     centered = segments.mask(x - segments.broadcast(mean))

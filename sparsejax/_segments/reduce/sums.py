@@ -16,6 +16,7 @@ from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.cumulative import in_order
+from sparsejax._segments.reduce.reduction import jax_segment_reduction
 from sparsejax._segments.reduce.segments import (
     Segments,
     check_numbers,
@@ -29,7 +30,6 @@ from sparsejax._segments.reduce.segments import (
 _SUM = "sparsejax.segment_sum"
 _MEAN = "sparsejax.segment_mean"
 _SQRTN = "sparsejax.segment_sqrtn"
-_PROD = "sparsejax.segment_prod"
 
 
 # ------------------------------------------------------------------ sums
@@ -59,8 +59,8 @@ def segment_sum(
       segment_ids: integers `[n]`, the segment of each element along data's first axis,
         in any order. Elements whose id is outside `[0, num_segments)`, even negative,
         are dropped.
-      num_segments: int, static. By default the largest id + 1, or 0 if there are no
-        ids; required inside `jit`.
+      num_segments: int, static. By default the largest id + 1, or 0 without ids;
+        required inside `jit`.
       indices_are_sorted: bool, a promise that ids never decrease.
       weights: real numbers `[n]`, or None.
       empty: scalar, the result for an empty segment; 0 by default.
@@ -236,7 +236,7 @@ def segment_sqrtn(
 
 
 def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
-    """`weights`, one for each element of `data`, as an array `[n]`."""
+    """Returns `weights`, one for each element of `data`, as an array `[n]`."""
     weights = _arguments.to_array(call, weights, "weights")
     if weights.shape != data.shape[:1]:
         raise ValueError(
@@ -244,9 +244,12 @@ def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
             f"{data.shape[:1]}, got {weights.shape}."
         )
     if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{call}: weights must be real numbers (integers or floats), got "
-            f"{weights.dtype}. Cast them with .astype(jnp.float32)."
+        raise _arguments.wrong_type(
+            call,
+            "weights",
+            "real numbers (integers or floats)",
+            f"{weights.dtype}",
+            "Cast them with .astype(jnp.float32).",
         )
     return weights
 
@@ -254,13 +257,13 @@ def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
 def _masked_weights(
     call: str, x: jax.Array, segments: Segments, weights: Any
 ) -> jax.Array:
-    """Weights in the dtype that `x` is summed in, 0 outside segments."""
+    """Returns weights in the dtype of sums of `x`, 0 outside segments."""
     w = _as_weights(call, weights, x)
     return segments.mask(w.astype(indexing.float_accumulator_dtype(x.dtype)))
 
 
 def _weighted(x: jax.Array, w: jax.Array, segments: Segments) -> jax.Array:
-    """`w * x` in the dtype of `w`, 0 outside segments."""
+    """Returns `w * x` in the dtype of `w`, 0 outside segments."""
     x = segments.mask(x).astype(w.dtype)
     return x * indexing.append_axes(w, x.ndim)
 
@@ -273,7 +276,7 @@ def _sum_over(
     segments: Segments,
     empty: Any,
 ) -> jax.Array:
-    """Sums of `x`, or of `w * x`, divided by `by`; `empty` where `by` is 0."""
+    """Returns sums of `x` or `w * x`, divided by `by`; `empty` if `by` is 0."""
     dtype = indexing.float_dtype(x.dtype)
     if w is None:
         x = x.astype(indexing.float_accumulator_dtype(dtype))
@@ -286,39 +289,15 @@ def _sum_over(
 # ------------------------------------------------------------------ products
 
 
-def segment_prod(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-    unique_indices: bool = False,
-    bucket_size: int | None = None,
-    mode: str | jax.lax.GatherScatterMode | None = None,
-    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
-) -> Any:
+@jax_segment_reduction(kind="number", empty="1")
+def segment_prod(x: jax.Array, segments: Segments) -> jax.Array:
     """Product of each segment.
 
     `out[s] = prod_{i: segment_ids[i] == s} data[i]`
 
-    Args:
-      data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: scalar, the result for an empty segment; 1 by default.
-      unique_indices: bool; see `segment_sum` for this and the next two.
-      bucket_size: int.
-      mode: as in `jax.ops.segment_prod`.
-      out_sharding: the sharding of the result over a mesh of explicit axes.
-
     Returns:
       `[num_segments, ...]`, of data's dtype. Unlike `jax.ops.segment_prod`,
       differentiable even with zeros in the data and repeated ids.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -328,27 +307,6 @@ def segment_prod(
     References:
       `jax.ops.segment_prod`.
     """
-    del bucket_size
-
-    def prod(x: jax.Array, segments: Segments) -> jax.Array:
-        check_numbers(_PROD, x)
-        out = _product(x.astype(indexing.accumulator_dtype(x.dtype)), segments)
-        return fill_empty(_PROD, out.astype(x.dtype), segments, empty)
-
-    return over_segments(
-        _PROD,
-        data,
-        segment_ids,
-        num_segments,
-        indices_are_sorted,
-        prod,
-        mode=mode,
-        unique_indices=unique_indices,
-        out_sharding=out_sharding,
-    )
-
-
-def _product(x: jax.Array, segments: Segments) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return segments.scatter("mul", 1, x)
     return _product_of_floats(x, segments.ids, segments.static)

@@ -30,9 +30,9 @@ def segment_top_k(
     data: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
     num_segments: int | None = None,
+    indices_are_sorted: bool = False,
     *,
     k: int,
-    indices_are_sorted: bool = False,
     empty: ArrayLike | None = None,
 ) -> Any:
     """The k largest elements of each segment, and their positions inside it.
@@ -45,8 +45,8 @@ def segment_top_k(
       data: `[n, ...]`, any dtype; or a SegmentTensor, which has its own segments.
       segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
       num_segments: int.
-      k: int, the number of elements.
       indices_are_sorted: bool; saves a sort of the ids.
+      k: int, the number of elements.
       empty: scalar, the value for slots beyond the last element; 0 by default.
 
     Returns:
@@ -56,8 +56,8 @@ def segment_top_k(
       pairs.
 
     Raises:
-      TypeError, ValueError: as `segment_sum`; ValueError also if `k` is not a
-        static, non-negative int.
+      TypeError, ValueError: as `segment_sum`; TypeError also if `k` is not a static
+        int, ValueError if `k` is negative.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -101,7 +101,7 @@ def _top_k(
         found = segments.scatter("min", np.int32(n), found)
         return remaining & (place[:, None] != segments.broadcast(found)), found
 
-    # Derived from the data, so that it varies over the same axes inside `shard_map`.
+    # Computed from the data: inside `shard_map` it must vary over the same axes.
     members = segments.mask(jnp.ones_like(fixed, bool))
     _, found = lax.scan(take, members, length=k)
     found = jnp.moveaxis(found, 0, 1)  # [count, k, columns]

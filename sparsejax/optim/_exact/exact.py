@@ -32,7 +32,6 @@ from sparsejax._rows import SelectedRows
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
 from sparsejax.optim._exact.plan import Plan, Planner
-from sparsejax.optim._huge_pages import huge_pages
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
@@ -174,7 +173,6 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         state_sharding.check_not_sharded(CALL, params)
         leaves, _, plan = planned(params)
         inner = tx.init(params)
-        huge_pages((params, inner))
         # Two arrays, not one twice: a buffer cannot be donated twice.
         step, stale = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         # Jitted, since it is many small operations.

@@ -125,12 +125,10 @@ def exact_value_and_grad(
 def _ids_read(call: Call) -> list[Any]:
     """For each leaf the ids that the program reads, or `...` if it uses all rows."""
     tables = make_plan(call, stacks=False).tables
-    while True:
-        plan = collect(call, tables, _EverythingIsLive())
-        whole = {use.table for use in plan.run.dense}
-        if not whole:
-            break
-        tables = [t for number, t in enumerate(tables) if number not in whole]
+    plan = collect(call, tables, _EverythingIsLive())
+    whole = {use.table for use in plan.run.dense}
+    tables = [leaf for leaf in tables if leaf.position not in whole]
+    plan = plan.only(tables)
 
     def ids(*inputs):
         reads = Reads(plan.zero_deltas())
@@ -140,7 +138,7 @@ def _ids_read(call: Call) -> list[Any]:
     _check_independent_of_tables(plan, ids)
     found: dict[int, list[jax.Array]] = {leaf.position: [] for leaf in tables}
     for site, x in zip(plan.run.sites, ids(*call.inputs)):
-        found[tables[site.table].position].append(x.reshape(-1))
+        found[site.table].append(x.reshape(-1))
     nothing = jnp.zeros((0,), jnp.int32)
     return [
         jnp.concatenate(found[leaf.position] or [nothing])
@@ -163,8 +161,9 @@ def _check_independent_of_tables(plan: Plan, ids: Callable) -> None:
         return
     for k, site in enumerate(sites):
         if is_from_table([n == k for n in range(len(sites))]):
+            (name,) = (t.name for t in plan.tables if t.position == site.table)
             raise ValueError(
-                f"{CALL}: the ids by which {plan.tables[site.table].name} is read at "
+                f"{CALL}: the ids by which {name} is read at "
                 f"{site.where} are computed from rows of a table, so they are not "
                 "known before those rows are up to date. Catch the rows up yourself: "
                 "tx.catch_up(params, state, ids), in the order in which they are read, "

@@ -22,9 +22,7 @@ import functools
 
 import optax
 
-from sparsejax import _collector
 from sparsejax._rows import is_selected_rows
-from sparsejax.optim._huge_pages import huge_pages
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
@@ -140,11 +138,8 @@ def lazy(
         refused = verdicts.refusal(treedef, specs) if check else None
         if refused is not None:
             raise _not_separable("this optimizer", refused[1])
-        state = state_sharding.init(tx.init, params)
-        huge_pages((params, state))
-        return state
+        return state_sharding.init(tx.init, params)
 
-    @_collector.paused_if_traced
     def update(updates, state, params=None, **extra_args):
         leaves, treedef = trees.flatten(updates)
         grads = treedef.unflatten(leaves)

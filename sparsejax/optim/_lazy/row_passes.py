@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows, indexing, with_known_sum, with_slots
-from sparsejax._rows.after import after
+from sparsejax._rows.order_after import order_after
 from sparsejax.optim._lazy import block_pass, row_program
 from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction
 
@@ -109,7 +109,7 @@ class _OneDevice:
 
     def after(self, others):
         grad = self._grad
-        values = after(grad.values, others)
+        values = order_after(grad.values, others)
         return _OneDevice(with_slots(grad, grad.rows, values))
 
     @functools.cached_property

@@ -83,7 +83,7 @@ def check_sharded(call: str, grads: Any, params: Any, state: Any) -> None:
                     f"{call}: the gradient of a {kind} must be a {kind} of the same "
                     f"height, layout and mesh, got {shown} for {table}. Use "
                     "sparsejax.value_and_grad, with a loss that reads the table "
-                    "through sparsejax.parallel.lookup or embedding_bag."
+                    "through sparsejax.lookup or embedding_bag."
                 )
     known = set(map(_static, tables))
     for table in _sharded_tables(state):

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from sparsejax import _arguments
-from sparsejax._rows import is_rows, is_selected_rows, opened
+from sparsejax._rows import is_selected_rows
 
 
 def is_none_or_masked(x: Any) -> bool:
@@ -24,12 +24,8 @@ def is_leaf(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure, with leaves as in `is_leaf`.
-
-    Gradients of a `sparsejax.experimental.sparse_table` become SelectedRows.
-    """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
-    return [opened(x) if is_rows(x) else x for x in leaves], treedef
+    """Leaves and structure, with leaves as in `is_leaf`."""
+    return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:

@@ -1,8 +1,8 @@
 """Rules for scan, cond (and switch) and checkpoint: equations that contain a body.
 
 They are rebuilt with public functions of JAX around a walk of their body: deltas go in
-and ids come out, those of a loop stacked along its length. Bodies close over tables
-(and everything else that does not change), so no table is carried, stacked or returned.
+and ids come out, stacked along the length of a loop. Bodies close over tables (and all
+else that does not change), so no table is carried, stacked or returned.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from sparsejax.transform.interpreter import (
     Reads,
     RuleContext,
     Site,
-    register_rule_of_stacks,
+    register_rule,
 )
 from sparsejax.transform.liveness import Liveness, register_flow
-from sparsejax.transform.table import TableRef, replicate, reshard, vary
+from sparsejax.transform.table import TableRef, replicate, reshard
 
 
 _RETURNED = "returns it whole"
@@ -30,12 +30,12 @@ _RETURNED = "returns it whole"
 # -- checkpoint ------------------------------------------------------------------------
 
 
-@register_rule_of_stacks(_compat.remat_p)
+@register_rule(_compat.remat_p)
 def _checkpoint_rule(
     ctx: RuleContext, *inputs: Any, jaxpr: Any, prevent_cse: Any, policy: Any, **_: Any
 ) -> list[Any]:
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
-    body_sites = ctx.run.bodies.get(ctx.path, ())
+    (body_sites,) = ctx.body_sites()
     found: list[Site] = []
     views: list[Any] = []
 
@@ -44,13 +44,13 @@ def _checkpoint_rule(
         reads = ctx.reads.of_body(deltas)
         outs = ctx.walk(jaxpr, full, reads)
         found[:] = reads.sites
-        # Of a view only the operands are arrays of the body.
+        # The body returns the operands of a view; its other fields are static.
         views[:] = [o if isinstance(o, TableRef) else None for o in outs]
         return [v.operands if v else o for o, v in zip(outs, views)], reads.ids
 
     rebuilt = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
     outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(body_sites)))
-    ctx.run.bodies[ctx.path] = tuple(found)
+    ctx.set_body_sites(found)
     ctx.reads.add(found, ids)
     return [v.with_operands(o) if v else o for o, v in zip(outs, views)]
 
@@ -58,7 +58,7 @@ def _checkpoint_rule(
 # -- scan ------------------------------------------------------------------------------
 
 
-@register_rule_of_stacks(p.scan_p)
+@register_rule(p.scan_p)
 def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     body, _ = _compat.open_jaxpr(params["jaxpr"])
     length, (n_consts, n_carry) = params["length"], _compat.scan_split(params)
@@ -76,7 +76,7 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     # A table that is carried unchanged is a constant.
     places = [i for i, c in enumerate(carry) if not isinstance(c, TableRef)]
     live = _loop_liveness(ctx.run.liveness, body, ctx.live, n_consts, n_carry)
-    body_sites = ctx.run.bodies.get(ctx.path, ())
+    (body_sites,) = ctx.body_sites()
     found: list[Site] = []
 
     def step(changing, x):
@@ -102,13 +102,13 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    ctx.run.bodies[ctx.path] = tuple(found)
+    ctx.set_body_sites(found)
     ctx.reads.add([s.in_loop(length) for s in found], ids)
     return [*_merge(carry, places, changing), *ys]
 
 
 def _is_stack(x: Any) -> bool:
-    return isinstance(x, TableRef) and x.stack_axis == 0
+    return isinstance(x, TableRef) and x.is_stack and x.row_axes[0] == 0
 
 
 @register_flow(p.scan_p)
@@ -122,7 +122,7 @@ def _scan_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[
 def _loop_liveness(
     liveness: Liveness, body: Any, out: Sequence[bool], n_consts: int, n_carry: int
 ) -> tuple[bool, ...]:
-    """Which outputs of a step are live: after the loop, or in the next step."""
+    """For each output of a step, True if it is live after it or in the next step."""
     live = tuple(out)
     while True:
         ins = liveness.inputs(body, live)[n_consts : n_consts + n_carry]
@@ -135,13 +135,13 @@ def _loop_liveness(
 # -- cond and switch -------------------------------------------------------------------
 
 
-@register_rule_of_stacks(p.cond_p)
+@register_rule(p.cond_p)
 def _cond_rule(
     ctx: RuleContext, index: Any, *operands: Any, branches: Sequence[Any], **_: Any
 ) -> list[Any]:
     # Only one branch runs, so the branches share their deltas: for each table as many
     # rows as the branch that reads the most. The remaining slots of a branch are empty.
-    body_sites = ctx.run.bodies.get(ctx.path, [()] * len(branches))
+    body_sites = ctx.body_sites(len(branches))
     shared = _largest(body_sites)
     deltas = dict(zip((s.table for s in shared), ctx.reads.take(len(shared))))
     found: list[tuple[Site, ...]] = [()] * len(branches)
@@ -157,7 +157,7 @@ def _cond_rule(
         return lambda: run(number)
 
     outs, ids = lax.switch(index, [branch(k) for k in range(len(branches))])
-    ctx.run.bodies[ctx.path] = found
+    ctx.set_body_sites(*found)
     ctx.reads.add(_largest(found), ids)
     return outs
 
@@ -180,7 +180,7 @@ def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
             # Numbers of rows may be symbolic, in an export.
             size = _compat.max_dim(seen.num_rows, total[site.table])
             axes = seen.axes | site.axes
-            # Reads that are put together lie elsewhere in the one than by themselves.
+            # A read that is put together with others moves to another place.
             kind = seen.kind and seen.kind.moved()
             result[site.table] = seen._replace(lead=(size,), axes=axes, kind=kind)
     return [result[table] for table in sorted(result)]
@@ -204,11 +204,11 @@ def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
     height = ctx.run.heights[shared.table]
     dtype = _arguments.index_dtype(height)
     pairs = zip(reads.sites, reads.ids)
-    # Branches must agree on the sharding over explicit mesh axes, too.
+    # Branches must also agree on the sharding over explicit mesh axes.
     mine = [replicate(i).reshape(-1) for s, i in pairs if s.table == shared.table]
     rest = shared.num_rows - sum(i.size for i in mine)
     empty = jnp.full((rest,), height, dtype)
-    mine = [vary(i, shared.axes) for i in (*mine, empty)]
+    mine = [_compat.to_varying(i, shared.axes) for i in (*mine, empty)]
     return jnp.concatenate(mine)
 
 

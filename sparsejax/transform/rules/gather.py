@@ -19,11 +19,11 @@ from sparsejax import _arguments
 from sparsejax._compat import primitives as p
 from sparsejax._lookup.read_rows import read_rows_p
 from sparsejax._rows import indexing
-from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import TableRef
 
 
-@register_rule_of_stacks(p.gather_p)
+@register_rule(p.gather_p)
 def _gather_rule(
     ctx: RuleContext,
     ref: Any,
@@ -40,16 +40,12 @@ def _gather_rule(
     dims, axes = dimension_numbers, ref.row_axes
     if (
         not set(axes) & set(dims.start_index_map)
-        or (ref.stack_axis is None and ref.row_axis in dims.operand_batching_dims)
+        or (not ref.is_stack and ref.row_axis in dims.operand_batching_dims)
         or not _whole_rows(ref, slice_sizes, dims.operand_batching_dims)
         or mode not in _MODES
     ):
         return NotImplemented
     batch = jnp.shape(indices)[:-1]
-    num_ids = math.prod((*batch, *(slice_sizes[axis] for axis in axes)))
-    collected = ctx.collect(ref, num_ids)
-    if collected is not None:
-        return collected
     indices = _arguments.as_ids("gather", ctx.dense(indices, live=False), ref.height)
     ids, valid = _ids_read(
         indices,
@@ -83,14 +79,12 @@ def _gather_rule(
     gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
     kept = [d for d in range(ref.ndim) if d not in gone]
     shape = batch + tuple(slice_sizes[d] for d in kept)
-    rows = ctx.follow(rows, lambda rows: indexing.reshape(rows, shape))
+    rows = indexing.reshape(rows, shape)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = indexing.fill_value(rows.dtype) if fill_value is None else fill_value
         fill = np.array(fill, rows.dtype)
         assert valid is not None  # in this mode
-        rows = ctx.follow(
-            rows, lambda rows, valid: _fill_unless(valid, rows, fill), valid
-        )
+        rows = _fill_unless(valid, rows, fill)
     batch_axes, kept_axes = iter(range(len(batch))), iter(range(len(batch), rows.ndim))
     offset = set(map(int, dims.offset_dims))
     order = [next(kept_axes if d in offset else batch_axes) for d in range(rows.ndim)]
@@ -98,7 +92,7 @@ def _gather_rule(
     return rows if in_order else lax.transpose(rows, order)
 
 
-@register_rule_of_stacks(p.dynamic_slice_p)
+@register_rule(p.dynamic_slice_p)
 def _dynamic_slice_rule(
     ctx: RuleContext, ref: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any
 ) -> Any:
@@ -113,7 +107,8 @@ def _dynamic_slice_rule(
         return jnp.clip(start, _arguments.scalar(0, start), last)
 
     if _is_part(ref, slice_sizes):
-        return ref.part(first(ref.stack_axis), slice_sizes[ref.stack_axis])
+        stack_axis = ref.row_axes[0]
+        return ref.part(first(stack_axis), slice_sizes[stack_axis])
     places = []
     for axis in ref.row_axes:
         start = first(axis)
@@ -122,7 +117,7 @@ def _dynamic_slice_rule(
     return _move_axes(rows, 0, ref.row_axes)
 
 
-@register_rule_of_stacks(p.slice_p)
+@register_rule(p.slice_p)
 def _slice_rule(
     ctx: RuleContext, ref: Any, *, start_indices: Any, limit_indices: Any, strides: Any
 ) -> Any:
@@ -133,15 +128,16 @@ def _slice_rule(
         return NotImplemented
     if sizes == ref.shape:
         return ref
-    if _is_part(ref, sizes) and strides[ref.stack_axis] == 1:
-        return ref.part(start_indices[ref.stack_axis], sizes[ref.stack_axis])
+    stack_axis = ref.row_axes[0]
+    if _is_part(ref, sizes) and strides[stack_axis] == 1:
+        return ref.part(start_indices[stack_axis], sizes[stack_axis])
     dtype = _arguments.index_dtype(ref.height)
     places = [jnp.asarray(taken[axis], dtype) for axis in ref.row_axes]
     rows = ctx.read(ref, _row_numbers(places, _sizes(ref, places[0])), drop=False)
     return _move_axes(rows, 0, ref.row_axes)
 
 
-@register_rule_of_stacks(read_rows_p)
+@register_rule(read_rows_p)
 def _read_rows_rule(ctx: RuleContext, ref: Any, ids: Any) -> Any:
     # In the trace of a function that itself takes a gradient by sparsejax.
     if not isinstance(ref, TableRef) or ref.row_axes != (0,):
@@ -157,15 +153,15 @@ _MODES = (
 
 
 def _whole_rows(
-    ref: TableRef, sizes: Sequence[int], besides: Sequence[int] = ()
+    ref: TableRef, sizes: Sequence[int], other_axes: Sequence[int] = ()
 ) -> bool:
-    rest = set(range(ref.ndim)) - {*ref.row_axes, *besides}
+    rest = set(range(ref.ndim)) - {*ref.row_axes, *other_axes}
     return all(sizes[d] == ref.shape[d] for d in rest)
 
 
 def _is_part(ref: TableRef, sizes: Sequence[int]) -> bool:
-    """Whether a slice has whole tables of a stack."""
-    return ref.stack_axis is not None and sizes[ref.row_axis] == ref.shape[ref.row_axis]
+    """Return True if a slice has whole tables of a stack."""
+    return ref.is_stack and sizes[ref.row_axes[1]] == ref.shape[ref.row_axes[1]]
 
 
 # Jitted so that JAX traces it once for tables of all heights.
@@ -186,16 +182,16 @@ def _ids_read(
     """The rows that a gather reads.
 
     Args:
-      indices: those of the gather, `[*batch, k]`.
-      sizes, lasts, height: of each axis of rows its length and the last start in range,
-        and how many rows there are in all.
+      indices: the indices of the gather, `[*batch, k]`.
+      sizes, lasts, height: for each axis of rows its length and the last start in
+        range, and the number of all rows.
       dims, mode: parameters of the gather.
       axes: the axes of rows.
       widths: how many places are read along each.
 
     Returns:
-      Row numbers `[*batch, *widths]`; and a mask `[*batch]` of those whose transpose
-      adds to the table, or None for all.
+      Row numbers `[*batch, *widths]`; and a mask `[*batch]` of the reads whose
+      transpose adds to the table, or None for all.
     """
     batch = indices.shape[:-1]
     checks = []
@@ -210,7 +206,7 @@ def _ids_read(
             given = indices[..., list(dims.start_index_map).index(axis)]
             start = jnp.clip(given, _arguments.scalar(0, given), last)
             if mode != lax.GatherScatterMode.CLIP:
-                # XLA clamps a read that is out of range in these modes, too, but its
+                # In these modes XLA also clamps a read that is out of range, but the
                 # transpose drops it.
                 checks.append(given == start)
         start = start[..., None]
@@ -225,8 +221,8 @@ def _ids_read(
         return ids, None
     valid = functools.reduce(operator.and_, checks)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        # What these read is replaced. With ids out of range, a gradient of this
-        # gradient drops them as well.
+        # The rows of the others are replaced. Since their ids are out of range, a
+        # gradient of this gradient also drops them.
         ids = jnp.where(indexing.append_axes(valid, ids.ndim), ids, height)
     return ids, valid
 
@@ -253,14 +249,14 @@ def _sizes(ref: TableRef, like: Any) -> tuple[Any, ...]:
 
 
 def _move_axes(rows: jax.Array, start: int, axes: Sequence[int]) -> jax.Array:
-    """The axes of rows, which come first after `start` others, put at `axes`."""
+    """Moves the axes of rows, which follow `start` other axes, to `axes`."""
     here = tuple(range(start, start + len(axes)))
     there = tuple(start + axis for axis in axes)
     return rows if here == there else jnp.moveaxis(rows, here, there)
 
 
 def _diagonal(x: jax.Array, k: int, d: int) -> jax.Array:
-    """`x` with axis `d` of length 1: element i of it where axis `k` is at i."""
+    """`x` with axis `d` of length 1, which has element i at place i of axis `k`."""
     shape = [1] * x.ndim
     shape[k] = x.shape[k]
     at = lax.broadcasted_iota(jnp.int32, shape, k)
@@ -271,7 +267,7 @@ def _diagonal(x: jax.Array, k: int, d: int) -> jax.Array:
 def _fill_unless(keep: jax.Array, rows: jax.Array, fill: Any) -> jax.Array:
     """`rows` where the mask `keep` of the first axes is True, else `fill`.
 
-    Jitted, so that `jax_debug_nans` sees the fill value only where it is used.
+    Jitted, so that `jax_debug_nans` sees the fill value only if it is used.
     """
     return jnp.where(indexing.append_axes(keep, rows.ndim), rows, fill)
 

@@ -1,17 +1,16 @@
 """Rules for transpose, reshape, squeeze and broadcast: rows stay whole."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import RuleContext, register_rule_of_stacks
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import without
 
 
-@register_rule_of_stacks(p.transpose_p)
+@register_rule(p.transpose_p)
 def _transpose_rule(ctx: RuleContext, ref: Any, *, permutation: Any) -> Any:
     del ctx
     content = [d for d in range(ref.ndim) if d not in ref.row_axes]
@@ -19,11 +18,11 @@ def _transpose_rule(ctx: RuleContext, ref: Any, *, permutation: Any) -> Any:
     return ref.then(
         lambda rows: lax.transpose(rows, order),
         shape=tuple(ref.shape[d] for d in permutation),
-        **_at([permutation.index(axis) for axis in ref.row_axes]),
+        row_axes=tuple(permutation.index(axis) for axis in ref.row_axes),
     )
 
 
-@register_rule_of_stacks(p.reshape_p, p.squeeze_p)
+@register_rule(p.reshape_p, p.squeeze_p)
 def _reshape_rule(ctx: RuleContext, ref: Any, *dynamic: Any, **params: Any) -> Any:
     if dynamic or params.get("dimensions") and ctx.eqn.primitive is p.reshape_p:
         return NotImplemented
@@ -47,11 +46,11 @@ def _reshape_rule(ctx: RuleContext, ref: Any, *dynamic: Any, **params: Any) -> A
     return ref.then(
         lambda rows: rows.reshape(rows.shape[:1] + content),
         shape=shape,
-        **_at(found[0]),
+        row_axes=tuple(found[0]),
     )
 
 
-@register_rule_of_stacks(p.broadcast_in_dim_p)
+@register_rule(p.broadcast_in_dim_p)
 def _broadcast_rule(
     ctx: RuleContext,
     ref: Any,
@@ -62,7 +61,7 @@ def _broadcast_rule(
 ) -> Any:
     del ctx
     along = [int(d) for d in broadcast_dimensions]
-    axes = [along[axis] for axis in ref.row_axes]
+    axes = tuple(along[axis] for axis in ref.row_axes)
     # A table of one row may be broadcast to many.
     if dynamic or any(shape[along[a]] != ref.shape[a] for a in ref.row_axes):
         return NotImplemented
@@ -73,11 +72,5 @@ def _broadcast_rule(
     return ref.then(
         lambda rows: lax.broadcast_in_dim(rows, rows.shape[:1] + content, (0, *places)),
         shape=tuple(shape),
-        **_at(axes),
+        row_axes=axes,
     )
-
-
-def _at(axes: Sequence[int]) -> dict[str, Any]:
-    """The fields of a view whose rows run over these axes."""
-    *stack, axis = axes
-    return dict(stack_axis=stack[0] if stack else None, row_axis=axis)

@@ -1,0 +1,194 @@
+"""Times a training step of each model, the sides in processes of their own, in turns.
+
+    python -m benchmarks models
+    python -m benchmarks models --names dlrm bags --reads index --sides ours ours+pages
+    python -m benchmarks models --trees OLD_CHECKOUT . --sides ours+pages
+
+Sides:
+
+    ours         as installed
+    ours+pages   after sj.cpu.keep_freed_pages()
+    dense        plain jax.value_and_grad and optax
+    dense+pages  the same, after sj.cpu.keep_freed_pages()
+
+A process compiles its step and then waits. In each round every process runs some steps,
+each on other ids, and reports their times; what counts is the median over all rounds.
+With `--trees` the same files are timed with the sparsejax of several checkouts: the
+column of the first is what the others are compared with.
+"""
+
+import argparse
+import importlib
+import json
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+NAMES = ("skip_gram", "factorization", "dlrm", "bags", "knowledge_graph")
+READS = ("index", "take", "lookup")
+SIDES = ("ours", "ours+pages", "dense", "dense+pages")
+_ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+# ------------------------------------------------------------------ one side
+
+
+def serve(name: str, read: str, side: str) -> None:
+    """Compiles the step of one side, then runs as many as each line of stdin says."""
+    import sparsejax as sj
+
+    if side.endswith("+pages") and not sj.cpu.keep_freed_pages():
+        raise SystemExit("the allocator is not glibc's: it cannot keep freed pages")
+
+    import jax
+    import numpy as np
+    import optax
+
+    from benchmarks import models
+
+    model = importlib.import_module(f"benchmarks.models.{name}")
+    tx, differentiate = model.optimizer(), jax.value_and_grad
+    if side.startswith("ours"):
+        tx, differentiate = sj.optim.lazy(tx), sj.value_and_grad
+
+    def loss(params, batch):
+        return model.loss(params, batch, models.READS[read])
+
+    def step(params, state, batch):
+        value, grads = differentiate(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    rng = np.random.default_rng(0)
+    params = jax.device_put(model.make(rng))
+    state = jax.jit(tx.init)(params)
+    first = jax.device_put(model.batches(rng))
+    start = time.perf_counter()
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, state, first).compile()
+    )
+    seconds = time.perf_counter() - start
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    print(json.dumps({"compile_s": seconds, "temporary_bytes": temporary}), flush=True)
+    for line in sys.stdin:
+        times = []
+        for _ in range(int(line) + 2):
+            batch = jax.block_until_ready(jax.device_put(model.batches(rng)))
+            start = time.perf_counter()
+            params, state, value = compiled(params, state, batch)
+            jax.block_until_ready((params, state, value))
+            times.append(time.perf_counter() - start)
+        # The first steps of a round bring the caches back that other processes used.
+        print(json.dumps([1e3 * t for t in times[2:]]), flush=True)
+
+
+class _Process:
+    """A side in a process of its own, which `serve` runs."""
+
+    def __init__(self, tree: str, name: str, read: str, side: str):
+        # The package of that checkout, the models of this one.
+        code = (
+            f"import sys; sys.path[0] = {str(pathlib.Path(tree).resolve())!r}\n"
+            f"import sparsejax; sys.path[0] = {str(_ROOT)!r}\n"
+            f"from benchmarks.models.__main__ import serve; serve{name, read, side}"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.about = self._read()
+        self.times: list[float] = []
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a side ended with {self._process.wait()}, see above")
+        return json.loads(line)
+
+    def run(self, steps: int) -> None:
+        """Runs and times that many steps."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        self.times += self._read()
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+# ------------------------------------------------------------------ all sides
+
+
+def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, Any]]:
+    """A record for each tree and side: the median step and the ratio to the first."""
+    sides = [(tree, side) for side in args.sides for tree in args.trees]
+    processes = {(t, s): _Process(t, name, read, s) for t, s in sides}
+    try:
+        for number in range(args.rounds):
+            order = list(processes.values())
+            random.Random(number).shuffle(order)
+            for process in order:
+                process.run(args.steps)
+    finally:
+        for process in processes.values():
+            process.close()
+    medians = {k: statistics.median(p.times) for k, p in processes.items()}
+    return [
+        {
+            "model": name,
+            "read": read,
+            "side": side,
+            "tree": tree,
+            "ms": round(medians[tree, side], 2),
+            "ratio": round(medians[tree, side] / medians[args.trees[0], side], 3),
+            **processes[tree, side].about,
+        }
+        for tree, side in sides
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the options, times every model, prints a line for each side."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks models",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--reads", nargs="+", choices=READS, default=READS)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--trees", nargs="+", default=["."], help="checkouts")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10, help="of each round")
+    parser.add_argument("--json", help="append each record to this file")
+    args = parser.parse_args(argv)
+    print(f"{'model':16}{'read':8}{'side':13}{'ms':>8}{'ratio':>8}{'MiB':>7}  tree")
+    for name in args.names:
+        for read in args.reads:
+            for record in measure(args, name, read):
+                mebibytes = record["temporary_bytes"] / 2**20
+                print(
+                    f"{name:16}{read:8}{record['side']:13}{record['ms']:8.2f}"
+                    f"{record['ratio']:8.3f}{mebibytes:7.1f}  {record['tree']}",
+                    flush=True,
+                )
+                if args.json:
+                    with open(args.json, "a", encoding="utf-8") as file:
+                        file.write(json.dumps(record) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""The kinds of table that can be read by rows, and the checks for them.
+
+A table is an array `[V, ...]`, a SelectedRows of some rows, a QuantizedTable, or a
+RowTable, such as a ShardedTable. Only an array can also be read as a whole: the others
+would have to be made dense first, which nothing does silently.
+"""
+
+from typing import Any, TypeAlias
+
+import jax
+
+from sparsejax import _arguments
+from sparsejax._rows.quantized import QuantizedTable
+from sparsejax._rows.row_table import RowTable
+from sparsejax._rows.selected_rows import SelectedRows
+
+
+Table: TypeAlias = jax.Array | SelectedRows | QuantizedTable | RowTable
+
+
+def table_or_none(x: Any) -> Any:
+    """`x` if it is a table, with NumPy arrays as JAX arrays; None if it is not."""
+    if not isinstance(x, RowTable):  # a ShardedTable has __jax_array__, which raises
+        x = _arguments.as_array(x)
+    return x if isinstance(x, Table) else None
+
+
+def as_table(call: str, x: Any, name: str = "table") -> Table:
+    """`x` as a table with an axis of rows, or an error that names `call`."""
+    table = table_or_none(x)
+    if table is None:
+        raise _arguments.wrong_type(
+            call,
+            name,
+            "a JAX or NumPy array, a SelectedRows, a QuantizedTable or a ShardedTable",
+            _arguments.kind_of(x),
+            "Pass the array of weights itself, as in params['table'].",
+        )
+    if table.ndim == 0:
+        raise ValueError(
+            f"{call}: {name} must have at least one axis, got shape {table.shape}. The "
+            "first axis is the rows: a table is [V], [V, D] or [V, ...]."
+        )
+    if isinstance(table, SelectedRows) and table.stack:
+        raise ValueError(
+            f"{call}: {name} must have one axis of rows, got a SelectedRows of a stack "
+            f"of tables, of shape {table.shape}. Read its .unstacked(), in which row v "
+            f"of table k has the id k * {table.shape[1]} + v."
+        )
+    return table
+
+
+def check_whole(call: str, name: str, table: Any, user: str, fix: str = "") -> None:
+    """Raises if `table` is a table that is not an array.
+
+    Args:
+      call: the public call, for errors.
+      name: the argument.
+      table: a table, or anything else, which passes.
+      user: the operation that needs every row, the subject of the error's sentence.
+      fix: another way out than to pass the whole table, a sentence.
+    """
+    if isinstance(table, SelectedRows):
+        what, way_out = "a SelectedRows, which stores only some rows", "the whole table"
+    elif isinstance(table, QuantizedTable):
+        what = "a QuantizedTable, which is dequantized row by row"
+        way_out = "its .dequantize()"
+    elif isinstance(table, RowTable):
+        what = f"a {type(table).__name__}, whose rows are on several devices"
+        way_out = "its .to_dense()"
+    else:
+        return
+    raise TypeError(
+        f"{call}: {name} is {what}, but {user} needs every row. "
+        f"{fix or f'Pass {way_out}.'}"
+    )

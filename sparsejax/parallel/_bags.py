@@ -1,0 +1,192 @@
+"""Bags of the rows of a sharded table: which device reduces which bag.
+
+Rows are read first, each distinct row once per device (`_read.py`). They form a small
+table, which `sparsejax.embedding_bag` reduces on each device. A bag of padded ids lies
+on one device, so that nothing else is sent. A bag of segment ids may span several
+devices. Then the devices' sums `[num_segments, ...]` are all-reduced, and for the
+combiners max, min and logsumexp the rows are gathered on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from sparsejax import _compat
+from sparsejax._lookup import embedding_bag as _bag
+from sparsejax._rows import indexing
+from sparsejax._segments.reduce.sums import segment_sum
+from sparsejax.parallel._exchange import Owners
+from sparsejax.transform.table import replicate
+
+
+_SUMS = ("sum", "mean", "sqrtn")
+
+
+def reduce_bags(
+    owners: Owners,
+    read_rows: Callable[[jax.Array, jax.Array], jax.Array],
+    ids: jax.Array,
+    skip: jax.Array | None,
+    weights: jax.Array | None,
+    segments: tuple[jax.Array, Any] | None,
+    combiner: str,
+) -> jax.Array:
+    """The bags of `sparsejax.embedding_bag`, from checked arguments.
+
+    Over Explicit axes bags of padded ids are sharded like `ids`, and bags of segment
+    ids are on every device.
+
+    Args:
+      owners: which device owns which rows.
+      read_rows: `f(ids, skip)`, the rows of ids; `skip` marks ids that are not read.
+      ids, skip, weights, segments, combiner: as in `reduce_row_table`.
+    """
+    segment_ids, num_segments = segments or (None, None)
+    skip = jnp.zeros_like(ids, bool) if skip is None else skip
+
+    # Pad so that every device gets the same number of bags, or elements.
+    lead = ids.shape[:-1]
+    spec = _compat.explicit_spec(ids)[: len(lead) + (combiner == "none")]
+    ids, skip = pad_examples(owners, ids, -1), pad_examples(owners, skip, True)
+    weights = None if weights is None else pad_examples(owners, weights, 0)
+    rows = read_rows(ids, skip)
+    row = rows.shape[ids.ndim :]
+    if segment_ids is None:
+        out = _padded_bags(owners, rows, skip, weights, combiner)
+        if combiner == "none":
+            lead = (*lead, ids.shape[-1])
+        out = remove_padding(out, math.prod(lead))
+        if len(lead) != 1:
+            out = replicate(out).reshape(*lead, *row)
+        if owners.is_explicit:
+            rest = (None,) * (out.ndim - len(spec))
+            out = jax.sharding.reshard(
+                out, owners.sharding(PartitionSpec(*spec, *rest))
+            )
+    else:
+        segments = pad_examples(owners, segment_ids, -1), num_segments
+        out = _segment_bags(owners, rows, skip, weights, segments, combiner)
+        if combiner == "none":
+            out = remove_padding(out, segment_ids.size)
+    return out
+
+
+def sum_bags(
+    owners: Owners,
+    read_rows: Callable[[jax.Array], jax.Array],
+    height: int,
+    ids: jax.Array,
+    weights: jax.Array | None,
+    segment_ids: jax.Array | None,
+    num_bags: int,
+) -> jax.Array:
+    """`sparsejax._lookup.bag_sum` of rows that are sharded over devices.
+
+    Args:
+      owners: which device owns which rows.
+      read_rows: reads the rows of ids, sharded like them.
+      height: ids out of `[0, height)` add nothing.
+      ids, weights, segment_ids, num_bags: as in `bag_sum`.
+    """
+    ids = pad_examples(owners, ids, -1)
+    skip = ~indexing.in_range(ids, height)
+    weights = None if weights is None else pad_examples(owners, weights, 0)
+    rows = read_rows(ids)
+    rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
+    if segment_ids is None:
+        out = _padded_bags(owners, rows, skip, weights, "sum")
+        return remove_padding(out, num_bags)
+    segments = pad_examples(owners, segment_ids, -1), num_bags
+    return _segment_bags(owners, rows, skip, weights, segments, "sum")
+
+
+def pad_examples(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
+    """`[n]`, or `[..., L]` as `[B, L]`, padded to a multiple of the devices."""
+    lead = math.prod(x.shape[:-1]) if x.ndim > 1 else x.size
+    padding = -lead % owners.devices
+    if padding or x.ndim > 2:
+        x = replicate(x)
+    x = x.reshape(lead, *x.shape[-1:]) if x.ndim > 1 else x
+    if padding:
+        widths = [(0, padding), *((0, 0) for _ in x.shape[1:])]
+        x = jnp.pad(x, widths, constant_values=value)
+    batch = owners.sharding(owners.batch_spec)
+    return jax.sharding.reshard(x, batch) if owners.is_explicit else x
+
+
+def remove_padding(x: jax.Array, count: int) -> jax.Array:
+    """The first `count` of padded examples."""
+    return x if x.shape[0] == count else replicate(x)[:count]
+
+
+def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
+    """`[B, ...]` of rows `[B, L, ...]`; each device reduces its own bags."""
+
+    def body(rows, skip, *weights):
+        flat = rows.reshape(math.prod(rows.shape[:2]), *rows.shape[2:])
+        return _reduce(flat, skip, weights, combiner)
+
+    args = [rows, skip, *([] if weights is None else [weights])]
+    if not skip.size:
+        return body(*args)
+    spec = owners.batch_spec
+    out = owners.shard_map(body, *args, in_specs=(spec,) * len(args), out_specs=spec)
+    return out.reshape(skip.size, *rows.shape[2:]) if combiner == "none" else out
+
+
+def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.Array:
+    """`[num_segments, ...]` of rows `[n, ...]`."""
+    ids, count = segments
+    args = [rows, skip, ids, *([] if weights is None else [weights])]
+    if combiner not in _SUMS or not skip.size:
+        rows, skip, ids, *weights = (replicate(x) for x in args)
+        return _reduce(rows, skip, weights, combiner, ids, count)
+
+    def body(rows, skip, ids, *weights):
+        # This device's sums, and the divisors of the mean and of sqrtn.
+        is_float = jnp.issubdtype(rows.dtype, jnp.floating)
+        dtype = rows.dtype if is_float or combiner == "sum" else jnp.float32
+        wide = indexing.accumulator_dtype(dtype)
+        total = _reduce(rows.astype(wide), skip, weights, "sum", ids, count)
+        by = weights[0].astype(total.dtype) if weights else jnp.ones(ids.shape, wide)
+        by = by * by if combiner == "sqrtn" else by
+        by = segment_sum(indexing.zero_unless(~skip, by), ids, count)
+        # One by one: jax 0.7.2 cannot transpose a sum of which only a part is used.
+        return tuple(jax.lax.psum(x, owners.mesh.axis_names) for x in (total, by))
+
+    total, by = owners.shard_map(
+        body,
+        *args,
+        in_specs=(owners.batch_spec,) * len(args),
+        out_specs=PartitionSpec(),
+        check_vma=True,
+    )
+    if combiner != "sum":
+        by = by.reshape(-1, *(1 for _ in total.shape[1:]))
+        some = by != 0
+        by = jnp.where(some, by, jnp.ones((), by.dtype))
+        by = jnp.sqrt(by) if combiner == "sqrtn" else by
+        total = jnp.where(some, total / by, jnp.zeros((), total.dtype))
+    is_float = jnp.issubdtype(rows.dtype, jnp.floating)
+    return total.astype(rows.dtype) if is_float else total
+
+
+def _reduce(rows, skip, weights, combiner, segment_ids=None, count=None) -> jax.Array:
+    """`sparsejax.embedding_bag` of `rows`; element k of the bags is row k."""
+    here = jax.lax.iota(jnp.int32, skip.size).reshape(skip.shape)
+    return _bag.embedding_bag(
+        rows,
+        jnp.where(skip, np.int32(-1), here),
+        segment_ids,
+        count,
+        weights=weights[0] if weights else None,
+        combiner=combiner,
+        padding_id=-1,
+    )

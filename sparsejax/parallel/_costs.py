@@ -1,0 +1,149 @@
+"""What each layout of a table costs a device, in memory and on the wire.
+
+With N devices, a table `[V, ...]` of rows of d bytes, n ids on each device and step,
+and U distinct ids among a device's n (n if unknown), a device holds
+
+    row-sharded         (d + s) ceil(V / N)     s: bytes of optimizer state a row
+    column-sharded      (d + s) V / N           state of another shape than the table
+    replicated          (d + s) V               is replicated
+
+and sends in a step, lookup and update together,
+
+    row-sharded         2 (N - 1) C (d + 4)
+    column-sharded      2 b d (N - 1) / N + 3 (N - 1) 4 n
+    replicated-sparse   (N - 1) U (d + 4)
+    replicated-dense    2 V d (N - 1) / N
+    table-wise          (G - 1 + G (m - 1)) b (4 L + 2 d)
+
+Row-sharded: C is the capacity, the rows requested from one owner in one round; without
+skew it is slightly more than U / N. If the mesh has other axes than the table's, over
+which it is replicated r times, a batch is read in r N parts, and (r - 1) N C (d + 4)
+bytes more are sent, to sum the gradients of the replicas. Column-sharded: whole rows
+are sent in both directions, b of them, since a bag is one row by then; XLA gathers the
+ids for each of their three uses, unless they are replicated; each device reads all N n
+ids, in narrow rows. Replicated: ids and rows of the gradient go to all devices, or the
+dense gradient is all-reduced. Table-wise, for a stack of tables: whole tables on G
+groups of m devices, m = 1, or "table-row-wise" with a group for each place on the first
+mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
+each. A device holds the rows of its group's tables, divided by m.
+
+An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
+table that is read in several places sends the sum of what each read sends.
+`sparsejax.viz.wire_bytes` reports what a compiled step actually sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparsejax.parallel._layout import TableWise, balance
+from sparsejax.parallel._plan_reads import Read
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The cost of a layout for each device.
+
+    Args:
+      memory: int, bytes of the table and its optimizer state.
+      wire: int, bytes sent in a step.
+    """
+
+    memory: int
+    wire: int
+
+
+def costs_of(
+    spec: jax.ShapeDtypeStruct,
+    devices: int,
+    ids: int,
+    outputs: int,
+    distinct: int,
+    sent: int,
+    tx: Any,
+) -> dict[str, Cost]:
+    """The formulas of this module, in whole bytes; `sent` is the rows sent by rows."""
+    height, *content = spec.shape
+    row, id_bytes = _bytes_of(spec)
+    others = devices - 1
+    like, aside = _state_bytes(spec, tx)
+    whole = height * row + like + aside
+    rows = math.ceil(height / devices)
+    wires = {
+        "row-sharded": sent * (row + id_bytes),
+        "column-sharded": others * (3 * id_bytes * ids + 2 * outputs * row // devices),
+        "replicated-sparse": others * distinct * (row + id_bytes),
+        "replicated-dense": 2 * height * row * others // devices,
+    }
+    memory = {
+        "row-sharded": whole * rows // max(height, 1),
+        "column-sharded": (height * row + like) // devices + aside,
+        "replicated-sparse": whole,
+        "replicated-dense": whole,
+    }
+    if not content or content[-1] % devices:
+        del wires["column-sharded"]
+    return {layout: Cost(memory[layout], wire) for layout, wire in wires.items()}
+
+
+def _bytes_of(spec: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    """Bytes of a row, and of an id."""
+    row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
+    return row, 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8
+
+
+def cost_table_wise(
+    spec: jax.ShapeDtypeStruct,
+    heights: tuple[int, ...],
+    reads: Sequence[Read],
+    devices: int,
+    num_groups: int,
+    tx: Any,
+) -> tuple[TableWise, Cost]:
+    """A layout of a stack with its tables in groups of devices, and its cost."""
+    # By read and table the bags of a device. Unknown ids are shared equally.
+    starts = np.cumsum([0, *heights[:-1]])
+    bags = np.zeros((len(reads), len(heights)))
+    for k, read in enumerate(reads):
+        if read.ids is None:
+            bags[k] = read.count / read.length / len(heights)
+            continue
+        ids = read.ids.reshape(-1, int(read.length))
+        first = np.where((ids >= 0) & (ids < spec.shape[0]), ids, -1).max(axis=1)
+        table = np.searchsorted(starts, first[first >= 0], side="right") - 1
+        bags[k] = np.bincount(table, minlength=len(heights))
+    bags /= devices
+    row, id_bytes = _bytes_of(spec)
+    each = np.array([id_bytes * read.length + 2 * row for read in reads])
+    layout = balance(heights, (each @ bags).tolist(), num_groups)
+    most = np.zeros(len(reads))
+    for group in range(num_groups):
+        own = np.asarray(layout.groups) == group
+        most = np.maximum(most, bags[:, own].sum(axis=1))
+    members = devices // num_groups
+    hops = num_groups - 1 + (members - 1) * num_groups
+    like, aside = _state_bytes(spec, tx)
+    whole = spec.shape[0] * row + like + aside
+    rows = layout.per_shard(spec.shape[0], devices)
+    memory = whole * rows // max(1, spec.shape[0])
+    return layout, Cost(memory, math.ceil(hops * (most @ each)))
+
+
+def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
+    """Bytes of optimizer state with the table's shape, and with other shapes."""
+    if tx is None:
+        return 0, 0
+    like = aside = 0
+    for leaf in jax.tree.leaves(jax.eval_shape(tx.init, spec)):
+        size = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        if leaf.shape == spec.shape:
+            like += size
+        elif leaf.shape[:1] == spec.shape[:1]:
+            aside += size
+    return like, aside

@@ -1,0 +1,335 @@
+"""Layouts: which device owns which rows of a table, and in which order it stores them.
+
+N devices own R rows each. The rows of all owners in turn are one array `[N * R, ...]`,
+and the place of a row in this array is its *position*. With `V` rows, V <= N R:
+
+    Mod     position(id) = (id mod N) * R + id // N,    R = ceil(V / N)
+    Block   position(id) = id,                          R = ceil(V / N)
+
+`TableWise` is for a stack of tables T_0, ..., T_K, one after the other in one array.
+The owners are G groups of m = N / G devices. Each table lies in one group, and its rows
+are divided over the m devices of the group. Row j of table k is at
+
+    position(start_k + j) = (m group_k + j mod m) * R + offset_k + j // m
+
+Here offset_k is the number of rows that a device of the group holds of earlier tables,
+and R is the largest number of rows that any device holds. With m = 1 each table lies
+whole on one device.
+
+A layout does not know V and N. Its methods take them as `height` and `shards`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparsejax import _arguments
+from sparsejax._rows import indexing
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mod:
+    """Row i is on device i mod N, so that neighbouring ids are on different devices.
+
+    `position` and `ids_at` of `Mod` and `Block` are arithmetic, which XLA partitions.
+    `TableWise` searches, which it does not.
+    """
+
+    is_arithmetic = True
+
+    def __repr__(self) -> str:
+        return "'mod'"  # as users write it
+
+    def per_shard(self, height: int, shards: int) -> int:
+        """R; at least 1, so that no device has an empty part."""
+        return max(1, -(-height // shards))
+
+    def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
+        """The position of each id in range; arbitrary for ids out of range."""
+        n, rows = _scalars(ids, shards, self.per_shard(height, shards))
+        return jnp.remainder(ids, n) * rows + jnp.floor_divide(ids, n)
+
+    def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
+        """The id at each position in range; for padding, `height` or more."""
+        n, rows = _scalars(positions, shards, self.per_shard(height, shards))
+        part, row = jnp.floor_divide(positions, rows), jnp.remainder(positions, rows)
+        return row * n + part
+
+    def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
+        """The number of the device that owns each id in range; runs on the host."""
+        return ids % shards
+
+    def pieces(
+        self, shard: int, height: int, shards: int
+    ) -> Iterator[tuple[int, range]]:
+        """The rows of one device, as pairs of a first row and the ids from there on."""
+        yield 0, range(shard, max(shard, height), shards)
+
+    def filled(self, shard: Any, height: int, shards: int) -> Any:
+        """The rows of a device that are not padding; `shard` may be traced."""
+        return (height - shard + shards - 1) // shards
+
+    def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
+        """Stored rows `[N * R, ...]` in the order of ids; padding is last."""
+        parts = values.reshape(shards, -1, *values.shape[1:])
+        return jnp.swapaxes(parts, 0, 1).reshape(values.shape)
+
+    def stored(self, rows: jax.Array, height: int, shards: int) -> jax.Array:
+        """The inverse of `in_order`: rows in the order of ids, `[N * R, ...]`."""
+        parts = rows.reshape(-1, shards, *rows.shape[1:])
+        return jnp.swapaxes(parts, 0, 1).reshape(rows.shape)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Block:
+    """Each device has R neighbouring rows. A plain array is a Block of one device.
+
+    The methods are explained at `Mod`.
+    """
+
+    is_arithmetic = True
+
+    def __repr__(self) -> str:
+        return "'block'"  # as users write it
+
+    def per_shard(self, height: int, shards: int) -> int:
+        """R; at least 1, so that no device has an empty part."""
+        return max(1, -(-height // shards))
+
+    def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
+        """The id itself."""
+        return ids
+
+    def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
+        """The position itself."""
+        return positions
+
+    def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
+        """The number of the device that owns each id in range; runs on the host."""
+        return ids // self.per_shard(height, shards)
+
+    def pieces(
+        self, shard: int, height: int, shards: int
+    ) -> Iterator[tuple[int, range]]:
+        """One piece: neighbouring ids."""
+        rows = self.per_shard(height, shards)
+        yield 0, range(min(height, shard * rows), min(height, (shard + 1) * rows))
+
+    def filled(self, shard: Any, height: int, shards: int) -> Any:
+        """The number of rows of a device that are not padding; 0 or less if none."""
+        return height - shard * self.per_shard(height, shards)
+
+    def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
+        """The stored rows, which are in the order of ids."""
+        return values
+
+    def stored(self, rows: jax.Array, height: int, shards: int) -> jax.Array:
+        """The rows as they are."""
+        return rows
+
+
+_CALL = "sparsejax.parallel.TableWise"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TableWise:
+    """A layout for a stack of tables: each table on one device, or one group of them.
+
+    For `shard_rows(stack, mesh, axis, layout=...)`. The rows of the stack are the rows
+    of its tables, one table after the other, as `sparsejax.nn.EmbeddingCollection`
+    stores them. The owner of a table sums the features and bags of fixed length that
+    the collection reads: ids are sent to the owner and bags come back, instead of rows.
+    The plan that `sparsejax.parallel.plan` makes with `stacks=` chooses the groups.
+
+    Args:
+      heights: ints, the number of rows of each table, in order.
+      groups: ints, the group of each table, from 0 to num_groups - 1.
+      num_groups: int, the number of groups, a divisor of the number of devices; for
+        whole tables on single devices, the number of devices. The first axes of the
+        mesh in `axis` must have this many devices. The rows of each table are divided
+        over the other axes. With `axis=("host", "device")` and a group for each host,
+        tables are on different hosts, and the devices of a host share a table's rows.
+
+    Raises:
+      TypeError, ValueError: the lists are empty, differ in length, or hold other
+        numbers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> layout = sj.parallel.TableWise(heights=(5, 3), groups=(0, 0), num_groups=1)
+      >>> table = sj.parallel.shard_rows(jnp.ones((8, 2)), mesh, "x", layout=layout)
+      >>> table.layout, table[jnp.array([7])]
+      (TableWise(tables=2, groups=1), Array([[1., 1.]], dtype=float32))
+
+    References:
+      TorchRec, table-wise and table-row-wise sharding.
+    """
+
+    heights: tuple[int, ...]
+    groups: tuple[int, ...]
+    num_groups: int
+
+    is_arithmetic = False
+
+    def __post_init__(self) -> None:
+        count = _arguments.static_int(_CALL, "num_groups", self.num_groups, 1)
+        lists = {"heights": self.heights, "groups": self.groups}
+        for name, given in lists.items():
+            if not isinstance(given, Sequence | np.ndarray) or not len(given):
+                raise _arguments.wrong_type(
+                    _CALL, name, "ints, one for each table of the stack", repr(given)
+                )
+            ints = (_arguments.static_int(_CALL, name, n, 0) for n in given)
+            lists[name] = tuple(ints)
+        heights, groups = lists.values()
+        if len(heights) != len(groups):
+            raise ValueError(
+                f"{_CALL}: groups must name one group for each table, {len(heights)} "
+                f"in all, got {len(groups)}."
+            )
+        if max(groups) >= count:
+            raise _arguments.wrong(
+                _CALL, "groups", f"less than num_groups, {count}", f"{max(groups)}"
+            )
+        vars(self).update(heights=heights, groups=groups, num_groups=count)
+
+    def __repr__(self) -> str:
+        return f"TableWise(tables={len(self.heights)}, groups={self.num_groups})"
+
+    @property
+    def height(self) -> int:
+        """V, the number of rows of the stack."""
+        return sum(self.heights)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """int64, the first row of each table in the stack."""
+        return np.cumsum([0, *self.heights[:-1]])
+
+    def table_of(self, row: int) -> int:
+        """The number of the table that has a row of the stack."""
+        return int(np.searchsorted(self.starts, row, side="right")) - 1
+
+    # -- the methods of a layout, explained at `Mod` -----------------------------
+
+    def per_shard(self, height: int, shards: int) -> int:
+        """R; at least 1, so that no device has an empty part."""
+        return max(1, int(_group_rows(self, shards)[1].max()))
+
+    def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
+        """The position of each id in range; arbitrary for ids out of range."""
+        m, per_shard = shards // self.num_groups, self.per_shard(height, shards)
+        table = _last_at_most(self.starts, ids)
+        first = np.asarray(self.groups) * m * per_shard + _group_rows(self, shards)[0]
+        ids = ids - _pick(self.starts, table, ids)
+        n, rows = _scalars(ids, m, per_shard)
+        within = jnp.remainder(ids, n) * rows + jnp.floor_divide(ids, n)
+        return _pick(first, table, ids) + within
+
+    def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
+        """The id at each position in range; for padding, `height`."""
+        per_shard = self.per_shard(height, shards)
+        m, rows = _scalars(positions, shards // self.num_groups, per_shard)
+        part, row = jnp.floor_divide(positions, rows), jnp.remainder(positions, rows)
+        # The rows of a group's devices are numbered without the device. A table is then
+        # a run of these numbers.
+        number = jnp.floor_divide(part, m) * rows + row
+        first = np.asarray(self.groups) * per_shard + _group_rows(self, shards)[0]
+        order = np.argsort(first, kind="stable")
+        at = _last_at_most(first[order], number)
+        pick = lambda xs: _pick(np.asarray(xs)[order], at, positions)
+        ids = (number - pick(first)) * m + jnp.remainder(part, m)
+        zero, none = _scalars(ids, 0, height)
+        known = (ids >= zero) & (ids < pick(self.heights))
+        return jnp.where(known, ids + pick(self.starts), none)
+
+    def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
+        """The number of the device that owns each id in range; runs on the host."""
+        m, starts = shards // self.num_groups, self.starts
+        table = np.searchsorted(starts, ids, side="right") - 1
+        return np.asarray(self.groups)[table] * m + (ids - starts[table]) % m
+
+    def pieces(
+        self, shard: int, height: int, shards: int
+    ) -> Iterator[tuple[int, range]]:
+        """A piece for each table of the device's group."""
+        m, offsets = shards // self.num_groups, _group_rows(self, shards)[0]
+        for k, (start, rows) in enumerate(zip(self.starts.tolist(), self.heights)):
+            if self.groups[k] == shard // m:
+                own = range(start + min(shard % m, rows), start + rows, m)
+                yield int(offsets[k]), own
+
+    def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
+        """Stored rows in the order of ids, `[V, ...]`."""
+        ids = lax.iota(_arguments.index_dtype(values.shape[0]), height)
+        return values[self.position(ids, height, shards)]
+
+    def stored(self, rows: jax.Array, height: int, shards: int) -> jax.Array:
+        """Rows `[V or more, ...]` in the order of ids as `[N * R, ...]`."""
+        length = shards * self.per_shard(height, shards)
+        positions = lax.iota(_arguments.index_dtype(length), length)
+        ids = self.ids_at(positions, height, shards)
+        return indexing.take_rows(rows[:height], ids)
+
+
+Layout = Mod | Block | TableWise
+LAYOUTS = {"mod": Mod(), "block": Block()}
+
+
+def balance(
+    heights: Sequence[int], loads: Sequence[float], num_groups: int
+) -> TableWise:
+    """The layout whose groups have about equal loads, and equal numbers of rows.
+
+    Tables are placed in descending order of load. Each goes to the group that is then
+    the least full, by the larger of its shares of load and of rows.
+
+    Args:
+      heights: the number of rows of each table.
+      loads: for each table, for example the number of its rows that a step reads.
+      num_groups: G.
+    """
+    share = lambda xs: np.asarray(xs, np.float64) / max(1e-9, sum(xs) / num_groups)
+    load, rows = share(loads), share(heights)
+    full = np.zeros((num_groups, 2))
+    groups = np.zeros(len(heights), np.int64)
+    for k in sorted(range(len(heights)), key=lambda k: -max(load[k], rows[k])):
+        then = full + [load[k], rows[k]]
+        groups[k] = np.lexsort((then.sum(1), then.max(1)))[0]
+        full[groups[k]] = then[groups[k]]
+    return TableWise(tuple(map(int, heights)), tuple(groups.tolist()), num_groups)
+
+
+@functools.lru_cache(maxsize=64)
+def _group_rows(layout: TableWise, shards: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each table its first row on the devices of its group; the rows of groups."""
+    m = shards // layout.num_groups
+    used = np.zeros(layout.num_groups, np.int64)
+    offsets = []
+    for height, group in zip(layout.heights, layout.groups):
+        offsets.append(used[group])
+        used[group] += -(-height // m)
+    return np.array(offsets), used
+
+
+def _scalars(like: jax.Array, *numbers: int) -> Iterator[Any]:
+    return (_arguments.scalar(n, like) for n in numbers)
+
+
+def _last_at_most(ascending: np.ndarray, x: jax.Array) -> jax.Array:
+    """The index of the last element that is at most x; 0 if there is none."""
+    found = jnp.searchsorted(jnp.asarray(ascending.astype(x.dtype)), x, side="right")
+    return jnp.maximum(found - 1, 0)
+
+
+def _pick(values: Any, at: jax.Array, like: jax.Array) -> jax.Array:
+    return jnp.asarray(np.asarray(values).astype(like.dtype))[at]

@@ -1,0 +1,508 @@
+"""How `sparsejax.lookup`, `embedding_bag`, `table[ids]` and `jnp.take` read a table.
+
+All of them end in one exchange, `_exchange.read_rows`. `sparsejax.lookup` and
+`embedding_bag` get there by `read_row_table` and `reduce_row_table`.
+
+`jnp.take` and the embedding layers of flax read an array. `jnp.asarray(table)` binds
+the primitive `sharded_table`, whose result has the shape of the table. In a walk the
+result becomes a view of the table's values with a `RowReader`. So every program that
+reads rows of an array can read rows of a ShardedTable, also under `vmap` and `scan`,
+and of a table that is cast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from sparsejax import _arguments, _compat
+from sparsejax._arguments import ArrayLike
+from sparsejax._lookup import lookup as _lookup
+from sparsejax._rows import indexing, read_row_table, reduce_row_table
+from sparsejax._segments import SegmentTensor
+from sparsejax.parallel import _bags, _exchange
+from sparsejax.parallel._exchange import Metrics, Owners
+from sparsejax.parallel._rows import ShardedRows, concatenate
+from sparsejax.parallel._table import ShardedTable, constrain, sharded_table_p
+from sparsejax.transform.interpreter import (
+    RuleContext,
+    register_rule,
+)
+from sparsejax.transform.plan import DensifyError
+from sparsejax.transform.table import RowReader, TableRef, replicate, reshard
+
+
+_MEASURE = "sparsejax.parallel.measure_capacity"
+_METRICS = "sparsejax.parallel.exchange_metrics"
+_VIEW = "sparsejax.parallel.ShardedTable"
+
+
+def measure_capacity(
+    table: ShardedTable, sample_ids: ArrayLike, *, margin: float = 1.1
+) -> int:
+    """The `capacity` at which batches like this one need a single round.
+
+    It is the largest number of distinct rows that any device requests from any owner,
+    times `margin`, because batches differ. Pass it as `capacity=` to `shard_rows`, or
+    set it: `dataclasses.replace(table, capacity=capacity)`.
+
+    Args:
+      table: from `shard_rows`; its values are not read.
+      sample_ids: integers, the ids of one batch of all devices together, as large as
+        the batches that will be looked up; or a list of such batches. They must be
+        concrete, so call this function outside of `jit`.
+      margin: positive number; 1 is just enough for the sample.
+
+    Returns:
+      int.
+
+    Raises:
+      TypeError: `table` is not a ShardedTable, the ids are not integers, or `margin` is
+        not a number.
+      ValueError: the ids are traced or empty, or `margin` is not positive.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> table = sj.parallel.shard_rows(jnp.ones((100, 2)), mesh, "x")
+      >>> sj.parallel.measure_capacity(table, jnp.array([7, 7, 7, 8]), margin=1.0)
+      2
+    """
+    check_table(_MEASURE, table)
+    batches: Any = sample_ids if isinstance(sample_ids, list | tuple) else [sample_ids]
+    if all(np.ndim(batch) == 0 for batch in batches):
+        batches = [batches if isinstance(sample_ids, list | tuple) else sample_ids]
+    is_number = isinstance(margin, int | float | np.number)
+    if not is_number or not 0 < margin < math.inf:
+        raise (_arguments.wrong if is_number else _arguments.wrong_type)(
+            _MEASURE,
+            "margin",
+            "a positive number",
+            repr(margin),
+            "A margin of 1 is just enough for the sample.",
+        )
+    most = count = 0
+    for batch in batches:
+        if not (_arguments.is_concrete(batch) or isinstance(batch, list | tuple)):
+            raise _arguments.wrong(
+                _MEASURE,
+                "sample_ids",
+                "concrete",
+                "traced ids",
+                "Call it outside of jit, and pass its result as capacity.",
+            )
+        batch = _arguments.as_integers(_MEASURE, batch)
+        most, count = max(most, _max_requested(table, batch)), count + batch.size
+    if not count:
+        raise ValueError(
+            f"{_MEASURE}: sample_ids must not be empty. Pass the ids of one or more "
+            "batches."
+        )
+    return max(1, math.ceil(most * margin))
+
+
+def _max_requested(table: ShardedTable, ids: Any) -> int:
+    """The most distinct rows that a device requests from an owner; runs on the host."""
+    owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
+    here = -(-ids.size // owners.devices)
+    most = 0
+    for k in range(owners.devices):
+        part = ids[k * here : (k + 1) * here]
+        distinct = np.unique(part[(part >= 0) & (part < table.height)])
+        owner = table.layout.owner_of(distinct, table.height, table.num_shards)
+        if owner.size:
+            most = max(most, int(np.unique(owner, return_counts=True)[1].max()))
+    return most
+
+
+def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Metrics:
+    """What a lookup of `ids` needs: rounds, rows, overflow, bytes.
+
+    Nothing is read: the ids are grouped by owner and counted. The gradient of the
+    lookup needs the same again. Works inside and outside of `jit`.
+
+    Args:
+      table: from `shard_rows`; its `capacity` is the number of rows of a round.
+      ids: integers of any shape, the ids of the whole batch, as `sparsejax.lookup`
+        takes them; or a SegmentTensor of ids. Negative ids, like all ids out of range,
+        request no row.
+
+    Returns:
+      `Metrics`, the same on every device.
+
+    Raises:
+      TypeError: `table` is not a ShardedTable, or `ids` are not integers.
+      ValueError: the ids are on other devices than the table, or it is called inside a
+        `shard_map` over the table's mesh.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparsejax as sj
+      >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+      >>> table = sj.parallel.shard_rows(jnp.ones((9, 2)), mesh, "x", capacity=2)
+      >>> found = sj.parallel.exchange_metrics(table, jnp.array([1, 2, 3, 1]))
+      >>> int(found.rounds), int(found.rows), int(found.overflow)
+      (2, 3, 1)
+    """
+    check_table(_METRICS, table)
+    ids = ids.values if isinstance(ids, SegmentTensor) else ids
+    ids = put_on_mesh(_METRICS, table, _arguments.as_integers(_METRICS, ids))
+    ids = _arguments.as_ids(_METRICS, ids, table.height)
+    if not ids.size:
+        return _exchange.no_metrics()
+    owners = owners_of(table)
+    positions, slots = positions_of(owners, table, ids), slots_of(owners, table, ids)
+    row = table.shape[1:]
+    return _exchange.measure(owners, slots, positions, table.dtype, row)
+
+
+def check_table(call: str, table: Any) -> None:
+    """Raises unless `table` is a ShardedTable that can be read here."""
+    if not isinstance(table, ShardedTable):
+        raise _arguments.wrong_type(
+            call,
+            "table",
+            "a ShardedTable",
+            _arguments.kind_of(table),
+            "Make one with sparsejax.parallel.shard_rows(table, mesh, axis).",
+        )
+    context = jax.sharding.get_abstract_mesh()
+    manual = [n for n in context.manual_axes if n in table.mesh.axis_names]
+    if manual:
+        raise ValueError(
+            f"{call}: cannot be called inside a shard_map over {manual}. It takes the "
+            "ids of the whole batch and shards them itself. Call it outside of the "
+            "shard_map, on global arrays."
+        )
+
+
+def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
+    """Moves ids from one device to the table's mesh; raises if they are elsewhere."""
+    mesh = table.mesh
+    is_array = isinstance(ids, jax.Array) and _arguments.is_concrete(ids)
+    if not (isinstance(mesh, Mesh) and is_array and ids.committed):
+        return ids
+    here, there = ids.sharding.device_set, set(mesh.devices.flat)
+    if here == there:
+        return ids
+    if len(here) == 1 and here <= there:
+        return jax.device_put(ids, owners_of(table).sharding(PartitionSpec()))
+    raise _arguments.wrong(
+        call,
+        "ids",
+        f"on the table's {len(there)} devices, {mesh}",
+        f"{ids.sharding}",
+        (
+            "Move them with jax.device_put(ids, NamedSharding(mesh, "
+            f"PartitionSpec({', '.join(map(repr, table.axes))})))."
+        ),
+    )
+
+
+def owners_of(table: ShardedTable) -> Owners:
+    """Which device owns which rows of a table."""
+    return Owners(table.mesh, table.axes, table.rows_per_shard)
+
+
+# ------------------------------------------------------------------ reading
+
+
+@read_row_table.register
+def _read_row_table(
+    table: ShardedTable, call: str, ids: Any, padding: jax.Array | None, mode: str
+) -> jax.Array:
+    """The rows of a table over devices for `sparsejax.lookup` and the layers."""
+    check_table(call, table)
+    return _gather(call, table, put_on_mesh(call, table, ids), padding, mode)
+
+
+@reduce_row_table.register
+def _reduce_row_table(
+    table: ShardedTable,
+    call: str,
+    ids: Any,
+    skip: jax.Array | None,
+    weights: jax.Array | None,
+    segments: tuple[jax.Array, int] | None,
+    *,
+    combiner: str,
+    mode: str,
+    max_norm: float | None = None,
+) -> jax.Array:
+    """The bags of a table over devices for `sparsejax.embedding_bag` and the layers."""
+    check_table(call, table)
+    ids = put_on_mesh(call, table, ids)
+
+    def read_rows(ids, skip):
+        rows = _gather(call, table, ids, skip, mode)
+        if max_norm is not None:
+            rows = _lookup.clip_rows(rows, max_norm, table.ndim - 1)
+        return rows
+
+    return _bags.reduce_bags(
+        owners_of(table), read_rows, ids, skip, weights, segments, combiner
+    )
+
+
+def _gather(
+    call: str, table: ShardedTable, ids: jax.Array, padding: Any, mode: str
+) -> jax.Array:
+    """The rows of checked ids, as `mode` and `padding` say."""
+    wanted = _lookup.clip_ids(call, table, ids) if mode == "clip" else ids
+    if padding is not None:
+        wanted = jnp.where(padding, _arguments.scalar(table.height, ids), wanted)
+    rows = _read(table, wanted)
+    if mode in ("zero", "clip"):
+        return rows
+    bad = ~indexing.in_range(wanted, table.height)
+    if padding is not None:
+        bad &= ~padding
+    if mode == "error":
+        _lookup.check_none(call, table, replicate(bad), replicate(ids))
+    bad = indexing.append_axes(bad, rows.ndim)
+    return jnp.where(bad, indexing.fill_value(rows.dtype), rows)
+
+
+def _read(
+    table: ShardedTable,
+    ids: jax.Array,
+    record: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """The rows of ids of any shape; zeros for ids out of range.
+
+    Args:
+      table: its values are an array.
+      ids: integers.
+      record: `f(rows, kind)` returns the rows `[n, ...]` that arrived, recorded as a
+        read.
+    """
+    if not ids.size:
+        return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
+    owners, slots = owners_of(table), slots_of(owners_of(table), table, ids)
+    positions = positions_of(owners, table, ids)
+    rows = _exchange.read_rows(owners, slots, table.values, positions)
+    if record is not None:
+        rows = record(rows, ReadKind(owners, slots))
+    return _like_ids(owners, rows, ids)
+
+
+def slots_of(owners: Owners, table: ShardedTable, ids: jax.Array) -> int:
+    """C, the slots of a round of the exchange for these ids."""
+    return owners.slots(-(-ids.size // owners.devices), table.capacity)
+
+
+def _like_ids(owners: Owners, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows that were read for `_shard_ids(ids)`, in the shape of `ids`."""
+    shape = (*ids.shape, *rows.shape[1:])
+    if not owners.is_explicit:
+        return rows if rows.shape == shape else rows[: ids.size].reshape(shape)
+    spec = _compat.explicit_spec(ids)
+    spec += (None,) * (len(shape) - len(spec))
+    sharding = owners.sharding(PartitionSpec(*spec))
+    if rows.shape[0] == ids.size:
+        return lax.reshape(rows, shape, out_sharding=sharding)
+    rows = replicate(rows)[: ids.size].reshape(shape)
+    return jax.sharding.reshard(rows, sharding)
+
+
+def _shard_ids(owners: Owners, none: int, ids: jax.Array) -> jax.Array:
+    """Ids or positions as `[n]`, sharded over the devices, and padded for that.
+
+    Args:
+      owners: which device owns which rows.
+      none: the number that pads, out of range.
+      ids: integers of any shape.
+    """
+    padding = -ids.size % owners.devices
+    batch = owners.sharding(owners.batch_spec)
+    if _compat.explicit_spec(ids) and not padding:
+        return lax.reshape(ids, (ids.size,), out_sharding=batch)
+    ids = replicate(ids).reshape(-1)  # a few ids, not rows
+    if padding:
+        ids = jnp.concatenate([ids, jnp.full((padding,), none, ids.dtype)])
+    if _arguments.is_concrete(ids) and len(ids.sharding.device_set) == 1:
+        return jax.device_put(ids, batch)
+    return jax.sharding.reshard(ids, batch) if owners.is_explicit else ids
+
+
+def positions_of(owners: Owners, table: ShardedTable, ids: jax.Array) -> jax.Array:
+    """The positions of ids, `[n]`, padded and sharded as by `_shard_ids`."""
+    if table.layout.is_arithmetic:
+        return _shard_ids(owners, owners.height, table.position(ids))
+    # Each device computes its own positions. For a search in constants, at ids that are
+    # constants, XLA's partitioner makes a program that jaxlib 0.7 cannot run.
+    spec, ids = owners.batch_spec, _shard_ids(owners, -1, ids)
+    return owners.shard_map(table.position, ids, in_specs=(spec,), out_specs=spec)
+
+
+# ------------------------------------------------------------------ value_and_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadKind:
+    """The static part of a read of sharded rows; builds the gradient of its table.
+
+    Args:
+      owners: which device owns which rows.
+      slots: C, of the exchange; 0 if each device read its own rows.
+      here: the number of ids that a device reads.
+    """
+
+    owners: Owners
+    slots: int
+    here: int = 0
+
+    def moved(self) -> ReadKind:
+        """The kind of the same reads once their slots may lie on other devices."""
+        slots = self.slots or self.owners.slots(self.here, None)
+        return dataclasses.replace(self, slots=slots)
+
+    def package(
+        self,
+        row: Sequence[int],
+        dtype: Any,
+        ids: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        sites: Sequence[Any],
+    ) -> ShardedRows:
+        """The gradient of a table from all its reads; each slot stays on its device."""
+        owners, parts = self.owners, []
+        for i, c, site in zip(ids, cotangents, sites):
+            # A loop adds a leading axis, its length; the ids behind it are sharded over
+            # devices.
+            here = i.shape[-1]
+            turns = i.size // max(1, here)
+            rows = _merge_turns(owners, i.reshape(turns, here))
+            values = _merge_turns(owners, c.reshape(turns, here, *row))
+            filled = indexing.in_range(rows, owners.height)
+            values = indexing.zero_unless(filled, values).astype(dtype)
+            slots = site.kind.slots * turns
+            parts.append(ShardedRows.make(rows, values, owners, slots))
+        return concatenate(parts)
+
+
+def _merge_turns(owners: Owners, x: jax.Array) -> jax.Array:
+    """`[turns, n, ...]` as `[turns * n, ...]`, without moving data between devices."""
+    if x.shape[0] == 1:
+        # Without the constraint XLA may gather the result of a jitted gradient.
+        return constrain(x[0], owners.mesh, *owners.batch_spec)
+    merge = lambda part: part.reshape(math.prod(part.shape[:2]), *part.shape[2:])
+    by_turn = PartitionSpec(None, *owners.batch_spec)
+    return owners.shard_map(merge, x, in_specs=(by_turn,), out_specs=owners.batch_spec)
+
+
+@register_rule(_exchange.read_rows_p)
+def _read_rule(
+    ctx: RuleContext,
+    ref: Any,
+    positions: jax.Array,
+    *,
+    owners: Owners,
+    slots: int,
+    batched: tuple[bool, ...],
+) -> Any:
+    if not isinstance(ref, TableRef) or ref.row_axis != 0 or any(batched):
+        return NotImplemented
+    if not ref.has_all_rows:
+        return NotImplemented
+    rows = _exchange.read_rows_p.bind(
+        ref.array, positions, owners=owners, slots=slots, batched=batched
+    )
+    kind, shape = (
+        ReadKind(owners, slots, positions.size // owners.devices),
+        positions.shape,
+    )
+    # A batch and the ids become one axis, whose parts lie on other devices.
+    kind = kind.moved() if batched else kind
+    spec, transpose = (), lambda cotangent: cotangent
+    if batched:
+        # Explicit sharding keeps the batch and the ids from becoming one axis.
+        spec, transpose = _compat.explicit_spec(rows), replicate
+        rows, positions = (replicate(x) if spec else x for x in (rows, positions))
+    rows = ctx.combine(ref, positions, rows, transpose, kind=kind)
+    rows = reshard(rows, spec, kind.owners.mesh)
+    if ref.steps:
+        rows = ref.view(rows.reshape(positions.size, *rows.shape[len(shape) :]))
+        rows = rows.reshape(*shape, *rows.shape[1:])
+    return rows
+
+
+# ------------------------------------------------------------------ as an array
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShardedReader(RowReader):
+    """Reads rows by `all_to_all`; `static` are the fields of the table."""
+
+    static: tuple[Any, ...]
+
+    def table(self, values: Any) -> ShardedTable:
+        """The table with these values."""
+        return ShardedTable.tree_unflatten(self.static, (values,))
+
+    def read(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    ) -> jax.Array:
+        """As `RowReader.read`."""
+        table = self.table(ref.array)
+        check_table(_VIEW, table)
+        none = _arguments.scalar(table.height, ids)
+        counted = jnp.where(counts, ids, none)
+        if nearest:
+            last = _arguments.scalar(table.height - 1, ids)
+            ids = jnp.clip(ids, _arguments.scalar(0, ids), last)
+        else:
+            ids = counted
+
+        def record(rows, kind):
+            positions = positions_of(kind.owners, table, counted)
+            inside = indexing.in_range(positions, kind.owners.height)
+            return ctx.plant(ref, rows, positions, inside, kind=kind)
+
+        return _read(table, put_on_mesh(_VIEW, table, ids), record)
+
+    def bag_sum(
+        self,
+        ctx: Any,
+        ref: TableRef,
+        ids: jax.Array,
+        weights: jax.Array | None,
+        segment_ids: jax.Array | None,
+        num_bags: int,
+    ) -> jax.Array:
+        """As `RowReader.bag_sum`."""
+        owners = owners_of(self.table(ref.array))
+        read_rows = lambda ids: ctx.read(ref, ids, drop=False)
+        return _bags.sum_bags(
+            owners, read_rows, ref.height, ids, weights, segment_ids, num_bags
+        )
+
+    def refuse(self, ref: TableRef, use: str) -> NoReturn:
+        """As `RowReader.refuse`."""
+        table = self.table(ref.array)
+        raise DensifyError(
+            f"sparsejax: {use}, and so needs the whole of a ShardedTable of shape "
+            f"{table.shape}, whose rows lie on {table.num_shards} devices. Read rows "
+            "there: table[ids], jnp.take(table, ids, axis=0), sparsejax.lookup or "
+            "sparsejax.embedding_bag. The rows with the highest scores are "
+            "sparsejax.parallel.top_k(query, table, k). For the whole table on every "
+            "device write table.to_dense()."
+        )
+
+
+@register_rule(sharded_table_p, of_arrays=True)
+def _view_rule(ctx: RuleContext, values: Any, *, static: tuple[Any, ...]) -> Any:
+    view = values
+    if not isinstance(view, TableRef):
+        view = TableRef.of_array(jnp.asarray(values))
+    elif view.steps or view.row_axes != (0,) or not view.has_all_rows:
+        return NotImplemented  # a view of a part of the table, or of other rows
+    shape = tuple(ctx.eqn.outvars[0].aval.shape)
+    return dataclasses.replace(view, shape=shape, reader=_ShardedReader(static))

@@ -1,0 +1,243 @@
+"""A store for the devices of a mesh, in one process or in several.
+
+Several devices often need the same row, so their ids are merged first. Each row is read
+from the store once and copied from the host to one device; then the devices all-gather
+the rows.
+
+With P processes (hosts), each row of a table and its optimizer state belong to one of
+them, by a hash of the id. A pull takes two collectives of JAX and one local read:
+
+    ids     each process gets the ids of all processes            process_allgather
+    rows    each process reads its own rows, once each            Table
+    values  to one device of the host, then to all devices        all_gather
+
+After a step the gradient is on every device, so a push sends nothing: each process
+selects its own rows. All processes must make the same calls in the same order, as with
+any collective, so collectives run on the calling thread, never in the store's queue.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from sparsejax import _arguments
+from sparsejax._hashing import mix
+from sparsejax._rows import SelectedRows, indexing
+from sparsejax.store._requested_rows import bucket, check_not_traced
+
+
+_CHUNK = 1 << 16  # rows at a time, when all rows are gathered
+
+
+class Owners:
+    """Which process owns which row of a table, and as which of its own rows.
+
+    Ids are taken in groups of P. In each group every process owns one id, in an order
+    that a hash of the group rotates, so that ids with a stride do not all belong to
+    one process. The id of group `g` is row `g` of its owner:
+
+      owner(i) = (i + hash(i // P)) mod P      row(i) = i // P
+
+    Args:
+      height: rows of the whole table.
+      process, count: the index of this process, and P.
+    """
+
+    def __init__(self, height: int, process: int = 0, count: int = 1):
+        self.height, self.process, self.count = height, process, count
+        groups = -(-height // count)
+        last = np.array([groups - 1])
+        is_cut = groups > 0 and int(self.ids(last)[0]) >= height
+        self.own_height = groups - is_cut
+
+    def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The owner of each id, and its row there."""
+        if self.count == 1:
+            return np.zeros_like(ids), ids
+        groups, place = np.divmod(ids, self.count)
+        return (place + self._rotation(groups)) % self.count, groups
+
+    def localize(self, ids: np.ndarray) -> np.ndarray:
+        """The ids of this process as its rows; `own_height` for all other ids.
+
+        If the ids are ascending, so are the rows.
+        """
+        if self.count == 1:
+            return ids
+        owner, rows = self.find(ids)
+        is_own = (owner == self.process) & (ids >= 0) & (ids < self.height)
+        return np.where(is_own, rows, self.own_height).astype(ids.dtype)
+
+    def ids(self, rows: np.ndarray) -> np.ndarray:
+        """The ids of rows of this process."""
+        if self.count == 1:
+            return rows
+        place = (self.process - self._rotation(rows)) % self.count
+        return rows * self.count + place
+
+    def _rotation(self, groups: np.ndarray) -> np.ndarray:
+        hashes = mix(groups.astype(np.int64).view(np.uint64))
+        return (hashes % np.uint64(self.count)).astype(groups.dtype)
+
+
+class Devices:
+    """The devices of a mesh, to which pulled rows are copied.
+
+    Args:
+      call: for messages.
+      mesh: with at least one device of every process.
+    """
+
+    def __init__(self, call: str, mesh: Any):
+        if not isinstance(mesh, Mesh):
+            want = "a jax.sharding.Mesh or None"
+            raise _arguments.wrong_type(call, "mesh", want, _arguments.kind_of(mesh))
+        self.process, self.count = jax.process_index(), jax.process_count()
+        self._mesh = mesh
+        owners = np.array([device.process_index for device in mesh.devices.flat])
+        self._of_process = [np.flatnonzero(owners == p) for p in range(self.count)]
+        for process, devices in enumerate(self._of_process):
+            if not devices.size:
+                raise ValueError(
+                    f"{call}: mesh must contain a device of every process, got none "
+                    f"of process {process}. Each process sends its rows through one "
+                    "of its devices."
+                )
+
+    def merge_ids(self, call: str, name: str, ids: Any, height: int) -> np.ndarray:
+        """The ids of all devices of all processes, on the host. A collective.
+
+        Args:
+          call, name: for messages, the latter of the table.
+          ids: integers of any shape, the ids of the devices of this process: an array,
+            a global array that is sharded over the mesh, or a list of arrays.
+          height: rows of the whole table.
+        """
+        ids = _own_ids(call, name, ids)
+        if self.count == 1:
+            return ids
+        kind = np.dtype(_arguments.index_dtype(height))
+        limits = np.iinfo(kind)  # an id that is cut to them stays out of range
+        ids = np.unique(np.clip(ids.astype(np.int64), limits.min, limits.max))
+        ids = ids.astype(kind)
+        sizes = multihost_utils.process_allgather(np.array(ids.size))
+        padded = np.zeros(bucket(int(np.max(sizes))), kind)
+        padded[: ids.size] = ids
+        found = np.asarray(multihost_utils.process_allgather(padded))
+        return np.concatenate([x[:n] for x, n in zip(found, sizes)])
+
+    def replicate(
+        self, owners: Owners, rows: np.ndarray, own: np.ndarray, capacity: int
+    ) -> SelectedRows:
+        """Pulled rows on every device. A collective.
+
+        Args:
+          owners: of the table.
+          rows: the distinct rows of the pull, ascending, as ids of the whole table.
+          own: `[n, ...]`, the weights of the rows of this process among them.
+          capacity: slots of the result.
+        """
+        owner, _ = owners.find(rows)
+        # A power of two, so that the all-gather is compiled for only a few sizes.
+        parts = enumerate(self._of_process)
+        shares = [np.count_nonzero(owner == p) / len(x) for p, x in parts]
+        each = bucket(int(np.ceil(max(shares))))
+        places = np.full(
+            capacity, self._mesh.size * each, np.int32
+        )  # empty slots: zeros
+        for p, devices in enumerate(self._of_process):
+            which = np.flatnonzero(owner == p)
+            number, offset = np.divmod(np.arange(which.size), each)
+            places[which] = devices[number] * each + offset
+        first = {int(d): k * each for k, d in enumerate(self._of_process[self.process])}
+
+        def of_device(index):
+            start = first[(index[0].start or 0) // each]
+            out = np.zeros((each, *own.shape[1:]), own.dtype)
+            values = own[start : start + each]
+            out[: len(values)] = values
+            return out
+
+        one_axis = _one_axis(self._mesh)
+        sharding = NamedSharding(one_axis, PartitionSpec("all"))
+        shape = (self._mesh.size * each, *own.shape[1:])
+        values = jax.make_array_from_callback(shape, sharding, of_device)
+        found = _all_gather(self._mesh)(values, _replicated(one_axis, places))
+        slots = np.full(capacity, owners.height, rows.dtype)
+        slots[: rows.size] = rows
+        return SelectedRows(_replicated(self._mesh, slots), found, owners.height)
+
+    def on_one_device(self, x: Any) -> Any:
+        """A whole array on one device of this process; waits for nothing.
+
+        A collective if the array is sharded over processes.
+        """
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        if not x.is_fully_replicated:
+            whole = NamedSharding(self._mesh, PartitionSpec())
+            x = jax.jit(lambda x: x, out_shardings=whole)(x)
+        return x.addressable_data(0)
+
+
+def of_all_processes(owners: Owners, own: np.ndarray) -> np.ndarray:
+    """A whole array, of which each process has the rows that it owns. A collective."""
+    out = np.empty((owners.height, *own.shape[1:]), own.dtype)
+    groups = -(-owners.height // owners.count)
+    for start in range(0, groups, _CHUNK):
+        rows = np.arange(start, min(start + _CHUNK, groups))
+        part = np.zeros((rows.size, *own.shape[1:]), own.dtype)
+        some = own[start : start + _CHUNK]
+        part[: len(some)] = some
+        found = np.asarray(multihost_utils.process_allgather(part))
+        for process, values in enumerate(found):
+            ids = Owners(owners.height, process, owners.count).ids(rows)
+            out[ids[ids < owners.height]] = values[ids < owners.height]
+    return out
+
+
+def _own_ids(call: str, name: str, ids: Any) -> np.ndarray:
+    """The ids of this process, flat, on the host."""
+    if isinstance(ids, list | tuple) and any(np.ndim(x) for x in ids):
+        return np.concatenate([_own_ids(call, name, x) for x in ids])
+    check_not_traced(call, name, "ids", ids)
+    if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
+        shards = [np.asarray(shard.data) for shard in ids.addressable_shards]
+        ids = np.concatenate([shard.reshape(-1) for shard in shards])
+    return np.asarray(_arguments.as_integers(call, ids)).reshape(-1)
+
+
+def _replicated(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    """`x`, which all processes have, on every device of the mesh."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback(x.shape, whole, lambda index: x[index])
+
+
+def _one_axis(mesh: Mesh) -> Mesh:
+    """The same devices in the same order, along one axis."""
+    return Mesh(mesh.devices.reshape(-1), ("all",), axis_types=(AxisType.Auto,))
+
+
+@functools.lru_cache(maxsize=16)
+def _all_gather(mesh: Mesh) -> Callable[..., jax.Array]:
+    """`(rows of each device, places) -> rows at these places`, on every device."""
+
+    def body(rows, places):
+        return indexing.take_rows(lax.all_gather(rows, "all", tiled=True), places)
+
+    mapped = jax.shard_map(
+        body,
+        mesh=_one_axis(mesh),
+        in_specs=(PartitionSpec("all"), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    return jax.jit(mapped, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,49 @@
+"""HashIds: the same ids in every process, written out once more in Python."""
+
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from helpers import run_python
+from sparsejax.data import _hash_ids
+
+
+def hash_of(word, column, size, seed=0):
+    """The id of a word, written out once more with Python's integers."""
+    mask = (1 << 64) - 1
+
+    def mix(x):
+        x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD & mask
+        x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 & mask
+        return x ^ x >> 33
+
+    state = 0xCBF29CE484222325 ^ mix((mix(seed + 1) + column) & mask)
+    for byte in word:
+        state = (state ^ byte) * 0x100000001B3 & mask
+    return 1 + mix(state) % (size - 1) if word else 0
+
+
+@pytest.mark.slow
+def test_a_hash_is_the_same_in_every_process():
+    words = [f"{i:08x}".encode() for i in range(2000)]
+    encoder = sj.data.HashIds([50, 1000], seed=3)
+    for column, size in enumerate(encoder.sizes(2)):
+        ids = encoder.encode(column, words)
+        assert ids.tolist() == [hash_of(w, column, size, 3) for w in words]
+        counts = np.bincount(ids, minlength=size)
+        assert counts[0] == 0 and len(counts) == size
+        # As even as a random assignment would be: chi squared, mean size - 2.
+        expected = len(words) / (size - 1)
+        chi = ((counts[1:] - expected) ** 2 / expected).sum()
+        assert abs(chi - (size - 2)) < 5 * np.sqrt(2 * size)
+    code = "import sparsejax as sj; print(sj.data.HashIds(1000).encode(1, ['abc'])[0])"
+    assert int(run_python("-c", code)) == hash_of(b"abc", 1, 1000)
+
+
+def test_words_of_any_length(monkeypatch):
+    words = ["", "a", "long" * 250, "\u00e9", "b" * 9, None]
+    want = [hash_of((w or "").encode(), 0, 1000) for w in words]
+    for cells in (1, 4000, 1 << 20):
+        monkeypatch.setattr(_hash_ids, "_MAX_CELLS", cells)
+        assert sj.data.HashIds(1000).encode(0, words).tolist() == want
+    assert sj.data.HashIds(9).encode(0, []).shape == (0,)

@@ -1,0 +1,137 @@
+"""What a step over devices costs, read off the compiled program: wire, memory."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+
+
+# Optax's Adam needs loose promotion.
+pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion, pytest.mark.window]
+
+HEIGHT, DIM, BATCH = 100_003, 32, 20_480
+
+
+def _zipf(seed):
+    weights = 1 / np.arange(1, HEIGHT + 1)
+    rng = np.random.default_rng(seed)
+    return rng.choice(HEIGHT, BATCH, p=weights / weights.sum())
+
+
+def _step(tx, params, state, ids):
+    def loss(params, ids):
+        rows = sj.lookup(params["table"], ids)
+        return jnp.mean(jnp.sum(rows * params["w"], axis=1) ** 2)
+
+    value, grads = sj.value_and_grad(loss)(params, ids)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def _step_and_arguments(tx, shards, slots=None, batch=BATCH):
+    mesh = jax.make_mesh((shards,), ("x",), devices=jax.devices()[:shards])
+    abstract = lambda shape, dtype, *parts: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, P(*parts))
+    )
+    spec = jax.ShapeDtypeStruct((HEIGHT, DIM), jnp.float32)
+    table = sj.parallel.shard_rows(spec, mesh, "x")
+    if slots == "measured":
+        slots = sj.parallel.measure_capacity(table, [_zipf(0), _zipf(1)])
+    table = sj.parallel.shard_rows(spec, mesh, "x", capacity=slots)
+    params = {"table": table, "w": abstract((DIM,), jnp.float32)}
+    state = jax.tree.map(
+        lambda x: abstract(x.shape, x.dtype, *(("x",) if x.ndim == 2 else ())),
+        jax.eval_shape(tx.init, params),
+    )
+    step = jax.jit(functools.partial(_step, tx), donate_argnums=(0, 1))
+    args = params, state, abstract((batch,), jnp.int32, "x")
+    return table, step, args
+
+
+def _lowered(tx, shards, *options):
+    table, step, args = _step_and_arguments(tx, shards, *options)
+    return table, step.lower(*args)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    tx = sj.optim.lazy(optax.adam(1e-3))
+    found = {}
+    for shards in (2, 4, 8):
+        table, lowered = _lowered(tx, shards, "measured")
+        found[shards] = table, lowered.compile()
+    return found
+
+
+@pytest.mark.slow
+def test_bytes_on_the_wire(compiled):
+    wire = sj.viz.wire_bytes(compiled[4][1])
+    assert wire.total <= 600_000, wire
+    rows = {c.kind for c in wire.collectives if c.shape != "s32[4]"}
+    assert rows <= {"all-to-all", "all-reduce"}, wire  # no table, no batch gathered
+
+
+def test_in_place(compiled):
+    for shards in (2, 4):  # of which a part has more rows than the batch
+        table, program = compiled[shards]
+        rows = table.rows_per_shard
+        memory: Any = program.memory_analysis()
+        # Weights and both moments are handed over, not copied ...
+        assert memory.alias_size_in_bytes >= 3 * 4 * rows * DIM
+        # ... nothing but the scatters makes an array of a part's shape ...
+        text = program.as_text()
+        shaped = rf"= f32\[{rows},{DIM}\]\S* (\w[\w-]*)\("
+        made = re.findall(shaped, text)
+        passed_on = {"parameter", "get-tuple-element"}
+        in_place = {"scatter", "fusion", "dynamic-update-slice"}
+        assert set(made) <= passed_on | in_place, made
+        # ... and no device sees an array of all the rows.
+        assert f"[{rows * table.num_shards}," not in text
+
+
+def test_shrinks_as_devices_are_added(compiled):
+    owned = [table.rows_per_shard for table, _ in compiled.values()]
+    assert owned == [50_002, 25_001, 12_501]
+    memory: list[Any] = [program.memory_analysis() for _, program in compiled.values()]
+    held = [m.argument_size_in_bytes for m in memory]
+    made = [m.temp_size_in_bytes for m in memory]
+    assert held[0] > 1.9 * held[1] > 3.6 * held[2]
+    # The ids' duplicates are fewer in smaller parts of a batch.
+    assert made[0] > 1.7 * made[1] > 3 * made[2]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.window(0)
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_owners_hold_what_a_round_carries(name):
+    """Not all rows that could arrive, from however many devices."""
+
+    def temporaries(shards, batch):
+        tx = sj.optim.lazy(getattr(optax, name)(0.1))
+        memory: Any = _lowered(tx, shards, None, batch)[1].compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    two, four, eight = (temporaries(shards, BATCH) for shards in (2, 4, 8))
+    assert two > 1.9 * four > 3.6 * eight
+    as_many_ids = temporaries(2, BATCH // 4)
+    assert eight < 1.1 * as_many_ids
+    # What a device reads, merges, sends and receives: arrays with a row for each id.
+    assert eight < 7 * 4 * DIM * BATCH // 8
+
+
+def test_lowers_for_other_platforms():
+    tx = sj.optim.lazy(optax.adagrad(0.1))
+    table, step, args = _step_and_arguments(tx, 4, 500)
+    exported = export.export(step, platforms=("cpu", "cuda", "tpu"))(*args)
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+    assert exported.nr_devices == table.num_shards == 4
+    assert "all_to_all" in exported.mlir_module()

@@ -1,0 +1,212 @@
+"""One of two processes that train a table sharded over both their memories.
+
+`python mesh_worker.py PORT PROCESS DIRECTORY WORK` trains, and saves its results. The
+test imports the model and the batches from here.
+"""
+
+import dataclasses
+import os
+import pathlib
+import sys
+from typing import Any
+
+
+if __name__ == "__main__":  # before JAX is imported
+    flags = "--xla_force_host_platform_device_count=2"
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+
+
+PROCESSES, DEVICES = 2, 4
+HEIGHT, WIDTH, BATCH, STEPS = 1_001, 4, 24, 4
+
+
+def initial():
+    """The table before the first step."""
+    return np.random.default_rng(7).normal(size=(HEIGHT, WIDTH)).astype(np.float32)
+
+
+def batches():
+    """`(ids, targets)` of each step; the last step has even ids only."""
+    rng = np.random.default_rng(0)
+    for number in range(STEPS):
+        ids = (rng.zipf(1.2, BATCH) % HEIGHT).astype(np.int32)
+        if number == STEPS - 1:
+            ids = ids // 2 * 2
+        yield ids, rng.normal(size=BATCH).astype(np.float32)
+
+
+def transformation():
+    """A transformation that depends on the count of steps, in each process."""
+    return optax.adam(optax.exponential_decay(0.1, 1, 0.5))
+
+
+def make_mesh():
+    return jax.make_mesh(
+        (DEVICES,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES]
+    )
+
+
+@jax.jit
+def gradient(table, ids, targets):
+    """The gradient of a regression on looked-up rows."""
+
+    def loss(table):
+        rows = sj.lookup(table, ids)
+        return jnp.mean((jnp.sum(rows, axis=1) - targets) ** 2)
+
+    return sj.grad(loss)(table)
+
+
+def replicated_step():
+    """A step for one device, with a copy of the table on every device."""
+    tx = sj.optim.lazy(transformation())
+
+    def step(table, state, ids, targets):
+        grads = sj.parallel.pmean(gradient(table, ids, targets), "x", capacity=5)
+        updates, state = tx.update(grads, state, table)
+        return optax.apply_updates(table, updates), state
+
+    return step, tx.init(jnp.asarray(initial()))
+
+
+def init_normal(store):
+    """A table whose rows start when they are first read."""
+    store.init("n", (HEIGHT, 2), None, initializer=jax.nn.initializers.normal(), key=5)
+    return store
+
+
+def own_part(x):
+    """The elements of an array that are on devices of this process."""
+    if not isinstance(x, jax.Array):
+        return x
+    return np.concatenate([np.asarray(shard.data) for shard in x.addressable_shards])
+
+
+def train_with_trainer(store, share=lambda batch: batch):
+    """Losses, table and dense parameters after a few steps of a Trainer."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Regression(sj.nn.SparseBlock):
+        item: sj.nn.SparseEmbedding = sj.nn.SparseEmbedding(HEIGHT, WIDTH, name="item")
+
+        def row_ids(self, inputs):
+            return self.item.row_ids(own_part(inputs))
+
+        def sparse_forward(self, tables, params, inputs):
+            return self.item(tables, params["item"], inputs) @ params["w"]
+
+    trainer = sj.nn.Trainer(
+        Regression(),
+        store,
+        lambda outputs, batch: jnp.mean((outputs - batch[1]) ** 2),
+        optax.sgd(0.1),
+        table_tx=optax.adagrad(0.1),
+        inputs=lambda batch: batch[0],
+        params={"item": {}, "w": np.ones(WIDTH, np.float32)},
+        key=3,
+    )
+    losses = [np.asarray(trainer.step(share(batch))) for batch in batches()]
+    w = np.asarray(trainer.params["w"])
+    return {"loss": np.array(losses), "w": w, "table": store.pull_all("item")}
+
+
+def errors_are_everywhere(store):
+    """A bad id of one process is an error in both, which go on."""
+    ids = [HEIGHT] if jax.process_index() == 1 else [0]
+    try:
+        store.pull("t", ids)
+    except ValueError as error:
+        assert "out of range" in str(error)
+        return
+    raise AssertionError("a bad id of one process went unnoticed in this one")
+
+
+def start(port, process):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
+    return make_mesh()
+
+
+def local(x):
+    return np.asarray(x.addressable_data(0))
+
+
+def global_batch(mesh, process, batch):
+    """The batch as global arrays, to which each process gives its half."""
+    split = NamedSharding(mesh, P("x"))
+    mine = slice(process * BATCH // PROCESSES, (process + 1) * BATCH // PROCESSES)
+    share = lambda x: jax.make_array_from_process_local_data(split, x[mine])
+    return jax.tree.map(share, batch)
+
+
+def train(mesh, process, directory) -> dict[str, Any]:
+    """Trains with the other process."""
+    shared = [global_batch(mesh, process, batch) for batch in batches()]
+    store, ahead = sj.store.KVStore(mesh), sj.store.KVStore(mesh)
+    for each in store, ahead:
+        each.init("t", initial(), transformation())
+    errors_are_everywhere(store)
+    step, state = replicated_step()
+    run = sj.parallel.data_parallel(step, mesh, "x")
+    replica: Any = initial()
+    pulled = []
+    for number, (ids, targets) in enumerate(shared):
+        parts = [shard.data for shard in ids.addressable_shards]
+        table = store.pull("t", ids if number % 2 else parts)
+        pulled.append(local(table.rows))
+        store.push("t", gradient(table, ids, targets))
+        replica, state = run(replica, state, ids, targets)
+    last = store.pull("t", np.arange(process, HEIGHT, PROCESSES))
+
+    batch_ids = lambda batch: batch[0]
+    for (ids, targets), table in ahead.prefetch(shared, batch_ids, capacity=BATCH):
+        ahead.push("t", gradient(table, ids, targets))
+
+    path = pathlib.Path(directory) / "saved"
+    store.save(path)
+    resumed = sj.store.KVStore(mesh)
+    resumed.init("t", (HEIGHT, WIDTH), transformation(), path=path.with_name("mapped"))
+    resumed.load(path)
+
+    normal = init_normal(sj.store.KVStore(mesh))
+    fresh = normal.pull_all("n")
+    half = HEIGHT // 2
+    normal.assign("n", 2 * fresh)
+    rows = np.arange(half, dtype=np.int32)
+    normal.assign("n", sj.SelectedRows(rows, 2 * fresh[:half], HEIGHT))
+    return {
+        "rows": np.array(store.stats()["t"].rows),
+        "pulled": np.concatenate(pulled),
+        "last": local(last.values),
+        "whole": store.pull_all("t"),
+        "prefetched": ahead.pull_all("t"),
+        "resumed": resumed.pull_all("t"),
+        "replica": local(replica),
+        "fresh": fresh,
+        "assigned": normal.pull_all("n"),
+    }
+
+
+def main(port, process, directory, work):
+    """Runs in both processes, and saves the results of this one."""
+    mesh = start(port, process)
+    if work == "store":
+        found: Any = train(mesh, process, directory)
+    else:
+        share = lambda batch: global_batch(mesh, process, batch)
+        found = train_with_trainer(sj.store.KVStore(mesh), share)
+    np.savez(pathlib.Path(directory) / f"{process}.npz", **found)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,229 @@
+"""KVStore(mesh): rows for many devices, and tables sharded over processes."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false
+
+import contextlib
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mesh_worker as worker
+import sparsejax as sj
+from helpers import assert_same_bits
+from sparsejax.store import _mesh
+
+
+# The store runs optax, which relies on implicit promotion.
+pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parent.parent
+TIMEOUT = 120  # seconds; it takes about ten
+
+
+def make_store(mesh=None):
+    store = sj.store.KVStore(mesh)
+    store.init("t", worker.initial(), worker.transformation())
+    return store
+
+
+def assert_same_rows(found, expected):
+    assert found.height == expected.height
+    assert_same_bits(found.rows, expected.rows)
+    assert_same_bits(found.values, expected.values)
+
+
+# ------------------------------------------------------------------ owners
+
+
+@pytest.mark.parametrize("height", [0, 1, 2, 7, 1000, 1001])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_each_row_has_one_owner(height, count):
+    ids = np.arange(height, dtype=np.int32)
+    owner, _ = _mesh.Owners(height, 0, count).find(ids)
+    seen = np.zeros(height, int)
+    for process in range(count):
+        owners = _mesh.Owners(height, process, count)
+        rows = owners.localize(np.append(ids, height))
+        if count > 1:
+            assert rows[-1] == owners.own_height  # an empty slot
+        own = np.flatnonzero(rows[:-1] < owners.own_height)
+        assert (owner[own] == process).all()
+        # All rows of the process, in the order of their ids.
+        np.testing.assert_array_equal(rows[own], np.arange(owners.own_height))
+        np.testing.assert_array_equal(owners.ids(rows[own]), own)
+        seen[own] += 1
+    assert (seen == 1).all()
+
+
+def test_ids_with_a_stride_have_all_owners():
+    owner, _ = _mesh.Owners(100_000, 0, 8).find(np.arange(0, 100_000, 8))
+    assert (np.bincount(owner) / 12_500 > 0.1).all()
+    huge = _mesh.Owners(1 << 40, 3, 8)
+    ids = np.array([0, (1 << 40) - 1, (1 << 39) + 5])
+    rows = huge.localize(ids)
+    own = rows < huge.own_height
+    np.testing.assert_array_equal(huge.ids(rows[own]), ids[own])
+
+
+# ------------------------------------------------------------------ one process
+
+
+def test_one_pull_for_all_devices():
+    mesh = worker.make_mesh()
+    store, other = make_store(mesh), make_store()
+    ids = np.array([9, 3, 9, 500, 3, 7, 9, 1000], np.int32)
+    expected = other.pull("t", ids)
+    split = jax.device_put(ids, NamedSharding(mesh, P("x")))
+    for given in (ids, split, [jnp.asarray(part) for part in np.split(ids, 4)]):
+        before = store.stats()["t"]
+        found = store.pull("t", given)
+        assert_same_rows(found, expected)
+        for leaf in jax.tree.leaves(found):
+            assert leaf.sharding == NamedSharding(mesh, P())
+            for shard in leaf.addressable_shards:
+                assert_same_bits(shard.data, leaf)
+        after = store.stats()["t"]
+        assert after.pulls - before.pulls == 1
+        assert after.pulled_rows - before.pulled_rows == 5  # each row once
+    assert store.pull("t", ids, capacity=5).rows.tolist() == [3, 7, 9, 500, 1000]
+    assert store.row_sparse_pull("t", ids).capacity == 5
+    assert_same_rows(store.pull("t", [-1, 4], mode="drop"), other.pull("t", [4]))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The table that one device trains from a KVStore."""
+    with jax.numpy_dtype_promotion("standard"):
+        store = make_store()
+        for ids, targets in worker.batches():
+            store.push("t", worker.gradient(store.pull("t", ids), ids, targets))
+        return store.pull_all("t")
+
+
+@pytest.mark.slow
+def test_training_over_a_mesh_equals_one_device(trained):
+    mesh = worker.make_mesh()
+    split = NamedSharding(mesh, P("x"))
+    store, ahead = make_store(mesh), make_store(mesh)
+    batches = [jax.device_put(batch, split) for batch in worker.batches()]
+    for ids, targets in batches:
+        store.push("t", worker.gradient(store.pull("t", ids), ids, targets))
+    np.testing.assert_allclose(store.pull_all("t"), trained, rtol=1e-5, atol=1e-6)
+    for (ids, targets), table in ahead.prefetch(batches, lambda batch: batch[0]):
+        ahead.push("t", worker.gradient(table, ids, targets))
+    assert_same_bits(ahead.pull_all("t"), store.pull_all("t"))
+
+
+def test_rows_start_as_on_one_device():
+    mesh = worker.make_mesh()
+    normal = jax.nn.initializers.normal(1.0)
+    meshed, store = sj.store.KVStore(mesh), sj.store.KVStore()
+    for x in (meshed, store):
+        x.init("t", (50, 3), optax.sgd(0.1), initializer=normal, key=3)
+    assert_same_rows(meshed.pull("t", [[7, 2], [7, 49]]), store.pull("t", [2, 7, 49]))
+    empty = meshed.pull("t", np.zeros(0, np.int32))
+    assert int(empty.num_rows()) == 0 and empty.shape == (50, 3)
+
+
+def test_errors_are_raised_as_without_a_mesh():
+    store = make_store(worker.make_mesh())
+    for ids, error in [([1, worker.HEIGHT], ValueError), ([1.5], TypeError)]:
+        with pytest.raises(error):
+            store.pull("t", ids)
+    with pytest.raises(KeyError):
+        store.pull("u", [1])
+    with pytest.raises(ValueError, match="do not fit in capacity=1"):
+        store.pull("t", [1, 2], capacity=1)
+    with pytest.raises(TypeError, match="traced by jit"):
+        jax.jit(lambda ids: store.pull("t", ids))(jnp.array([1]))
+    with pytest.raises(ValueError, match="must have the shape of the table"):
+        store.push("t", sj.SelectedRows([1], jnp.ones((1, 2)), 8))
+
+
+# ------------------------------------------------------------------ two processes
+
+
+def _free_port():
+    with contextlib.closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _run_both(directory, work="store"):
+    """Runs the two processes; shows their output if one fails or does not end."""
+    port = _free_port()
+    running = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(HERE / "mesh_worker.py"),
+                *map(str, (port, process, directory, work)),
+            ],
+            env={**worker.os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(worker.PROCESSES)
+    ]
+    said = []
+    try:
+        said += [process.communicate(timeout=TIMEOUT)[0] for process in running]
+    except subprocess.TimeoutExpired:
+        said.append(f"no end after {TIMEOUT} seconds")
+    finally:
+        for process in running:
+            process.kill()  # which does nothing to one that has ended
+            said.append(process.communicate()[0] if process.stdout else "")
+    codes = [process.returncode for process in running]
+    assert codes == [0] * len(running), "\n\n".join(map(str, [codes, *said]))
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(trained, tmp_path):
+    _run_both(tmp_path)
+    parts = [np.load(tmp_path / f"{k}.npz") for k in range(worker.PROCESSES)]
+    needed = [np.unique(ids) for ids, _ in worker.batches()]
+    rows = [int(part["rows"]) for part in parts]
+    assert sum(rows) == worker.HEIGHT and abs(rows[0] - rows[1]) <= 1
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    for part in parts:
+        # All rows that any process needs came to each, and no others.
+        pulled = part["pulled"]
+        pulled = pulled[pulled < worker.HEIGHT]
+        np.testing.assert_array_equal(pulled, np.concatenate(needed))
+        # Pulled by both, each a half of the ids: the whole table, in order.
+        close(part["last"][: worker.HEIGHT], trained)
+        close(part["whole"], trained)
+        close(part["prefetched"], trained)
+        close(part["resumed"], trained)
+        # And data_parallel over both, its table on every device.
+        close(part["replica"], trained)
+    for name in parts[0].files:
+        if name != "rows":
+            assert_same_bits(parts[0][name], parts[1][name])
+    # A row starts the same in any number of processes, and so does what is assigned.
+    one = worker.init_normal(sj.store.KVStore())
+    assert_same_bits(parts[0]["fresh"], one.pull_all("n"))
+    assert_same_bits(parts[0]["assigned"], 2 * one.pull_all("n"))
+
+
+@pytest.mark.slow
+def test_a_trainer_in_two_processes(tmp_path):
+    """Training the Gluon way over two processes equals training in one."""
+    _run_both(tmp_path, "trainer")
+    parts = [np.load(tmp_path / f"{k}.npz") for k in range(worker.PROCESSES)]
+    expected = worker.train_with_trainer(sj.store.KVStore())
+    for part in parts:
+        for name, value in expected.items():
+            np.testing.assert_allclose(part[name], value, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,209 @@
+"""Losses of rows: values and derivatives of both orders equal dense JAX."""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.test_util import check_grads
+
+import sparsejax as sj
+from helpers import (
+    assert_no_copies,
+    assert_trees_close,
+    compile_as_users_do,
+    to_dense,
+)
+
+
+pytestmark = pytest.mark.window
+
+V, D, N = 300, 6, 20
+RNG = np.random.default_rng(0)
+I, J = RNG.integers(0, V, (2, N), np.int32)
+Y, C = RNG.standard_normal((2, N, D))
+
+
+def _relu_of_rows(p):
+    rows = p["t"][I]
+    return jnp.sum(jnp.where(rows > 0, rows, 0) ** 2)
+
+
+# Losses of tables t and u, and of dense weights w and h.
+LOSSES = {
+    "squares": lambda p: jnp.sum(p["t"][I] ** 2),
+    "square": lambda p: jnp.mean(jnp.square(p["t"][I]) * C),
+    "cubes": lambda p: jnp.sum(p["t"][I] ** 3),
+    "distance from data": lambda p: jnp.sum((p["t"][I] - Y) ** 2),
+    "absolute": lambda p: jnp.sum(jnp.abs(2 * p["t"][I] - Y / 3)),
+    "norms": lambda p: jnp.sum(jnp.linalg.norm(p["t"][I] + 1, axis=1)),
+    "pairs of one table": lambda p: jnp.sum(jnp.sum(p["t"][I] * p["t"][J], 1) ** 2),
+    "dots": lambda p: jnp.sum(jnp.einsum("bd,bd->b", p["t"][I], p["t"][J]) ** 2),
+    "differences": lambda p: jnp.sum((p["t"][I] - p["t"][J]) ** 2),
+    "quotient": lambda p: jnp.sum(p["t"][I] / (3 + p["t"][J] ** 2)),
+    "reciprocal": lambda p: jnp.sum(1 / (9 + p["t"][I])),
+    "two tables apart": lambda p: jnp.sum(p["t"][I] ** 2) + jnp.sum(p["u"][J] ** 2),
+    "and dense weights": lambda p: jnp.sum((p["t"][I] ** 2) @ p["w"]),
+    "lookup": lambda p: jnp.sum(sj.lookup(p["t"], I - 9, mode="zero") ** 2),
+    "clipped": lambda p: jnp.sum(sj.lookup(p["t"], I - 9, mode="clip") ** 2),
+    "taken": lambda p: jnp.sum(jnp.take(p["t"], I.reshape(4, 5), axis=0) ** 2),
+    "one by one": lambda p: jnp.sum(jax.vmap(lambda i: p["t"][i] ** 2)(I)),
+    "masked": _relu_of_rows,
+    "jitted": lambda p: jax.jit(lambda rows: jnp.sum(rows**2))(p["t"][I]),
+    "penalty": lambda p: jnp.sum(p["t"][I] @ p["w"]) + jnp.sum(p["t"][I] ** 2),
+    "weights": lambda p: jnp.sum((p["t"][I] @ p["w"]) ** 2),
+    "a broadcast vector": lambda p: jnp.sum(jnp.tanh(p["t"][I] * p["w"])),
+    "pairs of two tables": lambda p: jnp.sum(jnp.sum(p["t"][I] * p["u"][J], 1) ** 2),
+    "translation": lambda p: jnp.sum((p["t"][I] + p["u"][J] - p["t"][J]) ** 2),
+    "gate": lambda p: jnp.sum(p["t"][I] * jax.nn.sigmoid(p["u"][J])),
+    "hidden layer": lambda p: jnp.sum(jnp.tanh(p["t"][I] @ p["h"]) ** 2),
+    "data": lambda p: jnp.sum(p["t"][I] * Y),
+    "tanh": lambda p: jnp.sum(jnp.tanh(p["t"][I])),
+    "a loop": lambda p: lax.scan(
+        lambda total, i: (total + jnp.sum(p["t"][i] ** 2), None), 0.0, I
+    )[0],
+    "a branch": lambda p: lax.cond(
+        I[0] > 0, lambda: jnp.sum(p["t"][I] ** 2), lambda: 0.0
+    ),
+    "negatives": lambda p: jnp.sum(
+        jnp.einsum("bd,bkd->bk", p["t"][I[:4]], p["t"][J.reshape(4, 5)]) ** 2
+    ),
+}
+
+
+@pytest.fixture
+def params():
+    rng = np.random.default_rng(1)
+    new = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return {"t": new(V, D), "u": new(V, D), "w": new(D), "h": new(D, 3)}
+
+
+# Ids and data of NumPy become constants of the program.
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_dense(name, params):
+    loss = LOSSES[name]
+    ours = sj.value_and_grad(loss)
+    expected = jax.value_and_grad(loss)(params)
+    assert isinstance(ours(params)[1]["t"], sj.SelectedRows)
+    for run in (ours, jax.jit(ours)):
+        value, grads = run(params)
+        assert_trees_close((value, to_dense(grads)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", ["squares", "dots", "lookup", "quotient", "penalty"])
+def test_under_transformations(name, params):
+    """vmap over parameters, inside of a scan, and with the loss checkpointed."""
+    loss = LOSSES[name]
+    ours = lambda p: to_dense(sj.grad(loss)(p))
+    expected = jax.grad(loss)(params)
+    check = functools.partial(assert_trees_close, rtol=1e-5, atol=1e-5)
+    several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+    check(jax.vmap(ours)(several), jax.vmap(jax.grad(loss))(several))
+    _, stacked = lax.scan(lambda c, _: (c, ours(c)), params, length=2)
+    check(jax.tree.map(lambda x: x[1], stacked), expected)
+    check(to_dense(sj.grad(jax.checkpoint(loss))(params)), expected)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    found = to_dense(sj.grad(loss)(half))
+    assert_trees_close(found, jax.grad(loss)(half), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", LOSSES)
+def test_derivatives_of_gradients(name, params, x64):
+    """Forwards and backwards, of first and second order."""
+    params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
+    if name in ("absolute", "masked"):  # away from where they have no derivative
+        params["t"] = params["t"] + 2 * jnp.sign(params["t"])
+    loss = LOSSES[name]
+    value = lambda p: sj.value_and_grad(loss)(p)[0]
+    check_grads(value, (params,), order=1, modes=("fwd", "rev"))
+    moved = jax.tree.map(jnp.ones_like, params)
+    ours, theirs = lambda p: to_dense(sj.grad(loss)(p)), jax.grad(loss)
+    check = functools.partial(assert_trees_close, rtol=1e-9, atol=1e-9)
+    check(
+        jax.jvp(ours, (params,), (moved,)),
+        jax.jvp(theirs, (params,), (moved,)),
+    )
+    norm = lambda grads: sum(jnp.sum(x**3) for x in jax.tree.leaves(grads))
+    check(
+        jax.grad(lambda p: norm(ours(p)))(params),
+        jax.grad(lambda p: norm(theirs(p)))(params),
+    )
+
+
+@pytest.mark.loose_promotion
+def test_a_gradient_inside_of_another_reads_once(params):
+    loss = lambda p: jnp.sum(p["t"][I] ** 2)
+    norm = lambda p: jnp.sum(sj.grad(loss)(p)["t"].to_dense()[J] ** 2)
+    dense_norm = lambda p: jnp.sum(jax.grad(loss)(p)["t"][J] ** 2)
+    grads = sj.grad(norm)(params)
+    assert_trees_close(to_dense(grads), jax.grad(dense_norm)(params), atol=1e-4)
+    program = jax.make_jaxpr(sj.grad(norm))(params)
+    assert str(program).count("= read_rows") == 1
+
+
+def test_aux_and_ids_that_change(params):
+    """Rows that are returned are those that were read before the update."""
+
+    @jax.jit
+    def step(params, ids):
+        def loss(p):
+            rows = p["t"][ids]
+            return jnp.sum(rows**2), rows
+
+        (_, rows), grads = sj.value_and_grad(loss, has_aux=True)(params)
+        return params["t"] + (-0.5) * grads["t"], rows
+
+    for ids in (jnp.array([3, 3, V - 1]), jnp.array([0, 7, 8])):
+        table, rows = step(params, ids)
+        np.testing.assert_array_equal(rows, params["t"][ids])
+        expected = params["t"].at[ids].add(-params["t"][ids])
+        np.testing.assert_allclose(table, expected, atol=1e-6)
+
+
+# ------------------------------------------------------------------ the program
+
+
+LARGE = {
+    "squares": lambda p, i, j: jnp.sum(p["t"][i] ** 2),
+    "dots": lambda p, i, j: jnp.sum(jnp.sum(p["t"][i] * p["t"][j], 1) ** 2),
+    "pairs of two tables": lambda p, i, j: jnp.sum(p["t"][i] * p["u"][j]),
+    "gate": lambda p, i, j: jnp.sum(p["t"][i] * jax.nn.sigmoid(p["u"][j])),
+    "penalty": lambda p, i, j: jnp.sum(p["t"][i] @ p["w"]) + jnp.sum(p["u"][j] ** 2),
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("tx", ["sgd", "adam"])
+def test_memory_of_a_step(tx, name):
+    """The step makes no array of a table's size, and few of the size of the rows."""
+    v, d, n = 200_003, 64, 20_000
+    tx = sj.optim.lazy({"sgd": optax.sgd, "adam": optax.adam}[tx](0.1))
+    uses = {"pairs of two tables": "tu", "gate": "tu", "penalty": "tuw"}.get(name, "t")
+    shapes = {"t": (v, d), "u": (v, d), "w": (d,)}
+    params = {k: jax.ShapeDtypeStruct(shapes[k], jnp.float32) for k in uses}
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, i, j):
+        loss, grads = sj.value_and_grad(LARGE[name])(params, i, j)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    ids = jax.ShapeDtypeStruct((n,), jnp.int32)
+    args = params, jax.eval_shape(tx.init, params), ids, ids
+    compiled = compile_as_users_do(step.lower(*args))
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert_no_copies(compiled.as_text(), params["t"])
+    rows = memory.temp_size_in_bytes / (4 * n * d)
+    assert rows < {"squares": 2.2, "dots": 4.5}.get(name, 4.6), rows
