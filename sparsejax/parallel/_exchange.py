@@ -510,7 +510,7 @@ def send_to_owners(
     wide = indexing.accumulator_dtype(dtype)
     here = positions.size // owners.devices
     most_sent = max(1, min(here, owners.rows))  # of distinct rows, to one owner
-    most_got = most_received(owners, slots, positions)
+    most_got = max_received(owners, slots, positions)
     is_single = _fits_one_round(owners, here, slots)
     length = slots * -(-most_sent // max(1, slots))
 
@@ -625,7 +625,7 @@ def receive_by_ranges(
     )[2]
 
 
-def most_received(owners: Owners, slots: int, positions: jax.Array) -> int:
+def max_received(owners: Owners, slots: int, positions: jax.Array) -> int:
     """The most distinct rows that an owner can receive for these global positions."""
     here = positions.size // owners.devices
     senders = owners.devices if slots else owners.devices // owners.count

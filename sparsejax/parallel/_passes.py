@@ -40,7 +40,7 @@ class RangePasses:
 
     def __init__(self, grad: Any):
         self._grad, self._owners, self._slots = grad, grad.owners, grad.slots
-        self._most = _exchange.most_received(grad.owners, grad.slots, grad.rows)
+        self._most = _exchange.max_received(grad.owners, grad.slots, grad.rows)
 
     def after(self, others: Sequence[jax.Array]) -> "RangePasses":
         """The same passes: a device holds only its own part of a gradient."""

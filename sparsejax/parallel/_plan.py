@@ -498,7 +498,7 @@ def _table_plan(
     if len(samples) < len(reads):
         distinct, capacity = min(here, spec.shape[0]), None
     else:
-        distinct = _most_distinct(samples, devices, spec.shape[0])
+        distinct = _max_distinct(samples, devices, spec.shape[0])
         measure = lambda ids: measure_capacity(table, ids, margin=1.0)
         capacity = max((measure(ids) for ids in samples if ids.size), default=1)
     slots = [owners.slots(-(-read.count // owners.devices), capacity) for read in reads]
@@ -541,7 +541,7 @@ def _as_reads(name: str, read: Any) -> list[Read]:
     )
 
 
-def _most_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
+def _max_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
     """The most distinct in-range ids on any device, with samples sharded evenly."""
 
     def part(sample, k):

@@ -100,7 +100,7 @@ def measure_capacity(
                 "Call it outside of jit, and pass its result as capacity.",
             )
         batch = _arguments.as_integers(_MEASURE, batch)
-        most, count = max(most, _most_asked(table, batch)), count + batch.size
+        most, count = max(most, _max_requested(table, batch)), count + batch.size
     if not count:
         raise ValueError(
             f"{_MEASURE}: sample_ids must not be empty. Pass the ids of one or more "
@@ -109,7 +109,7 @@ def measure_capacity(
     return max(1, math.ceil(most * margin))
 
 
-def _most_asked(table: ShardedTable, ids: Any) -> int:
+def _max_requested(table: ShardedTable, ids: Any) -> int:
     """The most distinct rows that a device requests from an owner; runs on the host."""
     owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
     here = -(-ids.size // owners.devices)

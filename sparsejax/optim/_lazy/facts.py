@@ -47,7 +47,7 @@ class Fact(NamedTuple):
       at_rest: the known number in a row without a gradient, whatever its weights and
         state are, or `Same`, or None.
       empty: the known number in an empty slot, or None.
-      is_positive: True if it is known not to be negative.
+      sign: 1 if it is known not to be negative, -1 if not positive, else 0.
       partial: the tables that it depends on by a reduction over only the rows read.
       tables: all tables that it was computed from, for messages.
       part: the part of the transformation that computed it, None for an argument.
@@ -58,7 +58,7 @@ class Fact(NamedTuple):
     sources: frozenset[str] = frozenset()
     at_rest: Any = None
     empty: Any = None
-    is_positive: bool = False
+    sign: int = 0
     partial: frozenset[int] = frozenset()
     tables: frozenset[int] = frozenset()
     part: tuple[Part, ...] | None = None
@@ -196,7 +196,7 @@ class Walk:
                     _union(f.sources for f in facts),
                     known,
                     empty,
-                    all(f.is_positive for f in facts),
+                    _common_sign(facts),
                     _union(f.partial for f in facts),
                     _union(f.tables for f in facts),
                     first.part,
@@ -233,13 +233,13 @@ def _fact(a, b, ins, part) -> list[Fact]:
             Fact(
                 at_rest=value,
                 empty=value,
-                is_positive=_is_positive(a, ins, value),
+                sign=_sign(a, ins, value),
                 partial=frozenset() if v.aval.dtype == bool else partial,
                 tables=tables,
                 part=part,
             )
             for v in a.outvars
-            for value in [_value(a, [f.at_rest for f in ins])]
+            for value in [_value(a, [f.at_rest for f in ins], ins)]
         ]
     # What another part of the chain returned is an update here.
     ins = [_received(f, part) for f in ins]
@@ -259,8 +259,8 @@ def _fact(a, b, ins, part) -> list[Fact]:
         raise _Refused(f"{primitive} of rows", is_proved=False)
     if not _same_params(one, many):
         raise _Refused(f"{primitive} that depends on the number of rows")
-    at_rest = _value(a, [f.at_rest for f in ins])
-    empty = _value(a, [f.empty for f in ins])
+    at_rest = _value(a, [f.at_rest for f in ins], ins)
+    empty = _value(a, [f.empty for f in ins], ins)
     return [
         Fact(
             True,
@@ -268,7 +268,7 @@ def _fact(a, b, ins, part) -> list[Fact]:
             _union(f.sources for f in ins),
             at_rest,
             empty,
-            _is_positive(a, ins, at_rest),
+            _sign(a, ins, at_rest),
             partial,
             tables,
             part,
@@ -306,7 +306,7 @@ def _reduced(eqn: Any, fact: Fact, table: int | None, part: tuple[Part, ...]) ->
 
     def adds_nothing(value):
         if kind in ("reduce_max", "reduce_min"):
-            return kind == "reduce_max" and is_number(value, 0) and fact.is_positive
+            return kind == "reduce_max" and is_number(value, 0) and fact.sign > 0
         return is_number(value, _NEUTRAL[kind])
 
     partial = fact.partial
@@ -329,10 +329,7 @@ def _reduced(eqn: Any, fact: Fact, table: int | None, part: tuple[Part, ...]) ->
     if is_bool:
         partial = frozenset()
     own = frozenset() if table is None else frozenset([table])
-    positive = fact.is_positive
-    return Fact(
-        is_positive=positive, partial=partial, tables=fact.tables | own, part=part
-    )
+    return Fact(sign=fact.sign, partial=partial, tables=fact.tables | own, part=part)
 
 
 _NEUTRAL = {"reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": False}
@@ -347,7 +344,7 @@ def _constant(x: Any) -> Fact:
     if np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer):
         if not jnp.issubdtype(getattr(x, "dtype", type(x)), jax.dtypes.extended):
             value = np.asarray(x).item()
-    return Fact(at_rest=value, empty=value, is_positive=_known(value) and value >= 0)
+    return Fact(at_rest=value, empty=value, sign=_sign_of(value))
 
 
 def _known(x: Any) -> bool:
@@ -395,7 +392,7 @@ _OF_NUMBERS: Mapping[str, Callable] = {
 }
 
 
-def _value(eqn: Any, xs: Sequence[Any]) -> Any:
+def _value(eqn: Any, xs: Sequence[Any], ins: Sequence[Fact]) -> Any:
     """The result of an equation on known numbers, `Same`, or None for unknown."""
     name, params = eqn.primitive.name, eqn.params
     if name == "convert_element_type":
@@ -434,8 +431,13 @@ def _value(eqn: Any, xs: Sequence[Any]) -> Any:
         return False if x is False or y is False else None
     if name == "or":
         return True if x is True or y is True else None
-    if name in ("max", "min") and isinstance(x, Same) and x == y:
-        return x
+    if name in ("max", "min"):
+        if isinstance(x, Same) and x == y:
+            return x
+        bound = -1 if name == "max" else 1  # a sign that leaves zero as it is
+        for value, other in ((x, ins[1]), (y, ins[0])):
+            if is_number(value, 0) and other.sign == bound:
+                return value
     return None
 
 
@@ -448,27 +450,43 @@ def _converted(x: Any, dtype: Any) -> Any:
 
 
 _POSITIVE = frozenset("abs square sqrt exp exp2 logistic".split())
-_POSITIVE_OF_POSITIVE = frozenset(
-    "add add_any mul div min clamp broadcast_in_dim reshape squeeze transpose slice "
-    "copy copy_p convert_element_type reduce_sum reduce_max reduce_min reduce_prod "
-    "stop_gradient reduce_precision".split()
+_KEEPS_SIGN = frozenset(
+    "add add_any max min clamp broadcast_in_dim reshape squeeze transpose slice copy "
+    "copy_p convert_element_type reduce_sum reduce_max reduce_min stop_gradient "
+    "reduce_precision select_n".split()
 )
 
 
-def _is_positive(eqn: Any, ins: Sequence[Fact], value: Any) -> bool:
-    """Return True if an equation's result is known not to be negative."""
+def _sign(eqn: Any, ins: Sequence[Fact], value: Any) -> int:
+    """The sign of an equation's result, see `Fact.sign`."""
+    name, params = eqn.primitive.name, eqn.params
     if _known(value):
-        return value >= 0
-    name = eqn.primitive.name
-    if name in _POSITIVE or (name == "integer_pow" and eqn.params["y"] % 2 == 0):
-        return True
+        return _sign_of(value)
+    if name in _POSITIVE or (name == "integer_pow" and params["y"] % 2 == 0):
+        return 1
+    if name == "pow":  # of a negative number it is NaN
+        y = ins[1].at_rest
+        return int(_known(y) and y != int(y))
     if name == "mul" and eqn.invars[0] is eqn.invars[1]:
-        return True
-    if name == "max":
-        return any(f.is_positive for f in ins)
+        return 1
+    if name in ("mul", "div"):
+        return ins[0].sign * ins[1].sign
+    if name == "neg":
+        return -ins[0].sign
+    if name == "max" and any(f.sign > 0 for f in ins):
+        return 1
     if name == "select_n":
-        return all(f.is_positive for f in ins[1:])
-    return name in _POSITIVE_OF_POSITIVE and all(f.is_positive for f in ins)
+        ins = ins[1:]
+    return _common_sign(ins) if name in _KEEPS_SIGN else 0
+
+
+def _sign_of(value: Any) -> int:
+    return 0 if not _known(value) else 1 if value >= 0 else -1
+
+
+def _common_sign(facts: Sequence[Fact]) -> int:
+    signs = {f.sign for f in facts}
+    return signs.pop() if len(signs) == 1 else 0
 
 
 def _equal(x: Any, y: Any) -> bool:
