@@ -47,9 +47,10 @@ test-window: $(VENV)/.installed-tests  ## what depends on the release of JAX
 test-colab: $(VENV)/.installed-tests  ## a notebook in an environment like Colab's
 	@TEST_COLAB=1 $(PYTEST) tests/house/test_install.py $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff check, ruff format --check
+lint: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## ruff, import-linter
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## pyright
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --pythonpath $(BIN)/python $(ARGS)

@@ -1,15 +1,12 @@
-"""Types of arguments, checks of them, values as errors show them, and `progress=`.
+"""Types of arguments, checks of them, and values as errors show them.
 
-One rule for ids, here and in all modules: an id outside `[0, height)` is out of range.
-It is never wrapped, and clamped only where a mode says so.
+One rule for ids in all modules: an id outside `[0, height)` is out of range. It never
+wraps, and is clamped only in mode "clip".
 """
 
-import contextlib
 import operator
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -20,8 +17,8 @@ from jax.core import Tracer
 
 # ------------------------------------------------------------------ types
 
-# Names for the types of public arguments, as `help()` and editors show them. Some say
-# more than a type checker can check: a `PyTree` is `Any` to it.
+# Names for the types of public arguments, which `help()` and editors show. A type
+# checker cannot check all of them: a `PyTree` is `Any`.
 
 
 class SupportsJaxArray(Protocol):
@@ -40,16 +37,16 @@ class Spec(Protocol):
     def dtype(self) -> Any: ...
 
 
-# What `jnp.asarray` accepts: an array, a number, a variable, or nested lists of them.
+# Accepted by `jnp.asarray`: an array, a number, a variable, or nested lists of them.
 ArrayLike: TypeAlias = jax.typing.ArrayLike | SupportsJaxArray | Sequence[Any]
 
 # Arrays, SelectedRows and SegmentTensors in dicts, lists, tuples and other containers.
 PyTree: TypeAlias = Any
 
-# One number for all leaves.
+# A number, not a tree of numbers.
 Scalar: TypeAlias = float | jax.Array
 
-# A typed or raw PRNG key, or the int that `jax.random.key` makes one of.
+# A typed or raw PRNG key, or an int for `jax.random.key`.
 KeyLike: TypeAlias = jax.Array | int
 
 # A SegmentTensor of {"index", "value"}, a CSR matrix of scipy, or BCSR.
@@ -58,7 +55,7 @@ CSRLike: TypeAlias = Any
 # A list, an array, or a column of pandas, polars, pyarrow or Hugging Face datasets.
 ColumnLike: TypeAlias = Any
 
-# What has rows to shard: an array, a `jax.ShapeDtypeStruct`, or a function of ids.
+# Rows to shard: an array, a `jax.ShapeDtypeStruct`, or a function of ids.
 TableLike: TypeAlias = Any
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -66,7 +63,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 # True for a bar, False for nothing, or a function of (done, total).
 Progress: TypeAlias = bool | Callable[..., Any]
 
-# `(key, shape, dtype) -> array`, as those of `jax.nn.initializers`.
+# `(key, shape, dtype) -> array`, as in `jax.nn.initializers`.
 Initializer: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
@@ -74,17 +71,17 @@ Initializer: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 def x64_enabled() -> bool:
-    """Whether JAX keeps 64-bit types."""
+    """Returns True if JAX keeps 64-bit types."""
     return jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def has_index_dtype(height: int) -> bool:
-    """Whether JAX has ids for so many rows, and for an empty slot."""
+    """Returns True if JAX has an id for each of `height` rows and for an empty slot."""
     return height <= jnp.iinfo(jnp.int32).max or x64_enabled()
 
 
 def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
-    """`dtype` if `height` (the id of an empty slot) fits, else int32 or int64."""
+    """Returns `dtype` if it can hold `height` (an empty slot), else int32 or int64."""
     for candidate in (dtype, jnp.int32):
         if height <= jnp.iinfo(candidate).max:
             return jnp.dtype(candidate)
@@ -97,7 +94,7 @@ def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
 
 
 def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarray:
-    """Ids as a JAX or NumPy array of integers, or a TypeError that names `call`."""
+    """Returns ids as a JAX or NumPy array of integers, or raises a TypeError."""
     if not isinstance(ids, np.ndarray):
         try:
             ids = np.asarray(ids) if isinstance(ids, np.generic) else jnp.asarray(ids)
@@ -123,7 +120,7 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarra
 
 
 def saturate(ids: Any) -> Any:
-    """Clips 64-bit NumPy ids to 32 bits if x64 is off, where JAX would wrap them."""
+    """Clips 64-bit NumPy ids to 32 bits if x64 is off: JAX would wrap them."""
     wide = isinstance(ids, np.ndarray) and ids.dtype.kind in "iu"
     if not wide or ids.itemsize < 8 or x64_enabled():
         return ids
@@ -132,7 +129,7 @@ def saturate(ids: Any) -> Any:
 
 
 def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
-    """Ids as a signed array that can hold `height`; ids out of range remain so."""
+    """Returns ids as a signed array that can hold `height`; out of range remains so."""
     ids = jnp.asarray(saturate(as_integers(call, ids, name)))
     wide = index_dtype(height)
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
@@ -145,7 +142,7 @@ def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
 
 
 def as_array(x: Any) -> Any:
-    """NumPy arrays and frameworks' variables as JAX arrays; other objects unchanged."""
+    """Returns NumPy arrays and variables as JAX arrays, and other objects unchanged."""
     if isinstance(x, jax.Array):
         return x
     known = isinstance(x, np.ndarray) or hasattr(x, "__jax_array__")
@@ -155,7 +152,7 @@ def as_array(x: Any) -> Any:
 def to_array(
     call: str, x: Any, name: str, what: str = "an array of numbers"
 ) -> jax.Array:
-    """`x` as a JAX array, or a TypeError that names `call`."""
+    """Returns `x` as a JAX array, or raises a TypeError."""
     try:
         return jnp.asarray(x)
     except (OverflowError, TypeError, ValueError):
@@ -181,19 +178,19 @@ def check_floats(
 
 
 def wrong(call: str, name: str, want: str, got: str, fix: str = "") -> ValueError:
-    """The error to raise for an argument with a wrong value.
+    """Returns the error to raise for an argument with a wrong value.
 
     Args:
       call, name: the public function and its argument.
-      want: what the argument must be: `one of 'sum' and 'mean'`, `[V, D]`.
-      got: what was found, as `show`, `kind_of` or an f-string prints it.
-      fix: what to do, a sentence.
+      want: the accepted values: `one of 'sum' and 'mean'`, `[V, D]`.
+      got: the value found, as `show`, `kind_of` or an f-string prints it.
+      fix: a sentence that names the way out.
     """
     return ValueError(_wrong(call, name, want, got, fix))
 
 
 def wrong_type(call: str, name: str, want: str, got: str, fix: str = "") -> TypeError:
-    """The error to raise for an argument of a wrong type, see `wrong`."""
+    """Returns the error to raise for an argument of a wrong type, see `wrong`."""
     return TypeError(_wrong(call, name, want, got, fix))
 
 
@@ -202,20 +199,20 @@ def _wrong(call: str, name: str, want: str, got: str, fix: str) -> str:
 
 
 def show_spec(x: Any) -> str:
-    """`float32[3,2]` for an array or a spec, else the repr."""
-    # A tree of types, as jax.tree.map(type, grads) makes, must print as well.
+    """Returns `float32[3,2]` for an array or a spec, else the repr."""
+    # A class may have attributes of these names, as in jax.tree.map(type, grads).
     if isinstance(x, type) or not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return repr(x)
     return f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is a JAX array, a tracer or a NumPy array."""
+    """Returns True if `x` is a JAX array, a tracer or a NumPy array."""
     return isinstance(x, (jax.Array, np.ndarray))
 
 
 def kind_of(x: Any) -> str:
-    """`x` as an error describes it: `a list`, `an int`, `a float32[3,2] array`."""
+    """Describes `x` for an error: `a list`, `an int`, `a float32[3,2] array`."""
     if x is None:
         return "None"
     kind = f"{show_spec(x)} array" if is_array(x) else type(x).__name__
@@ -223,7 +220,7 @@ def kind_of(x: Any) -> str:
 
 
 def show(x: Any) -> str:
-    """A value as an error shows it: its repr, or its kind if that is long or traced."""
+    """Returns the repr of `x` for an error, or its kind if it is large or traced."""
     if isinstance(x, Tracer):
         return f"a traced {show_spec(x)}"
     if is_array(x) and x.size > 8:
@@ -234,7 +231,7 @@ def show(x: Any) -> str:
 
 
 def show_tree(tree: Any, is_leaf: Any = None) -> str:
-    """The structure of a tree as an error shows it: `{'table': *}`."""
+    """Returns the structure of a tree for an error: `{'table': *}`."""
     text = str(jax.tree.structure(tree, is_leaf=is_leaf))
     if "CustomNode" in text:
         return kind_of(tree)
@@ -263,12 +260,12 @@ def show_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
 
 
 def scalar(value: int, like: Any) -> Any:
-    """`value` in the dtype of `like`, which strict type promotion accepts."""
+    """Returns `value` in the dtype of `like`, which strict type promotion accepts."""
     return np.array(value, like.dtype)
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether `x` is an array with a known value, not a tracer."""
+    """Returns True if `x` is an array with a known value, not a tracer."""
     return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
 
 
@@ -277,7 +274,7 @@ def static_int(call: str, name: str, x: Any, least: int = 0, hint: str = "") -> 
 
     Args:
       call, name: the public function and its argument, for errors.
-      hint: appended to the message, after a space.
+      hint: a sentence that is appended to the message.
 
     Raises:
       TypeError: `x` is not an int, or is a tracer.
@@ -301,7 +298,7 @@ def next_power_of_two(least: int) -> int:
 
 
 def is_predicate(x: Any, tree: Any) -> bool:
-    """Whether `x` is a function of leaves, and not itself a tree (prefix) of bools.
+    """Returns True if `x` is a function of leaves, not a tree (prefix) of bools.
 
     The container of a tree may be callable, as a module of equinox is.
     """
@@ -311,16 +308,16 @@ def is_predicate(x: Any, tree: Any) -> bool:
 
 
 def check_capacity(call: str, capacity: Any, name: str = "capacity") -> int:
-    """`capacity` as an int, or an error that names `call`."""
+    """Returns `capacity` as an int, or raises."""
     if is_concrete(capacity) and capacity.ndim == 0 and capacity == capacity // 1:
-        capacity = int(capacity)  # also accepts a whole number in a float array
+        capacity = int(capacity)  # a whole number in an array, of floats or integers
     return static_int(call, name, capacity)
 
 
 def check_mode(
     call: str, mode: Any, modes: Sequence[str], hint: str, name: str = "mode"
 ) -> str:
-    """`mode`, which must be one of `modes`; `"raise"` is returned as `"error"`."""
+    """Returns `mode` if it is one of `modes`, `"raise"` as `"error"`; else raises."""
     if isinstance(mode, str) and mode in (*modes, "raise"):
         return "error" if mode == "raise" else mode
     *others, last = *map(repr, modes), "'raise'"
@@ -328,14 +325,14 @@ def check_mode(
 
 
 def check_bool(call: str, name: str, x: Any) -> bool:
-    """`x` as a bool, or a TypeError that names `call`."""
+    """Returns `x` as a bool, or raises a TypeError."""
     if not isinstance(x, (bool, np.bool_)):
         raise wrong_type(call, name, "True or False", show(x))
     return bool(x)
 
 
 def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> jax.Array:
-    """`key` as one typed PRNG key, or a TypeError that names `call`.
+    """Returns `key` as one typed PRNG key, or raises a TypeError.
 
     Also accepts a raw key (`jax.random.PRNGKey`), and with `from_int` an int.
     """
@@ -365,7 +362,7 @@ def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> ja
 def report_overflow(
     call: str, values: jax.Array, count: Any, capacity: int, way_out: str = ""
 ) -> Any:
-    """Raises if `count > capacity`; inside jit `values` become NaN instead."""
+    """Raises if `count > capacity`; inside jit, `values` become NaN instead."""
     if is_concrete(count):
         if int(count) > capacity:
             raise ValueError(
@@ -380,71 +377,3 @@ def report_overflow(
             f"{way_out}."
         )
     return jnp.where(count > capacity, jnp.array(jnp.nan, values.dtype), values)
-
-
-@contextlib.contextmanager
-def progress_reporter(
-    call: str, progress: Any, unit: str = " rows", *, needs_tqdm: bool = False
-) -> Iterator[Callable[..., Any]]:
-    """Turns a `progress` argument into a function `report(done, total)`.
-
-    `total` is None if it is not known.
-
-    Args:
-      call: shown before the bar, and in errors.
-      progress: True for a tqdm bar on stderr, or for a line every two seconds if tqdm
-        is not installed; False for nothing; or a function, used as `report` itself.
-      unit: of `done` and `total`, including the space: `" rows"`, or `"B"`.
-      needs_tqdm: if true, a missing tqdm raises an ImportError.
-    """
-    if callable(progress):
-        yield progress
-        return
-    if not isinstance(progress, bool):
-        raise wrong_type(
-            call,
-            "progress",
-            "True, False or a function of (done, total)",
-            f"{progress!r}",
-        )
-    if not progress:
-        yield lambda done, total: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        if needs_tqdm:
-            raise ImportError(
-                f"{call}: progress=True needs tqdm, which is not installed. Run "
-                "pip install 'sparsejax[data]'."
-            ) from None
-        yield _progress_lines(call, unit)
-        return
-    with contextlib.ExitStack() as stack:
-        bar: Any = None
-
-        def report(done: float, total: float | None) -> None:
-            nonlocal bar
-            if bar is None:  # `total` is only known now
-                options = {"unit": unit, "unit_scale": True, "dynamic_ncols": True}
-                bar = stack.enter_context(tqdm(desc=call, total=total, **options))
-            bar.update(int(done) - bar.n)
-
-        yield report
-
-
-def _progress_lines(call: str, unit: str) -> Callable[..., None]:
-    began = last = time.perf_counter()
-
-    def report(done: float, total: float | None) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        if now - last > 2.0 or (total is not None and done >= total):
-            last = now
-            share = f"{done:,}"
-            if total is not None:
-                share = f"{done / total if total else 1:4.0%}"
-            rate = f"{done / max(now - began, 1e-9):,.0f}{unit}/s"
-            print(f"{call}: {share}  {rate}", file=sys.stderr, flush=True)
-
-    return report

@@ -2,9 +2,9 @@
 
     python tests/optax_table.py
 
-What is exact, lazy or refused is found out by running each of them; why, and what to
-take instead, is written here. `tests/optim/test_optax_table.py` makes the page again and
-compares, and checks that no transformation of optax is missing.
+What is exact, lazy or refused is read from the program of each of them; the reason and
+the alternative are written here. `tests/optim/test_optax_table.py` makes the page again
+and compares, and checks that no transformation of optax is missing.
 """
 
 import inspect
@@ -17,7 +17,8 @@ from optax import contrib
 
 import sparsejax as sj
 from optimizers import LR, REFUSED, SCHEDULE, SEPARABLE
-from sparsejax.optim._lazy import is_lazy_exact
+from sparsejax.optim._lazy import judge
+from sparsejax.optim._lazy.judge import WEIGHTS
 
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "optax_table.md"
@@ -205,7 +206,7 @@ OTHERS = {
     "freeze": Entry(lambda: optax.freeze(True)),
     "monitor": Entry(
         lambda: optax.monitor({"norm": optax.tree.norm}),
-        "It measures the rows read; `measure_with_ema` goes inside of it.",
+        "Its first update changes the structure of its state. `optax.snapshot`.",
     ),
     "snapshot": Entry(
         lambda: optax.snapshot("norm", optax.tree.norm), "It measures the rows read."
@@ -292,9 +293,10 @@ NOT_ONE = {"optax.measure_with_ema"}
 
 def verdict(tx):
     """`(exact, lazy or refused, what moves without a gradient)`."""
-    if not sj.optim.is_row_separable(tx):
+    found = judge.of_one_table(tx)
+    if found.refused:
         return "refused", []
-    moved = is_lazy_exact.moving(tx)
+    (moved,) = found.moved.values()
     return ("lazy" if moved else "exact"), moved
 
 
@@ -306,8 +308,8 @@ def rows(sections=SECTIONS):
             if hasattr(module, name):
                 found, moved = verdict(entry.make())
                 fields = dict.fromkeys(re.sub(r".*\W", "", path) for path in moved)
-                fields.pop(is_lazy_exact.WEIGHTS, None)
-                what = ["weights"] if is_lazy_exact.WEIGHTS in moved else []
+                fields.pop(WEIGHTS, None)
+                what = ["weights"] if WEIGHTS in moved else []
                 what += [f"`{field}`" for field in fields]
                 note = ", ".join(what) + ("." if what else "")
                 text = " ".join(filter(None, [note, entry.note]))

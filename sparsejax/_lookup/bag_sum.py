@@ -1,14 +1,15 @@
 """bag_sum: weighted sums of a table's rows, one primitive with a lowering per platform.
 
 There are two layouts of bags. *Fixed*: `ids` are `[B, L]`, one bag per row.
-*Segmented*: `ids` are `[n]`, and a second array has the bag of each element. In both,
-the rows read, `[n, ...]`, are not an array of the traced program; the platform's
-lowering decides whether they are one of the compiled program.
+*Segmented*: `ids` are `[n]`, and a second array has the bag of each element. In both
+layouts, the rows read, `[n, ...]`, are not an array of the traced program; the
+platform's lowering decides whether they are an array of the compiled program.
 
 The primitive is linear in the table and in the weights. Its JVP is the primitive again;
 its transpose scatters the cotangents of the bags.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, cuda, xla
+from sparsejax._lookup.lowerings.xla import BagSpec
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing, quantized
 from sparsejax._rows.quantized import QuantizedTable
@@ -40,20 +42,20 @@ def bag_sum(
     Args:
       table: `[V, ...]`.
       ids: integers, `[B, L]`, or `[n]` with `segment_ids`. An id out of range adds
-        nothing, whatever its weight.
+        nothing, even if its weight is inf or NaN.
       weights: with the shape of `ids` and the accumulator dtype, or None for ones.
-      segment_ids: integers `[n]`; an element is dropped where it is out of range.
+      segment_ids: integers `[n]`; an element whose segment is out of range is dropped.
       num_bags: static, with `segment_ids`.
-      indices_are_sorted: whether `segment_ids` ascend.
-      bits: of the codes, where the table is the codes of a QuantizedTable. Then there
-        are weights `[..., 2]`, for the codes and for a one beside them, both 0 where an
-        id is out of range.
+      indices_are_sorted: a promise that `segment_ids` ascend.
+      bits: of a code if the table is the codes of a QuantizedTable. The weights are
+        then `[..., 2]`, a factor of the codes and a term that is added to them, both 0
+        if an id is out of range.
 
     Returns:
-      `[B or num_bags, ...]`, in the accumulator's type: float32 for narrower floats.
-      Of codes the sums of their planes, float32 `[..., 8 // bits, bytes]`.
+      `[B or num_bags, ...]`, in the accumulator's dtype: float32 for narrower floats.
+      For codes, the sums of each plane, float32 `[..., 8 // bits, bytes]`.
     """
-    static: dict[str, Any] = dict(
+    spec = BagSpec(
         segmented=segment_ids is not None,
         weighted=weights is not None,
         num_bags=ids.shape[0] if num_bags is None else num_bags,
@@ -63,13 +65,13 @@ def bag_sum(
     args = [table, ids]
     args += [] if segment_ids is None else [segment_ids]
     args += [] if weights is None else [weights]
-    # The types of these arrays have a mesh, which XLA's gather propagates.
+    # If the types of these arrays have a mesh, XLA's gather propagates it.
     laid_out = any(_compat.is_laid_out(x) for x in args)
     is_float = bits is not None or jnp.issubdtype(table.dtype, jnp.floating)
     plain = laid_out or not is_float
-    if plain or 0 in (table.shape[0], ids.size, static["num_bags"]):
-        return xla.bag_sum(*args, **static)
-    return bag_sum_p.bind(*args, **static)
+    if plain or 0 in (table.shape[0], ids.size, spec.num_bags):
+        return xla.bag_sum(*args, spec=spec)
+    return bag_sum_p.bind(*args, spec=spec)
 
 
 def quantized_bag_sum(
@@ -81,10 +83,10 @@ def quantized_bag_sum(
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """`bag_sum` of a quantized table, float32.
+    """Returns `bag_sum` of a quantized table, float32.
 
-    `sum w (scale codes + bias) = sum (w scale) codes + sum w bias`: sums of codes with
-    other weights, and one number more for each bag.
+    `sum w (scale codes + bias) = sum (w scale) codes + sum w bias`: a sum of codes with
+    other weights, plus one number for each bag.
     """
     height = table.codes.shape[0]
     if not height:  # JAX cannot gather from an empty axis
@@ -115,7 +117,7 @@ def bags_with(
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """Which segmented bags have an element that is true, bool `[num_bags]`."""
+    """Returns bool `[num_bags]`: whether each segmented bag has a true element."""
     static: dict[str, Any] = dict(
         num_bags=num_bags, indices_are_sorted=indices_are_sorted
     )
@@ -127,23 +129,19 @@ def bags_with(
 # ------------------------------------------------------------------ derivatives
 
 
-def _table_transpose(ct, like, _, ids, *rest, segmented, weighted, **static):
+def _table_transpose(ct, like, _, ids, *rest, spec):
     wide = indexing.accumulator_dtype(like.dtype)  # an id may be read many times
-    table = _add_bags_p.bind(
-        ct.astype(wide),
-        ids,
-        *rest,
-        height=like.shape[0],
-        segmented=segmented,
-        weighted=weighted,
-    )
+    ct = ct.astype(wide)
+    table = _add_bags_p.bind(ct, ids, *rest, height=like.shape[0], spec=spec)
     return table.astype(like.dtype)
 
 
-def _weights_transpose(ct, like, table, ids, *rest, segmented, bits=None, **_):
-    bags = rest[:1] if segmented else ()
-    each = xla.row_cotangents(ct, ids, *bags, segmented=segmented, weighted=False)
+def _weights_transpose(ct, like, table, ids, *rest, spec):
+    bags = rest[:1] if spec.segmented else ()
+    plain = dataclasses.replace(spec, weighted=False)
+    each = xla.row_cotangents(ct, ids, *bags, spec=plain)
     rows = indexing.take_rows(table, ids)
+    bits: Any = spec.bits
     if bits is not None:
         rows = quantized.planes(rows, bits)
     axes = tuple(range(ids.ndim, rows.ndim))
@@ -153,32 +151,23 @@ def _weights_transpose(ct, like, table, ids, *rest, segmented, bits=None, **_):
     return of_rows.astype(like.dtype)
 
 
-def _sums_transpose(ct, like, _, ids, *rest, height, **static):
+def _sums_transpose(ct, like, _, ids, *rest, height, spec):
+    del height, like
+    return bag_sum_p.bind(ct, ids, *rest, spec=spec)
+
+
+def _sums_weights_transpose(ct, like, sums, ids, *rest, height, spec):
     del height
-    return bag_sum_p.bind(
-        ct,
-        ids,
-        *rest,
-        num_bags=like.shape[0],
-        indices_are_sorted=False,
-        bits=None,
-        **static,
-    )
-
-
-def _sums_weights_transpose(ct, like, sums, ids, *rest, segmented, **_):
-    return _weights_transpose(sums, like, ct, ids, *rest, segmented=segmented)
+    return _weights_transpose(sums, like, ct, ids, *rest, spec=spec)
 
 
 # ------------------------------------------------------------------ vmap
 
 
-def _batch(bind, args, axes, *, segmented, num_bags, **static):
-    """Batched bags of one table are more bags of that table."""
+def _batch(bind, args, axes, *, spec):
+    """The rule for vmap: batched bags of one table are more bags of that table."""
     if axes[0] is not None:  # a table for each example
-        one = lambda *xs: xla.bag_sum(
-            *xs, segmented=segmented, num_bags=num_bags, **static
-        )
+        one = functools.partial(xla.bag_sum, spec=spec)
         return jax.vmap(one, in_axes=tuple(axes))(*args)
     size = next(x.shape[a] for x, a in zip(args, axes) if a is not None)
     table, *rest = args
@@ -186,12 +175,12 @@ def _batch(bind, args, axes, *, segmented, num_bags, **static):
         jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
         for x, a in zip(rest, axes[1:])
     ]
-    if segmented:
-        rest = _join_examples(*rest, num_bags=num_bags, height=table.shape[0])
+    if spec.segmented:
+        rest = _join_examples(*rest, num_bags=spec.num_bags, height=table.shape[0])
     rest = [indexing.merge_axes(x, 2) for x in rest]
-    total = size * num_bags
-    out = bind(table, *rest, segmented=segmented, num_bags=total, **static)
-    return out.reshape(size, num_bags, *out.shape[1:])
+    joined = dataclasses.replace(spec, num_bags=size * spec.num_bags)
+    out = bind(table, *rest, spec=joined)
+    return out.reshape(size, spec.num_bags, *out.shape[1:])
 
 
 def _join_examples(
@@ -201,7 +190,7 @@ def _join_examples(
     num_bags: int,
     height: int,
 ) -> Sequence[jax.Array]:
-    """Segment ids of one batch of bags, from those of each example.
+    """Joins the segmented bags of all examples to one batch of bags.
 
     An element outside all bags of its example moves to the nearest bag, with an id that
     is out of range. Segment ids that ascend in each example therefore ascend overall.
@@ -228,7 +217,7 @@ bag_sum_p = _compat.multilinear_primitive(
     _batch,
 )
 
-# What a bag adds to each of its rows: the transpose of `bag_sum`.
+# The transpose of `bag_sum`: adds the cotangent of each bag to the bag's rows.
 _add_bags_p = _compat.multilinear_primitive(
     "add_bags",
     xla.add_bags,

@@ -2,7 +2,7 @@
 
 Invariant, as in `lookup`: `dense` is read once, by one primitive whose operand is
 `dense` itself, and an element of the matrix that is dropped (its column or row is out
-of range) is out of range for that primitive too. The gradient of `dense` therefore has
+of range) is also out of range for that primitive. The gradient of `dense` therefore has
 only the rows in the matrix's column indices.
 """
 
@@ -55,8 +55,8 @@ def dot(
         shape, in which rows that are not stored are zeros; a QuantizedTable; or a
         ShardedTable.
       transpose: whether to multiply by the transposed matrix.
-      num_columns: int C. Inferred from the shape of a scipy matrix or a BCSR, and from
-        `dense` unless transposed; a SegmentTensor needs it with `transpose`.
+      num_columns: int C. By default the column count of a scipy matrix or a BCSR, or
+        the first axis of `dense`; required for a SegmentTensor with `transpose`.
 
     Returns:
       `[S, ...]`. With `transpose`, a SelectedRows of height C with one slot per element
@@ -115,7 +115,7 @@ def dot(
     counts = indexing.in_range(index, shape[1]) & indexing.in_range(
         segment_ids, shape[0]
     )
-    # A dropped element may hold anything, in all three.
+    # Column, value and row of a dropped element may be anything, even NaN.
     index = jnp.where(counts, index, _arguments.scalar(shape[1], index))
     dtype = indexing.promote(value.dtype, dense.dtype)
     if dtype == jnp.bool_:
@@ -155,11 +155,11 @@ def dot(
 
 
 def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | None]:
-    """`csr` as a SegmentTensor, and its number of columns if known."""
+    """Returns `csr` as a SegmentTensor, and its number of columns if known."""
     if isinstance(csr, SegmentTensor):
         return csr, num_columns
-    # scipy matrices and BCSR are recognized by their attributes, so neither is
-    # imported. scipy's CSC has the same three arrays, but a different meaning.
+    # scipy matrices and BCSR are recognized by their attributes, without importing
+    # either package. scipy's CSC has the same three arrays with another meaning.
     known = all(hasattr(csr, name) for name in ("indptr", "indices", "data", "shape"))
     if not known or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
         found = _arguments.kind_of(csr)
@@ -183,7 +183,7 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
 
 
 def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array]:
-    """Column and value of each element."""
+    """Returns the column and the value of each element."""
     values = csr.values
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         is_dict = isinstance(values, dict)

@@ -4,8 +4,8 @@
 the weights alone, so the rows read are never an array in the program. The other
 combiners, tables that are SelectedRows, and `max_norm` read the rows first.
 
-Skipped elements (padding, and those in no bag) are ignored by every combiner: in sums,
-in counts and in maxima.
+Every combiner ignores skipped elements (padding, and elements that are in no bag): in
+sums, in counts and in maxima.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def embedding_bag(
     - `"logsumexp"`: `out[b] = log sum exp(x_i)`
     - `"none"`: the rows themselves, as `sparsejax.lookup` returns them
 
-    An empty bag gives zeros, whatever the combiner, and so do a mean whose
-    weights sum to 0 and a sqrtn whose weights are all 0. Differentiable in
-    `table` and `weights`; under `sparsejax.grad` the gradient of the table is a
-    SelectedRows with one row per id.
+    An empty bag gives zeros with every combiner. A mean whose weights sum to 0 and a
+    sqrtn whose weights are all 0 give zeros. Differentiable in `table` and `weights`;
+    under `sparsejax.grad` the gradient of the table is a SelectedRows with one row per
+    id.
 
     Args:
       table: `[V, ...]`, as in `sparsejax.lookup`: an array, a SelectedRows, a
@@ -86,12 +86,11 @@ def embedding_bag(
       weights: real numbers with the shape of `ids` (or of its values), for the
         combiners sum, mean and sqrtn.
       combiner: how a bag is reduced.
-      mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
-        `"raise"` or `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean,
-        whatever it reads.
+      mode: the row for an id out of range: `"fill"` (NaN), `"clip"`, `"zero"`,
+        `"raise"` or `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean.
       padding_id: int, an id that does not count in any bag.
       max_norm: positive number, as in `sparsejax.lookup`.
-      indices_are_sorted: whether `segment_ids` are ascending, which is faster.
+      indices_are_sorted: bool, a promise that `segment_ids` ascend, which is faster.
 
     Returns:
       `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for
@@ -140,7 +139,7 @@ def embedding_bag(
         if segments is not None:
             skip = ~segments.inside if skip is None else skip | ~segments.inside
         if w is not None and skip is not None:
-            w = indexing.zero_unless(~skip, w)  # it may be inf, and 0 * inf is NaN
+            w = indexing.zero_unless(~skip, w)  # w may be inf, and 0 * inf is NaN
         if isinstance(table, RowTable):
             pair = None if segments is None else (segments.ids, segments.count)
             how = dict(combiner=combiner, mode=mode, max_norm=max_norm)
@@ -197,7 +196,7 @@ class _Bags:
 
     Args:
       ids: integers, the ids looked up.
-      skip: bool, which elements are in no bag; None if all are in one.
+      skip: bool, true for elements that are in no bag; None if each is in a bag.
       weights: numbers, or None for ones.
       segments: None for fixed bags.
     """
@@ -208,7 +207,7 @@ class _Bags:
     segments: Segments | None
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sums per bag of `x`, a number or a row for each element."""
+        """Returns the sum of `x`, a number or a row for each element, of each bag."""
         if self.skip is not None:
             x = indexing.zero_unless(~self.skip, x)
         if self.segments is None:
@@ -217,7 +216,7 @@ class _Bags:
 
 
 def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
-    """`reduce` of padded ids, one bag per row."""
+    """Returns `reduce` of padded ids, one bag per row."""
     for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
         if given is not None and ids.ndim > 1:
             raise ValueError(
@@ -261,7 +260,7 @@ def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
 
 
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
-    """`weights` in the shape of `ids`, in the accumulator dtype for `dtype`."""
+    """Returns `weights` in the shape of `ids`, in the accumulator dtype of `dtype`."""
     if isinstance(weights, SegmentTensor):
         raise _arguments.wrong_type(
             _CALL,
@@ -272,7 +271,7 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
         )
     weights = _arguments.to_array(_CALL, weights, "weights")
     if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
-        weights = weights.reshape(ids.shape)  # as was done to the ids
+        weights = weights.reshape(ids.shape)  # as the ids were
     if weights.shape != ids.shape:
         raise ValueError(
             f"{_CALL}: weights must have the shape of ids, {ids.shape}, one number for "
@@ -294,7 +293,7 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
 
 
 def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax.Array:
-    """The weighted sum of each bag, in the accumulator's type."""
+    """Returns the weighted sum of each bag, in the accumulator's dtype."""
     height = table.shape[0]
     wanted = lookup.clip_ids(_CALL, table, bags.ids) if mode == "clip" else bags.ids
     ids = wanted
@@ -327,13 +326,13 @@ def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax
         is_bad = bags_with(
             bad, segments.ids, segments.count, indices_are_sorted=segments.is_sorted
         )
-    # NaN is added, so that the other rows of the bag keep their gradients.
+    # Adding NaN, unlike selecting it, keeps the gradients of the bag's other rows.
     nan = jnp.where(is_bad, jnp.nan, 0)
     return total + indexing.append_axes(nan.astype(total.dtype), total.ndim)
 
 
 def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
-    """The weighted sum divided as `combiner` has it."""
+    """Divides the weighted sums as the combiner requires."""
     if combiner == "sum":
         return total
     dtype = indexing.float_accumulator_dtype(total.dtype)
@@ -352,7 +351,7 @@ def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
 
 
 def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
-    """The combiners, on rows that have been read."""
+    """Reduces rows that have been read."""
     if combiner == "none":
         return rows
     if combiner in _SUMS:
@@ -377,7 +376,7 @@ def _reduce_rows(rows: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
 
 
 def _flat_segments(bags: _Bags) -> Segments:
-    """The segments of the flattened elements; skipped elements are in none."""
+    """Returns the segments of the flattened elements, skipped ones out of range."""
     if bags.segments is None:
         count, length = bags.ids.shape
         ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), length)

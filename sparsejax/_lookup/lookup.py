@@ -4,8 +4,8 @@ One rule for ids: an id outside `[0, height)` is out of range. It never wraps; `
 decides what it reads.
 
 Invariant: the table is read by exactly one `gather`, whose operand is the table itself,
-and an id that reads no row (out of range, or padding) is out of range for that gather
-too. A walk over the jaxpr therefore sees which rows are read, and nothing except the
+and an id that reads no row (out of range, or padding) is also out of range for that
+gather. A walk over the jaxpr therefore sees which rows are read, and nothing except the
 table itself has the table's size.
 """
 
@@ -50,8 +50,8 @@ def lookup(
 ) -> jax.Array:
     """Rows of `table`, by id.
 
-    `out[i] = table[ids[i]]`, and with `max_norm` c also
-    `out[i] *= c / norm(out[i])` where the row's Euclidean norm exceeds c.
+    `out[i] = table[ids[i]]`. With `max_norm` c, a row whose Euclidean norm exceeds c is
+    scaled: `out[i] *= c / norm(out[i])`.
     Differentiable in `table`; under `sparsejax.grad` the gradient is a SelectedRows.
 
     Args:
@@ -61,16 +61,16 @@ def lookup(
         `sparsejax.parallel.ShardedTable`.
       ids: integers of any type, shape and rank. Negative ids are out of range;
         they never wrap.
-      mode: what an id out of range reads. `"fill"`: NaN; for non-float dtypes, the fill
-        value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1. (If a SelectedRows
-        does not store that row, it reads as with `"fill"`.) `"zero"`: zeros. `"raise"`
-        or `"error"`, two words for one mode: raises through
+      mode: the result for an id out of range. `"fill"`: NaN; for non-float dtypes, the
+        fill value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1. (If a
+        SelectedRows does not store that row, the result is as with `"fill"`.)
+        `"zero"`: zeros. `"raise"` or `"error"`, two words for one mode: raises through
         `jax.experimental.checkify`, immediately outside of `jit`. Inside `jit`,
-        functionalize with `checkify.checkify`; otherwise JAX raises its own error,
-        which says so. The rows are those of `"fill"`.
-      padding_id: int, an id that reads zeros and gets no gradient, whatever the
-        mode. It can be any int (-1, V, the id of a row) and is compared with
-        `ids` before any conversion.
+        functionalize with `checkify.checkify`; otherwise JAX raises its own error. The
+        result is as with `"fill"`.
+      padding_id: int, an id that reads zeros and gets no gradient in any mode. It can
+        be any int (-1, V, the id of a row) and is compared with `ids` before any
+        conversion.
       max_norm: positive number. A row with a larger norm, over all its axes and in at
         least float32, is scaled to it; all other rows keep their bits. Gradients flow
         through the norm, as with TensorFlow's `max_norm`. (PyTorch's renormalizes the
@@ -118,7 +118,7 @@ def lookup(
 
 
 def check_order(call: str, table: Any, ids: Any) -> None:
-    """Raises where ids and table have changed places."""
+    """Raises a TypeError if ids and table are swapped."""
     dtype = getattr(ids, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
         if jnp.issubdtype(table.dtype, jnp.integer):
@@ -133,13 +133,13 @@ def check_order(call: str, table: Any, ids: Any) -> None:
 
 
 def check_mode(call: str, mode: Any) -> str:
-    """`mode` as `read` takes it; raises unless it is known."""
+    """Returns `mode` as `read` accepts it, or raises if it is unknown."""
     hint = "'fill' reads NaN for ids out of range, as jnp.take does."
     return _arguments.check_mode(call, mode, _MODES, hint)
 
 
 def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
-    """Which of the unconverted `ids` are padding; None if `padding_id` is None."""
+    """Compares unconverted `ids` with `padding_id`; None if `padding_id` is None."""
     if padding_id is None:
         return None
     try:
@@ -154,12 +154,12 @@ def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
         ) from None
     limits = jnp.iinfo(ids.dtype)
     if not limits.min <= padding <= limits.max:
-        return jnp.zeros(ids.shape, bool)  # no id of this type equals it
+        return jnp.zeros(ids.shape, bool)  # an id of this dtype never equals it
     return jnp.asarray(ids == _arguments.scalar(padding, ids))
 
 
 def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
-    """`max_norm` as a positive float; raises if it is invalid for rows of `dtype`."""
+    """Returns `max_norm` as a positive float or None, or raises."""
     if max_norm is None:
         return None
     try:
@@ -195,7 +195,7 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
 def read(
     call: str, table: Any, ids: jax.Array, padding: jax.Array | None, mode: str
 ) -> jax.Array:
-    """The rows that `lookup` reads, from arguments checked by the functions above."""
+    """Reads the rows for `lookup`, from arguments checked by the functions above."""
     if isinstance(table, RowTable):
         return read_row_table(table, call, ids, padding, mode)
     height = table.shape[0]
@@ -208,7 +208,7 @@ def read(
     is_pulled = isinstance(table, SelectedRows)
     is_one_gather = mode in ("clip", "fill") and padding is None
     if is_one_gather and not is_pulled and height and ids.ndim:
-        # Another mask could be another pass over the rows.
+        # The gather fills by itself; a mask of ours could cost another pass over rows.
         if is_quantized(table):
             return quantized.read(table, wanted, np.nan)
         fill = indexing.fill_value(table.dtype)
@@ -222,7 +222,7 @@ def read(
         rows = indexing.take_rows(table, wanted) if is_array else table.get(wanted)
         found = indexing.in_range(wanted, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):
-        return rows  # zeros where no row was read
+        return rows  # with zeros for ids that read no row
     bad = ~found if padding is None else ~(found | padding)
     if mode == "error":
         check_none(call, table, bad, ids)
@@ -231,7 +231,7 @@ def read(
 
 
 def clip_ids(call: str, table: Any, ids: jax.Array) -> jax.Array:
-    """`ids`, with those out of range replaced by the nearest row of `table`."""
+    """Replaces ids out of range by the nearest row of `table`."""
     height = table.shape[0]
     if height == 0 and ids.size:
         raise ValueError(
@@ -269,17 +269,17 @@ def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
 
 
 def clip_rows(rows: jax.Array, max_norm: float, row_ndim: int) -> jax.Array:
-    """`rows`, scaled to `max_norm` where the norm of their last axes is above it.
+    """Scales rows to `max_norm` if the norm over their last axes exceeds it.
 
-    Every division and square root gets a safe argument, even where its result is not
-    used: the gradient of `where` multiplies the unused branch's gradient by zero, and 0
-    * inf is NaN.
+    Every division and square root gets a safe argument, even if its result is not used:
+    the gradient of `where` multiplies the unused branch's gradient by zero, and 0 * inf
+    is NaN.
     """
     axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
     x = rows.astype(indexing.accumulator_dtype(rows.dtype))
     squares = jnp.sum(x * x, axis=axes, keepdims=True)
     some = squares > 0
     norm = jnp.sqrt(jnp.where(some, squares, 1))
-    over = some & (norm > max_norm)  # neither for zeros nor for NaN
+    over = some & (norm > max_norm)  # False for zeros and for NaN
     scale = max_norm / jnp.where(over, norm, 1)
     return jnp.where(over, (x * scale).astype(rows.dtype), rows)

@@ -16,7 +16,7 @@ read_rows_p = _compat.linear_primitive(
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """`table[ids]` for flat ids; those out of range read the nearest row.
+    """Returns `table[ids]` for flat ids; an id out of range reads the nearest row.
 
     Args:
       table: `[V, ...]`.
@@ -26,7 +26,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
       `[n, ...]`, of the table's dtype.
     """
     table, ids = jnp.asarray(table), jnp.asarray(ids)
-    # The types of these arrays have a mesh, which XLA's gather propagates.
+    # If the types of these arrays have a mesh, XLA's gather propagates it.
     if _compat.is_laid_out(table) or _compat.is_laid_out(ids):
         return xla.read_rows(table, ids)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:

@@ -1,8 +1,9 @@
 """top_k: the rows of a table with the highest scores, exactly, in chunks of the table.
 
 Invariant: no array has V columns, or more rows of the table than a chunk. A `scan` goes
-over the chunks in the order of ids and keeps the k best so far; `lax.top_k` puts the
-lower index first among equals, so those found earlier, with lower ids, stay in front.
+over the chunks in the order of ids and keeps the k best so far. `lax.top_k` puts the
+lower index first among equal scores, so rows of earlier chunks, with lower ids, stay in
+front.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sparsejax._segments import SegmentTensor
 
 
 _CALL = "sparsejax.top_k"
-# Elements of a chunk's scores, and of its rows: a few MB, as caches hold them.
+# Elements of a chunk's scores, and of its rows: a few MB, which fit into caches.
 _CHUNK_ELEMENTS = 1 << 21
 
 
@@ -42,10 +43,10 @@ def top_k(
 
       ids[b, 0], ids[b, 1], ... = argsort_i(-score(queries[b], table[i]) - bias[i])
 
-    Equal to sorting the scores of all V rows, without them: the table is read in chunks
-    of C rows, so that memory beyond the result is `O(B C)`. Of rows with equal scores
-    the lower id comes first. Nothing is differentiated: for gradients look the ids up
-    and score these rows.
+    The result equals sorting the scores of all V rows, but the table is read in chunks
+    of C rows, and memory beyond the result is `O(B C)`. Among rows with equal scores
+    the lower id comes first. Not differentiable: for gradients, look the ids up and
+    score these rows.
 
     Args:
       table: `[V, D]` floats. (`sparsejax.parallel.top_k` takes a ShardedTable.)
@@ -53,20 +54,20 @@ def top_k(
       k: int, at most V.
       score: `"dot"`; `"cosine"`, where a vector of zeros scores 0; `"l2"`, minus the
         squared distance; or a function of queries `[B, D]` and rows `[C, D]` (or
-        `[C, ...]`, as in the table) to scores `[B, C]`, in which each row's score
-        depends on that row alone.
+        `[C, ...]`, as in the table) that returns scores `[B, C]`. A row's score must
+        depend on that row alone.
       bias: `[V]` or `[V, 1]`, added to the scores.
-      exclude: ids that are not to be found, such as what a user has seen: ints `[E]`
-        for all queries, or `[..., E]`, padded with -1; or a SegmentTensor with a
+      exclude: ids that must not be found, such as items that a user has seen: ints
+        `[E]` for all queries, or `[..., E]`, padded with -1; or a SegmentTensor with a
         segment for each query.
-      chunk_size: int C; by default so many rows that a chunk's scores and rows take a
-        few megabytes.
+      chunk_size: int C; by default chosen so that a chunk's scores and rows take a few
+        megabytes.
       precision: as in `jnp.matmul`. GPUs and TPUs round the factors of float32 products
         by default; `"highest"` does not.
 
     Returns:
-      `(scores, ids)`, both `[..., k]`, scores descending in at least float32. Where
-      fewer than k rows are left, scores of -inf with id -1.
+      `(scores, ids)`, both `[..., k]`, scores descending in at least float32. If fewer
+      than k rows are left, the other slots have score -inf and id -1.
 
     Raises:
       TypeError: `table` or `queries` is not an array of floats, ids are not integers,
@@ -98,7 +99,7 @@ def top_k(
 
 
 def as_table(call: str, table: Any) -> jax.Array:
-    """`table` as an array of floats; raises for anything else."""
+    """Returns `table` as an array of floats, or raises."""
     fix = ""
     if isinstance(table, RowTable):
         fix = "Use sparsejax.parallel.top_k for a ShardedTable."
@@ -107,7 +108,7 @@ def as_table(call: str, table: Any) -> jax.Array:
 
 
 class Search:
-    """Checked arguments of a search, and its parts.
+    """A search: its checked arguments, and the steps that `parallel` shares.
 
     Args:
       call: the public name, in errors.
@@ -167,15 +168,17 @@ class Search:
         chunk_size: Any,
         count: Any = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The best min(k, V) rows of `table`, `(scores, rows)`; -inf for none.
+        """Returns the scores and ids of the best min(k, V) rows of `table`.
+
+        An excluded row has the score -inf.
 
         Args:
-          queries: `[B, D]`, those of this search.
+          queries: `[B, D]`, the queries of this search.
           table: the table, or a device's part of it.
           bias: `[V, 1]` or None.
           pairs: `(query [m], row [m])` that are excluded, or None.
           chunk_size: int or None.
-          count: the number of rows that count, those in front; None for all.
+          count: the number of valid rows, which come first; None for all.
         """
         height = table.shape[0]
         k = min(self.k, height)
@@ -190,17 +193,18 @@ class Search:
         def scores_of(first, begin):
             part, first = table, jnp.asarray(first)
             if table.dtype.itemsize < 4:
-                # XLA slices such floats on a CPU by casting the table, and would do so
-                # once for all chunks.
+                # To slice narrow floats, XLA:CPU casts them. It would hoist the cast
+                # of the whole table out of the loop.
                 part, first = lax.optimization_barrier((table, first))
             rows = lax.dynamic_slice_in_dim(part, first, chunk)
             scores = self._scores(queries, rows)
             if bias is not None:
                 part = lax.dynamic_slice_in_dim(bias, first, chunk)
                 scores += part.reshape(1, chunk).astype(scores.dtype)
-            # -0. is the equal of 0., but not for `lax.top_k`.
+            # -0. equals 0., but `lax.top_k` orders the two.
             scores = jnp.where(scores == 0, 0, scores)
-            # The last chunk begins earlier, so as not to end behind the table.
+            # The last chunk begins earlier, so that it ends with the table. Its first
+            # rows were in the chunk before.
             counts = first + within >= begin
             if count is not None:
                 counts &= first + within < count
@@ -225,7 +229,7 @@ class Search:
         like = jax.eval_shape(scores_of, begins[0], begins[0])
         none = jnp.full((len(queries), k), -jnp.inf, like.dtype)
         nowhere = jnp.full(none.shape, -1, within.dtype)
-        # Inside `shard_map` the best so far vary as what they are made of.
+        # Inside `shard_map` the carry must vary over the same axes as its inputs.
         given = [queries, table, *jax.tree.leaves((bias, pairs, count))]
         axes = frozenset().union(*map(_compat.varying_axes, given))
         if axes:
@@ -235,7 +239,7 @@ class Search:
         return best
 
     def results(self, scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What is returned, of `[B, k]`."""
+        """Returns the public result of scores and rows `[B, k]`."""
         ids = jnp.where(scores == -jnp.inf, _arguments.scalar(-1, ids), ids)
         shape = (*self.lead, self.k)
         return scores.reshape(shape), ids.reshape(shape)
@@ -263,7 +267,7 @@ class Search:
         return lax.stop_gradient(bias.reshape(self.height, 1))
 
     def _check_exclude(self, exclude: Any) -> tuple[jax.Array, jax.Array]:
-        """Pairs of a query and an id that it must not find, both `[m]`."""
+        """Returns pairs of a query and an id to exclude, both `[m]`."""
         call, size = self.call, len(self.queries)
         if isinstance(exclude, SegmentTensor):
             if exclude.num_segments != size:
@@ -273,7 +277,7 @@ class Search:
                 )
             ids = _arguments.as_ids(call, exclude.values, self.height, "exclude")
             query = exclude.segment_ids
-            # What is in no segment is excluded nowhere.
+            # An element outside all segments excludes nothing.
             return jnp.where(query < 0, np.int32(size), query), ids
         if _is_ragged(exclude):
             raise _arguments.wrong_type(
@@ -298,7 +302,7 @@ class Search:
 
 
 def _is_ragged(x: Any) -> bool:
-    """Whether `x` is a list of sets, or of lists of several lengths."""
+    """Returns True if `x` is a list of sets, or of lists of different lengths."""
     if not isinstance(x, list | tuple):
         return False
     inner = [y for y in x if isinstance(y, list | tuple | set | frozenset)]

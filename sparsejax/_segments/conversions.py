@@ -3,13 +3,13 @@
 All of these describe how one axis of n elements is split into K segments:
 
 - lengths, `[K]`: the number of elements in each segment;
-- offsets, `[K + 1]`: where each segment begins, and where the last one ends;
+- offsets, `[K + 1]`: the start of each segment, and the end of the last one;
 - segment ids, `[n]`: the segment of each element, out of range if outside `[0, K)`;
-- ranges, `[K, 2]`: where each segment begins, and its length.
+- ranges, `[K, 2]`: the start and the length of each segment.
 
-Concrete values are checked, and converted by NumPy in int64, so nothing recompiles in a
-data loader whose shapes change from batch to batch. Under `jit` everything is JAX.
-`isinstance(x, np.ndarray)` distinguishes the two.
+Concrete values are checked, and converted by NumPy in int64: in a data loader, shapes
+change from batch to batch, and JAX would compile for each. Under `jit` everything is
+JAX. `isinstance(x, np.ndarray)` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsejax._rows import indexing
 
 
 def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.Array:
-    """The segment of each element, for consecutive segments.
+    """Segment ids of consecutive segments, from their lengths.
 
     `ids = [0] * lengths[0] + [1] * lengths[1] + ...`
 
@@ -115,7 +115,7 @@ def segment_ids_to_lengths(
 
 
 def lengths_to_offsets(lengths: ArrayLike) -> jax.Array:
-    """Where each segment begins, and where the last one ends.
+    """The start of each segment, and the end of the last one.
 
     `offsets[k] = lengths[0] + ... + lengths[k - 1]`
 
@@ -123,7 +123,7 @@ def lengths_to_offsets(lengths: ArrayLike) -> jax.Array:
       lengths: integers `[K]`, not negative.
 
     Returns:
-      int32 `[K + 1]`, or int64 where `lengths` are.
+      int32 `[K + 1]`; int64 if `lengths` are int64.
 
     Raises:
       TypeError: `lengths` are not integers.
@@ -152,7 +152,7 @@ def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
       offsets: integers `[K + 1]` that never decrease.
 
     Returns:
-      int32 `[K]`, or int64 where `offsets` are.
+      int32 `[K]`; int64 if `offsets` are int64.
 
     Raises:
       TypeError: `offsets` are not integers.
@@ -171,13 +171,13 @@ def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
 
 
 def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
-    """Where each segment begins, and its length.
+    """The start and the length of each segment, from the lengths.
 
     Args:
       lengths: integers `[K]`, not negative.
 
     Returns:
-      int32 `[K, 2]` of (offset, length), or int64 where `lengths` are.
+      int32 `[K, 2]` of (offset, length); int64 if `lengths` are int64.
 
     Raises:
       TypeError: `lengths` are not integers.
@@ -201,9 +201,10 @@ def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
 def segment_ids_to_ranges(
     segment_ids: ArrayLike, num_segments: int | None = None
 ) -> jax.Array:
-    """Where each segment begins, and its length.
+    """The start and the length of each segment, from sorted segment ids.
 
-    An empty segment begins where the next non-empty one does, or at 0 if there is none.
+    An empty segment begins with the next non-empty segment, or at 0 if all later
+    segments are empty.
 
     Args:
       segment_ids: integers `[n]`, ascending; ids out of range are not counted, but
@@ -246,12 +247,12 @@ def segment_ids_to_ranges(
 
 
 def is_known(x: Any) -> bool:
-    """Whether the values of `x` are concrete and readable on this host."""
+    """Returns True if the values of `x` are concrete and readable on this host."""
     return _arguments.is_concrete(x) and getattr(x, "is_fully_addressable", True)
 
 
 def as_lengths(call: str, lengths: Any) -> Any:
-    """Lengths `[K]`: checked NumPy int64 if known, else a JAX array."""
+    """Returns lengths `[K]`: checked NumPy int64 if known, else a JAX array."""
     lengths = _as_vector(call, lengths, "lengths", "K")
     if isinstance(lengths, np.ndarray) and lengths.min(initial=0) < 0:
         at = int(np.argmax(lengths < 0))
@@ -266,7 +267,7 @@ def as_lengths(call: str, lengths: Any) -> Any:
 
 
 def as_offsets(call: str, offsets: Any, *, from_zero: bool = True) -> Any:
-    """Offsets `[K + 1]`: checked NumPy int64 if known, else a JAX array."""
+    """Returns offsets `[K + 1]`: checked NumPy int64 if known, else a JAX array."""
     offsets = _as_vector(call, offsets, "offsets", "K + 1")
     if offsets.shape[0] == 0:
         raise ValueError(
@@ -288,7 +289,7 @@ def as_offsets(call: str, offsets: Any, *, from_zero: bool = True) -> Any:
 
 
 def as_segment_ids(call: str, segment_ids: Any, num_segments: int) -> Any:
-    """Segment ids `[n]`, ids out of range as `num_segments`; NumPy stays NumPy."""
+    """Returns segment ids `[n]`, ids out of range as `num_segments`, NumPy as NumPy."""
     ids = _arguments.as_integers(call, segment_ids, "segment_ids")
     _check_one_axis(call, ids, "segment_ids", "n")
     dtype = _arguments.index_dtype(num_segments)
@@ -326,7 +327,7 @@ def _check_one_axis(call: str, x: Any, name: str, axis: str) -> None:
 
 
 def _as_vector(call: str, x: Any, name: str, axis: str) -> Any:
-    """Integers `[axis]`: NumPy int64 if known, else a JAX array."""
+    """Returns integers `[axis]`: NumPy int64 if known, else a JAX array."""
     x = _arguments.as_integers(call, x, name)
     _check_one_axis(call, x, name, axis)
     if is_known(x):
@@ -335,7 +336,7 @@ def _as_vector(call: str, x: Any, name: str, axis: str) -> Any:
 
 
 def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, int]:
-    """Segment ids, as a NumPy array if known, and the number of segments."""
+    """Returns segment ids, as a NumPy array if known, and the number of segments."""
     ids = _as_vector(call, ids, "segment_ids", "n")
     known = isinstance(ids, np.ndarray)
     if num_segments is None:
@@ -346,7 +347,7 @@ def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, 
             )
         return ids, int(ids.max(initial=-1)) + 1
     num_segments = _arguments.static_int(call, "num_segments", num_segments)
-    # 64-bit ids would wrap where JAX indexes with 32 bits.
+    # 64-bit ids would wrap if JAX indexes with 32 bits.
     return ids if known else _arguments.as_ids(call, ids, num_segments), num_segments
 
 
@@ -354,9 +355,9 @@ def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, 
 
 
 def segment_ids_of(lengths: Any, size: int) -> Any:
-    """Segment ids `[size]` from checked lengths; K after the last segment.
+    """Returns segment ids `[size]` from checked lengths; K after the last segment.
 
-    A NumPy array if the lengths are.
+    The result is a NumPy array if the lengths are one.
     """
     k = lengths.shape[0]
     dtype = _arguments.index_dtype(k)
@@ -370,7 +371,7 @@ def segment_ids_of(lengths: Any, size: int) -> Any:
 
 
 def _index_dtype(x: Any) -> Any:
-    """int64 for 64-bit integers if x64 is enabled, else int32."""
+    """Returns int64 for 64-bit integers if x64 is enabled, else int32."""
     itemsize = getattr(x, "dtype", np.dtype("int32")).itemsize
     return np.dtype(np.int64 if itemsize > 4 and _arguments.x64_enabled() else np.int32)
 

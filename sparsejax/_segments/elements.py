@@ -1,8 +1,8 @@
 """The values of a SegmentTensor: a pytree whose arrays share their first axis.
 
 That axis is the elements. A leaf is an array `[n, ...]` or, for nested segments, a
-SegmentTensor of n segments, each of which is one element. A list is read as an array,
-never as a node of the tree.
+SegmentTensor of n segments, each of which is one element. A list is an array, never a
+node of the tree.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from sparsejax._rows import indexing
 
 
 def is_nested(x: Any) -> bool:
-    """Whether `x` is a SegmentTensor (its class imports this module)."""
+    """Returns True for a SegmentTensor, whose class imports this module."""
     return hasattr(x, "segment_ids") and hasattr(x, "num_segments")
 
 
 def is_leaf(x: Any) -> bool:
-    """Whether `x` is a leaf: a SegmentTensor, or a list, which is read as an array."""
+    """Returns True for a leaf: a SegmentTensor, or a list, which is an array."""
     return is_nested(x) or isinstance(x, list)
 
 
 def leaves_with_path(values: Any) -> list[tuple[Any, Any]]:
-    """`(path, leaf)` of all leaves."""
+    """Returns `(path, leaf)` of all leaves."""
     return jax.tree_util.tree_leaves_with_path(values, is_leaf=is_leaf)
 
 
@@ -42,7 +42,7 @@ def map_leaves(array: Callable, nested: Callable, values: Any) -> Any:
 
 
 def as_elements(call: str, values: Any) -> Any:
-    """`values` with JAX or NumPy arrays as leaves."""
+    """Returns `values` with JAX or NumPy arrays as leaves."""
 
     def as_leaf(path, x):
         name = f"values{jax.tree_util.keystr(path)}"
@@ -52,7 +52,7 @@ def as_elements(call: str, values: Any) -> Any:
 
 
 def as_array(call: str, x: Any, name: str) -> jax.Array | np.ndarray:
-    """`x` as a JAX or NumPy array with at least one axis."""
+    """Returns `x` as a JAX or NumPy array with at least one axis, or raises."""
     found = _arguments.kind_of(x)
     if not isinstance(x, (jax.Array, np.ndarray)):
         try:
@@ -80,7 +80,7 @@ def as_array(call: str, x: Any, name: str) -> jax.Array | np.ndarray:
 
 
 def narrow(call: str, x: Any, name: str) -> Any:
-    """NumPy integers in JAX's dtype; an error if they would wrap there."""
+    """Casts NumPy integers to JAX's dtype, or raises if they would wrap."""
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
         return x
     dtype = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -96,7 +96,7 @@ def narrow(call: str, x: Any, name: str) -> Any:
 
 
 def check_count(call: str, values: Any, want: Any = None, other: str = "") -> int:
-    """The number of elements; an error unless all leaves have it (and it is `want`)."""
+    """Returns the number of elements; raises unless all leaves have it, and `want`."""
     for path, x in leaves_with_path(values):
         shape = getattr(x, "shape", ())
         found = x.num_segments if is_nested(x) else shape[0] if shape else "a scalar"
@@ -117,7 +117,7 @@ def check_count(call: str, values: Any, want: Any = None, other: str = "") -> in
 
 
 def check_fits(call: str, values: Any, need: Any, n: int, capacity: int) -> None:
-    """Raises if `need` elements exceed `capacity`, or may do so and no NaN can show it.
+    """Raises if `need` elements exceed `capacity`, or may, and NaN cannot report it.
 
     Args:
       need: an int, or traced and at most n.
@@ -137,7 +137,7 @@ def check_fits(call: str, values: Any, need: Any, n: int, capacity: int) -> None
 
 
 def nan_unless(ok: Any, values: Any) -> Any:
-    """`values`, with all floats set to NaN if the traced `ok` is false."""
+    """Sets all floats of `values` to NaN if the traced `ok` is false."""
     mark = lambda x: jnp.where(ok, x, jnp.array(jnp.nan, x.dtype))
     return jax.tree.map(lambda x: mark(x) if _has_nan(x) else x, values)
 
@@ -150,7 +150,7 @@ def _has_nan(x: Any) -> bool:
 
 
 def resize(values: Any, n: int) -> Any:
-    """`values` cut to n elements, or padded with zeros or empty segments."""
+    """Cuts `values` to n elements, or pads with zeros or empty segments."""
 
     def resize_array(x):
         if x.shape[0] >= n:
@@ -163,6 +163,6 @@ def resize(values: Any, n: int) -> Any:
 
 
 def take(values: Any, order: Any) -> Any:
-    """The elements permuted by `order`."""
+    """Permutes the elements by `order`."""
     take_array = lambda x: indexing.take_rows(x, jnp.asarray(order))
     return map_leaves(take_array, lambda x: x._take_segments(order), values)

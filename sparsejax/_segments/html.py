@@ -12,7 +12,7 @@ from sparsejax._rows.html import MUTED, box, number, shape, table, text
 from sparsejax._segments import elements
 
 
-_SEGMENTS, _CELLS = 10, 16  # half as many at the next level
+_MAX_SEGMENTS, _MAX_CELLS = 10, 16  # half as many at the next level
 # Distinct hues, used in turn.
 _HUES = (210, 30, 140, 280, 0, 180)
 
@@ -28,16 +28,16 @@ def segments(x: Any) -> str:
     for path, leaf in elements.leaves_with_path(x.values):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         parts.append(f"<div style='{MUTED}'>{html.escape(name)}</div>" * bool(name))
-        lines = [[str(k), cells] for k, cells in _segment_cells(x, leaf, _SEGMENTS)]
+        lines = [[str(k), cells] for k, cells in _segment_cells(x, leaf, _MAX_SEGMENTS)]
         parts.append(table(lines, x.num_segments - len(lines), escaped=True))
     return box("SegmentTensor", title, parts)
 
 
-def _segment_cells(x: Any, leaf: Any, most: int) -> Iterable[tuple[int, str]]:
-    """The first segments, each as cells of its elements."""
+def _segment_cells(x: Any, leaf: Any, limit: int) -> Iterable[tuple[int, str]]:
+    """Yields the first segments, each as cells of its elements."""
     ids = np.asarray(x.segment_ids)
-    places = [np.flatnonzero(ids == k) for k in range(min(most, x.num_segments))]
-    shown = np.concatenate([np.zeros(0, int), *(p[:_CELLS] for p in places)])
+    places = [np.flatnonzero(ids == k) for k in range(min(limit, x.num_segments))]
+    shown = np.concatenate([np.zeros(0, int), *(p[:_MAX_CELLS] for p in places)])
     if elements.is_nested(leaf):
         inner = dict(_inner_cells(leaf))
         texts = [inner.get(int(place), "…") for place in shown]
@@ -46,17 +46,20 @@ def _segment_cells(x: Any, leaf: Any, most: int) -> Iterable[tuple[int, str]]:
         values = np.asarray(leaf[shown]) if len(shown) else ()
         texts = [number(v) if np.ndim(v) == 0 else shape(v) for v in values]
     for k, mine in enumerate(places):
-        here, texts = texts[:_CELLS][: len(mine)], texts[min(len(mine), _CELLS) :]
+        here, texts = (
+            texts[:_MAX_CELLS][: len(mine)],
+            texts[min(len(mine), _MAX_CELLS) :],
+        )
         more = len(mine) - len(here)
         here += [f"… {more:,} more"] * bool(more)
         yield k, "".join(_cell(text, k) for text in here) or "<i>empty</i>"
 
 
 def _inner_cells(leaf: Any) -> Iterable[tuple[int, str]]:
-    """The cells of the inner segments, which are elements of the outer ones."""
+    """Yields the cells of the inner segments, which are elements of the outer ones."""
     for path, array in elements.leaves_with_path(leaf.values):
-        if not path:  # the keys of a map would not fit into a cell
-            yield from _segment_cells(leaf, array, _SEGMENTS * _CELLS // 2)
+        if not path:  # a map, which has a path, would not fit into a cell
+            yield from _segment_cells(leaf, array, _MAX_SEGMENTS * _MAX_CELLS // 2)
 
 
 def _cell(text: str, k: int) -> str:

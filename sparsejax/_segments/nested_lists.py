@@ -1,6 +1,6 @@
 """Conversion between segments and nested Python lists, and the repr of segments.
 
-All of this is NumPy on known values: a level is flattened or split at once, without a
+Known values are converted by NumPy: a level is flattened or split at once, without a
 Python loop over its elements.
 """
 
@@ -16,8 +16,8 @@ from sparsejax import _arguments
 from sparsejax._segments import conversions, elements as _elements
 
 
-# How many segments, and elements of each, a repr shows: flat, and nested.
-_SHOWN, _SHOWN_NESTED = 8, 4
+# The number of segments, and of elements of a segment, that a repr shows.
+_MAX_SHOWN, _MAX_SHOWN_NESTED = 8, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Level:
 
 
 def read(call: str, lists: Any, dtype: Any) -> Level:
-    """The levels of nested lists, or a dict of them; `dtype` is the innermost dtype."""
+    """Returns the levels of nested lists, or of a dict of them.
+
+    The innermost numbers are cast to `dtype`.
+    """
     if isinstance(lists, dict):
         return _join(call, {k: read(call, v, dtype) for k, v in lists.items()})
     if not isinstance(lists, (list, tuple)) and not _is_array(lists):
@@ -122,7 +125,7 @@ def _join_arrays(call: str, segments: list, dtype: Any) -> np.ndarray:
 
 def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
     if dtype is None and len(items) == 0 and not _is_array(items):
-        dtype = np.int32  # for lists without elements, since most lists are of ids
+        dtype = np.int32  # most lists hold ids
     try:
         x = np.asarray(items)
     except (TypeError, ValueError, OverflowError, jax.errors.JAXTypeError):
@@ -142,7 +145,7 @@ def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
 
 
 def _cast(call: str, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`x` in `dtype`; an error if an integer would wrap or a float be truncated."""
+    """Casts `x`, or raises if an integer would wrap or a float be truncated."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return x.astype(dtype)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)) and x.size:
@@ -172,7 +175,7 @@ def _kind(x: Any) -> str:
 
 
 def _one_of_each_type(items: list) -> list:
-    """One item of each type; all items if any is an array, since ranks may differ."""
+    """Returns one item of each type; all items if one is an array, as ranks differ."""
     seen = dict(zip(map(type, items), items))
     if any(issubclass(kind, (np.ndarray, jax.Array)) for kind in seen):
         return items
@@ -189,7 +192,7 @@ def _type_names(items: Any) -> str:
 
 
 def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
-    """Each array of `values` as lists, one list of elements per segment."""
+    """Returns each array of `values` as lists, one list of elements per segment."""
     known = [segment_ids, *jax.tree.leaves(values)]
     if not all(map(conversions.is_known, known)):
         raise TypeError(
@@ -223,7 +226,7 @@ def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
 
 
 def show(values: Any, segment_ids: Any, num_segments: int) -> str:
-    """`values` by segment; dtype and shape of unknown values."""
+    """Returns `values` by segment as text; dtype and shape if values are unknown."""
     leaves = _elements.leaves_with_path(values)
     if not leaves:
         return repr(values)
@@ -236,7 +239,7 @@ def show(values: Any, segment_ids: Any, num_segments: int) -> str:
 
 
 def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
-    """The segments of `x` and its dtype; its dtype and shape if it is unknown."""
+    """Returns the segments of `x` and its dtype; only its type if it is unknown."""
     innermost = x
     while _elements.is_nested(innermost):
         innermost = innermost.values
@@ -246,21 +249,21 @@ def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
     known = all(conversions.is_known(a) and a.ndim == 1 for a in arrays)
     if not known or jax.dtypes.float0 in [a.dtype for a in arrays]:
         return [_arguments.show_spec(x) if x is innermost else repr(x)]
-    most = _SHOWN if x is innermost else _SHOWN_NESTED
+    limit = _MAX_SHOWN if x is innermost else _MAX_SHOWN_NESTED
     ids = np.asarray(segment_ids)
-    shown = [_show_segment(x, ids, k, most) for k in range(min(num_segments, most))]
-    return [_brackets(shown, num_segments > most), innermost.dtype.name]
+    shown = [_show_segment(x, ids, k, limit) for k in range(min(num_segments, limit))]
+    return [_brackets(shown, num_segments > limit), innermost.dtype.name]
 
 
-def _show_segment(x: Any, ids: np.ndarray, k: int, most: int) -> str:
+def _show_segment(x: Any, ids: np.ndarray, k: int, limit: int) -> str:
     at = np.flatnonzero(ids == k)
     if _elements.is_nested(x):
         inner = np.asarray(x.segment_ids)
-        shown = [_show_segment(x.values, inner, i, most) for i in at[:most]]
+        shown = [_show_segment(x.values, inner, i, limit) for i in at[:limit]]
     else:
-        elements = np.asarray(x)[at[:most]].tolist()
+        elements = np.asarray(x)[at[:limit]].tolist()
         shown = [f"{e:g}" if isinstance(e, float) else str(e) for e in elements]
-    return _brackets(shown, at.size > most)
+    return _brackets(shown, at.size > limit)
 
 
 def _brackets(shown: list[str], more: bool) -> str:

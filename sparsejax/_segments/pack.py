@@ -27,16 +27,16 @@ def pack_segments(
 ) -> Any:
     """Segments as the rows of one array, cut at `max_length` and padded with zeros.
 
-    `out[s, j]` is element j of segment s, zero where the segment has none.
+    `out[s, j]` is element j of segment s, or zero if the segment is shorter.
 
     Args:
       st: SegmentTensor, whose values are an array `[n, ...]` or a tree of arrays.
       max_length: int L. Elements of a segment beyond L are cut and get no gradient.
-      return_mask: whether to return which slots contain an element.
+      return_mask: whether to return a mask of the slots that contain an element.
 
     Returns:
       `[S, max_length, ...]`, or a tree of such arrays, of the values' dtypes. With
-      `return_mask`, a pair of this and bool `[S, max_length]`. Differentiable in the
+      `return_mask`, a pair of these and bool `[S, max_length]`. Differentiable in the
       values.
 
     Raises:

@@ -6,11 +6,11 @@ SegmentTensor stores all of them along one axis: `values` are the elements, and
 
 Every constructor establishes these invariants:
 
-- An element whose segment id is `num_segments` is *empty*: it belongs to no segment,
-  whatever its value. Ids out of range become `num_segments`.
-- The number of elements (`capacity`, including empty ones) and the number of segments
-  are static, so everything works under `jit`. So is `is_sorted`: the ids never
-  decrease, and the empty elements come last.
+- An element whose segment id is `num_segments` is *empty*: it belongs to no segment.
+  Ids out of range become `num_segments`.
+- The number of elements (`capacity`, including empty ones), the number of segments and
+  `is_sorted` are static, so everything works under `jit`. `is_sorted` means that ids
+  never decrease and empty elements come last.
 
 Sharp edges: `jax.tree.map` over a SegmentTensor also visits its segment ids; `.map`
 does not. A stacked batch of SegmentTensors is for `jax.vmap` and `jax.lax.scan`;
@@ -122,7 +122,7 @@ class SegmentTensor:
     def _make_unchecked(
         cls, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool
     ) -> Self:
-        """From checked arguments; NumPy arrays become JAX arrays."""
+        """Makes one from checked arguments; NumPy arrays become JAX arrays."""
         values = elements.map_leaves(jnp.asarray, lambda x: x, values)
         static = num_segments, is_sorted
         return cls.tree_unflatten(static, (values, jnp.asarray(segment_ids)))
@@ -130,7 +130,7 @@ class SegmentTensor:
     # -- pytree ------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The children with their keys."""
+        """Returns the children with their keys."""
         keys = map(jax.tree_util.GetAttrKey, ("values", "segment_ids"))
         children = zip(keys, (self.values, self.segment_ids))
         return tuple(children), (self.num_segments, self.is_sorted)
@@ -156,7 +156,7 @@ class SegmentTensor:
 
     @property
     def offsets(self) -> jax.Array:
-        """Where each segment begins and the last one ends, int32 `[num_segments + 1]`.
+        """Segment starts and the end of the last, int32 `[num_segments + 1]`.
 
         These are positions in the values of `.sort()` (of `self`, if sorted): the row
         pointers of CSR.
@@ -190,14 +190,14 @@ class SegmentTensor:
           values: as in `SegmentTensor`. Elements beyond the sum of `lengths` are
             empty.
           lengths: integers `[K]`.
-          capacity: int, the number of elements of the result, by default that of
-            `values`. The result is padded with empty elements, or cut.
+          capacity: int, the number of elements of the result, by default the number of
+            elements of `values`. The result is padded with empty elements, or cut.
 
         Raises:
           ValueError: a length is negative, or the sum of `lengths` exceeds the number
             of elements or `capacity`. Inside `jit`, floats among the values become NaN
-            instead. If there are no floats, nothing can become NaN: a `capacity` below
-            the number of elements raises inside `jit` too, but wrong lengths silently
+            instead. Without floats, NaN cannot report an error: a `capacity` below the
+            number of elements also raises inside `jit`, but wrong lengths silently
             split the elements differently, and `.lengths` differs from `lengths`.
             Check untrusted lengths before `jit`.
 
@@ -267,8 +267,8 @@ class SegmentTensor:
         """Segments from rows of equal length: the elements that are not `filler`.
 
         Args:
-          padded: `[S, L, ...]`, one row per segment. The filler may be anywhere; with
-            more than two axes, an element is dropped if all of it is filler.
+          padded: `[S, L, ...]`, one row per segment. The filler may be anywhere in a
+            row; with more than two axes, an element is dropped if all of it is filler.
           filler: number that the dtype of `padded` can represent; NaN matches NaN.
           capacity: int, the number of elements of the result. By default the number
             found, or S * L inside `jit`, where that number is unknown.
@@ -276,8 +276,8 @@ class SegmentTensor:
         Raises:
           ValueError: `padded` has fewer than two axes, its dtype cannot represent
             `filler`, or there are more elements than `capacity`. Inside `jit`, floats
-            become NaN instead of the last error, and for integers a `capacity` below
-            S * L is an error.
+            become NaN in place of the last error, and integers with a `capacity` below
+            S * L are an error.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -429,7 +429,7 @@ class SegmentTensor:
         """Segments from the rows of a CSR matrix.
 
         Args:
-          indptr: integers `[K + 1]`, where each row begins; or, as the only argument, a
+          indptr: integers `[K + 1]`, the start of each row; or, as the only argument, a
             matrix with `indptr`, `indices` and `data`: a scipy CSR matrix, or a JAX
             BCSR without batch axes.
           indices: integers `[n]`, the columns.
@@ -438,7 +438,7 @@ class SegmentTensor:
 
         Returns:
           SegmentTensor with one segment per row. Its values are `{"index", "value"}`,
-          or the array `indices` if there is no `data`.
+          or the array `indices` without `data`.
 
         Raises:
           TypeError: `indices` are missing or are not integers.
@@ -497,7 +497,7 @@ class SegmentTensor:
     def _from_lengths(
         cls, call: str, values: Any, lengths: Any, valid: Any, capacity: int | None
     ) -> Self:
-        """From checked lengths; `valid` says whether traced lengths are valid."""
+        """Makes one from checked lengths; `valid` is for traced lengths."""
         values = elements.as_elements(call, values)
         n = elements.check_count(call, values)
         size = n if capacity is None else _arguments.check_capacity(call, capacity)
@@ -526,7 +526,7 @@ class SegmentTensor:
         sizes: tuple[int | None, ...],
         num_segments: int | None,
     ) -> Self:
-        """From one level of lists, padded to `num_segments` with empty segments."""
+        """Makes one from a level of lists, with empty segments up to `num_segments`."""
         need, size, *inner = int(level.lengths.sum()), *sizes, None
         n = need if size is None else size
         elements.check_fits(call, (), need, need, n)
@@ -572,7 +572,8 @@ class SegmentTensor:
     ) -> Any:
         """Rows of equal length, padded with `filler`.
 
-        `out[k, j]` is the j-th element of segment k, or `filler` if there is none.
+        `out[k, j]` is the j-th element of segment k, or `filler` if the segment is
+        shorter.
 
         Args:
           max_length: int L; longer segments are cut. By default the length of the
@@ -650,7 +651,7 @@ class SegmentTensor:
         )
 
     def to_multi_hot(self, num_ids: int) -> jax.Array:
-        """How often each id occurs in each segment.
+        """The number of occurrences of each id in each segment.
 
         `out[k, v] = sum_{i: segment_ids[i] == k, values[i] == v} 1`
 
@@ -694,7 +695,7 @@ class SegmentTensor:
     def sort(self) -> SegmentTensor:
         """The same segments with contiguous elements, and empty elements last.
 
-        Elements of a segment keep their order. Returns `self` if it is sorted already.
+        Elements of a segment keep their order. Returns `self` if it is sorted.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -724,7 +725,7 @@ class SegmentTensor:
         return self._make_unchecked(self.values, ids, n, self.is_sorted)
 
     def _take_segments(self, order: Any) -> SegmentTensor:
-        """The segments permuted by `order`; the result is sorted if `self` is."""
+        """Permutes the segments by `order`; the result is sorted if `self` is."""
         place = jnp.argsort(jnp.asarray(order)).astype(self.segment_ids.dtype)
         inside = indexing.in_range(self.segment_ids, self.num_segments)
         ids = indexing.take_rows(place, self.segment_ids)
@@ -737,10 +738,10 @@ class SegmentTensor:
 
 
 def _as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
-    """`sizes`, an int or None or one per level, as a non-empty tuple."""
+    """Returns `sizes`, an int or None or one per level, as a non-empty tuple."""
     if not isinstance(sizes, (tuple, list)):
         sizes = (sizes,)
-    hint = " For nested segments pass one int or None per level, outermost first."
+    hint = "For nested segments pass one int or None per level, outermost first."
     return tuple(
         x if x is None else _arguments.static_int(call, name, x, 0, hint)
         for x in sizes or (None,)
@@ -748,7 +749,7 @@ def _as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
 
 
 def _as_filler(call: str, filler: Any, dtype: Any) -> np.ndarray:
-    """`filler` in the dtype of the values; an error if it is not representable."""
+    """Returns `filler` in the dtype of the values, or raises if it cannot be cast."""
     try:
         found, value = np.asarray(filler).item(), np.array(filler, dtype)
     except (OverflowError, TypeError, ValueError):
@@ -764,11 +765,12 @@ def _as_filler(call: str, filler: Any, dtype: Any) -> np.ndarray:
 
 
 def _positions(call: str, counts: Any, capacity: int | None) -> tuple[Any, Any]:
-    """The positions of `counts` [n], each repeated by its count, then n as padding.
+    """Repeats each position of `counts` [n] by its count, and pads with n.
 
     Returns:
-      int32 `[capacity]`, and the number of positions, an int if known. Without a
-      capacity all positions fit: traced counts are booleans, so n slots suffice.
+      int32 `[capacity]`, and the number of positions, an int if known. The default
+      capacity is that number if known, else n, which suffices: traced counts are
+      booleans.
     """
     n = counts.shape[0]
     if capacity is not None:
@@ -784,7 +786,7 @@ def _positions(call: str, counts: Any, capacity: int | None) -> tuple[Any, Any]:
 
 
 def _rows_of(positions: Any, shape: Sequence[int]) -> Any:
-    """The row of each position in a matrix of `shape`; padding gets the row count."""
+    """Returns the row of each position in a matrix of `shape`, S for padding."""
     rows, columns = shape
     xp = np if isinstance(positions, np.ndarray) else jnp
     row = positions // np.int32(max(columns, 1))
@@ -792,7 +794,7 @@ def _rows_of(positions: Any, shape: Sequence[int]) -> Any:
 
 
 def _gather(x: Any, positions: Any) -> Any:
-    """`x[positions]`, zeros if out of range; in NumPy if both are NumPy arrays."""
+    """Returns `x[positions]`, zeros if out of range; in NumPy for NumPy arrays."""
     if not (isinstance(x, np.ndarray) and isinstance(positions, np.ndarray)):
         return indexing.take_rows(jnp.asarray(x), jnp.asarray(positions))
     out = np.zeros((positions.size, *x.shape[1:]), x.dtype)

@@ -1,7 +1,8 @@
 """unique and partition: distinct ids, and ids grouped by shard.
 
-Here ids are keys of any integer type, including hashes and negative numbers. Without a
-table no id is out of range: none is dropped, and none is truncated to 32 bits.
+Here ids are keys of any integer type, including hashes and negative numbers. There is
+no table, so an id is never out of range: ids are neither dropped nor truncated to 32
+bits.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
 
 
 def _keys(call: str, ids: Any) -> jax.Array:
-    """Ids as a JAX array, or an error if JAX would truncate them to 32 bits."""
+    """Returns ids as a JAX array, or raises if JAX would truncate them to 32 bits."""
     ids = _arguments.as_integers(call, ids)
     is_wide = isinstance(ids, np.ndarray) and ids.itemsize == 8
     if is_wide and not _arguments.x64_enabled():

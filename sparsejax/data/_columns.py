@@ -84,7 +84,7 @@ def _of_frame(call: str, data: Any, name: str) -> Any:
     """
     if _arrow.is_column(data):
         column = _arrow.as_array(call, data, name)
-        is_nested = "list" in str(column.type)
+        is_nested = _arrow.import_pyarrow(call).types.is_nested(column.type)
         return column.to_pylist() if is_nested else np.asarray(column)
     is_text = isinstance(data, (str, bytes))
     if isinstance(data, Sequence) and not isinstance(data, (list, tuple)):

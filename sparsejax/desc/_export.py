@@ -1,14 +1,17 @@
 """Registers our types and the states of optimizers with `jax.export`.
 
-An exported function is saved with the tree structure of its arguments and results, each
-node by a registered name. With these names, a whole training step can be exported,
-saved, and run in another process that does not have the code of the model:
+An exported function is saved with the tree structure of its arguments and results,
+which names each node by a registered name. With the names registered here, a whole
+training step can be exported, saved, and run in another process that does not have the
+code of the model:
 
     exported = jax.export.export(jax.jit(step), platforms=("cpu", "cuda", "tpu"))
     data = exported(params, opt_state, batch).serialize()
 
     import sparsejax                                          # elsewhere
     step = jax.export.deserialize(data).call
+
+`_rows.row_ids` registers the dtype of row ids.
 """
 
 import json
@@ -45,13 +48,13 @@ def register_all() -> None:
                     kind, serialized_name=f"{name}.{kind.__name__}"
                 )
             except ValueError:
-                # Registered already: by the user's program, whose name then counts; or
-                # by this loop, since optax has some states in two modules.
+                # Registered already: by the user's program, whose name stays; or by this
+                # loop, since optax has some states in two modules.
                 continue
 
 
 def _named_tuples(package: types.ModuleType) -> list[type]:
-    """The named tuples of a package, states of transformations among them."""
+    """Returns the named tuples of a package, which include states of optimizers."""
     name = package.__name__
     modules = [m for key, m in sys.modules.items() if f"{key}.".startswith(f"{name}.")]
     found = {

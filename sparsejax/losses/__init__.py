@@ -1,32 +1,32 @@
-"""Losses that score the right item against a few others, not against all.
+"""Losses that compare the positive item with a few negatives, not with all items.
 
-As in `optax.losses`, each returns one loss per example; take the mean
-yourself. They read only the rows of labels and negatives, so under
-`sparsejax.value_and_grad` the gradients of their tables are SelectedRows.
+As in `optax.losses`, each returns one loss per example; the caller takes the mean.
+A loss reads only the rows of labels and negatives, so under
+`sparsejax.value_and_grad` the gradient of its table is a SelectedRows.
 
 On rows of an output table
 
 - `sampled_softmax_loss`: the softmax over the label and sampled negatives.
-- `nce_loss`: a logistic loss of the label and of each sampled negative;
-  word2vec's negative sampling.
+- `nce_loss`: a logistic loss of the label and of each sampled negative, as in
+  word2vec.
 
 On vectors of a batch
 
-- `in_batch_softmax_loss`: two towers; the other pairs' candidates are the
-  negatives.
+- `in_batch_softmax_loss`: for two towers; the candidates of the other examples are
+  the negatives.
 
 On scores of any model
 
-- `bpr_loss`: the logistic loss of differences, for rankings.
-- `margin_ranking_loss`: the hinge loss of differences.
-- `self_adversarial_loss`: a logistic loss that weighs hard negatives more.
+- `bpr_loss`: the logistic loss of score differences.
+- `margin_ranking_loss`: the hinge loss of score differences.
+- `self_adversarial_loss`: a logistic loss with larger weights for hard negatives.
 
 Negatives, drawn on the device
 
-- `NegativeSampler`: draws ids inside a step, uniformly or by frequency; it
-  returns `NegativeSamples`, which the first two losses accept.
+- `NegativeSampler`: draws ids inside a step, uniformly or by frequency. It returns
+  `NegativeSamples`, which the first two losses accept.
 
-`sparsejax.top_k` finds the best items of all.
+`sparsejax.top_k` finds the items with the highest scores.
 """
 
 from sparsejax.losses._in_batch import in_batch_softmax_loss as in_batch_softmax_loss

@@ -1,4 +1,4 @@
-"""in_batch_softmax_loss: two towers, whose batch is its own sample of negatives."""
+"""in_batch_softmax_loss: for two towers, with negatives from the same batch."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def in_batch_softmax_loss(
     where: ArrayLike | None = None,
     num_hard_negatives: int | None = None,
 ) -> jax.Array:
-    """Softmax over the candidates of the batch: row i of both belongs together.
+    """Softmax cross-entropy over the candidates of a batch; query i has candidate i.
 
     With scores `s(i, j) = queries[i] . candidates[j] / temperature - log_q[j]`
 
       loss[i] = log(sum_j exp(s(i, j))) - s(i, i)
 
-    over j = i and the j that count as negatives of i. Frequent items are in many
-    batches, so without the correction `log_q` they are pushed down too often.
+    The sum is over j = i and over the negatives j of query i. Frequent items are in
+    many batches, so they are negatives too often; `log_q` corrects for that.
 
     Args:
-      queries: `[B, D]`, vectors of users, say.
-      candidates: `[C, D]` with C >= B, the vectors of their items. Candidates from B on
-        belong to no query: they are negatives of all, such as sampled ones.
-      candidate_ids: ints `[C]`. A candidate with the id of query i's own candidate is
-        no negative of i (an accidental hit); its score would be pushed down and up.
-      log_q: `[C]`, log of the probability of each candidate to be in a batch, up to a
+      queries: `[B, D]`, for example vectors of users.
+      candidates: `[C, D]` with C >= B, vectors of items. Candidates B, B + 1, ... are
+        negatives of all queries, for example sampled items.
+      candidate_ids: ints `[C]`. If candidate j has the same id as candidate i, it is an
+        accidental hit and not a negative of query i.
+      log_q: `[C]`, log of the probability that each candidate is in a batch, up to a
         constant: `NegativeSampler.from_counts(counts, power=1).log_prob(ids)`.
-      temperature: positive number or scalar array; it may be learned.
-      where: booleans `[C]` or `[B, C]`, the candidates that count as negatives; False
-        for the padding of a batch. A query's own candidate always counts.
-      num_hard_negatives: int; only so many negatives with the highest scores count.
+      temperature: positive number, or scalar array, which may be a parameter.
+      where: booleans `[C]` or `[B, C]`, False for candidates that are not negatives,
+        such as padding. Candidate i always counts for query i.
+      num_hard_negatives: int n; only the n negatives with the highest scores count.
 
     Returns:
       `[B]`, one loss per query, at least float32.
@@ -73,10 +73,9 @@ def in_batch_softmax_loss(
     candidates = _arguments.as_floats(_CALL, candidates, "candidates")
     is_matrix = queries.ndim == 2 and candidates.ndim == 2
     if not is_matrix or queries.shape[1] != candidates.shape[1]:
-        raise ValueError(
-            f"{_CALL}: queries must be [B, D] and candidates [C, D], got shapes "
-            f"{queries.shape} and {candidates.shape}."
-        )
+        found = f"shapes {queries.shape} and {candidates.shape}"
+        want = "[B, D] and candidates [C, D]"
+        raise _arguments.wrong(_CALL, "queries", want, found)
     size, count = queries.shape[0], candidates.shape[0]
     if count < size:
         raise ValueError(
@@ -113,9 +112,8 @@ def in_batch_softmax_loss(
 
 
 def _of_candidates(name: str, x: jax.Array, count: int) -> jax.Array:
+    """Returns `x`; raises unless it has one element for each candidate."""
     if x.shape != (count,):
-        raise ValueError(
-            f"{_CALL}: {name} must be [{count}], one for each candidate, got shape "
-            f"{x.shape}."
-        )
+        want, found = f"[{count}], one for each candidate", f"shape {x.shape}"
+        raise _arguments.wrong(_CALL, name, want, found)
     return x

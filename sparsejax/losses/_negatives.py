@@ -1,13 +1,13 @@
-"""NegativeSampler: draws ids on the device, and returns their expected counts.
+"""NegativeSampler: draws ids on the device, with the log of their expected counts.
 
-A sampler holds a distribution over `[0, V)`. The uniform and the log-uniform one have a
-formula and hold no arrays. A distribution of counts is an alias table (Walker, 1977):
-each of V equal cells has at most two ids, its own and its alias, so that a draw reads
-one cell and makes one comparison for any V. The table is built once, on the host, in
+A sampler is a distribution over `[0, V)`. The uniform and the log-uniform distribution
+have formulas; a distribution of counts has an alias table (Walker, 1977). The table has
+V equal cells with at most two ids each, the cell's own id and its alias, so a draw
+reads one cell and makes one comparison for any V. It is built once, on the host, in
 float64.
 
-Sharp edge: a sampler that a jitted function closes over becomes a constant of the
-program, V numbers long. Pass it as an argument.
+Sharp edge: if a jitted function closes over a sampler, the V numbers of the table
+become a constant of the program. Pass the sampler as an argument.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sparsejax._rows import indexing
 
 
 _CALL = "sparsejax.losses.NegativeSampler"
-# A sample is drawn again at most this many times; slots that are empty then stay empty.
+# After this many rounds of draws, a slot without an id stays empty.
 _MAX_ROUNDS = 64
-# The log-uniform density is taken as constant over 2^-12 of an octave [2^j, 2^(j + 1)).
-# float32 has 2048 numbers in such a part, so rounding does not change the frequencies.
+# An octave [2^j, 2^(j + 1)) of the log-uniform distribution is divided into 2^12 parts
+# of constant density. float32 has 2048 numbers per part, so rounding does not matter.
 _PART_BITS = 12
 
 
 class NegativeSamples(NamedTuple):
-    """Drawn ids, and the logs of their expected counts.
+    """Ids that were drawn, and the logs of their expected counts.
 
     Args:
-      ids: int `[..., n]`; -1 in an empty slot, which losses skip.
+      ids: int `[..., n]`; -1 in a slot that could not be filled, which losses skip.
       log_q: float32 `[..., n]`, log of the expected number of occurrences of each id in
-        the sample; 0 for an empty slot.
+        the sample; 0 for a slot without an id.
       label_log_q: float32, the same for each label; None without labels.
 
     Example:
@@ -60,15 +60,14 @@ class NegativeSamples(NamedTuple):
 
 
 class AliasTable(NamedTuple):
-    """A distribution of counts: V cells, each with an id and an alias.
+    """A distribution of counts: V cells, each with its own id and an alias.
 
     Args:
-      threshold: uint32 `[V]`: a draw of a cell returns its own id with probability
-        `threshold / 2**32`, else its alias.
-      alias: int `[V]`, the alias of each cell.
-      log_probs: float32 `[V]`, log probability of each id, -inf for an id that is never
-        drawn.
-      lowest: float32, the smallest finite entry of `log_probs`.
+      threshold: uint32 `[V]`; a cell yields its own id with probability
+        `threshold / 2**32`.
+      alias: int `[V]`, the id that the cell yields otherwise.
+      log_probs: float32 `[V]`, log probability of each id, -inf if it is never drawn.
+      lowest: float32, the lowest of `log_probs` that is finite.
     """
 
     threshold: jax.Array
@@ -80,16 +79,16 @@ class AliasTable(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NegativeSampler:
-    """A distribution over ids from which a jitted step draws negatives.
+    """A distribution over ids, from which a jitted step draws negatives.
 
-    Make one with `uniform`, `log_uniform` or `from_counts`. A sampler is a pytree: pass
-    it to a jitted function as an argument. A function that closes over it holds its
-    arrays as constants.
+    `uniform`, `log_uniform` and `from_counts` create one. It is a pytree: pass it to a
+    jitted function as an argument. (If the function closes over it, its arrays become
+    constants of the program.)
 
     Args:
       num_ids: int V; ids are in `[0, V)`.
       distribution: `"uniform"`, `"log_uniform"` or `"counts"`.
-      table: arrays `[V]` of the alias table, for `"counts"`; else None.
+      table: arrays `[V]` of the alias table of counts; otherwise None.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -113,17 +112,20 @@ class NegativeSampler:
 
     def __post_init__(self) -> None:
         if self.distribution not in ("uniform", "log_uniform", "counts"):
-            raise ValueError(
-                f"{_CALL}: distribution must be 'uniform', 'log_uniform' or 'counts', "
-                f"got {self.distribution!r}. Use NegativeSampler.uniform(num_ids), "
-                ".log_uniform(num_ids) or .from_counts(counts)."
+            raise _arguments.wrong(
+                _CALL,
+                "distribution",
+                "'uniform', 'log_uniform' or 'counts'",
+                repr(self.distribution),
+                "Use NegativeSampler.uniform(num_ids), .log_uniform(num_ids) or "
+                ".from_counts(counts).",
             )
 
     # -- makers ------------------------------------------------------------------
 
     @classmethod
     def uniform(cls, num_ids: int) -> Self:
-        """Returns a sampler that draws each id with probability `1 / V`.
+        """A sampler in which each id has probability `1 / V`.
 
         Args:
           num_ids: int V.
@@ -132,10 +134,9 @@ class NegativeSampler:
 
     @classmethod
     def log_uniform(cls, num_ids: int) -> Self:
-        """Returns a sampler by Zipf's law, for ids in the order of falling frequency.
+        """A sampler by Zipf's law, `log((id + 2) / (id + 1)) / log(V + 1)`.
 
-        The probability of an id is `log((id + 2) / (id + 1)) / log(V + 1)`. The sampler
-        needs no memory.
+        Ids must be sorted by frequency: id 0 is the most frequent. No array is stored.
 
         Args:
           num_ids: int V.
@@ -144,19 +145,19 @@ class NegativeSampler:
 
     @classmethod
     def from_counts(cls, counts: ArrayLike, power: float = 0.75) -> Self:
-        """Returns a sampler with probabilities proportional to `counts[id] ** power`.
+        """A sampler with probabilities proportional to `counts[id] ** power`.
 
         Args:
-          counts: numbers `[V]` on the host, for example `Vocabulary.counts(column)`.
-            An id with count 0 is never drawn; as a label it has the `log_prob` of the
-            rarest id that can be drawn.
-          power: 0.75 for negatives, as in word2vec; 1 for the distribution of the data,
-            which in-batch negatives follow.
+          counts: numbers `[V]` on the host, for example `Vocabulary.counts(column)`. An
+            id with count 0 is never drawn; a label with count 0 has the `log_prob` of
+            the rarest id that is drawn.
+          power: 0.75 for negatives, as in word2vec; 1 for the frequencies of the data,
+            which in-batch negatives have.
 
         Raises:
-          TypeError: the counts are traced, or `power` is not a number.
+          TypeError: counts are traced or not numbers, or `power` is not a number.
           ValueError: counts are negative, not finite, all 0, or not `[V]`; or `power`
-            is negative.
+            is negative or infinite.
         """
         call = f"{_CALL}.from_counts"
         counts, power = _check_counts(call, counts), _check_power(call, power)
@@ -187,35 +188,35 @@ class NegativeSampler:
         unique: bool = False,
         exclude: ArrayLike | None = None,
     ) -> NegativeSamples:
-        """Draws ids, and computes the expected count of each.
+        """Draws ids, and returns them with the logs of their expected counts.
 
-        The last axis of `shape` is one sample of n ids; the other axes are independent
-        samples. An id with probability p occurs `n p` times in a sample on average.
-        With `unique`, ids are drawn until n of them are distinct; after t draws, the
-        sample has an id with probability `1 - (1 - p)^t`. With `exclude`, the
-        probabilities of the other ids are scaled so that they sum to one.
+        The last axis of `shape` is a sample of n ids; the other axes are independent
+        samples. The expected count of an id with probability p is `n p`. With `unique`,
+        the ids of a sample are distinct: draws are repeated until n distinct ids are
+        found in t draws, and an id is in the sample with probability `1 - (1 - p)^t`.
+        With `exclude`, the probabilities of the other ids are scaled to sum to one.
 
-        `unique` and `exclude` repeat draws, at most 64 times n. Slots that are empty
-        after that have the id -1: n is close to the number of ids that can be drawn.
+        With `unique` or `exclude`, up to 64 n ids are drawn. An id that is still
+        missing is -1: n is too close to the number of ids that can be drawn.
 
         Args:
           key: a PRNG key.
-          shape: int n, or a tuple `(*lead, n)`.
-          labels: ints `[*lead, ...]`, the labels of the loss, whose expected counts are
-            returned in `label_log_q`. Pass the same labels to the loss, which checks
-            only their shape.
-          unique: True for distinct ids in each sample.
-          exclude: ints `[E]` or `[*lead, E]` that are not drawn, for example the items
+          shape: int n, or a tuple `(..., n)`.
+          labels: ints `[*lead, ...]` whose expected counts are also returned; `lead`
+            are the axes of `shape` before the last. Pass the labels that are passed to
+            the loss, which checks only their shape.
+          unique: if True, the ids of a sample are distinct.
+          exclude: ints `[E]` or `[*lead, E]` that must not be drawn, such as the items
             that a user has seen. Ids out of range, such as -1 for padding, are ignored.
-            Each draw is compared with all E of them.
+            Each draw is compared with E ids.
 
         Returns:
           `NegativeSamples(ids, log_q, label_log_q)`.
 
         Raises:
           TypeError: `key` is not a PRNG key, or ids are not integers.
-          ValueError: a size in `shape` is not positive, another shape does not fit, or
-            `unique` needs more than V ids.
+          ValueError: `shape` is not a positive int or a tuple that ends with one, other
+            shapes do not match, or `unique` is set and n exceeds V.
         """
         call = f"{_CALL}.sample"
         key, shape = _arguments.as_key(call, key), _check_shape(call, shape)
@@ -232,8 +233,8 @@ class NegativeSampler:
             labels = _arguments.as_ids(call, labels, self.num_ids, "labels")
             if labels.shape[: len(shape) - 1] != shape[:-1]:
                 raise ValueError(
-                    f"{call}: labels must begin with the axes {shape[:-1]}, which "
-                    f"are all but the last of shape={shape}, got labels of shape "
+                    f"{call}: labels must begin with the axes {shape[:-1]}, all axes "
+                    f"of shape={shape} but the last, got labels of shape "
                     f"{labels.shape}."
                 )
         tries = None
@@ -243,7 +244,7 @@ class NegativeSampler:
             ids = self._draw(key, shape)
 
         def log_expected(ids):
-            """Log of the expected count of ids `[*lead, ...]` in their samples."""
+            """The log of the expected count of ids `[*lead, ...]`."""
             like = lambda x: x.reshape(*x.shape[:-1], *(1,) * (ids.ndim - x.ndim + 1))
             log_p = self.log_prob(ids) - like(log_kept)
             if not unique:
@@ -256,13 +257,13 @@ class NegativeSampler:
         return NegativeSamples(ids, log_q, label_log_q)
 
     def log_prob(self, ids: ArrayLike) -> jax.Array:
-        """Returns the log of the probability that one draw returns an id.
+        """Log of the probability of each id in one draw.
 
         Args:
           ids: ints of any shape.
 
         Returns:
-          float32 of the same shape; NaN for ids out of range.
+          float32 of the same shape; NaN for an id out of range.
         """
         ids = _arguments.as_ids(f"{_CALL}.log_prob", ids, self.num_ids)
         inside = indexing.in_range(ids, self.num_ids)
@@ -282,7 +283,7 @@ class NegativeSampler:
     # -- private -----------------------------------------------------------------
 
     def _draw(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Independent draws of this shape."""
+        """Independent ids of that shape."""
         dtype = _arguments.index_dtype(self.num_ids)
         if self.distribution == "log_uniform":
             return _draw_log_uniform(key, shape, self.num_ids, dtype)
@@ -297,7 +298,7 @@ class NegativeSampler:
     def _draw_until_full(
         self, key: jax.Array, shape: tuple[int, ...], unique: bool, exclude: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids of this shape, and the number of draws of each sample, `[*lead, 1]`."""
+        """Ids of that shape, and the number of draws, `[*lead, 1]`."""
 
         def draw(state):
             turn, found, tries = state
@@ -316,8 +317,8 @@ class NegativeSampler:
 
         none = jnp.full(shape, -1, _arguments.index_dtype(self.num_ids))
         tries = jnp.zeros((*shape[:-1], 1), jnp.float32)
-        # The first round is outside the loop, so that the carry varies over the same
-        # axes as the key inside `shard_map`; zeros vary over none.
+        # The first round is before the loop, so that the carry has the type of draws:
+        # inside `shard_map` draws vary over the axes of the key, and zeros do not.
         state = draw((jnp.int32(0), none, tries))
         _, ids, tries = lax.while_loop(is_short, draw, state)
         return ids, tries
@@ -325,14 +326,14 @@ class NegativeSampler:
     def _check_exclude(
         self, call: str, exclude: Any, shape: tuple[int, ...]
     ) -> jax.Array:
-        """`exclude` as ascending ids `[*lead, E]`; duplicates are out of range."""
+        """`exclude` as ascending ids `[*lead, E]`; duplicates become out of range."""
         exclude = _arguments.as_ids(call, exclude, self.num_ids, "exclude")
         if exclude.ndim == 1:
             exclude = exclude.reshape((1,) * (len(shape) - 1) + exclude.shape)
         elif exclude.shape[:-1] != shape[:-1]:
             raise ValueError(
                 f"{call}: exclude must be [E], or [..., E] with the axes {shape[:-1]}, "
-                f"which are all but the last of shape={shape}, got exclude of shape "
+                f"all axes of shape={shape} but the last, got exclude of shape "
                 f"{exclude.shape}."
             )
         exclude = jnp.sort(exclude, axis=-1)
@@ -343,7 +344,7 @@ class NegativeSampler:
     def _log_kept(self, exclude: jax.Array) -> jax.Array:
         """Log of the probability that a draw is not excluded, `[*lead, 1]`."""
         log_probs = self.log_prob(exclude)
-        if self.table is not None:  # -inf for ids that are never drawn
+        if self.table is not None:  # -inf for an id that is never drawn
             log_probs = indexing.take_rows(self.table.log_probs, exclude)
         inside = indexing.in_range(exclude, self.num_ids)
         probs = jnp.where(inside, jnp.exp(log_probs), 0)
@@ -357,11 +358,11 @@ class NegativeSampler:
 def _draw_log_uniform(
     key: jax.Array, shape: tuple[int, ...], num_ids: int, dtype: Any
 ) -> jax.Array:
-    """Draws ids with density `1 / (id + 1)`.
+    """Ids with density `1 / (id + 1)`.
 
-    `floor(exp(u * log(V + 1)))` of a float32 u cannot reach most ids of a million. So
-    one random number chooses an octave `[2^j, 2^(j + 1))` of `id + 1`, a second one a
-    part of the octave, and a random integer chooses among the ids of that part.
+    With one float32 u, the floor of `exp(u * log(V + 1))` never reaches most of a
+    million ids. So one random number selects an octave `[2^j, 2^(j + 1))` of `id + 1`,
+    a second one a part of the octave, and a third one an id of the part.
     """
     octaves = num_ids.bit_length()
     of_octave, of_part, of_rest = jax.random.split(key, 3)
@@ -387,9 +388,9 @@ def _draw_log_uniform(
 
 
 def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first n distinct ids of both `[..., n]`, and the number of draws used.
+    """The first n distinct ids of `found` and `drawn`, and the number of draws used.
 
-    -1 marks an empty slot. `found` has distinct ids, followed by empty slots.
+    Both are `[..., n]`, and -1 stands for no id. `found` has distinct ids, then -1.
     """
     n = found.shape[-1]
     both = jnp.concatenate([found, drawn], axis=-1)
@@ -398,7 +399,7 @@ def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.A
     is_first = (ascending[..., 1:] != ascending[..., :-1]) & (ascending[..., 1:] >= 0)
     is_first = jnp.concatenate([ascending[..., :1] >= 0, is_first], axis=-1)
     place = lax.broadcasted_iota(jnp.int32, both.shape, both.ndim - 1)
-    # Places of first occurrences, in the order of the draws; other places come last.
+    # Positions of first occurrences, in the order of the draws, then 2 n.
     left_over = jnp.where(is_first, order, 2 * n)
     chosen = jnp.sort(left_over, axis=-1)[..., :n]
     kept = jnp.take_along_axis(both, jnp.minimum(chosen, 2 * n - 1), axis=-1)
@@ -413,15 +414,15 @@ def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.A
 def _alias_table(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`threshold` (uint32) and `alias` for probabilities that sum to one.
 
-    Each cell holds a probability of 1 / V. An id with less (light) leaves a gap in its
-    cell, which an id with more (heavy) fills. Gaps and heavy ids are matched in order.
-    A heavy id whose excess is used up leaves a gap in its own cell, which the next
-    heavy id fills. So the running sums of gaps and excesses determine all aliases, and
-    no loop is needed.
+    Each cell is filled to 1 / V: a light id (below 1 / V) leaves a gap, and a heavy id
+    fills it. Light and heavy ids are taken in order. If the excess of a heavy id is
+    used up, the id is light itself, and the next heavy id fills its gap. So the
+    cumulative sums of gaps and excesses determine the alias of each cell without a
+    loop.
     """
     share = probs * len(probs)
     is_light = share < 1
-    is_light[np.argmax(share)] = False  # rounding may make all light
+    is_light[np.argmax(share)] = False  # rounding may make all of them light
     light, heavy = np.flatnonzero(is_light), np.flatnonzero(~is_light)
     gaps = np.concatenate([[0.0], np.cumsum(1 - share[light])])
     excess = np.cumsum(share[heavy] - 1)
@@ -430,8 +431,7 @@ def _alias_table(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     by = np.searchsorted(excess, gaps[:-1], side="right")
     alias[light] = heavy[np.minimum(by, len(heavy) - 1)]
     alias[heavy[:-1]] = heavy[1:]
-    # The last gap that a heavy id begins to fill may be larger than its remaining
-    # excess; the difference is the gap in the cell of the heavy id.
+    # The last gap that a heavy id began to fill took more than its remaining excess.
     begun = np.searchsorted(gaps[:-1], excess, side="left")
     share[heavy] = 1 - (gaps[begun] - excess)
     share[heavy[-1]] = 1
@@ -457,7 +457,8 @@ def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
         except TypeError:
             sizes = ()
     if not sizes or min(sizes) < 0 or sizes[-1] < 1:
-        raise _arguments.wrong(
+        make = _arguments.wrong if sizes else _arguments.wrong_type
+        raise make(
             call,
             "shape",
             "the number of ids, or a tuple that ends with it",
@@ -470,43 +471,29 @@ def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
 def _check_counts(call: str, counts: Any) -> np.ndarray:
     """`counts` as float64 `[V]`."""
     if isinstance(counts, Tracer):
-        raise _arguments.wrong_type(
-            call,
-            "counts",
-            "known on the host",
-            _arguments.show(counts),
-            "Make the sampler outside of jit, and pass it to the step as an argument.",
-        )
+        fix = "Create the sampler outside of jit, and pass it as an argument."
+        shown = _arguments.show(counts)
+        raise _arguments.wrong_type(call, "counts", "known on the host", shown, fix)
+    want, fix = "an array of numbers [V], one per id", "See Vocabulary.counts(column)."
     try:
         found = np.asarray(counts, np.float64)
     except (TypeError, ValueError):
-        found = np.zeros(0)
+        shown = _arguments.kind_of(counts)
+        raise _arguments.wrong_type(call, "counts", want, shown, fix) from None
     if found.ndim != 1 or not found.size:
-        raise _arguments.wrong(
-            call,
-            "counts",
-            "an array of numbers [V], one for each id",
-            _arguments.kind_of(counts),
-            "Vocabulary.counts(column) returns such an array.",
-        )
+        raise _arguments.wrong(call, "counts", want, f"shape {found.shape}", fix)
     bad = ~((found >= 0) & (found < np.inf))
     if bad.any():
-        raise ValueError(
-            f"{call}: counts must be finite and 0 or more, got {found[bad][0]} for id "
-            f"{np.argmax(bad)}."
-        )
+        shown = f"{found[bad][0]} for id {np.argmax(bad)}"
+        raise _arguments.wrong(call, "counts", "finite and 0 or more", shown)
     return found
 
 
 def _check_power(call: str, power: Any) -> float:
-    if isinstance(power, (int, float, np.number)) and 0 <= power < np.inf:
-        return float(power)
-    is_number = isinstance(power, (int, float, np.number))
-    error = _arguments.wrong if is_number else _arguments.wrong_type
-    raise error(
-        call,
-        "power",
-        "a number of 0 or more",
-        _arguments.show(power),
-        "word2vec uses 0.75; 1 draws by the counts themselves.",
-    )
+    want, shown = "a finite number of 0 or more", _arguments.show(power)
+    fix = "0.75 is the power of word2vec; 1 keeps the frequencies of the data."
+    if not isinstance(power, (int, float, np.number)):
+        raise _arguments.wrong_type(call, "power", want, shown, fix)
+    if not 0 <= power < np.inf:
+        raise _arguments.wrong(call, "power", want, shown, fix)
+    return float(power)

@@ -1,7 +1,7 @@
-"""Losses on scores: the right item's should be above those of negatives.
+"""Losses on the scores of a positive item and of negatives.
 
-All take the positive scores `[...]` and the negative ones, `[...]` or `[..., n]`, and
-return `[...]`; where there are n negatives, their mean.
+Each loss accepts positive scores `[...]` and negative scores `[...]` or `[..., n]`, and
+returns `[...]`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def bpr_loss(
 ) -> jax.Array:
     """Bayesian personalized ranking: `-log sigmoid(positive - negative)`.
 
-    The loss is that of a logistic regression on which of two items was chosen. With n
-    negatives, it is the mean over these.
+    This is the loss of a logistic regression that predicts the item chosen of two. With
+    n negatives, it is the mean over the n pairs.
 
     Args:
-      positive_scores: `[...]`, scores of the right items.
+      positive_scores: `[...]`, scores of the positive items.
       negative_scores: `[...]`, one negative per example; or `[..., n]`.
-      where: booleans of the shape of `negative_scores`, which of them count, such as
-        `negatives.ids != labels[:, None]`. An example without any has loss 0.
+      where: booleans with the shape of `negative_scores`, True for negatives that
+        count, such as `negatives.ids != labels[:, None]`. An example with no negative
+        has loss 0.
 
     Returns:
       `[...]`, one loss per example, at least float32.
@@ -64,16 +65,16 @@ def margin_ranking_loss(
 ) -> jax.Array:
     """Hinge loss of pairs: `max(0, margin + negative - positive)`.
 
-    Zero for a pair once the positive score is above the negative one by `margin`. With
-    n negatives, it is the mean over these.
+    The loss of a pair is 0 if the positive score exceeds the negative score by
+    `margin`. With n negatives, it is the mean over the n pairs.
 
     Args:
-      positive_scores: `[...]`, scores of the right items.
+      positive_scores: `[...]`, scores of the positive items.
       negative_scores: `[...]`, one negative per example; or `[..., n]`.
       margin: number, or scalar array.
-      where: booleans of the shape of `negative_scores`, which of them count. An example
-        without any has loss 0.
-      hardest: whether only the negative with the highest score counts, in place of the
+      where: booleans with the shape of `negative_scores`, True for negatives that
+        count. An example with no negative has loss 0.
+      hardest: if True, the loss of the negative with the highest score replaces the
         mean.
 
     Returns:
@@ -113,7 +114,7 @@ def self_adversarial_loss(
     temperature: Scalar = 1.0,
     where: ArrayLike | None = None,
 ) -> jax.Array:
-    """Logistic loss in which a negative weighs the more, the higher its score is.
+    """Logistic loss in which negatives with higher scores have larger weights.
 
       loss = -log sigmoid(margin + positive)
              - sum_k w_k log sigmoid(-(margin + negative_k))
@@ -122,12 +123,13 @@ def self_adversarial_loss(
     No gradient flows through the weights w.
 
     Args:
-      positive_scores: `[...]`, scores of the right triples; for models of distance,
-        such as RotatE, minus the distance.
+      positive_scores: `[...]`, scores of the positive triples; minus the distance for
+        distance models such as RotatE.
       negative_scores: `[...]`, one negative per example; or `[..., n]`.
-      margin: number, or scalar array; gamma in RotatE, added to all scores.
-      temperature: number, or scalar array; alpha in RotatE. 0 weighs all the same.
-      where: booleans of the shape of `negative_scores`, which of them count.
+      margin: number or scalar array, added to all scores; gamma in RotatE.
+      temperature: number or scalar array; alpha in RotatE. 0 gives equal weights.
+      where: booleans with the shape of `negative_scores`, True for negatives that
+        count.
 
     Returns:
       `[...]`, one loss per example, at least float32.
@@ -160,17 +162,16 @@ def self_adversarial_loss(
 
 
 class _Pairs:
-    """Checked scores: `positive` `[..., 1]`, `negative` `[..., n]`, `where` like it."""
+    """Checked scores: `positive` `[..., 1]`, `negative` and `where` `[..., n]`."""
 
     def __init__(self, call: str, positive: Any, negative: Any, where: Any):
         positive = _arguments.as_floats(call, positive, "positive_scores")
         negative = _arguments.as_floats(call, negative, "negative_scores")
         lead = positive.shape
         if negative.shape != lead and negative.shape[:-1] != lead:
-            raise ValueError(
-                f"{call}: negative_scores must be {lead}, as positive_scores, or have "
-                f"one more axis of negatives, got shape {negative.shape}."
-            )
+            want = f"{lead}, as positive_scores, or have one more axis of negatives"
+            found = f"shape {negative.shape}"
+            raise _arguments.wrong(call, "negative_scores", want, found)
         where = _scores.as_mask(call, where, negative.shape)
         if negative.shape == lead:
             negative = negative[..., None]

@@ -1,4 +1,4 @@
-"""Losses on rows of an output table: of the labels, and of sampled negatives."""
+"""Losses that read the rows of labels and sampled negatives in an output table."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ def sampled_softmax_loss(
 ) -> jax.Array:
     """Softmax cross-entropy over the label and sampled negatives, for large tables.
 
-    With scores `s(c) = inputs . table[c] + bias[c] - log Q(c)`, where Q(c) is how often
-    the sample was expected to have c, for a label y and a sample S
+    The score of class c is `s(c) = inputs . table[c] + bias[c] - log Q(c)`, with Q(c)
+    the expected number of occurrences of c in the sample. For a label y and a sample S
 
       loss = log(exp(s(y)) + sum_{c in S, c != y} exp(s(c))) - s(y)
 
-    This estimates the softmax cross-entropy over all V classes, with n + 1 rows of the
-    table in its place. The log-Q correction makes up for classes that are sampled
-    often. With T labels for an example, each is right with probability 1 / T: the
-    second term is their mean.
+    This estimates the softmax cross-entropy over all V classes, but reads only n + 1
+    rows. The log-Q correction compensates for classes that are sampled often. With T
+    labels for an example, each has probability 1 / T: the second term is their mean.
 
     Args:
       table: `[V, D]`, the vectors of all classes: an array, a SelectedRows of pulled
         rows, a QuantizedTable, or a ShardedTable of `sparsejax.parallel.shard_rows`.
-      inputs: `[..., D]`, what the model makes of each example.
-      labels: ints `[...]` or `[..., T]`. Out of range they give NaN.
+      inputs: `[..., D]`, the model's output for each example.
+      labels: ints `[...]` or `[..., T]`. A label out of range gives NaN.
       negatives: from `NegativeSampler.sample(key, shape, labels)`, either `[n]` for all
-        examples or `[..., n]`. Or ints alone: without log-Q, right for a uniform draw.
-        An id of -1 is skipped.
-      bias: `[V, 1]` or `[V]`. A vector has a sparse gradient only where `tables=`
-        insists on it; `[V, 1]` has one as tables have.
-      remove_accidental_hits: whether negatives that equal a label of their example are
+        examples or `[..., n]`. Or only ints, for no log-Q correction, which is correct
+        for a uniform sample. An id of -1 is skipped.
+      bias: `[V, 1]` or `[V]`. `[V, 1]` may have a sparse gradient, as other tables;
+        `[V]` has one only if `tables=` requires it.
+      remove_accidental_hits: if True, a negative that equals a label of its example is
         skipped.
 
     Returns:
@@ -98,18 +97,18 @@ def nce_loss(
 
       loss = -log sigmoid(s(y)) - sum_{c in S} log sigmoid(-s(c))
 
-    With negatives that are ints alone there is no log-Q in the scores, and this is the
-    negative sampling of word2vec. With T labels for an example, each is right with
-    probability 1 / T, and the first term is a cross-entropy with it for each of them.
+    If negatives are only ints, the scores have no log-Q, and this is the negative
+    sampling of word2vec. With T labels for an example, each has probability 1 / T, and
+    the first term is the sum of their cross-entropies with it.
 
     Args:
-      table: `[V, D]`; this and the others as in `sampled_softmax_loss`.
+      table: `[V, D]`; all arguments are as in `sampled_softmax_loss`.
       inputs: `[..., D]`.
       labels: ints `[...]` or `[..., T]`.
       negatives: from `NegativeSampler.sample(key, shape, labels)`, or ints.
       bias: `[V, 1]` or `[V]`.
-      remove_accidental_hits: whether negatives that equal a label of their example are
-        skipped. NCE's theory keeps them.
+      remove_accidental_hits: if True, a negative that equals a label of its example is
+        skipped. The theory of NCE keeps it.
 
     Returns:
       `[...]`, one loss per example, at least float32.
@@ -141,7 +140,7 @@ def nce_loss(
 
 
 class _Others(NamedTuple):
-    """Scores of the negatives, and which of them count, both `[..., n]`."""
+    """Scores of the negatives, and booleans for those that count; both `[..., n]`."""
 
     scores: jax.Array
     are_negatives: jax.Array
@@ -156,35 +155,29 @@ def _scores_of(
     bias: Any,
     remove_accidental_hits: bool,
 ) -> tuple[jax.Array, _Others]:
-    """The scores s of labels, `[..., T]`, and of negatives."""
+    """The scores of the labels, `[..., T]`, and of the negatives."""
     table = _as_table(call, table, "table")
     inputs = _arguments.as_floats(call, inputs, "inputs")
     if table.ndim != 2 or inputs.ndim < 1 or inputs.shape[-1] != table.shape[1]:
-        raise ValueError(
-            f"{call}: table must be [V, D] and inputs [..., D], got shapes "
-            f"{table.shape} and {inputs.shape}."
-        )
+        found = f"shapes {table.shape} and {inputs.shape}"
+        raise _arguments.wrong(call, "table", "[V, D] and inputs [..., D]", found)
     height, lead = table.shape[0], inputs.shape[:-1]
     labels = _arguments.as_ids(call, labels, height, "labels")
     several = labels.ndim == inputs.ndim
     if labels.shape[: len(lead)] != lead or labels.ndim > inputs.ndim:
-        raise ValueError(
-            f"{call}: labels must be {lead} for inputs {inputs.shape}, or have one "
-            f"more axis for several labels, got shape {labels.shape}."
-        )
+        want = f"{lead} for inputs {inputs.shape}, or have one more axis of labels"
+        raise _arguments.wrong(call, "labels", want, f"shape {labels.shape}")
     ids, log_q, label_log_q = _parts_of(call, negatives, labels)
     ids = _arguments.as_ids(call, ids, height, "negatives")
     if ids.ndim != 1 and ids.shape[:-1] != lead:
-        raise ValueError(
-            f"{call}: negatives must be [n], or [..., n] with the axes {lead} of the "
-            f"examples, got shape {ids.shape}."
-        )
+        want = f"[n], or [..., n] with the axes {lead} of the examples"
+        raise _arguments.wrong(call, "negatives", want, f"shape {ids.shape}")
     if not several:
         labels = labels[..., None]
 
-    # Two reads of one table: their rows become one SelectedRows.
+    # The gradients of the two reads become one SelectedRows.
     right = _scores.products("...d,...td->...t", inputs, lookup.lookup(table, labels))
-    # Shared negatives are one matrix for all examples.
+    # If all examples share the negatives, their scores are one matrix product.
     subscripts = "...d,nd->...n" if ids.ndim == 1 else "...d,...nd->...n"
     others = _scores.products(
         subscripts, inputs, lookup.lookup(table, ids, padding_id=-1)
@@ -205,12 +198,12 @@ def _scores_of(
 
 
 def _like(x: jax.Array, others: jax.Array) -> jax.Array:
-    """`[n]` or `[..., n]` as `[..., n]`."""
+    """`x`, `[n]` or `[..., n]`, broadcast to the shape of `others`."""
     return jnp.broadcast_to(x, others.shape)
 
 
 def _as_table(call: str, table: Any, name: str) -> Table:
-    """A table that can be read by rows of floats."""
+    """`table` as a table of floats; raises for anything else."""
     table = as_table(call, table, name)
     _arguments.check_floats(call, table, name)
     return table
@@ -219,20 +212,17 @@ def _as_table(call: str, table: Any, name: str) -> Table:
 def _check_bias(call: str, bias: Any, height: int) -> Any:
     bias = _as_table(call, bias, "bias")
     if bias.shape not in ((height,), (height, 1)):
-        raise ValueError(
-            f"{call}: bias must be [V, 1] or [V] with the V = {height} rows of table, "
-            f"got shape {bias.shape}."
-        )
+        want = f"[V, 1] or [V] with the V = {height} rows of table"
+        raise _arguments.wrong(call, "bias", want, f"shape {bias.shape}")
     return bias
 
 
 def _parts_of(call: str, negatives: Any, labels: jax.Array) -> tuple[Any, Any, Any]:
-    """Ids, and the logs of expected counts of them and of the labels, or None."""
+    """The ids of `negatives`, their log-Q, and the log-Q of the labels, or None."""
     if isinstance(negatives, NegativeSampler):
-        raise TypeError(
-            f"{call}: negatives must be sampled, got the NegativeSampler itself. Call "
-            "sampler.sample(key, n, labels) in the step."
-        )
+        fix = "Call sampler.sample(key, n, labels) in the step."
+        found = "the NegativeSampler itself"
+        raise _arguments.wrong_type(call, "negatives", "sampled ids", found, fix)
     if not isinstance(negatives, NegativeSamples):
         return negatives, None, None
     ids, log_q, label_log_q = negatives

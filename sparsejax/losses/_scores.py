@@ -19,14 +19,13 @@ def products(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def as_mask(call: str, where: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """`where` as booleans of `shape`; axes of length 1 and missing ones broadcast."""
+    """`where` as booleans, broadcast to `shape`; None stays None."""
     if where is None:
         return None
     where = _arguments.to_array(call, where, "where", "an array of booleans")
     if where.dtype != jnp.bool_:
-        raise TypeError(
-            f"{call}: where must be booleans, got {where.dtype} of shape {where.shape}."
-        )
+        found = f"{where.dtype} of shape {where.shape}"
+        raise _arguments.wrong_type(call, "where", "booleans", found)
     try:
         return jnp.broadcast_to(where, shape)
     except ValueError:
@@ -39,8 +38,9 @@ def as_mask(call: str, where: Any, shape: tuple[int, ...]) -> jax.Array | None:
 def as_scalar(call: str, x: Any, name: str, dtype: Any) -> jax.Array:
     """`x`, a number or a scalar array, as a scalar of `dtype`."""
     found = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
-    found = _arguments.as_array(found)
-    if not isinstance(found, jax.Array) or found.ndim:
-        want = "a number or a scalar array"
+    found, want = _arguments.as_array(found), "a number or a scalar array"
+    if not isinstance(found, jax.Array):
+        raise _arguments.wrong_type(call, name, want, _arguments.show(x))
+    if found.ndim:
         raise _arguments.wrong(call, name, want, _arguments.show(x))
     return found.astype(dtype)

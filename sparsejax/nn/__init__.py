@@ -17,11 +17,11 @@ Layers
 
 Models whose tables live in a `sparsejax.store.KVStore`
 
-- `SparseBlock`: a model that lists the rows it needs.
-- `SparseEmbedding`, `SparseLinear`: blocks with one table.
-- `TableSpec`: the table that a block needs in the store.
+- `SparseBlock`: a model that lists the rows it reads.
+- `SparseEmbedding`, `SparseLinear`: Embedding and Dense as blocks with one table.
+- `TableSpec`: shape, dtype and initializer of a block's table.
 - `merge_row_ids`: joins the `row_ids` of several blocks.
-- `PulledTables`: the tables passed to a block.
+- `PulledTables`: the pulled rows of all tables, the argument of a block.
 - `Trainer`: pulls rows, runs a step and pushes gradients.
 
 Framework adapters, each imported on first use
@@ -56,7 +56,7 @@ from sparsejax.nn._trainer import Trainer as Trainer
 if _TYPE_CHECKING:  # at run time `__getattr__` imports them
     from sparsejax.nn import equinox as equinox, flax as flax, nnx as nnx
 
-# The package that each adapter needs.
+# The package that each adapter imports.
 _ADAPTERS = {"flax": "flax", "nnx": "flax", "equinox": "equinox"}
 
 

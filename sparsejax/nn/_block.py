@@ -60,12 +60,12 @@ class NotPulledError(KeyError):
 
 
 class RowSparseTableError(TypeError):
-    """Pulled rows, a SelectedRows, were used where an array is needed."""
+    """A SelectedRows of pulled rows was used as an array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TableSpec:
-    """The table that a block needs in the store: shape, dtype and initial values.
+    """Shape, dtype and initial values of a block's table in the store.
 
     Args:
       shape: `(num_rows, ...)`.
@@ -141,7 +141,7 @@ class PulledTables(Mapping[str, Any]):
 class SparseBlock(abc.ABC):
     """A model, or part of one, whose tables live in a store and are read by rows.
 
-    A subclass defines the rows it needs and what it computes from them:
+    A subclass lists the rows it reads and computes outputs from them:
 
       row_ids(inputs) -> {table name: ids}
       sparse_forward(tables, params, inputs) -> outputs
@@ -153,7 +153,7 @@ class SparseBlock(abc.ABC):
 
     Raises:
       NotPulledError: the call uses a table that `row_ids` did not return.
-      TypeError: the call passes a table to a layer that needs an array.
+      TypeError: the call uses pulled rows as an array.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -264,10 +264,9 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for ids_of in row_ids:
         if not isinstance(ids_of, Mapping):
-            raise TypeError(
-                f"{call}: each argument must be a dict of table names to ids, as "
-                f"returned by row_ids, got {_arguments.kind_of(ids_of)}."
-            )
+            want = "a dict of table names to ids, as returned by row_ids"
+            found = _arguments.kind_of(ids_of)
+            raise _arguments.wrong_type(call, "each argument", want, found)
         for name, ids in ids_of.items():
             new = _arguments.as_integers(f"{call}: table {name!r}", ids)
             if name not in merged:
@@ -291,16 +290,18 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` on PulledTables; raises RowSparseTableError if it needs an array."""
+    """`forward` with a check of `tables`, and an error if rows are used as an array."""
 
     @functools.wraps(forward)
     def sparse_forward(self, tables, params, inputs):
         owner = type(self).__name__
         if not isinstance(tables, Mapping):
-            raise TypeError(
-                f"{owner}: tables must be a dict of names to pulled rows "
-                "(SelectedRows) or whole tables (arrays), got "
-                f"{_arguments.kind_of(tables)}. Use {{name: store.pull(name, ids)}}."
+            raise _arguments.wrong_type(
+                owner,
+                "tables",
+                "a dict of names to pulled rows (SelectedRows) or whole tables",
+                _arguments.kind_of(tables),
+                "Use {name: store.pull(name, ids)}.",
             )
         if not isinstance(tables, PulledTables):
             tables = PulledTables(tables, owner)
@@ -326,10 +327,10 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _needs_arrays(
     forward: Callable[..., Any], block: Any, tables: Any, params: Any, inputs: Any
 ) -> bool:
-    """Whether `forward` fails because it uses pulled rows as arrays.
+    """Return True if `forward` fails because it uses pulled rows as arrays.
 
-    Traces it twice: with the pulled rows, and with whole tables instead. If both fail
-    with the same error, the cause is something else.
+    This traces `forward` twice, with the pulled rows and with whole tables. If both
+    traces fail with the same error, the error has another cause.
     """
 
     def failure(tables):

@@ -44,9 +44,9 @@ class EmbeddingCollection:
         `(table, combiner)`. Several features may share a table. None creates one
         feature per table, with the same name. Stored as a tuple of
         `(name, table, combiner)`.
-      stacked: False keeps each table as a separate array, under its own name. Whether a
-        gradient is sparse is decided for an array: by the reads of all tables in a
-        stack, against a quarter of all their rows.
+      stacked: False keeps each table as a separate array, under its own name. A stack
+        has one gradient, sparse or dense: the reads of all its tables are compared with
+        a quarter of all its rows.
 
     Raises:
       TypeError, ValueError: tables or features have the wrong type, or no feature reads
@@ -343,9 +343,8 @@ class EmbeddingCollection:
             found = _arguments.kind_of(tables)
             if isinstance(tables, Mapping):
                 found = f"keys {sorted(map(str, tables))}"
-            raise TypeError(
-                f"{_CALL}.stack: tables must be a dict with keys {want}, got {found}."
-            )
+            want = f"a dict with keys {want}"
+            raise _arguments.wrong_type(f"{_CALL}.stack", "tables", want, found)
         arrays = {name: self._as_table(name, x) for name, x in tables.items()}
         return {
             name: jnp.concatenate([arrays[t] for t in stack.tables])
@@ -392,10 +391,8 @@ class EmbeddingCollection:
         for name, given in (("ids", ids), ("weights", weights)):
             if not isinstance(given, Mapping):
                 found = _arguments.kind_of(given)
-                raise TypeError(
-                    f"{_CALL}: {name} must be a dict of feature names to {name}, got "
-                    f"{found}."
-                )
+                want = f"a dict of feature names to {name}"
+                raise _arguments.wrong_type(_CALL, name, want, found)
             known = [name for name, _, _ in self.features]
             for feature in given:
                 _check_known("feature", feature, known)
@@ -431,12 +428,12 @@ class EmbeddingCollection:
         layer = self._layers[name]
         want = layer.num_embeddings, layer.features
         values = _arguments.as_array(values)
-        if not isinstance(values, jax.Array) or values.shape != want:
-            found = getattr(values, "shape", None) or _arguments.kind_of(values)
-            raise ValueError(
-                f"{_CALL}: table {name!r} must be an array of shape {want}, got "
-                f"{found}."
-            )
+        name, wanted = f"table {name!r}", f"an array of shape {want}"
+        if not isinstance(values, jax.Array):
+            found = _arguments.kind_of(values)
+            raise _arguments.wrong_type(_CALL, name, wanted, found)
+        if values.shape != want:
+            raise _arguments.wrong(_CALL, name, wanted, str(values.shape))
         return values.astype(layer.param_dtype)
 
 
@@ -452,10 +449,8 @@ def _as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
     except (TypeError, ValueError):
         pairs, names = (), []
     if not pairs or not all(isinstance(name, str) for name, _ in pairs):
-        raise TypeError(
-            f"{_CALL}: {field} must be a non-empty dict of names to {what}, got "
-            f"{_arguments.show(given)}."
-        )
+        want = f"a non-empty dict of names to {what}"
+        raise _arguments.wrong_type(_CALL, field, want, _arguments.show(given))
     if twice := [name for name in dict(pairs) if names.count(name) > 1]:
         raise ValueError(
             f"{_CALL}: {field} contains the name {twice[0]!r} twice. Give each its "
@@ -473,20 +468,17 @@ def _as_layer(name: str, spec: Any) -> Embedding | EmbeddingBag:
             return EmbeddingBag(*spec)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{_CALL}, table {name!r}: {error}") from None
-    raise TypeError(
-        f"{_CALL}: table {name!r} must be an Embedding, an EmbeddingBag, or "
-        f"(num_embeddings, features), got {_arguments.show(spec)}."
-    )
+    want = "an Embedding, an EmbeddingBag, or (num_embeddings, features)"
+    shown = _arguments.show(spec)
+    raise _arguments.wrong_type(_CALL, f"table {name!r}", want, shown)
 
 
 def _as_read(name: str, given: Any, layers: dict[str, Any]) -> tuple[str, str]:
     """The table and the combiner of a feature, from `table` or `(table, combiner)`."""
     table, *rest = given if isinstance(given, (tuple, list)) and given else (given,)
     if not isinstance(table, str) or len(rest) > 1:
-        raise TypeError(
-            f"{_CALL}: feature {name!r} must be a table name or (table, combiner), "
-            f"got {_arguments.show(given)}."
-        )
+        want, shown = "a table name or (table, combiner)", _arguments.show(given)
+        raise _arguments.wrong_type(_CALL, f"feature {name!r}", want, shown)
     _check_known("table", table, list(layers))
     combiner = rest[0] if rest else getattr(layers[table], "combiner", "none")
     return table, check_combiner(f"{_CALL}, feature {name!r}", combiner)

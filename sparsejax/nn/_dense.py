@@ -35,7 +35,7 @@ class Dense:
       features: int F, the number of output columns.
       in_features: int C, the number of columns of x; None to infer it from the x passed
         to `init`.
-      use_bias: whether to add a bias.
+      use_bias: False for no bias.
       dtype: of the result; None for the promoted dtype of x and the parameters.
         Products and sums are computed in at least float32.
       param_dtype: of the parameters.

@@ -1,7 +1,8 @@
 """Embedding and EmbeddingBag: the layers whose only parameter is a table.
 
-`TableLayer` holds what they share: field checks, `init`, and access to the table in the
-parameters. Each layer defines its own call, which reads rows and may reduce them.
+`TableLayer` is their base class, with the checks of fields, `init`, `row_ids`, and the
+check of the table in the parameters. Each layer defines its own call, which reads rows
+and may reduce them.
 """
 
 from __future__ import annotations
@@ -126,16 +127,17 @@ class TableLayer:
           >>> layer.row_ids(np.array([3, 0, 9, -1]))["embedding"].tolist()
           [3, -1, 9, -2]
         """
-        skip: Any = np.zeros((), bool)
+        segments, given, skip = None, ids, np.zeros((), bool)
         if isinstance(ids, SegmentTensor):
-            st, _ = split_weights(self._call, ids, None)
-            ids = _row_ids.on_host(_arguments.as_integers(self._call, st.values))
-            skip = _row_ids.without_segment(st, ids.ndim)
-        ids = _row_ids.on_host(_arguments.as_integers(self._call, ids))
-        padding = lookup.padding_mask(self._call, ids, self.padding_id)
+            segments, _ = split_weights(self._call, ids, None)
+            given = segments.values
+        found: Any = _row_ids.on_host(_arguments.as_integers(self._call, given))
+        if segments is not None:
+            skip = _row_ids.without_segment(segments, found.ndim)
+        padding = lookup.padding_mask(self._call, found, self.padding_id)
         if padding is not None:
             skip = skip | _row_ids.on_host(padding)
-        found = _row_ids.row_ids(ids, skip, self.num_embeddings, self.mode)
+        found = _row_ids.row_ids(found, skip, self.num_embeddings, self.mode)
         return {"embedding": found}
 
     def table_prefix(self) -> dict[str, bool | None]:
@@ -226,11 +228,10 @@ class Embedding(TableLayer):
         if not isinstance(ids, SegmentTensor):
             return self._rows(table, _arguments.as_integers(self._call, ids), None)
         if not hasattr(ids.values, "dtype"):
-            raise TypeError(
-                f"{self._call}: the values of a SegmentTensor must be one array of "
-                f"ids, got {_arguments.kind_of(ids.values)}. Pass that part of them: "
-                "st.values['ids'], with the same segment ids."
-            )
+            name, want = "the values of a SegmentTensor", "one array of ids"
+            found = _arguments.kind_of(ids.values)
+            fix = "Pass only the ids: st.map(lambda values: values['ids'])."
+            raise _arguments.wrong_type(self._call, name, want, found, fix)
         inside = indexing.in_range(ids.segment_ids, ids.num_segments)
         values = _arguments.as_integers(self._call, ids.values)
         inside = indexing.append_axes(inside, values.ndim)
@@ -262,7 +263,7 @@ class Embedding(TableLayer):
           table.
 
         Raises:
-          TypeError: the table is not an array, or `query` is not such a one.
+          TypeError: the table is not an array, or `query` has another type or shape.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -372,7 +373,7 @@ class EmbeddingBag(TableLayer):
           num_segments: int, the number of bags; static.
           weights: real numbers with the shape of `ids`, for the combiners sum, mean and
             sqrtn; differentiable.
-          indices_are_sorted: whether `segment_ids` are ascending, which is faster.
+          indices_are_sorted: True if `segment_ids` are ascending, which is faster.
 
         Returns:
           `[..., D]`, or `[num_segments, D]`.
@@ -408,7 +409,7 @@ def check_combiner(call: str, combiner: Any) -> str:
     """Returns `combiner`; raises unless it is one of `COMBINERS`."""
     if combiner not in COMBINERS:
         known = ", ".join(map(repr, COMBINERS))
-        raise ValueError(f"{call}: combiner must be one of {known}, got {combiner!r}.")
+        raise _arguments.wrong(call, "combiner", f"one of {known}", repr(combiner))
     return combiner
 
 
@@ -434,7 +435,6 @@ def check_padding_id(call: str, padding_id: Any) -> int | None:
     try:
         return None if padding_id is None else operator.index(padding_id)
     except TypeError:
-        raise TypeError(
-            f"{call}: padding_id must be a static int or None, got "
-            f"{_arguments.show(padding_id)}."
-        ) from None
+        shown = _arguments.show(padding_id)
+        want = "a static int or None"
+        raise _arguments.wrong_type(call, "padding_id", want, shown) from None

@@ -1,4 +1,4 @@
-"""What all layers share: field and parameter checks, the repr, and `tables`.
+"""Code shared by all layers: checks of fields and parameters, the repr, and `tables`.
 
 A layer is a frozen dataclass of static configuration: sizes, dtypes, initializers. It
 is therefore hashable, can be closed over or passed to `jit` as a static argument, and
@@ -87,7 +87,7 @@ def tables(layers: PyTree) -> Any:
 def check_size(call: str, name: str, value: Any) -> int:
     """`value` as a positive int; raises for anything else."""
     if isinstance(value, bool):
-        raise ValueError(f"{call}: {name} must be a positive int, got {value}.")
+        raise _arguments.wrong_type(call, name, "a positive int", str(value))
     return _arguments.static_int(call, name, value, 1)
 
 
@@ -98,9 +98,8 @@ def check_dtype(call: str, name: str, value: Any) -> Any:
     except TypeError:
         dtype = None
     if value is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{call}: {name} must be a real floating-point dtype, got {value!r}."
-        )
+        want = "a real floating-point dtype"
+        raise _arguments.wrong_type(call, name, want, repr(value))
     return dtype
 
 
@@ -109,16 +108,17 @@ def check_bool(call: str, name: str, value: Any, or_none: bool = False) -> Any:
     if isinstance(value, bool) or (or_none and value is None):
         return value
     want = "True, False or None" if or_none else "True or False"
-    raise TypeError(f"{call}: {name} must be {want}, got {_arguments.show(value)}.")
+    raise _arguments.wrong_type(call, name, want, _arguments.show(value))
 
 
 def check_initializer(call: str, name: str, value: Any) -> Any:
     """Returns `value`; raises unless it is callable."""
     if not callable(value):
-        raise TypeError(
-            f"{call}: {name} must be a function (key, shape, dtype) -> array, for "
-            f"example jax.nn.initializers.normal(0.01), got {_arguments.show(value)}."
+        want = (
+            "a function (key, shape, dtype) -> array, for example "
+            "jax.nn.initializers.normal(0.01)"
         )
+        raise _arguments.wrong_type(call, name, want, _arguments.show(value))
     return value
 
 

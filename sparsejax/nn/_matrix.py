@@ -1,7 +1,6 @@
 """The input matrix of Dense and SparseLinear: array or CSR.
 
-`as_matrix` converts what the user passed to an array or a `Csr`; the operations below
-accept both.
+`as_matrix` converts an argument to an array or a `Csr`, and `multiply` accepts both.
 """
 
 import dataclasses
@@ -74,7 +73,7 @@ def as_matrix(call: str, x: Any, columns: int, mode: str = "drop") -> Any:
 
     Args:
       call: the public call, for errors.
-      x: what the user passed.
+      x: the argument.
       columns: the number of columns that `x` must have.
       mode: of the layer. With `"drop"`, an element whose column is out of range
         contributes zero; otherwise its column is left unchanged.
@@ -95,11 +94,11 @@ def as_matrix(call: str, x: Any, columns: int, mode: str = "drop") -> Any:
         found = _arguments.kind_of(x)
         if array is not None:
             found = f"{array.dtype} of shape {array.shape}"
-        raise TypeError(
-            f"{call}: x must be a numeric array [..., {columns}] or CSR (a "
-            "SegmentTensor of {'index', 'value'} or of indices, a scipy CSR "
-            f"matrix, or a BCSR), got {found}."
+        want = (
+            f"a numeric array [..., {columns}] or CSR (a SegmentTensor of {{'index', "
+            "'value'} or of indices, a scipy CSR matrix, or a BCSR)"
         )
+        raise _arguments.wrong_type(call, "x", want, found)
     if array.shape[-1] != columns:
         raise _other_columns(call, array.shape, columns)
     return array
@@ -126,6 +125,7 @@ def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
 
 
 def _other_columns(call: str, shape: tuple, columns: int) -> ValueError:
+    """The error for a matrix whose last axis is not `columns`."""
     return ValueError(
         f"{call}: x must have {columns} columns (in_features), got {shape[-1]} (shape "
         f"{shape})."
@@ -143,11 +143,9 @@ def _as_csr(call: str, x: SegmentTensor, columns: int, mode: str) -> Csr:
         real = _is_real(getattr(value, "dtype", jnp.bool_))
         fine = real and getattr(value, "shape", None) == index.shape
     if not fine:
-        raise TypeError(
-            f"{call}: the values of a SegmentTensor must be {{'index': int[n], "
-            "'value': dtype[n]}, or int[n] if all values are one, got "
-            f"{_describe(x.values)}."
-        )
+        name = "the values of a SegmentTensor"
+        want = "{'index': int[n], 'value': dtype[n]}, or int[n] if all values are one"
+        raise _arguments.wrong_type(call, name, want, _describe(x.values))
     index = _arguments.as_ids(call, index, columns, "the index")
     counts = indexing.in_range(x.segment_ids, x.num_segments)
     if mode == "drop":
@@ -188,7 +186,7 @@ def multiply(
 ) -> jax.Array:
     """`x @ weights`, `[..., *weights.shape[1:]]`, accumulated in at least float32.
 
-    `mode` says what an element reads if its column is out of range or not stored.
+    `mode` decides what an element reads if its column is out of range or not stored.
     """
     wide = indexing.accumulator_dtype(dtype)
     if not isinstance(x, Csr):

@@ -62,7 +62,7 @@ class Stack:
     Args:
       shape: of the array.
       dtype: of the array.
-      sparse_grad: whether its gradient may be sparse.
+      sparse_grad: True if its gradient may be sparse.
       tables: their names, in order.
     """
 
@@ -75,11 +75,11 @@ class Stack:
 def arrange(
     tables: Sequence[tuple[str, Any]], stacked: bool
 ) -> tuple[dict[str, Stack], dict[str, Place]]:
-    """Decides which tables share a stack, and where each table is in its stack.
+    """Assigns each table to a stack and to rows of the stack.
 
     Args:
       tables: pairs of name and layer.
-      stacked: whether tables of the same width, dtype and kind of gradient share a
+      stacked: if True, tables of the same width, dtype and kind of gradient share a
         stack.
 
     Returns:
@@ -124,7 +124,7 @@ def translate(
       place: the location of the table.
       height: the number of rows of the stack.
       ids: integers of any shape.
-      inside: bools with the shape of `ids`, which ids count; None for all.
+      inside: bools with the shape of `ids`, True for ids that count; None for all.
 
     Returns:
       Signed integers of the same shape: a row in `[start, stop)`, `PADDING` for a
@@ -201,7 +201,7 @@ class Key:
       max_norm: the table's `max_norm`.
       combiner: `"none"` for a lookup.
       length: the length of the bags; None for segments, 0 for a lookup.
-      weighted: whether there are weights.
+      weighted: True if there are weights.
     """
 
     stack: str
@@ -213,7 +213,7 @@ class Key:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether rows are read without being reduced."""
+        """Return True if rows are read and not reduced."""
         return self.combiner == "none"
 
 
@@ -230,7 +230,7 @@ def prepare(
     ids: Any,
     weights: Any,
 ) -> Feature:
-    """Prepares one feature of a batch for reading.
+    """Maps the ids of one feature to rows of its stack, and decides how they are read.
 
     Args:
       call: the public call, for errors.
@@ -280,7 +280,7 @@ def prepare(
             x = cast(x.reshape(*lead, *width))
             return x if segments is None else segments.map(lambda _: x)
 
-        if key.mode == "zero":  # so it can be read together with tables of other modes
+        if key.mode == "zero":  # then it can be read together with other modes
             bad = rows == _arguments.scalar(OUT_OF_RANGE, rows)
             rows = jnp.where(bad, _arguments.scalar(PADDING, rows), rows)
         rows = rows.reshape(-1)
@@ -314,7 +314,8 @@ def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
         )
     real = jnp.issubdtype(weights.dtype, jnp.floating)
     if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
-        raise TypeError(f"{call}: weights must be real numbers, got {weights.dtype}.")
+        found = str(weights.dtype)
+        raise _arguments.wrong_type(call, "weights", "real numbers", found)
     return weights.astype(indexing.float_accumulator_dtype(dtype))
 
 
@@ -370,8 +371,8 @@ def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
             max_norm=key.max_norm,
             indices_are_sorted=is_sorted,
         )
-    # The transpose of a split is one concatenation. The transpose of slices would sum
-    # one full-size array per feature, which takes four times as long as the rest of the
+    # The transpose of a split is one concatenation. The transpose of slices sums one
+    # full-size array per feature, which takes four times as long as the rest of the
     # step.
     parts = jnp.split(out, np.cumsum(counts)[:-1].tolist())
     return {x.name: x.finish(part) for x, part in zip(group, parts)}
@@ -380,10 +381,10 @@ def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
 def _read_by_example(
     call: str, stack: RowTable, key: Key, group: Sequence[Feature], examples: int
 ) -> Any:
-    """`_read` of one feature whose ids are those of all features, example by example.
+    """`_read` of all ids of the group, ordered by example and not by feature.
 
-    Where examples are sharded over devices, so are the ids in this order. In the order
-    of features, all ids and rows would move to other devices.
+    If examples are sharded over devices, ids in this order are sharded alike. Ordered
+    by feature, all ids and rows would move to other devices.
     """
     split = lambda x: x.reshape(examples, -1, *x.shape[1:])
     together = lambda parts: jnp.concatenate([split(x) for x in parts], axis=1)
@@ -417,11 +418,10 @@ def _join(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _number_segments(group: Sequence[Feature]) -> tuple[jax.Array, list[int], bool]:
-    """Joined segment ids, segment counts, and whether the joined ids are sorted.
+    """Joined segment ids, segment counts, and True if the joined ids are sorted.
 
-    Empty elements move to the last segment of their feature, where their row,
-    `PADDING`, is not counted. Ids that ascend within each feature therefore ascend
-    overall.
+    Empty elements move to the last segment of their feature, which does not count their
+    row, `PADDING`. Ids that ascend within each feature therefore ascend overall.
     """
     ids, counts, base = [], [], 0
     tensors = [x.segments for x in group if x.segments is not None]

@@ -1,4 +1,4 @@
-"""Trainer: pulls the rows a batch needs, runs a compiled step, pushes the gradients.
+"""Trainer: pulls the rows of a batch, runs a compiled step, pushes the gradients.
 
 One step, for a block with tables T in the store and dense parameters p:
 
@@ -9,8 +9,8 @@ One step, for a block with tables T in the store and dense parameters p:
     store.push(name, g[name])                                for each table
 
 Invariant: the compiled step receives rows in arrays of static capacity, so its memory
-depends on the batch, never on the size of a table. Capacities only grow, in powers of
-two, so each table causes a few compilations at most; `compilations` counts them.
+depends on the batch and not on the size of a table. Capacities are powers of two and
+only grow, so each table causes at most a few compilations; `compilations` counts them.
 
 Sharp edge: each step donates the parameters and the optimizer state, unless `checked`.
 To keep the current `trainer.params`, copy them.
@@ -53,11 +53,10 @@ class Trainer:
       block: a `SparseBlock`, or an object with its two methods.
       store: a `sparsejax.store.KVStore`, with or without a mesh, or an object with its
         methods `init`, `names`, `spec`, `is_trainable`, `pull`, `push` and `stats`.
-      loss: `(outputs, batch) -> scalar`, where `outputs` are the block's.
+      loss: `(outputs, batch) -> scalar`; `outputs` are the outputs of the block.
       tx: optax transformation for the dense parameters, and for tables created here
         unless `table_tx` is given.
-      params: the dense parameters, which are copied; default `block.init(key)`. For a
-        store with a mesh, pass them replicated over it.
+      params: the dense parameters, which are copied; default `block.init(key)`.
       key: PRNG key or int, for initial values.
       table_tx: optax transformation for all tables created here, or a dict of one per
         table name. It is applied to rows, as by `sparsejax.optim.lazy`.
@@ -65,17 +64,18 @@ class Trainer:
       tables: which dense parameters are tables on the device, as in
         `sparsejax.value_and_grad`; `tx` must then be `lazy`. By default none.
       capacity: int, or a dict of one int per table, the number of slots of a pull. By
-        default the number of rows that a batch needs, rounded up to a power of two, and
+        default the number of rows that a batch reads, rounded up to a power of two, and
         never less than before. The elements of scipy matrices are padded the same way.
       clip_norm: positive number; if the global norm of all gradients, of tables and
         dense parameters together, exceeds it, they are scaled down to it.
-      checked: whether to run under `checkify`, as blocks with `mode="raise"` require. A
-        failed check raises before anything is updated. Parameters are then not donated.
-      mode: what to do with ids out of range, as in `KVStore.pull`. "raise" or "error"
-        rejects the batch before anything is updated; -1 in `row_ids` is accepted and
-        means that no row is read, as for padding. "drop" pulls no row for ids out of
-        range; they read what the block's own mode gives, by default NaN, and a NaN loss
-        makes all parameters NaN.
+      checked: True runs the step under `checkify`, which blocks with `mode="raise"`
+        require. A failed check raises before anything is updated. Parameters are then
+        not donated.
+      mode: how ids out of range are treated, as in `KVStore.pull`. "raise" or "error"
+        rejects the batch before anything is updated; -1 in `row_ids` is accepted, since
+        it stands for padding, which reads no row. "drop" pulls no row for an id out of
+        range. The block's own mode then decides what the id reads, by default NaN, and
+        a NaN loss makes all parameters NaN.
 
     Raises:
       TypeError, ValueError: an argument has the wrong type, a dense parameter is
@@ -340,7 +340,7 @@ class Trainer:
         }
 
     def _padded(self, pulled: Mapping[str, SelectedRows]) -> dict[str, SelectedRows]:
-        """Pads the pulled rows to the most slots that any batch has needed so far."""
+        """Pads pulled rows to the largest number of slots so far, by table."""
         for name, rows in pulled.items():
             least = self._capacities.get(name, 0)
             self._capacities[name] = max(least, rows.capacity)
@@ -349,7 +349,7 @@ class Trainer:
     # -- checks -------------------------------------------------------------------
 
     def _check_table(self, name: str, spec: Any) -> None:
-        """Raises if the store's table is not the one that the block needs."""
+        """Raises if the store's table has another shape or dtype than the block's."""
         have, want = self.store.spec(name), tuple(spec.shape)
         if have.shape != want:
             raise ValueError(
@@ -400,12 +400,10 @@ class Trainer:
 def _check_arguments(
     block: Any, store: Any, loss: Any, tx: Any, inputs: Any, clip_norm: Any
 ) -> None:
-    """Raises if an argument is invalid by itself, whatever is in the store."""
+    """Raises if an argument is invalid for any store."""
     if isinstance(block, type):
-        raise TypeError(
-            f"{_CALL}: block must be an instance, got the class {block.__name__}. "
-            f"Pass {block.__name__}(...)."
-        )
+        found, fix = _kind(block), f"Pass {block.__name__}(...)."
+        raise _arguments.wrong_type(_CALL, "block", "an instance", found, fix)
     if not _has(block, "row_ids", "sparse_forward"):
         raise TypeError(
             f"{_CALL}: block must be a sparsejax.nn.SparseBlock, or have its methods "
@@ -416,35 +414,30 @@ def _check_arguments(
         )
     methods = "init", "names", "spec", "is_trainable", "pull", "push", "stats"
     if isinstance(store, type) or not _has(store, *methods):
-        raise TypeError(
-            f"{_CALL}: store must be a sparsejax.store.KVStore, got {_kind(store)}. "
-            "Create one first."
-        )
+        want, fix = "a sparsejax.store.KVStore", "Create one first."
+        raise _arguments.wrong_type(_CALL, "store", want, _kind(store), fix)
     for name, f, signature in (
         ("loss", loss, "(outputs, batch) -> scalar"),
         ("inputs", inputs, "of a batch, or None"),
     ):
         if not callable(f) and not (name == "inputs" and f is None):
-            raise TypeError(
-                f"{_CALL}: {name} must be a function {signature}, got {_kind(f)}."
-            )
+            want = f"a function {signature}"
+            raise _arguments.wrong_type(_CALL, name, want, _kind(f))
     _check_tx("tx", tx)
-    try:
-        positive = clip_norm is None or bool(clip_norm > 0)
-    except (TypeError, ValueError):
-        positive = False
-    if not positive:
-        raise ValueError(
-            f"{_CALL}: clip_norm must be a positive number or None, got {clip_norm!r}."
-        )
+    if clip_norm is not None:
+        want, shown = "a positive number or None", _arguments.show(clip_norm)
+        try:
+            positive = bool(clip_norm > 0)
+        except (TypeError, ValueError):
+            raise _arguments.wrong_type(_CALL, "clip_norm", want, shown) from None
+        if not positive:
+            raise _arguments.wrong(_CALL, "clip_norm", want, shown)
 
 
 def _check_tx(name: str, tx: Any) -> None:
     if not _has(tx, "init", "update"):
-        raise TypeError(
-            f"{_CALL}: {name} must be an optax transformation, for example "
-            f"optax.adam(1e-3), got {_kind(tx)}."
-        )
+        want = "an optax transformation, for example optax.adam(1e-3)"
+        raise _arguments.wrong_type(_CALL, name, want, _kind(tx))
 
 
 def _check_capacity(capacity: Any, store: Any) -> Any:
@@ -505,7 +498,7 @@ def _kind(x: Any) -> str:
 
 
 def _has_checks(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether `function` runs a `checkify.check`; False if it cannot be traced."""
+    """Return True if `function` can be traced and runs a `checkify.check`."""
     try:
         error, _ = jax.eval_shape(checkify.checkify(function), *args)
     except Exception:  # the caller re-raises its own error

@@ -10,7 +10,7 @@ The training step is the same as on one device: `sparsejax.value_and_grad` and
 Rows sharded over devices
 
 - `shard_rows`: makes a `ShardedTable`, which a model reads like an array.
-- `forward`: so that `jnp.take` does, too, where no gradient is taken.
+- `forward`: makes `jnp.take` read it outside of `sparsejax.value_and_grad`.
 - `TableWise`: a layout for stacks, with whole tables on different devices.
 - `top_k`: the rows with the highest scores.
 - `measure_capacity`: the capacity at which a batch needs one round.

@@ -1,4 +1,4 @@
-"""Bags of the rows of a sharded table: which device reduces what.
+"""Bags of the rows of a sharded table: which device reduces which bag.
 
 Rows are read first, each distinct row once per device (`_read.py`). They form a small
 table, which `sparsejax.embedding_bag` reduces on each device. A bag of padded ids lies
@@ -179,7 +179,7 @@ def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.A
 
 
 def _reduce(rows, skip, weights, combiner, segment_ids=None, count=None) -> jax.Array:
-    """`sparsejax.embedding_bag` of `rows`, where element k of the bags is row k."""
+    """`sparsejax.embedding_bag` of `rows`; element k of the bags is row k."""
     here = jax.lax.iota(jnp.int32, skip.size).reshape(skip.shape)
     return _bag.embedding_bag(
         rows,

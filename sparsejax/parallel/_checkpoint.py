@@ -1,10 +1,11 @@
 """save and restore: trees with sharded tables, through the user's own orbax.
 
 A ShardedTable stores its rows in an order that depends on its layout and on the number
-of devices. `save` hands orbax each table as a plain array in the order of ids, sharded
-by blocks of rows: a jitted transpose makes it. `restore` reads such arrays sharded by
-blocks over the devices that want them, and another transpose makes the tables. So any
-number of devices and any layout can restore a table, and orbax alone can read it.
+of devices. `save` gives orbax each table as a plain array in the order of ids, sharded
+by blocks of rows. `restore` reads such an array sharded by blocks over the new devices.
+An exchange of rows (`_exchange.rearrange`) converts between both orders, so that no
+device holds a whole table. Any number of devices and any layout can restore a table,
+and orbax alone can read it.
 
 Orbax does the rest: directories, asynchronous writes, the rename of a step once it is
 complete, old steps, several processes. Orbax also stores, as custom metadata, the shape
@@ -19,7 +20,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,18 +36,22 @@ from sparsejax.parallel._read import owners_of
 from sparsejax.parallel._table import ShardedTable
 
 
+if TYPE_CHECKING:
+    from orbax.checkpoint import CheckpointManager
+
+
 _SAVE, _RESTORE = "sparsejax.parallel.save", "sparsejax.parallel.restore"
 _LEAVES = "sparsejax"  # the key of the leaves' shapes and types in the metadata
 _SCALARS = bool | int | float | complex
 
 
 def save(
-    where: Any,
+    path_or_manager: str | os.PathLike[str] | CheckpointManager,
     tree: PyTree,
     *,
     step: int | None = None,
     custom_metadata: Mapping[str, Any] | None = None,
-) -> None:
+) -> bool:
     """Saves a tree that may hold sharded tables, with orbax.
 
     A checkpoint of N devices can be restored on M devices and in another layout, bit
@@ -59,28 +64,32 @@ def save(
     fails or is interrupted leaves the steps before it.
 
     Args:
-      where: an `orbax.checkpoint.CheckpointManager`; or the path of a new directory,
-        for one checkpoint that is written before `save` returns.
+      path_or_manager: an `orbax.checkpoint.CheckpointManager`; or the path of a new
+        directory, for one checkpoint that is written before `save` returns.
       tree: any pytree of arrays, numbers, PRNG keys, ShardedTables, SelectedRows and
         SegmentTensors.
       step: int, the number of the checkpoint; only for a CheckpointManager.
       custom_metadata: a dictionary that JSON can hold, for example the position of a
         data loader. `manager.metadata(step).custom_metadata` returns it.
 
+    Returns:
+      bool, False if the options of the CheckpointManager (`save_interval_steps`, for
+      example) leave this step out.
+
     Raises:
       ImportError: orbax is not installed.
-      TypeError: `where`, or a leaf, has the wrong type, or a leaf has no values
+      TypeError: `path_or_manager` or a leaf has the wrong type, or a leaf has no values
         (abstract, or traced by `jit`).
-      ValueError: a step is missing, or orbax refuses the path or the step.
+      ValueError: the step is missing or not later than the saved steps, or orbax
+        refuses the path.
 
     Example:
       >>> import jax, numpy as np, orbax.checkpoint as ocp, tempfile, sparsejax as sj
       >>> mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
       >>> table = sj.parallel.shard_rows(np.ones((5, 2), np.float32), mesh, "x")
       >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
-      ...     sj.parallel.save(
-      ...         manager, {"t": table}, step=7, custom_metadata={"batch": 70}
-      ...     )
+      ...     at = {"batch": 70}
+      ...     _ = sj.parallel.save(manager, {"t": table}, step=7, custom_metadata=at)
       ...     spec = jax.ShapeDtypeStruct((5, 2), np.float32)
       ...     like = sj.parallel.shard_rows(spec, mesh, "x", layout="block")
       ...     restored = sj.parallel.restore(manager, {"t": like})
@@ -93,35 +102,47 @@ def save(
       Orbax, `CheckpointManager`; PyTorch, distributed checkpoint (resharding at load).
     """
     orbax = _orbax(_SAVE)
-    is_manager = _check_where(_SAVE, orbax, where)
+    is_manager = _is_manager(_SAVE, orbax, path_or_manager)
     leaves = _describe(_SAVE, tree)
     for name, leaf in _named_leaves(tree):
         _check_has_values(name, leaf.values if _is_table(leaf) else leaf)
-    args = orbax.args.PyTreeSave(jax.tree.map(_to_save, tree, is_leaf=_is_table))
-    metadata = {**(custom_metadata or {}), _LEAVES: leaves}
-    if is_manager:
-        if step is None:
-            raise ValueError(
-                f"{_SAVE}: step must be an int for a CheckpointManager, got None. Pass "
-                "the number of steps trained."
-            )
-        if not where.save(step, args=args, custom_metadata=metadata):
-            raise ValueError(
-                f"{_SAVE}: orbax did not save step {step} in {where.directory}. It "
-                "saves steps later than its latest, "
-                f"{where.latest_step()}, and those that its options choose."
-            )
-        return
-    if step is not None:
+    if is_manager and step is None:
+        raise ValueError(
+            f"{_SAVE}: step must be an int for a CheckpointManager, got None. Pass the "
+            "number of steps trained."
+        )
+    if not is_manager and step is not None:
         raise ValueError(
             f"{_SAVE}: step is only for a CheckpointManager, got step={step!r} and a "
             "path. Make orbax.checkpoint.CheckpointManager(path), or leave it out."
         )
+    manager: Any = path_or_manager
+    if is_manager:
+        latest = manager.latest_step()
+        if latest is not None and step <= latest:
+            raise ValueError(
+                f"{_SAVE}: step {step} is not later than the latest step in "
+                f"{manager.directory}, {latest}. Continue from latest_step(), or save "
+                "to another directory."
+            )
+        if not manager.should_save(step):
+            return False
+    args = orbax.args.PyTreeSave(jax.tree.map(_to_save, tree, is_leaf=_is_table))
+    metadata = {**(custom_metadata or {}), _LEAVES: leaves}
+    if is_manager:
+        return manager.save(step, args=args, custom_metadata=metadata)
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(_absolute(where), args=args, custom_metadata=metadata)
+        path = _absolute(path_or_manager)
+        checkpointer.save(path, args=args, custom_metadata=metadata)
+    return True
 
 
-def restore(where: Any, like: PyTree, *, step: int | None = None) -> Any:
+def restore(
+    path_or_manager: str | os.PathLike[str] | CheckpointManager,
+    like: PyTree,
+    *,
+    step: int | None = None,
+) -> Any:
     """Restores a tree that `save` saved, sharded as `like`.
 
     Each device reads the rows that it owns in the order of ids, and sends them to the
@@ -130,7 +151,8 @@ def restore(where: Any, like: PyTree, *, step: int | None = None) -> Any:
     checkpoints on storage that verifies its data.
 
     Args:
-      where: an `orbax.checkpoint.CheckpointManager`, or a path that `save` got.
+      path_or_manager: an `orbax.checkpoint.CheckpointManager`, or the path of a
+        checkpoint that `save` wrote.
       like: a tree of arrays, or of their abstract forms (`jax.ShapeDtypeStruct`,
         `shard_rows` of one, the result of `jax.eval_shape`). Leaves get its shardings;
         meshes and layouts may differ from the saved ones. A table may be saved sharded
@@ -146,37 +168,37 @@ def restore(where: Any, like: PyTree, *, step: int | None = None) -> Any:
     Raises:
       FileNotFoundError: there is no such checkpoint.
       ImportError: orbax is not installed.
-      TypeError: `where` has the wrong type.
+      TypeError: `path_or_manager` has the wrong type.
       ValueError: trees, heights, shapes or dtypes differ (the message says which), or
         the checkpoint is damaged: files are truncated or missing.
 
     Example:
       >>> import jax.numpy as jnp, tempfile, sparsejax as sj
       >>> path = tempfile.mkdtemp() + "/checkpoint"
-      >>> sj.parallel.save(path, {"w": jnp.arange(3.0)})
+      >>> _ = sj.parallel.save(path, {"w": jnp.arange(3.0)})
       >>> sj.parallel.restore(path, {"w": jnp.zeros(3)})
       {'w': Array([0., 1., 2.], dtype=float32)}
     """
     orbax = _orbax(_RESTORE)
-    is_manager = _check_where(_RESTORE, orbax, where)
     wanted = _describe(_RESTORE, like)
     with contextlib.ExitStack() as stack:
-        if is_manager:
-            where.wait_until_finished()
-            step = where.latest_step() if step is None else step
-            found = step is not None and step in where.all_steps()
-            place = f"step {step} in {where.directory}"
-            place = place if step is not None else f"in {where.directory}"
-            read = functools.partial(where.restore, step)
-            metadata = functools.partial(where.metadata, step)
+        if _is_manager(_RESTORE, orbax, path_or_manager):
+            manager: Any = path_or_manager
+            manager.wait_until_finished()
+            step = manager.latest_step() if step is None else step
+            place = f"in {manager.directory}"
+            place = place if step is None else f"step {step} {place}"
+            exists = step in manager.all_steps()
+            metadata = functools.partial(manager.metadata, step)
+            read = functools.partial(manager.restore, step)
         else:
-            place = _absolute(where)
-            found = os.path.isdir(place) or "://" in place
+            place = _absolute(path_or_manager)
             handler = orbax.PyTreeCheckpointHandler()
             checkpointer = stack.enter_context(orbax.Checkpointer(handler))
-            read = functools.partial(checkpointer.restore, place)
+            exists = os.path.isdir(place) or "://" in place
             metadata = functools.partial(checkpointer.metadata, place)
-        if not found:
+            read = functools.partial(checkpointer.restore, place)
+        if not exists:
             raise FileNotFoundError(
                 f"{_RESTORE}: there is no checkpoint {place}. Check the path; a save "
                 "that was interrupted leaves no checkpoint."
@@ -194,13 +216,13 @@ def restore(where: Any, like: PyTree, *, step: int | None = None) -> Any:
                 f"{_RESTORE}: `like` differs from the tree saved at {place}: "
                 f"{differences}. Make `like` as the saved tree was made."
             )
-        item = jax.tree.map(_abstract, like, is_leaf=_is_table)
+        is_stored = jax.tree.map(_mark_stored, like, is_leaf=_is_table)
         how = functools.partial(_restore_args, orbax)
-        args = orbax.args.PyTreeRestore(
-            item=item, restore_args=jax.tree.map(how, like, is_leaf=_is_table)
-        )
+        how = jax.tree.map(how, like, is_leaf=_is_table)
+        args = orbax.args.PyTreeRestore(item=is_stored, restore_args=how)
         with _reading(place):
-            found = read(args=args) if jax.tree.leaves(item) else item
+            # Orbax refuses a tree without arrays.
+            found = read(args=args) if jax.tree.leaves(is_stored) else is_stored
             return _as_tree(like, found)
 
 
@@ -231,21 +253,21 @@ def _orbax(call: str) -> Any:
     return orbax
 
 
-def _check_where(call: str, orbax: Any, where: Any) -> bool:
-    """Returns True for a CheckpointManager and False for a path; else raises."""
-    if isinstance(where, orbax.CheckpointManager):
+def _is_manager(call: str, orbax: Any, path_or_manager: Any) -> bool:
+    """Returns True for a CheckpointManager, False for a path; raises for others."""
+    if isinstance(path_or_manager, orbax.CheckpointManager):
         return True
-    if isinstance(where, str | os.PathLike):
+    if isinstance(path_or_manager, str | os.PathLike):
         return False
     raise _arguments.wrong_type(
         call,
-        "where",
+        "path_or_manager",
         "an orbax.checkpoint.CheckpointManager or a path",
-        _arguments.kind_of(where),
+        _arguments.kind_of(path_or_manager),
     )
 
 
-def _absolute(path: str | os.PathLike[str]) -> str:
+def _absolute(path: Any) -> str:
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(path)
 
@@ -263,7 +285,7 @@ def _check_has_values(name: str, x: Any) -> None:
     )
 
 
-# ------------------------------------------------------------------ what is compared
+# ------------------------------------------------------------------ descriptions
 
 
 def _describe(call: str, tree: Any) -> dict[str, str]:
@@ -350,8 +372,8 @@ def _to_save(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, np.generic) else x
 
 
-def _abstract(x: Any) -> Any:
-    """Marks a leaf that is stored: 0, or None for an array without elements."""
+def _mark_stored(x: Any) -> Any:
+    """0 for a leaf that is stored, None for an array without elements."""
     return None if math.prod(np.shape(x)) == 0 else 0
 
 
@@ -387,11 +409,14 @@ def _as_leaf(like: Any, found: Any) -> Any:
     if _is_table(like):
         return dataclasses.replace(like, values=_values_like(like, found))
     if found is None:  # it has no elements
-        found = np.zeros(like.shape, like.dtype)
+        zeros = jnp if _is_key(like) else np
+        found = zeros.zeros(like.shape, like.dtype)
         sharding = _sharding(like)
         found = found if sharding is None else jax.device_put(found, sharding)
     if _is_key(like):
-        keys = jax.random.wrap_key_data(found, impl=jax.random.key_impl(like))
+        # The ids of a SelectedRows are keys again once its tree is rebuilt.
+        impl = jax.random.key_impl(like)
+        keys = found if _is_key(found) else jax.random.wrap_key_data(found, impl=impl)
         return keys if _sharding(like) is None else jax.device_put(keys, like.sharding)
     if np.ndim(found):
         found = found[: like.shape[0]]  # without the padding of a table
@@ -426,7 +451,10 @@ def _block_rows(table: ShardedTable) -> int:
 def _by_id(table: ShardedTable) -> jax.Array:
     """The rows of a table in the order of ids, zeros behind them, sharded by blocks."""
     table = table.map(lambda values: jax.device_put(values, table.sharding))
-    return table.values if table.layout == Block() else _to_blocks(table)
+    if table.layout == Block():
+        return table.values
+    # One table at a time: exchanges in flight need memory, and on CPUs threads.
+    return jax.block_until_ready(_to_blocks(table))
 
 
 def _values_like(table: ShardedTable, rows: Any) -> Any:
@@ -436,7 +464,8 @@ def _values_like(table: ShardedTable, rows: Any) -> Any:
         rows = np.zeros(shape, table.dtype)
     values = jax.device_put(rows, table.sharding)
     if table.layout != Block():
-        values = _from_blocks(dataclasses.replace(table, values=values))
+        table_by_id = dataclasses.replace(table, values=values)
+        values = jax.block_until_ready(_from_blocks(table_by_id))
     if isinstance(table.values, np.ndarray):
         return np.asarray(values)
     found = getattr(table.values, "sharding", None)

@@ -3,7 +3,7 @@
 Each device reads all ids of the batch in its own columns, so there is no routing and no
 capacity to choose, and skewed ids do not matter. The rows read are sharded by columns
 too, and the optimizer updates each device's columns locally. Only the ids are sent, to
-every device, plus the rows read where the model needs whole rows
+every device, and the rows read, if the model needs whole rows
 (`sparsejax.parallel.plan` counts the bytes).
 
 The table is a plain array with a sharding. XLA's partitioner needs no help with it:
@@ -74,9 +74,11 @@ def shard_columns(
     axis = check_axis(_CALL, mesh, axis)
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(
-            f"{_CALL}: table must be a JAX or NumPy array or a ShapeDtypeStruct, got "
-            f"{_arguments.kind_of(table)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "table",
+            "a JAX or NumPy array or a ShapeDtypeStruct",
+            _arguments.kind_of(table),
         )
     shape = tuple(table.shape)
     if len(shape) < 2:

@@ -28,7 +28,7 @@ mesh axis; b, the most bags that a device reads from the tables of one group, of
 each. A device holds the rows of its group's tables, divided by m.
 
 An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
-table that is read in several places sends what each of them sends.
+table that is read in several places sends the sum of what each read sends.
 `sparsejax.viz.wire_bytes` reports what a compiled step actually sends.
 """
 
@@ -68,7 +68,7 @@ def costs_of(
     sent: int,
     tx: Any,
 ) -> dict[str, Cost]:
-    """The formulas in the module docstring, in whole bytes; `sent` rows by rows."""
+    """The formulas of this module, in whole bytes; `sent` is the rows sent by rows."""
     height, *content = spec.shape
     row, id_bytes = _bytes_of(spec)
     others = devices - 1
@@ -106,8 +106,8 @@ def cost_table_wise(
     num_groups: int,
     tx: Any,
 ) -> tuple[TableWise, Cost]:
-    """A stack with its tables in groups of devices, and what that costs."""
-    # By read and table the bags of a device. Of ids that are not known, equal shares.
+    """A layout of a stack with its tables in groups of devices, and its cost."""
+    # By read and table the bags of a device. Unknown ids are shared equally.
     starts = np.cumsum([0, *heights[:-1]])
     bags = np.zeros((len(reads), len(heights)))
     for k, read in enumerate(reads):

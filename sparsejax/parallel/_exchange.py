@@ -92,7 +92,7 @@ class Owners:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether the types of arrays over this mesh carry their sharding."""
+        """True if the types of arrays over this mesh carry their sharding."""
         return any(kind == AxisType.Explicit for kind in self.mesh.axis_types)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
@@ -107,7 +107,7 @@ class Owners:
         out_specs: Any,
         check_vma: bool = False,
     ) -> Any:
-        """`body` on each device's part of `args`.
+        """Runs `body` on each device's part of `args`.
 
         Replicas stay equal because they add in the same order. JAX's types cannot
         express that, so they are not checked by default.
@@ -214,7 +214,7 @@ class _Groups(NamedTuple):
     """One device's distinct positions, grouped by owner."""
 
     rows: jax.Array  # [u], ascending, then `height`
-    first: jax.Array  # int32[N], where each owner's group begins
+    first: jax.Array  # int32[N], the start of each owner's group
     size: jax.Array  # int32[N], and how long it is
     slot: jax.Array  # int32[n], the place of each position in `rows`
 
@@ -362,8 +362,8 @@ def _read_here(
     round_of = jnp.where(known, within // np.int32(slots), np.int32(-1))
 
     def one_round(number, rows):
-        asked = _round_ids(owners, groups, slots, number)
-        answers = _read_own_rows(values, _all_to_all(owners, asked))
+        requested = _round_ids(owners, groups, slots, number)
+        answers = _read_own_rows(values, _all_to_all(owners, requested))
         answers = _all_to_all(owners, answers).reshape(owners.count * slots, *row)
         now = round_of == number
         at = jnp.where(now, place, np.int32(answers.shape[0]))
@@ -377,12 +377,12 @@ def _read_here(
     return _for_each_round(rounds, is_single, one_round, start)
 
 
-def _read_own_rows(values: jax.Array, asked: jax.Array) -> jax.Array:
+def _read_own_rows(values: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows `[N, C, ...]` that this device owns, zeros for R."""
-    flat = asked.reshape(-1)
+    flat = ids.reshape(-1)
     used = indexing.in_range(flat, values.shape[0])
     rows = indexing.zero_unless(used, _read_local_rows(values, flat))
-    return rows.reshape(*asked.shape, *values.shape[1:])
+    return rows.reshape(*ids.shape, *values.shape[1:])
 
 
 def _add(
@@ -400,9 +400,9 @@ def _add(
         merged = _sum_duplicates(groups, cotangent.astype(wide))
 
         def one_round(number, table):
-            asked = _all_to_all(owners, _round_ids(owners, groups, slots, number))
+            requested = _all_to_all(owners, _round_ids(owners, groups, slots, number))
             values = _round_values(groups, merged, slots, number)
-            return indexing.add_rows(table, asked, _all_to_all(owners, values))
+            return indexing.add_rows(table, requested, _all_to_all(owners, values))
 
         is_single = _fits_one_round(owners, positions.size, slots)
         rounds = _num_rounds(owners, groups, slots)
@@ -510,7 +510,7 @@ def send_to_owners(
     wide = indexing.accumulator_dtype(dtype)
     here = positions.size // owners.devices
     most_sent = max(1, min(here, owners.rows))  # of distinct rows, to one owner
-    most_got = most_received(owners, slots, positions)
+    most_got = max_received(owners, slots, positions)
     is_single = _fits_one_round(owners, here, slots)
     length = slots * -(-most_sent // max(1, slots))
 
@@ -567,17 +567,17 @@ def receive_by_ranges(
     """Sends gradients of rows to their owners, which apply them range by range.
 
     For the body of an `owners.shard_map`. In each round a device sends its next C rows
-    to each owner, in ascending order. An owner applies those up to the least row at
-    which some device stopped: of these it has all parts, from every device. So a row is
+    to each owner, in ascending order. An owner applies the rows up to the smallest
+    row at which any device stopped, because it has all parts of these rows. So a row is
     applied once, however its parts are distributed, and an owner holds no more than
-    what arrives in a round. What lies above is sent again in the next round. No
-    division of the rows into ranges of at most C from each device has fewer ranges.
+    the rows of a round. The rows above are sent again in the next round. No division
+    of the rows into ranges of at most C from each device has fewer ranges.
 
     Args:
       owners, slots: static.
       positions: `[n]` of this device, `height` for an empty slot.
       values: `[n, ...]`.
-      apply: `carry = apply(rows [m], values [m, ...], carry)`, where `rows` are
+      apply: `carry = apply(rows [m], values [m, ...], carry)`; `rows` are
         this owner's row numbers with all their duplicates, and R for an empty slot;
         ranges ascend.
       carry: any tree of arrays.
@@ -625,7 +625,7 @@ def receive_by_ranges(
     )[2]
 
 
-def most_received(owners: Owners, slots: int, positions: jax.Array) -> int:
+def max_received(owners: Owners, slots: int, positions: jax.Array) -> int:
     """The most distinct rows that an owner can receive for these global positions."""
     here = positions.size // owners.devices
     senders = owners.devices if slots else owners.devices // owners.count

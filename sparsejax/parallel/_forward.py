@@ -25,7 +25,7 @@ _CALL = "sparsejax.parallel.forward"
 
 
 def forward(fun: Callable[P, T]) -> Callable[P, T]:
-    """Makes JAX's functions read the rows of ShardedTables, where no gradient is taken.
+    """Makes JAX's functions read rows of ShardedTables outside of `value_and_grad`.
 
     `jnp.take(table, ids, axis=0)`, and with it the embedding layers of flax, work on a
     ShardedTable inside of `sparsejax.value_and_grad`. `forward` is for calls outside of
@@ -81,7 +81,7 @@ def forward(fun: Callable[P, T]) -> Callable[P, T]:
         with makes_views(True):
             jaxpr, consts = _compat.trace(flat, *inputs)
         live = (True,) * len(jaxpr.outvars)
-        # Reads with deltas, though there are none: all equations are run.
+        # `Reads` without deltas, so that the walk runs all equations.
         outs = walk(Run({}), Reads(()), jaxpr, [*consts, *inputs], live)
         arrays = (x.materialize() if isinstance(x, TableRef) else x for x in outs)
         full = [next(arrays) if x is None else x for x in out_leaves]

@@ -185,9 +185,8 @@ class TableWise:
         lists = {"heights": self.heights, "groups": self.groups}
         for name, given in lists.items():
             if not isinstance(given, Sequence | np.ndarray) or not len(given):
-                raise TypeError(
-                    f"{_CALL}: {name} must be ints, one for each table of the stack, "
-                    f"got {given!r}."
+                raise _arguments.wrong_type(
+                    _CALL, name, "ints, one for each table of the stack", repr(given)
                 )
             ints = (_arguments.static_int(_CALL, name, n, 0) for n in given)
             lists[name] = tuple(ints)
@@ -198,9 +197,8 @@ class TableWise:
                 f"in all, got {len(groups)}."
             )
         if max(groups) >= count:
-            raise ValueError(
-                f"{_CALL}: groups must be less than num_groups, {count}, got "
-                f"{max(groups)}."
+            raise _arguments.wrong(
+                _CALL, "groups", f"less than num_groups, {count}", f"{max(groups)}"
             )
         vars(self).update(heights=heights, groups=groups, num_groups=count)
 

@@ -23,16 +23,16 @@ from sparsejax.optim._lazy.row_program import NotByRows
 from sparsejax.parallel import _exchange
 
 
-# From how many rounds on the rows that could arrive are too many to hold them all.
-_MANY_ROUNDS = 8
+# With this many rounds or more, the rows that could arrive are not held together.
+_MIN_ROUNDS = 8
 
 
 class RangePasses:
     """The passes, by ranges of the owners' rows; a `row_passes.Passes`.
 
-    What reduces over all rows, like a global norm, must be known before the first row
-    is applied. With many owners, rows are then sent twice, once for each pass. With few
-    it is `NotByRows`: the rows are sent once, and held.
+    A reduction over all rows, like a global norm, must be known before the first row is
+    applied. With many rounds, rows are then sent twice, once for each pass. With few
+    rounds `reduce` raises `NotByRows`: the rows are sent once, and held.
 
     Args:
       grad: a ShardedRows, not merged.
@@ -40,10 +40,10 @@ class RangePasses:
 
     def __init__(self, grad: Any):
         self._grad, self._owners, self._slots = grad, grad.owners, grad.slots
-        self._most = _exchange.most_received(grad.owners, grad.slots, grad.rows)
+        self._most = _exchange.max_received(grad.owners, grad.slots, grad.rows)
 
     def after(self, others: Sequence[jax.Array]) -> "RangePasses":
-        """The same: what a device holds of a gradient is its own part."""
+        """The same passes: a device holds only its own part of a gradient."""
         del others
         return self
 
@@ -61,14 +61,14 @@ class RangePasses:
     ) -> list[jax.Array]:
         """Sums of functions of the rows."""
         axes = self._owners.axes
-        if self._most < _MANY_ROUNDS * self._owners.devices * self._slots:
+        if self._most < _MIN_ROUNDS * self._owners.devices * self._slots:
             raise NotByRows("a reduction over rows that can be held")
         if program.has_branches or any(kind != "reduce_sum" for kind, _ in kinds):
             raise NotByRows("a reduction that is not a sum")
 
         def body(receive, tables, others):
             consts, fresh, operands = others
-            local = block_pass.Program(program.jaxpr, consts)
+            local = program.with_consts(consts)
 
             def add(merged, total):
                 sums = block_pass.reduce_rows(
@@ -93,7 +93,7 @@ class RangePasses:
         writes: Sequence[int],
     ) -> tuple[list[jax.Array], Any]:
         """The tables that were written, and the update, a merged ShardedRows."""
-        if program.has_branches:  # whose equations keep a mesh that is not the owner's
+        if program.has_branches:  # their equations have a mesh other than the owner's
             raise NotByRows("a conditional, at an owner")
         owners, most = self._owners, self._most
         ids = jax.ShapeDtypeStruct((), self._grad.rows.dtype)
@@ -101,7 +101,7 @@ class RangePasses:
 
         def body(receive, tables, others):
             consts, operands = others
-            local = block_pass.Program(program.jaxpr, consts)
+            local = program.with_consts(consts)
 
             def write(merged, carry):
                 written, count, rows, updates = carry
@@ -111,7 +111,7 @@ class RangePasses:
                 written, new = block_pass.update_rows(
                     merged, now, operands, local, writes
                 )
-                # All that follows is left out where nobody looks at the update.
+                # XLA removes the rest if the program does not use the update.
                 order = jnp.argsort(merged[0])
                 here = merged[0][order]
                 at = count + lax.iota(jnp.int32, here.shape[0])
@@ -140,7 +140,7 @@ class RangePasses:
         """`body(receive, tables, others)` at each owner.
 
         `receive(apply, carry)` is `carry = apply(merged, carry)` for each range, with
-        what `block_pass.merge_rows` returns for it.
+        the result of `block_pass.merge_rows` as `merged`.
 
         Args:
           body: a function.

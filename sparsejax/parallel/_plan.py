@@ -54,7 +54,7 @@ class TablePlan:
       distinct: the most distinct ids of any device in the sample; `ids` without one.
       capacity: of the ShardedTable, if row-sharded.
       costs: by layout, without layouts that the shape does not allow.
-      choice: the recommended layout, or the one that `layouts=` asked for.
+      choice: the recommended layout, or the layout in `layouts=`.
       is_measured: whether duplicates and capacity were measured on a sample of ids.
       groups: for the layouts of a stack of tables, which devices have which table.
     """
@@ -177,11 +177,11 @@ class Plan:
         return jax.device_put(leaf, everywhere)
 
     def describe(self, *, bytes_per_second: float = 50e9) -> str:
-        """The plan as a table: for each table its layout and what it costs a device.
+        """The plan as text: for each table its layout and its cost for a device.
 
         Args:
-          bytes_per_second: what a device sends to all others, for the last column, the
-            time that a step's bytes need. The default is that of a fast network.
+          bytes_per_second: the bandwidth of a device. The last column is the bytes of a
+            step divided by it. The default is the bandwidth of a fast network.
 
         Returns:
           str, a line for each table: its shape, the ids that a device reads in a step
@@ -189,7 +189,8 @@ class Plan:
           optimizer state on a device, the bytes it sends in a step, and their time.
 
         Raises:
-          ValueError: `bytes_per_second` is not a positive number.
+          TypeError: `bytes_per_second` is not a number.
+          ValueError: `bytes_per_second` is not positive.
 
         Example:
           >>> import jax, sparsejax as sj
@@ -200,9 +201,11 @@ class Plan:
         """
         is_number = isinstance(bytes_per_second, int | float | np.number)
         if not is_number or not bytes_per_second > 0:
-            raise ValueError(
-                f"{_CALL}: describe needs a positive bytes_per_second, got "
-                f"{bytes_per_second!r}."
+            raise (_arguments.wrong if is_number else _arguments.wrong_type)(
+                f"{_CALL}(...).describe",
+                "bytes_per_second",
+                "a positive number",
+                repr(bytes_per_second),
             )
 
         def cells(cost):
@@ -226,7 +229,7 @@ class Plan:
         return "\n".join([text, self._last_lines()])
 
     def _last_lines(self) -> str:
-        line = f"{self.num_devices} devices; memory of a device, and what it sends"
+        line = f"{self.num_devices} devices; memory and sent bytes are of one device"
         limit, need = self.device_bytes, self.total.memory
         if limit is None or need <= limit:
             return line
@@ -261,7 +264,7 @@ def plan(
     layouts: Mapping[str, str] | None = None,
     stacks: Mapping[str, Sequence[int]] | None = None,
 ) -> Plan:
-    """Estimates what each layout of each table costs, and plans one for each.
+    """Estimates the cost of each layout of each table, and chooses a layout for each.
 
     With `loss`, the tables are found among all parameters of a model, and `plan.apply`
     puts the parameters on the devices as planned. The model stays as it is::
@@ -273,17 +276,17 @@ def plan(
     It chooses the layout that sends the fewest bytes and, among equals, the one that
     needs the least memory. If the tables do not fit into `device_bytes`, some get
     layouts that need less memory, starting with those that free the most memory per
-    extra byte sent. The module docstring has the formulas. On a mesh of one device
-    tables are replicated.
+    extra byte sent. docs/scaling.md has the formulas. On a mesh of one device tables
+    are replicated.
 
     Args:
       tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
         tuples of ints (of float32); with `loss`, all parameters of the model.
       mesh: the mesh, or an `AbstractMesh`. Make its axes Auto: over Explicit ones JAX
         itself reads no column-sharded or replicated table at ids that are sharded.
-      batch: for each table, what a step reads from it on all devices together: the
-        number of ids, or a sample of ids, whose duplicates and skew are measured
-        (ideally the ids of a whole step, in order). A tree like `tables`, in which None
+      batch: for each table, the reads of a step on all devices together: the number of
+        ids, or a sample of ids, with measured duplicates and skew (ideally the ids of a
+        whole step, in order). A tree like `tables`, in which None
         means that a leaf is not a table, or one value for all tables. With `loss`, a
         batch of all devices together, of arrays or `jax.ShapeDtypeStruct`; ids of
         arrays are measured.
@@ -296,13 +299,13 @@ def plan(
         with one. It is traced, not run. Tables are the parameters that it reads by
         rows and uses in no other way, as `sparsejax.explain` shows them.
       layouts: by the name of a table, as the plan prints it, or the end of it, a layout
-        to take in place of the recommended one: `"row-sharded"`, `"column-sharded"`,
+        to use instead of the recommended one: `"row-sharded"`, `"column-sharded"`,
         `"table-wise"`, `"table-row-wise"`, `"replicated-sparse"` or
         `"replicated-dense"`.
       stacks: for stacks of tables, the number of rows of each of their tables, by the
         name of the stack or the end of it: `EmbeddingCollection.heights()`. Only these
-        can be sharded table by table, and what is counted is what the collection reads:
-        single ids and bags of a fixed length, which the owners add up.
+        can be sharded table by table. The cost counts single ids and bags of a fixed
+        length, which the owners sum.
 
     Returns:
       `Plan`, which prints as a table. `plan.describe()` has a line for each table with
@@ -314,7 +317,7 @@ def plan(
         has the wrong type.
       ValueError: there are no tables, a table is a scalar or has a negative shape,
         `axis` is unknown, `batch` does not match `tables`, or `layouts` or `stacks`
-        name a table or a layout that there is not, or other numbers of rows.
+        name an unknown table or layout, or other numbers of rows.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -333,8 +336,8 @@ def plan(
     all_axes = getattr(mesh, "axis_names", ())
     axis = check_axis(_CALL, mesh, all_axes if axis is None else axis)
     if tx is not None and not callable(getattr(tx, "init", None)):
-        raise TypeError(
-            f"{_CALL}: tx must be an optax transformation or None, got {tx!r}."
+        raise _arguments.wrong_type(
+            _CALL, "tx", "an optax transformation or None", repr(tx)
         )
     is_number = isinstance(device_bytes, int | float | np.number | None)
     is_number = is_number and not isinstance(device_bytes, bool)
@@ -400,9 +403,14 @@ def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
             )
         table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(
-            f"{_CALL}: {name} must be an array, a jax.ShapeDtypeStruct, a ShardedTable "
-            f"or a shape as a tuple of ints, got {_arguments.kind_of(table)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            name,
+            (
+                "an array, a jax.ShapeDtypeStruct, a ShardedTable or a shape as "
+                "a tuple of ints"
+            ),
+            _arguments.kind_of(table),
         )
     if not table.shape:
         raise ValueError(
@@ -429,9 +437,14 @@ def _heights(
     """The numbers of rows of the tables in each stack, by its whole name."""
     found = {}
     if not isinstance(stacks, Mapping):
-        raise TypeError(
-            f"{_CALL}: stacks must be a dict of heights by the names of stacks, as "
-            f"EmbeddingCollection.heights() returns it, got {stacks!r}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "stacks",
+            (
+                "a dict of heights by the names of stacks, as "
+                "EmbeddingCollection.heights() returns it"
+            ),
+            repr(stacks),
         )
     for given, heights in stacks.items():
         name = _whole_name(given, tables, "stacks")
@@ -451,7 +464,7 @@ def _heights(
 
 
 def _whole_name(given: Any, names: Iterable[str], argument: str) -> str:
-    """Of the tables' names the one that ends with the given key."""
+    """The one table name that ends with the given key."""
     ends = str(given), f"[{given!r}]", f".{given}"
     found = [name for name in names if name == given]
     found = found or [name for name in names if name.endswith(ends)]
@@ -485,7 +498,7 @@ def _table_plan(
     if len(samples) < len(reads):
         distinct, capacity = min(here, spec.shape[0]), None
     else:
-        distinct = _most_distinct(samples, devices, spec.shape[0])
+        distinct = _max_distinct(samples, devices, spec.shape[0])
         measure = lambda ids: measure_capacity(table, ids, margin=1.0)
         capacity = max((measure(ids) for ids in samples if ids.size), default=1)
     slots = [owners.slots(-(-read.count // owners.devices), capacity) for read in reads]
@@ -528,7 +541,7 @@ def _as_reads(name: str, read: Any) -> list[Read]:
     )
 
 
-def _most_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
+def _max_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
     """The most distinct in-range ids on any device, with samples sharded evenly."""
 
     def part(sample, k):
@@ -546,20 +559,19 @@ def _most_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> 
 def _overrule(
     tables: Sequence[TablePlan], layouts: Mapping[str, str]
 ) -> tuple[Sequence[TablePlan], dict[str, str]]:
-    """The tables with the layouts that are asked for, and these by the whole names."""
+    """The tables with the layouts in `layouts`, and these layouts by whole name."""
     known = {table.name: table for table in tables}
     if not isinstance(layouts, Mapping):
-        raise TypeError(
-            f"{_CALL}: layouts must be a dict of layouts by the names of tables, got "
-            f"{layouts!r}."
+        raise _arguments.wrong_type(
+            _CALL, "layouts", "a dict of layouts by the names of tables", repr(layouts)
         )
-    asked: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     for given, layout in layouts.items():
         name = _whole_name(given, known, "layouts")
-        if name in asked:
+        if name in chosen:
             raise ValueError(
                 f"{_CALL}: layouts must name each table once, but {given!r} is {name}, "
-                f"for which there is {asked[name]!r} already."
+                f"which already has {chosen[name]!r}."
             )
         if layout not in known[name].costs:
             raise ValueError(
@@ -567,20 +579,20 @@ def _overrule(
                 f"{', '.join(map(repr, known[name].costs))}, got {layout!r}."
                 f"{_why(layout, known[name])}"
             )
-        asked[name] = layout
+        chosen[name] = layout
     return [
-        dataclasses.replace(table, choice=asked.get(table.name, table.choice))
+        dataclasses.replace(table, choice=chosen.get(table.name, table.choice))
         for table in tables
-    ], asked
+    ], chosen
 
 
 def _why(layout: str, table: TablePlan) -> str:
-    """Why a table may not have a layout that there is."""
+    """Why a table cannot have a known layout."""
     if layout in ("table-wise", "table-row-wise"):
         return (
-            " Table by table only stacks are sharded that stacks= names, of floats, "
-            "read by single ids and bags of a fixed length, on several devices "
-            '("table-row-wise": along several mesh axes).'
+            " Only stacks of floats named in stacks= can be sharded table by table, if "
+            "they are read by single ids and bags of a fixed length, on several "
+            'devices ("table-row-wise": along several mesh axes).'
         )
     if layout == "column-sharded":
         return " Columns must be a multiple of the number of devices."
@@ -590,7 +602,7 @@ def _why(layout: str, table: TablePlan) -> str:
 def _fit(
     tables: Sequence[TablePlan], fixed: Mapping[str, str], budget: int | None
 ) -> Sequence[TablePlan]:
-    """Moves tables to layouts that need less memory, until all fit or none is left."""
+    """Moves tables to layouts that need less memory, until all fit or none can move."""
     tables = list(tables)
     while budget is not None:
         over = sum(t.costs[t.choice].memory for t in tables) - budget

@@ -1,4 +1,4 @@
-"""What a step reads from each table: given by the user, or found in the loss."""
+"""The reads of each table in a step: given by the user, or found in the loss."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sparsejax.transform.trace import trace_call
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """One place where a step reads a table, on all devices together.
+    """One read of a table in a step, on all devices together.
 
     Args:
       count: the number of ids.
       ids: the ids, in the order of the batch, or None if they are not known.
-      length: how many of them are combined into one row.
+      length: the number of ids that are combined into one row.
     """
 
     count: int
@@ -47,10 +47,12 @@ def reads_in_loss(
       TypeError: `loss` is not a function.
     """
     if not callable(loss):
-        raise TypeError(
-            f"{call}: loss must be a function (params, batch) -> loss, got "
-            f"{_arguments.kind_of(loss)}. Pass the function itself, not what it "
-            "returns."
+        raise _arguments.wrong_type(
+            call,
+            "loss",
+            "a function (params, batch) -> loss",
+            _arguments.kind_of(loss),
+            "Pass the function itself, not its result.",
         )
     first = lambda out: out[0] if isinstance(out, tuple) else out
     fun = lambda params, batch: first(loss(params, batch))
@@ -72,10 +74,9 @@ def reads_in_loss(
 
 
 def _ids_of(plan: Any) -> list[np.ndarray] | None:
-    """The ids of each read, if they can be computed from what is not abstract.
+    """The ids of each read, or None if they depend on abstract inputs.
 
-    Of the program that reads rows only the equations that make ids are run, so that no
-    table needs to be an array.
+    Only the equations that make ids are run, so that tables may be abstract.
     """
 
     def collect(inputs):

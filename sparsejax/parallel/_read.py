@@ -65,8 +65,9 @@ def measure_capacity(
       int.
 
     Raises:
-      TypeError: `table` is not a ShardedTable, or the ids are not integers.
-      ValueError: the ids are traced or empty, or `margin` is not a positive number.
+      TypeError: `table` is not a ShardedTable, the ids are not integers, or `margin` is
+        not a number.
+      ValueError: the ids are traced or empty, or `margin` is not positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -79,20 +80,27 @@ def measure_capacity(
     batches: Any = sample_ids if isinstance(sample_ids, list | tuple) else [sample_ids]
     if all(np.ndim(batch) == 0 for batch in batches):
         batches = [batches if isinstance(sample_ids, list | tuple) else sample_ids]
-    if not isinstance(margin, (int, float, np.number)) or not 0 < margin < math.inf:
-        raise ValueError(
-            f"{_MEASURE}: margin must be a positive number, got {margin!r}. A margin "
-            "of 1 is just enough for the sample."
+    is_number = isinstance(margin, int | float | np.number)
+    if not is_number or not 0 < margin < math.inf:
+        raise (_arguments.wrong if is_number else _arguments.wrong_type)(
+            _MEASURE,
+            "margin",
+            "a positive number",
+            repr(margin),
+            "A margin of 1 is just enough for the sample.",
         )
     most = count = 0
     for batch in batches:
         if not (_arguments.is_concrete(batch) or isinstance(batch, list | tuple)):
-            raise ValueError(
-                f"{_MEASURE}: sample_ids must be concrete, got traced ids. Call it "
-                "outside of jit, and pass its result as capacity."
+            raise _arguments.wrong(
+                _MEASURE,
+                "sample_ids",
+                "concrete",
+                "traced ids",
+                "Call it outside of jit, and pass its result as capacity.",
             )
         batch = _arguments.as_integers(_MEASURE, batch)
-        most, count = max(most, _most_asked(table, batch)), count + batch.size
+        most, count = max(most, _max_requested(table, batch)), count + batch.size
     if not count:
         raise ValueError(
             f"{_MEASURE}: sample_ids must not be empty. Pass the ids of one or more "
@@ -101,7 +109,7 @@ def measure_capacity(
     return max(1, math.ceil(most * margin))
 
 
-def _most_asked(table: ShardedTable, ids: Any) -> int:
+def _max_requested(table: ShardedTable, ids: Any) -> int:
     """The most distinct rows that a device requests from an owner; runs on the host."""
     owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
     here = -(-ids.size // owners.devices)
@@ -158,9 +166,12 @@ def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Met
 def check_table(call: str, table: Any) -> None:
     """Raises unless `table` is a ShardedTable that can be read here."""
     if not isinstance(table, ShardedTable):
-        raise TypeError(
-            f"{call}: table must be a ShardedTable, got {_arguments.kind_of(table)}. "
-            "Make one with sparsejax.parallel.shard_rows(table, mesh, axis)."
+        raise _arguments.wrong_type(
+            call,
+            "table",
+            "a ShardedTable",
+            _arguments.kind_of(table),
+            "Make one with sparsejax.parallel.shard_rows(table, mesh, axis).",
         )
     context = jax.sharding.get_abstract_mesh()
     manual = [n for n in context.manual_axes if n in table.mesh.axis_names]
@@ -183,10 +194,15 @@ def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
         return ids
     if len(here) == 1 and here <= there:
         return jax.device_put(ids, owners_of(table).sharding(PartitionSpec()))
-    raise ValueError(
-        f"{call}: ids must be on the table's {len(there)} devices, {mesh}, got "
-        f"{ids.sharding}. Move them with jax.device_put(ids, NamedSharding(mesh, "
-        f"PartitionSpec({', '.join(map(repr, table.axes))})))."
+    raise _arguments.wrong(
+        call,
+        "ids",
+        f"on the table's {len(there)} devices, {mesh}",
+        f"{ids.sharding}",
+        (
+            "Move them with jax.device_put(ids, NamedSharding(mesh, "
+            f"PartitionSpec({', '.join(map(repr, table.axes))})))."
+        ),
     )
 
 
@@ -375,7 +391,7 @@ class ReadKind:
 def _merge_turns(owners: Owners, x: jax.Array) -> jax.Array:
     """`[turns, n, ...]` as `[turns * n, ...]`, without moving data between devices."""
     if x.shape[0] == 1:
-        # Without the constraint XLA may gather what a jitted gradient returns.
+        # Without the constraint XLA may gather the result of a jitted gradient.
         return constrain(x[0], owners.mesh, *owners.batch_spec)
     merge = lambda part: part.reshape(math.prod(part.shape[:2]), *part.shape[2:])
     by_turn = PartitionSpec(None, *owners.batch_spec)

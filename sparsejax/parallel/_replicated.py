@@ -8,10 +8,10 @@ all-gather of ids and rows, `(N - 1) n (d + 4)` bytes, whatever V is. All device
 the same slots in the same order, so the optimizer computes the same bits everywhere,
 and replicas stay equal.
 
-`psum` and `pmean` work in two settings, which JAX itself tells apart. Inside
-`jax.shard_map` the axis is Manual, and values are those of one device. Under
-`jax.set_mesh` of a mesh with Auto axes, as in a step run by `data_parallel`, values are
-those of the whole batch, and there is nothing to sum.
+`psum` and `pmean` work in two settings, which JAX itself distinguishes. Inside
+`jax.shard_map` the axis is Manual, and values belong to one device. Under
+`jax.set_mesh`, as in a step run by `data_parallel`, values belong to the whole batch,
+and there is nothing to sum.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> A
     summed twice.
 
     Under `jax.set_mesh` of a mesh with that axis, as in a step run by `data_parallel`,
-    gradients are already those of the whole batch. Then `psum` only gathers rows on
+    gradients belong to the whole batch already. Then `psum` only gathers rows on
     every device, and leaves all other leaves unchanged.
 
     Args:
@@ -62,7 +62,7 @@ def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> A
 
     Returns:
       The tree, the same on every device. A SelectedRows of n slots gets N * n slots,
-      some of them empty where `capacity` limits what is sent.
+      some of them empty if `capacity` limits the exchange.
 
     Raises:
       ValueError: the axis is unknown here, or `capacity` is not a positive int.
@@ -87,9 +87,9 @@ def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> A
 def pmean(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> Any:
     """Averages a tree that contains SelectedRows over the devices of a mesh axis.
 
-    `psum(tree) / N`, see `sparsejax.parallel.psum`. Where each device's loss is the
-    mean over its part of the batch, and the parts are equal, the mean of the gradients
-    is the gradient of the mean over the whole batch.
+    `psum(tree) / N`, see `sparsejax.parallel.psum`. If each device's loss is the mean
+    over its part of the batch, and the parts are equal, the mean of the gradients is
+    the gradient of the mean over the whole batch.
 
     Args:
       tree: a pytree of arrays and SelectedRows.
@@ -145,7 +145,7 @@ def data_parallel(
         can be jitted. Its other results are returned unchanged.
       mesh: as returned by `jax.make_mesh`. Its axes are treated as Auto.
       axis: name of the mesh axis to shard the batch over, or a tuple of names.
-      donate: whether parameters and state are donated and updated in place.
+      donate: if True, parameters and state are donated and updated in place.
 
     Returns:
       `DataParallelStep`, called like `step`. Parameters and state that are not on the
@@ -181,9 +181,11 @@ def data_parallel(
       MXNet Gluon, `Trainer` and `split_and_load`; Horovod, `DistributedOptimizer`.
     """
     if not callable(step):
-        raise TypeError(
-            f"{_CALL}: step must be a function (params, opt_state, batch) -> (params, "
-            f"opt_state, ...), got {_arguments.kind_of(step)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "step",
+            "a function (params, opt_state, batch) -> (params, opt_state, ...)",
+            _arguments.kind_of(step),
         )
     axis = check_axis(_CALL, mesh, axis)
     axes = (axis,) if isinstance(axis, str) else axis
@@ -216,7 +218,7 @@ class DataParallelStep:
       (Array(2.5, dtype=float32), ())
     """
 
-    jitted: Any
+    jitted: jax.stages.Wrapped
     given: Mesh
     mesh: Mesh
     axes: tuple[str, ...]
@@ -236,7 +238,7 @@ class DataParallelStep:
             return self.jitted.lower(*args)
 
     def _place(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
-        """The arguments of `jitted`: shardings, and those of the step on the mesh."""
+        """The arguments of `jitted`: shardings, then the step's arguments, placed."""
         is_table = lambda x: isinstance(x, ShardedTable)
 
         def over_auto_axes(x):
@@ -333,7 +335,7 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
         )
     try:
         devices = lax.axis_size(axes)
-    except NameError:  # no Manual axis, nor one of vmap
+    except NameError:  # the axis is neither Manual nor an axis of vmap
         mesh = jax.sharding.get_abstract_mesh()
         if not set(axes) <= set(mesh.axis_names):
             raise ValueError(
@@ -396,8 +398,10 @@ def _gather_global(
     devices = math.prod(mesh.shape[name] for name in axes)
     if isinstance(x, ShardedRows) or x.capacity % devices:
         return x  # at its owners, or too small to be sharded
-    gather = lambda x: _gather(x, axes, devices, capacity)
     spec = PartitionSpec(axes)
+    if AxisType.Explicit in mesh.axis_types:
+        x = with_slots(x, *(jax.sharding.reshard(y, spec) for y in (x.rows, x.values)))
+    gather = lambda x: _gather(x, axes, devices, capacity)
     return jax.shard_map(
         gather, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
     )(x)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows, known_sum
 from sparsejax.optim._lazy import gather_scatter, row_passes
@@ -85,7 +86,7 @@ class ShardedRows(SelectedRows):
 
     @property
     def is_merged(self) -> bool:
-        """Whether the rows are distinct and at their owners."""
+        """True if the rows are distinct and at their owners."""
         return self.slots is None
 
     def coalesce(
@@ -95,27 +96,31 @@ class ShardedRows(SelectedRows):
 
         Args:
           capacity: must be None; every owner has a slot for each row it may receive.
-          return_overflow: whether to also return the overflow, an int32 scalar that is
-            0.
+          return_overflow: if True, also return the overflow, an int32 scalar that is 0.
 
         Raises:
           ValueError: `capacity` is given.
         """
         if capacity is not None:
-            raise ValueError(
-                f"ShardedRows.coalesce: capacity must be None, got {capacity!r}. "
-                "Every owner has a slot for each row it may receive, so no row is "
-                "lost."
+            raise _arguments.wrong(
+                "ShardedRows.coalesce",
+                "capacity",
+                "None",
+                repr(capacity),
+                (
+                    "Every owner has a slot for each row it may receive, so no row "
+                    "is lost."
+                ),
             )
         merged = self if self.is_merged else _send(self)
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
 
     def find(self, ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
-        """Rows by position, and which are stored. For tests: it gathers all slots."""
+        """Rows by position, and which are stored. Gathers all slots, for tests."""
         return self.everywhere().find(ids)
 
     def retain(self, ids: ArrayLike) -> SelectedRows:
-        """Only the rows at these positions. For tests: it gathers all slots."""
+        """Only the rows at these positions. Gathers all slots, for tests."""
         return self.everywhere().retain(ids)
 
     def everywhere(self) -> SelectedRows:

@@ -175,12 +175,12 @@ class ShardedTable(RowTable):
 
     def __repr__(self) -> str:
         if hasattr(self.values, "dtype") and hasattr(self.values, "shape"):
-            what = f"{self.values.dtype}{list(self.shape)}"
+            shown = f"{self.values.dtype}{list(self.shape)}"
         else:
-            what = repr(self.values)  # a tree of shardings or of names, say
+            shown = repr(self.values)  # in a tree of shardings or names, for example
         return (
-            f"ShardedTable({what}, {self.num_shards} x {self.rows_per_shard} rows over "
-            f"{self.axis!r}, layout={self.layout!r})"
+            f"ShardedTable({shown}, {self.num_shards} x {self.rows_per_shard} rows "
+            f"over {self.axis!r}, layout={self.layout!r})"
         )
 
     # -- read as an array --------------------------------------------------------
@@ -282,7 +282,7 @@ class ShardedTable(RowTable):
     def to_dense(self) -> jax.Array:
         """The whole table in the order of ids, `[height, ...]`; for tests and export.
 
-        Also works for gradients and updates, whose child is a SelectedRows.
+        Gradients and updates, which have a SelectedRows as child, can be converted too.
         """
         if isinstance(self.values, SelectedRows):
             ids = self.ids_at(replicate(self.values.rows))
@@ -334,7 +334,7 @@ class ShardedTable(RowTable):
         )
 
     def _apply(self, op: Any, symbol: str, other: Any) -> Any:
-        """Applies `op` to the values of two tables, or to those of one and a number."""
+        """Applies `op` to the values of two tables, or to one's values and a number."""
         if isinstance(other, ShardedTable):
             static = [jax.tree.structure(t.map(lambda _: 0)) for t in (self, other)]
             shapes = [np.shape(t.values) for t in (self, other)]
@@ -375,7 +375,7 @@ def shard_rows(
     mesh: Mesh | AbstractMesh,
     axis: str | Sequence[str],
     *,
-    layout: str | TableWise = "mod",
+    layout: str | Layout = "mod",
     height: int | None = None,
     capacity: int | None = None,
 ) -> ShardedTable:
@@ -403,6 +403,7 @@ def shard_rows(
       layout: `"mod"` distributes neighbouring ids over the devices, so frequent ids
         that are neighbours do not all go to one device; `"block"` keeps neighbours
         together; a `TableWise` is for a stack of tables that lie on different devices.
+        The `layout` of another ShardedTable is also accepted.
       height: int, V, for a table given as a function.
       capacity: int, the number of rows that a device requests from one owner per round.
         It affects only speed: a smaller value costs rounds, a larger value costs
@@ -413,7 +414,7 @@ def shard_rows(
       `ShardedTable` of shape `[V, ...]`.
 
     Raises:
-      TypeError: `mesh` or `table` has the wrong type.
+      TypeError: `mesh`, `table`, `layout` or `capacity` has the wrong type.
       ValueError: `axis` or `layout` is unknown, `table` is a scalar, `height` is
         missing, `f` returns rows of the wrong shape, or the rows are concrete and the
         mesh abstract.
@@ -438,17 +439,21 @@ def shard_rows(
         capacity = _arguments.static_int(
             _CALL, "capacity", capacity, 1, " None for the default."
         )
+    if isinstance(layout, str) and layout in LAYOUTS:
+        layout = LAYOUTS[layout]
+    if not isinstance(layout, Layout):
+        is_text = isinstance(layout, str)
+        raise (_arguments.wrong if is_text else _arguments.wrong_type)(
+            _CALL,
+            "layout",
+            "'mod', 'block' or a TableWise",
+            repr(layout),
+            "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
+            "together.",
+        )
     if isinstance(layout, TableWise):
         names = (axis,) if isinstance(axis, str) else axis
         split_axes(_CALL, mesh, names, layout.num_groups)
-    elif isinstance(layout, str) and layout in LAYOUTS:
-        layout = LAYOUTS[layout]
-    elif layout not in LAYOUTS.values():
-        raise ValueError(
-            f"{_CALL}: layout must be 'mod', 'block' or a TableWise, got {layout!r}. "
-            "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
-            "together."
-        )
 
     def make(values, height):
         if isinstance(layout, TableWise) and layout.height != height:
@@ -473,9 +478,11 @@ def shard_rows(
         return make(_values_from(table, make(None, height)), height)
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise TypeError(
-            f"{_CALL}: table must be a JAX or NumPy array, a ShapeDtypeStruct or a "
-            f"function of ids, got {_arguments.kind_of(table)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "table",
+            "a JAX or NumPy array, a ShapeDtypeStruct or a function of ids",
+            _arguments.kind_of(table),
         )
     _check_numeric(table.dtype)
     shape = tuple(table.shape)
@@ -550,7 +557,7 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
         start, stop, _ = rows.indices(length)
         return range(start // per_shard, stop // per_shard)
 
-    # Shape and dtype are those of this process's first part that has rows.
+    # This process's first part that has rows determines shape and dtype.
     by_rows = NamedSharding(empty.mesh, PartitionSpec(empty.axis))
     here = by_rows.addressable_devices_indices_map((length,)).values()
     own = sorted({k for index in here if index for k in shards_in(index[0])})
@@ -582,9 +589,12 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
 
 def _check_numeric(dtype: Any) -> None:
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise TypeError(
-            f"{_CALL}: a table must be numeric, got {dtype}. Map text to numbers with "
-            "a vocabulary first (sparsejax.data)."
+        raise _arguments.wrong_type(
+            _CALL,
+            "a table",
+            "numeric",
+            f"{dtype}",
+            "Map text to numbers with a vocabulary first (sparsejax.data).",
         )
 
 
@@ -621,16 +631,21 @@ def split_axes(
 def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
     """The axis as one name or a tuple of two or more; raises if it is invalid."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"{call}: mesh must be a jax.sharding.Mesh, as returned by jax.make_mesh, "
-            f"got {_arguments.kind_of(mesh)}."
+        raise _arguments.wrong_type(
+            call,
+            "mesh",
+            "a jax.sharding.Mesh, as returned by jax.make_mesh",
+            _arguments.kind_of(mesh),
         )
     names = (axis,) if isinstance(axis, str) else axis
     known = isinstance(names, tuple | list) and all(n in mesh.axis_names for n in names)
     if not known or not names or len(set(names)) != len(names):
-        raise ValueError(
-            f"{call}: axis must be the name of a mesh axis, or a tuple of names, got "
-            f"{axis!r}. The axes of this mesh are {mesh.axis_names}."
+        raise _arguments.wrong(
+            call,
+            "axis",
+            "the name of a mesh axis, or a tuple of names",
+            repr(axis),
+            f"The axes of this mesh are {mesh.axis_names}.",
         )
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     for name in names:

@@ -1,11 +1,11 @@
-"""Reads of a stack whose tables lie on different devices (`TableWise`).
+"""Reads of a stack with its tables on different devices (`TableWise`).
 
-An owner has all rows of a bag, so it is the owner that adds them up: every device sends
-the ids of a feature to the group that owns the feature's table, and gets its bags back,
-one row each however many ids they have. What is sent is known from the shapes: there
-are no rounds, no capacity, and skewed ids do not matter. With G groups of m owners, F
-features of b bags of L ids on each device, rows of d bytes, and f, the most features
-that any group has, a device sends
+An owner has all rows of a bag, so the owner sums them: every device sends the ids of a
+feature to the group that owns the feature's table, and gets its bags back, one row for
+each bag. The shapes determine the bytes sent: there are no rounds and no capacity, and
+skewed ids do not matter. With G groups of m owners, F features of b bags of L ids on
+each device, rows of d bytes, and f, the most features that any group has, a device
+sends
 
     ids      (G - 1) f b L 4  +  (m - 1) G f b L 4
     bags     (G - 1) f b d    +  (m - 1) G f b d
@@ -40,7 +40,7 @@ from sparsejax.parallel._table import ShardedTable, split_axes
 
 @dataclasses.dataclass(frozen=True)
 class _Route:
-    """Where features travel; static.
+    """The devices between which features are sent; static.
 
     Args:
       owners: which device owns which rows.
@@ -139,26 +139,26 @@ def _read_stacked_tables(
 
     def send(ids):
         positions = table.position(ids.reshape(-1, *shape))
-        asked = route.to_owners(positions, owners.height).reshape(-1)
-        own = _exchange.to_own_rows(owners, asked) < _arguments.scalar(
-            owners.rows, asked
+        requested = route.to_owners(positions, owners.height).reshape(-1)
+        own = _exchange.to_own_rows(owners, requested) < _arguments.scalar(
+            owners.rows, requested
         )
-        return jnp.where(own, asked, _arguments.scalar(owners.height, asked))
+        return jnp.where(own, requested, _arguments.scalar(owners.height, requested))
 
     spec = owners.batch_spec
-    asked = owners.shard_map(send, wanted, in_specs=(spec,), out_specs=spec)
-    # Each position is in the part of the device that has it by now.
-    rows = _exchange.read_rows(owners, 0, table.values, asked)
+    requested = owners.shard_map(send, wanted, in_specs=(spec,), out_specs=spec)
+    # Each device now has only positions of its own part.
+    rows = _exchange.read_rows(owners, 0, table.values, requested)
     if max_norm is not None:
         rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
 
     args = [rows]
     if weights is not None:
         wide = indexing.accumulator_dtype(table.dtype)
-        # As elsewhere the weight of an element that is in no bag does not matter.
+        # As elsewhere, the weight of an element in no bag has no effect.
         used = indexing.zero_unless(~skip, put_on_mesh(call, table, weights))
         args.append(pad(used.astype(wide), 0))
-    # A mean may be in the range of a float16 whose sum is not.
+    # A mean may fit into a float16 although its sum does not.
     is_mean = combiner in ("mean", "sqrtn")
     sent = indexing.accumulator_dtype(table.dtype) if is_mean else table.dtype
     add = functools.partial(_add_rows, route, table.shape[1:], shape, sent)
@@ -187,8 +187,8 @@ def _add_rows(
       route, row: static.
       shape: `(F, L)`.
       sent: the dtype in which bags come back.
-      rows: `[m G f b L, *row]`, zeros where another owner has the row.
-      weights: those of this device, `[b, F L]`.
+      rows: `[m G f b L, *row]`, zeros for the rows of other owners.
+      weights: of this device, `[b, F L]`.
     """
     sources, length = math.prod(route.features.shape) * _size(route), shape[1]
     b = rows.shape[0] // (sources * length)

@@ -39,7 +39,7 @@ def top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """The k rows of a row-sharded table with the highest scores for each query.
 
-    Returns what `sparsejax.top_k` returns for the whole table. Every device scores all
+    The result is that of `sparsejax.top_k` for the whole table. Every device scores all
     queries against its own rows; then N devices send `k` scores and ids for each query.
 
     Args:
@@ -49,7 +49,7 @@ def top_k(
       score: `"dot"`, `"cosine"`, `"l2"`, or a function of queries and rows.
       bias: `[V]` or `[V, 1]`, an array or a ShardedTable on the same mesh, with the
         same layout.
-      exclude: ids that are not to be found, `[E]`, `[..., E]` or a SegmentTensor.
+      exclude: ids to leave out, `[E]`, `[..., E]` or a SegmentTensor.
       chunk_size: int, the number of rows that a device reads at once.
       precision: as in `jnp.matmul`.
 
@@ -70,13 +70,17 @@ def top_k(
     check_table(_CALL, table)
     layout = table.layout
     if isinstance(layout, TableWise):
-        raise ValueError(
-            f"{_CALL}: table must be one table, got a stack of "
-            f"{len(layout.heights)} tables, {table}. Shard the table that is "
-            "searched by itself, with shard_rows(table, mesh, axis)."
+        raise _arguments.wrong(
+            _CALL,
+            "table",
+            "one table",
+            f"a stack of {len(layout.heights)} tables, {table}",
+            (
+                "Shard the table that is searched by itself, with "
+                "shard_rows(table, mesh, axis)."
+            ),
         )
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(f"{_CALL}: table must be floats, got {table.dtype}.")
+    _arguments.check_floats(_CALL, table, "table")
     queries = put_on_mesh(_CALL, table, _arguments.as_array(queries))
     sharded_bias = bias if isinstance(bias, ShardedTable) else None
     if bias is not None and sharded_bias is None:
@@ -125,7 +129,6 @@ def top_k(
 def _check_bias(table: ShardedTable, bias: ShardedTable) -> None:
     same = lambda t: (t.height, t.mesh, t.axes, t.layout)
     if same(bias) != same(table) or bias.shape[1:] not in ((), (1,)):
-        raise ValueError(
-            f"{_CALL}: bias must be [V] or [V, 1], sharded as the table, {table}, got "
-            f"{bias}."
+        raise _arguments.wrong(
+            _CALL, "bias", f"[V] or [V, 1], sharded as the table, {table}", f"{bias}"
         )

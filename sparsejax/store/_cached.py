@@ -21,23 +21,26 @@ from sparsejax.store._staging import Staging
 from sparsejax.store._store import KVStore, table_of
 
 
-Batch = TypeVar("Batch")  # anything that has ids
+Batch = TypeVar("Batch")
 
 _CALL = "sparsejax.store.CachedTable"
 
 
 class CacheStats(NamedTuple):
-    """What a device cache has done, from `CachedTable.stats()`.
+    """Statistics of a device cache, from `CachedTable.stats()`.
 
     Args:
-      slots: rows that the device has room for.
-      used_slots: those that have a row.
-      steps: calls of `prepare`.
-      hits: distinct rows of batches that were on the device, summed over the steps.
-      misses: those that were not, and came up.
-      evictions: rows that left for others.
-      written_rows: rows that were written to the host, as they left or by `flush`.
-      bytes_up, bytes_back: of weights and state, to the device and back.
+      slots: the number of rows that the device can hold.
+      used_slots: the number of slots that have a row.
+      steps: the number of calls of `prepare`.
+      hits: the number of distinct rows of batches that were on the device, summed over
+        the steps.
+      misses: the number of distinct rows that were fetched from the host.
+      evictions: the number of rows that left their slot for another row.
+      written_rows: the number of rows that were written to the host, when they left or
+        by `flush`.
+      bytes_up, bytes_back: bytes of weights and state that were copied to the device,
+        and to the host.
 
     Example:
       >>> import optax, sparsejax as sj
@@ -72,13 +75,13 @@ class CacheStats(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where a table is among the leaves of parameters and state.
+    """The positions of a table among the leaves of parameters and state.
 
     Args:
-      params, state: the tree structures; of the state, None without an optimizer.
-      table: the leaf of the parameters.
-      by_row: the leaves of state that follow it.
-      rest: the leaves of state without rows that the store keeps for the table.
+      params, state: the tree structures; `state` is None without an optimizer.
+      table: the position of the array among the parameters.
+      by_row: the positions of the leaves of state that have a row for each slot.
+      rest: the positions of the leaves of state without rows, which the store keeps.
     """
 
     params: Any
@@ -92,54 +95,54 @@ class CachedTable:
     """The hot rows of a table on the device, the whole table on the host or in a file.
 
     A table of V rows stays in a `KVStore`, with its optimizer state. The device has an
-    array of `slots` rows, and a state of as many. Before a step, `prepare` sees to it
-    that the rows of the batch are in slots, and translates ids to slots:
+    array of `slots` rows, and optimizer state for these rows. Before a step, `prepare`
+    puts the rows of the batch into slots, and translates ids to slots:
 
       slot[id]: V -> {0, ..., slots - 1},   array[slot[id]] = W[id] for each id read
 
-    Rows that are missing come up, with their state; rows that make place for them go
-    back. The step is then that of any table: `sparsejax.value_and_grad` and
-    `sparsejax.optim.lazy`, on the array and the slots. Training has the same bits as
-    with the whole table on the device, however few the slots, as long as they hold the
-    distinct rows of any one step.
+    Missing rows are fetched with their state. If all slots are taken, the rows whose
+    last use is longest ago (LRU) go back to the store. The step is the usual one:
+    `sparsejax.value_and_grad` and `sparsejax.optim.lazy`, on the array and the slots.
+    Training has the same bits as with the whole table on the device, for any number of
+    slots that holds the distinct rows of each step.
 
-    That takes a sparse gradient. `sparsejax.value_and_grad` prefers a dense one where a
-    step reads more than a quarter of an array, and the array is small here: require
-    the sparse one, `tables={"items": True}`.
+    The step must make a sparse gradient. If a step reads a large part of an array, and
+    the array is small here, `sparsejax.value_and_grad` makes a dense one. So require
+    the sparse gradient: `tables={"items": True}`.
 
-    Ids that are out of range stay as they are, negative ones too, and are out of range
-    of the array, so `sparsejax.lookup` does with them what its `mode` says. (Do not use
-    mode="clip", which would read the last slot.) So does a `padding_id`.
+    Ids out of range, negative ones included, do not change and are out of range of the
+    array, so the `mode` of `sparsejax.lookup` applies to them. (Do not use mode="clip",
+    which would read the last slot.) A `padding_id` does not change either.
 
-    Until `flush`, the rows trained are the device's. The store refuses to read such a
-    table, to save it, or to change it. What is promised if the process is killed:
+    Rows that were trained are only on the device until `flush`. Before it, the store
+    refuses to read, save or change the table. If the process is killed:
 
-    - A table in a file is, when it is opened again, exactly what it was at the last
-      `flush`: weights, state and counts. Rows that were written since are rolled back,
-      from a journal next to the file (`items.table.journal`). Keep them together.
-    - A table in memory is gone, as always. After `flush`, `KVStore.save` writes all of
-      it, and leaves the old file or the new one.
-    - Keys of a table with `keys=` are not rolled back: those that came since have rows
-      as if they came after the flush.
+    - A table in a file that is opened again has the weights, state and counts of the
+      last `flush`. Rows that were written since are rolled back, from a journal next to
+      the file (`items.table.journal`). Keep both files together.
+    - A table in memory is lost. After `flush`, `KVStore.save` writes all of it, and a
+      kill leaves the old file or the new one.
+    - Keys of a table with `keys=` are not rolled back: keys that were inserted since
+      have rows as if they were inserted after the flush.
     - If the machine itself stops, only a file of `KVStore.save` is safe.
 
-    Parameters other than the table, and their state, are yours to save. Save them under
-    a number before `flush`, and pass it the number: `step` tells it after a restart.
+    You save the other parameters and their state. Save them under a number before
+    `flush`, and pass `flush` the number: after a restart, `step` returns it.
 
-    - `attach`: says where in the parameters the array is; makes the optimizer state.
-    - `prepare`: brings the rows of a batch up.
+    - `attach`: finds the array in the parameters; makes the optimizer state.
+    - `prepare`: puts the rows of a batch into slots.
     - `prefetch`: batches, whose rows are read while the previous step runs.
-    - `flush`, `step`: writes all rows to the store; the number that it was given.
+    - `flush`, `step`: writes all rows to the store; the number passed to it.
     - `stats`: hit rate, and bytes moved.
     - `close`: ends the cache.
 
     Args:
-      store: with the table.
+      store: the store of the table, of one process.
       name: of the table, made with the transformation that trains it (or None, if it is
         only read).
-      slots: rows that the device has room for.
-      padding_id: an id of the table that stands for no row, and stays as it is. Its
-        slot, if it has one, is left empty.
+      slots: the number of rows that the device can hold.
+      padding_id: an id for padding, which does not change. The slot of that number, if
+        there is one, stays empty.
 
     Raises:
       TypeError, ValueError: a wrong argument; more slots than the table has rows.
@@ -184,9 +187,8 @@ class CachedTable:
         padding_id: int | None = None,
     ):
         if not isinstance(store, KVStore):
-            raise TypeError(
-                f"{_CALL}: store must be a sparsejax.store.KVStore, got "
-                f"{_arguments.kind_of(store)}."
+            raise _arguments.wrong_type(
+                _CALL, "store", "a sparsejax.store.KVStore", _arguments.kind_of(store)
             )
         table = table_of(_CALL, store, name)
         if table.owners.count > 1:
@@ -230,7 +232,7 @@ class CachedTable:
         array = f"{self._table.dtype.name}{[self._num_slots, *self._table.shape[1:]]}"
         return f"CachedTable({self._table.name!r}, {array.replace(' ', '')})"
 
-    # -- where things are -------------------------------------------------------------
+    # -- the array in the parameters --------------------------------------------------
 
     @property
     def array(self) -> jax.Array:
@@ -248,22 +250,22 @@ class CachedTable:
         params: PyTree,
         opt_state: PyTree = None,
     ) -> PyTree:
-        """Finds the array among the parameters, and its state in that of `tx`.
+        """Finds the array among the parameters, and its state in the state of `tx`.
 
         Args:
-          tx: the transformation of all parameters, inside of `sparsejax.optim.lazy`;
-            None for a table that is only read.
+          tx: the transformation of all parameters, inside `sparsejax.optim.lazy`; None
+            for a table that is only read.
           params: a tree with `array` as one leaf.
-          opt_state: the state to change, for example what `attach` of another table
-            returned; by default `tx.init(params)`.
+          opt_state: the state to change, for example the result of `attach` of another
+            table; by default `tx.init(params)`.
 
         Returns:
-          The state, with the table's counts and hyperparameters (leaves that have no
-          rows) as the store has them: as of the last `flush`.
+          The state, with the table's counts and hyperparameters (leaves without rows)
+          from the store: as of the last `flush`.
 
         Raises:
-          ValueError: `params` do not have `array`, or have it twice; the state of the
-            table is not that of the transformation that the store has for it.
+          ValueError: `params` do not have `array`, or have it twice; the store has
+            another optimizer state for the table.
         """
         call = f"{_CALL}.attach"
         self._check_open(call)
@@ -300,7 +302,7 @@ class CachedTable:
     def _state_places(
         self, call: str, tx: Any, params: Any, path: Any, opt_state: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which leaves of the state are rows of the table, or counts of it."""
+        """The positions of the leaves of state with rows of the table, and without."""
         leaves, tree = trees.flatten(params)
         (index,) = (k for k, x in enumerate(leaves) if x is self._array)
         specs = tuple(map(trees.to_spec, leaves))
@@ -320,8 +322,8 @@ class CachedTable:
         own_rest = [name for name, has_rows in own if not has_rows]
         shapes = [(paths[k][1].shape, paths[k][1].dtype) for k in by_row]
         expected = [((slots, *x.shape[1:]), x.dtype) for x in table.by_row]
-        # A leaf of the table's own state has the name that it has in the whole one, but
-        # for what comes before and, if it has rows, the path of the table after it.
+        # In the whole state, a leaf of the table's own state has the same name after a
+        # prefix and, if the leaf has rows, before the path of the table.
         end = jax.tree_util.keystr(path)
         before = None
         if shapes == expected and own_rows:
@@ -356,14 +358,14 @@ class CachedTable:
     def prepare(
         self, ids: ArrayLike, params: PyTree, opt_state: PyTree = None
     ) -> tuple[Any, Any, jax.Array]:
-        """Brings the rows of a batch to the device, and translates ids to slots.
+        """Puts the rows of a batch into slots, and translates ids to slots.
 
-        Parameters and state are those of the step before; the array and its state in
-        them are donated. Call it outside of jit, once for each step and table.
+        Call it outside jit, once for each step and table, with the parameters and state
+        of the last step. The array and its state are donated.
 
         Args:
-          ids: integers of any dtype and shape; repeated, and out of range, as they are.
-          params, opt_state: trees as given to `attach` and returned by it.
+          ids: integers of any dtype and shape; they may repeat or be out of range.
+          params, opt_state: trees with the structure that `attach` got and returned.
 
         Returns:
           `(params, opt_state, slots)`: the same trees with the rows in place, and int32
@@ -371,8 +373,8 @@ class CachedTable:
 
         Raises:
           TypeError: `ids` are not integers.
-          ValueError: more distinct rows than slots (the message says how many), or
-            other trees. Nothing has changed.
+          ValueError: there are more distinct rows than slots (the message has the
+            number), or the trees differ. Nothing has changed.
         """
         call = f"{_CALL}.prepare"
         arrays = self._arrays(call, params, opt_state)
@@ -389,7 +391,7 @@ class CachedTable:
         if self._prefetching:
             self._table.queue.call_later(write_back)
         else:
-            # Not the last batch, whose rows would wait for the step before.
+            # Without the last batch, whose rows would wait for the running step.
             self._table.run(call, functools.partial(write_back, keep=1))
         return *self._with_arrays(params, opt_state, arrays), staged.slot_ids
 
@@ -400,23 +402,23 @@ class CachedTable:
         *,
         depth: int = 1,
     ) -> Generator[Batch]:
-        """The batches as they are, with their rows read while the previous step runs.
+        """Yields the batches unchanged; their rows are read while the last step runs.
 
         Call `prepare` for each of them in the loop, with the same ids. A thread of the
-        store gives slots to the rows of the next batch, reads those that have to come
-        up, and writes those that left. The results are the same, bit for bit, and it is
-        no mistake to prepare other ids in between, or none. For several tables wrap
-        the batches once for each.
+        store gives slots to the rows of the next batch, reads the missing rows, and
+        writes the rows that left. The results are the same, bit for bit, also if you
+        prepare other ids in between, or skip a batch. For several tables, wrap the
+        batches once for each table.
 
         Args:
           batches: an iterable of anything; batches are taken from it ahead of time.
-          ids_of: `batch -> ids`, those of this table.
+          ids_of: `batch -> ids`, the ids of this table.
           depth: the number of batches read ahead; 0 reads none.
 
         Returns:
           An iterator. Closing it early ends the thread. Errors of `batches` or `ids_of`
-          are raised when their batch is requested; of rows that do not fit, by
-          `prepare`.
+          are raised when their batch is requested, and the error of a batch with too
+          many rows by `prepare`.
 
         Raises:
           TypeError, ValueError: `ids_of` is not a function, `depth` is negative.
@@ -425,9 +427,11 @@ class CachedTable:
         self._check_open(call)
         depth = _arguments.static_int(call, "depth", depth)
         if not callable(ids_of):
-            raise TypeError(
-                f"{call}: ids_of must be a function that takes a batch and returns its "
-                f"ids, got {_arguments.kind_of(ids_of)}."
+            raise _arguments.wrong_type(
+                call,
+                "ids_of",
+                "a function that takes a batch and returns its ids",
+                _arguments.kind_of(ids_of),
             )
         return self._prefetch(batches, ids_of, depth)
 
@@ -468,16 +472,16 @@ class CachedTable:
     ) -> None:
         """Writes all rows that were trained to the store, with their state.
 
-        It waits for the running step. For a table in a file it also waits for the disk,
-        and a process that is killed afterwards comes back to this moment. One that is
-        killed before the end comes back to the flush before.
+        It waits for the running step. For a table in a file it also waits for the disk.
+        If the process is killed later, the table is restored at this flush; if it is
+        killed before the end of the flush, at the previous one.
 
         Args:
           params, opt_state: the current trees; they are not donated.
-          step: a number to keep with the rows, see `step`.
+          step: a number to keep with the rows, see the property `step`.
 
         Raises:
-          ValueError: other trees than `attach` was given; a negative `step`.
+          ValueError: the trees are not the trees of `attach`; a negative `step`.
           FileNotFoundError: the mapped file was deleted or replaced while it was open.
         """
         call = f"{_CALL}.flush"
@@ -505,16 +509,16 @@ class CachedTable:
 
     @property
     def step(self) -> int | None:
-        """The number that the last `flush` was given, perhaps by an earlier process.
+        """The `step` of the last `flush`, perhaps in an earlier process.
 
-        So the rows can be matched with what is saved elsewhere: save the dense
-        parameters under a number, and then flush with it; after a kill load those of
-        this number. `KVStore.save` saves it, too.
+        It tells which dense parameters belong to the rows: save them under a number,
+        and then flush with this number; after a kill, load the dense parameters of
+        `step`. `KVStore.save` also saves the number.
         """
         return self._table.flushed_step
 
     def stats(self) -> CacheStats:
-        """Hit rate, and rows and bytes moved, since the cache was made."""
+        """The hit rate, and the rows and bytes moved since the cache was made."""
         row = sum(x[:1].nbytes for x in self._table.columns)
         return CacheStats(
             slots=self._num_slots,
@@ -532,9 +536,9 @@ class CachedTable:
         """Ends the cache; the store can change the table again.
 
         Args:
-          discard: whether to drop what was trained since the last flush. A table in a
-            file is then what it was at that flush. In memory, rows that have left the
-            device keep what they left with: call `KVStore.load`.
+          discard: True to drop the training since the last flush. A table in a file is
+            then restored at that flush. In memory, rows that have left the device keep
+            their trained weights: call `KVStore.load`.
 
         Raises:
           RuntimeError: rows were trained since the last flush, and `discard` is false.
@@ -558,14 +562,14 @@ class CachedTable:
         self._table.queue.call(work)
 
     def release(self) -> None:
-        """The store is closed; a mapped table is rolled back when it is opened next."""
+        """Ends the cache of a closed store; opening the file again rolls it back."""
         self._is_closed = True
         self._staging.release()
 
     # -- private ----------------------------------------------------------------------
 
     def _as_ids(self, call: str, ids: Any) -> np.ndarray:
-        """Ids as int64; those that are too large for that are out of range anyway."""
+        """Ids as int64; larger ids are out of range anyway."""
         self._check_not_traced(call, ids)
         ids = _arguments.as_integers(call, ids)
         self._check_not_traced(call, ids)
@@ -580,8 +584,8 @@ class CachedTable:
         places, table = self._places, self._table
         if places is None:
             raise RuntimeError(
-                f"{call}: it is not known where the table is in params. Call "
-                "attach(tx, params) first."
+                f"{call}: the place of table {table.name!r} in params is not known. "
+                "Call attach(tx, params) first."
             )
         leaves, tree = jax.tree.flatten(params)
         state, state_tree = jax.tree.flatten(opt_state)
@@ -634,8 +638,8 @@ class CachedTable:
         if any(isinstance(x, Tracer) for x in arrays):
             raise TypeError(
                 f"{call}: table {self._table.name!r} is in host memory, so it cannot "
-                "use what jit, vmap, grad or scan traces. Call it before the jitted "
-                "step, and pass what it returns to the step."
+                "use arrays traced by jit, vmap, grad or scan. Call it before the "
+                "jitted step, and pass the result to the step."
             )
 
     def _check_open(self, call: str) -> None:

@@ -1,9 +1,9 @@
 """The format of a store's files: descriptions of tables, headers and checksums.
 
 Saved stores and memory-mapped tables begin with a header that describes each table:
-shape, dtype, leaves of the optimizer state, PRNG key. It is compared with the table in
-memory before anything else is read. So a file of another optimizer or shape is refused,
-not reinterpreted.
+shape, dtype, leaves of the optimizer state, PRNG key. The header is compared with the
+table in memory before anything else is read. So a file of another optimizer or shape is
+refused, not reinterpreted.
 """
 
 import io
@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax._files import check_json
 from sparsejax.store._optimizer import Optimizer
 
 
 CHECKSUM_BYTES = 4  # of zlib.crc32, little endian
 
-# What `describe` makes, for `check_json`.
+# The schema of the result of `describe`, for `check_json`.
 DESCRIPTION = {
     "shape": [int],
     "dtype": str,
@@ -56,9 +55,9 @@ def describe(
       shape, dtype: of the table.
       optimizer: or None.
       key: of the initializer, from `encode_key`.
-      given: whether the weights of all rows were given as an array.
-      initialized: whether there is an initializer.
-      keyed: whether its rows belong to keys. Files of other tables do not say so.
+      given: True if the weights of all rows were given as an array.
+      initialized: True if there is an initializer.
+      keyed: True if the rows belong to keys; otherwise the field is left out.
     """
     leaves = []
     if optimizer is not None:
@@ -91,7 +90,7 @@ def check_same(
     expected: dict[str, Any],
     fields: tuple[str, ...],
 ) -> None:
-    """Raises a ValueError if a file describes another table than the one in memory."""
+    """Raises a ValueError if a file and memory describe different tables."""
     for field in fields:
         here, there = (each.get(field, False) for each in (expected, found))
         if here != there:
@@ -103,7 +102,7 @@ def check_same(
 
 
 def _show(value: Any) -> str:
-    """A field of a description; for an optimizer state, its arrays by name."""
+    """Shows a field of a description; for an optimizer state, its arrays by name."""
     if not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
         return str(value)
     arrays = (f"{x['name']} {x['dtype']}{x['shape']}" for x in value)
@@ -111,7 +110,7 @@ def _show(value: Any) -> str:
 
 
 def encode_key(key: jax.Array) -> dict[str, Any]:
-    """A PRNG key, ready for JSON."""
+    """Converts a PRNG key for JSON."""
     data = np.asarray(jax.random.key_data(key))
     return {"impl": str(jax.random.key_impl(key)), "data": data.tolist()}
 
@@ -120,7 +119,7 @@ def decode_key(encoded: dict[str, Any]) -> jax.Array:
     """The inverse of `encode_key`.
 
     Raises:
-      TypeError, ValueError, OverflowError: no key is encoded so.
+      TypeError, ValueError, OverflowError: `encoded` is not an encoded key.
     """
     data = jnp.asarray(np.array(encoded["data"], np.uint32))
     return jax.random.wrap_key_data(data, impl=encoded["impl"])
@@ -141,12 +140,12 @@ def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
 def read_header(
     call: str, path: Any, file: BinaryIO, magic: bytes, schema: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads what `write_header` wrote, or raises a ValueError.
+    """Reads a header of `write_header`, or raises a ValueError.
 
     Args:
       call, path: for messages.
-      file: at its beginning.
-      magic: the first bytes.
+      file: at its first byte.
+      magic: the first bytes of such a file.
       schema: of the header, as in `check_json`.
     """
     if file.read(len(magic)) != magic:
@@ -187,7 +186,7 @@ def write_array(file: BinaryIO, values: Any) -> None:
 def read_array(
     path: Any, file: io.BufferedReader, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
-    """Reads what `write_array` wrote; a wrong checksum is a ValueError."""
+    """Reads an array of `write_array`; a wrong checksum is a ValueError."""
     values = np.empty(shape, dtype)
     content = values.reshape(-1).view(np.uint8).data
     complete = file.readinto(content) == values.nbytes
@@ -199,3 +198,58 @@ def read_array(
             "file."
         )
     return values
+
+
+# ------------------------------------------------------------------ JSON
+
+
+def check_json(value: Any, schema: Any, where: str = "") -> None:
+    """Raises a ValueError unless parsed JSON is as a schema says.
+
+    Args:
+      value: from `json.loads`.
+      schema: `int` for integers from 0 to 2^63 - 1; another type for its values;
+        `object` for anything; None for null; a set of the accepted strings; a tuple of
+        alternatives; a list of one schema for a list; a dict of schemas by key for a
+        dict. In a dict, a key that ends with "?" may be missing, and "*" is any other
+        key; without "*" other keys are ignored.
+      where: the place of the value, for messages.
+    """
+    if isinstance(schema, tuple):
+        if not any(_has_form(value, one) for one in schema):
+            raise _unexpected(value, where)
+        schema = next(one for one in schema if _has_form(value, one))
+    if not _has_form(value, schema):
+        raise _unexpected(value, where)
+    if isinstance(schema, list):
+        for place, item in enumerate(value):
+            check_json(item, schema[0], f"{where}[{place}]")
+    elif isinstance(schema, dict):
+        for key, one in schema.items():
+            name = key.removesuffix("?")
+            if name in value:
+                check_json(value[name], one, f"{where}[{name!r}]")
+            elif key == name and key != "*":
+                raise ValueError(f"{where}[{key!r}] is missing")
+        if "*" in schema:
+            for key in value.keys() - schema.keys():
+                check_json(value[key], schema["*"], f"{where}[{key!r}]")
+
+
+def _has_form(value: Any, schema: Any) -> bool:
+    """Returns True if a value is as a schema says, apart from its items."""
+    if schema is None:
+        return value is None
+    if isinstance(schema, (list, dict)):
+        return isinstance(value, type(schema))
+    if isinstance(schema, set):
+        return isinstance(value, str) and value in schema
+    if schema is int:  # type(True) is bool
+        return type(value) is int and 0 <= value < 1 << 63
+    return isinstance(value, schema)
+
+
+def _unexpected(value: Any, where: str) -> ValueError:
+    is_short = isinstance(value, (int, float, str))
+    shown = repr(value)[:40] if is_short else f"a {type(value).__name__}"
+    return ValueError(f"{where or 'it'} has an unexpected value, {shown}")

@@ -79,7 +79,7 @@ class ReadAhead:
         self._is_ended = False
 
     def fill(self, count: int) -> None:
-        """Takes batches until `count` are ahead, or there are no more."""
+        """Prepares batches until `count` are ahead, or the batches end."""
         while len(self._ahead) < count and not self._is_ended:
             try:
                 batch = next(self._batches, self.END)
@@ -114,10 +114,10 @@ _THREAD = "sparsejax.store"
 class WorkQueue:
     """Runs a store's work first in, first out.
 
-    While a batch is in flight a worker thread does all work. Pushes are queued and not
-    waited for; every other call waits for its turn and its result. So a pull sees all
-    earlier pushes, and prefetching never overtakes one. Without a worker the calling
-    thread does its own work. A forked child has no worker, and may not wait for one.
+    While an iterator of `prefetch` exists, a worker thread does all work. A push is
+    queued and returns at once; every other call waits for its turn and its result. So a
+    pull sees all earlier pushes, and prefetching never overtakes one. Without a worker
+    the calling thread does its own work. A forked child has no worker.
     """
 
     def __init__(self):
@@ -186,7 +186,7 @@ class WorkQueue:
             return self._pool.submit(self._run, _with_config_of_caller(work))
 
     def _renew_after_fork(self) -> None:
-        """In a forked child: forgets the worker and the locks, which are not here."""
+        """In a forked child, forgets the worker and the locks of the parent."""
         if self._process != os.getpid():
             self.__init__()
 
@@ -201,7 +201,7 @@ class WorkQueue:
 
 
 def _with_config_of_caller(work: Callable[[], Any]) -> Callable[[], Any]:
-    """`work` under the calling thread's JAX config, which is thread-local."""
+    """`work` under the JAX config of the calling thread, since it is thread-local."""
     x64 = _arguments.x64_enabled()
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -1,17 +1,18 @@
-"""The journal of a mapped table: what its rows were at the last flush.
+"""The journal of a mapped table: the content of its rows at the last flush.
 
 A device cache writes rows back at any time, so that between two flushes the file of its
 table has rows of different steps. Before a row is overwritten for the first time since
-a flush, its old weights and state are appended to the journal, a file next to that of
-the table. If the process is killed, the next one to open the table rolls it back.
+a flush, its old weights and state are appended to the journal, a file next to the file
+of the table. If the process is killed, the next process that opens the table rolls it
+back.
 
-The header of the table names the journal that belongs to it. It is written when the
-journal was begun, and without that name when a flush is done; both in one write, so
-that a kill leaves the one or the other. A journal that no header names is of no use,
-and is overwritten or removed.
+The header of the table contains the id of its journal. The header is written with the
+id after the journal is begun, and without it when a flush is done. Each is one write,
+so that a kill leaves the old header or the new one. A journal whose id is in no header
+is useless, and is overwritten or removed.
 
-An entry is appended before its rows are overwritten. So an entry that a kill cut short
-is the last one, and none of its rows was overwritten.
+An entry is appended before its rows are overwritten. So only the last entry can be cut
+short by a kill, and none of its rows was overwritten.
 """
 
 import math
@@ -30,17 +31,18 @@ from sparsejax.store._table import CHUNK, Table
 
 MAGIC = b"sparsejax journal 1\n"
 _HEADER = {"id": str}
-_PREFIX = 16  # bytes before an entry: its number of rows, its checksum, that of both
+# Bytes before an entry: its number of rows, its checksum, and a checksum of these two.
+_PREFIX = 16
 
 
 def journal_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Where the journal of a mapped table is."""
+    """The path of the journal of a mapped table."""
     path = pathlib.Path(os.path.realpath(path))
     return path.with_name(f"{path.name}.journal")
 
 
 class Journal:
-    """Keeps what the rows of a mapped table were at the last flush.
+    """Keeps the content of the rows of a mapped table at the last flush.
 
     Args:
       table: with a mapped file.
@@ -53,7 +55,7 @@ class Journal:
         self._is_logged = np.zeros((0,), bool)
 
     def before_write(self, rows: np.ndarray) -> None:
-        """Appends those of `rows` that were not written since the last flush."""
+        """Appends the rows that were not written since the last flush."""
         file = self._begin()
         rows = rows[~self._is_logged[rows]]
         for start in range(0, rows.size, CHUNK):
@@ -63,7 +65,7 @@ class Journal:
         self._is_logged[rows] = True
 
     def commit(self) -> None:
-        """Ends the journal: the table, which is on the disk, stays as it is."""
+        """Ends the journal of a table that is on the disk."""
         self._table.set_journal(None)
         if self._file is not None:
             self.release()
@@ -76,7 +78,7 @@ class Journal:
             self._file = None
 
     def roll_back(self) -> None:
-        """Makes the table what it was at the last flush."""
+        """Restores the table at its last flush."""
         if self._file is not None:
             self.release()
             roll_back("sparsejax.store.CachedTable.close", self._table)
@@ -96,10 +98,10 @@ class Journal:
 
 
 def roll_back(call: str, table: Table) -> None:
-    """Makes a mapped table what it was at the last flush of its device cache.
+    """Restores a mapped table at the last flush of its device cache.
 
     Raises:
-      ValueError: the journal is missing or damaged; the table is as it was.
+      ValueError: the journal is missing or damaged; the table has not changed.
     """
     path = journal_path(table.memory.path)
     if table.journal is None:
@@ -115,7 +117,7 @@ def roll_back(call: str, table: Table) -> None:
                 )
             entries = _entries(call, path, file, table)
             next(entries)
-            for _ in entries:  # all are looked at before a row is changed
+            for _ in entries:  # all checksums, before a row is changed
                 pass
             file.seek(0)
             _format.read_header(call, path, file, MAGIC, _HEADER)
@@ -137,7 +139,7 @@ def roll_back(call: str, table: Table) -> None:
 
 
 def _remove_leftover(path: pathlib.Path) -> None:
-    """Removes a journal that a kill left after its flush; no other file."""
+    """Removes a journal that a kill after its flush left; removes no other file."""
     try:
         with open(path, "rb") as file:
             begins = file.read(len(MAGIC))
@@ -160,9 +162,9 @@ def _append(file: BinaryIO, count: int, arrays: Sequence[np.ndarray]) -> None:
 
 
 def _entries(call: str, path: Any, file: BinaryIO, table: Table) -> Iterator[Any]:
-    """The leaves of state without rows; then, of each entry, its rows and columns."""
+    """Yields the leaves of state without rows, then rows and columns of each entry."""
     rest = _read_entry(call, path, file, table, is_first=True)
-    if rest is None:  # the header of the table names it only when it has these
+    if rest is None:  # they were on the disk before the table's header had the id
         raise _damaged(call, path, file)
     yield rest
     while (entry := _read_entry(call, path, file, table)) is not None:
@@ -175,7 +177,7 @@ def _entries(call: str, path: Any, file: BinaryIO, table: Table) -> Iterator[Any
 def _read_entry(
     call: str, path: Any, file: BinaryIO, table: Table, *, is_first: bool = False
 ) -> list[np.ndarray] | None:
-    """The arrays of the next entry; None if the file ends before they do."""
+    """The arrays of the next entry, or None if the file ends within them."""
     left = os.fstat(file.fileno()).st_size - file.tell() - _PREFIX
     if left < 0:
         return None
@@ -202,5 +204,5 @@ def _read_entry(
 def _damaged(call: str, path: Any, file: BinaryIO) -> ValueError:
     return ValueError(
         f"{call}: {path} is damaged before byte {file.tell()}, so its table cannot be "
-        "made what it was at the last flush. Use another copy of both files."
+        "restored at the last flush. Use another copy of both files."
     )

@@ -1,30 +1,31 @@
 """A hash table from 64-bit keys to row numbers, on the host, for whole batches at once.
 
 Open addressing with linear probing: a slot holds a row number, and the key is read from
-the array that has the key of each row. A batch is sought in a few passes, each of which
-looks at one slot of each key that is not settled yet. At most half of the slots are in
-use; the table grows when they are.
+the array that has the key of each row. A batch is searched in a few passes, each of
+which looks at one slot of each key that is not found yet. At most half of the slots are
+in use; if more are needed, the table grows.
 
-The hash is salted at random, so that keys cannot be chosen to collide. Nothing that
-a caller sees depends on it.
+The hash is salted at random, so that keys cannot be chosen to collide. No result
+depends on the salt.
 """
 
 import secrets
 
 import numpy as np
 
+from sparsejax import _arguments
 from sparsejax._hashing import mix
 
 
 _FREE, _REMOVED = 0, -1  # in place of a row number plus 1
-_LEAST_SLOTS = 1 << 10
+_MIN_SLOTS = 1 << 10
 
 
 class KeyMap:
     """Row numbers of distinct keys.
 
     Args:
-      keys: int64, the array with the key of each row. The caller writes it, before
+      keys: int64, the array with the key of each row. The caller writes a key before
         `add`, and after `remove`.
     """
 
@@ -32,7 +33,7 @@ class KeyMap:
         self._keys = keys
         self._salt = np.uint64(secrets.randbits(64))
         self._used = self._removed = 0
-        self._slots = np.zeros((_LEAST_SLOTS,), np.int64)
+        self._slots = np.zeros((_MIN_SLOTS,), np.int64)
 
     def __len__(self) -> int:
         return self._used
@@ -42,7 +43,7 @@ class KeyMap:
         return self._slots[self._locate(keys)] - 1
 
     def add(self, keys: np.ndarray, rows: np.ndarray) -> None:
-        """Adds distinct keys that are not there."""
+        """Adds distinct keys that are not in the table."""
         if 2 * (self._used + self._removed + keys.size) > self._slots.size:
             self._rebuild(self._used + keys.size)
         self._used += keys.size
@@ -51,7 +52,7 @@ class KeyMap:
         while rows.size:
             found = self._slots[place]
             free = found <= _FREE
-            # Of several keys at one slot, the last one written has it.
+            # Of several keys at one slot, the last one written gets it.
             self._slots[place[free]] = rows[free]
             settled = self._slots[place] == rows
             self._removed -= int(np.count_nonzero(settled & (found == _REMOVED)))
@@ -59,13 +60,13 @@ class KeyMap:
             rows = rows[~settled]
 
     def remove(self, keys: np.ndarray) -> None:
-        """Removes distinct keys that are there."""
+        """Removes distinct keys that are in the table."""
         self._slots[self._locate(keys)] = _REMOVED
         self._used -= keys.size
         self._removed += keys.size
 
     def _locate(self, keys: np.ndarray) -> np.ndarray:
-        """The slot of each key; a free slot for a key that is not there."""
+        """The slot of each key; a free slot for a key that is not in the table."""
         out = np.zeros(keys.shape, np.int64)
         place, left = self._first(keys), np.arange(keys.size)
         while left.size:
@@ -86,9 +87,9 @@ class KeyMap:
         return (place + 1) & (self._slots.size - 1)
 
     def _rebuild(self, count: int) -> None:
-        """Makes room for `count` keys: half of a table that is at most half full."""
+        """Makes a new table for `count` keys, which is at most half full."""
         rows = self._slots[self._slots > _FREE] - 1
-        size = max(_LEAST_SLOTS, 1 << (4 * count - 1).bit_length())
+        size = max(_MIN_SLOTS, _arguments.next_power_of_two(4 * count))
         self._slots = np.zeros((size,), np.int64)
         self._used = self._removed = 0
         self.add(self._keys[rows], rows)

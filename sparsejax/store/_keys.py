@@ -1,14 +1,16 @@
 """Which row of a store's table belongs to which key, while keys come and go.
 
-It means what `sparsejax.HashIndex` means, with a hash table that grows: any number of
-keys of 64 bits may pass through. The key of a row, its last step and how often it was
-used are arrays like the table's weights, and so are the sightings of keys that wait for
-admission: they are in its mapped file and in what `KVStore.save` writes. The hash
-tables are made from them when a table is opened.
+The policy is the policy of `sparsejax.HashIndex`, with a hash table that grows: any
+number of keys of 64 bits may pass through. The key of a row, its last step and its
+number of uses are arrays like the table's weights, and so are the sightings of keys
+that wait for admission. The mapped file of the table and `KVStore.save` contain these
+arrays; the hash tables are made from them when a table is opened.
 
 A row whose count is 0 has no key. A row changes hands in this order: its count to 0,
-its weights and state cleared, the new key and step, and the count last. So wherever the
-process is killed, no key has the weights of another.
+its weights and state cleared, the new key and step, and the count last. So no key has
+the weights of another key, whenever the process is killed.
+
+`TableKeys` does not know its table: it returns a plan, which `Table.insert` applies.
 """
 
 from __future__ import annotations
@@ -31,30 +33,32 @@ _MIN_WINDOW = 4096
 _MIN_SIGHTINGS, _MAX_SIGHTINGS = 1 << 10, 1 << 22  # keys in each of two generations
 
 _COLUMNS = 3  # arrays that have an entry for each row
-ADDED = 3  # arrays, the last ones, that the first files do not have
 _HAND, _YOUNG = 0, 1  # places in the cursor
+
+# The schema of `TableKeys.description`, for `check_json`.
+SAVED = {"rows": int, "young": int, "old": int, "hand": int}
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyPolicy:
     """Which keys get a row of a store's table, and which are evicted for them.
 
-    For `KVStore.init(..., keys=KeyPolicy())`. The arguments are those of
-    `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and `count(k)`
-    its number of batches, "lru" evicts `argmin_k last(k)` and "lfu"
+    For `KVStore.init(..., keys=KeyPolicy())`. The arguments have the meaning that they
+    have in `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and
+    `count(k)` its number of batches, "lru" evicts `argmin_k last(k)` and "lfu"
     `argmin_k (count(k), last(k))`, among the next `window` rows.
 
     Args:
       policy: "lru" evicts the least recently used keys, "lfu" the least frequently used
         ones, and of those the least recently used.
-      admit_after: int, in how many calls of `KVStore.insert` a key must occur to get a
-        row.
-      max_evictions: int, how many keys one call may evict; 0 for none. By default as
-        many as it has keys.
-      window: int, among how many rows a call seeks them, the next ones at the next
-        call. By default 8 times as many as it has to evict, and at least 4096. With the
-        height of the table they are the least used ones of all, and a call that evicts
-        looks at all rows.
+      admit_after: int, the number of calls of `KVStore.insert` in which a key must
+        occur to get a row.
+      max_evictions: int, the number of keys that one call may evict; 0 for none. By
+        default the number of its keys.
+      window: int, the number of rows among which a call searches the keys to evict. The
+        next call searches the next rows. By default 8 times the number of keys to
+        evict, and at least 4096. With the height of the table, a call that evicts
+        searches all rows, and finds the least used keys of all.
 
     Raises:
       TypeError, ValueError: an argument is not as described.
@@ -77,10 +81,12 @@ class KeyPolicy:
     def __post_init__(self) -> None:
         call = "sparsejax.store.KeyPolicy"
         if self.policy not in ("lru", "lfu"):
-            raise ValueError(
-                f"{call}: policy must be 'lru' or 'lfu', got "
-                f"{_arguments.show(self.policy)}. To evict nothing, pass "
-                "max_evictions=0."
+            raise _arguments.wrong(
+                call,
+                "policy",
+                "'lru' or 'lfu'",
+                _arguments.show(self.policy),
+                "To evict nothing, pass max_evictions=0.",
             )
         _arguments.static_int(call, "admit_after", self.admit_after, 1)
         if self.max_evictions is not None:
@@ -101,7 +107,7 @@ class Insertion:
       added: int64, the new keys: of the rows `free`, then of the rows `evicted`.
       refused: the number of admitted keys that get no row.
       waiting: the number of keys that are not admitted yet.
-      window: the number of rows among which victims were sought; 0 without eviction.
+      window: the number of rows that were searched; 0 if none is evicted.
     """
 
     step: int
@@ -119,7 +125,7 @@ class TableKeys:
 
     Args:
       policy: of the table.
-      arrays: those of `specs_of_keys`.
+      arrays: with the shapes and dtypes of `specs_of_keys`.
     """
 
     def __init__(self, policy: KeyPolicy, arrays: list[np.ndarray]):
@@ -132,11 +138,11 @@ class TableKeys:
         self._reopen()
 
     def _reopen(self) -> None:
-        """Makes the hash tables from the arrays, which were read from a file."""
+        """Makes the hash tables from the arrays, which may come from a file."""
         rows = np.flatnonzero(self.counts)
         self._map = KeyMap(self.keys)
         self._map.add(self.keys[rows], rows)
-        # Rows below the first one that was never used may be free, after a kill.
+        # Rows below the first row that was never used may be free, after a kill.
         self._end = int(rows[-1]) + 1 if rows.size else 0
         self._holes = np.flatnonzero(self.counts[: self._end] == 0)
         self._sightings = _Sightings(self._seen, self._seen_counts, self._cursor)
@@ -149,7 +155,7 @@ class TableKeys:
         return np.flatnonzero(self.counts[: self._end])
 
     def forget(self) -> None:
-        """Leaves no row with a key, and no key seen."""
+        """Takes all rows their keys away, and forgets all sightings."""
         rows = self.rows()
         for column in reversed(self._columns):
             column[rows] = 0
@@ -158,16 +164,16 @@ class TableKeys:
         self._reopen()
 
     def description(self) -> dict[str, int]:
-        """What the description of a saved table says of them."""
+        """The part about the keys in the description of a saved table, see `SAVED`."""
         (young, _), (old, _) = self._sightings.contents()
-        sizes = {"keys": len(self), "young": young.size, "old": old.size}
+        sizes = {"rows": len(self), "young": young.size, "old": old.size}
         return sizes | {"hand": self._hand()}
 
     def contents(self) -> Iterator[np.ndarray]:
-        """The arrays of a saved table, int64; how long they are, `sizes` says.
+        """The arrays about the keys in a saved table, int64, of the lengths of `sizes`.
 
-        The rows that have a key, with their columns, and the two generations of keys
-        that were seen, with how often.
+        First the rows that have a key, and their columns; then the two generations of
+        sightings, each as keys and counts.
         """
         rows = self.rows()
         yield rows.astype(np.int64)
@@ -179,9 +185,9 @@ class TableKeys:
     def restore(
         self, description: dict[str, Any], arrays: Iterable[np.ndarray]
     ) -> None:
-        """Sets what a file has; nothing was there before."""
+        """Sets the arrays of a file; there are no keys yet."""
         rows, *values = arrays
-        hand = description.get("hand", 0)
+        hand = description["hand"]
         for column, x in zip(self._columns, values):
             column[rows] = x
         self._sightings.restore(values[_COLUMNS::2], values[_COLUMNS + 1 :: 2])
@@ -259,13 +265,13 @@ class TableKeys:
         return np.concatenate([holes, np.arange(self._end, end)])
 
     def _take(self, free: np.ndarray) -> None:
-        """Notes that these rows, which `_free` gave, have keys."""
+        """Marks these rows, which `_free` returned, as taken."""
         taken = min(free.size, self._holes.size)
         self._holes = self._holes[taken:]
         self._end += free.size - taken
 
     def _hand(self) -> int:
-        """Where the next window begins."""
+        """The row at which the next window begins."""
         return int(self._cursor[_HAND]) % max(self.height, 1)
 
     def _window(self, count: int) -> int:
@@ -275,7 +281,7 @@ class TableKeys:
     def _victims(self, count: int, step: int, known: np.ndarray) -> np.ndarray:
         """At most `count` rows of keys last used before `step`, ascending; not `known`.
 
-        The keys of `known` are those of the call itself, whose use is not noted yet.
+        The rows `known` belong to keys of this call, which `commit` marks as used.
         """
         if count <= 0:
             return np.zeros((0,), np.int64)
@@ -292,12 +298,15 @@ class TableKeys:
 
 
 class _Sightings:
-    """How often keys without a row were seen: two generations, the older forgotten.
+    """Counts of sightings of keys without a row, in two generations.
+
+    If the younger generation is full, the older one is forgotten and becomes the
+    younger one.
 
     Args:
       keys, counts: int64 `[2, limit]`, of each generation; a key that was counted comes
         before all slots whose count is 0.
-      cursor: which generation is the younger one, at `_YOUNG`.
+      cursor: int64 `[2]`; at `_YOUNG` the number of the younger generation.
     """
 
     def __init__(self, keys: np.ndarray, counts: np.ndarray, cursor: np.ndarray):
@@ -305,7 +314,7 @@ class _Sightings:
         self._generations = [_Generation(*pair) for pair in zip(keys, counts)]
 
     def waiting(self, keys: np.ndarray, admit_after: int) -> np.ndarray:
-        """Counts a sighting of distinct `keys`; which have not been seen often enough.
+        """Counts a sighting of distinct `keys`; returns a mask of the keys that wait.
 
         A key that was admitted stays counted, so that it is admitted at once if it is
         evicted and comes back soon.
@@ -316,7 +325,7 @@ class _Sightings:
         return np.concatenate([self._count(part) for part in parts]) < admit_after
 
     def _count(self, keys: np.ndarray) -> np.ndarray:
-        """Adds 1 to the counts of at most `limit` distinct keys; returns these."""
+        """Adds 1 to the counts of at most `limit` distinct keys; returns the counts."""
         young, old = self._by_age()
         if young.size + keys.size > self._limit:
             young, old = old, young
@@ -338,7 +347,7 @@ class _Sightings:
         return [generation.contents() for generation in self._by_age()]
 
     def restore(self, keys: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> None:
-        """Sets what `contents` returned; nothing was there before."""
+        """Sets the result of `contents`; there are no sightings yet."""
         for generation, *pair in zip(self._by_age(), keys, counts):
             generation.restore(*pair)
 
@@ -358,7 +367,7 @@ class _Generation:
         self._map.add(keys[: self.size], np.arange(self.size))
 
     def count(self, keys: np.ndarray) -> np.ndarray:
-        """Adds 1 to the counts of distinct `keys`; returns these counts."""
+        """Adds 1 to the counts of distinct `keys`; returns the counts."""
         new = keys[self._map.find(keys) < 0]
         rows = self.size + np.arange(new.size)
         self._keys[rows] = new
@@ -385,18 +394,19 @@ class _Generation:
 
 
 def sizes(description: dict[str, Any]) -> list[int]:
-    """How long the arrays of `TableKeys.contents` are, as the description says."""
-    young, old = description.get("young"), description.get("old", 0)
-    seen = [] if young is None else [young, young, old, old]  # not in the first files
-    return [description.get("keys", 0)] * (1 + _COLUMNS) + seen
+    """The lengths of the arrays of `TableKeys.contents`, by the description."""
+    rows, young, old = (description[name] for name in ("rows", "young", "old"))
+    return [rows] * (1 + _COLUMNS) + [young, young, old, old]
 
 
 def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of the keys of a table: shapes and dtypes.
+    """Shapes and dtypes of the arrays of the keys of a table.
 
-    The key of each row, its last step, and how many calls of `insert` had it, 0 for a
-    row without a key; the keys that were seen and how often, in two generations; and
-    the cursor: where victims are sought next, and which generation is the younger one.
+    - The key of each row, its last step, and the number of calls of `insert` that had
+      it, which is 0 for a row without a key.
+    - The sightings, in two generations: keys and counts.
+    - The cursor: the row at which victims are searched next, and the number of the
+      younger generation.
     """
     limit = int(np.clip(height, _MIN_SIGHTINGS, _MAX_SIGHTINGS))
     shapes = [(height,)] * _COLUMNS + [(2, limit)] * 2 + [(2,)]
@@ -407,13 +417,15 @@ def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def as_keys(call: str, keys: Any) -> np.ndarray:
-    """Keys as int64, of their shape: integers, or the hashes of strings."""
+    """Converts integers, or strings by their hashes, to int64 of the same shape."""
     if isinstance(keys, jax.Array) and keys.dtype.itemsize < 8:
-        raise TypeError(
-            f"{call}: keys must be NumPy integers or strings, got a JAX array of "
-            f"{keys.dtype}, to which JAX truncates keys of 64 bits. Pass what the "
-            "batch has before it is put on the device, or np.asarray(keys) if it "
-            "never had more bits."
+        raise _arguments.wrong_type(
+            call,
+            "keys",
+            "NumPy integers or strings",
+            f"a JAX array of {keys.dtype}, to which JAX truncates keys of 64 bits",
+            "Pass the keys before they are put on the device, or np.asarray(keys) if "
+            "they never had more bits.",
         )
     found = keys if isinstance(keys, jax.Array) else _as_array(call, keys)
     if found.dtype.kind in "USOT":
@@ -445,18 +457,21 @@ def _hash_strings(strings: np.ndarray) -> np.ndarray:
 
 
 def _as_array(call: str, keys: Any) -> np.ndarray:
-    """Keys as NumPy has them, with 3 and "3" apart."""
+    """Converts keys to a NumPy array in which 3 and "3" stay different."""
     try:
         found = np.asarray(keys)
     except ValueError:
-        raise TypeError(
-            f"{call}: keys must be an array, or nested lists of equal lengths, got "
-            f"{_arguments.show(keys)}. Pad them, and give padding False in where."
+        raise _arguments.wrong_type(
+            call,
+            "keys",
+            "an array, or nested lists of equal lengths",
+            _arguments.show(keys),
+            "Pad them, and pass where=False for padding.",
         ) from None
     is_list = isinstance(keys, (list, tuple))
     if found.dtype != object and not (is_list and found.dtype.kind in "US"):
         return found
-    found = np.array(keys, dtype=object)  # where NumPy has not made "3" of 3
+    found = np.array(keys, dtype=object)  # in which NumPy does not make "3" of 3
     values = found.reshape(-1).tolist()
     kinds = {_kind_of_key(type(value)): value for value in reversed(values)}
     if kinds.keys() <= {"string"}:
@@ -464,10 +479,13 @@ def _as_array(call: str, keys: Any) -> np.ndarray:
     if kinds.keys() == {"integer"}:
         return np.array(values).reshape(found.shape)
     ones = " and ".join(map(_arguments.show, kinds.values()))
-    raise TypeError(
-        f"{call}: keys must be all integers or all strings, got {ones}. 3 and '3' are "
-        "different keys: convert them to one kind. For a string that is missing, write "
-        "''."
+    raise _arguments.wrong_type(
+        call,
+        "keys",
+        "all integers or all strings",
+        ones,
+        "3 and '3' are different keys: convert them to one kind. For a string that is "
+        "missing, write ''.",
     )
 
 
@@ -480,13 +498,16 @@ def _kind_of_key(kind: type) -> str:
 
 
 def as_where(call: str, where: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The argument `where` as booleans of the shape of the keys."""
+    """Checks the argument `where`: booleans of the shape of the keys."""
     if where is None:
         return None
     found = np.asarray(where)
     if found.dtype != np.bool_ or found.shape != shape:
-        raise TypeError(
-            f"{call}: where must be booleans of the shape of keys, {shape}, got "
-            f"{_arguments.kind_of(where)}. It is False for padding."
+        raise _arguments.wrong_type(
+            call,
+            "where",
+            f"booleans of the shape of keys, {shape}",
+            _arguments.kind_of(where),
+            "It is False for padding.",
         )
     return found

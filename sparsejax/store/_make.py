@@ -14,7 +14,7 @@ from sparsejax._files import as_path
 from sparsejax.store import _format
 from sparsejax.store._in_flight import WorkQueue
 from sparsejax.store._journal import roll_back
-from sparsejax.store._keys import ADDED, KeyPolicy
+from sparsejax.store._keys import KeyPolicy
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer
@@ -62,10 +62,12 @@ def make_table(
                 "or pass a shape."
             )
         if not callable(initializer):
-            raise TypeError(
-                f"{_CALL}: initializer must be a function (key, shape, dtype) -> "
-                "array, for example jax.nn.initializers.normal(0.01), got "
-                f"{_arguments.show(initializer)}."
+            raise _arguments.wrong_type(
+                _CALL,
+                "initializer",
+                "a function (key, shape, dtype) -> array, for example "
+                "jax.nn.initializers.normal(0.01)",
+                _arguments.show(initializer),
             )
         if shape[0] > 1 << 32:
             raise ValueError(
@@ -106,8 +108,7 @@ def make_table(
             initialized=bool(initializer),
             keyed=keyed,
         )
-        added = ADDED if keyed else 0
-        memory = MappedFile(path, specs, initial, header, name, added)
+        memory = MappedFile(path, specs, initial, header, name)
         given = memory.found["given"]
     table = Table(
         name,
@@ -152,9 +153,12 @@ def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
 
 def _check_keys(name: str, keys: Any, array: np.ndarray | None, count: int) -> None:
     if keys is not None and not isinstance(keys, KeyPolicy):
-        raise TypeError(
-            f"{_CALL}: keys must be a sparsejax.store.KeyPolicy, for a table whose "
-            f"rows belong to keys, or None, got {_arguments.kind_of(keys)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "keys",
+            "a sparsejax.store.KeyPolicy, for a table whose rows belong to keys, or "
+            "None",
+            _arguments.kind_of(keys),
         )
     if keys is not None and array is not None:
         raise ValueError(
@@ -178,8 +182,8 @@ def _as_dtype(name: str, dtype: Any, array: np.ndarray | None) -> np.dtype:
     try:
         found = np.dtype(dtype)
     except TypeError:
-        raise TypeError(
-            f"{_CALL}: dtype must be a numeric type, got {dtype!r}."
+        raise _arguments.wrong_type(
+            _CALL, "dtype", "a numeric type", repr(dtype)
         ) from None
     if array is not None and found != array.dtype:
         raise ValueError(
@@ -203,12 +207,14 @@ def _check_shape_and_optimizer(
         reason = str(error).removeprefix("sparsejax: ")
         raise ValueError(f"{_CALL}: {reason}") from None
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
-        raise TypeError(f"{_CALL}: dtype must be a numeric type, got {dtype}.")
+        raise _arguments.wrong_type(_CALL, "dtype", "a numeric type", str(dtype))
     if tx is not None and not all(hasattr(tx, x) for x in ("init", "update")):
-        raise TypeError(
-            f"{_CALL}: tx must be an optax transformation, for example "
-            "sparsejax.optim.adagrad(0.1), or None for a read-only table, got "
-            f"{_arguments.kind_of(tx)}."
+        raise _arguments.wrong_type(
+            _CALL,
+            "tx",
+            "an optax transformation, for example sparsejax.optim.adagrad(0.1), or "
+            "None for a read-only table",
+            _arguments.kind_of(tx),
         )
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(

@@ -71,16 +71,16 @@ class Memory:
 class MappedFile:
     """The arrays of a table, in a memory-mapped file.
 
-    One store at a time has the file: it is locked until `close`, and a new file
-    appears at its path locked. A forked child shares the lock and does not end it.
+    The file is locked until `close`, so that only one store has it open. A new file is
+    locked before it appears at its path. A forked child shares the lock and does not
+    end it.
 
     Args:
       path: of the file, which is created if it does not exist.
       specs, initial: as in `Memory`; `initial` is for a new file.
-      header: the table's description; that of an existing file must agree.
+      header: the table's description, which must agree with the header of an existing
+        file.
       name: of the table, for messages.
-      added: how many of the last specs the first files of such tables do not have. A
-        file without them gets them, as zeros.
     """
 
     def __init__(
@@ -90,7 +90,6 @@ class MappedFile:
         initial: Mapping[int, np.ndarray],
         header: dict[str, Any],
         name: str,
-        added: int = 0,
     ):
         path = pathlib.Path(path)
         self.path = os.fspath(path)
@@ -122,8 +121,6 @@ class MappedFile:
             size = os.fstat(file.fileno()).st_size
             shift = self._start - start
             expected = end + shift
-            if added and size == offsets[-added] + shift:
-                size = file.truncate(expected)
             if size != expected:
                 raise ValueError(
                     f"{_INIT}: {path} has {size} bytes instead of {expected}: it was "
@@ -133,7 +130,7 @@ class MappedFile:
         except BaseException:
             file.close()
             raise
-        # Without a buffer, since a forked child moves the place that it stands for.
+        # Unbuffered, since a forked child shares the position in the file.
         self._file = file.detach()
         _advise(self._map, "MADV_RANDOM")  # rows are read at random: no read-ahead
         self.arrays = [
@@ -168,8 +165,8 @@ class MappedFile:
         self.flush()
         self.arrays = []
         del self._map  # unmapped when the last view of it is gone
-        # Unlocked by hand, since a forked child may have it open for longer; but not by
-        # that child, whose lock is its parent's.
+        # Unlocked explicitly, since a forked child may have the file open for longer.
+        # The child itself must not unlock it, since the lock is its parent's.
         if fcntl is not None and self._process == os.getpid():
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
@@ -178,7 +175,7 @@ class MappedFile:
 def _create_unless_there(
     path: pathlib.Path, size: int, write: Callable[[BinaryIO], Any]
 ) -> io.BufferedRandom | None:
-    """A new file of a table, locked; None if there is one already."""
+    """Creates the file of a table, locked; returns None if it exists already."""
     if path.exists():
         return None
     free = shutil.disk_usage(path.parent).free
@@ -197,7 +194,7 @@ def _create_unless_there(
 def _read_header(
     path: pathlib.Path, file: BinaryIO, header: dict[str, Any], name: str
 ) -> dict[str, Any]:
-    """The header of the file, which must be that of this table."""
+    """Reads the header of the file, which must describe this table."""
     file.seek(0)
     found = _format.read_header(_INIT, path, file, MAGIC, _HEADER)
     if found.get("loading"):
@@ -231,11 +228,11 @@ def _open_locked(path: pathlib.Path) -> io.BufferedRandom:
         except BaseException:
             file.close()
             raise
-        file.close()  # it was replaced after it was opened
+        file.close()  # the file was replaced after it was opened
 
 
 def is_mapped_table(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is that of a memory-mapped table, of any version."""
+    """Return True if a file belongs to a memory-mapped table, of any version."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
@@ -265,7 +262,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
-    """`memory.madvise`, where this system has that advice."""
+    """Calls `memory.madvise` if this system has that advice."""
     advice = getattr(mmap, name, None)
     if advice is not None:
         with contextlib.suppress(OSError):  # a kernel without that feature

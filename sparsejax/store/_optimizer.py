@@ -22,25 +22,16 @@ from sparsejax.optim._lazy.lazy import lazy
 
 
 @contextlib.contextmanager
-def on_host(*, required: bool = True) -> Iterator[Any]:
-    """Makes JAX compute on the CPU, whatever default device or mesh the caller has set.
-
-    JAX has no CPU device where JAX_PLATFORMS names accelerators only. That is an error,
-    or, unless the CPU is `required`, changes nothing.
-    """
+def on_host() -> Iterator[Any]:
+    """Makes JAX compute on the CPU, for any default device or mesh of the caller."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
-        device = None
-    if device is None and required:
         raise RuntimeError(
             "sparsejax.store: the store updates its rows on the CPU, but JAX has no "
             "CPU device here. If JAX_PLATFORMS is set, add the CPU to it: "
             "JAX_PLATFORMS=cuda,cpu."
-        )
-    if device is None:
-        yield None
-        return
+        ) from None
     no_mesh = jax.sharding.Mesh(np.empty((), object), ())
     with jax.set_mesh(no_mesh), jax.default_device(device):
         yield device
@@ -67,18 +58,18 @@ class Optimizer:
         paths, tree = jax.tree_util.tree_flatten_with_path(following.state)
         self.specs = [spec for _, spec in paths]
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
-        # Which leaves of the state have one row for each row of the table.
+        # For each leaf of the state: True if it has one row for each row of the table.
         self.by_row = tuple(owner is not None for owner in following.owners)
         self._layout = _Layout(tree, self.by_row)
 
     def init_rows(self, weights: np.ndarray) -> list[np.ndarray]:
-        """The leaves of `tx.init` that have rows, for rows with these weights."""
+        """The leaves of `tx.init(weights)` that have rows."""
         with on_host():
             by_row, _ = self._programs.init(self._layout, weights)
         return [np.asarray(x) for x in by_row]
 
     def init_rest(self, weights: np.ndarray) -> list[np.ndarray]:
-        """The other leaves of `tx.init`: counts, hyperparameters."""
+        """The other leaves of `tx.init(weights)`: counts, hyperparameters."""
         with on_host():
             _, rest = self._programs.init(self._layout, weights)
         return [np.asarray(x) for x in rest]

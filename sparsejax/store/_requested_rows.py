@@ -13,11 +13,15 @@ from jax.core import Tracer
 from sparsejax import _arguments
 
 
-LEAST_CAPACITY = 8
+MIN_CAPACITY = 8
 
 
 def check_not_traced(call: str, name: str, what: str, *arrays: Any) -> None:
-    """Raises a TypeError if an array is a tracer: a store works only outside jit."""
+    """Raises a TypeError if an array is a tracer, since a store works outside jit.
+
+    Args:
+      call, name, what: for the message: the call, the table, the kind of the arrays.
+    """
     if any(isinstance(x, Tracer) for x in arrays):
         raise TypeError(
             f"{call}: table {name!r} is in host memory, so it cannot use {what} traced "
@@ -60,7 +64,7 @@ def check_rows(call: str, name: Any, rows: np.ndarray, height: int) -> None:
 
 
 def slots_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The distinct rows of a gradient, and where each of its slots belongs.
+    """The distinct rows of a gradient, and the place of each of its slots among them.
 
     Returns:
       `(distinct, positions, capacity)`: the rows, ascending; for each slot the position
@@ -86,13 +90,13 @@ def slots_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int
 
 def bucket(count: int) -> int:
     """The power of two that holds `count` rows."""
-    return max(LEAST_CAPACITY, _arguments.next_power_of_two(count))
+    return max(MIN_CAPACITY, _arguments.next_power_of_two(count))
 
 
 def capacity_for(
     call: str, name: str, count: int, height: int, capacity: int | None
 ) -> int:
-    """The capacity for `count` rows; a ValueError if the one asked for is too small."""
+    """The capacity for `count` rows; a ValueError if `capacity` is too small."""
     if capacity is None:
         return min(bucket(count), max(1, height))
     capacity = _arguments.check_capacity(call, capacity)
@@ -105,7 +109,7 @@ def capacity_for(
 
 
 def is_among(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Which of `rows` are among `others`; both distinct and ascending."""
+    """A mask of the rows that are among `others`; both distinct and ascending."""
     if not rows.size or not others.size:
         return np.zeros(rows.shape, bool)
     position = np.searchsorted(others, rows)

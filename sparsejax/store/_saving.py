@@ -1,11 +1,15 @@
 """Saves the tables of a store to one file, and loads them.
 
-The file has a header that describes all tables, and then for each table: the leaves of
-state without rows, the ids of the touched rows, their weights (those of all rows, if
-the weights were given as an array), and their leaves of state. Of a table with keys
-follow the rows that have one, with their keys, steps and counts, and the keys that were
-seen, with how often, which the first files do not have. Untouched rows take no space:
-the key in the description makes them again. Each array has a checksum.
+The file has a header that describes all tables, and then for each table:
+
+- the leaves of state without rows;
+- the ids of the touched rows, their weights (or the weights of all rows, if they were
+  given as an array), and their leaves of state;
+- if the table has keys: the rows that have a key, with keys, steps and counts, and the
+  sightings of other keys.
+
+Untouched rows take no space: the key in the description makes them again. Each array
+has a checksum.
 """
 
 import io
@@ -22,7 +26,7 @@ from sparsejax.store._table import CHUNK, Table, put_rows
 
 
 MAGIC = b"sparsejax store 2\n"
-_COUNTS = {"touched": int, "keys?": int, "young?": int, "old?": int, "hand?": int}
+_COUNTS = {"touched": int, "keys?": _keys.SAVED}
 _HEADER = {"tables": {"*": _format.DESCRIPTION | _COUNTS}}
 
 _SAVE, _LOAD = "sparsejax.store.KVStore.save", "sparsejax.store.KVStore.load"
@@ -33,7 +37,7 @@ Report = Callable[[int, int], None]
 def save(
     path: str | os.PathLike[str], tables: Mapping[str, Table], report: Report
 ) -> None:
-    """Writes all tables, and then replaces `path`."""
+    """Writes all tables to a file that then replaces `path`."""
     if os.path.isdir(as_path(_SAVE, path)):
         raise IsADirectoryError(
             f"{_SAVE}: path must be a file, got the directory {path}."
@@ -45,7 +49,7 @@ def save(
         table.check_written_back(_SAVE)
         touched[name] = np.flatnonzero(table.touched)
         count = int(touched[name].size)
-        keys = {} if table.keys is None else table.keys.description()
+        keys = {} if table.keys is None else {"keys": table.keys.description()}
         descriptions[name] = table.description() | {"touched": count} | keys
     total = sum(_steps(description) for description in descriptions.values())
     done = 0
@@ -67,7 +71,7 @@ def save(
             if table.keys is not None:
                 for array in table.keys.contents():
                     _format.write_array(file, array)
-        _refuse_mapped_table(path)  # made since this save began
+        _refuse_mapped_table(path)  # it may have been made since this save began
 
 
 def _refuse_mapped_table(path: str | os.PathLike[str]) -> None:
@@ -81,10 +85,10 @@ def _refuse_mapped_table(path: str | os.PathLike[str]) -> None:
 def load(
     path: str | os.PathLike[str], tables: Mapping[str, Table], report: Report
 ) -> None:
-    """Reads what `save` wrote into tables with the same names and descriptions.
+    """Reads a file of `save` into tables with the same names and descriptions.
 
-    The whole file is read and checked before a table is changed. From then on, until
-    the last row is read, the tables are marked as half loaded.
+    The whole file is read and checked before a table is changed. After that, until the
+    last row is read, the tables are marked as half loaded.
     """
     for table in tables.values():
         table.check_not_cached(_LOAD)
@@ -121,7 +125,7 @@ def load(
             for column, rows, values in contents:
                 if column is None:
                     assert table.keys is not None
-                    table.keys.restore(description, values)
+                    table.keys.restore(description["keys"], values)
                     continue
                 put_rows(column, rows, values)
                 advance(rows.size)
@@ -133,11 +137,11 @@ def load(
 def _contents(
     path: Any, file: io.BufferedReader, table: Table, description: dict[str, Any]
 ) -> Iterator[Any]:
-    """What the file holds of a table.
+    """Reads the arrays of a table.
 
     Yields first `(state without rows, ids of the touched rows)`, and then, chunk by
-    chunk, `(column, rows, values)`. Last, if it has keys, `(None, rows, arrays)`, as
-    `TableKeys.contents` has them.
+    chunk, `(column, rows, values)`. Last, if the table has keys, `(None, rows, arrays)`
+    with the arrays of `TableKeys.contents`.
     """
 
     def check_rows(ids):
@@ -160,7 +164,7 @@ def _contents(
             chunk = rows[start : start + CHUNK]
             yield column, chunk, read((chunk.size, *column.shape[1:]), column.dtype)
     if table.keys is not None:
-        arrays = [read((n,), np.int64) for n in _keys.sizes(description)]
+        arrays = [read((n,), np.int64) for n in _keys.sizes(description["keys"])]
         check_rows(arrays[0])
         yield None, arrays[0], arrays
 
@@ -171,7 +175,7 @@ def _checked_descriptions(
     header: dict[str, Any],
     tables: Mapping[str, Table],
 ) -> dict[str, Any]:
-    """The descriptions in a header, which must be those of `tables`."""
+    """The descriptions in a header, which must agree with `tables`."""
     found = header["tables"]
     if found.keys() != tables.keys():
         raise ValueError(
@@ -185,6 +189,11 @@ def _checked_descriptions(
         here = tables[name].description()
         _format.check_same(_LOAD, path, name, description, here, fields)
         _check_key(path, name, description["key"])
+        if tables[name].keys is not None and "keys" not in description:
+            raise ValueError(
+                f"{_LOAD}: {path} is damaged: it has no keys of table {name!r}. "
+                "Load an older file."
+            )
         expected += _bytes(tables[name], description)
     size = os.fstat(file.fileno()).st_size
     if size != expected:
@@ -217,7 +226,7 @@ def _bytes(table: Table, description: dict[str, Any]) -> int:
     size = count * 8 + sum(leaf.nbytes for leaf in table.rest)
     arrays = len(table.rest) + 1
     if table.keys is not None:
-        sizes = _keys.sizes(description)
+        sizes = _keys.sizes(description["keys"])
         size += sum(sizes) * 8
         arrays += len(sizes)
     for column, n in columns:
@@ -227,7 +236,7 @@ def _bytes(table: Table, description: dict[str, Any]) -> int:
 
 
 def _steps(description: dict[str, Any]) -> int:
-    """The rows to read or write: of the weights, and of each leaf of state by row."""
+    """The number of rows to read or write, of weights and of each leaf of state."""
     count = description["touched"]
     by_row = sum(leaf["by_row"] for leaf in description["state"])
     return (description["shape"][0] if description["given"] else count) + count * by_row

@@ -38,7 +38,7 @@ class Slots:
     A queue holds the slots of each batch. An entry of the queue is valid only if its
     slot was not used since. So a plan costs time in proportion to the rows of the
     batch, not to the number of slots: `np.argpartition` over 10^6 slots took 15 ms a
-    step (2026-10).
+    step (2026-11).
 
     Args:
       height: rows of the table.
@@ -75,7 +75,7 @@ class Slots:
         limits = np.iinfo(np.int32)
         slots = np.clip(ids, limits.min, limits.max).astype(np.int32)
         good = (ids >= 0) & (ids < self.height)
-        # In bounds for any id: what is read for the others is not used.
+        # Other ids read slot 0, which is not used.
         found = self._slot_of[np.where(good, ids, 0).astype(np.int64)]
         return np.where(good & (found > 0), found - np.int32(1), slots)
 

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _saving
@@ -35,7 +35,7 @@ from sparsejax.store._requested_rows import (
 from sparsejax.store._table import Table, TableStats, closed
 
 
-Batch = TypeVar("Batch")  # anything that has ids
+Batch = TypeVar("Batch")
 
 _CALL = "sparsejax.store.KVStore"
 _EXACT: Any = object()  # a capacity: as many slots as distinct rows
@@ -44,32 +44,30 @@ _EXACT: Any = object()  # a capacity: as many slots as distinct rows
 class KVStore:
     """Named tables in host memory or files, accessed by pulling and pushing rows.
 
-    A table of V rows stays on the host, together with its optimizer state. A
-    step pulls the rows that its batch needs to the device, as a SelectedRows,
-    and pushes their gradient. The store then runs the optimizer on those rows
-    of weights and state, exactly as `sparsejax.optim.lazy` would on the device:
+    A table of V rows stays on the host, together with its optimizer state. A step
+    pulls the rows that its batch needs to the device, as a SelectedRows, and pushes
+    their gradient. The store then runs the optimizer on these rows of weights and
+    state, as `sparsejax.optim.lazy` does on the device, to rounding:
 
       W[R], S[R] := step(W[R], S[R], g)      R: the rows of the gradient g
 
-    So the device needs memory only for the rows of a batch, however large V is.
+    So the device needs memory only for the rows of a batch, for any V.
 
     A pulled SelectedRows takes the place of the table in `sparsejax.lookup`,
     `embedding_bag` and the layers of `sparsejax.nn`. Its gradient from
-    `sparsejax.value_and_grad` is a SelectedRows with the same rows, ready to be
-    pushed. Rows that were not pulled read as NaN. (`jax.grad` does not accept
-    ids: pass it `pulled.values`.)
+    `sparsejax.value_and_grad` is a SelectedRows with the same rows, ready to be pushed.
+    Rows that were not pulled read as NaN. (`jax.grad` does not accept ids: pass it
+    `pulled.values`.)
 
-    A store runs one call at a time; calls from other threads wait. Each table
-    has its own transformation, so clipping by global norm sees the rows of one
-    table.
+    A store runs one call at a time; calls from other threads wait. Each table has its
+    own transformation, so clipping by global norm sees the rows of one table.
 
-    With a mesh, pulled rows are on all its devices, for a step over a sharded
-    batch. The ids are those of all devices: a row that several devices need is
-    read once. With several processes, each owns rows by a hash of their ids, in
-    memory or in a file of its own. Every process makes the same store and the
-    same calls in the same order, with the ids of its own devices; prefetched
-    batches must be as many in each. A row starts the same, and training is the
-    same to rounding, as in one process.
+    With a mesh, pulled rows are on all its devices, for a step over a sharded batch.
+    Pass the ids of all devices: a row that several devices need is read once. With
+    several processes, a hash of its id decides which process owns a row, in memory or
+    in a file. Every process makes the same store and the same calls in the same order,
+    with the ids of its own devices, and prefetches the same number of batches. Rows
+    start as in one process, and training equals training in one process to rounding.
 
     - `init`: makes a table, or opens its file.
     - `insert`, `find`, `items`: the rows of keys that come and go, in a table made with
@@ -80,12 +78,13 @@ class KVStore:
     - `save`, `load`: all tables, to and from a file.
     - `names`, `spec`, `is_trainable`, `stats`: the tables, their shapes and
       dtypes, and their statistics.
-    - `flush`, `close`: write mapped files to disk; end the store, as does
-      `with KVStore() as store`.
+    - `flush`, `close`: write mapped files to disk; end the store.
+
+    A store is also a context manager, which closes it.
 
     Args:
-      mesh: the devices to which rows are pulled, at least one of each process;
-        None for JAX's default device.
+      mesh: of the devices to which rows are pulled, at least one of each process; None
+        for JAX's default device.
 
     Raises:
       TypeError: `mesh` is not a mesh.
@@ -156,25 +155,25 @@ class KVStore:
             `sparsejax.optim.lazy`; None for a table that is only read.
           path: of a memory-mapped file for weights and state, which outlives the
             process. An existing file is opened, and must have this shape, dtype,
-            optimizer state and key.
+            optimizer state and key. With several processes, `.0-of-2`, `.1-of-2` and so
+            on are appended.
 
-            The system writes changes to the file when it sees fit; `flush` waits for
-            the disk. If the process is killed during a push, any part of that push may
-            be in the file: some rows new and some old, a row's weights new and its
-            state old, the step count old. The rows of other pushes are whole, and so is
-            the file. If the machine itself stops, anything written since the last
-            `flush` may be lost. `save` does not have this window. The file grows as
-            rows are touched; if the disk is full by then, the system kills the process
+            The system writes changes to the file at any time; `flush` waits for the
+            disk. If the process is killed during a push, any part of that push may be
+            in the file: some rows new and some old, a row's weights new and its state
+            old, the step count old. The rows of other pushes are whole, and the file is
+            valid. If the machine itself stops, everything written since the last
+            `flush` may be lost. `save` does not have this risk. The file grows as rows
+            are touched; if the disk is full then, the system kills the process
             (SIGBUS).
-          initializer: `(key, shape, dtype) -> array`, such as those of
-            `jax.nn.initializers`, called when a row is touched for the first time. Its
-            key is made from `key` and the row's id, and its shape is `(1, *row)`. So a
-            row starts the same in whatever order rows are touched. By default rows
-            start as zeros.
+          initializer: `(key, shape, dtype) -> array`, as in `jax.nn.initializers`,
+            called when a row is touched for the first time. Its key is made from `key`
+            and the row's id, and its shape is `(1, *row)`. So a row starts the same in
+            any order in which rows are touched. By default rows start as zeros.
           key: PRNG key of the initializer, or an int as its seed.
-          dtype: of the weights, where a shape is given; float32 by default.
-          keys: for a table whose rows belong to keys, see `insert`: which keys get a
-            row and which are evicted. V is the most rows that it grows to.
+          dtype: of the weights, if a shape is given; float32 by default.
+          keys: the policy of a table whose rows belong to keys, see `insert`. V is the
+            largest number of rows to which the table grows.
 
         Raises:
           TypeError, ValueError: a wrong argument; `tx` is not row-separable (the
@@ -185,7 +184,7 @@ class KVStore:
         call = f"{_CALL}.init"
         self._check_open(call)
         if not isinstance(name, str):
-            raise TypeError(f"{call}: name must be a string, got {name!r}.")
+            raise _arguments.wrong_type(call, "name", "a string", repr(name))
         if name in self._tables:
             raise ValueError(
                 f"{call}: table {name!r} already exists. Use another name, or push to "
@@ -210,7 +209,7 @@ class KVStore:
         return tuple(self._tables)
 
     def spec(self, name: str) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of a table; waits for nothing.
+        """The shape and dtype of a table, without waiting.
 
         Args:
           name: of the table.
@@ -228,7 +227,7 @@ class KVStore:
         return _spec(self._table(f"{_CALL}.spec", name))
 
     def is_trainable(self, name: str) -> bool:
-        """Whether a table was made with an optimizer, so that `push` can update it.
+        """Return True if a table was made with an optimizer, so that `push` works.
 
         Args:
           name: of the table.
@@ -260,36 +259,36 @@ class KVStore:
         *,
         where: ArrayLike | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Gives rows to keys that have none, and notes that all of them were used.
+        """Gives rows to new keys, and marks all keys as used at this step.
 
-        What `sparsejax.HashIndex.insert` does inside `jit`, for any number of keys of
-        64 bits, in a table made with `keys=KeyPolicy(...)`. A new key gets the next row
-        that was never used, so the table takes memory as its vocabulary grows; if all V
-        rows are taken, it gets the row of a key that is evicted. Such a row starts
-        anew: with fresh weights, from the initializer, and fresh optimizer state.
+        It does the work of `sparsejax.HashIndex.insert` outside `jit`, for any number
+        of keys of 64 bits, in a table made with `keys=KeyPolicy(...)`. A new key gets
+        the next row that was never used, so the table takes memory as its vocabulary
+        grows. If all V rows are taken, the new key gets the row of an evicted key. Such
+        a row starts anew, with weights from the initializer and fresh optimizer state.
 
-        A row belongs to one key, and to the same key until it is evicted. The result
-        does not depend on the order of the keys, and a key that occurs several times
-        counts once. Sightings of keys that wait for admission are counted exactly, and
-        forgotten: each counts until as many others were counted as the table has rows
-        (at least 1024, at most 2^22), or up to twice as many. Keys and sightings are
-        saved and restored with the table.
+        A row belongs to one key until the key is evicted. The result does not depend on
+        the order of the keys, and a key that occurs several times counts once.
+        Sightings of keys that wait for admission are counted exactly. A sighting is
+        forgotten after n to 2n sightings of other keys, with n the number of rows (at
+        least 1024, at most 2^22). Keys and sightings are saved and restored with the
+        table.
 
         Inside the `ids_of` of `prefetch`, keys of batches whose gradient may not have
         been pushed yet are not evicted. For that, `step` must count the batches.
 
         Args:
           name: of the table.
-          keys: NumPy integers of any shape, or strings, of which hashes of 64 bits are
-            the keys; not both.
+          keys: NumPy integers of any shape, or strings, but not both. The key of a
+            string is its hash of 64 bits.
           step: int, the number of the training step. Keys that were used at the same
             step are not evicted.
           where: booleans of the shape of `keys`, False for padding.
 
         Returns:
-          `(rows, evicted)`: the row of each key, of the shape of `keys`, V where it has
-          none (`pull(..., mode="drop")` skips it, and `sparsejax.lookup(...,
-          mode="zero")` reads zeros); and the rows that changed hands, ascending.
+          `(rows, evicted)`: the row of each key, of the shape of `keys`, or V for a key
+          without a row (`pull(..., mode="drop")` skips it, and `sparsejax.lookup(...,
+          mode="zero")` reads zeros); and the rows whose key was evicted, ascending.
 
         Raises:
           KeyError: there is no such table.
@@ -308,7 +307,7 @@ class KVStore:
           >>> rows
           array([1, 0, 1], dtype=int32)
           >>> rows, evicted = store.insert("users", ["ann", "bob"], 1)
-          >>> rows, evicted  # the row of key 5 changed hands
+          >>> rows, evicted  # key 5 was evicted
           (array([2, 0], dtype=int32), array([0], dtype=int32))
 
         References:
@@ -327,15 +326,15 @@ class KVStore:
             if depth and latest is not None and step - latest not in (0, 1):
                 raise ValueError(
                     f"{call}: step must count batches while prefetch runs, got "
-                    f"{step} after {latest}. It tells which keys are those of batches "
-                    "in flight, which must keep their rows."
+                    f"{step} after {latest}. The keys of the latest steps belong to "
+                    "batches in flight, and must keep their rows."
                 )
             return table.insert(call, found, step, mask, depth)
 
         return self._run(call, work)
 
     def find(self, name: str, keys: ArrayLike | Sequence[str]) -> np.ndarray:
-        """The row of each key, or V where it has none. Changes nothing.
+        """The row of each key, or V if the key has no row. Changes nothing.
 
         Args:
           name: of the table.
@@ -366,7 +365,7 @@ class KVStore:
           name: of the table.
 
         Returns:
-          `(keys, rows)`: int64 `[n]`, for strings their hashes; and integers `[n]`.
+          `(keys, rows)`: int64 `[n]`, hashes for strings; and integers `[n]`.
 
         Raises:
           KeyError: there is no such table.
@@ -399,14 +398,15 @@ class KVStore:
         capacity: int | None = None,
         mode: str = "error",
     ) -> SelectedRows:
-        """The rows of `ids`, on the device.
+        """The rows of `ids`, on the device, or on all devices of the mesh.
 
         Args:
           name: of the table.
-          ids: integers of any dtype and shape.
+          ids: integers of any dtype and shape. With a mesh, the ids of the devices of
+            this process: an array, sharded or not, or a list of arrays.
           capacity: slots of the result; by default the next power of two (at most V),
             so that a jitted step is compiled only a few times. With the same capacity
-            for all batches it is compiled once.
+            for all batches, the step is compiled once.
           mode: for ids out of range: "raise" or "error", or "drop" to ignore them, for
             example a padding id of -1.
 
@@ -418,15 +418,15 @@ class KVStore:
           KeyError: there is no such table.
           TypeError: `ids` are not integers.
           ValueError: ids are out of range, or there are more rows than `capacity` (the
-            message says how many).
+            message has the number). With several processes, all of them raise it.
         """
         return self._pull(f"{_CALL}.pull", name, ids, capacity, mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """The rows of `row_ids` without empty slots, as in MXNet.
 
-        Like `pull`, but with exactly as many slots as distinct rows. That number is
-        part of the result's shape, so a jitted step recompiles for each new number.
+        The number of slots is the number of distinct rows. It is part of the result's
+        shape, so a jitted step is compiled again for each new number.
         """
         return self._pull(f"{_CALL}.row_sparse_pull", name, row_ids, _EXACT, "error")
 
@@ -434,9 +434,12 @@ class KVStore:
         """One step of the optimizer with a gradient.
 
         Duplicates are summed, as by `SelectedRows.coalesce`. All other rows keep their
-        weights and state. While `prefetch` runs, `push` queues the gradient and does
-        not wait for it: the gradient may still be computing, and must not be donated.
-        The next call raises an error of such a push.
+        weights and state. While `prefetch` runs, `push` queues the gradient and returns
+        at once: the gradient may still be computing, and must not be donated. The next
+        call raises an error of such a push.
+
+        With several processes, the gradient is the same in each, and each process
+        updates its own rows.
 
         Args:
           name: of the table.
@@ -473,13 +476,13 @@ class KVStore:
         capacity: int | Mapping[str, int] | None = None,
         mode: str = "error",
     ) -> Generator[tuple[Batch, Any]]:
-        """Batches with their rows, which are read while the previous step runs.
+        """Yields batches with their rows, which are read while the last step runs.
 
         The result is the same, bit for bit, as pulling the rows of each batch when it
-        is requested: it includes everything pushed before. A thread of the store reads
-        the rows while a step runs, waits for the gradients of the step, and reads the
-        rows that they change again. Between two batches `push` returns at once; a step
-        may push any number of times, to any table. Other calls wait for earlier pushes.
+        is requested: it includes all earlier pushes. A thread of the store reads the
+        rows while a step runs, waits for the gradients of the step, and reads the rows
+        that they change again. Between two batches `push` returns at once; a step may
+        push any number of times, to any table. Other calls wait for earlier pushes.
 
         Args:
           batches: an iterable of anything; batches are taken from it ahead of time.
@@ -494,7 +497,7 @@ class KVStore:
           `batches` or `ids_of` are raised when their batch is requested.
 
         Raises:
-          KeyError: a capacity for a table that does not exist.
+          KeyError: `capacity` has a table that does not exist.
           ValueError: `depth` is negative; at a batch, the errors of `pull`.
 
         Example:
@@ -512,9 +515,11 @@ class KVStore:
         self._check_open(call)
         depth = _arguments.static_int(call, "depth", depth)
         if not callable(ids_of):
-            raise TypeError(
-                f"{call}: ids_of must be a function that takes a batch and returns its "
-                f"ids, got {_arguments.kind_of(ids_of)}."
+            raise _arguments.wrong_type(
+                call,
+                "ids_of",
+                "a function that takes a batch and returns its ids",
+                _arguments.kind_of(ids_of),
             )
         if isinstance(capacity, Mapping):
             for name in capacity:
@@ -590,6 +595,8 @@ class KVStore:
     def pull_all(self, name: str, *, progress: Progress = False) -> np.ndarray:
         """The weights of all rows, `[V, ...]`, in host memory, without touching them.
 
+        With several processes, each gets the rows of all.
+
         Args:
           name: of the table.
           progress: True for a progress bar on stderr, or a function of (rows done, rows
@@ -606,7 +613,7 @@ class KVStore:
                 report(int(rows[-1]) + 1, table.height)
             return out
 
-        with _arguments.progress_reporter(call, progress) as report:
+        with _progress.progress_reporter(call, progress) as report:
             own = self._run(call, work)
         return own if table.owners.count == 1 else of_all_processes(table.owners, own)
 
@@ -616,11 +623,12 @@ class KVStore:
         Args:
           name: of the table.
           weights: SelectedRows of the table's shape without duplicates, or an array
-            `[V, ...]` of all rows. Cast to the table's dtype.
+            `[V, ...]` of all rows, which are cast to the table's dtype. The same in all
+            processes.
 
         Raises:
           KeyError: no such table.
-          TypeError, ValueError: weights of another shape; duplicate rows.
+          TypeError, ValueError: `weights` has another shape, or duplicate rows.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -635,8 +643,8 @@ class KVStore:
         table = self._table(call, name)
         given = weights
         if isinstance(weights, SelectedRows):
-            arrays = self._on_one_device(weights.rows, weights.values)
-            given = SelectedRows(*arrays, weights.height)
+            rows, values = self._on_one_device(weights.rows, weights.values)
+            given = SelectedRows(rows, values, weights.height)
         else:
             (given,) = self._on_one_device(weights)
 
@@ -653,14 +661,17 @@ class KVStore:
     def save(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
         """Writes all tables to a file, weights and state.
 
-        The file is written next to `path`, and replaces it when it is complete and on
-        disk. If the process is killed, `path` has either its old or its new content.
-        For tables that were not made from an array, only touched rows are written.
+        The file is written next to `path`, and replaces `path` when it is complete and
+        on disk. If the process is killed, `path` has its old or its new content. For
+        tables that were not made from an array, only touched rows are written.
+
+        With several processes, each writes its own rows to a file of its own, whose
+        name ends in `.0-of-2`, `.1-of-2` and so on.
 
         Args:
           path: of the file, in an existing directory.
           progress: True for a progress bar on stderr, or a function of (rows done, rows
-            in all). Rows of the optimizer state count as well.
+            in all), which also counts rows of the optimizer state.
 
         Raises:
           IsADirectoryError: `path` is a directory.
@@ -669,15 +680,15 @@ class KVStore:
         """
         call = f"{_CALL}.save"
         path = own_path(path, *self._place)
-        with _arguments.progress_reporter(call, progress) as report:
+        with _progress.progress_reporter(call, progress) as report:
             self._run(call, lambda: _saving.save(path, self._tables, report))
 
     def load(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
         """Loads a file written by `save` into the tables of this store.
 
-        A file contains no functions: first call `init` for each table, with the shape,
-        optimizer and initializer that it was saved with. The key comes from the file,
-        so untouched rows start as they would have.
+        A file contains no functions: first call `init` for each table, with the same
+        shape, optimizer and initializer as before saving. The key comes from the file,
+        so that untouched rows start as they would have in the saved store.
 
         The file is read twice, and nothing changes until all of it has been checked. If
         the second pass fails, the tables are half loaded: pulls, pushes and `save`
@@ -689,13 +700,13 @@ class KVStore:
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: the file is not that of a store, is truncated or damaged (each
+          ValueError: the file is not a file of `save`, is truncated or damaged (each
             part has a checksum), or has other tables. Nothing has changed.
         """
         call = f"{_CALL}.load"
 
         path = own_path(path, *self._place)
-        with _arguments.progress_reporter(call, progress) as report:
+        with _progress.progress_reporter(call, progress) as report:
             self._run(call, lambda: _saving.load(path, self._tables, report))
 
     def flush(self) -> None:
@@ -769,7 +780,7 @@ class KVStore:
         return _Pulled(table, rows, capacity, early)
 
     def _merged(self, call: str, name: str, ids: Any) -> Any:
-        """The ids that all devices of a mesh need; a collective with processes."""
+        """The ids of all devices of the mesh. A collective of the processes."""
         table = self._table(call, name)
         if self._devices is None:
             return ids
@@ -784,7 +795,8 @@ class KVStore:
         slots = np.full((pulled.capacity,), owners.height, rows.dtype)
         slots[: rows.size] = rows
         # The CPU device may use these buffers in place.
-        return SelectedRows(*jax.device_put((slots, values)), owners.height)
+        slots, values = jax.device_put((slots, values))
+        return SelectedRows(slots, values, owners.height)
 
     def _on_one_device(self, *arrays: Any) -> list[Any]:
         """Arrays of a step over the mesh, each whole on one device."""
@@ -871,7 +883,7 @@ def _drop(early: Future) -> None:
 
 
 def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
-    """The argument of `push` as one SelectedRows; waits for no values."""
+    """Checks the argument of `push`, and returns it as one SelectedRows."""
     call = f"{_CALL}.push"
     if table.optimizer is None:
         raise ValueError(
@@ -887,26 +899,33 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
         )
     for part in parts:
         if not isinstance(part, SelectedRows):
-            raise TypeError(
-                f"{call}: the gradient for table {table.name!r} must be a SelectedRows "
-                f"or a list of them, got {_arguments.kind_of(part)}. Use "
-                "sparsejax.value_and_grad with respect to the pulled SelectedRows."
+            raise _arguments.wrong_type(
+                call,
+                f"the gradient for table {table.name!r}",
+                "a SelectedRows or a list of them",
+                _arguments.kind_of(part),
+                "Use sparsejax.value_and_grad with respect to the pulled SelectedRows.",
             )
         dtype = getattr(part.rows, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
             found = type(part.rows).__name__ if dtype is None else dtype
-            raise TypeError(
-                f"{call}: the rows of the gradient for table {table.name!r} must be "
-                f"integers, got {found}. (jax.grad returns no ids, and jax.tree.map "
-                "changes them.) Use sparsejax.value_and_grad, and SelectedRows.map to "
-                "change only the values."
+            raise _arguments.wrong_type(
+                call,
+                f"the rows of the gradient for table {table.name!r}",
+                "integers",
+                str(found),
+                "(jax.grad returns no ids, and jax.tree.map changes them.) Use "
+                "sparsejax.value_and_grad, and SelectedRows.map to change only the "
+                "values.",
             )
         check_not_traced(call, table.name, "gradients", part.rows, part.values)
         if jnp.issubdtype(part.dtype, jnp.complexfloating):
-            raise TypeError(
-                f"{call}: the gradient for table {table.name!r} must be real like the "
-                f"table ({table.dtype}), got {part.dtype}. If this is intended, use "
-                "its .real part."
+            raise _arguments.wrong_type(
+                call,
+                f"the gradient for table {table.name!r}",
+                f"real like the table ({table.dtype})",
+                str(part.dtype),
+                "If this is intended, use its .real part.",
             )
         if part.shape != table.whole_shape:
             raise ValueError(
@@ -919,7 +938,7 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
 def _rows_to_assign(
     table: Table, weights: Any
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Distinct ascending rows and their weights, some at a time."""
+    """Yields distinct ascending rows of this process and their weights."""
     call, name = f"{_CALL}.assign", table.name
     is_sparse = isinstance(weights, SelectedRows)
     values = weights.values if is_sparse else weights
@@ -935,10 +954,12 @@ def _rows_to_assign(
         found = _arguments.kind_of(weights)
         if is_known:
             found = f"{dtype}{list(weights.shape)}"
-        raise TypeError(
-            f"{call}: weights for table {name!r} must be a SelectedRows or an array of "
-            f"all rows, of shape {table.whole_shape} (and real if the table is), got "
-            f"{found}."
+        raise _arguments.wrong_type(
+            call,
+            f"weights for table {name!r}",
+            f"a SelectedRows or an array of all rows, of shape {table.whole_shape} "
+            "(and real if the table is)",
+            str(found),
         )
     values = np.asarray(values)
     if not is_sparse:

@@ -4,7 +4,7 @@ Row r of a table is row r of several arrays: its weights, and each leaf of the o
 state that has one row for each row of the table. The other leaves of the state (counts,
 hyperparameters) are kept in `rest`. All arrays start as zeros that take no memory. A
 row gets its first weights and state when it is first read or written, so a table of
-many million rows costs what was touched of it.
+many million rows takes memory only for the rows that were touched.
 
 The first weights of a row depend on the table's key and the row's id alone, not on
 which other rows were touched before or together with it.
@@ -25,7 +25,7 @@ from sparsejax.store._in_flight import EarlyRows, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
-from sparsejax.store._requested_rows import LEAST_CAPACITY, bucket, slots_of
+from sparsejax.store._requested_rows import MIN_CAPACITY, bucket, slots_of
 
 
 CHUNK = 1 << 16  # rows at a time, when all rows are read or written
@@ -37,18 +37,18 @@ class TableStats(NamedTuple):
     If several processes share the table, the numbers are of this process and its rows.
 
     Args:
-      rows: of the table.
-      touched_rows: rows that were ever pulled or pushed, and so have state.
-      bytes: of all rows and their state. Unless the table was made from an array, only
-        the rows touched take memory or disk space.
+      rows: the number of rows of the table.
+      touched_rows: the number of rows that were ever pulled or pushed, and have state.
+      bytes: the size of all rows and their state. Unless the table was made from an
+        array, only touched rows take memory or disk space.
       path: of the memory-mapped file, or None.
-      pulls, pulled_rows, pull_seconds: how many pulls, how many distinct rows in all,
-        and how long the store worked on them.
+      pulls, pulled_rows, pull_seconds: the number of pulls, the number of distinct rows
+        in all of them, and the time that the store worked on them.
       pushes, pushed_rows, push_seconds: the same for pushes.
-      keys: how many keys have a row; None for a table without keys.
-      evicted_keys, refused_keys, waiting_keys: keys that lost their row, found no row
-        free, and were not admitted yet, in all calls of `KVStore.insert` of this
-        process; in each call, each key counts once.
+      keys: the number of keys that have a row; None for a table without keys.
+      evicted_keys, refused_keys, waiting_keys: the number of keys that lost their row,
+        found no free row, and were not admitted yet, in all calls of `KVStore.insert`
+        of this process. In each call, each key counts once.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -96,8 +96,8 @@ class Table:
       optimizer: or None, for a table that is only read.
       initializer: `(key, shape, dtype) -> rows` as in `jax.nn.initializers`, called
         with shape `[1, ...]` for each row; None for zeros or weights that were given.
-      key: of the initializer, encoded as in files.
-      given: whether the weights of all rows were given.
+      key: of the initializer, encoded by `_format.encode_key`.
+      given: True if the weights of all rows were given.
       memory: `Memory` or `MappedFile`, with the arrays of `arrays_of`.
       queue: in which all work on the table runs; the tables of a store share it.
       owners: which ids the rows have, if several processes share a larger table.
@@ -134,16 +134,16 @@ class Table:
         count = sum(optimizer.by_row) if optimizer else 0
         self.by_row, self.rest = state[:count], state[count:]
         self.is_loading = self.is_closed = False
-        self.journal: str | None = None  # that its mapped file can be rolled back by
+        self.journal: str | None = None  # id of the journal that rolls its file back
         self.cache: Any = None  # the CachedTable over it
-        self.flushed_step: int | None = None  # that its last flush was given
+        self.flushed_step: int | None = None  # the step of the last flush of the cache
         self.pulls = self.pulled_rows = self.pushes = self.pushed_rows = 0
         self.pull_seconds = self.push_seconds = 0.0
-        # Which leaves of the state start as zeros, whatever the weights are.
+        # For each leaf of state: True if it starts as zeros for any weights.
         self._is_zero = []
         if optimizer is not None:
             rng = np.random.default_rng(0)
-            weights = rng.standard_normal((LEAST_CAPACITY, *shape[1:]))
+            weights = rng.standard_normal((MIN_CAPACITY, *shape[1:]))
             leaves = optimizer.init_rows(weights.astype(self.dtype))
             self._is_zero = [not x.any() for x in leaves]
 
@@ -172,7 +172,7 @@ class Table:
         )
 
     def description(self) -> dict[str, Any]:
-        """The description of the table for its files."""
+        """The description of the table that its files begin with."""
         step = {} if self.flushed_step is None else {"step": self.flushed_step}
         return step | _format.describe(
             self.shape,
@@ -320,7 +320,7 @@ class Table:
     ) -> tuple[np.ndarray, np.ndarray]:
         """`KVStore.insert`: the row of each key, and the rows that were evicted.
 
-        The arguments are those of `TableKeys.plan`.
+        The arguments are described at `TableKeys.plan`.
         """
         assert self.keys is not None
         plan = self.keys.plan(keys, step, where, held_steps)
@@ -346,11 +346,11 @@ class Table:
     # -- the first touch --------------------------------------------------------------
 
     def touch(self, rows: np.ndarray) -> None:
-        """Gives those of `rows` that are untouched their initial weights and state."""
+        """Gives the untouched rows among `rows` their initial weights and state."""
         self.check_usable()
         fresh = rows[np.take(self.touched, rows, mode="clip") == 0]
         if self.initializer is None and all(self._is_zero):
-            self.touched[fresh] = 1  # all zeros, or given
+            self.touched[fresh] = 1  # weights and state are zeros, or were given
             return
         for start in range(0, fresh.size, CHUNK):
             block = fresh[start : start + CHUNK]
@@ -373,8 +373,8 @@ class Table:
         """The weights of untouched rows."""
         if self.initializer is None:
             return np.take(self.weights, rows, axis=0, mode="clip")
-        # In full buckets: XLA compiles the remainder of a vectorised loop differently,
-        # and a row's bits must not depend on how many rows are touched with it.
+        # The programs run on full buckets: XLA compiles the remainder of a vectorised
+        # loop differently, and a row must not depend on how many are touched with it.
         ids = np.zeros((bucket(rows.size),), np.uint32)
         ids[: rows.size] = self.owners.ids(rows)
         with on_host():
@@ -391,7 +391,7 @@ class Table:
         self._mark_stale(rows)
 
     def reset(self, key: dict[str, Any]) -> None:
-        """Resets all rows; rows touched later start from `key`."""
+        """Makes all rows untouched again; rows touched later start from `key`."""
         for rows in self.chunks():
             if not self.given:
                 rows = rows[self.touched[rows] != 0]
@@ -403,7 +403,7 @@ class Table:
         self.describe_as(key, given=False)
 
     def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
-        """Changes its description, also in its mapped file."""
+        """Changes the description of the table, also in its mapped file."""
         self.key, self.given = key, given
         marks: dict[str, Any] = {"loading": True} if self.is_loading else {}
         if self.journal is not None:
@@ -411,14 +411,14 @@ class Table:
         self.memory.describe(self.description() | marks)
 
     def set_loading(self, loading: bool) -> None:
-        """Marks it as half loaded or not, also in its mapped file."""
+        """Marks the table as half loaded or not, also in its mapped file."""
         self.is_loading = loading
         self.describe_as(self.key, given=self.given)
 
     def set_journal(self, journal: str | None) -> None:
-        """Marks it as changed since a journal was begun, also in its mapped file.
+        """Marks the table as changed since a journal was begun, also in its file.
 
-        With None it marks it as flushed, with its `flushed_step`.
+        With None, the table is marked as flushed at its `flushed_step`.
         """
         self.journal = journal
         self.describe_as(self.key, given=self.given)
@@ -455,13 +455,17 @@ def arrays_of(
 def _first_rows(
     initializer: Callable, shape: tuple[int, ...], dtype: Any, key: Any, ids: jax.Array
 ) -> jax.Array:
-    """`initializer` for each row, with the row's own key."""
+    """The result of `initializer` for each row, with a key made from the row's id."""
     row = lambda i: initializer(jax.random.fold_in(key, i), shape, dtype)
     return jax.vmap(row)(ids).astype(dtype)
 
 
 def put_rows(column: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-    """`column[rows] = values`, with each row as one item: six times as fast."""
+    """Sets `column[rows] = values`.
+
+    Each row is written as one item of type void: 65,536 rows of 32 float32 take 1.5 ms
+    so, and 7.6 to 12 ms with NumPy's assignment of rows (2026-11).
+    """
     if column.ndim == 1 or not column[:1].nbytes:
         column[rows] = values
         return

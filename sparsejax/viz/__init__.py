@@ -1,4 +1,4 @@
-"""What a step touches, what it sends, and what the transformation does to a program.
+"""Pictures and tables: the rows that a step touches, its programs, the bytes it sends.
 
 - `rows_touched`: plots the rows that each step touches, and the skew of the
   reads.

@@ -125,12 +125,12 @@ def compare(
     Args:
       fun: a loss, as in `sparsejax.grad`.
       *args: its arguments; arrays or `jax.ShapeDtypeStruct`.
-      argnums: int or ints, what to differentiate.
+      argnums: int or ints, the arguments to differentiate.
       has_aux: bool, whether `fun` returns `(loss, aux)`.
       tables: as in `sparsejax.grad`.
 
     Returns:
-      `ProgramDiff`. Its tables are the leaves whose gradient is a SelectedRows.
+      `ProgramDiff`. Its tables are the leaves with a SelectedRows as gradient.
 
     Raises:
       DensifyError: `tables=` requires a leaf to be sparse that is not only read by

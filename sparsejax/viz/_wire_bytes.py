@@ -1,4 +1,4 @@
-"""wire_bytes: counts what a compiled program sends between devices, from its HLO text.
+"""wire_bytes: counts the bytes that a compiled program sends, from its HLO text.
 
 XLA decides which collectives a sharded program needs, so they are read from the
 optimized program of one device, `jax.jit(f).lower(...).compile()`. With `g` devices in
@@ -107,7 +107,7 @@ def wire_bytes(
     loop_trips: int = 1,
     branch: Callable[[Sequence[int]], int] = max,
 ) -> WireBytes:
-    """The bytes that one device sends in one run of a compiled program.
+    r"""The bytes that one device sends in one run of a compiled program.
 
     The sum over the program's collectives, each by its formula in the module's
     docstring, for example `2 B (g - 1) / g` for an all-reduce of B bytes in groups of g
@@ -115,7 +115,7 @@ def wire_bytes(
 
     Args:
       compiled: the result of `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
-      loop_trips: how many iterations to assume for a loop whose count is not known at
+      loop_trips: the number of iterations to assume for a loop if it is not known at
         compile time, such as the rounds of an exchange; 0 ignores such loops.
       branch: how to choose the branch of a conditional that counts, by bytes: `max` or
         `min`.
@@ -125,9 +125,8 @@ def wire_bytes(
       `.collectives` a tuple of records.
 
     Raises:
-      TypeError: `compiled` is not a compiled program.
-      ValueError: the text is not an optimized HLO module, or `loop_trips` is not a
-        non-negative int.
+      TypeError: `compiled` is not a compiled program, or `loop_trips` not an int.
+      ValueError: the text is not an optimized HLO module, or `loop_trips` is negative.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -135,7 +134,7 @@ def wire_bytes(
       >>> sj.viz.wire_bytes(compiled).total  # one device sends nothing
       0
       >>> text = "ENTRY %main {"
-      >>> text += "\\n %r = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}\\n}"
+      >>> text += "\n %r = f32[100]{0} all-reduce(%x), replica_groups={{0,1,2,3}}\n}"
       >>> sj.viz.wire_bytes(text)
       collective  moves     group  times  bytes  made by
       --------------------------------------------------
@@ -146,27 +145,29 @@ def wire_bytes(
       R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
       operations in MPICH", 2005; NVIDIA, nccl-tests, "bus bandwidth".
     """
-    is_int = isinstance(loop_trips, int) and not isinstance(loop_trips, bool)
-    if not is_int or loop_trips < 0:
-        raise ValueError(
-            f"{_CALL}: loop_trips must be a non-negative int (iterations of a loop), "
-            f"got {loop_trips!r}."
-        )
+    loop_trips = _arguments.static_int(_CALL, "loop_trips", loop_trips)
     text: Any = compiled
     if not isinstance(compiled, str):
         text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
     if text is None:
-        raise TypeError(
-            f"{_CALL}: compiled must be a compiled program or its text, got "
-            f"{_arguments.kind_of(compiled)}. Pass jax.jit(f).lower(*args).compile(), "
-            "or its .as_text()."
+        raise _arguments.wrong_type(
+            _CALL,
+            "compiled",
+            "a compiled program or its text",
+            _arguments.kind_of(compiled),
+            "Pass jax.jit(f).lower(*args).compile(), or its .as_text().",
         )
     entries, computations = _parse(text)
     if not entries:
-        raise ValueError(
-            f"{_CALL}: compiled must be the text of an optimized HLO module, got text "
-            "without an ENTRY computation. Pass jax.jit(f).lower(*args).compile(); "
-            "the result of .lower() has no collectives yet."
+        raise _arguments.wrong(
+            _CALL,
+            "compiled",
+            "the text of an optimized HLO module",
+            "text without an ENTRY computation",
+            (
+                "Pass jax.jit(f).lower(*args).compile(); the result of .lower() "
+                "has no collectives yet."
+            ),
         )
     walk = _Walk(computations, _num_devices(text), loop_trips, branch)
     counted: collections.Counter[Collective] = collections.Counter()

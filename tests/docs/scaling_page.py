@@ -3,9 +3,9 @@
     python tests/docs/scaling_page.py wire              the table of bytes on the wire
     python tests/docs/scaling_page.py devices 64 512    compile for so many CPU devices
     python tests/docs/scaling_page.py lower 1024        lower for an abstract mesh
-    python tests/docs/scaling_page.py tpu v5p:8x8x16 8  compile for a TPU topology, 8 tables
+    python tests/docs/scaling_page.py tpu v5p:8x8x16 8  compile for a TPU, 8 tables
     python tests/docs/scaling_page.py tpu v5e:2x2 1 32  the same, rows of 32 columns
-    python tests/docs/scaling_page.py h200 1x1x8 1      compile for eight H200, one table
+    python tests/docs/scaling_page.py h200 1x1x8 1      compile for eight H200
 
 Nothing but `wire` makes an array, and nothing is run. Those for a TPU need libtpu
 (`pip install "jax[tpu]"`), and that for H200 `jax[cuda12]`, but no such device.

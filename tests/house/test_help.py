@@ -1,9 +1,9 @@
-"""Help pages: what can be checked of docstrings without reading them.
+"""Help pages: checks of the docstrings of public names.
 
-Every public name and every method of a public class has a summary of one line, its
-`Args` name its parameters and no others, and it says what it raises where it, or a
-function that it calls for its checks, has a `raise`. `tests/house/test_house.py` wants
-examples, which run as doctests.
+`Args` name the parameters of a function and no others, and a function says what it
+raises if it, or a function that it calls for its checks, has a `raise`. The form of
+docstrings is for ruff (D) to check; `tests/house/test_house.py` wants examples, which
+run as doctests.
 """
 
 import ast
@@ -119,19 +119,6 @@ def _complaints(check):
 
 def _is_method(name):
     return name.split(".")[-2][:1].isupper()
-
-
-def _summary(name, value):
-    first, *rest = (inspect.getdoc(value) or "").splitlines() or [""]
-    if not first.endswith("."):
-        return f"the summary {first!r} is no sentence"
-    if rest and rest[0]:
-        return "the summary has a second line"
-    return None
-
-
-def test_summaries_are_sentences_of_one_line():
-    assert not (found := _complaints(_summary)), found
 
 
 def _args(name, value):

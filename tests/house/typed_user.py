@@ -1,9 +1,9 @@
-"""What a user writes, under pyright's strict mode.
+"""A user's program, under pyright's strict mode.
 
-`tests/house/test_typing.py` has pyright check this file, and runs it. Two checks of strict
-mode are off: optax has no types of its own, and `jax.jit`, `jnp.ones` and such are
-partly unknown to pyright; that no name of sparsejax is, another test says. `jax.jit`
-forgets what a function takes and returns, hence `jit` below.
+`tests/house/test_typing.py` has pyright check this file, and runs it. Two checks of
+strict mode are off: optax has no types of its own, and pyright does not know all of
+`jax.jit`, `jnp.ones` and such; another test says that it knows every name of sparsejax.
+`jax.jit` forgets the types of a function, hence `jit` below.
 """
 # pyright: strict, reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnnecessaryTypeIgnoreComment=true

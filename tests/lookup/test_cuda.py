@@ -67,9 +67,10 @@ def test_adds_bags_as_elsewhere(segmented, weighted):
     bags = [jnp.asarray(rng.integers(-1, 13, 60), jnp.int32)] if segmented else []
     weights = [jnp.asarray(rng.standard_normal(size), jnp.float32)] if weighted else []
     args = jnp.asarray(rng.standard_normal((12, 3)), jnp.float32), ids, *bags, *weights
-    static = {"height": 20, "segmented": segmented, "weighted": weighted}
-    want = xla.add_bags(*args, **static)
-    np.testing.assert_allclose(cuda.add_bags(*args, **static), want, rtol=1e-5)
+    spec = xla.BagSpec(segmented, weighted, num_bags=12)
+    want = xla.add_bags(*args, height=20, spec=spec)
+    found = cuda.add_bags(*args, height=20, spec=spec)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_derivatives(x64):
 
 @pytest.mark.slow
 def test_weights_that_are_a_parameter_of_their_own(x64):
-    """Which might itself be a table: nothing comes between it and the sum."""
+    """Such weights might be a table: nothing comes between them and the sum."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 40, (3, 2))
     params = {"table": rng.normal(size=(40, 3)), "weights": rng.normal(size=(3, 2))}
@@ -202,19 +202,19 @@ def test_lowerings_give_what_the_reference_gives():
     rng = np.random.default_rng(3)
     table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
 
-    def compare(ids, bags=None, count=None, is_sorted=False):
+    def compare(ids, bags=None, count: Any = None, is_sorted=False):
         count = ids.shape[0] if bags is None else count
         for weights in (None, jnp.asarray(rng.normal(size=ids.shape), jnp.float32)):
             rest = [x for x in (bags, weights) if x is not None]
-            static: dict[str, Any] = dict(
+            spec = xla.BagSpec(
                 segmented=bags is not None,
                 weighted=weights is not None,
                 num_bags=count,
                 indices_are_sorted=is_sorted,
             )
-            both = lambda *args, static=static: (
-                cpu.bag_sum(*args, **static),
-                xla.bag_sum(*args, **static),
+            both = lambda *args, spec=spec: (
+                cpu.bag_sum(*args, spec=spec),
+                xla.bag_sum(*args, spec=spec),
             )
             a, b = jax.jit(both)(table, ids, *rest)
             assert a.shape == b.shape == (count, D) and a.dtype == b.dtype

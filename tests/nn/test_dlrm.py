@@ -17,6 +17,7 @@ from helpers import assert_no_dense
 pytest.importorskip("benchmarks")  # a source distribution has none
 
 from benchmarks import __main__, dlrm  # noqa: E402
+from benchmarks.models import dlrm as sizes  # noqa: E402
 
 
 pytestmark = pytest.mark.loose_promotion  # optax's
@@ -28,7 +29,7 @@ MODEL = dlrm.Model(ROWS, 4, bottom=(8,), top=(16,))
 def test_sizes_are_those_of_criteo():
     rows = dlrm.table_rows(10**6)
     assert len(rows) == 26 and min(rows) == 3 and rows.count(10**6) == 5
-    assert sum(dlrm.CARDINALITIES) == 33_762_577
+    assert sum(sizes.CARDINALITIES) == 33_762_577
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def test_ids_are_skewed_and_in_range():
 
 @pytest.mark.slow
 def test_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dlrm, "CARDINALITIES", (2, 9, 500))
+    monkeypatch.setattr(sizes, "CARDINALITIES", (2, 9, 500))
     out = tmp_path / "lines.jsonl"
     argv = "dlrm --cap 20 --dim 2 --batch 8 --repeats 3 --train 2 --json".split()
     assert __main__.main([*argv, str(out)]) == 0

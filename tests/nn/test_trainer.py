@@ -97,8 +97,8 @@ def test_trains_as_whole_tables_do():
     for batch in batches(4):
         ids, words, hour = batch["x"]
         words = sj.SegmentTensor.from_csr(words)
-        room = 64 - words.capacity
-        padded = jax.tree.map(lambda v, room=room: jnp.pad(v, (0, room)), words.values)
+        more = 64 - words.capacity
+        padded = jax.tree.map(lambda v, more=more: jnp.pad(v, (0, more)), words.values)
         words = sj.SegmentTensor.from_lengths(padded, words.lengths)
         both, state, want = step(both, state, (ids, words, hour), {"y": batch["y"]})
         np.testing.assert_allclose(made.step(batch), want, rtol=1e-5)
@@ -165,10 +165,10 @@ def test_nothing_is_updated_without_a_step():
 @pytest.mark.slow
 def test_tables_on_the_device_too():
     """A dense parameter may be a table: `tables=` with a lazy tx, the same numbers."""
-    wish = {"item": None, "words": None, "hour": {"embedding": True}}
+    tables = {"item": None, "words": None, "hour": {"embedding": True}}
     tx = optax.adagrad(0.1)
     one = trainer(tx)
-    two = trainer(sj.optim.lazy(tx), tables=wish, table_tx=tx)
+    two = trainer(sj.optim.lazy(tx), tables=tables, table_tx=tx)
     losses = [fit(made, batches(2)) for made in (one, two)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert_trees_close(two.params, one.params)
@@ -183,6 +183,54 @@ def test_the_step_does_not_know_how_large_tables_are():
     pulled = {n: made.store.pull(n, i) for n, i in made.row_ids(batch).items()}
     args = pulled, made.params, made.opt_state, batch
     assert_no_dense(made._step, *args, heights=[big])
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_store_for_several_devices(prefetch):
+    """Data-parallel training: examples are sharded over a mesh, rows pulled once."""
+    auto = (jax.sharding.AxisType.Auto,)
+    devices = jax.devices()[:4]
+    mesh = jax.make_mesh((4,), ("x",), axis_types=auto, devices=devices)
+
+    @dataclasses.dataclass(frozen=True)
+    class Ranker(SparseBlock):
+        item: SparseEmbedding = SparseEmbedding(V, D, name="item", padding_id=-1)
+        top: sj.nn.Dense = sj.nn.Dense(1, D)
+
+        def row_ids(self, inputs):
+            return self.item.row_ids(inputs)
+
+        def sparse_forward(self, tables, params, inputs):
+            rows = self.item(tables, params["item"], inputs)
+            return self.top(params["top"], rows)[:, 0]
+
+    rng = np.random.default_rng(0)
+    data = [
+        {"x": rng.integers(-1, 40, 8), "y": rng.normal(size=8).astype(np.float32)}
+        for _ in range(4)
+    ]
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    trained = {}
+    for store in (sj.store.KVStore(), sj.store.KVStore(mesh=mesh)):
+        made = Trainer(
+            Ranker(),
+            store,
+            loss_of,
+            optax.adagrad(0.1),
+            inputs=lambda batch: batch["x"],
+            clip_norm=0.3,
+        )
+        given = data if not trained else jax.device_put(data, sharding)
+        losses = fit(made, given, prefetch)
+        trained[len(trained)] = losses, store.pull_all("item"), made.params
+        outputs = made.predict(given[0])
+    assert_trees_close(trained[1], trained[0])
+    assert outputs.sharding.is_equivalent_to(sharding, 1)
+    assert made.params["top"]["kernel"].sharding.is_fully_replicated
+    bad = jax.device_put({"x": np.full(8, V), "y": data[0]["y"]}, sharding)
+    with pytest.raises(ValueError, match="8 of 8 ids .* the first is 211"):
+        made.step(bad)
 
 
 # ------------------------------------------------------------------ checks
@@ -210,7 +258,7 @@ def test_checked():
             call(bad)
     jax.tree.map(assert_same_bits, jax.tree.map(np.array, state_of(made)), before)
     assert made.steps == 1
-    # Without a mode, what was not pulled reads NaN, and the loss shows it.
+    # Under mode "fill", a row that was not pulled reads NaN.
     loose = trainer(block=dataclasses.replace(block, mode="fill"))
     assert np.isnan(loose.predict(bad)).any()
 

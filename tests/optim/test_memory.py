@@ -16,8 +16,9 @@ import pytest
 import sparsejax as sj
 from helpers import IN_PLACE, assert_no_dense, compile_as_users_do
 from sparsejax.optim import dynamic_loss_scale, lazy
-from sparsejax.optim._lazy import gather_scatter, probe
-from sparsejax.optim._optimizers import base, weight_decay
+from sparsejax.optim._exact import identify
+from sparsejax.optim._lazy import gather_scatter
+from sparsejax.optim._optimizers import base
 from sparsejax.optim._wrappers import rounding
 
 
@@ -187,14 +188,14 @@ def test_a_sum_of_two_floats_keeps_both():
     low = (high * rng.uniform(-(2**-25), 2**-25, 500)).astype(np.float32)
     x = (10.0 ** rng.uniform(-7, 0, 500)).astype(np.float32)
     total = jnp.stack([jnp.asarray(high), jnp.asarray(low)])
-    add = jax.jit(jax.vmap(weight_decay._add, in_axes=(1, 0)))
+    add = jax.jit(jax.vmap(base.add_as_two, in_axes=(1, 0)))
     compiled = compile_as_users_do(add.lower(total, jnp.asarray(x)))
     got = np.asarray(compiled(total, jnp.asarray(x)), np.float64).sum(axis=1)
     wide = [a.astype(np.float64) for a in (high, low, x)]
     np.testing.assert_allclose(got, sum(wide), rtol=2.0**-46)
 
 
-def test_probes_compile_without_optimization():
-    """`compile_probe`: the option exists, so that `lazy(tx).init` stays quick."""
+def test_identify_compiles_without_optimization():
+    """The compiler knows the option, so that `exact(tx).init` stays quick."""
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
-    lowered.compile(compiler_options=probe.COMPILE_FAST)
+    lowered.compile(compiler_options=identify.COMPILE_QUICKLY)

@@ -218,32 +218,3 @@ def test_prints_as_a_table():
     assert user.startswith("tables['user']  float32[100000,32]  5,120     2,560")
     assert "12.8 MB, 19.2 MB" in user and user.endswith("row-sharded")
     assert total.startswith("total") and where.startswith("4 devices")
-
-
-def test_errors():
-    with pytest.raises(TypeError, match="a str"):
-        sj.parallel.plan({"a": "x"}, MESH, 3)
-    with pytest.raises(ValueError, match="at least one axis"):
-        sj.parallel.plan({"a": jnp.ones(())}, MESH, 3)
-    with pytest.raises(ValueError, match="for tables got -1"):
-        sj.parallel.plan((8, 2), MESH, -1)
-    with pytest.raises(ValueError, match="a tree like tables"):
-        sj.parallel.plan({"a": (8, 2)}, MESH, {"b": 3})
-    with pytest.raises(ValueError, match="device_bytes must be a positive"):
-        sj.parallel.plan((8, 2), MESH, 3, device_bytes=0)
-    with pytest.raises(ValueError, match="The axes of this mesh are"):
-        sj.parallel.plan((8, 2), MESH, 3, axis="y")
-    with pytest.raises(TypeError, match="must be integers"):
-        sj.parallel.plan((8, 2), MESH, np.ones(3))
-    with pytest.raises(TypeError, match="mesh must be .*, got None"):
-        sj.parallel.plan((8, 2), None, 5)
-    with pytest.raises(TypeError, match="tx must be an optax .* got 3"):
-        sj.parallel.plan((8, 2), MESH, 3, tx=3)
-    with pytest.raises(TypeError, match=r"loss must be a function .* got an int"):
-        sj.parallel.plan(jnp.ones((8, 2)), MESH, np.arange(2), loss=3)
-    with pytest.raises(TypeError, match="device_bytes must be .* got '1GB'"):
-        sj.parallel.plan((8, 2), MESH, 3, device_bytes="1GB")
-    with pytest.raises(ValueError, match=r"tables\['a'\] must have .* got \(-10, 2\)"):
-        sj.parallel.plan({"a": (-10, 2)}, MESH, 3)
-    with pytest.raises(ValueError, match="at least one table, got {}"):
-        sj.parallel.plan({}, MESH, 3)

@@ -102,25 +102,19 @@ def test_over_an_axis_of_vmap(capacity):
     np.testing.assert_array_equal(found.to_dense(), g.to_dense())
 
 
-def test_errors_of_psum():
-    with pytest.raises(ValueError, match="the axis 'x' is unknown here"):
-        sj.parallel.psum(slots(3), "x")
-    with pytest.raises(ValueError, match="pmean: capacity must be a positive int"):
-        sj.parallel.pmean(slots(3), "x", capacity=-1)
-    with pytest.raises(
-        ValueError, match="psum: capacity must be a positive int, got 0"
-    ):
-        sj.parallel.psum(slots(3), "x", capacity=0)
-
-    def at_owners(values):
-        table = sj.parallel.shard_rows(np.ones((8, 2), np.float32), make_mesh(), "x")
-        loss = lambda t: jnp.sum(sj.lookup(t, jnp.arange(4)))
-        return sj.parallel.psum(sj.grad(loss, tables=True)(table), "x")
-
-    with pytest.raises((TypeError, ValueError), match="shard_map"):
-        jax.shard_map(at_owners, mesh=make_mesh(), in_specs=P("x"), out_specs=P())(
-            jnp.ones(8)
-        )
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rows_of_the_whole_batch_are_only_gathered(kind):
+    """Under `jax.set_mesh` JAX's own mesh says that the axis is not one device's."""
+    mesh, g = make_mesh(kind=kind), slots(10)
+    split = jax.device_put(g, NamedSharding(mesh, P("x")))
+    both = lambda g: sj.parallel.psum({"g": g, "n": jnp.ones(())}, "x", capacity=9)
+    with jax.set_mesh(mesh):
+        found = jax.jit(both)(split)
+        with pytest.raises(ValueError):
+            sj.parallel.psum(g, "y")
+    assert found["g"].values.sharding.is_fully_replicated
+    np.testing.assert_array_equal(found["g"].to_dense(), g.to_dense())
+    assert float(found["n"]) == 1.0
 
 
 # ------------------------------------------------------------------ data_parallel
@@ -284,26 +278,3 @@ def test_what_is_split_and_what_stays():
     np.testing.assert_array_equal(found["b"], 1 + 2 * 12 + 3)
     assert seen["ids"].shard_shape((4, 3)) == (2, 3)
     assert not params["a"].is_deleted()
-
-
-def test_errors_of_data_parallel():
-    mesh = make_mesh()
-    run = lambda step: sj.parallel.data_parallel(step, mesh, "x")
-    with pytest.raises(TypeError, match="step must be a function"):
-        run(3)
-    with pytest.raises(ValueError, match="The axes of this mesh are"):
-        sj.parallel.data_parallel(make_step, mesh, "y")
-    with pytest.raises(TypeError, match="must return a tuple .* got tuple of 1"):
-        run(lambda p, s, b: (p,))(1.0, (), np.ones(4))
-    with pytest.raises(ValueError, match="must return opt_state with the structure"):
-        run(lambda p, s, b: (p, {}))(1.0, (), np.ones(4))
-    with pytest.raises(ValueError, match=r"leading axes \[3, 10\]"):
-        run(lambda p, s, b: (p, s))(1.0, (), {"a": np.ones(10), "b": np.ones(3)})
-    with pytest.raises(ValueError, match=r"params as float32\[\], .* got float32\[4\]"):
-        run(lambda p, s, b: (p + b, s))(1.0, (), np.ones(4, np.float32))
-    with pytest.raises(ValueError, match=r"params\['a'\] as int32\[\], .* float32\[\]"):
-        run(lambda p, s, b: ({"a": jnp.mean(b)}, s))(
-            {"a": jnp.int32(1)}, (), np.ones(4, np.float32)
-        )
-    with pytest.raises(ValueError, match=r"opt_state\[0\] as .* got float32\[4\]"):
-        run(lambda p, s, b: (p, (b,)))(1.0, (2.0,), np.ones(4, np.float32))

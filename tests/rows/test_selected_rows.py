@@ -595,7 +595,7 @@ def test_maker_errors():
     values = jnp.ones((2, 3))
     make_: Any = sj.SelectedRows
     with pytest.raises(
-        TypeError, match=r"rows must be integers.*float32.*Use SelectedRows\.map"
+        TypeError, match=r"rows must be integers.*float32.*SelectedRows\.map"
     ):
         make_(jnp.array([1.0, 2.0]), values, V)
     with pytest.raises(TypeError, match="rows must be integers.*bool"):
@@ -651,7 +651,8 @@ def test_nothing_densifies_silently():
     is_old = jax.__version_info__ < (0, 8)
     for f in (jnp.asarray, jnp.array, lambda a: jnp.asarray([a, a])):
         with jax.numpy_dtype_promotion("standard" if is_old else "strict"):
-            with pytest.raises(TypeError, match=r"\.to_dense\(\)" if is_old else said):
+            refused = (ValueError, "row_ids") if is_old else (TypeError, said)
+            with pytest.raises(refused[0], match=refused[1]):
                 f(a)
     for f in (jnp.sum, jnp.sin, np.sin, lambda a: np.ones((V, 3)) @ a, operator.abs):
         with pytest.raises(TypeError):

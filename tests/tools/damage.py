@@ -1,8 +1,8 @@
 """Damaged files for every reader: nothing but ValueError or OSError may come out.
 
-    python -m tests.tools.damage --seconds 60           all readers, until the time is over
-    python -m tests.tools.damage --count 1000           so many files
-    python -m tests.tools.damage --seed 3 --case 512    one file again, with its traceback
+    python -m tests.tools.damage --seconds 60         all readers, for a minute
+    python -m tests.tools.damage --count 1000         that many files
+    python -m tests.tools.damage --seed 3 --case 512  one file again, its traceback
 
 A case is one reader, one good file, and what is done to it: bytes are changed, cut,
 moved or put in. Checksums would refuse nearly all of these, so half of the cases change

@@ -76,6 +76,9 @@ some = sj.SelectedRows([1], jnp.ones((1, 1)), 4)
     [
         "sj.nn.Dense(1, 4, use_bias=1)",
         "sj.nn.Dense(1, 4, sparse_grad='yes')",
+        "sj.nn.Dense(1, 4, mode='skip')",
+        "layer.row_ids(jnp.ones((2, 4)))",
+        "sj.nn.Dense(1).row_ids(bags)",
         "sj.nn.Dense(1).init(key)",
         "sj.nn.Dense(1).init(key, bags)",
         "sj.nn.Dense(1).init(key, 3.0)",
@@ -107,6 +110,7 @@ ids = {"a": jnp.array([4]), "b": jnp.array([[0, 6]])}
         "Collection({})",
         "Collection((5, 2))",
         "Collection({'a': 5})",
+        "Collection({'a': sj.nn.SparseEmbedding(5, 2)})",
         "Collection({'a': (0, 2)})",
         "Collection([('a', (5, 2)), ('a', (7, 2))])",
         "Collection({'a': (5, 2)}, {'x': 'b'})",
@@ -176,6 +180,7 @@ rows = sj.SelectedRows([1], jnp.ones((1, 2)), 9)
     [
         "sj.nn.SparseEmbedding(5, 2, name=3)",
         "sj.nn.SparseEmbedding(5, 2, padding_id='0')",
+        "sj.nn.SparseLinear(1)",
         "item.row_ids(jnp.array([1.0]))",
         "linear.row_ids(jnp.ones((2, 4)))",
         "linear.row_ids(sp.csr_matrix((2, 6)))",
@@ -724,7 +729,10 @@ def inside(f, *args):
         "sj.parallel.shard_columns(3, mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones(8), mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones((20, 6)), mesh, 'x')",
+        "sj.parallel.shard_columns(jnp.ones((8, 8)), mesh, 'y')",
         "jnp.asarray(table)",
+        "np.asarray(table)",
+        "jnp.take(table, 1, axis=0)",
         "sj.grad(lambda t: jnp.sum(jnp.asarray(t)))(table)",
         "sj.parallel.forward(lambda t: jnp.asarray(t))(table)",
         "sj.parallel.forward(lambda t: jax.lax.while_loop(lambda x: x < 1, "
@@ -735,7 +743,9 @@ def inside(f, *args):
         "table / table",
         "1 / table",
         "table + shard_rows(jnp.ones((9, 2)), mesh, 'x')",
+        "shard_rows(array, mesh, 'x', layout=3)",
         "shard_rows(array, mesh, 'x', capacity=0)",
+        "shard_rows(array, mesh, 'x', capacity='auto')",
         "sj.lookup(table, bags)",
         "sj.lookup(table, jnp.array([1, 20]), mode='error')",
         "inside(lambda ids: sj.lookup(table, ids), ids)",
@@ -745,6 +755,7 @@ def inside(f, *args):
         "inside(lambda ids: sj.parallel.exchange_metrics(table, ids), ids)",
         "sj.parallel.measure_capacity(table, [])",
         "sj.parallel.measure_capacity(table, ids, margin=0)",
+        "sj.parallel.measure_capacity(table, ids, margin='1')",
         "jax.jit(lambda ids: sj.parallel.measure_capacity(table, ids))(ids)",
     ],
 )
@@ -776,9 +787,20 @@ step = lambda params, state, batch: (params, state)
         "psum(rows, 'x')",
         "inside(lambda x: psum(x, 'x', capacity=0), rows)",
         "inside(lambda x: psum(x, 'x'), grad_of(80))",
+        "sj.parallel.pmean(rows, 'x', capacity=-1)",
         "data_parallel(3, mesh, 'x')",
         "data_parallel(step, None, 'x')",
+        "data_parallel(step, mesh, 'y')",
         "data_parallel(step, mesh, 'x')(params, (), jnp.ones((7, 2)))",
+        "data_parallel(step, mesh, 'x')(params, (), [jnp.ones(3), jnp.ones(10)])",
+        "bad = lambda params, state, batch: (params,)\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+        "bad = lambda params, state, batch: (params, {})\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+        "bad = lambda params, state, batch: ({'w': jnp.ones(2, int)}, state)\n"
+        "data_parallel(bad, mesh, 'x')(params, (), batch)",
+        "bad = lambda params, state, batch: (params, (batch,))\n"
+        "data_parallel(bad, mesh, 'x')(params, (jnp.ones(3),), batch)",
         "bad = lambda params, state, batch: params\n"
         "data_parallel(bad, mesh, 'x')(params, (), batch)",
         "bad = lambda params, state, batch: (params['w'], state)\n"
@@ -810,6 +832,7 @@ abstract = sj.parallel.shard_rows(spec, mesh.abstract_mesh, "x")
         "save('one', {'w': spec})",
         "save('one', {'w': abstract})",
         "jax.jit(lambda x: save('one', x))(tree)",
+        "restore('one', {'w': abstract})",
         "restore(manager, tree)",
         "restore('one', tree)",
         "save('one', tree)\nrestore('one', {'w': jnp.ones((4, 3))})",
@@ -836,6 +859,8 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan({'t': (20, 2)}, mesh, {'s': 8})",
         "plan({'t': (20, 2)}, mesh, jnp.ones(3))",
         "plan({'t': (20, 2)}, mesh, 8, tx='adam')",
+        "plan({'t': (20, 2)}, mesh, 8, axis='y')",
+        "plan({'t': (20, 2)}, None, 8)",
         "plan({'t': (20, 2)}, mesh, 8, device_bytes=0)",
         "plan({'t': (20, 2)}, mesh, 8, device_bytes='1GB')",
         "plan({'t': (20, 2)}, mesh, 8)['u']",
@@ -855,9 +880,11 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
         "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), "
         "loss=lambda table, ids: jnp.sum(table[ids] @ table.T))",
         "wire_bytes(jax.jit(jnp.sum))",
+        "wire_bytes(total)",
         "wire_bytes(total.as_text())",
         "wire_bytes(total.compile(), loop_trips=-1)",
         "wire_bytes(total.compile(), loop_trips='2')",
+        "wire_bytes(total.compile(), loop_trips=1.5)",
     ],
 )
 

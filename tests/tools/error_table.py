@@ -1,7 +1,7 @@
 """Makes tests/error_messages.md: what raises what, found out by calling it.
 
     python tests/tools/error_table.py             makes the page again
-    python tests/tools/error_table.py --missing   lists the `raise`s that no call reaches
+    python tests/tools/error_table.py --missing   lists the `raise`s without a call
 
 The calls are in `error_calls_core.py` and `error_calls_packages.py`. `test_errors.py`
 makes the page again and compares, so that a change of a message is seen in a diff.
@@ -25,9 +25,9 @@ PAGE = ROOT / "tests" / "error_messages.md"
 HEAD = """\
 # Error messages
 
-What a wrong call answers: what was called, what was found, what to do. This page is
-made by `python tests/tools/error_table.py`, which runs every call; a test makes it again and
-compares.
+The messages of wrong calls: what was called, what was found, what to do.
+`python tests/tools/error_table.py` makes this page by running every call; a test makes
+it again and compares.
 """
 
 

@@ -1,7 +1,7 @@
 """Random programs and optimizers: `python -m tests.tools.fuzz --seconds 60 --seed 0`.
 
     python -m tests.tools.fuzz programs --seconds 60    gradients, see fuzz_programs.py
-    python -m tests.tools.fuzz products --seconds 60    products of rows: fuzz_products.py
+    python -m tests.tools.fuzz products --seconds 60    products of rows
     python -m tests.tools.fuzz chains --seconds 60      optimizers, see fuzz_chains.py
 
 Each seed stands for 50 programs or products, or 10 chains, and gives the same ones

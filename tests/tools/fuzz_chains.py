@@ -7,7 +7,8 @@ and a failure is a line that can be kept: `tests/transform/test_fuzz.py` has the
 `check` trains by sparsejax and by optax on dense gradients, in float64:
 
 - `lazy`: each step is optax's, with the rows that had no gradient put back;
-- `exact`: all rows are as optax has them, at every step.
+- `exact`: all rows are as optax has them, at every step;
+- `judged`: what the judge says of a chain is what the oracle of `probe` finds.
 
 What is row by row must be accepted, and so must be by `exact` what its page says. What
 is accepted must be equal. Both sides are compared in parameters and state.
@@ -28,10 +29,12 @@ import optax
 from hypothesis import strategies as st
 from optax import contrib
 
+import probe
 import sparsejax as sj
 from helpers import dense as dense_of
 from optimizers import REFUSED, SCHEDULE, SEPARABLE
 from sparsejax import _compat
+from sparsejax.optim._lazy import judge, trees
 
 
 # Each number of rows is the length of nothing else.
@@ -641,6 +644,26 @@ def exact(chain):
     return "compared"
 
 
+@mode
+def judged(chain):
+    """The judge, which reads the program, and the oracle, which runs it, agree."""
+    tx = build(chain)
+    leaves, treedef = trees.flatten(parameters())
+    specs, table = tuple(map(trees.to_spec, leaves)), sorted(SHAPES).index("table")
+    refused = judge.Verdicts(tx)(treedef, specs, (table,)).refused
+    by_table, shared = probe.failures(tx, treedef, specs, (table,))
+    differs = shared or by_table.get(table)
+    may_be_refused = (
+        is_refused(chain) or sees_woken_rows(chain) or sees_moved_rows(chain, "kept")
+    )
+    if refused and not differs and not may_be_refused:
+        raise Refused(str(refused[table]))
+    # A norm after what moves rows without a gradient counts only the rows read.
+    if differs and not refused and not sees_moved_rows(chain):
+        raise Refused(f"not refused, but {differs}")
+    return "refused" if refused else "compared"
+
+
 def check(chain, how="jitted"):
     """Raises if sparsejax and optax differ on a chain.
 
@@ -709,7 +732,7 @@ def _wrapped(chain):
 
 
 _lazy_modes = st.sampled_from(
-    ["jitted", "jitted", "eager", "eager", "not_finite", "accumulated"]
+    ["jitted", "jitted", "eager", "eager", "not_finite", "accumulated", "judged"]
 )
 cases = st.one_of(
     st.tuples(st.one_of(_mixed, _wrapped(_usual)), _lazy_modes),

@@ -13,11 +13,10 @@ def add_bags(
     ids: jax.Array,
     *rest: jax.Array,
     height: int,
-    segmented: bool,
-    weighted: bool,
+    spec: xla.BagSpec,
 ) -> jax.Array:
     """`xla.add_bags`, always in the same order: duplicates are merged first."""
-    rows = xla.row_cotangents(sums, ids, *rest, segmented=segmented, weighted=weighted)
+    rows = xla.row_cotangents(sums, ids, *rest, spec=spec)
     rows = indexing.merge_axes(rows, ids.ndim)
     empty = _arguments.scalar(height, ids)
     ids = jnp.where(indexing.in_range(ids, height), ids, empty).reshape(-1)

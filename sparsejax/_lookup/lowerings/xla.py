@@ -1,5 +1,7 @@
 """The reference lowerings, in plain XLA. Every other lowering must equal them."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -9,46 +11,67 @@ from jax import lax
 from sparsejax._rows import indexing, quantized
 
 
-# How many bits a code has, and which plane is wanted, by default all of them.
+# The bits of a code, or these and one plane of the codes.
 Codes: TypeAlias = int | tuple[int, int]
 
 
+@dataclasses.dataclass(frozen=True)
+class BagSpec:
+    """The static arguments of `bag_sum` and of its transpose.
+
+    Args:
+      segmented: whether ids are `[n]`, followed by segment ids, not `[B, L]`.
+      weighted: whether weights are the last argument.
+      num_bags: the number of bags.
+      indices_are_sorted: a promise that segment ids never decrease.
+      bits: of a code if the table is the codes of a QuantizedTable. Such a table always
+        has weights, `[..., 2]`, which are 0 if an id is out of range.
+    """
+
+    segmented: bool
+    weighted: bool
+    num_bags: int
+    indices_are_sorted: bool = False
+    bits: Codes | None = None
+
+    def segment_ids(self, rest: Sequence[Any]) -> Any:
+        """Returns the segment ids out of the arguments after ids, or None."""
+        return rest[0] if self.segmented else None
+
+    def weights(self, rest: Sequence[Any]) -> Any:
+        """Returns the weights out of the arguments after ids, or None."""
+        return rest[-1] if self.weighted else None
+
+
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """`table[ids]` for flat ids; those out of range read the nearest row."""
+    """Returns `table[ids]` for flat ids; an id out of range reads the nearest row."""
     return table.at[ids].get(mode="clip", wrap_negative_indices=False)
 
 
 def bag_sum(
-    table: jax.Array,
-    ids: jax.Array,
-    *rest: jax.Array,
-    segmented: bool,
-    weighted: bool,
-    num_bags: int,
-    indices_are_sorted: bool,
-    bits: Codes | None = None,
+    table: jax.Array, ids: jax.Array, *rest: jax.Array, spec: BagSpec
 ) -> jax.Array:
-    """Sums of the rows in each bag: see `sparsejax._lookup.bag_sum`.
+    """Sums the rows of each bag, see `sparsejax._lookup.bag_sum`.
 
-    XLA for GPU and TPU fuses a sum with the gather before it, so that the rows of a
-    fixed bag are added up as they are read.
+    XLA for GPU and TPU fuses a sum with the gather before it: the rows of a fixed bag
+    are added up as they are read.
     """
-    weights: Any = None  # there are some where there are bits
-    if weighted:
-        weights = in_range_only(rest[-1], ids, table.shape[0])
-    if bits is not None:
-        weights, ones = weights[..., 0], weights[..., 1]
-    rows = weighted_rows(table, ids, weights, bits)
-    if bits is not None:
-        rows += indexing.append_axes(ones, rows.ndim)
-    if not segmented:
+    weights: Any = spec.weights(rest)
+    if weights is not None:
+        weights = in_range_only(weights, ids, table.shape[0])
+    if spec.bits is None:
+        rows = weighted_rows(table, ids, weights, None)
+    else:
+        rows = weighted_rows(table, ids, weights[..., 0], spec.bits)
+        rows += indexing.append_axes(weights[..., 1], rows.ndim)
+    if not spec.segmented:
         return jnp.sum(rows, axis=1)
-    total = jnp.zeros((num_bags, *rows.shape[1:]), rows.dtype)
-    return total.at[rest[0]].add(
+    total = jnp.zeros((spec.num_bags, *rows.shape[1:]), rows.dtype)
+    return total.at[spec.segment_ids(rest)].add(
         rows,
         mode="drop",
         wrap_negative_indices=False,
-        indices_are_sorted=indices_are_sorted,
+        indices_are_sorted=spec.indices_are_sorted,
     )
 
 
@@ -59,7 +82,7 @@ def bags_with(
     num_bags: int,
     indices_are_sorted: bool,
 ) -> list[jax.Array]:
-    """Which bags have an element that is true: `[bool[num_bags]]`."""
+    """Returns `[bool[num_bags]]`: whether each bag has a true element."""
     count = jnp.zeros((num_bags,), jnp.int32)
     count = count.at[segment_ids].add(
         is_true.astype(jnp.int32),
@@ -75,22 +98,20 @@ def add_bags(
     ids: jax.Array,
     *rest: jax.Array,
     height: int,
-    segmented: bool,
-    weighted: bool,
+    spec: BagSpec,
 ) -> jax.Array:
-    """The transpose of `bag_sum`: the table to which each bag adds its `sums`."""
-    static = dict(segmented=segmented, weighted=weighted)
+    """The transpose of `bag_sum`: adds each bag's sum to its rows of a table."""
     table = jnp.zeros((height, *sums.shape[1:]), sums.dtype)
-    if segmented:
-        return indexing.add_rows(table, ids, row_cotangents(sums, ids, *rest, **static))
+    if spec.segmented:
+        rows = row_cotangents(sums, ids, *rest, spec=spec)
+        return indexing.add_rows(table, ids, rows)
 
-    # One column of the bags at a time, so that there is no array of all rows read.
+    # One column of the bags at a time: all rows read would be an array [B, L, ...].
     def add(j, table):
         column = lambda x: lax.dynamic_index_in_dim(x, j, 1)
         parts = [column(x) for x in (ids, *rest)]
-        return indexing.add_rows(
-            table, parts[0], row_cotangents(sums, *parts, **static)
-        )
+        rows = row_cotangents(sums, *parts, spec=spec)
+        return indexing.add_rows(table, parts[0], rows)
 
     return lax.fori_loop(0, ids.shape[1], add, table)
 
@@ -99,28 +120,27 @@ def row_cotangents(
     cotangent: jax.Array,
     ids: jax.Array,
     *rest: jax.Array,
-    segmented: bool,
-    weighted: bool,
+    spec: BagSpec,
 ) -> jax.Array:
-    """Cotangents of the rows read, `[*ids.shape, ...]`, from those of the bags."""
-    if segmented:
-        out = indexing.take_rows(cotangent, rest[0])
+    """Returns the cotangents of the rows read, `[*ids.shape, ...]`."""
+    if spec.segmented:
+        out = indexing.take_rows(cotangent, spec.segment_ids(rest))
     else:
         shape = (*ids.shape, *cotangent.shape[1:])
         out = jnp.broadcast_to(jnp.expand_dims(cotangent, 1), shape)
-    if weighted:
-        out *= indexing.append_axes(rest[-1], out.ndim)
+    if spec.weighted:
+        out *= indexing.append_axes(spec.weights(rest), out.ndim)
     return out
 
 
 def weighted_rows(
     table: jax.Array, ids: jax.Array, weights: jax.Array | None, bits: Codes | None
 ) -> jax.Array:
-    """`weights * table[ids]`, wide; zeros where an id is out of range.
+    """Returns `weights * table[ids]`, wide, with zeros for ids out of range.
 
-    There the weights are finite.
+    The weights of ids out of range are finite.
     """
-    if bits is not None:  # their weights are 0 already
+    if bits is not None:  # the weights of codes are 0 for ids out of range
         return weighted_rows_in_range(table, ids, weights, bits)
     rows = indexing.take_rows(table, ids)
     rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
@@ -132,7 +152,7 @@ def weighted_rows(
 def weighted_rows_in_range(
     table: jax.Array, ids: jax.Array, weights: jax.Array | None, bits: Codes | None
 ) -> jax.Array:
-    """`weighted_rows`, if all ids are in range, or have weight 0 for codes."""
+    """Returns `weighted_rows` if all ids are in range or, for codes, have weight 0."""
     rows = read_rows(table, ids)
     if bits is None:
         rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
@@ -144,14 +164,14 @@ def weighted_rows_in_range(
 
 
 def in_range_only(weights: Any, ids: jax.Array, height: int) -> jax.Array:
-    """`weights`, 0 where an id is out of range."""
-    # Where nothing is read the weight may be anything, and 0 * inf is NaN.
+    """Returns `weights`, 0 for ids out of range."""
+    # The given weight of such an id may be anything, and 0 * inf is NaN.
     inside = indexing.in_range(ids, height)
     return jnp.where(indexing.append_axes(inside, weights.ndim), weights, 0)
 
 
 def row_type(table: jax.Array, bits: Codes | None) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a weighted row."""
+    """Returns the shape and dtype of a weighted row."""
     if bits is None:
         return table.shape[1:], indexing.accumulator_dtype(table.dtype)
     bits, only = _as_planes(bits)

@@ -54,7 +54,7 @@ def segment_count(
 
 @segment_reduction(kind="bool", empty="False")
 def segment_any(x: jax.Array, segments: Segments) -> jax.Array:
-    """Whether any element of each segment is true.
+    """Logical or of the elements of each segment.
 
     `out[s] = or_{i: segment_ids[i] == s} data[i]`
 
@@ -74,7 +74,7 @@ def segment_any(x: jax.Array, segments: Segments) -> jax.Array:
 
 @segment_reduction(kind="bool", empty="True")
 def segment_all(x: jax.Array, segments: Segments) -> jax.Array:
-    """Whether all elements of each segment are true.
+    """Logical and of the elements of each segment.
 
     `out[s] = and_{i: segment_ids[i] == s} data[i]`
 

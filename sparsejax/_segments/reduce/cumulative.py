@@ -60,13 +60,13 @@ class Order:
     permutation: jax.Array | None
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """`x` in this order."""
+        """Returns `x` in this order."""
         if self.permutation is None:
             return x
         return x.at[self.permutation].get(mode="clip", unique_indices=True)
 
     def back(self, x: jax.Array) -> jax.Array:
-        """`x` from this order to the order of the data."""
+        """Returns `x`, which is in this order, in the order of the data."""
         if self.permutation is None:
             return x
         return jnp.zeros_like(x).at[self.permutation].set(x, unique_indices=True)
@@ -80,14 +80,14 @@ class Order:
         reverse: bool = False,
         exclusive: bool = False,
     ) -> jax.Array:
-        """`op` over each element of `x` and all earlier ones of its segment.
+        """Applies `op` over each element of `x` and all earlier ones of its segment.
 
         Args:
           op: associative, elementwise.
           identity: the identity element of `op`.
           x: `[n, ...]`, in this order.
-          reverse: all later ones instead.
-          exclusive: excluding the element itself.
+          reverse: whether to take all later elements in place of the earlier ones.
+          exclusive: whether to leave out the element itself.
         """
         ids = self.segments.ids
         if ids.shape[0] == 0:
@@ -99,8 +99,8 @@ class Order:
         edge = indexing.append_axes(edge, x.ndim)
 
         def combine(a, b):
-            # `where` selects the operand, not the result, so the gradient does not
-            # multiply by elements of an earlier segment.
+            # `where` selects the operand, not the result: the gradient must not
+            # multiply by elements of an earlier segment, which may be NaN.
             (edge_a, a), (edge_b, b) = a, b
             return edge_a | edge_b, op(jnp.where(edge_b, neutral, a), b)
 
@@ -113,7 +113,7 @@ class Order:
 
 
 def in_order(segments: Segments) -> Order:
-    """The elements grouped by segment; ids out of range come before or after."""
+    """Groups the elements by segment; ids out of range come before or after."""
     if segments.is_sorted:
         return Order(segments, None)
     place = lax.iota(jnp.int32, segments.ids.shape[0])

@@ -1,11 +1,11 @@
 """Segment logsumexp, logmeanexp, softmax and log_softmax.
 
 Each segment is shifted by its maximum, so nothing overflows. In a segment that contains
-only `-inf`, the logsumexp is `-inf`, and the softmax and all gradients are 0, where
+only `-inf`, the logsumexp is `-inf`, and the softmax and all gradients are 0;
 `jax.nn.softmax` gives NaN. `+inf` behaves as in `jax.nn`: the logsumexp is `+inf`, and
 the softmax NaN.
 
-The derivatives are custom: they need only the softmax, not the maximum.
+The derivatives are custom: they need the softmax, but not the maximum.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def segment_log_softmax(x: jax.Array, segments: Segments) -> jax.Array:
 
 
 def _shifted(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """Each segment's maximum (0 for `-inf`), and `x` minus it; 0 outside segments."""
+    """Returns each segment's maximum (0 for `-inf`), and `x` minus it, 0 outside."""
     top = segments.scatter("max", -jnp.inf, x)
     top = jnp.where(top == -jnp.inf, jnp.zeros((), x.dtype), top)
     return top, segments.mask(x - segments.broadcast(top))

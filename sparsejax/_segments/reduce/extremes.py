@@ -122,7 +122,7 @@ def segment_argmin(x: jax.Array, segments: Segments) -> jax.Array:
 
 
 def identity(method: str, dtype: Any) -> Any:
-    """The identity element of "max" or "min"."""
+    """Returns the identity element of "max" or "min"."""
     if jnp.issubdtype(dtype, jnp.bool_):
         return method == "min"
     if jnp.issubdtype(dtype, jnp.integer):
@@ -157,16 +157,17 @@ def _extreme_jvp(static, primals, tangents):
 
 
 def is_extreme(x: jax.Array, out: jax.Array, segments: Segments) -> jax.Array:
-    """Which elements are the extreme of their segment, bool `[n, ...]`.
+    """Returns bool `[n, ...]`: whether each element is the extreme of its segment.
 
-    NaN counts as extreme: `out` is then NaN, and no comparison with NaN is true.
+    NaN counts as extreme. `out` is NaN in such a segment, and comparisons with NaN are
+    false.
     """
     equal = (x == segments.broadcast(out)) | (x != x)
     return segments.mask(equal)
 
 
 def _position(x: jax.Array, method: str, segments: Segments) -> jax.Array:
-    """The first position of the extreme of each segment."""
+    """Returns the first position of the extreme of each segment."""
     n = np.int32(x.shape[0])
     x = lax.stop_gradient(x)
     equal = is_extreme(x, _extreme(x, method, segments), segments)

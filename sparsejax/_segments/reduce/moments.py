@@ -1,7 +1,7 @@
 """Variance, standard deviation and normalisation of each segment.
 
-Two passes compute the mean and then the squared deviations, so a large mean does not
-cost precision.
+Two passes compute the mean and then the squared deviations: a large mean costs no
+precision.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def segment_std(x: jax.Array, segments: Segments) -> jax.Array:
     `out[s] = sqrt(mean_{i: segment_ids[i] == s} (data[i] - mean[s])**2)`
 
     Returns:
-      `[num_segments, ...]`, of data's dtype; float32 for integers. Where the variance
-      is 0, for example in a segment of one element, the gradient is 0, where `jnp.std`
-      gives NaN.
+      `[num_segments, ...]`, of data's dtype; float32 for integers. If the variance is
+      0, for example in a segment of one element, the gradient is 0; the gradient of
+      `jnp.std` is NaN.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -136,7 +136,7 @@ def segment_normalize(
 
 
 def _moments(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """Elements minus the mean of their segment, `[n, ...]`, and segment variances."""
+    """Returns elements minus the mean of their segment, and segment variances."""
     count = segments.lengths()
     mean = safe_divide(segments.sum(x), count)
     centered = segments.mask(x - segments.broadcast(mean))

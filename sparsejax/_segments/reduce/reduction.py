@@ -30,7 +30,7 @@ from sparsejax._segments.reduce.segments import (
 
 Mathematics = Callable[[jax.Array, Segments], jax.Array]
 
-# By kind, the accepted data as the docstring has it.
+# By kind, the accepted data for the docstring.
 _DATA = {
     "any": "`[n, ...]`, any dtype",
     "bool": "bool `[n, ...]`",
@@ -43,8 +43,8 @@ _ARGS = """Args:
     segments. Each array in its tree of values is reduced.
   segment_ids: integers `[n]`, the segment of each element along data's first axis.
     Elements whose id is outside `[0, num_segments)` belong to no segment.
-  num_segments: int, static. By default the largest id + 1, or 0 if there are no ids;
-    required inside `jit`.
+  num_segments: int, static. By default the largest id + 1, or 0 without ids; required
+    inside `jit`.
   indices_are_sorted: bool, a promise that ids never decrease.
   empty: scalar, the result for {missing}.
     By default {empty}.
@@ -105,12 +105,11 @@ def segment_reduction(
     """Makes `f(x, segments)` a public function.
 
     Args:
-      kind: what the data must be: "any"; "bool"; "number", which `f` gets in the
-        accumulator's dtype; or "real", which `f` gets as floats. The result of "number"
-        and of "real" is cast back.
-      empty: the default of `empty`, as the docstring has it.
-      per_element: whether `f` returns one result for each element, not one for each
-        segment.
+      kind: of the accepted data: "any", "bool", "number" or "real". Numbers are cast to
+        the accumulator's dtype for `f`, real numbers to floats, and the result is cast
+        back.
+      empty: the default of `empty`, for the docstring.
+      per_element: whether `f` returns a result for each element, not for each segment.
     """
 
     def decorate(f: Mathematics) -> SegmentReduction:
@@ -203,7 +202,7 @@ def _args(f: Mathematics, kind: str, empty: str, per_element: bool) -> str:
 
 
 def _named(public: Any, f: Mathematics, protocol: Any, args: str) -> Any:
-    """Gives `public` the name, source and signature that `help()` and editors show."""
+    """Gives `public` the name, source, signature and docstring for `help()`."""
     public.__module__, public.__name__ = f.__module__, f.__name__
     public.__qualname__, public.__wrapped__ = f.__qualname__, f
     signature = inspect.signature(protocol.__call__)

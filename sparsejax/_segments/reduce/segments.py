@@ -1,9 +1,8 @@
-"""What all `segment_*` functions share: arguments, Segments, and empty segments.
+"""Shared by all `segment_*` functions: Segments, arguments and empty segments.
 
-The core of a `segment_*` function is a function `f(array, segments)`, where `Segments`
-says which segment each element (first axis) of the array belongs to. `over_segments`
-checks the user's arguments once and calls `f` for the array, or for each array of a
-SegmentTensor.
+The core of a `segment_*` function is a function `f(array, segments)`; `Segments` holds
+the segment of each element (first axis) of the array. `over_segments` checks the user's
+arguments once and calls `f` for the array, or for each array of a SegmentTensor.
 
 Invariant: an element whose id is outside `[0, count)` belongs to no segment, and its
 value may be anything, even NaN. A scatter drops it. Elementwise results that may be
@@ -27,14 +26,14 @@ from sparsejax._segments import SegmentTensor, elements
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Which segment each element belongs to.
+    """The segment of each element.
 
     Args:
       ids: signed integer `[n]`; an element whose id is outside `[0, count)` belongs to
         no segment.
       count: the number of segments.
-      is_sorted: whether `ids` never decrease, including ids out of range.
-      is_unique: whether no two elements share a segment.
+      is_sorted: a promise that `ids` never decrease, including ids out of range.
+      is_unique: a promise that no two elements share a segment.
     """
 
     ids: jax.Array
@@ -49,15 +48,15 @@ class Segments:
 
     @property
     def inside(self) -> jax.Array:
-        """Which elements belong to a segment, bool `[n]`."""
+        """Bool `[n]`: whether each element belongs to a segment."""
         return indexing.in_range(self.ids, self.count)
 
     def mask(self, x: jax.Array) -> jax.Array:
-        """`x` with zeros for the elements that belong to no segment."""
+        """Returns `x` with zeros for elements outside all segments."""
         return indexing.zero_unless(self.inside, x)
 
     def scatter(self, method: str, start: Any, x: jax.Array) -> jax.Array:
-        """`start`, combined with each segment's elements by `.at[].add`, `.max`, ..."""
+        """Combines `start` with each segment's elements by `.at[].add`, `.max`, ..."""
         out = jnp.full((self.count, *x.shape[1:]), start, x.dtype)
         return getattr(out.at[self.ids], method)(
             x,
@@ -68,15 +67,15 @@ class Segments:
         )
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """Sums of `x` in each segment, `[count, ...]`, in the dtype of `x`."""
+        """Returns the sums of `x` in each segment, `[count, ...]`, of equal dtype."""
         return self.scatter("add", 0, x)
 
     def lengths(self) -> jax.Array:
-        """The number of elements in each segment, int32 `[count]`."""
+        """Returns the number of elements in each segment, int32 `[count]`."""
         return self.sum(jnp.ones(self.ids.shape, jnp.int32))
 
     def broadcast(self, rows: jax.Array) -> jax.Array:
-        """The row of each element's segment, `[n, ...]`; zeros outside segments."""
+        """Returns the row of each element's segment, `[n, ...]`, zeros outside."""
         if self.count == 0:  # JAX cannot gather from an empty axis
             return jnp.zeros((*self.ids.shape, *rows.shape[1:]), rows.dtype)
         return rows.at[self.ids].get(
@@ -102,7 +101,7 @@ def over_segments(
     out_sharding: Any = None,
     **options: Any,
 ) -> Any:
-    """`f(array, segments, *arrays)` of `data`, or of each array of a SegmentTensor."""
+    """Calls `f(array, segments, *arrays)` for `data` or each array of its values."""
     values, segments = check_arguments(
         call, data, segment_ids, num_segments, indices_are_sorted, **options
     )
@@ -118,7 +117,7 @@ def over_segments(
         if out_sharding is None:
             return f(x, segments, *arrays)
 
-        # The sharding types constrain only the result; inside, XLA decides.
+        # Sharding types constrain the result only. XLA shards the inside.
         def of_ids(x, ids, *arrays):
             return f(x, dataclasses.replace(segments, ids=ids), *arrays)
 
@@ -139,13 +138,13 @@ def check_arguments(
     unique_indices: bool = False,
     name: str = "data",
 ) -> tuple[Any, Segments]:
-    """The values, an array or a SegmentTensor's tree, and their segments.
+    """Returns the values, an array or a SegmentTensor's tree, and their segments.
 
-    Errors refer to `data` as `name`.
+    Errors call `data` by `name`.
     """
     is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
     if isinstance(data, SegmentTensor):
-        # `mode` does not matter: the empty elements of a SegmentTensor always drop.
+        # `mode` has no effect: empty elements of a SegmentTensor always drop.
         given = {"segment_ids": segment_ids, "num_segments": num_segments}
         for other, value in given.items():
             if value is not None:
@@ -220,7 +219,7 @@ def _as_data(call: str, data: Any) -> jax.Array:
 
 
 def check_booleans(call: str, data: jax.Array) -> None:
-    """Raises a TypeError unless `data` are booleans."""
+    """Raises a TypeError unless `data` is boolean."""
     if data.dtype != jnp.bool_:
         raise _arguments.wrong_type(
             call, "data", "boolean", f"{data.dtype}", "Compare first, as in data != 0."
@@ -228,7 +227,7 @@ def check_booleans(call: str, data: jax.Array) -> None:
 
 
 def check_numbers(call: str, data: jax.Array) -> None:
-    """Raises a TypeError if `data` are booleans."""
+    """Raises a TypeError if `data` is boolean."""
     if data.dtype == jnp.bool_:
         raise _arguments.wrong_type(
             call,
@@ -240,7 +239,7 @@ def check_numbers(call: str, data: jax.Array) -> None:
 
 
 def as_floats(call: str, data: jax.Array) -> jax.Array:
-    """`data` in the dtype of the computation; integers become float32."""
+    """Returns `data` in the dtype of the computation; integers become float32."""
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
         raise _arguments.wrong_type(
             call,
@@ -256,7 +255,7 @@ def as_floats(call: str, data: jax.Array) -> jax.Array:
 
 
 def fill(call: str, out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array:
-    """`out`, with the scalar `empty` in the rows that are `missing`."""
+    """Returns `out` with the scalar `empty` in the rows that are `missing`."""
     value = _arguments.to_array(call, empty, "empty", "a scalar")
     # `empty` must not change the kind of the result: no float in integers.
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -274,7 +273,7 @@ def fill(call: str, out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array
 
 
 def fill_empty(call: str, out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
-    """`out`, one row per segment, with `empty`, if given, for empty segments."""
+    """Fills rows of empty segments with `empty`, if given."""
     if empty is None:
         return out
     return fill(call, out, segments.lengths() == 0, empty)
@@ -283,7 +282,7 @@ def fill_empty(call: str, out: jax.Array, segments: Segments, empty: Any) -> jax
 def fill_outside(
     call: str, out: jax.Array, segments: Segments, empty: Any
 ) -> jax.Array:
-    """`out`, one row per element, with `empty`, if given, outside all segments."""
+    """Fills rows of elements outside all segments with `empty`, if given."""
     if empty is None:
         return out
     return fill(call, out, ~segments.inside, empty)
@@ -293,7 +292,7 @@ def fill_outside(
 
 
 def safe_divide(total: jax.Array, by: jax.Array) -> jax.Array:
-    """`total / by`, where `by` has one number per row; 0 where that is zero."""
+    """Returns `total / by` with one number of `by` per row, or 0 if that is zero."""
     is_zero = by == 0
     by = jnp.where(is_zero, jnp.ones((), by.dtype), by).astype(total.dtype)
     out = quotient(total, indexing.append_axes(by, total.ndim))
@@ -302,11 +301,11 @@ def safe_divide(total: jax.Array, by: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def quotient(total: jax.Array, by: jax.Array) -> jax.Array:
-    """`total / by`, where one number of `by` divides many of `total`.
+    """Returns `total / by`, with one number of `by` for many of `total`.
 
-    The derivative multiplies by the inverse. Left to XLA it is a division or a product,
-    depending on the surrounding program: an exported program, which is simplified in
-    another order, then differs in the last bit.
+    The derivative multiplies by the inverse. XLA would choose between a division and a
+    product by the surrounding program: an exported program, which is simplified in
+    another order, would differ in the last bit.
     """
     return total / by
 

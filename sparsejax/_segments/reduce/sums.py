@@ -59,8 +59,8 @@ def segment_sum(
       segment_ids: integers `[n]`, the segment of each element along data's first axis,
         in any order. Elements whose id is outside `[0, num_segments)`, even negative,
         are dropped.
-      num_segments: int, static. By default the largest id + 1, or 0 if there are no
-        ids; required inside `jit`.
+      num_segments: int, static. By default the largest id + 1, or 0 without ids;
+        required inside `jit`.
       indices_are_sorted: bool, a promise that ids never decrease.
       weights: real numbers `[n]`, or None.
       empty: scalar, the result for an empty segment; 0 by default.
@@ -236,7 +236,7 @@ def segment_sqrtn(
 
 
 def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
-    """`weights`, one for each element of `data`, as an array `[n]`."""
+    """Returns `weights`, one for each element of `data`, as an array `[n]`."""
     weights = _arguments.to_array(call, weights, "weights")
     if weights.shape != data.shape[:1]:
         raise ValueError(
@@ -257,13 +257,13 @@ def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
 def _masked_weights(
     call: str, x: jax.Array, segments: Segments, weights: Any
 ) -> jax.Array:
-    """Weights in the dtype that `x` is summed in, 0 outside segments."""
+    """Returns weights in the dtype of sums of `x`, 0 outside segments."""
     w = _as_weights(call, weights, x)
     return segments.mask(w.astype(indexing.float_accumulator_dtype(x.dtype)))
 
 
 def _weighted(x: jax.Array, w: jax.Array, segments: Segments) -> jax.Array:
-    """`w * x` in the dtype of `w`, 0 outside segments."""
+    """Returns `w * x` in the dtype of `w`, 0 outside segments."""
     x = segments.mask(x).astype(w.dtype)
     return x * indexing.append_axes(w, x.ndim)
 
@@ -276,7 +276,7 @@ def _sum_over(
     segments: Segments,
     empty: Any,
 ) -> jax.Array:
-    """Sums of `x`, or of `w * x`, divided by `by`; `empty` where `by` is 0."""
+    """Returns sums of `x` or `w * x`, divided by `by`; `empty` if `by` is 0."""
     dtype = indexing.float_dtype(x.dtype)
     if w is None:
         x = x.astype(indexing.float_accumulator_dtype(dtype))

@@ -101,7 +101,7 @@ def _top_k(
         found = segments.scatter("min", np.int32(n), found)
         return remaining & (place[:, None] != segments.broadcast(found)), found
 
-    # Derived from the data, so that it varies over the same axes inside `shard_map`.
+    # Computed from the data: inside `shard_map` it must vary over the same axes.
     members = segments.mask(jnp.ones_like(fixed, bool))
     _, found = lax.scan(take, members, length=k)
     found = jnp.moveaxis(found, 0, 1)  # [count, k, columns]

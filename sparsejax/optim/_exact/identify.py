@@ -19,6 +19,7 @@ zero-gradient steps, from several step counts on, for small and large values of 
 moment. An optimizer that does not agree is refused.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ import numpy as np
 from sparsejax.optim._exact import closed_form
 from sparsejax.optim._exact.closed_form import Recurrence
 from sparsejax.optim._exact.shadow_model import Probes, ShadowModel, advance_counter
-from sparsejax.optim._lazy import probe, state_leaves
+from sparsejax.optim._lazy import judge, state_leaves
 
 
 WANTED = 2e-7  # relative error of F: about the rounding of float32
@@ -46,7 +47,16 @@ TOLERANCE_16_BITS = 0.3
 
 
 class NotExactError(Exception):
-    """The reason why a table cannot be kept exact."""
+    """The reason why a table cannot be kept exact.
+
+    Args:
+      why: what was found.
+      leaf: the index of the state leaf that shows it, if one does.
+    """
+
+    def __init__(self, why: str, leaf: int | None = None):
+        super().__init__(why)
+        self.leaf = leaf
 
 
 def find_recurrence(
@@ -64,8 +74,7 @@ def find_recurrence(
       NotExactError: there is none; it says why.
     """
     try:
-        with probe.jax_defaults(), np.errstate(all="ignore"):
-            return _find(tx, treedef, specs, table)
+        return run_concretely(lambda: _find(tx, treedef, specs, table))
     except NotExactError:
         raise
     except Exception as error:
@@ -78,7 +87,7 @@ def find_recurrence(
 def _find(tx, treedef, specs, table) -> Recurrence:
     following = state_leaves.find(tx.init, treedef, specs, [table])
     if table in following.blocked:
-        raise NotExactError(following.blocked[table])
+        raise NotExactError(*following.blocked[table])
     paths, _ = jax.tree_util.tree_flatten_with_path(following.state)
     names = [jax.tree_util.keystr(path) for path, _ in paths]
     leaves = tuple(k for k, owner in enumerate(following.owners) if owner == table)
@@ -87,7 +96,8 @@ def _find(tx, treedef, specs, table) -> Recurrence:
         if shape != specs[table].shape:
             raise NotExactError(
                 f"its state {names[k]} of shape {list(shape)} does not have the "
-                f"table's shape {list(specs[table].shape)}"
+                f"table's shape {list(specs[table].shape)}",
+                k,
             )
     shadow = ShadowModel(tx, treedef, specs, {table: leaves})
     _check_shared_state(shadow, table, leaves, names)
@@ -142,7 +152,8 @@ def _check_shared_state(
             ):
                 raise NotExactError(
                     f"its state {name} is neither a constant nor a count of steps, so "
-                    "future steps are not known"
+                    "future steps are not known",
+                    k,
                 )
         # Clipping by global norm spreads NaN to the moments of other leaves, which is
         # fine. It must not reach counts and flags.
@@ -151,7 +162,8 @@ def _check_shared_state(
         if not all(np.array_equal(plain[k], x[k]) for x in compared):
             raise NotExactError(
                 f"its state {name} depends on past gradients, so future steps are not "
-                "known"
+                "known",
+                k,
             )
 
 
@@ -186,7 +198,7 @@ def _check_single_coordinates(
     cases = values, values * signs, 1e4 * values
     each = np.repeat(np.stack(cases), 2, axis=0).astype(np.float32)
     for k, (a, b) in enumerate(zip(*_compile(jax.vmap(run), ahead, each)(ahead, each))):
-        if not all(map(probe.is_close, *map(jax.tree.leaves, (a, b)))):
+        if not all(map(is_close, *map(jax.tree.leaves, (a, b)))):
             others = "others of that row are" if k == 0 else "other rows are"
             raise NotExactError(
                 "a step without gradient moves each coordinate of a row by what the "
@@ -252,11 +264,12 @@ def _classify_moments(
     at_first, ratios = (
         tuple(float(np.asarray(x, np.float64)[0]) for x in each) for each in left
     )
-    for name, ratio, same in zip(names, ratios, at_first):
+    for k, name, ratio, same in zip(leaves, names, ratios, at_first):
         if not 0 <= ratio <= 1 or ratio != same:
             raise NotExactError(
                 f"a step without gradient does not shrink its state {name} by a "
-                "constant factor"
+                "constant factor",
+                k,
             )
     moved = np.asarray(moved, np.float64)
     base = moved[:, 0]
@@ -271,7 +284,8 @@ def _classify_moments(
         (second if np.max(bend) > rounding * span else first).append(k)
     if len(second) > 1 or (second and not first):
         paths = " and ".join(names[k] for k in second)
-        raise NotExactError(f"its update is not linear in the state {paths}")
+        why = f"its update is not linear in the state {paths}"
+        raise NotExactError(why, leaves[second[-1]])
     decay = (base - moved[:, -1]) / weights[-1]
     recurrence = Recurrence(
         leaves,
@@ -437,8 +451,58 @@ def _verify(shadow: ShadowModel, table: int, recurrence: Recurrence) -> None:
         )
 
 
+# ------------------------------------------------------------------ running
+
+
+def run_concretely(function: Callable[[], Any]) -> Any:
+    """`function()` with JAX's defaults, on the CPU if there is one, even in a trace."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(judge.jax_defaults())
+        stack.enter_context(np.errstate(all="ignore"))
+        stack.enter_context(jax.debug_nans(False))
+        stack.enter_context(jax.debug_infs(False))
+        stack.enter_context(jax.transfer_guard("allow"))
+        if jax.default_backend() != "cpu":
+            with contextlib.suppress(RuntimeError):  # JAX may be set up without a CPU
+                device = jax.local_devices(backend="cpu")[0]
+                stack.enter_context(jax.default_device(device))
+        return function()
+
+
+def compile_quickly(function: Any, *specs: Any) -> Any:
+    """A jitted function compiled without optimization: it runs only a dozen times."""
+    lowered = function.lower(*specs)
+    try:
+        return lowered.compile(compiler_options=COMPILE_QUICKLY)
+    except jax.errors.JaxRuntimeError:  # a compiler without that option
+        return lowered.compile()
+
+
+COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+def is_close(a: Any, b: Any) -> bool:
+    """Return True if arrays are equal, those of floats up to rounding."""
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        with jax.ensure_compile_time_eval():  # also if a step is being traced
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape:
+        return False
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return bool(np.array_equal(a, b))
+    rounding = 2e-2 if jnp.finfo(a.dtype).bits < 32 else 1e-4
+    wide = np.complex128 if np.iscomplexobj(a) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return False
+    a, b = a[finite], b[finite]
+    return bool(np.linalg.norm(a - b) <= rounding * np.linalg.norm(b))
+
+
 def _compile(function: Callable, *args: Any) -> Callable:
     """`function` compiled ahead of time, so that it runs even inside a trace."""
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-    run = probe.compile_probe(jax.jit(function), *specs)
+    run = compile_quickly(jax.jit(function), *specs)
     return lambda *args: jax.tree.map(np.asarray, run(*args))

@@ -1,6 +1,5 @@
 """Which leaves are tables, what `tx` does to each of them, and why not to others."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from sparsejax import _arguments
 from sparsejax.optim._exact import closed_form, identify
 from sparsejax.optim._exact.closed_form import Recurrence
 from sparsejax.optim._exact.shadow_model import ShadowModel
-from sparsejax.optim._lazy import optax_internals, row_separable, state_leaves, trees
+from sparsejax.optim._lazy import judge, state_leaves, trees
 
 
 class Plan(NamedTuple):
@@ -71,13 +70,9 @@ class Planner:
     def __init__(self, tx: Any, tables: Any):
         self._tx = tx
         self._tables = tables
-        self._verdicts = row_separable.Verdicts(tx)
-        self._treats_leaves_alike = optax_internals.treats_leaves_alike(tx)
-        # Both run `tx`, which takes a second. They depend on shapes and dtypes only.
+        self._verdicts = judge.Verdicts(tx)
+        # It runs `tx`, which takes a second, and depends on shapes and dtypes only.
         self._cached_plan = trees.remember(self._make_plan)
-        self._cached_recurrence = trees.remember(
-            functools.partial(identify.find_recurrence, tx)
-        )
 
     def __call__(self, params: Any) -> tuple[list[Any], Any, Plan]:
         """Leaves and structure of the parameters, and the plan."""
@@ -131,22 +126,25 @@ class Planner:
         return tuple(i for i, request in enumerate(requested) if request)
 
     def _make_plan(self, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:
-        refused: dict[int, str] = {}
-        for i, why in self._verdicts.failures(treedef, specs, tables).items():
-            refused[i] = str(self._verdicts.blame(treedef, specs, i, why))
+        found = self._verdicts(treedef, specs, tables).refused
+        refused = {i: str(reason) for i, reason in found.items()}
         owners = state_leaves.find(self._tx.init, treedef, specs, tables).owners
+        kept = [i for i in tables if i not in refused]
+        programs = judge.programs(self._tx, treedef, specs, kept)
         recurrences: dict[int, Recurrence] = {}
-        for i in tables:
-            if i in refused:
-                continue
-            where = treedef, specs, i
-            if self._treats_leaves_alike:  # then one run serves all of this kind
-                kind = jax.ShapeDtypeStruct((9,) * len(specs[i].shape), specs[i].dtype)
-                where = jax.tree.structure(0), (kind,), 0
-            try:
-                recurrence = self._cached_recurrence(*where)
-            except identify.NotExactError as error:
-                refused[i] = f"{_part_to_blame(self._tx, *where)}: {error}"
+        known: dict[Any, Recurrence | identify.NotExactError] = {}
+        for i in kept:
+            program = programs[i]
+            if program.key not in known:
+                try:
+                    known[program.key] = identify.find_recurrence(
+                        self._tx, treedef, specs, i
+                    )
+                except identify.NotExactError as error:
+                    known[program.key] = error
+            recurrence = known[program.key]
+            if isinstance(recurrence, identify.NotExactError):
+                refused[i] = f"{program.name_at(recurrence.leaf)}: {recurrence}"
             else:
                 own = tuple(k for k, owner in enumerate(owners) if owner == i)
                 recurrences[i] = recurrence._replace(leaves=own)
@@ -159,18 +157,3 @@ def _has_rows(spec: Any) -> bool:
     if trees.is_none_or_masked(spec) or not spec.shape:
         return False
     return jnp.issubdtype(spec.dtype, jnp.floating)
-
-
-def _part_to_blame(tx: Any, treedef: Any, specs: Any, table: int) -> str:
-    """The innermost part that is not exact; all their names, if each part alone is."""
-    parts = optax_internals.children_at(tx, treedef, specs, table)
-    for part in parts:
-        try:
-            identify.find_recurrence(part, treedef, specs, table)
-        except identify.NotExactError:
-            return _part_to_blame(part, treedef, specs, table)
-    if len(parts) < 2:
-        return optax_internals.name(tx)
-    names = [optax_internals.name(part) for part in optax_internals.descendants(tx)]
-    names = [name for name in names if name not in optax_internals.TRANSPARENT]
-    return f"{', '.join(names)}, one after the other"

@@ -1,5 +1,6 @@
 """Argument checks for transformations."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,13 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._rows import is_quantized, is_selected_rows
 from sparsejax.optim._lazy import trees
-from sparsejax.optim._lazy.optax_internals import is_transformation
+
+
+def is_transformation(x: Any) -> bool:
+    """Return True if `x` has `init` and `update`, as `optax.MultiSteps` does, too."""
+    if inspect.isclass(x) or inspect.ismodule(x) or callable(x):
+        return False  # a callable is a schedule, even if it has init and update
+    return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
 
 def check_transformation(call: str, tx: Any, example: str, hint: str = "") -> None:

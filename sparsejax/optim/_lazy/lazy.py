@@ -26,9 +26,9 @@ from sparsejax._rows import is_selected_rows
 from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
-    optax_internals,
-    row_separable,
-    row_update,
+    judge,
+    parts,
+    row_passes,
     stacks,
     state_leaves,
     state_sharding,
@@ -75,10 +75,11 @@ def lazy(
       tx: an `optax.GradientTransformation`, yours or optax's, that is row-separable
         (see `is_row_separable`). With `optax.partition` and `optax.masked`, each leaf
         is judged separately.
-      check: whether to test that `tx` is row-separable, and refuse it if not. Pass
-        False for a row-separable transformation of your own that is refused, for
-        example because it cannot run on the small table of the test. Then nothing is
-        checked: if a row's step does depend on other rows, training is wrong.
+      check: True refuses `tx` unless its traced program proves that it is
+        row-separable. Pass False for a row-separable transformation of your own that
+        is refused, for example because of a loop over rows, or because its extra
+        arguments are not numbers. Then nothing is checked: if a row's step does depend
+        on other rows, training is wrong.
 
     Returns:
       `optax.GradientTransformationExtraArgs`.
@@ -89,11 +90,11 @@ def lazy(
       returns updates of the same structure and the new state.
 
     Raises:
-      TypeError: `tx` is not a transformation, or contains `exact`; a parameter is
-        itself a SelectedRows; at update, the ids of a SelectedRows are not integers.
-      ValueError: at init, no leaf can be lifted, because `tx` is not row-separable
-        (the message names the part that is not); at update, the leaf of a
-        SelectedRows cannot be lifted, or its shape is not the table's.
+      TypeError: `tx` is not a transformation; a parameter is itself a SelectedRows; at
+        update, the ids of a SelectedRows are not integers.
+      ValueError: at init, no leaf can be lifted, because `tx` is not row-separable or
+        contains `exact` (the message names the part and its line); at update, the leaf
+        of a SelectedRows cannot be lifted, or its shape is not the table's.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -122,16 +123,9 @@ def lazy(
         " lazy wraps the optimizer; sparsejax.value_and_grad wraps the loss. (To "
         "sparsify a function is something else: jax.experimental.sparse.sparsify.)",
     )
-    if row_separable.holds_exact(tx):
-        raise TypeError(
-            f"{CALL}: sparsejax.optim.exact already accepts SelectedRows, and its rows "
-            "must be caught up before they are read, which neither lazy nor a store "
-            "does. For tables on the device, use exact(tx) alone, with its catch_up "
-            "and flush. Otherwise use lazy(tx)."
-        )
     inner = optax.with_extra_args_support(tx)
     # Both depend only on shapes, and cache their answers.
-    verdicts = row_separable.Verdicts(tx)
+    verdicts = judge.Verdicts(tx)
     find = trees.remember(functools.partial(state_leaves.find, tx.init))
 
     def init(params):
@@ -143,8 +137,7 @@ def lazy(
         specs = tuple(map(trees.to_spec, leaves))
         refused = verdicts.refusal(treedef, specs) if check else None
         if refused is not None:
-            reason = verdicts.blame(treedef, specs, *refused)
-            raise _not_separable("this optimizer", reason)
+            raise _not_separable("this optimizer", refused[1])
         return state_sharding.init(tx.init, params)
 
     def update(updates, state, params=None, **extra_args):
@@ -162,12 +155,11 @@ def lazy(
         stacked = {i: leaves[i] for i in tables if leaves[i].stack}
         specs = stacks.specs(stacked, specs)
         if check:
-            failed = verdicts.failures(treedef, specs, tables)
-            refused = {i: verdicts.blame(treedef, specs, i, failed[i]) for i in failed}
+            refused = verdicts(treedef, specs, tables).refused
         else:  # check=False cannot help if the state has no rows to gather
-            blocked = find(treedef, specs, tables).blocked
-            part = optax_internals.name(tx)
-            refused = {i: row_separable.Reason(blocked[i], part) for i in blocked}
+            found, part = find(treedef, specs, tables), parts.name_of(tx)
+            refused = {i: parts.Reason(w, part) for i, (w, _) in found.blocked.items()}
+            refused |= judge.refused_by_type(found)
         for i, reason in refused.items():
             where = trees.leaf_paths(grads, "grads")[i]
             what = f"{where}, which has a SelectedRows gradient,"
@@ -183,17 +175,11 @@ def lazy(
                 stacked, leaves, weights, state, owners
             )
 
-        passes = row_update.update(
-            inner,
-            treedef,
-            leaves,
-            weights,
-            state,
-            owners,
-            tables,
-            extra_args,
-            check,
-        )
+        passes = None
+        if check:  # else the program is not known to be row by row
+            passes = row_passes.update(
+                inner, treedef, leaves, weights, state, owners, tables, extra_args
+            )
         if passes is not None:
             updates, new_state = passes
         else:
@@ -216,7 +202,7 @@ def lazy(
 
 
 def _not_separable(
-    what: str, reason: row_separable.Reason, is_stack: bool = False
+    what: str, reason: parts.Reason, is_stack: bool = False
 ) -> ValueError:
     message = (
         f"{CALL}: {what} cannot be lifted to rows, because of {reason}. Use an "

@@ -23,10 +23,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _compat
+from sparsejax.optim._lazy.primitives import (
+    JITS,
+    LINEAR,
+    REDUCTIONS,
+    program_of,
+    row_params,
+)
 
 
 class NotByRows(Exception):
@@ -171,7 +177,7 @@ class RowFunction:
             ins = [of(x) for x in step.inputs]
             name = step.eqn.primitive.name
             linear[id(step)] = any(ins) and (
-                name in _LINEAR
+                name in LINEAR
                 or (name in ("add", "sub", "add_any") and all(ins))
                 or (name == "mul" and not all(ins))
                 or (name == "div" and ins == [True, False])
@@ -241,8 +247,8 @@ class _Runner:
         nodes = [x for x in ins if isinstance(x, Node)]
         by_row = [x for x in nodes if x.table is not None]
         makes_rows = any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
-        body = _body(eqn)
-        if body is not None and (nodes or (makes_rows and name in _JITS)):
+        body = program_of(eqn)
+        if body is not None and (nodes or (makes_rows and name in JITS)):
             return self.run(*body, ins)
         if not by_row and not (makes_rows and _is_uniform(eqn, ins)):
             values = [self.value(x) for x in ins]
@@ -252,7 +258,7 @@ class _Runner:
         if len(tables) > 1:
             raise NotByRows(f"{name} of rows of two tables")
         table = tables.pop() if tables else None
-        if name in _REDUCTIONS and 0 in eqn.params["axes"]:
+        if name in REDUCTIONS and 0 in eqn.params["axes"]:
             self._pending.append(Reduction(nodes[0], eqn))
             return [self._pending[-1]]
         if name == "cond":
@@ -273,12 +279,13 @@ class _Runner:
         index, *ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
         if isinstance(index, Node):
             raise NotByRows("cond on rows")
+        bodies = [_compat.open_jaxpr(body) for body in eqn.params["branches"]]
+        if any(map(_reduces_rows, bodies)):
+            return self._cond_at_once(index, bodies, ins)
         values = [x for x in ins if not isinstance(x, Node)]
         by_row = set()
 
-        def branch(body):
-            jaxpr, consts = _compat.open_jaxpr(body)
-
+        def branch(jaxpr, consts):
             def run(*values):
                 values = iter(values)
                 args = [x if isinstance(x, Node) else next(values) for x in ins]
@@ -289,7 +296,7 @@ class _Runner:
         def is_of_rows(x):
             return isinstance(x, Node) and x.table is not None
 
-        branches = [branch(body) for body in eqn.params["branches"]]
+        branches = [branch(*body) for body in bodies]
         for run in branches:  # traced only to see which outputs are of rows
 
             def look(*values, run=run):
@@ -315,6 +322,36 @@ class _Runner:
             for k, v in enumerate(eqn.outvars)
         ]
 
+    def _cond_at_once(self, index, bodies, ins):
+        """A conditional whose branches reduce rows: all are computed, one is chosen.
+
+        So their reductions share a pass over the rows with those outside of it.
+        """
+        found = [self.run(*body, ins) for body in bodies]
+        outs = []
+        for cases in zip(*found):
+            if not any(isinstance(x, Node) for x in cases):
+                cases = [self.value(x) for x in cases]
+                outs.append(jax.lax.select_n(index, *cases))
+                continue
+            types = [x.aval if isinstance(x, Node) else jax.typeof(x) for x in cases]
+            choose = lambda which, *xs: [jax.lax.select_n(which, *xs)]
+            jaxpr, consts = _compat.trace(choose, index, *types)
+            outs += self.run(jaxpr, consts, [index, *cases])
+        return outs
+
+
+def _reduces_rows(body: tuple[Any, Any]) -> bool:
+    """Return True if a program reduces a first axis, which may be that of rows."""
+    jaxpr, _ = body
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in REDUCTIONS and 0 in eqn.params["axes"]:
+            return True
+        inner = program_of(eqn)
+        if inner is not None and _reduces_rows(inner):
+            return True
+    return False
+
 
 def _refuse(group):
     raise NotByRows("a reduction of rows in a branch")
@@ -330,42 +367,13 @@ def _alone(x: Any) -> Any:
 
 # ------------------------------------------------------------------ primitives
 
-_ELEMENTWISE = frozenset(
-    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos "
-    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le "
-    "log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision "
-    "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
-    "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
-)
-_LINEAR = frozenset("neg convert_element_type copy copy_p".split())
-_REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
-)
-_JITS = frozenset(["jit", "pjit"])
-_CALLS = {
-    **dict.fromkeys(_JITS, "jaxpr"),
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
-
-
-def _body(eqn: Any) -> tuple[Any, list[Any]] | None:
-    """The program that an equation calls, as `(open jaxpr, consts)`."""
-    key = _CALLS.get(eqn.primitive.name)
-    jaxpr = eqn.params.get(key) if key else None
-    return None if jaxpr is None else _compat.open_jaxpr(jaxpr)
-
 
 def _is_literal(x: Any) -> bool:
     return not isinstance(x, (Node, jax.Array)) and np.ndim(x) == 0
 
 
 def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
-    """Whether an output `[1, ...]` would be the same in all rows."""
+    """Return True if an output `[1, ...]` would be the same in all rows."""
     if eqn.primitive.name == "broadcast_in_dim":
         dims = eqn.params["broadcast_dimensions"]
         return 0 not in dims or isinstance(ins[0], Node)
@@ -373,30 +381,4 @@ def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
 
 
 def _keeps_rows(eqn: Any, ins: Sequence[Any]) -> bool:
-    """Whether the outputs have one entry per row, from that entry of the inputs."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in _ELEMENTWISE:
-        return all(isinstance(x, Node) or _shape(x) == () for x in ins)
-    first, *others = ins
-    if not isinstance(first, Node) or others:
-        return name == "broadcast_in_dim" and not others
-    shape = first.aval.shape
-    if name in _REDUCTIONS or name in ("argmax", "argmin"):
-        return 0 not in params["axes"]
-    if name == "broadcast_in_dim":
-        return params["broadcast_dimensions"][:1] == (0,) and params["shape"][0] == 1
-    if name == "reshape":
-        return params["new_sizes"][:1] == (1,)
-    if name == "squeeze":
-        return 0 not in params["dimensions"]
-    if name == "transpose":
-        return params["permutation"][:1] == (0,)
-    if name == "slice":
-        return params["limit_indices"][0] == shape[0]
-    if name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-        return params["axis"] != 0
-    return False
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return x.eqn.outvars[0].aval.shape if isinstance(x, Reduction) else jnp.shape(x)
+    return row_params(eqn, [isinstance(x, Node) for x in ins]) is not None

@@ -24,12 +24,13 @@ class StateLeaves(NamedTuple):
     Attributes:
       owners: for each leaf, the table (index of a parameter leaf) that it follows, or
         None.
-      blocked: for each table, why the state cannot be split into its rows.
+      blocked: for each table, why the state cannot be split into its rows, and the
+        leaf that shows it, None if its structure does.
       state: the state as ShapeDtypeStructs.
     """
 
     owners: tuple[int | None, ...]
-    blocked: dict[int, str]
+    blocked: dict[int, tuple[str, int | None]]
     state: Any
 
 
@@ -52,11 +53,12 @@ def find(
     after, grown_structure = jax.tree.flatten(grown)
     if structure != grown_structure:
         why = "the structure of its state depends on the number of rows"
-        return StateLeaves((None,) * len(before), dict.fromkeys(tables, why), state)
+        blocked = dict.fromkeys(tables, (why, None))
+        return StateLeaves((None,) * len(before), blocked, state)
 
     owners, blocked = [], {}
     table_of = {extra: table for table, extra in more.items()}
-    for (path, old), new in zip(before, after):
+    for k, ((path, old), new) in enumerate(zip(before, after)):
         owner = None
         if old.shape != new.shape:
             extra = new.shape[0] - old.shape[0] if old.shape and new.shape else 0
@@ -65,13 +67,14 @@ def find(
                 owner = None
             if owner is None:
                 for table in _tables_to_blame(old, new, more):
-                    blocked[table] = (
+                    why = (
                         "its state leaf "
                         f"{jax.tree_util.keystr(path) or '(all of it)'} of shape "
                         f"{list(old.shape)} becomes {list(new.shape)} when the "
                         f"table has {more[table]} more rows, so it does not have "
                         "one row per row of the table"
                     )
+                    blocked[table] = why, k
         owners.append(owner)
     return StateLeaves(tuple(owners), blocked, state)
 

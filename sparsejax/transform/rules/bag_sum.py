@@ -1,7 +1,7 @@
-"""The rule for `bag_sum`: a table of which the program uses only sums of rows.
+"""The rule for `bag_sum`: the program uses only sums of a table's rows.
 
-The cotangent of a row is a (weighted) copy of its bag's. So the rows need not be an
-array, and the gradient of the table is the ids with those copies.
+The cotangent of a row is the cotangent of its bag, times the weight. So the rows need
+not be an array, and the gradient of the table is the ids with these cotangents.
 """
 
 import functools
@@ -23,32 +23,31 @@ def _bag_sum_rule(
     ref: Any,
     ids: jax.Array,
     *rest: Any,
-    segmented: bool,
-    weighted: bool,
-    num_bags: int,
-    indices_are_sorted: bool,
-    bits: int | None,
+    spec: xla.BagSpec,
 ) -> Any:
     if not isinstance(ref, TableRef):
         return NotImplemented  # the ids or weights are a table
     ids = ctx.dense(ids, live=False)
     rest = tuple(ctx.dense(x, "takes the whole array, as weights") for x in rest)
-    assert bits is None  # codes are no floats
-    weights = rest[-1] if weighted else None
-    segment_ids = rest[0] if segmented else None
-    add = functools.partial(bag_sum, indices_are_sorted=indices_are_sorted)
+    assert spec.bits is None  # quantized codes are integers, which have no gradient
+    weights, segment_ids = spec.weights(rest), spec.segment_ids(rest)
+    add = functools.partial(
+        bag_sum,
+        weights=weights,
+        segment_ids=segment_ids,
+        num_bags=spec.num_bags,
+        indices_are_sorted=spec.indices_are_sorted,
+    )
     if not ref.steps and ref.has_all_rows:
-        out = add(ref.array, ids, weights, segment_ids, num_bags)
-        transpose = functools.partial(
-            xla.row_cotangents, segmented=segmented, weighted=weighted
-        )
+        out = add(ref.array, ids)
+        transpose = functools.partial(xla.row_cotangents, spec=spec)
         return ctx.combine(ref, ids, out, transpose, ids, *rest)
     if ref.row_axes != (0,):
         return NotImplemented
     if ref.reader is not None:
-        return ref.reader.bag_sum(ctx, ref, ids, weights, segment_ids, num_bags)
-    # The rows of any other view are computed first, and are then a small table.
+        return ref.reader.bag_sum(ctx, ref, ids, weights, segment_ids, spec.num_bags)
+    # The rows of any other view are read first, and are then a small table.
     rows = indexing.merge_axes(ctx.read(ref, ids, drop=False), ids.ndim)
     positions = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
     positions = jnp.where(indexing.in_range(ids, ref.height), positions, ids.size)
-    return add(rows, positions, weights, segment_ids, num_bags)
+    return add(rows, positions)

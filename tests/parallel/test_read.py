@@ -609,38 +609,3 @@ def test_abstract_table():
     g = jax.eval_shape(sj.grad(loss), table)
     assert isinstance(g.values, sj.parallel.ShardedRows)
     assert (g.shape, g.values.capacity) == ((V, D), 24)
-
-
-def test_errors():
-    mesh, axis = _mesh("4")
-    table: Any = sj.parallel.shard_rows(_table(), mesh, axis)
-    shard_rows: Any = sj.parallel.shard_rows
-    for wrong, message in [
-        (lambda: jnp.asarray(table), "lie on 4 devices"),
-        (lambda: jnp.take(table, 1, axis=0), "sparsejax.parallel.forward"),
-        (lambda: np.asarray(table), "lie on 4 devices"),
-        (lambda: sj.parallel.exchange_metrics(_table(), [1]), "a ShardedTable"),
-        (lambda: sj.parallel.exchange_metrics(table, [1.5]), "ids must be integers"),
-        (lambda: shard_rows(_table(), "x", "x"), "must be a jax.sharding"),
-        (lambda: shard_rows("table", mesh, "x"), "table must be"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            wrong()
-    look = functools.partial(sj.lookup, table)
-    for wrong, message in [
-        (lambda: look([1], mode="wrap"), "mode must be one of"),
-        (lambda: shard_rows(_table(), mesh, "x", capacity=0), "capacity must be"),
-        (lambda: shard_rows(_table(), mesh, "y"), "axes of this mesh"),
-        (lambda: shard_rows(_table(), mesh, "x", layout="row"), "layout"),
-        (lambda: shard_rows(np.float32(1), mesh, "x"), "at least one axis"),
-        (lambda: shard_rows(lambda i: i, mesh, "x"), "needs height="),
-        (lambda: shard_rows(_table(), mesh, "x", height=3), "Leave height out"),
-        (
-            lambda: jax.shard_map(look, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(
-                IDS[0]
-            ),
-            "outside of the shard_map",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            wrong()

@@ -257,20 +257,3 @@ def test_ids_on_other_devices():
         ):
             split = NamedSharding(_mesh(shards=2), P("x"))
             here(jax.device_put(ids, split))
-
-
-def test_errors():
-    table = sj.parallel.shard_rows(TABLE, _mesh(), "x")
-    read: Any = functools.partial(sj.lookup, table)
-    measure: Any = functools.partial(sj.parallel.measure_capacity, table)
-    segments = sj.SegmentTensor.from_lists([[1, 2], [3]])
-    with pytest.raises(TypeError, match="got a SegmentTensor"):
-        read(segments)
-    for wrong, message in [
-        (lambda: jax.jit(measure)(IDS), "sample_ids must be concrete"),
-        (lambda: measure([]), "sample_ids must not be empty"),
-        (lambda: measure(IDS, margin=0), "margin must be a positive number"),
-        (lambda: measure(IDS, margin="1"), "margin must be a positive number"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            wrong()

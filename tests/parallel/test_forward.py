@@ -173,9 +173,7 @@ def test_whole_table_uses_name_the_line():
         lambda t: jnp.sum(jnp.take(t, jnp.array([1]), axis=1)),
     ]:
         for run in (sj.grad(wrong), sj.parallel.forward(wrong), sj.explain(wrong)):
-            with pytest.raises(
-                sj.DensifyError, match=r"test_sharded_model.py:\d+ .*\[ids\]"
-            ):
+            with pytest.raises(sj.DensifyError, match=r"test_forward.py:\d+ .*\[ids\]"):
                 run(sharded)
     with pytest.raises(sj.DensifyError, match="returns a table"):
         sj.parallel.forward(lambda t: jnp.asarray(t))(sharded)

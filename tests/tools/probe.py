@@ -1,4 +1,4 @@
-"""Runs a transformation on a small table and on some of its rows, and compares.
+"""The oracle of `optim._lazy.judge`: runs a transformation on a table and on its rows.
 
 Lifting `tx` to rows is correct if `tx` gives the same for the rows R of a gradient as
 it gives there on the whole table, with a zero gradient in the other rows. With
@@ -24,10 +24,9 @@ run does not compare updates: after Adam, a clip by global norm sees the momentu
 rows in a dense run, but only that of the rows read if lifted, as intended.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,12 @@ import numpy as np
 import optax
 
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import optax_internals, state_leaves, trees
+from sparsejax.optim._exact.identify import (
+    compile_quickly,
+    is_close,
+    run_concretely,
+)
+from sparsejax.optim._lazy import judge, state_leaves, trees
 
 
 ROWS = 160  # enough for optimizers that factor matrices of 128 rows and columns
@@ -43,33 +47,12 @@ TOUCHED = 12
 # Of the gradients, one per step; the last for what acts on large ones alone.
 SCALES = (1.0, 0.1, 10.0, 1.0, 1e6)
 LARGEST = 2**17  # elements of a leaf that is not a table; larger leaves are shrunk
-COMPILE_FAST = {"xla_backend_optimization_level": 0}  # since it runs only a dozen times
 
 
-class Reason(NamedTuple):
-    """Why a table cannot be lifted.
-
-    Attributes:
-      why: what was found.
-      part: name of the part that is to blame, empty if not known yet.
-      can_be_wrong: whether it may also refuse a row-separable transformation.
-      ran: whether it was run; if not, all that is known is why it cannot be.
-    """
-
-    why: str
-    part: str = ""
-    can_be_wrong: bool = True
-    ran: bool = True
-
-    def __str__(self) -> str:
-        known = optax_internals.KNOWN_AS.get(self.part)
-        return f"{self.part}{f' ({known})' if known else ''}: {self.why}"
-
-
-def probe(
+def failures(
     tx: Any, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
-) -> tuple[dict[int, Reason], Reason | None]:
-    """Tests whether lifting `tables` gives the result of a dense run.
+) -> tuple[dict[int, str], str | None]:
+    """Compares lifting `tables` with a dense run.
 
     Args:
       tx: the transformation.
@@ -84,87 +67,47 @@ def probe(
     Raises:
       Whatever `tx` raises on such trees.
     """
-    return _where_it_runs(lambda: _probe(tx, treedef, specs, tables))
+    args = tx, treedef, specs, tables
+    try:
+        return run_concretely(lambda: _failures(*args, {}))
+    except TypeError as error:
+        if "'value'" not in str(error):
+            raise
+    return run_concretely(lambda: _failures(*args, {"value": np.float32(1)}))
 
 
-def _probe(tx, treedef, specs, tables):
+def _failures(tx, treedef, specs, tables, extra_args):
     small = small_tree(specs, tables)
-    with np.errstate(all="ignore"):
-        found = state_leaves.find(tx.init, treedef, small, tables)
-        known = optax_internals.not_lifted(found.state, found.owners)
-        reasons = {t: Reason(why, "", False) for t, why in found.blocked.items()}
-        reasons |= {t: Reason(why, part, False) for t, (part, why) in known.items()}
-        tables = [t for t in tables if t not in reasons]
-        if not tables:
-            return reasons, None
-        owners = [o if o in tables else None for o in found.owners]
-        run = _Run(tx, treedef, small, tables, owners, found.state)
-        some = np.arange(3, 3 + 7 * TOUCHED, 7)
-        others = np.arange(5, 5 + 9 * TOUCHED, 9)  # shares a row or two with `some`
-        same_rows = [some] * len(SCALES)
-        # They change from each step to the one after the next too, for parts that act
-        # at every other step.
-        other_rows = [some, others, others, some, others]
-        for rows_of_step, kind in ((same_rows, "same"), (other_rows, "other")):
-            shared = run.steps(rows_of_step, kind, reasons)
-            if shared:
-                return reasons, Reason(shared)
+    found = state_leaves.find(tx.init, treedef, small, tables)
+    reasons = {t: why for t, (why, _) in found.blocked.items()}
+    # A short run does not show what these do.
+    reasons |= {t: str(r) for t, r in judge.refused_by_type(found).items()}
+    tables = [t for t in tables if t not in reasons]
+    if not tables:
+        return reasons, None
+    owners = [o if o in tables else None for o in found.owners]
+    run = _Run(tx, treedef, small, tables, owners, found.state, extra_args)
+    some = np.arange(3, 3 + 7 * TOUCHED, 7)
+    others = np.arange(5, 5 + 9 * TOUCHED, 9)  # shares a row or two with `some`
+    same_rows = [some] * len(SCALES)
+    # They change from each step to the one after the next too, for parts that act
+    # at every other step.
+    other_rows = [some, others, others, some, others]
+    for rows_of_step, kind in ((same_rows, "same"), (other_rows, "other")):
+        shared = run.steps(rows_of_step, kind, reasons)
+        if shared:
+            return reasons, shared
     return reasons, None
 
 
-def counts_empty_slots(
-    tx: Any, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
-) -> bool:
-    """Whether the rows of a gradient get other updates beside empty slots.
-
-    Empty slots have a zero gradient and the state of a row that was never read. If
-    they are moved nevertheless, and a later part takes a norm, it counts them: on a
-    whole table all rows that were never read, lifted as many as there happen to be.
-
-    Args:
-      tx: the transformation, whose parts can be lifted.
-      treedef, specs, tables: as for `probe`.
-    """
-
-    def compare():
-        small = small_tree(specs, tables)
-        found = state_leaves.find(tx.init, treedef, small, tables)
-        run = _Run(tx, treedef, small, tables, found.owners, found.state)
-        with np.errstate(all="ignore"):
-            return run.counts_empty_slots()
-
-    return _where_it_runs(compare)
-
-
-def _where_it_runs(function: Callable[[], Any]) -> Any:
-    """`function()` on a CPU; on the default device if that fails."""
+def of_one_table(tx: Any) -> str | None:
+    """Why a transformation of one table is not row-separable, or None."""
+    spec = jax.ShapeDtypeStruct((ROWS, 130), jnp.float32)
     try:
-        with jax_defaults():
-            return function()
-    except Exception:
-        if jax.default_backend() == "cpu":
-            raise
-    # A part may refer to arrays on an accelerator, so it can only run there.
-    with jax_defaults(anywhere=True):
-        return function()
-
-
-@contextlib.contextmanager
-def jax_defaults(anywhere: bool = False) -> Iterator[None]:
-    """JAX's defaults, whatever the caller has set, and the CPU if there is one."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(state_leaves.without_mesh())
-        stack.enter_context(jax.disable_jit(False))
-        stack.enter_context(jax.numpy_dtype_promotion("standard"))
-        stack.enter_context(jax.numpy_rank_promotion("allow"))
-        stack.enter_context(jax.debug_nans(False))
-        stack.enter_context(jax.debug_infs(False))
-        stack.enter_context(jax.transfer_guard("allow"))
-        if not anywhere and jax.default_backend() != "cpu":
-            with contextlib.suppress(RuntimeError):  # JAX may be set up without a CPU
-                device = jax.local_devices(backend="cpu")[0]
-                stack.enter_context(jax.default_device(device))
-        yield
+        by_table, shared = failures(tx, jax.tree.structure(0), (spec,), (0,))
+    except Exception as error:
+        return repr(error)
+    return shared or by_table.get(0)
 
 
 def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
@@ -204,7 +147,8 @@ class _Run:
     there, a compiled program runs on concrete numbers.
     """
 
-    def __init__(self, tx, treedef, specs, tables, owners, state):
+    def __init__(self, tx, treedef, specs, tables, owners, state, extra_args):
+        self.extra_args = extra_args
         self.row_axes = {t: trees.row_axes(specs[t]) for t in tables}
         specs = [trees.plain(spec) for spec in specs]
         self.treedef, self.specs, self.tables = treedef, specs, tables
@@ -222,13 +166,13 @@ class _Run:
         self.weights = [random_array(rng, s) for s in specs]
         init = jax.jit(lambda weights: jax.tree.leaves(tx.init(self.tree(weights))))
         self.state = [
-            to_host(leaf) for leaf in compile_probe(init, specs)(self.weights)
+            to_host(leaf) for leaf in compile_quickly(init, specs)(self.weights)
         ]
 
     @functools.cached_property
     def whole(self):
         """A step of whole tables."""
-        return compile_probe(
+        return compile_quickly(
             jax.jit(self._update), self.specs, self.state_specs, self.specs
         )
 
@@ -237,14 +181,11 @@ class _Run:
         """A step of some rows of them."""
         few = np.arange(TOUCHED)
         cut, state = self.cut(self.specs, few), self.cut_state(self.state_specs, few)
-        return compile_probe(jax.jit(self._update), cut, state, cut)
+        return compile_quickly(jax.jit(self._update), cut, state, cut)
 
     @functools.cached_property
     def _update(self):
-        extra_args = dict.fromkeys(
-            optax_internals.required_extra_args(self.tx), np.float32(1)
-        )
-        tx = optax.with_extra_args_support(self.tx)
+        tx, extra_args = optax.with_extra_args_support(self.tx), self.extra_args
 
         def update(grads, state, weights):
             state = self.state_treedef.unflatten(state)
@@ -255,11 +196,6 @@ class _Run:
             return [updates[t] for t in self.tables], [state[k] for k in self.kept]
 
         return update
-
-    def first_updates(self, grads, weights):
-        """The updates of the tables in a step from a fresh state."""
-        state = jax.tree.leaves(self.tx.init(self.tree(weights)))
-        return self._update(grads, state, weights)[0]
 
     def tree(self, leaves):
         return self.treedef.unflatten(leaves)
@@ -321,14 +257,14 @@ class _Run:
                             f"the state of the rows read ({self.paths[k]}) depends "
                             "on the rows that are not read"
                         )
-                        reasons.setdefault(owner, Reason(why))
+                        reasons.setdefault(owner, why)
             for t, whole, part in zip(self.tables, updates, cut_updates):
                 if kind == "same" and not is_close(self.rows(whole, t, rows), part):
                     why = (
                         "the updates of the rows read depend on the rows that are not "
                         "read"
                     )
-                    reasons.setdefault(t, Reason(why))
+                    reasons.setdefault(t, why)
                 moved = (weights[t] + whole).astype(weights[t].dtype)
                 weights[t] = (
                     moved if kind == "same" else self.put(weights[t], t, rows, moved)
@@ -341,29 +277,6 @@ class _Run:
                 )
         return None
 
-    def counts_empty_slots(self) -> bool:
-        """Compares the first step of some rows alone, and with empty slots."""
-        rng = np.random.default_rng(1)
-        rows, slots = np.arange(TOUCHED), np.arange(2 * TOUCHED)
-
-        def fill(leaves):
-            out = self.cut(leaves, slots)
-            for t in self.tables:
-                out[t] = np.concatenate(
-                    [out[t][:TOUCHED], np.zeros_like(out[t][TOUCHED:])]
-                )
-            return out
-
-        grads = [random_gradient(rng, random_array(rng, s), 1.0) for s in self.specs]
-        some = [self.cut(x, rows) for x in (grads, self.weights)]
-        all_slots = [fill(grads), fill(self.weights)]
-        step = jax.jit(self.first_updates)
-        alone, beside = (
-            [to_host(u) for u in compile_probe(step, *args)(*args)]
-            for args in (some, all_slots)
-        )
-        return not all(is_close(b[:TOUCHED], a) for a, b in zip(alone, beside))
-
     def _step(self, update, grads, state, weights):
         updates, kept = update(grads, state, weights)
         new = list(state)
@@ -371,14 +284,6 @@ class _Run:
             leaf, dtype = to_host(leaf), state[k].dtype
             new[k] = leaf if leaf.dtype == dtype else leaf.astype(dtype)  # keys cannot
         return [to_host(u) for u in updates], new
-
-
-def compile_probe(function, *specs):
-    lowered = function.lower(*specs)
-    try:
-        return lowered.compile(compiler_options=COMPILE_FAST)
-    except jax.errors.JaxRuntimeError:  # a compiler without that option
-        return lowered.compile()
 
 
 def random_array(rng, spec):
@@ -399,23 +304,3 @@ def random_gradient(rng, direction, scale):
 def to_host(x: Any) -> Any:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return x if is_key else np.asarray(x)
-
-
-def is_close(a, b) -> bool:
-    """Whether `a` equals `b`: exactly for integers, up to rounding for floats."""
-    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-        with jax.ensure_compile_time_eval():  # also where a step is being traced
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-    a, b = np.asarray(a), np.asarray(b)
-    if a.shape != b.shape:
-        return False
-    if not jnp.issubdtype(a.dtype, jnp.inexact):
-        return bool(np.array_equal(a, b))
-    rounding = 2e-2 if jnp.finfo(a.dtype).bits < 32 else 1e-4
-    wide = np.complex128 if np.iscomplexobj(a) else np.float64
-    a, b = a.astype(wide), b.astype(wide)
-    finite = np.isfinite(a) & np.isfinite(b)
-    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-        return False
-    a, b = a[finite], b[finite]
-    return bool(np.linalg.norm(a - b) <= rounding * np.linalg.norm(b))

@@ -1,7 +1,7 @@
 """Owners that apply rows range by range, as they arrive, without holding them all.
 
 The oracle is the optimizer on plain arrays; how it sums rows is no concern of it. What
-a program holds is in test_sharded_rows_compiled.py.
+a program holds is in test_exchange.py.
 """
 
 import functools
