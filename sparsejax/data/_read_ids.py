@@ -30,7 +30,7 @@ def read_ids(
     header: bool = False,
     quotes: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Reads labels, numbers and ids of words, for example of click logs or ratings.
+    r"""Reads labels, numbers and ids of words, for example of click logs or ratings.
 
     The source is a CSV or Parquet file, a data frame, an Arrow table or a dict of
     columns. The ids depend on the columns alone, not on the kind of source. pyarrow is
@@ -80,7 +80,7 @@ def read_ids(
       >>> import os, tempfile, sparsejax as sj
       >>> path = os.path.join(tempfile.mkdtemp(), "ratings.csv")
       >>> with open(path, "w") as file:
-      ...     _ = file.write("user,item,rating\\nann,tea,5\\nbob,tea,2\\nann,jam,3\\n")
+      ...     _ = file.write("user,item,rating\nann,tea,5\nbob,tea,2\nann,jam,3\n")
       >>> columns = {"label": "rating", "ids": ["user", "item"]}
       >>> vocabulary = sj.data.Vocabulary.build(path, columns)
       >>> data = sj.data.read_ids(path, vocabulary, columns)
@@ -93,7 +93,7 @@ def read_ids(
 
       >>> path = os.path.join(tempfile.mkdtemp(), "clicks.tsv")
       >>> with open(path, "w") as file:
-      ...     _ = file.write("1\\t5\\t\\t68fd1e64\\n0\\t-2\\t7\\t\\n")
+      ...     _ = file.write("1\t5\t\t68fd1e64\n0\t-2\t7\t\n")
       >>> columns = {"label": 0, "numbers": [1, 2], "ids": [3]}
       >>> data = sj.data.read_ids(path, 1000, columns)
       >>> data["numbers"], data["ids"]
