@@ -2,13 +2,12 @@
 
     python examples/word2vec.py --text book.txt.gz --seconds 60
 
-Two tables of vectors, one for words and one for the words near them, learn to tell the
-neighbours in the text from random words (Mikolov et al., 2013). A step reads a few
-thousand rows and costs what it reads, however large the tables are.
+Two tables, of words and of the words near them, learn to tell neighbours in the text
+from random words (Mikolov et al., 2013). A step reads a few thousand rows, and its cost
+does not depend on the size of the tables.
 """
 
 import argparse
-import collections
 import gzip
 import itertools
 import pathlib
@@ -16,6 +15,7 @@ import re
 import sys
 import time
 import zlib
+from collections import Counter
 from functools import partial
 
 import jax
@@ -57,13 +57,10 @@ def read_corpus(path, min_count):
         except (OSError, ValueError, EOFError, zlib.error) as error:
             sys.exit(f"word2vec: cannot read {path} as UTF-8 text or gzip: {error}")
     found = re.findall(r"[^\W\d_]{2,}", text.lower())
-    counts = collections.Counter(found).most_common()
-    counts = {word: n for word, n in counts if n >= min_count}
+    counts = {w: n for w, n in Counter(found).most_common() if n >= min_count}
     if len(counts) < 10:
-        sys.exit(
-            f"word2vec: the text is too short: {len(counts)} different words occur "
-            f"{min_count} times (--min-count), and 10 are needed."
-        )
+        need = f"10 words that occur {min_count} times (--min-count)"
+        sys.exit(f"word2vec: the text must have {need}, got {len(counts)}.")
     ids = {word: i for i, word in enumerate(counts)}
     tokens = np.array([ids[word] for word in found if word in ids], np.int32)
     return list(counts), np.array(list(counts.values())), tokens
@@ -105,7 +102,7 @@ def train(tokens, counts, dim, seconds, tx, value_and_grad):
     params = {"words": words, "contexts": jnp.zeros(shape)}
     state, sampler = tx.init(params), sj.losses.NegativeSampler.from_counts(counts)
     steps = enumerate(batches(tokens, counts, np.random.default_rng(0)))
-    steps = tqdm(steps, unit=" steps", leave=False) if tqdm else steps
+    bar = tqdm(unit=" steps", leave=False) if tqdm else None
     losses, done, began = [], 0.0, time.perf_counter()
     for number, (pairs, share) in steps:
         now = jax.random.fold_in(key, number)
@@ -113,16 +110,19 @@ def train(tokens, counts, dim, seconds, tx, value_and_grad):
         done += share
         if number % 10 == 0:  # reading a loss waits for the step
             losses.append(float(loss))
-            if tqdm:
-                steps.set_postfix(loss=losses[-1])
+            if bar is not None:
+                bar.set_postfix(loss=losses[-1])
+                bar.update(number - bar.n)
             if number == 0:  # the first step was compiled
                 done, began = 0.0, time.perf_counter()
-            elif (spent := time.perf_counter() - began) > seconds:
-                return params["words"], losses, done / spent, 1e3 * spent / number
+            elif time.perf_counter() - began > seconds:
+                break
+    spent = time.perf_counter() - began
+    return params["words"], losses, done / spent, 1e3 * spent / number
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Trains word vectors.")
     parser.add_argument("--text", metavar="FILE", help="UTF-8, plain or gzip")
     parser.add_argument("--seconds", type=float, default=60, help="of training")
     parser.add_argument("--dim", type=int, default=64, help="length of a vector")

@@ -19,7 +19,6 @@ from jax import experimental as _experimental, lax
 from jax._src import (
     core as _core,
     dispatch as _dispatch,
-    mesh as _mesh,
     source_info_util as _source_info,
     xla_bridge as _xla_bridge,
 )
@@ -41,8 +40,6 @@ pvary_p = _core.pvary_p
 _namespace: Any = jax if hasattr(jax, "enable_x64") else _experimental
 enable_x64 = _namespace.enable_x64
 
-get_concrete_mesh = _mesh.get_concrete_mesh
-
 # Return True if JAX has started a backend, with its threads.
 has_backend = _xla_bridge.backends_are_initialized
 
@@ -58,7 +55,7 @@ _source_info.register_exclusion(_PACKAGE + os.sep)
 
 
 def trace(fun, *args) -> tuple[Any, list[Any]]:
-    """`fun`, which returns a flat list, as `(open jaxpr, consts)`."""
+    """Traces `fun`, which returns a flat list; returns `(open jaxpr, consts)`."""
     return open_jaxpr(jax.make_jaxpr(fun)(*args))
 
 
@@ -72,7 +69,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def is_ref_type(aval: Any) -> bool:
-    """Whether `aval` is a mutable reference (`jax.new_ref`), not an array."""
+    """Return True if `aval` is a mutable reference (`jax.new_ref`), not an array."""
     return hasattr(aval, "inner_aval")
 
 
@@ -96,7 +93,7 @@ _placeholder_p.def_abstract_eval(lambda *, aval: aval)
 
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Iterator[None]:
-    """Equations bound inside keep this one's source line, name scope and settings."""
+    """Gives equations bound inside the source line, scope and settings of `eqn`."""
     stack = _source_info.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
     with _source_info.user_context(traceback, name_stack=stack), eqn.ctx.manager:
@@ -106,9 +103,9 @@ def equation_context(eqn: Any) -> Iterator[None]:
 def user_line(eqn: Any, enclosing: str | None = None) -> str:
     """`file:line` of the innermost frame in user code.
 
-    Frames of JAX and of this package are skipped. If all others are of installed
-    packages (a flax layer inside a scan, say), the line of the enclosing equation says
-    more, and is returned if it is known.
+    Frames of JAX and of this package are skipped. If all other frames are in installed
+    packages (a flax layer inside a scan, for example), the line of the enclosing
+    equation is returned, if it is known.
     """
     installed = None
     for frame in _source_info.user_frames(eqn.source_info.traceback):
@@ -131,7 +128,7 @@ def frames(eqn: Any) -> list[tuple[str, str, int]]:
 
 
 def _shown_name(file: str) -> str:
-    """A file's name as its author knows it: `In[3]` for a cell of a notebook."""
+    """The name of a file in messages: `In[3]` for a cell of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     # Releases before 7.33 name cells so that the number can be read.
@@ -194,7 +191,7 @@ def explicit_spec(x: Any) -> tuple[Any, ...]:
 
 
 def is_laid_out(x: Any) -> bool:
-    """Whether the type of `x` (or `x`, a type) has a mesh: sharded, or varying."""
+    """Return True if the type of `x`, an array or a type, is sharded or varying."""
     aval = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return bool(getattr(mesh, "axis_names", ()))
@@ -302,8 +299,7 @@ def platform_primitive(
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
     Under `vmap`, for derivatives, and in programs of several devices, `reference` takes
-    its place. So a lowering may be a loop that writes to its arguments in place, which
-    none of these could do well.
+    its place. So a lowering may be a loop that writes to its arguments in place.
 
     Args:
       name: of the primitive.
@@ -394,7 +390,7 @@ def view_primitive(
 def only_needed(
     jaxpr: Any, consts: Sequence[Any], outputs: Sequence[bool] | None = None
 ) -> tuple[Any, list[Any], list[bool]]:
-    """An open jaxpr without what its outputs do not need.
+    """Removes the equations and inputs that the outputs of an open jaxpr do not need.
 
     Args:
       jaxpr: an open jaxpr.
@@ -402,7 +398,7 @@ def only_needed(
       outputs: which of its outputs to keep; by default all.
 
     Returns:
-      The jaxpr, its constants, and which of the inputs it still has.
+      The jaxpr, its constants, and for each old input True if it is still there.
     """
     outputs = [True] * len(jaxpr.outvars) if outputs is None else list(outputs)
     less, of_consts, of_inputs = _partial_eval.dce_jaxpr_consts(jaxpr, outputs)

@@ -4,8 +4,8 @@
 (an atomic step). A reader sees either the old file or the new one, never a partial
 file.
 
-`read_npz` and `check_json` compare the content of a file with a schema. Nothing is
-unpickled or evaluated.
+`read_npz` compares the arrays of a file with a schema. Nothing is unpickled or
+evaluated.
 """
 
 import contextlib
@@ -22,11 +22,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from sparsejax import _arguments
+
 
 def as_path(call: str, path: Any) -> Any:
     """Returns `path`, or raises: `open` would take an int as a file descriptor."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise TypeError(f"{call}: path must be a str or os.PathLike, got {path!r}.")
+        raise _arguments.wrong_type(call, "path", "a str or os.PathLike", f"{path!r}")
     return path
 
 
@@ -196,58 +198,3 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
         array = np.lib.format.read_array(file, allow_pickle=False)
         file.read()  # zipfile compares the checksum at the end
     return array.astype(array.dtype.newbyteorder("="), order="K", copy=False)
-
-
-# ------------------------------------------------------------------ JSON
-
-
-def check_json(value: Any, schema: Any, where: str = "") -> None:
-    """Raises a ValueError unless parsed JSON is as a schema says.
-
-    Args:
-      value: from `json.loads`.
-      schema: `int` for integers from 0 to 2^63 - 1; another type for its values;
-        `object` for anything; None for null; a set of the accepted strings; a tuple of
-        alternatives; a list of one schema for a list; a dict of schemas by key for a
-        dict. In a dict, a key that ends with "?" may be missing, and "*" is any other
-        key; without "*" other keys are ignored.
-      where: the place of the value, for messages.
-    """
-    if isinstance(schema, tuple):
-        if not any(_has_form(value, one) for one in schema):
-            raise _unexpected(value, where)
-        schema = next(one for one in schema if _has_form(value, one))
-    if not _has_form(value, schema):
-        raise _unexpected(value, where)
-    if isinstance(schema, list):
-        for place, item in enumerate(value):
-            check_json(item, schema[0], f"{where}[{place}]")
-    elif isinstance(schema, dict):
-        for key, one in schema.items():
-            name = key.removesuffix("?")
-            if name in value:
-                check_json(value[name], one, f"{where}[{name!r}]")
-            elif key == name and key != "*":
-                raise ValueError(f"{where}[{key!r}] is missing")
-        if "*" in schema:
-            for key in value.keys() - schema.keys():
-                check_json(value[key], schema["*"], f"{where}[{key!r}]")
-
-
-def _has_form(value: Any, schema: Any) -> bool:
-    """Returns True if a value is as a schema says, apart from its items."""
-    if schema is None:
-        return value is None
-    if isinstance(schema, (list, dict)):
-        return isinstance(value, type(schema))
-    if isinstance(schema, set):
-        return isinstance(value, str) and value in schema
-    if schema is int:  # type(True) is bool
-        return type(value) is int and 0 <= value < 1 << 63
-    return isinstance(value, schema)
-
-
-def _unexpected(value: Any, where: str) -> ValueError:
-    is_short = isinstance(value, (int, float, str))
-    shown = repr(value)[:40] if is_short else f"a {type(value).__name__}"
-    return ValueError(f"{where or 'it'} has an unexpected value, {shown}")

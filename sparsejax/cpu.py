@@ -45,12 +45,10 @@ def keep_freed_pages() -> bool:
     lies in memory that the last call freed. Steps whose temporaries, or whose dense
     updates, exceed 32 MiB become up to 3 times faster, and smaller ones do not change.
 
-    What it costs:
-
-    - The resident memory of the process does not shrink. Freed memory is reused, but
-      not returned to Linux.
-    - All threads share one arena, so one lock is taken by each `malloc`. That matters
-      to programs with many threads that allocate small objects in C or C++.
+    There are two costs. The resident memory of the process does not shrink: freed
+    memory is reused, but not returned to Linux. And all threads share one arena with
+    one lock, which matters to programs with many threads that allocate small objects
+    in C or C++.
 
     If JAX has computed already, its threads have arenas of their own and keep them.
     Then this function still sets all it can, and warns.

@@ -37,6 +37,7 @@ from jax import lax
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
+from sparsejax._rows.always_true import always_true
 
 
 _CALL = "sparsejax.HashIndex"
@@ -185,25 +186,33 @@ class HashIndex:
             call, "capacity", capacity, 1, " It is the number of rows of the table."
         )
         if capacity > _MAX_ROWS:
-            raise ValueError(
-                f"{call}: capacity must be at most {_MAX_ROWS}, got {capacity}. "
-                "Split the keys by HashIndex.owners, with an index for each part."
+            raise _arguments.wrong(
+                call,
+                "capacity",
+                f"at most {_MAX_ROWS}",
+                f"{capacity}",
+                "Split the keys by HashIndex.owners, with an index for each part.",
             )
         if key_bits not in (32, 64):
-            raise ValueError(
-                f"{call}: key_bits must be 32 or 64, got {_arguments.show(key_bits)}. "
-                "Hash longer keys, such as strings, to 64 bits first."
+            raise _arguments.wrong(
+                call,
+                "key_bits",
+                "32 or 64",
+                _arguments.show(key_bits),
+                "Hash longer keys, such as strings, to 64 bits first.",
             )
         if policy not in ("lru", "lfu"):
-            raise ValueError(
-                f"{call}: policy must be 'lru' or 'lfu', got "
-                f"{_arguments.show(policy)}. To evict nothing, pass max_evictions=0."
+            raise _arguments.wrong(
+                call,
+                "policy",
+                "'lru' or 'lfu'",
+                _arguments.show(policy),
+                "To evict nothing, pass max_evictions=0.",
             )
         admit_after = _arguments.static_int(call, "admit_after", admit_after, 1)
         if admit_after > _MAX_SIGHTINGS:
-            raise ValueError(
-                f"{call}: admit_after must be at most {_MAX_SIGHTINGS}, got "
-                f"{admit_after}."
+            raise _arguments.wrong(
+                call, "admit_after", f"at most {_MAX_SIGHTINGS}", f"{admit_after}"
             )
         if max_evictions is not None:
             max_evictions = _arguments.static_int(call, "max_evictions", max_evictions)
@@ -415,9 +424,11 @@ class HashIndex:
         words, shape = self._words(call, keys)
         step = _arguments.to_array(call, step, "step", "a whole number")
         if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
-            raise TypeError(
-                f"{call}: step must be one int32, the number of the training step, got "
-                f"{_arguments.kind_of(step)}."
+            raise _arguments.wrong_type(
+                call,
+                "step",
+                "one int32, the number of the training step",
+                _arguments.kind_of(step),
             )
         step = step.astype(jnp.int32)
         if where is None:
@@ -425,9 +436,11 @@ class HashIndex:
         else:
             mask = _arguments.to_array(call, where, "where", "an array of booleans")
             if mask.shape != shape or mask.dtype != jnp.bool_:
-                raise ValueError(
-                    f"{call}: where must be booleans of the shape of keys, {shape}, "
-                    f"got {_arguments.kind_of(mask)}."
+                raise _arguments.wrong(
+                    call,
+                    "where",
+                    f"booleans of the shape of keys, {shape}",
+                    _arguments.kind_of(mask),
                 )
             mask = mask.reshape(-1)
         if not words[0].size:
@@ -880,9 +893,9 @@ def _write(
 
         beyond = np.int32(num_slots)
         old = _take(slot_of_row, jnp.minimum(row, np.int32(capacity - 1)))
-        # Never true. It makes the write depend on the read, so XLA does not copy the
-        # array in order to write before it reads.
-        row = jnp.where(old < 0, np.int32(capacity), row)
+        # The write depends on the read. Else XLA copies the array in order to write
+        # before it reads.
+        row = jnp.where(always_true(old), row, np.int32(capacity))
         # The slot of an evicted key keeps the key but loses the row.
         old = jnp.where(is_taken, old, beyond)
         slots = _set(slots, (old, slots.shape[1] - 1), _EMPTY)

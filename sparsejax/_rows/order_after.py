@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from sparsejax import _arguments, _compat
+from sparsejax._rows.always_true import always_true
 
 
 def order_after(values: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
@@ -47,12 +48,12 @@ def _identity(values, *others):
 
 
 def _times_one(values, *others):
-    """Times a factor that is one, which XLA cannot know without the others."""
+    """`values` times a factor that is one, and is computed from `others`."""
     bits = np.int32(0)
     for x in others:
         first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
         bits ^= lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
-    one = jnp.where((bits | np.int32(1)) == 0, np.float32(2), np.float32(1))
+    one = jnp.where(always_true(bits | np.int32(1)), np.float32(1), np.float32(2))
     return [values * one.astype(values.dtype)]
 
 

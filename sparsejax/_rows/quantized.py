@@ -318,10 +318,12 @@ class QuantizedTable:
         bits, pair_dtype = _check_bits(call, bits, scale_dtype)
         fused = _arguments.to_array(call, fused, "fused", "an array of bytes")
         if fused.dtype != jnp.uint8 or fused.ndim != 2:
-            raise TypeError(
-                f"{call}: fused must be a uint8 array [V, bytes], got "
-                f"{_arguments.kind_of(fused)}. For bytes on disk use np.fromfile(path, "
-                "np.uint8).reshape(rows, -1)."
+            raise _arguments.wrong_type(
+                call,
+                "fused",
+                "a uint8 array [V, bytes]",
+                _arguments.kind_of(fused),
+                "For bytes on disk use np.fromfile(path, np.uint8).reshape(rows, -1).",
             )
         tail = 2 * pair_dtype.itemsize
         held = (fused.shape[1] - tail) * (8 // bits)
@@ -507,21 +509,26 @@ def quantize(
         way_out = "Pass its .dequantize()."
         if isinstance(table, SelectedRows):
             way_out = "Pass its .to_dense(), or quantize its .values."
-        raise TypeError(
-            f"{call}: table must be an array of floats, got "
-            f"{_arguments.kind_of(table)}. {way_out}"
+        raise _arguments.wrong_type(
+            call, "table", "an array of floats", _arguments.kind_of(table), way_out
         )
     table = _arguments.as_floats(call, table, "table")
     if table.ndim < 2:
-        raise ValueError(
-            f"{call}: table must be [V, D] or [V, ...], got shape {table.shape}. Each "
-            "row has a scale and a bias, which would be larger than one number."
+        raise _arguments.wrong(
+            call,
+            "table",
+            "[V, D] or [V, ...]",
+            f"shape {table.shape}",
+            "Each row has a scale and a bias, which would be larger than one number.",
         )
     symmetric = _arguments.check_bool(call, "symmetric", symmetric)
     if search not in (None, "greedy"):
-        raise ValueError(
-            f"{call}: search must be None or 'greedy', got {_arguments.show(search)}. "
-            "None takes the range of each row as it is."
+        raise _arguments.wrong(
+            call,
+            "search",
+            "None or 'greedy'",
+            _arguments.show(search),
+            "None takes the range of each row as it is.",
         )
     if search and symmetric:
         raise ValueError(
@@ -692,9 +699,12 @@ def _divide(x: jax.Array, by: int) -> jax.Array:
 def _check_bits(call: str, bits: Any, scale_dtype: Any) -> tuple[int, Any]:
     """Returns `bits` and the dtype of scales, or raises an error that names `call`."""
     if isinstance(bits, bool) or bits not in (8, 4, 2):
-        raise ValueError(
-            f"{call}: bits must be 8, 4 or 2, got {_arguments.show(bits)}. For 16 bits "
-            "cast the table with .astype(jnp.bfloat16)."
+        raise _arguments.wrong(
+            call,
+            "bits",
+            "8, 4 or 2",
+            _arguments.show(bits),
+            "For 16 bits cast the table with .astype(jnp.bfloat16).",
         )
     if scale_dtype is None:
         scale_dtype = jnp.float32 if bits == 8 else jnp.float16
@@ -703,10 +713,12 @@ def _check_bits(call: str, bits: Any, scale_dtype: Any) -> tuple[int, Any]:
     except TypeError:
         found = None
     if found not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16)):
-        raise TypeError(
-            f"{call}: scale_dtype must be float32 or float16, got "
-            f"{_arguments.show(scale_dtype)}. Leave it out for float32 with 8 bits and "
-            "float16 with fewer."
+        raise _arguments.wrong_type(
+            call,
+            "scale_dtype",
+            "float32 or float16",
+            _arguments.show(scale_dtype),
+            "Leave it out for float32 with 8 bits and float16 with fewer.",
         )
     return int(bits), found
 
@@ -717,8 +729,11 @@ def _float_dtype(call: str, name: str, dtype: Any) -> Any:
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(
-            f"{call}: {name} must be a floating-point dtype, got "
-            f"{_arguments.show(dtype)}. Rows are floats."
+        raise _arguments.wrong_type(
+            call,
+            name,
+            "a floating-point dtype",
+            _arguments.show(dtype),
+            "Rows are floats.",
         )
     return found

@@ -2,8 +2,9 @@
 
 `jax.tree.map(jnp.add, g1, g2)` must not add row ids. So a SelectedRows shows its ids to
 trees as an array of a dtype that JAX moves (stacks, indexes, selects, shards, donates)
-and refuses to compute with. `seal` makes this leaf from plain ids, and `unseal` gives
-the plain ids back. XLA cancels the two, so compiled programs contain neither.
+and refuses to compute with: the dtype of a random key. `seal` makes this leaf from
+plain ids, and `unseal` gives the plain ids back. XLA cancels a `seal` and an `unseal`
+that meet in one program.
 
 The leaf stores `~id` in uint32 words. An array of zeros, which loops and
 `jnp.zeros_like` make, then holds the id -1 (the largest id if ids are unsigned): every
@@ -66,8 +67,9 @@ def is_sealed(x: Any) -> bool:
 def from_words(leaf: Any, values: Any) -> Any:
     """Returns the plain ids if `leaf` holds the words of a leaf; else `leaf`.
 
-    JAX calls host callbacks with the words of a leaf. Only the additional last axis
-    tells them from ids of uint32.
+    JAX calls host callbacks with the words of a leaf. Only the additional last axis, of
+    length 1 or 2, tells them from ids of uint32. So a tree must not be rebuilt with
+    plain uint32 ids of a batch whose capacity is 1 or 2.
 
     Args:
       leaf: `[*batch, n]`, or its words `[*batch, n, 1 or 2]`.

@@ -103,10 +103,12 @@ def scatter_weighted_sum(
     table = _as_table(_WEIGHTED_SUM, table)
     flat, shape = _flat_rows(_WEIGHTED_SUM, table, rows)
     if len(values_and_weights) % 2:
-        raise ValueError(
-            f"{_WEIGHTED_SUM}: the arguments after rows must be pairs of values and "
-            f"weights, got an odd number, {len(values_and_weights)}. The order is "
-            "(table, w0, rows, v1, w1, v2, w2, ...)."
+        raise _arguments.wrong(
+            _WEIGHTED_SUM,
+            "the arguments after rows",
+            "pairs of values and weights",
+            f"an odd number, {len(values_and_weights)}",
+            "The order is (table, w0, rows, v1, w1, v2, w2, ...).",
         )
     values = [
         _flat_values(_WEIGHTED_SUM, f"values v{i}", v, shape, table)
@@ -141,10 +143,13 @@ def scatter_weighted_sum(
 def _as_table(call: str, table: Any) -> jax.Array:
     table = _arguments.as_array(table)
     if not isinstance(table, jax.Array):
-        raise TypeError(
-            f"{call}: table must be a JAX or NumPy array, got "
-            f"{_arguments.kind_of(table)}. To change a SelectedRows, add to it with +, "
-            "or write to its dense array, .to_dense()."
+        raise _arguments.wrong_type(
+            call,
+            "table",
+            "a JAX or NumPy array",
+            _arguments.kind_of(table),
+            "To change a SelectedRows, add to it with +, or write to its dense array, "
+            ".to_dense().",
         )
     if table.ndim == 0:
         raise ValueError(
@@ -177,9 +182,12 @@ def _flat_values(
 def _weight(i: int, weight: Any) -> jax.Array:
     weight = _arguments.to_array(_WEIGHTED_SUM, weight, f"weight w{i}", "a scalar")
     if weight.shape not in ((), (1,)):
-        raise ValueError(
-            f"{_WEIGHTED_SUM}: weight w{i} must be a scalar of shape () or (1,), got "
-            f"shape {weight.shape}. For one weight per row, multiply the values first."
+        raise _arguments.wrong(
+            _WEIGHTED_SUM,
+            f"weight w{i}",
+            "a scalar of shape () or (1,)",
+            f"shape {weight.shape}",
+            "For one weight per row, multiply the values first.",
         )
     return weight.reshape(())
 

@@ -635,9 +635,11 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     try:
         summands: list[Any] = list(parts)
     except TypeError:
-        raise TypeError(
-            "sparsejax.concatenate: parts must be a list of SelectedRows, got "
-            f"{_arguments.kind_of(parts)}."
+        raise _arguments.wrong_type(
+            "sparsejax.concatenate",
+            "parts",
+            "a list of SelectedRows",
+            _arguments.kind_of(parts),
         ) from None
     if not summands:
         raise ValueError(
@@ -646,10 +648,12 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
         )
     for part in summands:
         if not is_selected_rows(part):
-            raise TypeError(
-                "sparsejax.concatenate: every part must be a SelectedRows, got "
-                f"{_arguments.kind_of(part)}. Convert arrays with "
-                "SelectedRows.from_dense."
+            raise _arguments.wrong_type(
+                "sparsejax.concatenate",
+                "every part",
+                "a SelectedRows",
+                _arguments.kind_of(part),
+                "Convert arrays with SelectedRows.from_dense.",
             )
         _check_same_shape("sparsejax.concatenate", summands[0], part)
     if len(summands) == 1:
@@ -707,9 +711,12 @@ def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
     """Returns the leading axes of a stack, as ints whose product divides `height`."""
     call, hint = "SelectedRows", " It holds the leading axes of a stack of tables."
     if not isinstance(stack, (tuple, list)):
-        raise TypeError(
-            f"{call}: stack must be a tuple of ints, got {_arguments.kind_of(stack)}. "
-            "For K tables of V rows pass stack=(K,) and height=K * V."
+        raise _arguments.wrong_type(
+            call,
+            "stack",
+            "a tuple of ints",
+            _arguments.kind_of(stack),
+            "For K tables of V rows pass stack=(K,) and height=K * V.",
         )
     sizes = tuple(
         _arguments.static_int(call, "each size in stack", size, hint=hint)
@@ -717,10 +724,12 @@ def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
     )
     tables = math.prod(sizes)
     if not tables or height % tables:
-        raise ValueError(
-            f"{call}: height must be the number of rows of all {tables} tables of "
-            f"stack={sizes}, got {height}. For K tables of V rows pass stack=(K,) and "
-            "height=K * V."
+        raise _arguments.wrong(
+            call,
+            "height",
+            f"the number of rows of all {tables} tables of stack={sizes}",
+            f"{height}",
+            "For K tables of V rows pass stack=(K,) and height=K * V.",
         )
     return sizes
 
@@ -736,11 +745,14 @@ def _array_or_spec(x: Any, name: str) -> jax.Array | jax.ShapeDtypeStruct:
 def _check_rows(call: str, rows: Any) -> None:
     """Raises a TypeError unless `rows` are integers."""
     if not jnp.issubdtype(rows.dtype, jnp.integer):
-        raise TypeError(
-            f"{call}: rows must be integers (row ids), got {rows.dtype}. jax.grad "
-            "returns no ids, and code that rebuilds trees can change them. Use "
-            "sparsejax.value_and_grad, SelectedRows.map to change the values, and "
-            "sparsejax.optim.lazy(...) around optax transformations."
+        raise _arguments.wrong_type(
+            call,
+            "rows",
+            "integers (row ids)",
+            f"{rows.dtype}",
+            "jax.grad returns no ids, and code that rebuilds trees can change them. "
+            "Use sparsejax.value_and_grad, SelectedRows.map to change the values, and "
+            "sparsejax.optim.lazy(...) around optax transformations.",
         )
 
 
@@ -750,8 +762,8 @@ def _is_arraylike(x: Any) -> bool:
 
 def _check_same_shape(call: str, a: Any, b: Any) -> None:
     if a.shape != b.shape:
-        raise ValueError(
-            f"{call}: the dense shapes must be equal, got {a.shape} and {b.shape}."
+        raise _arguments.wrong(
+            call, "the dense shapes", "equal", f"{a.shape} and {b.shape}"
         )
 
 

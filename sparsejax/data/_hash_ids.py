@@ -1,7 +1,7 @@
 """HashIds: ids of words by a hash.
 
-Id 0 is for missing words. Words are a matrix of bytes, one row per word, with their
-lengths, so all words of a column are hashed at once.
+Id 0 is for missing words. Only the distinct words of a column are hashed, all at once,
+as a matrix of bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _MAX_CELLS = 1 << 20  # bytes of the matrix of some words
 
 @dataclasses.dataclass(frozen=True)
 class HashIds:
-    """Ids of categories by a hash; needs no pass over the data, but ids may collide.
+    """Ids of words by a hash, without a pass over the data; ids may collide.
 
-    The id of a word in column c is `1 + mix(fnv1a(word, salt(seed, c))) mod (B - 1)`,
-    and 0 if it is missing. It is the same in every process and on every machine. The
-    same word gets different ids in different columns.
+    The id of a word in column c is `1 + mix(fnv1a(word, salt(seed, c))) mod (B - 1)`;
+    the id of a missing word is 0. Ids are the same in every process and on every
+    machine. The same word has different ids in different columns.
 
     Args:
-      num_buckets: int B, rows of a table, below 2^31; or one per column.
-      seed: int; another seed gives other collisions.
+      num_buckets: int B, the number of rows of a table, from 2 to 2^31 - 1; or one int
+        for each column.
+      seed: int; collisions depend on it.
 
     Raises:
-      ValueError: fewer than two buckets, or too many.
+      ValueError: `num_buckets` is out of range.
 
     Example:
       >>> import sparsejax as sj
@@ -57,18 +58,20 @@ class HashIds:
         for size in np.atleast_1d(np.asarray(self.num_buckets, object)):
             whole = isinstance(size, (int, np.integer))
             if not whole or not 2 <= size <= np.iinfo(np.int32).max:
-                raise ValueError(
-                    "sparsejax.data.HashIds: num_buckets must be an int from 2 to "
-                    f"2147483647, or one per column, got {self.num_buckets!r}. Id 0 is "
-                    "for missing words, and ids are int32."
+                raise _arguments.wrong(
+                    "sparsejax.data.HashIds",
+                    "num_buckets",
+                    "an int from 2 to 2147483647, or one for each column",
+                    repr(self.num_buckets),
+                    "Id 0 is for missing words, and ids are int32.",
                 )
         _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
 
     def sizes(self, num_columns: int) -> list[int]:
-        """The number of ids of each column: rows of its table.
+        """Returns the number of ids of each column, the rows of its table.
 
         Args:
-          num_columns: int, number of columns.
+          num_columns: int, the number of columns.
 
         Raises:
           ValueError: `num_buckets` is a list of another length.
@@ -84,15 +87,16 @@ class HashIds:
         return found
 
     def encode(self, column: int, words: ColumnLike) -> np.ndarray:
-        """The ids of words, int32 `[n]`.
+        """Returns the ids of words, int32 `[n]`.
 
         Args:
-          column: int, the column they are from.
+          column: int, the position of the column, from 0.
           words: strings, bytes or integers `[n]`: a list, an array, or a column of
             pandas, polars, pyarrow or Hugging Face datasets.
 
         Raises:
-          TypeError: `words` is not such a column, or `column` is not an int.
+          TypeError: `words` is not a column of strings, bytes or integers, or `column`
+            is not an int.
           IndexError: `column` is out of range.
         """
         call = "sparsejax.data.HashIds.encode"
@@ -100,7 +104,7 @@ class HashIds:
             call,
             "column",
             column,
-            hint=" HashIds knows columns by their place.",
+            hint=" HashIds has no names of columns: pass the position.",
         )
         sizes = self.num_buckets
         if not isinstance(sizes, (int, np.integer)) and column >= len(sizes):
@@ -120,11 +124,11 @@ class HashIds:
 
 
 def _hash(words: Any, salt: int, size: int) -> np.ndarray:
-    """The ids of words, a BinaryArray `[k]`; int32 `[k]`, 0 for the empty word."""
+    """Returns the ids of a BinaryArray `[k]`, int32; 0 for the empty word."""
     lengths, text = _arrow.lengths_and_bytes(words)
     starts = np.cumsum(lengths) - lengths
     ids = np.zeros(len(lengths), np.int32)
-    # One long word widens the matrix of all words beside it, so it has a bound.
+    # The matrix is as wide as its longest word, so its size is bounded.
     step = max(_MAX_CELLS // max(int(lengths.max(initial=0)), 1), 1)
     for at in range(0, len(lengths), step):
         own, begin = lengths[at : at + step], starts[at : at + step]

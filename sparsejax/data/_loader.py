@@ -1,12 +1,12 @@
 """DataLoader: batches of static capacity, which grain prepares ahead in threads.
 
-Grain gets whole batches, not rows. NumPy gathers a batch from the columns in a fraction
-of a millisecond, whereas a pipeline of rows takes about ten microseconds of Python per
+grain receives whole batches, not rows. NumPy gathers a batch from the columns in a
+fraction of a millisecond; a pipeline of rows takes about ten microseconds of Python per
 row. Without workers grain is not needed.
 
-Threads, not processes: grain's worker processes need `absl.app.run` around the program
-and a guarded `__main__`, and each gets a copy of the data set; and NumPy lets threads
-run in parallel. To use `mp_prefetch` anyway, call `to_grain`.
+Workers are threads. NumPy releases the GIL while it copies, so threads run in parallel;
+grain's processes need `absl.app.run` around the program and a guarded `__main__`, and
+each of them holds a copy of the data set. `to_grain` gives access to `mp_prefetch`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class DataLoader:
 
     Each `for batch in loader` is one epoch. A batch has the structure of the items in
     the data set: arrays are stacked, `[batch_size, ...]`; rows of CSR matrices,
-    SegmentTensors and lists become a SegmentTensor of `batch_size` segments, always
-    with the same capacity. Batches are NumPy arrays; a jitted function puts them on the
-    device when it is called.
+    SegmentTensors and lists become a SegmentTensor of `batch_size` segments with a
+    fixed capacity. Batches are NumPy arrays; a jitted function transfers them to the
+    device.
 
     Args:
-      dataset: ArrayDataset, SimpleDataset, or any sequence of items, which is read
-        completely when the loader is made.
+      dataset: ArrayDataset, SimpleDataset, or any sequence of items. All items of a
+        sequence are read when the loader is made.
       batch_size: int, rows per batch.
-      shuffle: whether each epoch has its own random order of all rows.
-      seed: int, of these orders. The same seed gives the same orders everywhere.
-      drop_remainder: whether to drop the rows of an epoch that do not fill a batch.
-        Otherwise the last batch is padded with zeros and empty rows. The default is
-        False, and logs a warning if there is padding and no mask.
-      mask: whether each batch also has bool `[batch_size]`, False for padding rows:
-        after the columns, `x, y, mask`, or in a dict under "mask".
+      shuffle: True for a new random order of all rows in each epoch.
+      seed: int, the seed of these orders, which are the same on every machine.
+      drop_remainder: True to drop the rows at the end of an epoch that do not fill a
+        batch. Otherwise the last batch is padded with zeros and empty rows. The default
+        is False, with a logged warning if there is padding and no mask.
+      mask: True to add a bool array `[batch_size]` to each batch, False for padding
+        rows: after the columns, `x, y, mask`, or in a dict under "mask".
       capacity: the number of elements in a batch of ragged rows, padding included: an
         int, or "auto" to measure it. Without shuffling, "auto" is the size of the
         largest batch. With shuffling, it is the number that a batch exceeds with a
@@ -59,20 +59,20 @@ class DataLoader:
         `repr(loader)` shows the choice. For several columns, pass a tuple or dict in
         the structure of the items, with "auto", an int or None for each; for nested
         rows, a tuple of ints, outermost first.
-      overflow: what to do if a batch does not fit. "raise" or "error" raises before the
-        first batch of such an epoch. "spill" adds a second capacity that fits every
-        batch: then the step compiles at most twice, and "auto" lets about one batch in
-        a thousand spill.
-      num_workers: int, threads that prepare batches ahead of time, which needs grain;
-        0 for none.
-      shard: (index, count), if this is one of several loaders that each get a part of
-        every epoch. The parts are disjoint and together contain all rows; they have the
-        same number of batches and the same capacities. `batch_size` is per shard.
+      overflow: "raise" or "error" raises before the first batch of an epoch in which a
+        batch does not fit. "spill" adds a second capacity that fits every batch: the
+        step compiles at most twice, and "auto" lets about one batch in a thousand
+        spill.
+      num_workers: int, the number of threads that prepare batches ahead of time; more
+        than 0 needs grain.
+      shard: (index, count) for one of several loaders that split each epoch. The parts
+        are disjoint and together contain all rows; they have the same number of batches
+        and the same capacities. `batch_size` is per shard.
       device: a device or sharding for the batches; None leaves them in NumPy.
 
     Raises:
       TypeError, ValueError: an argument is wrong, or a capacity is too small.
-      ImportError: there are workers, and grain is not installed.
+      ImportError: `num_workers` is not 0, and grain is not installed.
 
     Example:
       >>> import numpy as np, sparsejax as sj
@@ -85,7 +85,8 @@ class DataLoader:
       >>> loader.capacity
       3
 
-    The state is two numbers, even in the middle of an epoch and with workers:
+    The state is the epoch and the batch, also in the middle of an epoch and with
+    workers:
 
       >>> batches = iter(loader)
       >>> _, label = next(batches)
@@ -113,7 +114,7 @@ class DataLoader:
         shard: tuple[int, int] = (0, 1),
         device: Any = None,
     ):
-        if hasattr(dataset, "indptr"):  # scipy's: len() of it raises
+        if hasattr(dataset, "indptr"):  # a matrix of scipy, whose len() raises
             raise TypeError(
                 f"{_CALL}: dataset must be an ArrayDataset, got "
                 f"{_arguments.kind_of(dataset)}. Pass ArrayDataset(X), or "
@@ -165,11 +166,11 @@ class DataLoader:
         _LOG.info("%r", self)
 
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
+        """Returns the number of batches of an epoch."""
         return len(self._sampler)
 
     def __iter__(self) -> LoaderIterator:
-        """The next epoch, or the rest of one after `set_state`."""
+        """Returns an iterator over the next epoch, or its rest after `set_state`."""
         epoch, batch = self._next
         self._last = LoaderIterator(self, epoch, batch)
         self._next = (epoch + 1, 0)
@@ -210,7 +211,7 @@ class DataLoader:
     # -- the state ---------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
-        """The position of the last iterator, for `set_state`; JSON-serializable."""
+        """Returns the position of the last iterator, which json can write."""
         if self._last is not None:
             state = self._last.get_state()
             if state["batch"] < len(self):
@@ -218,13 +219,14 @@ class DataLoader:
         return self._state(*self._next)
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Makes the next `iter(loader)` continue from there, exactly.
+        """Makes the next `iter(loader)` continue exactly from a saved position.
 
         Args:
-          state: from `get_state` of this loader or one like it. Workers, capacity and
-            shard index may differ.
+          state: from `get_state` of this loader or of an equal one. Workers, capacity
+            and shard index may differ.
 
         Raises:
+          TypeError: `state` is not a dict.
           ValueError: the state is from a loader whose batches have other rows.
         """
         epoch, batch = self._check_state(state)
@@ -244,10 +246,10 @@ class DataLoader:
         facts = self._facts()
         want = {"epoch", "batch", *facts}
         if not isinstance(state, dict) or state.keys() != want:
-            raise ValueError(
-                f"{_CALL}: state must be a dict returned by get_state(), with the keys "
-                f"{sorted(want)}, got {state!r}."
-            )
+            is_dict = isinstance(state, dict)
+            error = _arguments.wrong if is_dict else _arguments.wrong_type
+            keys = f"a dict returned by get_state(), with the keys {sorted(want)}"
+            raise error(_CALL, "state", keys, repr(state))
         for name, ours in facts.items():
             if state[name] != ours:
                 raise ValueError(
@@ -267,14 +269,14 @@ class DataLoader:
     # -- grain -------------------------------------------------------------------
 
     def to_grain(self, epoch: int = 0) -> Any:
-        """The batches of an epoch as a `grain.MapDataset`, to build on.
+        """Returns the batches of an epoch as a `grain.MapDataset`.
 
         Args:
           epoch: int, from 0.
 
         Raises:
-          ValueError: `epoch` is not such an int, or with `overflow="error"` a batch of
-            that epoch does not fit.
+          ValueError: `epoch` is not a non-negative int, or a batch of that epoch does
+            not fit and `overflow` is not "spill".
           ImportError: grain is not installed.
 
         Example:
@@ -307,7 +309,7 @@ class DataLoader:
 
 
 class LoaderIterator(Iterator[Any]):
-    """The batches of one epoch; `iter(loader)` makes it."""
+    """Iterator over the batches of one epoch; `iter(loader)` makes it."""
 
     def __init__(self, loader: DataLoader, epoch: int, batch: int):
         self._loader, self._epoch = loader, epoch
@@ -323,11 +325,11 @@ class LoaderIterator(Iterator[Any]):
             raise ValueError(
                 f"{_CALL}: a batch cannot be placed on device=. Use a batch_size, and "
                 "for ragged columns a capacity, that is divisible by the number of "
-                f"devices. JAX says: {error}"
+                f"devices. The error of JAX: {error}"
             ) from error
 
     def get_state(self) -> dict[str, Any]:
-        """The position of the next batch, for `set_state`; JSON-serializable."""
+        """Returns the position of the next batch, which json can write."""
         return self._loader._state(self._epoch, self._batches.get_state()["next_index"])
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -337,7 +339,7 @@ class LoaderIterator(Iterator[Any]):
 
 
 class _InOrder(Iterator[Any]):
-    """The batches of an epoch, made when they are asked for."""
+    """Iterator over the batches of an epoch; makes each in the call of `next`."""
 
     def __init__(self, batches: _Batches, start: int):
         self._batches, self._next = batches, start
@@ -350,12 +352,12 @@ class _InOrder(Iterator[Any]):
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """As that of grain's iterator."""
+        """Returns the state in the form of grain's iterators."""
         return {"next_index": self._next}
 
 
 class _Batches:
-    """An epoch as grain's RandomAccessDataSource: batches are made on demand."""
+    """An epoch as grain's RandomAccessDataSource: a batch is made when it is read."""
 
     def __init__(
         self,
@@ -387,40 +389,47 @@ class _Batches:
 # ------------------------------------------------------------------ arguments
 
 
-def _import_grain(what: str) -> Any:
+def _import_grain(user: str) -> Any:
     try:
         import grain
     except ImportError:
         raise ImportError(
-            f"{_CALL}: {what} needs grain, which is not installed. Run pip install "
+            f"{_CALL}: {user} needs grain, which is not installed. Run pip install "
             "'sparsejax[data]'."
         ) from None
     return grain
 
 
 def _as_shard(found: Any) -> tuple[int, int]:
+    error: Any = _arguments.wrong
+    index = count = 0
     try:
         index, count = map(operator.index, found)
-    except (TypeError, ValueError):
-        index, count = 0, 0
+    except TypeError:
+        error = _arguments.wrong_type
+    except ValueError:  # not two numbers
+        pass
     if not 0 <= index < count:
-        raise ValueError(
-            f"{_CALL}: shard must be (index, count) with 0 <= index < count, got "
-            f"{found!r}. In a multi-process job, pass (jax.process_index(), "
-            "jax.process_count())."
+        raise error(
+            _CALL,
+            "shard",
+            "(index, count) with 0 <= index < count",
+            repr(found),
+            "In a multi-process job, pass (jax.process_index(), jax.process_count()).",
         )
     return index, count
 
 
 def _as_device(found: Any) -> Any:
-    """A device, a sharding or a tree of these, as for `jax.device_put`, or an error."""
+    """Checks a device, a sharding or a tree of these, as `jax.device_put` accepts."""
     kinds = jax.Device, jax.sharding.Sharding, jax.sharding.PartitionSpec, Format
     leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, kinds))
     if not all(isinstance(x, kinds) for x in leaves):
-        raise TypeError(
-            f"{_CALL}: device must be a jax.Device (for example jax.devices()[0]), a "
-            f"sharding, or None to leave batches in NumPy, got {found!r}."
+        want = (
+            "a jax.Device (for example jax.devices()[0]), a sharding, or None to leave "
+            "batches in NumPy"
         )
+        raise _arguments.wrong_type(_CALL, "device", want, repr(found))
     return found
 
 
@@ -430,7 +439,7 @@ def _warn_of_padding(sampler: Sampler) -> None:
     if padding:
         _LOG.warning(
             "%s: %d rows do not divide into batches of %d%s, so each epoch ends with "
-            "%d row(s) of padding, which look like data. Pass mask=True to mark them "
+            "%d row(s) of padding, which looks like data. Pass mask=True to mark it "
             "(for x, y, mask in loader), drop_remainder=True to drop the rest of the "
             "rows, or drop_remainder=False to accept the padding.",
             _CALL,

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _progress
 from sparsejax.data import _arrow
 
 
@@ -105,7 +105,7 @@ def open_tables(
       call: for messages.
       sources: paths, or one table in memory.
       text: how CSV files are written.
-      progress: as in `_arguments.progress_reporter`, of the bytes of all files.
+      progress: as in `_progress.progress_reporter`, of the bytes of all files.
     """
     _arrow.import_pyarrow(call)
     sources = list(sources)
@@ -117,7 +117,7 @@ def open_tables(
                 "{'word': [...]}."
             )
     total, done = sum(map(os.path.getsize, paths)), 0
-    reporter = _arguments.progress_reporter(call, progress, "B", needs_tqdm=True)
+    reporter = _progress.progress_reporter(call, progress, "B", needs_tqdm=True)
     with reporter as report:
         for source in sources:
             if not isinstance(source, str):

@@ -1,4 +1,4 @@
-"""Vocabulary: ids of words by a list of them, of which the frequent ones are kept.
+"""Vocabulary: ids of the frequent words of columns, from a list of these words.
 
 Id 0 is for missing and out-of-vocabulary (OOV) words.
 """
@@ -24,7 +24,8 @@ from sparsejax.data._selection import as_selection
 # distinct words as the whole column, so each merge walks over all words.
 _MAX_WAITING = 1 << 22
 
-# Of a file, by names. Those of each column are required if "columns" names them.
+# The arrays of a file by name. Arrays "words k" and "ids k" must exist for each column
+# k that "columns" refers to.
 _ARRAYS = {
     "columns": ArraySpec("i", (1,)),
     "names": ArraySpec("U", (1,)),
@@ -37,20 +38,21 @@ _ARRAYS = {
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Vocabulary:
-    """Ids of words by a list: one id per word, 1 for the most frequent.
+    """Ids of words from a list: one id for each word, 1 for the most frequent word.
 
     Id 0 is for out-of-vocabulary (OOV) and missing words. `build` makes a vocabulary of
     a file, a data frame or columns; the same words give the same ids in all of them.
-    Each column has its own ids, unless `shared=` says otherwise.
+    Each column has its own ids, except columns that share a vocabulary.
 
     Args:
-      words: for each column, its words, an array of bytes in ascending order.
+      words: for each column, an array of its words, bytes in ascending order.
       ids: for each column, the ids of these words, int32, starting from 1.
-      names: of the columns, if they have names. A reader then refuses columns with
-        other names.
-      frequencies: for each column, how often each id occurred, int64 `[size]`; entry 0
-        counts the words that are missing or not kept. Or empty.
-      integers: for each column, whether its words are integers, which `decode` returns.
+      names: the names of the columns, or empty. `read_ids` refuses columns with other
+        names.
+      frequencies: for each column, the number of occurrences of each id, int64
+      `[size]`;
+        entry 0 counts missing words and words that are not kept. Or empty.
+      integers: for each column, True if its words are integers, which `decode` returns.
 
     Two vocabularies are equal if they have the same names, words and ids.
 
@@ -65,7 +67,7 @@ class Vocabulary:
       >>> vocabulary.decode("item", [2, 1, 0]), vocabulary.decode("user", [1, 2])
       (array(['jam', 'tea', ''], dtype='<U3'), array([7, 8]))
 
-    It goes with the model, which is useless without it:
+    Save the vocabulary with the model, which needs it:
 
       >>> import os, tempfile
       >>> path = os.path.join(tempfile.mkdtemp(), "vocabulary.npz")
@@ -104,11 +106,12 @@ class Vocabulary:
             `read_ids`. The columns of a dict may differ in length.
           columns: a dict with "ids", the columns of words by name or by position, as in
             `read_ids`. If omitted, all columns are words: `df[["user", "item"]]`.
-          shared: columns that have one vocabulary in common, such as the two ends of an
-            edge: a list of lists of names, `[["head", "tail"]]`; or True for all.
-            Columns without a name go by their places in "ids", `[[0, 2]]`.
-          min_count: int, the least number of occurrences of a word to keep; or a dict
-            of ints for some of the columns, `{"item": 5}`.
+          shared: groups of columns that share a vocabulary, such as the two ends of an
+            edge: a list of lists of names, `[["head", "tail"]]`, or of positions in
+            "ids" for columns without names, `[[0, 2]]`; or True for one group.
+          min_count: int, the smallest number of occurrences of a word that is kept; or
+          a
+            dict of ints for some of the columns, `{"item": 5}`.
           max_size: int, the largest number of ids of a column, including id 0; or a
             dict.
           separator, header, quotes: of CSV files, as in `read_ids`.
@@ -116,10 +119,10 @@ class Vocabulary:
             bytes of all files).
 
         Raises:
-          ImportError: pyarrow is not installed.
-          TypeError: `source` or a column has another type.
-          ValueError: there are no columns; `shared` names a column that is not there,
-            or one twice; a word is too long; a file has a malformed row.
+          ImportError: pyarrow is not installed. TypeError: `source` or a column has
+          another type. ValueError: there are no columns; `shared` names an unknown
+          column, or a column
+            twice; a word has more than 1024 bytes; a file has a malformed row.
           OSError: a file cannot be read, or is damaged.
 
         Example:
@@ -171,7 +174,7 @@ class Vocabulary:
         names: Sequence[str],
         limits: Sequence[tuple[int, int | None]],
     ) -> Vocabulary:
-        """A vocabulary of the words and counts of each group of columns."""
+        """Makes a vocabulary from the words and counts of each group of columns."""
         found: dict[int, Any] = {}
         for group, limit, own in zip(groups, limits, counted, strict=True):
             words, counts, is_integer = own
@@ -200,17 +203,19 @@ class Vocabulary:
         shown = [
             f"{_shortened(own, ', ')}: {size[k]} ids" for k, own in columns.items()
         ]
-        # Between groups of several columns a comma would not be enough.
+        # A comma separates the columns of a group, so groups need another sign.
         several = any(len(own) > 1 for own in columns.values())
         return f"Vocabulary({_shortened(shown, '; ' if several else ', ')})"
 
-    # -------------------------------------------------------------- what it knows
+    # -------------------------------------------------------------- sizes and counts
 
     def sizes(self, num_columns: int | None = None) -> list[int]:
-        """The number of ids of each column, including id 0: the rows of its table.
+        """Returns the number of ids of each column, including id 0.
+
+        This is the number of rows of the column's table.
 
         Args:
-          num_columns: int, number of columns, to be checked; or None.
+          num_columns: int, the expected number of columns; None for any number.
 
         Raises:
           ValueError: the vocabulary has another number of columns.
@@ -223,25 +228,25 @@ class Vocabulary:
         return [len(words) + 1 for words in self.words]
 
     def size(self, column: int | str) -> int:
-        """The number of ids of one column, including id 0: the rows of its table.
+        """Returns the number of ids of one column, including id 0.
 
         Args:
-          column: its name, or its place from 0.
+          column: the name of the column, or its position from 0.
         """
         return len(self.words[self._place("size", column)]) + 1
 
     def counts(self, column: int | str) -> np.ndarray:
-        """How often each id occurred when the vocabulary was made, int64 `[size]`.
+        """Returns the number of occurrences of each id in `build`, int64 `[size]`.
 
-        Entry 0 counts what is missing or was not kept. Columns that share a vocabulary
-        are counted together. This is what sampled softmax corrects by, and what
-        negatives are drawn by.
+        Entry 0 counts missing words and words that were not kept. Columns that share a
+        vocabulary are counted together. `sj.losses.NegativeSampler.from_counts` draws
+        negatives by these counts.
 
         Args:
-          column: its name, or its place from 0.
+          column: the name of the column, or its position from 0.
 
         Raises:
-          ValueError: there are no counts: the vocabulary was made of words and ids.
+          ValueError: the vocabulary was made of words and ids, and has no counts.
         """
         place = self._place("counts", column)
         if not self.frequencies:
@@ -257,18 +262,18 @@ class Vocabulary:
         min_count: int | Mapping[Any, int] = 1,
         max_size: int | None | Mapping[Any, int | None] = None,
     ) -> Vocabulary:
-        """Keeps the frequent words of what was counted; these keep their ids.
+        """Returns a vocabulary of fewer words, which keep their ids.
 
-        So a cut-off can be chosen by `counts` without reading the data once more.
+        So `counts` can decide the limits, without counting the data again.
 
         Args:
           min_count, max_size: as in `build`.
 
         Returns:
-          The vocabulary that `build` would have made.
+          The vocabulary that `build` makes with these limits.
 
         Raises:
-          ValueError: there are no counts: the vocabulary was made of words and ids.
+          ValueError: the vocabulary was made of words and ids, and has no counts.
 
         Example:
           >>> import sparsejax as sj
@@ -292,11 +297,11 @@ class Vocabulary:
         names = list(self.names) or list(range(len(self.words)))
         limits = _as_limits(call, min_count, max_size, names, groups)
         found: dict[int, Any] = {}
-        for group, (least, most) in zip(groups, limits):
+        for group, (least, largest) in zip(groups, limits):
             words, ids = self.words[group[0]], self.ids[group[0]]
             counts = self.frequencies[group[0]]
-            size = int(np.sum(counts[1:] >= least)) + 1  # counts by id descend
-            size = size if most is None else min(size, most)
+            size = int(np.sum(counts[1:] >= least)) + 1  # counts fall with the id
+            size = size if largest is None else min(size, largest)
             kept = ids < size
             frequency = np.append(counts[0] + counts[size:].sum(), counts[1:size])
             pruned = _narrow(words[kept]), ids[kept], frequency
@@ -307,16 +312,16 @@ class Vocabulary:
     # -------------------------------------------------------------- words and ids
 
     def encode(self, column: int | str, words: ColumnLike) -> np.ndarray:
-        """The ids of words, int32 `[n]`; 0 for words that it does not know.
+        """Returns the ids of words, int32 `[n]`; 0 for unknown and missing words.
 
         Args:
-          column: the column they are from: its name, or its place from 0.
+          column: the column of the words: its name, or its position from 0.
           words: a list or array `[n]` of strings, bytes or integers, or a column of
             pandas, polars, pyarrow or Hugging Face datasets.
 
         Raises:
-          TypeError: `words` is not such a column.
-          ValueError: no column has that name.
+          TypeError: `words` is not a column of strings, bytes or integers.
+          ValueError: the vocabulary has no column of that name.
           IndexError: `column` is out of range.
         """
         place = self._place("encode", column)
@@ -324,18 +329,18 @@ class Vocabulary:
         return self._ids_of(place, _arrow.as_column(call, words))
 
     def encode_columns(self, columns: ColumnLike | PyTree) -> dict[str, np.ndarray]:
-        """The ids of several columns, by name; for `ArrayDataset`.
+        """Returns the ids of several columns by name, for `ArrayDataset`.
 
         Args:
           columns: a dict of columns, a data frame or an Arrow table. The vocabulary
-            must have all of its columns; it may have others too.
+            must have all of these columns, and may have more.
 
         Returns:
           A dict of int32 `[n]`.
 
         Raises:
           TypeError: as `build`.
-          ValueError: the vocabulary does not have one of the columns.
+          ValueError: the vocabulary lacks one of the columns.
 
         Example:
           >>> import sparsejax as sj
@@ -364,21 +369,22 @@ class Vocabulary:
     def decode(
         self, column: int | str, ids: ArrayLike, *, missing: str | int | None = None
     ) -> np.ndarray:
-        """The words of ids: strings, or integers if the column was of integers.
+        """Returns the words of ids: strings, or integers for a column of integers.
 
         Args:
-          column: its name, or its place from 0.
+          column: the name of the column, or its position from 0.
           ids: integers, of any shape.
-          missing: what stands for id 0. By default "" among strings, and an error among
-            integers.
+          missing: the result for id 0. The default is "" for strings; for integers,
+            id 0 is an error by default.
 
         Returns:
-          An array of the shape of `ids`, of `str` or int64 (uint64 where it must be).
+          An array of the shape of `ids`, of `str` or int64 (uint64 for words that int64
+          cannot hold).
 
         Raises:
           IndexError: an id is out of range.
           TypeError: `ids` are not integers, or `missing` is not of the column's type.
-          ValueError: id 0 of a column of integers, without `missing`.
+          ValueError: an id of a column of integers is 0, and `missing` is not given.
 
         Example:
           >>> import sparsejax as sj
@@ -393,8 +399,8 @@ class Vocabulary:
         kind = int if is_integer else str
         if missing is not None and not isinstance(missing, kind):
             raise TypeError(
-                f"{call}: missing must be {_arguments.kind_of(kind())}, as the words "
-                f"of the column are, got {_arguments.show(missing)}."
+                f"{call}: missing must be {_arguments.kind_of(kind())}, like the words "
+                f"of the column, got {_arguments.show(missing)}."
             )
         ids = np.asarray(_arguments.as_integers(call, ids))
         size = len(self.words[place]) + 1
@@ -414,7 +420,7 @@ class Vocabulary:
         if is_integer:
             other = int(missing or 0)
             numbers = [int(word) if word else other for word in words.tolist()]
-            # Hashes may be above 2^63.
+            # Hashed ids may be above 2^63.
             is_wide = max(numbers, default=0) > np.iinfo(np.int64).max
             found = np.array(numbers, np.uint64 if is_wide else np.int64)
         else:
@@ -431,26 +437,27 @@ class Vocabulary:
         column: int | str | None = None,
         table: ArrayLike | None = None,
     ) -> np.ndarray:
-        """A table of pretrained vectors, in the order of the ids.
+        """Returns a table of pretrained vectors in the order of the ids.
 
         Row `encode(column, [w])[0]` is the vector of w. If a word occurs twice, its
-        first vector counts. gensim's `KeyedVectors` reads the files of GloVe, word2vec
+        first vector is used. gensim's `KeyedVectors` reads the files of GloVe, word2vec
         and fastText.
 
         Args:
           words: `[n]`, as in `encode`.
-          vectors: floats `[n, D]`; a memory map is not read as a whole.
-          column: its name, or its place from 0. May be omitted if all columns share one
-            vocabulary.
-          table: floats `[size, D]`, the rows of words that have no vector, such as
-            initial weights; zeros if omitted. It is copied.
+          vectors: floats `[n, D]`; of a memory map, only the used rows are read.
+          column: the name of the column, or its position from 0. May be omitted if all
+            columns share one vocabulary.
+          table: floats `[size, D]`, the rows of words without a vector, such as initial
+            weights; zeros by default. The table is copied.
 
         Returns:
           NumPy array `[size, D]`, of the dtype of `vectors`.
 
         Raises:
-          TypeError, ValueError: as `encode`; or shapes do not fit; or `column` is
-            needed.
+          TypeError, ValueError: as `encode`; or shapes do not match; or the columns
+          have
+            different words, and `column` is omitted.
 
         Example:
           >>> import numpy as np, sparsejax as sj
@@ -495,18 +502,18 @@ class Vocabulary:
     # -------------------------------------------------------------- files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file. Keep the file with the model, which needs it.
+        """Writes the vocabulary to a file. Keep the file with the model.
 
         Args:
-          path: of an `.npz` file. For each column k it has "column k", which says from
-            which column the words are: itself, or one that shares its vocabulary. For
-            the latter it has arrays "words k", "ids k" and, if there are counts,
-            "counts k". It also has "names" and "integers". An old file is replaced when
-            the new one is complete.
+          path: the path of an `.npz` file. An old file is replaced when the new one is
+            complete. Entry k of the array "columns" is the first column that shares the
+            vocabulary of column k. Each of these first columns has arrays "words k",
+            "ids k" and, if there are counts, "counts k". The arrays "names" and
+            "integers" have an entry for each column.
 
         Raises:
           TypeError: `path` is not a path.
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
         path = as_path("sparsejax.data.Vocabulary.save", path)
         first = [
@@ -526,24 +533,24 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Args:
-          path: of the file.
+          path: the path of the file.
 
         Raises:
           TypeError: `path` is not a path.
           ValueError: the file is not a vocabulary, or is damaged.
-          OSError: it cannot be read.
+          OSError: the file cannot be read.
         """
         call = "sparsejax.data.Vocabulary.load"
-        what = "a file that Vocabulary.save wrote"
+        kind = "a file that Vocabulary.save wrote"
         path = as_path(call, path)
-        found = read_npz(call, path, what, _ARRAYS)
+        found = read_npz(call, path, kind, _ARRAYS)
         try:
             _check_columns(found)
         except ValueError as e:
-            raise ValueError(f"{call}: {path} is not {what}: {e}.") from None
+            raise ValueError(f"{call}: {path} is not {kind}: {e}.") from None
         columns = found["columns"].tolist()
         words, ids = ([found[f"{x} {k}"] for k in columns] for x in ("words", "ids"))
         is_counted = any(name.startswith("counts ") for name in found)
@@ -554,7 +561,7 @@ class Vocabulary:
     # -------------------------------------------------------------- private
 
     def _place(self, method: str, column: int | str) -> int:
-        """The place of a column that is given by name or by place."""
+        """Returns the position of a column that is given by name or by position."""
         call = f"sparsejax.data.Vocabulary.{method}"
         if isinstance(column, str):
             names = list(self.names)
@@ -562,14 +569,14 @@ class Vocabulary:
                 return names.index(column)
             known = f"It has {names}" if names else "Its columns have no names"
             raise ValueError(
-                f"{call}: the vocabulary has no column {column!r}. {known}; a place "
-                f"from 0 to {len(self.words) - 1} does as well."
+                f"{call}: the vocabulary has no column {column!r}. {known}. Pass a "
+                f"name of it, or a position from 0 to {len(self.words) - 1}."
             )
         place = _arguments.static_int(
             call,
             "column",
             column,
-            hint=" It is a column's name, or its place from 0.",
+            hint=" Pass the name of a column, or its position from 0.",
         )
         if place >= len(self.words):
             raise IndexError(
@@ -578,11 +585,11 @@ class Vocabulary:
         return place
 
     def _ids_of(self, place: int, words: _arrow.Column) -> np.ndarray:
-        """The ids of a column of words, int32 `[n]`."""
+        """Returns the ids of a column of words, int32 `[n]`."""
         known, ids = self.words[place], self.ids[place]
         lengths, _ = _arrow.lengths_and_bytes(words.words)
         per_word = np.zeros(len(lengths), np.int32)
-        # Longer words are not known, and one of them would widen all others.
+        # A longer word is unknown, and NumPy would pad all other words to its length.
         is_short = lengths <= known.dtype.itemsize
         if len(known):
             short = words.words.filter(is_short).to_pylist()
@@ -593,7 +600,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _words_by_id(self) -> list[np.ndarray]:
-        """The words of each column in the order of ids, the empty word first."""
+        """The words of each column in the order of ids, after the empty word."""
         out = []
         for words, ids in zip(self.words, self.ids):
             out.append(np.zeros(len(words) + 1, words.dtype))
@@ -608,7 +615,7 @@ class Vocabulary:
 
 
 def _check_columns(found: dict[str, np.ndarray]) -> None:
-    """Raises a ValueError unless the arrays of a file are those of a vocabulary."""
+    """Raises a ValueError if the arrays of a file do not form a vocabulary."""
     columns = found["columns"].tolist()
     count = len(columns)
     kinds = ["words", "ids"]
@@ -616,7 +623,7 @@ def _check_columns(found: dict[str, np.ndarray]) -> None:
     expected = {f"{kind} {k}" for kind in kinds for k in set(columns)}
     if found.keys() != expected | {"columns", "names", "integers"}:
         raise ValueError(
-            f"its columns {columns[:8]} do not go with its arrays "
+            f"its columns {columns[:8]} do not match its arrays "
             f"{', '.join(sorted(found)[:8])}"
         )
     for name in ("names", "integers"):
@@ -625,7 +632,7 @@ def _check_columns(found: dict[str, np.ndarray]) -> None:
     for k in sorted(set(columns)):
         words, ids = found[f"words {k}"], found[f"ids {k}"]
         if not 0 <= k < count or columns[k] != k:
-            raise ValueError(f"its columns {columns[:8]} share what there is not")
+            raise ValueError(f"its columns {columns[:8]} share an unknown column")
         if len(words) != len(ids):
             raise ValueError(f"column {k} has {len(words)} words and {len(ids)} ids")
         if (words[1:] <= words[:-1]).any():
@@ -634,11 +641,11 @@ def _check_columns(found: dict[str, np.ndarray]) -> None:
             raise ValueError(f"the ids of column {k} are not from 1 to {len(words)}")
         counts = found.get(f"counts {k}", np.zeros(len(words) + 1))
         if len(counts) != len(words) + 1 or counts.min() < 0:
-            raise ValueError(f"the counts of column {k} do not go with its words")
+            raise ValueError(f"the counts of column {k} do not match its words")
         found[f"ids {k}"] = ids.astype(np.int32)
     for k, is_integer in zip(columns, found["integers"]):
         if is_integer and not _are_integers(found[f"words {k}"]):
-            raise ValueError(f"the words of column {k} are not integers, as it says")
+            raise ValueError(f"the words of column {k} are not integers, but marked so")
 
 
 def _are_integers(words: np.ndarray) -> bool:
@@ -654,10 +661,10 @@ def _are_integers(words: np.ndarray) -> bool:
 def _as_limits(
     call: str, min_count: Any, max_size: Any, names: list[Any], groups: list[list[int]]
 ) -> list[tuple[int, int | None]]:
-    """The least count and the largest size of each group of columns."""
-    least = _per_group(call, "min_count", min_count, 1, names, groups)
-    most = _per_group(call, "max_size", max_size, None, names, groups)
-    return list(zip(least, most))
+    """Returns `min_count` and `max_size` of each group of columns."""
+    counts = _per_group(call, "min_count", min_count, 1, names, groups)
+    sizes = _per_group(call, "max_size", max_size, None, names, groups)
+    return list(zip(counts, sizes))
 
 
 def _per_group(
@@ -668,12 +675,12 @@ def _per_group(
     names: list[Any],
     groups: list[list[int]],
 ) -> list[Any]:
-    """An argument that is one int, or a dict of ints by column, for each group."""
+    """Returns for each group the value of an argument, an int or a dict by column."""
     own = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
     for name, limit in own.items():
         if name not in names:
             raise ValueError(
-                f"{call}: {argument} must have columns of {names} only, got {name!r}."
+                f"{call}: {argument} must have only columns of {names}, got {name!r}."
             )
         if limit is not None or default is not None:
             _arguments.static_int(call, argument, limit, 1)
@@ -682,7 +689,7 @@ def _per_group(
         limits = {own[names[k]] for k in group if names[k] in own}
         if len(limits) > 1:
             raise ValueError(
-                f"{call}: {argument} must be one for the columns "
+                f"{call}: {argument} must be the same for the columns "
                 f"{[names[k] for k in group]}, which share a vocabulary, got {given!r}."
             )
         found.append(limits.pop() if limits else default)
@@ -690,17 +697,15 @@ def _per_group(
 
 
 def _as_groups(call: str, shared: Any, names: list[Any]) -> list[list[int]]:
-    """The places of the columns of each vocabulary."""
+    """Returns the positions of the columns of each vocabulary."""
     if isinstance(shared, (bool, np.bool_)):
         return [list(range(len(names)))] if shared else [[k] for k in range(len(names))]
     of_names = isinstance(shared, (list, tuple)) and all(
         isinstance(group, (list, tuple)) for group in shared
     )
     if not of_names:
-        raise TypeError(
-            f"{call}: shared must be True, or a list of lists of columns, for example "
-            f"[['head', 'tail']], got {_arguments.show(shared)}."
-        )
+        want = "True, or a list of lists of columns, for example [['head', 'tail']]"
+        raise _arguments.wrong_type(call, "shared", want, _arguments.show(shared))
     given = [name for group in shared for name in group]
     for name in given:
         if name not in names or given.count(name) > 1:
@@ -714,17 +719,18 @@ def _as_groups(call: str, shared: Any, names: list[Any]) -> list[list[int]]:
 
 
 class _Counts:
-    """Counts of words, a batch at a time; takes memory for each distinct word."""
+    """Counts words batch by batch; needs memory for each distinct word."""
 
     def __init__(self) -> None:
-        self._words: list[Any] = []  # BinaryArrays, and the counts of their words
-        self._counts: list[np.ndarray] = []
+        self._words: list[Any] = []  # BinaryArrays
+        self._counts: list[np.ndarray] = []  # the counts of their words
         self._waiting = 0
         self._is_integer: set[bool] = set()
 
     def add(self, column: _arrow.Column) -> None:
         counts = column.counts()
-        if counts[:-1].any():  # the last word stands for missing values
+        # The last word stands for missing values, which have no type.
+        if counts[:-1].any():
             self._is_integer.add(column.is_integer)
         self._words.append(column.words)
         self._counts.append(counts)
@@ -755,26 +761,26 @@ def _one_array(column: Any) -> Any:
 
 
 def _ranked(
-    words: Any, counts: np.ndarray, least: int, most: int | None
+    words: Any, counts: np.ndarray, min_count: int, max_size: int | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The words to keep, ascending; their ids; and the counts by id.
+    """Returns the words that are kept, ascending; their ids; and the counts by id.
 
-    Ids follow falling counts; words of equal counts follow the order of their bytes.
+    Ids are in the order of falling counts; equal counts in the order of bytes.
 
     Args:
       words: BinaryArray of distinct words.
       counts: int64, of each.
-      least, most: as `min_count` and `max_size`.
+      min_count, max_size: the limits of the column.
     """
     lengths, _ = _arrow.lengths_and_bytes(words)
-    is_kept = (lengths > 0) & (counts >= least)
+    is_kept = (lengths > 0) & (counts >= min_count)
     kept = np.array(words.filter(is_kept).to_pylist(), "S")
     total, counts = counts.sum(), counts[is_kept]
     by_word = np.argsort(kept)
     kept, counts = kept[by_word], counts[by_word]
     order = np.argsort(-counts, kind="stable")
-    if most is not None:
-        order = order[: most - 1]
+    if max_size is not None:
+        order = order[: max_size - 1]
     ids = np.zeros(len(kept), np.int32)
     ids[order] = np.arange(1, len(order) + 1)
     frequency = np.concatenate([[total - counts[order].sum()], counts[order]])
@@ -782,14 +788,14 @@ def _ranked(
 
 
 def _shortened(shown: list[str], separator: str) -> str:
-    """At most 8 of a list, and how many more there are."""
-    most = 8
-    if len(shown) > most + 1:
-        shown = [*shown[:most], f"{len(shown) - most} more"]
+    """Joins at most 8 entries of a list, and the number of the others."""
+    limit = 8
+    if len(shown) > limit + 1:
+        shown = [*shown[:limit], f"{len(shown) - limit} more"]
     return separator.join(shown)
 
 
 def _narrow(words: np.ndarray) -> np.ndarray:
-    """Without the bytes that no word needs."""
+    """Returns words in the narrowest dtype that holds them."""
     width = int(np.char.str_len(words).max(initial=1))
     return words.astype(f"S{width}")

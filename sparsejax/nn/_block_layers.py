@@ -1,4 +1,11 @@
-"""SparseEmbedding and SparseLinear: Embedding and Dense whose table is in a store."""
+"""SparseEmbedding and SparseLinear: Embedding and Dense whose table is in a store.
+
+`SparseBlock` comes first among the base classes: `init`, the call and `row_ids` have
+the arguments of a block. The methods below call the layer's own methods by name.
+"""
+
+# The layers name the arguments of these methods differently.
+# pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 

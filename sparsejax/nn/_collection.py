@@ -428,10 +428,12 @@ class EmbeddingCollection:
         layer = self._layers[name]
         want = layer.num_embeddings, layer.features
         values = _arguments.as_array(values)
-        if not isinstance(values, jax.Array) or values.shape != want:
-            found = getattr(values, "shape", None) or _arguments.kind_of(values)
-            name, want = f"table {name!r}", f"an array of shape {want}"
-            raise _arguments.wrong(_CALL, name, want, str(found))
+        name, wanted = f"table {name!r}", f"an array of shape {want}"
+        if not isinstance(values, jax.Array):
+            found = _arguments.kind_of(values)
+            raise _arguments.wrong_type(_CALL, name, wanted, found)
+        if values.shape != want:
+            raise _arguments.wrong(_CALL, name, wanted, str(values.shape))
         return values.astype(layer.param_dtype)
 
 

@@ -127,16 +127,17 @@ class TableLayer:
           >>> layer.row_ids(np.array([3, 0, 9, -1]))["embedding"].tolist()
           [3, -1, 9, -2]
         """
-        skip: Any = np.zeros((), bool)
+        segments, given, skip = None, ids, np.zeros((), bool)
         if isinstance(ids, SegmentTensor):
-            st, _ = split_weights(self._call, ids, None)
-            ids = _row_ids.on_host(_arguments.as_integers(self._call, st.values))
-            skip = _row_ids.without_segment(st, ids.ndim)
-        ids = _row_ids.on_host(_arguments.as_integers(self._call, ids))
-        padding = lookup.padding_mask(self._call, ids, self.padding_id)
+            segments, _ = split_weights(self._call, ids, None)
+            given = segments.values
+        found: Any = _row_ids.on_host(_arguments.as_integers(self._call, given))
+        if segments is not None:
+            skip = _row_ids.without_segment(segments, found.ndim)
+        padding = lookup.padding_mask(self._call, found, self.padding_id)
         if padding is not None:
             skip = skip | _row_ids.on_host(padding)
-        found = _row_ids.row_ids(ids, skip, self.num_embeddings, self.mode)
+        found = _row_ids.row_ids(found, skip, self.num_embeddings, self.mode)
         return {"embedding": found}
 
     def table_prefix(self) -> dict[str, bool | None]:

@@ -56,8 +56,7 @@ class Trainer:
       loss: `(outputs, batch) -> scalar`; `outputs` are the outputs of the block.
       tx: optax transformation for the dense parameters, and for tables created here
         unless `table_tx` is given.
-      params: the dense parameters, which are copied; default `block.init(key)`. For a
-        store with a mesh, pass them replicated over it.
+      params: the dense parameters, which are copied; default `block.init(key)`.
       key: PRNG key or int, for initial values.
       table_tx: optax transformation for all tables created here, or a dict of one per
         table name. It is applied to rows, as by `sparsejax.optim.lazy`.

@@ -179,11 +179,11 @@ def _at_this_step(new: Any, state: Any) -> Any:
             date = lambda x, now=now: jnp.broadcast_to(now.log_decay, x.shape)
             nodes[k] = node._replace(decayed=jax.tree.map(date, node.decayed))
         elif isinstance(node, ExactState):
-            books = (
+            records = (
                 catch_up.records_at(now.step, x.shape[0], then)
-                for x, then in zip(node.books, now.now)
+                for x, then in zip(node.last_updates, now.now)
             )
-            nodes[k] = node._replace(books=tuple(books))
+            nodes[k] = node._replace(last_updates=tuple(records))
     return treedef.unflatten(nodes)
 
 

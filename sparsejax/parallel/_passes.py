@@ -68,7 +68,7 @@ class RangePasses:
 
         def body(receive, tables, others):
             consts, fresh, operands = others
-            local = block_pass.Program(program.jaxpr, consts)
+            local = program.with_consts(consts)
 
             def add(merged, total):
                 sums = block_pass.reduce_rows(
@@ -101,7 +101,7 @@ class RangePasses:
 
         def body(receive, tables, others):
             consts, operands = others
-            local = block_pass.Program(program.jaxpr, consts)
+            local = program.with_consts(consts)
 
             def write(merged, carry):
                 written, count, rows, updates = carry

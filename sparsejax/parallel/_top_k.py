@@ -80,8 +80,7 @@ def top_k(
                 "shard_rows(table, mesh, axis)."
             ),
         )
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise _arguments.wrong_type(_CALL, "table", "floats", f"{table.dtype}")
+    _arguments.check_floats(_CALL, table, "table")
     queries = put_on_mesh(_CALL, table, _arguments.as_array(queries))
     sharded_bias = bias if isinstance(bias, ShardedTable) else None
     if bias is not None and sharded_bias is None:

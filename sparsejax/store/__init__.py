@@ -6,8 +6,7 @@
 - `CachedTable`: the hot rows of a table on the device, with their optimizer state;
   a step trains them there.
 - `KeyPolicy`: for a table whose rows belong to keys that come and go.
-- `TableStats`, `CacheStats`: the size of a table or cache and what was done with it,
-  from their `stats()`.
+- `TableStats`, `CacheStats`: the size and usage of a table or cache, from `stats()`.
 
 `sparsejax.nn.Trainer` pulls and pushes for a model.
 """

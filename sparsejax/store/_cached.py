@@ -232,7 +232,7 @@ class CachedTable:
         array = f"{self._table.dtype.name}{[self._num_slots, *self._table.shape[1:]]}"
         return f"CachedTable({self._table.name!r}, {array.replace(' ', '')})"
 
-    # -- where things are -------------------------------------------------------------
+    # -- the array in the parameters --------------------------------------------------
 
     @property
     def array(self) -> jax.Array:

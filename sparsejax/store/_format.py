@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax._files import check_json
 from sparsejax.store._optimizer import Optimizer
 
 
@@ -141,7 +140,7 @@ def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
 def read_header(
     call: str, path: Any, file: BinaryIO, magic: bytes, schema: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads what `write_header` wrote, or raises a ValueError.
+    """Reads a header of `write_header`, or raises a ValueError.
 
     Args:
       call, path: for messages.
@@ -187,7 +186,7 @@ def write_array(file: BinaryIO, values: Any) -> None:
 def read_array(
     path: Any, file: io.BufferedReader, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
-    """Reads what `write_array` wrote; a wrong checksum is a ValueError."""
+    """Reads an array of `write_array`; a wrong checksum is a ValueError."""
     values = np.empty(shape, dtype)
     content = values.reshape(-1).view(np.uint8).data
     complete = file.readinto(content) == values.nbytes
@@ -199,3 +198,58 @@ def read_array(
             "file."
         )
     return values
+
+
+# ------------------------------------------------------------------ JSON
+
+
+def check_json(value: Any, schema: Any, where: str = "") -> None:
+    """Raises a ValueError unless parsed JSON is as a schema says.
+
+    Args:
+      value: from `json.loads`.
+      schema: `int` for integers from 0 to 2^63 - 1; another type for its values;
+        `object` for anything; None for null; a set of the accepted strings; a tuple of
+        alternatives; a list of one schema for a list; a dict of schemas by key for a
+        dict. In a dict, a key that ends with "?" may be missing, and "*" is any other
+        key; without "*" other keys are ignored.
+      where: the place of the value, for messages.
+    """
+    if isinstance(schema, tuple):
+        if not any(_has_form(value, one) for one in schema):
+            raise _unexpected(value, where)
+        schema = next(one for one in schema if _has_form(value, one))
+    if not _has_form(value, schema):
+        raise _unexpected(value, where)
+    if isinstance(schema, list):
+        for place, item in enumerate(value):
+            check_json(item, schema[0], f"{where}[{place}]")
+    elif isinstance(schema, dict):
+        for key, one in schema.items():
+            name = key.removesuffix("?")
+            if name in value:
+                check_json(value[name], one, f"{where}[{name!r}]")
+            elif key == name and key != "*":
+                raise ValueError(f"{where}[{key!r}] is missing")
+        if "*" in schema:
+            for key in value.keys() - schema.keys():
+                check_json(value[key], schema["*"], f"{where}[{key!r}]")
+
+
+def _has_form(value: Any, schema: Any) -> bool:
+    """Returns True if a value is as a schema says, apart from its items."""
+    if schema is None:
+        return value is None
+    if isinstance(schema, (list, dict)):
+        return isinstance(value, type(schema))
+    if isinstance(schema, set):
+        return isinstance(value, str) and value in schema
+    if schema is int:  # type(True) is bool
+        return type(value) is int and 0 <= value < 1 << 63
+    return isinstance(value, schema)
+
+
+def _unexpected(value: Any, where: str) -> ValueError:
+    is_short = isinstance(value, (int, float, str))
+    shown = repr(value)[:40] if is_short else f"a {type(value).__name__}"
+    return ValueError(f"{where or 'it'} has an unexpected value, {shown}")

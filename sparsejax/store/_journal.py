@@ -204,5 +204,5 @@ def _read_entry(
 def _damaged(call: str, path: Any, file: BinaryIO) -> ValueError:
     return ValueError(
         f"{call}: {path} is damaged before byte {file.tell()}, so its table cannot be "
-        "made what it was at the last flush. Use another copy of both files."
+        "restored at the last flush. Use another copy of both files."
     )

@@ -13,6 +13,7 @@ import secrets
 
 import numpy as np
 
+from sparsejax import _arguments
 from sparsejax._hashing import mix
 
 
@@ -88,7 +89,7 @@ class KeyMap:
     def _rebuild(self, count: int) -> None:
         """Makes a new table for `count` keys, which is at most half full."""
         rows = self._slots[self._slots > _FREE] - 1
-        size = max(_MIN_SLOTS, 1 << (4 * count - 1).bit_length())
+        size = max(_MIN_SLOTS, _arguments.next_power_of_two(4 * count))
         self._slots = np.zeros((size,), np.int64)
         self._used = self._removed = 0
         self.add(self._keys[rows], rows)

@@ -43,9 +43,9 @@ SAVED = {"rows": int, "young": int, "old": int, "hand": int}
 class KeyPolicy:
     """Which keys get a row of a store's table, and which are evicted for them.
 
-    For `KVStore.init(..., keys=KeyPolicy())`. The arguments are those of
-    `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and `count(k)`
-    its number of batches, "lru" evicts `argmin_k last(k)` and "lfu"
+    For `KVStore.init(..., keys=KeyPolicy())`. The arguments have the meaning that they
+    have in `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and
+    `count(k)` its number of batches, "lru" evicts `argmin_k last(k)` and "lfu"
     `argmin_k (count(k), last(k))`, among the next `window` rows.
 
     Args:
@@ -424,8 +424,8 @@ def as_keys(call: str, keys: Any) -> np.ndarray:
             "keys",
             "NumPy integers or strings",
             f"a JAX array of {keys.dtype}, to which JAX truncates keys of 64 bits",
-            "Pass what the batch has before it is put on the device, or "
-            "np.asarray(keys) if it never had more bits.",
+            "Pass the keys before they are put on the device, or np.asarray(keys) if "
+            "they never had more bits.",
         )
     found = keys if isinstance(keys, jax.Array) else _as_array(call, keys)
     if found.dtype.kind in "USOT":
@@ -466,7 +466,7 @@ def _as_array(call: str, keys: Any) -> np.ndarray:
             "keys",
             "an array, or nested lists of equal lengths",
             _arguments.show(keys),
-            "Pad them, and give padding False in where.",
+            "Pad them, and pass where=False for padding.",
         ) from None
     is_list = isinstance(keys, (list, tuple))
     if found.dtype != object and not (is_list and found.dtype.kind in "US"):

@@ -75,7 +75,7 @@ class Slots:
         limits = np.iinfo(np.int32)
         slots = np.clip(ids, limits.min, limits.max).astype(np.int32)
         good = (ids >= 0) & (ids < self.height)
-        # In bounds for any id: what is read for the others is not used.
+        # Other ids read slot 0, which is not used.
         found = self._slot_of[np.where(good, ids, 0).astype(np.int64)]
         return np.where(good & (found > 0), found - np.int32(1), slots)
 

@@ -341,7 +341,8 @@ def _padded(slots: np.ndarray, height: int) -> np.ndarray:
     return padded
 
 
-# In one program XLA would copy the arrays, to gather from what it scatters into.
+# Two programs: in one, XLA:CPU copies the arrays, since it gathers from the arrays that
+# it scatters into (2026-11).
 
 
 @jax.jit

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _saving
@@ -613,7 +613,7 @@ class KVStore:
                 report(int(rows[-1]) + 1, table.height)
             return out
 
-        with _arguments.progress_reporter(call, progress) as report:
+        with _progress.progress_reporter(call, progress) as report:
             own = self._run(call, work)
         return own if table.owners.count == 1 else of_all_processes(table.owners, own)
 
@@ -680,7 +680,7 @@ class KVStore:
         """
         call = f"{_CALL}.save"
         path = own_path(path, *self._place)
-        with _arguments.progress_reporter(call, progress) as report:
+        with _progress.progress_reporter(call, progress) as report:
             self._run(call, lambda: _saving.save(path, self._tables, report))
 
     def load(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
@@ -706,7 +706,7 @@ class KVStore:
         call = f"{_CALL}.load"
 
         path = own_path(path, *self._place)
-        with _arguments.progress_reporter(call, progress) as report:
+        with _progress.progress_reporter(call, progress) as report:
             self._run(call, lambda: _saving.load(path, self._tables, report))
 
     def flush(self) -> None:

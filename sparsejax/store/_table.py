@@ -320,7 +320,7 @@ class Table:
     ) -> tuple[np.ndarray, np.ndarray]:
         """`KVStore.insert`: the row of each key, and the rows that were evicted.
 
-        The arguments are those of `TableKeys.plan`.
+        The arguments are described at `TableKeys.plan`.
         """
         assert self.keys is not None
         plan = self.keys.plan(keys, step, where, held_steps)

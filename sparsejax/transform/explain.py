@@ -1,4 +1,4 @@
-"""`explain`: which leaves get a sparse gradient, where they are read, and why not."""
+"""`explain`: for each leaf its reads, and why its gradient is not sparse."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sparsejax.transform.trace import Leaf, check_fun, trace_call
 
 @dataclasses.dataclass(frozen=True)
 class LeafExplanation:
-    """What `explain` found about one leaf.
+    """One leaf in an `Explanation`.
 
     Args:
       name: the leaf as the user would write it, e.g. `params['table']`.
       shape, dtype: of the leaf.
-      sparse: whether its gradient is a SelectedRows.
+      sparse: True if its gradient is a SelectedRows.
       rows_read: number of rows read, duplicates counted; the gradient's capacity.
       reads: `(number of rows, "file:line")` of each read.
       reason: why it is not sparse; empty if it is.
@@ -39,7 +39,7 @@ class LeafExplanation:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """What `explain` returns; prints as a table, with `leaves` as data."""
+    """The result of `explain`; prints as a table, with `leaves` as data."""
 
     leaves: tuple[LeafExplanation, ...]
 
@@ -74,7 +74,7 @@ def explain(
     *,
     tables: PyTree = None,
 ) -> Callable[..., Explanation]:
-    """Explains what `value_and_grad(fun)` does with each leaf; computes nothing.
+    """Explains how `value_and_grad(fun)` treats each leaf; computes nothing.
 
     If a table's gradient is dense but should not be, the last column shows the
     operation that needs all rows, and its line. Read rows there instead, register a
@@ -84,14 +84,14 @@ def explain(
     Args:
       fun: the loss, as for `sparsejax.value_and_grad`.
       argnums: int or tuple of ints, the arguments to differentiate.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      has_aux: True if `fun` returns `(loss, aux)`.
       tables: which leaves are tables, as for `sparsejax.value_and_grad`. A
         required leaf that cannot be sparse is explained, and nothing is raised.
 
     Returns:
       A function of the same arguments that returns an `Explanation`. It prints
-      as a table: each leaf, whether its gradient is SelectedRows or dense, how
-      many rows are read where (file:line), and why it is not sparse.
+      as a table: each leaf, the kind of its gradient (sparse or dense), the number
+      of rows read at each file:line, and why the gradient is not sparse.
       `found["params['table']"]` (and `found.leaves` for all leaves) hold the same as
       data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
       Arguments may be `jax.ShapeDtypeStruct`.

@@ -79,14 +79,14 @@ def value_and_grad(
     rows (beyond that a dense gradient is cheaper). How it is read does not
     matter: `sparsejax.lookup`, `embedding_bag`, `table[ids]`, `jnp.take`,
     `lax.dynamic_slice`, an embedding layer of flax or equinox, inside `jit`,
-    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`. The rows of a stack of K
-    tables, `[K, V, ...]` read at (k, v), are those of all tables: see `SelectedRows`.
+    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`. A stack of K tables,
+    `[K, V, ...]` read at (k, v), has K * V rows: see `SelectedRows`.
 
-    Every other leaf gets exactly what `jax.grad` gives, a dense gradient. So
-    does a table that is also multiplied as a whole (tied to an output layer),
-    written to, carried through a loop and changed there, or passed to a
-    `custom_vjp` function. `sparsejax.explain(fun)(*args)` prints which leaves
-    are sparse, where each is read, and why a leaf is not sparse.
+    Every other leaf gets the dense gradient that `jax.grad` gives. A table
+    also gets a dense gradient if it is multiplied as a whole (tied to an output
+    layer), written to, changed inside a loop, or passed to a `custom_vjp`
+    function. `sparsejax.explain(fun)(*args)` prints which leaves are sparse,
+    where each is read, and why a leaf is not sparse.
 
     Args:
       fun: a function with a scalar float output, or `(scalar, aux)`. It is
@@ -94,20 +94,20 @@ def value_and_grad(
         (ints, strings, functions) is passed through unchanged.
       argnums: int or tuple of ints, the arguments to differentiate; these are
         passed by position.
-      has_aux: whether `fun` returns `(loss, aux)`; aux is any tree, and is not
+      has_aux: True if `fun` returns `(loss, aux)`; aux is any tree, and is not
         differentiated.
       tables: which leaves are tables. None decides as above. Or a tree prefix
         of the argument with True, False or None at its leaves (a dict needs all
         of its keys), or `callable(path, leaf) -> bool`: True requires
         SelectedRows, whatever fraction of the rows is read, and raises an error
-        where that is impossible; False gives the dense gradient. With a tuple `argnums`
+        if that is impossible; False gives the dense gradient. With a tuple `argnums`
         it is a prefix of that tuple. `sparsejax.nn.tables` builds it for layers.
 
     Returns:
       A function of the same arguments that returns `(value, gradient)`, or
       `((value, aux), gradient)`. The gradient has the structure of the argument
       (a tuple of them for a tuple `argnums`), with a SelectedRows of the
-      table's shape and dtype where it is sparse. A leaf that is itself a SelectedRows,
+      table's shape and dtype if it is sparse. A leaf that is itself a SelectedRows,
       as returned by `KVStore.pull`, gets one with the same rows.
 
     Raises:
@@ -138,7 +138,7 @@ def value_and_grad(
       >>> loss, params["table"][6:8, 0]  # row 6 was not read
       (Array(4., dtype=float32), Array([1. , 0.9], dtype=float32))
 
-      What the gradients are:
+      The gradients:
 
       >>> loss, grads = sj.value_and_grad(loss_fn)(params, batch)
       >>> grads["table"]
@@ -217,14 +217,14 @@ def grad(
       fun: a function with a scalar float output, or `(scalar, aux)`.
       argnums: int or tuple of ints, the arguments to differentiate; these are
         passed by position.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      has_aux: True if `fun` returns `(loss, aux)`.
       tables: which leaves are tables, as in `sparsejax.value_and_grad`: None, a
         tree prefix of bools, or `callable(path, leaf) -> bool`.
 
     Returns:
       A function of the same arguments that returns the gradient, or
       `(gradient, aux)`. The gradient has the structure of the argument, with a
-      SelectedRows where it is sparse.
+      SelectedRows for each sparse leaf.
 
     Raises:
       DensifyError: a leaf that `tables=` requires to be sparse is not only read

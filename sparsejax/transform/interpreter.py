@@ -143,14 +143,14 @@ def has_rule(primitive: str) -> bool:
     return bool(_RULES.named(primitive))
 
 
-# ------------------------------------------------------------------ what a walk finds
+# ------------------------------------------------------------------ reads
 
 
 class Site(NamedTuple):
-    """One place where rows of a table are read.
+    """One place of a program that reads rows of a table.
 
     Args:
-      table: which table.
+      table: the number of the table.
       lead: static shape of the ids; a loop prepends its length.
       where: `file:line`.
       axes: manual mesh axes over which the rows read vary.
@@ -181,7 +181,7 @@ class Site(NamedTuple):
 
 
 class DenseUse(NamedTuple):
-    """One place where a whole table is used and differentiated."""
+    """One place of a program that uses a whole table and is differentiated."""
 
     table: int
     primitive: str
@@ -229,11 +229,11 @@ Bodies = dict[Any, list[tuple[Site, ...]]]
 
 @dataclasses.dataclass
 class Run:
-    """What the walks of one program share.
+    """The state that the walks of one program share.
 
     Args:
       heights: by the number of a table, its number of rows.
-      liveness: what the loss is differentiated through.
+      liveness: the variables that the loss is differentiated through.
       bodies: by the path of a control-flow equation, the sites in each of its bodies.
       dense: the dense uses found.
       sites: all reads, once they have been collected.
@@ -251,7 +251,7 @@ class Run:
     )
 
     def only(self, tables: Collection[int]) -> Run:
-        """What a walk with these tables alone would find.
+        """The state after a walk with these tables alone.
 
         A rule sees one table at a time, so the reads of the others keep their order.
         """
@@ -270,10 +270,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class RuleContext:
-    """What a rule receives in addition to its equation's inputs and parameters.
+    """The first argument of a rule, followed by its equation's inputs and parameters.
 
     Args:
-      run, reads: what the walks share, and the reads of this program.
+      run, reads: the state that the walks share, and the reads of this program.
       eqn: the equation.
       live: for each output of the equation, True if the loss is differentiated through
         it.
@@ -384,6 +384,9 @@ class RuleContext:
 
         Returns:
           `combined`, recorded as a read.
+
+        Raises:
+          TypeError: `ref` does not have all rows of its table.
         """
         if not ref.has_all_rows:
             raise TypeError(
@@ -409,14 +412,13 @@ class RuleContext:
     ) -> jax.Array:
         """`out`, computed from the table's rows at flat `ids`, with a delta planted.
 
-        `read` and `combine` call it, and so do the rules of tables that are laid out in
-        a way of their own.
+        `read` and `combine` call it, and also the readers of sharded tables.
 
         Args:
           ref: the view.
           out: the rows `[n, *row]`, or a linear combination of them.
           ids: `[n]`, rows of `ref.array`.
-          counts: bool `[n]`, which of the reads get a gradient.
+          counts: bool `[n]`, True for reads that get a gradient.
           transpose, operands, kind: as in `combine`; None if `out` is the rows.
 
         Returns:
@@ -487,7 +489,7 @@ class RuleContext:
           reads: separate `Reads` for a body; None inlines the body here.
           live: for each output of the program, True if the loss is differentiated
             through it; None if these are the outputs of the equation.
-          branch: which of the equation's programs it is.
+          branch: the number of the program among the programs of the equation.
 
         Returns:
           list of outputs, arrays and TableRefs.

@@ -1,9 +1,9 @@
-"""Which variables of a program the loss is differentiated through.
+"""Liveness: the variables of a program that the loss is differentiated through.
 
 A use of a table counts only if its result reaches the loss along floating-point values:
 a use under `stop_gradient`, in a comparison or for aux alone is not differentiated. The
-analysis runs backwards over a jaxpr and is conservative: a variable that it calls dead
-has a zero gradient; one that it calls live may still have one.
+analysis runs backwards over a jaxpr and is conservative: a dead variable has a zero
+gradient; a live variable may have a zero gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from sparsejax import _compat
 from sparsejax.transform.registry import Registry
 
 
-# primitive (or its name) -> flow(liveness, eqn, out) -> for each input, is it live
+# A function of (liveness, eqn, out) that returns for each input True if it is live.
 Flow = Callable[["Liveness", Any, tuple[bool, ...]], Sequence[bool]]
 _FLOWS = Registry()
 
@@ -50,21 +50,21 @@ def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
 
 
 class Liveness:
-    """Which variables are live, cached, for all jaxprs of one traced program."""
+    """The live variables, cached, of all jaxprs of one traced program."""
 
     def __init__(self):
         self._known: dict[Any, tuple[Any, set[Any]]] = {}
 
     def variables(self, jaxpr: Any, out: Sequence[bool]) -> set[Any]:
-        """The live variables of `jaxpr`, given which of its outputs are."""
+        """The live variables of `jaxpr`, given a bool for each of its outputs."""
         key = id(jaxpr), tuple(out)
         if key not in self._known:
-            # Keep the jaxpr too, so that no other jaxpr can reuse its id.
+            # The jaxpr is kept, so that no other jaxpr can reuse its id.
             self._known[key] = jaxpr, self._walk(jaxpr, out)
         return self._known[key][1]
 
     def inputs(self, jaxpr: Any, out: Sequence[bool]) -> tuple[bool, ...]:
-        """Which inputs of `jaxpr` are live."""
+        """For each input of `jaxpr`, True if it is live."""
         live = self.variables(jaxpr, out)
         return tuple(v in live for v in jaxpr.invars)
 
@@ -83,7 +83,7 @@ class Liveness:
         return live
 
     def _flow(self, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
-        """For each input of an equation, whether it is live."""
+        """For each input of an equation, True if it is live."""
         for flow in _FLOWS.find(eqn.primitive):
             return flow(self, eqn, out)
         return (True,) * len(eqn.invars)

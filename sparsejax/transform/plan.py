@@ -1,10 +1,10 @@
-"""The plan of a call: which leaves get a sparse gradient, and the reads of each.
+"""The plan of a call: the leaves that get a sparse gradient, and the reads of each.
 
 A leaf gets a SelectedRows gradient if every differentiated use of it is a read of rows
 and, unless `tables=` requires it, if at most a quarter of its rows are read. To find
 out, the program is walked once without computing anything, with all leaves that may be
-tables. A table has the number of its leaf, so the reads of the leaves that remain are
-those of the walk, without the reads of the others.
+tables. The number of a table is the position of its leaf, so leaves drop out of the
+result without another walk.
 
 The rows of a leaf `[K, V, ...]` may be its K rows `[V, ...]`, or it may be a stack of K
 tables that is read at (k, v), with K * V rows. If the walk finds uses other than reads
@@ -31,13 +31,13 @@ from sparsejax.transform.interpreter import (
     walk,
 )
 from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.table import TableRef, reshard, vary
+from sparsejax.transform.table import TableRef, reshard
 from sparsejax.transform.trace import Call, Leaf
 
 
 del rules  # imported for the rules that it registers
 
-# Measured on CPU: a sorted, merged row update and a dense one cost about the same where
+# Measured on CPU: a sorted, merged row update and a dense update cost about the same if
 # a quarter of the rows is read. See benchmarks/NOTES.md.
 MAX_FRACTION = 0.25
 
@@ -64,13 +64,13 @@ class DensifyError(NotImplementedError):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The tables of a call, and what a walk with exactly these tables finds.
+    """The tables of a call, and the reads and dense uses of these tables.
 
     Args:
       call: the traced call.
       tables: the leaves that are walked as tables; the number of a table is the
         position of its leaf.
-      run: what the collecting walk found.
+      run: the result of the collecting walk.
     """
 
     call: Call
@@ -95,7 +95,9 @@ class Plan:
         for site in self.run.sites:
             leaf = leaves[site.table]
             zeros = jnp.zeros(site.lead + leaf.row_shape, jnp.result_type(leaf.value))
-            deltas.append(reshard(vary(zeros, site.axes), site.spec, site.mesh))
+            deltas.append(
+                reshard(_compat.to_varying(zeros, site.axes), site.spec, site.mesh)
+            )
         return deltas
 
     def uses(self) -> dict[int, "Uses"]:
@@ -116,7 +118,7 @@ class Plan:
 
 
 class Uses(NamedTuple):
-    """What a walk finds about one table: reads of rows, and dense uses."""
+    """The uses of one table in a walk: reads of rows, and dense uses."""
 
     sites: list[Site]
     dense: list[DenseUse]
@@ -148,7 +150,7 @@ def find_tables(call: Call) -> Plan:
 
 
 def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
-    """Decides which leaves are sparse.
+    """Decides for each leaf if its gradient is sparse.
 
     Args:
       call: the traced call.
@@ -197,7 +199,7 @@ def _try_stacks(
     Args:
       plan: of the walk in which no leaf is a stack.
       tried: the leaves that may be stacks.
-      uses: what that walk found.
+      uses: of that walk.
       liveness: of the program.
 
     Returns:
@@ -286,7 +288,7 @@ def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
 
 
 def _too_many(rows_read: Any, height: int) -> str:
-    """Why so many reads make a gradient dense; empty if they do not."""
+    """The reason why this many reads make a gradient dense, or an empty string."""
     reads = f"reads {rows_read} of {height} rows"
     try:
         many = rows_read > int(MAX_FRACTION * height)

@@ -1,4 +1,4 @@
-"""Registry: what is registered for a primitive, given as an object or by its name."""
+"""Registry: functions for primitives, which are given as objects or by their names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,20 +17,20 @@ class Registry:
     def add(self, primitive: Any, entry: Any) -> None:
         """Registers a function for a primitive, or for all primitives of that name.
 
-        It replaces a function of the same module and name: the cell of a notebook that
-        defines it was run again.
+        It replaces a function of the same module and name, so that a cell of a notebook
+        can be run again.
         """
         entries = self._entries.setdefault(_name_of(primitive), [])
         same = lambda key, old: key == primitive and _id_of(old) == _id_of(entry)
         entries[:] = [(primitive, entry), *(e for e in entries if not same(*e))]
 
     def find(self, primitive: Any) -> Sequence[Any]:
-        """What is registered for a primitive, the latest first."""
+        """The functions for a primitive, the latest first."""
         entries = self._entries.get(primitive.name, ())
         return [e for key, e in entries if key is primitive or isinstance(key, str)]
 
     def named(self, name: str) -> Sequence[Any]:
-        """What is registered for primitives of that name."""
+        """The functions for all primitives of that name."""
         return [entry for _, entry in self._entries.get(name, ())]
 
 

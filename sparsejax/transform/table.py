@@ -38,6 +38,7 @@ class RowFunction:
     operands: tuple[Any, ...] = ()
 
     def __call__(self, rows: jax.Array) -> jax.Array:
+        """Applies the function to rows `[n, ...]`."""
         return self.fn(rows, *self.operands)
 
 
@@ -152,7 +153,7 @@ class TableRef:
 
     @property
     def is_stack(self) -> bool:
-        """Return True if the view has two axes of rows, that of tables first."""
+        """Return True if the view has two axes of rows; the first one counts tables."""
         return len(self.row_axes) == 2
 
     @property
@@ -235,7 +236,7 @@ def plant(rows: jax.Array, delta: jax.Array) -> jax.Array:
     """`rows`, whose cotangent also goes to `delta`.
 
     A custom rule, not `rows + delta`: nothing is added in the forward pass, and `-0.0`
-    keeps its sign. The cotangent goes to `rows` as well, so that an outer derivative of
+    keeps its sign. The cotangent also goes to `rows`, so that an outer derivative of
     the same program sees the table they came from.
     """
     del delta
@@ -328,9 +329,3 @@ def reshard(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
         if spec
         else x
     )
-
-
-def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """`x`, marked as varying over the manual mesh `axes` it is not yet varying over."""
-    missing = axes - _compat.varying_axes(x)
-    return _compat.to_varying(x, tuple(sorted(missing))) if missing else x

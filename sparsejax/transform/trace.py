@@ -15,8 +15,8 @@ from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows
 from sparsejax.transform.interpreter import Site
 
 
-# Whether what is traced now will be walked, so that a table which is not an array may
-# stand for one. JAX keeps programs that are traced under different values apart.
+# True while a program is traced that will be walked. Then a table that is not an array
+# may stand for one. JAX keeps programs traced under different values apart.
 makes_views: Any = jax.make_user_context(False)
 
 
@@ -28,14 +28,15 @@ class Leaf:
 
     Args:
       name: the leaf as the user would write it, e.g. `params['table']`.
-      value: what was passed: an array, a float or a SelectedRows.
-      required: what `tables=` says about it: True, False, or None to decide here.
-      position: which input of the program it is (its values, for a SelectedRows).
-      sparse: whether its gradient is a SelectedRows.
-      reason: why it is not.
-      sites: the reads of it that count.
-      stacked: whether it is a stack of tables `[K, V, ...]` read at (k, v), whose rows
-        are those of all tables.
+      value: the argument: an array, a float or a SelectedRows.
+      required: its value in `tables=`: True, False, or None to decide here.
+      position: its position among the inputs of the program (the position of its
+        values, for a SelectedRows).
+      sparse: True if its gradient is a SelectedRows.
+      reason: why the gradient is not sparse.
+      sites: the reads of the leaf that count.
+      stacked: True if it is a stack of tables `[K, V, ...]` read at (k, v), with K * V
+        rows.
     """
 
     name: str
@@ -225,7 +226,7 @@ def _argument_names(fun: Callable, numbers: Sequence[int]) -> list[str]:
 def _required(
     caller: str, tables: Any, chosen: Any, paths: Sequence[Any]
 ) -> list[bool | None]:
-    """What `tables=` says of each leaf: True, False or None."""
+    """The value of `tables=` for each leaf: True, False or None."""
     if _arguments.is_predicate(tables, chosen):
         return [bool(tables(path, leaf)) for path, leaf in paths]
     required: list[Any] = []

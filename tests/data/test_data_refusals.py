@@ -112,7 +112,7 @@ def test_what_is_no_data_set(make, error, message):
             "num_workers must be a static, non-negative int",
         ),
         (dict(shard=(2, 2)), ValueError, "0 <= index < count"),
-        (dict(shard=3), ValueError, "0 <= index < count"),
+        (dict(shard=3), TypeError, "0 <= index < count"),
         (dict(overflow="drop"), ValueError, "one of 'error', 'spill' and 'raise'"),
         (dict(capacity="x"), ValueError, "capacity must be 'auto'"),
         (dict(capacity=-1), ValueError, "capacity must be a static, non-negative int"),

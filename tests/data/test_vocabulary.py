@@ -366,7 +366,7 @@ def test_a_vocabulary_without_counts():
     assert repr(made) == "Vocabulary(0: 2 ids)"
     with pytest.raises(ValueError, match="counts: this vocabulary was made without"):
         made.counts(0)
-    with pytest.raises(ValueError, match="Its columns have no names; a place from 0"):
+    with pytest.raises(ValueError, match="Its columns have no names. Pass a name of it"):
         made.encode("a", ["a"])
 
 
@@ -426,13 +426,13 @@ def test_a_vocabulary_counts_and_cuts(tmp_path):
         ({"ids 0": np.array([1, 3])}, "ids of column 0 are not from 1 to 2"),
         ({"ids 0": np.array([0, 1])}, "ids of column 0 are not from 1 to 2"),
         ({"ids 0": np.array([1.0, 2.0])}, "'ids 0' has the type f8"),
-        ({"ids 1": np.array([1, 2])}, "its columns .0. do not go with its arrays"),
-        ({"words 0": None}, "its columns .0. do not go with its arrays"),
-        ({"columns": np.array([0, 1])}, "its columns .0, 1. do not go with its arrays"),
-        ({"columns": np.array([], int)}, "its columns .. do not go with its arrays"),
-        ({"columns": np.array([0, 0, -1])}, "its columns .0, 0, -1. do not go"),
-        ({"counts 0": np.array([0, 3])}, "counts of column 0 do not go with its words"),
-        ({"counts 0": np.array([0, 3, -1])}, "counts of column 0 do not go with its w"),
+        ({"ids 1": np.array([1, 2])}, "its columns .0. do not match its arrays"),
+        ({"words 0": None}, "its columns .0. do not match its arrays"),
+        ({"columns": np.array([0, 1])}, "its columns .0, 1. do not match its arrays"),
+        ({"columns": np.array([], int)}, "its columns .. do not match its arrays"),
+        ({"columns": np.array([0, 0, -1])}, "its columns .0, 0, -1. do not match"),
+        ({"counts 0": np.array([0, 3])}, "counts of column 0 do not match its words"),
+        ({"counts 0": np.array([0, 3, -1])}, "counts of column 0 do not match its w"),
         ({"integers": np.array([True])}, "the words of column 0 are not integers"),
         ({"integers": np.array([False] * 2)}, "has 2 integers for 1 columns"),
         ({"names": np.array(["x", "y"])}, "has 2 names for 1 columns"),
@@ -530,7 +530,7 @@ KNOWN = Vocabulary.build({"user": USERS, "item": ITEMS})
         (
             lambda: Vocabulary.build({"x": [1]}, max_size={"y": 3}),
             ValueError,
-            r"max_size must have columns of \['x'\] only, got 'y'",
+            r"max_size must have only columns of \['x'\], got 'y'",
         ),
         (
             lambda: Vocabulary.build({"x": [1]}, min_count={"x": 0.5}),  # pyright: ignore
@@ -542,7 +542,7 @@ KNOWN = Vocabulary.build({"user": USERS, "item": ITEMS})
                 {"x": [1], "y": [2]}, shared=True, min_count={"x": 2, "y": 3}
             ),
             ValueError,
-            r"one for the columns \['x', 'y'\], which share a vocabulary",
+            r"the same for the columns \['x', 'y'\], which share a vocabulary",
         ),
         (
             lambda: Vocabulary([np.array([b"a"])], [np.array([1])]).prune(min_count=2),
@@ -551,7 +551,7 @@ KNOWN = Vocabulary.build({"user": USERS, "item": ITEMS})
         ),
         (lambda: KNOWN.encode("usr", [1]), ValueError, r"no column 'usr'. It has \['u"),
         (lambda: KNOWN.encode(2, [1]), IndexError, "column 2 is out of range for 2"),
-        (lambda: KNOWN.encode(1.0, [1]), TypeError, "It is a column's name, or its pl"),  # pyright: ignore
+        (lambda: KNOWN.encode(1.0, [1]), TypeError, "Pass the name of a column, or its"),  # pyright: ignore
         (lambda: KNOWN.encode_columns({"x": [1]}), ValueError, "encode_columns: the v"),
         (
             lambda: KNOWN.encode_columns({"item": [0.5]}),
@@ -568,7 +568,7 @@ KNOWN = Vocabulary.build({"user": USERS, "item": ITEMS})
         ),
         (lambda: KNOWN.decode("user", [1], missing="?"), TypeError, "must be an int"),
         (lambda: KNOWN.decode("item", [1], missing=0), TypeError, "must be a str"),
-        (lambda: sj.data.HashIds(9).encode("x", [1]), TypeError, "by their place"),  # pyright: ignore
+        (lambda: sj.data.HashIds(9).encode("x", [1]), TypeError, "pass the position"),  # pyright: ignore
         (
             lambda: sj.data.HashIds(9).encode(0, [0.5]),
             TypeError,

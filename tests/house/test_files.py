@@ -1,4 +1,4 @@
-"""Files replaced whole, archives read with care, and the one meaning of `progress=`."""
+"""Files that are replaced whole, and archives that are read with care."""
 
 import errno
 import io
@@ -15,8 +15,8 @@ import pytest
 
 import sparsejax as sj
 from helpers import run_python
-from sparsejax import _arguments, _files
-from sparsejax._files import ArraySpec, check_json, read_npz, replacing
+from sparsejax import _files
+from sparsejax._files import ArraySpec, read_npz, replacing
 
 
 # ------------------------------------------------------------------ replaced whole
@@ -332,74 +332,3 @@ def test_what_else_an_archive_may_be(tmp_path):
         _read(path)
     _archive(path, {"x.npy": x, "9": b"of another program"})
     assert _read(path).keys() == {"x"}
-
-
-SCHEMA = {
-    "n": int,
-    "on?": bool,
-    "kind": {"a", "b"},
-    "rows": (None, {"height": int}),
-    "sizes": [int],
-    "more": {"*": (int, str)},
-}
-GOOD = {"n": 3, "kind": "a", "rows": None, "sizes": [], "more": {}, "unknown": None}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({}, None),
-        ({"on": True, "rows": {"height": 0}, "sizes": [1], "more": {"x": "y"}}, None),
-        ({"n": True}, "n'. has an unexpected value, True"),
-        ({"n": -1}, "unexpected value, -1"),
-        ({"n": 1 << 63}, "unexpected value, 9223372036854775808"),
-        ({"n": 3.0}, "unexpected value, 3.0"),
-        ({"on": 1}, "on'. has an unexpected value, 1"),
-        ({"kind": "c"}, "unexpected value, 'c'"),
-        ({"kind": ["a"]}, "unexpected value, a list"),
-        ({"rows": {}}, r"header\['rows'\]\['height'\] is missing"),
-        ({"rows": []}, "unexpected value, a list"),
-        ({"sizes": [1, "x"]}, r"header\['sizes'\]\[1\] has an unexpected value, 'x'"),
-        ({"more": {"x": None}}, r"\['more'\]\['x'\] has an unexpected value, a None"),
-    ],
-)
-def test_json_is_as_its_schema_says(change, message):
-    if message is None:
-        check_json(GOOD | change, SCHEMA, "header")
-        return
-    with pytest.raises(ValueError, match=message):
-        check_json(GOOD | change, SCHEMA, "header")
-    for wrong in (None, [], 3, {}):
-        with pytest.raises(ValueError, match="unexpected value|is missing"):
-            check_json(wrong, SCHEMA, "header")
-
-
-# ------------------------------------------------------------------ progress
-
-
-def _report(progress, **options):
-    with _arguments.progress_reporter("f", progress, " rows", **options) as report:
-        report(1, 4)
-        report(4, 4)
-
-
-def test_a_bar_or_lines_without_tqdm(capsys, monkeypatch):
-    _report(True)
-    assert "f: 100%" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    _report(True)
-    err = capsys.readouterr().err
-    assert err.startswith("f: 100%  ") and err.endswith(" rows/s\n")
-    with pytest.raises(ImportError, match="f: progress=True needs tqdm"):
-        _report(True, needs_tqdm=True)
-
-
-def test_a_function_or_nothing(capsys):
-    seen = []
-    _report(lambda *done: seen.append(done))
-    assert seen == [(1, 4), (4, 4)]
-    _report(False)
-    assert capsys.readouterr() == ("", "")
-    for wrong in (1, None, "yes"):
-        with pytest.raises(TypeError, match="f: progress must be True, False or a fun"):
-            _report(wrong)

@@ -4,6 +4,7 @@ Every public function that has it is tested here.
 """
 
 import inspect
+import sys
 
 import jax.numpy as jnp
 import optax
@@ -11,6 +12,7 @@ import pytest
 
 import sparsejax as sj
 import test_house
+from sparsejax import _progress
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +69,34 @@ def test_nothing_else_has_progress(calls):
     for name, parameter in found.items():
         assert parameter.default is False and parameter.annotation == "Progress", name
         assert parameter.kind == parameter.KEYWORD_ONLY, name
+
+
+# ------------------------------------------------------------------ the reporter
+
+
+def _report(progress, **options):
+    with _progress.progress_reporter("f", progress, " rows", **options) as report:
+        report(1, 4)
+        report(4, 4)
+
+
+def test_a_bar_or_lines_without_tqdm(capsys, monkeypatch):
+    _report(True)
+    assert "f: 100%" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    _report(True)
+    err = capsys.readouterr().err
+    assert err.startswith("f: 100%  ") and err.endswith(" rows/s\n")
+    with pytest.raises(ImportError, match="f: progress=True needs tqdm"):
+        _report(True, needs_tqdm=True)
+
+
+def test_a_function_or_nothing(capsys):
+    seen = []
+    _report(lambda *done: seen.append(done))
+    assert seen == [(1, 4), (4, 4)]
+    _report(False)
+    assert capsys.readouterr() == ("", "")
+    for wrong in (1, None, "yes"):
+        with pytest.raises(TypeError, match="f: progress must be True, False or a fun"):
+            _report(wrong)

@@ -181,7 +181,7 @@ def test_derivatives(x64):
 
 @pytest.mark.slow
 def test_weights_that_are_a_parameter_of_their_own(x64):
-    """Which might itself be a table: nothing comes between it and the sum."""
+    """Such weights might be a table: nothing comes between them and the sum."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 40, (3, 2))
     params = {"table": rng.normal(size=(40, 3)), "weights": rng.normal(size=(3, 2))}
@@ -202,7 +202,7 @@ def test_lowerings_give_what_the_reference_gives():
     rng = np.random.default_rng(3)
     table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
 
-    def compare(ids, bags=None, count=None, is_sorted=False):
+    def compare(ids, bags=None, count: Any = None, is_sorted=False):
         count = ids.shape[0] if bags is None else count
         for weights in (None, jnp.asarray(rng.normal(size=ids.shape), jnp.float32)):
             rest = [x for x in (bags, weights) if x is not None]

@@ -245,7 +245,7 @@ def test_vmap_and_scan():
 
 
 def natural(table, ids, padding_id):
-    """What one would write by hand."""
+    """The same, written by hand."""
     ok = (ids >= 0) & (ids < table.shape[0]) & (ids != padding_id)
     rows = table[jnp.where(ok, ids, 0)]
     return jnp.where(ok.reshape(ok.shape + (1,) * (rows.ndim - ok.ndim)), rows, 0.0)
@@ -417,7 +417,7 @@ def test_error_mode_raises_at_once_outside_jit():
     assert sj.lookup(table_of(V), [[6]], mode="error").shape == (1, 1, D)
 
 
-def test_error_mode_that_nobody_made_a_value():
+def test_error_mode_that_was_not_functionalized():
     f = jax.jit(functools.partial(sj.lookup, mode="error"))
     with pytest.raises(ValueError, match="check which was not functionalized"):
         f(table_of(V), jnp.array([1]))

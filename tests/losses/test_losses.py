@@ -48,7 +48,7 @@ def make(several=False, shared=True, bias=None, corrected=True, lead=(B,)):
 
 
 def expected(params, labels, negatives, remove):
-    """The scores s of the labels and of the negatives, -inf where they do not count."""
+    """The scores of labels and negatives; -inf for a negative that does not count."""
     params, labels = jax.tree.map(np.asarray, (params, labels))
     table, x = params["table"], params["inputs"]
     bias = params.get("bias", np.zeros(V)).reshape(V)

@@ -93,7 +93,7 @@ def test_frequencies(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [10_000_000, 2**31 - 2])
 def test_a_log_uniform_draw_reaches_every_id(size):
-    """Also where float32 has no number for each id: octaves, parts, last bits."""
+    """For more ids than float32 numbers: octaves, parts, last bits."""
     ids = np.asarray(draw(Sampler.log_uniform(size), jax.random.key(1))).astype(int)
     edges = np.r_[0:8, 2 ** np.arange(4, int(np.log2(size))), size]
     probs = np.diff(np.log(edges + 1.0)) / np.log(size + 1)
@@ -112,7 +112,7 @@ def test_a_log_uniform_draw_reaches_every_id(size):
 
 @pytest.mark.slow
 def test_expected_counts():
-    """How often an id occurs in a sample, or whether it does where it is unique."""
+    """The count of an id in a sample; 0 or 1 if the sample is unique."""
     sampler, n, samples = Sampler.from_counts(COUNTS["zipf"], power=1.0), 8, 1_000
     every = jnp.arange(V)
     excluded = jnp.array([0, 3, 3, -1, V])

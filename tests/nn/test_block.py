@@ -1,4 +1,4 @@
-"""SparseBlock, SparseEmbedding, SparseLinear: what is pulled, read and refused.
+"""SparseBlock, SparseEmbedding, SparseLinear: rows pulled, values read, and errors.
 
 The oracle is the same block on whole tables, as arrays, with `jax.grad`.
 """
@@ -30,7 +30,7 @@ def table(rows=V, columns=D, dtype=jnp.float32, seed=0):
 
 
 def pull(block, inputs, whole, capacity=8):
-    """What a store would give for `row_ids`: sorted rows, then empty slots of NaN."""
+    """The rows of `row_ids` as a store pulls them: sorted, then empty slots of NaN."""
     pulled = {}
     for name, ids in block.row_ids(inputs).items():
         weights = np.asarray(whole[name])
@@ -93,7 +93,7 @@ def test_pulled_rows_are_as_good_as_the_table(name):
 
 
 def test_row_ids():
-    """Padding, empty elements and what is out of range are not pulled."""
+    """Padding, empty elements and ids out of range are not pulled."""
     assert embedding().row_ids([3, 4])["t"].tolist() == [3, 4]
     assert embedding(padding_id=4).row_ids(np.array([3, 4], np.uint8))[
         "t"

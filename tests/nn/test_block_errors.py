@@ -108,7 +108,7 @@ def test_a_matrix_of_other_columns():
             assert made.steps == 0 and not made.store.pull_all("t").any()
 
     class Plain(SparseEmbedding):
-        """Of which an ordinary layer reads the matrix, inside of the step."""
+        """A block whose matrix is read by an ordinary layer, inside of the step."""
 
         def row_ids(self, inputs):
             return {self.name: [1]}
@@ -128,7 +128,7 @@ def test_a_matrix_of_other_columns():
 
 @dataclasses.dataclass(frozen=True)
 class Scored(SparseBlock):
-    """Dense parameters behind an embedding: what NaN would spoil."""
+    """Dense parameters behind an embedding, which one NaN would spoil."""
 
     item: SparseEmbedding = SparseEmbedding(5, 2, name="item")
     top: sj.nn.Dense = sj.nn.Dense(1, 2)
@@ -271,7 +271,7 @@ def test_layers_that_are_no_fields():
                 call()
 
     class Said(Bare):
-        """Which says itself what its fields do not."""
+        """A block that overrides `tables` and `init`."""
 
         def tables(self):
             return self.item.tables()

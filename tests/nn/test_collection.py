@@ -67,7 +67,7 @@ def _layer_of(name):
 
 
 def _one_by_one(tables, ids, weights=None):
-    """What the call means: each feature by itself, from its own table."""
+    """The reference: each feature is read by itself from its own table."""
     out = {}
     for name, x in ids.items():
         table, layer, combiner = _layer_of(name)

@@ -27,7 +27,7 @@ def _params(layer):
 
 
 def _plain(table, ids):
-    """`table[ids]`, zeros for what is out of range."""
+    """`table[ids]`, with zeros for ids out of range."""
     inside = (ids >= 0) & (ids < V)
     rows = table[jnp.where(inside, ids, 0)]
     return jnp.where(inside[..., None], rows, jnp.zeros((), rows.dtype))
@@ -100,7 +100,7 @@ def test_ids_of_any_rank_and_segments():
     assert isinstance(out, sj.SegmentTensor) and out.num_segments == 2
     want = jnp.concatenate([table[values[:3]], jnp.zeros((1, D))])
     np.testing.assert_array_equal(out.values, want)
-    # What is in no segment is no error, whatever its id.
+    # An element in no segment is not an error, for any id.
     strict = dataclasses.replace(LAYER, mode="error")
     np.testing.assert_array_equal(strict(params, st).values, want)
     with pytest.raises(checkify.JaxRuntimeError, match="1 of 2 ids are out of range"):
@@ -213,11 +213,11 @@ def test_sparse_grad_false_over_a_mesh():
     assert np.flatnonzero(np.any(np.asarray(g) != 0, axis=1)).tolist() == [3, 7]
 
 
-def test_insisting():
+def test_required_sparse_gradients():
     layers = {"a": sj.nn.Embedding(20, D), "b": [sj.nn.EmbeddingBag(V, D)], "c": None}
     layers["d"] = sj.nn.Embedding(V, D, sparse_grad=False)
-    wish = sj.nn.tables(layers)
-    assert wish == {
+    tables = sj.nn.tables(layers)
+    assert tables == {
         "a": {"embedding": True},
         "b": [{"embedding": True}],
         "c": None,
@@ -239,7 +239,7 @@ def test_insisting():
     rows = lambda g: [isinstance(g[k], sj.SelectedRows) for k in ("embedding",)]
     g = jax.eval_shape(sj.grad(loss), params)
     assert rows(g["a"]) == [False]  # 9 of 20 rows are more than a quarter
-    g = jax.eval_shape(sj.grad(loss, tables=wish), params)
+    g = jax.eval_shape(sj.grad(loss, tables=tables), params)
     assert rows(g["a"]) == rows(g["b"][0]) == [True] and rows(g["d"]) == [False]
 
 

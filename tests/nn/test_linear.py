@@ -68,7 +68,7 @@ def _plain(params, x):
     return x @ params["kernel"] + params.get("bias", jnp.zeros(()))
 
 
-def _insist(layer):
+def _required(layer):
     return dataclasses.replace(layer, sparse_grad=True).table_prefix()
 
 
@@ -157,8 +157,8 @@ def test_gradient_is_that_of_plain_jnp():
     array = jnp.asarray(matrix.toarray())
     loss = lambda params, x: jnp.sum(jnp.sin(layer(params, x)))
     plain = lambda params, x: jnp.sum(jnp.sin(_plain(params, x)))
-    insisted = sj.grad(loss, tables=_insist(layer))
-    grad = jax.jit(insisted)
+    required = sj.grad(loss, tables=_required(layer))
+    grad = jax.jit(required)
     want = jax.jit(jax.grad(plain))(params, array)
     g = grad(params, x)
     tables = {k: v for k, v in g.items() if k != "bias"}
@@ -166,10 +166,10 @@ def test_gradient_is_that_of_plain_jnp():
     assert_trees_close(to_dense(g), want, rtol=1e-4, atol=1e-4)
     of_jax = jax.jit(jax.grad(loss))(params, x)
     assert_trees_close(of_jax, want, rtol=1e-4, atol=1e-4)
-    assert_no_dense(insisted, params, x)
+    assert_no_dense(required, params, x)
 
     two = jax.tree.map(lambda *xs: jnp.stack(xs), x, x)
-    mapped = jax.jit(jax.vmap(lambda x: to_dense(insisted(params, x))))(two)
+    mapped = jax.jit(jax.vmap(lambda x: to_dense(required(params, x))))(two)
     for k in range(2):
         one = jax.tree.map(lambda x, k=k: x[k], mapped)
         assert_trees_close(one, want, rtol=1e-4, atol=1e-4)
@@ -178,7 +178,7 @@ def test_gradient_is_that_of_plain_jnp():
         add = lambda total, x: (total + loss(params, x), None)
         return jax.lax.scan(add, jnp.zeros(()), two)[0]
 
-    g = jax.jit(sj.grad(scanned, tables=_insist(layer)))(params)
+    g = jax.jit(sj.grad(scanned, tables=_required(layer)))(params)
     twice = jax.tree.map(lambda x: 2 * x, want)
     assert_trees_close(to_dense(g), twice, rtol=1e-4, atol=2e-4)
 
@@ -224,7 +224,7 @@ def test_weights_that_were_pulled():
     g, want = jax.jit(sj.grad(loss))(pulled), jax.jit(jax.grad(loss))(params)
     assert_trees_close(to_dense(g), want, rtol=1e-4, atol=1e-4)
 
-    # A row that nobody pulled is not zero, it is unknown.
+    # A row that was not pulled is unknown, so it reads NaN and not zero.
     without = lambda w: w.retain(ids[1:])
     first = {k: v if k == "bias" else without(v) for k, v in pulled.items()}
     missing = np.asarray(_scipy()[:, np.asarray(ids[:1])].toarray())[:, 0] != 0
@@ -260,7 +260,7 @@ def test_a_click_model_trains_with_one_compilation():
             return jnp.mean(losses)
 
         # 196 of 211 rows: a quarter is exceeded, so sparse must be asked for.
-        value, grads = sj.value_and_grad(loss, tables=_insist(layer))(params)
+        value, grads = sj.value_and_grad(loss, tables=_required(layer))(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 

@@ -1,4 +1,4 @@
-"""`row_ids` of the layers: one meaning of negative ids, and what a call reads."""
+"""`row_ids` of the layers: one meaning of negative ids, and the rows of a call."""
 
 import jax
 import jax.numpy as jnp

@@ -97,8 +97,8 @@ def test_trains_as_whole_tables_do():
     for batch in batches(4):
         ids, words, hour = batch["x"]
         words = sj.SegmentTensor.from_csr(words)
-        room = 64 - words.capacity
-        padded = jax.tree.map(lambda v, room=room: jnp.pad(v, (0, room)), words.values)
+        more = 64 - words.capacity
+        padded = jax.tree.map(lambda v, more=more: jnp.pad(v, (0, more)), words.values)
         words = sj.SegmentTensor.from_lengths(padded, words.lengths)
         both, state, want = step(both, state, (ids, words, hour), {"y": batch["y"]})
         np.testing.assert_allclose(made.step(batch), want, rtol=1e-5)
@@ -165,10 +165,10 @@ def test_nothing_is_updated_without_a_step():
 @pytest.mark.slow
 def test_tables_on_the_device_too():
     """A dense parameter may be a table: `tables=` with a lazy tx, the same numbers."""
-    wish = {"item": None, "words": None, "hour": {"embedding": True}}
+    tables = {"item": None, "words": None, "hour": {"embedding": True}}
     tx = optax.adagrad(0.1)
     one = trainer(tx)
-    two = trainer(sj.optim.lazy(tx), tables=wish, table_tx=tx)
+    two = trainer(sj.optim.lazy(tx), tables=tables, table_tx=tx)
     losses = [fit(made, batches(2)) for made in (one, two)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert_trees_close(two.params, one.params)
@@ -190,7 +190,8 @@ def test_the_step_does_not_know_how_large_tables_are():
 def test_a_store_for_several_devices(prefetch):
     """Data-parallel training: examples are sharded over a mesh, rows pulled once."""
     auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((4,), ("x",), auto, devices=jax.devices()[:4])
+    devices = jax.devices()[:4]
+    mesh = jax.make_mesh((4,), ("x",), axis_types=auto, devices=devices)
 
     @dataclasses.dataclass(frozen=True)
     class Ranker(SparseBlock):
@@ -257,7 +258,7 @@ def test_checked():
             call(bad)
     jax.tree.map(assert_same_bits, jax.tree.map(np.array, state_of(made)), before)
     assert made.steps == 1
-    # Without a mode, what was not pulled reads NaN, and the loss shows it.
+    # Under mode "fill", a row that was not pulled reads NaN.
     loose = trainer(block=dataclasses.replace(block, mode="fill"))
     assert np.isnan(loose.predict(bad)).any()
 

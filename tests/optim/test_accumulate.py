@@ -278,13 +278,15 @@ def test_extra_arguments_are_passed_on():
 
 @pytest.mark.parametrize("every_k", [0, -1, 1.5, None, True])
 def test_k_is_a_positive_int(every_k):
-    with pytest.raises(ValueError, match="every_k_schedule must be a positive int or"):
+    words = "every_k_schedule must be a positive int, got"
+    with pytest.raises((ValueError, TypeError), match=words):
         accumulate(ADAM, every_k, 8)
 
 
 @pytest.mark.parametrize("capacity", [0, 2.5, {"table": -1, "bias": None}])
 def test_capacity_is_positive(capacity):
-    with pytest.raises(ValueError, match="capacity must be a positive int, or a tree"):
+    words = "capacity must be a positive int, got .* a tree of ints"
+    with pytest.raises((ValueError, TypeError), match=words):
         accumulate(ADAM, 2, capacity).init(make_params())
 
 

@@ -20,16 +20,16 @@ import optax_table
 from optimizers import REFUSED, SEPARABLE
 from sparsejax.optim import exact
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import checks, judge
+from sparsejax.optim._lazy import checks, judge, parts
 
 
-FILE = "sparsejax/optim/_lazy/judge.py"
+FILES = "sparsejax/optim/_lazy/judge.py and parts.py"
 SGD, ADAM = optax.sgd(0.1), optax.scale_by_adam()
 TABLE = {"table": jax.ShapeDtypeStruct((9, 3), jnp.float32)}
 
 
 def _gone(name, where, but=""):
-    return f"optax {optax.__version__}: {name} is gone{but}; {FILE} uses it in {where}"
+    return f"optax {optax.__version__}: {name} is gone{but}; {FILES} use it in {where}"
 
 
 # ------------------------------------------------------------------ names
@@ -49,7 +49,7 @@ KNOWN_AS = {
 
 
 def test_every_name_has_a_canary():
-    assert set(KNOWN_AS) == set(judge.KNOWN_AS)
+    assert set(KNOWN_AS) == set(parts.KNOWN_AS)
 
 
 @pytest.mark.loose_promotion
@@ -71,7 +71,7 @@ def test_update_functions_are_recognized():
             update = update.func
         last = update.__qualname__.split(".")[-1]
         where = "_UPDATE, which finds the parts among the frames of a traceback"
-        assert judge._UPDATE.fullmatch(last), _gone("update_fn", where, f": {last}")
+        assert parts._UPDATE.fullmatch(last), _gone("update_fn", where, f": {last}")
 
 
 def my_rule(updates, params):

@@ -267,7 +267,7 @@ def run_both(steps):
 
 def test_other_rows_keep_their_bits():
     params, state, _ = run_both([(gradient([3, 5]), [3, 5]), (gradient([5]), [5])])
-    before = params, state.inner, state.books
+    before = params, state.inner, state.last_updates
     ids = jnp.array([[3, 3], [-1, V], [7, 3]])
     params, state = CATCH_UP(params, state, {"table": ids, "weights": None})
     others = np.setdiff1d(np.arange(V), [3, 7])
@@ -275,7 +275,8 @@ def test_other_rows_keep_their_bits():
     assert_same_bits(
         rows_of(params["table"], others), rows_of(before[0]["table"], others)
     )
-    assert_same_bits(rows_of(state.books[0], others), rows_of(before[2][0], others))
+    records = rows_of(state.last_updates[0], others)
+    assert_same_bits(records, rows_of(before[2][0], others))
     for new, old in zip(jax.tree.leaves(state.inner), jax.tree.leaves(before[1])):
         assert_same_bits(new, old)  # moments wait until they are needed
     assert not np.array_equal(
@@ -306,7 +307,7 @@ def test_flush_in_between_and_dense_gradients():
     params, state = CATCH_UP(again, state, {"table": jnp.array([4, -1, -1, -1, -1])})
     params, state = APPLY(params, state, gradient([4]))
     assert int(state.stale) == 0 and int(state.step) == 7
-    assert np.array_equal(np.asarray(state.books[0])[:2, 1], [6, 6])
+    assert np.array_equal(np.asarray(state.last_updates[0])[:2, 1], [6, 6])
 
 
 def test_rows_not_caught_up_are_counted_and_put_right():
@@ -352,7 +353,7 @@ def test_another_optimizer_for_each_leaf():
     params = {**make_params(), "other": jnp.asarray(np.ones((V, 2), np.float32))}
     tx = exact(inner)
     state, dense, dense_state = tx.init(params), params, inner.init(params)
-    assert len(state.books) == 2
+    assert len(state.last_updates) == 2
     apply, apply_dense = make_apply(tx), make_apply(inner)
     for rows in ([3, 5], [5], [6], [3]):
         grads = gradient(rows)
@@ -371,7 +372,7 @@ def test_bfloat16_tables():
     (params, state), losses = train_exact(tx, make_params(jnp.bfloat16), batches)
     (dense, _), _ = train_dense(tx, make_params(), batches)
     assert params["table"].dtype == jnp.bfloat16
-    assert state.books[0].dtype == jnp.float32
+    assert state.last_updates[0].dtype == jnp.float32
     assert relative(params["table"], dense["table"]) < 0.03
     assert np.all(np.isfinite(np.asarray(losses, np.float32)))
 
@@ -531,7 +532,7 @@ def test_step_is_by_rows_and_in_place(name):
 def test_ids_are_read_from_the_trace():
     tx = MOMENTUM
     params, state, _ = run_both([(gradient([*range(5)]), None)] * 2)
-    behind = np.asarray(state.books[0])[:, 1]
+    behind = np.asarray(state.last_updates[0])[:, 1]
 
     def loss(params, ids, scale):
         def body(total, i):
@@ -548,7 +549,7 @@ def test_ids_are_read_from_the_trace():
     ids = jnp.array([1, 30, V])
     both = exact_value_and_grad(loss, tx, has_aux=True, tables=SPARSE)
     (((value, aux), grads), after, new) = jit(both)(params, state, ids, 2.0)
-    steps = np.asarray(new.books[0])[:, 1]
+    steps = np.asarray(new.last_updates[0])[:, 1]
     assert set(np.flatnonzero(steps != behind)) == {21, 30, 31, 60}
     expected, _ = CATCH_UP(params, state, {"table": jnp.array([1, 21, 30, 31, 60])})
     assert_same_bits(after["table"], expected["table"])
@@ -592,7 +593,7 @@ def test_own_code_promotes_nothing():
             return MOMENTUM.update(grads, state, flushed)
 
         updates, state = step(params, state, jnp.array([3]), gradient([3, 4]))
-    assert state.books[0].dtype == jnp.float32 and int(state.stale) == 0
+    assert state.last_updates[0].dtype == jnp.float32 and int(state.stale) == 0
     assert updates["table"].capacity == 5
 
 

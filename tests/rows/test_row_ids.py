@@ -315,6 +315,29 @@ def test_every_integer_dtype(name, x64):
 
 
 @pytest.mark.window
+def test_compiled_programs_do_not_convert_ids():
+    step = jax.jit(lambda g: sj.SelectedRows(g.rows, g.values, g.height))
+    text = step.lower(G).compile().as_text()
+    assert " not(" not in text and "bitcast-convert" not in text
+    loop = lambda g: lax.scan(lambda c, _: (c * 2.0, None), g, length=3)[0]
+    assert " not(" not in jax.jit(loop).lower(G).compile().as_text()
+
+
+def test_words_of_callbacks_are_recognized(x64):
+    """JAX calls the host with the words of a leaf, in any batch."""
+    wide = sj.SelectedRows(jnp.array([1, 2**40]), jnp.ones((2, 3)), height=2**41)
+    for g in (G, wide, stack(G, H), stack(stack(G, H), stack(H, G))):
+        seen = []
+        jax.jit(functools.partial(jax.debug.callback, seen.append))(g)
+        jax.effects_barrier()
+        np.testing.assert_array_equal(seen[0].rows, g.rows)
+    # Plain ids of a batch are not words.
+    ids, structure = np.array([[3, 7, 9]], np.uint32), jax.tree.structure(G)
+    plain = jax.tree.unflatten(structure, [ids, np.ones((1, 3, 2))])
+    assert plain.rows.dtype == np.uint32 and plain.rows.tolist() == [[3, 7, 9]]
+
+
+@pytest.mark.window
 def test_wide_ids_where_x64_is_enabled_only_around_them():
     with enable_x64(True):
         ids = jnp.array([1, 2**40])
@@ -402,6 +425,7 @@ MOVES = {
     "jit of jit": jax.jit(lambda g: jax.jit(lambda x: x)(g)),
     "optimization_barrier": lax.optimization_barrier,
     "stop_gradient": lax.stop_gradient,
+    "auxiliary output": lambda g: jax.grad(lambda s: (s * s, g), has_aux=True)(1.0)[1],
     "device_put": jax.device_put,
     "block_until_ready": jax.block_until_ready,
 }

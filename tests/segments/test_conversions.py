@@ -84,7 +84,7 @@ CAFFE2 = {
     ),
 }
 
-# What is no int, and so not for a type checker to see.
+# Not ints: Any hides them from the type checker.
 HALF: Any = 2.5
 TEXT: Any = "3"
 

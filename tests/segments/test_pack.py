@@ -18,7 +18,7 @@ DATA = np.arange(1, 15, dtype=np.float32).reshape(7, 2)
 
 
 def packed(data, lengths, max_length):
-    """What the operation means, by a loop."""
+    """The operation as a loop."""
     out = np.zeros((len(lengths), max_length, *data.shape[1:]), data.dtype)
     starts = np.cumsum(lengths) - lengths
     for s, (start, length) in enumerate(zip(starts, lengths)):

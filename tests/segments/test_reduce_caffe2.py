@@ -211,7 +211,7 @@ def test_values_and_gradients_are_those_recorded(name):
     args = [floats(inputs[key]) for key in ("data", "scalars") if key in inputs]
     out, pullback = jax.vjp(f, *args)
     np.testing.assert_allclose(out, floats(output), rtol=1e-6, atol=1e-6)
-    # Caffe2 gives a gradient of the weights only where it is asked to; we always do.
+    # Caffe2 gives a gradient of the weights only on request; ours is always there.
     for key, actual in zip(("data", "scalars"), pullback(floats(cotangent))):
         if key in gradients:
             np.testing.assert_allclose(

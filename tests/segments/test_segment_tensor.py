@@ -49,7 +49,7 @@ MAKERS = {
 }
 
 
-# What is no int, and so not for a type checker to see.
+# Not ints: Any hides them from the type checker.
 HALF: Any = 2.5
 TEXT: Any = "8"
 
@@ -334,7 +334,7 @@ def test_overflow_under_jit_shows():
     fits = cut(values, jnp.array([1, 2]))
     assert fits.to_lists() == [[0.0], [1.0, 2.0]]
     assert np.isnan(cut(values, jnp.array([1, 3])).values).all()
-    # So do numbers that cannot be right.
+    # Invalid lengths show as NaN.
     for lengths in ([4, 1], [5, -1]):
         x = traced(make.from_lengths)(values, jnp.array(lengths))
         assert np.isnan(x.values).all()
@@ -708,7 +708,7 @@ def test_refuses_under_jit_what_it_cannot_know():
 
 
 def test_parts_may_be_numpy_arrays():
-    """As a loader's batches have them: every view works outside of jit too."""
+    """As in batches of a loader: every view also works outside of jit."""
     ours = sj.SegmentTensor.from_lists([[1, 2], [], [3]], capacity=5)
     theirs = jax.tree.map(np.asarray, ours)
     for view in (

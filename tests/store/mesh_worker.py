@@ -35,7 +35,7 @@ def initial():
 
 
 def batches():
-    """(ids, targets) of each step; in the last one all rows are of one process."""
+    """`(ids, targets)` of each step; the last step has even ids only."""
     rng = np.random.default_rng(0)
     for number in range(STEPS):
         ids = (rng.zipf(1.2, BATCH) % HEIGHT).astype(np.int32)
@@ -45,7 +45,7 @@ def batches():
 
 
 def transformation():
-    """Of which the count of steps matters, in a process without a row too."""
+    """A transformation that depends on the count of steps, in each process."""
     return optax.adam(optax.exponential_decay(0.1, 1, 0.5))
 
 
@@ -67,7 +67,7 @@ def gradient(table, ids, targets):
 
 
 def replicated_step():
-    """A step for one device, of a table that every device has a copy of."""
+    """A step for one device, with a copy of the table on every device."""
     tx = sj.optim.lazy(transformation())
 
     def step(table, state, ids, targets):
@@ -84,7 +84,14 @@ def init_normal(store):
     return store
 
 
-def train_with_trainer(store):
+def own_part(x):
+    """The elements of an array that are on devices of this process."""
+    if not isinstance(x, jax.Array):
+        return x
+    return np.concatenate([np.asarray(shard.data) for shard in x.addressable_shards])
+
+
+def train_with_trainer(store, share=lambda batch: batch):
     """Losses, table and dense parameters after a few steps of a Trainer."""
 
     @dataclasses.dataclass(frozen=True)
@@ -92,7 +99,7 @@ def train_with_trainer(store):
         item: sj.nn.SparseEmbedding = sj.nn.SparseEmbedding(HEIGHT, WIDTH, name="item")
 
         def row_ids(self, inputs):
-            return self.item.row_ids(inputs)
+            return self.item.row_ids(own_part(inputs))
 
         def sparse_forward(self, tables, params, inputs):
             return self.item(tables, params["item"], inputs) @ params["w"]
@@ -107,7 +114,7 @@ def train_with_trainer(store):
         params={"item": {}, "w": np.ones(WIDTH, np.float32)},
         key=3,
     )
-    losses = [np.asarray(trainer.step(batch)) for batch in batches()]
+    losses = [np.asarray(trainer.step(share(batch))) for batch in batches()]
     w = np.asarray(trainer.params["w"])
     return {"loss": np.array(losses), "w": w, "table": store.pull_all("item")}
 
@@ -133,13 +140,17 @@ def local(x):
     return np.asarray(x.addressable_data(0))
 
 
-def train(mesh, process, directory) -> dict[str, Any]:
-    """Trains with the other process."""
+def global_batch(mesh, process, batch):
+    """The batch as global arrays, to which each process gives its half."""
     split = NamedSharding(mesh, P("x"))
     mine = slice(process * BATCH // PROCESSES, (process + 1) * BATCH // PROCESSES)
     share = lambda x: jax.make_array_from_process_local_data(split, x[mine])
-    shared = [(share(ids), share(targets)) for ids, targets in batches()]
+    return jax.tree.map(share, batch)
 
+
+def train(mesh, process, directory) -> dict[str, Any]:
+    """Trains with the other process."""
+    shared = [global_batch(mesh, process, batch) for batch in batches()]
     store, ahead = sj.store.KVStore(mesh), sj.store.KVStore(mesh)
     for each in store, ahead:
         each.init("t", initial(), transformation())
@@ -191,7 +202,8 @@ def main(port, process, directory, work):
     if work == "store":
         found: Any = train(mesh, process, directory)
     else:
-        found = train_with_trainer(sj.store.KVStore(mesh))
+        share = lambda batch: global_batch(mesh, process, batch)
+        found = train_with_trainer(sj.store.KVStore(mesh), share)
     np.savez(pathlib.Path(directory) / f"{process}.npz", **found)
     jax.distributed.shutdown()
 

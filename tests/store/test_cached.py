@@ -1,4 +1,4 @@
-"""CachedTable: bit for bit the training of the whole table on the device."""
+"""CachedTable: training has the bits of the whole table on the device."""
 
 import shutil
 import threading
@@ -35,7 +35,7 @@ def new_store(tx, *, path=None, name="items", initializer=NORMAL):
 
 
 def make_batches(steps, seed=0, size=BATCH):
-    """Zipf ids with duplicates, at times one that is out of range, and labels."""
+    """Zipf ids with duplicates, some of them out of range, and labels."""
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         ids = (np.floor(V ** rng.random(size)).astype(np.int32) - 1) * 37 % V
@@ -44,7 +44,7 @@ def make_batches(steps, seed=0, size=BATCH):
 
 
 class Model:
-    """A step of a table and a dense weight: the same function for any table."""
+    """A step with a table and a dense weight, the same function for any table."""
 
     def __init__(self, tx):
         self.tx = sj.optim.lazy(TX[tx])
@@ -96,7 +96,7 @@ def train_cached(tx, cache, batches, params, state, *, depth=None) -> Any:
 
 
 def assert_trained(store, params, state, whole):
-    """The store, after a flush, and the dense leaves are those of the whole table."""
+    """After a flush, the store and the dense leaves equal the whole table."""
     table = store._tables["items"]
     expected_params, expected_state, _ = whole
     assert_same_bits(store.pull_all("items"), expected_params["items"])
@@ -159,12 +159,12 @@ def test_the_bits_of_the_whole_table(tx, slots, depth):
 @pytest.mark.slow
 @pytest.mark.parametrize(("tx", "depth"), [*zip(TX, [None, 1, 2, None])])
 def test_the_bits_of_the_whole_table_after_1000_steps(tx, depth):
-    """With about as few slots as a step can have."""
+    """With hardly more slots than the distinct rows of a step."""
     check_equal(tx, BATCH + (depth or 0), depth, 1000)
 
 
 def test_rows_that_leave_and_come_up_again_at_once():
-    """Two sets of rows for which there are too few slots take turns, read ahead."""
+    """Two sets of rows alternate, read ahead, with too few slots for both."""
     store = new_store("adam")
     cache = sj.store.CachedTable(store, "items", SLOTS)
     stale = []
@@ -353,11 +353,11 @@ def test_rows_are_read_while_the_step_runs():
         params, state, _ = cache.prepare(ids, params, state)
         ahead: Any = list(cache._staging._announced)
         assert len(ahead) == (k < 9)
-        for entry in ahead:  # nothing is to be read at the next prepare
+        for entry in ahead:  # the next prepare reads nothing
             entry.done.result()
             assert entry.staged.columns and cache._staging._is_current(entry.staged)
         store.stats()
-        assert not cache._staging._to_write  # what left is on the host
+        assert not cache._staging._to_write  # the rows that left are on the host
     assert not workers()
 
 
@@ -369,7 +369,7 @@ def test_rows_are_read_while_the_step_runs():
     "height, count, most", [(V, SLOTS, SLOTS), (2000, 300, 9), (400, 300, 60)]
 )
 def test_the_least_recently_used_rows_leave(height, count, most, takes_back):
-    """Of rows that were used at the same time, any may leave."""
+    """Any of the rows that were used at the same time may leave."""
     rng = np.random.default_rng(0)
     slots = _slots.Slots(height, count, unused=5)
     used_at = {}
@@ -404,7 +404,7 @@ def test_the_least_recently_used_rows_leave(height, count, most, takes_back):
 
 
 def test_a_copy_is_what_was_flushed(tmp_path):
-    """A copy of table and journal is what a kill at that moment leaves."""
+    """A copy of table and journal equals the files that a kill leaves."""
     batches = list(make_batches(30))
     store = new_store("adam", path=tmp_path / "table")
     cache = sj.store.CachedTable(store, "items", SLOTS)
@@ -444,14 +444,14 @@ def test_a_copy_is_what_was_flushed(tmp_path):
     saved[1].unlink()
     with pytest.raises(ValueError, match="its journal .*copied.journal"):
         new_store("adam", path=tmp_path / "copied")
-    # An entry that the kill cut short is of rows that were not written.
+    # The kill may cut an entry short: its rows were not written.
     saved[1].write_bytes(journal + journal[-500:-499] * 0 + b"\1" * 9)
     store = new_store("adam", path=tmp_path / "copied")
     assert not saved[1].exists()
     assert_same_bits(store.pull_all("items"), weights)
     assert int(store._tables["items"].rest[0]) == 10
 
-    # And from there training goes on.
+    # Training continues from there.
     cache = sj.store.CachedTable(store, "items", SLOTS)
     params, state = attached("adam", cache)
     assert_same_bits(state[0].count, np.int32(10))
@@ -541,7 +541,7 @@ def test_saved_and_loaded(tmp_path):
 
 @pytest.mark.slow
 def test_where_the_state_is():
-    """Found by names and by following rows, in a state of several optimizers."""
+    """`attach` finds the leaves of the table in a state of several optimizers."""
     table_tx = optax.inject_hyperparams(optax.adam)(0.1)
     store = sj.store.KVStore()
     store.init("items", (V, D), table_tx, initializer=NORMAL)

@@ -1,4 +1,4 @@
-"""KVStore.prefetch: bit for bit what pulling each batch as it comes gives."""
+"""KVStore.prefetch: the bits of pulling each batch when it is used."""
 
 import gc
 import threading
@@ -43,7 +43,7 @@ def workers():
 
 
 def schedule(rng, tables, steps):
-    """Batches of ids that overlap heavily, and what each step pushes."""
+    """Batches of ids that overlap heavily, and random numbers for `take_step`."""
     batches = []
     for _ in range(steps):
         ids = {
@@ -56,7 +56,7 @@ def schedule(rng, tables, steps):
 
 
 def take_step(store, batch, pulled):
-    """Pushes by the batch's dice: mostly once, at times twice, not at all, or else."""
+    """Pushes once in most steps, and else twice, never, or other rows."""
     ids, dice = batch
     for name, rows in pulled.items():
         if dice[0] < 0.85:
@@ -259,5 +259,5 @@ if cache:
 @pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_program_may_end_within_the_loop(cached):
-    """Python closes what is left when half of its modules are gone."""
+    """Python closes the iterator when half of its modules are gone."""
     assert run_python("-c", LEFT_OPEN.replace("CACHED", str(cached))) == ""

@@ -94,7 +94,7 @@ def test_is_the_index_model(policy, most, admit_after):
 
 
 def test_more_keys_in_a_call_than_are_kept():
-    """Of 3,000 that wait, the last 1,024 and those before them are still known."""
+    """Of 3,000 keys that wait, two generations of 1,024 are still known."""
     store = store_of(8, admit_after=2)
     insert(store, np.arange(3000), 0)
     rows, _ = insert(store, [0, 1023, 1024, 2047, 2048, 2999], 1)
@@ -127,7 +127,7 @@ def test_kinds_of_keys():
 
 
 def test_evicted_rows_start_anew():
-    """Weights of the initializer and zero moments, as a table that never had them."""
+    """With weights of the initializer and zero moments, as in a new table."""
     tx = optax.adam(0.1)
     store = store_of(2, tx)
 
@@ -166,7 +166,7 @@ def test_a_table_grows_as_keys_come():
 def test_restored_it_goes_on_as_before(tmp_path, mapped):
     """Saved and loaded, or its mapped file opened again."""
 
-    # Rows are sought among the next 6, so where the search is matters too.
+    # Rows are searched among the next 6, so the place of the search matters.
     policy = dict(admit_after=2, window=6)
 
     def make(k):
@@ -234,7 +234,7 @@ def test_after_a_kill_a_row_without_a_key_is_free(tmp_path):
     assert insert(store, [11, 12, 13, 14, 15], 1)[0] == [1, 4, 6, 7, 0]
     assert insert(store, [11, 12, 13, 14, 15], 1)[1] == []
     weights = store.pull_all("t")[:, 0].tolist()
-    assert weights == [1, 1, 5, 5, 1, 5, 1, 1]  # those that have a new key are fresh
+    assert weights == [1, 1, 5, 5, 1, 5, 1, 1]  # rows with a new key are fresh
     store.close()
 
 
@@ -266,7 +266,7 @@ def test_files_of_other_tables(tmp_path):
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_prefetch_evicts_no_key_in_flight(depth):
-    """Each key's weight is how often it was pushed since it has its row."""
+    """The weight of a key counts its pushes since it got its row."""
     store = store_of(16, optax.sgd(1.0))
     rng = np.random.default_rng(3)
     batches = [(k, np.unique(rng.zipf(1.4, 4) % 30 + k // 4)) for k in range(60)]
@@ -295,7 +295,7 @@ def test_prefetch_evicts_no_key_in_flight(depth):
 
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_a_cached_table_trains_the_rows_of_keys(tmp_path, is_ahead):
-    """As the whole table on the device, bit for bit; and its keys stay, saved."""
+    """With the bits of the whole table on the device; its keys are saved."""
     tx = sj.optim.lazy(ADAGRAD)
     batches = [(k, np.random.default_rng(k).zipf(1.4, 6) % 20) for k in range(12)]
     store = keyed = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
@@ -335,7 +335,7 @@ def test_a_cached_table_trains_the_rows_of_keys(tmp_path, is_ahead):
 
 
 def test_keys_that_came_since_a_flush_have_fresh_rows(tmp_path):
-    """A copy of the files is what a killed process leaves."""
+    """A copy of the files equals the files that a killed process leaves."""
     store = store_of(tx=optax.sgd(0.1), path=tmp_path / "t")
     cache = sj.store.CachedTable(store, "t", 4)
     table = cache.array
@@ -359,7 +359,7 @@ def test_keys_that_came_since_a_flush_have_fresh_rows(tmp_path):
 
 
 def test_a_trainer_with_keys_goes_on_as_before(tmp_path):
-    """A block reads rows; the batches that it gets have asked the store for them."""
+    """The batches of the block have rows, from `KVStore.insert`."""
     block = sj.nn.SparseEmbedding(20, D, name="t", mode="zero")
     loss = lambda rows, ids: jnp.mean((rows - 2.0) ** 2)
 
@@ -411,7 +411,7 @@ def test_a_cached_table_may_get_keys_but_lose_none():
 
 @pytest.mark.parametrize("mixed", [["a", 3], [[3, 4], ["a", "b"]], ["a", None]])
 def test_keys_of_two_kinds_are_refused(mixed):
-    """NumPy makes strings of both; in an array of objects they stay what they are."""
+    """NumPy makes strings of both; an array of objects keeps their types."""
     store = store_of()
     for keys in (mixed, tuple(mixed), np.array(mixed, dtype=object)):
         for use in (lambda x: store.insert("t", x, 0), lambda x: store.find("t", x)):
@@ -421,7 +421,7 @@ def test_keys_of_two_kinds_are_refused(mixed):
 
 
 def test_keys_in_arrays_of_objects():
-    """As data frames have them: integers are integers, and text is text."""
+    """Arrays of objects, as of data frames: integers and text stay different."""
     store = store_of()
     assert insert(store, np.array([[7, 3]], object), 0)[0] == [[1, 0]]
     assert store.find("t", [3, 7]).tolist() == [0, 1]

@@ -135,7 +135,7 @@ def test_rows_start_as_on_one_device():
     assert int(empty.num_rows()) == 0 and empty.shape == (50, 3)
 
 
-def test_errors_of_a_store_without_a_mesh():
+def test_errors_are_raised_as_without_a_mesh():
     store = make_store(worker.make_mesh())
     for ids, error in [([1, worker.HEIGHT], ValueError), ([1.5], TypeError)]:
         with pytest.raises(error):

@@ -54,7 +54,7 @@ def test_the_step_does_not_write_to_its_arguments(name):
 
 
 def test_padding_does_not_reach_the_norm():
-    """Of three rows in eight slots; with zeros in the padding the norm would be NaN."""
+    """Three rows in eight slots; with zeros in the padding the norm would be NaN."""
     tx = optax.chain(
         optax.scale_by_rms(eps=0.0, initial_scale=1.0), optax.clip_by_global_norm(0.5)
     )
@@ -72,7 +72,7 @@ def test_padding_does_not_reach_the_norm():
 
 
 def test_counts_are_not_borrowed(tmp_path):
-    """The state without rows is changed in place while a step's result may be live."""
+    """The store changes the count in place, so the program must get a copy."""
     store = sj.store.KVStore()
     store.init("t", (V, D), optax.adam(0.1), path=tmp_path / "table")  # on its own page
     rows = sj.SelectedRows(np.arange(C), jnp.ones((C, D)), V)

@@ -259,7 +259,7 @@ def test_nothing_pushed_moves_nothing_but_the_count():
 
 @pytest.mark.parametrize("rows", [[-3, 1], [1, V + 1], [2**31 - 1, V]])
 def test_rows_out_of_range(rows):
-    """As `pull` refuses them; the row V is an empty slot."""
+    """They are refused; the row V is an empty slot."""
     store = store_of(weights(), optax.sgd(0.1))
     grads = sj.SelectedRows(rows, jnp.ones((2, D)), V)
     for call in store.push, store.assign:

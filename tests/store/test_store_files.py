@@ -356,7 +356,7 @@ def describe():
 
 
 def in_children(count, work):
-    """Runs `work` in forked children that begin together; what each of them returns.
+    """Runs `work` in forked children that begin together; returns their results.
 
     They live until the last one has answered. `work` must do without JAX, which does
     not survive a fork.
@@ -423,7 +423,7 @@ def test_of_processes_that_create_a_file_one_has_it(tmp_path, count):
 
 
 def test_a_table_that_is_created_meanwhile(tmp_path, monkeypatch):
-    """Looked for in vain, and then it is there: as in two processes at once."""
+    """The file appears after it was searched, as with two processes at once."""
     path = tmp_path / "table"
     with sj.store.KVStore() as store, sj.store.KVStore() as other:
         store.init("t", (V, D), TX, path=path)
@@ -538,7 +538,7 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path):
     ],
 )
 def test_headers_that_no_store_wrote(tmp_path, change, message):
-    """With the right checksum: by another program, or on purpose."""
+    """Headers with the right checksum, written by another program."""
     path, saved = tmp_path / "table", tmp_path / "store"
     with sj.store.KVStore() as store:
         store.init("t", (V, D), TX, path=path)

@@ -1,4 +1,4 @@
-"""What a store refuses, and by what name; and weights that are assigned."""
+"""Wrong calls of a store, and assigned weights."""
 
 import re
 from typing import Any
@@ -80,7 +80,8 @@ def test_a_type_beside_an_array():
 
 @pytest.mark.parametrize("capacity", [-1, 1.5, "8"])
 def test_capacities(capacity):
-    with pytest.raises(ValueError, match="pull: capacity must be a static, non-neg"):
+    error = ValueError if capacity == -1 else TypeError
+    with pytest.raises(error, match="pull: capacity must be a static, non-negative"):
         new_store().pull("w", [1], capacity=capacity)
 
 

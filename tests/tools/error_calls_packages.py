@@ -76,6 +76,9 @@ some = sj.SelectedRows([1], jnp.ones((1, 1)), 4)
     [
         "sj.nn.Dense(1, 4, use_bias=1)",
         "sj.nn.Dense(1, 4, sparse_grad='yes')",
+        "sj.nn.Dense(1, 4, mode='skip')",
+        "layer.row_ids(jnp.ones((2, 4)))",
+        "sj.nn.Dense(1).row_ids(bags)",
         "sj.nn.Dense(1).init(key)",
         "sj.nn.Dense(1).init(key, bags)",
         "sj.nn.Dense(1).init(key, 3.0)",
@@ -107,6 +110,7 @@ ids = {"a": jnp.array([4]), "b": jnp.array([[0, 6]])}
         "Collection({})",
         "Collection((5, 2))",
         "Collection({'a': 5})",
+        "Collection({'a': sj.nn.SparseEmbedding(5, 2)})",
         "Collection({'a': (0, 2)})",
         "Collection([('a', (5, 2)), ('a', (7, 2))])",
         "Collection({'a': (5, 2)}, {'x': 'b'})",
@@ -176,6 +180,7 @@ rows = sj.SelectedRows([1], jnp.ones((1, 2)), 9)
     [
         "sj.nn.SparseEmbedding(5, 2, name=3)",
         "sj.nn.SparseEmbedding(5, 2, padding_id='0')",
+        "sj.nn.SparseLinear(1)",
         "item.row_ids(jnp.array([1.0]))",
         "linear.row_ids(jnp.ones((2, 4)))",
         "linear.row_ids(sp.csr_matrix((2, 6)))",

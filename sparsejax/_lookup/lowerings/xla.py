@@ -56,7 +56,7 @@ def bag_sum(
     XLA for GPU and TPU fuses a sum with the gather before it: the rows of a fixed bag
     are added up as they are read.
     """
-    weights = spec.weights(rest)
+    weights: Any = spec.weights(rest)
     if weights is not None:
         weights = in_range_only(weights, ids, table.shape[0])
     if spec.bits is None:

@@ -23,6 +23,7 @@ from jax import lax
 
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows.always_true import always_true
 from sparsejax.optim._exact import closed_form
 from sparsejax.optim._exact.closed_form import Recurrence
 from sparsejax.optim._lazy.gather_scatter import scatter_rows
@@ -126,13 +127,10 @@ def current_rows(
         return jnp.zeros((rows.capacity, *table.weights.shape[1:]), wide)
 
     correction = lax.cond(jnp.any(stale), correct, nothing)
-    # What is written into the moments must depend on the reads in `correct`. So does
-    # `missed`, as if the correction could be NaN and the moments newer than `step`.
-    # (XLA cannot fold x == x to True, since it is false for a NaN.)
+    # The new moments must depend on the reads in `correct`. Else XLA copies the moments
+    # in order to write before it reads.
     some = correction[(slice(None), *(0,) * (correction.ndim - 1))]
-    moments_step = jnp.where(
-        some == some, records.moments_step, jnp.minimum(records.moments_step, step)
-    )
+    moments_step = jnp.where(always_true(some), records.moments_step, step)
     missed = step - moments_step
     moments = [
         indexing.zero_unless(missed >= 0, m) if ratio == 1.0 else m

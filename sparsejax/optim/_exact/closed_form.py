@@ -66,6 +66,7 @@ import numpy as np
 
 from sparsejax._rows import indexing
 from sparsejax.optim._exact.shadow_model import Probes, ShadowModel
+from sparsejax.optim._optimizers import base
 
 
 TAIL = 1e-8  # relative size of the terms of F that are cut off
@@ -245,10 +246,8 @@ def _add_log(next_term: jax.Array, previous: jax.Array | None) -> jax.Array:
     if previous is None:
         zero = jnp.zeros((), next_term.dtype)
         return jnp.stack([zero, zero, next_term])
-    high, low, term = previous[0], previous[1], previous[2]
-    small = low + term
-    total = high + small
-    return jnp.stack([total, small - (total - high), next_term])
+    high, low = base.add_as_two(previous[:2], previous[2])
+    return jnp.stack([high, low, next_term])
 
 
 # ------------------------------------------------------------------ interpolation

@@ -52,7 +52,7 @@ class ExactState(NamedTuple):
       inner: the state of the optimizer, as `tx.init` gives it.
       step: int32, the number of updates so far.
       stale: int32, how many rows got a gradient without having been caught up.
-      books: `[V, 4 + columns]`, the last-update records: for each row the step of its
+      last_updates: `[V, 4 + columns]`: for each row the step of its
         weights, the step of its moments (two numbers each), and F at the former.
       now: `[columns]`, F at the present step.
     """
@@ -60,7 +60,7 @@ class ExactState(NamedTuple):
     inner: Any
     step: jax.Array
     stale: jax.Array
-    books: tuple[jax.Array, ...]
+    last_updates: tuple[jax.Array, ...]
     now: tuple[jax.Array, ...]
 
 
@@ -178,8 +178,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         # Jitted, since it is many small operations.
         now = tuple(jax.jit(lambda inner: plan.displacement(inner, None))(inner))
         heights = [leaves[i].shape[0] for i in plan.recurrences]
-        books = tuple(map(_catch_up.new_records, heights, now))
-        return ExactState(inner, step, stale, books, now)
+        records = tuple(map(_catch_up.new_records, heights, now))
+        return ExactState(inner, step, stale, records, now)
 
     def catch_up(params, state, ids):
         leaves, treedef, plan = planned(params)
@@ -305,14 +305,14 @@ def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
     checks.check_state(CALL, state, ExactState)
     inner = jax.tree.leaves(state.inner)
     needed = max((k for r in plan.recurrences.values() for k in r.leaves), default=-1)
-    if len(state.books) != len(plan.recurrences) or needed >= len(inner):
+    if len(state.last_updates) != len(plan.recurrences) or needed >= len(inner):
         raise TypeError(
             f"{CALL}: the state belongs to a different tree of parameters. Pass the "
             "state that init(params), catch_up, update or flush returned for these "
             "parameters."
         )
     tables = {}
-    per_table = zip(plan.recurrences.items(), state.books, state.now)
+    per_table = zip(plan.recurrences.items(), state.last_updates, state.now)
     for (i, recurrence), records, now in per_table:
         moments = [inner[k] for k in recurrence.leaves]
         # NumPy's arrays, of a checkpoint for instance, as JAX's.
@@ -336,8 +336,9 @@ def _with_tables(
 
 
 def _state(inner: Any, step: Any, stale: Any, tables: dict[int, Table]) -> ExactState:
-    books = tuple(table.records for table in tables.values())
-    return ExactState(inner, step, stale, books, tuple(t.now for t in tables.values()))
+    records = tuple(table.records for table in tables.values())
+    now = tuple(table.now for table in tables.values())
+    return ExactState(inner, step, stale, records, now)
 
 
 # ------------------------------------------------------------------ helpers

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
-from sparsejax._compat import primitives as p
 from sparsejax.optim._exact.exact import Exact, ExactState
 from sparsejax.transform.grad import transform
 from sparsejax.transform.interpreter import Reads
@@ -151,12 +150,12 @@ def _ids_read(call: Call) -> list[Any]:
 
 def _check_independent_of_tables(plan: Plan, ids: Callable) -> None:
     """A ValueError if some of the ids are computed from what is read out of a table."""
-    jaxpr, _ = _compat.trace(ids, *plan.call.inputs)
-    dependence, sites = _Dependence(), plan.run.sites
+    jaxpr, consts = _compat.trace(ids, *plan.call.inputs)
+    sites = plan.run.sites
 
     def is_from_table(outputs: Sequence[bool]) -> bool:
-        inputs = dependence.inputs(jaxpr, outputs)
-        return any(inputs[leaf.position] for leaf in plan.tables)
+        _, _, needed = _compat.only_needed(jaxpr, consts, outputs)
+        return any(needed[leaf.position] for leaf in plan.tables)
 
     if not is_from_table([True] * len(sites)):
         return
@@ -178,20 +177,3 @@ class _EverythingIsLive(Liveness):
     def variables(self, jaxpr: Any, out: Sequence[bool]) -> set[Any]:
         del out
         return {*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-
-
-class _Dependence(Liveness):
-    """All that an output is computed from: also integers, and what is stopped."""
-
-    def _flow(self, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
-        if eqn.primitive not in _WITH_BODIES:
-            return (True,) * len(eqn.invars)
-        ins = super()._flow(eqn, out)
-        return (True, *ins[1:]) if eqn.primitive is p.cond_p else ins  # its predicate
-
-    def _can_be_live(self, v: Any) -> bool:
-        return not isinstance(v, _compat.Literal)
-
-
-# Their inputs are looked at one by one; all others matter if any output does.
-_WITH_BODIES = (p.jit_p, _compat.remat_p, _compat.shard_map_p, p.scan_p, p.cond_p)

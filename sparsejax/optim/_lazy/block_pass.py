@@ -36,30 +36,32 @@ _BLOCK_ELEMENTS, _MOST_ROWS = 2**16, 2048
 class Program:
     """A function of one row, as a static parameter.
 
-    Programs that do the same are equal, so tables of equal shape are lowered once.
+    Programs with equal keys are equal, so tables that do the same are lowered once.
 
     Args:
       jaxpr: an open jaxpr: `(gradient, *rows of the tables, *operands) -> rows`, rows
         having a first axis of length 1.
       consts: its constants.
+      key: says what the jaxpr does, see `RowFunction.key`; None for a program that is
+        equal to itself alone.
     """
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any]):
+    def __init__(self, jaxpr: Any, consts: Sequence[Any], key: Any = None):
         self.jaxpr, self.consts = jaxpr, tuple(consts)
-        try:
-            self._key = _signature(jaxpr)
-            self._hash = hash(self._key)
-        except TypeError:  # a parameter that cannot be hashed: equal to itself alone
-            self._key = self._hash = id(self)
+        self._key = object() if key is None else key
 
     def __hash__(self):
-        return self._hash
+        return hash(self._key)
 
     def __eq__(self, other):
         return isinstance(other, Program) and self._key == other._key
 
     def __repr__(self):
         return f"Program({self.jaxpr})"
+
+    def with_consts(self, consts: Sequence[Any]) -> "Program":
+        """The same program with other constants, as in a `shard_map`."""
+        return Program(self.jaxpr, consts, self._key)
 
     @property
     def has_branches(self) -> bool:
@@ -91,24 +93,6 @@ class Program:
             return jax.vmap(one, in_axes=axes)(*args)
 
         return many
-
-
-def _signature(jaxpr: Any) -> Any:
-    """What a jaxpr does, comparable: variables are numbered as they appear."""
-    number = {v: k for k, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
-
-    def name(v):
-        if isinstance(v, _compat.Literal):
-            return str(v.aval), str(v.val)
-        return number.setdefault(v, len(number))
-
-    eqns = []
-    for eqn in jaxpr.eqns:
-        ins = tuple(map(name, eqn.invars))
-        outs = tuple((name(v), str(v.aval)) for v in eqn.outvars)
-        eqns.append((eqn.primitive, ins, outs, tuple(sorted(eqn.params.items()))))
-    types = tuple(str(v.aval) for v in [*jaxpr.constvars, *jaxpr.invars])
-    return types, tuple(eqns), tuple(map(name, jaxpr.outvars))
 
 
 # ------------------------------------------------------------------ merge_rows

@@ -27,7 +27,8 @@ from sparsejax.optim._lazy import (
     checks,
     gather_scatter,
     judge,
-    row_update,
+    parts,
+    row_passes,
     stacks,
     state_leaves,
     state_sharding,
@@ -156,8 +157,8 @@ def lazy(
         if check:
             refused = verdicts(treedef, specs, tables).refused
         else:  # check=False cannot help if the state has no rows to gather
-            found, part = find(treedef, specs, tables), judge.name_of(tx)
-            refused = {i: judge.Reason(w, part) for i, (w, _) in found.blocked.items()}
+            found, part = find(treedef, specs, tables), parts.name_of(tx)
+            refused = {i: parts.Reason(w, part) for i, (w, _) in found.blocked.items()}
             refused |= judge.refused_by_type(found)
         for i, reason in refused.items():
             where = trees.leaf_paths(grads, "grads")[i]
@@ -174,17 +175,11 @@ def lazy(
                 stacked, leaves, weights, state, owners
             )
 
-        passes = row_update.update(
-            inner,
-            treedef,
-            leaves,
-            weights,
-            state,
-            owners,
-            tables,
-            extra_args,
-            check,
-        )
+        passes = None
+        if check:  # else the program is not known to be row by row
+            passes = row_passes.update(
+                inner, treedef, leaves, weights, state, owners, tables, extra_args
+            )
         if passes is not None:
             updates, new_state = passes
         else:
@@ -207,7 +202,7 @@ def lazy(
 
 
 def _not_separable(
-    what: str, reason: judge.Reason, is_stack: bool = False
+    what: str, reason: parts.Reason, is_stack: bool = False
 ) -> ValueError:
     message = (
         f"{CALL}: {what} cannot be lifted to rows, because of {reason}. Use an "

@@ -1,21 +1,37 @@
-"""The passes over the rows of one gradient that a step in `row_update` consists of.
+"""One step of a transformation, in passes over the rows of each table.
 
-They are on one device by default, those of `block_pass`. `passes_over` uses
-`functools.singledispatch`, so that a subclass of SelectedRows, like that of a sharded
-table, can register passes of its own.
+Inside `jit`, `lazy` runs a transformation that the judge accepts this way. What it
+computes row by row (see `row_program`) is run over blocks of rows (see `block_pass`),
+in three kinds of passes over the rows of a gradient:
+
+- merge: sum duplicates, once for each table;
+- reduce: what the step needs of all rows first, like a global norm;
+- update: new rows of weights and state, written in place.
+
+A table whose update is linear in the gradient and has no state, as with SGD, has no
+pass at all: its duplicates may stay, and are added when the update is.
+`optax.apply_updates` stays as it is: the rows of weights are written in the update
+pass, and adding the update to the same parameters gives the table that was written.
+
+The passes are on one device by default. `passes_over` uses `functools.singledispatch`,
+so that a subclass of SelectedRows, like that of a sharded table, can register its own.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows, indexing, with_slots
+from sparsejax._rows import SelectedRows, indexing, with_known_sum, with_slots
 from sparsejax._rows.order_after import order_after
-from sparsejax.optim._lazy import block_pass
+from sparsejax.optim._lazy import block_pass, row_program
+from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction
+
+
+# ------------------------------------------------------------------ passes
 
 
 class Passes(Protocol):
@@ -126,3 +142,224 @@ def _ascending(rows, values, *, slots):
     """Distinct rows in ascending order; nothing is computed if nobody looks at them."""
     order = jnp.argsort(rows)[:slots]
     return rows[order], values[order]
+
+
+# ------------------------------------------------------------------ a step
+
+
+def update(
+    tx: Any,
+    treedef: Any,
+    grads: Sequence[Any],
+    weights: Sequence[Any] | None,
+    state: Any,
+    owners: Sequence[int | None],
+    tables: Sequence[int],
+    extra_args: dict[str, Any],
+) -> tuple[list[Any], Any] | None:
+    """Updates and new state, or None if the step cannot be run in such passes.
+
+    Args:
+      tx: the transformation, with extra arguments.
+      treedef: structure of the gradients.
+      grads: their leaves.
+      weights: leaves of the parameters, or None.
+      state: the state of `tx`.
+      owners: for each leaf of the state, the table that it follows, or None.
+      tables: which leaves are tables.
+      extra_args: of `tx.update`.
+    """
+    if weights is None:
+        return None
+    passes = {}
+    for i in tables:
+        found = passes_over(grads[i], weights[i])
+        if found is None:
+            return None
+        passes[i] = found
+    leaves, state_treedef = jax.tree.flatten(state)
+    followers = {i: [k for k, o in enumerate(owners) if o == i] for i in tables}
+    dense = [x for i, x in enumerate(grads) if i not in tables and is_plain(x)]
+    steps, programs = {}, {}
+    for i, found in passes.items():
+        state_of = {k: leaves[k] for k in followers[i]}
+        found = found.after(dense)
+        steps[i] = _Table(grads[i], found, weights[i], state_of, i, programs)
+    inputs = [node for step in steps.values() for node in step.nodes()]
+    out_treedef = None
+
+    def whole(*rows):
+        nonlocal out_treedef
+        rows = iter(rows)
+        g, w, s = list(grads), list(weights), list(leaves)
+        for i in tables:
+            g[i], w[i] = next(rows), next(rows)
+            for k in followers[i]:
+                s[k] = next(rows)
+        g, w = map(treedef.unflatten, (g, w))
+        updates, new = tx.update(g, state_treedef.unflatten(s), w, **extra_args)
+        out, out_treedef = jax.tree.flatten((treedef.flatten_up_to(updates), new))
+        return out
+
+    fresh = functools.cache(lambda: _fresh(tx.init, treedef, weights, tables))
+
+    def reduce(group):
+        return steps[group[0].table].reduce(group, fresh)
+
+    try:
+        jaxpr, consts = _compat.trace(whole, *(node.aval for node in inputs))
+        outs = row_program.run(jaxpr, consts, inputs, reduce)
+        updates, new_state = jax.tree.unflatten(out_treedef, outs)
+        new_leaves = state_treedef.flatten_up_to(new_state)
+        dense = [u for i, u in enumerate(updates) if i not in steps]
+        dense += [x for x, owner in zip(new_leaves, owners) if owner is None]
+        if any(isinstance(x, Node) for x in jax.tree.leaves(dense)):
+            raise NotByRows("a dense leaf that depends on single rows")
+        for i, step in steps.items():
+            if not _is_array(updates[i]):
+                raise NotByRows("an update that is not an array")
+            new = {k: new_leaves[k] for k in followers[i]}
+            updates[i], new = step.finish(updates[i], new)
+            for k in followers[i]:
+                new_leaves[k] = new.get(k, leaves[k])
+    except NotByRows:
+        return None
+    return updates, state_treedef.unflatten(new_leaves)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (Node, jax.Array))
+
+
+def _fresh(init, treedef, weights, tables):
+    """The leaves of the state of tables whose only row was never touched."""
+    rows = [
+        jnp.zeros((1, *x.shape[1:]), x.dtype) if i in tables else x
+        for i, x in enumerate(weights)
+    ]
+    return jax.tree.leaves(init(treedef.unflatten(rows)))
+
+
+class _Table:
+    """One table in the step: its nodes, and what is computed for its rows.
+
+    Args:
+      grad: its gradient.
+      passes: over the rows of the gradient.
+      weights: the table.
+      state: the leaves of the state that follow it, by their index.
+      index: of the table.
+      programs: those traced so far, for tables with equal rows.
+    """
+
+    def __init__(
+        self,
+        grad: SelectedRows,
+        passes: Passes,
+        weights: Any,
+        state: dict[int, Any],
+        index: int,
+        programs: dict[Any, block_pass.Program],
+    ):
+        self.passes, self.weights, self.state = passes, weights, state
+        self.programs = programs
+        row = lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+        self.gradient = Node(index, row(grad))
+        self.weight = Node(index, row(weights))
+        self.follower = {k: Node(index, row(x)) for k, x in state.items()}
+
+    def nodes(self) -> list[Node]:
+        return [self.gradient, self.weight, *self.follower.values()]
+
+    def _arrays(self) -> list[tuple[Node, Any]]:
+        return [
+            (self.weight, self.weights),
+            *((self.follower[k], x) for k, x in self.state.items()),
+        ]
+
+    def reduce(self, group, fresh) -> list[jax.Array]:
+        """Reductions over the rows."""
+        function = RowFunction([r.node for r in group], self.nodes())
+        read = [(n, x) for n, x in self._arrays() if n in function.inputs]
+        others = []
+        if read:
+            leaves = fresh()
+            place = {id(self.follower[k]): leaves[k] for k in self.state}
+            zero = jnp.zeros(self.weight.aval.shape, self.weights.dtype)
+            others = [place.get(id(node), zero) for node, _ in read]
+        traced = self._trace(function, [n for n, _ in read], lambda rows, outs: outs)
+        return self.passes.reduce(
+            [x for _, x in read],
+            others,
+            function.operands,
+            traced,
+            [(r.kind, r.axes) for r in group],
+        )
+
+    def finish(self, update: Any, new: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
+        """The update of the table, and the leaves of the state that changed."""
+        new = {k: x for k, x in new.items() if x is not self.follower[k]}
+        function = RowFunction([update, *new.values()], self.nodes())
+        if not new and function.is_linear(self.gradient):
+            operands = function.operands
+            scaled = self.passes.scale(
+                lambda row: function([row[None]], operands)[0][0]
+            )
+            if scaled is not None:
+                return scaled, {}
+        written = [self.follower[k] for k in new]
+        read = [
+            (n, x)
+            for n, x in self._arrays()
+            if n is self.weight or n in function.inputs or n in written
+        ]
+        nodes = [n for n, _ in read]
+
+        def outputs(rows, outs):
+            change, *state = outs
+            return _add(rows[id(self.weight)], change), *state, change
+
+        writes = [nodes.index(n) for n in (self.weight, *written)]
+        traced = self._trace_once(function, nodes, outputs)
+        tables = [x for _, x in read]
+        (table, *state), out = self.passes.update(
+            tables, function.operands, traced, writes
+        )
+        return with_known_sum(out, self.weights, table), dict(zip(new, state))
+
+    def _trace_once(self, function: RowFunction, nodes, outputs) -> block_pass.Program:
+        """`_trace`, or what it gave for a table that does the same with `outputs`."""
+        key = function.key([self.gradient, *nodes]), nodes.index(self.weight)
+        try:
+            traced = self.programs.get(key)
+        except TypeError:  # a parameter that cannot be hashed
+            return self._trace(function, nodes, outputs)
+        if traced is None:
+            traced = self._trace(function, nodes, outputs, key)
+            self.programs[key] = traced
+        return traced
+
+    def _trace(
+        self,
+        function: RowFunction,
+        nodes: Sequence[Node],
+        outputs: Callable,
+        key: Any = None,
+    ) -> block_pass.Program:
+        """The function as a program `(gradient, *nodes, *operands)` of one row."""
+        count = len(nodes) + 1
+
+        def program(*args):
+            rows = {id(n): x for n, x in zip([self.gradient, *nodes], args)}
+            ins = [rows[id(n)] for n in function.inputs]
+            return list(outputs(rows, function(ins, args[count:])))
+
+        specs = [n.aval for n in (self.gradient, *nodes)]
+        specs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in function.operands]
+        return block_pass.Program(*_compat.trace(program, *specs), key)
+
+
+def _add(rows: jax.Array, change: jax.Array) -> jax.Array:
+    """What `optax.apply_updates` makes of rows and their update."""
+    dtype = indexing.accumulator_dtype(indexing.promote(rows.dtype, change.dtype))
+    return (rows.astype(dtype) + change.astype(dtype)).astype(rows.dtype)

@@ -26,6 +26,13 @@ import jax
 import numpy as np
 
 from sparsejax import _compat
+from sparsejax.optim._lazy.primitives import (
+    JITS,
+    LINEAR,
+    REDUCTIONS,
+    program_of,
+    row_params,
+)
 
 
 class NotByRows(Exception):
@@ -170,7 +177,7 @@ class RowFunction:
             ins = [of(x) for x in step.inputs]
             name = step.eqn.primitive.name
             linear[id(step)] = any(ins) and (
-                name in _LINEAR
+                name in LINEAR
                 or (name in ("add", "sub", "add_any") and all(ins))
                 or (name == "mul" and not all(ins))
                 or (name == "div" and ins == [True, False])
@@ -241,7 +248,7 @@ class _Runner:
         by_row = [x for x in nodes if x.table is not None]
         makes_rows = any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
         body = program_of(eqn)
-        if body is not None and (nodes or (makes_rows and name in _JITS)):
+        if body is not None and (nodes or (makes_rows and name in JITS)):
             return self.run(*body, ins)
         if not by_row and not (makes_rows and _is_uniform(eqn, ins)):
             values = [self.value(x) for x in ins]
@@ -272,12 +279,13 @@ class _Runner:
         index, *ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
         if isinstance(index, Node):
             raise NotByRows("cond on rows")
+        bodies = [_compat.open_jaxpr(body) for body in eqn.params["branches"]]
+        if any(map(_reduces_rows, bodies)):
+            return self._cond_at_once(index, bodies, ins)
         values = [x for x in ins if not isinstance(x, Node)]
         by_row = set()
 
-        def branch(body):
-            jaxpr, consts = _compat.open_jaxpr(body)
-
+        def branch(jaxpr, consts):
             def run(*values):
                 values = iter(values)
                 args = [x if isinstance(x, Node) else next(values) for x in ins]
@@ -288,7 +296,7 @@ class _Runner:
         def is_of_rows(x):
             return isinstance(x, Node) and x.table is not None
 
-        branches = [branch(body) for body in eqn.params["branches"]]
+        branches = [branch(*body) for body in bodies]
         for run in branches:  # traced only to see which outputs are of rows
 
             def look(*values, run=run):
@@ -314,6 +322,36 @@ class _Runner:
             for k, v in enumerate(eqn.outvars)
         ]
 
+    def _cond_at_once(self, index, bodies, ins):
+        """A conditional whose branches reduce rows: all are computed, one is chosen.
+
+        So their reductions share a pass over the rows with those outside of it.
+        """
+        found = [self.run(*body, ins) for body in bodies]
+        outs = []
+        for cases in zip(*found):
+            if not any(isinstance(x, Node) for x in cases):
+                cases = [self.value(x) for x in cases]
+                outs.append(jax.lax.select_n(index, *cases))
+                continue
+            types = [x.aval if isinstance(x, Node) else jax.typeof(x) for x in cases]
+            choose = lambda which, *xs: [jax.lax.select_n(which, *xs)]
+            jaxpr, consts = _compat.trace(choose, index, *types)
+            outs += self.run(jaxpr, consts, [index, *cases])
+        return outs
+
+
+def _reduces_rows(body: tuple[Any, Any]) -> bool:
+    """Return True if a program reduces a first axis, which may be that of rows."""
+    jaxpr, _ = body
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in REDUCTIONS and 0 in eqn.params["axes"]:
+            return True
+        inner = program_of(eqn)
+        if inner is not None and _reduces_rows(inner):
+            return True
+    return False
+
 
 def _refuse(group):
     raise NotByRows("a reduction of rows in a branch")
@@ -328,37 +366,6 @@ def _alone(x: Any) -> Any:
 
 
 # ------------------------------------------------------------------ primitives
-
-_ELEMENTWISE = frozenset(
-    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos "
-    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le "
-    "log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision "
-    "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
-    "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
-)
-_LINEAR = frozenset("neg convert_element_type copy copy_p".split())
-_MATMULS = frozenset(["dot_general"])
-_CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
-REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
-)
-_JITS = frozenset(["jit", "pjit"])
-_CALLS = {
-    **dict.fromkeys(_JITS, "jaxpr"),
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
-
-
-def program_of(eqn: Any) -> tuple[Any, list[Any]] | None:
-    """The program that an equation calls, as `(open jaxpr, consts)`."""
-    key = _CALLS.get(eqn.primitive.name)
-    jaxpr = eqn.params.get(key) if key else None
-    return None if jaxpr is None else _compat.open_jaxpr(jaxpr)
 
 
 def _is_literal(x: Any) -> bool:
@@ -375,89 +382,3 @@ def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
 
 def _keeps_rows(eqn: Any, ins: Sequence[Any]) -> bool:
     return row_params(eqn, [isinstance(x, Node) for x in ins]) is not None
-
-
-def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
-    """An equation's parameters as one row sees them, None if it mixes rows.
-
-    An output entry of a row is then computed from that row's entry of the inputs.
-
-    Args:
-      eqn: an equation with at least one input that has rows, or a broadcast.
-      rows: for each input, True if it has one entry per row.
-      count: number of leading axes that run over rows, 2 for a stack of tables.
-
-    Returns:
-      A dict in which axes and shapes leave out the leading ones, so that programs for
-      different numbers of rows can be compared.
-    """
-    name, params = eqn.primitive.name, dict(eqn.params)
-    params.pop("sharding", None)  # of the rows, which differs with their number
-    shapes = [v.aval.shape for v in eqn.invars]
-    out = eqn.outvars[0].aval.shape
-    if name in _ELEMENTWISE:
-        # An array [1, D] is one row for all; a scalar broadcasts, too.
-        alone = (shape for shape, has_rows in zip(shapes, rows) if not has_rows)
-        if any(shape and shape[:1] != (1,) for shape in alone):
-            return None
-        return params
-
-    def moved(*names):  # axes that must not be those of rows
-        for key in names:
-            axes = params[key]
-            axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-            if any(axis < count for axis in axes):
-                return None
-            params[key] = tuple(axis - count for axis in axes)
-        return params
-
-    if name in _MATMULS:
-        (left, right), batch = params["dimension_numbers"]
-        if rows != [True, False] or any(batch) or any(k < count for k in left):
-            return None
-        left = tuple(k - count for k in left)
-        return {**params, "dimension_numbers": (left, tuple(right))}
-    if name == "concatenate":
-        return moved("dimension") if all(rows) else None
-    if name == "broadcast_in_dim":
-        dims, shape = params["broadcast_dimensions"], params["shape"]
-        has_rows = rows[0] if rows else False
-        if has_rows and dims[:count] != tuple(range(count)):
-            return None
-        dims = dims[count:] if has_rows else dims
-        if any(k < count for k in dims):
-            return None
-        dims = tuple(k - count for k in dims)
-        return {**params, "broadcast_dimensions": dims, "shape": shape[count:]}
-    if rows != [True]:
-        return None
-    first = shapes[0][:count]
-    if name in REDUCTIONS or name in ("argmax", "argmin"):
-        return moved("axes")
-    if name in _CUMULATIVE:
-        return moved("axis")
-    if name == "sort":
-        return moved("dimension")
-    if name == "rev":
-        return moved("dimensions")
-    if name == "split":
-        return moved("axis")
-    if name == "squeeze":
-        return moved("dimensions")
-    if name == "reshape":
-        if out[:count] != first or params["dimensions"] is not None:
-            return None
-        return {**params, "new_sizes": out[count:]}
-    if name == "transpose":
-        order = params["permutation"]
-        if order[:count] != tuple(range(count)):
-            return None
-        return {**params, "permutation": tuple(k - count for k in order[count:])}
-    if name == "slice":
-        if out[:count] != first:
-            return None
-        return {
-            key: None if params[key] is None else tuple(params[key][count:])
-            for key in ("start_indices", "limit_indices", "strides")
-        }
-    return None

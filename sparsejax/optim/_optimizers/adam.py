@@ -233,7 +233,7 @@ class _Moments(NamedTuple):
     b1: Any
     b2: Any
     eps: Any
-    one_a_row: bool  # the second moment
+    rowwise_nu: bool  # one second moment a row
     row_count: bool
     mu_dtype: Any
 
@@ -247,7 +247,7 @@ def _adam(
     moments: _Moments, learning_rate: Any, direction: Callable
 ) -> optax.GradientTransformationExtraArgs:
     """Steps of `-learning_rate * direction(r, w)`, with r as above."""
-    b1, b2, eps, one_a_row, by_row_count, mu_dtype = moments
+    b1, b2, eps, rowwise_nu, by_row_count, mu_dtype = moments
 
     def init(params):
         def first(p):
@@ -256,7 +256,7 @@ def _adam(
 
         def second(p):
             wide = indexing.accumulator_dtype(p.dtype)
-            return base.row_zeros(p) if one_a_row else jnp.zeros_like(p, dtype=wide)
+            return base.row_zeros(p) if rowwise_nu else jnp.zeros_like(p, dtype=wide)
 
         touched = None
         if by_row_count:
@@ -274,16 +274,16 @@ def _adam(
             wide = nu.dtype
             gradient = g.astype(wide)
             square = gradient * gradient
-            square = base.row_mean(square) if one_a_row else square
+            square = base.row_mean(square) if rowwise_nu else square
             new_mu = _moment(b1, mu.astype(wide), gradient)
             new_nu = _moment(b2, nu, square)
 
             corrections = (base.bias_correction(b, times, wide) for b in (b1, b2))
             first, second = corrections
-            if not one_a_row:
+            if not rowwise_nu:
                 second = base.per_row(second, g)
             divisor = base.root(new_nu / second) + base.like(eps, nu)
-            divisor = base.per_row(divisor, g) if one_a_row else divisor
+            divisor = base.per_row(divisor, g) if rowwise_nu else divisor
             r = base.divide(new_mu / base.per_row(first, g), divisor)
             step = -base.like(rate, nu) * direction(r, w)
             new = new_mu.astype(mu.dtype), new_nu, *([times] if touched else [])

@@ -181,3 +181,56 @@ def _root_jvp(primals, tangents):
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a / b`, or `a` where `b` is 0; so 0 where both are 0."""
     return a / jnp.where(b == 0, like(1, b), b)
+
+
+def add_as_two(total: jax.Array, x: jax.Array) -> jax.Array:
+    """`total + x`, where a total is the unevaluated sum of two floats.
+
+    Knuth's two-sum: a sum of a million logarithms near zero keeps its last digits.
+    """
+    high, low = total[0], total[1]
+    rounded = high + x
+    back = rounded - high
+    low = low + ((high - (rounded - back)) + (x - back))
+    new = rounded + low
+    return jnp.stack([new, low - (new - rounded)])
+
+
+# ------------------------------------------------------------------ own states
+
+
+def find_states(call: str, state: Any, kind: type, maker: str) -> tuple[list[Any], Any]:
+    """Flattens `state` into leaves and states of a kind, wherever these are.
+
+    Args:
+      call: the public name, for messages.
+      state: the whole state of an optimizer.
+      kind: the type of the states.
+      maker: the function of `sparsejax.optim` that makes them.
+
+    Returns:
+      Leaves and structure.
+
+    Raises:
+      ValueError: there is no such state.
+    """
+    is_ours = lambda x: isinstance(x, kind)
+    nodes, treedef = jax.tree.flatten(state, is_leaf=is_ours)
+    if not any(map(is_ours, nodes)):
+        raise ValueError(
+            f"{call}: state must contain the state of sparsejax.optim.{maker}. Pass "
+            f"the whole state of an optimizer that has {maker} in its chain."
+        )
+    return nodes, treedef
+
+
+def check_same_tree(call: str, params: Any, tree: Any) -> None:
+    """Raises a ValueError unless `params` have the structure of `tree`."""
+    structures = (
+        jax.tree.structure(x, is_leaf=trees.is_none_or_masked) for x in (params, tree)
+    )
+    if len(set(structures)) > 1:
+        raise ValueError(
+            f"{call}: params must be all parameters that the optimizer trains, "
+            f"{_arguments.show_tree(tree)}, got {_arguments.show_tree(params)}."
+        )

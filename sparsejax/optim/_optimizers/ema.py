@@ -175,23 +175,13 @@ def ema_params(params: PyTree, state: PyTree) -> Any:
     References:
       TensorFlow, `ExponentialMovingAverage.average`; `optax.ema`.
     """
-    is_ours = lambda x: isinstance(x, EmaState)
-    nodes = [x for x in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(x)]
-    if not nodes:
-        raise ValueError(
-            f"{READ}: state must contain the state of sparsejax.optim.ema. Pass the "
-            "whole state of an optimizer that has ema in its chain."
-        )
+    nodes, _ = base.find_states(READ, state, EmaState, "ema")
     weights, treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
     result, averaged = list(weights), set()
     for node in nodes:
-        structure = jax.tree.structure(node.last, is_leaf=trees.is_none_or_masked)
-        if structure != treedef:
-            raise ValueError(
-                f"{READ}: params must be all parameters that the optimizer trains, "
-                f"{_arguments.show_tree(node.last)}, got "
-                f"{_arguments.show_tree(params)}."
-            )
+        if not isinstance(node, EmaState):
+            continue
+        base.check_same_tree(READ, params, node.last)
         columns = map(treedef.flatten_up_to, (node.average, node.last))
         for i, (w, average, last) in enumerate(zip(weights, *columns)):
             if trees.is_none_or_masked(last):

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsejax import _arguments
 from sparsejax._arguments import PyTree, Scalar
 from sparsejax._rows import indexing
 from sparsejax.optim._lazy import checks, trees
@@ -32,6 +31,7 @@ from sparsejax.optim._optimizers import base
 
 
 CALL = "sparsejax.optim.weight_decay"
+FLUSH = "sparsejax.optim.flush_weight_decay"
 
 
 class WeightDecayState(NamedTuple):
@@ -122,7 +122,7 @@ def weight_decay(
     def update(updates, state, params=None):
         checks.require_params(CALL, params, "the decay is a fraction of the weights")
         step = _log_of_step(weight_decay, base.at(learning_rate, state.count), state)
-        log_decay = _add(state.log_decay, step)
+        log_decay = base.add_as_two(state.log_decay, step)
 
         def rule(u, decayed, w):
             wide = indexing.accumulator_dtype(indexing.promote(u.dtype, w.dtype))
@@ -168,25 +168,12 @@ def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:
     References:
       FBGEMM, `flush`.
     """
-    is_ours = lambda x: isinstance(x, WeightDecayState)
-    nodes, treedef = jax.tree.flatten(state, is_leaf=is_ours)
-    if not any(map(is_ours, nodes)):
-        raise ValueError(
-            "sparsejax.optim.flush_weight_decay: state must contain the state of "
-            "sparsejax.optim.weight_decay. Pass the whole state of an optimizer that "
-            "has weight_decay in its chain."
-        )
+    nodes, treedef = base.find_states(FLUSH, state, WeightDecayState, "weight_decay")
     weights, params_treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
     for k, node in enumerate(nodes):
-        if not is_ours(node):
+        if not isinstance(node, WeightDecayState):
             continue
-        structure = jax.tree.structure(node.decayed, is_leaf=trees.is_none_or_masked)
-        if structure != params_treedef:
-            raise ValueError(
-                "sparsejax.optim.flush_weight_decay: params must be all parameters "
-                f"that the optimizer trains, {_arguments.show_tree(node.decayed)}, got "
-                f"{_arguments.show_tree(params)}."
-            )
+        base.check_same_tree(FLUSH, params, node.decayed)
         decayed = params_treedef.flatten_up_to(node.decayed)
         for i, (w, rows) in enumerate(zip(weights, decayed)):
             if trees.is_none_or_masked(rows):  # not decayed
@@ -208,16 +195,6 @@ def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.
     # The value of a schedule cannot be checked. Keep it below 1, so that L is finite.
     most = np.nextafter(np.ones((), taken.dtype), np.zeros((), taken.dtype))
     return jnp.log1p(-jnp.minimum(taken, most))
-
-
-def _add(total: jax.Array, x: jax.Array) -> jax.Array:
-    """`total`, the sum of two floats, plus `x`, as two floats (Knuth's two-sum)."""
-    high, low = total[0], total[1]
-    rounded = high + x
-    back = rounded - high
-    low = low + ((high - (rounded - back)) + (x - back))
-    new = rounded + low
-    return jnp.stack([new, low - (new - rounded)])
 
 
 def _missed(log_decay: jax.Array, decayed: jax.Array, w: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ earlier step, since emptying the buffer only writes ids.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -129,9 +128,11 @@ def accumulate(
     inner = optax.with_extra_args_support(tx)
     every_k: Any = every_k_schedule
     if not callable(every_k):
-        every_k = _positive_int(
-            every_k, "every_k_schedule", " or a function of the step"
-        )
+        hint = " Or pass a function of the step."
+        if isinstance(every_k, bool):
+            want = "a positive int"
+            raise _arguments.wrong_type(CALL, "every_k_schedule", want, str(every_k))
+        every_k = _arguments.static_int(CALL, "every_k_schedule", every_k, 1, hint)
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
@@ -273,24 +274,22 @@ def _emptied(due: jax.Array, held: Any) -> Any:
 
 def _slots(params: Any, capacity: Any) -> list[int | None]:
     """The number of slots of each leaf of `params`; None if its sum is an array."""
-    is_none = lambda x: x is None
-    try:
-        capacities, treedef = jax.tree.flatten(capacity, is_leaf=is_none)
-        subtrees = treedef.flatten_up_to(params)
-    except ValueError:
+    by_subtree = _prefix(capacity, params)
+    if by_subtree is None:
         raise ValueError(
             f"{CALL}: capacity must be an int or a prefix of the params tree, with "
             "None for leaves with a dense gradient, got "
-            f"{_arguments.show_tree(capacity, is_none)} for params "
+            f"{_arguments.show_tree(capacity, _is_none)} for params "
             f"{_arguments.show_tree(params)}."
-        ) from None
+        )
     slots = []
-    for number, subtree in zip(capacities, subtrees):
+    for number, subtree in by_subtree:
         leaves, treedef = trees.flatten(subtree)
         is_for_one_leaf = jax.tree_util.treedef_is_leaf(treedef)
         lowest_rank = 1 if is_for_one_leaf else 2
         if number is not None:
-            number = _positive_int(number, "capacity", ", or a tree of ints and None")
+            hint = " Or pass a tree of ints and None."
+            number = _arguments.static_int(CALL, "capacity", number, 1, hint)
         for leaf in leaves:
             dense = trees.is_none_or_masked(leaf) or np.ndim(leaf) < lowest_rank
             slots.append(None if dense else number)
@@ -299,36 +298,33 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
 
 def _row_axes(params: Any, stacked: Any) -> list[int]:
     """For each leaf of `params`, how many of its axes run over rows."""
-    is_none = lambda x: x is None
-    try:
-        marks, treedef = jax.tree.flatten(stacked, is_leaf=is_none)
-        subtrees = treedef.flatten_up_to(params)
-    except ValueError:
-        marks, subtrees = [stacked], [params]
-    if not all(mark is None or isinstance(mark, bool) for mark in marks):
+    by_subtree = _prefix(stacked, params)
+    if by_subtree is None or not all(
+        mark is None or isinstance(mark, bool) for mark, _ in by_subtree
+    ):
         raise ValueError(
             f"{CALL}: stacked must be True, False or a prefix of the params tree with "
-            f"these at its leaves, got {_arguments.show_tree(stacked, is_none)} for "
+            f"these at its leaves, got {_arguments.show_tree(stacked, _is_none)} for "
             f"params {_arguments.show_tree(params)}."
         )
     return [
         2 if mark and np.ndim(leaf) > 2 else 1
-        for mark, subtree in zip(marks, subtrees)
+        for mark, subtree in by_subtree
         for leaf in trees.flatten(subtree)[0]
     ]
 
 
-def _positive_int(number: Any, name: str, more: str) -> int:
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _prefix(prefix: Any, params: Any) -> list[tuple[Any, Any]] | None:
+    """Leaves of a prefix of `params` with their subtrees; None if it is no prefix."""
     try:
-        found = operator.index(number)
-    except TypeError:
-        found = 0
-    if found < 1 or isinstance(number, bool):
-        raise ValueError(
-            f"{CALL}: {name} must be a positive int{more}, got "
-            f"{_arguments.show(number)}."
-        )
-    return found
+        leaves, treedef = jax.tree.flatten(prefix, is_leaf=_is_none)
+        return list(zip(leaves, treedef.flatten_up_to(params)))
+    except ValueError:
+        return None
 
 
 def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:

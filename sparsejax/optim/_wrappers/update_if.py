@@ -14,7 +14,6 @@ from jax import lax
 
 from sparsejax import _compat
 from sparsejax._rows import SelectedRows, is_selected_rows
-from sparsejax.transform.table import vary
 
 
 def update_if(
@@ -64,7 +63,7 @@ def update_if(
             of_skip = map(_compat.varying_axes, jax.tree.leaves(skip(state, params)))
             of_both = [a | b for a, b in zip(axes, of_skip)]
             leaves, treedef = jax.tree.flatten(branch(state, params))
-            return treedef.unflatten(map(vary, leaves, of_both))
+            return treedef.unflatten(map(_compat.to_varying, leaves, of_both))
 
         return run
 

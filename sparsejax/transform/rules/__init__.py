@@ -1,4 +1,4 @@
-"""Rules: what the walk does with each primitive that takes a table.
+"""Rules: how the walk treats each primitive that takes a table.
 
 Importing this package registers them.
 

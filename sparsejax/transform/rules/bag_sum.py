@@ -1,7 +1,7 @@
-"""The rule for `bag_sum`: a table of which the program uses only sums of rows.
+"""The rule for `bag_sum`: the program uses only sums of a table's rows.
 
-The cotangent of a row is a (weighted) copy of its bag's. So the rows need not be an
-array, and the gradient of the table is the ids with those copies.
+The cotangent of a row is the cotangent of its bag, times the weight. So the rows need
+not be an array, and the gradient of the table is the ids with these cotangents.
 """
 
 import functools
@@ -29,7 +29,7 @@ def _bag_sum_rule(
         return NotImplemented  # the ids or weights are a table
     ids = ctx.dense(ids, live=False)
     rest = tuple(ctx.dense(x, "takes the whole array, as weights") for x in rest)
-    assert spec.bits is None  # codes are not floats
+    assert spec.bits is None  # quantized codes are integers, which have no gradient
     weights, segment_ids = spec.weights(rest), spec.segment_ids(rest)
     add = functools.partial(
         bag_sum,
@@ -46,7 +46,7 @@ def _bag_sum_rule(
         return NotImplemented
     if ref.reader is not None:
         return ref.reader.bag_sum(ctx, ref, ids, weights, segment_ids, spec.num_bags)
-    # The rows of any other view are computed first, and are then a small table.
+    # The rows of any other view are read first, and are then a small table.
     rows = indexing.merge_axes(ctx.read(ref, ids, drop=False), ids.ndim)
     positions = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
     positions = jnp.where(indexing.in_range(ids, ref.height), positions, ids.size)

@@ -1,6 +1,6 @@
 """Rules for calls: jit, closed_call, and functions with a custom derivative.
 
-A nested `jit` is walked where it stands.
+The program of a nested `jit` is walked as part of the enclosing one.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from sparsejax import _compat
-from sparsejax._compat import primitives as p
+from sparsejax import _compat, _primitives
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef
 
 
-@register_rule(p.jit_p)
+@register_rule(*_primitives.JITS)
 def _jit_rule(
     ctx: RuleContext,
     *inputs: Any,
@@ -26,7 +25,7 @@ def _jit_rule(
     name: str = "jit",
     **_: Any,
 ) -> list[Any]:
-    # Inlined: outside of jit a rebuilt one would recompile at every call, and inside
+    # Inlined: outside of jit a rebuilt jit would recompile at every call, and inside of
     # jit XLA inlines it anyway. Its sharding constraints are kept.
     args = _constrain(inputs, in_shardings)
     with jax.named_scope(name):
@@ -44,28 +43,23 @@ def _constrain(xs: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     return [one(x, s) for x, s in zip(xs, [*shardings, *pad])]
 
 
-# jax 0.12 calls what a gradient of a scan hoists out of it by `eval_jaxpr`.
-@register_rule("closed_call", "call", "eval_jaxpr")
+# jax 0.12 has an `eval_jaxpr` for what a gradient of a scan hoists out of the loop.
+@register_rule(*_primitives.PLAIN_CALLS)
 def _call_rule(ctx: RuleContext, *inputs: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
     return ctx.walk(call_jaxpr, inputs)
 
 
-@register_flow(
-    p.jit_p,
-    _compat.remat_p,
-    "closed_call",
-    "call",
-    "eval_jaxpr",
-    _compat.shard_map_p,
-)
+@register_flow(*_primitives.JITS, *_primitives.CHECKPOINTS, *_primitives.PLAIN_CALLS)
 def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
-    jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    return liveness.inputs(_compat.open_jaxpr(jaxpr)[0], out)
+    called = _primitives.called(eqn)
+    assert called is not None
+    return liveness.inputs(called[0], out)
 
 
-@register_rule(p.custom_jvp_call_p, p.custom_vjp_call_p)
+@register_rule(*_primitives.CUSTOM_CALLS)
 def _custom_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
-    # The user's derivative is written for the whole table; a walk of the body would
+    # The user's derivative is written for the whole table. A walk of the body would
     # differentiate the body instead.
+    del params
     why = "gives its own derivative for the whole table"
     return _compat.bind(ctx.eqn, [ctx.dense(x, why) for x in inputs])

@@ -1,8 +1,8 @@
 """Rules for scan, cond (and switch) and checkpoint: equations that contain a body.
 
 They are rebuilt with public functions of JAX around a walk of their body: deltas go in
-and ids come out, those of a loop stacked along its length. Bodies close over tables
-(and everything else that does not change), so no table is carried, stacked or returned.
+and ids come out, stacked along the length of a loop. Bodies close over tables (and all
+else that does not change), so no table is carried, stacked or returned.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from sparsejax.transform.interpreter import (
     register_rule,
 )
 from sparsejax.transform.liveness import Liveness, register_flow
-from sparsejax.transform.table import TableRef, replicate, reshard, vary
+from sparsejax.transform.table import TableRef, replicate, reshard
 
 
 _RETURNED = "returns it whole"
@@ -44,7 +44,7 @@ def _checkpoint_rule(
         reads = ctx.reads.of_body(deltas)
         outs = ctx.walk(jaxpr, full, reads)
         found[:] = reads.sites
-        # Of a view only the operands are arrays of the body.
+        # The body returns the operands of a view; its other fields are static.
         views[:] = [o if isinstance(o, TableRef) else None for o in outs]
         return [v.operands if v else o for o, v in zip(outs, views)], reads.ids
 
@@ -122,7 +122,7 @@ def _scan_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[
 def _loop_liveness(
     liveness: Liveness, body: Any, out: Sequence[bool], n_consts: int, n_carry: int
 ) -> tuple[bool, ...]:
-    """Which outputs of a step are live: after the loop, or in the next step."""
+    """For each output of a step, True if it is live after it or in the next step."""
     live = tuple(out)
     while True:
         ins = liveness.inputs(body, live)[n_consts : n_consts + n_carry]
@@ -180,7 +180,7 @@ def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
             # Numbers of rows may be symbolic, in an export.
             size = _compat.max_dim(seen.num_rows, total[site.table])
             axes = seen.axes | site.axes
-            # Reads that are put together lie elsewhere in the one than by themselves.
+            # A read that is put together with others moves to another place.
             kind = seen.kind and seen.kind.moved()
             result[site.table] = seen._replace(lead=(size,), axes=axes, kind=kind)
     return [result[table] for table in sorted(result)]
@@ -204,11 +204,11 @@ def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
     height = ctx.run.heights[shared.table]
     dtype = _arguments.index_dtype(height)
     pairs = zip(reads.sites, reads.ids)
-    # Branches must agree on the sharding over explicit mesh axes, too.
+    # Branches must also agree on the sharding over explicit mesh axes.
     mine = [replicate(i).reshape(-1) for s, i in pairs if s.table == shared.table]
     rest = shared.num_rows - sum(i.size for i in mine)
     empty = jnp.full((rest,), height, dtype)
-    mine = [vary(i, shared.axes) for i in (*mine, empty)]
+    mine = [_compat.to_varying(i, shared.axes) for i in (*mine, empty)]
     return jnp.concatenate(mine)
 
 

@@ -14,26 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax import _compat
+from sparsejax import _compat, _primitives
 from sparsejax._compat import primitives as p
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.liveness import register_flow
-from sparsejax.transform.table import TableRef, vary, without
+from sparsejax.transform.table import TableRef, without
 
 
 # -- one operand -----------------------------------------------------------------------
 
-_ELEMENTWISE = (
-    p.abs_p, p.acos_p, p.acosh_p, p.asin_p, p.asinh_p, p.atan_p, p.atanh_p, p.cbrt_p,
-    p.ceil_p, p.convert_element_type_p, p.cos_p, p.cosh_p, p.erf_p, p.erfc_p,
-    p.erf_inv_p,
-    p.exp_p, p.exp2_p, p.expm1_p, p.floor_p, p.integer_pow_p, p.is_finite_p, p.log_p,
-    p.log1p_p, p.logistic_p, _compat.name_p, p.neg_p, p.reduce_precision_p, p.round_p,
-    p.rsqrt_p, p.sign_p, p.sin_p, p.sinh_p, p.sqrt_p, p.square_p, p.tan_p, p.tanh_p,
-)  # fmt: skip
 
-
-@register_rule(*_ELEMENTWISE)
+@register_rule(*_primitives.UNARY)
 def _elementwise_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     # A cast of the table becomes a cast of the rows: flax's Embed(dtype=bfloat16) casts
     # all V rows before it looks up a few.
@@ -50,8 +41,8 @@ def _identity_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
 
 @register_rule("reshard")
 def _reshard_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
-    # jax 0.8 writes one before each argument of a shard_map; most of them move nothing.
-    # A table that does move is an array of its own.
+    # jax 0.8 writes a reshard before each argument of a shard_map; most of them move
+    # nothing. A table that moves becomes another array, which is a dense use.
     del params
     before, after = (v.aval.sharding for v in (*ctx.eqn.invars, *ctx.eqn.outvars))
     return ref if before == after else NotImplemented
@@ -85,21 +76,19 @@ def _stop_gradient_flow(liveness: Any, eqn: Any, out: Any) -> Sequence[bool]:
 def _pvary_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
     # shard_map marks a replicated table as varying before varying ids read it.
     axes = frozenset(params["axes"])
-    mark = functools.partial(vary, axes=axes)
+    mark = functools.partial(_compat.to_varying, axes=axes)
     outs = [x.then(mark) if isinstance(x, TableRef) else mark(x) for x in inputs]
     # Up to jax 0.9 one equation marks several arrays.
     return outs if ctx.eqn.primitive.multiple_results else outs[0]
 
 
-# -- two operands: one is the same for all rows, or both are views of one table --------
+# -- two operands: one is equal for all rows, or both are views of one table -----------
 
 
-@register_rule(
-    p.mul_p, p.div_p, p.add_p, p.sub_p, p.max_p, p.min_p, p.pow_p, p.rem_p, p.atan2_p
-)
+@register_rule(*_primitives.ARITHMETIC)
 def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
     if isinstance(x, TableRef) and isinstance(y, TableRef) and x.index != y.index:
-        # A parameter [1, D] that is combined with each row of a table is none itself.
+        # A [1, D] parameter broadcast against a table is an ordinary parameter.
         why = "combines it with all rows of a table"
         x, y = (ctx.dense(z, why) if _is_one_row(z) else z for z in (x, y))
         if not isinstance(x, TableRef) and not isinstance(y, TableRef):
@@ -118,7 +107,7 @@ def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
             shape = np.broadcast_shapes(rows.shape[1:], other.shape[1:])
             rows = jnp.broadcast_to(rows, rows.shape[:1] + shape)
             other = jnp.broadcast_to(other, rows.shape)
-        other = vary(other, _compat.varying_axes(rows))
+        other = _compat.to_varying(other, _compat.varying_axes(rows))
         args = (rows, other) if left else (other, rows)
         rows = ctx.eqn.primitive.bind(*args, **params)
         return jnp.broadcast_to(rows, rows.shape[:1] + content)
@@ -146,7 +135,7 @@ def _is_one_row(ref: TableRef) -> bool:
 def _same_for_all_rows(
     ctx: RuleContext, ref: TableRef, other: Any, position: int
 ) -> jax.Array | None:
-    """`other` as `()` or `[1, ...]` if it is the same for every row, else None."""
+    """`other` as `()` or `[1, ...]` if it is equal for every row, else None."""
     if np.ndim(other) == 0:
         return jnp.asarray(other)
     if all(np.shape(other)[axis] == 1 for axis in ref.row_axes):

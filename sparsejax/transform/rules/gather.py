@@ -153,9 +153,9 @@ _MODES = (
 
 
 def _whole_rows(
-    ref: TableRef, sizes: Sequence[int], besides: Sequence[int] = ()
+    ref: TableRef, sizes: Sequence[int], other_axes: Sequence[int] = ()
 ) -> bool:
-    rest = set(range(ref.ndim)) - {*ref.row_axes, *besides}
+    rest = set(range(ref.ndim)) - {*ref.row_axes, *other_axes}
     return all(sizes[d] == ref.shape[d] for d in rest)
 
 
@@ -182,16 +182,16 @@ def _ids_read(
     """The rows that a gather reads.
 
     Args:
-      indices: those of the gather, `[*batch, k]`.
-      sizes, lasts, height: of each axis of rows its length and the last start in range,
-        and how many rows there are in all.
+      indices: the indices of the gather, `[*batch, k]`.
+      sizes, lasts, height: for each axis of rows its length and the last start in
+        range, and the number of all rows.
       dims, mode: parameters of the gather.
       axes: the axes of rows.
       widths: how many places are read along each.
 
     Returns:
-      Row numbers `[*batch, *widths]`; and a mask `[*batch]` of those whose transpose
-      adds to the table, or None for all.
+      Row numbers `[*batch, *widths]`; and a mask `[*batch]` of the reads whose
+      transpose adds to the table, or None for all.
     """
     batch = indices.shape[:-1]
     checks = []
@@ -206,7 +206,7 @@ def _ids_read(
             given = indices[..., list(dims.start_index_map).index(axis)]
             start = jnp.clip(given, _arguments.scalar(0, given), last)
             if mode != lax.GatherScatterMode.CLIP:
-                # XLA clamps a read that is out of range in these modes, too, but its
+                # In these modes XLA also clamps a read that is out of range, but the
                 # transpose drops it.
                 checks.append(given == start)
         start = start[..., None]
@@ -221,8 +221,8 @@ def _ids_read(
         return ids, None
     valid = functools.reduce(operator.and_, checks)
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        # What these read is replaced. With ids out of range, a gradient of this
-        # gradient drops them as well.
+        # The rows of the others are replaced. Since their ids are out of range, a
+        # gradient of this gradient also drops them.
         ids = jnp.where(indexing.append_axes(valid, ids.ndim), ids, height)
     return ids, valid
 
@@ -249,14 +249,14 @@ def _sizes(ref: TableRef, like: Any) -> tuple[Any, ...]:
 
 
 def _move_axes(rows: jax.Array, start: int, axes: Sequence[int]) -> jax.Array:
-    """The axes of rows, which come first after `start` others, put at `axes`."""
+    """Moves the axes of rows, which follow `start` other axes, to `axes`."""
     here = tuple(range(start, start + len(axes)))
     there = tuple(start + axis for axis in axes)
     return rows if here == there else jnp.moveaxis(rows, here, there)
 
 
 def _diagonal(x: jax.Array, k: int, d: int) -> jax.Array:
-    """`x` with axis `d` of length 1: element i of it where axis `k` is at i."""
+    """`x` with axis `d` of length 1, which has element i at place i of axis `k`."""
     shape = [1] * x.ndim
     shape[k] = x.shape[k]
     at = lax.broadcasted_iota(jnp.int32, shape, k)
@@ -267,7 +267,7 @@ def _diagonal(x: jax.Array, k: int, d: int) -> jax.Array:
 def _fill_unless(keep: jax.Array, rows: jax.Array, fill: Any) -> jax.Array:
     """`rows` where the mask `keep` of the first axes is True, else `fill`.
 
-    Jitted, so that `jax_debug_nans` sees the fill value only where it is used.
+    Jitted, so that `jax_debug_nans` sees the fill value only if it is used.
     """
     return jnp.where(indexing.append_axes(keep, rows.ndim), rows, fill)
 

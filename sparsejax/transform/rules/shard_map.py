@@ -1,9 +1,9 @@
 """The rule for `shard_map` with replicated tables.
 
 Every device reads rows of its own copy. The deltas are sharded like the reads: over the
-mesh axes along which the rows read vary. Over the other axes they are replicated: there
-every device has the same rows and the same cotangent, which counts once. So the
-gradient has `devices x n` slots, and nothing of the table's size is exchanged.
+mesh axes along which the rows read vary. Over the other axes they are replicated: all
+devices have the same rows and the same cotangent, which counts once. So the gradient
+has `devices x n` slots, and nothing of the table's size is exchanged.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from sparsejax import _compat
 from sparsejax.transform.interpreter import RuleContext, Site, register_rule
-from sparsejax.transform.table import TableRef, vary
+from sparsejax.transform.liveness import Liveness, register_flow
+from sparsejax.transform.table import TableRef
 
 
 @register_rule(_compat.shard_map_p)
@@ -52,11 +53,11 @@ def _shard_map_rule(
         pairs = zip(deltas, body_sites)
         reads = ctx.reads.of_body([d.reshape(s.lead + d.shape[1:]) for d, s in pairs])
         outs = ctx.walk(jaxpr, args, reads)
-        # Without vma types it is unknown along which axes reads vary: assume all.
+        # Without vma types the axes along which reads vary are unknown: assume all.
         found[:] = [s if check_vma else s._replace(axes=manual) for s in reads.sites]
         ids = [i.reshape(-1) for i in reads.ids]
         if check_vma:
-            ids = [vary(i, site.axes) for i, site in zip(ids, found)]
+            ids = [_compat.to_varying(i, site.axes) for i, site in zip(ids, found)]
         outs = [ctx.dense(o, "returns it", live) for o, live in zip(outs, ctx.live)]
         return outs, ids
 
@@ -72,6 +73,13 @@ def _shard_map_rule(
     ctx.set_body_sites(found)
     ctx.reads.add([_from_outside(site, mesh, manual) for site in found], ids)
     return outs
+
+
+@register_flow(_compat.shard_map_p)
+def _shard_map_flow(
+    liveness: Liveness, eqn: Any, out: tuple[bool, ...]
+) -> Sequence[bool]:
+    return liveness.inputs(_compat.open_jaxpr(eqn.params["jaxpr"])[0], out)
 
 
 def _from_outside(site: Site, mesh: Any, manual: frozenset) -> Site:

@@ -1,0 +1,49 @@
+"""Primitives of JAX, by name, in sets of those with a property in common.
+
+The rules of `transform` and the judge of `optim` look primitives up here, so a new one
+is added once. By name, since releases of JAX keep names longer than modules: a name
+that a release lacks does no harm.
+"""
+
+from typing import Any
+
+from sparsejax import _compat
+
+
+# Elementwise functions of one array of numbers, with static parameters only.
+UNARY = frozenset(
+    "abs acos acosh asin asinh atan atanh cbrt ceil convert_element_type cos cosh erf "
+    "erf_inv erfc exp exp2 expm1 floor integer_pow is_finite log log1p logistic name "
+    "neg reduce_precision round rsqrt sign sin sinh sqrt square tan tanh".split()
+)
+
+# Elementwise functions of two arrays with a derivative in each.
+ARITHMETIC = frozenset("add atan2 div max min mul pow rem sub".split())
+
+# All elementwise functions: an element of the output depends on that of each input.
+ELEMENTWISE = (
+    UNARY
+    | ARITHMETIC
+    | frozenset(
+        "add_any and clamp copy copy_p eq ge gt le lt ne nextafter not or select_n "
+        "shift_left shift_right_arithmetic shift_right_logical stop_gradient "
+        "xor".split()
+    )
+)
+
+# Calls of a program with the inputs of the equation, and the parameter that has it.
+JITS = frozenset(["jit", "pjit"])  # pjit up to jax 0.7
+CHECKPOINTS = frozenset(["checkpoint", "remat2"])
+PLAIN_CALLS = frozenset("closed_call call eval_jaxpr".split())
+CUSTOM_CALLS = frozenset("custom_jvp_call custom_vjp_call".split())
+CALLS = {
+    **dict.fromkeys(JITS | CHECKPOINTS, "jaxpr"),
+    **dict.fromkeys(PLAIN_CALLS | CUSTOM_CALLS, "call_jaxpr"),
+}
+
+
+def called(eqn: Any) -> tuple[Any, list[Any]] | None:
+    """The program that an equation calls, as `(open jaxpr, consts)`, or None."""
+    key = CALLS.get(eqn.primitive.name)
+    jaxpr = eqn.params.get(key) if key else None
+    return None if jaxpr is None else _compat.open_jaxpr(jaxpr)

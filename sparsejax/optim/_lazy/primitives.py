@@ -1,0 +1,128 @@
+"""Which primitives work row by row, by property.
+
+"Row by row" means that an output entry of a row is computed from that row's entry of
+each input.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sparsejax import _compat
+
+
+_ELEMENTWISE = frozenset(
+    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos "
+    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le "
+    "log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision "
+    "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
+    "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+)
+LINEAR = frozenset("neg convert_element_type copy copy_p".split())
+_MATMULS = frozenset(["dot_general"])
+_CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
+REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
+)
+JITS = frozenset(["jit", "pjit"])
+_CALLS = {
+    **dict.fromkeys(JITS, "jaxpr"),
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+
+
+def program_of(eqn: Any) -> tuple[Any, list[Any]] | None:
+    """The program that an equation calls, as `(open jaxpr, consts)`."""
+    key = _CALLS.get(eqn.primitive.name)
+    jaxpr = eqn.params.get(key) if key else None
+    return None if jaxpr is None else _compat.open_jaxpr(jaxpr)
+
+
+def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
+    """An equation's parameters as one row sees them, None if it mixes rows.
+
+    An output entry of a row is then computed from that row's entry of the inputs.
+
+    Args:
+      eqn: an equation with at least one input that has rows, or a broadcast.
+      rows: for each input, True if it has one entry per row.
+      count: number of leading axes that run over rows, 2 for a stack of tables.
+
+    Returns:
+      A dict in which axes and shapes leave out the leading ones, so that programs for
+      different numbers of rows can be compared.
+    """
+    name, params = eqn.primitive.name, dict(eqn.params)
+    params.pop("sharding", None)  # of the rows, which differs with their number
+    shapes = [v.aval.shape for v in eqn.invars]
+    out = eqn.outvars[0].aval.shape
+    if name in _ELEMENTWISE:
+        # An array [1, D] is one row for all; a scalar broadcasts, too.
+        alone = (shape for shape, has_rows in zip(shapes, rows) if not has_rows)
+        if any(shape and shape[:1] != (1,) for shape in alone):
+            return None
+        return params
+
+    def moved(*names):  # axes that must not be those of rows
+        for key in names:
+            axes = params[key]
+            axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+            if any(axis < count for axis in axes):
+                return None
+            params[key] = tuple(axis - count for axis in axes)
+        return params
+
+    if name in _MATMULS:
+        (left, right), batch = params["dimension_numbers"]
+        if rows != [True, False] or any(batch) or any(k < count for k in left):
+            return None
+        left = tuple(k - count for k in left)
+        return {**params, "dimension_numbers": (left, tuple(right))}
+    if name == "concatenate":
+        return moved("dimension") if all(rows) else None
+    if name == "broadcast_in_dim":
+        dims, shape = params["broadcast_dimensions"], params["shape"]
+        has_rows = rows[0] if rows else False
+        if has_rows and dims[:count] != tuple(range(count)):
+            return None
+        dims = dims[count:] if has_rows else dims
+        if any(k < count for k in dims):
+            return None
+        dims = tuple(k - count for k in dims)
+        return {**params, "broadcast_dimensions": dims, "shape": shape[count:]}
+    if rows != [True]:
+        return None
+    first = shapes[0][:count]
+    if name in REDUCTIONS or name in ("argmax", "argmin"):
+        return moved("axes")
+    if name in _CUMULATIVE:
+        return moved("axis")
+    if name == "sort":
+        return moved("dimension")
+    if name == "rev":
+        return moved("dimensions")
+    if name == "split":
+        return moved("axis")
+    if name == "squeeze":
+        return moved("dimensions")
+    if name == "reshape":
+        if out[:count] != first or params["dimensions"] is not None:
+            return None
+        return {**params, "new_sizes": out[count:]}
+    if name == "transpose":
+        order = params["permutation"]
+        if order[:count] != tuple(range(count)):
+            return None
+        return {**params, "permutation": tuple(k - count for k in order[count:])}
+    if name == "slice":
+        if out[:count] != first:
+            return None
+        return {
+            key: None if params[key] is None else tuple(params[key][count:])
+            for key in ("start_indices", "limit_indices", "strides")
+        }
+    return None

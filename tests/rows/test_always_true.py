@@ -1,0 +1,40 @@
+"""A predicate that is true for every value, and that XLA does not simplify."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from sparsejax import _compat
+from sparsejax._rows.always_true import always_true
+
+
+pytestmark = pytest.mark.window
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64"])
+def test_true_for_integers_but_the_least(dtype):
+    info = np.iinfo(dtype)
+    with _compat.enable_x64(True):
+        x = jnp.array([info.min + 1, -1, 0, 1, info.max], dtype)
+        assert always_true(x).all() and always_true(x).shape == x.shape
+        assert not always_true(jnp.array(info.min, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_true_for_all_floats(dtype):
+    with _compat.enable_x64(True):
+        values = [0.0, -0.0, 1.5, -1e-40, np.inf, -np.inf, np.nan]
+        assert always_true(jnp.array(values, dtype)).all()
+
+
+def test_the_compiled_program_computes_it():
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def choose(predicate):
+        run = lambda x: lax.cond(predicate(x), jnp.sin, jnp.cos, x)
+        return jax.jit(run).lower(x).compile().as_text()
+
+    assert "conditional(" in choose(lambda x: always_true(x[0]))
+    assert "conditional(" not in choose(lambda x: jnp.bool_(True))
