@@ -221,7 +221,7 @@ def test_counts_and_cut_off(least, most):
 
 
 def test_limits_of_columns(tmp_path):
-    """Limits of one column do not change others; `prune` is equal to limits in build."""
+    """Limits of a column do not change others; `prune` equals limits in `build`."""
     rng = np.random.default_rng(1)
     columns = {name: rng.zipf(1.5, 500) % 40 for name in ("user", "item", "tag")}
     least, most = {"user": 3, "tag": 2}, {"item": 5, "user": None}
