@@ -135,9 +135,10 @@ def test_columns_that_are_not_there(tmp_path, columns, message):
     path = _file(tmp_path, RATINGS, ",")
     where = f"{path} " if message.startswith(("has", "columns '")) else ""
     message = message.replace("columns 'u", "has the columns 'u")
-    with pytest.raises(ValueError, match=where + message):
+    error = TypeError if isinstance(columns, list) else ValueError
+    with pytest.raises(error, match=where + message):
         sj.data.read_ids(path, 9, columns)
-    with pytest.raises(ValueError, match=where + message):
+    with pytest.raises(error, match=where + message):
         sj.data.Vocabulary.build(path, columns)
 
 
