@@ -2,7 +2,7 @@
 
 Each takes dense and SelectedRows gradients, bare and inside of `lazy(chain(...))`,
 under strict promotion. The rules themselves are in test_optim_ftrl.py,
-test_optim_rowwise.py and test_optim_weight_decay.py.
+test_rowwise.py and test_weight_decay.py.
 """
 
 # optax's types know trees of arrays only.
