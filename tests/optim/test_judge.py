@@ -125,7 +125,7 @@ def test_users_own_transformations_are_judged_and_named():
 
 
 def _of_leaf(f, init=lambda w: None):
-    """A transformation `f(gradient, weights, state) -> (update, state)` of each leaf."""
+    """A transformation `f(gradient, weights, state) -> (update, state)` of a leaf."""
 
     def update(updates, state, params):
         leaves, treedef = jax.tree.flatten(updates)

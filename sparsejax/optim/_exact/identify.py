@@ -4,15 +4,15 @@ The parts of an optax transformation are closures, so nothing can be read out of
 Instead it is run on probes (see `shadow_model`), as one identifies an unknown system
 from its responses:
 
-- The ratio of a moment is what a zero-gradient step leaves of a 1.
+- The ratio of a moment is the result of a zero-gradient step from a moment of 1.
 - If the update is affine in a moment, that moment moves the weights: a first moment.
 - If the update depends on a moment but is not affine in it, that moment divides: the
   second moment.
-- What moves the weights without any moments is weight decay.
+- A change of the weights while all moments are zero is weight decay.
 
-A first step may differ from all later ones (a flag in the state says so). So the probes
-start from the state of a few steps of training, as well as from that of `init`, and
-what is no moment must be a constant or a step counter from the first step on.
+A first step may differ from all later ones, by a flag in the state. So the probes start
+from the state of `init`, and also from the state after a few steps of training. Leaves
+that are not moments must be constants or step counters from the first step on.
 
 Then the result is verified. The closed form must agree with the optimizer's own
 zero-gradient steps, from several step counts on, for small and large values of every
@@ -71,7 +71,7 @@ def find_recurrence(
       table: the index of the leaf.
 
     Raises:
-      NotExactError: there is none; it says why.
+      NotExactError: no recurrence was found; the message gives the reason.
     """
     try:
         return run_concretely(lambda: _find(tx, treedef, specs, table))
@@ -174,7 +174,7 @@ def _check_single_coordinates(
     in_rows, size = _in_rows(shadow, table)
     rng = np.random.default_rng(0)
     values = rng.random((1 + len(leaves), 4 * size)) + 0.5
-    # Of other signs as well: what looks at signs alone cannot tell positive numbers
+    # Of other signs, too: a part that uses only signs cannot tell positive numbers
     # apart. The root of a negative one is NaN, in both models. And large ones, which a
     # norm clips.
     signs = rng.choice([-1.0, 1.0], values.shape)
@@ -243,7 +243,7 @@ def _classify_moments(
             return (state, probes), None
 
         (state, probes), _ = jax.lax.scan(step, (state, probes), gradients)
-        # What training leaves at 0 may still be set by `init`, from the weights.
+        # A leaf that training leaves at 0 may still be set by `init`, from the weights.
         reached = (m[:1] for m in probes[table].moments)
         reached = tuple(jnp.where(m == 0, jnp.ones_like(m), m) for m in reached)
         ones = Probes(jnp.zeros(1, dtype), tuple(jnp.ones_like(m) for m in reached))
@@ -384,7 +384,7 @@ def _verify(shadow: ShadowModel, table: int, recurrence: Recurrence) -> None:
     fresh = jax.eval_shape(lambda: shadow.init(n))
 
     def run(count):
-        # After one step, for what the first one changes.
+        # After one step, because a first step may differ.
         start = shadow.init(n)
         first = tuple(start[k].reshape(-1) for k in recurrence.leaves)
         first = {table: Probes(jnp.asarray(weights), first)}
@@ -482,7 +482,7 @@ COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 def is_close(a: Any, b: Any) -> bool:
-    """Return True if arrays are equal, those of floats up to rounding."""
+    """Return True if arrays are equal; floats may differ by rounding."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # also if a step is being traced
             a, b = jax.random.key_data(a), jax.random.key_data(b)
