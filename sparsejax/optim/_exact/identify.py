@@ -302,7 +302,8 @@ def _choose_horizon_and_nodes(
 ) -> Recurrence:
     if not recurrence.first_moments:
         return recurrence
-    slowest = max(recurrence.ratios[k] for k in recurrence.first_moments)
+    k = max(recurrence.first_moments, key=lambda k: recurrence.ratios[k])
+    slowest, leaf = recurrence.ratios[k], recurrence.leaves[k]
     if recurrence.second_moment is not None:
         slowest /= max(recurrence.ratios[recurrence.second_moment], 1e-30) ** 0.5
     # Weights shrink meanwhile, so a later term counts for more.
@@ -310,13 +311,15 @@ def _choose_horizon_and_nodes(
     if slowest >= 1:
         raise NotExactError(
             "its momentum does not fade while a row gets no gradient (or not faster "
-            "than the second moment that divides it and the weights)"
+            "than the second moment that divides it and the weights)",
+            leaf,
         )
     steps = closed_form.horizon(slowest)
     if steps > MAX_HORIZON:
         raise NotExactError(
             f"its momentum fades too slowly: {steps} steps would have to be replayed, "
-            f"but the limit is {MAX_HORIZON}"
+            f"but the limit is {MAX_HORIZON}",
+            leaf,
         )
     recurrence = recurrence._replace(horizon=steps)
     if recurrence.second_moment is None:
@@ -324,7 +327,8 @@ def _choose_horizon_and_nodes(
     cases = _terms_of_displacement(shadow, table, recurrence)
     if not all(np.all(np.isfinite(scale)) for _, scale in cases):
         raise NotExactError(
-            "it divides by the root of a moment with nothing added: eps must not be 0"
+            "it divides by the root of a moment with nothing added: eps must not be 0",
+            recurrence.leaves[recurrence.second_moment],
         )
     for nodes in NODES:
         bound = max(closed_form.error_bound(*x, nodes=nodes) for x in cases)
