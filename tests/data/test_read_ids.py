@@ -131,11 +131,11 @@ def test_files_without_rows(tmp_path):
         ({"ids": "usr"}, "columns 'user, item, rating, time', expected the name 'usr'"),
     ],
 )
-def test_columns_that_are_not_there(tmp_path, columns: Any, message):
+def test_columns_that_are_not_there(tmp_path, columns, message):
     path = _file(tmp_path, RATINGS, ",")
     where = f"{path} " if message.startswith(("has", "columns '")) else ""
     message = message.replace("columns 'u", "has the columns 'u")
-    error: Any = TypeError if isinstance(columns, list) else ValueError
+    error: Any = ValueError if hasattr(columns, "keys") else TypeError
     with pytest.raises(error, match=where + message):
         sj.data.read_ids(path, 9, columns)
     with pytest.raises(error, match=where + message):
