@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from sparsejax import _compat, _primitives
 from sparsejax.optim._lazy import parts
@@ -341,7 +342,7 @@ _NEUTRAL = {"reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": 
 def _constant(x: Any) -> Fact:
     """A constant of the program."""
     value = None
-    if np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer):
+    if np.ndim(x) == 0 and not isinstance(x, Tracer):
         if not jnp.issubdtype(getattr(x, "dtype", type(x)), jax.dtypes.extended):
             value = np.asarray(x).item()
     return Fact(at_rest=value, empty=value, sign=_sign_of(value))
@@ -493,7 +494,7 @@ def _equal(x: Any, y: Any) -> bool:
     """Return True if two constants are equal."""
     if x is y:
         return True
-    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+    if isinstance(x, Tracer) or isinstance(y, Tracer):
         return False
     if jnp.issubdtype(getattr(x, "dtype", type(x)), jax.dtypes.extended):
         return False

@@ -432,9 +432,9 @@ class _Tree:
                 raise RefusedForAll(_cannot_run(self.tx, error)) from None
 
     def _unflatten(self, leaves: Sequence[Any]) -> Any:
-        leaves = iter(leaves)
+        present = iter(leaves)
         return self.treedef.unflatten(
-            s if _is_absent(s) else next(leaves) for s in self.specs
+            s if _is_absent(s) else next(present) for s in self.specs
         )
 
 

@@ -84,7 +84,7 @@ def innermost(part: tuple[Part, ...], tx: Any = None) -> Part:
 
 def name_of(tx: Any) -> str:
     """The name of a transformation: the function that made it, or its class."""
-    update = getattr(tx, "update", None)
+    update: Any = getattr(tx, "update", None)
     while hasattr(update, "func"):  # functools.partial
         update = update.func
     return _name(getattr(update, "__qualname__", None) or type(tx).__qualname__)

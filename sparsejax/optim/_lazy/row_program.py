@@ -212,7 +212,7 @@ class _Runner:
         self._pending = []
         self._number = itertools.count()
 
-    def value(self, x):
+    def value(self, x: Any) -> Any:
         """A global value, computed now if it is not known yet."""
         if isinstance(x, Reduction):
             if x.value is None:
@@ -321,7 +321,7 @@ class _Runner:
 
         So their reductions share a pass over the rows with those outside of it.
         """
-        found = [self.run(*body, ins) for body in bodies]
+        found = [self.run(jaxpr, consts, ins) for jaxpr, consts in bodies]
         outs = []
         for cases in zip(*found):
             if not any(isinstance(x, Node) for x in cases):

@@ -47,16 +47,17 @@ def find(
         first two for a `trees.StackSpec`.
     """
     more = _more_rows(tables)
+    blocked: dict[int, tuple[str, int | None]] = {}
     state = _state(init, treedef, specs)
     before, structure = jax.tree_util.tree_flatten_with_path(state)
     grown = _state(init, treedef, _grow(specs, more))
     after, grown_structure = jax.tree.flatten(grown)
     if structure != grown_structure:
         why = "the structure of its state depends on the number of rows"
-        blocked = dict.fromkeys(tables, (why, None))
+        blocked |= {table: (why, None) for table in tables}
         return StateLeaves((None,) * len(before), blocked, state)
 
-    owners, blocked = [], {}
+    owners = []
     table_of = {extra: table for table, extra in more.items()}
     for k, ((path, old), new) in enumerate(zip(before, after)):
         owner = None
