@@ -83,10 +83,6 @@ def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
     assert float(found["loss"]) == 1.0
 
 
-def test_the_readme_is_short():
-    assert len((pages.ROOT / "README.md").read_text().splitlines()) < 200
-
-
 @pytest.mark.once
 @pytest.mark.loose_promotion
 def test_the_programs_of_the_tutorial_train(tmp_path, monkeypatch, capsys):

@@ -124,6 +124,69 @@ def test_users_own_transformations_are_judged_and_named():
         lazy(tx).init(PARAMS)
 
 
+def _of_leaf(f, init=lambda w: None):
+    """A transformation `f(gradient, weights, state) -> (update, state)` of a leaf."""
+
+    def update(updates, state, params):
+        leaves, treedef = jax.tree.flatten(updates)
+        args = leaves, jax.tree.leaves(params), state
+        found = [f(*x) for x in zip(*args)]
+        return treedef.unflatten([u for u, _ in found]), [s for _, s in found]
+
+    return _user(update, lambda params: [init(w) for w in jax.tree.leaves(params)])
+
+
+# `(update, state)` of one table, all with state of its shape.
+BY_ROWS = {
+    "norm of each row": lambda g, w, s: (g * jnp.sum(w * w, axis=1)[:, None], s),
+    "softmax in a row": lambda g, w, s: (g * jax.nn.softmax(w, axis=1), s),
+    "matrix": lambda g, w, s: (g @ jnp.eye(g.shape[1]), s + g),
+    "order in a row": lambda g, w, s: (jnp.sort(g, axis=1)[:, ::-1], s),
+    "sum with weights": lambda g, w, s: (g * jnp.sum(g * w), s),
+    "rows with a gradient": lambda g, w, s: (g / jnp.sum(jnp.any(g != 0, axis=1)), s),
+    "largest": lambda g, w, s: (g / (1 + jnp.max(jnp.abs(g))), s),
+    "vector": lambda g, w, s: (g * jnp.arange(1.0, g.shape[1] + 1), s),
+    "halves": lambda g, w, s: (jnp.concatenate(jnp.split(g, 2, axis=1)[::-1], 1), s),
+    "where": lambda g, w, s: (jnp.where(s > 0, g, 0.5 * g), jnp.maximum(s, g)),
+}
+NOT_BY_ROWS = {
+    "norm of new weights": lambda g, w, s: (g / jnp.linalg.norm(w - g), s),
+    "norm of momentum": lambda g, w, s: (g / jnp.linalg.norm(s + g), s + g),
+    "largest weight": lambda g, w, s: (g / jnp.max(jnp.abs(w)), s),
+    "any weight": lambda g, w, s: (jnp.where(jnp.any(w > 9), 0, g), s),
+    "mean": lambda g, w, s: (g - jnp.mean(g, axis=0), s),
+    "variance": lambda g, w, s: (g / (1 + jnp.var(g)), s),
+    "largest, of either sign": lambda g, w, s: (g / (9 + jnp.max(g)), s),
+    "smallest": lambda g, w, s: (g * (1 + jnp.min(jnp.abs(g))), s),
+    "number of rows": lambda g, w, s: (g / jnp.sum(jnp.ones_like(g)), s),
+    "a number in each": lambda g, w, s: (g / (1 + jnp.sum(jnp.cos(g))), s),
+    "position": lambda g, w, s: (g * jnp.arange(g.shape[0])[:, None], s),
+    "first row": lambda g, w, s: (g - g[:1], s),
+    "row before": lambda g, w, s: (g - jnp.roll(g, 1, axis=0), s),
+    "running sum": lambda g, w, s: (jnp.cumsum(g, axis=0), s),
+    "softmax over rows": lambda g, w, s: (g * jax.nn.softmax(g, axis=0), s),
+    "largest row": lambda g, w, s: (g * jnp.argmax(jnp.sum(g, axis=1)), s),
+    "products of rows": lambda g, w, s: (g @ (g.T @ g), s),
+    "loop over rows": lambda g, w, s: (jax.lax.map(lambda x: x * 2, g), s),
+    "noise": lambda g, w, s: (g * jax.random.normal(jax.random.key(0), g.shape), s),
+    "state of all rows": lambda g, w, s: (g, s + jnp.sum(jnp.abs(g + 1))),
+}
+
+
+@pytest.mark.loose_promotion
+@pytest.mark.parametrize("name", [*BY_ROWS, *NOT_BY_ROWS])
+def test_what_a_user_may_write(name):
+    tx = _of_leaf({**BY_ROWS, **NOT_BY_ROWS}[name], jnp.zeros_like)
+    refused = judge.of_one_table(tx).refused
+    assert bool(refused) == (name in NOT_BY_ROWS), refused
+    if refused:
+        assert "test_judge.py:" in refused[0].why and refused[0].can_be_wrong
+    # After adam, a sum over rows counts only the rows read, but not their weights.
+    after_adam = judge.of_one_table(optax.chain(optax.scale_by_adam(), tx)).refused
+    expected = name in NOT_BY_ROWS or name == "sum with weights"
+    assert bool(after_adam) == expected
+
+
 def test_a_norm_must_not_count_empty_slots():
     """Yogi's moments start above zero, so it moves rows that were never read.
 

@@ -127,7 +127,7 @@ def test_equals_all_rows_at_once(name):
 
 @pytest.mark.window(0)
 def test_many_blocks_and_few_of_them_used(monkeypatch):
-    monkeypatch.setattr(block_pass, "_MOST_ROWS", 16)
+    monkeypatch.setattr(block_pass, "_MAX_ROWS", 16)
     tx = lazy(clipped())
     params, rows, values = problem()
     jitted = jax.jit(partial(step, tx))

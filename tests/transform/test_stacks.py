@@ -321,6 +321,12 @@ def test_dense_uses(name, x64):
     _close(g, jax.grad(loss)(_table()))
 
 
+def _without_rule(monkeypatch, name):
+    """Until the end of the test; the help of `register_rule` has one for "rev"."""
+    entries = {k: v for k, v in interpreter._RULES._entries.items() if k != name}
+    monkeypatch.setattr(interpreter._RULES, "_entries", entries)
+
+
 def test_a_users_rule_sees_that_a_view_is_a_stack(x64, monkeypatch):
     """Else it could take the first axis for the axis of rows."""
     seen = []
@@ -329,9 +335,7 @@ def test_a_users_rule_sees_that_a_view_is_a_stack(x64, monkeypatch):
         seen.append((table.shape, table.row_axis, table.has_all_rows))
         return NotImplemented
 
-    monkeypatch.setattr(
-        interpreter._RULES, "_entries", dict(interpreter._RULES._entries)
-    )
+    _without_rule(monkeypatch, "rev")
     sj.extend.register_rule("rev")(rule)
     loss = _loss(lambda t: jnp.flip(t, 2)[1, IDS])
     assert not sj.explain(loss)(_table())["table"].sparse
@@ -343,9 +347,7 @@ def test_a_users_rule_sees_that_a_view_is_a_stack(x64, monkeypatch):
 
 def test_a_users_rule_for_stacks(x64, monkeypatch):
     """A rule of a row function is right for every view."""
-    monkeypatch.setattr(
-        interpreter._RULES, "_entries", dict(interpreter._RULES._entries)
-    )
+    _without_rule(monkeypatch, "rev")
 
     @sj.extend.register_rule("rev")
     def reverse_content(ctx, table, *, dimensions):

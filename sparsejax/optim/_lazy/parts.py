@@ -1,9 +1,9 @@
 """Names the part of a transformation that an equation or an error comes from.
 
-optax builds transformations from closures, so a chain does not tell what it holds. The
-frames of an equation's traceback do: each part is a function `update` or `update_fn`
-that another one called, and its qualified name starts with the function that made it,
-as in `scale_by_trust_ratio.<locals>.update_fn`.
+optax builds transformations from closures, so the parts of a chain cannot be read out.
+But the frames of an equation's traceback show them: each part is a function `update` or
+`update_fn` that another one called, and its qualified name starts with the function
+that made it, as in `scale_by_trust_ratio.<locals>.update_fn`.
 """
 
 import os
@@ -11,8 +11,21 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jaxlib
+import optax
+
 from sparsejax import _compat
 
+
+def _folder(file: str | None) -> str:
+    return os.path.join(os.path.dirname(file or ""), "")
+
+
+_OURS = _folder(__file__)
+_OPTAX = _folder(optax.__file__)
+_JAX = _folder(jax.__file__), _folder(jaxlib.__file__)
+_LIBRARIES = _OPTAX, _folder(os.path.dirname(_OURS))  # optax, sparsejax.optim
 
 # The names that users know, shown in parentheses.
 KNOWN_AS = {
@@ -43,14 +56,14 @@ class Part(NamedTuple):
     @property
     def is_optax(self) -> bool:
         """True if it is one of optax's own."""
-        return _is_from("optax", self.file)
+        return self.file.startswith(_OPTAX)
 
 
 class Reason(NamedTuple):
     """Why a table cannot be lifted.
 
     Attributes:
-      why: what was found.
+      why: the fault.
       part: name of the part that prevents it.
       can_be_wrong: True if it may also refuse a row-separable transformation.
     """
@@ -84,7 +97,7 @@ def _name(qualified: str) -> str:
 
 
 def of_equation(eqn: Any, part: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The names of the parts that an equation is in, outermost first.
+    """The parts that an equation is in, outermost first.
 
     Args:
       eqn: an equation, or None.
@@ -106,9 +119,9 @@ def _among(frames: Sequence[tuple[str, str, int]]) -> tuple[Part, ...]:
     was_library = True
     ours = [k for k, f in enumerate(frames) if f[0] in _TRACERS]
     for file, qualified, _ in frames[max(ours, default=-1) + 1 :]:
-        if _is_jax(file):
+        if file.startswith(_JAX):
             continue
-        is_library = _is_library(file)
+        is_library = file.startswith(_LIBRARIES)
         last = qualified.split(".")[-1]
         if is_library:
             if "." in qualified and _UPDATE.fullmatch(last):
@@ -121,28 +134,13 @@ def _among(frames: Sequence[tuple[str, str, int]]) -> tuple[Part, ...]:
 
 # The functions of a transformation, as optax calls them.
 _UPDATE = re.compile(r"(\w+_)?(update|init)(_fn)?(_kwargs|_with_arg|_without_arg)?")
-# Frames before those of these files belong to whoever called `lazy`.
-_TRACERS = frozenset(
-    os.path.join(os.path.dirname(__file__), name)
-    for name in ("judge.py", "state_leaves.py")
-)
-
-
-def _is_from(package: str, file: str) -> bool:
-    return f"/{package}/" in file.replace("\\", "/")
-
-
-def _is_jax(file: str) -> bool:
-    return any(_is_from(package, file) for package in ("jax", "jaxlib", "chex"))
-
-
-def _is_library(file: str) -> bool:
-    return _is_from("optax", file) or _is_from("sparsejax/optim", file)
+# Frames of the user who called `lazy` come before the frames of these files.
+_TRACERS = frozenset(_OURS + name for name in ("judge.py", "state_leaves.py"))
 
 
 def line_of(eqn: Any, part: tuple[Part, ...], enclosing: str) -> str:
     """`file:line` in the part, of the innermost function that is in its file."""
-    frames = [f for f in _compat.frames(eqn) if not _is_jax(f[0])]
+    frames = [f for f in _compat.frames(eqn) if not f[0].startswith(_JAX)]
     own = [f for f in frames if part and f[0] == part[-1].file]
     for file, _, line in own or frames:
         return f"{file.replace(os.sep, '/').split('/site-packages/')[-1]}:{line}"
@@ -152,6 +150,10 @@ def line_of(eqn: Any, part: tuple[Part, ...], enclosing: str) -> str:
 def reason(
     why: str, part: tuple[Part, ...], line: str, is_proved: bool = True
 ) -> Reason:
+    """A reason with the line that shows it.
+
+    A refusal can be wrong for a part that is not optax's, and if it is not proved.
+    """
     own = innermost(part)
     shown = f" ({line})" if line else ""
     return Reason(why + shown, own.name, not own.is_optax or not is_proved)
