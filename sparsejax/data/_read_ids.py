@@ -55,11 +55,11 @@ def read_ids(
         the first line of a CSV file has the names. If omitted, all columns are words.
       missing: replaces a missing number or label. With the default, NaN, a missing
         label is an error.
-      separator: the separator of a CSV file, one character. "auto" is a tab if the first
-        line has a tab, else a comma.
+      separator: the separator of a CSV file, one character. "auto" is a tab if the
+        first line has a tab, else a comma.
       header: True if a CSV file begins with names, and `columns` has only positions.
-      quotes: True if fields of a CSV file may be in double quotes. A field in quotes may
-        contain separators and newlines, and `""` in it is one quote.
+      quotes: True if fields of a CSV file may be in double quotes. A field in quotes
+        may contain separators and newlines, and `""` in it is one quote.
 
     Returns:
       A dict of columns, for `ArrayDataset`: "ids" int32 `[n, C]`, and, if `columns` has
