@@ -51,10 +51,10 @@ Packages, each with its own help, such as `help(sj.optim)`
 - `optim`: `lazy`, `exact`, and optimizers that optax does not have.
 - `losses`: sampled softmax, in-batch negatives and rankings.
 - `nn`: layers, and models whose tables are in a store.
-- `data`: data sets, batches of static shape, readers of text files.
+- `data`: data sets, batches of static shape, ids of words.
 - `store`: tables in host memory or a file, larger than device memory.
 - `parallel`: tables sharded over many devices.
-- `desc`: kinds, types and dimensions of variables without data; files.
+- `desc`: kinds, types and dimensions of variables before there is data.
 - `viz`: plots of the rows touched, and of programs.
 - `cpu`: memory settings of the process that speed up steps on a CPU.
 - `extend`: rules for your own primitives.
@@ -76,6 +76,7 @@ from sparsejax import (
     store as store,
     viz as viz,
 )
+from sparsejax._export import register_all as _register_all
 from sparsejax._index import HashIndex as HashIndex
 from sparsejax._lookup.dot import dot as dot
 from sparsejax._lookup.embedding_bag import embedding_bag as embedding_bag
@@ -143,6 +144,9 @@ from sparsejax.transform import (
     value_and_grad as value_and_grad,
 )
 
+
+# jax.export needs a name for each of our types in the arguments of a program.
+_register_all()
 
 try:
     __version__ = _metadata.version("sparsejax")

@@ -190,7 +190,7 @@ def explicit_spec(x: Any) -> tuple[Any, ...]:
     return spec if any(part is not None for part in spec) else ()
 
 
-def is_laid_out(x: Any) -> bool:
+def has_mesh(x: Any) -> bool:
     """Return True if the type of `x`, an array or a type, is sharded or varying."""
     aval = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
@@ -451,7 +451,7 @@ def _primitive(
 
     def abstract(*avals, **static):
         # Types may say more than shape and dtype: how a mesh lays an array out.
-        if types is not None and (one_device or not any(map(is_laid_out, avals))):
+        if types is not None and (one_device or not any(map(has_mesh, avals))):
             outs = [_core.ShapedArray(*spec) for spec in types(*avals, **static)]
         else:
             program = jax.make_jaxpr(functools.partial(reference, **static))(*avals)

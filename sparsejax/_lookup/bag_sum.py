@@ -66,7 +66,7 @@ def bag_sum(
     args += [] if segment_ids is None else [segment_ids]
     args += [] if weights is None else [weights]
     # If the types of these arrays have a mesh, XLA's gather propagates it.
-    laid_out = any(_compat.is_laid_out(x) for x in args)
+    laid_out = any(_compat.has_mesh(x) for x in args)
     is_float = bits is not None or jnp.issubdtype(table.dtype, jnp.floating)
     plain = laid_out or not is_float
     if plain or 0 in (table.shape[0], ids.size, spec.num_bags):
@@ -121,7 +121,7 @@ def bags_with(
     static: dict[str, Any] = dict(
         num_bags=num_bags, indices_are_sorted=indices_are_sorted
     )
-    if any(map(_compat.is_laid_out, (is_true, segment_ids))):
+    if any(map(_compat.has_mesh, (is_true, segment_ids))):
         return xla.bags_with(is_true, segment_ids, **static)[0]
     return _bags_with_p.bind(is_true, segment_ids, **static)[0]
 

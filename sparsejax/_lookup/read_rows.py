@@ -27,7 +27,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """
     table, ids = jnp.asarray(table), jnp.asarray(ids)
     # If the types of these arrays have a mesh, XLA's gather propagates it.
-    if _compat.is_laid_out(table) or _compat.is_laid_out(ids):
+    if _compat.has_mesh(table) or _compat.has_mesh(ids):
         return xla.read_rows(table, ids)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:
         return xla.read_rows(table, ids)

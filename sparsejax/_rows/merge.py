@@ -25,7 +25,7 @@ def merge_plan(
       `rows`, or `capacity` if it has none; the number of distinct rows, even if not all
       of them fit.
     """
-    if not rows.size or _compat.is_laid_out(rows):
+    if not rows.size or _compat.has_mesh(rows):
         return _merge_plan(rows, height=height, capacity=capacity)
     return tuple(_merge_plan_p.bind(rows, height=height, capacity=capacity))
 
@@ -72,7 +72,7 @@ def coalesce(
       ascending order, padded with `height`; their sums; the number of distinct rows,
       even if not all of them fit.
     """
-    if not rows.size or _compat.is_laid_out(rows) or _compat.is_laid_out(values):
+    if not rows.size or _compat.has_mesh(rows) or _compat.has_mesh(values):
         return _coalesce(rows, values, height=height, capacity=capacity)
     return tuple(_coalesce_p.bind(rows, values, height=height, capacity=capacity))
 

@@ -33,7 +33,7 @@ def order_after(values: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
     if _arguments.is_concrete(values):
         return values
     others = [x for x in others if x.size and _is_real(x.dtype)]
-    if not others or any(map(_compat.is_laid_out, (values, *others))):
+    if not others or any(map(_compat.has_mesh, (values, *others))):
         return values
     return _order_after_p.bind(values, *others)[0]
 
@@ -49,7 +49,7 @@ def _identity(values, *others):
 
 def _times_one(values, *others):
     """`values` times a factor that is one, and is computed from `others`."""
-    bits = np.int32(0)
+    bits = jnp.zeros((), jnp.int32)
     for x in others:
         first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
         bits ^= lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)

@@ -1,4 +1,4 @@
-"""Columns of any package as pyarrow has them, and their words.
+"""Columns of any package as pyarrow arrays, and their words.
 
 A word is a string of bytes: text in UTF-8, an integer in decimal. So a column of a data
 frame and the same column of a CSV file have the same words. A missing value (None, NaN,
@@ -16,15 +16,15 @@ import numpy as np
 from sparsejax import _arguments
 
 
-# A vocabulary stores its words as NumPy's fixed-width bytes, so that one word of a
-# megabyte would cost a megabyte for every word.
+# A vocabulary stores its words as NumPy's fixed-width bytes, so one word of a megabyte
+# would take a megabyte for every word.
 MAX_WORD_BYTES = 1024
 _EXACT = 2**53  # float64 represents all integers up to this one
 _KINDS = "biufOSUT"  # of NumPy's dtypes; the others are dates, complex numbers, records
 
 
 def import_pyarrow(call: str) -> Any:
-    """Returns pyarrow, or raises the ImportError that says how to install it."""
+    """Returns pyarrow, or raises an ImportError with the command to install it."""
     try:
         import pyarrow
         import pyarrow.compute
@@ -69,7 +69,7 @@ def as_array(call: str, data: Any, name: str) -> Any:
         _refuse(call, data, name)
     if isinstance(data, (pa.Array, pa.ChunkedArray)):
         return data
-    # pyarrow knows the columns of pandas; their NaN are missing values.
+    # pyarrow converts columns of pandas, in which NaN is a missing value.
     is_pandas = hasattr(data, "iloc") or type(data).__module__.startswith("pandas.")
     if hasattr(data, "__arrow_c_stream__") and not is_pandas:
         return pa.chunked_array(data)
@@ -81,7 +81,7 @@ def as_array(call: str, data: Any, name: str) -> Any:
         return pa.array(data, from_pandas=True)
     except (pa.ArrowException, OverflowError, TypeError, UnicodeError):
         values = data.tolist() if hasattr(data, "tolist") else list(data)
-    # pyarrow infers one type, and int64 for integers.
+    # pyarrow infers one type for all values, and int64 for integers.
     try:
         return pa.array(values, pa.uint64(), from_pandas=True)
     except (pa.ArrowException, OverflowError, TypeError):

@@ -1,21 +1,21 @@
-"""The static capacities of a loader's batches, as given or measured.
+"""The static capacities of a loader's batches, given or measured.
 
 A ragged column needs a capacity for each level of segments, so that all batches have
-one shape and a jitted step compiles once. A bucket is a tuple of capacities for each
-column (empty for an array). There are one or two buckets. A batch goes into the first
-bucket in which it fits, so a step compiles at most once per bucket.
+one shape and a jitted step compiles once. A bucket has a tuple of capacities for each
+column (empty for an array). There are one or two buckets. A batch uses the first bucket
+in which it fits, so a step compiles at most once for each bucket.
 
-`capacity="auto"` measures. A batch is B of n rows with known lengths. Without
+`capacity="auto"` measures. A batch has B of n rows, whose lengths are known. Without
 shuffling, the largest batch is known exactly. With shuffling, two bounds hold:
 
-- no B rows have more elements than the B longest;
+- B rows have at most as many elements as the B longest rows.
 - Hoeffding (1963): a sum of B lengths drawn without replacement is at most as likely to
-  be large as one drawn with replacement. So by Chernoff, for
-  M(t) = mean(exp(t * length)), `P(size >= c) <= min_t exp(-t * c) * M(t)^B`. Solving
-  P = `risk` for c gives `c = min_t (B * log M(t) + log(1 / risk)) / t`.
+  be large as a sum drawn with replacement. So by Chernoff, for
+  M(t) = mean(exp(t * length)), `P(size >= c) <= min_t exp(-t * c) * M(t)^B`. The
+  solution of P = `risk` is `c = min_t (B * log M(t) + log(1 / risk)) / t`.
 
 The second bound is usually far below the first. A risk of 1e-12 needs little more
-capacity than one of 1e-3, because only its logarithm counts.
+capacity than a risk of 1e-3, because the bound depends on the logarithm.
 """
 
 import dataclasses
@@ -38,21 +38,22 @@ _SPILL_RISK = 1e-3
 
 
 def largest(lengths: np.ndarray, batch_size: int) -> int:
-    """The sum of the `batch_size` greatest lengths; no batch has more elements."""
+    """Returns the sum of the `batch_size` longest rows, an upper bound of a batch."""
     if batch_size >= len(lengths):
         return int(lengths.sum())
     return int(np.partition(lengths, -batch_size)[-batch_size:].sum())
 
 
 def tail_bound(lengths: np.ndarray, batch_size: int, risk: float) -> int:
-    """The c that a random batch exceeds with probability at most `risk`."""
+    """Returns a size that a random batch exceeds with probability at most `risk`."""
     values, counts = np.unique(lengths, return_counts=True)
     if values[-1] <= 0:
         return 0
     share = np.log(counts / len(lengths))
     deviation = np.sqrt(batch_size * lengths.var()) + 1.0
-    # Any t gives a valid bound. The best t is about sqrt(2 log(1 / risk)) / deviation
-    # if sums are nearly normal, and of the order of 1 / length if few rows are long.
+    # The bound is valid for any t. The best t is about sqrt(2 log(1 / risk)) /
+    # deviation if sums are nearly normal, and of the order of 1 / length if few rows
+    # are long.
     best = np.inf
     for t in np.geomspace(1e-2 / deviation, 1e2 / min(deviation, values[-1]), 400):
         exponents = t * values + share
@@ -70,13 +71,13 @@ class Level:
     """The capacity of one level of a ragged column.
 
     Args:
-      name: of the column, and of the level if there are several.
-      lengths: int64 `[n]`, elements of each row.
+      name: the name of the column, with the level if there are several.
+      lengths: int64 `[n]`, the number of elements of each row.
       size: the capacity.
-      reason: what was measured, or "as given".
-      auto: the capacity that "auto" would choose.
+      reason: why the capacity was chosen, for `repr(loader)`.
+      auto: the capacity that "auto" chooses.
       sure: a capacity in which every batch of every epoch fits.
-      always_fits: whether `size` is known to be such a capacity.
+      always_fits: True if every batch is known to fit into `size`.
       mean: the average number of elements in a batch.
     """
 
@@ -92,11 +93,11 @@ class Level:
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The capacities of all columns; `measure` makes them.
+    """The capacities of all columns, which `measure` makes.
 
     Args:
-      columns: the levels of each column; none for an array.
-      spills: whether there is a second bucket, in which every batch fits.
+      columns: the levels of each column; empty for an array.
+      spills: True if there is a second bucket, in which every batch fits.
     """
 
     columns: tuple[tuple[Level, ...], ...]
@@ -104,7 +105,7 @@ class Buckets:
 
     @property
     def sizes(self) -> list[list[tuple[int, ...]]]:
-        """For each bucket and column, the capacities of the levels."""
+        """The capacities of the levels, for each bucket and column."""
         first = [tuple(lv.size for lv in levels) for levels in self.columns]
         if not self.spills:
             return [first]
@@ -112,7 +113,7 @@ class Buckets:
         return [first, [tuple(map(larger, levels)) for levels in self.columns]]
 
     def pick(self, rows: np.ndarray) -> list[tuple[int, ...]]:
-        """The bucket of the batch of `rows`."""
+        """Returns the capacities of the first bucket in which these rows fit."""
         if not self.spills:
             return self.sizes[0]
         fits = all(
@@ -123,7 +124,7 @@ class Buckets:
         return self.sizes[0 if fits else 1]
 
     def check(self, sampler: Sampler, epoch: int, rows: np.ndarray) -> None:
-        """Raises if a batch of the epoch does not fit on some shard."""
+        """Raises a ValueError if a batch of the epoch does not fit on any shard."""
         if self.spills:
             return
         for level in (lv for levels in self.columns for lv in levels):
@@ -146,7 +147,7 @@ class Buckets:
             )
 
     def lines(self) -> list[str]:
-        """What was chosen, and why, one line per level."""
+        """Returns a line for each level: its capacity, and why."""
         shown = []
         for level in (lv for levels in self.columns for lv in levels):
             filled = level.mean / level.size if level.size else 1.0
@@ -161,7 +162,7 @@ class Buckets:
 def measure(
     dataset: ArrayDataset, sampler: Sampler, capacity: Any, overflow: str
 ) -> Buckets:
-    """The buckets for the batches of a data set."""
+    """Returns the buckets for the batches of a data set."""
     risk = _SPILL_RISK if overflow == "spill" else _RISK
     found = []
     for column, name, given in zip(
@@ -170,7 +171,7 @@ def measure(
         if isinstance(column, _columns.Array):
             if given is not None:
                 raise ValueError(
-                    f"{_CALL}: {name} is an array, which needs no capacity, got "
+                    f"{_CALL}: {name} is an array, which has no capacity, got "
                     f"capacity={given!r}. Omit it, or pass None for this column."
                 )
             found.append(())
@@ -190,7 +191,7 @@ def measure(
 def _as_level(
     name: str, lengths: np.ndarray, sampler: Sampler, size: int | None, risk: float
 ) -> Level:
-    """A level with the capacity `size`; None measures it."""
+    """Returns a level with the capacity `size`, or a measured one for None."""
     batch_size = sampler.batch_size
     if not sampler.shuffle:
         rows = np.arange(sampler.num_rows)
@@ -199,11 +200,11 @@ def _as_level(
     else:
         sure = largest(lengths, batch_size)
         auto = min(sure, tail_bound(lengths, batch_size, risk))
-        reason = f"the total of the {batch_size} longest rows, so every batch fits"
+        reason = f"the total of the {batch_size} longest rows: every batch fits"
         if auto < sure:
             reason = (
-                f"a batch has more with a probability below {risk:g}; every batch "
-                f"would fit into {sure}"
+                f"a batch is larger with a probability below {risk:g}; every batch "
+                f"fits into {sure}"
             )
     if size is None:
         size = auto
@@ -214,7 +215,7 @@ def _as_level(
 
 
 def _by_column(dataset: ArrayDataset, capacity: Any) -> list[Any]:
-    """The capacity given for each column; None for "auto" and for an array."""
+    """Returns the capacity given for each column; None for "auto" and for arrays."""
     ragged = [isinstance(c, _columns.Ragged) for c in dataset.columns]
     if isinstance(capacity, str) and capacity == "auto":
         return [None] * len(ragged)
@@ -231,7 +232,7 @@ def _by_column(dataset: ArrayDataset, capacity: Any) -> list[Any]:
 
 
 def _by_level(given: Any, levels: int, name: str) -> list[int | None]:
-    """A capacity or None for each level."""
+    """Returns a capacity or None for each level."""
     parts = list(given) if isinstance(given, (tuple, list)) else [given]
     if len(parts) > levels:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""Columns of a data set: their rows, and how rows become a batch.
+"""Columns of a data set: single rows, and batches of rows.
 
 A column is either an array, whose rows are stacked, or ragged: elements along one axis
 and the offset at which each row begins, as in a SegmentTensor, but in NumPy. Elements
-may themselves be rows of a ragged column, to any depth. Each level needs a capacity.
+may be rows of a ragged column in turn, to any depth. Each level needs a capacity.
 
-Nothing here touches a device: a batch consists of NumPy arrays, in the dtypes that JAX
-keeps. A jitted function puts it on the device when it is called.
+This module does not use a device: a batch consists of NumPy arrays, in the dtypes that
+JAX keeps. A jitted function transfers it to the device.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from sparsejax.data import _arrow
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """A column whose rows all have one shape: `[n, ...]`."""
+    """A column of rows of one shape: `[n, ...]`."""
 
-    source: Any  # the user's argument; single rows are read from it
+    source: Any  # the user's argument, from which single rows are read
     values: np.ndarray
     dtype: np.dtype  # the dtype in JAX
 
@@ -34,12 +34,12 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """A column whose rows differ in length.
+    """A column of rows of different lengths.
 
     Args:
       source: the user's argument, or None inside another column.
       offsets: int64 `[n + 1]`, ascending.
-      values: a tree of Array and of Ragged whose rows are the elements.
+      values: a tree of Array and Ragged, whose rows are the elements.
     """
 
     source: Any
@@ -54,11 +54,11 @@ class Ragged:
 
 
 def as_column(call: str, data: Any, name: str) -> Array | Ragged:
-    """A column from an array, a CSR matrix, a SegmentTensor, a data frame or a list."""
+    """Makes a column of an array, a CSR matrix, a SegmentTensor, a frame or a list."""
     if isinstance(data, SegmentTensor):
         return _of_segments(call, data, data, name)
     data = _of_frame(call, data, name)
-    if hasattr(data, "tocsr"):  # recognizes scipy without importing it
+    if hasattr(data, "tocsr"):  # a matrix of scipy, which is not imported
         if getattr(data, "format", None) != "csr":
             raise TypeError(
                 f"{call}: {name} must be in CSR format if it is a sparse matrix, got "
@@ -78,13 +78,13 @@ def as_column(call: str, data: Any, name: str) -> Array | Ragged:
 
 
 def _of_frame(call: str, data: Any, name: str) -> Any:
-    """A column of a data frame or of Arrow as an array, or as a list of its lists.
+    """Returns a column of a data frame or of Arrow as an array, or as a list of lists.
 
-    A Series of pandas looks like an array, but finds single rows by label.
+    A pandas Series has the interface of an array, but its index is by label.
     """
     if _arrow.is_column(data):
         column = _arrow.as_array(call, data, name)
-        is_nested = "list" in str(column.type)
+        is_nested = _arrow.import_pyarrow(call).types.is_nested(column.type)
         return column.to_pylist() if is_nested else np.asarray(column)
     is_text = isinstance(data, (str, bytes))
     if isinstance(data, Sequence) and not isinstance(data, (list, tuple)):
@@ -139,12 +139,12 @@ def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
     try:
         if all(isinstance(row, np.ndarray) for row in data):
             lengths = [len(row) for row in data]
-            values: Any = np.concatenate(data)  # 64-bit floats may stay what they are
+            values: Any = np.concatenate(data)  # SegmentTensor would cast 64-bit floats
         else:
             st = SegmentTensor.from_lists([_plain(row) for row in data])
             return dataclasses.replace(_of_segments(call, st, data, name), source=data)
     except (TypeError, ValueError) as e:
-        # JAX's errors are subclasses of these, whose constructors take other arguments.
+        # JAX raises subclasses, whose constructors have other arguments.
         kind = TypeError if isinstance(e, TypeError) else ValueError
         raise kind(_not_one_column(call, name, str(e).rstrip("."))) from None
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -196,7 +196,7 @@ def _as_offsets(offsets: Any) -> np.ndarray:
 
 
 def get(column: Array | Ragged, key: int | slice) -> Any:
-    """`column[key]`, in the user's own type."""
+    """Returns `column[key]` in the user's type."""
     source = column.source
     if isinstance(column, Array):
         return source[key]
@@ -226,9 +226,9 @@ def _map(f: Any, values: Any) -> Any:
 
 
 def lengths(column: Ragged) -> list[np.ndarray]:
-    """The number of elements of each row, int64 `[n]`, per level, outermost first.
+    """Returns the elements of each row, int64 `[n]`, for each level, outermost first.
 
-    Levels of the same depth in a tree share an entry, the maximum of their numbers.
+    Levels of the same depth in a tree share an entry, the maximum of their lengths.
     """
     own = np.diff(column.offsets)
     inner: list[np.ndarray] = []
@@ -253,17 +253,18 @@ def _ragged_leaves(column: Ragged) -> list[Ragged]:
 def take(
     column: Array | Ragged, rows: np.ndarray, size: int, capacities: tuple[int, ...]
 ) -> Any:
-    """`rows` as a batch of `size` rows, padded with zeros or empty rows.
+    """Returns rows as a batch, padded with zeros or empty rows.
 
     Args:
-      column: the source of the rows.
+      column: the column of the rows.
       rows: integers, at most `size` of them.
-      size: the number of rows of the batch.
-      capacities: of the levels of a ragged column, outermost first; large enough.
+      size: int, the number of rows of the batch.
+      capacities: the capacities of the levels of a ragged column, outermost first, in
+        which the rows fit.
 
     Returns:
-      NumPy array `[size, ...]`, or a SegmentTensor of NumPy arrays with `size` segments
-      and that capacity, sorted.
+      NumPy array `[size, ...]`, or a sorted SegmentTensor of NumPy arrays with `size`
+      segments and that capacity.
     """
     if isinstance(column, Array):
         if len(rows) == size:
@@ -280,5 +281,5 @@ def take(
     segment_ids = np.full(capacity, size, np.int32)
     segment_ids[:total] = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     values = _map(lambda x: take(x, places, capacity, tuple(inner)), column.values)
-    # Built by unflattening: the constructors would put each array on the device.
+    # The constructors would transfer each array to the device; unflattening does not.
     return SegmentTensor.tree_unflatten((size, True), (values, segment_ids))

@@ -20,14 +20,14 @@ _NO_COLUMN = (
 
 
 class SimpleDataset:
-    """A sequence of items, unchanged.
+    """A sequence of items.
 
     Args:
-      data: anything with `len()` and indexing by int, like a list of `(ids, label)`.
+      data: a sequence with `len()` and indexing by int, like a list of `(ids, label)`.
 
-    A `DataLoader` reads each item as one row of one or several columns: numbers and
-    arrays of equal shape are stacked; lists, arrays of different lengths, and scipy
-    rows become SegmentTensors.
+    In a `DataLoader`, each item is a row of one or several columns: numbers and arrays
+    of equal shape are stacked; lists, arrays of different lengths, and scipy rows
+    become SegmentTensors.
 
     Raises:
       TypeError: `data` is not a sequence.
@@ -44,10 +44,12 @@ class SimpleDataset:
 
     def __init__(self, data: Sequence[Any]):
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-            raise TypeError(
-                "sparsejax.data.SimpleDataset: data must be a sequence with len() and "
-                f"indexing, got {_arguments.kind_of(data)}. Use list(...) to convert "
-                "an iterable."
+            raise _arguments.wrong_type(
+                "sparsejax.data.SimpleDataset",
+                "data",
+                "a sequence with len() and indexing",
+                _arguments.kind_of(data),
+                "Use list(...) to convert an iterable.",
             )
         refuse_columns("sparsejax.data.SimpleDataset", data)
         self._data = data
@@ -66,14 +68,15 @@ class ArrayDataset:
     """Columns of equal length: row i of the data set is row i of each column.
 
     Args:
-      *columns: columns with n rows, each one of these:
+      *columns: columns with n rows, or one dict of columns, or one data frame. A column
+        is one of these:
         a NumPy or JAX array `[n, ...]`, possibly memory-mapped;
         a scipy CSR matrix `[n, C]`, whose rows are matrices `[1, C]`;
-        a SegmentTensor of n segments, possibly nested; a row is the elements of one;
-        a list with one list or array of numbers per row, of any lengths;
+        a SegmentTensor of n segments, possibly nested, whose rows are the elements of a
+        segment;
+        a list with a list or array of numbers for each row, of any lengths;
         a column of numbers, or of lists of numbers, of pandas, polars, pyarrow or
-        Hugging Face datasets.
-        Or one dict of columns, or one data frame.
+        Hugging Face datasets, which needs pyarrow.
 
     `dataset[i]` is row i: a tuple for several columns, a dict for a dict of columns.
     `dataset[a:b]` has the same structure, with a slice of each column.
@@ -145,27 +148,27 @@ class ArrayDataset:
         return self._columns
 
     def names(self, n: int | None = None) -> list[str]:
-        """The name of each column in messages."""
+        """Returns the name of each column for messages."""
         if self._keys is not None:
             return [repr(key) for key in self._keys]
         n = len(self._columns) if n is None else n
         return [f"column {i}" for i in range(n)]
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """One part for each column, in the structure of an item."""
+        """Joins one part for each column into the structure of an item."""
         if self._keys is not None:
             return dict(zip(self._keys, parts))
         return parts[0] if self._single else tuple(parts)
 
     def split(self, call: str, item: PyTree) -> list[Any]:
-        """The inverse of `join`: one part for each column.
+        """Splits an item into one part for each column; the inverse of `join`.
 
         Args:
           call: str, for messages.
-          item: a tuple or dict as the items are.
+          item: a tuple or dict in the structure of the items.
 
         Raises:
-          KeyError, ValueError: it has other columns.
+          KeyError, ValueError: the item has other columns.
         """
         if self._keys is not None:
             return [item[key] for key in self._keys]
@@ -176,7 +179,7 @@ class ArrayDataset:
 
 
 def refuse_columns(call: str, dataset: Any) -> None:
-    """Raises if columns are passed where a sequence of items is expected."""
+    """Raises a TypeError for columns in place of a sequence of items."""
     if isinstance(dataset, Mapping):
         raise TypeError(
             f"{call}: expected a sequence of items, got a dict. For a dict of columns, "
@@ -190,7 +193,7 @@ def refuse_columns(call: str, dataset: Any) -> None:
 
 
 def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
-    """`dataset` as columns; a sequence of items is read and transposed."""
+    """Returns a data set as columns; reads and transposes a sequence of items."""
     if isinstance(dataset, ArrayDataset):
         return dataset
     refuse_columns(call, dataset)
@@ -212,7 +215,7 @@ def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
     columns = {key: _stack([item[key] for item in items]) for key in keys}
     if isinstance(first, dict):
         return ArrayDataset(columns)
-    # Items that are tuples of one part: ArrayDataset(x) would drop the tuple.
+    # ArrayDataset(x) has items without a tuple, also if the items were tuples of one.
     made = ArrayDataset(*columns.values())
     made._single = False
     return made
@@ -230,7 +233,7 @@ def _parts(item: Any) -> str:
 
 
 def _stack(rows: list[Any]) -> Any:
-    """Rows as one column: arrays of one shape and scipy rows are stacked."""
+    """Returns rows as one column: stacks arrays of one shape, and scipy rows."""
     if all(hasattr(row, "tocsr") for row in rows):
         import scipy.sparse
 

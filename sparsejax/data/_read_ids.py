@@ -1,4 +1,4 @@
-"""read_ids, iter_ids: labels, numbers and ids of words, of any source of columns.
+"""read_ids, iter_ids: labels, numbers and ids of words, from any source of columns.
 
 `_sources.py` reads a source as batches of columns; a `HashIds` or a `Vocabulary` turns
 words into ids.
@@ -30,10 +30,11 @@ def read_ids(
     header: bool = False,
     quotes: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Reads labels, numbers and ids of words, as click logs and ratings have them.
+    r"""Reads labels, numbers and ids of words, for example of click logs or ratings.
 
     The source is a CSV or Parquet file, a data frame, an Arrow table or a dict of
-    columns. The same columns give the same ids, whatever the source. pyarrow is needed.
+    columns. The ids depend on the columns alone, not on the kind of source. pyarrow is
+    needed.
 
     Words are strings, bytes or integers. Numbers are booleans, integers or floats.
     None, nulls, NaN and empty fields are missing values. Only the named columns are
@@ -54,11 +55,11 @@ def read_ids(
         the first line of a CSV file has the names. If omitted, all columns are words.
       missing: replaces a missing number or label. With the default, NaN, a missing
         label is an error.
-      separator: of a CSV file: one character. "auto" is a tab if the first line has
-        one, else a comma.
-      header: True if a CSV file whose columns are chosen by position begins with names.
-      quotes: True if fields of a CSV file may be in double quotes. Such a field may
-        contain separators and newlines, and `""` in it is one quote.
+      separator: the separator of a CSV file, one character. "auto" is a tab if the
+        first line has a tab, else a comma.
+      header: True if a CSV file begins with names, and `columns` has only positions.
+      quotes: True if fields of a CSV file may be in double quotes. A field in quotes
+        may contain separators and newlines, and `""` in it is one quote.
 
     Returns:
       A dict of columns, for `ArrayDataset`: "ids" int32 `[n, C]`, and, if `columns` has
@@ -68,8 +69,8 @@ def read_ids(
     Raises:
       ImportError: pyarrow is not installed.
       TypeError: an argument or a column of words has the wrong type.
-      ValueError: a column is missing, or a label; a row has a wrong number of fields,
-        or a field is not a number as it should be. The message names the file and the
+      ValueError: a column or a label is missing; a row has a wrong number of fields; a
+        field of a column of numbers is not a number. The message names the file and the
         row.
       OSError: a file cannot be read, or is damaged.
 
@@ -79,7 +80,7 @@ def read_ids(
       >>> import os, tempfile, sparsejax as sj
       >>> path = os.path.join(tempfile.mkdtemp(), "ratings.csv")
       >>> with open(path, "w") as file:
-      ...     _ = file.write("user,item,rating\\nann,tea,5\\nbob,tea,2\\nann,jam,3\\n")
+      ...     _ = file.write("user,item,rating\nann,tea,5\nbob,tea,2\nann,jam,3\n")
       >>> columns = {"label": "rating", "ids": ["user", "item"]}
       >>> vocabulary = sj.data.Vocabulary.build(path, columns)
       >>> data = sj.data.read_ids(path, vocabulary, columns)
@@ -92,7 +93,7 @@ def read_ids(
 
       >>> path = os.path.join(tempfile.mkdtemp(), "clicks.tsv")
       >>> with open(path, "w") as file:
-      ...     _ = file.write("1\\t5\\t\\t68fd1e64\\n0\\t-2\\t7\\t\\n")
+      ...     _ = file.write("1\t5\t\t68fd1e64\n0\t-2\t7\t\n")
       >>> columns = {"label": 0, "numbers": [1, 2], "ids": [3]}
       >>> data = sj.data.read_ids(path, 1000, columns)
       >>> data["numbers"], data["ids"]
@@ -162,7 +163,7 @@ def _blocks(
     header: Any,
     quotes: Any,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Checks the arguments at once, and returns an iterator over blocks of rows."""
+    """Checks the arguments, and returns an iterator over blocks of rows."""
     call = selection.call
     if isinstance(encoder, (int, np.integer)) and not isinstance(encoder, bool):
         encoder = HashIds(int(encoder))
@@ -198,7 +199,7 @@ def _encode(
     encoder: HashIds | Vocabulary,
     missing: float,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The rows of a table, a batch at a time."""
+    """Yields the rows of a table, a batch at a time."""
     call, found = selection.call, selection.find(table)
     encoder.sizes(len(found["ids"]))
     names = selection.names(table)
@@ -254,7 +255,7 @@ def _numbers(
     missing: float,
     key: str,
 ) -> np.ndarray:
-    """A column of numbers, float32 `[n]`."""
+    """Returns a column of numbers, float32 `[n]`."""
     floats = _arrow.as_floats(column)
     if floats is None:
         raise ValueError(
@@ -298,7 +299,7 @@ def _join(
 def _chunks(
     selection: Selection, blocks: Iterator[dict[str, np.ndarray]], size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """`blocks`, split into chunks of `size` rows."""
+    """Yields the rows of blocks in chunks of `size` rows."""
     waiting, count = [], 0
     for block in blocks:
         waiting.append(block)

@@ -1,8 +1,8 @@
 """Sampler: the row indices of each batch of each epoch on each shard.
 
-The order is a function of (seed, epoch). A position is therefore two numbers, and any
-batch can be made without those before it. All shards split the same order and have the
-same number of batches; otherwise a program that runs on all of them would hang.
+The order is a function of (seed, epoch). So an epoch and a batch are a position, and
+any batch can be made without the batches before it. All shards split the same order and
+have the same number of batches; otherwise a program that runs on all shards would hang.
 """
 
 import dataclasses
@@ -10,21 +10,21 @@ import dataclasses
 import numpy as np
 
 
-# Without it, seed 0 would give the stream of `np.random.default_rng(0)`, from which
-# users make data: the order of the rows would then depend on the numbers in them.
+# Without this key, seed 0 would have the stream of `np.random.default_rng(0)`, with
+# which users make data: the order of the rows would then depend on their values.
 _DOMAIN = (0x0BA7C4E5,)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """The order of the rows, and how it is split into batches.
+    """The order of the rows, and its split into batches.
 
     Args:
-      num_rows: int n.
-      batch_size: rows of a batch on each shard.
-      shuffle: whether each epoch has its own order.
-      seed: of the orders.
-      drop_remainder: whether to drop a batch that is not full.
+      num_rows: int n, the rows of the data set.
+      batch_size: int, the rows of a batch on each shard.
+      shuffle: True for a new order in each epoch.
+      seed: int, the seed of the orders.
+      drop_remainder: True to drop a batch that is not full.
       shard: (index, count).
     """
 
@@ -36,34 +36,34 @@ class Sampler:
     shard: tuple[int, int]
 
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
+        """Returns the number of batches of an epoch."""
         n, count = self.num_rows, self.shard[1]
         if self.drop_remainder:
             return n // count // self.batch_size
         return -(-n // (count * self.batch_size))
 
     def rows(self, epoch: int) -> np.ndarray:
-        """The rows of an epoch, of all shards, int64 `[n]`."""
+        """Returns the rows of an epoch in order, for all shards, int64 `[n]`."""
         if not self.shuffle:
             return np.arange(self.num_rows)
-        # The ranks of raw random bits. NumPy keeps these the same in all versions, but
-        # not `permutation`; and a saved state must still be right after an update.
+        # The order is the ranks of raw random bits, which are the same in all versions
+        # of NumPy, unlike `permutation`: a saved state must stay valid after an update.
         seed = np.random.SeedSequence([self.seed, epoch], spawn_key=_DOMAIN)
         bits = np.random.PCG64(seed)
         return np.argsort(bits.random_raw(self.num_rows), kind="stable")
 
     def cut(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The rows of an epoch, split into the batches of this shard."""
+        """Splits the rows of an epoch into the batches of this shard."""
         index, count = self.shard
         rows, size = rows[index::count], self.batch_size
         return [rows[i * size : (i + 1) * size] for i in range(len(self))]
 
     def sizes(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Elements of each batch of each shard, int64 `[shards, batches]`.
+        """Returns the elements of each batch on each shard, int64 `[shards, batches]`.
 
         Args:
-          rows: of an epoch.
-          lengths: elements of each row of the data set.
+          rows: the rows of an epoch.
+          lengths: the number of elements of each row of the data set.
         """
         count = self.shard[1]
         out = np.zeros((count, len(self)), np.int64)

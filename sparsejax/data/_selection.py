@@ -1,4 +1,4 @@
-"""Selection: which columns of a source are the label, numbers and words."""
+"""Selection: the columns of a source that are the label, numbers and words."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax import _arguments
 from sparsejax.data._sources import Table
 
 
@@ -35,14 +36,14 @@ class Selection:
         return any(isinstance(p, str) for own in self.places.values() for p in own)
 
     def names(self, table: Table) -> list[str]:
-        """Returns the names of the columns of words if all have one, else nothing."""
+        """Returns the names of the columns of words, or [] if one is a position."""
         places = table.columns if self.places is None else self.places["ids"]
         if not all(isinstance(place, str) for place in places):
             return []
         return [_stripped(str(place)) for place in places]
 
     def find(self, table: Table) -> dict[str, list[str]]:
-        """Returns the names of the columns in a table for each key."""
+        """Returns for each key the names of its columns in a table."""
         if self.needs_names and not table.columns:
             raise ValueError(
                 f"{self.call}: {table.name} is empty, but its first line must be the "
@@ -80,16 +81,20 @@ def _stripped(name: str) -> str:
 
 
 def as_selection(call: str, columns: Any) -> Selection:
-    """Returns the argument `columns` of a reader, checked."""
+    """Checks the argument `columns` of a reader."""
     if columns is None:
         return Selection(call, None)
     is_map = isinstance(columns, Mapping)
     if not is_map or "ids" not in columns or not columns.keys() <= set(_KEYS):
-        raise ValueError(
-            f"{call}: columns must be a dict with the key 'ids' and optionally 'label' "
-            f"and 'numbers', got {columns!r}. For lines of user,item,rating, pass the "
-            "names in the first line, {'label': 'rating', 'ids': ['user', 'item']}, or "
-            "the positions from 0, {'label': 2, 'ids': [0, 1]}."
+        error = _arguments.wrong if is_map else _arguments.wrong_type
+        raise error(
+            call,
+            "columns",
+            "a dict with the key 'ids' and optionally 'label' and 'numbers'",
+            repr(columns),
+            "For lines of user,item,rating, pass the names in the first line, "
+            "{'label': 'rating', 'ids': ['user', 'item']}, or the positions from 0, "
+            "{'label': 2, 'ids': [0, 1]}.",
         )
     out: dict[str, tuple[int | str, ...]] = {}
     for key in (key for key in _KEYS if key in columns):
@@ -102,10 +107,8 @@ def as_selection(call: str, columns: Any) -> Selection:
             own = [None]
         if None in own:
             want = "one int or str" if key == "label" else "a list of ints and strs"
-            raise ValueError(
-                f"{call}: columns[{key!r}] must be {want} (the position of a column, "
-                f"from 0, or its name), got {given!r}."
-            )
+            want += " (the position of a column, from 0, or its name)"
+            raise _arguments.wrong(call, f"columns[{key!r}]", want, repr(given))
         out[key] = tuple(place for place in own if place is not None)
     return Selection(call, out)
 

@@ -1,9 +1,9 @@
 """Sources of columns, read some rows at a time: CSV, Parquet, streams, data frames.
 
-`open_tables` turns what a user passes into one `Table` for each file, or one for the
-data in memory. A table knows the names of its columns, and reads batches: dicts of
-pyarrow arrays. pyarrow's errors differ from file to file and from release to release.
-Here a malformed row is a ValueError, and a damaged file an OSError.
+`open_tables` yields one `Table` for each file, or one for the data in memory. A table
+has the names of its columns, and reads batches: dicts of pyarrow arrays. The errors of
+pyarrow differ from file to file and from release to release. Here a malformed row is a
+ValueError, and a damaged file an OSError.
 """
 
 import contextlib
@@ -23,17 +23,18 @@ BLOCK = 4 << 20
 _BATCH_ROWS = 1 << 18  # of a Parquet file
 _MAX_HEADER = 1 << 20  # bytes
 _PARQUET = b"PAR1\x15"  # a text file may begin with "PAR1"
-# gzip, bzip2 and zstd files by their first bytes, because names often hide it.
+# Compressed files are recognized by their first bytes, because names may lack the
+# suffix.
 _CODECS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\x28\xb5\x2f\xfd": "zstd"}
 
 _IN_MEMORY = "the source"
 
-# Reports the bytes of a file that were read so far.
+# A function of the number of bytes of a file that were read.
 Report = Callable[[int], Any]
 
 
 class Text(NamedTuple):
-    """How a CSV file is written."""
+    """The format of a CSV file, see `read_ids`."""
 
     separator: str = "auto"
     header: bool = False
@@ -44,10 +45,10 @@ class Table(NamedTuple):
     """Columns that are read some rows at a time.
 
     Args:
-      name: for messages: the path of a file, or `_IN_MEMORY`.
+      name: the path of a file, or `_IN_MEMORY`, for messages.
       columns: the names of all columns.
-      read: called with the columns of words and the columns of numbers to read; returns
-        an iterator over batches, each a dict of pyarrow arrays.
+      read: a function of the columns of words and the columns of numbers to read, which
+        returns an iterator over batches, each a dict of pyarrow arrays.
     """
 
     name: str
@@ -55,12 +56,12 @@ class Table(NamedTuple):
     read: Callable[[Collection[str], Collection[str]], Iterator[dict[str, Any]]]
 
     def describe(self, column: str) -> str:
-        """Returns the name of a column as messages show it."""
+        """Returns the name of a column for messages."""
         return f"column {column!r}" + f" of {self.name}" * (self.name != _IN_MEMORY)
 
 
 def check_text(call: str, separator: Any, header: Any, quotes: Any) -> Text:
-    """Returns the arguments of a CSV reader, checked."""
+    """Checks the arguments that say how CSV files are read."""
     header = _arguments.check_bool(call, "header", header)
     quotes = _arguments.check_bool(call, "quotes", quotes)
     is_one = isinstance(separator, str) and len(separator.encode()) == 1
@@ -104,7 +105,7 @@ def open_tables(
     Args:
       call: for messages.
       sources: paths, or one table in memory.
-      text: how CSV files are written.
+      text: the format of CSV files.
       progress: as in `_progress.progress_reporter`, of the bytes of all files.
     """
     _arrow.import_pyarrow(call)
@@ -135,7 +136,7 @@ def open_tables(
 
 
 def columns_of(call: str, data: Any) -> dict[str, Any]:
-    """Returns the columns of a dict, a data frame or an Arrow table by name, unread."""
+    """Returns the columns of a dict, a data frame or an Arrow table by name."""
     if isinstance(data, Mapping):
         found = dict(data)
     elif _is_stream(data):
@@ -158,7 +159,7 @@ def columns_of(call: str, data: Any) -> dict[str, Any]:
 
 
 def _is_stream(data: Any) -> bool:
-    # pandas would convert all columns at once, and add its index as a column.
+    # The stream of pandas converts all columns, and has the index as a column.
     return hasattr(data, "__arrow_c_stream__") and not hasattr(data, "iloc")
 
 
@@ -178,7 +179,7 @@ def _table_in_memory(call: str, data: Any) -> Table:
 
         return Table(_IN_MEMORY, list(found), read)
 
-    # A stream, which may be larger than memory: only one batch is held.
+    # A stream may be larger than memory, so only one batch of it is held.
     batches = _arrow.import_pyarrow(call).RecordBatchReader.from_stream(data)
     names = list(batches.schema.names)
     _by_name(call, names, names)
@@ -231,7 +232,7 @@ def _csv_table(call: str, path: str, text: Text, report: Report) -> Table:
                 lambda: arrow_csv.open_csv(
                     stream,
                     arrow_csv.ReadOptions(
-                        use_threads=False,  # the number of a row is known only so
+                        use_threads=False,  # else errors lack the row number
                         block_size=BLOCK,
                         autogenerate_column_names=not text.header,
                     ),
@@ -277,14 +278,14 @@ def _first_row(content: bytes, text: Text) -> tuple[list[str], str]:
 def _trimmed(words: Any) -> Any:
     """Returns a column of words without the blanks around them, in a dictionary.
 
-    Names in "ann, bob" would otherwise differ from the same names in "ann,bob".
+    Otherwise "bob" of a line "ann, bob" would be another word than "bob" of "ann,bob".
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     compute: Any = pc
     coded = words.dictionary_encode()
-    # Bytes need not be UTF-8, so the type is changed without a check.
+    # A view as text is not checked: the bytes need not be UTF-8.
     text = compute.ascii_trim(coded.dictionary.view(pa.string()), " \t")
     trimmed = text.view(pa.binary())
     return pa.DictionaryArray.from_arrays(coded.indices, trimmed)
@@ -341,7 +342,7 @@ def _next_batch(batches: Iterator[Any]) -> Any:
 
 
 def _guarded(call: str, name: str, step: Callable[[], Any]) -> Any:
-    """Calls `step`; None at the end of a stream, and pyarrow's errors as our own."""
+    """Calls `step`; returns None at the end of a stream, and converts errors."""
     import pyarrow as pa
 
     try:
@@ -360,7 +361,7 @@ def _guarded(call: str, name: str, step: Callable[[], Any]) -> Any:
 
 
 def _damaged(call: str, path: str, step: Callable[[], Any]) -> Any:
-    """Calls `step`; any error is an OSError: a Parquet file has no malformed rows."""
+    """Calls `step`; any error becomes an OSError, since Parquet has no bad rows."""
     try:
         return step()
     except Exception as error:

@@ -5,14 +5,8 @@
 - `describe`: the same for the variables of a tree.
 - `VarDesc`: the description of one variable.
 - `to_bytes`, `from_bytes`: a VarDesc in PaddlePaddle's protobuf format.
-
-Importing this also registers the types of sparsejax with `jax.export`.
 """
 
-from sparsejax.desc._export import register_all as _register_all
 from sparsejax.desc._infer import Inferred as Inferred, infer as infer
 from sparsejax.desc._protobuf import from_bytes as from_bytes, to_bytes as to_bytes
 from sparsejax.desc._var_desc import VarDesc as VarDesc, describe as describe
-
-
-_register_all()

@@ -16,11 +16,11 @@ from sparsejax.transform import grad
 
 
 class Inferred(NamedTuple):
-    """What `infer` found; prints as a table.
+    """The result of `infer`; prints as a table.
 
     Args:
-      outputs: list of `VarDesc`, one for each output.
-      gradients: list of `VarDesc`, one for each leaf of the differentiated arguments,
+      outputs: list with a `VarDesc` for each output.
+      gradients: list with a `VarDesc` for each leaf of the differentiated arguments,
         named `<leaf>@GRAD`; empty if the function is not a loss.
 
     Example:
@@ -49,27 +49,28 @@ def infer(
     has_aux: bool = False,
     tables: PyTree = None,
 ) -> Inferred:
-    """Kind, type and shape of each output and gradient, before any data.
+    """Infers kind, type and shape of each output and gradient, before any data.
 
-    Nothing is computed: `fun` is traced by `jax.eval_shape`. If it is a loss (it
-    returns a float scalar, or that and `aux`), `sparsejax.grad` of it is inferred too.
+    `jax.eval_shape` traces `fun`, and nothing is computed. If `fun` is a loss (it
+    returns a float scalar, or a float scalar and `aux`), `infer` also traces
+    `sparsejax.grad` of it.
 
     Args:
       fun: a function of arrays.
-      *specs: its arguments, trees of arrays or `jax.ShapeDtypeStruct`.
-      argnums: int or ints, what to differentiate, as in `sparsejax.grad`.
-      has_aux: bool, whether `fun` returns `(loss, aux)`.
+      *specs: the arguments of `fun`, trees of arrays or `jax.ShapeDtypeStruct`.
+      argnums: int or ints, the arguments to differentiate, as in `sparsejax.grad`.
+      has_aux: bool, True if `fun` returns `(loss, aux)`.
       tables: as in `sparsejax.grad`.
 
     Returns:
-      `Inferred(outputs, gradients)`, two lists of `VarDesc`. Names are paths. Those of
-      outputs begin with `out`, those of gradients end with `@GRAD`; with several
-      `argnums` they begin with the name of the argument.
+      `Inferred(outputs, gradients)`, two lists of `VarDesc`. Names are paths. Names of
+      outputs begin with `out`, and names of gradients end with `@GRAD`; with several
+      `argnums`, names of gradients begin with the name of the argument.
 
     Raises:
-      DensifyError: `tables=` requires a leaf to be sparse that is not only read by
-        rows.
-      TypeError: an argument that `jax.eval_shape` or `sparsejax.grad` refuses; or `fun`
+      DensifyError: `tables=` requires a sparse gradient for a leaf that `fun` does not
+        only read by rows.
+      TypeError: `jax.eval_shape` or `sparsejax.grad` refuses an argument; or `fun`
         returns `(loss, aux)` without `has_aux=True`.
 
     Example:
@@ -95,7 +96,7 @@ def infer(
         raise TypeError(
             "sparsejax.desc.infer: the function returns a pair that begins with a "
             "float scalar. If this is (loss, aux), pass has_aux=True to infer the "
-            "gradients too; if not, return a dict or a list."
+            "gradients; if not, return a dict or a list."
         )
     loss = out[0] if has_aux else out
     if not _is_loss(loss):
@@ -106,14 +107,14 @@ def infer(
     positions = tuple(argnums) if several else (argnums,)
     gradients = []
     for position, tree in zip(positions, found if several else (found,)):
-        # The leaves of a tree are named by their paths, an array by its argument.
+        # A leaf of a tree is named by its path, a bare array by its argument.
         prefix = _argument(fun, position) if several or hasattr(tree, "dtype") else ""
         gradients += describe(tree, lambda path, p=prefix: _join(p, path) + "@GRAD")
     return Inferred(outputs, gradients)
 
 
 def _eval_shape(fun: Callable[..., Any], specs: Sequence[Any]) -> Any:
-    """`jax.eval_shape`, but ints, strings and functions are passed unchanged."""
+    """Calls `jax.eval_shape`; passes ints, strings and functions unchanged."""
     leaves, treedef = jax.tree.flatten(specs)
     places = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
@@ -126,7 +127,7 @@ def _eval_shape(fun: Callable[..., Any], specs: Sequence[Any]) -> Any:
 
 
 def _argument(fun: Callable[..., Any], position: int) -> str:
-    """The name of this argument of the function."""
+    """Returns the name of an argument of a function."""
     try:
         names = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # a builtin

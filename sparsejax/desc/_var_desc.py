@@ -1,4 +1,4 @@
-"""VarDesc, describe: name, kind, type and shape of variables before any data."""
+"""VarDesc, describe: names, kinds, types and shapes of variables before any data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparsejax._segments import SegmentTensor
 LOD_TENSOR = "LOD_TENSOR"
 SELECTED_ROWS = "SELECTED_ROWS"
 UNKNOWN = -1
-BARE = "value"  # the path of a variable that is not in a tree
+BARE = "value"  # the path of a variable that is the whole tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,13 @@ class VarDesc:
 
     Args:
       name: str.
-      type: "LOD_TENSOR", an array, whose first axis is cut into segments if `lod_level`
-        is not 0; or "SELECTED_ROWS".
+      type: "LOD_TENSOR" for an array, whose first axis has segments if `lod_level` is
+        not 0; or "SELECTED_ROWS".
       data_type: str, the name of the NumPy dtype: "float32", "bfloat16", ...
-      dims: ints. -1 is a dimension that depends on the data. For SelectedRows these are
-        the dimensions of the whole table, `[height, ...]`.
-      lod_level: int, how deep segments are nested; 0 is a plain array.
-      persistable: bool, whether the variable outlives a step, as parameters do.
+      dims: ints. -1 is a dimension that depends on the data. For SelectedRows, the
+        dimensions of the whole table, `[height, ...]`.
+      lod_level: int, the depth of nested segments; 0 for a plain array.
+      persistable: bool, True if the variable outlives a step, like a parameter.
 
     Example:
       >>> import sparsejax as sj
@@ -61,24 +61,24 @@ def describe(
     """Describes every variable of a tree before any data.
 
     A SelectedRows is one variable. A SegmentTensor is one variable for each array in
-    its values. Their first dimension, the number of elements, is -1: it depends on the
-    data.
+    its values; the first dimension of these is -1, because the number of elements
+    depends on the data.
 
     Args:
       tree: pytree of arrays, `jax.ShapeDtypeStruct`, SelectedRows and SegmentTensors,
         for example the result of `jax.eval_shape`. Symbolic dimensions
         (`jax.export.symbolic_shape`) are unknown, -1.
-      names: one name for each variable, in the order of the tree; or a function from
-        the path of a variable to its name. The default is the path, for example
-        `layers.0.kernel`.
+      names: a list with a name for each variable, in the order of the tree; or a
+        function from the path of a variable to its name. The default is the path, for
+        example `layers.0.kernel`.
       persistable: bool, or a function from a name to a bool.
 
     Returns:
       List of `VarDesc`, in the order of the tree.
 
     Raises:
-      TypeError: a leaf that is not an array.
-      ValueError: too few names, too many, or one name twice.
+      TypeError: a leaf is not an array.
+      ValueError: there is not one name for each variable, or a name occurs twice.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -122,7 +122,7 @@ def describe(
 
 
 def _variables(tree: Any, prefix: str, level: int) -> list[tuple[str, Any, int]]:
-    """Path, value and depth of each variable."""
+    """Returns path, value and depth of each variable."""
     is_leaf = lambda x: isinstance(x, SelectedRows | SegmentTensor)
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     found = []
@@ -154,7 +154,7 @@ def _describe_one(name: str, value: Any, level: int, persistable: bool) -> VarDe
 
 
 def _dim(d: Any) -> int:
-    """A dimension as an int, -1 for None or a symbol of `jax.export`."""
+    """Returns a dimension as an int, -1 for None or a symbol of `jax.export`."""
     try:
         return int(d)
     except Exception:  # the error that jax.export raises is not public

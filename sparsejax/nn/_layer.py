@@ -200,7 +200,7 @@ def table_of(
         return table
     if _arguments.is_concrete(table):  # not differentiated: no need for a copy
         return table
-    if _compat.is_laid_out(table):  # the primitive cannot express such an array's type
+    if _compat.has_mesh(table):  # the primitive cannot express such an array's type
         return lax.pad(table, _arguments.scalar(0, table), [(0, 0, 0)] * table.ndim)
     return dense_gradient_p.bind(table)
 

@@ -126,7 +126,7 @@ def trace_call(
             inputs.append(value)
     others = [None if i in numbers else arg for i, arg in enumerate(args)]
     rest, rest_tree = jax.tree_util.tree_flatten((others, kwargs))
-    # `explain` and `eval_shape` may pass shapes in place of arrays.
+    # `explain` accepts shapes in place of arrays.
     kinds = jax.Array, np.ndarray, jax.ShapeDtypeStruct
     is_input = [isinstance(x, kinds) for x in rest]
     first = len(inputs)
@@ -173,19 +173,26 @@ def trace_call(
 
 
 def check_fun(caller: str, fun: Any, argnums: Any = 0, has_aux: Any = False) -> None:
-    """Raises unless these describe a function: before it is called, and traced."""
+    """Raises if the arguments do not describe a function, before it is called."""
     right = f"Write {caller}(loss_fn)(params, batch)"
     if not callable(fun):
-        raise TypeError(
-            f"{caller}: fun must be a function, got {_arguments.kind_of(fun)}. {right}"
-            ", with the function itself first, and its arguments in a second call."
+        raise _arguments.wrong_type(
+            caller,
+            "fun",
+            "a function",
+            _arguments.kind_of(fun),
+            f"{right}, with the function itself first, and its arguments in a second "
+            "call.",
         )
     for i in argnums if isinstance(argnums, (tuple, list)) else (argnums,):
         if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
-            raise TypeError(
-                f"{caller}: argnums must be an int or a tuple of ints, got "
-                f"{_arguments.show(argnums)}. {right} if these are arguments of the "
-                "function: they come in a second call."
+            raise _arguments.wrong_type(
+                caller,
+                "argnums",
+                "an int or a tuple of ints",
+                _arguments.show(argnums),
+                f"{right} if these are arguments of the function: they come in a "
+                "second call.",
             )
     _arguments.check_bool(caller, "has_aux", has_aux)
 
@@ -240,16 +247,21 @@ def _required(
     try:
         jax.tree_util.tree_map(add, tables, chosen, is_leaf=is_none)
     except (ValueError, TypeError):
-        raise ValueError(
-            f"{caller}: tables= must be a prefix of the differentiated argument's "
-            f"tree, {_arguments.show_tree(chosen, is_selected_rows)}, with True, False "
-            f"or None at its leaves, got {_arguments.show_tree(tables, is_none)}."
+        raise _arguments.wrong(
+            caller,
+            "tables=",
+            "a prefix of the differentiated argument's tree, "
+            f"{_arguments.show_tree(chosen, is_selected_rows)}, with True, False or "
+            "None at its leaves",
+            _arguments.show_tree(tables, is_none),
         ) from None
     for value in required:
         if value is not None and not isinstance(value, (bool, np.bool_)):
-            raise TypeError(
-                f"{caller}: tables= must be True, False, None, a tree of these, or a "
-                f"callable(path, leaf) -> bool, got {_arguments.show(value)}."
+            raise _arguments.wrong_type(
+                caller,
+                "tables=",
+                "True, False, None, a tree of these, or a callable(path, leaf) -> bool",
+                _arguments.show(value),
             )
     return required
 
@@ -304,7 +316,7 @@ def _split_aux(caller: str, out: Any, has_aux: bool) -> tuple[Any, Any]:
             f"output was {found}. If it returns (loss, aux), pass has_aux=True."
         )
     if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(
-            f"{caller}: the loss must be real floating point, got {loss.dtype.name}."
+        raise _arguments.wrong_type(
+            caller, "the loss", "real floating point", loss.dtype.name
         )
     return loss, aux

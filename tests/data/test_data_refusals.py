@@ -1,4 +1,4 @@
-"""What is no data set, and what a loader does not take."""
+"""Arguments that data sets and the loader refuse."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import scipy.sparse
 import sparsejax as sj
 
 
-ANY: Any = 1.5  # no key, no sequence
+ANY: Any = 1.5  # not a key, not a sequence
 DICT: Any = {"a": [1]}
 ROWS = [[i] * (i % 5) for i in range(20)]
 DATASET = sj.data.ArrayDataset(ROWS, np.arange(20, dtype=np.int32))
@@ -94,7 +94,7 @@ DATASET = sj.data.ArrayDataset(ROWS, np.arange(20, dtype=np.int32))
         ),
     ],
 )
-def test_what_is_no_data_set(make, error, message):
+def test_wrong_data_sets_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
@@ -132,7 +132,7 @@ def test_wrong_options_are_refused(options, error, message):
         sj.data.DataLoader(DATASET, **{"batch_size": 4, **options})
 
 
-def test_what_is_no_data_is_refused():
+def test_wrong_data_is_refused():
     with pytest.raises(TypeError, match="dataset must be an ArrayDataset"):
         sj.data.DataLoader(iter([1]), 2)
     with pytest.raises(ValueError, match="no rows"):

@@ -1,4 +1,4 @@
-"""Data sets and the loader: what a batch is, its capacity, its order, its place."""
+"""Data sets and the loader: batches, their capacity, their order and the state."""
 
 import json
 import pickle
@@ -23,14 +23,14 @@ def _rows(n, longest=6, seed=0):
 
 
 def _numbered(n, **options):
-    """A loader over the numbers 0 ... n - 1, and rows of that many elements."""
+    """A loader over the numbers 0 ... n - 1 and ragged rows."""
     rows = [[i] * (i % 5) for i in range(n)]
     dataset = sj.data.ArrayDataset(rows, np.arange(n, dtype=np.int32))
     return sj.data.DataLoader(dataset, **options)
 
 
 def _seen(batches):
-    """The numbers of the rows in batches (ragged, number, mask), padding left out."""
+    """The numbers of the rows in batches (ragged, number, mask), without padding."""
     return [int(i) for _, number, mask in batches for i in number[mask]]
 
 
@@ -217,7 +217,7 @@ def test_auto_holds_for_every_order(lengths):
     risk=st.sampled_from([0.3, 0.05, 1e-3]),
 )
 def test_the_tail_bound_holds_exactly(lengths, batch_size, risk):
-    """Against the distribution of the sum with replacement, which is the larger."""
+    """Compared with sums with replacement, whose tail is larger."""
     lengths = np.array(lengths)
     share = np.bincount(lengths) / len(lengths)
     total = np.ones(1)
@@ -244,7 +244,7 @@ def test_too_small_a_capacity_is_named():
     assert loader.get_state()["batch"] == 0 and first.get_state()["epoch"] > 0
 
 
-def test_what_does_not_fit_spills_into_a_second_size():
+def test_a_large_batch_spills_into_a_second_capacity():
     step = count_traces(lambda ids: ids.values.sum())
     jitted = jax.jit(step)
     loader = _numbered(40, batch_size=4, capacity=8, shuffle=True, overflow="spill")
@@ -283,13 +283,13 @@ def test_each_epoch_has_its_order_and_a_seed_gives_it_again():
     first = epochs(3)
     assert first == epochs(3)
     assert len({str(epoch) for epoch in [*first, *epochs(4)]}) == 6
-    # The numbers themselves: a saved place must mean the same rows for ever.
+    # Golden numbers: a saved state must mean the same rows in every release.
     assert first[0][:8] == [27, 9, 29, 2, 12, 25, 0, 28]
     assert first[1][:4] == [14, 12, 0, 9]
 
 
 def test_orders_know_nothing_of_the_users_random_numbers():
-    """Seed 0 gave the stream of default_rng(0): sorted by the data, unseen."""
+    """Seed 0 once had the stream of default_rng(0), which sorted rows by their data."""
     for seed in (0, 7):
         data = np.random.default_rng(seed).random(1000)
         loader = sj.data.DataLoader(
@@ -342,7 +342,7 @@ def test_a_saved_place_resumes_exactly(num_workers):
     iterator = iter(_numbered(22, **options))
     iterator.set_state(state)
     assert _seen(iterator) == rest
-    # At the end of an epoch the next one is due.
+    # The state at the end of an epoch is the beginning of the next one.
     assert _seen(batches) == rest
     assert (loader.get_state()["epoch"], loader.get_state()["batch"]) == (2, 0)
     whole.set_state(batches.get_state())
@@ -381,7 +381,7 @@ def test_it_works_under_gradients():
     np.testing.assert_array_equal(grad.to_dense(), expected)
 
 
-def test_what_is_not_installed_is_named(monkeypatch, tmp_path):
+def test_missing_packages_are_named(monkeypatch, tmp_path):
     for name in ("grain", "tqdm"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
     assert len(list(_numbered(4, batch_size=2))) == 2

@@ -1,4 +1,4 @@
-"""The same ratings in every form that people have them in: one vocabulary, one array.
+"""The same ratings in every format of users: one vocabulary, one array.
 
 What needs pandas, polars, pyarrow or Hugging Face datasets runs where these are.
 """
@@ -32,7 +32,7 @@ COLUMNS = {"label": "rating", "ids": ["user", "item"]}
 
 
 def _ids(words):
-    """Ids by Python alone: by falling counts, then by the bytes of the words."""
+    """Returns ids in plain Python: by falling counts, then by the bytes of words."""
     text = [str(w).encode() for w in words if w is not None]
     ranked = sorted(collections.Counter(text).items(), key=lambda x: (-x[1], x[0]))
     place = {word: k for k, (word, _) in enumerate(ranked, 1)}
@@ -57,7 +57,7 @@ def _text_of(separator, quoting, header=True, end="\n"):
 
 
 _QUOTED = _text_of(",", csv.QUOTE_ALL)
-# The bytes of a file, and how it is read.
+# The bytes of a file, and the arguments that read it.
 TEXTS: dict[str, tuple[bytes, dict[str, Any]]] = {
     "CSV": (_text_of(",", csv.QUOTE_MINIMAL), {}),
     "quoted CSV": (_QUOTED, {}),
@@ -186,7 +186,7 @@ def test_data_frames_give_the_same_vocabulary_and_ids(make):
 
 
 class _Exporter:
-    """What only has the Arrow stream, as a relation of DuckDB."""
+    """An object with nothing but the Arrow stream."""
 
     def __init__(self, table):
         self._table, self.schema = table, table.schema
@@ -205,7 +205,7 @@ def test_a_stream_of_another_package():
 
 
 def test_a_stream_is_read_in_bounded_memory():
-    """One batch at a time: the next one is made when its rows are needed."""
+    """A batch is made when its rows are needed."""
     pa = pytest.importorskip("pyarrow")
     made = []
 
@@ -317,7 +317,7 @@ def test_columns_that_are_refused(tmp_path, form, columns, message):
 
 
 def _words(path, columns=(0,), **options: Any):
-    """The words of columns as the reader finds them, row by row."""
+    """Returns the words of columns row by row, as the reader finds them."""
     known = sj.data.Vocabulary.build(path, {"ids": columns}, **options)
     ids = sj.data.read_ids(path, known, {"ids": columns}, **options)["ids"]
     found = [known.decode(k, ids[:, k]).tolist() for k in range(len(columns))]
@@ -337,8 +337,8 @@ _WORDS = st.text(alphabet='ab", \t\r\n;\u00e9', max_size=6)
     end=st.sampled_from(["\n", "\r\n"]),
     block=st.sampled_from([1000, 1 << 20]),
 )
-def test_what_csv_writes_is_read(rows, separator, quoting, end, block):
-    """As Python's own module does, but for blanks around fields."""
+def test_files_of_the_csv_module_are_read(rows, separator, quoting, end, block):
+    """The csv module of Python is the oracle, except for blanks around fields."""
     text = io.StringIO()
     if any("\r" in x for row in rows for x in row):
         quoting = csv.QUOTE_ALL  # Python 3.11 quotes "\r" only if it is in `end`
@@ -400,7 +400,7 @@ def test_a_quote_that_is_not_closed_ends_the_reading(tmp_path, monkeypatch):
     assert len(found["ids"]) == 100_002
 
 
-def test_a_byte_order_mark_is_no_part_of_a_word(tmp_path, monkeypatch):
+def test_a_byte_order_mark_is_not_part_of_a_word(tmp_path, monkeypatch):
     path = tmp_path / "marked.csv"
     path.write_bytes(b"\xef\xbb\xbfa,b\n\xef\xbb\xbfa,b\n")
     for block in (12, 100):
@@ -485,7 +485,7 @@ def test_files_that_are_not_plain_text(tmp_path, content):
         sj.data.read_ids(path, 9, {"ids": [0, 1]})
 
 
-def test_no_parquet(tmp_path):
+def test_damaged_and_missing_files(tmp_path):
     path = tmp_path / "ratings.parquet"
     path.write_bytes(b"PAR1\x15\x04" + bytes(50) + b"PAR1")
     with pytest.raises(OSError, match="cannot be read .*damaged or incomplete"):

@@ -1,4 +1,4 @@
-"""VarDesc, its bytes, and what is inferred before data."""
+"""VarDesc, its bytes, and shapes inferred before there is data."""
 
 import dataclasses
 import pathlib
@@ -81,7 +81,7 @@ def test_describe_refuses():
 # ------------------------------------------------------------------ the wire format
 
 
-def test_proto_file_is_what_is_declared():
+def test_proto_file_agrees_with_the_declaration():
     """The .proto file and the declaration made to the library say the same."""
     text = re.sub(r"//.*", "", PROTO.read_text())
     types = dict(re.findall(r"(\w+) = (\d+);", text.split("message")[0]))

@@ -225,29 +225,6 @@ def test_one_word_for_one_idea():
     assert not found and count > 300
 
 
-def test_names_before_the_release_are_gone():
-    """They raise what Python raises for any unknown argument."""
-    tx, ids = sj.optim.lazy(optax.sgd(0.1)), np.arange(3)
-    store = sj.store.KVStore()
-    calls = {
-        "alpha": lambda old: sj.optim.ftrl(**old),
-        "rate": lambda old: sj.optim.weight_decay(**old),
-        "every_k": lambda old: sj.optim.accumulate(tx, capacity=8, **old),
-        "rounding_key": lambda old: sj.optim.rounding(tx, **old),
-        "capacity": lambda old: sj.unique(ids, **old),
-        "init": lambda old: sj.nn.Embedding(5, 2, **old),
-        "initializer": lambda old: sj.nn.SparseLinear(1, 5, **old),
-        "seed": lambda old: store.init("t", (5, 2), tx, **old),
-        "num_rows": lambda old: sj.viz.rows_touched([ids], **old),
-    }
-    for name, call in calls.items():
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            call({name: 1})
-    with pytest.raises(TypeError, match="takes 2 positional arguments but 3"):
-        positional: Any = sj.optim.exact_value_and_grad
-        positional(jnp.sum, sj.optim.exact(optax.sgd(0.1)), True)
-
-
 @pytest.mark.parametrize("word", ["raise", "error"])
 def test_both_words_for_the_mode_that_raises(word):
     table, ids = jnp.ones((5, 2)), jnp.array([1, 5])

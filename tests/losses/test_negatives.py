@@ -45,7 +45,7 @@ def draw(sampler, key):
 
 
 def assert_follows(ids, probs):
-    """A chi-square test that a right sampler fails once in a hundred thousand keys."""
+    """A chi-square test, which a correct sampler fails for one key in 100,000."""
     assert ids.min() >= 0 and ids.max() < len(probs)
     counts = np.bincount(ids, minlength=len(probs))
     assert not counts[probs == 0].any()
@@ -152,7 +152,7 @@ def test_expected_counts():
 
 
 def test_unique_replays_the_draws():
-    """The first n distinct of the draws, and t, the number of draws that took."""
+    """Returns the first n distinct draws, and the number of draws used."""
     sampler = Sampler.from_counts([8.0, 4.0, 2.0, 1.0, 1.0], power=1.0)
     n, key = 4, jax.random.key(5)
     labels = jnp.arange(15).reshape(3, 5) % 5
@@ -174,7 +174,7 @@ def test_unique_replays_the_draws():
 
 
 @pytest.mark.slow
-def test_what_cannot_be_drawn_is_minus_one():
+def test_slots_that_cannot_be_filled_are_minus_one():
 
     @jax.jit
     def run(sampler, key):

@@ -84,13 +84,6 @@ def init_normal(store):
     return store
 
 
-def own_part(x):
-    """The elements of an array that are on devices of this process."""
-    if not isinstance(x, jax.Array):
-        return x
-    return np.concatenate([np.asarray(shard.data) for shard in x.addressable_shards])
-
-
 def train_with_trainer(store, share=lambda batch: batch):
     """Losses, table and dense parameters after a few steps of a Trainer."""
 
@@ -99,7 +92,7 @@ def train_with_trainer(store, share=lambda batch: batch):
         item: sj.nn.SparseEmbedding = sj.nn.SparseEmbedding(HEIGHT, WIDTH, name="item")
 
         def row_ids(self, inputs):
-            return self.item.row_ids(own_part(inputs))
+            return self.item.row_ids(inputs)
 
         def sparse_forward(self, tables, params, inputs):
             return self.item(tables, params["item"], inputs) @ params["w"]

@@ -23,7 +23,7 @@ from sparsejax.store import _mesh
 
 
 # The store runs optax, which relies on implicit promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -88,10 +88,10 @@ def test_one_pull_for_all_devices():
         before = store.stats()["t"]
         found = store.pull("t", given)
         assert_same_rows(found, expected)
-        for leaf in jax.tree.leaves(found):
-            assert leaf.sharding == NamedSharding(mesh, P())
-            for shard in leaf.addressable_shards:
-                assert_same_bits(shard.data, leaf)
+        for x in found.rows, found.values:
+            assert x.sharding.is_equivalent_to(NamedSharding(mesh, P()), x.ndim)
+            for shard in x.addressable_shards:
+                assert_same_bits(shard.data, x)
         after = store.stats()["t"]
         assert after.pulls - before.pulls == 1
         assert after.pulled_rows - before.pulled_rows == 5  # each row once

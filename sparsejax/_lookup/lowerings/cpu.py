@@ -77,7 +77,7 @@ def bag_sum(
         one = lambda k: dataclasses.replace(spec, bits=(bits, k))
         planes = [bag_sum(table, ids, *rest, spec=one(k)) for k in range(8 // bits)]
         return jnp.concatenate(planes, axis=1)
-    weights: Any = spec.weights(rest)  # never None for codes, and 0 out of range
+    weights = spec.weights(rest)  # never None for codes, and 0 out of range
     if weights is not None and bits is None:
         weights = xla.in_range_only(weights, ids, table.shape[0])
     # Shapes are symbolic in an export for any size of batch.
@@ -85,6 +85,7 @@ def bag_sum(
     if is_static and not spec.segmented and ids.size and ids.shape[1] > 1:
         if bits is None:
             return _sum_fixed(table, ids, weights)
+        assert weights is not None
         total = _sum_fixed_codes(table, ids, weights[..., 0], bits)
         return total + jnp.sum(weights[..., 1], axis=1)[:, None, None]
     # As long as pieces can be while most of them are more than half full.

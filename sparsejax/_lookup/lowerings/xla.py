@@ -56,12 +56,13 @@ def bag_sum(
     XLA for GPU and TPU fuses a sum with the gather before it: the rows of a fixed bag
     are added up as they are read.
     """
-    weights: Any = spec.weights(rest)
+    weights = spec.weights(rest)
     if weights is not None:
         weights = in_range_only(weights, ids, table.shape[0])
     if spec.bits is None:
         rows = weighted_rows(table, ids, weights, None)
     else:
+        assert weights is not None  # codes always have weights
         rows = weighted_rows(table, ids, weights[..., 0], spec.bits)
         rows += indexing.append_axes(weights[..., 1], rows.ndim)
     if not spec.segmented:

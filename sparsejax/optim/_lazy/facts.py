@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from sparsejax import _compat
+from sparsejax import _compat, _primitives
 from sparsejax.optim._lazy import parts
 from sparsejax.optim._lazy.parts import Part, Reason
-from sparsejax.optim._lazy.primitives import REDUCTIONS, program_of, row_params
+from sparsejax.optim._lazy.primitives import REDUCTIONS, row_params
 
 
 # The axes of rows of a table and of a stack of tables in the second trace.
@@ -155,9 +155,9 @@ class Walk:
         name = a.primitive.name
         if name != b.primitive.name or len(a.outvars) != len(b.outvars):
             self._differs(a, part, line)
-        body = program_of(a)
+        body = _primitives.called(a)
         if body is not None:
-            return self.program(body, program_of(b), ins, part, line)
+            return self.program(body, _primitives.called(b), ins, part, line)
         try:
             if name == "cond":
                 return self._cond(a, b, ins, part, line)

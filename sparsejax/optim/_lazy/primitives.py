@@ -7,39 +7,15 @@ each input.
 from collections.abc import Sequence
 from typing import Any
 
-from sparsejax import _compat
+from sparsejax import _primitives
 
 
-_ELEMENTWISE = frozenset(
-    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos "
-    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le "
-    "log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision "
-    "rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical "
-    "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
-)
 LINEAR = frozenset("neg convert_element_type copy copy_p".split())
 _MATMULS = frozenset(["dot_general"])
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
 )
-JITS = frozenset(["jit", "pjit"])
-_CALLS = {
-    **dict.fromkeys(JITS, "jaxpr"),
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-}
-
-
-def program_of(eqn: Any) -> tuple[Any, list[Any]] | None:
-    """The program that an equation calls, as `(open jaxpr, consts)`."""
-    key = _CALLS.get(eqn.primitive.name)
-    jaxpr = eqn.params.get(key) if key else None
-    return None if jaxpr is None else _compat.open_jaxpr(jaxpr)
 
 
 def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
@@ -60,7 +36,7 @@ def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
     params.pop("sharding", None)  # of the rows, which differs with their number
     shapes = [v.aval.shape for v in eqn.invars]
     out = eqn.outvars[0].aval.shape
-    if name in _ELEMENTWISE:
+    if name in _primitives.ELEMENTWISE:
         # A scalar broadcasts to all rows, and so does an array [1, D].
         alone = (shape for shape, has_rows in zip(shapes, rows) if not has_rows)
         if any(shape and shape[:1] != (1,) for shape in alone):

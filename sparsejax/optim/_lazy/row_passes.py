@@ -87,7 +87,7 @@ def passes_over(grad: SelectedRows, table: Any) -> Passes | None:
 
 def is_plain(x: Any) -> bool:
     """Return True if `x` is an array whose type has no mesh."""
-    return isinstance(x, jax.Array) and not _compat.is_laid_out(x)
+    return isinstance(x, jax.Array) and not _compat.has_mesh(x)
 
 
 def is_traced(grad: SelectedRows, table: Any) -> bool:

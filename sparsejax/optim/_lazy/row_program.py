@@ -25,14 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax import _compat
-from sparsejax.optim._lazy.primitives import (
-    JITS,
-    LINEAR,
-    REDUCTIONS,
-    program_of,
-    row_params,
-)
+from sparsejax import _compat, _primitives
+from sparsejax.optim._lazy.primitives import LINEAR, REDUCTIONS, row_params
 
 
 class NotByRows(Exception):
@@ -247,8 +241,8 @@ class _Runner:
         nodes = [x for x in ins if isinstance(x, Node)]
         by_row = [x for x in nodes if x.table is not None]
         makes_rows = any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
-        body = program_of(eqn)
-        if body is not None and (nodes or (makes_rows and name in JITS)):
+        body = _primitives.called(eqn)
+        if body is not None and (nodes or (makes_rows and name in _primitives.JITS)):
             return self.run(*body, ins)
         if not by_row and not (makes_rows and _is_uniform(eqn, ins)):
             values = [self.value(x) for x in ins]
@@ -347,7 +341,7 @@ def _reduces_rows(body: tuple[Any, Any]) -> bool:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in REDUCTIONS and 0 in eqn.params["axes"]:
             return True
-        inner = program_of(eqn)
+        inner = _primitives.called(eqn)
         if inner is not None and _reduces_rows(inner):
             return True
     return False

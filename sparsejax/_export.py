@@ -48,8 +48,8 @@ def register_all() -> None:
                     kind, serialized_name=f"{name}.{kind.__name__}"
                 )
             except ValueError:
-                # Registered already: by the user's program, whose name stays; or by this
-                # loop, since optax has some states in two modules.
+                # Registered already: by the user's program, whose name stays; or by
+                # this loop, since optax has some states in two modules.
                 continue
 
 
