@@ -311,40 +311,9 @@ def _reduce_at_once(rows, at, values, count, *rest, program, num_tables, kinds):
     return _reduce_read(rows, gradient, tables, fresh, others, function, kinds)
 
 
-# Empty slots add these elements to reductions that the judge allows.
-_NEUTRAL = {
-    "reduce_sum": 0,
-    "reduce_prod": 1,
-    "reduce_max": 0,  # of numbers that are not negative
-    "reduce_and": True,
-    "reduce_or": False,
-}
-
-
-def _reduce_gradient(at, values, others, program, kinds):
-    """Reductions that read nothing but the gradient: in order, and not by `at`.
-
-    Slots that were added to others count as empty. The barrier keeps XLA from merging
-    both reductions into one, which a CPU does not share among its threads: the norm of
-    65,536 x 64 takes 0.5 ms, without the barrier 1.4, by blocks 1.8 (2026-11-24).
-    """
-    is_first = jnp.zeros(values.shape[0], bool).at[at].set(True, mode="drop")
-    outs = []
-    for x, (kind, axes) in zip(program.on_rows(1)(values, *others), kinds):
-        total = _COMBINE[kind][0]
-        by_row = total(x, axis=[k for k in axes if k]).astype(x.dtype)
-        by_row = lax.optimization_barrier(by_row)
-        first = indexing.append_axes(is_first, by_row.ndim)
-        by_row = jnp.where(first, by_row, np.asarray(_NEUTRAL[kind], x.dtype))
-        outs.append(total(by_row, axis=0).astype(x.dtype))
-    return outs
-
-
 def _reduce_by_blocks(rows, at, values, count, *rest, program, num_tables, kinds):
     tables, fresh, others = _split(rest, num_tables)
     n = rows.shape[0]
-    if not num_tables and all(kind in _NEUTRAL for kind, _ in kinds):
-        return _reduce_gradient(at, values, others, program, kinds)
     block = _block_rows(n, values.shape[1:])
     # Not the height, which only tables know; an id that no table has.
     rows = _pad(rows, block, _arguments.scalar(jnp.iinfo(rows.dtype).max, rows))
