@@ -37,7 +37,7 @@ def run_block(code, name):
     return found
 
 
-# ------------------------------------------------------------------ what moves
+# ------------------------------------------------------------------ moved rows
 
 
 @pytest.mark.loose_promotion  # dense optax
