@@ -1,7 +1,7 @@
 """Named sets of ids, shared by tests and benchmarks.
 
 A case says which rows a batch reads. Every operation that takes ids is tested on all of
-them, so that nobody has to remember the odd ones.
+them, so that no test forgets the odd ones.
 """
 
 import dataclasses

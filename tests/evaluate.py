@@ -1,4 +1,4 @@
-"""What a jaxpr computes, operation by operation: by NumPy, and what is left by XLA.
+"""Evaluates a jaxpr operation by operation, with NumPy if it can, else with XLA.
 
 To compile a program takes a hundred times as long as to trace it. Here XLA compiles
 single operations only, each once for all programs; loops and branches are Python's.

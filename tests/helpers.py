@@ -1,4 +1,4 @@
-"""What several test files need: how a check is made is written once, here."""
+"""Checks and helpers that several test files use."""
 
 import functools
 import os
@@ -70,7 +70,7 @@ def assert_trees_close(actual, expected, *, rtol=None, atol=None):
 
 
 def assert_same_bits(actual, expected):
-    """Equal arrays bit by bit: dtype, shape, signs of zeros and NaN too."""
+    """Equal arrays bit by bit: dtype, shape, signs of zeros and NaN."""
     actual, expected = as_numpy(actual), as_numpy(expected)
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
@@ -83,13 +83,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def run_python(*command, timeout=300, cwd=ROOT, **options):
-    """What another Python prints that is run with `command`; it has to end well.
+    """The output of another Python, run with `command`; it must exit with 0.
 
     Args:
-      *command: what follows `python`: "-c" and a program, "-m" and a module, a path.
-      timeout: in seconds.
-      cwd: where it runs.
-      **options: others of `subprocess.run`.
+      *command: the arguments of `python`: "-c" and a program, "-m" and a module, or a
+        path.
+      timeout: the limit in seconds.
+      cwd: the folder that it runs in.
+      **options: other options of `subprocess.run`.
     """
     done = subprocess.run(
         [sys.executable, *map(str, command)],
@@ -139,7 +140,7 @@ def to_dense(tree):
 
 
 def dense(rows, values, height):
-    """What SelectedRows(rows, values, height) means, by NumPy in float64."""
+    """The dense array of SelectedRows(rows, values, height), by NumPy in float64."""
     rows, values = np.asarray(rows), np.asarray(values)
     wide = np.float64 if jnp.issubdtype(values.dtype, jnp.floating) else values.dtype
     out = np.zeros((height, *values.shape[1:]), wide)
@@ -149,7 +150,7 @@ def dense(rows, values, height):
 
 
 def dense_rows(array, ids):
-    """Rows of a NumPy array, zeros where the id is out of range."""
+    """Rows of a NumPy array; an id out of range reads zeros."""
     ids = np.asarray(ids)
     keep = in_range(ids, array.shape[0])
     out = np.zeros((*ids.shape, *array.shape[1:]), array.dtype)
@@ -214,24 +215,24 @@ def _heights(args):
     return {max(x.height if is_rows(x) else (*np.shape(x), 0)[0] for x in leaves)}
 
 
-# Primitives that write in place where their operand is donated.
+# Primitives that write in place if their operand is donated.
 IN_PLACE = ("scatter", "scatter-add", "update_rows")
 
 
 def assert_no_dense(f, *args, allow=(), heights=None):
-    """Nothing of a table's size arises in `f(*args)`.
+    """Asserts that `f(*args)` makes no array of a table's size.
 
     An equation's output is of a table's size if one of its axes is a table's height,
-    or if it has as many elements as an argument with so many rows. Take a prime for
-    the height, and larger than all else.
+    or if it has as many elements as an argument with that number of rows. Choose a
+    height that is a prime and larger than all other sizes.
 
     Args:
       f: the function, traced by `jax.make_jaxpr`.
       *args: its arguments.
-      allow: names of primitives that may have such an output: those that write in
-        place where their operand is donated, see `IN_PLACE`.
-      heights: the tables' numbers of rows; the longest first axis among `args`, if
-        left out.
+      allow: names of primitives that may have such an output, because they write in
+        place if their operand is donated; see `IN_PLACE`.
+      heights: the tables' numbers of rows. By default, the longest first axis among
+        `args`.
     """
     heights = set(_heights(args) if heights is None else heights)
     assert heights and min(heights) > 0, "no table among the arguments"
@@ -244,8 +245,8 @@ def assert_no_dense(f, *args, allow=(), heights=None):
     for eqn in eqns_of(f, *args):
         if eqn.primitive.name in allow:
             continue
-        # What a call, a loop or a branch hands out is judged where it arises. What a
-        # loop stacks, or a map over it, has another shape, and is judged here.
+        # The results of a call, a loop or a branch are checked in its inner jaxpr.
+        # Results that a loop or a map stacks have another shape: this checks them.
         seen = {v.aval.shape for j in sub_jaxprs(eqn) for v in j.outvars}
         for var in eqn.outvars:
             shape = getattr(var.aval, "shape", ())
@@ -256,9 +257,9 @@ def assert_no_dense(f, *args, allow=(), heights=None):
 
 
 def compile_as_users_do(lowered):
-    """`lowered.compile()`, for what is read off a program: memory, copies, its text.
+    """`lowered.compile()` with XLA's defaults, for tests that read memory or copies.
 
-    Not by the emitters of loops that tests/conftest.py sets where it can.
+    It does not use the loop emitters that tests/conftest.py sets.
     """
     is_set = "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", "")
     options = {"xla_cpu_use_fusion_emitters": True} if is_set else None
@@ -295,9 +296,9 @@ def assert_no_copies(text, array):
 
 
 class count_traces:  # lower case: it is called like a function
-    """`f`, with `.count`: how often Python ran it, which under jit is once a trace.
+    """`f` with `.count`, the number of its Python calls: under jit, one a trace.
 
-    Where it has to be once, `chex.assert_max_traces` says at which call it is not.
+    If the number must be one, `chex.assert_max_traces` names the second call.
     """
 
     def __init__(self, f):

@@ -55,7 +55,7 @@ COLUMNS = """
 
 
 class Entry(NamedTuple):
-    """A transformation, and why it is refused or what else is to be said."""
+    """A transformation, with the reason why it is refused, or a remark."""
 
     make: object
     note: str = ""
@@ -95,7 +95,7 @@ _MATRIX = f"It factors the whole table as a matrix. {_DENSE_ONLY}"
 
 
 def _refused(module, notes):
-    """Entries for what is refused: `tests/optimizers.py` has most, by their names."""
+    """Entries of refused transformations; `tests/optimizers.py` has most of them."""
     return {
         name: Entry(
             REFUSED[name][0] if name in REFUSED else getattr(module, name), note
@@ -177,7 +177,7 @@ def _always(step, **extra_args):
     return True
 
 
-# What holds another transformation is as that is: each is tried around momentum.
+# A wrapper is as the transformation that it holds: each is tried around momentum.
 WRAPPERS = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
@@ -287,7 +287,7 @@ SECTIONS = (
     ("`sparsejax.optim`", sj.optim, "sj.optim", OURS),
 )
 
-# A measure, for `optax.monitor`: it is no transformation of gradients by itself.
+# A measure for `optax.monitor`: it does not transform gradients by itself.
 NOT_ONE = {"optax.measure_with_ema"}
 
 
@@ -301,7 +301,7 @@ def verdict(tx):
 
 
 def rows(sections=SECTIONS):
-    """The table's rows by the names in them, for what the installed optax has."""
+    """The table's rows by the names in them, for the installed optax."""
     table = {}
     for _, module, prefix, entries in sections:
         for name, entry in entries.items():
@@ -323,7 +323,7 @@ def rows(sections=SECTIONS):
 
 
 def has(name):
-    """Whether the installed optax has `name`, which may be `contrib.name`."""
+    """Return True if the installed optax has `name`, which may be `contrib.name`."""
     module, _, last = name.rpartition(".")
     return hasattr(contrib if module else optax, last)
 
@@ -343,7 +343,7 @@ def page(table):
 
 
 def makers():
-    """Names of what optax itself says gives a transformation."""
+    """Names whose annotated result in optax is a transformation."""
     for module, prefix in ((optax, "optax"), (contrib, "optax.contrib")):
         for name, function in vars(module).items():
             if inspect.isfunction(function) and not name.startswith("_"):

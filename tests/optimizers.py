@@ -1,7 +1,7 @@
 """The optimizers that the tests of `sparsejax.optim` run over, and a small problem.
 
-`SEPARABLE` may be lifted to rows, `REFUSED` may not, and says by which words the
-message names what is to blame. Each entry makes a new transformation.
+`SEPARABLE` may be lifted to rows, `REFUSED` may not; an entry of `REFUSED` has the
+words by which the message names the cause. Each entry makes a new transformation.
 """
 
 import jax
@@ -106,7 +106,7 @@ SEPARABLE = {
     "user_written": user_written,
 }
 
-# Separable by its parts: the densely run clip sees rows that lifting leaves alone.
+# Separable by its parts: the dense clip sees rows that lifting does not touch.
 CLIPPED_LAST = {
     "adam_clip": lambda: optax.chain(optax.adam(LR), optax.clip_by_global_norm(0.1)),
     "adamw_clip": lambda: optax.chain(
@@ -168,7 +168,7 @@ REFUSED = {
 }
 
 
-# What `make test` runs of the two tables; `make test-all` runs all of them.
+# `make test` runs these entries of the two tables; `make test-all` runs all.
 QUICK_SEPARABLE = [
     "sgd",
     "momentum",

@@ -1,8 +1,8 @@
 """Programs that read a table by rows, each in a way JAX users do.
 
 A program is `fun(table [V, D], w, ids int[n]) -> scalar`; `w` is a dense parameter of
-shape [D]. `PROGRAMS` must come out sparse; `DENSE` must come out dense, and a
-`DensifyError` where `tables=` insists.
+shape [D]. `PROGRAMS` must come out sparse; `DENSE` must come out dense, and
+raise a `DensifyError` with `tables=`.
 """
 
 from typing import Any
@@ -519,7 +519,7 @@ def checkpointed_scan(table, w, ids):
 
 @sparse
 def gradient_of_a_checkpointed_scan(table, w, ids):
-    """What does not change in the scan is hoisted out of it, into a call."""
+    """JAX hoists values that do not change out of the scan, into a call."""
 
     def total(scale):
         @jax.checkpoint

@@ -1,12 +1,12 @@
-"""A next-basket model on real purchases, and what it is measured against.
+"""A next-basket model on real purchases, and its baselines.
 
-A customer about to buy is the mean of the vectors of what was bought before, plus the
-vector of the season: of the last week that is over. The scores of all items are a
-linear function of that. It is trained to complete baskets: some items of a basket are
-shown beside the history, and the others are to be named.
+A customer is the mean of the vectors of the items bought before, plus the vector of the
+season, which is the last full week. The scores of all items are a linear function of
+the customer. The model learns to complete baskets: its input is the history and some
+items of a basket, its target the other items.
 
 The data (`online_retail.npz`) are lines of invoices in time order. The last invoice of
-each customer is held out, and of it only items that are new to that customer count.
+each customer is held out; only its items that are new to the customer count.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Purchases:
       histories: for each customer the items bought before the last invoice, the latest
         first.
       weeks: int32 `[customers]`, the week before that invoice.
-      bought: bool `[customers, items]`, what was bought before it.
-      wanted: int `[pairs, 2]`, (customer, item) of it that are new.
+      bought: bool `[customers, items]`, the items bought before it.
+      wanted: int `[pairs, 2]`, its (customer, item) pairs that are new.
       num_weeks: int.
     """
 
@@ -53,7 +53,7 @@ class Purchases:
 
 
 def read_purchases(path: Any, longest: int = 100) -> Purchases:
-    """Reads the invoices; of a history the latest `longest` items are kept."""
+    """Reads the invoices; a history keeps its latest `longest` items."""
     lines = np.load(path)
     invoice, item, customer = (
         lines[name].astype(np.int32) for name in ("invoice", "item", "customer")

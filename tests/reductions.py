@@ -1,4 +1,4 @@
-"""What each segment reduction means, by NumPy: loops over segments, in float64."""
+"""Each segment reduction as a NumPy loop over segments, in float64."""
 
 import functools
 from typing import Any
@@ -168,7 +168,7 @@ def all_of(num_segments, is_sorted, k=2):
 
 
 def all_by_numpy(x, ids, w, num_segments, k=2):
-    """What `all_of` should give."""
+    """The expected result of `all_of`."""
     args = (ids, num_segments)
     out: dict[str, Any] = {name: oracle(name, x, *args) for name in SMOOTH}
     out["argmax"] = position(x, *args, np.argmax)

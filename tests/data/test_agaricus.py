@@ -57,7 +57,7 @@ MODELS = {
     ),
     "factorization machine": lambda n: FactorizationMachine(n, 4),
 }
-# FTRL forgets initial weights, so of a machine it trains the linear part alone.
+# FTRL forgets initial weights, so it trains only the linear part of a machine.
 CASES = {
     "ftrl": ("logistic regression", lambda: sj.optim.ftrl(20.0, l1=1.0)),
     "adagrad": ("logistic regression", lambda: optax.adagrad(1.0)),

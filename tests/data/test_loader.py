@@ -163,7 +163,7 @@ def test_wide_types_follow_x64(x64):
     assert big.dtype == np.int64 and big[0] == 2**40 and wide.dtype == np.float64
 
 
-# ------------------------------------------------------------------ what is padding
+# ------------------------------------------------------------------ padding
 
 
 def test_padding_is_marked_or_left_out_or_at_least_logged(caplog):

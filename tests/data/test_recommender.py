@@ -28,7 +28,7 @@ def test_the_protocol_gives_the_known_figures(data):
     assert len(data.wanted) == 19_643
     popularity = recommender.recall(recommender.popularity_scores(data), data, 50)
     cosine = recommender.recall(recommender.cosine_scores(data), data, 50)
-    # Where scores are equal, who comes first is open: that moves the third digit.
+    # The order of items with equal scores is not defined: it moves the third digit.
     np.testing.assert_allclose([popularity, cosine], [0.103, 0.161], atol=0.003)
 
 

@@ -82,7 +82,7 @@ def test_describe_refuses():
 
 
 def test_proto_file_agrees_with_the_declaration():
-    """The .proto file and the declaration made to the library say the same."""
+    """The .proto file and the declaration made to the library are equal."""
     text = re.sub(r"//.*", "", PROTO.read_text())
     types = dict(re.findall(r"(\w+) = (\d+);", text.split("message")[0]))
     messages = {}

@@ -1,7 +1,7 @@
 """Runs the code of a page: its blocks in order, in one namespace.
 
-A block fenced as `python` is executed. One fenced as `pycon` is a session: what it
-prints is compared with what the page says. Others (`sh`, `text`) are shown only. A
+A block fenced as `python` is executed. One fenced as `pycon` is a session: the output
+is compared with the output on the page. Others (`sh`, `text`) are shown only. A
 block that imports a package of `OPTIONAL` runs where that is installed, and only such
 blocks may depend on it.
 """
@@ -22,7 +22,7 @@ _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 class Block(NamedTuple):
-    """A fenced block; `line` is where its code begins, counted from 0."""
+    """A fenced block; its code begins at `line`, counted from 0."""
 
     language: str
     line: int
@@ -52,7 +52,7 @@ def run_page(page: pathlib.Path, **given: Any) -> dict[str, Any]:
       The namespace after the last block.
 
     Raises:
-      AssertionError: a session printed something else than the page says.
+      AssertionError: the output of a session differs from the page.
     """
     names: dict[str, Any] = {"__name__": "__main__", **given}
     for block in blocks(page):
@@ -73,7 +73,7 @@ def _run_session(block: Block, page: pathlib.Path, names: dict[str, Any]) -> Non
     test = doctest.DocTestParser().get_doctest(
         block.code, names, page.name, str(page), block.line
     )
-    test.globs = names  # not a copy: functions of the page see what comes later
+    test.globs = names  # not a copy: the page's functions see later names
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=_FLAGS)
     runner.run(test, out=said.append, clear_globs=False)

@@ -1,18 +1,20 @@
-"""A page whose cells are code, and what another system answered to the same.
+"""The harness of the five pages that map another system's names to code.
 
-docs/torch.md and docs/tensorflow.md are such pages: each row of a table whose section
-has a number is a name of theirs and what to write here. `golden/NAME.json` and `.npz`,
-which `tools/golden_NAME.py` made, hold the cases.
+On docs/torch.md, tensorflow.md, gluon.md, paddle.md and caffe2.md, each row of a table
+in a numbered section holds a name of the other system and the code to write instead.
+`golden/NAME.json` and `.npz` hold the answers of the other system.
 """
 
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scipy.sparse as sp
 
 import pages
 import sparsejax as sj
@@ -21,25 +23,71 @@ import sparsejax as sj
 TESTS = pages.ROOT / "tests"
 
 
-class Recorded:
-    """The page docs/NAME.md beside tests/golden/NAME.
+class Golden:
+    """The answers of another system, in tests/golden/NAME.json and .npz."""
+
+    def __init__(self, name: str):
+        answers = TESTS / "golden" / f"{name}.json"
+        self.golden = json.loads(answers.read_text())
+        self.cases = self.golden["cases"]
+        self._arrays = answers.with_suffix(".npz")
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, Any]:
+        with np.load(self._arrays) as found:
+            return dict(found)
+
+    def get(self, case: Any, field: str) -> dict[str, Any]:
+        """The arrays in one field of a case, such as "inputs", by name."""
+        return {k: self.as_ours(entry) for k, entry in case.get(field, {}).items()}
+
+    def as_ours(self, entry: Any) -> Any:
+        """The recorded value in sparsejax's or SciPy's type of its storage."""
+        narrow = lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+        if isinstance(entry, str):
+            return narrow(self.arrays[entry])
+        if "literal" in entry:
+            return entry["literal"]
+        parts = {part: narrow(self.arrays[key]) for part, key in entry["keys"].items()}
+        if "indptr" in parts:
+            csr = parts["data"], parts["indices"], parts["indptr"]
+            return sp.csr_matrix(csr, tuple(entry["shape"]))
+        if "indices" in parts:
+            data = parts["data"].reshape(-1, *entry["shape"][1:])
+            return sj.SelectedRows(parts["indices"], data, entry["shape"][0])
+        value = jnp.asarray(parts["value"])
+        if "rows" in parts:
+            return sj.SelectedRows(jnp.asarray(parts["rows"]), value, entry["height"])
+        return value
+
+    def named(self, name: str) -> Any:
+        """The case of that name."""
+        (case,) = [case for case in self.cases if case["name"] == name]
+        return case
+
+
+class Recorded(Golden):
+    """The page docs/NAME.md and the recorded answers tests/golden/NAME.
 
     Args:
-      name: of both.
-      hidden: starts of the sections whose cells are no code.
+      name: the name of the page.
+      golden: the name of the recorded answers, if it differs from the page's.
+      hidden: the starts of the numbered sections whose cells are not code.
     """
 
-    def __init__(self, name: str, hidden: tuple[str, ...] = ()):
+    def __init__(self, name: str, golden: str = "", hidden: tuple[str, ...] = ()):
+        super().__init__(golden or name)
         self.page = pages.DOCS / f"{name}.md"
-        self.cases = json.loads((TESTS / "golden" / f"{name}.json").read_text())[
-            "cases"
+        self.checked: dict[str, Callable[[], None]] = {}
+        self.rows = [
+            cells
+            for section, cells in self.tables()
+            if section[:1].isdigit() and not section.startswith(hidden)
         ]
-        self._arrays = TESTS / "golden" / f"{name}.npz"
         self.differences = [c[0] for s, c in self.tables() if s.startswith("Where")]
         self.cells = {
             cells[0].strip("`"): cells[1].strip("`")
-            for section, cells in self.tables()
-            if section[:1].isdigit() and not section.startswith(hidden)
+            for cells in self.rows
             if cells[1] != "—"
         }
 
@@ -58,7 +106,10 @@ class Recorded:
 
     @functools.cached_property
     def blocks(self) -> dict[str, Any]:
-        """What the page's code blocks define; not to be run first inside of a trace."""
+        """The names that the page's code blocks define.
+
+        A test must not run the blocks for the first time inside a trace.
+        """
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return pages.run_page(self.page)
 
@@ -66,30 +117,40 @@ class Recorded:
         """The value of the cell of `key`."""
         return eval(self.cells[key], {**self.blocks, **names})
 
-    @functools.cached_property
-    def arrays(self) -> dict[str, Any]:
-        with np.load(self._arrays) as found:
-            return dict(found)
+    def checks(self, *keys: str) -> Callable[[Any], Any]:
+        """Registers a check of cells or of rows of the table of differences."""
 
-    def get(self, case: Any, field: str) -> dict[str, Any]:
-        """The arrays of a case, "inputs" say, as JAX would have them."""
-        found = {name: self.arrays[key] for name, key in case.get(field, {}).items()}
-        narrow = lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
-        return {name: narrow(x) for name, x in found.items()}
+        def register(check):
+            self.checked.update(dict.fromkeys(keys, check))
+            return check
 
-    def named(self, name: str) -> Any:
-        """The case of that name."""
-        (case,) = [case for case in self.cases if case["name"] == name]
-        return case
+        return register
 
 
 def dense(x: Any) -> np.ndarray:
-    return np.asarray(x.to_dense() if isinstance(x, sj.SelectedRows) else x)
+    """The dense array of `x`; NumPy adds up the rows of a SelectedRows."""
+    if sp.issparse(x):
+        return x.toarray()
+    if not isinstance(x, sj.SelectedRows):
+        return np.asarray(x)
+    rows, values = np.asarray(x.rows), np.asarray(x.values)
+    filled = (rows >= 0) & (rows < x.height)
+    out = np.zeros((x.height, *values.shape[1:]), values.dtype)
+    np.add.at(out, rows[filled], values[filled])
+    return out
 
 
-def assert_answers(got: Any, want: Any) -> None:
-    assert dense(got).shape == want.shape
-    np.testing.assert_allclose(dense(got), want, rtol=1e-5, atol=1e-6)
+def assert_answers(got: Any, want: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    got, want = dense(got), dense(want)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
+
+
+def assert_same_kind(got: Any, want: Any, **tolerances: float) -> None:
+    """As `assert_answers`, and both are of the same storage."""
+    for kind in (sj.SelectedRows, sp.csr_matrix):
+        assert isinstance(got, kind) == isinstance(want, kind), (got, want)
+    assert_answers(got, want, **tolerances)
 
 
 def is_training(case: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Makes the figures of docs/scaling.md; test_scaling_doc.py compares them.
+"""Makes the figures of docs/scaling.md; test_scaling_page.py compares them.
 
     python tests/docs/scaling_page.py wire              the table of bytes on the wire
     python tests/docs/scaling_page.py devices 64 512    compile for so many CPU devices
@@ -80,7 +80,7 @@ LAYOUTS = (
 
 
 def sent(layout):
-    """What a device sends in a step of a layout, by its compiled program."""
+    """The bytes that a device sends in a step, read from the compiled program."""
     mesh = make_mesh(N)
     table: Any = np.zeros((V, D), np.float32)
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
@@ -152,7 +152,7 @@ def plan_step(mesh, tables, rows, width, ids, capacity=PLAN_CAPACITY):
 
 
 def lower(devices, platform):
-    """The plan for one table over an abstract mesh of so many devices, as StableHLO."""
+    """The StableHLO of the plan for one table over an abstract mesh."""
     mesh = AbstractMesh((devices,), ("x",), axis_types=(AxisType.Auto,))
     shape = {**PLAN, "tables": 1}
     del shape["devices"]
@@ -161,7 +161,7 @@ def lower(devices, platform):
 
 
 def compile_for(mesh, tables, width=PLAN["width"]):
-    """Compiles the plan with so many of its tables; what a device holds and sends."""
+    """Compiles the plan; returns the bytes that a device holds and sends."""
     shape = {**PLAN, "tables": tables, "width": width}
     del shape["devices"]
     # A mesh of fewer devices holds fewer rows: as many on each.
@@ -182,7 +182,7 @@ def compile_for(mesh, tables, width=PLAN["width"]):
 
 
 def measured_capacity(devices, ids):
-    """The most of `ids` uniform ids that any of the devices asks of any other."""
+    """The largest number of ids that one device requests from another."""
     rng, most = np.random.default_rng(0), 0
     for _ in range(devices):
         owners = rng.integers(0, devices, ids)

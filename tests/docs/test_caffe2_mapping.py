@@ -1,16 +1,13 @@
-"""docs/caffe2.md: its code, run on what Caffe2's operators answered.
+"""docs/caffe2.md: its code, checked against the answers of Caffe2's operators.
 
 The page's code blocks are executed, and each cell of its tables is evaluated with the
-inputs and arguments of an operator by name. `golden/caffe2.json` and `.npz` say what
-Caffe2 gave for them (the header of the former says where that is from); operators of
-which nothing is recorded have an example below, worked by hand.
+inputs and arguments of an operator by name. `golden/caffe2.json` and `.npz` hold the
+answers of Caffe2 (the header of the former names their source); operators without a
+recorded answer have an example below, worked by hand.
 """
 
 import collections
-import functools
-import json
 import pathlib
-import re
 from typing import Any
 
 import jax
@@ -19,35 +16,30 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
+from recorded import Recorded
 from sparsejax import _compat
 
 
 pytestmark = pytest.mark.slow
 
 
-TESTS = pathlib.Path(__file__).parent.parent
-PAGE = TESTS.parent / "docs" / "caffe2.md"
-GOLDEN = json.loads((TESTS / "golden" / "caffe2.json").read_text())
-CASES = {case["name"]: case for case in GOLDEN["cases"]}
+_RECORDED = Recorded("caffe2")
+CASES = {case["name"]: case for case in _RECORDED.cases}
+DIFFERENCES, differs, get = _RECORDED.differences, _RECORDED.checks, _RECORDED.get
 ANSWERED = [name for name, case in CASES.items() if "outputs" in case]
 REFUSED = [name for name, case in CASES.items() if "raises" in case]
 # A chain is several operators: it has a test of its own.
 ANSWERED = [name for name in ANSWERED if "+" not in CASES[name]["op"]]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _page_ran():
+    _RECORDED.blocks  # not first inside of a trace
+
+
 # ------------------------------------------------------------------ the page
 
 Row = collections.namedtuple("Row", "operator wants code")
-
-
-def tables():
-    """(section, cells) of every row of the page's tables."""
-    section = ""
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        if line.startswith("| ") and not line.startswith(("| Caffe2 ", "| What ")):
-            yield section, [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
 def _row(cells):
@@ -60,12 +52,11 @@ def _row(cells):
     return Row(name, wants, None if code == "—" else code.strip("`"))
 
 
-ROWS = [_row(cells) for section, cells in tables() if section[0].isdigit()]
-DIFFERENCES = [cells for section, cells in tables() if section.startswith("Where")]
+ROWS = [_row(cells) for cells in _RECORDED.rows]
 
 
 def row_of(operator, given):
-    """The row of the operator that names most of what is given, and nothing else."""
+    """The row of the operator that names most of the given names and no others."""
     fits = [
         row
         for row in ROWS
@@ -75,21 +66,12 @@ def row_of(operator, given):
     return max(fits, key=lambda row: len(row.wants))
 
 
-@functools.cache
-def blocks():
-    """What the page's code blocks define."""
-    found = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(block, PAGE.name, "exec"), found)
-    return found
-
-
 def evaluate(row, names):
-    return eval(row.code, {**blocks(), **names})
+    return eval(row.code, {**_RECORDED.blocks, **names})
 
 
 def run(operator, inputs, args, outputs):
-    """What the page's code gives, as a tuple of outputs."""
+    """The outputs of the page's code, as a tuple."""
     row = row_of(operator, {**inputs, **args, **dict.fromkeys(outputs)})
     num_parts = max(len(outputs) // max(len(inputs), 1), 1)
     names = {"inputs": list(inputs.values()), "num_parts": num_parts}
@@ -106,25 +88,12 @@ def assert_answers(got, want, rtol=1e-5):
     np.testing.assert_allclose(wide, want, rtol=rtol, atol=1e-6)
 
 
-# ------------------------------------------------------------------ what is recorded
-
-
-@functools.cache
-def arrays() -> dict[str, Any]:
-    with np.load(TESTS / "golden" / "caffe2.npz") as found:
-        return dict(found)
-
-
-def get(case, what):
-    """The arrays of one field of a case, by name, in types that JAX has."""
-    found = {name: arrays()[key] for name, key in case.get(what, {}).items()}
-    cast = lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
-    return found if is_wide(case) else {name: cast(x) for name, x in found.items()}
+# ------------------------------------------------------------------ recorded cases
 
 
 def is_wide(case):
-    """Whether a case is about all 64 bits of its ids."""
-    inputs = [arrays()[key] for key in case["inputs"].values()]
+    """Return True if a case needs all 64 bits of its ids."""
+    inputs = [_RECORDED.arrays[key] for key in case["inputs"].values()]
     found = [x for x in inputs if x.dtype == np.int64]
     hashed = case["op"] == "IndexHash" and bool(found)
     return hashed or any(x.size and np.abs(x).max() >= 2**31 for x in found)
@@ -175,7 +144,7 @@ def answer(case) -> tuple[Any, Any]:
     return outputs, [grads[name] for name in case.get("grads", ())]
 
 
-# They differ, as the page says; the tests of its first table are about them.
+# Differences that the page lists; the tests of its first table check them.
 DIFFER = {
     "BooleanMask/basic",
     "Gather/empty_data",
@@ -203,7 +172,7 @@ SLICES = {case["op"]: name for name, case in CASES.items() if "slices" in case}
 
 @pytest.mark.parametrize("operator", sorted(SLICES))
 def test_recorded_slices(operator):
-    """Where Caffe2 gives (indices, rows), sparsejax.grad gives a SelectedRows."""
+    """If Caffe2 returns (indices, rows), sparsejax.grad returns a SelectedRows."""
     case = CASES[SLICES[operator]]
     (name,) = case["slices"]
     inputs = {name: jnp.asarray(x) for name, x in get(case, "inputs").items()}
@@ -248,28 +217,16 @@ def test_recorded_index():
         assert other == index
 
 
-# ------------------------------------------------------------------ where they differ
-
-CHECKS = {}
-
-
-def differs(what):
-    """A check of one row of the page's table of differences."""
-
-    def register(check):
-        CHECKS[what] = check
-        return check
-
-    return register
+# ------------------------------------------------------------------ differences
 
 
 def test_every_difference_is_checked():
-    assert [cells[0] for cells in DIFFERENCES] == list(CHECKS)
+    assert DIFFERENCES == list(_RECORDED.checked)
 
 
-@pytest.mark.parametrize("what", [cells[0] for cells in DIFFERENCES])
+@pytest.mark.parametrize("what", DIFFERENCES)
 def test_differs(what):
-    CHECKS[what]()
+    _RECORDED.checked[what]()
 
 
 @differs("ties of a maximum")
@@ -463,9 +420,9 @@ def _():
 
 
 def test_what_caffe2_refuses_is_answered():
-    """The checks above ask for every case refused, but one that was not built in."""
+    """The checks above use every refused case, except one that was not built in."""
     source = pathlib.Path(__file__).read_text()
-    checks = source[source.index("CHECKS = ") : source.index("# worked by hand")]
+    checks = source[source.index("- differences") : source.index("# worked by hand")]
     for name in REFUSED:
         name = name.removesuffix("_raises")
         assert name in checks or name == "SparseLengthsMax/no_cpu_impl"
@@ -906,8 +863,8 @@ def test_unique_uniform_fill():
 
 
 def test_every_operator_is_on_the_page():
-    listed = [name for names in GOLDEN["operators"].values() for name in names]
-    assert {row.operator for row in ROWS} == set(listed)
+    listed = _RECORDED.golden["operators"].values()
+    assert {row.operator for row in ROWS} == set().union(*listed)
 
 
 def test_every_row_is_run():

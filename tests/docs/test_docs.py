@@ -18,7 +18,7 @@ import sparsejax as sj
 
 PAGES = sorted(pages.DOCS.rglob("*.md"))
 PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
-# These have tests of their own, which run their code on what other systems answered.
+# Other tests run these pages.
 TESTED_ELSEWHERE = {
     "caffe2.md",
     "click_data.md",
@@ -108,7 +108,7 @@ def test_two_towers_beat_popularity(tmp_path, monkeypatch, shared_data):
     text = "\n".join(map(",".join, zip(*(map(str, x) for x in columns.values()))))
     (tmp_path / "online_retail.csv").write_text(",".join(columns) + "\n" + text)
     page = pages.DOCS / "howto" / "two_towers.md"
-    pages.run_page(page)  # it says what recall is
+    pages.run_page(page)  # the page states the recall
     assert _lines_of_code(page) < 60
 
 
@@ -120,7 +120,7 @@ def _lines_of_code(page):
 @pytest.mark.slow
 @pytest.mark.usefixtures("loose_promotion")
 def test_clicks_are_predicted(tmp_path, monkeypatch):
-    """On rows like those of a9a, whose best accuracy is known."""
+    """Trains on rows like the rows of a9a, whose best accuracy is known."""
     datasets: Any = pytest.importorskip("sklearn.datasets")
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
@@ -132,7 +132,7 @@ def test_clicks_are_predicted(tmp_path, monkeypatch):
         best = np.mean((x @ weights > 0) == y)
         datasets.dump_svmlight_file(x, np.where(y, 1, -1), name, zero_based=False)
     page = pages.DOCS / "howto" / "click_data.md"
-    found = pages.run_page(page)  # it says what the accuracy is
+    found = pages.run_page(page)  # the page states the accuracy
     assert best - 0.02 < found["accuracy"] < best + 0.01
     assert _lines_of_code(page) < 75  # with the factorization machine
     assert found["score"].shape == found["test_y"].shape
@@ -161,7 +161,7 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
 @pytest.mark.usefixtures("eight_devices")
 @pytest.mark.slow
 def test_the_code_of_the_tour_runs(tmp_path, monkeypatch):
-    """What is the reader's own there, models, batches and files, is made here."""
+    """The test makes the reader's own models, batches and files."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     x = scipy.sparse.random(512, 126, 0.2, "csr", np.float32, rng)
@@ -195,7 +195,7 @@ def test_the_code_of_the_tour_runs(tmp_path, monkeypatch):
 
 
 def _public_names():
-    """Public names of the packages and what they are, by the name in the reference."""
+    """The public objects of the packages, by their names in the reference."""
     packages = [sj, *(getattr(sj, name) for name in PACKAGES)]
     return {
         f"{package.__name__}.{name}": value

@@ -1,14 +1,13 @@
-"""docs/gluon.md: its code, run on what MXNet answered.
+"""docs/gluon.md: its code, checked against the answers of MXNet.
 
 The page's code blocks are executed, and each cell of its tables is evaluated with the
-inputs and arguments by name. `golden/mxnet.json` and `.npz` say what MXNet gave for
-them (the header of the former says where that is from); of what nothing is recorded
-there is an example below, with NumPy or by hand.
+inputs and arguments by name. `golden/mxnet.json` and `.npz` hold the answers of
+MXNet (the header of the former names their source); cells without a recorded answer
+have an example below, with NumPy or by hand.
 """
 
 import functools
 import importlib
-import json
 import pathlib
 import re
 from typing import Any
@@ -23,101 +22,42 @@ import scipy.special
 from jax.experimental import checkify
 
 import sparsejax as sj
+from recorded import Recorded, assert_same_kind
 from sparsejax import _compat
 
 
 pytestmark = pytest.mark.slow
 
 
-TESTS = pathlib.Path(__file__).parent.parent
-PAGE = TESTS.parent / "docs" / "gluon.md"
-GOLDEN = json.loads((TESTS / "golden" / "mxnet.json").read_text())
-CASES = {case["name"]: case for case in GOLDEN["cases"]}
+_RECORDED = Recorded("gluon", golden="mxnet", hidden=("10 ",))
+CELLS, DIFFERENCES = _RECORDED.cells, _RECORDED.differences
+CASES = {case["name"]: case for case in _RECORDED.cases}
+ERRORS = [cells for section, cells in _RECORDED.tables() if section.startswith("10 ")]
+run, differs = _RECORDED.run, _RECORDED.checks
 
 
-# ------------------------------------------------------------------ the page
-
-
-def tables():
-    """(section, cells) of every row of the page's tables."""
-    section = ""
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        if line.startswith("| ") and not re.match(
-            r"\| (MXNet|What|Storage|Proposal) ", line
-        ):
-            yield section, [cell.strip() for cell in line.strip("| ").split(" | ")]
-
-
-DIFFERENCES = [cells[0] for section, cells in tables() if section.startswith("Where")]
-ERRORS = [cells for section, cells in tables() if section.startswith("10 ")]
-CELLS = {
-    cells[0].strip("`"): cells[1].strip("`")
-    for section, cells in tables()
-    if section[:1].isdigit() and not section.startswith("10 ")
-}
-
-
-@functools.cache
-def blocks():
-    """What the page's code blocks define."""
-    found: dict[str, Any] = {
-        "__name__": "gluon_page"
-    }  # dataclasses ask for their module
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(block, PAGE.name, "exec"), found)
-    return found
-
-
-def run(key, **names) -> Any:
-    """The value of the cell of `key`."""
-    return eval(CELLS[key], {**blocks(), **names})
+@pytest.fixture(autouse=True, scope="module")
+def _page_ran():
+    _RECORDED.blocks  # not first inside of a trace
 
 
 def dense(x):
-    to_dense = blocks()["dense"]
+    to_dense = _RECORDED.blocks["dense"]
     return np.asarray(x if np.isscalar(x) else to_dense(x))
 
 
-# ------------------------------------------------------------------ what is recorded
-
-
-@functools.cache
-def arrays() -> dict[str, Any]:
-    with np.load(TESTS / "golden" / "mxnet.npz") as found:
-        return dict(found)
-
-
-def as_ours(entry) -> Any:
-    """A recorded array in our type of its storage."""
-    if "literal" in entry:
-        return entry["literal"]
-    parts = {part: arrays()[key] for part, key in entry["keys"].items()}
-    narrow = lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
-    if "value" in parts:
-        return jnp.asarray(narrow(parts["value"]))
-    if entry["stype"] == "row_sparse":
-        data = parts["data"].reshape(-1, *entry["shape"][1:])
-        return sj.SelectedRows(narrow(parts["indices"]), data, entry["shape"][0])
-    parts = parts["data"], parts["indices"].astype(np.int32), parts["indptr"]
-    return sp.csr_matrix(parts, tuple(entry["shape"]))
+# ------------------------------------------------------------------ recorded cases
 
 
 def get(name, what) -> dict[str, Any]:
-    return {k: as_ours(entry) for k, entry in CASES[name].get(what, {}).items()}
+    return _RECORDED.get(CASES[name], what)
 
 
 def assert_answers(got, want, rtol=1e-5):
     """Equal to rounding, and of the same storage."""
-    kinds = (sj.SelectedRows, sp.csr_matrix)
-    for kind in kinds:
-        assert isinstance(got, kind) == isinstance(want, kind), (got, want)
-    got, want = dense(got), dense(want)
-    if want.shape == (1,):
-        got = got.reshape(-1)  # MXNet 1 has no scalars
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-6)
+    if np.shape(want) == (1,):
+        got = jnp.reshape(got, -1)  # MXNet 1 has no scalars
+    assert_same_kind(got, want, rtol=rtol)
 
 
 def filled_rows(x):
@@ -302,7 +242,7 @@ def test_recorded_parameters():
     run("Parameter.set_data", store=store, name="w", data=data)
     assert_answers(store.row_sparse_pull("w", [1, 3]), want)
     assert_answers(run("Parameter.data", store=store, name="w"), data)
-    # Before a backward there is no gradient, and of no reads an empty one.
+    # MXNet has no gradient before a backward; without reads it is empty.
     want = get("row_sparse_initial_grad", "outputs")["r"]
     read = lambda table: jnp.sum(sj.lookup(table, jnp.zeros(0, jnp.int32)))
     table = sj.SelectedRows([], jnp.zeros((0, 3)), 9)
@@ -472,7 +412,7 @@ def test_recorded_training_of_dense_on_csr():
 
 
 def test_recorded_training_without_lazy_update():
-    """Where all rows move at each step, the gradient is dense."""
+    """The gradient is dense if all rows move at each step."""
     name = "gluon_sparse_embedding_sgdmom_std"
     inputs, want = get(name, "inputs"), get(name, "outputs")
     layer, params = sj.nn.Embedding(9, 3), {"embedding": inputs["weight"]}
@@ -547,7 +487,7 @@ def test_recorded_saving(tmp_path):
         assert_answers(other.store.pull_all(block.name), want)
     layer, ids = sj.nn.Embedding(9, 3), jnp.arange(9)
     assert_answers(layer({"embedding": other.store.pull_all(block.name)}, ids), want)
-    # MXNet tells of the other direction by one number, 1 for equal.
+    # MXNet returns one number for the other direction, 1 for equal.
     (equal,) = get("load_dense_params_into_sparse_embedding", "outputs").values()
     assert equal.tolist() == [1] and (make(want).predict(ids) == want).all()
 
@@ -560,7 +500,7 @@ ROW = np.array([1.0, 2.0, 4.0], np.float32)
 PARTLY = X / 4  # within [-1, 1]
 
 away_from_zero = lambda v: np.sign(v) * np.floor(np.abs(v) + 0.5)
-# What MXNet's functions are, by name, and what they are tried on.
+# MXNet's functions, by name, and their inputs.
 KEEP = {
     "abs": (np.abs, X),
     "arcsin": (np.arcsin, PARTLY),
@@ -639,7 +579,7 @@ BIAS, WIDE = (
 )
 COUNTS = {"shape": (4, 3)}
 
-# cell: names and what it gives, as an array and its kind
+# cell: names, and the result as an array and its kind
 EXAMPLES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "sparse.row_sparse_array": (
         {"indices": [2, 0], "data": X[[2, 0]], "shape": (4, 3)},
@@ -779,7 +719,7 @@ def test_parts():
     parts = {"indptr": x.indptr, "indices": x.indices, "data": x.data}
     made = run("sparse.csr_matrix(jit)", **parts)
     np.testing.assert_array_equal(as_scipy(made, 3).toarray(), X)
-    # What the notes say of sums inside of jit.
+    # The notes describe sums inside jit.
     sums = sj.segment_sum(st.values["value"], st.segment_ids)
     np.testing.assert_allclose(sums, X.sum(1), rtol=1e-6)
     assert st.lengths.tolist() == x.getnnz(axis=1).tolist()
@@ -787,7 +727,7 @@ def test_parts():
 
 @pytest.mark.parametrize("name", ["Linear", "MAE"])
 def test_regression_outputs(name):
-    """The gradient is that of MXNet's documentation, over the number of outputs."""
+    """The gradient of MXNet's documentation, divided by the number of outputs."""
     f = lambda data: run(f"sparse.{name}RegressionOutput", data=data, label=C(Y))
     np.testing.assert_array_equal(f(D(X))[0], X)
     got = jax.grad(lambda data: f(data)[1])(D(X + 0.1))
@@ -811,7 +751,7 @@ OPTIMIZERS = [
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("key", OPTIMIZERS)
 def test_optimizers(key):
-    """One step from a table of ones; test_optim_peers.py has the recorded ones."""
+    """One step from a table of ones; test_peers.py has the recorded ones."""
     hyper = dict(lr=0.1, momentum=0.9, beta=1.0, lamda1=0.01, clip=0.5)
     tx, table = run(key, **hyper), jnp.ones((4, 3))
     g = sj.SelectedRows(jnp.array([2, 2]), jnp.full((2, 3), 0.5), 4)
@@ -830,29 +770,17 @@ def test_optimizers(key):
     np.testing.assert_allclose(table + updates, want, rtol=1e-5)
 
 
-# ------------------------------------------------------------------ where they differ
-
-CHECKS = {}
-
-
-def differs(what):
-    """A check of one row of the page's table of differences."""
-
-    def register(check):
-        CHECKS[what] = check
-        return check
-
-    return register
+# ------------------------------------------------------------------ differences
 
 
 def test_every_difference_is_checked():
-    assert DIFFERENCES == list(CHECKS)
+    assert DIFFERENCES == list(_RECORDED.checked)
 
 
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_differs(what):
-    CHECKS[what]()
+    _RECORDED.checked[what]()
 
 
 @differs("duplicate rows, to dense")
@@ -1008,7 +936,7 @@ def _():
     inputs, want = get(name, "inputs"), get(name, "outputs")
     layer, start = sj.nn.Embedding(9, 3), {"embedding": inputs["weight"]}
     given = squares, batches_of(name)
-    # With a dense gradient ours is what MXNet did: untouched rows become 0.
+    # With a dense gradient ours does as MXNet did: untouched rows become 0.
     for i, (params, loss) in enumerate(
         train_on_device(layer, start, rule(name), *given, tables=False)
     ):
@@ -1043,7 +971,7 @@ def _():
             return jnp.zeros(1)
 
     store = make_store(optax.sgd(1.0), "w")
-    block = Idle(9, 3, name="w")  # pulls what it does not use
+    block = Idle(9, 3, name="w")  # pulls a table that it does not use
     trainer = sj.nn.Trainer(block, store, squares, optax.sgd(1.0))
     before = store.pull_all("w")
     trainer.step(jnp.array([1]))
@@ -1075,7 +1003,7 @@ def clicks(count):
 @pytest.mark.usefixtures("loose_promotion")
 def test_proposal():
     """The page's model trains; by hand and on whole tables it is the same function."""
-    trainer, batches = blocks()["make_trainer"](), list(clicks(2))
+    trainer, batches = _RECORDED.blocks["make_trainer"](), list(clicks(2))
     block, store = trainer.block, trainer.store
     given = {"store": store, "trainer": trainer, "batches": batches * 3}
     pulled = run("row_sparse_pull, one batch ahead", **given)
@@ -1087,7 +1015,7 @@ def test_proposal():
         "item": 20_000,
         "tags": 50_000,
     }
-    # A forward by hand is what the trainer does.
+    # A forward by hand equals the forward of the trainer.
     want = trainer.predict(batches[0])
     inputs = batches[0] | {"tags": sj.SegmentTensor.from_csr(batches[0]["tags"])}
     tables = run("SparseBlock.pull", store=store, block=block, inputs=inputs)
@@ -1143,7 +1071,7 @@ def test_errors(cells):
     with pytest.raises(
         (TypeError, ValueError, KeyError, checkify.JaxRuntimeError)
     ) as e:
-        eval(code, {**blocks(), **names})
+        eval(code, {**_RECORDED.blocks, **names})
     assert said in str(e.value)
     if what == "table was not pulled":
         assert isinstance(e.value, sj.NotPulledError)

@@ -1,4 +1,4 @@
-"""docs/paddle.md: its code, run on what PaddlePaddle answered.
+"""docs/paddle.md: its code, checked against the answers of PaddlePaddle.
 
 The page's code blocks are executed, and each cell of its tables is evaluated with the
 inputs and arguments by name. `golden/paddle.json` and `.npz` say what PaddlePaddle gave
@@ -13,7 +13,6 @@ hand.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
 import functools
-import json
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -26,111 +25,46 @@ import pytest
 from jax.experimental import checkify
 
 import sparsejax as sj
+from recorded import Golden, Recorded, assert_same_kind, dense
 from sparsejax import _compat
 
 
 # The page is a reader's session, and optax itself relies on implicit promotion.
 pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.slow]
 
-TESTS = pathlib.Path(__file__).parent.parent
-PAGE = TESTS.parent / "docs" / "paddle.md"
-GOLDEN = json.loads((TESTS / "golden" / "paddle.json").read_text())
-CASES = {case["name"]: case for case in GOLDEN["cases"]}
-OPTIM = {
-    case["name"]: case
-    for case in json.loads((TESTS / "golden" / "optim.json").read_text())["cases"]
-    if case["system"] == "paddle"
-}
+_RECORDED = Recorded("paddle")
+ROWS, CELLS, DIFFERENCES = _RECORDED.rows, _RECORDED.cells, _RECORDED.differences
+CASES = {case["name"]: case for case in _RECORDED.cases}
+run, as_ours, assert_answers = _RECORDED.run, _RECORDED.as_ours, assert_same_kind
+differs = _RECORDED.checks
+WITHOUT_CODE = {cells[0].strip("`") for cells in ROWS if cells[1] == "—"}
+_OPTIM = Golden("optim")
+OPTIM = {c["name"]: c for c in _OPTIM.cases if c["system"] == "paddle"}
 NO_KERNEL = {
     n for n, c in CASES.items() if c.get("error", {}).get("type") == "UNSUPPORTED"
 }
 
 
-# ------------------------------------------------------------------ the page
-
-
-def tables():
-    """(section, cells) of every row of the page's tables."""
-    section = ""
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        if line.startswith("| ") and not re.match(r"\| (Paddle|What|Variable) ", line):
-            yield section, [cell.strip() for cell in line.strip("| ").split(" | ")]
-
-
-DIFFERENCES = [cells[0] for section, cells in tables() if section.startswith("Where")]
-ROWS = [cells for section, cells in tables() if section[:1].isdigit()]
-CELLS = {cells[0].strip("`"): cells[1].strip("`") for cells in ROWS}
-
-
-@functools.cache
-def blocks():
-    """What the page's code blocks define."""
-    found: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        exec(compile(block, PAGE.name, "exec"), found)
-    return found
-
-
-def run(key, /, **names) -> Any:
-    """The value of the cell of `key`."""
-    return eval(CELLS[key], {**blocks(), **names})
+@pytest.fixture(autouse=True, scope="module")
+def _page_ran():
+    _RECORDED.blocks  # not first inside of a trace
 
 
 def test_cells_have_code_or_a_reason():
-    assert len(CELLS) == len(ROWS)
+    assert len({cells[0] for cells in ROWS}) == len(ROWS)
     for name, code, *notes in ROWS:
         assert code.startswith("`") or (code == "—" and len(notes[0]) > 10), name
 
 
-# ------------------------------------------------------------------ what is recorded
-
-
-@functools.cache
-def arrays() -> dict[str, Any]:
-    with np.load(TESTS / "golden" / "paddle.npz") as found:
-        return dict(found)
-
-
-def as_ours(entry) -> Any:
-    """A recorded variable in our type of its kind."""
-    if "literal" in entry:
-        return entry["literal"]
-    parts = {part: arrays()[key] for part, key in entry["keys"].items()}
-    narrow = lambda x: jnp.asarray(x.astype(jax.dtypes.canonicalize_dtype(x.dtype)))
-    if entry["kind"] == "dense":
-        return narrow(parts["value"])
-    value = narrow(parts["value"])
-    return sj.SelectedRows(narrow(parts["rows"]), value, entry["height"])
+# ------------------------------------------------------------------ recorded cases
 
 
 def get(name, what) -> dict[str, Any]:
-    return {k: as_ours(entry) for k, entry in CASES[name].get(what, {}).items()}
+    return _RECORDED.get(CASES[name], what)
 
 
 def both(name):
     return get(name, "inputs"), get(name, "outputs")
-
-
-def dense(x):
-    """What `to_dense` gives, by NumPy."""
-    if not isinstance(x, sj.SelectedRows):
-        return np.asarray(x)
-    rows, values = np.asarray(x.rows), np.asarray(x.values)
-    filled = (rows >= 0) & (rows < x.height)
-    out = np.zeros((x.height, *values.shape[1:]), values.dtype)
-    np.add.at(out, rows[filled], values[filled])
-    return out
-
-
-def assert_answers(got, want, rtol=1e-5, atol=1e-6):
-    """Equal to rounding, and of the same kind."""
-    kind = sj.SelectedRows
-    assert isinstance(got, kind) == isinstance(want, kind), (got, want)
-    got, want = dense(got), dense(want)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
 def filled_rows(x):
@@ -303,7 +237,7 @@ def test_recorded_gradient_of_a_tensor():
     assert run("Tensor.is_selected_rows", grad=grad)
     assert run("Tensor.get_selected_rows", grad=grad) is grad
     assert as_ours(CASES["clear_gradient_sparse"]["outputs"]["state"]) == "none"
-    assert CELLS["Tensor.clear_gradient"] == "—"
+    assert "Tensor.clear_gradient" in WITHOUT_CODE
 
 
 def test_layers():
@@ -335,7 +269,7 @@ def test_layers():
 
 
 def test_losses_over_classes():
-    """Sampled and hierarchical: what is read of the weights, sparsely."""
+    """Sampled and hierarchical losses read rows of the weights sparsely."""
     x = jax.random.normal(jax.random.key(0), (3, 4))
     weight = jax.random.normal(jax.random.key(1), (9, 4))
     paths = jnp.array([[0, 2, -1], [0, 1, 5], [0, 2, 6]])
@@ -382,7 +316,7 @@ class Run(NamedTuple):
     gradients: list[Any]  # SelectedRows, or arrays
     weights: Any  # after each step
     taken: int = 0  # steps before the first
-    states: dict[str, Any] = {}  # what they start with
+    states: dict[str, Any] = {}  # their initial values
 
 
 STATES = {"v": "trace", "m1": "mu", "m2": "nu", "m": "sum_of_squares"}
@@ -417,19 +351,13 @@ def hyper_of(op, hyper):
 
 
 @functools.cache
-def optim_arrays() -> dict[str, Any]:
-    with np.load(TESTS / "golden" / "optim.npz") as found:
-        return dict(found)
-
-
-@functools.cache
 def recorded_run(name) -> Run:
     gradient = lambda rows, values, height: sj.SelectedRows(
         np.asarray(rows), np.asarray(values), height
     )
     if name in OPTIM:
         case = OPTIM[name]
-        data = {k: optim_arrays()[key] for k, key in case["arrays"].items()}
+        data = {k: _OPTIM.arrays[key] for k, key in case["arrays"].items()}
         op, hyper, height = case["op"].lower(), case["hyper"], len(data["weights0"])
         states = {k: data[f"{k}0"] for k in STATES if f"{k}0" in data}
         steps = zip(data["rows"], data["grads"])
@@ -513,7 +441,7 @@ def train(tx, weights, gradients, state=None):
 def bare(key, /, **names):
     """The optimizer inside of a cell's `lazy` or `exact`, for dense gradients."""
     code = re.sub(r"^sj\.optim\.(lazy|exact)\((.*)\)$", r"\2", CELLS[key])
-    return eval(code, {**blocks(), **names})
+    return eval(code, {**_RECORDED.blocks, **names})
 
 
 # Which row of the page each run is of.
@@ -559,7 +487,7 @@ RUNS = {
 
 
 def gradients_for(cell, gradients):
-    """As the page says: rows for lazy and exact, else the dense gradient."""
+    """Rows for lazy and exact, else the dense gradient, as on the page."""
     sparse = cell.startswith(("sj.optim.lazy", "sj.optim.exact"))
     return gradients if sparse else [jnp.asarray(dense(g)) for g in gradients]
 
@@ -621,7 +549,7 @@ def test_four_ways_to_decay():
     "key", ["optimizer.Adadelta", "optimizer.Adamax", "optimizer.AdamW"]
 )
 def test_optimizers_without_a_kernel(key):
-    """On rows they do what they do on the dense gradient, where it has all rows."""
+    """They do the same on rows and on the dense gradient, if all rows have one."""
     weights, rows = jnp.ones((9, 3)), all_rows()
     hyper = DEFAULTS | {"learning_rate": 0.1, "epsilon": 1e-3}
     (got,) = train(run(key, **hyper), weights, [rows])
@@ -651,7 +579,7 @@ def test_optimizers_by_formula():
     (got,) = train(run("optimizer.LarsMomentum", **names), weights, [g])
     assert np.isfinite(got).all()
     for key in ("optimizer.Ftrl(lr_power)", "optimizer.DpsgdOptimizer"):
-        assert CELLS[key] == "—"
+        assert key in WITHOUT_CODE
     assert "op_ftrl_dense_lr_power" in CASES
 
 
@@ -713,7 +641,7 @@ def test_recorded_clip_of_sparse_and_dense():
 
 # ------------------------------------------------------------------ programs
 
-# Row of the page, what it takes, steps taken before.
+# Row of the page, its arguments, steps taken before.
 STATIC = {
     "static_sgd_sparse_extra_dense_use": ("optimizer.SGD", {}, 0),
     "static_sgd_l2_sparse": ("optimizer.SGD(weight_decay)", {"weight_decay": 0.05}, 0),
@@ -764,7 +692,7 @@ def test_recorded_programs(name):
 
 @pytest.mark.parametrize("name", STATIC)
 def test_recorded_kinds(name):
-    """What Paddle's type inference says of W@GRAD, before any data."""
+    """The kind of W@GRAD by Paddle's type inference, before any data."""
     loss, (ids, *_), inputs, want = program_of(name)
     kind, dims = want["gradients"]["emb_w@GRAD"]
     # On 9 rows a dense gradient is cheaper, so insist as `is_sparse=True` does.
@@ -781,7 +709,7 @@ def test_train_step():
     loss, (ids, *_), inputs, want = program_of("static_adagrad_sparse")
     tx = run("optimizer.Adagrad", **DEFAULTS | {"learning_rate": 0.1, "epsilon": 1e-6})
     weights = inputs["weight"]
-    step = blocks()["train_step"]
+    step = _RECORDED.blocks["train_step"]
     _, _, value = step(loss, tx, weights, tx.init(weights), ids)
     np.testing.assert_allclose(value, want["losses"][0], rtol=1e-6)
 
@@ -844,7 +772,7 @@ def test_lod():
     ):
         assert got.to_lists() == [DATA[:5], DATA[5:]]
     for key in ("DynamicRNN", "lod_rank_table"):
-        assert CELLS[key] == "—"
+        assert key in WITHOUT_CODE
 
 
 def test_sequence_softmax():
@@ -1021,7 +949,7 @@ def test_store(tmp_path):
     spread.init("w", (9, 2), optax.sgd(1.0))
     assert spread.pull("w", jnp.array([3])).height == 9
     for key in ("fleet.shrink", "DistributedStrategy(a_sync=True)", "ProbabilityEntry"):
-        assert CELLS[key] == "—"
+        assert key in WITHOUT_CODE
 
 
 def test_data(tmp_path):
@@ -1050,28 +978,16 @@ def test_data(tmp_path):
     assert found.encode(0, [b"a", b"b"]).tolist() == [0, 1]
 
 
-# ------------------------------------------------------------------ where they differ
-
-CHECKS = {}
-
-
-def differs(what):
-    """A check of one row of the page's table of differences."""
-
-    def register(check):
-        CHECKS[what] = check
-        return check
-
-    return register
+# ------------------------------------------------------------------ differences
 
 
 def test_every_difference_is_checked():
-    assert list(CHECKS) == DIFFERENCES
+    assert list(_RECORDED.checked) == DIFFERENCES
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_differs(what):
-    CHECKS[what]()
+    _RECORDED.checked[what]()
 
 
 def read_ones(ids, **how):
@@ -1207,7 +1123,7 @@ def _():
     ]
     np.testing.assert_allclose(first[1], of.weights[0], rtol=2e-5, atol=2e-6)
     assert np.abs(first[0] - of.weights[0]).max() > 0.01
-    # So do whole programs, and the one that is not lazy.
+    # Whole programs and the one that is not lazy do the same.
     loss, batches, inputs, want = program_of("static_adam_sparse")
     grad = jax.jit(sj.grad(loss, tables=True))(inputs["weight"], batches[0])
     hyper = DEFAULTS | {"learning_rate": 0.1}
@@ -1216,7 +1132,7 @@ def _():
     np.testing.assert_allclose(
         np.sum(w[np.asarray(batches[1])] ** 2), want["losses"][1], rtol=1e-5
     )
-    # Where its outputs are other variables than its inputs, the power is the step's.
+    # If its outputs are other variables than its inputs, the power is the step's.
     assert recorded_run("op_adam_sr_lazy_separate_pow_out").taken == 2
 
 
@@ -1226,7 +1142,7 @@ def _():
     there = lambda eps, c2, read: np.where(read, eps * c2, eps)
     for t, got in enumerate(paddle_adam(of, lambda t: t + 2, there)):
         np.testing.assert_allclose(got, of.weights[t], rtol=1e-5, atol=1e-6)
-    # Ours is one formula, that of Paddle's kernel for dense gradients.
+    # Ours is the formula of Paddle's kernel for dense gradients.
     one = paddle_adam(of, lambda t: t + 1, lambda eps, c2, read: eps * c2)
     tx = run("optimizer.Adam", **of.hyper)
     for t, (got, want) in enumerate(zip(train(tx, of.weights0, of.gradients), one)):
@@ -1257,13 +1173,13 @@ def _():
         *_, got = train(bare(key, **of.hyper), of.weights0, gradients)
         off = np.abs(got - want["weights_per_step"][4]).max(axis=1) > 1e-5
         assert np.flatnonzero(off).tolist() == ([7] if missed else [])
-    # Ours, on the rows as they are, is what it is on the dense gradient.
+    # Ours gives the same on unmerged rows and on the dense gradient.
     *_, ours = train(run(key, **of.hyper), of.weights0, [*of.gradients, last])
     np.testing.assert_allclose(ours, got, rtol=1e-5, atol=1e-6)
 
 
 def bisect(rows, wanted):
-    """Where a bisection finds a row, -1 where it does not."""
+    """The place where a bisection finds a row, or -1."""
     first, last = 0, len(rows) - 1
     while first <= last:
         middle = (first + last) // 2
@@ -1346,7 +1262,7 @@ def _():
 
 @differs("parameter server")
 def _():
-    assert CELLS["DistributedStrategy(a_sync=True)"] == "—"
+    assert "DistributedStrategy(a_sync=True)" in WITHOUT_CODE
 
 
 # ------------------------------------------------------------------ nothing forgotten
@@ -1357,6 +1273,7 @@ def test_every_row_is_run():
     source = pathlib.Path(__file__).read_text()
     by_name = {f"sequence_pool({kind})" for kind in POOLED}
     by_name |= {f"sequence_{step}_step" for step in ("first", "last")}
-    missing = [key for key in CELLS if f'"{key}"' not in source and key not in by_name]
-    assert not missing
+    keys = {*CELLS, *WITHOUT_CODE}
+    by_name |= {key for key in keys if f'"{key}"' in source}
+    assert not keys - by_name
     assert not [name for name in CASES if f'"{name}"' not in source]

@@ -37,7 +37,7 @@ def run_block(code, name):
     return found
 
 
-# ------------------------------------------------------------------ what moves
+# ------------------------------------------------------------------ moved rows
 
 
 @pytest.mark.usefixtures("loose_promotion")  # dense optax

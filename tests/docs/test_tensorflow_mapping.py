@@ -1,8 +1,8 @@
-"""docs/tensorflow.md: its code, run on what TensorFlow and Keras answered.
+"""docs/tensorflow.md: its code, checked against the answers of TensorFlow and Keras.
 
 Each cell of the page's tables is evaluated with the arguments by name.
-`golden/tensorflow.json` and `.npz`, which golden_tensorflow.py made, say what the real
-systems gave for them; of what nothing is recorded there is an example below, with NumPy
+`golden/tensorflow.json` and `.npz`, which golden_tensorflow.py made, hold the answers
+of the real systems; cells without a recorded answer have an example below, with NumPy
 or by hand.
 """
 
@@ -33,12 +33,8 @@ pytestmark = pytest.mark.slow
 
 _RECORDED = Recorded("tensorflow", hidden=("10 ",))
 GOLDEN, CELLS, DIFFERENCES = _RECORDED.cases, _RECORDED.cells, _RECORDED.differences
-tables, run, get, named = (
-    _RECORDED.tables,
-    _RECORDED.run,
-    _RECORDED.get,
-    _RECORDED.named,
-)
+tables, run, get = _RECORDED.tables, _RECORDED.run, _RECORDED.get
+named, checks = _RECORDED.named, _RECORDED.checks
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +42,7 @@ def _page_ran():
     _RECORDED.blocks  # not first inside of a trace
 
 
-# ------------------------------------------------------------------ what is recorded
+# ------------------------------------------------------------------ recorded cases
 
 
 def is_adam(case):
@@ -98,7 +94,7 @@ def test_recorded(name):
             assert_answers(got, want)
         return
     wants = get(case, "grads")
-    in_sparse = {  # of vectors and of what is no table ours are dense
+    in_sparse = {  # ours are dense for vectors and for other arrays than tables
         name: name in case["sparse"] and name in ("params", "weights") and x.ndim > 1
         for name, x in wants.items()
     }
@@ -112,7 +108,7 @@ def test_recorded(name):
         if in_sparse[name]:
             rows = set(np.asarray(grads[name].rows).tolist()) - {len(want)}
             touched = set(get(case, "touched")[name].tolist())
-            # What is left out of a bag may have a slot of zeros, on either side.
+            # An element that a bag leaves out may have a slot of zeros on either side.
             assert not want[list(rows ^ touched)].any()
 
 
@@ -148,18 +144,6 @@ def test_recorded_training(name):
 
 
 # ------------------------------------------------------------------ by hand
-
-CHECKS = {}
-
-
-def checks(*keys):
-    """A check of cells, or of rows of the table of differences."""
-
-    def register(check):
-        CHECKS.update(dict.fromkeys(keys, check))
-        return check
-
-    return register
 
 
 def refuses(name, error):
@@ -398,7 +382,7 @@ def check_store():
     assert_answers(store.pull_all("items"), stepped(lambda w, g: w - g))
 
 
-# ------------------------------------------------------------------ where they differ
+# ------------------------------------------------------------------ differences
 
 
 @checks("ids out of range, negative ids")
@@ -439,7 +423,7 @@ def check_clip_value():
 
 
 def moves_without_a_gradient(name):
-    """Whether row 8, which only the first step reads, moves after it."""
+    """Return True if row 8, which only the first step reads, moves later."""
     weights = get(named(name), "outputs")["weights"]
     return (np.diff(weights[:, 8], axis=0) != 0).any()
 
@@ -561,7 +545,7 @@ def check_mask():
     case = named("keras.layers.Embedding(mask_zero=True)")
     params, ids = get(case, "inputs").values()
     row_0 = get(case, "outputs")["0"][ids == 0]
-    assert row_0.any()  # Keras reads it, and says by the mask that it does not count
+    assert row_0.any()  # Keras reads it, and its mask excludes it
     assert not sj.lookup(params, ids, padding_id=0)[ids == 0].any()
 
 
@@ -578,14 +562,14 @@ def check_compiled():
 
 def test_every_row_is_checked():
     recorded = {case["name"] for case in [*VALUES.values(), *TRAINING.values()]}
-    assert set(CHECKS) | recorded == {*CELLS, *DIFFERENCES}
-    assert not recorded & set(CHECKS)
+    assert set(_RECORDED.checked) | recorded == {*CELLS, *DIFFERENCES}
+    assert not recorded & set(_RECORDED.checked)
 
 
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
-    "check", dict.fromkeys(CHECKS.values()), ids=lambda f: f.__name__
+    "check", dict.fromkeys(_RECORDED.checked.values()), ids=lambda f: f.__name__
 )
 def test_by_hand(check, tmp_path):
     check(tmp_path) if check.__code__.co_argcount else check()

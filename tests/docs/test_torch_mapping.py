@@ -1,8 +1,8 @@
-"""docs/torch.md: its code, run on what PyTorch, TorchRec and FBGEMM answered.
+"""docs/torch.md: its code, checked against PyTorch, TorchRec and FBGEMM.
 
 Each cell of the page's tables is evaluated with the arguments by name.
-`golden/torch.json` and `.npz`, which golden_torch.py made, say what the real systems
-gave for them; of what nothing is recorded there is an example below, with NumPy or by
+`golden/torch.json` and `.npz`, which golden_torch.py made, hold the answers of the
+real systems; cells without a recorded answer have an example below, with NumPy or by
 hand.
 """
 
@@ -33,12 +33,8 @@ pytestmark = pytest.mark.slow
 
 _RECORDED = Recorded("torch", hidden=("10 ",))
 GOLDEN, CELLS, DIFFERENCES = _RECORDED.cases, _RECORDED.cells, _RECORDED.differences
-tables, run, get, named = (
-    _RECORDED.tables,
-    _RECORDED.run,
-    _RECORDED.get,
-    _RECORDED.named,
-)
+tables, run, get = _RECORDED.tables, _RECORDED.run, _RECORDED.get
+named, checks = _RECORDED.named, _RECORDED.checks
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +42,7 @@ def _page_ran():
     _RECORDED.blocks  # not first inside of a trace
 
 
-# ------------------------------------------------------------------ what is recorded
+# ------------------------------------------------------------------ recorded cases
 
 
 VALUES = {
@@ -59,7 +55,7 @@ TRAINING = {f"{i}-{c['name']}": c for i, c in enumerate(GOLDEN) if is_training(c
 SECTION_3 = {cells[0].strip("`") for name, cells in tables() if name.startswith("3 ")}
 
 
-# Their gradient is not the derivative, as the page says.
+# The page notes that their gradient is not the derivative.
 WRONG = "torch.softmax(nested, dim=1).values()"
 
 
@@ -110,7 +106,7 @@ def test_recorded(name):
         if in_sparse[name]:
             rows = set(np.asarray(grads[name].rows).tolist()) - {len(want)}
             touched = set(get(case, "touched")[name].tolist())
-            # What is padded may have a slot of zeros.
+            # A padded row may have a slot of zeros.
             assert touched <= rows and not want[list(rows - touched)].any()
 
 
@@ -142,18 +138,6 @@ def test_recorded_training(name):
 
 
 # ------------------------------------------------------------------ by hand
-
-CHECKS = {}
-
-
-def checks(*keys):
-    """A check of cells, or of rows of the table of differences."""
-
-    def register(check):
-        CHECKS.update(dict.fromkeys(keys, check))
-        return check
-
-    return register
 
 
 def refuses(name, error):
@@ -588,7 +572,7 @@ def check_checkpoint(folder):
     assert_answers(sj.lookup(found["items"], jnp.array([7])), TABLE[[7]])
 
 
-# ------------------------------------------------------------------ where they differ
+# ------------------------------------------------------------------ differences
 
 
 @checks("who says that a gradient is sparse")
@@ -631,7 +615,7 @@ def check_max_norm():
     assert_answers(jax.grad(of_theirs)(table), get(case, "grads")["weight"])
     grad = jax.grad(lambda w: jnp.sum(f(w) * cotangent))(given["weight"])
     long = np.linalg.norm(given["weight"], axis=1) > 1
-    # What is scaled to a length has no gradient along itself.
+    # A vector that is scaled to a length has no gradient along itself.
     along = np.sum(np.asarray(grad) * given["weight"], axis=1)
     np.testing.assert_allclose(along[long], 0, atol=1e-5)
     theirs = np.sum(get(case, "grads")["weight"] * given["weight"], axis=1)
@@ -773,14 +757,14 @@ def check_fused():
 
 def test_every_row_is_checked():
     recorded = {case["name"] for case in [*VALUES.values(), *TRAINING.values()]}
-    assert set(CHECKS) | recorded == {*CELLS, *DIFFERENCES}
-    assert not recorded & set(CHECKS)
+    assert set(_RECORDED.checked) | recorded == {*CELLS, *DIFFERENCES}
+    assert not recorded & set(_RECORDED.checked)
 
 
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
-    "check", dict.fromkeys(CHECKS.values()), ids=lambda f: f.__name__
+    "check", dict.fromkeys(_RECORDED.checked.values()), ids=lambda f: f.__name__
 )
 def test_by_hand(check, tmp_path):
     check(tmp_path) if check.__code__.co_argcount else check()

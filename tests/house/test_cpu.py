@@ -127,7 +127,7 @@ def test_another_libc_is_left_alone(monkeypatch):
 
 @functools.cache
 def _has_huge_pages() -> bool:
-    """Return True if this machine has them, asked without the library."""
+    """Return True if this machine has them, found without the library."""
     if sys.platform != "linux":
         return False
     setting = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -1,4 +1,4 @@
-"""error_messages.md says what wrong calls answer, and they say what to do."""
+"""Error messages: error_messages.md is up to date, and messages name the fix."""
 
 import re
 
@@ -25,7 +25,7 @@ def test_the_page_is_what_is_found(section):
 
 
 def test_messages_name_the_call():
-    """Each begins with what was called, by its public name."""
+    """Each message begins with the public name of the called function."""
     rows = re.findall(r"^\| `.*\| (\w+) \| (.*) \|$", PAGE, re.M)
     assert len(rows) > 200
     named = re.compile(r"^(sparsejax\.|SelectedRows|SegmentTensor|sparsejax:)")

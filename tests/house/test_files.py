@@ -259,7 +259,7 @@ def test_sizes_that_a_file_cannot_hold_are_refused(tmp_path, monkeypatch):
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         with zipfile.ZipFile(path, "w", method) as archive:
             archive.writestr("x.npy", content)
-            # What `close` writes into the directory of the archive.
+            # The archive's directory, as `close` writes it.
             archive.infolist()[0].file_size = len(content) - 3 + claimed
         with pytest.raises(ValueError, match="'x' claims 10{10}\\d+ bytes, more"):
             _read(path)
@@ -325,7 +325,7 @@ def test_what_else_an_archive_may_be(tmp_path):
     _archive(path, {"x.npy": x})
     found = _read(path)["x"]
     assert found.tolist() == [0, 1, 2] and found.dtype.isnative
-    found[0] = 7  # as what NumPy reads, it may be written to
+    found[0] = 7  # writable, as the arrays that NumPy reads
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("x.npy", x)
     with pytest.raises(ValueError, match="'x' is compressed in an unknown way"):

@@ -23,7 +23,7 @@ import test_house
 PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
 SECTION = re.compile(r"^([A-Z]\w+):$", re.MULTILINE)
 SECTIONS = {"Args", "Returns", "Raises", "Example", "References"}
-# What is called like this checks arguments; an error of it is one of its caller.
+# Functions with these names check arguments; their errors are their callers'.
 CHECKER = re.compile(r"^_?(check|as)_")
 
 
@@ -48,13 +48,13 @@ PUBLIC = _public()
 
 
 def _sections(value):
-    """The sections of a docstring by their names, "" being what is before them."""
+    """The sections of a docstring by name; "" is the text before them."""
     parts = SECTION.split(inspect.getdoc(value) or "")
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2]))}
 
 
 def _named(section):
-    """The names in front of the colons: `a, b: what they are`."""
+    """The names in front of the colons: `a, b: description`."""
     lines = re.split(r"^\S", section.strip("\n"), flags=re.MULTILINE)[0].splitlines()
     indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
     heads = [line.split(":")[0] for line in lines if line[indent : indent + 1].strip()]
@@ -84,7 +84,7 @@ def _raises(function):
 
 
 def _nodes(function):
-    """What runs when it is called: functions inside of it are left out."""
+    """The nodes that run when it is called; inner functions are left out."""
     queue = list(_tree(function).body)
     queue = [x for node in queue for x in getattr(node, "body", [])]
     while queue:
@@ -112,7 +112,7 @@ def _checkers(function):
 
 
 def _complaints(check):
-    """What `check` says of the public names, where it says something."""
+    """The complaints of `check` about public names, by name."""
     found = [(name, check(name, value)) for name, value in PUBLIC.items()]
     return "\n".join(f"{name}: {complaint}" for name, complaint in found if complaint)
 
@@ -161,7 +161,7 @@ def _errors(name, value):
     if _raises(function):
         return "raises, and does not say so"
     if inspect.isfunction(value) and _is_method(name):
-        return None  # what is wrong with the arguments of most methods is plain
+        return None  # errors of the arguments of most methods are plain
     checkers = [check.__name__ for check in _checkers(function) if _raises(check)]
     return f"{checkers} raise, and it does not say so" if checkers else None
 

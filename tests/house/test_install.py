@@ -1,4 +1,4 @@
-"""What `pip install` brings, and that it leaves alone what Colab has installed."""
+"""`pip install` brings sparsejax, and keeps Colab's installed packages."""
 
 import ast
 import json
@@ -88,7 +88,7 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it():
 @pytest.mark.parametrize("folder", [".", "docs", "notebooks", "sparsejax"])
 def test_what_is_shown_runs_on_the_lowest_jax(folder):
     """There `jax.jit` and `jax.shard_map` are called with the function first."""
-    if folder == ".":  # and not what is installed there
+    if folder == ".":  # and not the packages installed there
         paths = list(pages.ROOT.glob("*.md"))
     else:
         paths = [p for p in (pages.ROOT / folder).rglob("*") if p.suffix in _SHOWN]
@@ -176,7 +176,7 @@ def _run(command):
     env = {name: x for name, x in os.environ.items() if name not in hidden}
     return subprocess.run(
         [str(part) if isinstance(part, pathlib.Path) else part for part in command],
-        cwd=tempfile.gettempdir(),  # Python also imports from where it runs
+        cwd=tempfile.gettempdir(),  # Python also imports from its current folder
         capture_output=True,
         text=True,
         env=env,

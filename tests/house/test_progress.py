@@ -53,7 +53,7 @@ def test_progress_is_a_bool_or_a_function_everywhere(calls, capsys):
 
 
 def test_nothing_else_has_progress(calls):
-    """Each is called above, and each says the same of its argument."""
+    """Each is called above, and each documents its argument in the same words."""
     found = {}
     for name, value in test_house._public(sj):
         members = {name: value} if inspect.isfunction(value) else {}

@@ -86,7 +86,7 @@ def _public(module):
         name
         for name, value in vars(module).items()
         if not name.startswith("_")
-        # `import sparsejax` binds its sub-packages as well; `transform` is one whose
+        # `import sparsejax` also binds its sub-packages; `transform` is one whose
         # names are all at the top.
         and not (inspect.ismodule(value) and name == "transform")
     }
@@ -245,7 +245,7 @@ def test_both_words_for_the_mode_that_raises(word):
 
 
 def test_arguments_have_types():
-    """Nearly all: `Any` is left where no type says what is accepted."""
+    """Nearly all have types: `Any` is left if no type describes the argument."""
     untyped, count = [], 0
     for name, parameters in _signatures():
         for parameter in parameters.values():

@@ -1,4 +1,4 @@
-"""Types: what pyright says of the public names, and of code that uses them.
+"""Types: pyright on the public names, and on code that uses them.
 
 `typed_user.py` is code of a user in strict mode. It is checked where pyright is
 installed, and run everywhere.
@@ -25,7 +25,7 @@ needs_pyright = pytest.mark.skipif(
 
 
 def _pyright(folder, *arguments):
-    """Its answer, as JSON; run elsewhere, so that sparsejax is what is installed."""
+    """The JSON of pyright, run elsewhere so that it sees the installed sparsejax."""
     python = pathlib.Path(sys.executable)
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     done = subprocess.run(
@@ -75,6 +75,6 @@ def test_types_of_all_public_names_are_known(tmp_path):
         for symbol in symbols
         if symbol["isTypeAmbiguous"] or not symbol["isTypeKnown"]
         for diagnostic in symbol["diagnostics"]
-        if "custom_vjp" not in diagnostic["message"]  # JAX's own, of what it decorates
+        if "custom_vjp" not in diagnostic["message"]  # JAX's own attribute
     ]
     assert not wrong, _shown(wrong)

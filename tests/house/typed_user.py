@@ -112,7 +112,7 @@ def transformations(params: Params, batch: Batch, has_aux: bool) -> None:
     assert_type(aux, Mapping[str, int])
     _, aux = sj.grad(loss_and_rows, has_aux=True)(params, batch)
     assert_type(aux, Mapping[str, int])
-    # Where has_aux is no literal, what comes back depends on it.
+    # If has_aux is not a literal, the type of the result depends on it.
     assert_type(
         sj.value_and_grad(loss_and_rows, has_aux=has_aux)(params, batch),
         tuple[Any, Any],
@@ -144,7 +144,7 @@ def transformations(params: Params, batch: Batch, has_aux: bool) -> None:
 
 
 def mistakes(params: Params, batch: Batch) -> None:
-    """Never run. Each comment wants an error, and is one where there is none."""
+    """Never run. Each comment expects an error, and is an error itself without one."""
     sj.value_and_grad(loss_fn)(params)  # pyright: ignore[reportCallIssue]
     sj.value_and_grad(loss_fn)(params, 3)  # pyright: ignore[reportArgumentType]
     sj.value_and_grad(loss_fn, table=True)  # pyright: ignore[reportCallIssue]

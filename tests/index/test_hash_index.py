@@ -80,7 +80,7 @@ KEYS = st.one_of(
     )
 )
 def test_nothing_is_lost_whatever_the_keys(steps):
-    """Also where buckets overflow, which a dict has not: all keys are accounted for."""
+    """All keys are accounted for, even if buckets overflow."""
     index, step = sj.HashIndex.create(ROWS, key_bits=64), 0
     known, last = {}, {}
     for keys, more in steps:
@@ -206,7 +206,7 @@ def test_no_keys_at_all():
 
 @pytest.mark.slow
 def test_max_evictions_and_window():
-    """A call evicts so many at most, and only from the window, which moves on."""
+    """A call evicts at most that many, only from the window, and moves the window."""
     index = sj.HashIndex.create(12, max_evictions=2, window=4)
     index, _, _ = insert(index, jnp.arange(12), 0)
     windows = []

@@ -1,4 +1,4 @@
-"""The lowerings for CUDA: their results on any device, and what they compile to."""
+"""The lowerings for CUDA: their results on any device, and their compiled programs."""
 
 import importlib.util
 import json

@@ -251,7 +251,7 @@ def test_kind_and_capacity_are_known_before_data():
     assert (got.shape, got.capacity) == ((C, D), 10)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 def test_refusals():

@@ -32,7 +32,7 @@ V, D = 23, 3
 
 
 def _oracle(table, ids, member, weights, combiner):
-    """Of ids `[n]` and `member[b, i]`, whether element i is in bag b."""
+    """Ids `[n]` and `member[b, i]`, which is True if element i is in bag b."""
     rows = jnp.take(table, ids, axis=0, mode="fill")[None]
     w = jnp.ones(ids.shape, table.dtype) if weights is None else weights
     w = jnp.where(member, w[None], 0)
@@ -348,7 +348,7 @@ def test_modes():
     np.testing.assert_array_equal(named["fill"], [*nan, [12, 14]])
     np.testing.assert_array_equal(named["zero"], [[1, 2], [3, 4], [12, 14]])
     np.testing.assert_array_equal(named["clip"], [[8, 10], [4, 6], [12, 14]])
-    # what reads zeros is an element all the same
+    # an element that reads zeros still counts
     mean = named["mean of zeros"]
     np.testing.assert_array_equal(mean, [[0.5, 1], [1.5, 2], [6, 7]])
     np.testing.assert_array_equal(np.asarray(named["padded"])[0], [1, 2])

@@ -1,4 +1,4 @@
-"""Reading rows: every lowering gives what the reference gives, in every transform."""
+"""Reading rows: every lowering equals the reference, in every transform."""
 
 import jax
 import jax.numpy as jnp

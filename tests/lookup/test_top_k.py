@@ -61,7 +61,7 @@ def assert_same(found, want):
 @pytest.mark.window
 @pytest.mark.parametrize("chunk_size", slow_but([1, 16, V - 1, None], 16))
 def test_equals_brute_force(chunk_size):
-    """Also across the borders of chunks, and where the last one is not whole."""
+    """Across the borders of chunks, and with a last chunk that is not whole."""
 
     @jax.jit
     def run(table, queries, bias, seen):
@@ -165,7 +165,7 @@ def test_memory_does_not_grow_with_the_table(dtype):
 
     small, large = temporaries(1_000_000), temporaries(4_000_000)
     assert large < small + 1e6
-    assert large < 4_000_000 * 256 * 4 / 50  # what all scores would take
+    assert large < 4_000_000 * 256 * 4 / 50  # the size of all scores
 
 
 # ------------------------------------------------------------------ many devices

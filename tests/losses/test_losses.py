@@ -87,7 +87,7 @@ SAMPLED = {
 
 @pytest.mark.parametrize("name", slow_but(SAMPLED, "each its own"))
 def test_sampled_losses(name, x64):
-    """Values by the formulas; gradients equal to jax.grad's, of rows alone."""
+    """Values by the formulas; gradients of rows only, equal to jax.grad's."""
     params, labels, negatives = make(**SAMPLED[name])
 
     def losses(params, labels, negatives):

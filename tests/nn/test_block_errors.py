@@ -199,7 +199,7 @@ def test_arguments_are_named():
     ):
         with pytest.raises((TypeError, ValueError), match=f"nn.Trainer.*{said}"):
             call()
-    # A dict for tables that the store has already need not say them again.
+    # A dict need not name tables that the store already has.
     store.init("item", (5, 2), tx)
     assert make(block, store=store, table_tx={"half": tx}).steps == 0
 

@@ -285,7 +285,7 @@ def test_errors():
             make()
 
     class Names:
-        """A block by its two methods alone."""
+        """A block is any object with the two methods."""
 
         def __init__(self, ids):
             self.ids = ids
@@ -367,7 +367,7 @@ def test_resumes_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_tables_start_by_the_key():
-    """First values follow from the key and the row alone, and are lazy."""
+    """Initial values depend only on the key and the row, and are lazy."""
     one, two, other = trainer(), trainer(), trainer(key=8)
     ids: Any = jnp.array([200, 3])
     a = one.store.pull("item", ids).get(ids)

@@ -34,27 +34,6 @@ def _check(old, new, expected):
     assert_same_bits(np.asarray(new)[others], np.asarray(old)[others])
 
 
-@pytest.mark.slow
-def test_flax_train_state():
-    linen = pytest.importorskip("flax.linen")
-    train_state = pytest.importorskip("flax.training.train_state")
-    model = linen.Embed(V, D)
-    params = model.init(jax.random.key(0), jnp.array([0]))
-    state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=TX)
-    dense = state.replace(tx=INNER)
-    table = params["params"]["embedding"]
-    rows = _rows(table)
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-    for _ in range(2):
-        state = step(state, {"params": {"embedding": rows}})
-        dense = step(dense, {"params": {"embedding": rows.to_dense()}})
-    assert state.step == 2
-    _check(
-        table, state.params["params"]["embedding"], dense.params["params"]["embedding"]
-    )
-    assert_trees_close(state.opt_state, dense.opt_state)
-
-
 def _nnx_model():
     nnx = pytest.importorskip("flax.nnx")
 
@@ -64,37 +43,6 @@ def _nnx_model():
             self.dense = nnx.Linear(D, 2, rngs=rngs)
 
     return nnx, Model(nnx.Rngs(0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("jitted", [False, True])
-def test_nnx_optimizer(jitted):
-    nnx, model = _nnx_model()
-    _, dense_model = _nnx_model()
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-    dense_optimizer = nnx.Optimizer(dense_model, INNER, wrt=nnx.Param)
-    table = model.embed.embedding[...]
-    rows = _rows(table)
-
-    def grads_of(model, table_grad):
-        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-        embedding = grads["embed"]["embedding"]
-        grads["embed"]["embedding"] = embedding.replace(table_grad)
-        return grads
-
-    def step(model, optimizer, rows):
-        optimizer.update(model, grads_of(model, rows))
-
-    if jitted:
-        step = nnx.jit(step)
-    for _ in range(2):
-        step(model, optimizer, rows)
-        step(dense_model, dense_optimizer, rows.to_dense())
-    _check(table, model.embed.embedding[...], dense_model.embed.embedding[...])
-    assert_trees_close(
-        nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(dense_model))
-    )
-    assert optimizer.step[...] == 2
 
 
 @pytest.mark.slow

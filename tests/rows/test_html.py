@@ -1,4 +1,4 @@
-"""What notebooks show of SelectedRows and SegmentTensors."""
+"""The HTML of SelectedRows and SegmentTensors in notebooks."""
 
 import html.parser
 import re
@@ -45,7 +45,7 @@ def test_selected_rows():
 
 
 def test_where_the_rows_are():
-    """A tick for each place of the table; darker where more rows are stored."""
+    """Each place of the table has a tick, which is darker for more stored rows."""
     rows = jnp.array([0, *range(2_000, 2_005), 3_999])  # ten rows to a tick
     shown = sj.SelectedRows(rows, jnp.ones((7, 1)), height=4_000)._repr_html_()
     opacity = {
@@ -104,7 +104,7 @@ def test_before_there_are_data():
     seen = []
     jax.jit(lambda x: seen.append(read(x)))(rows)
     assert "SelectedRows" in seen[0]
-    # Rows may be known where values are not.
+    # Rows may be known when values are traced.
     known = lambda x: seen.append(read(sj.SelectedRows(rows.rows, x, 9)))
     jax.jit(known)(rows.values)
     assert "SelectedRows" in seen[1]

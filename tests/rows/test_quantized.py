@@ -1,7 +1,7 @@
 """QuantizedTable: its numbers, its reads, its forms, and training in 8 bits.
 
-What Caffe2 itself answered is in test_caffe2_mapping.py; here its arithmetic is written
-out once more in NumPy, a number at a time, for more rows than are recorded.
+test_caffe2_mapping.py has the recorded answers of Caffe2; here NumPy repeats its
+arithmetic, one number at a time, for more rows than are recorded.
 """
 
 # optax's types know trees of arrays only.
@@ -95,7 +95,7 @@ def caffe2_bytes(rows, bits, scale_dtype, greedy=False, divides=False):
 
 @all_kinds
 def test_bytes_are_caffe2s(bits, scale_dtype):
-    """Outside of jit and inside, where XLA would divide by multiplying."""
+    """Outside jit, and inside, since XLA turns divisions into products."""
     x = make_rows()
     want = caffe2_bytes(x, bits, scale_dtype)
     to_bytes = lambda x: sj.quantize(x, bits, scale_dtype=scale_dtype).to_fused()
@@ -179,8 +179,8 @@ def test_rounding_at_random_is_unbiased(bits):
     drawn = np.asarray(jax.jit(jax.vmap(one))(keys)).astype(np.float64)
     deviation = drawn.std(axis=0) / 32
     off = np.abs(drawn.mean(axis=0) - x)
-    # Where the expected number of draws of the rarer neighbour is below one, the
-    # deviation that was seen is 0.
+    # If the expected number of draws of the rarer neighbour is below one, the
+    # observed deviation is 0.
     gap = np.asarray(sj.quantize(x, bits, scale_dtype=F32).scale)[:, None]
     assert np.all(off <= 5 * deviation + 5e-3 * gap + 1e-6 * np.abs(x))
     assert np.median(deviation[gap[:, 0] > 0]) > 0
@@ -236,7 +236,7 @@ def test_reads_are_those_of_the_dequantized_table(bits, scale_dtype):
         outs.append(sj.lookup(table, IDS, padding_id=3, max_norm=1.0))
         outs.append(bag(IDS, BAGS, 6, weights=WEIGHTS, combiner="mean", mode="zero"))
         outs.append(bag(padded, padding_id=7, combiner="sqrtn", mode="clip"))
-        outs.append(bag(IDS, BAGS, 6))  # NaN in the bag of what is out of range
+        outs.append(bag(IDS, BAGS, 6))  # NaN in the bag that has an id out of range
         outs.append(bag(IDS, BAGS, 6, combiner="max", mode="zero"))
         long = np.tile(WEIGHTS, 3).reshape(2, 18)  # more than one block of columns
         outs.append(bag(np.tile(IDS, 3).reshape(2, 18), weights=long, mode="zero"))
@@ -380,7 +380,7 @@ def test_layers_take_one():
 
 @pytest.mark.slow
 def test_gradients_beside_a_quantized_table():
-    """Weights of a bag, and dense parameters, have those of the dequantized table."""
+    """Bag weights and dense parameters get the gradients of the dequantized table."""
     table = sj.quantize(make_rows(), 4)
 
     def loss(params, table):
@@ -419,7 +419,7 @@ def test_a_table_of_integers_has_no_gradient():
 
 
 def step(tx, params, state, ids, target):
-    """One step of a table on pulled rows; the loss is what they are off by."""
+    """One step of a table on pulled rows; the loss is their distance from a target."""
 
     def loss(params):
         rows = sj.lookup(params["t"], ids, mode="zero")
@@ -516,7 +516,7 @@ def test_rows_keep_their_scales_as_long_as_they_fit():
 @pytest.mark.slow
 @pytest.mark.usefixtures("loose_promotion")
 def test_training_in_8_bits():
-    """Updates smaller than half a code have their effect, where rounded at random."""
+    """Random rounding keeps the effect of updates smaller than half a code."""
     rng = np.random.default_rng(0)
     height, width = 400, 8
     target = jnp.asarray(rng.uniform(-1, 1, (height, width)), jnp.float32)

@@ -36,7 +36,7 @@ P = jax.sharding.PartitionSpec
 
 REFUSED = (TypeError, ValueError, NotImplementedError)
 
-# Errors name what is right instead.
+# Errors name the right call.
 RIGHT = (
     r"sparsejax\.parallel\.psum.*sparsejax\.optim\.global_norm.*sparsejax\.optim\.lazy"
 )
@@ -119,7 +119,7 @@ COMPUTE = {
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")
 @pytest.mark.parametrize("name", COMPUTE)
 def test_arithmetic_is_refused(name):
-    """Eagerly and traced; the error says what to write instead."""
+    """Eagerly and traced; the error names the call to write instead."""
     f = COMPUTE[name]
     # Outside of programs JAX refuses methods before it sees the dtype.
     no_method = "Cannot call abstract method"
@@ -149,7 +149,7 @@ def test_reductions_over_devices_are_refused(name):
     for run, g in (sharded, G), (jax.vmap(f, axis_name="x"), stack(G, H)):
         with pytest.raises((TypeError, ValueError), match="row_ids"):
             run(g)
-    if name in ("psum", "pmean"):  # and that is what does it
+    if name in ("psum", "pmean"):  # and that call does it
         total = jax.shard_map(
             lambda g: getattr(sj.parallel, name)(g, "x"),
             mesh=mesh,
@@ -171,9 +171,9 @@ def test_numpy_functions_are_refused():
 
 @pytest.mark.slow
 def test_no_function_of_jax_computes_with_ids():
-    """All of jax.numpy and lax, on ids alone, with themselves and with a number."""
+    """All of jax.numpy and lax, on ids, on ids with ids, and on ids with a number."""
     ids = jax.tree.leaves(G)[0]
-    # What is asked about an array; and what XLA refuses only when it is compiled.
+    # Queries about an array, and calls that XLA refuses only in compilation.
     about = "lexsort ndim shape size nonzero flatnonzero shape_as_value".split()
     late = "argmax argmin argsort nanargmax nanargmin top_k rng_bit_generator".split()
     wrong = []
@@ -300,7 +300,7 @@ INTS = {
 @pytest.mark.window
 @pytest.mark.parametrize("name", INTS)
 def test_every_integer_dtype(name, x64):
-    """Heights beyond 2**31 as well; zeros are empty slots; no id is lost."""
+    """Heights beyond 2**31; zeros are empty slots; no id is lost."""
     height = INTS[name]
     ids = np.array([0, 5, height - 1, height], name)
     g = sj.SelectedRows(jnp.asarray(ids), jnp.ones((4, 2)), height)
@@ -346,7 +346,7 @@ def test_wide_ids_where_x64_is_enabled_only_around_them():
     assert g.rows.dtype == jnp.int64 and np.asarray(g.rows).tolist() == [1, 2**40]
 
 
-# ------------------------------------------------------------------ what is right
+# ------------------------------------------------------------------ allowed uses
 
 
 def stack(*gs):

@@ -320,7 +320,7 @@ def test_vmap_and_scan():
 
 
 # ------------------------------------------------------------------ Caffe2
-# What its operators answered (torch 1.10.2): inputs in their order, then the output.
+# Answers of its operators (torch 1.10.2): inputs in order, then the output.
 
 
 def array(shape, numbers):

@@ -644,7 +644,7 @@ def test_nothing_densifies_silently():
     for f in (np.asarray, np.array, np.ravel):
         with pytest.raises(TypeError, match=said):
             f(a)
-    # jax 0.7.2 first asks which dtype the ids and the values have in common.
+    # jax 0.7.2 first promotes the dtypes of the ids and the values.
     is_old = jax.__version_info__ < (0, 8)
     for f in (jnp.asarray, jnp.array, lambda a: jnp.asarray([a, a])):
         with jax.numpy_dtype_promotion("standard" if is_old else "strict"):

@@ -67,7 +67,7 @@ def test_vmap():
 
 @pytest.mark.parametrize("reduce", [jax.lax.psum, jax.lax.pmean])
 def test_a_collective_of_jax_names_ours(reduce):
-    """In a step of one's own over devices, where it is the habit."""
+    """In a user's own step over devices."""
     _, batch = two_and_their_batch()
     total = lambda g: jax.tree.map(lambda x: reduce(x, "devices"), g)
     for step in (total, lambda g: reduce(g, "devices")):
@@ -229,19 +229,6 @@ def test_in_a_flax_struct():
 
 
 @pytest.mark.usefixtures("loose_promotion")
-def test_in_a_flax_train_state():
-    train_state = pytest.importorskip("flax.training.train_state")
-    params = {"table": jnp.ones((V, 3))}
-    state = train_state.TrainState.create(
-        apply_fn=lambda p: p, params=params, tx=optax.identity()
-    )
-    a, values = make_rows([4, 0, 4], V)
-    state = jax.jit(lambda s, a: s.apply_gradients(grads={"table": a}))(state, a)
-    want = 1 + dense([4, 0, 4], values, V)
-    np.testing.assert_array_equal(state.params["table"], want)
-
-
-@pytest.mark.usefixtures("loose_promotion")
 def test_in_an_equinox_module():
     eqx = pytest.importorskip("equinox")
 
@@ -264,7 +251,7 @@ def test_in_an_equinox_module():
 
 
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.filterwarnings("ignore")  # what orbax warns of is not ours
+@pytest.mark.filterwarnings("ignore")  # the warnings of orbax are not ours
 def test_orbax_round_trip(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
     a, _ = make_rows([4, V, 4], V, garbage=0)
@@ -281,7 +268,7 @@ def test_orbax_round_trip(tmp_path):
 
 
 def test_any_tree_of_leaves_has_a_repr():
-    """What one types first at a gradient: jax.tree.map(type, grads)."""
+    """For example jax.tree.map(type, grads), which users often type first."""
     rows = sj.SelectedRows(jnp.array([1, 2]), jnp.ones((2, 3)), height=9)
     segments = sj.SegmentTensor.from_lists([[1], [2, 3]])
     for f in (type, str, jnp.shape, lambda x: None, lambda x: x.dtype):

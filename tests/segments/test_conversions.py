@@ -14,7 +14,7 @@ import sparsejax as sj
 from helpers import assert_trees_close
 
 
-# What Caffe2's operators answered: (function, argument, more arguments, answer).
+# Answers of Caffe2's operators: (function, argument, more arguments, answer).
 IDS = [0, 1, 1, 1, 3, 3]
 GAPS = [0, 0, 1, 5, 5]
 CAFFE2 = {
@@ -137,7 +137,7 @@ def test_each_from_the_others(lengths):
     np.testing.assert_array_equal(sj.offsets_to_lengths(offsets), lengths)
     want = np.stack([np.cumsum([0, *lengths])[:-1], lengths], axis=1)
     np.testing.assert_array_equal(sj.lengths_to_ranges(lengths), want)
-    # Only where empty segments at the end begin is told in two ways, as by Caffe2.
+    # Only the starts of empty segments at the end differ, as in Caffe2.
     want[want[:, 0] == sum(lengths)] = 0
     np.testing.assert_array_equal(sj.segment_ids_to_ranges(ids, 5), want)
 

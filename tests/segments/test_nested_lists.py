@@ -25,7 +25,7 @@ def nested(elements, depth):
 
 
 def depth_of(x):
-    """How deep a list is, as far as its elements tell."""
+    """The depth of a list, by its elements."""
     return 1 + max(map(depth_of, x), default=0) if isinstance(x, list) else 0
 
 
@@ -44,7 +44,7 @@ def test_round_trip(lists):
     inner, depth = x, 1
     while isinstance(inner, sj.SegmentTensor):
         inner, depth = inner.values, depth + 1
-    # Where no list has an element, it is as deep as the lists are.
+    # If no list has an element, the depth is the depth of the lists.
     assert depth == max(depth_of(lists), 2)
     assert_trees_close(make.from_lists(x.to_lists()), x)
     roomy = make.from_lists(lists, capacity=(30, None, 70))

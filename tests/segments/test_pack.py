@@ -73,7 +73,7 @@ def test_unpack_is_the_inverse():
         assert_same_bits(st.values, DATA)
         assert st.lengths.tolist() == LENGTHS.tolist() and st.is_sorted
     assert sj.unpack_segments([[1, 2], [3, 0]], [2, 1]).values.tolist() == [1, 2, 3]
-    # What was cut is not there: a length counts up to the width, and none is negative.
+    # Cut elements do not count: a length is at most the width, and not negative.
     st = sj.unpack_segments(packed(DATA, LENGTHS, 3), np.array([2, -1, 2**30, 1]))
     assert_same_bits(st.values, DATA[[0, 1, 2, 3, 4, 6]])
     assert st.lengths.tolist() == [2, 0, 3, 1]

@@ -1,4 +1,4 @@
-"""segment_*: what Caffe2 answered, values and gradients.
+"""segment_*: values and gradients against the recorded answers of Caffe2.
 
 Recorded by running Caffe2 (torch 1.10.2, CPU): one case of each of its families, the
 sorted, range, unsorted and lengths reductions. On purpose sparsejax differs in the

@@ -1,4 +1,4 @@
-"""segment_*: derivatives, vmap, and that what is in no segment never shows."""
+"""segment_*: derivatives, vmap, and elements outside all segments."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ from helpers import assert_trees_close
 from reductions import SMOOTH, WEIGHTED, ours
 
 
-# Small: what costs is compiling, which grows with each doubling of N.
+# Small, since the cost of compiling grows with each doubling of N.
 S, N = 3, 7
 IDS = np.array([2, -1, 0, 2, 5, 0, 2], np.int32)  # 1 is empty
 

@@ -341,7 +341,7 @@ def test_overflow_under_jit_shows():
     for offsets in ([0, 2, 5], [1, 2, 3], [0, 3, 2]):
         x = traced(make.from_offsets)(values, jnp.array(offsets))
         assert np.isnan(x.values).all()
-    # Integers have no NaN, but beside a float that tells they will do.
+    # Integers have no NaN; a float beside them holds the NaN.
     both = {"id": jnp.arange(4), "score": values}
     x = cut(both, jnp.array([4]))
     assert np.isnan(x.values["score"]).all()
@@ -360,7 +360,7 @@ def test_overflow_that_could_not_show_is_refused_under_jit():
     ]:
         with pytest.raises(ValueError, match=match):
             jax.eval_shape(f, *args)
-    # Of lengths that are wrong themselves the result still tells.
+    # Wrong lengths still show in the result.
     x = traced(make.from_lengths)(ids, jnp.array([3, 3]))
     assert x.lengths.tolist() == [3, 1]
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, SLOTS, BATCH = 211, 4, 24, 16
 NORMAL = jax.nn.initializers.normal(0.1)
-# The same in all stores: what is compiled for a transformation is compiled once.
+# One object for all stores, so that its programs are compiled once.
 TX = {
     "sgd": optax.sgd(0.1),
     "adagrad": sj.optim.adagrad(0.1),
@@ -536,7 +536,7 @@ def test_saved_and_loaded(tmp_path):
     assert_same_bits(found, losses)
 
 
-# ------------------------------------------------------------------ where things are
+# ------------------------------------------------------------------ placement
 
 
 @pytest.mark.slow

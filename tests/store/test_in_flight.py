@@ -21,7 +21,7 @@ V, D = 50, 4
 CAPACITY = 16
 
 
-# The same in all stores: what is compiled for a transformation is compiled once.
+# One object for all stores, so that its programs are compiled once.
 TX = optax.adagrad(0.1), optax.adam(0.1)
 NORMAL = jax.nn.initializers.normal(0.1)
 

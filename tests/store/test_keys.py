@@ -101,7 +101,7 @@ def test_more_keys_in_a_call_than_are_kept():
     assert rows == [8, 8, 0, 1, 2, 3]
 
 
-# ------------------------------------------------------------------ what a key is
+# ------------------------------------------------------------------ types of keys
 
 
 def test_kinds_of_keys():
@@ -143,7 +143,7 @@ def test_evicted_rows_start_anew():
     rows, evicted, read = train(store, [9, 4, 8], 1)  # 4 stays, and 9 has no row
     assert (rows, evicted) == ([2, 0, 1], [1])
     assert_same_bits(read[::2], np.array([[0.0, 0.0], [1.0, 1.0]], np.float32))
-    # Adam's count is that of the table: only the row's own moments are fresh.
+    # Adam's count belongs to the table: only the row's own moments are fresh.
     other = store_of(3, tx)
     train(other, [1, 2], 0)
     rows, _, _ = train(other, [1, 2, 3], 1)

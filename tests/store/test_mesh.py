@@ -212,7 +212,7 @@ def test_two_processes_equal_one(trained, tmp_path):
     for name in parts[0].files:
         if name != "rows":
             assert_same_bits(parts[0][name], parts[1][name])
-    # A row starts the same in any number of processes, and so does what is assigned.
+    # Initial and assigned rows are the same for any number of processes.
     one = worker.init_normal(sj.store.KVStore())
     assert_same_bits(parts[0]["fresh"], one.pull_all("n"))
     assert_same_bits(parts[0]["assigned"], 2 * one.pull_all("n"))

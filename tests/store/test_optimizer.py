@@ -1,6 +1,6 @@
 """The program of a store's optimizer, and the buffers that it borrows.
 
-That the results are those of `lazy` on the device is tested in test_store.py.
+test_store.py compares the results with `lazy` on the device.
 """
 
 import functools

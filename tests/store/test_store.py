@@ -69,7 +69,7 @@ def test_row_sparse_pull_has_no_empty_slots():
 @pytest.mark.parametrize(
     "ids, rows",
     [
-        # MXNet 1.9.1: kv.row_sparse_pull gives the rows asked for, sorted, each once.
+        # MXNet 1.9.1: kv.row_sparse_pull returns the requested rows, sorted, each once.
         ([1, 3], [1, 3]),
         ([3, 1, 3, 1], [1, 3]),
         ([[0, 4], [4, 2]], [0, 2, 4]),
@@ -226,7 +226,7 @@ def test_a_pulled_table_in_bags_and_by_values():
     expected, dense = jax.value_and_grad(bags)(jnp.asarray(table))
     assert_trees_close(value, expected)
     assert_trees_close(grad.to_dense(), dense)
-    # jax.grad takes the values alone.
+    # jax.grad sees only the values.
     of_values = lambda v: bags(sj.SelectedRows(rows.rows, v, rows.height))
     assert_trees_close(jax.grad(of_values)(rows.values), grad.values)
     assert np.isnan(sj.lookup(rows, jnp.array([2]))).all()  # not pulled

@@ -67,7 +67,7 @@ def test_loaded_is_saved_and_goes_on_alike(tmp_path):
     store.save(path, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1]
     other = new_store(seed=2)  # the seed comes with the file
-    steps(other, range(10, 13))  # what was there is forgotten
+    steps(other, range(10, 13))  # the old content is forgotten
     other.load(path)
     same(store, other)
     for each in (store, other):

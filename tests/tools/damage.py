@@ -58,9 +58,11 @@ class Reader(NamedTuple):
     """A reader and its files.
 
     Args:
-      make: writes good files into a folder, and returns what reads and uses one.
-      changes: besides those of bytes, that keep checksums right.
-      share: how often it is drawn.
+      make: writes good files into a folder; returns the files, and a function that
+        reads and uses one.
+      changes: changes that keep checksums right; every reader also gets changes of
+        bytes.
+      share: the weight in the draw of readers.
     """
 
     make: Callable[[pathlib.Path], tuple[list[Files], Callable[[pathlib.Path], Any]]]
@@ -80,7 +82,7 @@ _NUMBERS += [(1 << k) - 1 for k in (31, 32, 53, 63, 64)]
 
 
 def _place(rng: random.Random, data: bytes) -> int:
-    """A place in a file: often near one of its ends, where its structure is."""
+    """A place in a file, often near one of its ends, which hold its structure."""
     size = len(data)
     near = rng.randrange(min(size, 200)) if size else 0
     return rng.choice([near, max(size - 1 - near, 0), rng.randrange(size or 1)])
@@ -583,7 +585,7 @@ class Bench:
                 path.unlink(missing_ok=True)
 
     def try_case(self, seed: int, case: int) -> tuple[str, str]:
-        """The reader, and "read", "refused", or else what came out of it."""
+        """The reader, and "read", "refused" or another outcome."""
         name, files = self.damaged(seed, case)
         previous = signal.signal(signal.SIGALRM, _raise_hangs)
         signal.alarm(MOST_SECONDS)
@@ -640,7 +642,7 @@ def main() -> int:
 
 
 def _limit_memory(gigabytes: float) -> None:
-    """More than that is a MemoryError, which is no ValueError."""
+    """More than that is a MemoryError, which is not a ValueError."""
     import resource
 
     with open("/proc/self/statm") as file:

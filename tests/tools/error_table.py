@@ -1,10 +1,10 @@
-"""Makes tests/error_messages.md: what raises what, found out by calling it.
+"""Makes tests/error_messages.md: wrong calls and the errors that they raise.
 
     python tests/tools/error_table.py             makes the page again
     python tests/tools/error_table.py --missing   lists the `raise`s without a call
 
 The calls are in `error_calls_core.py` and `error_calls_packages.py`. `test_errors.py`
-makes the page again and compares, so that a change of a message is seen in a diff.
+makes the page again and compares, so that a diff shows each change of a message.
 """
 
 import ast
@@ -36,7 +36,7 @@ class Section(NamedTuple):
 
     Args:
       title: of the section.
-      given: what the calls take for granted, run before each of them.
+      given: code that runs before each call.
       calls: code, each of which raises. A name that it binds is its own.
     """
 
@@ -120,7 +120,7 @@ def page() -> str:
     return HEAD + "".join(table(section) for section in sections())
 
 
-# ------------------------------------------------------------------ what is missing
+# ---------------------------------------------------------------- raises without calls
 
 
 def raises() -> set[tuple[str, int]]:

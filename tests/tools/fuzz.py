@@ -29,7 +29,7 @@ import jax
 
 # How many cases a seed stands for.
 KINDS = {"programs": 50, "products": 50, "chains": 10}
-MOST_BYTES = 3 << 30  # of what is compiled
+MOST_BYTES = 3 << 30  # of compiled programs
 
 
 def search(kind, seed, examples, seconds=30.0):
@@ -84,7 +84,7 @@ def search(kind, seed, examples, seconds=30.0):
 
 
 def in_words(counts):
-    """What was found, over all modes and then by mode."""
+    """The counts over all modes, and then by mode."""
     total, modes = collections.Counter(), collections.defaultdict(list)
     for (how, what), count in sorted(counts.items()):
         total[what] += count

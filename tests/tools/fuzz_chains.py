@@ -1,17 +1,17 @@
 """Random chains of optax's transformations, and ours, under `lazy` and `exact`.
 
 A chain is data: a tuple of parts `(name, k)`, where k chooses among arguments, and of
-wrappers `(name, k, body)`, whose body is a chain. So hypothesis can make any shorter,
-and a failure is a line that can be kept: `tests/transform/test_fuzz.py` has them.
+wrappers `(name, k, body)`, whose body is a chain. So hypothesis can shorten any chain,
+and a failure is one line, which `tests/transform/test_fuzz.py` keeps.
 
 `check` trains by sparsejax and by optax on dense gradients, in float64:
 
 - `lazy`: each step is optax's, with the rows that had no gradient put back;
 - `exact`: all rows are as optax has them, at every step;
-- `judged`: what the judge says of a chain is what the oracle of `probe` finds.
+- `judged`: the judge and the oracle of `probe` give the same verdict on a chain.
 
-What is row by row must be accepted, and so must be by `exact` what its page says. What
-is accepted must be equal. Both sides are compared in parameters and state.
+`lazy` must accept a chain that works row by row, and `exact` a chain that its page
+lists. An accepted chain must be equal in parameters and state.
 """
 
 # optax's types know trees of arrays only.
@@ -53,15 +53,16 @@ class Part(NamedTuple):
 
     Args:
       make: of k, and for a wrapper of its body.
-      moves: whether it can move rows that get no gradient.
-      wakes: whether it moves rows that were never read. Then a norm may be refused.
-      norm: whether what it does to a row depends on all rows that have an update.
-      kept: whether its state has such a norm. Then it may be refused after what moves.
-      refused: whether it depends on rows without a gradient.
-      hides: whether it can undo what is refused in it.
-      narrow: whether it computes in float32, as schedules do.
+      moves: True if it can move rows that get no gradient.
+      wakes: True if it moves rows that were never read. Then a norm may be refused.
+      norm: True if the update of a row depends on all rows that have an update.
+      kept: True if its state has such a norm. Then it may be refused after a part that
+        moves rows.
+      refused: True if it depends on rows without a gradient.
+      hides: True if it can undo a refused part in its body.
+      narrow: True if it computes in float32, as schedules do.
       acts: for a wrapper `(k, body) -> [(chain, names of leaves)]`.
-      exact: where it may stand in a chain that `exact` has to accept: "g" before
+      exact: its place in a chain that `exact` must accept: "g" before
         moments (only clips and scales), "m" makes moments, "w" decays weights, "l" is a
         learning rate, "s" may be at any place. Empty: it may be refused.
     """
@@ -125,7 +126,7 @@ PLAIN = {
         lambda k: optax.scale_by_schedule(_rate(k)), narrow=True, exact="s"
     ),
     "centralize": Part(_make(optax.centralize), exact="g"),
-    # Its state says whether any row has NaN.
+    # Its state records if any row has NaN.
     "zero_nans": Part(_make(optax.zero_nans), norm=True),
     "scale_by_sign": Part(_make(optax.scale_by_sign)),
     "set_to_zero": Part(_make(optax.set_to_zero)),
@@ -305,7 +306,7 @@ def _flat(chain, names=ALL):
 
 
 def is_refused(chain):
-    """Whether a part depends on rows of a table that have no gradient."""
+    """Return True if a part depends on rows of a table without a gradient."""
     return any(
         PARTS[name].refused and names & HEIGHTS.keys() for name, names in _flat(chain)
     )
@@ -316,7 +317,7 @@ def has(chain, flag):
 
 
 def sees_moved_rows(chain, flag="norm"):
-    """Whether a norm follows on a part that moves rows without a gradient."""
+    """Return True if a norm follows a part that moves rows without a gradient."""
     moved = False
     for name, _ in _flat(chain):
         if moved and getattr(PARTS[name], flag):
@@ -326,14 +327,14 @@ def sees_moved_rows(chain, flag="norm"):
 
 
 def sees_woken_rows(chain):
-    """Whether a norm follows on a part that moves rows that were never read."""
+    """Return True if a norm follows a part that moves rows that were never read."""
     names = [name for name, _ in _flat(chain)]
     woken = [k for k, name in enumerate(names) if PARTS[name].wakes]
     return bool(woken) and any(PARTS[name].norm for name in names[woken[0] :])
 
 
 def must_be_exact(chain):
-    """Whether the page of `exact` says that it accepts a chain."""
+    """Return True if `exact` accepts a chain, by its page."""
 
     def places(chain):
         for name, *rest in chain:
@@ -345,7 +346,7 @@ def must_be_exact(chain):
                 yield from places(rest[1])
             yield part.exact
 
-    # Weights decay, and do not grow, where their decay is multiplied by the rate alone.
+    # Weights decay, and do not grow, if their decay is multiplied only by the rate.
     return bool(re.fullmatch("[gsl]*m?([sl]*|wl)", "".join(places(chain))))
 
 
@@ -446,7 +447,7 @@ def _assert_equal(found, wanted, tolerance, what):
         if not jnp.issubdtype(a.dtype, jnp.inexact):
             np.testing.assert_array_equal(a, b, where)
             continue
-        # Dtypes of state stay, where optax may promote them.
+        # Dtypes of state stay, although optax may promote them.
         bits = jnp.finfo(a.dtype).bits
         a, b = a.astype(np.float64), b.astype(np.float64)
         allowed = max(tolerance, {16: 2e-2, 32: 1e-5}.get(bits, 0.0))
@@ -477,7 +478,7 @@ def _nudged(tree):
 
 
 def _hangs_on_a_digit(nudged, want, tolerance):
-    """Whether what differs by 1e-12 gives another result, by a sign or a branch."""
+    """Return True if a change of 1e-12 changes the result, by a sign or a branch."""
     try:
         _assert_equal(nudged, want, tolerance, "")
     except AssertionError:
@@ -486,8 +487,8 @@ def _hangs_on_a_digit(nudged, want, tolerance):
 
 
 def _tolerance(chain):
-    # A norm after what moves rows that were never read counts empty slots, which is
-    # refused where it is more than rounding of float32.
+    # A norm after a part that moves rows that were never read counts empty slots. It
+    # is refused if the count exceeds the rounding of float32.
     coarse = has(chain, "narrow") or sees_woken_rows(chain)
     return 1e-6 if coarse else 1e-9
 
@@ -497,7 +498,7 @@ class Refused(Exception):
 
 
 def _accepts(chain, init):
-    """Whether a chain is accepted; raises where that is wrong."""
+    """Return True if a chain is accepted; raises if that is wrong."""
     refused = is_refused(chain)
     try:
         init()
@@ -658,7 +659,7 @@ def judged(chain):
     )
     if refused and not differs and not may_be_refused:
         raise Refused(str(refused[table]))
-    # A norm after what moves rows without a gradient counts only the rows read.
+    # A norm after a part that moves rows without a gradient counts only read rows.
     if differs and not refused and not sees_moved_rows(chain):
         raise Refused(f"not refused, but {differs}")
     return "refused" if refused else "compared"
@@ -668,8 +669,8 @@ def check(chain, how="jitted"):
     """Raises if sparsejax and optax differ on a chain.
 
     Returns:
-      "compared"; "refused", if it was, and may be; or "skipped", if optax itself does
-      not take the chain, or gives another result where the last digits are others.
+      "compared"; "refused", if a refusal is right; or "skipped", if optax refuses the
+      chain, or its result depends on the last digits.
     """
     with _compat.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         try:

@@ -35,7 +35,7 @@ LIMIT = 20_000  # elements of one value
 
 
 class DoesNotFit(Exception):
-    """There is no operand for a step."""
+    """A step has no operand."""
 
 
 @dataclasses.dataclass
@@ -155,7 +155,7 @@ def shape(env, i, j, k):
 
 @step
 def stack(env, i, j, k):
-    """The rows of a table as those of K tables, or back."""
+    """The rows of a table as the rows of K tables, or back."""
     x = env.pick(i, lambda x: V in x.shape or (K in x.shape and L in x.shape))
     if V in x.shape:
         a = x.shape.index(V)
@@ -320,7 +320,7 @@ def nearest(env, i, j, k):
 
 
 def _results(env, k, passed):
-    """What a body returns: what it computed last, and something unchanged."""
+    """The results of a body: its latest value and an unchanged one."""
     new = env.new()[-1 - k % 2 :]
     return [*new, passed] if k % 3 == 1 else new
 
@@ -531,7 +531,7 @@ def jitted(value_and_grad, loss):
 
 @mode
 def stack_as_a_parameter(value_and_grad, loss):
-    """The first table is a parameter `[K, L, D]`, whose rows are those of K tables."""
+    """The first table is a parameter `[K, L, D]` that holds the rows of K tables."""
     t, *others = arguments()
     flat = lambda t, *others: loss(t.reshape(V, D), *others)
     run = lambda *args: to_dense(value_and_grad(flat, ARGNUMS)(*args))
@@ -552,7 +552,7 @@ def second_order(value_and_grad, loss, gradient=jax.grad):
         leaves = jax.tree.leaves(to_dense(grads))
         return sum(jnp.sum(jnp.sin(g)) for g in leaves)
 
-    # Few rows are out of range, where JAX does not agree with itself: see `check`.
+    # Few rows are out of range, since JAX is inconsistent there: see `check`.
     *floats, ids, _ = arguments()
     return interpret(gradient(norm, ARGNUMS), *floats, ids % K, ids % 3)
 
@@ -571,7 +571,7 @@ def forward_over_reverse(value_and_grad, loss):
 
 @mode
 def required(value_and_grad, loss):
-    """`tables=`: sparse, or an error that says why not."""
+    """`tables=` gives a sparse gradient, or an error with the reason."""
     if value_and_grad is sj.value_and_grad:
         tables = (True, True, False, False, False)
         try:
@@ -631,7 +631,7 @@ def _equal(found, want, tolerance):
 # -- hypothesis ------------------------------------------------------------------------
 
 _small = st.integers(0, 60)
-# The latest value is what most steps should work on.
+# Most steps should work on the latest value.
 _which = st.one_of(st.just(0), st.integers(0, 8))
 _names = sorted(STEPS) + ["read", "read", "lookup_rows", "binary", "unary"]
 

@@ -1,4 +1,4 @@
-"""Records what TensorFlow and Keras answer, for test_tensorflow_mapping.py.
+"""Records the answers of TensorFlow and Keras for test_tensorflow_mapping.py.
 
 Not run by the tests. To run it again, in an environment of its own (CPU only)::
 
@@ -10,7 +10,7 @@ named as the first cell of a row of docs/tensorflow.md: what is recorded is that
 expression's value and, for a random cotangent, its gradients.
 """
 
-# Its packages are not installed where the rest is checked.
+# The checked environments do not have its packages.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 # pyright: reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false

@@ -1,4 +1,4 @@
-"""Records what PyTorch, TorchRec and FBGEMM answer, for test_torch_mapping.py.
+"""Records the answers of PyTorch, TorchRec and FBGEMM for test_torch_mapping.py.
 
 Not run by the tests. To run it again, in an environment of its own (CPU only)::
 
@@ -12,7 +12,7 @@ first cell of a row of docs/torch.md: what is recorded is that expression's valu
 for a random cotangent, its gradients.
 """
 
-# Its packages are not installed where the rest is checked.
+# The checked environments do not have its packages.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false
 # pyright: reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
@@ -582,7 +582,7 @@ record("KeyedJaggedTensor.stride()", lambda **b: torch.tensor(kjt(**b).stride())
 
 
 def collection_of(pooling, weighted=False):
-    """A collection is a module; the gradient is that of its parameter."""
+    """A collection is a module; the gradient is its parameter's."""
 
     def f(weight, **batch):
         config = EmbeddingBagConfig(

@@ -1,4 +1,4 @@
-"""What HashIndex means, as a Python dict: `python -m tests.tools.index_model`.
+"""HashIndex as a Python dict: `python -m tests.tools.index_model`.
 
 `Model` does what the docstring of `HashIndex` says, key by key, with sets and sorted
 lists. `compare` runs both on random streams whose keys drift, and stops at the first
@@ -91,7 +91,7 @@ def check_step(index, model, keys, step):
 
 
 def check_state(index, model, others):
-    """What is stored, and that keys that are not, are not found."""
+    """Compares the stored keys; other keys are not found."""
     keys, rows = index.items()
     assert dict(zip(keys.tolist(), rows.tolist())) == model.rows
     by_row = sorted(model.rows, key=model.rows.get)

@@ -1,12 +1,12 @@
-"""Processes that are killed at random moments, and what is then in their files.
+"""Kills processes at random moments and checks their files.
 
-    python -m tests.tools.kills --count 500           so many kills, over all kinds
+    python -m tests.tools.kills --count 500           500 kills, over all kinds
     python -m tests.tools.kills --kind push --seed 3
 
 A child works without end: it replaces a file, saves a store, trains a mapped table,
 on the host or in a device cache, or one whose rows change hands between keys.
-After each step it says so. It is killed (SIGKILL) at a random moment, and another
-process reads what it left:
+It reports each step. It is killed (SIGKILL) at a random moment, and another
+process reads its files:
 
 - a file that was replaced, or a saved store, is the last one or the one before;
 - a mapped table opens, and the rows of all pushes but the last are whole;
@@ -275,7 +275,7 @@ def _load(folder, start):
 
 
 def _check_loaded(folder, done, begun):
-    """The table is as it was saved, or says that it is half loaded."""
+    """The table is as it was saved, or raises that it is half loaded."""
     if (folder / "table").exists():
         try:
             store = _store(folder, path=folder / "table")
@@ -324,7 +324,7 @@ def _in_child(work: Callable[[], Any]) -> int:
 
 
 class Victim:
-    """What is killed again and again, in a folder of its own."""
+    """A job that is killed again and again, in a folder of its own."""
 
     def __init__(self, kind: str, folder: pathlib.Path, rng: random.Random):
         self.kind, self.folder, self.rng = kind, folder, rng
@@ -332,7 +332,7 @@ class Victim:
         self.kills = 0
 
     def kill(self) -> None:
-        """Starts a child, kills it, and checks what it left."""
+        """Starts a child, kills it, and checks its files."""
         work, check = KINDS[self.kind]
         start = self.version
         told, tell = os.pipe()

@@ -1,4 +1,4 @@
-"""Changes the package at random and asks whether a test fails.
+"""Changes the package at random and checks that a test fails.
 
     pip install mutmut pytest-cov
     make test-all ARGS="--cov=sparsejax --cov-context=test --junitxml=build/tests.xml"
@@ -53,8 +53,8 @@ class Changes(libcst.CSTVisitor):
         self.found = []
 
     def on_visit(self, node):
-        # Neither types nor what an error says. A decorator is left out as a whole, for
-        # without it most files cannot be imported.
+        # Types and messages of errors are left out. Decorators are left out, because
+        # most files cannot be imported without them.
         if isinstance(node, libcst.Annotation | libcst.Raise | libcst.Decorator):
             return False
         for kind, operator in mutation_operators:
@@ -117,7 +117,7 @@ class FirstFailure:
 
 
 def run_tests(folder, names, pipe):
-    """Ends the process with what pytest says. Stops at the first test that fails."""
+    """Exits with pytest's code. Stops at the first test that fails."""
     os.chdir(folder)
     sys.path[:] = [
         str(folder),
@@ -127,13 +127,15 @@ def run_tests(folder, names, pipe):
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    ignored = "ignore::pytest.PytestAssertRewriteWarning"  # of what is imported here
+    ignored = (
+        "ignore::pytest.PytestAssertRewriteWarning"  # of the modules imported here
+    )
     options = ["-x", "-q", "-W", ignored, "-p", "no:cacheprovider", "-p", "no:cov"]
     os._exit(pytest.main([*options, *names], [FirstFailure(pipe)]))
 
 
 def passes(folder, names, most):
-    """Whether all tests pass there, in three times their time; and which one failed."""
+    """Return True if all tests pass in three times their time, and the failed one."""
     context = multiprocessing.get_context("fork")
     mine, its = context.Pipe()
     process = context.Process(target=run_tests, args=(folder, names, its))
@@ -175,12 +177,12 @@ def main():
     chosen = random.Random(options.seed).sample(
         all_changes, min(options.count, len(all_changes))
     )
-    sys.dont_write_bytecode = True  # what is compiled is told apart by whole seconds
+    sys.dont_write_bytecode = True  # compiled files differ by whole seconds
     start, survivors, untested = time.monotonic(), 0, 0
     sound, broken = (
         set(),
         set(),
-    )  # tests that pass, and that fail, where nothing is changed
+    )  # tests that pass, and that fail, without a change
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder, "checkout")
         shutil.copytree(
@@ -200,7 +202,7 @@ def main():
                 (copy / where).write_text(before)
                 if passed:
                     break
-                # A test may fail for another reason: then it says nothing.
+                # A test may fail for another reason: then it shows nothing.
                 found = failed is None or failed in sound
                 if not found:
                     (sound if passes(copy, [failed], 60)[0] else broken).add(failed)

@@ -6,22 +6,22 @@ U, S' = tx(G, S, W) and G zero outside R, it must hold for each table that
 
     tx(G[R], S[R], W[R]) = U[R], S'[R]
 
-S[R] is the state with the leaves that follow the table restricted to R and the others
+In S[R], the leaves that follow the table are restricted to R; the others are
 unchanged. This is tested on random numbers, in two runs from a fresh state:
 
 - *same rows*: R is the same at each step, and U[R] and all of S'[R] are compared. Rows
   outside R have weights but no history. This finds means over rows, norms of weights,
   factored moments, and noise.
 - *other rows*: R changes, and after each step the rows outside it are restored, as
-  lifting keeps them. The state leaves that follow no table are compared. This finds
+  lifting keeps them. The state leaves that do not follow a table are compared. This finds
   accumulations over all rows: distances from the start, maxima.
 
-A stack of tables `[K, V, ...]` is tested on two tables, whose rows are those of both:
-what `tx` does to the stack must be what it does to rows of one table.
+A stack of tables `[K, V, ...]` is tested on two tables with the same rows: `tx` must
+do the same to the stack as to the rows of one table.
 
 Both compare single steps from the same state, so differences do not add up. The second
 run does not compare updates: after Adam, a clip by global norm sees the momentum of all
-rows in a dense run, but only that of the rows read if lifted, as intended.
+rows in a dense run, but only the momentum of the read rows if lifted, as intended.
 """
 
 import functools
@@ -44,7 +44,7 @@ from sparsejax.optim._lazy import judge, state_leaves, trees
 
 ROWS = 160  # enough for optimizers that factor matrices of 128 rows and columns
 TOUCHED = 12
-# Of the gradients, one per step; the last for what acts on large ones alone.
+# Scales of the gradients, one per step; the last for parts that act on large ones.
 SCALES = (1.0, 0.1, 10.0, 1.0, 1e6)
 LARGEST = 2**17  # elements of a leaf that is not a table; larger leaves are shrunk
 
@@ -80,7 +80,7 @@ def _failures(tx, treedef, specs, tables, extra_args):
     small = small_tree(specs, tables)
     found = state_leaves.find(tx.init, treedef, small, tables)
     reasons = {t: why for t, (why, _) in found.blocked.items()}
-    # A short run does not show what these do.
+    # A short run does not show their effect.
     reasons |= {t: str(r) for t, r in judge.refused_by_type(found).items()}
     tables = [t for t in tables if t not in reasons]
     if not tables:
@@ -218,7 +218,7 @@ class _Run:
         return indexing.merge_axes(x, count)[self.numbers(table, rows)]
 
     def put(self, old, table, rows, new):
-        """A table with these rows replaced by those of `new`."""
+        """The table with these rows replaced by the rows of `new`."""
         out, count = np.array(old), self.row_axes[table]
         rows = self.numbers(table, rows)
         flat = indexing.merge_axes(out, count)
@@ -230,7 +230,7 @@ class _Run:
         return rows * 3 if self.row_axes[table] > 1 else rows
 
     def steps(self, rows_of_step, kind, reasons) -> str | None:
-        """Compares step by step, adds to `reasons`, and returns what fails for all."""
+        """Compares step by step; adds to `reasons`, returns a failure of all tables."""
         rng = np.random.default_rng(1)
         # Gradients keep a direction, or estimates of a distance would stay at zero.
         direction = [random_array(rng, s) for s in self.specs]

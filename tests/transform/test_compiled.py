@@ -1,4 +1,4 @@
-"""What the library exists for, read off the compiled training step.
+"""The promises of the library, read off the compiled training step.
 
 Tables and optimizer state are updated in place, nothing of the table's size is made on
 the way, and new ids do not compile anew. And what the lowerings for the CPU rely on:
@@ -126,7 +126,7 @@ def _loops_with_a_gather(f, *args):
     user = jax.jit(lambda *args: jnp.sqrt(f(*args) + 1.0) / 3.0)
     text = str(compile_as_users_do(user.lower(*args)).as_text())
     assert "sqrt" in text
-    # A computation is a name, its instructions in braces, and ends with "}" alone.
+    # A computation is a name, its instructions in braces, and a last line "}".
     computations = [
         re.findall(r" = (?:\([^)]*\)|\S+) ([\w-]+)\(", computation)
         for computation in text.split("\n}")
@@ -151,7 +151,7 @@ def test_a_read_is_fused_with_its_multiplication_only():
 
 @pytest.mark.parametrize("length, loops", [(5, {5}), (32, {16}), (37, {5, 16})])
 def test_a_fixed_bag_is_one_loop_of_gathers(length, loops):
-    """And the conditional keeps what uses the sums out of that loop."""
+    """The conditional keeps uses of the sums out of that loop."""
     found = _loops_with_a_gather(bag_sum, _TABLE, _ids(512, length))
     assert {ops.count("gather") for ops in found} == loops
     assert len(found) == 2 * len(loops)  # ids all in range, or not

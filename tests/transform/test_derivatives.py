@@ -120,7 +120,7 @@ def test_under_transformations(name, params):
 def test_derivatives_of_gradients(name, params, x64):
     """Forwards and backwards, of first and second order."""
     params = jax.tree.map(lambda x: x.astype(jnp.float64), params)
-    if name in ("absolute", "masked"):  # away from where they have no derivative
+    if name in ("absolute", "masked"):  # away from points without a derivative
         params["t"] = params["t"] + 2 * jnp.sign(params["t"])
     loss = LOSSES[name]
     value = lambda p: sj.value_and_grad(loss)(p)[0]

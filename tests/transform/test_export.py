@@ -1,4 +1,4 @@
-"""A training step, exported for every platform, run where the model's code is not."""
+"""A training step, exported for every platform, and run without the model's code."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -108,7 +108,7 @@ def _environment():
 
 
 def test_types_survive_serialization(getkey):
-    """Structures with what they hold beside arrays: heights, sortedness, nesting."""
+    """Structures with their static fields: heights, sortedness, nesting."""
     nested = sj.SegmentTensor.from_lists([[[10, 11], [101]], [[11]]])
     rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=2**20)
     unsorted = sj.SegmentTensor(jnp.arange(3), jnp.array([1, 0, 1]), 2)

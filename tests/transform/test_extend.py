@@ -178,7 +178,7 @@ def test_a_flow_by_name_comes_before_jaxs_own():
 
 @contextlib.contextmanager
 def _restored(registry):
-    """What is registered inside is forgotten afterwards."""
+    """Rules that are registered inside are forgotten afterwards."""
     before = {name: list(entries) for name, entries in registry._entries.items()}
     try:
         yield
@@ -187,7 +187,7 @@ def _restored(registry):
 
 
 def test_rows_out_of_range_give_nothing_to_what_a_view_is_made_of():
-    """Neither for ids, nor for those that a rule says are not valid."""
+    """Neither for ids, nor for ids that a rule marks as not valid."""
     p = _new_primitive("masked_rows")
     loss = lambda t, w: jnp.sum(p.bind(t * w[None], jnp.array([3, 70, -1, 5])))
 

@@ -36,7 +36,7 @@ QUICK = {
 }
 
 
-# Chains of transformations, how they were run, and what is right.
+# Chains of transformations, how they were run, and the right result.
 CHAINS = {
     "state_of_python_numbers": (
         (("scale_by_optimistic_gradient", 0),),
@@ -68,7 +68,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_programs_that_failed(name):
-    """What raised did so while it was traced, and that is quick."""
+    """The error was raised while tracing, which is quick."""
     for how in ("traced", *QUICK.get(name, ())):
         assert check(CASES[name], how) == "compared"
 

@@ -46,7 +46,7 @@ def _assert_same(sparse, dense):
 @pytest.mark.parametrize("op", [jnp.multiply, jnp.subtract, jnp.maximum])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_parameter_of_one_row_meets_a_table(op, first):
-    """It might be a table as well, but then neither would be."""
+    """It could be a second table, but then neither would be one."""
     rng = np.random.default_rng(0)
     params = {"t": rng.normal(size=(60, 4)), "w": rng.normal(size=(1, 4))}
     params = jax.tree.map(jnp.asarray, params)
@@ -414,7 +414,7 @@ def test_debug_nans_sees_a_nan_that_was_read():
 
 
 def test_more_rows_than_32_bits_can_name():
-    """What JAX differentiates without 64-bit ids has a dense gradient."""
+    """A parameter that JAX differentiates without 64-bit ids has a dense gradient."""
     table = jax.ShapeDtypeStruct((2**31 + 5, 2), jnp.float32)
     loss = lambda t: jnp.sum(t[3:5])
     assert jax.eval_shape(sj.grad(loss), table) == jax.eval_shape(jax.grad(loss), table)

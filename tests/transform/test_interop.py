@@ -1,4 +1,4 @@
-"""The two-word change on models nobody here wrote: flax linen, flax nnx, equinox."""
+"""The two-word change on models of flax linen, flax nnx and equinox."""
 
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from helpers import is_rows, to_dense
 pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 V, D = 500, 8
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adagrad": optax.adagrad(0.1)}
+CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
 
 def _batches(steps=6):
@@ -114,7 +115,7 @@ def test_gradient_equals_jax(name):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_to_the_same_losses(name, optimizer):
-    # SGD and Adagrad leave rows alone that were not read, so sparse equals dense.
+    # SGD and Adagrad do not touch rows that were not read, so sparse equals dense.
     params, apply = MODELS[name]()
     tx = OPTIMIZERS[optimizer]
     loss = lambda p, ids, y: jnp.mean((apply(p, ids) - y) ** 2)
@@ -139,51 +140,69 @@ def test_trains_to_the_same_losses(name, optimizer):
     _assert_close(sparse, dense, tolerance)
 
 
+def _check_training(old, table, want, ids):
+    """The table is as dense training makes it; only rows of `ids` changed."""
+    np.testing.assert_allclose(table, want, rtol=1e-5, atol=1e-6)
+    changed = np.any(np.asarray(table) != np.asarray(old), axis=1)
+    assert set(np.flatnonzero(changed)) == set(np.unique(ids))
+
+
 @pytest.mark.slow
 def test_flax_train_state():
     train_state = pytest.importorskip("flax.training.train_state")
     params, apply = _linen(jnp.float32)
-    state = train_state.TrainState.create(
-        apply_fn=apply, params=params, tx=sj.optim.lazy(optax.adam(1e-2))
-    )
+    make = partial(train_state.TrainState.create, apply_fn=apply, params=params)
 
-    @jax.jit
-    def step(state, ids, y):
+    @partial(jax.jit, static_argnums=0)
+    def step(value_and_grad, state, ids, y):
         loss = lambda p: jnp.mean((state.apply_fn(p, ids) - y) ** 2)
-        value, grads = sj.value_and_grad(loss)(state.params)
+        value, grads = value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value
 
     batch = next(_batches())
+    state, dense = make(tx=sj.optim.lazy(CLIPPED_ADAM)), make(tx=CLIPPED_ADAM)
     losses = []
     for _ in range(8):
-        state, value = step(state, *batch)
+        state, value = step(sj.value_and_grad, state, *batch)
+        dense, _ = step(jax.value_and_grad, dense, *batch)
         losses.append(float(value))
-    assert losses[-1] < losses[0]
-    table = state.params["params"]["Embed_0"]["embedding"]
-    start = params["params"]["Embed_0"]["embedding"]
-    changed = np.any(np.asarray(table != start), axis=1)
-    assert set(np.flatnonzero(changed)) == set(np.unique(batch[0]))
+    assert losses[-1] < losses[0] and state.step == 8
+    start, table, want = (
+        p["params"]["Embed_0"]["embedding"]
+        for p in (params, state.params, dense.params)
+    )
+    _check_training(start, table, want, batch[0])
+    _assert_close(state.opt_state, dense.opt_state, 1e-5)
 
 
 @pytest.mark.slow
-def test_flax_nnx_optimizer():
+@pytest.mark.parametrize("jitted", [False, True])
+def test_flax_nnx_optimizer(jitted):
     nnx = pytest.importorskip("flax.nnx")
-    model = _nnx_model()
-    optimizer = nnx.Optimizer(model, sj.optim.lazy(optax.adam(1e-2)), wrt=nnx.Param)
+    model, dense_model = _nnx_model(), _nnx_model()
     graph, _ = nnx.split(model)
     loss = lambda s, ids, y: jnp.mean((nnx.merge(graph, s)(ids) - y) ** 2)
-    before = np.asarray(model.embed.embedding[...])
-    losses = []
+    update = lambda model, optimizer, grads: optimizer.update(model, grads)
+    update = nnx.jit(update) if jitted else update
     batch = next(_batches())
-    for _ in range(5):
-        _, params = nnx.split(model)
-        value, grads = sj.value_and_grad(loss)(params, *batch)
-        assert _rows_in(grads)
-        optimizer.update(model, grads)
-        losses.append(float(value))
-    assert losses[-1] < losses[0]
-    changed = np.any(np.asarray(model.embed.embedding[...]) != before, axis=1)
-    assert set(np.flatnonzero(changed)) == set(np.unique(batch[0]))
+
+    def train(model, value_and_grad, tx):
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        losses = []
+        for _ in range(5):
+            value, grads = value_and_grad(loss)(nnx.split(model)[1], *batch)
+            update(model, optimizer, grads)
+            losses.append(float(value))
+        assert optimizer.step[...] == 5 and losses[-1] < losses[0]
+        return grads
+
+    before = np.asarray(model.embed.embedding[...])
+    assert _rows_in(train(model, sj.value_and_grad, sj.optim.lazy(CLIPPED_ADAM)))
+    train(dense_model, jax.value_and_grad, CLIPPED_ADAM)
+    tables = model.embed.embedding[...], dense_model.embed.embedding[...]
+    _check_training(before, *tables, batch[0])
+    states = (nnx.to_pure_dict(nnx.state(m)) for m in (model, dense_model))
+    _assert_close(*states, 1e-5)
 
 
 @pytest.mark.slow

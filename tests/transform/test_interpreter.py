@@ -1,4 +1,4 @@
-"""The walk: what it computes is what the traced program computes."""
+"""The walk computes the same values as the traced program."""
 
 import gc
 import weakref
@@ -24,7 +24,7 @@ def _inputs(dtype=jnp.float32):
 
 
 def loss(params, ids, read=lambda table, ids: table[ids]):
-    """Layers that are alike, of functions that are no `jit`."""
+    """Equal layers, made of functions without `jit`."""
     x = read(params["table"], ids)
     for number, layer in enumerate(params["layers"]):
         with jax.named_scope(f"layer{number}"):

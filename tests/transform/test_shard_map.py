@@ -83,7 +83,7 @@ def test_replicated_table(case, vma, axis_type):
 
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
 def test_reshard(spec):
-    """A table that stays where it is, is still the table; one that moves is dense."""
+    """A table that does not move is still a table; one that moves is dense."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
 
     def loss(t, ids):

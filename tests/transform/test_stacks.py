@@ -218,7 +218,7 @@ def test_a_stack_as_a_parameter_equals_jax_grad(names, x64):
         _close(*pair)
 
 
-# What decides: how a parameter of shape `[9, 40, 4]` is read, and the rows it then has.
+# How a parameter of shape `[9, 40, 4]` is read decides its rows.
 KINDS = {
     "whole_rows": (lambda t: t[:1] * t[0], (9,), 2),
     "rows_of_a_table": (lambda t: t[3][IDS], (9, 40), 3),
@@ -293,7 +293,7 @@ def test_the_rows_of_all_tables_count(x64):
 
 
 def test_dense_kernels_in_a_stack(x64):
-    """As of layers in a scan: what is said is why their rows are not read."""
+    """For example layers in a scan: the error says why their rows are not read."""
 
     def loss(params, x):
         step = lambda x, layer: (jnp.tanh(x @ layer["w"]) + layer["t"][IDS, 0], None)

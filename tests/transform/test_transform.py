@@ -209,7 +209,7 @@ def test_dense_uses(name, x64):
         assert part in str(error.value)
 
 
-# -- what counts as a read -------------------------------------------------------------
+# -- reads -----------------------------------------------------------------------------
 
 
 def _rows_read(fun, *args, **kwargs):

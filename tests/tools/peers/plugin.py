@@ -39,7 +39,7 @@ class Plugin:
                     item.add_marker(pytest.mark.xfail(reason=why, strict=True))
 
     def _concerns_us(self, item: Any) -> bool:
-        """Whether the source of a test mentions what is replaced."""
+        """Return True if the source of a test mentions a replaced name."""
         words = stand_ins.WORDS[self._peer]
         try:
             source = inspect.getsource(inspect.unwrap(item.function))

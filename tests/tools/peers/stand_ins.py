@@ -31,7 +31,7 @@ _real = types.SimpleNamespace(
 
 
 def counts() -> list[str]:
-    """What was called, and what came of it."""
+    """The calls and their outcomes."""
     return [f"{count:6d} {what}" for what, count in sorted(_COUNTS.items())]
 
 
@@ -64,7 +64,7 @@ def value_and_grad(
     fun: Callable, argnums: Any = 0, has_aux: bool = False, **others: Any
 ) -> Callable:
     """`jax.value_and_grad` by sparsejax."""
-    if any(others.values()):  # holomorphic, allow_int, reduce_axes: JAX's alone
+    if any(others.values()):  # holomorphic, allow_int, reduce_axes: only JAX has these
         return _real.value_and_grad(fun, argnums, has_aux, **others)
     ours = sj.value_and_grad(fun, argnums, has_aux)
 
