@@ -22,7 +22,7 @@ import sparsejax as sj
 from sparsejax import _compat
 
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.slow
 
 
 TESTS = pathlib.Path(__file__).parent.parent

@@ -26,7 +26,7 @@ import sparsejax as sj
 from sparsejax import _compat
 
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.slow
 
 
 TESTS = pathlib.Path(__file__).parent.parent
@@ -354,7 +354,7 @@ def squares(out, batch):
     return jnp.sum(out**2) / 4  # Trainer.step(4) divides by 4
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize(
     "name",
     [
@@ -389,7 +389,7 @@ def test_recorded_training_from_the_store(name):
             np.testing.assert_allclose(trainer.params["bias"], bias, rtol=1e-4)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize(
     "name", ["gluon_sparse_embedding_2ctx_adam", "gluon_embedding_2ctx_adam"]
 )
@@ -530,7 +530,7 @@ def test_libsvm(tmp_path):
 # ------------------------------------------------------------------ saving
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_recorded_saving(tmp_path):
     """All rows are saved, and a table goes from the store to the device and back."""
     (want,) = get("load_rsp_params_into_dense_embedding", "outputs").values()
@@ -808,7 +808,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("key", OPTIMIZERS)
 def test_optimizers(key):
     """One step from a table of ones; test_optim_peers.py has the recorded ones."""
@@ -849,7 +849,7 @@ def test_every_difference_is_checked():
     assert DIFFERENCES == list(CHECKS)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_differs(what):
     CHECKS[what]()
@@ -1072,7 +1072,7 @@ def clicks(count):
         }
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_proposal():
     """The page's model trains; by hand and on whole tables it is the same function."""
     trainer, batches = blocks()["make_trainer"](), list(clicks(2))

@@ -11,7 +11,7 @@ from helpers import assert_no_dense, slow_but
 from sparsejax.transform import interpreter
 
 
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 
 K, V, D = 3, 37, 4
 IDS, FAR = np.array([3, 1, 3]), np.array([3, -1, 500, 36, -40])
@@ -129,8 +129,6 @@ def _close(a, b):
 QUICK = ["out_of_range", "dynamic_table", "some_tables", "vmap", "scan_checkpoint"]
 
 
-@pytest.mark.quick(3)
-@pytest.mark.window(3)
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
 def test_equals_jax_grad(name, x64):
     read, rows = PROGRAMS[name]
@@ -256,7 +254,7 @@ def test_what_the_rows_are(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_stack_in_a_shard_map(check_vma, x64):
     """Every device reads rows of its own copy, or of one table of it."""
@@ -312,7 +310,6 @@ def test_dense_kernels_in_a_stack(x64):
     assert isinstance(g, jax.Array)
 
 
-@pytest.mark.window(1)
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_uses(name, x64):
     loss = _loss(DENSE[name])
