@@ -490,8 +490,6 @@ def test_damaged_and_missing_files(tmp_path):
     path.write_bytes(b"PAR1\x15\x04" + bytes(50) + b"PAR1")
     with pytest.raises(OSError, match="cannot be read .*damaged or incomplete"):
         sj.data.read_ids(path, 9, {"ids": "user"})
-    with pytest.raises(FileNotFoundError, match="there is no file '.*missing.csv'"):
-        sj.data.read_ids(tmp_path / "missing.csv", 9)
 
 
 def test_without_pyarrow(tmp_path, monkeypatch):

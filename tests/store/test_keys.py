@@ -452,7 +452,3 @@ def test_refusals():
             use("u")
     with pytest.raises(ValueError, match="policy must be 'lru' or 'lfu', got 'fifo'"):
         sj.store.KeyPolicy("fifo")
-    batches = iter([0, 5])
-    ids_of = lambda step: {"t": store.insert("t", [7], step)[0]}
-    with pytest.raises(ValueError, match="step must count batches"):
-        list(store.prefetch(batches, ids_of))

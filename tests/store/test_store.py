@@ -91,8 +91,6 @@ def test_ids_out_of_range():
         store.pull("t", np.array([3, -1, 60, 2]))
     pulled = store.pull("t", np.array([3, -1, 60, 2]), mode="drop")
     np.testing.assert_array_equal(pulled.rows[:3], [2, 3, V])
-    with pytest.raises(ValueError, match="out of range"):
-        store.pull("t", np.array([2**63 + 5], np.uint64))
 
 
 def test_what_pull_refuses():
@@ -103,8 +101,6 @@ def test_what_pull_refuses():
         store.pull("t", jnp.array([1.0]))
     with pytest.raises(ValueError, match="mode must be one of 'error', 'drop'"):
         store.pull("t", jnp.array([1]), mode="clip")
-    with pytest.raises(KeyError, match="no table 'u', only 't'"):
-        store.pull("u", jnp.array([1]))
 
 
 @pytest.mark.parametrize("shape", [(V,), (V, 2, 3), (V, 0)])
