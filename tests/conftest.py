@@ -1,20 +1,23 @@
-"""What every test runs under.
+"""The environment of every test, and which tests `make test` selects.
 
 The environment is set before JAX is imported: 8 devices made of the CPU, so that
-sharding is tested everywhere. What the caller has set wins, so
+sharding is tested everywhere. A variable that the caller has set stays, so
 `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs on a GPU.
 
-What is compiled is kept in `.jax_cache` from one run to the next, and shared by the
-processes of one.
+Compiled programs are kept in `.jax_cache` from one run to the next, and are shared by
+the processes of one run.
 
-`--quick` is what `make test` runs: no test marked `slow` or `once`; of a test marked
-`quick(n)` the first n parameters; where a test is parametrized by several lists, as
-many combinations as it takes to see each value of each list; and no docstring's example
-of more than six lines, for each line compiles something.
+With `TESTS_AS_USERS=1` the tests run as a user's program does: XLA optimizes, no
+compiled program is kept, and no function of JAX is replaced. `.ci/run` runs a part of
+the tests so.
+
+`--quick` is the selection of `make test`: no test marked `slow`; of a parametrized test
+the first 5 cases, chosen so that each shows a value that the cases before it did not;
+and no docstring's example of more than six lines, because each line compiles something.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
-or broadcast a rank by accident. Tests that run other people's models carry the
-marker `loose_promotion`.
+or broadcast a rank by accident. Tests that run other people's models use the fixture
+`loose_promotion`.
 """
 
 import collections
@@ -32,8 +35,9 @@ import zlib
 
 # The tests compile thousands of small programs, in several processes at once. To
 # optimize their machine code takes longer than it saves, and so do threads for it.
-_XLA_FLAGS = {
-    "--xla_force_host_platform_device_count": 8,
+_AS_USERS = os.environ.get("TESTS_AS_USERS", "0") != "0"
+_XLA_FLAGS = {"--xla_force_host_platform_device_count": 8}
+_FAST_COMPILE_FLAGS = {
     "--xla_cpu_parallel_codegen_split_count": 1,
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": 1,
@@ -42,7 +46,9 @@ _XLA_FLAGS = {
 # jaxlib 0.10's emitters of fused loops take twice as long to compile as its older ones.
 # Releases without a choice between them stop at the flag, and test the new ones.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
+    _FAST_COMPILE_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
+if not _AS_USERS:
+    _XLA_FLAGS |= _FAST_COMPILE_FLAGS
 
 
 def _set_environment():
@@ -72,7 +78,7 @@ def _keep_compiled_programs():
 def _forget_old_programs():
     """Most are of code as it no longer is. A run of all tests makes forty thousand."""
     folder = _ROOT / ".jax_cache"
-    if folder.is_dir() and len(os.listdir(folder)) > _MOST_PROGRAMS:
+    if folder.is_dir() and len(os.listdir(folder)) > _MAX_PROGRAMS:
         for file in folder.iterdir():
             file.unlink(missing_ok=True)
 
@@ -106,9 +112,10 @@ def _share_contexts():
 _ROOT = pathlib.Path(__file__).parent.parent
 _set_environment()
 _more_threads_than_devices()
-_keep_compiled_programs()
-_write_whole_programs()
-_share_contexts()
+if not _AS_USERS:
+    _keep_compiled_programs()
+    _write_whole_programs()
+    _share_contexts()
 
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
@@ -117,8 +124,9 @@ import pytest  # noqa: E402
 
 
 _TESTS = _ROOT / "tests"
-_MOST_BYTES = 3 << 29
-_MOST_PROGRAMS = 200_000
+_MAX_BYTES = 3 << 29
+_MAX_PROGRAMS = 200_000
+_QUICK_CASES = 5
 _QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
@@ -174,27 +182,22 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
     if config.getoption("quick"):
         kept = _representatives(kept)
-    if _asks_for_the_window(config):
-        kept = _in_window(kept)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     # Files with slow tests first, so that no process is left alone with one at the end.
-    is_slow = lambda x: x.get_closest_marker("slow") or x.get_closest_marker("once")
+    is_slow = lambda x: x.get_closest_marker("slow")
     slow = {item.path for item in kept if is_slow(item)}
     kept.sort(key=lambda item: item.path not in slow)
     items[:] = kept
 
 
 def _representatives(items):
-    """What `--quick` runs, see above."""
+    """The tests of `--quick`, see above."""
     seen, kept, runs = set(), [], collections.Counter()
     for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("once"):
+        if item.get_closest_marker("slow"):
             continue
         test, values = item.nodeid.partition("[")[0], _values(item)
-        few = item.get_closest_marker("quick")
-        if few and runs[test] == few.args[0]:
-            continue
-        if len(values) < 2 or not values <= seen:
+        if runs[test] < _QUICK_CASES and not (values and values <= seen):
             kept.append(item)
             runs[test] += 1
         seen |= values
@@ -203,17 +206,6 @@ def _representatives(items):
 
 def _asks_for_the_window(config):
     return config.getoption("markexpr") == "window"
-
-
-def _in_window(items):
-    """Without the parameters, or tests, that `window(n)` leaves out."""
-    kept, runs = [], collections.Counter()
-    for item in items:
-        test, mark = item.nodeid.partition("[")[0], item.get_closest_marker("window")
-        if not (mark and mark.args and runs[test] == mark.args[0]):
-            kept.append(item)
-            runs[test] += 1
-    return kept
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -236,8 +228,6 @@ def _values(item):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU")
-    if item.get_closest_marker("multidevice") and jax.device_count() < 8:
-        pytest.skip("needs 8 devices")
 
 
 # ------------------------------------------------------------------ fixtures
@@ -245,11 +235,23 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def _strict_promotion(request):
-    if request.node.get_closest_marker("loose_promotion"):
+    if "loose_promotion" in request.fixturenames:
         yield
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture
+def loose_promotion():
+    """Runs the test without strict promotion, which other people's models need."""
+
+
+@pytest.fixture
+def eight_devices():
+    """Skips the test on a machine with fewer devices, such as one GPU."""
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +268,7 @@ def _bounded_memory():
     8,192: from then on it forgets some, which tests count.
     """
     yield
-    if resident_bytes() > _MOST_BYTES:
+    if resident_bytes() > _MAX_BYTES:
         jax.clear_caches()
         gc.unfreeze()
         gc.collect()

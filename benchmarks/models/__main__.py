@@ -74,7 +74,8 @@ def serve(name: str, read: str, side: str) -> None:
         jax.jit(step, donate_argnums=(0, 1)).lower(params, state, first).compile()
     )
     seconds = time.perf_counter() - start
-    temporary = compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    temporary = getattr(memory, "temp_size_in_bytes", 0)
     print(json.dumps({"compile_s": seconds, "temporary_bytes": temporary}), flush=True)
     for line in sys.stdin:
         times = []

@@ -55,11 +55,11 @@ def read_ids(
         the first line of a CSV file has the names. If omitted, all columns are words.
       missing: replaces a missing number or label. With the default, NaN, a missing
         label is an error.
-      separator: of a CSV file: one character. "auto" is a tab if the first line has
-        one, else a comma.
-      header: True if a CSV file whose columns are chosen by position begins with names.
-      quotes: True if fields of a CSV file may be in double quotes. Such a field may
-        contain separators and newlines, and `""` in it is one quote.
+      separator: the separator of a CSV file, one character. "auto" is a tab if the
+        first line has a tab, else a comma.
+      header: True if a CSV file begins with names, and `columns` has only positions.
+      quotes: True if fields of a CSV file may be in double quotes. A field in quotes
+        may contain separators and newlines, and `""` in it is one quote.
 
     Returns:
       A dict of columns, for `ArrayDataset`: "ids" int32 `[n, C]`, and, if `columns` has
@@ -69,8 +69,8 @@ def read_ids(
     Raises:
       ImportError: pyarrow is not installed.
       TypeError: an argument or a column of words has the wrong type.
-      ValueError: a column is missing, or a label; a row has a wrong number of fields,
-        or a field is not a number as it should be. The message names the file and the
+      ValueError: a column or a label is missing; a row has a wrong number of fields; a
+        field of a column of numbers is not a number. The message names the file and the
         row.
       OSError: a file cannot be read, or is damaged.
 

@@ -33,8 +33,8 @@ Rows that change hands
 
 Questions
 
-- `is_row_separable`: whether `lazy(tx)` is possible.
-- `is_lazy_exact`: whether `lazy(tx)` trains as `tx` does on dense
+- `is_row_separable`: True if `lazy(tx)` is possible.
+- `is_lazy_exact`: True if `lazy(tx)` trains as `tx` does on dense
   gradients.
 - `global_norm`: of a tree with SelectedRows in it.
 """

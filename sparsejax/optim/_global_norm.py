@@ -17,7 +17,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 
     `sqrt(sum over leaves of sum |x|^2)`, where a SelectedRows counts as the dense array
     that it represents: duplicates are summed before squaring, and empty slots are zero.
-    `optax.tree.norm` of such a tree would square the row ids as well.
+    `optax.tree.norm` of such a tree would also square the row ids.
 
     Args:
       tree: any tree of arrays, SelectedRows, `None` and `optax.MaskedNode`.

@@ -66,7 +66,7 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion  # optax's adagrad
+@pytest.mark.usefixtures("loose_promotion")  # optax's adagrad
 @pytest.mark.parametrize("case", CASES)
 def test_mushrooms_are_told_apart(mushrooms, case):
     (rows, labels), (test, test_labels) = mushrooms

@@ -135,7 +135,7 @@ def test_columns_that_are_not_there(tmp_path, columns, message):
     path = _file(tmp_path, RATINGS, ",")
     where = f"{path} " if message.startswith(("has", "columns '")) else ""
     message = message.replace("columns 'u", "has the columns 'u")
-    error = TypeError if isinstance(columns, list) else ValueError
+    error: Any = ValueError if hasattr(columns, "keys") else TypeError
     with pytest.raises(error, match=where + message):
         sj.data.read_ids(path, 9, columns)
     with pytest.raises(error, match=where + message):

@@ -9,7 +9,7 @@ import recommender
 import sparsejax as sj
 
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_the_protocol_gives_the_known_figures(data):
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion  # optax's adam
+@pytest.mark.usefixtures("loose_promotion")  # optax's adam
 def test_next_basket_beats_item_cosine(data):
     loss = chex.assert_max_traces(recommender.loss, 1)
     params, losses = recommender.train(data, loss=loss)

@@ -20,7 +20,7 @@ from recorded import Recorded
 from sparsejax import _compat
 
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.slow
 
 
 _RECORDED = Recorded("caffe2")

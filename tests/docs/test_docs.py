@@ -40,9 +40,9 @@ def _name(page):
     return page.relative_to(pages.DOCS).as_posix()
 
 
-@pytest.mark.once
-@pytest.mark.loose_promotion  # as in a reader's session
-@pytest.mark.multidevice
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")  # as in a reader's session
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.name not in TESTED_ELSEWHERE], ids=_name
 )
@@ -51,8 +51,8 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     pages.run_page(page)
 
 
-@pytest.mark.once
-@pytest.mark.loose_promotion
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
 # gensim does not close the files that it reads.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_pretrained_vectors_are_tuned(tmp_path, monkeypatch):
@@ -73,8 +73,8 @@ def test_links_lead_somewhere(page):
         assert (page.parent / file).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.once
-@pytest.mark.loose_promotion
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
 def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = pages.run_page(pages.ROOT / "README.md")
@@ -83,8 +83,8 @@ def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
     assert float(found["loss"]) == 1.0
 
 
-@pytest.mark.once
-@pytest.mark.loose_promotion
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
 def test_the_programs_of_the_tutorial_train(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pages.run_page(pages.DOCS / "tutorial.md")
@@ -92,8 +92,8 @@ def test_the_programs_of_the_tutorial_train(tmp_path, monkeypatch, capsys):
     assert len(errors) == 5 and float(errors[-1]) < float(errors[0])
 
 
-@pytest.mark.once
-@pytest.mark.loose_promotion
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
 def test_two_towers_beat_popularity(tmp_path, monkeypatch, shared_data):
     """On the real purchases, written as the file that the page reads."""
     monkeypatch.chdir(tmp_path)
@@ -117,8 +117,8 @@ def _lines_of_code(page):
     return len([line for line in code.splitlines() if line.strip()])
 
 
-@pytest.mark.once
-@pytest.mark.loose_promotion
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
 def test_clicks_are_predicted(tmp_path, monkeypatch):
     """Trains on rows like the rows of a9a, whose best accuracy is known."""
     datasets: Any = pytest.importorskip("sklearn.datasets")
@@ -138,9 +138,9 @@ def test_clicks_are_predicted(tmp_path, monkeypatch):
     assert found["score"].shape == found["test_y"].shape
 
 
-@pytest.mark.once
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
 def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
     """On the most frequent entities of a real one, in the files that the page reads."""
     monkeypatch.chdir(tmp_path)
@@ -156,9 +156,9 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
     assert _lines_of_code(page) < 60
 
 
-@pytest.mark.once
-@pytest.mark.loose_promotion
-@pytest.mark.multidevice
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.slow
 def test_the_code_of_the_tour_runs(tmp_path, monkeypatch):
     """The test makes the reader's own models, batches and files."""

@@ -26,7 +26,7 @@ from recorded import Recorded, assert_same_kind
 from sparsejax import _compat
 
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.slow
 
 
 _RECORDED = Recorded("gluon", golden="mxnet", hidden=("10 ",))
@@ -294,7 +294,7 @@ def squares(out, batch):
     return jnp.sum(out**2) / 4  # Trainer.step(4) divides by 4
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize(
     "name",
     [
@@ -329,7 +329,7 @@ def test_recorded_training_from_the_store(name):
             np.testing.assert_allclose(trainer.params["bias"], bias, rtol=1e-4)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize(
     "name", ["gluon_sparse_embedding_2ctx_adam", "gluon_embedding_2ctx_adam"]
 )
@@ -470,7 +470,7 @@ def test_libsvm(tmp_path):
 # ------------------------------------------------------------------ saving
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_recorded_saving(tmp_path):
     """All rows are saved, and a table goes from the store to the device and back."""
     (want,) = get("load_rsp_params_into_dense_embedding", "outputs").values()
@@ -748,7 +748,7 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("key", OPTIMIZERS)
 def test_optimizers(key):
     """One step from a table of ones; test_peers.py has the recorded ones."""
@@ -777,7 +777,7 @@ def test_every_difference_is_checked():
     assert DIFFERENCES == list(_RECORDED.checked)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_differs(what):
     _RECORDED.checked[what]()
@@ -1000,7 +1000,7 @@ def clicks(count):
         }
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_proposal():
     """The page's model trains; by hand and on whole tables it is the same function."""
     trainer, batches = _RECORDED.blocks["make_trainer"](), list(clicks(2))

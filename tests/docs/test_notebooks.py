@@ -32,7 +32,7 @@ def outputs(notebook):
 
 
 @pytest.mark.slow
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)
 def test_runs(path, tmp_path):
     """In a fresh kernel, quietly, with as many figures as are kept."""

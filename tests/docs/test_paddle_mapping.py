@@ -30,7 +30,7 @@ from sparsejax import _compat
 
 
 # The page is a reader's session, and optax itself relies on implicit promotion.
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.once]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.slow]
 
 _RECORDED = Recorded("paddle")
 ROWS, CELLS, DIFFERENCES = _RECORDED.rows, _RECORDED.cells, _RECORDED.differences
@@ -288,7 +288,7 @@ def test_losses_over_classes():
     assert "hsigmoid_loss_is_sparse_True" in NO_KERNEL
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_distributed():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     weight, ids = jnp.arange(32.0).reshape(16, 2), jnp.array([3, 9, 3, 0, 15, 1, 2, 9])

@@ -15,7 +15,7 @@ from helpers import assert_same_bits, run_python
 from sparsejax import _compat
 
 
-pytestmark = [pytest.mark.multidevice, pytest.mark.once]
+pytestmark = [pytest.mark.usefixtures("eight_devices"), pytest.mark.slow]
 
 TEXT = page.PAGE.read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -40,7 +40,7 @@ def run_block(code, name):
 # ------------------------------------------------------------------ moved rows
 
 
-@pytest.mark.loose_promotion  # dense optax
+@pytest.mark.usefixtures("loose_promotion")  # dense optax
 @pytest.mark.parametrize("row", cells("layout"), ids=lambda row: row[0])
 def test_bytes_on_the_wire(row):
     layout, formula, told = row

@@ -28,7 +28,7 @@ from recorded import (
 )
 
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.slow
 
 
 _RECORDED = Recorded("torch", hidden=("10 ",))
@@ -73,7 +73,7 @@ def names_of(case):
     return given
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", VALUES)
 def test_recorded(name):
     case = VALUES[name]
@@ -110,7 +110,7 @@ def test_recorded(name):
             assert touched <= rows and not want[list(rows - touched)].any()
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", TRAINING)
 def test_recorded_training(name):
     case = TRAINING[name]
@@ -761,8 +761,8 @@ def test_every_row_is_checked():
     assert not recorded & set(_RECORDED.checked)
 
 
-@pytest.mark.loose_promotion
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
     "check", dict.fromkeys(_RECORDED.checked.values()), ids=lambda f: f.__name__
 )

@@ -13,7 +13,7 @@ import sparsejax as sj
 from examples import word2vec
 
 
-pytestmark = pytest.mark.loose_promotion  # optax's own arithmetic is
+pytestmark = pytest.mark.usefixtures("loose_promotion")  # optax's own arithmetic is
 
 SENTENCE = "the cat saw a dog and the dog saw a bird while seven birds flew over there "
 

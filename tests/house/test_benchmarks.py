@@ -16,7 +16,7 @@ from benchmarks.models import __main__ as models  # noqa: E402
 
 
 # optax's own schedules and moments promote types.
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 RUNS = {
     "sweep": "--optimizers sgd --rows 1e3 --ids 100 --dim 4 --repeats 3",

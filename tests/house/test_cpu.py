@@ -27,7 +27,10 @@ from sparsejax import cpu
 from sparsejax.cpu import huge_pages
 
 
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]  # of optax
+pytestmark = [
+    pytest.mark.usefixtures("loose_promotion"),
+    pytest.mark.window,
+]  # of optax
 
 SHAPE = (170_000, 64)  # 43.5 MB
 BYTES = 170_000 * 64 * 4

@@ -8,7 +8,7 @@ import pytest
 import damage
 
 
-pytestmark = pytest.mark.loose_promotion  # as in a reader's session
+pytestmark = pytest.mark.usefixtures("loose_promotion")  # as in a reader's session
 
 WITH_ORBAX = {"parallel.restore"}
 QUICK = sorted(damage.READERS.keys() - WITH_ORBAX)

@@ -7,12 +7,15 @@ import pytest
 import error_table
 
 
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.multidevice]
+pytestmark = [
+    pytest.mark.usefixtures("loose_promotion"),
+    pytest.mark.usefixtures("eight_devices"),
+]
 
 PAGE = error_table.PAGE.read_text()
 
 
-@pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("section", error_table.sections(), ids=lambda s: s.title)
 def test_the_page_is_what_is_found(section):

@@ -47,9 +47,9 @@ def _shown(diagnostics):
     )
 
 
-@pytest.mark.once
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
 def test_user_code_runs(tmp_path):
     pytest.importorskip("grain")
     typed_user.main(tmp_path)

@@ -326,7 +326,7 @@ def test_in_a_scan_and_under_vmap():
     jax.tree.map(lambda x, y: assert_same_bits(x[0], y), indexes, index)
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.window
 def test_one_index_for_each_device_in_a_shard_map():
     """Keys partitioned by owner: each device's index is a dict of the keys it owns."""

@@ -34,7 +34,6 @@ def test_merges_as_a_loop_does(n, height):
     np.testing.assert_allclose(sums[at[:count]], expected[ids], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(("n", "capacity"), [(300, 20), (300, 3), (4, 9)], ids=str)
 def test_coalesces_as_elsewhere(n, capacity):
     rng = np.random.default_rng(n)

@@ -54,7 +54,6 @@ def transposed(csr, dense, columns=C):
 # ------------------------------------------------------------------ values
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("row_shape", [(), (D,), (2, 2), (0,)])
 def test_dense_of_any_rank(row_shape):
     dense = integers((C, *row_shape))
@@ -86,7 +85,6 @@ def test_scipy_and_bcsr():
             sj.dot(other, DENSE)
 
 
-@pytest.mark.window(0)
 def test_columns_out_of_range_and_empty_elements_count_nothing():
     """Whatever they hold, in values and in gradients."""
     index = np.array([5, -1, C, 2**31 - 1, 0, 3, -7, 3])
@@ -115,7 +113,6 @@ def test_columns_out_of_range_and_empty_elements_count_nothing():
     assert got.rows.tolist() == [5, C, C, C, 0, C, C, C]
 
 
-@pytest.mark.window(0)
 def test_elements_in_any_order():
     order = np.random.default_rng(0).permutation(10)
     segments = np.repeat(np.arange(S), LENGTHS)[order]
@@ -125,7 +122,6 @@ def test_elements_in_any_order():
     assert_trees_close(transposed(csr, LEFT).to_dense(), matrix().T @ LEFT)
 
 
-@pytest.mark.window(0)
 def test_a_matrix_without_elements():
     csr = make_csr(INDEX[:0], VALUE[:0], np.zeros(S, int))
     assert_trees_close(sj.dot(csr, DENSE), np.zeros((S, D), np.float32))
@@ -148,7 +144,6 @@ def test_dense_may_be_selected_rows():
     assert_trees_close(transposed(make_csr(), left).to_dense(), want)
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize(
     ("value", "dense", "result"),
     [
@@ -169,7 +164,6 @@ def test_dtypes(value, dense, result):
     assert transposed(csr, dense[:S]).dtype == result
 
 
-@pytest.mark.window(0)
 def test_narrow_types_are_summed_wide():
     n = 600
     value = jnp.full((n,), 1 / 256, jnp.bfloat16)
@@ -233,7 +227,7 @@ def test_vmap_and_scan():
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_rows_of_the_matrix_on_several_devices():
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((8,), ("rows",), axis_types=auto)
@@ -260,7 +254,6 @@ def test_kind_and_capacity_are_known_before_data():
 # ------------------------------------------------------------------ refusals
 
 
-@pytest.mark.window(0)
 def test_refusals():
     csr = make_csr()
     other = sj.SegmentTensor.from_lengths({"index": INDEX}, LENGTHS)

@@ -117,8 +117,6 @@ def _oracle_step(weighted):
 # ------------------------------------------------------------------ values, gradients
 
 
-@pytest.mark.window(2)
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("layout", "weighted"),
     [(layout, False) for layout in LAYOUTS]
@@ -230,8 +228,6 @@ def test_lowerings_give_what_the_reference_gives():
             compare(ids, jnp.asarray(bags), count)
 
 
-@pytest.mark.window(0)
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_narrow_types_are_summed_in_float32(dtype):
     table = np.full((4, 2), 0.01, dtype)
@@ -252,7 +248,6 @@ def test_narrow_types_are_summed_in_float32(dtype):
             np.testing.assert_allclose(np.float32(out), exact, rtol=error)
 
 
-@pytest.mark.window(0)
 def test_float32_stays_float32_under_x64(x64):
     table = _table(jnp.float32)
     ids = jnp.asarray(np.zeros((4, 11), np.int64))
@@ -269,7 +264,6 @@ def test_float32_stays_float32_under_x64(x64):
     assert sj.embedding_bag(table, ids, weights=weights).dtype == jnp.float32
 
 
-@pytest.mark.window(0)
 def test_integer_tables():
     table = np.arange(12, dtype=np.int32).reshape(6, 2)
     ids, bags = jnp.array([5, 0, 3]), jnp.array([1, 1, 0])
@@ -290,7 +284,6 @@ def test_integer_tables():
     np.testing.assert_array_equal(half, [[3, 3.5], [5, 6], [0, 0]])
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("shape", [(7,), (7, 2, 3)])
 def test_tables_of_other_ranks(shape):
     table = np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -328,7 +321,6 @@ def test_more_axes_of_bags():
 # ------------------------------------------------------------------ modes, padding
 
 
-@pytest.mark.window(0)
 def test_modes():
     table = np.arange(1.0, 9.0, dtype=np.float32).reshape(4, 2)
     ids = jnp.array([[0, 9], [1, -2], [2, 3]])
@@ -402,7 +394,6 @@ def test_mode_error():
     sj.embedding_bag(table, jnp.array([3, 99]), bags, 1, mode="error")
 
 
-@pytest.mark.window(0)
 def test_what_is_skipped_may_hold_anything():
     table = np.ones((4, 2), np.float32)
     table[3] = np.nan
@@ -455,7 +446,6 @@ def test_nothing_to_reduce():
     np.testing.assert_array_equal(out, [[0, 0]])
 
 
-@pytest.mark.window(0)
 def test_max_norm_and_pulled_rows():
     table = np.asarray(_table(jnp.float32))
     ids, bags = jnp.array([1, 7, 7, 20]), jnp.array([0, 0, 1, 1])
@@ -490,7 +480,6 @@ def _both_layouts(table, ids, bags, weights):
     )
 
 
-@pytest.mark.window(2)
 @pytest.mark.parametrize(
     "axes", [(None, 0, 0, 0), (0, 0, None, None), (None, 0, None, 0)]
 )
@@ -560,7 +549,6 @@ def test_the_rows_read_are_no_array():
     assert_no_dense(sj.value_and_grad(loss), table, ids, ones)
 
 
-@pytest.mark.window(0)
 def test_a_step_is_in_place_and_compiles_once():
     tx = sj.optim.lazy(optax.sgd(0.1))
     table = jnp.ones((4000, 8))

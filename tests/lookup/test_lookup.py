@@ -88,7 +88,6 @@ def every_option(ids, table):
     return [sj.lookup(table, ids, **options) for options in OPTIONS]
 
 
-@pytest.mark.quick(8)
 @pytest.mark.parametrize("case", ID_CASES, ids=names(ID_CASES))
 def test_every_option_on_every_case(case):
     table, ids = table_of(case.height), case.padded
@@ -100,7 +99,6 @@ def test_every_option_on_every_case(case):
             assert_same_bits(np.nan_to_num(got), np.nan_to_num(want))
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
 def test_every_option_with_64_bit_types(dtype, x64):
     huge = {"int32": -1, "uint32": 2**32 - 1, "int64": 2**32 + 2, "uint64": 2**64 - 1}
@@ -111,7 +109,6 @@ def test_every_option_with_64_bit_types(dtype, x64):
         assert got.dtype == jnp.float32
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("row_shape", [(), (1,), (2, 3), (2, 1, 2), (0,)])
 def test_tables_of_any_rank(row_shape):
     table = table_of(V, row_shape)
@@ -122,8 +119,6 @@ def test_tables_of_any_rank(row_shape):
         assert got.shape == ids.shape + row_shape
 
 
-@pytest.mark.window(0)
-@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float16", "float64", "complex64", "int8", "int32", "uint8", "bool"],
@@ -156,7 +151,6 @@ def test_padding_out_of_the_types_range_is_no_padding():
         assert np.isnan(got[1]).all()
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("ids", [[], [[]], [[], []], np.zeros((0, 3)), ()])
 def test_no_ids(ids):
     every: list[Any] = [*OPTIONS, {"mode": "error"}]
@@ -167,7 +161,6 @@ def test_no_ids(ids):
             assert jax.eval_shape(read, table).shape == (*np.shape(ids), D)
 
 
-@pytest.mark.window(0)
 def test_ids_as_python_ints_and_lists():
     table = table_of(V)
     rows = np.asarray(table)
@@ -249,7 +242,6 @@ def natural(table, ids, padding_id):
     return jnp.where(ok.reshape(ok.shape + (1,) * (rows.ndim - ok.ndim)), rows, 0.0)
 
 
-@pytest.mark.window(1)
 @pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
 def test_gradients_are_those_of_the_natural_expression(row_shape):
     table = table_of(V, row_shape)
@@ -284,7 +276,6 @@ def test_padding_gets_no_gradient_in_any_mode():
 
 
 @pytest.mark.slow
-@pytest.mark.window(0)
 def test_check_grads(x64):
     table = table_of(V, dtype=np.float64)
     ids = jnp.array([[4, 0, 4], [2, 6, 9]])
@@ -303,7 +294,6 @@ def test_check_grads(x64):
 # ------------------------------------------------------------------ max_norm
 
 
-@pytest.mark.window(0)
 def test_max_norm():
     table = jnp.array([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [6.0, -8.0], [-0.0, 0.0]])
     got = sj.lookup(table, jnp.array([0, 1, 2, 3, 4, 9]), max_norm=5)
@@ -313,7 +303,6 @@ def test_max_norm():
     assert np.isnan(got[5]).all()
 
 
-@pytest.mark.window(0)
 def test_max_norm_is_over_all_axes_of_a_row():
     table = table_of(V, (2, 3))
     ids = np.arange(V, dtype=np.int32)
@@ -324,7 +313,6 @@ def test_max_norm_is_over_all_axes_of_a_row():
     assert scalars.tolist() == [-2, 0.5, 2]
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_max_norm_of_narrow_rows_is_taken_in_float32(dtype):
     # The sum of squares is beyond float16, and 1 is lost beside it in bfloat16.
@@ -335,7 +323,6 @@ def test_max_norm_of_narrow_rows_is_taken_in_float32(dtype):
     assert got.dtype == dtype and (np.asarray(got) == 8).all()
 
 
-@pytest.mark.window(0)
 def test_gradients_of_max_norm_are_finite():
     table = jnp.array([[3.0, 4.0], [0.0, 0.0], [jnp.nan, 0.0], [jnp.inf, 1.0]])
     ids = jnp.array([0, 1, 9, 1])
@@ -353,7 +340,6 @@ def test_gradients_of_max_norm_are_finite():
     assert np.isfinite(second[:2]).all()
 
 
-@pytest.mark.window(0)
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(
     st.lists(st.floats(-100, 100, width=32), min_size=V * D, max_size=V * D),
@@ -425,7 +411,6 @@ def test_error_mode_that_was_not_functionalized():
 
 
 @pytest.mark.slow
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
 def test_a_pulled_part_of_a_table(row_shape):
     rows = jnp.array([4, 0, 4, V, 6])
@@ -445,7 +430,6 @@ def test_a_pulled_part_of_a_table(row_shape):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.window(0)
 def test_a_row_that_was_not_pulled_is_an_error():
     ones = jnp.asarray(np.ones((2, D), np.float32))
     pulled = sj.SelectedRows(jnp.array([4, 0]), ones, V)
@@ -457,7 +441,6 @@ def test_a_row_that_was_not_pulled_is_an_error():
     assert read(pulled, [4, -1, 0]).tolist() == [[1] * D, [0] * D, [1] * D]
 
 
-@pytest.mark.window(0)
 def test_gradient_of_a_pulled_part():
     rows = jnp.array([4, 0, 4, V])
     ids = jnp.array([4, 4, 0, 2, -1])

@@ -172,7 +172,7 @@ def test_memory_does_not_grow_with_the_table(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("layout", ["mod", "block"])
 def test_of_a_sharded_table(layout):
     mesh = jax.make_mesh((4, 2), ("x", "y"), devices=jax.devices()[:8])
@@ -195,7 +195,7 @@ def test_of_a_sharded_table(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_inside_shard_map():
     """Queries of each device, and negatives that it draws itself."""
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])

@@ -172,7 +172,7 @@ def test_under_vmap_and_scan(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion  # optax's
+@pytest.mark.usefixtures("loose_promotion")  # optax's
 def test_a_training_step_with_a_sampler():
     """A sampler inside a donated step: the loss falls, other rows keep their bits."""
     rng = np.random.default_rng(0)
@@ -203,7 +203,7 @@ def test_a_training_step_with_a_sampler():
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_of_sharded_tables():
     params, labels, negatives = make(several=True, bias=2)
     params, negatives = jax.tree.map(

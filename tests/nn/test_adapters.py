@@ -13,7 +13,9 @@ import sparsejax as sj
 from helpers import assert_trees_close
 
 
-pytestmark = pytest.mark.loose_promotion  # optax's, and the frameworks' own
+pytestmark = pytest.mark.usefixtures(
+    "loose_promotion"
+)  # optax's, and the frameworks' own
 V, D = 211, 4
 IDS = jnp.array([3, 7, 3, -1])
 LAYER = sj.nn.Embedding(V, D, padding_id=-1)
@@ -40,7 +42,6 @@ def _equinox():
     return model, lambda model, ids: model(ids), lambda model: model.params["embedding"]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [_linen, _nnx, _equinox])
 def test_same_values_gradients_and_training(make):
     params, apply, table = make()

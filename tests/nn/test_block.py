@@ -64,7 +64,6 @@ CASES = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", CASES)
 def test_pulled_rows_are_as_good_as_the_table(name):
     block, inputs = CASES[name]

@@ -16,7 +16,7 @@ from helpers import assert_same_bits
 from sparsejax.nn import SparseBlock, SparseEmbedding, SparseLinear, Trainer
 
 
-pytestmark = pytest.mark.loose_promotion  # optax's own arithmetic is
+pytestmark = pytest.mark.usefixtures("loose_promotion")  # optax's own arithmetic is
 
 WIDE = sp.csr_matrix(np.ones((2, 6), np.float32))  # two columns more than the layer's
 loss_of: Any = lambda out, batch: jnp.mean(out**2)

@@ -76,9 +76,8 @@ def _required(layer):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.loose_promotion  # of the plain function
+@pytest.mark.usefixtures("loose_promotion")  # of the plain function
 def test_every_form_of_input(name):
     layer, matrix = LAYERS[name], _scipy()
     params = _params(layer)
@@ -150,7 +149,7 @@ def test_float32_stays_under_x64(x64):
 # ------------------------------------------------------------------ gradients
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_gradient_is_that_of_plain_jnp():
     layer, matrix = LAYERS["dense"], _scipy()
     params, x = _params(layer), _segments(matrix, is_sorted=False)

@@ -20,7 +20,7 @@ from benchmarks import __main__, dlrm  # noqa: E402
 from benchmarks.models import dlrm as sizes  # noqa: E402
 
 
-pytestmark = pytest.mark.loose_promotion  # optax's
+pytestmark = pytest.mark.usefixtures("loose_promotion")  # optax's
 # As skewed as the real sizes: from 2 rows to as many as all the rest have.
 ROWS = (2, *dlrm.table_rows(1500))[:26]
 MODEL = dlrm.Model(ROWS, 4, bottom=(8,), top=(16,))

@@ -45,7 +45,6 @@ PLAIN = {"embedding": (LAYER, _plain), "bag": (BAG, _plain_mean)}
 # ------------------------------------------------------------------ values
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", PLAIN)
 def test_gradient_is_that_of_plain_jnp(name):
     layer, f = PLAIN[name]
@@ -195,7 +194,7 @@ def test_sparse_grad_false_is_dense_always():
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_sparse_grad_false_over_a_mesh():
     mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     layer, spec = sj.nn.Embedding(V, D, sparse_grad=False), jax.sharding.PartitionSpec

@@ -16,7 +16,7 @@ from helpers import assert_no_dense, assert_same_bits, assert_trees_close
 from sparsejax.nn import SparseBlock, SparseEmbedding, SparseLinear, Trainer
 
 
-pytestmark = pytest.mark.loose_promotion  # optax's own arithmetic is
+pytestmark = pytest.mark.usefixtures("loose_promotion")  # optax's own arithmetic is
 
 V, D = 211, 4
 
@@ -185,7 +185,7 @@ def test_the_step_does_not_know_how_large_tables_are():
     assert_no_dense(made._step, *args, heights=[big])
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_store_for_several_devices(prefetch):
     """Data-parallel training: examples are sharded over a mesh, rows pulled once."""

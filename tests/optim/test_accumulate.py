@@ -27,7 +27,7 @@ from optimizers import LR, D, V, make_grads, make_params, row_gradient
 from sparsejax.optim import accumulate, lazy
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 ADAM = lazy(optax.adam(LR))  # what is found out about it is found out once
 
@@ -43,7 +43,6 @@ def _mean(grads):
 # ------------------------------------------------------------------ the mean
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "capacity", [20, 10 * V, {"table": 20, "bias": None}, {"table": V, "bias": D}]
 )
@@ -243,7 +242,7 @@ def test_shapes_are_known_before_data_and_ids_may_be_wide(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_in_shard_map():
     """Each device accumulates for its part of the table."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

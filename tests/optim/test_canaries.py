@@ -52,7 +52,7 @@ def test_every_name_has_a_canary():
     assert set(KNOWN_AS) == set(parts.KNOWN_AS)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", KNOWN_AS)
 def test_known_as(name):
     (reason,) = judge.of_one_table(KNOWN_AS[name]()).refused.values()

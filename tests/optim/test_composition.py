@@ -16,7 +16,7 @@ from optimizers import LR, D, V, make_grads, make_params, row_gradient
 from sparsejax.optim import lazy
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 ADAM = lazy(optax.adam(LR))
 

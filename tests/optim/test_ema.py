@@ -34,8 +34,7 @@ def _grads(rng):
     return {"table": sj.SelectedRows(rows, values, V), "bias": jnp.asarray(bias)}
 
 
-@pytest.mark.quick(1)
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("debias", [True, False])
 def test_all_rows_have_the_dense_average_after_every_step(debias):
     tx = lazy(optax.chain(optax.adam(0.1), ema(DECAY, debias)))
@@ -90,7 +89,7 @@ def test_long_gaps_lose_no_digit():
     np.testing.assert_allclose(ema_params(table, state), [[exact], [4.0]], rtol=1e-6)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_some_parameters_in_low_precision_and_no_decay():
     """Of leaves that are masked the parameters themselves, of bfloat16 float32's."""
     params = {"a": jnp.ones((V, D), jnp.bfloat16), "b": jnp.ones((V, D)), "none": None}

@@ -29,7 +29,7 @@ from sparsejax.optim._exact.shadow_model import Probes, ShadowModel, advance_cou
 
 
 # optax itself relies on implicit promotion; the last test is about our own code.
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, N, STEPS = 211, 4, 4, 300
 SPARSE = {"table": True, "weights": None}
@@ -430,7 +430,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
     make, words = REFUSED[name]
@@ -480,7 +479,6 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_step_is_by_rows_and_in_place(name):
     # Nothing that is read to catch up is needed for the gradient of a linear loss, so

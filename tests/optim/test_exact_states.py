@@ -102,7 +102,7 @@ OPTIMIZERS = {
 ACCEPTED = "nothing", "optimistic_gradient_descent", "from the third step on"
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "every other step"))
 def test_as_dense_or_refused(name):
     tx = OPTIMIZERS[name]()

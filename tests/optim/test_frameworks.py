@@ -16,7 +16,7 @@ from optimizers import LR
 from sparsejax.optim import lazy
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 23, 5
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LR))
@@ -101,7 +101,7 @@ def test_equinox_module():
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_shard_map(kind):
     """Each device has a part of the table, of the state, and rows of its own."""

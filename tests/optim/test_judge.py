@@ -40,7 +40,7 @@ def test_separable(name):
     assert is_row_separable(ACCEPTED[name]())
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", slow_but(REFUSED, *QUICK_REFUSED))
 def test_refused_by_name_at_init(name):
     make, named = REFUSED[name]
@@ -72,7 +72,7 @@ ALL = {
 }
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", slow_but(ALL, "adam", "novograd", "sm3", "clip_by_global_norm", "lamb")
@@ -125,7 +125,7 @@ def test_users_own_transformations_are_judged_and_named():
 
 
 def _of_leaf(f, init=lambda w: None):
-    """A transformation `f(gradient, weights, state) -> (update, state)` of each leaf."""
+    """A transformation `f(gradient, weights, state) -> (update, state)` of a leaf."""
 
     def update(updates, state, params):
         leaves, treedef = jax.tree.flatten(updates)
@@ -173,7 +173,7 @@ NOT_BY_ROWS = {
 }
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", [*BY_ROWS, *NOT_BY_ROWS])
 def test_what_a_user_may_write(name):
     tx = _of_leaf({**BY_ROWS, **NOT_BY_ROWS}[name], jnp.zeros_like)
@@ -205,7 +205,7 @@ def test_a_norm_must_not_count_empty_slots():
         assert is_row_separable(optax.chain(*parts))
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize(
     "norm", [optax.contrib.normalize, optax.normalize_by_update_norm]
 )
@@ -219,7 +219,7 @@ def test_a_norm_over_all_leaves_hides_nothing(norm):
     assert is_row_separable(optax.chain(norm(), optax.adam(LR)))
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("make", [optax.contrib.dog, optax.contrib.dowg])
 def test_a_large_dense_leaf_hides_nothing(make):
     """Of what is added up over all leaves, a table of few rows may be a small part."""
@@ -241,8 +241,7 @@ def _zero_at_first(step):
 LATE = optax.conditionally_transform(optax.scale_by_trust_ratio(), _later)
 
 
-@pytest.mark.loose_promotion
-@pytest.mark.quick(3)
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize(
     "tx",
     [
@@ -265,7 +264,7 @@ def test_a_part_that_does_nothing_at_first_is_refused(tx):
         lazy(tx).init(PARAMS)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_what_is_for_dense_leaves_alone_is_accepted():
     dense, table = {"table": False, "bias": True}, {"table": True, "bias": False}
     lars, adam, norm = optax.lars(LR), optax.adam(LR), optax.clip_by_global_norm(1.0)
@@ -390,7 +389,7 @@ class _Labelled:
         return cls(*leaves, labels)
 
 
-@pytest.mark.loose_promotion  # optax's adam
+@pytest.mark.usefixtures("loose_promotion")  # optax's adam
 def test_trees_with_static_data_that_cannot_be_hashed():
     tx = lazy(optax.adam(LR))
     for labels in (["a"], ["a", "b"]):
@@ -438,7 +437,7 @@ def test_judged_the_same_in_any_trace():
     assert set(seen) == {(True, False)}
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_random_keys_in_the_state_are_compared_in_any_trace():
     """Noise is for the dense leaves alone, which needs the tree."""
     noise = optax.add_noise(0.1, 0.5, key=jax.random.key(0))
@@ -449,7 +448,6 @@ def test_random_keys_in_the_state_are_compared_in_any_trace():
     )
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
 def test_schedules_are_numbers_in_a_trace(wrap, promotion):
@@ -461,7 +459,7 @@ def test_schedules_are_numbers_in_a_trace(wrap, promotion):
             wrap(tx.init)(jnp.ones((3, 50, 6)))
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_judged_the_same_in_shard_map(kind):
     kind = getattr(jax.sharding.AxisType, kind)

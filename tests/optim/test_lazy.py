@@ -34,7 +34,7 @@ from sparsejax.optim import global_norm, lazy
 
 
 # optax itself relies on implicit promotion; the last test is about our own code.
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 
 ADAM = lazy(optax.adam(LR))  # what is found out about it is found out once
 
@@ -100,8 +100,6 @@ def _steps(tx, count=None):
     return lifted, sparse, dense
 
 
-@pytest.mark.quick(7)
-@pytest.mark.window(4)
 @pytest.mark.parametrize("name", slow_but(SEPARABLE, *QUICK_SEPARABLE))
 def test_equals_the_dense_run_with_other_rows_put_back(name):
     tx, traces = SEPARABLE[name](), []
@@ -138,7 +136,6 @@ def test_a_clip_after_momentum_sees_the_rows_read(name):
         assert np.isclose(global_norm(updates), 0.1, rtol=1e-5)
 
 
-@pytest.mark.window(0)
 def test_empty_slots_take_no_part():
     """Neither in a later clip, nor with NaN where everything is zero."""
     values = np.full((4, D), np.nan, np.float32)
@@ -241,7 +238,6 @@ def test_bfloat16_duplicates_are_summed_in_float32():
     assert np.asarray(got)[2, 0] == -(1 + 2**-5)
 
 
-@pytest.mark.window(0)
 def test_bfloat16_tables_keep_their_type():
     tx = optax.adamw(LR)
     params = make_params(jnp.bfloat16)
@@ -257,7 +253,6 @@ def test_bfloat16_tables_keep_their_type():
     assert_trees_close(new_state, _keep_untouched(state, expected_state, grads))
 
 
-@pytest.mark.window(0)
 def test_without_params():
     tx = lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LR)))
     params, grads = make_params(), make_grads(0)
@@ -307,8 +302,6 @@ def test_extra_arguments_are_passed_on():
     tx.update(grads, tx.init(params), params, value=1.0)
 
 
-@pytest.mark.window(0)
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["adam", "adagrad", "clip_by_global_norm"])
 def test_own_code_promotes_nothing(name):
     """Only optax runs with implicit promotion here."""
@@ -338,7 +331,6 @@ def test_own_code_promotes_nothing(name):
             step(make_grads(0, dtype), state, params)
 
 
-@pytest.mark.window(0)
 def test_int64_ids(x64):
     params = {"table": jnp.asarray(ones(V, D))}
     rows = sj.SelectedRows(jnp.array([3, V, 3]), jnp.asarray(ones(3, D)), V)

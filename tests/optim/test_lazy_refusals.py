@@ -18,7 +18,7 @@ from optimizers import LR
 from sparsejax.optim import lazy
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 23, 5
 ADAM = lazy(optax.adam(LR))

@@ -49,8 +49,7 @@ def _step_of(lifted):
     return step, (params, jax.eval_shape(lifted.init, params), rows, values)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", TXS)
 def test_in_place(name):
     step, args = _program(TXS[name]())
@@ -66,15 +65,14 @@ def test_in_place(name):
     assert memory.alias_size_in_bytes >= tables * table_bytes
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", TXS)
 def test_nothing_of_the_tables_size_arises(name):
     step, args = _program(TXS[name]())
     assert_no_dense(step, *args, allow=IN_PLACE, heights={V})
 
 
-@pytest.mark.quick(1)
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_the_rows_read_and_their_cotangents_share_memory(name):
     """`after`: the gradient of dense weights is computed first."""
@@ -104,7 +102,7 @@ def test_the_rows_read_and_their_cotangents_share_memory(name):
     assert memory.temp_size_in_bytes < 1.3 * (4 * n * D)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_a_donated_step_runs():
     tx = lazy(optax.adam(0.1))
 
@@ -126,7 +124,7 @@ def test_a_donated_step_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_a_step_that_may_be_skipped_is_in_place():
     """`update_if`: neither branch of the `cond` copies a table."""
     step, args = _step_of(dynamic_loss_scale(lazy(optax.adam(0.1))))

@@ -18,7 +18,7 @@ from optimizers import LR, SCHEDULE, make_grads, make_params
 from sparsejax.optim import is_lazy_exact, lazy
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 IN_PAGE = dict(
     re.findall(r"^\| `([\w.]+)` \| (.*) \|$", optax_table.PAGE.read_text(), re.M)
@@ -60,7 +60,6 @@ EXACT = {
 }
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_means_equal_to_dense_training(name):
     tx = EXACT[name]()

@@ -17,7 +17,7 @@ from helpers import assert_same_bits, assert_trees_close, compile_as_users_do
 from sparsejax.optim import lazy
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 K, V, D = 3, 29, 4
 IDS = np.array([[3, 1, 3], [28, 1, 0], [7, 7, 7]])

@@ -93,7 +93,6 @@ def _put_back(old, new, touched):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(3)
 @each
 def test_rows_are_the_dense_run_with_other_rows_put_back(name):
     tx, step = made(name)
@@ -128,8 +127,7 @@ def test_is_row_separable(name):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(1)
-@pytest.mark.loose_promotion  # optax's clip
+@pytest.mark.usefixtures("loose_promotion")  # optax's clip
 @some
 def test_inside_of_a_lazy_chain(name):
     """The same as bare, on what the clip makes of the merged rows."""
@@ -201,7 +199,6 @@ def test_types_under_x64(name, x64):
         assert _kinds((new, new_state)) == _kinds((params, state))
 
 
-@pytest.mark.quick(1)
 @some
 def test_state_is_a_named_tree_that_goes_on_with_another_rate(name):
     tx, step = made(name)
@@ -236,7 +233,7 @@ def test_none_and_masked_leaves(name):
     assert_trees_close(masked_updates["b"], jnp.ones(3))
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_injected_hyperparameters():
     params, grads = make_params(), make_grads(0)
     tx, step = made("rowwise_adam")
@@ -286,7 +283,6 @@ def test_what_is_out_of_range_is_refused(make, message):
         make()
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", ["ftrl", "partial_rowwise_lamb", "weight_decay", "ema"]
 )

@@ -31,7 +31,7 @@ from sparsejax import optim
 
 
 # optax itself relies on implicit promotion.
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.once]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.slow]
 
 _FILE = pathlib.Path(__file__).parent.parent / "golden" / "optim.json"
 CASES = {

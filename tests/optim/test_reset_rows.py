@@ -13,7 +13,7 @@ from helpers import assert_same_bits, assert_trees_close, compile_as_users_do, s
 from optimizers import SEPARABLE
 
 
-pytestmark = pytest.mark.loose_promotion  # optimizers of others
+pytestmark = pytest.mark.usefixtures("loose_promotion")  # optimizers of others
 V, D = 7, 3
 OWN = {
     "rowwise_adam": lambda: sj.optim.rowwise_adam(0.1),

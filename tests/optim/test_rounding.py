@@ -27,7 +27,7 @@ from sparsejax.optim import accumulate, dynamic_loss_scale, lazy, rounding
 from sparsejax.optim._wrappers.rounding import _round
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 ADAM, SGD = lazy(optax.adam(LR)), lazy(optax.sgd(1.0))
 NARROW = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -27,7 +27,7 @@ from sparsejax.optim import lazy
 from sparsejax.optim._lazy import block_pass
 
 
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 
 V, D, N = 211, 6, 90
 
@@ -105,8 +105,6 @@ def close(a, b, rtol=2e-5, atol=2e-6):
 # ------------------------------------------------------------------ results
 
 
-@pytest.mark.window(2)
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", IN_PASSES)
 def test_equals_all_rows_at_once(name):
     tx = lazy(IN_PASSES[name]())
@@ -125,9 +123,8 @@ def test_equals_all_rows_at_once(name):
     assert np.all(np.diff(ids[:count]) > 0) and np.all(ids[count:] == V)
 
 
-@pytest.mark.window(0)
 def test_many_blocks_and_few_of_them_used(monkeypatch):
-    monkeypatch.setattr(block_pass, "_MOST_ROWS", 16)
+    monkeypatch.setattr(block_pass, "_MAX_ROWS", 16)
     tx = lazy(clipped())
     params, rows, values = problem()
     jitted = jax.jit(partial(step, tx))
@@ -139,7 +136,6 @@ def test_many_blocks_and_few_of_them_used(monkeypatch):
         )
 
 
-@pytest.mark.window(0)
 def test_a_linear_update_needs_no_merging():
     params, rows, values = problem()
     schedule = optax.linear_schedule(0.1, 0.0, 5)
@@ -154,7 +150,6 @@ def test_a_linear_update_needs_no_merging():
         assert "merge_rows" in primitives(tx, params, tx.init(params), rows, values)
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("tx", [optax.adam(0.1), clipped()])
 def test_what_is_not_checked_runs_over_all_rows_at_once(tx):
     params, rows, values = problem()
@@ -164,7 +159,6 @@ def test_what_is_not_checked_runs_over_all_rows_at_once(tx):
     close(jax.jit(partial(step, unchecked))(*args), step(tx, *args))
 
 
-@pytest.mark.window(0)
 def test_rows_in_order_need_check_to_be_false():
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: -jnp.sort(g, axis=0), updates), state
@@ -178,7 +172,6 @@ def test_rows_in_order_need_check_to_be_false():
     close(jax.jit(partial(step, tx))(*args), step(tx, *args))
 
 
-@pytest.mark.window(0)
 def test_equal_input_gives_equal_bits():
     tx = lazy(clipped())
     params, rows, values = problem()
@@ -188,7 +181,6 @@ def test_equal_input_gives_equal_bits():
     np.testing.assert_array_equal(first[2]["table"].values, second[2]["table"].values)
 
 
-@pytest.mark.window(0)
 def test_duplicates_of_bfloat16_are_summed_in_float32():
     tx = lazy(optax.sgd(1.0, momentum=0.0))
     params = {"table": jnp.zeros((V, D), jnp.bfloat16), "b": jnp.ones(D)}
@@ -236,7 +228,7 @@ def test_an_update_is_differentiable():
     close(got, want, rtol=1e-3, atol=1e-4)  # Adam divides by what is nearly zero
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_on_several_devices():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = lazy(clipped())
@@ -250,7 +242,6 @@ def test_on_several_devices():
 # ------------------------------------------------------------------ the update
 
 
-@pytest.mark.window(0)
 def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
     tx = lazy(optax.adam(0.1))
     params, rows, values = problem()
@@ -281,7 +272,6 @@ def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
 # ------------------------------------------------------------------ merging
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.int16])
 @pytest.mark.parametrize("kind", ["random", "equal", "strided", "few", "one"])
 def test_first_slots(kind, dtype):
@@ -344,7 +334,6 @@ def _compiled(tx, look=None, ids=4096, height=200_003, dim=64):
     return compiled, 4 * ids * dim
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["adam", "clip before"])
 def test_no_array_of_the_gradients_size_but_itself(name):
     compiled, gradient = _compiled(lazy(IN_PASSES[name]()), ids=65_536)

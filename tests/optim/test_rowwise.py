@@ -85,7 +85,6 @@ RULES = {
 }
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_as_defined(rule):
     """A table of rank 3 by rows with duplicates, against NumPy on its touched rows."""
@@ -121,7 +120,7 @@ def test_as_defined(rule):
     assert state.count == STEPS
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_rows_of_one_number_are_plain_adam():
     """Also where 1 - b2 is small: optax's own power is off by 1e-5 there."""
     g = jnp.asarray(np.random.default_rng(0).standard_normal((3, V, 1)), jnp.float32)

@@ -30,8 +30,7 @@ def _rates(learning_rate, steps):
     return np.array([float(learning_rate(jnp.array(t))) for t in range(steps)])
 
 
-@pytest.mark.quick(1)
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_touched_row_is_where_the_dense_run_has_it(name):
     """SGD depends on nothing but the gradient, so rows agree whenever they are read."""
@@ -59,7 +58,7 @@ def test_a_touched_row_is_where_the_dense_run_has_it(name):
     np.testing.assert_array_equal(again, flushed)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_rows_touched_at_every_step_have_adamw():
     lr = optax.linear_schedule(0.1, 0.01, 5)
     ours = optax.chain(optax.adam(lr), weight_decay(RATE, lr))
@@ -120,7 +119,7 @@ def test_a_schedule_that_takes_it_all():
     assert np.all(np.isfinite(state.log_decay))
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_flush_finds_all_of_them():
     """Through masks, each state for its own parameters."""
     params = {"a": jnp.ones((V, D)), "b": jnp.ones((V, D)), "c": jnp.ones(3)}

@@ -25,7 +25,7 @@ from helpers import assert_same_bits, assert_trees_close
 from sparsejax.parallel import _checkpoint
 
 
-pytestmark = pytest.mark.multidevice
+pytestmark = pytest.mark.usefixtures("eight_devices")
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -248,7 +248,7 @@ def _run(params, state, step, batches):
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion  # optax.adam
+@pytest.mark.usefixtures("loose_promotion")  # optax.adam
 def test_training_goes_on_where_it_stopped(tmp_path):
     batches = list(worker.batches("zipf"))
     with ocp.CheckpointManager(tmp_path) as manager:

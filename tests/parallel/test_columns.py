@@ -16,7 +16,7 @@ from helpers import assert_trees_close
 
 
 # optax itself relies on implicit promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 V, D, N, BATCH = 10_007, 16, 4, 64
 
 

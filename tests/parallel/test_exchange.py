@@ -16,7 +16,10 @@ import sparsejax as sj
 
 
 # Optax's Adam needs loose promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [
+    pytest.mark.usefixtures("eight_devices", "loose_promotion"),
+    pytest.mark.window,
+]
 
 HEIGHT, DIM, BATCH = 100_003, 32, 20_480
 
@@ -109,8 +112,6 @@ def test_shrinks_as_devices_are_added(compiled):
     assert made[0] > 1.7 * made[1] > 3 * made[2]
 
 
-@pytest.mark.quick(1)
-@pytest.mark.window(0)
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_owners_hold_what_a_round_carries(name):
     """Not all rows that could arrive, from however many devices."""

@@ -16,7 +16,7 @@ import sparsejax as sj
 from helpers import all_eqns, slow_but
 
 
-pytestmark = [pytest.mark.multidevice, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("eight_devices"), pytest.mark.window]
 V, D, LENGTH = 101, 4, 16
 
 
@@ -115,7 +115,6 @@ def test_reads_as_of_an_array(size):
     np.testing.assert_allclose(out(params["table"]), make_table()[[-1, 3]].sum(), 1e-5)
 
 
-@pytest.mark.window(0)
 def test_without_a_gradient():
     table, ids = make_table(), make_ids()
     sharded = sj.parallel.shard_rows(table, make_mesh(8), "x")
@@ -144,7 +143,6 @@ def test_over_explicit_axes():
     np.testing.assert_allclose(grad.to_dense(), dense, rtol=1e-6)
 
 
-@pytest.mark.window(0)
 def test_a_frozen_table_and_a_trainable_one():
     table, ids, mesh = make_table(), make_ids(), make_mesh(8)
     shard = lambda x: sj.parallel.shard_rows(x, mesh, "x")

@@ -106,7 +106,7 @@ def _check_training(trained, name):
         close(found["params"]["dense"], params["dense"], err_msg=told)
 
 
-@pytest.mark.loose_promotion  # optax.adam on dense arrays
+@pytest.mark.usefixtures("loose_promotion")  # optax.adam on dense arrays
 def test_two_processes_train_like_one_device(tmp_path):
     """One test, so that the processes run once, however many workers pytest has."""
     port = _free_port()

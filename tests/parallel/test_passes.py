@@ -17,7 +17,10 @@ import sparsejax as sj
 
 
 # Optax's Adam needs loose promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [
+    pytest.mark.usefixtures("eight_devices", "loose_promotion"),
+    pytest.mark.window,
+]
 
 V, D, N_IDS = 101, 2, 64
 TXS = {
@@ -89,8 +92,6 @@ def _want(name):
     return _run(TXS[name], jnp.asarray(_table()), jnp.ones(D), step)
 
 
-@pytest.mark.window(1)
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name, shape, slots, kind",
     [
@@ -125,7 +126,6 @@ def test_equals_one_device(name, shape, slots, kind):
         assert (named // per_shard == owner).all()
 
 
-@pytest.mark.window(1)
 @pytest.mark.parametrize(
     "name, shards, exchanges",
     [
@@ -149,7 +149,6 @@ def test_how_often_rows_are_sent(name, shards, exchanges):
     assert text.count("stablehlo.all_to_all") == exchanges
 
 
-@pytest.mark.window(0)
 def test_bfloat16_parts_are_summed_in_float32():
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     zeros = np.zeros((V, 1), jnp.bfloat16)

@@ -14,7 +14,7 @@ import sparsejax as sj
 
 
 # optax itself relies on implicit promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 V, D, N, BATCH = 5_003, 8, 4, 256
 MESH = AbstractMesh((N,), ("x",))
 

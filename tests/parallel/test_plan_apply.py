@@ -19,7 +19,10 @@ from helpers import assert_trees_close
 
 
 # Optax's Adam and flax need loose promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [
+    pytest.mark.usefixtures("eight_devices", "loose_promotion"),
+    pytest.mark.window,
+]
 USERS, ITEMS, D, BATCH = 301, 223, 8, 16
 
 
@@ -123,8 +126,6 @@ MODELS: Any = {
 }
 
 
-@pytest.mark.quick(1)
-@pytest.mark.window(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_trained_on_one_device_and_on_eight(name):
     make, options, layouts = MODELS[name]
@@ -151,8 +152,6 @@ def test_trained_on_one_device_and_on_eight(name):
 HEIGHT, WIDTH, READS, DEVICES = 100_003, 32, 20_480, 4
 
 
-@pytest.mark.quick(1)
-@pytest.mark.window(1)
 @pytest.mark.parametrize("make", [two_towers, dlrm])
 def test_sends_little_and_copies_no_table(make):
     """The case of docs/scaling.md, 20,480 reads, at four devices; nothing is run."""

@@ -21,7 +21,7 @@ from helpers import slow_but
 
 
 # Optax's Adam needs loose promotion; the lookups themselves are tested without.
-pytestmark = [pytest.mark.multidevice, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("eight_devices"), pytest.mark.window]
 
 V, D, N_IDS = 101, 4, 64
 MESHES = {
@@ -141,8 +141,7 @@ def _sharded_start(tx, mesh, axis):
     return params, tx.init(params)
 
 
-@pytest.mark.window(1)
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize(
     "name, where, kind",
     slow_but(
@@ -202,7 +201,7 @@ def test_bfloat16_sums_in_float32():
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_other_optimizers():
     mesh, axis = _mesh("4")
     params: Any = {"t": sj.parallel.shard_rows(_table(), mesh, axis)}
@@ -247,7 +246,6 @@ def _looked_up(where, layout, n, slots, mode):
     return jax.jit(lambda ids: (read(ids), count(ids)))
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "where, layout, n, slots, mode",
     [
@@ -291,7 +289,6 @@ def test_explicit_axes_lay_rows_out_as_ids():
 
 
 @pytest.mark.slow
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("height", [0, 1, 3, 8])
 def test_few_rows_and_no_ids(height):
     mesh, axis = _mesh("4")
@@ -514,8 +511,6 @@ def test_sums_of_gradients():
 # ------------------------------------------------------------------ bags
 
 
-@pytest.mark.window(1)
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     "layout, combiner, weighted",
@@ -565,7 +560,6 @@ def test_embedding_bag_of_segment_tensor():
 # ------------------------------------------------------------------ the table
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("layout", ["mod", "block"])
 @pytest.mark.parametrize("where", ["4", "2x2, rows over both"])

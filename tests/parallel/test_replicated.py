@@ -17,7 +17,7 @@ from helpers import assert_same_bits, assert_trees_close, make_rows
 
 
 # optax itself relies on implicit promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 V, D, N, BATCH = 4_999, 8, 4, 32
 
 
@@ -150,7 +150,6 @@ def make_step(tx, reduce=lambda grads: grads, value_and_grad=sj.value_and_grad):
     return step
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("capacity", "kind"),
     [

@@ -27,8 +27,8 @@ from helpers import assert_same_bits
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.once,
-    pytest.mark.multidevice,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("eight_devices"),
     pytest.mark.skipif(os.name != "posix", reason="kills process groups"),
 ]
 
@@ -116,7 +116,7 @@ def _run_here(code, directory, monkeypatch):
     return found
 
 
-@pytest.mark.loose_promotion  # as in a reader's session
+@pytest.mark.usefixtures("loose_promotion")  # as in a reader's session
 def test_a_run_goes_on_after_a_host_has_died(tmp_path, monkeypatch):
     code = "".join(b.code for b in pages.blocks(PAGE) if b.language == "python")
     script, directory = tmp_path / "train.py", tmp_path / "run"

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 import sparsejax as sj
 
 
-pytestmark = [pytest.mark.multidevice, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("eight_devices"), pytest.mark.window]
 
 V, D = 13, 3
 TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
@@ -36,7 +36,7 @@ def _loss(read, table, ids):
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_state_made_inside_jit(kind):
     mesh = _mesh(kind)
@@ -74,7 +74,7 @@ def test_state_made_inside_jit(kind):
     assert donated and all(x.is_deleted() for x in donated)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_state_of_nested_optimizers_inside_jit():
     table = sj.parallel.shard_rows(TABLE, _mesh(AxisType.Explicit), "x")
     params = {"t": table, "b": jnp.ones(D)}
@@ -90,8 +90,7 @@ def test_state_of_nested_optimizers_inside_jit():
             assert leaf.sharding.is_equivalent_to(table.values.sharding, leaf.ndim)
 
 
-@pytest.mark.window(0)
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_gradients_and_state_must_be_the_tables():
     mesh = _mesh()
     table = sj.parallel.shard_rows(TABLE, mesh, "x")
@@ -120,7 +119,7 @@ def test_gradients_and_state_must_be_the_tables():
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_gradients_are_summed_by_hand():
     mesh = _mesh()
     params = {"t": sj.parallel.shard_rows(TABLE, mesh, "x"), "b": jnp.ones(D)}
@@ -230,7 +229,7 @@ def test_function_of_ids_gives_a_row_for_each():
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_rows_without_columns():
     table = sj.parallel.shard_rows(TABLE[:, :0], _mesh(), "x")
     tx: Any = sj.optim.lazy(optax.sgd(0.1))

@@ -19,7 +19,7 @@ from helpers import assert_trees_close
 from sparsejax.parallel._layout import Mod
 
 
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 HEIGHTS = {"user": 61, "item": 40, "day": 7, "shop": 23, "one": 1}
 D, BATCH = 4, 16
 

@@ -25,15 +25,6 @@ KINDS = [(4, F16), (8, F32), (8, F16), (4, F32), (2, F16)]
 all_kinds = pytest.mark.parametrize("bits, scale_dtype", KINDS)
 
 
-def each_kind(test):
-    """Runs a test for each kind of table; --quick runs one."""
-    return pytest.mark.quick(1)(all_kinds(test))
-
-
-def each_kind_quick(test):
-    return pytest.mark.quick(2)(all_kinds(test))
-
-
 def make_rows(count=48, width=7, seed=0):
     """Rows of all magnitudes, on both sides of zero, some of equal numbers."""
     rng = np.random.default_rng(seed)
@@ -102,7 +93,7 @@ def caffe2_bytes(rows, bits, scale_dtype, greedy=False, divides=False):
     return np.stack(out)
 
 
-@each_kind_quick
+@all_kinds
 def test_bytes_are_caffe2s(bits, scale_dtype):
     """Outside jit, and inside, since XLA turns divisions into products."""
     x = make_rows()
@@ -147,7 +138,7 @@ def test_float16_tables_are_divided(bits):
 # ------------------------------------------------------------------ numbers
 
 
-@each_kind
+@all_kinds
 def test_errors_are_at_most_half_a_scale(bits, scale_dtype):
     x = make_rows(seed=2)
     table = sj.quantize(x, bits, scale_dtype=scale_dtype)
@@ -162,7 +153,7 @@ def test_errors_are_at_most_half_a_scale(bits, scale_dtype):
     )
 
 
-@each_kind
+@all_kinds
 def test_symmetric(bits, scale_dtype):
     x = make_rows(seed=3)
     x[:, 0] = 0
@@ -226,8 +217,7 @@ BAGS = np.array([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 5, 9], np.int32)
 WEIGHTS = np.linspace(-1, 2, 12).astype(F32)
 
 
-@pytest.mark.quick(2)
-@each_kind
+@all_kinds
 def test_reads_are_those_of_the_dequantized_table(bits, scale_dtype):
     x = make_rows(seed=5)
     table = sj.quantize(x, bits, scale_dtype=scale_dtype)
@@ -273,7 +263,6 @@ def test_dtype_of_reads():
     assert_same_bits(wide.codes, table.codes)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_nothing_has_the_tables_size(bits):
     """In the compiled programs: no floats [V, D], and few temporaries."""
@@ -438,7 +427,7 @@ def step(tx, params, state, ids, target):
     return optax.apply_updates(params, updates), state
 
 
-@each_kind_quick
+@all_kinds
 def test_weights_at_ids_out_of_range_may_be_anything(bits, scale_dtype):
     q = sj.quantize(make_rows(50, 5), bits, scale_dtype=scale_dtype)
     ids = jnp.tile(jnp.array([3, 60, -70, 7]), 20)
@@ -465,7 +454,7 @@ def test_no_bags_and_no_rows(bits):
         np.testing.assert_array_equal(got, np.zeros((2, 4)))
 
 
-@pytest.mark.loose_promotion  # optax's adam
+@pytest.mark.usefixtures("loose_promotion")  # optax's adam
 def test_a_step_in_8_bits_touches_the_rows_read():
     x = make_rows(40, 8, 6)
     params = {"t": sj.quantize(x)}
@@ -521,7 +510,7 @@ def test_rows_keep_their_scales_as_long_as_they_fit():
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_training_in_8_bits():
     """Random rounding keeps the effect of updates smaller than half a code."""
     rng = np.random.default_rng(0)
@@ -550,7 +539,7 @@ def test_training_in_8_bits():
 
 
 @pytest.mark.slow
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_a_step_in_8_bits_is_in_place():
     height, width = 200_000, 64
     params = {

@@ -115,7 +115,7 @@ COMPUTE = {
 }
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")
 @pytest.mark.parametrize("name", COMPUTE)
 def test_arithmetic_is_refused(name):
@@ -260,7 +260,7 @@ def gradients():
 
 
 @pytest.mark.window
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", REFUSED_LEAF)
 def test_refused(name):
     f = REFUSED_LEAF[name]
@@ -373,7 +373,7 @@ def test_arguments_of_update_in_the_wrong_order():
             tx.update(PARAMS, tx.init(PARAMS), grads)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_the_likeliest_mistakes_name_their_cause():
     adam, momentum = optax.adam(0.1), optax.sgd(0.1, momentum=0.9)
     names = "SelectedRows|sparsejax.optim.lazy"  # JAX's own error names the class
@@ -506,7 +506,7 @@ def test_exported_with_its_type():
     assert_trees_close(array, G.to_dense())
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.window
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_moves_between_devices(kind):

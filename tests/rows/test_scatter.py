@@ -139,7 +139,6 @@ def weighted_sums(rows, t, v1, v2):
     )
 
 
-@pytest.mark.quick(8)
 @each_case
 def test_weighted_sum(case):
     table, rows = integers((case.height, D)), case.padded

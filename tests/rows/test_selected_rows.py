@@ -121,7 +121,6 @@ def assert_all_equal(actual, expected):
         assert got.shape == want.shape, name
 
 
-@pytest.mark.quick(5)
 @each_case
 def test_every_operation(case):
     rows, height = case.padded, case.height
@@ -132,7 +131,6 @@ def test_every_operation(case):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("row_shape", [(), (1,), (2, 3), (0,)])
 def test_every_operation_on_rows_of_any_rank(row_shape):
     rows = np.array([4, 0, 4, 7, -1, 2])
@@ -173,7 +171,6 @@ def test_every_operation_with_64_bit_ids(x64):
     assert set(floats.values()) == {np.dtype(np.float32)}
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("ids_dtype", ["int8", "int16", "uint8", "uint32"])
 def test_ids_of_narrow_and_unsigned_types(ids_dtype):
     rows = np.array([44, 3, 44, 120, 100], ids_dtype)

@@ -195,7 +195,7 @@ def test_added_in_place():
 # ------------------------------------------------------------------ other libraries
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_optax_apply_updates():
     a, values = make_rows([4, 0, V, 4], V)
     params = {"table": jnp.ones((V, 3)), "bias": jnp.zeros((2,))}
@@ -228,7 +228,7 @@ def test_in_a_flax_struct():
     assert_trees_close(restored.pulled, state.pulled)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_in_an_equinox_module():
     eqx = pytest.importorskip("equinox")
 
@@ -250,7 +250,7 @@ def test_in_an_equinox_module():
     assert not moved.pulled.to_dense().any()
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.filterwarnings("ignore")  # the warnings of orbax are not ours
 def test_orbax_round_trip(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")

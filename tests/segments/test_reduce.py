@@ -66,7 +66,6 @@ def test_all_reductions_are_their_loops(data):
     )
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("ids", "num_segments"),
     [([], S), ([], 0), ([0, -1, 5], 0), ([0] * 5, 1), ([2], S)],
@@ -96,7 +95,6 @@ def test_many_segments():
     np.testing.assert_array_equal(sj.segment_count(x, ids, num_segments), count)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("shape", [(N,), (N, 2, 3), (N, 0)])
 def test_axes_of_data(shape):
     x = floats(shape)
@@ -112,7 +110,6 @@ def test_axes_of_data(shape):
 # ------------------------------------------------------------------ against jax.ops
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NAMESAKES)
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, np.uint32, np.complex64])
 def test_calls_of_jax_ops_are_served(name, dtype):

@@ -14,7 +14,7 @@ import sparsejax as sj
 from reductions import ours
 
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.slow
 
 
 # operator/case -> (reduction, inputs, output, its gradient, gradients of the inputs).

@@ -175,7 +175,6 @@ def test_top_k_hands_its_gradient_to_what_it_took():
 # ------------------------------------------------------------------ vmap, shard_map
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("axes", [(0, None), (None, 1), (1, 0)])
 def test_vmap_over_data_ids_and_both(axes):
     x_axis, ids_axis = axes
@@ -207,7 +206,7 @@ def test_vmap_of_gradients():
     assert_trees_close(together, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_parts_of_segments_are_put_together_inside_shard_map():
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     x = floats((32, 2), dtype=np.float32)
@@ -235,7 +234,7 @@ def test_parts_of_segments_are_put_together_inside_shard_map():
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_columns_are_reduced_apart_inside_shard_map():
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     x = floats((N, 8), dtype=np.float32)
@@ -249,7 +248,7 @@ def test_columns_are_reduced_apart_inside_shard_map():
     assert_trees_close(jax.jit(columns)(x, IDS), jax.jit(f)(x, IDS))
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_mesh_axes_that_types_carry():
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
     x, w = floats((16, 2), dtype=np.float32), floats((16,), 1, np.float32)
@@ -270,7 +269,6 @@ def test_mesh_axes_that_types_carry():
 # ------------------------------------------------------------------ with tables
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ["mean", "max", "logsumexp"])
 def test_a_table_read_through_a_reduction_has_a_sparse_gradient(name):
     table = floats((101, 3), dtype=np.float32)

@@ -56,7 +56,6 @@ def test_unique(ids, capacity):
     check_unique(ids, capacity, unique(ids, capacity))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
 def test_unique_keeps_the_type(dtype):
     limits = np.iinfo(dtype)

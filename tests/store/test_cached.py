@@ -15,7 +15,7 @@ from helpers import assert_in_place, assert_same_bits
 from sparsejax.store import _in_flight, _slots, _staging
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, SLOTS, BATCH = 211, 4, 24, 16
 NORMAL = jax.nn.initializers.normal(0.1)

@@ -15,7 +15,7 @@ from helpers import assert_same_bits, run_python
 from sparsejax.store import _in_flight
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 50, 4
 CAPACITY = 16
@@ -70,7 +70,6 @@ def take_step(store, batch, pulled):
             store.pull(name, np.arange(5), capacity=8)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("depth", [1, 0, 3])
 def test_prefetched_is_synchronous_bit_by_bit(depth):
     for seed in range(8):

@@ -16,7 +16,7 @@ from sparsejax.store import _format, _saving
 from sparsejax.store._key_map import KeyMap
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 24, 2
 ONES = jax.nn.initializers.ones

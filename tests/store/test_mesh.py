@@ -23,7 +23,7 @@ from sparsejax.store import _mesh
 
 
 # The store runs optax, which relies on implicit promotion.
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion]
+pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -17,7 +17,7 @@ from helpers import assert_same_bits, assert_trees_close, compile_as_users_do
 from sparsejax.store._optimizer import Optimizer
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, C = 5000, 16, 4096
 

@@ -20,7 +20,7 @@ from sparsejax.store import _requested_rows as requested
 
 
 # optax's own schedules and moments promote types.
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 60, 5
 NORMAL = jax.nn.initializers.normal(0.1)
@@ -114,7 +114,6 @@ def test_rows_of_any_rank(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_types(dtype):
     table = weights().astype(dtype)
@@ -142,7 +141,6 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_push_is_lazy_on_the_device(name):
     tx = TRANSFORMATIONS[name]()
@@ -182,7 +180,6 @@ def loss(params, ids, targets):
     return jnp.sum(params["w"] * (sj.lookup(params["t"], ids) - targets) ** 2)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_training_on_pulled_rows_is_training_on_the_table(name):
     tx = sj.optim.lazy(TRANSFORMATIONS[name]())
@@ -452,7 +449,7 @@ def test_under_x64(x64):
 # ------------------------------------------------------------------ meshes
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_under_a_mesh(axis_type):
     axis_types = (jax.sharding.AxisType[axis_type],)

@@ -20,7 +20,7 @@ from helpers import assert_same_bits, make_rows, run_python
 from sparsejax.store import _format, _memory, _saving
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 300, 4
 TX = optax.adam(0.1)

@@ -13,7 +13,7 @@ import sparsejax as sj
 from helpers import assert_same_bits
 
 
-pytestmark = pytest.mark.loose_promotion
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 40, 3
 SGD = optax.sgd(1.0)

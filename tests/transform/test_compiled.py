@@ -22,7 +22,7 @@ from sparsejax._lookup.read_rows import read_rows
 
 
 # Dense optax and JAX's own models promote types.
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1),
@@ -54,8 +54,6 @@ def _compile(tx, height, dim, ids):
     return compile_as_users_do(step.lower(params, state, ids, w))
 
 
-@pytest.mark.window(2)
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_place_and_small(name):
     height, dim, ids = 1_000_000, 64, 8192

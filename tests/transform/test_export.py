@@ -74,7 +74,7 @@ RUN = """
 """
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.slow
 def test_exported_step_runs_elsewhere(getkey, tmp_path):
     """In a process without the model's code, bit for bit.
@@ -123,7 +123,7 @@ def test_types_survive_serialization(getkey):
     assert out[1].to_lists() == [[[10, 11], [101]], [[11]]]
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_states_of_all_optimizers_survive_serialization():
     optim, sgd = sj.optim, optax.sgd(0.1, momentum=0.9)
     states = [
@@ -162,8 +162,6 @@ EXPORTED = {
 }
 
 
-@pytest.mark.quick(5)
-@pytest.mark.window(5)
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_for_any_batch(name):
     """The size of the batch is a symbol, and with it the capacity of the gradient."""

@@ -8,7 +8,7 @@ from fuzz import search
 from fuzz_programs import arguments, check, loss_of
 
 
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 
 SCALED = ("binary", 0, 2, 1)  # t * w
 ROWS, FAR = ("lookup_rows", 0, 0, 0), ("lookup_rows", 0, 0, 1)
@@ -66,7 +66,6 @@ CHAINS = {
 }
 
 
-@pytest.mark.window(2)
 @pytest.mark.parametrize("name", CASES)
 def test_programs_that_failed(name):
     """The error was raised while tracing, which is quick."""

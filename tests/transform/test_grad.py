@@ -43,7 +43,6 @@ def _assert_same(sparse, dense):
 # -- arguments -------------------------------------------------------------------------
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("op", [jnp.multiply, jnp.subtract, jnp.maximum])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_parameter_of_one_row_meets_a_table(op, first):
@@ -71,7 +70,6 @@ def test_tree_of_parameters():
     _assert_same(g, want)
 
 
-@pytest.mark.window(3)
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (0, 2), (2, 0), [1, 2], (-1, 0)])
 def test_argnums(argnums):
     def fun(table, w, other):
@@ -109,7 +107,6 @@ def test_keyword_arguments_and_closures():
     assert sj.grad(fun)(table, ids=IDS).capacity == 3
 
 
-@pytest.mark.window(0)
 def test_numpy_and_python_inputs():
     fun = lambda t, s: s * jnp.sum(t[np.array([1])])
     g, gs = sj.grad(fun, (0, 1))(np.ones((40, 2), np.float32), 2.0)
@@ -137,7 +134,6 @@ def test_partial_and_decorated_functions():
 
 
 @pytest.mark.slow
-@pytest.mark.window(0)
 @pytest.mark.parametrize("ids", [[7, -1], [7, 100], [7, 5]])
 def test_gradient_of_a_gradient_names_no_row_that_was_not_read(ids):
     """An id out of range is an empty slot there too, not the nearest row."""
@@ -155,7 +151,6 @@ def test_gradient_of_a_gradient_names_no_row_that_was_not_read(ids):
     np.testing.assert_array_equal(sparse.rows, jnp.where(in_range, ids, 100))
 
 
-@pytest.mark.window(0)
 def test_dense_leaves_are_bit_identical_to_jax():
     table, w = jnp.ones((40, 2)), jnp.linspace(0.0, 1.0, 12).reshape(6, 2)
 
@@ -343,7 +338,6 @@ class Callable:
         return jnp.sum(self.table[ids] @ self.w)
 
 
-@pytest.mark.window(0)
 @pytest.mark.parametrize("leaves", [(True, False), (True, None), (None, None)])
 def test_tables_is_a_tree_that_can_be_called(leaves):
     model = Callable(jnp.ones((10, 2)), jnp.ones(2))
@@ -388,7 +382,6 @@ def test_rows_without_numbers(read, shape):
     assert g.shape == shape and g.values.shape[1:] == shape[1:]
 
 
-@pytest.mark.window(0)
 def test_bags_of_no_ids():
     ids, table = jnp.zeros((2, 3, 0), int), jnp.ones((40, 4))
     for combiner in ("sum", "mean", "max"):
@@ -396,7 +389,6 @@ def test_bags_of_no_ids():
         np.testing.assert_array_equal(out, np.zeros((2, 3, 4)))
 
 
-@pytest.mark.window(4)
 @pytest.mark.parametrize("read", READS)
 def test_debug_nans(read):
     """No NaN arises that is not in the result."""

@@ -173,7 +173,7 @@ def _read_split(table, ids):
     return table.at[ids].get(out_sharding=P("data"))
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
     "kind, read",
     [(AxisType.Auto, lambda table, ids: table[ids]), (AxisType.Explicit, _read_split)],

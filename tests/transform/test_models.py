@@ -18,7 +18,7 @@ import sparsejax as sj
 from helpers import assert_trees_close, is_rows, to_dense
 
 
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.slow]
 
 V, D, K = 97, 4, 3
 IDS = np.array([3, 1, 3])

@@ -11,7 +11,10 @@ import sparsejax as sj
 from sparsejax import _compat
 
 
-pytestmark = [pytest.mark.multidevice, pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [
+    pytest.mark.usefixtures("eight_devices", "loose_promotion"),
+    pytest.mark.window,
+]
 IDS = jnp.array([3, 7, 3, 9, 11, 150, 7, 1])
 W = jnp.arange(1.0, 5.0)
 
@@ -54,8 +57,6 @@ def _control_flow(mesh, vma):
     return body, (P(), P("x")), P()
 
 
-@pytest.mark.quick(3)
-@pytest.mark.window(3)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("vma", [True, False])
 @pytest.mark.parametrize("case", [_psum, _psum_both, _rows_out, _control_flow])

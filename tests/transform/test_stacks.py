@@ -11,7 +11,7 @@ from helpers import assert_no_dense, slow_but
 from sparsejax.transform import interpreter
 
 
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 
 K, V, D = 3, 37, 4
 IDS, FAR = np.array([3, 1, 3]), np.array([3, -1, 500, 36, -40])
@@ -129,8 +129,6 @@ def _close(a, b):
 QUICK = ["out_of_range", "dynamic_table", "some_tables", "vmap", "scan_checkpoint"]
 
 
-@pytest.mark.quick(3)
-@pytest.mark.window(3)
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
 def test_equals_jax_grad(name, x64):
     read, rows = PROGRAMS[name]
@@ -256,7 +254,7 @@ def test_what_the_rows_are(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_stack_in_a_shard_map(check_vma, x64):
     """Every device reads rows of its own copy, or of one table of it."""
@@ -312,13 +310,18 @@ def test_dense_kernels_in_a_stack(x64):
     assert isinstance(g, jax.Array)
 
 
-@pytest.mark.window(1)
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_uses(name, x64):
     loss = _loss(DENSE[name])
     g = sj.grad(loss)(_table())
     assert isinstance(g, jax.Array)
     _close(g, jax.grad(loss)(_table()))
+
+
+def _without_rule(monkeypatch, name):
+    """Until the end of the test; the help of `register_rule` has one for "rev"."""
+    entries = {k: v for k, v in interpreter._RULES._entries.items() if k != name}
+    monkeypatch.setattr(interpreter._RULES, "_entries", entries)
 
 
 def test_a_users_rule_sees_that_a_view_is_a_stack(x64, monkeypatch):
@@ -329,9 +332,7 @@ def test_a_users_rule_sees_that_a_view_is_a_stack(x64, monkeypatch):
         seen.append((table.shape, table.row_axis, table.has_all_rows))
         return NotImplemented
 
-    monkeypatch.setattr(
-        interpreter._RULES, "_entries", dict(interpreter._RULES._entries)
-    )
+    _without_rule(monkeypatch, "rev")
     sj.extend.register_rule("rev")(rule)
     loss = _loss(lambda t: jnp.flip(t, 2)[1, IDS])
     assert not sj.explain(loss)(_table())["table"].sparse
@@ -343,9 +344,7 @@ def test_a_users_rule_sees_that_a_view_is_a_stack(x64, monkeypatch):
 
 def test_a_users_rule_for_stacks(x64, monkeypatch):
     """A rule of a row function is right for every view."""
-    monkeypatch.setattr(
-        interpreter._RULES, "_entries", dict(interpreter._RULES._entries)
-    )
+    _without_rule(monkeypatch, "rev")
 
     @sj.extend.register_rule("rev")
     def reverse_content(ctx, table, *, dimensions):

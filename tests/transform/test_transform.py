@@ -14,7 +14,7 @@ from programs import DENSE, PROGRAMS, V, arguments
 from sparsejax import _compat
 
 
-pytestmark = [pytest.mark.loose_promotion, pytest.mark.window]
+pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
@@ -132,7 +132,6 @@ def test_equals_jax_grad(name, x64):
     _assert_sparse_and_equal(found, want)
 
 
-@pytest.mark.window(3)
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
 def test_equals_jax_grad_outside_of_jit(name, x64):
     _assert_sparse_and_equal(_eager(name), _compiled(name)[1])
@@ -149,7 +148,6 @@ def _assert_sparse_and_equal(found, want):
     assert not np.any(np.asarray(g.values)[np.asarray(g.rows) == V])
 
 
-@pytest.mark.window(4)
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
 def test_under_vmap_and_scan(name, x64):
     vmapped, scanned, want = _transformed(name)["vmap"]
@@ -157,7 +155,6 @@ def test_under_vmap_and_scan(name, x64):
     close(scanned, want)
 
 
-@pytest.mark.window(4)
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
 def test_second_order(name, x64):
     close(*_transformed(name)["second"])
@@ -389,7 +386,7 @@ def test_a_branch_may_return_a_table_that_is_not_differentiated():
     np.testing.assert_array_equal(whole, expected)
 
 
-@pytest.mark.multidevice
+@pytest.mark.usefixtures("eight_devices")
 def test_shardings_of_a_nested_jit_are_kept():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import sparsejax as sj
 
 
-pytestmark = pytest.mark.multidevice
+pytestmark = pytest.mark.usefixtures("eight_devices")
 B = 8 * 3 * 4  # bytes of one device's part below
 
 

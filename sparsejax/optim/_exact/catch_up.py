@@ -52,11 +52,11 @@ class _Records(NamedTuple):
 
 
 class CurrentRows(NamedTuple):
-    """What `tx` needs for the rows of a gradient.
+    """The arguments of `tx` for the rows of a gradient.
 
     Args:
       moments: of these rows, at the present step.
-      correction: what to add to the weights of rows that were not caught up, zero for
+      correction: to be added to weights of rows that were not caught up; zero for
         the others. None if a zero-gradient step does not move weights.
       num_stale: how many rows were not caught up.
       weights_steps: the steps that the weights are of.

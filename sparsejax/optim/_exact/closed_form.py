@@ -74,14 +74,14 @@ LARGE = 1e10  # a sqrt(v) next to which eps is negligible
 
 
 class Recurrence(NamedTuple):
-    """What a zero-gradient step does to one table, see above.
+    """The recurrence of a zero-gradient step of one table, see above.
 
     Args:
       leaves: indices of the optimizer state leaves that follow the table.
       ratios: b, the factor by which such a step multiplies each of them.
       first_moments: positions in `leaves` of the moments that move the weights.
       second_moment: position in `leaves` of the one whose root divides, or None.
-      decays: whether there is decoupled weight decay.
+      decays: True if there is decoupled weight decay.
       horizon: K, the number of terms of F.
       nodes: n, the number of interpolation nodes.
       bound: upper bound of the relative interpolation error of F.
@@ -182,7 +182,7 @@ def zero_gradient_steps(
     state: Any,
     roots: dict[int, Any],
 ) -> dict[int, jax.Array]:
-    """The next K steps on probes: what each subtracts from the weight.
+    """The next K steps on probes: the amount that each subtracts from the weight.
 
     The probes are unit impulses. One for each first moment and each root has that
     moment at 1 and the others at 0. In all K steps their moments are those of now; only

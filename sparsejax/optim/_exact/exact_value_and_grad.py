@@ -64,15 +64,15 @@ def exact_value_and_grad(
       value, grads = sparsejax.value_and_grad(fun)(params, ...)
 
     with R found in the trace of `fun`. Rows that are read only for an auxiliary output
-    are caught up too. Rows that are read only under `stop_gradient` are not: pass them
+    are caught up, too. Rows that are read only under `stop_gradient` are not: pass them
     to `tx.catch_up` yourself. A leaf that is not read by rows is caught up as a whole,
     which costs nothing if it is up to date.
 
     Args:
       fun: a function `fun(params, *args, **kwargs)` with a scalar float output, or
         `(scalar, aux)`.
-      tx: what `sparsejax.optim.exact` returned.
-      has_aux: whether `fun` returns `(loss, aux)`.
+      tx: the result of `sparsejax.optim.exact`.
+      has_aux: True if `fun` returns `(loss, aux)`.
       tables: as in `sparsejax.value_and_grad`.
 
     Returns:
@@ -149,7 +149,7 @@ def _ids_read(call: Call) -> list[Any]:
 
 
 def _check_independent_of_tables(plan: Plan, ids: Callable) -> None:
-    """A ValueError if some of the ids are computed from what is read out of a table."""
+    """Raises a ValueError if some ids are computed from rows of a table."""
     jaxpr, consts = _compat.trace(ids, *plan.call.inputs)
     sites = plan.run.sites
 

@@ -4,15 +4,15 @@ The parts of an optax transformation are closures, so nothing can be read out of
 Instead it is run on probes (see `shadow_model`), as one identifies an unknown system
 from its responses:
 
-- The ratio of a moment is what a zero-gradient step leaves of a 1.
+- The ratio of a moment is the result of a zero-gradient step from a moment of 1.
 - If the update is affine in a moment, that moment moves the weights: a first moment.
 - If the update depends on a moment but is not affine in it, that moment divides: the
   second moment.
-- What moves the weights without any moments is weight decay.
+- A change of the weights while all moments are zero is weight decay.
 
-A first step may differ from all later ones (a flag in the state says so). So the probes
-start from the state of a few steps of training, as well as from that of `init`, and
-what is no moment must be a constant or a step counter from the first step on.
+A first step may differ from all later ones, by a flag in the state. So the probes start
+from the state of `init`, and also from the state after a few steps of training. Leaves
+that are not moments must be constants or step counters from the first step on.
 
 Then the result is verified. The closed form must agree with the optimizer's own
 zero-gradient steps, from several step counts on, for small and large values of every
@@ -71,7 +71,7 @@ def find_recurrence(
       table: the index of the leaf.
 
     Raises:
-      NotExactError: there is none; it says why.
+      NotExactError: no recurrence was found; the message gives the reason.
     """
     try:
         return run_concretely(lambda: _find(tx, treedef, specs, table))
@@ -174,7 +174,7 @@ def _check_single_coordinates(
     in_rows, size = _in_rows(shadow, table)
     rng = np.random.default_rng(0)
     values = rng.random((1 + len(leaves), 4 * size)) + 0.5
-    # Of other signs as well: what looks at signs alone cannot tell positive numbers
+    # Of other signs, too: a part that uses only signs cannot tell positive numbers
     # apart. The root of a negative one is NaN, in both models. And large ones, which a
     # norm clips.
     signs = rng.choice([-1.0, 1.0], values.shape)
@@ -243,7 +243,7 @@ def _classify_moments(
             return (state, probes), None
 
         (state, probes), _ = jax.lax.scan(step, (state, probes), gradients)
-        # What training leaves at 0 may still be set by `init`, from the weights.
+        # A leaf that training leaves at 0 may still be set by `init`, from the weights.
         reached = (m[:1] for m in probes[table].moments)
         reached = tuple(jnp.where(m == 0, jnp.ones_like(m), m) for m in reached)
         ones = Probes(jnp.zeros(1, dtype), tuple(jnp.ones_like(m) for m in reached))
@@ -302,7 +302,8 @@ def _choose_horizon_and_nodes(
 ) -> Recurrence:
     if not recurrence.first_moments:
         return recurrence
-    slowest = max(recurrence.ratios[k] for k in recurrence.first_moments)
+    k = max(recurrence.first_moments, key=lambda k: recurrence.ratios[k])
+    slowest, leaf = recurrence.ratios[k], recurrence.leaves[k]
     if recurrence.second_moment is not None:
         slowest /= max(recurrence.ratios[recurrence.second_moment], 1e-30) ** 0.5
     # Weights shrink meanwhile, so a later term counts for more.
@@ -310,13 +311,15 @@ def _choose_horizon_and_nodes(
     if slowest >= 1:
         raise NotExactError(
             "its momentum does not fade while a row gets no gradient (or not faster "
-            "than the second moment that divides it and the weights)"
+            "than the second moment that divides it and the weights)",
+            leaf,
         )
     steps = closed_form.horizon(slowest)
     if steps > MAX_HORIZON:
         raise NotExactError(
             f"its momentum fades too slowly: {steps} steps would have to be replayed, "
-            f"but the limit is {MAX_HORIZON}"
+            f"but the limit is {MAX_HORIZON}",
+            leaf,
         )
     recurrence = recurrence._replace(horizon=steps)
     if recurrence.second_moment is None:
@@ -324,7 +327,8 @@ def _choose_horizon_and_nodes(
     cases = _terms_of_displacement(shadow, table, recurrence)
     if not all(np.all(np.isfinite(scale)) for _, scale in cases):
         raise NotExactError(
-            "it divides by the root of a moment with nothing added: eps must not be 0"
+            "it divides by the root of a moment with nothing added: eps must not be 0",
+            recurrence.leaves[recurrence.second_moment],
         )
     for nodes in NODES:
         bound = max(closed_form.error_bound(*x, nodes=nodes) for x in cases)
@@ -384,7 +388,7 @@ def _verify(shadow: ShadowModel, table: int, recurrence: Recurrence) -> None:
     fresh = jax.eval_shape(lambda: shadow.init(n))
 
     def run(count):
-        # After one step, for what the first one changes.
+        # After one step, because a first step may differ.
         start = shadow.init(n)
         first = tuple(start[k].reshape(-1) for k in recurrence.leaves)
         first = {table: Probes(jnp.asarray(weights), first)}
@@ -482,7 +486,7 @@ COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 def is_close(a: Any, b: Any) -> bool:
-    """Return True if arrays are equal, those of floats up to rounding."""
+    """Return True if arrays are equal; floats may differ by rounding."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # also if a step is being traced
             a, b = jax.random.key_data(a), jax.random.key_data(b)

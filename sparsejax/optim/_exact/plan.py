@@ -1,4 +1,4 @@
-"""Which leaves are tables, what `tx` does to each of them, and why not to others."""
+"""Chooses the leaves that are tables, with their recurrences or reasons to refuse."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from sparsejax.optim._lazy import judge, state_leaves, trees
 
 
 class Plan(NamedTuple):
-    """What is known about a tree of parameters.
+    """The tables of a tree of parameters.
 
     Args:
       recurrences: by table, in the order of the leaves.
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
         ]
 
     def refusal(self, leaf: int, where: str) -> ValueError:
-        """The error that says why a leaf, which is at `where`, is not a table."""
+        """The error for a leaf at the path `where` that is not a table."""
         if leaf not in self.refused:
             return ValueError(
                 f"sparsejax.optim.exact: {where} is a SelectedRows, but its leaf is "

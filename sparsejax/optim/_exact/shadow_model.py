@@ -4,7 +4,7 @@
 step does by running the transformation on a small copy of the parameter tree. In this
 copy each table is a column of probes, and every other leaf has a single element.
 
-The optimizer state of the copy is what `tx.init` makes of it, except that
+The optimizer state of the copy is made by `tx.init`, except that
 
 - the leaves that follow a table are replaced by the moments of the probes;
 - the others (counts, hyper-parameters) are taken from the real state. The integers

@@ -1,7 +1,7 @@
 """Runs an update over the rows of a table in blocks that stay in the cache.
 
 Three primitives, each with a reference in plain XLA, and a lowering for CPUs
-(`merge_rows` has one for CUDA, too):
+(`merge_rows` also has a lowering for CUDA):
 
 - `merge_rows` sums duplicates into their first slot. On a CPU it finds them by hashing
   and adds them up in place, so no second array of the size of the gradient is made.
@@ -29,8 +29,8 @@ from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._rows import SelectedRows, indexing, merge, merge_cuda
 
 
-# Numbers of one array in a block: several arrays of so many stay in a core's cache.
-_BLOCK_ELEMENTS, _MOST_ROWS = 2**16, 2048
+# Elements of one array in a block: several blocks of this size stay in a core's cache.
+_BLOCK_ELEMENTS, _MAX_ROWS = 2**16, 2048
 
 
 class Program:
@@ -42,8 +42,8 @@ class Program:
       jaxpr: an open jaxpr: `(gradient, *rows of the tables, *operands) -> rows`, rows
         having a first axis of length 1.
       consts: its constants.
-      key: says what the jaxpr does, see `RowFunction.key`; None for a program that is
-        equal to itself alone.
+      key: identifies the function, see `RowFunction.key`; None for a program that
+        equals only itself.
     """
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any], key: Any = None):
@@ -65,7 +65,7 @@ class Program:
 
     @property
     def has_branches(self) -> bool:
-        """Whether there are conditionals in it."""
+        """Return True if it has conditionals."""
         return any(eqn.primitive.name == "cond" for eqn in self.jaxpr.eqns)
 
     @property
@@ -165,10 +165,10 @@ def update_rows(
     """Writes new rows into some tables.
 
     Args:
-      merged: what `merge_rows` returned.
+      merged: the result of `merge_rows`.
       tables: arrays `[V, ...]` that are read by rows.
       operands: other arrays that the function needs.
-      program: what is computed for a row: `(*new rows, update)`.
+      program: computes `(*new rows, update)` for a row.
       writes: for each of the new rows, the table that it is written to.
 
     Returns:
@@ -246,11 +246,11 @@ def reduce_rows(
     """Reduces functions of the rows over the distinct rows and the empty slots.
 
     Args:
-      merged: what `merge_rows` returned.
+      merged: the result of `merge_rows`.
       tables: arrays `[V, ...]` that are read by rows.
       fresh: for each of them a row `[1, ...]` that takes its place in empty slots.
       operands: other arrays that the function needs.
-      program: computes what is reduced from a row.
+      program: computes the operands of the reductions from a row.
       kinds: for each of them the name of the reduction, and its axes, with 0 among
         them.
 
@@ -311,40 +311,9 @@ def _reduce_at_once(rows, at, values, count, *rest, program, num_tables, kinds):
     return _reduce_read(rows, gradient, tables, fresh, others, function, kinds)
 
 
-# What the rows of empty slots add to reductions that `lazy` allows.
-_NEUTRAL = {
-    "reduce_sum": 0,
-    "reduce_prod": 1,
-    "reduce_max": 0,  # of what is not negative, see `judge`
-    "reduce_and": True,
-    "reduce_or": False,
-}
-
-
-def _reduce_gradient(at, values, others, program, kinds):
-    """Reductions that read nothing but the gradient: in order, and not by `at`.
-
-    Slots that were added to others count as empty. The barrier keeps XLA from merging
-    both reductions into one, which a CPU does not share among its threads: the norm of
-    65,536 x 64 takes 0.5 ms, without the barrier 1.4, by blocks 1.8 (2026-11-24).
-    """
-    is_first = jnp.zeros(values.shape[0], bool).at[at].set(True, mode="drop")
-    outs = []
-    for x, (kind, axes) in zip(program.on_rows(1)(values, *others), kinds):
-        total = _COMBINE[kind][0]
-        by_row = total(x, axis=[k for k in axes if k]).astype(x.dtype)
-        by_row = lax.optimization_barrier(by_row)
-        first = indexing.append_axes(is_first, by_row.ndim)
-        by_row = jnp.where(first, by_row, np.asarray(_NEUTRAL[kind], x.dtype))
-        outs.append(total(by_row, axis=0).astype(x.dtype))
-    return outs
-
-
 def _reduce_by_blocks(rows, at, values, count, *rest, program, num_tables, kinds):
     tables, fresh, others = _split(rest, num_tables)
     n = rows.shape[0]
-    if not num_tables and all(kind in _NEUTRAL for kind, _ in kinds):
-        return _reduce_gradient(at, values, others, program, kinds)
     block = _block_rows(n, values.shape[1:])
     # Not the height, which only tables know; an id that no table has.
     rows = _pad(rows, block, _arguments.scalar(jnp.iinfo(rows.dtype).max, rows))
@@ -373,7 +342,7 @@ def _reduce_by_blocks(rows, at, values, count, *rest, program, num_tables, kinds
 
 def _block_rows(n: int, shape: Sequence[int]) -> int:
     rows = _BLOCK_ELEMENTS // max(math.prod(shape), 1)
-    return max(1, min(n, max(16, min(rows, _MOST_ROWS))))
+    return max(1, min(n, max(16, min(rows, _MAX_ROWS))))
 
 
 def _pad(x: jax.Array, block: int, value: Any) -> jax.Array:
@@ -382,7 +351,7 @@ def _pad(x: jax.Array, block: int, value: Any) -> jax.Array:
 
 
 def _turns(count: jax.Array, block: int) -> jax.Array:
-    """How many blocks hold `count` entries."""
+    """The number of blocks that hold `count` entries."""
     return (count + np.int32(block - 1)) // np.int32(block)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from sparsejax import _compat, _primitives
 from sparsejax.optim._lazy import parts
@@ -37,7 +38,7 @@ class Same(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """What is known about a value of the program.
+    """The facts about a value of the program.
 
     Attributes:
       rows: True if it has one entry per row.
@@ -74,7 +75,7 @@ class _Refused(Exception):
     """Raised at an equation that cannot be lifted.
 
     Args:
-      why: what was found.
+      why: the fault.
       tables: the tables that it concerns; empty if these are not known.
       is_proved: False if the equation may be row by row, but is not known to be.
     """
@@ -169,7 +170,7 @@ class Walk:
                 raise RefusedForAll(reason) from None
             for t in tables:
                 self.refused.setdefault(t, reason)
-            # Whatever follows has nothing to add.
+            # Equations that use the result have no other fault to report.
             has_rows = [v.aval.shape != w.aval.shape for v, w in _outs(a, b)]
             table = min(tables)
             return [Fact(r, table if r else None, tables=tables) for r in has_rows]
@@ -241,7 +242,7 @@ def _fact(a, b, ins, part) -> list[Fact]:
             for v in a.outvars
             for value in [_value(a, [f.at_rest for f in ins], ins)]
         ]
-    # What another part of the chain returned is an update here.
+    # A result of another part of the chain is an update here.
     ins = [_received(f, part) for f in ins]
     own = {f.table for f in ins if f.rows and f.table is not None}
     if len(own) > 1:
@@ -277,7 +278,7 @@ def _fact(a, b, ins, part) -> list[Fact]:
 
 
 def _rows_of(v: Any, w: Any) -> int:
-    """How many axes of a value are of rows, from its types in both traces."""
+    """The number of axes that run over rows, from a value's types in both traces."""
     a, b = v.aval.shape, w.aval.shape
     if a == b:
         return 0
@@ -298,7 +299,7 @@ def _received(fact: Fact, part: tuple[Part, ...]) -> Fact:
 
 
 def _reduced(eqn: Any, fact: Fact, table: int | None, part: tuple[Part, ...]) -> Fact:
-    """What is known about a reduction over all rows."""
+    """The facts about a reduction over all rows."""
     kind = eqn.primitive.name
     if kind not in REDUCTIONS:
         raise _Refused(f"{kind} over all rows", is_proved=False)
@@ -341,7 +342,7 @@ _NEUTRAL = {"reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": 
 def _constant(x: Any) -> Fact:
     """A constant of the program."""
     value = None
-    if np.ndim(x) == 0 and not isinstance(x, jax.core.Tracer):
+    if np.ndim(x) == 0 and not isinstance(x, Tracer):
         if not jnp.issubdtype(getattr(x, "dtype", type(x)), jax.dtypes.extended):
             value = np.asarray(x).item()
     return Fact(at_rest=value, empty=value, sign=_sign_of(value))
@@ -493,7 +494,7 @@ def _equal(x: Any, y: Any) -> bool:
     """Return True if two constants are equal."""
     if x is y:
         return True
-    if isinstance(x, jax.core.Tracer) or isinstance(y, jax.core.Tracer):
+    if isinstance(x, Tracer) or isinstance(y, Tracer):
         return False
     if jnp.issubdtype(getattr(x, "dtype", type(x)), jax.dtypes.extended):
         return False

@@ -7,8 +7,8 @@ row from that row's entries (`row_program.row_params`), or reduces over all rows
 constant that differs is a mean over rows, and random bits differ in their number.
 
 A reduction over rows is correct if rows that are not read add nothing to it: with a
-zero gradient, and any weights and state, what is reduced is the neutral element, as it
-is for the norm of a gradient. Otherwise the dense run counts rows that a lifted run
+zero gradient, and any weights and state, its operand is the neutral element, as for the
+norm of a gradient. Otherwise the dense run counts rows that a lifted run
 does not read. Then
 
 - a reduction of *weights* or of *state* refuses (lamb, lars, fromage, dog, sm3, momo);
@@ -16,12 +16,13 @@ does not read. Then
   that are read: `clip_by_global_norm` after adam, which is intended. It must not feed
   state, except through a boolean (`zero_nans`), and empty slots must add nothing to it.
 
-Each value carries a `Fact`: which rows it has, what it was computed from, and its value
+Each value carries a `Fact`: its rows, the arguments it was computed from, and its value
 in a row without a gradient and in an empty slot, if that is a known constant. A part is
 known by the frames of an equation's traceback, which also name it in messages.
 
-What the program does not show is refused by the type of its state (`NOT_LIFTED`), and
-what cannot be proved needs `lazy(tx, check=False)`.
+Some optimizers are wrong by rows although no program of one step shows it (gradients
+held back for later steps): these are refused by the type of their state, `NOT_LIFTED`.
+An update that cannot be proved to work row by row needs `lazy(tx, check=False)`.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ NOT_LIFTED: dict[type, tuple[str, str]] = {
 
 
 class Verdict(NamedTuple):
-    """What a traced step says about its tables.
+    """The tables of a traced step that are refused, and what moves in the others.
 
     Attributes:
       refused: by table, why it cannot be lifted.
-      moved: by table, what changes in a row although its gradient is zero: `WEIGHTS`
-        and paths of leaves of the state.
+      moved: by table, the parts of a row that change although its gradient is zero:
+        `WEIGHTS` and paths of leaves of the state.
     """
 
     refused: dict[int, Reason]
@@ -96,7 +97,7 @@ WEIGHTS = "weights"
 
 
 class Verdicts:
-    """Which tables `tx` can be lifted for, judged once for each tree of parameters.
+    """The verdicts on the tables of `tx`, one for each tree of parameters.
 
     A tree is given by its structure and the specs of its leaves (see `trees`), and a
     table by its leaf index.
@@ -169,8 +170,8 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
     Args:
       tx: an optax transformation.
       params: parameters (or ShapeDtypeStructs) for transformations that need them, like
-        `optax.partition` with labels for a particular tree. The answer is then whether
-        `lazy(tx).init(params)` accepts them: whether some leaf can be lifted. By
+        `optax.partition` with labels for a particular tree. The answer is then True if
+        `lazy(tx).init(params)` accepts them: if some leaf can be lifted. By
         default `tx` is judged on one table.
 
     Returns:
@@ -369,7 +370,7 @@ class _Tree:
         ]
 
     def _walk_init(self) -> tuple[list[Fact], dict[int, Reason]]:
-        """Facts about new state, and what mixes rows in `init`, which is no fault."""
+        """Facts about new state, and reasons from `init`, which may mix rows."""
         walk, args = Walk(), self._of_leaves("weights", None, 0)
         try:
             one, many = self.trace_init(self.one_row), self.trace_init(self.many_rows)
@@ -431,9 +432,9 @@ class _Tree:
                 raise RefusedForAll(_cannot_run(self.tx, error)) from None
 
     def _unflatten(self, leaves: Sequence[Any]) -> Any:
-        leaves = iter(leaves)
+        present = iter(leaves)
         return self.treedef.unflatten(
-            s if _is_absent(s) else next(leaves) for s in self.specs
+            s if _is_absent(s) else next(present) for s in self.specs
         )
 
 
@@ -508,7 +509,7 @@ def _verdict(tree: _Tree, walk: Walk, outs: Sequence[Fact]) -> Verdict:
 
 
 class TableProgram(NamedTuple):
-    """What a transformation does to one table.
+    """The part of a transformation that acts on one table.
 
     Attributes:
       key: equal for tables of the same row shape that are treated alike.
@@ -531,7 +532,7 @@ class TableProgram(NamedTuple):
 def programs(
     tx: Any, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
 ) -> dict[int, TableProgram]:
-    """What a transformation that can be lifted does to each of some tables."""
+    """The programs of some tables, for a transformation that can be lifted."""
     if not tables:
         return {}
     with jax_defaults():
@@ -550,7 +551,7 @@ def programs(
             for j, owner in enumerate(tree.found.owners):
                 wanted[len(tree.tables) + j] = owner == t
             less, kept, used = _compat.only_needed(jaxpr, consts, wanted)
-            # Tables that share a program must share what else it reads, like a count.
+            # Tables of one program must read the same other arguments, like a count.
             shared = [j for j, u in enumerate(used) if u and owners[j] != t]
             key = str(less), tuple(shared), tuple(map(id, kept)), specs[t].dtype
             of_step = (parts.of_equation(eqn, ()) for eqn in less.eqns)

@@ -52,8 +52,8 @@ def lazy(
     For SGD and Adagrad this equals dense training; `is_lazy_exact(tx)` tells for any
     other transformation. `sparsejax.optim.exact` matches dense momentum and Adam.
 
-    The rows of a stack of tables `[K, V, ...]` are those of all its tables, each
-    updated as a row of one table.
+    A stack of tables `[K, V, ...]` has `K * V` rows, each updated as a row of one
+    table.
 
     For the rows R of a gradient, with duplicates summed to g, it computes
 
@@ -64,7 +64,7 @@ def lazy(
     `optax.apply_updates` adds to the table. A table with a dense gradient is updated
     densely. Under `jax.jit`, donate parameters and state to update both in place.
 
-    State that follows a table keeps its dtype at a sparse gradient, also where optax
+    State that follows a table keeps its dtype at a sparse gradient, even if optax
     would promote it, as the moments of a float16 table at float32 gradients.
 
     Put tree-wide transformations inside: `lazy(optax.chain(clip, adam))`, not
@@ -162,10 +162,10 @@ def lazy(
             refused |= judge.refused_by_type(found)
         for i, reason in refused.items():
             where = trees.leaf_paths(grads, "grads")[i]
-            what = f"{where}, which has a SelectedRows gradient,"
+            name = f"{where}, which has a SelectedRows gradient,"
             if i in stacked:
-                what = f"{where}, a stack of tables whose gradient has rows of each,"
-            raise _not_separable(what, reason, i in stacked)
+                name = f"{where}, a stack of tables whose gradient has rows of each,"
+            raise _not_separable(name, reason, i in stacked)
         owners = find(treedef, specs, tables).owners
         row_shapes = {i: leaves[i].row_shape for i in tables}
         checks.check_state_rows(CALL, state, owners, row_shapes)
@@ -202,10 +202,10 @@ def lazy(
 
 
 def _not_separable(
-    what: str, reason: parts.Reason, is_stack: bool = False
+    name: str, reason: parts.Reason, is_stack: bool = False
 ) -> ValueError:
     message = (
-        f"{CALL}: {what} cannot be lifted to rows, because of {reason}. Use an "
+        f"{CALL}: {name} cannot be lifted to rows, because of {reason}. Use an "
         "optimizer that works row by row (adam, adagrad, rmsprop, sgd, lion, ...), or "
         'keep this one for the dense leaves: lazy(optax.partition({"table": '
         'optax.adam(1e-3), "dense": tx}, labels)). sparsejax.optim.is_row_separable '

@@ -1,9 +1,9 @@
 """Names the part of a transformation that an equation or an error comes from.
 
-optax builds transformations from closures, so a chain does not tell what it holds. The
-frames of an equation's traceback do: each part is a function `update` or `update_fn`
-that another one called, and its qualified name starts with the function that made it,
-as in `scale_by_trust_ratio.<locals>.update_fn`.
+optax builds transformations from closures, so the parts of a chain cannot be read out.
+But the frames of an equation's traceback show them: each part is a function `update` or
+`update_fn` that another one called, and its qualified name starts with the function
+that made it, as in `scale_by_trust_ratio.<locals>.update_fn`.
 """
 
 import os
@@ -63,7 +63,7 @@ class Reason(NamedTuple):
     """Why a table cannot be lifted.
 
     Attributes:
-      why: what was found.
+      why: the fault.
       part: name of the part that prevents it.
       can_be_wrong: True if it may also refuse a row-separable transformation.
     """
@@ -84,7 +84,7 @@ def innermost(part: tuple[Part, ...], tx: Any = None) -> Part:
 
 def name_of(tx: Any) -> str:
     """The name of a transformation: the function that made it, or its class."""
-    update = getattr(tx, "update", None)
+    update: Any = getattr(tx, "update", None)
     while hasattr(update, "func"):  # functools.partial
         update = update.func
     return _name(getattr(update, "__qualname__", None) or type(tx).__qualname__)
@@ -134,7 +134,7 @@ def _among(frames: Sequence[tuple[str, str, int]]) -> tuple[Part, ...]:
 
 # The functions of a transformation, as optax calls them.
 _UPDATE = re.compile(r"(\w+_)?(update|init)(_fn)?(_kwargs|_with_arg|_without_arg)?")
-# Frames before those of these files belong to whoever called `lazy`.
+# Frames of the user who called `lazy` come before the frames of these files.
 _TRACERS = frozenset(_OURS + name for name in ("judge.py", "state_leaves.py"))
 
 
@@ -152,7 +152,7 @@ def reason(
 ) -> Reason:
     """A reason with the line that shows it.
 
-    Only a part that is not optax's may be refused wrongly, and what is not proved.
+    A refusal can be wrong for a part that is not optax's, and if it is not proved.
     """
     own = innermost(part)
     shown = f" ({line})" if line else ""

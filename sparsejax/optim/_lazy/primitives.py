@@ -1,4 +1,4 @@
-"""Which primitives work row by row, by property.
+"""Primitives by property: elementwise, reductions, calls, and row by row.
 
 "Row by row" means that an output entry of a row is computed from that row's entry of
 each input.
@@ -37,13 +37,13 @@ def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
     shapes = [v.aval.shape for v in eqn.invars]
     out = eqn.outvars[0].aval.shape
     if name in _primitives.ELEMENTWISE:
-        # An array [1, D] is one row for all; a scalar broadcasts, too.
+        # A scalar broadcasts to all rows, and so does an array [1, D].
         alone = (shape for shape, has_rows in zip(shapes, rows) if not has_rows)
         if any(shape and shape[:1] != (1,) for shape in alone):
             return None
         return params
 
-    def moved(*names):  # axes that must not be those of rows
+    def moved(*names):  # axes that must not run over rows
         for key in names:
             axes = params[key]
             axes = axes if isinstance(axes, (tuple, list)) else (axes,)

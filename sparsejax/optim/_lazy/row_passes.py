@@ -1,11 +1,11 @@
 """One step of a transformation, in passes over the rows of each table.
 
-Inside `jit`, `lazy` runs a transformation that the judge accepts this way. What it
-computes row by row (see `row_program`) is run over blocks of rows (see `block_pass`),
-in three kinds of passes over the rows of a gradient:
+Inside `jit`, `lazy` runs a transformation that the judge accepts this way. The function
+of one row that it computes (see `row_program`) is run over blocks of rows (see
+`block_pass`), in three kinds of passes over the rows of a gradient:
 
 - merge: sum duplicates, once for each table;
-- reduce: what the step needs of all rows first, like a global norm;
+- reduce: a number that the step needs first, like a global norm;
 - update: new rows of weights and state, written in place.
 
 A table whose update is linear in the gradient and has no state, as with SGD, has no
@@ -68,14 +68,14 @@ class Passes(Protocol):
     def scale(self, function: Any) -> SelectedRows | None:
         """The update `function(row)` of each row of the gradient, which is linear.
 
-        None where `update` serves as well.
+        None if `update` is to be used.
         """
         ...
 
 
 @functools.singledispatch
 def passes_over(grad: SelectedRows, table: Any) -> Passes | None:
-    """The passes over a gradient's rows in `table`, or None if there are none."""
+    """The passes over a gradient's rows in `table`, or None if it has none."""
     arrays = grad.rows, grad.values, table
     runs = (
         type(grad) is SelectedRows
@@ -86,12 +86,12 @@ def passes_over(grad: SelectedRows, table: Any) -> Passes | None:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether `x` is an array whose type has no mesh."""
+    """Return True if `x` is an array whose type has no mesh."""
     return isinstance(x, jax.Array) and not _compat.has_mesh(x)
 
 
 def is_traced(grad: SelectedRows, table: Any) -> bool:
-    """Whether they are in a `jit`, and of the types that passes are for."""
+    """Return True inside a `jit`, for the types that passes accept."""
     return (
         grad.capacity > 0
         and grad.height > 0
@@ -139,7 +139,7 @@ class _OneDevice:
 
 @functools.partial(jax.jit, static_argnames="slots")
 def _ascending(rows, values, *, slots):
-    """Distinct rows in ascending order; nothing is computed if nobody looks at them."""
+    """Distinct rows in ascending order; XLA drops an unused sort."""
     order = jnp.argsort(rows)[:slots]
     return rows[order], values[order]
 
@@ -241,7 +241,7 @@ def _fresh(init, treedef, weights, tables):
 
 
 class _Table:
-    """One table in the step: its nodes, and what is computed for its rows.
+    """One table in the step: its nodes, and the functions of its rows.
 
     Args:
       grad: its gradient.
@@ -328,7 +328,7 @@ class _Table:
         return with_known_sum(out, self.weights, table), dict(zip(new, state))
 
     def _trace_once(self, function: RowFunction, nodes, outputs) -> block_pass.Program:
-        """`_trace`, or what it gave for a table that does the same with `outputs`."""
+        """`_trace`, or its result for an earlier table with the same function."""
         key = function.key([self.gradient, *nodes]), nodes.index(self.weight)
         try:
             traced = self.programs.get(key)
@@ -360,6 +360,6 @@ class _Table:
 
 
 def _add(rows: jax.Array, change: jax.Array) -> jax.Array:
-    """What `optax.apply_updates` makes of rows and their update."""
+    """Rows plus their update, as `optax.apply_updates` adds them."""
     dtype = indexing.accumulator_dtype(indexing.promote(rows.dtype, change.dtype))
     return (rows.astype(dtype) + change.astype(dtype)).astype(rows.dtype)

@@ -1,4 +1,4 @@
-"""Splits an update into what is done row by row, and what looks at all rows.
+"""Splits an update into functions of one row and reductions over all rows.
 
 A transformation is traced once, with every table of V rows replaced by a single row.
 Most of what it computes for a table it computes for each row by itself (Adam's
@@ -10,11 +10,11 @@ with rows (counts, schedules, dense leaves). The traced program is run again, in
   needs it, by a pass over the rows.
 - All else is computed at once.
 
-In the end the nodes of the outputs say what has to be computed for each row: a
+In the end the nodes of the outputs determine the function of one row: a
 `RowFunction` of the row's gradient, weights and state and of some global values. It can
 then be run over blocks of rows that stay in the cache, see `block_pass`.
 
-What is not understood raises `NotByRows`; `lazy` then runs the transformation on all
+Any other use of rows raises `NotByRows`; `lazy` then runs the transformation on all
 rows at once.
 """
 
@@ -53,7 +53,7 @@ class Reduction:
     """A reduction of a node over all rows of its table, not computed yet.
 
     Args:
-      node: what is reduced.
+      node: the operand.
       eqn: the equation that reduces it.
       table: which table.
     """
@@ -83,7 +83,7 @@ class _Step:
 
 
 class RowFunction:
-    """What is computed for one row: from inputs and global values to some nodes.
+    """A function of one row: from inputs and global values to some nodes.
 
     Args:
       inputs: nodes of the gradient, the weights and the state rows, whichever are
@@ -127,7 +127,7 @@ class RowFunction:
         return [read(x) for x in self.outputs]
 
     def key(self, rows: Sequence[Node]) -> Any:
-        """What it computes, the same for tables with equal rows.
+        """A key of the function, equal for tables of equal rows that are treated alike.
 
         Args:
           rows: nodes, among them all `inputs`.
@@ -154,7 +154,7 @@ class RowFunction:
         return types, tuple(steps), tuple(map(name, self.outputs))
 
     def is_linear(self, gradient: Node) -> bool:
-        """Whether all outputs are linear in the gradient, and depend on nothing else.
+        """Return True if all outputs are linear in the gradient and use nothing else.
 
         Casts between floats count as linear.
         """
@@ -212,7 +212,7 @@ class _Runner:
         self._pending = []
         self._number = itertools.count()
 
-    def value(self, x):
+    def value(self, x: Any) -> Any:
         """A global value, computed now if it is not known yet."""
         if isinstance(x, Reduction):
             if x.value is None:
@@ -259,7 +259,7 @@ class _Runner:
             return self._cond(eqn, ins, table)
         if not _keeps_rows(eqn, ins):
             raise NotByRows(f"{name} of rows")
-        # What is known later than the rows are read, but before they are used.
+        # A reduction is computed before a row uses it.
         ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
         step = _Step(eqn, ins, next(self._number))
         return [Node(table, v.aval, step, k) for k, v in enumerate(eqn.outvars)]
@@ -267,8 +267,8 @@ class _Runner:
     def _cond(self, eqn, ins, table):
         """A conditional on something global, with rows among its operands.
 
-        What it computes for rows is one equation on nodes. What it computes for all
-        rows is another conditional, of what is global in its branches.
+        Its outputs that have rows come from one equation on nodes. Its global outputs
+        come from another conditional, without the rows.
         """
         index, *ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
         if isinstance(index, Node):
@@ -321,7 +321,7 @@ class _Runner:
 
         So their reductions share a pass over the rows with those outside of it.
         """
-        found = [self.run(*body, ins) for body in bodies]
+        found = [self.run(jaxpr, consts, ins) for jaxpr, consts in bodies]
         outs = []
         for cases in zip(*found):
             if not any(isinstance(x, Node) for x in cases):
@@ -336,7 +336,7 @@ class _Runner:
 
 
 def _reduces_rows(body: tuple[Any, Any]) -> bool:
-    """Return True if a program reduces a first axis, which may be that of rows."""
+    """Return True if a program reduces a first axis, which may run over rows."""
     jaxpr, _ = body
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in REDUCTIONS and 0 in eqn.params["axes"]:

@@ -1,7 +1,7 @@
 """Stacks of tables `[K, V, ...]` in a step, taken for one table `[K * V, ...]`.
 
 A gradient with the rows of a stack has ids that count the rows of all its tables. So
-the step is that of one table: weights and the state that follows them are reshaped
+the step is a step of one table: weights and the state that follows them are reshaped
 before it, and back after it, which inside `jit` costs nothing.
 """
 

@@ -1,4 +1,4 @@
-"""Which leaves of an optimizer's state follow the rows of a table.
+"""Finds the leaves of an optimizer's state that follow the rows of a table.
 
 A state leaf follows a table if row r of the leaf belongs to row r of the table. Adam's
 `mu` and `nu` do, its `count` does not, and neither does a vector of shape `[D]`, even
@@ -47,16 +47,17 @@ def find(
         first two for a `trees.StackSpec`.
     """
     more = _more_rows(tables)
+    blocked: dict[int, tuple[str, int | None]] = {}
     state = _state(init, treedef, specs)
     before, structure = jax.tree_util.tree_flatten_with_path(state)
     grown = _state(init, treedef, _grow(specs, more))
     after, grown_structure = jax.tree.flatten(grown)
     if structure != grown_structure:
         why = "the structure of its state depends on the number of rows"
-        blocked = dict.fromkeys(tables, (why, None))
+        blocked |= {table: (why, None) for table in tables}
         return StateLeaves((None,) * len(before), blocked, state)
 
-    owners, blocked = [], {}
+    owners = []
     table_of = {extra: table for table, extra in more.items()}
     for k, ((path, old), new) in enumerate(zip(before, after)):
         owner = None
@@ -82,7 +83,7 @@ def find(
 def depends_on_shapes(
     init: Callable, treedef: Any, specs: Sequence[Any], leaves: Sequence[int]
 ) -> list[bool]:
-    """For each state leaf, whether its shape depends on that of any of `leaves`."""
+    """For each state leaf, True if its shape depends on a shape of `leaves`."""
     grown = _state(init, treedef, _grow(specs, _more_rows(leaves)))
     before, structure = jax.tree.flatten(_state(init, treedef, specs))
     after, grown_structure = jax.tree.flatten(grown)
@@ -102,7 +103,7 @@ def _state(init: Callable, treedef: Any, specs: Sequence[Any]) -> Any:
 
 
 def _more_rows(leaves: Sequence[int]) -> dict[int, int]:
-    """How many rows to add to each leaf: odd numbers, so no two add up to a third."""
+    """The number of rows to add to each leaf: odd, so no two add up to a third."""
     return {leaf: 2 * k + 3 for k, leaf in enumerate(leaves)}
 
 

@@ -1,7 +1,7 @@
 """Trees of gradients and parameters: their leaves, paths and shapes.
 
-A SelectedRows is one leaf. So are `None` and `optax.MaskedNode`, which JAX and optax
-use where a leaf has no gradient, so the leaves of two trees match by index.
+A SelectedRows is one leaf. `None` and `optax.MaskedNode`, which JAX and optax use for a
+leaf without a gradient, are leaves, too, so the leaves of two trees match by index.
 """
 
 import functools
@@ -29,7 +29,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:
-    """The leaves of `params` in the order of those of `grads`, or None."""
+    """The leaves of `params` in the order of the leaves of `grads`, or None."""
     if params is None:
         return None
     try:
@@ -92,7 +92,7 @@ class StackSpec(jax.ShapeDtypeStruct):
 
 
 def row_axes(spec: Any) -> int:
-    """How many axes of a table run over its rows."""
+    """The number of axes of a table that run over its rows."""
     return 2 if isinstance(spec, StackSpec) else 1
 
 

@@ -65,7 +65,7 @@ def rowwise_adam(
       b2: decay of the second moment, in [0, 1).
       eps: added to the square root of the corrected moment, as in optax and FBGEMM.
         Caffe2 adds it before the correction, where it is `eps / sqrt(1 - b2^t)`.
-      row_count: whether to correct the bias by how often each row was touched, instead
+      row_count: True corrects the bias by how often each row was touched, instead
         of the number of steps.
       mu_dtype: dtype of `mu`; None for the parameter's, but at least float32.
 
@@ -184,7 +184,7 @@ def partial_rowwise_lamb(
       b2: decay of the second moment, in [0, 1).
       eps: added to the square root of the corrected moment.
       weight_decay: the multiple of the weights added to the step before scaling.
-      row_count: whether to correct the bias by how often each row was touched, instead
+      row_count: True corrects the bias by how often each row was touched, instead
         of the number of steps.
       mu_dtype: dtype of `mu`; None for the parameter's, but at least float32.
 

@@ -67,7 +67,7 @@ def map_leaves(
     """Calls `rule(g, *state leaves, w) -> (update, *state leaves)` for each leaf.
 
     Where the gradient is None or `optax.MaskedNode`, it and the state stay unchanged.
-    `w` is None if there are no parameters.
+    `w` is None without parameters.
 
     Returns:
       The tree of updates and the trees of state.
@@ -212,7 +212,7 @@ def find_states(call: str, state: Any, kind: type, maker: str) -> tuple[list[Any
       Leaves and structure.
 
     Raises:
-      ValueError: there is no such state.
+      ValueError: `state` has none.
     """
     is_ours = lambda x: isinstance(x, kind)
     nodes, treedef = jax.tree.flatten(state, is_leaf=is_ours)

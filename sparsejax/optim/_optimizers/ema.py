@@ -76,7 +76,7 @@ def ema(
     Args:
       decay: number in [0, 1), the weight of the past; 0.999 averages over about 1,000
         steps.
-      debias: whether to correct for the start at zero. Without it, averages of the
+      debias: True corrects for the start at zero. Without it, averages of the
         first `1 / (1 - decay)` steps are too small.
       accumulator_dtype: of the averages; by default that of the parameters, at least
         float32.

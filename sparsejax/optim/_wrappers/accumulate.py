@@ -91,7 +91,7 @@ def accumulate(
       every_k_schedule: int k, or a schedule: a function of `gradient_step`.
       capacity: int, slots for each leaf of rank 2 or more; or a tree (prefix) of the
         params with ints for tables and None for leaves with dense gradients. In a tree,
-        an int for a leaf of rank 1 makes that leaf a table too. A leaf with slots may
+        an int for a leaf of rank 1 makes that leaf a table, too. A leaf with slots may
         also have a dense gradient if it has no more rows than slots.
       stacked: True, or a tree (prefix) of the params with True for leaves of rank 3 or
         more that are stacks of tables `[K, V, ...]`, read at (k, v): their slots are
@@ -319,7 +319,7 @@ def _is_none(x: Any) -> bool:
 
 
 def _prefix(prefix: Any, params: Any) -> list[tuple[Any, Any]] | None:
-    """Leaves of a prefix of `params` with their subtrees; None if it is no prefix."""
+    """Leaves of a prefix of `params` with their subtrees; None if it does not fit."""
     try:
         leaves, treedef = jax.tree.flatten(prefix, is_leaf=_is_none)
         return list(zip(leaves, treedef.flatten_up_to(params)))

@@ -99,7 +99,7 @@ def rounding(
         `sparsejax.optim`.
       key: one PRNG key, or an int as its seed. The same key reproduces the same
         training. All replicas of a table need the same key.
-      master: whether to keep float32 copies in the state. They take twice the memory of
+      master: True keeps float32 copies in the state. They take twice the memory of
         the table and, unlike stochastic rounding, lose nothing.
 
     Returns:
@@ -231,7 +231,7 @@ def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
 def _apply_to_quantized(
     table: QuantizedTable, copy: Any, update: SelectedRows, key: Any
 ) -> tuple[Any, Any]:
-    """`_apply` for a QuantizedTable: the update has those of codes and of scales."""
+    """`_apply` for a QuantizedTable: an update of the codes, and one of the scales."""
     update = update.astype(jnp.float32).coalesce()
     rows, height = update.rows, update.height
     if not height:

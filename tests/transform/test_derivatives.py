@@ -85,7 +85,7 @@ def params():
 
 
 # Ids and data of NumPy become constants of the program.
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", LOSSES)
 def test_equals_dense(name, params):
     loss = LOSSES[name]
@@ -97,7 +97,7 @@ def test_equals_dense(name, params):
         assert_trees_close((value, to_dense(grads)), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", ["squares", "dots", "lookup", "quotient", "penalty"])
 def test_under_transformations(name, params):
     """vmap over parameters, inside of a scan, and with the loss checkpointed."""
@@ -115,7 +115,7 @@ def test_under_transformations(name, params):
     assert_trees_close(found, jax.grad(loss)(half), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", LOSSES)
 def test_derivatives_of_gradients(name, params, x64):
     """Forwards and backwards, of first and second order."""
@@ -139,7 +139,7 @@ def test_derivatives_of_gradients(name, params, x64):
     )
 
 
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 def test_a_gradient_inside_of_another_reads_once(params):
     loss = lambda p: jnp.sum(p["t"][I] ** 2)
     norm = lambda p: jnp.sum(sj.grad(loss)(p)["t"].to_dense()[J] ** 2)
@@ -181,8 +181,7 @@ LARGE = {
 }
 
 
-@pytest.mark.quick(2)
-@pytest.mark.loose_promotion
+@pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("tx", ["sgd", "adam"])
 def test_memory_of_a_step(tx, name):
