@@ -29,11 +29,11 @@ from sparsejax.optim import accumulate, lazy
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
-ADAM = lazy(optax.adam(LR))  # what is found out about it is found out once
+ADAM = lazy(optax.adam(LR))  # one object, so that it is judged once
 
 
 def _mean(grads):
-    """One large batch: what the gradients of several come to."""
+    """One large batch, which has the sum of the gradients of several."""
     return {
         "bias": sum(g["bias"] for g in grads) / len(grads),
         "table": sj.concatenate([g["table"] for g in grads]) / len(grads),
@@ -68,7 +68,7 @@ def test_equals_one_large_batch(capacity):
 
 
 def test_equals_multi_steps():
-    """optax.MultiSteps on dense gradients, where lazy is exact."""
+    """Compares with optax.MultiSteps on dense gradients; lazy is exact here."""
     tx = accumulate(lazy(optax.adagrad(LR)), 2, 20)
     dense = optax.MultiSteps(optax.adagrad(LR), 2)
     params = expected = make_params()
@@ -313,7 +313,7 @@ def test_rows_without_slots():
     tx, params = accumulate(ADAM, 2, {"table": None, "bias": None}), make_params()
     with pytest.raises(ValueError, match=r"grads\['table'\] is a SelectedRows.*an int"):
         tx.update(make_grads(0), tx.init(params), params)
-    # One int gives slots to what has rank 2; a tree gives them to what it names.
+    # One int gives slots to leaves of rank 2; a tree gives slots to its leaves.
     params = jnp.zeros(V)
     grad = sj.SelectedRows(jnp.array([2]), jnp.ones(1), V)
     for capacity, tree in ((4, [params]), ({"a": None}, {"a": params})):

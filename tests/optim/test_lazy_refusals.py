@@ -1,4 +1,4 @@
-"""What lazy refuses at update, and what the messages say."""
+"""Refusals of lazy at update, and their messages."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -76,7 +76,7 @@ def test_exact_is_not_lifted(wrap):
     ],
 )
 def test_changed_ids(change):
-    """By code that rebuilds trees; `jax.tree.map` cannot (`test_row_ids`)."""
+    """By code that rebuilds trees; `jax.tree.map` cannot (rows/test_row_ids.py)."""
     changed = _grads(change(_grads()["emb"]["table"]))
     message = r"grads\['emb'\]\['table'\].*ids too.*SelectedRows.map.*inside lazy"
     for update in (ADAM.update, jax.jit(ADAM.update)):
@@ -227,7 +227,7 @@ def test_a_wrong_refusal_can_be_overruled():
 
 @pytest.mark.slow
 def test_the_way_out_is_named_only_where_it_is_one():
-    """Not for optax's own: what was found about these is known to be right."""
+    """Not for optax's own: the verdicts on these are known to be right."""
     table = {"table": jnp.ones((V, D))}
     mean = lambda g, s, p=None: (jax.tree.map(lambda x: x - jnp.mean(x, 0), g), s)
     transposed = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape[::-1]), params)

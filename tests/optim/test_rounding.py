@@ -116,7 +116,7 @@ def test_the_table_gets_the_rounded_weights_bits(dtype):
 
 @pytest.mark.slow
 def test_small_updates_arrive_in_expectation():
-    """64 steps of 2^-11 from 1, where bfloat16 has steps of 2^-8."""
+    """64 steps of 2^-11 from 1; bfloat16 has steps of 2^-8 there."""
     table = jnp.ones((V, 512), jnp.bfloat16)
     values = jnp.full((64, 3, 512), 2**-12, jnp.bfloat16)  # row 4 twice, summed
     rows = jnp.tile(jnp.array([4, V, 4]), (64, 1))
@@ -229,7 +229,7 @@ def test_rows_are_unscaled_and_summed_in_float32():
     assert state.skipped == 0
     expected = -2 * float(jnp.float16(4e4)) / 2**15
     assert updates.to_dense()[3, 0] == expected
-    # And what would vanish in float16 once unscaled does not.
+    # Updates that would vanish in float16 once unscaled do not.
     tiny = grad.map(lambda v: jnp.full_like(v, 2**-14))
     updates, _ = jax.jit(tx.update)(tiny, tx.init(table), table)
     assert updates.to_dense()[3, 0] == -(2**-28)

@@ -102,7 +102,7 @@ def test_many_steps_lose_no_digit():
     assert np.isclose(total, 300_000 * np.log1p(-1e-5), rtol=1e-6)
     late, state = step_of(state)
     assert np.isclose(late, -1e-5, rtol=1e-6)
-    # A float alone would be off by much more.
+    # A plain float would be off by much more.
     high = state.log_decay[0]
     assert abs(float(high + jnp.float32(-1e-5)) - float(high) + 1e-5) > 1e-8
 
