@@ -32,18 +32,13 @@ def _grads(rows=None):
 
 
 @pytest.mark.parametrize(
-    "not_one", [jnp.sin, lambda x: x, optax.adam, optax.linear_schedule(0, 1, 2)]
+    "not_one", [jnp.sin, lambda x: x, optax.linear_schedule(0, 1, 2)]
 )
 def test_functions_are_not_transformations(not_one):
     with pytest.raises(
         TypeError, match="lazy: tx must be an optax transformation.*sparsify"
     ):
         lazy(not_one)
-
-
-def test_other_objects_are_not_transformations():
-    with pytest.raises(TypeError, match="for example optax.adam.*got a float"):
-        lazy(0.1)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +91,6 @@ def test_other_shapes(rows):
     message = r"grads\['emb'\]\['table'\] must have the shape .* \(23, 5\), got"
     with pytest.raises(ValueError, match=message):
         ADAM.update(_grads(rows), ADAM.init(PARAMS), PARAMS)
-
-
-def test_other_height_than_the_state():
-    rows = sj.SelectedRows(jnp.array([1]), jnp.ones((1, D)), V + 1)
-    with pytest.raises(ValueError, match="the state does not match these gradients"):
-        ADAM.update(_grads(rows), ADAM.init(PARAMS))
-
-
-def test_state_of_another_tree():
-    state = ADAM.init({"bias": jnp.zeros(D)})
-    with pytest.raises(ValueError, match="lazy: .*leaves instead of.*init or the last"):
-        ADAM.update(_grads(), state, PARAMS)
 
 
 def test_gradients_of_another_tree():

@@ -283,9 +283,7 @@ def test_what_is_out_of_range_is_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    "name", ["ftrl", "partial_rowwise_lamb", "weight_decay", "ema"]
-)
+@pytest.mark.parametrize("name", ["partial_rowwise_lamb", "weight_decay", "ema"])
 def test_params_are_asked_for(name):
     tx, _ = made(name)
     state = tx.init(make_params())

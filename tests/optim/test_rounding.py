@@ -340,11 +340,6 @@ def test_own_code_promotes_nothing():
 # ------------------------------------------------------------------ refusals
 
 
-def test_rounding_needs_a_key_or_a_master():
-    with pytest.raises(ValueError, match="rounding: pass key=.*or master=Tru"):
-        rounding(ADAM)
-
-
 @pytest.mark.parametrize("key", [None, 0.5, jnp.ones(2), jnp.zeros((3, 2), jnp.uint32)])
 def test_rounding_needs_one_key(key):
     with pytest.raises(TypeError, match="rounding: key must be one PRNG key or an int"):
@@ -360,18 +355,6 @@ def test_the_same_key_in_other_words():
     for other in others:
         assert_same_bits(other, first)
     assert not jnp.array_equal(_round(x, jnp.bfloat16, as_key(4)), first)
-
-
-def test_rounding_needs_params():
-    tx = rounding(ADAM, 0)
-    with pytest.raises(ValueError, match="rounding: update needs params"):
-        tx.update(make_grads(0), tx.init(make_params()))
-
-
-@pytest.mark.parametrize("make", [lambda x: rounding(x, 0), dynamic_loss_scale])
-def test_what_is_not_a_transformation(make):
-    with pytest.raises(TypeError, match=r"must be.*lazy\(optax.adam.*got a float"):
-        make(0.1)
 
 
 @pytest.mark.parametrize(
