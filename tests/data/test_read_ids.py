@@ -239,6 +239,7 @@ def test_malformed_rows_are_named(tmp_path, rows, message):
         ("md5", {}, TypeError, "must be a HashIds, a Vocabulary, or an int"),
         (9, dict(separator="::"), ValueError, "separator must be 'auto' or one"),
         (9, dict(header=1), TypeError, "header must be True or False"),
+        (2**31, {}, ValueError, "from 2 to 2147483647.* got 2147483648"),
         (9, dict(missing="x"), TypeError, "missing must be a number, got 'x'"),
         (9, dict(source=None), TypeError, "source must be a path.* got None"),
         (9, dict(source=io.BytesIO()), TypeError, "source must be a path.*BytesIO"),

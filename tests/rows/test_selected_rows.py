@@ -571,6 +571,8 @@ def test_maker_errors():
         make_(jnp.ones((2, 1), jnp.int32), values, V)
     with pytest.raises(ValueError, match="rows must have shape"):
         make_(jnp.array([1]), jnp.float32(1), V)
+    with pytest.raises(ValueError, match="needs 64-bit ids. Set jax_enable_x64"):
+        make_(jnp.array([1, 2]), values, 2**31)
 
 
 def test_a_height_beyond_32_bits(x64):

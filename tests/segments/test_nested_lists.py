@@ -145,6 +145,7 @@ def test_of_unsorted_segments_with_empty_elements():
         ("abc", TypeError, "got a str"),
         ([[1, None]], TypeError, "got NoneType and int"),
         ([{True: 1}], TypeError, "keys of a map must be integers, got bool"),
+        ([[2**31]], ValueError, "lists must fit in int32, got .* 2147483648"),
         ([[2**70]], TypeError, "must be concrete numbers .*got int"),
     ],
 )

@@ -91,6 +91,8 @@ def test_ids_out_of_range():
         store.pull("t", np.array([3, -1, 60, 2]))
     pulled = store.pull("t", np.array([3, -1, 60, 2]), mode="drop")
     np.testing.assert_array_equal(pulled.rows[:3], [2, 3, V])
+    with pytest.raises(ValueError, match="out of range"):
+        store.pull("t", np.array([2**63 + 5], np.uint64))
 
 
 @pytest.mark.parametrize("shape", [(V,), (V, 2, 3), (V, 0)])
