@@ -72,8 +72,6 @@ def test_describe_unknown_dimensions_and_names():
 def test_describe_refuses():
     with pytest.raises(ValueError, match="one name for each of the 2 variables.*a, b"):
         sj.desc.describe({"a": spec(1), "b": spec(1)}, ["x"])
-    with pytest.raises(ValueError, match="more than one variable is named 'x'"):
-        sj.desc.describe({"a": spec(1), "b": spec(1)}, ["x", "x"])
     with pytest.raises(TypeError, match="a.0 must be an array.* got a str"):
         sj.desc.describe({"a": ["table"]})
 
@@ -136,22 +134,11 @@ def test_bytes_by_hand():
 
 def test_bytes_refuse():
     good = sj.desc.VarDesc("x", "LOD_TENSOR", "float32", (2,))
-    with pytest.raises(TypeError, match=r"\[to_bytes\(desc\) for desc in"):
-        sj.desc.to_bytes([good])  # pyright: ignore[reportArgumentType]
-    for changes, message in (
-        ({"data_type": "uint16"}, "the data type of x .* got uint16"),
-        ({"type": "TABLE"}, "the type of x must be LOD_TENSOR or .* got 'TABLE'"),
-        ({"dims": (-2,)}, "dims of x"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sj.desc.to_bytes(dataclasses.replace(good, **changes))
+    with pytest.raises(ValueError, match="dims of x"):
+        sj.desc.to_bytes(dataclasses.replace(good, dims=(-2,)))
     with pytest.raises(ValueError, match="3 bytes are not a VarDesc .missing: type"):
         sj.desc.from_bytes(b"\x0a\x01x")
-    with pytest.raises(TypeError, match="must be bytes.* got a str"):
-        sj.desc.from_bytes("x")  # pyright: ignore[reportArgumentType]
     without = b"\x0a\x01x\x10\x01"
-    with pytest.raises(ValueError, match="SELECTED_ROWS lacks .* selected_rows_desc"):
-        sj.desc.from_bytes(without)
     with pytest.raises(ValueError, match="missing: selected_rows_desc.data_type"):
         sj.desc.from_bytes(without + b"\x22\x02\x08\x63")
 
@@ -205,8 +192,6 @@ def test_infer_several_arguments_aux_and_steps():
         ("table@GRAD", "SELECTED_ROWS"),
         ("other@GRAD", "LOD_TENSOR"),
     ]
-    with pytest.raises(TypeError, match="pass has_aux=True"):
-        sj.desc.infer(with_aux, *args)
     one = sj.desc.infer(with_aux, *args, has_aux=True)
     assert [d.name for d in one.gradients] == ["table@GRAD"]
 

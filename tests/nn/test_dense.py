@@ -316,8 +316,6 @@ WRONG_FIELDS = [
     ),
     (lambda: sj.nn.Dense(2, param_dtype=None), "param_dtype must be a real fl"),  # pyright: ignore[reportArgumentType]
     (lambda: sj.nn.Dense(2, kernel_init=1.0), "kernel_init must be a function"),  # pyright: ignore
-    (lambda: sj.nn.Dense(2, use_bias=1), "use_bias must be True or False, got 1"),  # pyright: ignore
-    (lambda: sj.nn.Dense(2, sparse_grad="no"), "sparse_grad must .* or None"),  # pyright: ignore
 ]
 
 
@@ -336,21 +334,10 @@ def _st(values):
 
 ONES = jnp.ones((2, C))
 WRONG_CALLS = [
-    (DENSE, lambda p: (p["kernel"], ONES), r"keys \['bias', 'kernel'\], got a float32"),
-    (DENSE, lambda p: ({"w": 1}, ONES), r"got keys \['w'\]"),
     (DENSE, lambda p: ({**p, "kernel": "k"}, ONES), "must be an array of shape"),
-    (
-        DENSE,
-        lambda p: ({**p, "kernel": jnp.ones((C, 3))}, ONES),
-        "not match this layer",
-    ),
-    (DENSE, lambda p: (p, jnp.ones((2, 5))), r"x must have 211 columns .* got 5"),
-    (DENSE, lambda p: (p, sparse.csr_matrix((2, 5))), "in_features.*, got 5"),
     (DENSE, lambda p: (p, jnp.ones(())), r"must be a numeric array \[..., 211\]"),
-    (DENSE, lambda p: (p, jnp.ones((2, C), bool)), r"got bool of shape \(2, 211\)"),
     (DENSE, lambda p: (p, object()), "got an object"),
     (DENSE, lambda p: (p, _st(jnp.ones(3))), r"got float32\[3\]"),
-    (DENSE, lambda p: (p, _st({"id": jnp.arange(3)})), r"got \{'id': int32\[3\]\}"),
     (
         DENSE,
         lambda p: (p, _st({"index": jnp.ones(3), "value": jnp.ones(3)})),

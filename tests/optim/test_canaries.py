@@ -1,4 +1,4 @@
-"""What sparsejax.optim reads out of optax, name by name.
+"""The names of optax that sparsejax.optim reads.
 
 None of these names is a documented interface of optax. A release that changes one of
 them fails the test of that name, which says where the name is used.
@@ -61,7 +61,7 @@ def test_known_as(name):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_update_functions_are_recognized():
-    """By their names in tracebacks, so that the parts of a chain are told apart."""
+    """The names in tracebacks, by which messages name the parts of a chain."""
     makers = [*SEPARABLE.values(), *(make for make, _ in REFUSED.values())]
     for _, module, _, entries in optax_table.SECTIONS:
         makers += [e.make for name, e in entries.items() if hasattr(module, name)]
@@ -124,7 +124,7 @@ def test_not_lifted(kind):
     )
 
 
-# ------------------------------------------------------------------ the rest
+# ------------------------------------------------------------------ other names
 
 
 def test_transformations():

@@ -56,7 +56,7 @@ def test_chains_of_lazies():
 )
 def test_lazy_inside_of_other_transformations(outer):
     outside, inside = outer(lazy(optax.adam(LR))), outer(optax.adam(LR))
-    # apply_if_finite looks at every number, those of empty slots too.
+    # apply_if_finite looks at every number, including the numbers of empty slots.
     params, grads = make_params(), jax.tree.map(jnp.nan_to_num, make_grads(0))
     state = outside.init(params)
     updates, new_state = jax.jit(outside.update)(grads, state, params)
@@ -205,7 +205,7 @@ def test_learning_rate_may_change_between_transformations():
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [jax.disable_jit, jax.checking_leaks, jax.debug_nans])
 def test_under_jaxs_settings(make):
-    """A fresh transformation each time: judging runs under them, too."""
+    """A fresh transformation each time, so that the judge runs under them."""
     tx, params = lazy(optax.rmsprop(LR, eps=0.0)), jnp.ones((V, D))
     values = jnp.asarray(np.ones((3, D), np.float32))
     grads = sj.SelectedRows(jnp.array([1, 1, V]), values, V)

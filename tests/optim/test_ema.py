@@ -58,7 +58,7 @@ def test_all_rows_have_the_dense_average_after_every_step(debias):
     assert np.abs(found["table"] - params["table"]).max() > 0.05
     last = np.asarray(state[-1].last["table"])
     assert last[5:].tolist() == [0] * 6 and last[:5].max() == 9
-    # What was never touched is in no array of the state.
+    # Rows that were never touched are not in the state.
     assert_same_bits(state[-1].average["table"][5:], jnp.zeros((6, D)))
     if debias:
         assert_same_bits(found["table"][5:], start[5:])
@@ -74,7 +74,7 @@ def test_long_gaps_lose_no_digit():
     _, state = tx.update(first, tx.init(table), table)
     table = table + first
     state = state._replace(count=state.count + gap)
-    exact = 2.0  # the average of what was 2 from the first step on
+    exact = 2.0  # the average of rows that were 2 from the first step on
     np.testing.assert_allclose(ema_params(table, state), [[exact], [4.0]], rtol=1e-6)
     _, state = tx.update(second, state, table)
     table = table + second

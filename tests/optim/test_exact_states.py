@@ -49,7 +49,7 @@ class Gated(NamedTuple):
 
 
 def gated(first, after, is_open):
-    """Momentum with a part of the state that says when it moves the weights."""
+    """Momentum with a part of the state that decides when it moves the weights."""
 
     def init(params):
         return Gated(optax.tree.zeros_like(params), jnp.asarray(first))

@@ -112,7 +112,7 @@ def test_a_large_sum_of_squares_loses_no_step():
 
 
 def test_starts_from_weights_when_z_stands_for_them():
-    """What the docstring tells: z = -w * (beta / lr + l2) - sign(w) * l1."""
+    """The formula of the docstring: z = -w * (beta / lr + l2) - sign(w) * l1."""
     lr, beta, l1, l2 = 0.1, 1.0, 0.3, 0.2
     w = jnp.asarray(_gradients(1)[0])
     tx = ftrl(lr, beta, l1, l2)

@@ -1,4 +1,4 @@
-"""Which transformations may be lifted, and by what name the others are refused.
+"""Transformations that may be lifted, and the names in refusals of the others.
 
 The judge reads the program. Its oracle, `tests/tools/probe.py`, runs the transformation
 on random numbers.
@@ -46,7 +46,7 @@ def test_refused_by_name_at_init(name):
     make, named = REFUSED[name]
     tx = make()
     assert not is_row_separable(tx)
-    # Wide enough for what factors second moments; lookahead wants its own parameters.
+    # Wide enough to factor second moments; lookahead wants its own parameters.
     params = jnp.zeros((300, 130))
     with pytest.raises(ValueError, match=f"sparsejax.optim.lazy: .*{named}"):
         lazy(tx).init({"table": params, "bias": jnp.zeros(130)})
@@ -54,7 +54,7 @@ def test_refused_by_name_at_init(name):
 
 # Of these the oracle and the judge differ, as is intended: (refused by the judge, why).
 INTENDED = {
-    # A dense run clips by the norm of all rows, a lifted one by that of the rows read.
+    # A dense run clips by the norm of all rows, a lifted one by the read rows' norm.
     "adamw_clip": False,
     "injected_adamw_clip": False,
     # The oracle compares leaves; lazy needs a state whose structure stays.
@@ -222,7 +222,7 @@ def test_a_norm_over_all_leaves_hides_nothing(norm):
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("make", [optax.contrib.dog, optax.contrib.dowg])
 def test_a_large_dense_leaf_hides_nothing(make):
-    """Of what is added up over all leaves, a table of few rows may be a small part."""
+    """A table of few rows may be a small part of a sum over all leaves."""
     params = {"t": jnp.ones((50, 6)), "w": jnp.ones((300, 70))}
     even = lambda step, **extra_args: step % 2 == 0
     for tx in (make(), optax.conditionally_mask(make(), even)):
@@ -258,7 +258,7 @@ LATE = optax.conditionally_transform(optax.scale_by_trust_ratio(), _later)
     ],
 )
 def test_a_part_that_does_nothing_at_first_is_refused(tx):
-    """Clips that nothing is large enough for yet, and what is undone or comes later."""
+    """Clips that do not clip yet, and effects that are undone or come later."""
     assert not is_row_separable(tx)
     with pytest.raises(ValueError, match="because of (scale_by|clip_by|adaptive)_"):
         lazy(tx).init(PARAMS)
@@ -342,10 +342,10 @@ def test_judged_leaf_by_leaf():
     assert is_row_separable(tx, TREE)
     assert not is_row_separable(tx)  # needs this tree
     assert not is_row_separable(_partition(optax.lamb(LR), optax.lars(LR)), TREE)
-    # The kernel has more rows, and what follows sees both.
+    # The kernel has more rows, and the next part sees both.
     clipped = optax.chain(tx, optax.clip_by_global_norm(1.0))
     assert is_row_separable(clipped, TREE)
-    # A gradient may be held back where it is dense.
+    # A dense gradient may be held back.
     tx = _partition(optax.adam(LR), optax.apply_every(2))
     assert is_row_separable(tx, TREE)
 
@@ -364,7 +364,7 @@ def test_labels_may_be_a_function():
 
 
 def test_each_tree_is_judged_by_itself():
-    """What was found for one is remembered, and is not said of another."""
+    """The verdict on one is remembered, and does not apply to another."""
     is_bad: Any = lambda params: {k: k == "bad" for k in params}
     tx = lazy(optax.masked(optax.scale_by_trust_ratio(), is_bad))
     good, bad = {"good": jnp.ones((50, 6))}, {"bad": jnp.ones((50, 6))}
@@ -439,7 +439,7 @@ def test_judged_the_same_in_any_trace():
 
 @pytest.mark.usefixtures("loose_promotion")
 def test_random_keys_in_the_state_are_compared_in_any_trace():
-    """Noise is for the dense leaves alone, which needs the tree."""
+    """Only the dense leaves get noise, which needs the tree."""
     noise = optax.add_noise(0.1, 0.5, key=jax.random.key(0))
     tx = lazy(optax.chain(optax.masked(noise, {"t": False, "w": True}), optax.sgd(LR)))
     params = {"t": jnp.ones((50, 6)), "w": jnp.ones(6)}
@@ -451,7 +451,7 @@ def test_random_keys_in_the_state_are_compared_in_any_trace():
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap])
 def test_schedules_are_numbers_in_a_trace(wrap, promotion):
-    """Else what holds one counts as made in the trace, which cannot be tested."""
+    """Otherwise its holder counts as made in the trace, which cannot be tested."""
     injected = optax.inject_hyperparams(optax.sgd)(optax.cosine_decay_schedule(LR, 9))
     tx = lazy(optax.chain(injected, optax.scale_by_trust_ratio()))
     with jax.numpy_dtype_promotion(promotion):

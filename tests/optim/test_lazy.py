@@ -36,7 +36,7 @@ from sparsejax.optim import global_norm, lazy
 # optax itself relies on implicit promotion; the last test is about our own code.
 pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
 
-ADAM = lazy(optax.adam(LR))  # what is found out about it is found out once
+ADAM = lazy(optax.adam(LR))  # one object, so that it is judged once
 
 
 def ones(*shape):
@@ -137,7 +137,7 @@ def test_a_clip_after_momentum_sees_the_rows_read(name):
 
 
 def test_empty_slots_take_no_part():
-    """Neither in a later clip, nor with NaN where everything is zero."""
+    """Neither in a later clip, nor as NaN if all numbers are zero."""
     values = np.full((4, D), np.nan, np.float32)
     values[0] = 1.0
     grads = sj.SelectedRows(jnp.array([3, V, V, V]), values, V)
@@ -277,7 +277,7 @@ def test_none_and_masked_leaves():
 
 
 def test_two_tables_of_one_height_and_a_square_one():
-    """Which state leaf follows which table is not told by shapes."""
+    """Shapes do not decide which state leaf follows which table."""
     params = {"a": ones(D, D), "b": ones(D, D), "c": ones(D)}
     tx = ADAM
     state = tx.init(params)
@@ -297,7 +297,7 @@ def test_extra_arguments_are_passed_on():
     updates, _ = tx.update(grads, state, params, value=1.0)
     expected, _ = optax.polyak_sgd().update(to_dense(grads), state, params, value=1.0)
     assert_trees_close(to_dense(updates), expected)
-    # What takes none ignores them.
+    # Transformations without extra arguments ignore them.
     tx = lazy(optax.sgd(LR))
     tx.update(grads, tx.init(params), params, value=1.0)
 

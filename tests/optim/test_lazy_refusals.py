@@ -1,4 +1,4 @@
-"""What lazy refuses at update, and what the messages say."""
+"""Refusals of lazy at update, and their messages."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -32,18 +32,13 @@ def _grads(rows=None):
 
 
 @pytest.mark.parametrize(
-    "not_one", [jnp.sin, lambda x: x, optax.adam, optax.linear_schedule(0, 1, 2)]
+    "not_one", [jnp.sin, lambda x: x, optax.linear_schedule(0, 1, 2)]
 )
 def test_functions_are_not_transformations(not_one):
     with pytest.raises(
         TypeError, match="lazy: tx must be an optax transformation.*sparsify"
     ):
         lazy(not_one)
-
-
-def test_other_objects_are_not_transformations():
-    with pytest.raises(TypeError, match="for example optax.adam.*got a float"):
-        lazy(0.1)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +71,7 @@ def test_exact_is_not_lifted(wrap):
     ],
 )
 def test_changed_ids(change):
-    """By code that rebuilds trees; `jax.tree.map` cannot (`test_row_ids`)."""
+    """By code that rebuilds trees; `jax.tree.map` cannot (rows/test_row_ids.py)."""
     changed = _grads(change(_grads()["emb"]["table"]))
     message = r"grads\['emb'\]\['table'\].*ids too.*SelectedRows.map.*inside lazy"
     for update in (ADAM.update, jax.jit(ADAM.update)):
@@ -96,18 +91,6 @@ def test_other_shapes(rows):
     message = r"grads\['emb'\]\['table'\] must have the shape .* \(23, 5\), got"
     with pytest.raises(ValueError, match=message):
         ADAM.update(_grads(rows), ADAM.init(PARAMS), PARAMS)
-
-
-def test_other_height_than_the_state():
-    rows = sj.SelectedRows(jnp.array([1]), jnp.ones((1, D)), V + 1)
-    with pytest.raises(ValueError, match="the state does not match these gradients"):
-        ADAM.update(_grads(rows), ADAM.init(PARAMS))
-
-
-def test_state_of_another_tree():
-    state = ADAM.init({"bias": jnp.zeros(D)})
-    with pytest.raises(ValueError, match="lazy: .*leaves instead of.*init or the last"):
-        ADAM.update(_grads(), state, PARAMS)
 
 
 def test_gradients_of_another_tree():
@@ -227,7 +210,7 @@ def test_a_wrong_refusal_can_be_overruled():
 
 @pytest.mark.slow
 def test_the_way_out_is_named_only_where_it_is_one():
-    """Not for optax's own: what was found about these is known to be right."""
+    """Not for optax's own: the verdicts on these are known to be right."""
     table = {"table": jnp.ones((V, D))}
     mean = lambda g, s, p=None: (jax.tree.map(lambda x: x - jnp.mean(x, 0), g), s)
     transposed = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape[::-1]), params)

@@ -1,4 +1,4 @@
-"""A jitted step with donated buffers costs what the rows read cost."""
+"""A jitted step with donated buffers costs as much as the read rows."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -120,7 +120,7 @@ def test_a_donated_step_runs():
     assert jnp.all(jnp.isclose(new_params[3], 0.9)) and jnp.all(new_params[4] == 1)
 
 
-# ------------------------------------------------------------------ what XLA honours
+# ------------------------------------------------------------------ promises to XLA
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_step_that_may_be_skipped_is_in_place():
 
 
 def test_the_scatter_is_of_unique_sorted_rows():
-    """`scatter_rows`: what XLA is told about the ids reaches the compiled program."""
+    """`scatter_rows`: its promises about the ids reach the compiled program."""
 
     def write(table, ids, values):
         rows = sj.SelectedRows(ids, values, 40)

@@ -1,4 +1,4 @@
-"""docs/optax_table.md says what is so, of every transformation that optax has."""
+"""docs/optax_table.md is right about every transformation of optax."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -96,7 +96,7 @@ def test_clipping_of_duplicates_is_bit_exact_where_sums_are():
     [
         optax.sgd(LR, momentum=0.9),
         optax.adam(LR),
-        optax.rmsprop(LR),  # the weights rest, the second moment fades
+        optax.rmsprop(LR),  # the weights stay, the second moment fades
         optax.chain(optax.add_decayed_weights(0.1), optax.sgd(LR)),
         optax.lamb(LR),  # not by rows at all
     ],

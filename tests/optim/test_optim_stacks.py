@@ -76,7 +76,7 @@ OPTIMIZERS = {
         {"a": optax.rmsprop(0.1), "b": optax.lamb(0.1)}, {"stack": "a", "w": "b"}
     ),
 }
-EXACT = ("sgd", "adagrad")  # without a gradient these leave a row alone
+EXACT = ("sgd", "adagrad")  # these do not move a row without a gradient
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_compiled_step_is_in_place():
 
 @pytest.mark.slow
 def test_refused_for_a_stack():
-    """What treats the first axis as the rows would see whole tables."""
+    """A part that treats the first axis as the rows would see whole tables."""
     params = _params()
     g = sj.grad(_loss)(params)
     for tx, named in (

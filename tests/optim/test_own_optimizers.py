@@ -1,7 +1,7 @@
-"""What all transformations of our own have in common, whatever their rule.
+"""Properties that all our own transformations share.
 
 Each takes dense and SelectedRows gradients, bare and inside of `lazy(chain(...))`,
-under strict promotion. The rules themselves are in test_optim_ftrl.py,
+under strict promotion. The rules themselves are in test_ftrl.py,
 test_rowwise.py and test_weight_decay.py.
 """
 
@@ -51,7 +51,7 @@ MAKERS = {
     "ema": lambda lr=LR: optim.ema(0.9),
 }
 each = pytest.mark.parametrize("name", MAKERS)
-# One of each file, where the rule matters less.
+# One of each file, for tests in which the rule matters less.
 some = pytest.mark.parametrize(
     "name", ["ftrl", "rowwise_adagrad", "rowwise_adam_row_count", "weight_decay"]
 )
@@ -59,7 +59,7 @@ some = pytest.mark.parametrize(
 
 @functools.cache
 def made(name):
-    """A transformation and its jitted step; what is found out about it stays known."""
+    """A transformation and its jitted step, which is judged once."""
     tx = MAKERS[name]()
     return tx, jax.jit(functools.partial(_step, tx), compiler_options=QUICKLY)
 
@@ -130,7 +130,7 @@ def test_is_row_separable(name):
 @pytest.mark.usefixtures("loose_promotion")  # optax's clip
 @some
 def test_inside_of_a_lazy_chain(name):
-    """The same as bare, on what the clip makes of the merged rows."""
+    """The same as bare, on the clipped merged rows."""
     tx, step = made(name)
     params, grads = make_params(), make_grads(0)
     chain = lazy(optax.chain(optax.clip_by_global_norm(0.5), tx))
@@ -283,9 +283,7 @@ def test_what_is_out_of_range_is_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize(
-    "name", ["ftrl", "partial_rowwise_lamb", "weight_decay", "ema"]
-)
+@pytest.mark.parametrize("name", ["partial_rowwise_lamb", "weight_decay", "ema"])
 def test_params_are_asked_for(name):
     tx, _ = made(name)
     state = tx.init(make_params())

@@ -43,7 +43,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 class Rule(NamedTuple):
-    """An optimizer, where the peer's states are in its state, and how it is fed."""
+    """An optimizer, the places of the peer's states in its state, and its inputs."""
 
     tx: Any
     states: dict[str, str] = {}  # the peer's name -> ours
@@ -244,7 +244,7 @@ def _rule(system, op, hyper, dense):
 
 def _is_dense(case):
     if case["system"] == "mxnet":
-        # FTRL on dense weights, and what has no sparse kernel, walks over all rows.
+        # FTRL on dense weights and operators without a sparse kernel step all rows.
         falls_back = case["op"] in ("ftrl", "rmsprop") and "dnsw" in case["name"]
         return case["grad_stype"] == "default" or falls_back
     return case["system"] == "paddle" and "dense" in case["name"]

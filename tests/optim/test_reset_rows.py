@@ -29,7 +29,7 @@ CHOSEN = {name: SEPARABLE[name] for name in OF_OPTAX.split()} | OWN
 
 
 def _params():
-    # The row that is reset starts at what it is reset to.
+    # The reset row starts at its new weights.
     table = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
     table[2] = 0
     return {"table": jnp.asarray(table), "w": jnp.ones(D)}
@@ -147,7 +147,7 @@ def test_missed_decay_counts_from_the_reset():
 
 @pytest.mark.slow
 def test_rows_of_exact_are_up_to_date():
-    """What dense training would do to a row of ones that is new at step 2."""
+    """Dense training of a row of ones that is new at step 2."""
     tx = sj.optim.exact(optax.adamw(0.1, weight_decay=0.5))
     params = {"table": jnp.ones((V, 1))}
     state = tx.init(params)
@@ -176,7 +176,7 @@ def test_rows_of_exact_are_up_to_date():
 
 @pytest.mark.parametrize("capacity", slow_but([3, V, None], 3))
 def test_accumulated_gradients_are_dropped(capacity):
-    """And the slots of other rows stay where they are."""
+    """The slots of other rows stay where they are."""
     tx = sj.optim.accumulate(sj.optim.lazy(optax.sgd(1.0)), 2, capacity={"t": capacity})
     params = {"t": jnp.zeros((V, 1))}
     grad = lambda rows, x: {"t": sj.SelectedRows(rows, jnp.full((2, 1), x), V)}

@@ -1,4 +1,4 @@
-"""What `lazy` does inside jit: one pass over the rows of a table, in blocks.
+"""`lazy` inside jit: one pass over the rows of a table, in blocks.
 
 That its results are those of a dense run is tested with all optimizers elsewhere
 (tests/optim/test_lazy.py). Here: which steps are run this way, that they equal the
@@ -225,7 +225,7 @@ def test_an_update_is_differentiable():
 
     args = values, params["table"]
     got, want = jax.jit(jax.grad(loss, (0, 1)))(*args), jax.grad(loss, (0, 1))(*args)
-    close(got, want, rtol=1e-3, atol=1e-4)  # Adam divides by what is nearly zero
+    close(got, want, rtol=1e-3, atol=1e-4)  # Adam divides by numbers near zero
 
 
 @pytest.mark.usefixtures("eight_devices")

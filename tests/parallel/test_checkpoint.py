@@ -126,7 +126,7 @@ def test_meshes_of_two_axes_explicit_axes_and_columns(tmp_path):
             like = sj.parallel.shard_rows(spec, mesh, axis)
             restored = sj.parallel.restore(path, like)
             assert_same_table(restored, sj.parallel.shard_rows(table, mesh, axis))
-        # What eval_shape gives over Explicit axes names a mesh without devices.
+        # The results of eval_shape over Explicit axes name a mesh without devices.
         params = sj.parallel.shard_rows(table, explicit, "x")
         like = jax.eval_shape(lambda x: x, params)
         assert_same_table(sj.parallel.restore(path, like), params)
@@ -275,7 +275,7 @@ def test_training_goes_on_where_it_stopped(tmp_path):
 def test_a_save_holds_what_was_there_when_it_was_called(tmp_path, monkeypatch):
     """Writing is held up until the saved arrays were donated and overwritten."""
     step = jax.jit(lambda t: jax.tree.map(lambda x: x * 2, t), donate_argnums=0)
-    # Larger than what is written without waiting, and made by a program: its own.
+    # Larger than a write without waiting, and made by a program: its own buffer.
     make = lambda: {"t": sharded(table_of(height=2003), 4, "mod"), "w": jnp.ones(999)}
     tree, before = step(make()), step(make())
     held, may_write = threading.Event(), threading.Event()
@@ -315,7 +315,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_good_checkpoint(tmp_pat
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # Each process that came after a kill checked what it found; and kills did hit.
+    # Each process after a kill checked its files, and kills did hit.
     hits = [line for line in done.stdout.splitlines() if line.endswith(": 1")]
     assert hits and "Error" not in done.stderr, done.stdout + done.stderr
     options = ocp.CheckpointManagerOptions(cleanup_tmp_directories=True)

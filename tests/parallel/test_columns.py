@@ -1,4 +1,4 @@
-"""Tables cut by columns: what they give, and what the compiled step moves."""
+"""Tables cut by columns: their results, and the traffic of the compiled step."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""What a step over devices costs, read off the compiled program: wire, memory."""
+"""The cost of a step over devices, read off the compiled program: wire, memory."""
 
 import functools
 import re
@@ -125,7 +125,7 @@ def test_owners_hold_what_a_round_carries(name):
     assert two > 1.9 * four > 3.6 * eight
     as_many_ids = temporaries(2, BATCH // 4)
     assert eight < 1.1 * as_many_ids
-    # What a device reads, merges, sends and receives: arrays with a row for each id.
+    # A device reads, merges, sends and receives arrays with a row for each id.
     assert eight < 7 * 4 * DIM * BATCH // 8
 
 

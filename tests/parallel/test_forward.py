@@ -108,7 +108,7 @@ def test_reads_as_of_an_array(size):
     dense = sharded["table"].to_dense()
     np.testing.assert_allclose(dense, grads["table"], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(sharded["w"], grads["w"], rtol=1e-5, atol=1e-5)
-    # What lies out of range is read as of an array, but is not in the gradient.
+    # Ids out of range read as from an array, but are not in the gradient.
     out = lambda table: jnp.sum(table[jnp.array([V + 5, 3])])
     rows = sj.grad(out)(params["table"]).values
     assert int(rows.num_rows()) == 1
@@ -127,7 +127,7 @@ def test_without_a_gradient():
     found = jax.jit(run, static_argnums=0)("rows", ids)
     np.testing.assert_array_equal(found["rows"], table[ids])
     assert run("a", ids)["n"] == found["n"] == 3
-    # What JAX differentiates has the gradient of an array.
+    # A table that JAX differentiates has the gradient of an array.
     dense = jax.grad(lambda t: jnp.sum(t[ids] ** 2))(jnp.asarray(table))
     grad = jax.grad(lambda t: jnp.sum(sj.parallel.forward(take)(t, ids) ** 2))(sharded)
     np.testing.assert_allclose(grad.to_dense(), dense, rtol=1e-6)
@@ -180,7 +180,7 @@ def test_whole_table_uses_name_the_line():
 
 
 def test_programs_of_a_walk_are_not_taken_for_others():
-    """JAX keeps what it traced for `jit`: with a walk, and without."""
+    """JAX keeps its traces for `jit`, with a walk and without."""
     sharded = sj.parallel.shard_rows(make_table(), make_mesh(8), "x")
     rows = jax.jit(lambda t, i: t[i])
     loss = lambda t, i: jnp.sum(rows(t, i))

@@ -87,7 +87,7 @@ def _dense_step(tx, params, state, ids, targets):
 
 
 def _check_training(trained, name):
-    """What an optimizer made of each kind of ids, against one device."""
+    """The weights that an optimizer trained on each kind of ids, against one device."""
     tx = worker.OPTIMIZERS[name]
     step = jax.jit(functools.partial(_dense_step, tx))
     for kind in worker.KINDS:
@@ -116,7 +116,7 @@ def test_two_processes_train_like_one_device(tmp_path):
         first = sj.parallel.restore(manager, _like(), step=worker.TABLE_STEP)
         for name in worker.OPTIMIZERS:
             _check_training(first, name)
-        # They restored what they saved into the other layout, and saved that.
+        # They restored their checkpoint into the other layout, and saved that.
         second = sj.parallel.restore(manager, _like(), step=worker.BLOCK_STEP)
         for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -1,7 +1,7 @@
 """Owners that apply rows range by range, as they arrive, without holding them all.
 
-The oracle is the optimizer on plain arrays; how it sums rows is no concern of it. What
-a program holds is in test_exchange.py.
+The oracle is the optimizer on plain arrays; the order of its sums does not matter.
+test_exchange.py checks the memory of the programs.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _batches():
     ids = rng.integers(0, V, N_IDS)
     return {
         "uniform": ids,
-        # Each device has a range of its own: what one sends, the others wait for.
+        # Each device has its own range: the others wait for its rows.
         "apart": np.sort(ids),
         "one owner": 8 * (ids // 8),
         "one id": np.full(N_IDS, 5),

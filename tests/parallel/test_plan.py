@@ -1,4 +1,4 @@
-"""plan: its formulas against compiled programs, what it measures and recommends."""
+"""plan: its formulas against compiled programs, its measures and its advice."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false
@@ -25,7 +25,7 @@ def make_ids():
 
 
 def compiled_wire(layout, sample, capacity, distinct):
-    """What a step with this layout sends, read from the compiled program."""
+    """The bytes that a step with this layout sends, from the compiled program."""
     mesh = jax.make_mesh(
         (N,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N]
     )
@@ -57,7 +57,7 @@ def compiled_wire(layout, sample, capacity, distinct):
     return sj.viz.wire_bytes(compiled, branch=min)
 
 
-# XLA gathers the ids of a column-sharded table three times, where it must.
+# XLA gathers the ids of a column-sharded table three times, if it must.
 @pytest.mark.parametrize(
     ("layout", "tolerance"),
     [
@@ -155,7 +155,7 @@ def test_recommendations_and_memory_limits():
 
 
 def test_reads_are_found_in_a_loss():
-    """With abstract parameters too, since ids depend on the batch alone."""
+    """Works with abstract parameters, since ids depend only on the batch."""
 
     def loss(params, batch):
         rows = params["a"][batch["ids"] // 2]

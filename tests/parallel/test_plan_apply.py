@@ -1,4 +1,4 @@
-"""plan.apply: models trained on one device and on eight, and what a step then sends.
+"""plan.apply: models trained on one device and on eight, and the bytes of a step.
 
 The oracle is the same program without a plan, on one device.
 """
@@ -147,7 +147,7 @@ def test_trained_on_one_device_and_on_eight(name):
         assert_trees_close(whole(trained), plain, rtol=1e-5, atol=1e-5)
 
 
-# ------------------------------------------------------------------ what a step sends
+# ------------------------------------------------------------------ bytes on the wire
 
 HEIGHT, WIDTH, READS, DEVICES = 100_003, 32, 20_480, 4
 

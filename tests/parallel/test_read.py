@@ -431,7 +431,7 @@ def test_a_read_is_one_primitive():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_jit_finds_the_devices_of_the_mesh(kind):
-    """Though neither table nor ids are on them, and no jax.set_mesh says so."""
+    """Although neither table nor ids are on them, without jax.set_mesh."""
     mesh, axis = _mesh("4", kind)
     table = sj.parallel.shard_rows(_table(), mesh, axis)
     loose = table.map(lambda x: jnp.asarray(np.asarray(x)))

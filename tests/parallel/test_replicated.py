@@ -104,7 +104,7 @@ def test_over_an_axis_of_vmap(capacity):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_rows_of_the_whole_batch_are_only_gathered(kind):
-    """Under `jax.set_mesh` JAX's own mesh says that the axis is not one device's."""
+    """Under `jax.set_mesh`, JAX's own mesh shows that the axis spans devices."""
     mesh, g = make_mesh(kind=kind), slots(10)
     split = jax.device_put(g, NamedSharding(mesh, P("x")))
     both = lambda g: sj.parallel.psum({"g": g, "n": jnp.ones(())}, "x", capacity=9)
@@ -153,7 +153,7 @@ def make_step(tx, reduce=lambda grads: grads, value_and_grad=sj.value_and_grad):
 @pytest.mark.parametrize(
     ("capacity", "kind"),
     [
-        ("no call", AxisType.Explicit),  # what jax.make_mesh gives
+        ("no call", AxisType.Explicit),  # the result of jax.make_mesh
         (None, AxisType.Auto),
         (8, AxisType.Explicit),
     ],
@@ -194,7 +194,7 @@ def test_data_parallel_equals_one_device(capacity, kind):
 
 @pytest.mark.window
 def test_by_hand_in_shard_map():
-    # What one writes without data_parallel: the gradient of each device's mean loss.
+    # The step without data_parallel: the gradient of each device's mean loss.
     mesh, lifted = make_mesh(), sj.optim.lazy(optax.adagrad(0.1))
     step = make_step(lifted, lambda grads: sj.parallel.pmean(grads, "x"))
 

@@ -94,7 +94,7 @@ class _Both:
 
 
 def _run_here(code, directory, monkeypatch):
-    """Runs the script on two devices of this process; what it defines."""
+    """Runs the script on two devices of this process; returns its names."""
 
     def leave(code):
         raise AssertionError(f"the script ended with {code}")

@@ -40,7 +40,7 @@ def _loss(read, table, ids):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_state_made_inside_jit(kind):
     mesh = _mesh(kind)
-    # As JAX writes what is on every device: in types with a part for each axis.
+    # JAX writes arrays on every device in types with a part for each axis.
     everywhere = P(None) if kind == AxisType.Explicit else P()
     dense = jax.device_put(np.ones(D, np.float32), NamedSharding(mesh, everywhere))
     params = {"table": sj.parallel.shard_rows(TABLE, mesh, "x"), "b": dense}

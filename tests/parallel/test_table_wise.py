@@ -78,7 +78,7 @@ def make_params(layer):
 def make_step(loss_fn, tx) -> Any:
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        # Also where a batch reads more than a quarter of the stack.
+        # Even if a batch reads more than a quarter of the stack.
         sparse = {"tables": True, "w": False}
         loss, grads = sj.value_and_grad(loss_fn, tables=sparse)(params, batch)
         updates, state = tx.update(grads, state, params)
@@ -227,7 +227,7 @@ def test_means_of_16_bits_do_not_overflow():
 
 @pytest.mark.parametrize("how", ["vmap", "vmap of one", "cond", "checkpoint"])
 def test_inside_of_transformations(how):
-    """Where slots no longer lie on the devices that read them, they are sent."""
+    """Slots that are not on the devices that read them are sent."""
     layer, tx = collection(), sj.optim.lazy(optax.adam(0.05))
     place, split = on_mesh("2 hosts of 4")
     loss_fn = make_loss(layer)
@@ -306,7 +306,7 @@ def bags_of(length, heights, width=32):
 
 @pytest.mark.parametrize("layout", ["table-wise", "table-row-wise"])
 def test_plan_is_applied_and_its_bytes_are_sent(layout):
-    """Of bags the owners' sums are sent, less than half of what rows would take."""
+    """For bags, the owners' sums are sent: less than half of the bytes of rows."""
     heights = [30_000, 20_000, 9_000, 8_000, 7_000, 6_000, 5_000, 3_000]
     layer, loss_fn, batch_of = bags_of(20, heights)
     mesh = jax.make_mesh(
@@ -345,7 +345,7 @@ def test_plan_is_applied_and_its_bytes_are_sent(layout):
     in_place = {"scatter", "fusion", "dynamic-update-slice"}
     assert made <= {"parameter", "get-tuple-element"} | in_place, made
     assert f"[{4 * rows}," not in text and f"[{sum(heights)}," not in text
-    # The first step's buffers are those of NumPy, which are never overwritten.
+    # The first step's buffers belong to NumPy, and are never overwritten.
     where = lambda table: [
         shard.data.unsafe_buffer_pointer() for shard in table.values.addressable_shards
     ]
@@ -376,7 +376,7 @@ def test_plan_chooses_table_wise_for_bags_not_for_single_ids():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_positions_ids_and_ranges_agree(seed):
-    """Every way to ask where a row is has the same answer."""
+    """All functions that locate a row agree."""
     rng = np.random.default_rng(seed)
     shards = int(rng.choice([1, 2, 4, 8]))
     count = int(rng.choice([g for g in (1, 2, 4, 8) if shards % g == 0]))
@@ -441,7 +441,7 @@ def test_checkpoint_moves_tables_to_other_devices(tmp_path):
 
 
 def test_weights_of_padding_do_not_matter():
-    """As on one device, even where they are no numbers."""
+    """As on one device, even for NaN."""
     layer = sj.nn.EmbeddingCollection({"a": sj.nn.EmbeddingBag(9, 2, padding_id=0)})
     (name,) = params = layer.init(jax.random.key(0))
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])

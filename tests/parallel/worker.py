@@ -42,7 +42,7 @@ TABLE_STEP, BLOCK_STEP, STATE_STEP = 5, 6, 7
 CRASH_HEIGHT, CRASH_PATIENCE = 100_001, 60  # rows; seconds
 
 
-# ------------------------------------------------------------------ what is trained
+# ------------------------------------------------------------------ training
 
 
 def batches(kind):
@@ -130,7 +130,7 @@ def train(port, process, directory):
         as_block = sj.parallel.restore(manager, as_block)
         sj.parallel.save(manager, as_block, step=BLOCK_STEP)
         sj.parallel.save(manager, (params, state), step=STATE_STEP)
-        # Into state that each process has for itself: it goes where the table goes.
+        # Into state of each process: it goes where the table goes.
         nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
         found = sj.parallel.restore(manager, (params, nowhere), step=STATE_STEP)[1]
         assert len(tables_of(found)) == 2  # Adam's moments
@@ -145,7 +145,7 @@ def train(port, process, directory):
 
 
 def contents(step):
-    """A tree that says of which step it is in each of its values."""
+    """A tree whose values are all the number of its step."""
     return {"table": np.full((CRASH_HEIGHT, 16), step, np.float32), "step": step}
 
 

@@ -190,14 +190,10 @@ def test_rounding_at_random_is_unbiased(bits):
 def test_rows_that_are_not_finite():
     x = make_rows(6)
     x[2, 1], x[4, 0] = np.nan, np.inf
-    with pytest.raises(ValueError, match="2 of 6 rows.*the first is row 2"):
-        sj.quantize(x)
     got = jax.jit(lambda x: sj.quantize(x, 4).dequantize())(x)
     bad = np.isnan(got).all(axis=1)
     assert bad.tolist() == [False, False, True, False, True, False]
     assert not np.isnan(got[~bad]).any()
-    with pytest.raises(ValueError, match="beyond float16"):
-        sj.quantize(np.array([[-1e5, 0.0]], F32), 4)
     wide = sj.quantize(np.array([[-1e5, 0.0]], F32), 4, scale_dtype=F32)
     assert wide.get(0).tolist() == [-1e5, 0.0]
 

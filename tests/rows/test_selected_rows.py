@@ -342,14 +342,9 @@ def test_other_dtypes_stay(dtype, x64):
     assert (a * 2).dtype == dtype
 
 
-OVERFLOW = r"coalesce: 3 distinct rows do not fit in capacity=2\. Pass capacity=3"
-
-
 def test_coalesce_overflow():
     rows = jnp.array([4, 0, 6, 4, V])
     a = sj.SelectedRows(rows, ones(5, 2), V)
-    with pytest.raises(ValueError, match=OVERFLOW):
-        a.coalesce(capacity=2)
 
     @jax.jit
     def run(a):
@@ -368,10 +363,6 @@ def test_coalesce_overflow():
 
 def test_overflow_of_integers_cannot_be_told_inside_jit():
     a = sj.SelectedRows(jnp.array([4, 0]), ones(2, 2, dtype=np.int32), V)
-    with pytest.raises(ValueError, match="int32 values cannot .*return_overflow"):
-        jax.jit(lambda a: a.coalesce(capacity=1))(a)
-    with pytest.raises(ValueError, match="do not fit"):
-        a.coalesce(capacity=1)
     out, overflow = jax.jit(lambda a: a.coalesce(1, return_overflow=True))(a)
     assert out.rows.tolist() == [0] and overflow == 1
 
@@ -413,8 +404,6 @@ def test_from_dense():
     assert inside.rows.tolist() == [1, 3, 4, 4]
     assert_trees_close(back, x)
     assert wide.rows.tolist() == [1, 3, 4] and wide.values.tolist()[2] == [0, 0]
-    with pytest.raises(ValueError, match="from_dense: 2 distinct rows do not fit"):
-        sj.SelectedRows.from_dense(x, capacity=1)
     assert np.isnan(short.values).all()
 
 
@@ -424,11 +413,6 @@ def test_from_dense_of_other_shapes(shape):
     a = sj.SelectedRows.from_dense(x)
     assert a.shape == shape
     np.testing.assert_array_equal(a.to_dense(), x)
-
-
-def test_from_dense_of_a_scalar():
-    with pytest.raises(ValueError, match="at least one axis, got a scalar"):
-        sj.SelectedRows.from_dense(jnp.float32(1))
 
 
 # ------------------------------------------------------------------ empty slots
@@ -578,39 +562,15 @@ def test_made_of_types_alone():
     assert sr.shape == (1000, 2) and sr.rows == spec((3,), jnp.int8)
 
 
-def test_addends_of_other_shapes_are_named():
-    sr = sj.SelectedRows(jnp.array([1]), jnp.ones((1, 3)), V)
-    for other in (
-        sj.SelectedRows(jnp.array([1]), jnp.ones((1, 3)), V + 1),
-        sj.SelectedRows(jnp.array([1]), jnp.ones((1, 2)), V),
-    ):
-        with pytest.raises(ValueError, match=r"SelectedRows \+"):
-            _ = sr + other
-
-
 def test_maker_errors():
     values = jnp.ones((2, 3))
     make_: Any = sj.SelectedRows
-    with pytest.raises(
-        TypeError, match=r"rows must be integers.*float32.*SelectedRows\.map"
-    ):
-        make_(jnp.array([1.0, 2.0]), values, V)
     with pytest.raises(TypeError, match="rows must be integers.*bool"):
         make_(jnp.array([True, False]), values, V)
     with pytest.raises(ValueError, match=r"\(2, 1\) and \(2, 3\).*jax\.vmap"):
         make_(jnp.ones((2, 1), jnp.int32), values, V)
-    with pytest.raises(ValueError, match=r"\(3,\) and \(2, 3\)"):
-        make_(jnp.array([1, 2, 3]), values, V)
     with pytest.raises(ValueError, match="rows must have shape"):
         make_(jnp.array([1]), jnp.float32(1), V)
-    with pytest.raises(TypeError, match="height must be a static.* int, got 7.5"):
-        make_(jnp.array([1, 2]), values, 7.5)
-    with pytest.raises(
-        ValueError, match="height must be a static, non-negative int, got -1"
-    ):
-        make_(jnp.array([1, 2]), values, -1)
-    with pytest.raises(TypeError, match="height must be a static, non-negative int"):
-        jax.jit(lambda h: make_(jnp.array([1, 2]), values, h))(7)
     with pytest.raises(ValueError, match="needs 64-bit ids. Set jax_enable_x64"):
         make_(jnp.array([1, 2]), values, 2**31)
 
@@ -627,8 +587,6 @@ def test_a_height_beyond_32_bits(x64):
 
 def test_errors_of_get_retain_and_map():
     a, _ = make_rows([4, 0], V)
-    with pytest.raises(TypeError, match=r"SelectedRows\.get: ids must be integers"):
-        a.get(jnp.array([1.0]))
     with pytest.raises(TypeError, match=r"SelectedRows\.retain: ids must be integers"):
         a.retain([1.0])
     with pytest.raises(ValueError, match=r"must keep the number .* 2, .*\(3,\)"):
@@ -707,14 +665,6 @@ def test_gradients(x64):
     check_grads(jax.jit(everything), (values,), order=1, modes=("fwd", "rev"))
     square = lambda x, v: (x + make_(v) * make_(v)) ** 2
     check_grads(jax.jit(square), (array, values), order=2)
-
-
-def test_ids_that_a_tree_wide_function_changed_are_told():
-    rows = sj.SelectedRows([1], jnp.ones((1, 2)), 4)
-    structure = jax.tree.structure(rows)
-    halved = jax.tree.unflatten(structure, [np.array([0.5]), np.ones((1, 2))])
-    with pytest.raises(TypeError, match=r"must be integers.*lazy"):
-        operator.add(jnp.ones((4, 2)), halved)
 
 
 @pytest.mark.slow

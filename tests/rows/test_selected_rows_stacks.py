@@ -98,15 +98,6 @@ def test_gradient_with_respect_to_a_stack():
     assert_same_bits(found.rows, g.rows)
 
 
-@pytest.mark.parametrize(
-    "stack, error",
-    [(3, TypeError), ((2.0,), TypeError), ((4,), ValueError), ((0,), ValueError)],
-)
-def test_wrong_stacks(stack, error):
-    with pytest.raises(error, match="stack"):
-        sj.SelectedRows(ROWS, VALUES, K * V, stack=stack)
-
-
 def test_refused():
     calls = {
         "lookup": lambda g: sj.lookup(g, jnp.array([1])),

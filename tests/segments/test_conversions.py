@@ -243,20 +243,13 @@ def test_x64(x64):
             TypeError,
             "must be an array of in",
         ),
-        (lambda: sj.lengths_to_offsets([[1, 2]]), ValueError, r"one axis, \[K\]"),
         (lambda: sj.lengths_to_offsets(3), ValueError, r"got shape \(\)"),
         (lambda: sj.offsets_to_lengths([[0]]), ValueError, r"one axis, \[K \+ 1\]"),
         (lambda: sj.segment_ids_to_lengths([[0]]), ValueError, r"one axis, \[n\]"),
         (lambda: sj.lengths_to_ranges([1, -2]), ValueError, "got -2 for segment 1"),
         (lambda: sj.offsets_to_lengths([]), ValueError, "K . 1 entries .*, got none"),
-        (lambda: sj.offsets_to_lengths([0, 3, 2]), ValueError, "2 after 3 at pos.* 2"),
         (lambda: sj.lengths_to_segment_ids([2], -1), ValueError, "total .* got -1"),
-        (lambda: sj.lengths_to_segment_ids([2], HALF), TypeError, "total .* got 2.5"),
-        (lambda: sj.lengths_to_segment_ids([2, 3], 4), ValueError, "5, more than tota"),
-        (lambda: sj.segment_ids_to_lengths([0], -3), ValueError, "non-neg.*, got -3"),
         (lambda: sj.segment_ids_to_lengths([0], TEXT), TypeError, "static.*, got '3'"),
-        (lambda: sj.segment_ids_to_ranges([1, 0]), ValueError, "sorted, got 0 after 1"),
-        (lambda: sj.lengths_to_offsets([2**30] * 2), ValueError, "sum to 2147483648"),
     ],
 )
 def test_refuses(call, error, match):
@@ -264,18 +257,9 @@ def test_refuses(call, error, match):
         call()
 
 
-@pytest.mark.parametrize(
-    "f, match",
-    [
-        (sj.lengths_to_segment_ids, "Pass total"),
-        (sj.segment_ids_to_lengths, "Pass num_segments"),
-        (sj.segment_ids_to_ranges, "Pass num_segments"),
-    ],
-)
-def test_under_jit_sizes_must_be_given(f, match):
-    with pytest.raises(
-        ValueError, match=f"sparsejax.{f.__name__}: inside jit.*{match}"
-    ):
+def test_under_jit_sizes_must_be_given():
+    f = sj.segment_ids_to_ranges
+    with pytest.raises(ValueError, match="ranges: inside jit.*Pass num_segments"):
         jax.eval_shape(f, jax.ShapeDtypeStruct((3,), jnp.int32))
 
 

@@ -142,29 +142,9 @@ def test_of_unsorted_segments_with_empty_elements():
 @pytest.mark.parametrize(
     "lists, error, match",
     [
-        ([1, 2, 3], TypeError, "got an int for a segment"),
-        (7, TypeError, "list of segments.*got an int"),
         ("abc", TypeError, "got a str"),
-        ([[1], 2], TypeError, "got an int for a segment"),
-        ([["a"]], TypeError, "must be concrete numbers.* got str"),
         ([[1, None]], TypeError, "got NoneType and int"),
-        ([[1, [2]]], TypeError, "a mix of int and list"),
-        ([[[1], [2]], [3]], TypeError, "a mix of int and list"),
-        ([[1], {2: 3}], TypeError, "a mix of dict and list"),
-        ([{1: [2], 3: 4}], TypeError, "a mix of int and list"),
-        ([{"a": 1}], TypeError, "keys of a map must be integers, got str"),
         ([{True: 1}], TypeError, "keys of a map must be integers, got bool"),
-        ({}, TypeError, "got an empty dict"),
-        (
-            {"a": [[1]], "b": [[1, 2]]},
-            ValueError,
-            "the same segment lengths, but 'b' and 'a' differ",
-        ),
-        (
-            [np.ones(2), np.ones((2, 2))],
-            TypeError,
-            "equal shapes except along",
-        ),
         ([[2**31]], ValueError, "lists must fit in int32, got .* 2147483648"),
         ([[2**70]], TypeError, "must be concrete numbers .*got int"),
     ],
@@ -178,10 +158,6 @@ def test_refuses_types_and_capacities():
     for capacity in -1, (3, -1):
         with pytest.raises(ValueError, match="capacity must be .* got"):
             make.from_lists([[1]], capacity=capacity)
-    with pytest.raises(TypeError, match="capacity must be .* got 1.5"):
-        make.from_lists([[1]], capacity=1.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="Inside jit.*use from_lengths"):
-        jax.eval_shape(lambda x: make.from_lists([[x, x]]).values, 1.0)
 
 
 # ------------------------------------------------------------------ as text
@@ -230,28 +206,15 @@ def test_repr_of_what_has_no_values():
     assert repr(nested).count("SegmentTensor(") == 2
 
 
-@pytest.mark.parametrize(
-    ("lists", "dtype", "error", "message"),
-    [
-        ([np.array([2**33 + 5]), np.array([1])], jnp.int32, ValueError, "wider dtype"),
-        ([[300]], jnp.int8, ValueError, "from 300 to 300"),
-        ([[-1]], jnp.uint8, ValueError, "cannot hold"),
-        ([[1.7]], jnp.int32, TypeError, "would truncate"),
-    ],
-)
-def test_a_dtype_that_cannot_hold_the_elements(lists, dtype, error, message):
-    with pytest.raises(error, match=message):
-        sj.SegmentTensor.from_lists(lists, dtype=dtype)
+def test_a_dtype_that_cannot_hold_the_elements():
+    with pytest.raises(ValueError, match="cannot hold"):
+        sj.SegmentTensor.from_lists([[-1]], dtype=jnp.uint8)
 
 
 def test_map_leaves_the_segments_as_they_are():
     st = sj.SegmentTensor.from_lists([[[1, 2], [3]], [[4]]])
     twice = st.map(lambda x: 2 * x)
     assert twice.to_lists() == [[[2, 4], [6]], [[8]]]
-    with pytest.raises(
-        ValueError, match=r"SegmentTensor\.map: values must have as many"
-    ):
-        sj.SegmentTensor.from_lists([[1, 2], [3]]).map(lambda x: x[:2])
 
 
 def test_repr_of_a_gradient_of_integers():

@@ -364,8 +364,6 @@ def test_num_segments_is_found_outside_of_jit_only():
     assert sj.segment_sum(x, jnp.array([-1, -4, -1])).shape == (0,)
     assert sj.segment_sum(x[:0], []).shape == (0,)
     assert jax.jit(lambda x: sj.segment_sum(x, np.array([0, 4, 1])))(x).shape == (5,)
-    with pytest.raises(ValueError, match="segment_sum: num_segments is required"):
-        jax.jit(sj.segment_sum)(x, jnp.array([0, 4, 1]))
 
 
 def test_one_compilation_serves_all_ids():
@@ -392,20 +390,9 @@ I = jnp.array([0, 1, 0])
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: sj.segment_sum(X), ValueError, "segment_sum: segment_ids is missing"),
         (lambda: sj.segment_sum(X, I[:2]), ValueError, r"\[n\], one id per element"),
         (lambda: sj.segment_sum(X, X), TypeError, "segment_ids must be integers"),
-        (lambda: sj.segment_sum({"a": X}, I), TypeError, "data must be an array or a"),  # pyright: ignore[reportArgumentType]
-        (lambda: sj.segment_sum(X[0, 0], I), ValueError, "at least one axis"),
-        (lambda: sj.segment_sum(X > 0, I), TypeError, "data must be numbers, got bool"),
-        (lambda: sj.segment_any(X, I), TypeError, "must be boolean, got float32"),
-        (lambda: sj.segment_sum(X, I, -1), ValueError, "non-negative int, got -1"),
         (lambda: sj.segment_sum(X, I, HALF), TypeError, "negative int, got 0.5"),
-        (
-            lambda: sj.segment_sum(X, I, mode="one_hot"),
-            ValueError,
-            "must be 'drop', 'clip' or",
-        ),
         (lambda: sj.segment_max(X, I, empty=X), TypeError, "must be a scalar"),
         (
             lambda: sj.segment_argmax(X, I, empty=0.5),
@@ -418,15 +405,8 @@ I = jnp.array([0, 1, 0])
             r"one entry per",
         ),
         (lambda: sj.segment_mean(X, I, weights=I > 0), TypeError, "weights must be"),
-        (
-            lambda: sj.segment_softmax(X.astype(complex), I),
-            TypeError,
-            "must be real numbers",
-        ),
-        (lambda: sj.segment_normalize(X, I, eps=0), ValueError, "positive number"),
         (lambda: sj.segment_normalize(X, I, eps=WORD), TypeError, "positive number"),
         (lambda: sj.segment_top_k(X, I, k=-1), ValueError, "static, non-negative"),
-        (lambda: sj.segment_top_k(X, I, k=HALF), TypeError, "static, non-negative"),
     ],
 )
 def test_what_is_refused(call, error, message):

@@ -431,28 +431,10 @@ def test_keys_in_arrays_of_objects():
 
 
 def test_refusals():
-    store, array = store_of(), np.ones((V, D), np.float32)
-    with pytest.raises(TypeError, match="a JAX array of int32, to which JAX truncates"):
-        store.insert("t", jnp.array([7]), 0)
+    store = store_of()
     with pytest.raises(TypeError, match="keys must be integers, got float64"):
         store.find("t", np.ones(2))
-    with pytest.raises(TypeError, match="where must be booleans"):
-        store.insert("t", [7, 8], 0, where=[True])
-    with pytest.raises(ValueError, match="step must be"):
-        store.insert("t", [7, 8], -1)
-    policy: Any = sj.store.KeyPolicy()
-    with pytest.raises(ValueError, match="both keys and an array"):
-        store.init("u", array, None, keys=policy)
-    with pytest.raises(TypeError, match=r"keys must be a sparsejax\.store\.KeyPolicy"):
-        policy = "lru"
-        store.init("u", (V, D), None, keys=policy)
     store.init("u", (V, D), None)
     for use in (store.items, lambda name: store.find(name, [1])):
         with pytest.raises(ValueError, match="was made without keys"):
             use("u")
-    with pytest.raises(ValueError, match="policy must be 'lru' or 'lfu', got 'fifo'"):
-        sj.store.KeyPolicy("fifo")
-    batches = iter([0, 5])
-    ids_of = lambda step: {"t": store.insert("t", [7], step)[0]}
-    with pytest.raises(ValueError, match="step must count batches"):
-        list(store.prefetch(batches, ids_of))

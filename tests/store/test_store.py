@@ -95,18 +95,6 @@ def test_ids_out_of_range():
         store.pull("t", np.array([2**63 + 5], np.uint64))
 
 
-def test_what_pull_refuses():
-    store = store_of(weights(), None)
-    with pytest.raises(ValueError, match="3 distinct rows .* Pass capacity=3 or more"):
-        store.pull("t", jnp.array([1, 2, 3, 3]), capacity=2)
-    with pytest.raises(TypeError, match="ids must be integers, got float32"):
-        store.pull("t", jnp.array([1.0]))
-    with pytest.raises(ValueError, match="mode must be one of 'error', 'drop'"):
-        store.pull("t", jnp.array([1]), mode="clip")
-    with pytest.raises(KeyError, match="no table 'u', only 't'"):
-        store.pull("u", jnp.array([1]))
-
-
 @pytest.mark.parametrize("shape", [(V,), (V, 2, 3), (V, 0)])
 def test_rows_of_any_rank(shape):
     table = weights(shape=shape)

@@ -117,13 +117,6 @@ def test_a_program_is_walked_twice():
     assert grads[1].stack == (3,) and walks == [False, False, True]
 
 
-def test_wrong_registrations():
-    with pytest.raises(TypeError, match="parentheses"):
-        sj.extend.register_rule(lambda ctx: None)
-    with pytest.raises(TypeError, match="at least one"):
-        sj.extend.register_rule()
-
-
 def test_a_rule_before_jaxs_own():
     """The rule for "gather" that a DensifyError suggests; other gathers as before."""
     columns = lambda t: jnp.sum(t[IDS, :1] ** 2)

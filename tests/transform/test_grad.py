@@ -183,16 +183,12 @@ def test_tables_as_prefix_and_callable():
 
 def test_tables_that_cannot_be():
     params = _params()
-    with pytest.raises(sj.DensifyError, match=r"params\['b'\].*scalar has no rows"):
-        sj.grad(_loss, tables={"table": True, "w": False, "b": True})(params, IDS)
     with pytest.raises(sj.DensifyError, match=r"real floating point"):
         sj.grad(lambda t: jnp.sum(jnp.abs(t[IDS])), tables=True)(
             jnp.ones((40, 2), jnp.complex64)
         )
     with pytest.raises(ValueError, match="prefix"):
         sj.grad(_loss, tables={"tble": True})(params, IDS)
-    with pytest.raises(TypeError, match="True, False, None"):
-        sj.grad(_loss, tables="table")(params, IDS)
 
 
 def test_densify_error_says_what_and_where():
@@ -220,17 +216,11 @@ def test_densify_error_says_what_and_where():
     [
         (lambda: sj.grad(_loss)(IDS, IDS), TypeError, "params.*int32"),
         (lambda: sj.grad(_loss)("x", IDS), TypeError, "params.*str"),
-        (lambda: sj.grad(_loss, 3)(_params(), IDS), TypeError, "argnums=3.*4 pos"),
         (lambda: sj.grad(_loss, -3)(_params(), IDS), ValueError, "argnums=-3.*3 pos"),
         (lambda: sj.grad(_loss, (0, 0))(_params(), IDS), ValueError, r"0, 0\).*once"),
         (lambda: sj.grad(_loss, (0, -2))(_params(), IDS), ValueError, "more than once"),
-        (lambda: sj.grad(lambda p: (p, p))(jnp.ones(2)), TypeError, "scalar.* a tuple"),
         (lambda: sj.grad(lambda p: [p[0]])(jnp.ones(2)), TypeError, "scalar.* a list"),
         (lambda: sj.grad(_loss, (0.5,))(_params(), IDS), TypeError, "argnums"),  # pyright: ignore
-        (lambda: sj.grad(lambda t: t)(jnp.ones(3)), TypeError, r"scalar.*float32\[3\]"),
-        (lambda: sj.grad(lambda t: (t, 1))(1.0), TypeError, "has_aux=True"),
-        (lambda: sj.grad(lambda t: t, has_aux=True)(1.0), TypeError, r"\(loss, aux\)"),
-        (lambda: sj.grad(lambda t: jnp.int32(1))(1.0), TypeError, "int32"),
         (lambda: sj.grad(lambda t: None)(1.0), TypeError, "scalar"),
     ],
 )

@@ -46,15 +46,8 @@ def test_rows_touched_of_a_table_that_fits_no_memory():
 
 
 def test_rows_touched_refuses(monkeypatch):
-    for steps, rows, error, message in (
-        ([], 10, ValueError, "steps must not be empty"),
-        (STEPS, 0, ValueError, "height must be a positive int, got 0"),
-        ([np.ones(3)], 10, TypeError, r"step 0 must be integer ids.*float64"),
-        ([{"a": 1}], 10, TypeError, "step 0.*got a dict"),
-        ([ROWS], 11, ValueError, "height=11, got a SelectedRows of height 10"),
-    ):
-        with pytest.raises(error, match=message):
-            sj.viz.rows_touched(steps, rows)
+    with pytest.raises(TypeError, match=r"step 0 must be integer ids.*float64"):
+        sj.viz.rows_touched([np.ones(3)], 10)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'sparsejax\[viz\]'"):
         sj.viz.rows_touched(STEPS, 10)
