@@ -121,7 +121,7 @@ class Recorded(Golden):
         """Registers a check of cells or of rows of the table of differences."""
 
         def register(check):
-            self.checked.update(dict.fromkeys(keys, check))
+            self.checked.update((key, check) for key in keys)
             return check
 
         return register

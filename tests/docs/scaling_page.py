@@ -23,7 +23,8 @@ if __name__ == "__main__":  # before JAX is imported
     flags = f"--xla_force_host_platform_device_count={max(counts)}"
     os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.path.insert(0, str(pathlib.Path(__file__).parent.parent.parent))
+    tests = pathlib.Path(__file__).parent.parent
+    sys.path[:0] = [str(tests.parent), str(tests / "tools")]
 
 from typing import Any
 

@@ -13,7 +13,7 @@ unchanged. This is tested on random numbers, in two runs from a fresh state:
   outside R have weights but no history. This finds means over rows, norms of weights,
   factored moments, and noise.
 - *other rows*: R changes, and after each step the rows outside it are restored, as
-  lifting keeps them. Only state leaves that do not follow a table are compared. This
+  lifting keeps them. The state leaves that do not follow a table are compared. This
   finds accumulations over all rows: distances from the start, maxima.
 
 A stack of tables `[K, V, ...]` is tested on two tables with the same rows: `tx` must

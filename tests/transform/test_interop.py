@@ -201,8 +201,8 @@ def test_flax_nnx_optimizer(jitted):
     train(dense_model, jax.value_and_grad, CLIPPED_ADAM)
     tables = model.embed.embedding[...], dense_model.embed.embedding[...]
     _check_training(before, *tables, batch[0])
-    got, want = (nnx.to_pure_dict(nnx.state(m)) for m in (model, dense_model))
-    _assert_close(got, want, 1e-5)
+    ours, plain = (nnx.to_pure_dict(nnx.state(m)) for m in (model, dense_model))
+    _assert_close(ours, plain, 1e-5)
 
 
 @pytest.mark.slow
