@@ -78,7 +78,7 @@ class Recorded(Golden):
     def __init__(self, name: str, golden: str = "", hidden: tuple[str, ...] = ()):
         super().__init__(golden or name)
         self.page = pages.DOCS / f"{name}.md"
-        self.checked: dict[str, Callable[[], None]] = {}
+        self.checked: dict[str, Any] = {}
         self.rows = [
             cells
             for section, cells in self.tables()

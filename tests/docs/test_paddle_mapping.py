@@ -1,10 +1,10 @@
 """docs/paddle.md: its code, checked against the answers of PaddlePaddle.
 
 The page's code blocks are executed, and each cell of its tables is evaluated with the
-inputs and arguments by name. `golden/paddle.json` and `.npz` say what PaddlePaddle gave
-for them (the header of the former says where that is from), and `golden/optim.json`
-what its optimizers did. Of operators on sequences nothing was recorded: their examples
-are those of Paddle's documentation. What is left has an example here, with NumPy or by
+inputs and arguments by name. `golden/paddle.json` and `.npz` hold the answers of
+PaddlePaddle (the header of the former names their source), and `golden/optim.json` the
+steps of its optimizers. Operators on sequences have no recorded answers: their examples
+are from Paddle's documentation. Other cells have an example here, with NumPy or by
 hand.
 """
 

@@ -1,9 +1,8 @@
 """Help pages: checks of the docstrings of public names.
 
-`Args` name the parameters of a function and no others, and a function says what it
-raises if it, or a function that it calls for its checks, has a `raise`. The form of
-docstrings is for ruff (D) to check; `tests/house/test_house.py` wants examples, which
-run as doctests.
+`Args` name the parameters of a function and no others. A function lists its errors if
+it, or a function that it calls for its checks, has a `raise`. Ruff (D) checks the form
+of docstrings; `tests/house/test_house.py` requires examples, which run as doctests.
 """
 
 import ast

@@ -1,13 +1,13 @@
 """The optimizers of Caffe2, MXNet, Paddle and PyTorch, as they are written here.
 
-`RULES` is the table: for each operator of another system the transformation that does
-the same, and which state is which. What those systems answered was recorded by running
-them (`golden/optim.json` says which versions); here each step is repeated, from the
-same start, and weights and states are compared after every one.
+`RULES` has, for each operator of another system, the transformation that does the same
+and the matching states. `golden/optim.json` has the recorded steps of those systems,
+with their versions; the tests repeat each step from the same start and compare weights
+and states after it.
 
-What differs on purpose: duplicates are summed before the step, as Paddle, FBGEMM and
-PyTorch do, where Caffe2 applies one after the other. Its cases with duplicates are fed
-one row at a time.
+One difference is on purpose: duplicates are summed before the step, as in Paddle,
+FBGEMM and PyTorch, whereas Caffe2 applies one after the other. The tests feed its cases
+with duplicates one row at a time.
 """
 
 # optax's types know trees of arrays only.

@@ -86,7 +86,7 @@ def test_what_rounding_at_random_keeps(dtype):
     exact = jnp.array([0.0, -0.0, 1.0, -1.5, limit, -limit, jnp.inf, -jnp.inf, jnp.nan])
     got = _round(exact, dtype, jax.random.key(1))
     assert_same_bits(got, exact.astype(dtype))
-    # What is too large becomes the largest number, as long as it is one.
+    # Numbers slightly above the limit become the largest number.
     above = jnp.full(100, min(limit * 1.0005, 3.4e38), jnp.float32)
     assert jnp.all(_round(above, dtype, jax.random.key(2)) == limit)
 

@@ -1,8 +1,8 @@
 """`lazy` inside jit: one pass over the rows of a table, in blocks.
 
-That its results are those of a dense run is tested with all optimizers elsewhere
-(tests/optim/test_lazy.py). Here: which steps are run this way, that they equal the
-step over all rows at once, and what the compiled program holds.
+tests/optim/test_lazy.py compares the results of all optimizers with dense runs. These
+tests check which steps run in blocks, that they equal the step over all rows at once,
+and the buffers of the compiled program.
 """
 
 # optax's types know trees of arrays only.

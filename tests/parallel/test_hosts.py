@@ -1,7 +1,7 @@
 """Two processes of two devices each, over loopback, against one device in one process.
 
-The processes are `worker.py`. What they trained comes back through a
-checkpoint that both wrote, read here onto one device.
+The processes run `worker.py`. Both write one checkpoint, which the test reads onto one
+device.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The script of docs/howto/restart_after_failure.md: a host dies, the run goes on.
 
 Two processes train. One is killed together with its supervisor; the other ends by
-itself, says from which checkpoint it restarts, and the dead one is started again. What
-both have trained is compared with a run of one process that was not interrupted.
+itself, prints the checkpoint that it restarts from, and the dead one is started again.
+The weights are compared with a run of one process that was not interrupted.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """One of several processes that train a sharded table together, or one to be killed.
 
-`python worker.py train PORT PROCESS DIRECTORY` trains with the process beside
-it and saves what came out. `python worker.py crash DIRECTORY KILLS` saves and
-is killed, again and again. The tests import from here what is trained on what, so that
-they can do the same on one device.
+`python worker.py train PORT PROCESS DIRECTORY` trains with a second process
+and saves the weights. `python worker.py crash DIRECTORY KILLS` saves and
+is killed, again and again. The tests import the models and batches from here, to
+train them on one device.
 """
 
 import functools

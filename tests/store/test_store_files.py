@@ -219,9 +219,9 @@ def test_a_load_that_is_stopped(tmp_path):
 
 
 # One process, so that JAX is started once. It forks a child that saves one version
-# after the other and tells when (with NumPy alone, as JAX does not survive a fork),
-# kills it at a random moment, and loads what is there: one version, whole, and not
-# older than the last one the child has told to be saved.
+# after the other and reports each (with NumPy only, since JAX does not survive a fork),
+# kills it at a random moment, and loads the file: one version, whole, and not older
+# than the last one that the child reported as saved.
 KILLER = """
     import os, random, signal, sys, time
     import numpy as np, optax

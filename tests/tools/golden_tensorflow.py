@@ -5,9 +5,9 @@ Not run by the tests. To run it again, in an environment of its own (CPU only)::
     pip install tensorflow-cpu==2.21.0 keras==3.15.1
     python tests/tools/golden_tensorflow.py
 
-It writes golden_tensorflow.json and golden_tensorflow.npz beside itself. A case is
-named as the first cell of a row of docs/tensorflow.md: what is recorded is that
-expression's value and, for a random cotangent, its gradients.
+It writes tests/golden/tensorflow.json and tensorflow.npz. The name of a case is the
+first cell of a row of docs/tensorflow.md; its record is that expression's value and,
+for a random cotangent, its gradients.
 """
 
 # The checked environments do not have its packages.
@@ -625,7 +625,7 @@ if __name__ == "__main__":
     about = (
         f"What {versions} answered, on a CPU, Python {platform.python_version()}. "
         "golden_tensorflow.py made it. Fields of a case name arrays in "
-        "golden_tensorflow.npz; `raises` is what was raised; `sparse` names the "
+        "tensorflow.npz; `raises` is the error; `sparse` names the "
         "gradients that were IndexedSlices, `touched` the rows in them."
     )
     lines = ",\n".join(" " + json.dumps(case) for case in cases)

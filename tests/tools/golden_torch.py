@@ -7,9 +7,9 @@ Not run by the tests. To run it again, in an environment of its own (CPU only)::
     pip install tensordict torchmetrics==1.0.3 pyre-extensions
     python tests/tools/golden_torch.py
 
-It writes golden_torch.json and golden_torch.npz beside itself. A case is named as the
-first cell of a row of docs/torch.md: what is recorded is that expression's value and,
-for a random cotangent, its gradients.
+It writes tests/golden/torch.json and torch.npz. The name of a case is the first cell of
+a row of docs/torch.md; its record is that expression's value and, for a random
+cotangent, its gradients.
 """
 
 # The checked environments do not have its packages.
@@ -722,7 +722,7 @@ if __name__ == "__main__":
         f"What PyTorch {torch.__version__}, TorchRec {torchrec.__version__} and "
         f"fbgemm-gpu-cpu {fbgemm_gpu.__version__} answered, on a CPU, Python "
         f"{platform.python_version()}. golden_torch.py made it. Fields of a case name "
-        "arrays in golden_torch.npz; `raises` is what was raised; `sparse` names the "
+        "arrays in torch.npz; `raises` is the error; `sparse` names the "
         "gradients that were sparse tensors, `touched` the rows in them."
     )
     lines = ",\n".join(" " + json.dumps(case) for case in cases)

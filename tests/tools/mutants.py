@@ -5,13 +5,13 @@
     python -m tests.tools.mutants sparsejax/transform --count 100
 
 The kinds of change are mutmut's: numbers, comparisons, operators, `not`, `True`,
-arguments left out or None, assignments of None. Those of texts are left out, since the
-texts of errors are in `tests/error_messages.md`. mutmut itself forks after it has run
-the tests, which the threads of XLA do not survive.
+arguments left out or None, assignments of None. Changes of texts are left out:
+`tests/error_messages.md` has the texts of errors. mutmut itself forks after it has run
+the tests; the threads of XLA do not survive a fork.
 
 A change is tried in a copy of the checkout, with the tests that run its line, the quick
 ones first, and of those as many as take `--seconds` by their times in
-`build/tests.xml`. What no test has found is printed.
+`build/tests.xml`. Changes that no test finds are printed.
 """
 
 import argparse

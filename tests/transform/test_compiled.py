@@ -1,8 +1,9 @@
 """The promises of the library, read off the compiled training step.
 
 Tables and optimizer state are updated in place, nothing of the table's size is made on
-the way, and new ids do not compile anew. And what the lowerings for the CPU rely on:
-that XLA fuses a gather with the arithmetic they put next to it, and with nothing else.
+the way, and new ids do not compile anew. The lowerings for the CPU rely
+on one property of XLA: it fuses a gather with the arithmetic next to it, and with
+nothing else.
 """
 
 import re

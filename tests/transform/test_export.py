@@ -80,8 +80,8 @@ def test_exported_step_runs_elsewhere(getkey, tmp_path):
     """In a process without the model's code, bit for bit.
 
     A program for several platforms chooses among their lowerings by a branch, which XLA
-    takes away only after it has simplified what is around it. What depends on that
-    order, as whether a division becomes a product, would show in the last bit.
+    takes away only after it has simplified what is around it. Effects of that
+    order, such as a division that becomes a product, would show in the last bit.
     """
     args = arguments(getkey)
     jitted = jax.jit(step, donate_argnums=(0, 1))

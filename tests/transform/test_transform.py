@@ -56,8 +56,8 @@ COSTLY = {
 }
 
 
-# What one row gets here depends on a row out of range. JAX's gather drops the cotangent
-# of that row, and the transpose of this reads the nearest row: its own Hessians by
+# The gradient of one row here depends on a row out of range. JAX's gather drops the
+# cotangent of that row, and its transpose reads the nearest row: JAX's Hessians by
 # `jacfwd` and `jacrev` differ, so only the former is compared.
 OUT_OF_RANGE = {"index_out_of_range_mixed", "lax_gather_windows_out_of_range"}
 
