@@ -50,8 +50,7 @@ class Vocabulary:
       names: the names of the columns, or empty. `read_ids` refuses columns with other
         names.
       frequencies: for each column, the number of occurrences of each id, int64
-      `[size]`;
-        entry 0 counts missing words and words that are not kept. Or empty.
+        `[size]`; entry 0 counts missing words and words that are not kept. Or empty.
       integers: for each column, True if its words are integers, which `decode` returns.
 
     Two vocabularies are equal if they have the same names, words and ids.
@@ -110,8 +109,7 @@ class Vocabulary:
             edge: a list of lists of names, `[["head", "tail"]]`, or of positions in
             "ids" for columns without names, `[[0, 2]]`; or True for one group.
           min_count: int, the smallest number of occurrences of a word that is kept; or
-          a
-            dict of ints for some of the columns, `{"item": 5}`.
+            a dict of ints for some of the columns, `{"item": 5}`.
           max_size: int, the largest number of ids of a column, including id 0; or a
             dict.
           separator, header, quotes: of CSV files, as in `read_ids`.
@@ -119,9 +117,9 @@ class Vocabulary:
             bytes of all files).
 
         Raises:
-          ImportError: pyarrow is not installed. TypeError: `source` or a column has
-          another type. ValueError: there are no columns; `shared` names an unknown
-          column, or a column
+          ImportError: pyarrow is not installed.
+          TypeError: `source` or a column has another type.
+          ValueError: there are no columns; `shared` names an unknown column, or a column
             twice; a word has more than 1024 bytes; a file has a malformed row.
           OSError: a file cannot be read, or is damaged.
 
