@@ -119,7 +119,7 @@ class Vocabulary:
         Raises:
           ImportError: pyarrow is not installed.
           TypeError: `source` or a column has another type.
-          ValueError: there are no columns; `shared` names an unknown column, or a column
+          ValueError: there are no columns; `shared` names an unknown column, or one
             twice; a word has more than 1024 bytes; a file has a malformed row.
           OSError: a file cannot be read, or is damaged.
 
@@ -454,8 +454,7 @@ class Vocabulary:
 
         Raises:
           TypeError, ValueError: as `encode`; or shapes do not match; or the columns
-          have
-            different words, and `column` is omitted.
+            have different words, and `column` is omitted.
 
         Example:
           >>> import numpy as np, sparsejax as sj

@@ -83,8 +83,8 @@ def test_freed_pages_are_kept():
     _, usual, _ = _run(call="None")
     kept, faults, caught = _run()
     assert (kept, caught) == ("True", [])
-    # As installed ten runs take 160,000 pages of 4 KiB. A busy machine may free one buffer
-    # so late that the next run needs another, of 16,384 pages.
+    # As installed, ten runs take 160,000 pages of 4 KiB. A busy machine may free one
+    # buffer so late that the next run needs another, of 16,384 pages.
     assert faults < usual / 4
 
 
