@@ -22,7 +22,7 @@ from jax._src import (
     source_info_util as _source_info,
     xla_bridge as _xla_bridge,
 )
-from jax._src.ad_checkpoint import name_p as name_p, remat_p as remat_p
+from jax._src.ad_checkpoint import remat_p as remat_p
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
 from jax._src.random import prng as _prng
@@ -69,7 +69,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def is_ref_type(aval: Any) -> bool:
-    """Return True if `aval` is a mutable reference (`jax.new_ref`), not an array."""
+    """Returns True if `aval` is a mutable reference (`jax.new_ref`), not an array."""
     return hasattr(aval, "inner_aval")
 
 
@@ -191,7 +191,7 @@ def explicit_spec(x: Any) -> tuple[Any, ...]:
 
 
 def has_mesh(x: Any) -> bool:
-    """Return True if the type of `x`, an array or a type, is sharded or varying."""
+    """Returns True if the type of `x`, an array or a type, is sharded or varying."""
     aval = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return bool(getattr(mesh, "axis_names", ()))

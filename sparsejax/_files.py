@@ -4,8 +4,8 @@
 (an atomic step). A reader sees either the old file or the new one, never a partial
 file.
 
-`read_npz` compares the arrays of a file with a schema. Nothing is unpickled or
-evaluated.
+`read_npz` compares the arrays of a file with a schema. Nothing is unpickled, and no
+code in a file is run.
 """
 
 import contextlib
@@ -40,8 +40,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file for writing that replaces `path` at the end.
 
     If an error is raised, `path` stays unchanged. If the process is killed, `path`
-    stays unchanged and the temporary file remains. Symbolic links are followed. The new
-    file has the mode of the old one.
+    stays unchanged and the temporary file remains. The content is on disk before the
+    rename; the new name may not be, so that after a crash of the machine the old file
+    may be back. Symbolic links are followed. The new file has the mode of the old one.
 
     Raises:
       OSError: `path` is not a regular file (renaming over a device would remove it), or
@@ -140,6 +141,8 @@ def _find_members(
     found, names = {}, []
     for member in archive.infolist():
         name = member.filename.removesuffix(".npy")
+        if name in names:
+            raise ValueError(f"it has two arrays named {name!r}")
         names.append(name)
         for form, spec in schema.items():
             if re.fullmatch(form, name):

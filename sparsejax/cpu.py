@@ -82,7 +82,7 @@ def keep_freed_pages() -> bool:
 
 
 def _has_glibc_malloc() -> bool:
-    """Return True if the process allocates with glibc's `malloc`.
+    """Returns True if the process allocates with glibc's `malloc`.
 
     A preloaded allocator defines `malloc` in a library of its own, and may define a
     `mallopt` that ignores its arguments. So the libraries of two symbols are compared.

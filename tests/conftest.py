@@ -141,8 +141,7 @@ gc.set_threshold(20_000, 20, 20)
 
 # ------------------------------------------------------------------ collection
 
-# These ask other systems, which are not installed here, what the tests compare with,
-# run the tests of others, and ask mutmut what to change.
+# Programs that are run by hand, and modules that the tests import: no tests.
 collect_ignore_glob = ["tools/*"]
 
 
@@ -150,7 +149,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--quick",
         action="store_true",
-        help="no slow tests, and one test for each value of each parameter",
+        help="no slow tests, and of a parametrized test the first 5 cases",
     )
 
 

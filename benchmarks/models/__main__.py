@@ -13,8 +13,8 @@ Sides:
 
 A process compiles its step and then waits. In each round every process runs some steps,
 each on other ids, and reports their times; what counts is the median over all rounds.
-With `--trees` the same files are timed with the sparsejax of several checkouts: the
-column of the first is what the others are compared with.
+With `--trees` the same models are timed with the sparsejax of several checkouts, a line
+for each; the column `ratio` compares each with the first.
 """
 
 import argparse
@@ -29,9 +29,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+import optax
 
-NAMES = ("skip_gram", "factorization", "dlrm", "bags", "knowledge_graph")
-READS = ("index", "take", "lookup")
+import sparsejax as sj
+from benchmarks.models import NAMES, READS
+
+
 SIDES = ("ours", "ours+pages", "dense", "dense+pages")
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -41,16 +46,8 @@ _ROOT = pathlib.Path(__file__).parent.parent.parent
 
 def serve(name: str, read: str, side: str) -> None:
     """Compiles the step of one side, then runs as many as each line of stdin says."""
-    import sparsejax as sj
-
     if side.endswith("+pages") and not sj.cpu.keep_freed_pages():
         raise SystemExit("the allocator is not glibc's: it cannot keep freed pages")
-
-    import jax
-    import numpy as np
-    import optax
-
-    from benchmarks import models
 
     model = importlib.import_module(f"benchmarks.models.{name}")
     tx, differentiate = model.optimizer(), jax.value_and_grad
@@ -58,7 +55,7 @@ def serve(name: str, read: str, side: str) -> None:
         tx, differentiate = sj.optim.lazy(tx), sj.value_and_grad
 
     def loss(params, batch):
-        return model.loss(params, batch, models.READS[read])
+        return model.loss(params, batch, READS[read])
 
     def step(params, state, batch):
         value, grads = differentiate(loss)(params, batch)
@@ -168,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--reads", nargs="+", choices=READS, default=READS)
+    parser.add_argument("--reads", nargs="+", choices=[*READS], default=[*READS])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--trees", nargs="+", default=["."], help="checkouts")
     parser.add_argument("--rounds", type=int, default=7)

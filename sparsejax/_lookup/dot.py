@@ -64,8 +64,8 @@ def dot(
       `value` and `dense`; sums are accumulated in at least float32.
 
     Raises:
-      TypeError: `csr` is not such a matrix, `dense` is not an array, or both are
-        booleans.
+      TypeError: `csr` is not such a matrix, `dense` is not a table, `num_columns` is
+        not a static int, or value and `dense` are both booleans.
       ValueError: shapes do not match, or `num_columns` is missing or wrong.
 
     Example:

@@ -51,8 +51,8 @@ def lookup(
     """Rows of `table`, by id.
 
     `out[i] = table[ids[i]]`. With `max_norm` c, a row whose Euclidean norm exceeds c is
-    scaled: `out[i] *= c / norm(out[i])`.
-    Differentiable in `table`; under `sparsejax.grad` the gradient is a SelectedRows.
+    scaled: `out[i] *= c / norm(out[i])`. Differentiable in `table`; under
+    `sparsejax.grad` the gradient is a SelectedRows.
 
     Args:
       table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, such as pulled

@@ -232,9 +232,7 @@ class Search:
         # Inside `shard_map` the carry must vary over the same axes as its inputs.
         given = [queries, table, *jax.tree.leaves((bias, pairs, count))]
         axes = frozenset().union(*map(_compat.varying_axes, given))
-        if axes:
-            along = tuple(sorted(axes))
-            none, nowhere = (_compat.to_varying(x, along) for x in (none, nowhere))
+        none, nowhere = (_compat.to_varying(x, axes) for x in (none, nowhere))
         best, _ = lax.scan(step, (none, nowhere), begins)
         return best
 

@@ -36,9 +36,9 @@ def read_ids(
     columns. The ids depend on the columns alone, not on the kind of source. pyarrow is
     needed.
 
-    Words are strings, bytes or integers. Numbers are booleans, integers or floats.
-    None, nulls, NaN and empty fields are missing values. Only the named columns are
-    read.
+    Words are strings, bytes or integers; spaces and tabs around the words of a CSV file
+    are removed. Numbers are booleans, integers or floats. None, nulls, NaN and empty
+    fields are missing values. Only the named columns are read.
 
     Args:
       source: one of these:
@@ -73,8 +73,6 @@ def read_ids(
         field of a column of numbers is not a number. The message names the file and the
         row.
       OSError: a file cannot be read, or is damaged.
-
-    Spaces and tabs around the words of a CSV file are removed.
 
     Example:
       >>> import os, tempfile, sparsejax as sj

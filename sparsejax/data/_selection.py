@@ -110,6 +110,8 @@ def as_selection(call: str, columns: Any) -> Selection:
             want += " (the position of a column, from 0, or its name)"
             raise _arguments.wrong(call, f"columns[{key!r}]", want, repr(given))
         out[key] = tuple(place for place in own if place is not None)
+    if not any(out.values()):
+        raise _arguments.wrong(call, "columns", "at least one column", repr(columns))
     return Selection(call, out)
 
 

@@ -327,7 +327,7 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _needs_arrays(
     forward: Callable[..., Any], block: Any, tables: Any, params: Any, inputs: Any
 ) -> bool:
-    """Return True if `forward` fails because it uses pulled rows as arrays.
+    """Returns True if `forward` fails because it uses pulled rows as arrays.
 
     This traces `forward` twice, with the pulled rows and with whole tables. If both
     traces fail with the same error, the error has another cause.

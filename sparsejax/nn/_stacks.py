@@ -213,7 +213,7 @@ class Key:
 
     @property
     def is_lookup(self) -> bool:
-        """Return True if rows are read and not reduced."""
+        """Returns True if rows are read and not reduced."""
         return self.combiner == "none"
 
 

@@ -498,7 +498,7 @@ def _kind(x: Any) -> str:
 
 
 def _has_checks(function: Callable[..., Any], *args: Any) -> bool:
-    """Return True if `function` can be traced and runs a `checkify.check`."""
+    """Returns True if `function` can be traced and runs a `checkify.check`."""
     try:
         error, _ = jax.eval_shape(checkify.checkify(function), *args)
     except Exception:  # the caller re-raises its own error

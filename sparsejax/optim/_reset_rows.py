@@ -41,7 +41,7 @@ def reset_rows(
 
     For rows that belong to something else from now on, such as those that
     `sparsejax.HashIndex.insert` evicts. Afterwards a row is as if its table had just
-    been initialised: its weights are zeros or those of `embedding_init`, the leaves of
+    been initialized: its weights are zeros or those of `embedding_init`, the leaves of
     `state` that follow the table have for it what `tx.init` makes of these weights, and
     gradients that `accumulate` holds for it are zero. `weight_decay` and `exact` count
     steps that a row has missed from now on. Counts, and all other rows, stay as they

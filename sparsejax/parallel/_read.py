@@ -32,10 +32,7 @@ from sparsejax.parallel import _bags, _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
 from sparsejax.parallel._rows import ShardedRows, concatenate
 from sparsejax.parallel._table import ShardedTable, constrain, sharded_table_p
-from sparsejax.transform.interpreter import (
-    RuleContext,
-    register_rule,
-)
+from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.plan import DensifyError
 from sparsejax.transform.table import RowReader, TableRef, replicate, reshard
 
@@ -415,10 +412,8 @@ def _read_rule(
     rows = _exchange.read_rows_p.bind(
         ref.array, positions, owners=owners, slots=slots, batched=batched
     )
-    kind, shape = (
-        ReadKind(owners, slots, positions.size // owners.devices),
-        positions.shape,
-    )
+    kind = ReadKind(owners, slots, positions.size // owners.devices)
+    shape = positions.shape
     # A batch and the ids become one axis, whose parts lie on other devices.
     kind = kind.moved() if batched else kind
     spec, transpose = (), lambda cotangent: cotangent

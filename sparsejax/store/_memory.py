@@ -232,7 +232,7 @@ def _open_locked(path: pathlib.Path) -> io.BufferedRandom:
 
 
 def is_mapped_table(path: str | os.PathLike[str]) -> bool:
-    """Return True if a file belongs to a memory-mapped table, of any version."""
+    """Returns True if a file belongs to a memory-mapped table, of any version."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:

@@ -25,7 +25,7 @@ from sparsejax.store._optimizer import on_host
 from sparsejax.store._table import CHUNK, Table, put_rows
 
 
-MAGIC = b"sparsejax store 2\n"
+MAGIC = b"sparsejax store 3\n"
 _COUNTS = {"touched": int, "keys?": _keys.SAVED}
 _HEADER = {"tables": {"*": _format.DESCRIPTION | _COUNTS}}
 

@@ -282,7 +282,7 @@ class Staging:
         return staged
 
     def _is_current(self, staged: Staged) -> bool:
-        """Return True if no row of a batch is stale or waits to be written."""
+        """Returns True if no row of a batch is stale or waits to be written."""
         if staged.early is None:
             return True
         rows = staged.early.rows

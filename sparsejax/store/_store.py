@@ -227,7 +227,7 @@ class KVStore:
         return _spec(self._table(f"{_CALL}.spec", name))
 
     def is_trainable(self, name: str) -> bool:
-        """Return True if a table was made with an optimizer, so that `push` works.
+        """Returns True if a table was made with an optimizer, so that `push` works.
 
         Args:
           name: of the table.
@@ -554,10 +554,16 @@ class KVStore:
                 return capacity.get(name) if isinstance(capacity, Mapping) else capacity
 
             def work():
-                return [
-                    self._read_early(call, name, some, slots(name), mode)
-                    for name, some in ids.items()
-                ]
+                found: list[_Pulled] = []
+                try:
+                    for name, some in ids.items():
+                        slots_of = slots(name)
+                        found.append(self._read_early(call, name, some, slots_of, mode))
+                except BaseException:  # the rows that were read are in flight no more
+                    for pulled in found:
+                        pulled.table.drop(pulled.early)
+                    raise
+                return found
 
             return batch, is_alone, self._queue.submit(work)
 

@@ -373,7 +373,7 @@ class Table:
         """The weights of untouched rows."""
         if self.initializer is None:
             return np.take(self.weights, rows, axis=0, mode="clip")
-        # The programs run on full buckets: XLA compiles the remainder of a vectorised
+        # The programs run on full buckets: XLA compiles the remainder of a vectorized
         # loop differently, and a row must not depend on how many are touched with it.
         ids = np.zeros((bucket(rows.size),), np.uint32)
         ids[: rows.size] = self.owners.ids(rows)

@@ -139,7 +139,7 @@ def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule],
 
 
 def has_rule(primitive: str) -> bool:
-    """Return True if a rule is registered for the primitive of that name."""
+    """Returns True if a rule is registered for the primitive of that name."""
     return bool(_RULES.named(primitive))
 
 
@@ -204,7 +204,7 @@ class Reads:
 
     @property
     def planting(self) -> bool:
-        """Return True if there are deltas to plant."""
+        """Returns True if there are deltas to plant."""
         return self._deltas is not None
 
     def take(self, count: int) -> list[jax.Array]:
@@ -562,7 +562,9 @@ def walk(
 
             # Any later equation may read what this one writes to a reference.
             live_outputs = (
-                (True,) if has_refs else tuple(v in live_variables for v in eqn.outvars)
+                (True,) * max(1, len(eqn.outvars))
+                if has_refs
+                else tuple(v in live_variables for v in eqn.outvars)
             )
             line = _compat.user_line(eqn, where)
             ctx = RuleContext(
@@ -573,7 +575,7 @@ def walk(
 
 
 def _has_rule_of_arrays(run: Run, eqn: Any) -> bool:
-    """Return True if an equation, or one inside it, has a rule that takes arrays."""
+    """Returns True if an equation, or one inside it, has a rule that takes arrays."""
     if eqn.primitive.name in _RULES_OF_ARRAYS:
         return True
     found = False

@@ -178,7 +178,7 @@ def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
 
 
 def _may_be_stack(leaf: Leaf, uses: Uses) -> bool:
-    """Return True if a second walk may find that a leaf is a stack of tables."""
+    """Returns True if a second walk may find that a leaf is a stack of tables."""
     shape = jnp.shape(leaf.value)
     if len(shape) < 3 or not isinstance(shape[1], int):
         return False
@@ -226,7 +226,7 @@ def _try_stacks(
 
 
 def _reads_less(leaf: Leaf, now: Uses, was: Uses) -> bool:
-    """Return True if reads of the stack touch fewer numbers than reads of axis 0."""
+    """Returns True if reads of the stack touch fewer numbers than reads of axis 0."""
     try:
         return now.num_rows < was.num_rows * jnp.shape(leaf.value)[1]
     except _compat.InconclusiveDimensionOperation:  # a symbolic shape, in an export

@@ -153,7 +153,7 @@ class TableRef:
 
     @property
     def is_stack(self) -> bool:
-        """Return True if the view has two axes of rows; the first one counts tables."""
+        """True if the view has two axes of rows; the first one counts tables."""
         return len(self.row_axes) == 2
 
     @property
@@ -163,7 +163,7 @@ class TableRef:
 
     @property
     def has_all_rows(self) -> bool:
-        """Return True if row r of the view is made of row r of `array`."""
+        """Returns True if row r of the view is made of row r of `array`."""
         return not self.is_stack and self.first is None and self.reader is None
 
     @property

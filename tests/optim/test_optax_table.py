@@ -120,6 +120,27 @@ def test_a_state_that_only_later_moves_is_seen():
     assert not is_lazy_exact(fading)
 
 
+MOVES = {
+    "reversed": lambda s: jnp.flip(s, axis=1),
+    "rotated": lambda s: jnp.roll(s, 1, axis=1),
+    "sorted": lambda s: jnp.sort(s, axis=1),
+    "rounded": lambda s: s.astype(jnp.bfloat16).astype(s.dtype),
+    "as integers": lambda s: s.astype(jnp.int32).astype(s.dtype),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_state_that_moves_inside_of_a_row_is_seen(name):
+    def update(updates, state, params=None):
+        new = jax.tree.map(lambda g, s: MOVES[name](s) + g, updates, state)
+        return jax.tree.map(lambda g: -g, updates), new
+
+    moving = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
+    assert not is_lazy_exact(moving)
+
+
 def test_judged_for_a_tree():
     params = {"table": jnp.zeros((50, 6)), "kernel": jnp.zeros((80, 6))}
     labels = {"table": "sparse", "kernel": "dense"}

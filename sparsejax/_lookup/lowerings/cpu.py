@@ -1,6 +1,6 @@
 """Lowerings for XLA:CPU, where a gather on its own is slow.
 
-XLA:CPU vectorises the loop of a gather only if arithmetic is fused into it. It does not
+XLA:CPU vectorizes the loop of a gather only if arithmetic is fused into it. It does not
 fuse a gather with the sum after it: the rows are written to an array and read again.
 benchmarks/NOTES.md has the measurements, tests/transform/test_compiled.py checks that
 the compiled programs have the structure described here.
@@ -64,7 +64,7 @@ def bag_sum(
 ) -> jax.Array:
     """`xla.bag_sum`, to rounding.
 
-    A sum of a few gathers is one vectorised loop that writes each bag once. Therefore
+    A sum of a few gathers is one vectorized loop that writes each bag once. Therefore
 
     - a fixed bag is added up 16 columns at a time;
     - segmented bags, with their elements in order, are cut into *pieces* of at most 8
@@ -109,7 +109,7 @@ def _sum_fixed(
     Usually all ids are in range, and one check of that is faster than a mask on every
     number read. The conditional has a second purpose: XLA cannot fuse the gathers with
     the users of the sums. In one loop with a division or a root they would not be
-    vectorised.
+    vectorized.
     """
     rest = () if weights is None else (weights,)
     return lax.cond(

@@ -125,7 +125,7 @@ def segment_reduction(
         ):
             return reduce(data, segment_ids, num_segments, indices_are_sorted, empty)
 
-        return _named(public, f, SegmentReduction, _args(f, kind, empty, per_element))
+        return _named(public, f, SegmentReduction, _args(kind, empty, per_element))
 
     return decorate
 
@@ -162,7 +162,7 @@ def jax_segment_reduction(
                 out_sharding=out_sharding,
             )
 
-        args = _args(f, kind, empty, False) + _JAX_ARGS.format(name=f.__name__)
+        args = _args(kind, empty, False) + _JAX_ARGS.format(name=f.__name__)
         return _named(public, f, JaxSegmentReduction, args)
 
     return decorate
@@ -196,7 +196,7 @@ def _checked(f: Mathematics, kind: str, per_element: bool) -> Callable[..., Any]
     return reduce
 
 
-def _args(f: Mathematics, kind: str, empty: str, per_element: bool) -> str:
+def _args(kind: str, empty: str, per_element: bool) -> str:
     missing = "elements outside all segments" if per_element else "an empty segment"
     return _ARGS.format(data=_DATA[kind], missing=missing, empty=empty)
 

@@ -203,7 +203,7 @@ def check_arguments(
 def _as_data(call: str, data: Any) -> jax.Array:
     try:
         data = jnp.asarray(data)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise _arguments.wrong_type(
             call,
             "data",

@@ -66,7 +66,6 @@ def segment_sum(
       empty: scalar, the result for an empty segment; 0 by default.
       unique_indices: bool, a promise that no two elements share a segment.
       bucket_size: accepted for compatibility with `jax.ops.segment_sum`, ignored.
-        16-bit floats are summed in float32.
       mode: as in `jax.ops.segment_sum`: with "clip", elements whose id is out of range
         go to the first or the last segment; otherwise they are dropped.
       out_sharding: the sharding of the result over a mesh of explicit axes

@@ -486,7 +486,7 @@ COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 def is_close(a: Any, b: Any) -> bool:
-    """Return True if arrays are equal; floats may differ by rounding."""
+    """Returns True if arrays are equal; floats may differ by rounding."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # also if a step is being traced
             a, b = jax.random.key_data(a), jax.random.key_data(b)

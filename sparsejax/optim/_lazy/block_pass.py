@@ -65,7 +65,7 @@ class Program:
 
     @property
     def has_branches(self) -> bool:
-        """Return True if it has conditionals."""
+        """Returns True if it has conditionals."""
         return any(eqn.primitive.name == "cond" for eqn in self.jaxpr.eqns)
 
     @property

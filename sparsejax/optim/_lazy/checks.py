@@ -14,8 +14,8 @@ from sparsejax.optim._lazy import trees
 
 
 def is_transformation(x: Any) -> bool:
-    """Return True if `x` has functions `init` and `update`."""
-    if inspect.isclass(x) or inspect.ismodule(x) or callable(x):
+    """Returns True if `x` has functions `init` and `update`."""
+    if inspect.ismodule(x) or callable(x):
         return False  # a callable is a schedule, even if it has init and update
     return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 

@@ -34,7 +34,7 @@ class Same(NamedTuple):
     """The value that a leaf of the state had before the step."""
 
     leaf: int
-    bits: int
+    dtype: Any
 
 
 class Fact(NamedTuple):
@@ -401,7 +401,10 @@ def _value(eqn: Any, xs: Sequence[Any], ins: Sequence[Fact]) -> Any:
     if name == "select_n":
         return _select(xs[0], xs[1:])
     if name in _AS_IT_IS:
-        return _select(None, xs) if xs else None
+        value = _select(None, xs) if xs else None
+        # A row of state that is reversed or sorted is not the row that it was.
+        moves = isinstance(value, Same) and name not in _KEEPS_STATE
+        return None if moves else value
     if name == "dot_general":
         return 0 if is_number(xs[0], 0) else None
     if name == "integer_pow":
@@ -443,13 +446,17 @@ def _value(eqn: Any, xs: Sequence[Any], ins: Sequence[Fact]) -> Any:
 
 
 def _converted(x: Any, dtype: Any) -> Any:
-    if isinstance(x, Same):  # a cast to fewer bits loses some
-        return x if dtype.itemsize >= x.bits else None
+    if isinstance(x, Same):  # a cast to a dtype that lacks some values loses them
+        return x if jnp.promote_types(x.dtype, dtype) == dtype else None
     if dtype.kind == "b" and _known(x):
         return bool(x)
     return x
 
 
+# Operations that leave the entries of a row in their places.
+_KEEPS_STATE = frozenset(
+    "copy copy_p stop_gradient broadcast_in_dim reshape squeeze".split()
+)
 _POSITIVE = frozenset("abs square sqrt exp exp2 logistic".split())
 _KEEPS_SIGN = frozenset(
     "add add_any max min clamp broadcast_in_dim reshape squeeze transpose slice copy "
@@ -491,7 +498,7 @@ def _common_sign(facts: Sequence[Fact]) -> int:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """Return True if two constants are equal."""
+    """Returns True if two constants are equal."""
     if x is y:
         return True
     if isinstance(x, Tracer) or isinstance(y, Tracer):
@@ -503,7 +510,7 @@ def _equal(x: Any, y: Any) -> bool:
 
 
 def _same_params(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return True if parameters are equal, as far as functions can be compared."""
+    """Returns True if parameters are equal, as far as functions can be compared."""
     if a.keys() != b.keys():
         return False
     for key, x in a.items():

@@ -3,13 +3,13 @@
 `tx.update` is traced twice: with one row in every table, and with two (for a stack of
 tables, with two tables of three rows). `tx` treats rows alike if both programs are
 equal up to the axes of rows: the same equations, each of which computes an entry of a
-row from that row's entries (`row_program.row_params`), or reduces over all rows. A
+row from that row's entries (`primitives.row_params`), or reduces over all rows. A
 constant that differs is a mean over rows, and random bits differ in their number.
 
 A reduction over rows is correct if rows that are not read add nothing to it: with a
 zero gradient, and any weights and state, its operand is the neutral element, as for the
-norm of a gradient. Otherwise the dense run counts rows that a lifted run
-does not read. Then
+norm of a gradient. Otherwise the dense run counts rows that a lifted run does not
+read. Then
 
 - a reduction of *weights* or of *state* refuses (lamb, lars, fromage, dog, sm3, momo);
 - a reduction of updates that an earlier part of a chain computed counts only the rows
@@ -77,6 +77,8 @@ NOT_LIFTED: dict[type, tuple[str, str]] = {
     optax.contrib.DoGState: ("scale_by_dog", _OF_DISTANCE),
     optax.contrib.DoWGState: ("scale_by_dowg", _OF_DISTANCE),
 }
+
+
 # ------------------------------------------------------------------ verdicts
 
 
@@ -133,7 +135,7 @@ def tables_of(specs: Sequence[Any]) -> list[int]:
 
 
 def is_float_array(spec: Any) -> bool:
-    """Return True if a leaf is an array of floats with at least one axis."""
+    """Returns True if a leaf is an array of floats with at least one axis."""
     if trees.is_none_or_masked(spec) or not spec.shape:
         return False
     return jnp.issubdtype(spec.dtype, jnp.inexact)
@@ -147,7 +149,7 @@ def of_one_table(tx: Any) -> Verdict:
 
 
 def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) -> bool:
-    """Return True if a transformation treats each row independently of the others.
+    """Returns True if a transformation treats each row independently of the others.
 
     For a gradient G that is zero outside the rows R, state S and weights W, with
     `U, S' = tx(G, S, W)`, lifting relies on `tx(G[R], S[R], W[R]) = U[R], S'[R]`: no
@@ -197,7 +199,7 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
 
 
 def is_lazy_exact(tx: optax.GradientTransformation, params: PyTree = None) -> bool:
-    """Return True if `lazy(tx)` trains exactly as `tx` does with dense gradients.
+    """Returns True if `lazy(tx)` trains exactly as `tx` does with dense gradients.
 
     For a gradient G that is zero outside the rows R, weights W and state S, with
     `U, S' = tx(G, S, W)`, that is so if
@@ -357,7 +359,7 @@ class _Tree:
         weights = self._of_leaves("weights", None, 0)
         state = []
         for k, (leaf, owner) in enumerate(zip(self.state, self.found.owners)):
-            same, empty = Same(k, leaf.dtype.itemsize), self.fresh[k].empty
+            same, empty = Same(k, leaf.dtype), self.fresh[k].empty
             own = Fact() if owner is None else argument("state", owner, same, empty)
             state.append(own)
         return [*grads, *weights, *state]
@@ -494,7 +496,7 @@ def _verdict(tree: _Tree, walk: Walk, outs: Sequence[Fact]) -> Verdict:
             if not fact.rows or fact.table not in (owner, None):
                 why = f"its state {path} does not keep one row per row"
                 refuse([owner], why, fact)
-            if fact.at_rest != Same(k, tree.state[k].dtype.itemsize):
+            if fact.at_rest != Same(k, tree.state[k].dtype):
                 moved[owner].append(path)
         elif fact.rows:
             refuse(fact.tables, f"its state {path} has rows of the table", fact)

@@ -1,4 +1,4 @@
-"""Primitives by property: elementwise, reductions, calls, and row by row.
+"""Primitives that are linear, that reduce, or that work row by row.
 
 "Row by row" means that an output entry of a row is computed from that row's entry of
 each input.
@@ -11,7 +11,6 @@ from sparsejax import _primitives
 
 
 LINEAR = frozenset("neg convert_element_type copy copy_p".split())
-_MATMULS = frozenset(["dot_general"])
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
@@ -52,7 +51,7 @@ def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
             params[key] = tuple(axis - count for axis in axes)
         return params
 
-    if name in _MATMULS:
+    if name == "dot_general":
         (left, right), batch = params["dimension_numbers"]
         if rows != [True, False] or any(batch) or any(k < count for k in left):
             return None

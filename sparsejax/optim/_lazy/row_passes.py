@@ -86,12 +86,12 @@ def passes_over(grad: SelectedRows, table: Any) -> Passes | None:
 
 
 def is_plain(x: Any) -> bool:
-    """Return True if `x` is an array whose type has no mesh."""
+    """Returns True if `x` is an array whose type has no mesh."""
     return isinstance(x, jax.Array) and not _compat.has_mesh(x)
 
 
 def is_traced(grad: SelectedRows, table: Any) -> bool:
-    """Return True inside a `jit`, for the types that passes accept."""
+    """Returns True inside a `jit`, for the types that passes accept."""
     return (
         grad.capacity > 0
         and grad.height > 0

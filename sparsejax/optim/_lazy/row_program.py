@@ -154,7 +154,7 @@ class RowFunction:
         return types, tuple(steps), tuple(map(name, self.outputs))
 
     def is_linear(self, gradient: Node) -> bool:
-        """Return True if all outputs are linear in the gradient and use nothing else.
+        """Returns True if all outputs are linear in the gradient and use nothing else.
 
         Casts between floats count as linear.
         """
@@ -336,7 +336,7 @@ class _Runner:
 
 
 def _reduces_rows(body: tuple[Any, Any]) -> bool:
-    """Return True if a program reduces a first axis, which may run over rows."""
+    """Returns True if a program reduces a first axis, which may run over rows."""
     jaxpr, _ = body
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in REDUCTIONS and 0 in eqn.params["axes"]:
@@ -367,7 +367,7 @@ def _is_literal(x: Any) -> bool:
 
 
 def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
-    """Return True if an output `[1, ...]` would be the same in all rows."""
+    """Returns True if an output `[1, ...]` would be the same in all rows."""
     if eqn.primitive.name == "broadcast_in_dim":
         dims = eqn.params["broadcast_dimensions"]
         return 0 not in dims or isinstance(ins[0], Node)

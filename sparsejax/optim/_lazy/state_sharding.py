@@ -37,7 +37,7 @@ def rows_sharding(node: Any) -> NamedSharding | None:
 
 
 def is_sharded_table(node: Any) -> bool:
-    """Return True if the type of `node` is registered as a sharded table."""
+    """Returns True if the type of `node` is registered as a sharded table."""
     return rows_sharding.dispatch(type(node)) is not rows_sharding.dispatch(object)
 
 

@@ -102,8 +102,9 @@ def accumulate(
       `jax.jit`, donate it with the parameters to update buffers and tables in place.
 
     Raises:
-      TypeError: `tx` is not a transformation.
-      ValueError: `every_k_schedule` or `capacity` is not a positive int; `capacity` or
+      TypeError: `tx` is not a transformation, or `every_k_schedule` or `capacity` is
+        not an int.
+      ValueError: `every_k_schedule` or `capacity` is not positive; `capacity` or
         `stacked` is not a prefix of these params; at update, a dense gradient has more
         rows than slots, or a leaf with a SelectedRows gradient has no slots, or those
         for rows of another kind.

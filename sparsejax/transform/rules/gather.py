@@ -160,7 +160,7 @@ def _whole_rows(
 
 
 def _is_part(ref: TableRef, sizes: Sequence[int]) -> bool:
-    """Return True if a slice has whole tables of a stack."""
+    """Returns True if a slice has whole tables of a stack."""
     return ref.is_stack and sizes[ref.row_axes[1]] == ref.shape[ref.row_axes[1]]
 
 
