@@ -13,6 +13,7 @@ import pytest
 import sparsejax as sj
 from helpers import assert_same_bits, run_python
 from sparsejax.store import _in_flight
+from sparsejax.store._store import table_of
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -191,6 +192,15 @@ def test_errors_come_in_their_turn(depth):
     assert seen == [[1], [2], [3], [5]]
     assert not workers()
     assert store.pull("a", [1]).capacity == 8
+
+
+def test_a_batch_that_fails_leaves_no_rows_in_flight():
+    store = new_store(("a", "b"))
+    ids_of = lambda batch: {"a": [1, 2], "b": [V]}  # read in this order
+    with pytest.raises(ValueError, match="out of range"):
+        next(store.prefetch([0], ids_of, mode="error"))
+    tables = [table_of("", store, name) for name in ("a", "b")]
+    assert not any(table.in_flight for table in tables)
 
 
 def test_an_error_of_a_push_comes_with_the_next_call():
