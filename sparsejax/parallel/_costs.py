@@ -1,4 +1,4 @@
-"""What each layout of a table costs a device, in memory and on the wire.
+"""The costs of each layout of a table for a device, in memory and on the wire.
 
 With N devices, a table `[V, ...]` of rows of d bytes, n ids on each device and step,
 and U distinct ids among a device's n (n if unknown), a device holds

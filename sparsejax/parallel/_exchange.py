@@ -48,7 +48,7 @@ from sparsejax._rows import indexing, merge
 
 @dataclasses.dataclass(frozen=True)
 class Owners:
-    """Which device owns which rows; static.
+    """The owner of each row; static.
 
     Args:
       mesh: the mesh.
@@ -136,7 +136,7 @@ class Owners:
 
 
 class Metrics(NamedTuple):
-    """What an exchange needed, over all devices.
+    """Rounds, rows and overflow of an exchange, over all devices.
 
     Args:
       rounds: int32, the number of rounds.

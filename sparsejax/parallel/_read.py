@@ -121,7 +121,7 @@ def _max_requested(table: ShardedTable, ids: Any) -> int:
 
 
 def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Metrics:
-    """What a lookup of `ids` needs: rounds, rows, overflow, bytes.
+    """Rounds, rows, overflow and bytes of a lookup of `ids`.
 
     Nothing is read: the ids are grouped by owner and counted. The gradient of the
     lookup needs the same again. Works inside and outside of `jit`.
@@ -204,7 +204,7 @@ def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
 
 
 def owners_of(table: ShardedTable) -> Owners:
-    """Which device owns which rows of a table."""
+    """Returns the owner of each row of a table."""
     return Owners(table.mesh, table.axes, table.rows_per_shard)
 
 

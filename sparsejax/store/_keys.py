@@ -1,4 +1,4 @@
-"""Which row of a store's table belongs to which key, while keys come and go.
+"""The row of each key of a store's table, while keys come and go.
 
 The policy is the policy of `sparsejax.HashIndex`, with a hash table that grows: any
 number of keys of 64 bits may pass through. The key of a row, its last step and its
@@ -41,7 +41,7 @@ SAVED = {"rows": int, "young": int, "old": int, "hand": int}
 
 @dataclasses.dataclass(frozen=True)
 class KeyPolicy:
-    """Which keys get a row of a store's table, and which are evicted for them.
+    """Decides which keys get a row of a store's table, and which are evicted for them.
 
     For `KVStore.init(..., keys=KeyPolicy())`. The arguments have the meaning that they
     have in `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and

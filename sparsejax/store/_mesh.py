@@ -38,7 +38,7 @@ _CHUNK = 1 << 16  # rows at a time, when all rows are gathered
 
 
 class Owners:
-    """Which process owns which row of a table, and as which of its own rows.
+    """The process that owns each row of a table, and the place of the row there.
 
     Ids are taken in groups of P. In each group every process owns one id, in an order
     that a hash of the group rotates, so that ids with a stride do not all belong to

@@ -1,4 +1,4 @@
-"""Which row of a table is in which slot of its device cache, and which row leaves next.
+"""The row in each slot of a device cache, and the row that is evicted next.
 
 A batch is planned as a whole: its rows that have a slot keep the slot; each other row
 gets a free slot, or the slot of the row whose last use is longest ago (LRU). A row of
