@@ -111,7 +111,7 @@ def train(tokens, counts, dim, seconds, tx, value_and_grad):
         if number % 10 == 0:  # reading a loss waits for the step
             losses.append(float(loss))
             if bar is not None:
-                bar.set_postfix(loss=losses[-1])
+                bar.set_postfix(loss=losses[-1], refresh=False)
                 bar.update(number - bar.n)
             if number == 0:  # the first step was compiled
                 done, began = 0.0, time.perf_counter()
