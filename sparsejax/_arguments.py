@@ -266,7 +266,7 @@ def scalar(value: int, like: Any) -> Any:
 
 def is_concrete(x: Any) -> bool:
     """Returns True if `x` is an array with a known value, not a tracer."""
-    return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
+    return is_array(x) and not isinstance(x, Tracer)
 
 
 def static_int(call: str, name: str, x: Any, least: int = 0, hint: str = "") -> int:

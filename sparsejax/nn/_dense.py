@@ -187,7 +187,7 @@ class Dense:
         kernel = _layer.table_of(self._call, params, "kernel", shape, self.sparse_grad)
         x = _matrix.as_matrix(self._call, x, columns, self.mode)
         dtype = _matrix.result_dtype(x, kernel, self.dtype)
-        out = _matrix.multiply(self._call, x, kernel, "kernel", dtype, self.mode)
+        out = _matrix.multiply(self._call, x, kernel, dtype, self.mode)
         if self.use_bias:
             bias = _layer.parameter(self._call, params, "bias", shape[1:])
             out = _layer.add_bias(out, bias)

@@ -181,9 +181,7 @@ def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
     return weights.dtype if own is None else indexing.promote(own, weights.dtype)
 
 
-def multiply(
-    call: str, x: Any, weights: Any, name: str, dtype: Any, mode: str = "drop"
-) -> jax.Array:
+def multiply(call: str, x: Any, weights: Any, dtype: Any, mode: str) -> jax.Array:
     """`x @ weights`, `[..., *weights.shape[1:]]`, accumulated in at least float32.
 
     `mode` decides what an element reads if its column is out of range or not stored.
@@ -191,7 +189,7 @@ def multiply(
     wide = indexing.accumulator_dtype(dtype)
     if not isinstance(x, Csr):
         fix = "Pass x as CSR, or the whole weights."
-        check_whole(call, f"params[{name!r}]", weights, "x is an array, which", fix)
+        check_whole(call, "params['kernel']", weights, "x is an array, which", fix)
         x, weights = x.astype(dtype), weights.astype(dtype)
         return jnp.tensordot(x, weights, axes=1, preferred_element_type=wide)
     segments, count = x.elements.segment_ids, x.elements.num_segments

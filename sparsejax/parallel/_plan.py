@@ -577,7 +577,7 @@ def _overrule(
             raise ValueError(
                 f"{_CALL}: the layout of {name} must be one of "
                 f"{', '.join(map(repr, known[name].costs))}, got {layout!r}."
-                f"{_why(layout, known[name])}"
+                f"{_why(layout)}"
             )
         chosen[name] = layout
     return [
@@ -586,8 +586,8 @@ def _overrule(
     ], chosen
 
 
-def _why(layout: str, table: TablePlan) -> str:
-    """Why a table cannot have a known layout."""
+def _why(layout: str) -> str:
+    """Returns why a table cannot have the layout; empty for an unknown layout."""
     if layout in ("table-wise", "table-row-wise"):
         return (
             " Only stacks of floats named in stacks= can be sharded table by table, if "

@@ -326,9 +326,9 @@ def advance(
     new = weights.astype(dtype) - from_s
     if recurrence.decays:
         log_decay = now[:2].reshape(1, 2) - then[:, :2]
-        new *= _per_row(jnp.exp(log_decay[:, 0] + log_decay[:, 1]), new)
+        new *= base.per_row(jnp.exp(log_decay[:, 0] + log_decay[:, 1]), new)
     new = (new + from_t).astype(weights.dtype)
-    return jnp.where(_per_row(missed > 0, new), new, weights)
+    return jnp.where(base.per_row(missed > 0, new), new, weights)
 
 
 def displacement(
@@ -345,12 +345,14 @@ def displacement(
         v = moments[recurrence.second_moment].astype(dtype)
         ratio = recurrence.ratios[recurrence.second_moment]
         y = decayed(jnp.sqrt(v), ratio, age, 0.5)
-        inverse = 1 / (y + _per_row(coefficients[at], y))
+        inverse = 1 / (y + base.per_row(coefficients[at], y))
         x = 2 * (y * inverse) - 1
         at += 1
     for k in recurrence.first_moments:
         m = decayed(moments[k].astype(dtype), recurrence.ratios[k], age)
-        series = [_per_row(coefficients[at + c], m) for c in range(recurrence.nodes)]
+        series = [
+            base.per_row(coefficients[at + c], m) for c in range(recurrence.nodes)
+        ]
         if recurrence.second_moment is not None:
             polynomial = series[-1]
             for c in reversed(series[:-1]):  # Horner's rule
@@ -371,9 +373,4 @@ def decayed(x: jax.Array, ratio: float, steps: Any, power: float = 1.0) -> jax.A
         factor = jnp.where(steps > 0, jnp.zeros((), x.dtype), jnp.ones((), x.dtype))
     else:
         factor = jnp.exp(steps * np.asarray(power * math.log(ratio), x.dtype))
-    return x * _per_row(factor, x)
-
-
-def _per_row(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x`, one number per row or one for all, reshaped to broadcast against `rows`."""
-    return x.reshape(x.shape[:1] + (1,) * (rows.ndim - 1))
+    return x * base.per_row(factor, x)

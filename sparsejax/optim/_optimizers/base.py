@@ -97,8 +97,8 @@ def check(call: str, name: str, value: Any, wanted: str, holds: Callable) -> Non
     other_kind = value is None or isinstance(value, str)
     known = isinstance(value, (int, float, np.generic)) or _arguments.is_concrete(value)
     if other_kind or (known and not np.all(holds(value))):
-        error = TypeError if other_kind else ValueError
-        raise error(f"{call}: {name} must be {wanted}, got {_arguments.show(value)}.")
+        error = _arguments.wrong_type if other_kind else _arguments.wrong
+        raise error(call, name, wanted, _arguments.show(value))
 
 
 def check_not_negative(call: str, **values: Any) -> None:
