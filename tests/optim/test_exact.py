@@ -313,11 +313,61 @@ def test_flush_in_between_and_dense_gradients():
 def test_rows_not_caught_up_are_counted_and_put_right():
     # These gradients do not depend on the weights, so the result is dense training's.
     steps = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
-    steps += [(gradient([3, 3, 5, 9, V]), None), (gradient([3]), [3])]
+    steps += [(gradient([3, 3, 5, 9, V]), []), (gradient([3]), [3])]
     params, state, dense = run_both(steps)
     assert int(state.stale) == 2  # rows 3 and 9; 5 had been updated the step before
     flushed, _ = FLUSH(params, state)
     assert relative(flushed["table"], dense["table"]) < 1e-6
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_step_without_catch_up_is_refused(around):
+    tx, params, ids = (
+        exact(optax.sgd(0.5, momentum=0.5)),
+        make_params(),
+        make_batches(1),
+    )
+    batch = jax.tree.map(lambda x: x[0], ids)
+    find = exact_value_and_grad(loss_fn, tx)
+
+    def apply(grads, params, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @around
+    def plain(params, state):
+        return apply(sj.grad(loss_fn, tables=SPARSE)(params, *batch), params, state)
+
+    @around
+    def right(params, state):
+        (_, grads), params, state = find(params, state, *batch)
+        return apply(grads, params, state)
+
+    @around
+    def skip_some(params, state):
+        (_, grads), params, state = find(params, state, *batch)
+        new = apply(grads, params, state)
+        pick = lambda x, y: jnp.where(state.step > 0, x, y)
+        state = jax.lax.cond(state.step > 0, lambda: new[1], lambda: state)
+        return jax.tree.map(pick, new[0], params), state
+
+    state = tx.init(params)
+    after_one = right(params, state)
+    missing = "grads\\['table'\\] .*catch_up was not called.*exact_value_and_grad"
+    for step in (
+        lambda: plain(params, state),  # the first step
+        lambda: plain(*after_one),
+        lambda: plain(*tx.flush(*after_one)),
+        lambda: jax.lax.scan(lambda c, _: (plain(*c), None), after_one, None, length=2),
+    ):
+        with pytest.raises(ValueError, match=missing):
+            step()
+    caught = around(tx.catch_up)(*after_one, {"table": batch[0]})
+    assert relative(plain(*caught)[0]["table"], right(*after_one)[0]["table"]) == 0
+    # The mark is carried by a scan, and a step may be skipped.
+    both = lambda c, _: (skip_some(*right(*c)), None)
+    (_, state), _ = jax.lax.scan(both, (params, state), None, length=2)
+    assert int(state.step) == 4 and int(state.stale) == 0
 
 
 @pytest.mark.slow
@@ -333,6 +383,7 @@ def test_hyperparameters_set_by_hand():
             dense_state.hyperparams["learning_rate"] = jnp.asarray(0.01)
             params, state = flush(params, state)
         grads = gradient([number % 3, number])
+        params, state = tx.catch_up(params, state, {})
         params, state = apply(params, state, grads)
         dense, dense_state = apply_dense(dense, dense_state, to_dense(grads))
     params, _ = flush(params, state)
@@ -359,6 +410,7 @@ def test_another_optimizer_for_each_leaf():
         grads = gradient(rows)
         other = np.asarray(grads["table"].rows) + 1, grads["table"].values[:, :2]
         grads["other"] = sj.SelectedRows(*other, V)
+        params, state = tx.catch_up(params, state, {})
         params, state = apply(params, state, grads)
         dense, dense_state = apply_dense(dense, dense_state, to_dense(grads))
     params, _ = tx.flush(params, state)
@@ -516,7 +568,7 @@ def test_step_is_by_rows_and_in_place(name):
 
 def test_ids_are_read_from_the_trace():
     tx = MOMENTUM
-    params, state, _ = run_both([(gradient([*range(5)]), None)] * 2)
+    params, state, _ = run_both([(gradient([*range(5)]), [])] * 2)
     behind = np.asarray(state.last_updates[0])[:, 1]
 
     def loss(params, ids, scale):
@@ -545,7 +597,7 @@ def test_ids_are_read_from_the_trace():
 
 
 def test_ids_made_of_rows_are_refused():
-    params, state, _ = run_both([(gradient([3]), None)])
+    params, state, _ = run_both([(gradient([3]), [])])
 
     def hops(params, ids):
         best = jnp.argmax(params["table"][ids], axis=-1)
