@@ -132,7 +132,8 @@ def _label(ints: np.dtype) -> str:
     """Returns the name of the dtype. JAX's errors show it, so it names the ways out."""
     return (
         f"row_ids[{ints}] of a SelectedRows; use g1 + g2, g.map(f), "
-        "sparsejax.parallel.psum, sparsejax.optim.global_norm, sparsejax.optim.lazy(tx)"
+        "sparsejax.parallel.psum, sparsejax.optim.global_norm, "
+        "sparsejax.optim.lazy(optax.chain(...))"
     )
 
 

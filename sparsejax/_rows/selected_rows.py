@@ -53,9 +53,25 @@ _NO_DIVISION_BY_ROWS = (
 Rows = TypeVar("Rows", bound="SelectedRows")
 
 
+class _InErrors(type):
+    """The metaclass of SelectedRows: errors of JAX that name its type say what to do.
+
+    They are raised between the parts of a chain, so no function of ours can. JAX formats
+    the type. Its `repr` is as usual.
+    """
+
+    def __format__(cls, spec: str) -> str:
+        return (
+            f"{cls!r}, the rows of a gradient or an update of a table (in an optimizer, "
+            "write sparsejax.optim.lazy(optax.chain(...)) with all transformations of "
+            "optax inside of lazy, and sparsejax.optim.accumulate(lazy(tx), k, capacity) "
+            "instead of optax.MultiSteps)"
+        )
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows:
+class SelectedRows(metaclass=_InErrors):
     """Rows of a `[height, ...]` array, by id.
 
     Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
