@@ -56,16 +56,16 @@ Rows = TypeVar("Rows", bound="SelectedRows")
 class _InErrors(type):
     """The metaclass of SelectedRows: errors of JAX that name its type say what to do.
 
-    They are raised between the parts of a chain, so no function of ours can. JAX formats
-    the type. Its `repr` is as usual.
+    They are raised between the parts of a chain, so no function of ours can. JAX
+    formats the type. Its `repr` is as usual.
     """
 
     def __format__(cls, spec: str) -> str:
         return (
-            f"{cls!r}, the rows of a gradient or an update of a table (in an optimizer, "
-            "write sparsejax.optim.lazy(optax.chain(...)) with all transformations of "
-            "optax inside of lazy, and sparsejax.optim.accumulate(lazy(tx), k, capacity) "
-            "instead of optax.MultiSteps)"
+            f"{cls!r}, the rows of a gradient or an update of a table (in an optimizer "
+            "write sparsejax.optim.lazy(optax.chain(...)), with all transformations of "
+            "optax inside of lazy, and sparsejax.optim.accumulate(lazy(tx), k, "
+            "capacity) instead of optax.MultiSteps)"
         )
 
 

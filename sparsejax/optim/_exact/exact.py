@@ -46,7 +46,7 @@ CALL = "sparsejax.optim.exact"
 
 
 class ExactState(NamedTuple):
-    """State of `exact`. `last_updates` and `now` have an entry for each table, in order.
+    """State of `exact`. `last_updates` and `now` have an entry for each table.
 
     Args:
       inner: the state of the optimizer, as `tx.init` gives it.
@@ -188,6 +188,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         return ExactState(inner, step, stale, records, now, _not_caught_up())
 
     def catch_up(params, state, ids):
+        given = params, state
+        params, state, ids = map(trees.without_variables, (params, state, ids))
         leaves, treedef, plan = planned(params)
         tables = _tables(plan, leaves, state)
         for i, ids_of_leaf in trees.ids_by_leaf(CALL, "ids", params, ids).items():
@@ -200,7 +202,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             rows = _arguments.as_ids(call, ids_of_leaf, height).reshape(-1)
             tables[i] = _catch_up.catch_up(tables[i], rows, state.step)
         state = state._replace(caught_up=jnp.asarray(1))
-        return _with_tables(treedef, leaves, state, tables)
+        new = _with_tables(treedef, leaves, state, tables)
+        return trees.in_structure_of(given, new)
 
     def update(updates, state, params=None, **extra_args):
         grads = updates
@@ -302,6 +305,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         return treedef.unflatten(updates), state
 
     def flush(params, state):
+        given = params, state
+        params, state = map(trees.without_variables, given)
         leaves, treedef, plan = planned(params)
         tables = _tables(plan, leaves, state)
         tables = {i: _catch_up.catch_up_all(t, state.step) for i, t in tables.items()}
@@ -310,7 +315,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         fresh = plan.displacement(state.inner, None)
         for (i, table), now in zip(tables.items(), fresh):
             tables[i] = _catch_up.record_update_of_all(table, now, state.step)
-        return params, _state(*state[:3], tables, state.caught_up)
+        state = _state(*state[:3], tables, state.caught_up)
+        return trees.in_structure_of(given, (params, state))
 
     return Exact(init, update, catch_up, flush)
 

@@ -157,7 +157,7 @@ def accumulate(
         trees.flatten_params(CALL, updates, params)
         # A state from a checkpoint may contain NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
-        sums = [_as_rows(*pair) for pair in zip(sums, grads)]
+        sums = list(map(as_rows, sums, grads))
         overflow = jnp.asarray(state.overflow)
         for i, grad in enumerate(grads):
             if not trees.is_none_or_masked(grad):
@@ -206,11 +206,16 @@ def _empty(leaf: Any, slots: int | None, row_axes: int) -> Any:
     return SelectedRows(rows, values, height, tuple(stack))
 
 
-def _as_rows(held: Any, grad: Any) -> Any:
-    """A buffer as it was made: `nnx.Optimizer` keeps the fields of a SelectedRows."""
+def as_rows(held: Any, leaf: Any) -> Any:
+    """A buffer as it was made: `nnx.Optimizer` keeps the fields of a SelectedRows.
+
+    Args:
+      held: the buffer.
+      leaf: its parameter, or a gradient of it.
+    """
     if not isinstance(held, Mapping) or set(held) != {"rows", "values"}:
         return held
-    shape, values = trees.to_spec(grad).shape, held["values"]
+    shape, values = trees.to_spec(leaf).shape, held["values"]
     *stack, _ = row_shape = shape[: len(shape) + 1 - np.ndim(values)]
     height = math.prod(row_shape)
     static = (height, tuple(stack)) if stack else height
