@@ -320,7 +320,11 @@ def test_rows_not_caught_up_are_counted_and_put_right():
     assert relative(flushed["table"], dense["table"]) < 1e-6
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "around",
+    [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit],
+    ids=["eager", "jit"],
+)
 def test_a_step_without_catch_up_is_refused(around):
     tx, params, ids = (
         exact(optax.sgd(0.5, momentum=0.5)),
@@ -500,6 +504,14 @@ def test_what_is_wrong_is_said():
         TypeError, match="must be one that this transformation returned"
     ):
         MOMENTUM.catch_up(params, state.inner, {"table": jnp.array([1])})
+    for tx in sj.optim.lazy(optax.adam(0.1)), optax.chain(MOMENTUM):
+        with pytest.raises(TypeError, match=r"exact\(optax\.chain\(\.\.\.\)\)"):
+            exact_value_and_grad(loss_fn, tx)
+    lazy = sj.optim.lazy(optax.sgd(0.5, momentum=0.5))
+    with pytest.raises(ValueError, match="does not match these gradients"):
+        lazy.update(gradient([3]), state, params)
+    with pytest.raises(TypeError, match="must be one that this transformation"):
+        MOMENTUM.update(gradient([3]), lazy.init(params), params)
 
 
 # ------------------------------------------------------------------ the cost

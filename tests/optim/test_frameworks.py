@@ -365,7 +365,7 @@ QUICK = [
     ("nnx_optimizer", "reset_accumulated"),
     ("nnx_optimizer", "exact"),
     ("nnx_state", "reset_rows"),
-    ("train_state", "exact"),
+    ("train_state", "weight_decay"),
     ("equinox", "reset_rows"),
     ("haiku", "lazy"),
 ]
@@ -393,6 +393,19 @@ def test_questions(framework):
     assert optim.is_row_separable(optax.adam(LR), model.params)
     assert not optim.is_row_separable(optax.lamb(LR), model.params)
     assert not optim.is_lazy_exact(optax.adam(LR), model.params)
+
+
+@pytest.mark.parametrize(
+    ("framework", "tx"),
+    [
+        ("haiku", optax.chain(EXACT)),
+        pytest.param("nnx_optimizer", EXACT, marks=pytest.mark.slow),
+    ],
+)
+def test_exact_without_catch_up_is_refused(framework, tx):
+    model = FRAMEWORKS[framework](_weights(), tx)
+    with pytest.raises(ValueError, match="exact_value_and_grad"):
+        _train(model, Part(None, None))
 
 
 def test_a_whole_model():
