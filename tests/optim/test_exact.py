@@ -623,7 +623,7 @@ def test_ids_made_of_rows_are_refused():
 
 
 def test_a_table_used_as_a_whole_is_brought_up_to_date():
-    steps = [(gradient([3, 5]), None), (gradient([5]), [5])]
+    steps = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
     params, state, dense = run_both(steps)
     loss = lambda params: jnp.sum(params["table"] ** 2)
     (value, _), params, _ = exact_value_and_grad(loss, MOMENTUM)(params, state)
@@ -632,7 +632,7 @@ def test_a_table_used_as_a_whole_is_brought_up_to_date():
 
 
 def test_own_code_promotes_nothing():
-    params, state, _ = run_both([(gradient([3, 5]), None), (gradient([5]), [5])])
+    params, state, _ = run_both([(gradient([3, 5]), [3, 5]), (gradient([5]), [5])])
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
 
         @jit

@@ -172,7 +172,7 @@ class NnxState(NnxOptimizer):
     def _start(self, tx):
         self.tx, self.state = tx, tx.init(self.params)
 
-    update = Haiku.update
+    update: Any = Haiku.update
 
 
 class Equinox(Haiku):
@@ -181,7 +181,7 @@ class Equinox(Haiku):
         key = jax.random.key(0)
 
         class Model(eqx.Module):
-            embed: eqx.nn.Embedding
+            embed: Any
             kernel: Any
             bias: Any
             activation: Any = jnp.asarray  # a leaf, and no array
