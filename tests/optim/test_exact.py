@@ -374,6 +374,44 @@ def test_a_step_without_catch_up_is_refused(around):
     assert int(state.step) == 4 and int(state.stale) == 0
 
 
+WRAPPERS = {
+    "inner_opt_state": (
+        lambda tx: sj.optim.accumulate(tx, 2, 8),
+        lambda tx: optax.MultiSteps(tx, 2),
+    ),
+    "inner_state": (lambda tx: sj.optim.dynamic_loss_scale(tx, 1.0), lambda tx: tx),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", WRAPPERS)
+def test_inside_of_our_wrappers(field):
+    wrap, wrap_dense = WRAPPERS[field]
+    inner = optax.sgd(0.5, momentum=0.5)
+    tx, dense_tx, batches = wrap(MOMENTUM), wrap_dense(inner), zip(*make_batches(6))
+    params = dense = make_params()
+    state, dense_state = tx.init(params), dense_tx.init(dense)
+
+    @jit
+    def step(params, state, *batch):
+        found = exact_value_and_grad(loss_fn, MOMENTUM, tables=SPARSE)(
+            params, getattr(state, field), *batch
+        )
+        (_, grads), params, exact_state = found
+        state = state._replace(**{field: exact_state})
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for batch in batches:
+        params, state = step(params, state, *batch)
+        grads = jax.grad(loss_fn)(dense, *batch)
+        updates, dense_state = dense_tx.update(grads, dense_state, dense)
+        dense = optax.apply_updates(dense, updates)
+    assert step._cache_size() == 1
+    params, _ = MOMENTUM.flush(params, getattr(state, field))
+    assert relative(params["table"], dense["table"]) < 1e-5
+
+
 @pytest.mark.slow
 def test_hyperparameters_set_by_hand():
     make = optax.inject_hyperparams(optax.sgd, static_args="nesterov")

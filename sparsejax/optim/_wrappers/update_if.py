@@ -54,6 +54,8 @@ def update_if(
 
     def skip(state, params):
         del params
+        # Strong types, as after a step, so that the caller is compiled once.
+        state = jax.tree.map(_strong, state)
         return jax.tree.map(_zero, spec, is_leaf=is_selected_rows), state
 
     def with_axes(branch):
@@ -73,6 +75,11 @@ def update_if(
 def _keep_dtype(old: Any, new: Any) -> jax.Array:
     old, new = jnp.asarray(old), jnp.asarray(new)  # one may be a number of Python's
     return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _strong(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype) if x.weak_type else x
 
 
 def _zero(spec: Any) -> Any:
