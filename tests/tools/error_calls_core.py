@@ -740,6 +740,8 @@ jax.jit(lambda g: jax.tree.map(jnp.add, g, g))(grads)
 
 optax.adam(0.1).update(grads, optax.adam(0.1).init(params), params)
 
+sj.optim.lazy(sj.optim.accumulate(optax.sgd(0.1), 2, 9)).init(params)
+
 tx = optax.MultiSteps(sj.optim.lazy(optax.sgd(0.1)), 2)
 tx.update(grads, tx.init(params), params)
 

@@ -34,7 +34,7 @@ from sparsejax._rows import (
     stacked_rows,
     with_slots,
 )
-from sparsejax.optim._lazy import checks, state_sharding, trees
+from sparsejax.optim._lazy import checks, judge, state_sharding, trees
 from sparsejax.optim._wrappers.update_if import update_if
 
 
@@ -59,6 +59,13 @@ class AccumulateState(NamedTuple):
     inner_opt_state: Any
     acc_grads: Any
     overflow: jax.Array
+
+
+judge.NOT_LIFTED[AccumulateState] = (
+    CALL,
+    "it goes around lazy, not inside of it: sparsejax.optim.accumulate(lazy(tx), k, "
+    "capacity)",
+)
 
 
 def accumulate(
