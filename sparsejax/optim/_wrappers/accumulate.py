@@ -213,7 +213,7 @@ def _as_rows(held: Any, grad: Any) -> Any:
     shape, values = trees.to_spec(grad).shape, held["values"]
     *stack, _ = row_shape = shape[: len(shape) + 1 - np.ndim(values)]
     height = math.prod(row_shape)
-    static = (height, tuple(stack)) if stack else height
+    static = height, tuple(stack), np.ndim(values) - 1
     return SelectedRows.tree_unflatten(static, (held["rows"], values))
 
 
