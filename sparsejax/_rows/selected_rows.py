@@ -784,12 +784,13 @@ def _array_or_spec(x: Any, name: str) -> jax.Array | jax.ShapeDtypeStruct:
 
 def _check_rows(call: str, rows: Any) -> None:
     """Raises a TypeError unless `rows` are integers."""
-    if not jnp.issubdtype(rows.dtype, jnp.integer):
+    dtype = getattr(rows, "dtype", None)  # a filter of leaves puts None there
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise _arguments.wrong_type(
             call,
             "rows",
             "integers (row ids)",
-            f"{rows.dtype}",
+            f"{dtype}",
             "jax.grad returns no ids, and code that rebuilds trees can change them. "
             "Use sparsejax.value_and_grad, SelectedRows.map to change the values, and "
             "sparsejax.optim.lazy(...) around optax transformations.",

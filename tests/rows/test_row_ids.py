@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import operator
+import pathlib
 import pickle
 import re
 from typing import Any
@@ -21,7 +22,9 @@ import optax
 import pytest
 from jax import lax
 
+import fuzz_trees
 import sparsejax as sj
+from fuzz import search
 from helpers import assert_trees_close
 from sparsejax._compat import enable_x64
 
@@ -228,21 +231,6 @@ REFUSED_LEAF = {
     "view": lambda g: ids_of(g).view(jnp.int32),
     "where with a number": lambda g: jnp.where(True, ids_of(g), 0),
 }
-PASSED_LEAF = {
-    "at[].set of an id": lambda g: ids_of(g).at[0].set(ids_of(g)[0]),
-    "concatenate": lambda g: jnp.concatenate([ids_of(g), ids_of(g)])[: g.capacity],
-    "equal": lambda g: jnp.where(ids_of(g) == ids_of(g), ids_of(g), ids_of(g)[::-1]),
-    "indices": lambda g: ids_of(g)[jnp.arange(g.capacity)],
-    "repeat": lambda g: jnp.repeat(ids_of(g), 2, axis=0)[::2],
-    "reshape": lambda g: ids_of(g).reshape(1, -1)[0],
-    "reverse": lambda g: ids_of(g)[::-1][::-1],
-    "roll": lambda g: jnp.roll(jnp.roll(ids_of(g), 1, axis=0), -1, axis=0),
-    "split": lambda g: jnp.concatenate(jnp.split(ids_of(g), g.capacity)),
-    "stack": lambda g: jnp.stack([ids_of(g), ids_of(g)])[1],
-    "where": lambda g: jnp.where(jnp.array(True), ids_of(g), ids_of(g)[::-1]),
-}
-
-
 # Outside of programs some of JAX's errors do not name the dtype. The last of these is
 # the compiler's, when only the shape of the words does not fit.
 REFUSAL = (
@@ -274,15 +262,116 @@ def test_refused(name):
             assert is_bare or re.search(REFUSAL, str(caught.value))
 
 
+# Functions of `fuzz_trees.py` that work.
+PASSED_LEAF = (
+    "where at_set flip_last concatenate roll_rows cond index repeat_rows expand_first "
+    "reverse_last split stack_and_index stack_last slice_last zeros_like where_mask"
+).split()
+
+
 @pytest.mark.window
 @pytest.mark.parametrize("name", PASSED_LEAF)
 def test_passed(name):
-    f = PASSED_LEAF[name]
-    for g in gradients().values():
-        for got in f(g), jax.jit(f)(g):
-            rows = jax.tree.unflatten(jax.tree.structure(g), [got, g.values]).rows
-            assert rows.dtype == jnp.int32
-            np.testing.assert_array_equal(rows, g.rows)
+    for tree in "gradient", "sharded":
+        for how in "eager", "jitted":
+            assert fuzz_trees.check((tree, (name,), "none"), how) != "refused"
+
+
+# What was silently wrong: a tree, functions, arithmetic.
+WERE_WRONG = [
+    ("gradient", ("flip_last",), "none"),
+    ("gradient", ("roll_last",), "none"),
+    ("gradient", ("take",), "none"),
+    ("gradient", ("take_beyond",), "none"),
+    ("gradient", ("get_beyond",), "none"),
+    ("gradient", ("zeros_of_int",), "none"),
+    ("gradient", ("randint",), "none"),
+    ("numbers", ("zeros_of_int",), "none"),
+    ("numbers", ("equal",), "twice"),
+    ("gradient", ("equal",), "twice"),
+    ("gradient", ("isfinite",), "twice"),
+    ("square", ("transpose",), "none"),
+    ("square", ("vmap_to_last",), "none"),
+    ("one_column", ("delete",), "none"),
+    ("one_column", ("append",), "none"),
+    ("one_column", ("repeat",), "none"),
+]
+
+
+@pytest.mark.parametrize("case", WERE_WRONG, ids=str)
+def test_functions_that_were_silently_wrong(case):
+    for how in "eager", "jitted":
+        fuzz_trees.check(case, how)
+
+
+def test_functions_mapped_over_trees():
+    counts, failure = search("trees", seed=0, examples=20)
+    assert not failure and counts.total() >= 20
+
+
+def test_functions_that_are_not_noticed():
+    """The page that explains gradients names them."""
+    text = pathlib.Path(__file__, "../../../docs/explain/gradient.md").resolve()
+    for name, f in fuzz_trees.UNNOTICED.items():
+        jax.tree.map(f, G, H).to_dense()
+        assert f"`jnp.{name}`" in text.read_text()
+    for make in jnp.ones_like, functools.partial(jnp.full_like, fill_value=jnp.inf):
+        assert not jax.tree.map(make, G).num_rows()
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_leaves_that_do_not_fit():
+    """The error says what happened and what to write instead."""
+    leaves = jax.tree.leaves(G)
+    for f, error in (
+        (lambda x: x.T, ValueError),
+        (lambda x: x[..., 0], ValueError),
+        (lambda x: jnp.tile(x, 2), ValueError),
+        (lambda x: jnp.zeros(x.shape, int), TypeError),
+        (lambda x: 2 * (x == x), TypeError),
+    ):
+        for got in jax.tree.map(f, G), jax.jit(lambda g, f=f: jax.tree.map(f, g))(G):
+            assert "SelectedRows" in repr(got)
+            for use in (
+                lambda g: g.rows,
+                lambda g: g.to_dense(),
+                lambda g: g + g,
+                lambda g: g.coalesce(),
+                lambda g: jnp.ones(g.shape) + g,
+            ):
+                with pytest.raises(error, match=r"jax\.tree\.map.*\.to_dense\(\)"):
+                    use(got)
+    nothing = jax.tree.unflatten(jax.tree.structure(G), [None, leaves[1]])
+    with pytest.raises(TypeError, match="got None"):
+        nothing.to_dense()
+
+
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adagrad"])
+def test_a_step_with_zeros_like_moves_no_row(name):
+    """A way to skip a step, also of row 0, and from inside a program."""
+    tx = {
+        "sgd": sj.optim.lazy(optax.sgd(0.1)),
+        "momentum": sj.optim.lazy(optax.sgd(0.1, momentum=0.9)),
+        "adam": LAZY,
+        "adagrad": sj.optim.adagrad(0.1),
+    }[name]
+    updates, state = tx.update({"t": G}, tx.init(PARAMS), PARAMS)
+    params = optax.apply_updates(PARAMS, updates)
+
+    def step(skip, params, state, grads):
+        zeros = jax.tree.map(jnp.zeros_like, grads)
+        grads = jax.tree.map(functools.partial(jnp.where, skip), zeros, grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates)["t"]
+
+    for run in step, jax.jit(step):
+        got = run(jnp.array(True), params, state, {"t": G})
+        np.testing.assert_array_equal(got, params["t"])
+        moved = run(jnp.array(False), params, state, {"t": G}) != params["t"]
+        assert np.flatnonzero(moved.any(1)).tolist() == IDS
+    zeros = optax.tree.zeros_like({"t": G})["t"]
+    assert not zeros.num_rows() and not zeros.to_dense().any()
 
 
 INTS = {
