@@ -178,6 +178,7 @@ def test_no_function_of_jax_computes_with_ids():
     ids = jax.tree.leaves(G)[0]
     # Queries about an array, and calls that XLA refuses only in compilation.
     about = "lexsort ndim shape size nonzero flatnonzero shape_as_value".split()
+    about += "tril_indices_from triu_indices_from".split()
     late = "argmax argmin argsort nanargmax nanargmin top_k rng_bit_generator".split()
     wrong = []
     for module in (jnp, lax):
@@ -212,9 +213,9 @@ REFUSED_LEAF = {
     "clip": lambda g: jnp.clip(ids_of(g), 0, 1),
     "convert_element_type": lambda g: lax.convert_element_type(ids_of(g), jnp.int32),
     "dynamic_update_slice": lambda g: lax.dynamic_update_slice(
-        ids_of(g), jnp.array([3]), (0,)
+        ids_of(g), jnp.array([[3]]), (0, 0)
     ),
-    "float": lambda g: float(ids_of(g)[0]),
+    "float": lambda g: float(ids_of(g)[0, 0]),
     "global_norm": lambda g: optax.tree.norm(g),
     "less": lambda g: ids_of(g) < 5,
     "jnp.int32": lambda g: jnp.int32(ids_of(g)),
@@ -224,7 +225,7 @@ REFUSED_LEAF = {
     "psum": lambda g: jax.vmap(
         lambda x: lax.psum(ids_of(x), "x"), axis_name="x", axis_size=2, in_axes=None
     )(g),
-    "random bits": lambda g: jax.random.bits(ids_of(g)[0]),
+    "random bits": lambda g: jax.random.bits(ids_of(g)[0, 0]),
     "ravel_pytree": lambda g: jax.flatten_util.ravel_pytree(g)[0],
     "sum": lambda g: jnp.sum(ids_of(g)),
     "vdot": lambda g: jnp.vdot(ids_of(g), ids_of(g)),
@@ -305,8 +306,8 @@ def test_functions_that_were_silently_wrong(case):
 
 
 def test_functions_mapped_over_trees():
-    counts, failure = search("trees", seed=0, examples=20)
-    assert not failure and counts.total() >= 20
+    counts, failure = search("trees", seed=0, examples=12)
+    assert not failure and counts.total() >= 12
 
 
 def test_functions_that_are_not_noticed():
