@@ -99,6 +99,12 @@ halved.to_dense()
 
 halved.coalesce()
 
+jax.tree.map(jnp.transpose, rows).to_dense()
+
+jax.tree.map(lambda x: jnp.zeros(x.shape, int), rows).to_dense()
+
+jax.tree.unflatten(jax.tree.structure(rows), [None, rows.values]).to_dense()
+
 sj.concatenate([])
 
 sj.concatenate(rows)
