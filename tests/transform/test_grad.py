@@ -70,7 +70,11 @@ def test_tree_of_parameters():
     _assert_same(g, want)
 
 
-@pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (0, 2), (2, 0), [1, 2], (-1, 0)])
+@pytest.mark.parametrize(
+    "argnums",
+    [0, 1, -1, (0,), (0, 2), (2, 0), [1, 2], (-1, 0)]
+    + [np.int64(0), np.uint8(1), np.array(2), jnp.int32(-1), (np.int64(1),), range(2)],
+)
 def test_argnums(argnums):
     def fun(table, w, other):
         return jnp.sum(table[IDS] * w[None, :]) + jnp.sum(other[IDS[:1]] ** 2)
