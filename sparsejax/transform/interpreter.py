@@ -29,6 +29,9 @@ Sharp edges:
 - Control flow walks its body separately, with its own `Reads`. Their sites are stored
   by the `path` of the equation, since the planting walk must know how many deltas to
   pass into the body before it walks it.
+- At most one of the tables that meet in an equation stays a table: the one that is
+  read or, in arithmetic, the one with the most rows (`ctx.one_table`). The others are
+  dense uses.
 - Only reads that the loss is differentiated through count (`ctx.live`). A dense use
   that is not differentiated gets the plain array; the table stays sparse.
 - The interpreter itself contains no primitives: see `rules/`, and
@@ -465,6 +468,23 @@ class RuleContext:
             if use not in self.run.dense:
                 self.run.dense.append(use)
         return x.materialize()
+
+    def one_table(self, *inputs: Any) -> list[Any]:
+        """The inputs of which at most one table is left.
+
+        If several tables meet, the one with the most rows stays, the first of equals.
+        The others are arrays: a parameter `[1, D]` that is broadcast against a table is
+        an ordinary parameter.
+        """
+        refs = [x for x in inputs if isinstance(x, TableRef)]
+        if not refs:
+            return list(inputs)
+        kept = max(refs, key=lambda ref: ref.height).index
+        why = "combines it with all rows of a table"
+        return [
+            self.dense(x, why) if isinstance(x, TableRef) and x.index != kept else x
+            for x in inputs
+        ]
 
     def producer(self, position: int) -> tuple[Any, list[Any]] | None:
         """The equation that computed input number `position`, with its input values.

@@ -43,23 +43,41 @@ def _assert_same(sparse, dense):
 # -- arguments -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [jnp.multiply, jnp.subtract, jnp.maximum])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_parameter_of_one_row_meets_a_table(op, first):
-    """It could be a second table, but then neither would be one."""
+_MEET = {  # t [60, 4], w [1, 4] and u [60, 4] meet in one equation
+    "left": lambda t, w, u: jnp.subtract(t, w),
+    "right": lambda t, w, u: jnp.maximum(w, t),
+    "broadcast": lambda t, w, u: t * jnp.broadcast_to(w, t.shape),
+    "a view": lambda t, w, u: jnp.broadcast_to(jnp.exp(w), t.shape) / t,
+    "two tables": lambda t, w, u: t * u + w,
+    "rows of both": lambda t, w, u: t + u[jnp.array([5, 3])][:1],
+}
+
+
+@pytest.mark.parametrize("name", _MEET)
+def test_parameters_that_meet_a_table(name):
     rng = np.random.default_rng(0)
-    params = {"t": rng.normal(size=(60, 4)), "w": rng.normal(size=(1, 4))}
-    params = jax.tree.map(jnp.asarray, params)
+    shapes = {"t": (60, 4), "w": (1, 4), "u": (60, 4)}
+    params = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
     ids = jnp.array([3, 3, 7])
+    loss = lambda p: jnp.sum(jnp.sin(_MEET[name](**p)[ids]))
+    got, want = sj.grad(loss)(params), jax.jit(jax.grad(loss))(params)
+    sparse = {k for k, g in got.items() if isinstance(g, sj.SelectedRows)}
+    expected = {"two tables": set(), "rows of both": {"t", "u"}}
+    assert sparse == expected.get(name, {"t"})
+    _assert_same(got, want)
 
-    def loss(p):
-        pair = (p["t"], p["w"]) if first else (p["w"], p["t"])
-        return jnp.sum(jnp.sin(op(*pair)[ids]))
 
-    got, want = sj.grad(loss)(params), jax.grad(loss)(params)
-    assert isinstance(got["t"], sj.SelectedRows)
-    np.testing.assert_allclose(got["t"].to_dense(), want["t"], rtol=1e-6)
-    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+@pytest.mark.parametrize("tables", [(True, None), (None, True), (True, True)])
+def test_of_two_tables_of_one_row_the_first_stays(tables):
+    w, ids = jnp.ones((1, 4)), jnp.array([0])
+    grad = sj.grad(lambda v, w: jnp.sum((v * w)[ids] ** 2), (0, 1), tables=tables)
+    if not tables[1]:
+        got = grad(w, 2 * w)
+        assert isinstance(got[0], sj.SelectedRows)
+        _assert_same(got, (8 * w, 4 * w))
+    else:
+        with pytest.raises(sj.DensifyError, match="for w .*combines it with all rows"):
+            grad(w, 2 * w)
 
 
 def test_tree_of_parameters():
