@@ -611,6 +611,14 @@ def _has_rule_of_arrays(run: Run, eqn: Any) -> bool:
     return found
 
 
+def _whole(ctx: RuleContext, x: Any) -> Any:
+    """An input of an equation as an array; a table of one row is read."""
+    if isinstance(x, TableRef) and x.height == 1 and x.array.ndim <= 2:
+        row = jnp.zeros((1,), _arguments.index_dtype(1))
+        return ctx.read(x, row, drop=False).reshape(x.shape)
+    return ctx.dense(x)
+
+
 def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
     """The outputs of an equation by the latest rule that does not decline."""
     eqn = ctx.eqn
@@ -626,7 +634,7 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
                 "NotImplemented. Return NotImplemented before the first ctx.read."
             )
     else:
-        return _compat.bind(eqn, [ctx.dense(x) for x in inputs])
+        return _compat.bind(eqn, [_whole(ctx, x) for x in inputs])
     if not eqn.primitive.multiple_results:
         outputs = [outputs]
     # A user's rule may be wrong. An error here names the rule; three equations later an

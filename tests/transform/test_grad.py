@@ -67,17 +67,43 @@ def test_parameters_that_meet_a_table(name):
     _assert_same(got, want)
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t, i: t[0],
+        lambda t, i: t[i],
+        lambda t, i: t[i[None]],
+        lambda t, i: jnp.squeeze(2 * t),
+        lambda t, i: t.T.reshape(-1),
+        lambda t, i: sj.lookup(t, i)[None],
+        lambda t, i: t[None].ravel(),
+        lambda t, i: jax.lax.cond(i > 0, lambda: t[:1].sum(), lambda: t[i].sum()),
+    ],
+)
+@pytest.mark.parametrize("shape", [(1, 3), (1,), (1, 1)])
+def test_a_table_of_one_row(read, shape):
+    table = 1.0 + jnp.arange(float(np.prod(shape))).reshape(shape)
+    for loss in (
+        lambda t, i: jnp.sum(read(t, i) ** 2),
+        lambda t, i: jnp.sum(read(t, i) ** 2 * jnp.sum(read(t, i))),
+    ):
+        got = jax.jit(sj.grad(loss, tables=True))(table, 0)
+        assert isinstance(got, sj.SelectedRows)
+        _assert_same(got, jax.jit(jax.grad(loss))(table, 0))
+        assert not isinstance(jax.eval_shape(sj.grad(loss), table, 0), sj.SelectedRows)
+
+
 @pytest.mark.parametrize("tables", [(True, None), (None, True), (True, True)])
-def test_of_two_tables_of_one_row_the_first_stays(tables):
+def test_two_tables_of_one_row_meet(tables):
     w, ids = jnp.ones((1, 4)), jnp.array([0])
     grad = sj.grad(lambda v, w: jnp.sum((v * w)[ids] ** 2), (0, 1), tables=tables)
-    if not tables[1]:
-        got = grad(w, 2 * w)
-        assert isinstance(got[0], sj.SelectedRows)
-        _assert_same(got, (8 * w, 4 * w))
-    else:
+    if all(tables):
         with pytest.raises(sj.DensifyError, match="for w .*combines it with all rows"):
             grad(w, 2 * w)
+        return
+    got = grad(w, 2 * w)
+    assert [isinstance(g, sj.SelectedRows) for g in got] == [bool(t) for t in tables]
+    _assert_same(got, (8 * w, 4 * w))
 
 
 def test_tree_of_parameters():
