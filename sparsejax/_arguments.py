@@ -238,6 +238,42 @@ def show_tree(tree: Any, is_leaf: Any = None) -> str:
     return _shortened(text.removeprefix("PyTreeDef(").removesuffix(")"))
 
 
+def show_mismatch(
+    prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None, at: str = ""
+) -> str:
+    """Returns a sentence for an error: where `prefix` is not a prefix of `tree`.
+
+    Empty if there is no such place, or if only static fields of a container differ.
+    None is a leaf of `prefix`.
+    """
+    mine, theirs = _children(prefix, is_leaf), _children(tree, is_leaf)
+    if prefix is None or mine is None:
+        return ""
+    where = f"At {at or 'the top'}"
+    if theirs is None or type(prefix) is not type(tree):
+        return f"{where} it has {kind_of(prefix)} for {kind_of(tree)}."
+    extra = [key for key in mine if key not in theirs]
+    missing = [key for key in theirs if key not in mine]
+    some = lambda keys: f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
+    parts = [f"it has no {some(missing)}"] * bool(missing)
+    parts += [f"the tree has no {some(extra)}"] * bool(extra)
+    if parts:
+        return f"{where} {' and '.join(parts)}."
+    differences = (
+        show_mismatch(mine[key], theirs[key], is_leaf, at + key) for key in mine
+    )
+    return next(filter(None, differences), "")
+
+
+def _children(x: Any, is_leaf: Callable[[Any], bool] | None) -> dict[str, Any] | None:
+    """The children of a container by key, as `['table']`; None for a leaf."""
+    stop = lambda y: y is not x or (is_leaf is not None and is_leaf(y))
+    pairs, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=stop)
+    if pairs and not pairs[0][0]:
+        return None
+    return {jax.tree_util.keystr(path): child for path, child in pairs}
+
+
 def _shortened(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -273,10 +273,10 @@ def _required(
         raise _arguments.wrong(
             caller,
             "tables=",
-            "a prefix of the differentiated argument's tree, "
-            f"{_arguments.show_tree(chosen, is_selected_rows)}, with True, False or "
-            "None at its leaves",
+            "a prefix of the differentiated argument's tree, with True, False or None "
+            "at its leaves",
             _arguments.show_tree(tables, is_none),
+            _arguments.show_mismatch(tables, chosen, is_selected_rows),
         ) from None
     for value in required:
         if value is not None and not isinstance(value, (bool, np.bool_)):

@@ -239,6 +239,38 @@ def test_tables_that_cannot_be():
         sj.grad(_loss, tables={"tble": True})(params, IDS)
 
 
+_NO_PREFIX = [
+    (
+        {"tble": True, "layers": None},
+        r"the top it has no \['table'\] and the tree has ",
+    ),
+    ({"table": True}, r"At the top it has no \['layers'\]\.$"),
+    ({"table": True, "layers": [None]}, r"At \['layers'\] it has no \[1\]\.$"),
+    (
+        {"table": {"x": True}, "layers": None},
+        r"\['table'\] it has a dict for a float32",
+    ),
+    ({"table": None, "layers": [None, {"v": 1}]}, r"At \['layers'\]\[1\] .*no \['v'\]"),
+    ([True, None], "At the top it has a list for a dict"),
+]
+
+
+@pytest.mark.parametrize("tables, words", _NO_PREFIX)
+def test_tables_that_are_no_prefix(tables, words):
+    params = {"table": jnp.ones((40, 2)), "layers": [{"w": jnp.ones(2)}] * 2}
+    loss = lambda params: jnp.sum(params["table"][IDS])
+    with pytest.raises(ValueError, match=words):
+        sj.grad(loss, tables=tables)(params)
+    for make in (sj.optim.accumulate, sj.optim.exact):
+        if make is sj.optim.accumulate:
+            marks = jax.tree.map(lambda x: x and 4, tables)
+            init = make(sj.optim.lazy(optax.sgd(0.1)), 2, capacity=marks).init
+        else:
+            init = make(optax.sgd(0.1), tables=tables).init
+        with pytest.raises(ValueError, match=words):
+            init(params)
+
+
 def test_densify_error_says_what_and_where():
     def loss(params, ids):
         logits = params["emb"]["table"][ids] @ params["emb"]["table"].T

@@ -35,13 +35,14 @@ def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:
     try:
         return flatten(grads)[1].flatten_up_to(params)
     except ValueError:
-        grads, params = (
-            _arguments.show_tree(tree, is_selected_rows) for tree in (grads, params)
-        )
-        raise ValueError(
-            f"{call}: gradients and params must have the same tree structure, got "
-            f"{grads} and {params}. In the gradients, one SelectedRows takes the place "
-            "of each table."
+        shown = (_arguments.show_tree(t, is_selected_rows) for t in (grads, params))
+        raise _arguments.wrong(
+            call,
+            "gradients and params",
+            "of the same tree structure",
+            " and ".join(shown),
+            "In the gradients, one SelectedRows takes the place of each table. "
+            f"{_arguments.show_mismatch(grads, params, is_leaf)}".strip(),
         ) from None
 
 

@@ -230,7 +230,10 @@ def check_same_tree(call: str, params: Any, tree: Any) -> None:
         jax.tree.structure(x, is_leaf=trees.is_none_or_masked) for x in (params, tree)
     )
     if len(set(structures)) > 1:
-        raise ValueError(
-            f"{call}: params must be all parameters that the optimizer trains, "
-            f"{_arguments.show_tree(tree)}, got {_arguments.show_tree(params)}."
+        raise _arguments.wrong(
+            call,
+            "params",
+            f"all parameters that the optimizer trains, {_arguments.show_tree(tree)}",
+            _arguments.show_tree(params),
+            _arguments.show_mismatch(params, tree, trees.is_none_or_masked),
         )
