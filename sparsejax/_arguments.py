@@ -102,21 +102,38 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarra
             ids = np.asarray(ids)
         except (TypeError, ValueError):
             way_out = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
+            way_out = _WORDS if _has_words(ids) else f"Pass {way_out}."
             raise wrong_type(
-                call, name, "an array of integers", kind_of(ids), f"Pass {way_out}."
+                call, name, "an array of integers", kind_of(ids), way_out
             ) from None
     if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
         ids = ids.astype(jnp.int32)  # [] is float32
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         way_out = "Cast them with .astype(jnp.int32)."
-        if ids.dtype == object:
-            way_out = "Ids must fit in 64 bits."
+        if _has_words(ids):
+            way_out = _WORDS
+        elif ids.dtype == object:
+            fits = all(isinstance(x, (int, np.integer)) for x in ids.flat)
+            way_out = f"{'Ids must fit in 64 bits' if fits else 'Pass an int32 array'}."
         elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
             way_out = "For a mask use jnp.flatnonzero(mask)."
         raise wrong_type(
             call, name, "integers", f"{ids.dtype} of shape {ids.shape}", way_out
         )
     return ids
+
+
+_WORDS = "sparsejax.data.HashIds and sparsejax.data.Vocabulary turn words into ids."
+
+
+def _has_words(x: Any) -> bool:
+    """Returns True for strings or bytes, or an array or nested list of them."""
+    try:
+        x = np.asarray(x)
+    except ValueError:  # lists of different lengths
+        return False
+    some = x.flat[0] if x.size and x.dtype == object else None
+    return x.dtype.kind in "UST" or isinstance(some, (str, bytes))
 
 
 def saturate(ids: Any) -> Any:
