@@ -4,6 +4,7 @@ One rule for ids in all modules: an id outside `[0, height)` is out of range. It
 wraps, and is clamped only in mode "clip".
 """
 
+import functools
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -156,6 +157,27 @@ def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
     elif jnp.iinfo(ids.dtype).bits > jnp.iinfo(wide).bits:
         ids = jnp.clip(ids, scalar(-1, ids), scalar(height, ids))
     return ids.astype(wide)
+
+
+def as_indices(call: str, ids: Any, height: int, way_out: str) -> jax.Array:
+    """Returns ids as `array[ids]` reads them, in `[0, height)`.
+
+    An id below 0 counts from the end. Any other id out of range reads the nearest row.
+    Slices, masks and indices of several axes raise a TypeError that ends in `way_out`.
+    """
+    if ids is None or ids is ... or isinstance(ids, (slice, tuple, bool, np.bool_)):
+        found = "..." if ids is ... else show(ids)
+        raise wrong_type(call, "ids", "an int or an array of integers", found, way_out)
+    ids = jnp.asarray(saturate(as_integers(call, ids)))
+    ids = ids.astype(index_dtype(height, ids.dtype))
+    return _in_range(ids, scalar(height, ids), scalar(max(height - 1, 0), ids))
+
+
+# Jitted so that JAX traces it once for tables of all heights.
+@functools.partial(jax.jit, inline=True)
+def _in_range(ids: jax.Array, height: Any, last: Any) -> jax.Array:
+    zero = jnp.zeros((), ids.dtype)
+    return jnp.clip(ids + jnp.where(ids < 0, height, zero), zero, last)
 
 
 def as_array(x: Any) -> Any:
