@@ -65,7 +65,7 @@ class SelectedRows:
 
     - `to_dense()`, `from_dense(x)`: convert to and from an array.
     - `coalesce()`: merges duplicates; ids ascend.
-    - `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
+    - `g[ids]`, `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
     - `map(f)`, `astype(dtype)`: change only the values.
     - `a + b`, `a - b` (with an array, the result is an array), `a * 2`, `a / 2`,
       `a * b`.

@@ -634,7 +634,7 @@ _INDICES = [
 
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "x64"])
 def test_index(wide):
-    """A SelectedRows and a QuantizedTable are read as the arrays that they stand for."""
+    """They are read as the arrays that they stand for."""
     with _compat.enable_x64(wide):
         a, _ = make_rows([4, 0, 4, V, V - 1], V)
         quantized = sj.quantize(a.to_dense())
