@@ -675,14 +675,14 @@ def _per_group(
     groups: list[list[int]],
 ) -> list[Any]:
     """Returns for each group the value of an argument, an int or a dict by column."""
-    own = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    own = dict(given if isinstance(given, Mapping) else dict.fromkeys(names, given))
     for name, limit in own.items():
         if name not in names:
             raise ValueError(
                 f"{call}: {argument} must have only columns of {names}, got {name!r}."
             )
         if limit is not None or default is not None:
-            _arguments.static_int(call, argument, limit, 1)
+            own[name] = _arguments.static_int(call, argument, limit, 1)
     found = []
     for group in groups:
         limits = {own[names[k]] for k in group if names[k] in own}
