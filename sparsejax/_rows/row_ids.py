@@ -40,7 +40,7 @@ def seal(ids: Any) -> Any:
     dtype, wrap = _OPAQUE[ids.dtype]
     if isinstance(ids, jax.Array):
         with _computing(ids, ids.dtype):
-            return wrap(_to_words(ids))
+            return _wrapped(ids, wrap)
     if isinstance(ids, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(ids.shape, dtype, sharding=ids.sharding)
     return ids
@@ -104,14 +104,15 @@ def _computing(ids: Any, ints: np.dtype):
 # program, so XLA cancels them.
 
 
-@functools.partial(jax.jit, inline=True)
-def _to_words(ids: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, inline=True, static_argnums=1)
+def _wrapped(ids: jax.Array, wrap: Any) -> jax.Array:
     if ids.dtype.itemsize < 4:
         ids = ids.astype(_widened(ids.dtype))
     words = lax.bitcast_convert_type(ids, np.uint32)
     if words.ndim == ids.ndim:
         words = lax.expand_dims(words, [words.ndim])
-    return ~words
+    # Outside of `jit`, `wrap` would keep the sharding of the words, whose rank is more.
+    return wrap(~words)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=1)
