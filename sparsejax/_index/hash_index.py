@@ -784,6 +784,7 @@ def _claim_slots(
     padded = -(-n // chunk) * chunk
     words = tuple(jnp.pad(word, (0, padded - n)) for word in words)
     lanes = lax.iota(jnp.int32, chunk)
+
     def turn(state):
         begin, slots, sketch, claims = state
         keys = tuple(lax.dynamic_slice(word, (begin,), (chunk,)) for word in words)

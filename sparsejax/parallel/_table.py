@@ -135,8 +135,8 @@ class ShardedTable(RowTable):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"sparsejax: a ShardedTable of shape {self.shape} cannot be pickled, because "
-            "its mesh names devices of this process. Save it with "
+            f"sparsejax: a ShardedTable of shape {self.shape} cannot be pickled, "
+            "because its mesh names devices of this process. Save it with "
             "sparsejax.parallel.save, or pickle table.to_dense()."
         )
 

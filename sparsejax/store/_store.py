@@ -133,9 +133,9 @@ class KVStore:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{_CALL}: a store cannot be copied or pickled, because it has a thread and "
-            "may have open files. Save its tables with store.save(path), and load them "
-            "into another store."
+            f"{_CALL}: a store cannot be copied or pickled, because it has a thread "
+            "and may have open files. Save its tables with store.save(path), and load "
+            "them into another store."
         )
 
     # -- tables -----------------------------------------------------------------------
