@@ -51,7 +51,7 @@ def seal(ids: Any, row_ndim: int) -> Any:
     dtype, wrap = _OPAQUE[ids.dtype]
     if isinstance(ids, jax.Array):
         with _computing(ids, ids.dtype):
-            return wrap(_to_words(ids, row_ndim))
+            return _wrapped(ids, row_ndim, wrap)
     if isinstance(ids, jax.ShapeDtypeStruct):
         shape = (*ids.shape, *(1,) * row_ndim)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=ids.sharding)
@@ -131,13 +131,14 @@ def _computing(ids: Any, ints: np.dtype):
 # All of it cancels where words are made and read in one program.
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=1)
-def _to_words(ids: jax.Array, row_ndim: int) -> jax.Array:
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _wrapped(ids: jax.Array, row_ndim: int, wrap: Any) -> jax.Array:
     if ids.dtype.itemsize < 4:
         ids = ids.astype(_widened(ids.dtype))
     words = lax.bitcast_convert_type(~(ids + np.ones((), ids.dtype)), np.uint32)
     axes = row_ndim + (words.ndim == ids.ndim)  # 64 bits are two words already
-    return lax.expand_dims(words, range(ids.ndim, ids.ndim + axes))
+    # Outside of `jit`, `wrap` would keep the sharding of the words, whose rank is more.
+    return wrap(lax.expand_dims(words, range(ids.ndim, ids.ndim + axes)))
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
