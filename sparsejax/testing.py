@@ -151,15 +151,12 @@ def assert_equals_dense(
         compare("the loss", value, want[0])
         compare("the gradient of params", given, want[1])
         after = dense_update(*dense, given, value)
-        rows, unread = _rows_read(grads), (None, None)
-        if not exact:
-            unread = _unread(tx, params, grads, rows)
-            after = tuple(map(_put_back, dense, after, unread))
-        origin = start if exact else dense
-        for k, what in enumerate(("params", "state")):
-            compare(what, found[k], after[k], origin[k], unread[k])
+        if exact:
+            compare.step(found, after, start)
+        else:
+            _check_lazy_step(compare, tx, dense, after, grads, found)
         dense = after if exact else found
-        was_sparse = was_sparse or bool(rows)
+        was_sparse = was_sparse or bool(_rows_read(grads))
     if step < 0:
         raise _arguments.wrong(
             _CALL, "batches", "an iterable with at least one batch", "none"
@@ -219,6 +216,21 @@ def _rows_read(grads: Any) -> dict[int, np.ndarray]:
     return found
 
 
+def _check_lazy_step(
+    compare: "_Comparison", tx: Any, before: Any, after: Any, grads: Any, found: Any
+) -> None:
+    """Raises unless `found` is `after`, with the rows that were not read as `before`.
+
+    Args:
+      compare: how to compare.
+      tx: the transformation that `lazy` lifted.
+      before, after, found: (params, state): before the step, after the dense step, and
+        after the lazy step with `grads`.
+    """
+    unread = _unread(tx, before[0], grads, _rows_read(grads))
+    compare.step(found, tuple(map(_put_back, before, after, unread)), before, unread)
+
+
 def _unread(
     tx: Any, params: Any, grads: Any, rows: dict[int, np.ndarray]
 ) -> tuple[list[Any], list[Any]]:
@@ -262,6 +274,13 @@ class _Comparison:
     def __init__(self, step: int, rtol: float, atol: float, rounded: int):
         self._step, self._rtol, self._atol = step, rtol, atol
         self._rounded = rounded
+
+    def step(
+        self, found: Any, want: Any, before: Any, unread: Any = (None, None)
+    ) -> None:
+        """Compares parameters, then state."""
+        for k, what in enumerate(("params", "state")):
+            self(what, found[k], want[k], before[k], unread[k])
 
     def __call__(
         self,

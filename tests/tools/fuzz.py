@@ -1,12 +1,12 @@
 """Random programs and optimizers: `python -m tests.tools.fuzz --seconds 60 --seed 0`.
 
     python -m tests.tools.fuzz programs --seconds 60    gradients, see fuzz_programs.py
-    python -m tests.tools.fuzz models --seconds 60      containers, types, sizes of tables
+    python -m tests.tools.fuzz models --seconds 60      containers, types, sizes
     python -m tests.tools.fuzz products --seconds 60    products of rows
     python -m tests.tools.fuzz chains --seconds 60      optimizers, see fuzz_chains.py
 
-Each seed stands for 50 programs, models or products, or 10 chains, and gives the same ones
-again. A failure is printed as short as hypothesis can make it in half a minute.
+Each seed stands for 50 programs, models or products, or 10 chains, and gives the same
+ones again. A failure is printed as short as hypothesis can make it in half a minute.
 """
 
 import argparse
