@@ -11,12 +11,11 @@ import optax
 from sparsejax import _arguments, _rows, optim, transform
 from sparsejax.optim._exact import exact as _exact
 from sparsejax.optim._lazy import checks, stacks, state_leaves, trees
-from sparsejax.transform.trace import check_fun as _check_fun
 
 
 _CALL = "sparsejax.testing.assert_equals_dense"
 
-# How far results may be apart, by the narrowest type that the dense program has.
+# The default of `rtol`, by the narrowest type in the dense program.
 _RTOL = {"bf16[": 5e-2, " f16[": 1e-2, ":f16[": 1e-2}
 
 
@@ -92,7 +91,14 @@ def assert_equals_dense(
     References:
       chex, `assert_trees_all_close`; `jax.test_util.check_grads`.
     """
-    _check_fun(_CALL, loss, 0, has_aux)
+    if not callable(loss):
+        raise _arguments.wrong_type(
+            _CALL,
+            "loss",
+            "a function",
+            _arguments.kind_of(loss),
+            f"Write {_CALL}(loss_fn, tx, params, batches).",
+        )
     if isinstance(tx, _exact.Exact):
         raise TypeError(
             f"{_CALL}: tx must be the optax transformation itself, got the result of "
@@ -100,6 +106,7 @@ def assert_equals_dense(
         )
     checks.check_transformation(_CALL, tx, "optax.adam(1e-3)")
     _arguments.check_bool(_CALL, "exact", exact)
+    _arguments.check_bool(_CALL, "has_aux", has_aux)
     fun, params = _trained(loss, params)
     wrapped: Any = optim.exact(tx, tables=tables) if exact else optim.lazy(tx)
     plain = optax.with_extra_args_support(tx)

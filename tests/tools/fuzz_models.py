@@ -217,10 +217,11 @@ def _sum_of_bags(t, ids, **options):
 
 
 def _matrix(ids):
-    """A CSR matrix with two rows."""
+    """A CSR matrix of two rows; the first has an element if there is one."""
     ids = ids.reshape(-1)
+    first = min(ids.size, 1)
     values = {"index": ids, "value": jnp.cos(jnp.arange(ids.size * 1.0))}
-    return sj.SegmentTensor.from_lengths(values, [1, ids.size - 1])
+    return sj.SegmentTensor.from_lengths(values, [first, ids.size - first])
 
 
 def _one_by_one(t, ids):
