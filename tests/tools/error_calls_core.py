@@ -1038,4 +1038,31 @@ sj.viz.rows_touched([{"ids": ids}], 9)
 sj.viz.rows_touched([sj.SelectedRows([1], [1.0], 8)], 9)
 """,
     ),
+    _section(
+        "Testing",
+        """
+params = {"table": jnp.ones((100, 2)), "w": jnp.ones(2)}
+loss_fn = lambda params, ids: jnp.sum(params["table"][ids] @ params["w"])
+tx, ids = optax.adagrad(0.1), jnp.array([3, 7])
+pulled = {"table": sj.SelectedRows(ids, jnp.ones((2, 2)), 100)}
+check = sj.testing.assert_equals_dense
+""",
+        """
+check(loss_fn, optax.adagrad, params, [ids])
+
+check(loss_fn, sj.optim.exact(tx), params, [ids], exact=True)
+
+check(loss_fn(params, ids), tx, params, [ids])
+
+check(loss_fn, tx, params, [ids], exact=1)
+
+check(loss_fn, tx, pulled, [ids])
+
+check(loss_fn, tx, jax.eval_shape(lambda: params), [ids])
+
+check(loss_fn, tx, params, [])
+
+check(lambda params, ids: jnp.sum(params["w"]), tx, params, [ids])
+""",
+    ),
 ]
