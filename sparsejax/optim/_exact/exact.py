@@ -18,7 +18,6 @@ which says how far the moments were still going to move the weights.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
 from sparsejax.optim._exact.plan import Plan, Planner
 from sparsejax.optim._lazy import (
+    callables,
     checks,
     gather_scatter,
     judge,
@@ -166,8 +166,11 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     """
     checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
     planned = Planner(tx, tables)
-    find = trees.remember(functools.partial(state_leaves.find, tx.init))
-    inner_update = optax.with_extra_args_support(tx).update
+    find = trees.remember(
+        lambda treedef, specs, tables: state_leaves.find(
+            callables.resolve(tx, treedef, specs).init, treedef, specs, tables
+        )
+    )
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
@@ -242,7 +245,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         row_shapes = {i: rows.row_shape for i, rows in merged.items()}
         checks.check_state_rows(CALL, state.inner, owners, row_shapes)
         rows_grads, rows_state, rows_weights = gather_scatter.gather(
-            tx.init, treedef, leaves, weights, state.inner, owners, merged
+            plan.tx.init, treedef, leaves, weights, state.inner, owners, merged
         )
         moments, state_treedef = jax.tree.flatten(rows_state)
         rows_weights = treedef.flatten_up_to(rows_weights)
@@ -258,7 +261,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
                 corrections[i] = current.correction
                 rows_weights[i] = _add(rows_weights[i], current.correction)
 
-        updates, new = inner_update(
+        updates, new = optax.with_extra_args_support(plan.tx).update(
             rows_grads,
             state_treedef.unflatten(moments),
             treedef.unflatten(rows_weights),

@@ -26,9 +26,6 @@ from sparsejax.optim._lazy.parts import Part, Reason
 from sparsejax.optim._lazy.primitives import REDUCTIONS, row_params
 
 
-# The axes of rows of a table and of a stack of tables in the second trace.
-TABLE, STACK = (2,), (2, 3)
-
 
 class Same(NamedTuple):
     """The value that a leaf of the state had before the step."""
@@ -99,9 +96,14 @@ class RefusedForAll(Exception):
 
 
 class Walk:
-    """Walks both traces of a program at once."""
+    """Walks both traces of a program at once.
 
-    def __init__(self):
+    Args:
+      rows: the axes of rows of tables in the second trace.
+    """
+
+    def __init__(self, rows: frozenset[tuple[int, ...]]):
+        self.rows = rows
         self.refused: dict[int, Reason] = {}
 
     def program(
@@ -161,7 +163,7 @@ class Walk:
         try:
             if name == "cond":
                 return self._cond(a, b, ins, part, line)
-            return _fact(a, b, ins, part)
+            return _fact(a, b, ins, part, self.rows)
         except _Refused as refused:
             reason = parts.reason(refused.why, part, line, refused.is_proved)
             own = frozenset(f.table for f in ins if f.rows and f.table is not None)
@@ -214,7 +216,7 @@ def _union(sets: Any) -> frozenset:
     return frozenset().union(*sets)
 
 
-def _fact(a, b, ins, part) -> list[Fact]:
+def _fact(a, b, ins, part, axes) -> list[Fact]:
     """Facts about the outputs of an equation without a program in it."""
     primitive = a.primitive.name
     for v, w in zip(a.invars, b.invars):
@@ -224,7 +226,7 @@ def _fact(a, b, ins, part) -> list[Fact]:
             raise _Refused(
                 f"{primitive} by a number that depends on the number of rows"
             )
-    shapes = [_rows_of(v, w) for v, w in _outs(a, b)]
+    shapes = [_rows_of(v, w, axes) for v, w in _outs(a, b)]
     count = max(shapes, default=0)
     partial, tables = _union(f.partial for f in ins), _union(f.tables for f in ins)
     if not count and not any(f.rows for f in ins):
@@ -277,12 +279,12 @@ def _fact(a, b, ins, part) -> list[Fact]:
     ] * len(a.outvars)
 
 
-def _rows_of(v: Any, w: Any) -> int:
+def _rows_of(v: Any, w: Any, axes: frozenset[tuple[int, ...]]) -> int:
     """The number of axes that run over rows, from a value's types in both traces."""
     a, b = v.aval.shape, w.aval.shape
     if a == b:
         return 0
-    for first in (TABLE, STACK):
+    for first in axes:
         if a[:1] == (1,) and b == (*first, *a[1:]):
             return len(first)
     raise _Refused("rows in another axis than the first")

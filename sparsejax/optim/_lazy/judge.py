@@ -1,10 +1,10 @@
 """Decides from the traced program whether a transformation can be lifted to rows.
 
-`tx.update` is traced twice: with one row in every table, and with two (for a stack of
-tables, with two tables of three rows). `tx` treats rows alike if both programs are
-equal up to the axes of rows: the same equations, each of which computes an entry of a
-row from that row's entries (`primitives.row_params`), or reduces over all rows. A
-constant that differs is a mean over rows, and random bits differ in their number.
+`tx.update` is traced twice: with one row in every table, and with as many as it has.
+`tx` treats rows alike if both programs are equal up to the axes of rows: the same
+equations, each of which computes an entry of a row from that row's entries
+(`primitives.row_params`), or reduces over all rows. A constant that differs is a mean
+over rows, and random bits differ in their number.
 
 A reduction over rows is correct if rows that are not read add nothing to it: with a
 zero gradient, and any weights and state, its operand is the neutral element, as for the
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ import optax
 
 from sparsejax import _compat
 from sparsejax._arguments import PyTree
-from sparsejax.optim._lazy import checks, facts, parts, state_leaves, trees
+from sparsejax.optim._lazy import callables, checks, parts, state_leaves, trees
 from sparsejax.optim._lazy.facts import (
     Fact,
     RefusedForAll,
@@ -52,8 +53,9 @@ from sparsejax.optim._lazy.facts import (
 from sparsejax.optim._lazy.parts import Part, Reason
 
 
-# Enough rows for the state of optimizers that factor matrices of 128 rows and columns.
-ROWS = 160
+# Of the table that a transformation is judged on without parameters. Enough rows and
+# columns for the state of optimizers that factor matrices of 128 rows and columns.
+ROWS, COLUMNS = 160, 130
 MAX_ALONE = 8  # tables judged one by one at init: each traces the update twice
 MAX_REMEMBERED = 32  # trees of parameters cached for one transformation
 
@@ -144,7 +146,7 @@ def is_float_array(spec: Any) -> bool:
 @trees.remember
 def of_one_table(tx: Any) -> Verdict:
     """The verdict on a transformation of a single table."""
-    table = jax.ShapeDtypeStruct((ROWS, 130), jnp.float32)
+    table = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
     return Verdicts(tx)(jax.tree.structure(0), (table,), (0,))
 
 
@@ -292,7 +294,7 @@ def _judge_together(
             return Verdict(refused, {})
         args = tree.arguments()
         one, many = tree.trace_update(tree.one_row), tree.trace_update(tree.many_rows)
-        walk = Walk()
+        walk = tree.walk()
         return _verdict(tree, walk, walk.program(one, many, args))
 
 
@@ -301,19 +303,20 @@ class _Tree:
 
     Attributes:
       one_row: for each table, the axes of rows in the first trace.
-      many_rows: the same, in the second trace.
+      many_rows: the same, in the second trace: those of the table, or a few more.
     """
 
     def __init__(self, tx, treedef, specs, tables):
-        self.tx, self.treedef, self.tables = tx, treedef, tuple(tables)
-        stacks = {t: trees.row_axes(specs[t]) > 1 for t in tables}
-        self.one_row = dict.fromkeys(tables, (1,))
-        self.many_rows = {t: facts.STACK if stacks[t] else facts.TABLE for t in tables}
+        self.tx = tx = callables.resolve(tx, treedef, specs)
+        self.treedef, self.tables = treedef, tuple(tables)
+        self.one_row, self.many_rows = dict.fromkeys(tables, (1,)), {}
         self.specs = list(specs)
         for t in tables:
-            rows = (2, ROWS) if stacks[t] else (ROWS,)
-            shape = (*rows, *specs[t].shape[len(rows) :])
-            self.specs[t] = trees.reshaped(specs[t], shape)
+            shape, count = specs[t].shape, trees.row_axes(specs[t])
+            # At least two, so that an axis of rows is seen.
+            rows = shape[:count] if math.prod(shape[:count]) > 1 else (2, 3)[:count]
+            self.many_rows[t] = rows
+            self.specs[t] = trees.reshaped(specs[t], (*rows, *shape[count:]))
         arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
         try:
             self.found = state_leaves.find(tx.init, treedef, self.specs, self.tables)
@@ -321,6 +324,8 @@ class _Tree:
             self.of_leaf = state_leaves.depends_on_shapes(
                 tx.init, treedef, self.specs, arrays
             )
+        except callables.NeedsNumbersError:
+            raise
         except Exception as error:
             raise RefusedForAll(_cannot_run(tx, error)) from None
         paths, self.state_treedef = jax.tree_util.tree_flatten_with_path(
@@ -329,6 +334,9 @@ class _Tree:
         self.paths = [jax.tree_util.keystr(path) for path, _ in paths]
         self.state = [leaf for _, leaf in paths]
         self.fresh, self.init_refused = self._walk_init()
+
+    def walk(self) -> Walk:
+        return Walk(frozenset(self.many_rows.values()))
 
     def refused_by_state(self) -> dict[int, Reason]:
         """Tables whose state has no rows, or is of a type in `NOT_LIFTED`."""
@@ -373,7 +381,7 @@ class _Tree:
 
     def _walk_init(self) -> tuple[list[Fact], dict[int, Reason]]:
         """Facts about new state, and reasons from `init`, which may mix rows."""
-        walk, args = Walk(), self._of_leaves("weights", None, 0)
+        walk, args = self.walk(), self._of_leaves("weights", None, 0)
         try:
             one, many = self.trace_init(self.one_row), self.trace_init(self.many_rows)
             return walk.program(one, many, args), walk.refused
@@ -430,6 +438,8 @@ class _Tree:
                 if missing <= extra_args.keys():
                     raise RefusedForAll(_cannot_run(self.tx, error)) from None
                 extra_args |= dict.fromkeys(missing, np.float32(1))
+            except callables.NeedsNumbersError:
+                raise
             except Exception as error:
                 raise RefusedForAll(_cannot_run(self.tx, error)) from None
 
