@@ -18,6 +18,7 @@ which says how far the moments were still going to move the weights.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
-from sparsejax.optim._exact.plan import Plan, Planner
+from sparsejax.optim._exact.plan import Plan, Planner, not_exact
 from sparsejax.optim._lazy import (
     callables,
     checks,
@@ -166,6 +167,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     """
     checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
     planned = Planner(tx, tables)
+    depends_on_rows = trees.remember(functools.partial(judge.depends_on_rows, tx))
     find = trees.remember(
         lambda treedef, specs, tables: state_leaves.find(
             callables.resolve(tx, treedef, specs).init, treedef, specs, tables
@@ -242,6 +244,10 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in sparse}
         specs = tuple(map(trees.to_spec, weights))
         owners = find(treedef, specs, tuple(merged)).owners
+        num_rows = tuple(rows.capacity for rows in merged.values())
+        reason = depends_on_rows(treedef, specs, tuple(merged), num_rows)
+        if reason is not None:
+            raise not_exact("this optimizer", reason)
         row_shapes = {i: rows.row_shape for i, rows in merged.items()}
         checks.check_state_rows(CALL, state.inner, owners, row_shapes)
         rows_grads, rows_state, rows_weights = gather_scatter.gather(

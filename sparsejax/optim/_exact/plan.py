@@ -51,14 +51,19 @@ class Plan(NamedTuple):
                 "(by default all real float leaves of rank 2 or more are tables), or "
                 "pass its gradient as an array."
             )
-        return ValueError(
-            f"sparsejax.optim.exact: {where} cannot be kept exact, because of "
-            f"{self.refused[leaf]}. Supported are sgd, momentum, nesterov, adam, "
-            "nadam, adamw, rmsprop, adagrad and similar, with schedules, decoupled "
-            "weight decay and gradient clipping. For other optimizers use "
-            "sparsejax.optim.lazy(tx), which leaves rows without a gradient "
-            "unchanged."
-        )
+        return not_exact(where, self.refused[leaf])
+
+
+def not_exact(name: str, reason: Any) -> ValueError:
+    """The error for a transformation that cannot be kept exact."""
+    return ValueError(
+        f"sparsejax.optim.exact: {name} cannot be kept exact, because of "
+        f"{reason}. Supported are sgd, momentum, nesterov, adam, "
+        "nadam, adamw, rmsprop, adagrad and similar, with schedules, decoupled "
+        "weight decay and gradient clipping. For other optimizers use "
+        "sparsejax.optim.lazy(tx), which leaves rows without a gradient "
+        "unchanged."
+    )
 
 
 class Planner:

@@ -151,10 +151,11 @@ class _Copier:
     def _method(self, x: Any) -> Any:
         """A method of a copy of its object, if the object holds what is replaced."""
         held = getattr(x.__self__, "__dict__", None)
-        if not isinstance(held, dict):
+        code = getattr(x.__func__, "__code__", None)
+        if not isinstance(held, dict) or code is None:
             return x
         self._copies[id(x)] = x, x  # an object may hold its own method
-        new = self(dict(held))
+        new = {k: self._held(code.co_filename, k, value) for k, value in held.items()}
         if all(new[name] is value for name, value in held.items()):
             return x
         owner = copy.copy(x.__self__)
@@ -183,8 +184,12 @@ class _Copier:
             held = cell.cell_contents
         except ValueError:  # not assigned yet
             return cell
-        new, file = self(held), f.__code__.co_filename
-        is_mask = False
+        new = self._held(f.__code__.co_filename, name, held)
+        return cell if new is held else types.CellType(new)
+
+    def _held(self, file: str, name: str, held: Any) -> Any:
+        """A copy of what a function or an object in a file holds under a name."""
+        new, is_mask = self(held), False
         if file.startswith(parts.OPTAX):
             is_mask = name in OF_PARAMS and callable(held)
             # optax takes a tree that can be called for a tree, unless it has labels.
@@ -196,9 +201,7 @@ class _Copier:
                 and not file.startswith(parts.LIBRARIES)
                 and not parts.is_update(getattr(held, "__name__", ""))
             )
-        if may_be_asked:
-            new = self._answering(held, new, is_mask)
-        return cell if new is held else types.CellType(new)
+        return self._answering(held, new, is_mask) if may_be_asked else new
 
     def _answering(self, function: Any, copied: Any, is_mask: bool) -> Callable:
         """`function`, whose answers of no arrays are those on the full shapes."""

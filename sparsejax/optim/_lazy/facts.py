@@ -94,6 +94,79 @@ class RefusedForAll(Exception):
 
 # ------------------------------------------------------------------ the program
 
+DEPENDS = (
+    "what it computes depends on the number of rows; in place of a function that "
+    "decides by shape, pass the tree that it returns"
+)
+
+
+def difference(
+    tx: Any,
+    a: Any,
+    b: Any,
+    numbers: bool = False,
+    part: tuple[Part, ...] = (),
+    line: str = "",
+) -> Reason | None:
+    """Why two programs differ in more than their sizes, or None.
+
+    Args:
+      tx: the transformation.
+      a, b: programs of the same arguments, as `(open jaxpr, consts)`.
+      numbers: True compares the numbers in them too, except integers, which may be
+        sizes.
+      part: the part of the transformation that calls them.
+      line: of the call, for equations without one.
+    """
+
+    def depends(part, line):
+        return parts.reason(DEPENDS, part or (parts.innermost((), tx),), line)
+    (a, _), (b, _) = a, b
+    same = dict(zip((*a.constvars, *a.invars), (*b.constvars, *b.invars)))
+
+    def is_same(v, w):
+        if not isinstance(v, _compat.Literal):
+            return same.get(v) is w
+        if not isinstance(w, _compat.Literal):
+            return False
+        is_float = jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        return not (numbers and is_float) or _equal(v.val, w.val)
+
+    def are_same(vs, ws):
+        return len(vs) == len(ws) and all(map(is_same, vs, ws))
+
+    longer = max(a, b, key=lambda j: len(j.eqns)).eqns
+    for k, eqn in enumerate(longer):
+        own, where = parts.of_equation(eqn, part), parts.line_of(eqn, part, line)
+        if k >= min(len(a.eqns), len(b.eqns)):
+            return depends(own, where)
+        x, y = a.eqns[k], b.eqns[k]
+        inner, others = _bodies(x), _bodies(y)
+        if (
+            x.primitive.name != y.primitive.name
+            or len(x.outvars) != len(y.outvars)
+            or len(inner) != len(others)
+            or not are_same(x.invars, y.invars)
+        ):
+            return depends(own, where)
+        for body, other in zip(inner, others):
+            found = difference(tx, body, other, numbers, own, where)
+            if found is not None:
+                return found
+        same.update(zip(x.outvars, y.outvars))
+    if not are_same(a.outvars, b.outvars):
+        return depends(part, line)
+    return None
+
+
+def _bodies(eqn: Any) -> list[tuple[Any, list[Any]]]:
+    """The programs among the parameters of an equation."""
+    found = []
+    for value in eqn.params.values():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        found += [_compat.open_jaxpr(x) for x in values if hasattr(x, "eqns")]
+    return found
+
 
 class Walk:
     """Walks both traces of a program at once.
@@ -115,6 +188,8 @@ class Walk:
         line: str = "",
     ) -> list[Fact]:
         """Facts about the outputs of a program, from those about its arguments.
+
+        Both traces have the same equations, see `difference`.
 
         Args:
           one: the program for one row, as `(open jaxpr, consts)`.
@@ -138,25 +213,13 @@ class Walk:
             env.update(
                 zip(a.outvars, self._step(a, b, [*map(read, a.invars)], part, line))
             )
-        if len(jaxpr.eqns) != len(other.eqns):
-            longer = max(jaxpr, other, key=lambda j: len(j.eqns))
-            self._differs(
-                longer.eqns[min(len(jaxpr.eqns), len(other.eqns))], part, line
-            )
         return [read(v) for v in jaxpr.outvars]
-
-    def _differs(self, eqn: Any, part: tuple[Part, ...], line: str):
-        why = "what it computes depends on the number of rows"
-        part = parts.of_equation(eqn, part)
-        raise RefusedForAll(parts.reason(why, part, parts.line_of(eqn, part, line)))
 
     def _step(self, a, b, ins, part, line):
         """Facts about the outputs of an equation."""
         part = parts.of_equation(a, part)
         line = parts.line_of(a, part, line)
         name = a.primitive.name
-        if name != b.primitive.name or len(a.outvars) != len(b.outvars):
-            self._differs(a, part, line)
         body = _primitives.called(a)
         if body is not None:
             return self.program(body, _primitives.called(b), ins, part, line)
@@ -220,9 +283,7 @@ def _fact(a, b, ins, part, axes) -> list[Fact]:
     """Facts about the outputs of an equation without a program in it."""
     primitive = a.primitive.name
     for v, w in zip(a.invars, b.invars):
-        if isinstance(v, _compat.Literal) != isinstance(w, _compat.Literal) or (
-            isinstance(v, _compat.Literal) and not _equal(v.val, w.val)
-        ):
+        if isinstance(v, _compat.Literal) and not _equal(v.val, w.val):
             raise _Refused(
                 f"{primitive} by a number that depends on the number of rows"
             )

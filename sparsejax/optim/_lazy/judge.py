@@ -41,7 +41,7 @@ import optax
 
 from sparsejax import _compat
 from sparsejax._arguments import PyTree
-from sparsejax.optim._lazy import callables, checks, parts, state_leaves, trees
+from sparsejax.optim._lazy import callables, checks, facts, parts, state_leaves, trees
 from sparsejax.optim._lazy.facts import (
     Fact,
     RefusedForAll,
@@ -293,9 +293,39 @@ def _judge_together(
         if refused:
             return Verdict(refused, {})
         args = tree.arguments()
-        one, many = tree.trace_update(tree.one_row), tree.trace_update(tree.many_rows)
+        many = tree.trace_update(tree.many_rows)
+        one = tree.trace_fewer(tree.one_row)
+        found = facts.difference(tx, one, many)
+        if found is not None:
+            raise RefusedForAll(found)
         walk = tree.walk()
         return _verdict(tree, walk, walk.program(one, many, args))
+
+
+def depends_on_rows(
+    tx: Any,
+    treedef: Any,
+    specs: Sequence[Any],
+    tables: Sequence[int],
+    num_rows: Sequence[int],
+) -> Reason | None:
+    """Why `tx` computes something else on so many rows of tables than on all, or None.
+
+    None also if it cannot be traced, which `lazy(tx, check=False)` allows.
+    """
+    with jax_defaults():
+        try:
+            tree = _Tree(tx, treedef, specs, tables)
+            many = tree.trace_update(tree.many_rows)
+        except RefusedForAll:
+            return None
+        rows = {t: (n,) for t, n in zip(tables, num_rows)}
+        try:
+            few = tree.trace_fewer(rows)
+            reason = facts.difference(tx, few, many, numbers=True)
+        except RefusedForAll as error:
+            reason = error.reason
+        return reason and reason._replace(can_be_wrong=False)
 
 
 class _Tree:
@@ -384,6 +414,8 @@ class _Tree:
         walk, args = self.walk(), self._of_leaves("weights", None, 0)
         try:
             one, many = self.trace_init(self.one_row), self.trace_init(self.many_rows)
+            if facts.difference(self.tx, one, many) is not None:
+                return [Fact()] * len(self.state), walk.refused
             return walk.program(one, many, args), walk.refused
         except Exception:  # then nothing is known of new state
             return [Fact()] * len(self.state), walk.refused
@@ -442,6 +474,14 @@ class _Tree:
                 raise
             except Exception as error:
                 raise RefusedForAll(_cannot_run(self.tx, error)) from None
+
+    def trace_fewer(self, rows: Mapping[int, tuple[int, ...]]) -> Any:
+        """`trace_update`, if all rows of the tables can be traced."""
+        try:
+            return self.trace_update(rows)
+        except RefusedForAll as error:
+            why = f"{error.reason.why}; {facts.DEPENDS}"
+            raise RefusedForAll(error.reason._replace(why=why)) from None
 
     def _unflatten(self, leaves: Sequence[Any]) -> Any:
         present = iter(leaves)

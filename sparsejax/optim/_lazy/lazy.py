@@ -125,6 +125,7 @@ def lazy(
     )
     # All depend only on shapes, and cache their answers.
     verdicts = judge.Verdicts(tx)
+    depends_on_rows = trees.remember(functools.partial(judge.depends_on_rows, tx))
     resolve = trees.remember(functools.partial(callables.resolve, tx))
     find = trees.remember(
         lambda treedef, specs, tables: state_leaves.find(
@@ -191,6 +192,10 @@ def lazy(
             updates, new_state = passes
         else:
             merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in tables}
+            num_rows = tuple(merged[i].capacity for i in tables)
+            reason = depends_on_rows(treedef, specs, tables, num_rows)
+            if reason is not None:
+                raise _not_separable("this optimizer", reason)
             rows = gather_scatter.gather(
                 own.init, treedef, leaves, weights, state, owners, merged
             )
