@@ -117,6 +117,9 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     without having been caught up is caught up by `update`, but its gradient was
     taken at old weights. `state.stale` counts such rows.
 
+    Masks and labels that are functions of the parameters are called once, with arrays
+    of the full shapes, as under `lazy`.
+
     Args:
       tx: an optax transformation. On a row without a gradient it must multiply
         each moment by a constant and move the weights linearly in the moments,

@@ -9,7 +9,7 @@ arrays of the full shapes, and its answer is what the transformation gets.
 A transformation is made of closures, so it is copied with other values in their cells;
 the original is unchanged. In the functions of optax the cells are known by name. In
 those of a user, a function is replaced if it is called with a tree like the parameters
-and returns no array. What cannot be found in this way, like a rule inside an update
+and returns no arrays. What cannot be found in this way, like a rule inside an update
 function, runs on rows; `judge` refuses it if its answer depends on the number of rows.
 """
 
@@ -35,6 +35,7 @@ OF_PARAMS = frozenset(
 FACTORIES = frozenset(["inner_factory"])
 
 _FUNCTIONS = types.FunctionType, types.MethodType, functools.partial
+_CACHED = type(functools.lru_cache(len))
 _NEEDS_NUMBERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -99,13 +100,13 @@ class _Parameters:
             if path in absent:
                 full.append(leaf)
                 continue
-            spec = self._specs.get(path)
-            if spec is None or not hasattr(leaf, "dtype"):
+            spec, own = self._specs.get(path), trees.to_spec(leaf)
+            if spec is None or own is None:
                 return None
             ranks = len(spec.shape), len(spec.shape) - trees.row_axes(spec) + 1
-            if np.ndim(leaf) not in ranks:
+            if len(own.shape) not in ranks:
                 return None
-            full.append(jax.ShapeDtypeStruct(spec.shape, leaf.dtype))
+            full.append(jax.ShapeDtypeStruct(spec.shape, own.dtype))
         return treedef, tuple(full)
 
 
@@ -132,6 +133,9 @@ class _Copier:
             new = self._items(x, (x.func, x.args, x.keywords), _partial)
         elif kind is types.MethodType:
             new = self._method(x)
+        elif kind is _CACHED:
+            make = functools.lru_cache(**x.cache_parameters())
+            new = self._items(x, [x.__wrapped__], lambda items: make(*items))
         elif isinstance(x, tuple):
             make = getattr(kind, "_make", kind if kind is tuple else None)
             new = self._items(x, x, make) if make else x
@@ -204,7 +208,7 @@ class _Copier:
         return self._answering(held, new, is_mask) if may_be_asked else new
 
     def _answering(self, function: Any, copied: Any, is_mask: bool) -> Callable:
-        """`function`, whose answers of no arrays are those on the full shapes."""
+        """`function`, which answers on the full shapes if its answer is data."""
         ask = trees.remember(functools.partial(_ask, function, is_mask))
 
         @functools.wraps(function)
@@ -229,7 +233,9 @@ def _partial(items: list[Any]) -> functools.partial:
 
 
 def _ask(function: Callable, is_mask: bool, treedef: Any, leaves: Any) -> list[Any]:
-    """`[answer]` of a function on abstract arrays; nothing if it has arrays.
+    """`[answer]` of a function on abstract arrays; nothing if it is not data.
+
+    An answer of arrays depends on numbers, and one of functions is a transformation.
 
     Raises:
       NeedsNumbersError: `is_mask` is True, and the answer depends on numbers.
@@ -246,10 +252,11 @@ def _ask(function: Callable, is_mask: bool, treedef: Any, leaves: Any) -> list[A
         jax.eval_shape(ask, *(x for x in leaves if not _is_absent(x)))
     except _NEEDS_NUMBERS:
         answers = None
-    is_array = lambda x: isinstance(x, jax.core.Tracer) or np.ndim(x) > 0
     found = jax.tree.leaves(answers)
-    if answers is not None and not any(map(is_array, found)):
-        return answers if found else []
+    numbers = any(isinstance(x, jax.core.Tracer) or np.ndim(x) > 0 for x in found)
+    if answers is not None and not numbers:
+        is_data = found and not any(map(callable, found))
+        return answers if is_mask or is_data else []
     if is_mask:
         code = getattr(function, "__code__", None)
         line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""

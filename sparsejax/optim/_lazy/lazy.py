@@ -64,6 +64,10 @@ def lazy(
     `optax.apply_updates` adds to the table. A table with a dense gradient is updated
     densely. Under `jax.jit`, donate parameters and state to update both in place.
 
+    Masks and labels that are functions of the parameters (`optax.masked`,
+    `optax.partition`, `adamw(mask=)`) are called once, with arrays of the full shapes.
+    They may decide by path, shape and dtype, not by numbers.
+
     State that follows a table keeps its dtype at a sparse gradient, even if optax
     would promote it, as the moments of a float16 table at float32 gradients.
 
@@ -93,8 +97,9 @@ def lazy(
       TypeError: `tx` is not a transformation; a parameter is itself a SelectedRows; at
         update, the ids of a SelectedRows are not integers.
       ValueError: at init, no leaf can be lifted, because `tx` is not row-separable or
-        contains `exact` (the message names the part and its line); at update, the leaf
-        of a SelectedRows cannot be lifted, or its shape is not the table's.
+        contains `exact` (the message names the part and its line), or a mask computes
+        with numbers; at update, the leaf of a SelectedRows cannot be lifted, or its
+        shape is not the table's.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
