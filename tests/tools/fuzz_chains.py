@@ -306,8 +306,9 @@ def _masked(k, body):
 
 
 def _masked_by_user(k, body):
-    """A wrapper of a user that calls the function itself."""
+    """A wrapper of a user that calls the function itself; an object is refused."""
     inner, mask = build(body), _mask(k)
+    mask = mask.__call__ if isinstance(mask, _Object) else mask
     of = lambda tree: optax.masked(inner, mask(tree) if callable(mask) else mask)
 
     def update(updates, state, params=None, **extra_args):
