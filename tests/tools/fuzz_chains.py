@@ -225,7 +225,7 @@ MOVING = {
     "scale_by_rss": Part(lambda k: optax.scale_by_rss(_one_of(k, 0.1, 0.5)), exact="m"),
     "add_decayed_weights": Part(
         lambda k: optax.add_decayed_weights(
-            _one_of(k, 0.1, 0.01), mask=_mask(k) if k else None
+            _one_of(k, 0.1, 0.01), mask=_mask(k) if k % len(RULES) else None
         ),
         exact="w",
         chooses=True,
@@ -756,7 +756,8 @@ def check(chain, how="jitted"):
         try:
             params, dense = parameters(), gradients(0)[1]
             for tx in (build(chain), build(with_trees(chain))):
-                jax.eval_shape(lambda p: _optax_step(tx, p, tx.init(p), dense), params)
+                step = lambda p, tx=tx: _optax_step(tx, p, tx.init(p), dense)
+                jax.eval_shape(step, params)
         except Exception:
             return "skipped"
         return MODES[how](chain)

@@ -145,9 +145,7 @@ class Planner:
             program = programs[i]
             if program.key not in known:
                 try:
-                    known[program.key] = identify.find_recurrence(
-                        tx, treedef, specs, i
-                    )
+                    known[program.key] = identify.find_recurrence(tx, treedef, specs, i)
                 except identify.NotExactError as error:
                     known[program.key] = error
             recurrence = known[program.key]

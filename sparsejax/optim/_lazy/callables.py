@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from sparsejax.optim._lazy import checks, parts, trees
 
@@ -240,7 +241,8 @@ def _ask(function: Callable, is_mask: bool, treedef: Any, leaves: Any) -> list[A
     Raises:
       NeedsNumbersError: `is_mask` is True, and the answer depends on numbers.
     """
-    answers = []
+    answers: list[Any] = []
+    depends = False
 
     def ask(*arrays):
         arrays = iter(arrays)
@@ -251,10 +253,9 @@ def _ask(function: Callable, is_mask: bool, treedef: Any, leaves: Any) -> list[A
     try:
         jax.eval_shape(ask, *(x for x in leaves if not _is_absent(x)))
     except _NEEDS_NUMBERS:
-        answers = None
+        depends = True
     found = jax.tree.leaves(answers)
-    numbers = any(isinstance(x, jax.core.Tracer) or np.ndim(x) > 0 for x in found)
-    if answers is not None and not numbers:
+    if not depends and not any(isinstance(x, Tracer) or np.ndim(x) for x in found):
         is_data = found and not any(map(callable, found))
         return answers if is_mask or is_data else []
     if is_mask:

@@ -26,7 +26,6 @@ from sparsejax.optim._lazy.parts import Part, Reason
 from sparsejax.optim._lazy.primitives import REDUCTIONS, row_params
 
 
-
 class Same(NamedTuple):
     """The value that a leaf of the state had before the step."""
 
@@ -121,6 +120,7 @@ def difference(
 
     def depends(part, line):
         return parts.reason(DEPENDS, part or (parts.innermost((), tx),), line)
+
     (a, _), (b, _) = a, b
     same = dict(zip((*a.constvars, *a.invars), (*b.constvars, *b.invars)))
 
@@ -129,8 +129,8 @@ def difference(
             return same.get(v) is w
         if not isinstance(w, _compat.Literal):
             return False
-        is_float = jnp.issubdtype(v.aval.dtype, jnp.inexact)
-        return not (numbers and is_float) or _equal(v.val, w.val)
+        is_size = type(np.asarray(v.val).item()) is int
+        return not numbers or is_size or _equal(v.val, w.val)
 
     def are_same(vs, ws):
         return len(vs) == len(ws) and all(map(is_same, vs, ws))
