@@ -252,7 +252,9 @@ def _ask(function: Callable, is_mask: bool, treedef: Any, leaves: Any) -> list[A
 
     try:
         jax.eval_shape(ask, *(x for x in leaves if not _is_absent(x)))
-    except _NEEDS_NUMBERS:
+    except Exception as error:  # of a function that is no mask, its own call raises
+        if is_mask and not isinstance(error, _NEEDS_NUMBERS):
+            raise
         depends = True
     found = jax.tree.leaves(answers)
     if not depends and not any(isinstance(x, Tracer) or np.ndim(x) for x in found):
@@ -263,8 +265,9 @@ def _ask(function: Callable, is_mask: bool, treedef: Any, leaves: Any) -> list[A
         line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         name = getattr(function, "__name__", type(function).__name__)
         raise NeedsNumbersError(
-            f"sparsejax.optim: the mask or label function {name}{line} computes with "
-            "the numbers of the parameters or gradients. Decide by path, shape or "
-            "dtype, or pass the tree that it returns in place of the function."
+            f"sparsejax.optim: the mask or label function {name}{line} returns arrays "
+            "or computes with the numbers of parameters or gradients. Return bools or "
+            "labels by path, shape or dtype, or pass the tree that it returns in place "
+            "of the function."
         )
     return []
