@@ -82,8 +82,9 @@ def lazy(
       check: True refuses `tx` unless its traced program proves that it is
         row-separable. Pass False for a row-separable transformation of your own that
         is refused, for example because of a loop over rows, or because its extra
-        arguments are not numbers. Then nothing is checked: if a row's step does depend
-        on other rows, training is wrong.
+        arguments are not numbers. Then it is only checked that `tx` runs the same
+        operations on few rows as on all: if a row's step does depend on other rows,
+        training is wrong.
 
     Returns:
       `optax.GradientTransformationExtraArgs`.
