@@ -724,6 +724,12 @@ sj.optim.lazy(optax.lamb(1e-3)).init(params)
 parts = optax.scale_by_yogi(), optax.scale_by_sign(), optax.normalize_by_update_norm()
 sj.optim.lazy(optax.chain(*parts)).init(params)
 
+mask = lambda params: jax.tree.map(lambda x: bool(jnp.any(x > 0)), params)
+sj.optim.lazy(optax.masked(optax.sgd(0.1), mask)).init(params)
+
+halve = optax.stateless_with_tree_map(lambda g, p: g / 2 if len(g) > 9 else g)
+sj.optim.lazy(halve).init(params)
+
 parts = {"lazy": optax.sgd(0.1), "dense": optax.lamb(0.1)}
 tx = sj.optim.lazy(optax.partition(parts, {"table": "lazy", "kernel": "dense"}))
 tx.update({"table": rows, "kernel": rows}, tx.init(tables), tables)
