@@ -77,7 +77,7 @@ def test_nothing_of_the_tables_size_arises(name):
 def test_the_rows_read_and_their_cotangents_share_memory(name):
     """`after`: the gradient of dense weights is computed first."""
     tx = lazy({"sgd": optax.sgd, "adam": optax.adam}[name](0.1))
-    n = 49_152  # of more than a quarter of the rows, the gradient would be dense
+    n = 49_152  # of more than half of the rows, the gradient would be dense
 
     def loss_fn(params, ids, clicked):
         logits = sj.lookup(params["table"], ids, mode="clip") @ params["weights"]
