@@ -93,7 +93,6 @@ class StepExplanation:
             [
                 f"{self.name}: {told}",
                 *advice,
-                "",
                 _arguments.show_table(table),
                 *groups,
                 f"arguments: {_size(self.argument_bytes)}, of which "
@@ -188,33 +187,49 @@ def explain(
     *,
     tables: PyTree = None,
 ) -> Callable[..., Any]:
-    """Explains how `value_and_grad(fun)` treats each leaf; computes nothing.
+    """Explains how `value_and_grad(fun)` treats each leaf, or what a jitted step does.
 
-    If a table's gradient is dense but should not be, the last column shows the
-    operation that needs all rows, and its line. Read rows there instead, register a
-    rule for that primitive (`sparsejax.extend.register_rule`), or, if more than half
-    of the rows are read, require a sparse gradient with `tables=`.
+    Nothing is run. A loss is traced. If a table's gradient is dense but should not be,
+    the last column shows the operation that needs all rows, and its line. Read rows
+    there instead, register a rule for that primitive
+    (`sparsejax.extend.register_rule`), or, if more than half of the rows are read,
+    require a sparse gradient with `tables=`.
+
+    A jitted training step is also compiled. The first lines say what makes it cost more
+    than the rows that it reads, and what to do: arguments that are not donated, dense
+    gradients, tables that the compiled program copies or goes through as a whole.
 
     Args:
-      fun: the loss, as for `sparsejax.value_and_grad`.
+      fun: the loss, as for `sparsejax.value_and_grad`. Or a training step: a function
+        of `jax.jit`, `nnx.jit` or `eqx.filter_jit` that calls
+        `sparsejax.value_and_grad` and returns new parameters; without the arguments
+        below.
       argnums: int or tuple of ints, the arguments to differentiate.
       has_aux: True if `fun` returns `(loss, aux)`.
       tables: which leaves are tables, as for `sparsejax.value_and_grad`. A
         required leaf that cannot be sparse is explained, and nothing is raised.
 
     Returns:
-      A function of the same arguments that returns an `Explanation`. It prints
-      as a table: each leaf, the kind of its gradient (sparse or dense), the number
-      of rows read at each file:line, and why the gradient is not sparse.
-      `found["params['table']"]` (and `found.leaves` for all leaves) hold the same as
-      data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
-      Arguments may be `jax.ShapeDtypeStruct`.
+      A function of the same arguments, which may be `jax.ShapeDtypeStruct`. For a loss
+      it returns an `Explanation`, which prints as a table: each leaf, the kind of its
+      gradient (sparse or dense), the number of rows read at each file:line, and why the
+      gradient is not sparse. Leaves that are not tables, for the same reason, share a
+      line. `found["params['table']"]`, and `found.leaves` for all leaves, hold the same
+      as data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
+
+      For a step it returns a `StepExplanation`: `advice`, a tuple of texts, is empty if
+      each table is updated in place. `arrays` has the tables and the optimizer state
+      that follows their rows, each with `update` ("in place", "copied", "walked" or
+      "not updated"), `donated`, `reasons` and `gradient`. `argument_bytes`,
+      `donated_bytes`, `temporary_bytes`, `moved_bytes` and `needed_bytes` are of one
+      device.
 
     Raises:
-      TypeError: a leaf cannot be differentiated, or the output is not a scalar.
+      TypeError: a leaf cannot be differentiated; the output is not a scalar, and the
+        function is not jitted; or the step raises after it got a SelectedRows.
 
     Example:
-      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> import functools, jax, jax.numpy as jnp, optax, sparsejax as sj
       >>> def loss(params, ids):
       ...     rows = params["table"][ids]
       ...     return jnp.sum(rows @ params["w"])
@@ -224,6 +239,21 @@ def explain(
       (True, 2)
       >>> found["params['w']"].reason.split(" at ")[0]
       '`dot_general`'
+
+      A step, donated and not donated:
+
+      >>> tx = sj.optim.lazy(optax.sgd(0.1))
+      >>> def step(params, state, ids):
+      ...     value, grads = sj.value_and_grad(loss)(params, ids)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state, value
+      >>> args = params, tx.init(params), jnp.array([1, 2])
+      >>> found = sj.explain(jax.jit(step, donate_argnums=(0, 1)))(*args)
+      >>> found["params['table']"].update, found.advice
+      ('in place', ())
+      >>> found = sj.explain(jax.jit(step))(*args)
+      >>> found["params['table']"].update, found.advice[0].split(",")[0]
+      ('copied', "params['table'] is not donated")
 
     References:
       `torch._dynamo.explain`, which lists where and why a graph breaks.
@@ -258,7 +288,8 @@ def explain(
 
 
 def _name_of(fun: Any) -> str:
-    return getattr(fun, "__name__", "the step")
+    name = getattr(fun, "__name__", "step")
+    return name if name.isidentifier() else "step"
 
 
 def _trace_step(fun: Any, args: Sequence[Any], kwargs: Any) -> Step:

@@ -620,7 +620,7 @@ def tied(params, ids):
 
 def train_step(params, ids):
     loss, grads = sj.value_and_grad(loss_fn)(params, ids)
-    updates, _ = optax.sgd(0.1).update(grads, None)
+    updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
     return optax.apply_updates(params, updates), loss
 """,
         """
