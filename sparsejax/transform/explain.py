@@ -390,12 +390,19 @@ def _advice(arrays: Sequence[Argument], leaves: Sequence[Any]) -> Iterator[str]:
             "argument to the first result of its shape and dtype. Return the new "
             "values in the order of the arguments."
         )
-    copied = [x for x in copied if not x.swapped]
-    if copied:
+    late = [x for x in copied if not x.swapped and x.reasons]
+    if late:
         yield (
-            f"{are(copied)} donated, and copied all the same, because the step uses "
-            f"the old array after the update: {_reasons(copied)}. Take what you need "
-            "in the loss, and return it as aux; or use the new array."
+            f"{are(late)} donated, and copied all the same, because the step uses the "
+            f"old array after the update: {_reasons(late)}. Take what you need in the "
+            "loss, and return it as aux; or use the new array."
+        )
+    other = [x for x in copied if not x.swapped and not x.reasons]
+    if other:
+        yield (
+            f"{are(other)} donated, and copied all the same. The code of the step does "
+            "not show why: XLA found no order of its reads and writes that needs no "
+            "copy. Please report it, with the optimizer."
         )
     read = [x for x in tables if x.is_sparse and x.update == "not updated"]
     if read:

@@ -261,9 +261,9 @@ def _find_tables(found: Sequence[Argument], together: Sequence[Sequence[int]]) -
             x.table = max(same, key=lambda y: _common_end(x.name, y.name)).table
     for numbers in together:
         args = [found[k] for k in numbers]
-        for x in args:
-            if x in states:
-                x.table = next((y for y in args if y.table is y), x.table)
+        for x in [x for x in args if x in states and x.shape]:
+            tables = [y for y in args if y.table is y and y.shape[0] == x.shape[0]]
+            x.table = tables[0] if tables else x.table
 
 
 def _common_end(a: str, b: str) -> int:

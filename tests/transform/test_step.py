@@ -209,6 +209,14 @@ def test_tables_of_one_height():
     assert "`dot_general` at" in advice and "Read rows there" in advice
 
 
+def test_only_arrays_with_its_rows_follow_a_table():
+    """One equation writes rows, and takes numbers of the state besides."""
+    make = optax.inject_hyperparams(optax.sgd)
+    tx = sj.optim.lazy(make(learning_rate=0.1, momentum=0.9))
+    found = explain(make_step(tx), tx=tx)
+    assert len(found.arrays) == 2 and not found.advice
+
+
 # ------------------------------------------------------------------ forms of steps
 
 
