@@ -144,8 +144,8 @@ def _group(
 ) -> tuple[list[LeafExplanation], list[str]]:
     """The leaves that get a line each, and a line for each group of other leaves.
 
-    A leaf that is not read by rows is not a table. Those with the same reason are a
-    group.
+    A leaf that is not read by rows is not a table. Three or more with the same reason
+    are a group.
     """
     groups: dict[str, list[LeafExplanation]] = {}
     for leaf in leaves:
@@ -155,7 +155,7 @@ def _group(
     lines = []
     grouped: set[int] = set()
     for reason, group in groups.items():
-        if len(group) > 1:
+        if len(group) > 2:
             grouped |= set(map(id, group))
             large = max(group, key=lambda leaf: math.prod(leaf.shape))
             lines.append(
@@ -213,9 +213,10 @@ def explain(
       A function of the same arguments, which may be `jax.ShapeDtypeStruct`. For a loss
       it returns an `Explanation`, which prints as a table: each leaf, the kind of its
       gradient (sparse or dense), the number of rows read at each file:line, and why the
-      gradient is not sparse. Leaves that are not tables, for the same reason, share a
-      line. `found["params['table']"]`, and `found.leaves` for all leaves, hold the same
-      as data: `name`, `shape`, `dtype`, `sparse`, `rows_read`, `reads`, `reason`.
+      gradient is not sparse. Three or more leaves that are not tables, for the same
+      reason, share a line. `found["params['table']"]` (and `found.leaves` for all
+      leaves) hold the same as data: `name`, `shape`, `dtype`, `sparse`, `rows_read`,
+      `reads`, `reason`.
 
       For a step it returns a `StepExplanation`: `advice`, a tuple of texts, is empty if
       each table is updated in place. `arrays` has the tables and the optimizer state
