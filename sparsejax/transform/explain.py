@@ -311,7 +311,8 @@ def _trace_step(fun: Any, args: Sequence[Any], kwargs: Any) -> Step:
 
 
 def _explain_step(name: str, step: Step) -> StepExplanation:
-    found, leaves, memory = step.compile()
+    found, others, memory = step.compile()
+    leaves = [x.gradient for x in found if x.gradient] + others
     arrays = [x for x in found if x.table]
     needed = moved = 0
     for x in found:
@@ -326,7 +327,7 @@ def _explain_step(name: str, step: Step) -> StepExplanation:
         moved += least if x.update == "copied" else 0
     return StepExplanation(
         name,
-        tuple(_advice(arrays, leaves)),
+        tuple(_advice(arrays, others, bool(leaves))),
         tuple(arrays),
         tuple(leaves),
         sum(x.num_bytes for x in found),
@@ -337,14 +338,30 @@ def _explain_step(name: str, step: Step) -> StepExplanation:
     )
 
 
-def _advice(arrays: Sequence[Argument], leaves: Sequence[Any]) -> Iterator[str]:
-    """What costs more than the rows read; what costs most comes first."""
+def _advice(
+    arrays: Sequence[Argument], others: Sequence[LeafExplanation], is_ours: bool
+) -> Iterator[str]:
+    """What costs more than the rows read; what costs most comes first.
+
+    Args:
+      arrays: the tables, and the state that follows them.
+      others: leaves that are not arguments of the step.
+      is_ours: True if the step calls `value_and_grad` of sparsejax.
+    """
     are = lambda some: f"{_list([x.name for x in some])} {'are' if some[1:] else 'is'}"
-    if not arrays:
+    made = [leaf for leaf in others if leaf.sparse]
+    if made:
+        yield (
+            f"{are(made)} not an argument of the step, but made or closed over in it, "
+            "so what becomes of the table is not known. Pass it as an argument, and "
+            "change its type or shape in the loss."
+        )
+    elif not arrays:
         yield (
             "No parameter is read by rows and updated, so the step has no table. Read "
             "tables with table[ids] or sparsejax.lookup, and return the new parameters."
         )
+    if not arrays:
         return
     changed = [x for x in arrays if x.update in ("copied", "walked")]
     kept = [x for x in changed if x.returned and not x.donated]
@@ -360,7 +377,7 @@ def _advice(arrays: Sequence[Argument], leaves: Sequence[Any]) -> Iterator[str]:
             "returns."
         )
     tables = [x for x in arrays if x.table is x]
-    if not leaves:
+    if not is_ours:
         yield (
             f"{are(tables)} read by rows, and the gradient is dense, since the step "
             "does not call sparsejax.value_and_grad. Call it in place of "

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sparsejax import _arguments, _compat, _hlo, _primitives
@@ -110,7 +109,7 @@ class Step:
     leaves: Sequence[LeafExplanation]
 
     def compile(self) -> tuple[list[Argument], list[LeafExplanation], Any]:
-        """The arguments, the leaves with their names, and the `memory_analysis()`."""
+        """The arguments, the leaves that are none of them, the `memory_analysis()`."""
         with _unused_donations_ignored():
             compiled = self.lower().compile()
         known = _hlo.arguments(_hlo.parse(compiled.as_text()))
@@ -148,8 +147,7 @@ class Step:
             if x.gradient and counts[x.gradient.name] == 1:
                 x.name = x.gradient.name
         others = [x for mark, x in enumerate(leaves) if mark not in follow.marks]
-        linked = [x.gradient for x in found if x.gradient]
-        return found, linked + others, compiled.memory_analysis()
+        return found, others, compiled.memory_analysis()
 
 
 def trace_step(
@@ -248,9 +246,9 @@ def _find_tables(found: Sequence[Argument], together: Sequence[Sequence[int]]) -
         if x.gradient is not None:
             is_table = x.gradient.sparse or bool(x.gradient.reads)
         else:
-            is_float = jnp.issubdtype(x.dtype, jnp.floating)
+            is_float = "float" in x.dtype and len(x.shape) > 1
             by_id = any(use.primitive in _READS_BY_ID for use in x.uses)
-            is_table = x.returned and len(x.shape) > 1 and is_float and by_id
+            is_table = x.returned and is_float and by_id
         x.table = x if is_table and x.num_bytes else None
     leaves = leaves or [x for x in found if x.table]
     states = [x for x in found if x not in leaves and x.returned]

@@ -175,8 +175,16 @@ def test_gradients_that_are_returned():
 
 
 def test_no_table():
-    (advice,) = sj.explain(jax.jit(lambda x: (x, x + 1)))(jnp.ones((9, 2))).advice
+    step = lambda x, key: (x, key, x + jax.random.normal(key, x.shape))
+    (advice,) = sj.explain(jax.jit(step))(jnp.ones((9, 2)), jax.random.key(0)).advice
     assert "the step has no table" in advice
+
+
+def test_a_table_that_is_no_argument():
+    step = lambda scale, batch: sj.value_and_grad(loss_fn)(PARAMS, batch)[1]
+    found = sj.explain(jax.jit(step))(jnp.ones(()), BATCH)
+    assert "params['table'] is not an argument of the step" in found.advice[0]
+    assert not found.arrays and "params['table']" in str(found)
 
 
 def test_tables_of_one_height():
@@ -240,7 +248,8 @@ def test_it_traces_anew_and_leaves_the_step_alone():
 def test_steps_in_a_loop():
     def steps(params, state, batches):
         def body(carry, batch):
-            params, state, value = make_step()(*carry, batch)
+            params, state = carry
+            params, state, value = make_step()(params, state, batch)
             return (params, state), value
 
         carry, values = jax.lax.scan(body, (params, state), batches)
