@@ -69,6 +69,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), list(consts or ())
 
 
+def arg_names(jaxpr: Any) -> list[str]:
+    """The names of the inputs of a jitted function: `params['table']`."""
+    names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
+    return [name or "" for name in names]
+
+
 def is_ref_type(aval: Any) -> bool:
     """Returns True if `aval` is a mutable reference (`jax.new_ref`), not an array."""
     return hasattr(aval, "inner_aval")

@@ -622,6 +622,12 @@ def loss_fn(params, ids):
 
 def tied(params, ids):
     return jnp.sum(params["table"] @ params["bias"])
+
+
+def train_step(params, ids):
+    loss, grads = sj.value_and_grad(loss_fn)(params, ids)
+    updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
+    return optax.apply_updates(params, updates), loss
 """,
         """
 sj.value_and_grad(tied, tables={"table": True, "bias": False})(params, ids)
@@ -659,6 +665,12 @@ sj.value_and_grad(lambda table: jnp.sum(table), has_aux=True)(params["table"])
 sj.value_and_grad(lambda table: ids[0])(params["table"])
 
 sj.explain(loss_fn)(params, ids)["table"]
+
+sj.explain(lambda params, ids: (params, loss_fn(params, ids)))(params, ids)
+
+sj.explain(jax.jit(train_step))(params, ids)
+
+sj.explain(jax.jit(sj.value_and_grad(loss_fn)))(params, ids)["bias"]
 """,
     ),
     _section(
