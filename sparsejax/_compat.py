@@ -561,6 +561,6 @@ def _draw(*args: Any) -> Any:
     """Stands for each function of a generator. A module's function can be pickled."""
     del args
     raise TypeError(
-        "jax.random: a random key is needed, got the row ids of a SelectedRows. Pass a "
-        "key of jax.random.key."
+        "jax.random: a random key is needed, got the row ids of a SelectedRows or the "
+        "scales of a QuantizedTable. Pass a key of jax.random.key."
     )

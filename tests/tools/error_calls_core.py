@@ -156,6 +156,12 @@ small.astype(int)
 
 jnp.asarray(small)
 
+small.requantize(table[:2])
+
+small.average("table")
+
+small.average(table, jnp.ones(3))
+
 sj.QuantizedTable.from_fused(small.codes.astype(int))
 
 sj.QuantizedTable.from_fused(small.codes)
