@@ -114,12 +114,12 @@ def explain(
     References:
       `torch._dynamo.explain`, which lists where and why a graph breaks.
     """
-    check_fun("sparsejax.explain", fun, argnums, has_aux)
+    numbers = check_fun("sparsejax.explain", fun, argnums, has_aux)
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Explanation:
         call = trace_call(
-            fun, argnums, has_aux, tables, args, kwargs, "sparsejax.explain"
+            fun, numbers, has_aux, tables, args, kwargs, "sparsejax.explain"
         )
         make_plan(call, strict=False)
         return Explanation(tuple(map(_describe, call.leaves)))

@@ -111,10 +111,12 @@ class Planner:
             except ValueError:
                 requested, are_bools = [], False
             if not are_bools:
-                raise ValueError(
-                    "sparsejax.optim.exact: tables= must be a prefix of the parameter "
-                    f"tree, {_arguments.show_tree(params, is_leaf)}, with True or "
-                    f"False at its leaves, got {_arguments.show(self._tables)}."
+                raise _arguments.wrong(
+                    "sparsejax.optim.exact",
+                    "tables=",
+                    "a prefix of the parameter tree, with True or False at its leaves",
+                    _arguments.show(self._tables),
+                    _arguments.show_mismatch(self._tables, params, is_leaf),
                 )
         for i, request in enumerate(requested):
             if request and not _has_rows(specs[i]):
