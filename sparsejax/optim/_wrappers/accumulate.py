@@ -225,7 +225,7 @@ def as_rows(held: Any, leaf: Any) -> Any:
     shape, values = trees.to_spec(leaf).shape, held["values"]
     *stack, _ = row_shape = shape[: len(shape) + 1 - np.ndim(values)]
     height = math.prod(row_shape)
-    static = (height, tuple(stack)) if stack else height
+    static = height, tuple(stack), np.ndim(values) - 1
     return SelectedRows.tree_unflatten(static, (held["rows"], values))
 
 
