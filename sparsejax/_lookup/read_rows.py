@@ -36,4 +36,6 @@ def read_rows(
         return xla.read_rows(table, ids, fill=fill)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:
         return xla.read_rows(table, ids, fill=fill)
-    return read_rows_p.bind(table, jnp.maximum(ids, _arguments.scalar(-1, ids)), fill=fill)
+    return read_rows_p.bind(
+        table, jnp.maximum(ids, _arguments.scalar(-1, ids)), fill=fill
+    )
