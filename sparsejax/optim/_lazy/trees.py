@@ -12,7 +12,7 @@ import jax
 import optax
 
 from sparsejax import _arguments
-from sparsejax._rows import is_selected_rows
+from sparsejax._rows import RowTable, is_selected_rows
 
 
 def is_none_or_masked(x: Any) -> bool:
@@ -49,6 +49,43 @@ def leaf_paths(tree: Any, name: str) -> list[str]:
     """Paths of the leaves for messages: `grads['table']`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [name + jax.tree_util.keystr(path) for path, _ in paths]
+
+
+def without_variables(tree: Any) -> Any:
+    """`tree` with the values of variables, such as `flax.nnx.Param`, in their places.
+
+    A variable is a node with one child. The parameters and the state of an
+    `nnx.Optimizer` have variables of different types, so their structures differ.
+    """
+
+    def is_variable(x):
+        return hasattr(type(x), "__jax_array__") and not isinstance(x, RowTable)
+
+    def value(x):
+        children = jax.tree.leaves(x, is_leaf=lambda y: y is not x)
+        return children[0] if is_variable(x) and len(children) == 1 else x
+
+    return jax.tree.map(value, tree, is_leaf=is_variable)
+
+
+def in_structure_of(tree: Any, new: Any) -> Any:
+    """The leaves of `new` in the structure of `tree`, with its variables."""
+    return jax.tree.structure(tree).unflatten(jax.tree.leaves(new))
+
+
+def difference(names: tuple[str, str], a: Any, b: Any) -> str | None:
+    """The first difference of two structures, for messages; None if they are equal."""
+    if jax.tree.structure(a, is_leaf=is_leaf) == jax.tree.structure(b, is_leaf=is_leaf):
+        return None
+    paths = leaf_paths(a, ""), leaf_paths(b, "")
+    for k, name in enumerate(names):
+        for path in paths[k]:
+            if path not in paths[1 - k]:
+                return f"{name}{path} is not in {names[1 - k]}"
+    shown = (
+        f"{n} is {_arguments.show_tree(x, is_leaf)}" for n, x in zip(names, (a, b))
+    )
+    return " and ".join(shown)
 
 
 def ids_by_leaf(call: str, name: str, params: Any, ids: Any) -> dict[int, Any]:

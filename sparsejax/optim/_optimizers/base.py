@@ -226,11 +226,10 @@ def find_states(call: str, state: Any, kind: type, maker: str) -> tuple[list[Any
 
 def check_same_tree(call: str, params: Any, tree: Any) -> None:
     """Raises a ValueError unless `params` have the structure of `tree`."""
-    structures = (
-        jax.tree.structure(x, is_leaf=trees.is_none_or_masked) for x in (params, tree)
-    )
-    if len(set(structures)) > 1:
+    found = trees.difference(("params", "the state"), params, tree)
+    if found:
         raise ValueError(
-            f"{call}: params must be all parameters that the optimizer trains, "
-            f"{_arguments.show_tree(tree)}, got {_arguments.show_tree(params)}."
+            f"{call}: params must be all parameters that the optimizer trains, in the "
+            f"tree that its init got, but {found}. For flax.nnx pass nnx.state(model, "
+            "nnx.Param), for equinox eqx.filter(model, eqx.is_array)."
         )
