@@ -595,8 +595,8 @@ class SelectedRows:
 
     def __rmatmul__(self, other: Any) -> NoReturn:
         raise TypeError(
-            "array @ SelectedRows: the product has all columns of the dense array. Use "
-            ".to_dense(), or w[:, g.rows] @ g.values if all ids are in range."
+            "array @ SelectedRows: the product sums over all rows of the dense array. "
+            "Use .to_dense()."
         )
 
     def __pow__(self, other: Any) -> NoReturn:

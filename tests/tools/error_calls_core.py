@@ -67,6 +67,18 @@ sj.SelectedRows.from_dense(table, capacity=-3)
 
 jax.jit(sj.SelectedRows.from_dense)(table, 3)
 
+rows[1:]
+
+rows[1, 2]
+
+rows @ table.T
+
+table.T @ rows
+
+list(rows)
+
+jax.tree.map(lambda x: jnp.stack([x, x]), rows).to_dense()
+
 rows.coalesce(capacity=1)
 
 jax.jit(lambda rows: rows.coalesce(1))(counts)
@@ -143,6 +155,10 @@ sj.quantize(table.at[2, 1].set(jnp.nan))
 sj.quantize(-1e5 * table, 4)
 
 small.get("first")
+
+small[None]
+
+small @ table.T
 
 small.pull([0.5])
 
@@ -334,6 +350,10 @@ sj.lookup(table, ids, mode="wrap")
 sj.lookup(table[:0], ids, mode="clip")
 
 sj.lookup(table, jnp.array([1, 9, -1]), mode="error")
+
+jax.jit(lambda ids: sj.lookup(table, ids, mode="raise"))(ids)
+
+sj.lookup(table, ["tea", "jam"])
 
 sj.lookup(pulled, ids, mode="error")
 
@@ -616,6 +636,13 @@ def loss_fn(params, ids):
 
 def tied(params, ids):
     return jnp.sum(params["table"] @ params["bias"])
+
+
+def closing_over(params, ids):
+    scale = 2.0 * params["bias"][0]
+    doubled = jax.custom_vjp(lambda x: x)
+    doubled.defvjp(lambda x: (scale * x, None), lambda _, g: (scale * g,))
+    return jnp.sum(doubled(params["table"][ids]))
 """,
         """
 sj.value_and_grad(tied, tables={"table": True, "bias": False})(params, ids)
@@ -624,7 +651,11 @@ sj.value_and_grad(loss_fn, tables=True)({**params, "bias": 1.0}, ids)
 
 sj.value_and_grad(loss_fn, tables={"table": True})(params, ids)
 
+sj.value_and_grad(loss_fn, tables={"tabel": True, "bias": None})(params, ids)
+
 sj.value_and_grad(loss_fn, tables="table")(params, ids)
+
+sj.value_and_grad(closing_over)(params, ids)
 
 sj.value_and_grad(loss_fn, params, ids)(params, ids)
 
