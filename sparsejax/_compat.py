@@ -211,7 +211,8 @@ def linear_primitive(
     Args:
       name: of the primitive.
       reference: a function of arrays, linear in the first; the others are not
-        differentiated.
+        differentiated. It may take a static keyword `fill`: a constant in some of the
+        results, whose tangent is 0.
       platforms: by platform, a function that computes the same.
       types: see `platform_primitive`; without it, `reference` is traced.
 
@@ -219,14 +220,17 @@ def linear_primitive(
       The primitive.
     """
 
-    def jvp(primals, tangents):
-        out = p.bind(*primals)
+    def jvp(primals, tangents, **static):
+        out = p.bind(*primals, **static)
         if isinstance(tangents[0], _ad.Zero):
             return out, _ad.Zero(jax.typeof(out).to_tangent_aval())
-        return out, reference(tangents[0], *primals[1:])
+        if static.get("fill") is not None:
+            static = {"fill": np.zeros_like(static["fill"])}
+        return out, reference(tangents[0], *primals[1:], **static)
 
-    def batch(args, dims):
-        return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
+    def batch(args, dims, **static):
+        one = functools.partial(reference, **static)
+        return jax.vmap(one, in_axes=tuple(dims))(*args), 0
 
     p = _primitive(name, reference, platforms, types)
     _ad.primitive_jvps[p] = jvp

@@ -23,7 +23,7 @@ _TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-
 
 def as_numpy(leaf):
     """A leaf of a tree as NumPy has it; the row ids of a SelectedRows as integers."""
-    return np.asarray(row_ids.unseal(leaf))
+    return np.asarray(row_ids.unseal(leaf, 0))
 
 
 def with_ids_as(dtype, tree):

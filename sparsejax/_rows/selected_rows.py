@@ -21,6 +21,7 @@ optax transformations inside `sparsejax.optim.lazy`, not around it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -50,12 +51,34 @@ _NO_DIVISION_BY_ROWS = (
     "rows only, or .to_dense()."
 )
 
+_WAYS_OUT = (
+    "jax.tree.map calls its function with the row ids, [n, 1, ...], and with the "
+    "values, [n, ...]. Use SelectedRows.map to change the values, .to_dense() for an "
+    "array, or is_leaf=lambda x: isinstance(x, sparsejax.SelectedRows) in jax.tree.map."
+)
+
 Rows = TypeVar("Rows", bound="SelectedRows")
+
+
+class _InErrors(type):
+    """The metaclass of SelectedRows: errors of JAX that name its type say what to do.
+
+    They are raised between the parts of a chain, so no function of ours can. JAX
+    formats the type. Its `repr` is as usual.
+    """
+
+    def __format__(cls, spec: str) -> str:
+        return (
+            f"{cls!r}, the rows of a gradient or an update of a table (in an optimizer "
+            "write sparsejax.optim.lazy(optax.chain(...)), with all transformations of "
+            "optax inside of lazy, and sparsejax.optim.accumulate(lazy(tx), k, "
+            "capacity) instead of optax.MultiSteps)"
+        )
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows:
+class SelectedRows(metaclass=_InErrors):
     """Rows of a `[height, ...]` array, by id.
 
     Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
@@ -110,6 +133,8 @@ class SelectedRows:
     values: jax.Array
     height: int
     stack: tuple[int, ...] = ()
+    _row_ndim: int = 1  # the number of axes of a row
+    _is_computed: bool = False  # a function of trees put integers in place of the ids
 
     # `array + selected_rows` must call our __radd__, not NumPy's loop over objects.
     __array_ufunc__ = None
@@ -143,7 +168,8 @@ class SelectedRows:
         wide = _arguments.index_dtype(height, rows.dtype)
         if wide != rows.dtype and not isinstance(rows, jax.ShapeDtypeStruct):
             rows = jnp.asarray(rows).astype(wide)
-        vars(self).update(_ids=rows, values=values, height=height)
+        row_ndim = len(values.shape) - 1
+        vars(self).update(_ids=rows, values=values, height=height, _row_ndim=row_ndim)
         if stack != ():
             vars(self).update(stack=_check_stack(stack, height))
 
@@ -157,19 +183,21 @@ class SelectedRows:
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The children; the first one is a leaf of `row_ids`."""
-        static = (self.height, self.stack) if self.stack else self.height
-        return (row_ids.seal(self._ids), self.values), static
+        ids = self._ids
+        if not self._is_computed:
+            ids = row_ids.seal(ids, self._row_ndim)
+        return (ids, self.values), (self.height, self.stack, self._row_ndim)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
         ids, values = children
-        if isinstance(static, tuple):
-            static, stack = static
-            vars(self).update(stack=stack)
-        ids = row_ids.from_words(ids, values)
-        vars(self).update(_ids=ids, values=values, height=static)
+        fields = dict(zip(("height", "stack", "_row_ndim"), static))
+        ids = row_ids.from_words(ids, values, fields["_row_ndim"])
+        vars(self).update(_ids=ids, values=values, **fields)
+        if isinstance(ids, jax.Array) and jnp.issubdtype(ids.dtype, jnp.integer):
+            vars(self).update(_is_computed=True)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,8 +209,26 @@ class SelectedRows:
     @property
     def rows(self) -> jax.Array:
         """The id of each slot, integers `[n]`."""
+        ids, values = self._ids, getattr(self.values, "shape", None)
+        if self._is_computed:
+            raise _arguments.wrong_type(
+                "SelectedRows",
+                "rows",
+                "the row ids",
+                f"{_arguments.show_spec(ids)} that a function of its leaves computed",
+                _WAYS_OUT,
+            )
+        if row_ids.is_sealed(ids) and values is not None:
+            slots = len(ids.shape) - self._row_ndim
+            want = (*values[:slots], *(1,) * self._row_ndim) if slots >= 0 else None
+            if ids.shape != want:
+                raise ValueError(
+                    "SelectedRows: a function of its leaves changed their shapes so "
+                    f"that they do not fit: row ids {ids.shape}, values {values}. "
+                    f"{_WAYS_OUT}"
+                )
         # Not kept: a tracer that is kept can outlive the function that it belongs to.
-        return row_ids.unseal(self._ids)
+        return row_ids.unseal(ids, self._row_ndim)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -234,7 +280,9 @@ class SelectedRows:
             )
 
     def __repr__(self) -> str:
-        ids, values = self.rows, _arguments.show_spec(self.values)
+        ids, values = self._ids, _arguments.show_spec(self.values)
+        with contextlib.suppress(TypeError, ValueError):  # leaves that do not fit
+            ids = self.rows
         known = _arguments.is_concrete(ids) and ids.ndim == 1
         if not known or not jnp.issubdtype(ids.dtype, jnp.integer):
             rows = _arguments.show_spec(ids)
@@ -476,7 +524,7 @@ class SelectedRows:
         """
         values = _array_or_spec(f(self.values), "values")
         if not row_ids.is_sealed(self._ids):
-            _check_rows("SelectedRows.map", self._ids)
+            _check_rows("SelectedRows.map", self.rows)
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
                 f"SelectedRows.map: f must keep the number of slots (the first axis), "
@@ -484,7 +532,8 @@ class SelectedRows:
             )
         new = object.__new__(SelectedRows)
         kept = {k: x for k, x in vars(self).items() if k in _ALL_BUT_VALUES}
-        vars(new).update(kept, values=values)
+        row_ndim = self._row_ndim + len(values.shape) - len(self.values.shape)
+        vars(new).update(kept, values=values, _row_ndim=row_ndim)
         return new
 
     def astype(self, dtype: jax.typing.DTypeLike) -> SelectedRows:
@@ -719,6 +768,13 @@ def with_slots(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
     return SelectedRows(rows, values, like.height, like.stack)
 
 
+def with_leaves(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
+    """`with_slots` without checks, for tracers of the same shapes."""
+    out = object.__new__(SelectedRows)
+    vars(out).update(vars(like), _ids=rows, values=values)
+    return out
+
+
 def flat_rows(like: SelectedRows, array: Any) -> Any:
     """Reshapes `[K, V, ...]` to `[K * V, ...]` if `like` is a stack of tables."""
     if not like.stack:
@@ -792,12 +848,13 @@ def _array_or_spec(x: Any, name: str) -> jax.Array | jax.ShapeDtypeStruct:
 
 def _check_rows(call: str, rows: Any) -> None:
     """Raises a TypeError unless `rows` are integers."""
-    if not jnp.issubdtype(rows.dtype, jnp.integer):
+    dtype = getattr(rows, "dtype", None)  # a filter of leaves puts None there
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise _arguments.wrong_type(
             call,
             "rows",
             "integers (row ids)",
-            f"{rows.dtype}",
+            f"{dtype}",
             "jax.grad returns no ids, and code that rebuilds trees can change them. "
             "Use sparsejax.value_and_grad, SelectedRows.map to change the values, and "
             "sparsejax.optim.lazy(...) around optax transformations.",

@@ -14,6 +14,7 @@ result of the primitive `sharded_table`. Programs that will be walked may contai
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import operator
@@ -131,6 +132,19 @@ class ShardedTable(RowTable):
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks, since JAX may pass any object as the child."""
         return cls(*children, *static)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"sparsejax: a ShardedTable of shape {self.shape} cannot be pickled, "
+            "because its mesh names devices of this process. Save it with "
+            "sparsejax.parallel.save, or pickle table.to_dense()."
+        )
+
+    def __copy__(self) -> Self:
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return jax.tree.map(lambda x: copy.deepcopy(x, memo), self)
 
     # -- properties --------------------------------------------------------------
 

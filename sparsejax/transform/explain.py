@@ -78,8 +78,8 @@ def explain(
 
     If a table's gradient is dense but should not be, the last column shows the
     operation that needs all rows, and its line. Read rows there instead, register a
-    rule for that primitive (`sparsejax.extend.register_rule`), or, if more than a
-    quarter of the rows are read, require a sparse gradient with `tables=`.
+    rule for that primitive (`sparsejax.extend.register_rule`), or, if more than half
+    of the rows are read, require a sparse gradient with `tables=`.
 
     Args:
       fun: the loss, as for `sparsejax.value_and_grad`.

@@ -75,7 +75,7 @@ def value_and_grad(
     recompile.
 
     The gradient is sparse for a real float leaf of rank 2 or more that is read
-    by rows and used in no other way, if a call reads at most a quarter of its
+    by rows and used in no other way, if a call reads at most half of its
     rows (beyond that a dense gradient is cheaper). How it is read does not
     matter: `sparsejax.lookup`, `embedding_bag`, `table[ids]`, `jnp.take`,
     `lax.dynamic_slice`, an embedding layer of flax or equinox, inside `jit`,

@@ -304,6 +304,7 @@ class RuleContext:
         ids: jax.Array,
         valid: jax.Array | None = None,
         drop: bool = True,
+        fill: Any = None,
     ) -> jax.Array:
         """The view's rows at `ids`, recorded as a read.
 
@@ -315,6 +316,8 @@ class RuleContext:
             gradient.
           drop: False if all ids are in range and valid, or if the rule itself replaces
             the rows of the others.
+          fill: what an id outside `[0, V)` reads in place of the nearest row; None
+            unless `ref.has_all_rows` and has no steps.
 
         Returns:
           `[*ids.shape, *ref.content]`.
@@ -331,7 +334,8 @@ class RuleContext:
         if ref.first is not None:
             last = _arguments.scalar(ref.height - 1, ids)
             ids = jnp.clip(ids, _arguments.scalar(0, ids), last) + ref.first
-        rows = ref.view(self.plant(ref, read_rows(ref.array, ids), ids, counts))
+        rows = read_rows(ref.array, ids, fill=fill)
+        rows = ref.view(self.plant(ref, rows, ids, counts))
         if drop:
             rows = self._drop_cotangents(rows, counts)
         return indexing.reshape(rows, shape + rows.shape[1:])

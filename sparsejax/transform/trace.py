@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows
+from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows, with_leaves
 from sparsejax.transform.interpreter import Site
 
 
@@ -146,9 +146,7 @@ def trace_call(
     def flat(*xs):
         nonlocal aux_tree
         values = [
-            SelectedRows.tree_unflatten(
-                leaf.value.tree_flatten()[1], xs[leaf.position - 1 :][:2]
-            )
+            with_leaves(leaf.value, *xs[leaf.position - 1 :][:2])
             if isinstance(leaf.value, SelectedRows)
             else xs[leaf.position]
             for leaf in leaves

@@ -18,9 +18,10 @@ from optax import contrib
 
 import optax_table
 from optimizers import REFUSED, SEPARABLE
-from sparsejax.optim import exact
+from sparsejax.optim import accumulate, exact
 from sparsejax.optim._exact.exact import ExactState
 from sparsejax.optim._lazy import checks, judge, parts
+from sparsejax.optim._wrappers.accumulate import AccumulateState
 
 
 FILES = "sparsejax/optim/_lazy/judge.py and parts.py"
@@ -107,6 +108,7 @@ NOT_LIFTED = {
     contrib.DoGState: contrib.dog,
     contrib.DoWGState: contrib.dowg,
     ExactState: lambda: exact(SGD),
+    AccumulateState: lambda: accumulate(SGD, 2, 9),
 }
 
 

@@ -1,8 +1,9 @@
-"""SelectedRows as a pytree: under JAX's transformations and in other libraries."""
+"""SelectedRows as a pytree: under JAX's transformations and in other libraries.
 
-import copy
+Files and copies are in `tests/transform/test_export.py`, for all types.
+"""
+
 import operator
-import pickle
 from typing import Any
 
 import jax
@@ -210,14 +211,6 @@ def test_it_is_frozen():
         a.height = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_pickle_and_copy():
-    a, _ = make_rows([4, V, 4], V)
-    for b in (pickle.loads(pickle.dumps(a)), copy.copy(a), copy.deepcopy(a)):
-        assert isinstance(b, sj.SelectedRows)
-        assert_trees_close(b, a)
-        assert (b.height, b.shape) == (a.height, a.shape)
-
-
 # ------------------------------------------------------------------ size and place
 
 BIG = 1009
@@ -279,7 +272,7 @@ def test_in_a_flax_struct():
     assert state.step == 1
     want = 2 * dense([4, 0, 4], values, V)
     np.testing.assert_array_equal(state.pulled.to_dense(), want)
-    # To flax's serialization it is a leaf, that goes through unharmed.
+    # A leaf for flax, or a dict of its leaves once `sj.nn.flax` is imported.
     saved = serialization.to_state_dict(state)
     restored = serialization.from_state_dict(State(0, a), saved)
     assert_trees_close(restored.pulled, state.pulled)
@@ -305,23 +298,6 @@ def test_in_an_equinox_module():
     assert grads.pulled.values.tolist() == [[1.0] * 3] * 3
     moved = eqx.tree_at(lambda m: m.pulled.values, model, jnp.zeros((3, 3)))
     assert not moved.pulled.to_dense().any()
-
-
-@pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.filterwarnings("ignore")  # the warnings of orbax are not ours
-def test_orbax_round_trip(tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
-    a, _ = make_rows([4, V, 4], V, garbage=0)
-    tree = {"grads": a, "step": jnp.int32(3)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", tree)
-        checkpointer.wait_until_finished()
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-        )
-        restored = checkpointer.restore(tmp_path / "state", like)
-    assert_trees_close(restored, tree)
-    assert restored["grads"].height == V
 
 
 def test_any_tree_of_leaves_has_a_repr():

@@ -111,6 +111,12 @@ halved.to_dense()
 
 halved.coalesce()
 
+jax.tree.map(jnp.transpose, rows).to_dense()
+
+jax.tree.map(lambda x: jnp.zeros(x.shape, int), rows).to_dense()
+
+jax.tree.unflatten(jax.tree.structure(rows), [None, rows.values]).to_dense()
+
 sj.concatenate([])
 
 sj.concatenate(rows)
@@ -771,6 +777,17 @@ jax.jit(lambda g: jax.tree.map(jnp.add, g, g))(grads)
 
 optax.adam(0.1).update(grads, optax.adam(0.1).init(params), params)
 
+sj.optim.lazy(sj.optim.accumulate(optax.sgd(0.1), 2, 9)).init(params)
+
+tx = optax.MultiSteps(sj.optim.lazy(optax.sgd(0.1)), 2)
+tx.update(grads, tx.init(params), params)
+
+tx = optax.chain(sj.optim.lazy(optax.sgd(0.1)), optax.add_decayed_weights(0.1))
+tx.update(grads, tx.init(params), params)
+
+tx = optax.chain(sj.optim.lazy(optax.sgd(0.1)), optax.scale(0.5))
+tx.update(grads, tx.init(params), params)
+
 tx.update(jax.tree.map(lambda g: optax.MaskedNode(), grads), state, params)
 
 tx.update({"table": rows}, state, params)
@@ -846,6 +863,9 @@ stack = jnp.ones((5, 20, 2))
 tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
 
 tx.update({**grads, "bias": sj.SelectedRows([1], [1.0], 2)}, tx.init(params), params)
+
+tx = sj.optim.exact(optax.sgd(0.1, momentum=0.9))
+tx.update(grads, tx.init(params), params)
 
 sj.optim.exact_value_and_grad(two_hops, optax.sgd(0.1))
 
@@ -932,6 +952,8 @@ sj.optim.flush_weight_decay(params, lazy.init(params))
 
 state = sj.optim.weight_decay(0.1).init(params)
 sj.optim.flush_weight_decay(params["table"], state)
+
+sj.optim.ema_params({**params, "head": jnp.ones(2)}, sj.optim.ema(0.9).init(params))
 """,
     ),
     _section(

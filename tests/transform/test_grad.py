@@ -428,7 +428,7 @@ class Callable:
 
 @pytest.mark.parametrize("leaves", [(True, False), (True, None), (None, None)])
 def test_tables_is_a_tree_that_can_be_called(leaves):
-    model = Callable(jnp.ones((10, 2)), jnp.ones(2))
+    model = Callable(jnp.ones((5, 2)), jnp.ones(2))
     loss = lambda model, ids: model(ids)
     g = sj.grad(loss, tables=Callable(*leaves))(model, IDS)
     assert isinstance(g.table, sj.SelectedRows) == bool(leaves[0])

@@ -63,8 +63,8 @@ _HOLDS_BACK = (
 )
 _OF_MOMENTUM = "its step depends on the momentum of all rows, even those not read"
 _OF_DISTANCE = "its step size depends on sums over all rows, even those not read"
-# Transformations that are refused by the type of their state: (name, why). `exact`
-# adds its own.
+# Transformations that are refused by the type of their state: (name, why). `exact` and
+# `accumulate` add their own.
 NOT_LIFTED: dict[type, tuple[str, str]] = {
     optax.MultiStepsState: ("MultiSteps", _HOLDS_BACK),
     optax.ApplyEvery: ("apply_every", _HOLDS_BACK),
@@ -449,7 +449,9 @@ def refused_by_type(found: state_leaves.StateLeaves) -> dict[int, Reason]:
         if is_known(node):
             part, why = NOT_LIFTED[type(node)]
             owners = {o for o in found.owners[first:last] if o is not None}
-            refused |= dict.fromkeys(owners, Reason(why, part, False))
+            # Without owners, the structure of the state depends on the rows.
+            tables = owners or found.blocked
+            refused |= dict.fromkeys(tables, Reason(why, part, False))
         first = last
     return refused
 

@@ -204,17 +204,19 @@ def lazy(
 def _not_separable(
     name: str, reason: parts.Reason, is_stack: bool = False
 ) -> ValueError:
-    message = (
-        f"{CALL}: {name} cannot be lifted to rows, because of {reason}. Use an "
-        "optimizer that works row by row (adam, adagrad, rmsprop, sgd, lion, ...), or "
-        'keep this one for the dense leaves: lazy(optax.partition({"table": '
-        'optax.adam(1e-3), "dense": tx}, labels)). sparsejax.optim.is_row_separable '
-        "tells which optimizers work."
-    )
     if is_stack:
-        message += (
-            " Or keep the parameter as one table [K * V, ...], reshaped in the loss."
+        advice = (
+            "Keep the parameter as one table [K * V, ...], and reshape it inside the "
+            "loss: table.reshape(K, V, ...)."
         )
+    else:
+        advice = (
+            "Use an optimizer that works row by row (adam, adagrad, rmsprop, sgd, "
+            "lion, ...), or keep this one for the dense leaves: "
+            'lazy(optax.partition({"table": optax.adam(1e-3), "dense": tx}, labels)). '
+            "sparsejax.optim.is_row_separable tells which optimizers work."
+        )
+    message = f"{CALL}: {name} cannot be lifted to rows, because of {reason}. {advice}"
     if reason.can_be_wrong:
         message += (
             " If you know that each row's step depends only on that row, skip this "

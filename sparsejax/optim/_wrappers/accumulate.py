@@ -34,7 +34,7 @@ from sparsejax._rows import (
     stacked_rows,
     with_slots,
 )
-from sparsejax.optim._lazy import checks, state_sharding, trees
+from sparsejax.optim._lazy import checks, judge, state_sharding, trees
 from sparsejax.optim._wrappers.update_if import update_if
 
 
@@ -59,6 +59,13 @@ class AccumulateState(NamedTuple):
     inner_opt_state: Any
     acc_grads: Any
     overflow: jax.Array
+
+
+judge.NOT_LIFTED[AccumulateState] = (
+    CALL,
+    "it goes around lazy, not inside of it: sparsejax.optim.accumulate(lazy(tx), k, "
+    "capacity)",
+)
 
 
 def accumulate(
@@ -157,7 +164,7 @@ def accumulate(
         trees.flatten_params(CALL, updates, params)
         # A state from a checkpoint may contain NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
-        sums = [_as_rows(*pair) for pair in zip(sums, grads)]
+        sums = list(map(as_rows, sums, grads))
         overflow = jnp.asarray(state.overflow)
         for i, grad in enumerate(grads):
             if not trees.is_none_or_masked(grad):
@@ -206,14 +213,19 @@ def _empty(leaf: Any, slots: int | None, row_axes: int) -> Any:
     return SelectedRows(rows, values, height, tuple(stack))
 
 
-def _as_rows(held: Any, grad: Any) -> Any:
-    """A buffer as it was made: `nnx.Optimizer` keeps the fields of a SelectedRows."""
+def as_rows(held: Any, leaf: Any) -> Any:
+    """A buffer as it was made: `nnx.Optimizer` keeps the fields of a SelectedRows.
+
+    Args:
+      held: the buffer.
+      leaf: its parameter, or a gradient of it.
+    """
     if not isinstance(held, Mapping) or set(held) != {"rows", "values"}:
         return held
-    shape, values = trees.to_spec(grad).shape, held["values"]
+    shape, values = trees.to_spec(leaf).shape, held["values"]
     *stack, _ = row_shape = shape[: len(shape) + 1 - np.ndim(values)]
     height = math.prod(row_shape)
-    static = (height, tuple(stack)) if stack else height
+    static = height, tuple(stack), np.ndim(values) - 1
     return SelectedRows.tree_unflatten(static, (held["rows"], values))
 
 
