@@ -266,10 +266,8 @@ class SelectedRows(metaclass=_InErrors):
         return jnp.sum(self.filled(), axis=-1, dtype=jnp.int32)
 
     def _check_no_batch(self) -> None:
-        """Raises a ValueError for a batch, whose ids have more than one axis."""
-        ids = self._ids
-        axes = getattr(self, "_row_ndim", 0) if row_ids.is_sealed(ids) else 0
-        if len(getattr(ids, "shape", ())) - axes > 1:
+        """Raises a ValueError for a batch, which has more than one axis of slots."""
+        if len(self.values.shape) - self._row_ndim > 1:
             raise ValueError(
                 "SelectedRows: this is a batch of them, as jax.vmap and jax.lax.scan "
                 f"return, with rows {_arguments.show_spec(self.rows)} and values "
