@@ -69,6 +69,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), list(consts or ())
 
 
+def arg_names(jaxpr: Any) -> list[str]:
+    """The names of the inputs of a jitted function: `params['table']`."""
+    names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
+    return [name or "" for name in names]
+
+
 def is_ref_type(aval: Any) -> bool:
     """Returns True if `aval` is a mutable reference (`jax.new_ref`), not an array."""
     return hasattr(aval, "inner_aval")
@@ -555,6 +561,6 @@ def _draw(*args: Any) -> Any:
     """Stands for each function of a generator. A module's function can be pickled."""
     del args
     raise TypeError(
-        "jax.random: a random key is needed, got the row ids of a SelectedRows. Pass a "
-        "key of jax.random.key."
+        "jax.random: a random key is needed, got the row ids of a SelectedRows or the "
+        "scales of a QuantizedTable. Pass a key of jax.random.key."
     )

@@ -574,6 +574,13 @@ class SelectedRows(metaclass=_InErrors):
         if not _is_arraylike(other):
             return NotImplemented
         if np.ndim(other):
+            if row_ids.is_sealed_pairs(other) and _arguments.is_concrete(other):
+                raise TypeError(
+                    "SelectedRows + scale_bias of a QuantizedTable: outside of jit "
+                    "JAX does not convert the sum as optax.apply_updates wants it. "
+                    "Call jax.jit(optax.apply_updates)(params, updates), or jit the "
+                    "whole step."
+                )
             known = known_sum(self, other)
             return _add_to_array(other, self) if known is None else known
         if isinstance(other, (int, float)) and other == 0:
@@ -886,6 +893,9 @@ def _scale(op, symbol: str, values: jax.Array, by: Any) -> jax.Array:
 
 def _add_to_array(array: Any, rows: Any) -> jax.Array:
     """Scatter-adds in the array's dtype, as `array.at[...].add` does."""
+    if row_ids.is_sealed_pairs(array):
+        words = row_ids.words_of_leaf(array)  # see `optim.rounding`
+        return row_ids.seal_words(_add_to_array(words, rows))
     array = jnp.asarray(array)
     if array.shape != rows.shape:
         raise ValueError(

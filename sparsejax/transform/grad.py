@@ -17,7 +17,7 @@ from sparsejax._rows.order_after import order_after
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
 from sparsejax.transform.table import replicate
-from sparsejax.transform.trace import Leaf, check_fun, trace_call
+from sparsejax.transform.trace import Leaf, check_fun, observer, trace_call
 
 
 P = ParamSpec("P")
@@ -177,7 +177,10 @@ def transform(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(fun, numbers, has_aux, tables, args, kwargs, caller)
-        loss, aux, grads = _differentiate(make_plan(call, stacks=stacks))
+        plan = make_plan(call, stacks=stacks)
+        if observer.value is not None:
+            observer.value(call.leaves)
+        loss, aux, grads = _differentiate(plan)
         grads = jax.tree_util.tree_unflatten(call.tree, grads)
         return ((loss, aux) if has_aux else loss), grads
 

@@ -20,6 +20,10 @@ from sparsejax.transform.interpreter import Site
 # may stand for one. JAX keeps programs traced under different values apart.
 makes_views: Any = jax.make_user_context(False)
 
+# A function that is told the leaves of each call of `value_and_grad`, while `explain`
+# traces a step.
+observer: Any = jax.make_user_context(None)
+
 
 @dataclasses.dataclass
 class Leaf:
@@ -68,6 +72,43 @@ class Leaf:
     def rows_read(self) -> int:
         """Number of rows read, duplicates counted: the capacity of the gradient."""
         return sum(site.num_rows for site in self.sites)
+
+    def explanation(self) -> "LeafExplanation":
+        """What `explain` says of the leaf."""
+        return LeafExplanation(
+            self.name,
+            tuple(jnp.shape(self.value)),
+            jnp.result_type(self.value).name,
+            self.sparse,
+            self.rows_read,
+            tuple((site.num_rows, site.where) for site in self.sites),
+            self.reason,
+            self.height,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafExplanation:
+    """One leaf as `explain` describes it, without arrays.
+
+    Args:
+      name: the leaf as the user would write it, e.g. `params['table']`.
+      shape, dtype: of the leaf.
+      sparse: True if its gradient is a SelectedRows.
+      rows_read: number of rows read, duplicates counted; the gradient's capacity.
+      reads: `(number of rows, "file:line")` of each read.
+      reason: why it is not sparse; empty if it is.
+      height: number of rows; of a stack of tables, of all of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sparse: bool
+    rows_read: int
+    reads: tuple[tuple[int, str], ...]
+    reason: str
+    height: int
 
 
 @dataclasses.dataclass

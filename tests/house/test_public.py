@@ -77,6 +77,7 @@ NAMES = {
     "optim",
     "parallel",
     "store",
+    "testing",
     "viz",
 }
 

@@ -386,6 +386,36 @@ def test_explain_sparse_tied_and_tiny():
         found["params['other']"]
 
 
+def test_explain_groups_what_is_no_table():
+    """So that the line of the table is seen among those of a transformer."""
+
+    def transformer(params, ids):
+        x = params["items"][ids] + params["positions"][: ids.size]
+        for layer in params["layers"]:
+            x = x @ layer["in"] * layer["scale"] @ layer["out"]
+        return jnp.sum(x @ params["head"])
+
+    layer = {"in": jnp.ones((4, 9)), "out": jnp.ones((9, 4)), "scale": jnp.ones((1, 9))}
+    params = {
+        "head": jnp.ones((4, 50)),
+        "items": jnp.ones((50, 4)),
+        "layers": [layer] * 6,
+        "positions": jnp.ones((4, 4)),
+    }
+    found = sj.explain(transformer)(params, IDS)
+    assert len(found.leaves) == 21
+    _, _, items, positions, *groups = str(found).splitlines()
+    assert items.split()[:4] == ["params['items']", "float32[50,4]", "sparse", "3"]
+    assert "params['positions']" in positions and "reads 3 of 4 rows" in positions
+    groups = [line for line in groups if "reads 3 at" not in line]
+    assert groups == [
+        "13 parameters are not tables: dot_general (the largest is params['head'], "
+        "float32[4,50])",
+        "6 parameters are not tables: mul (the largest is "
+        "params['layers'][0]['scale'], float32[1,9])",
+    ]
+
+
 def test_explain_agrees_with_grad_and_never_raises_for_tables():
     params = _params()
     found = sj.explain(_loss, tables=True)(params, IDS)
