@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax import experimental as _experimental, lax
 from jax._src import (
+    checkify as _checkify,
     core as _core,
     dispatch as _dispatch,
     source_info_util as _source_info,
@@ -66,6 +67,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """
     consts = getattr(jaxpr, "consts", None)
     return getattr(jaxpr, "jaxpr", jaxpr), list(consts or ())
+
+
+def arg_names(jaxpr: Any) -> list[str]:
+    """The names of the inputs of a jitted function: `params['table']`."""
+    names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
+    return [name or "" for name in names]
 
 
 def is_ref_type(aval: Any) -> bool:
@@ -210,7 +217,8 @@ def linear_primitive(
     Args:
       name: of the primitive.
       reference: a function of arrays, linear in the first; the others are not
-        differentiated.
+        differentiated. It may take a static keyword `fill`: a constant in some of the
+        results, whose tangent is 0.
       platforms: by platform, a function that computes the same.
       types: see `platform_primitive`; without it, `reference` is traced.
 
@@ -218,14 +226,17 @@ def linear_primitive(
       The primitive.
     """
 
-    def jvp(primals, tangents):
-        out = p.bind(*primals)
+    def jvp(primals, tangents, **static):
+        out = p.bind(*primals, **static)
         if isinstance(tangents[0], _ad.Zero):
             return out, _ad.Zero(jax.typeof(out).to_tangent_aval())
-        return out, reference(tangents[0], *primals[1:])
+        if static.get("fill") is not None:
+            static = {"fill": np.zeros_like(static["fill"])}
+        return out, reference(tangents[0], *primals[1:], **static)
 
-    def batch(args, dims):
-        return jax.vmap(reference, in_axes=tuple(dims))(*args), 0
+    def batch(args, dims, **static):
+        one = functools.partial(reference, **static)
+        return jax.vmap(one, in_axes=tuple(dims))(*args), 0
 
     p = _primitive(name, reference, platforms, types)
     _ad.primitive_jvps[p] = jvp
@@ -479,6 +490,29 @@ def _on_one_device(own: Any, otherwise: Any) -> Any:
         return (own if num_devices == 1 else otherwise)(ctx, *args, **static)
 
     return rule
+
+
+def _compiled_without_checkify(ctx: Any, *args: Any, message: str) -> Any:
+    del ctx, args
+    raise ValueError(message)
+
+
+# The identity. A program that contains it compiles only through `checkify.checkify`,
+# which removes it. JAX's own error does not say whose check it is.
+_needs_checkify_p = Primitive("needs_checkify")
+_needs_checkify_p.def_impl(lambda x, message: x)
+_needs_checkify_p.def_abstract_eval(lambda x, message: x)
+_mlir.register_lowering(_needs_checkify_p, _compiled_without_checkify)
+_batching.primitive_batchers[_needs_checkify_p] = lambda args, dims, message: (
+    _needs_checkify_p.bind(*args, message=message),
+    dims[0],
+)
+_checkify.error_checks[_needs_checkify_p] = lambda error, _, x, message: (error, x)
+
+
+def needs_checkify(x: jax.Array, message: str) -> jax.Array:
+    """`x`, which compiles only under `checkify.checkify`; else `message` is raised."""
+    return _needs_checkify_p.bind(x, message=message)
 
 
 # ------------------------------------------------------------------ opaque integers

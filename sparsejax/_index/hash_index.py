@@ -99,7 +99,8 @@ class HashIndex:
       counts: int32 `[capacity]`, the number of calls of `insert` with the row's key.
       last_step: uint32 `[capacity, 2]`, the step of the latest such call, as two words;
         `join_keys(last_step)` are the steps.
-      sketch: uint32 `[4, W]`, sightings of keys that have no row.
+      sketch: uint32 `[4, W]`, sightings of keys that have no row; None if
+        `admit_after` is 1.
       num_seen: uint32, the number of sightings that the sketch has counted.
       hand: int32, the first row of the next window.
       num_keys: int32, the number of rows in use, which are the first rows.
@@ -129,7 +130,7 @@ class HashIndex:
     slot_of_row: jax.Array
     counts: jax.Array
     last_step: jax.Array
-    sketch: jax.Array  # the generation << 8 | count, see _count_sightings
+    sketch: jax.Array | None  # the generation << 8 | count, see _count_sightings
     num_seen: jax.Array
     hand: jax.Array
     num_keys: jax.Array
@@ -222,18 +223,19 @@ class HashIndex:
         seed = _arguments.static_int(call, "seed", seed)
 
         num_buckets = _arguments.next_power_of_two(2 * capacity) // _LANES or 1
-        width = (
-            _arguments.next_power_of_two(max(1024, capacity)) if admit_after > 1 else 0
-        )
         zero = lambda dtype: jnp.zeros((), dtype)
         empty = jnp.full((num_buckets * _LANES, 1), _EMPTY)
         keys = jnp.zeros((num_buckets * _LANES, key_bits // 32), jnp.uint32)
+        sketch = None
+        if admit_after > 1:
+            width = _arguments.next_power_of_two(max(1024, capacity))
+            sketch = jnp.zeros((_DEPTH, width), jnp.uint32)
         return cls(
             slots=jnp.concatenate([keys, empty], axis=1),
             slot_of_row=jnp.zeros((capacity,), jnp.int32),
             counts=jnp.zeros((capacity,), jnp.int32),
             last_step=jnp.zeros((capacity, 2), jnp.uint32),
-            sketch=jnp.zeros((_DEPTH, width), jnp.uint32),
+            sketch=sketch,
             num_seen=zero(jnp.uint32),
             hand=zero(jnp.int32),
             num_keys=zero(jnp.int32),
@@ -794,13 +796,13 @@ def _claim_slots(
     padded = -(-n // chunk) * chunk
     words = tuple(jnp.pad(word, (0, padded - n)) for word in words)
     lanes = lax.iota(jnp.int32, chunk)
-    generation = _generation(index)
 
     def turn(state):
         begin, slots, sketch, claims = state
         keys = tuple(lax.dynamic_slice(word, (begin,), (chunk,)) for word in words)
         tries = begin + lanes < num_new
-        if index.admit_after > 1:
+        if sketch is not None:
+            generation = _generation(sketch, index.num_seen)
             seen, sketch = _count_sightings(sketch, keys, tries, generation, index.seed)
             tries &= seen >= np.uint32(index.admit_after)
         rank = jnp.cumsum(tries, dtype=jnp.int32)
@@ -1028,10 +1030,9 @@ def _first(mask: jax.Array, count: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------ the sketch
 
 
-def _generation(index: HashIndex) -> jax.Array:
+def _generation(sketch: jax.Array, num_seen: jax.Array) -> jax.Array:
     """Returns the generation. It increases each `columns / 2` sightings."""
-    length = max(index.sketch.shape[1] // 2, 1)
-    return (index.num_seen // np.uint32(length)) & np.uint32(0xFFFFFF)
+    return (num_seen // np.uint32(sketch.shape[1] // 2)) & np.uint32(0xFFFFFF)
 
 
 def _count_sightings(

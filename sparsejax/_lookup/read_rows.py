@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, xla
@@ -11,16 +12,20 @@ read_rows_p = _compat.linear_primitive(
     "read_rows",
     xla.read_rows,
     {"cpu": cpu.read_rows},
-    lambda table, ids: [(ids.shape + table.shape[1:], table.dtype)],
+    lambda table, ids, fill: [(ids.shape + table.shape[1:], table.dtype)],
 )
 
 
-def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns `table[ids]` for flat ids; an id out of range reads the nearest row.
+def read_rows(
+    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+) -> jax.Array:
+    """Returns `table[ids]` for flat ids.
 
     Args:
       table: `[V, ...]`.
       ids: integers `[n]`.
+      fill: what an id out of range reads, of the table's dtype; if None, it reads the
+        nearest row.
 
     Returns:
       `[n, ...]`, of the table's dtype.
@@ -28,7 +33,9 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     table, ids = jnp.asarray(table), jnp.asarray(ids)
     # If the types of these arrays have a mesh, XLA's gather propagates it.
     if _compat.has_mesh(table) or _compat.has_mesh(ids):
-        return xla.read_rows(table, ids)
+        return xla.read_rows(table, ids, fill=fill)
     if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:
-        return xla.read_rows(table, ids)
-    return read_rows_p.bind(table, jnp.maximum(ids, _arguments.scalar(-1, ids)))
+        return xla.read_rows(table, ids, fill=fill)
+    return read_rows_p.bind(
+        table, jnp.maximum(ids, _arguments.scalar(-1, ids)), fill=fill
+    )

@@ -210,6 +210,24 @@ class QuantizedTable:
 
     # -- reading -----------------------------------------------------------------
 
+    def __getitem__(self, ids: ArrayLike) -> jax.Array:
+        """Rows by id as `dequantize()[ids]` reads them; see `get` for other ids."""
+        way_out = "Use sparsejax.lookup(table, ids), .get(ids), or .dequantize()."
+        call = "QuantizedTable[ids]"
+        return read(self, _arguments.as_indices(call, ids, self.shape[0], way_out), 0)
+
+    # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
+    __iter__ = None
+    __contains__ = None
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "QuantizedTable @ array: use sparsejax.lookup(table, ids) @ w for the rows "
+            "that are read, or .dequantize() for the whole array."
+        )
+
+    __rmatmul__ = __matmul__
+
     def get(self, ids: ArrayLike) -> jax.Array:
         """Rows by id; zeros for an id out of range, as `SelectedRows.get`.
 

@@ -6,9 +6,14 @@ and refuses to compute with: the dtype of a random key. `seal` makes this leaf f
 plain ids, and `unseal` gives the plain ids back. XLA cancels a `seal` and an `unseal`
 that meet in one program.
 
-The leaf stores `~id` in uint32 words. An array of zeros, which loops and
-`jnp.zeros_like` make, then holds the id -1 (the largest id if ids are unsigned): every
-slot is empty.
+The leaf has as many axes as the values: `[n, 1, ...]`. So a function that JAX calls
+with both moves slots in both, also if it counts axes from the last: `jnp.flip(x, -1)`
+turns columns and no slots. The id of a slot never leaves its first place, so a result
+whose ids are not `[..., n, 1, ...]` is refused (`SelectedRows.rows`).
+
+The leaf stores `~(id + 1)` in uint32 words. Words that JAX makes by itself are then
+empty slots: zeros, of loops and `jnp.zeros_like`, are the id -2, and what `jnp.take`
+fills in is -1. As unsigned integers these are the largest two.
 
 Sharp edges:
 
@@ -29,12 +34,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sparsejax import _compat
 
 
-def seal(ids: Any) -> Any:
-    """Returns integer ids as a leaf; placeholders and leaves pass through."""
+def seal(ids: Any, row_ndim: int) -> Any:
+    """Returns integer ids as a leaf; placeholders and leaves pass through.
+
+    Args:
+      ids: `[*batch, n]`.
+      row_ndim: int, the number of axes of a row; as many axes are appended.
+    """
     if getattr(ids, "dtype", None) not in _OPAQUE:
         return ids
     if isinstance(ids, np.ndarray):
@@ -42,22 +53,34 @@ def seal(ids: Any) -> Any:
     dtype, wrap = _OPAQUE[ids.dtype]
     if isinstance(ids, jax.Array):
         with _computing(ids, ids.dtype):
-            return wrap(_to_words(ids))
+            return _wrapped(ids, row_ndim, wrap)
     if isinstance(ids, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(ids.shape, dtype, sharding=ids.sharding)
+        shape = (*ids.shape, *(1,) * row_ndim)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=ids.sharding)
     return ids
 
 
-def unseal(leaf: Any) -> Any:
-    """Returns the plain ids of a leaf; anything else passes through."""
+def unseal(leaf: Any, row_ndim: int) -> Any:
+    """Returns the plain ids of a leaf; anything else passes through.
+
+    Args:
+      leaf: `[*batch, n, 1, ...]`.
+      row_ndim: int, the number of axes of length 1 at the end.
+    """
     ints = _INTEGERS.get(getattr(leaf, "dtype", None))
     if ints is None:
         return leaf
     if isinstance(leaf, jax.Array):
         with _computing(leaf, ints):
-            return _from_words(jax.random.key_data(leaf), ints)
+            return _from_words(jax.random.key_data(leaf), ints, row_ndim)
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, ints, sharding=leaf.sharding)
+        shape = leaf.shape[: len(leaf.shape) - row_ndim]
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):  # its spec may name the axes that go
+            spec = PartitionSpec(*sharding.spec[: len(shape)])
+            kind = sharding.memory_kind
+            sharding = NamedSharding(sharding.mesh, spec, memory_kind=kind)
+        return jax.ShapeDtypeStruct(shape, ints, sharding=sharding)
     return leaf
 
 
@@ -66,25 +89,30 @@ def is_sealed(x: Any) -> bool:
     return getattr(x, "dtype", None) in _INTEGERS
 
 
-def from_words(leaf: Any, values: Any) -> Any:
+def from_words(leaf: Any, values: Any, row_ndim: int) -> Any:
     """Returns the plain ids if `leaf` holds the words of a leaf; else `leaf`.
 
     JAX calls host callbacks with the words of a leaf. Only the additional last axis, of
     length 1 or 2, tells them from ids of uint32. So a tree must not be rebuilt with
-    plain uint32 ids of a batch whose capacity is 1 or 2.
+    plain uint32 ids of a batch whose capacity is 1 or 2, if a row is a number.
 
     Args:
-      leaf: `[*batch, n]`, or its words `[*batch, n, 1 or 2]`.
-      values: `[*batch, n, ...]`.
+      leaf: `[*batch, n]`, or the words of a leaf, `[*batch, n, 1, ..., 1 or 2]`.
+      values: `[*batch, n, *row]`.
+      row_ndim: int, the number of axes of a row.
     """
     if isinstance(leaf, Tracer) or getattr(leaf, "dtype", None) != np.uint32:
         return leaf
-    *slots, words = np.shape(leaf) or (0,)
-    if words not in (1, 2) or not slots or [*np.shape(values)[: len(slots)]] != slots:
+    *shape, words = np.shape(leaf) or (0,)
+    slots, ones = shape[: len(shape) - row_ndim], shape[len(shape) - row_ndim :]
+    if words not in (1, 2) or not slots or ones != [1] * row_ndim:
+        return leaf
+    if [*np.shape(values)[: len(slots)]] != slots:
         return leaf
     # NumPy, since a callback that runs a program of JAX can wait for itself.
     ints = np.dtype(np.int32 if words == 1 else np.int64)
-    return np.ascontiguousarray(~np.asarray(leaf)).view(ints)[..., 0]
+    ids = np.ascontiguousarray(~np.asarray(leaf)).view(ints).reshape(slots)
+    return ids - np.ones((), ints)
 
 
 @contextlib.contextmanager
@@ -102,26 +130,29 @@ def _computing(ids: Any, ints: np.dtype):
         yield
 
 
-# The two `~` and the two changes of shape meet where words are made and read in one
-# program, so XLA cancels them.
+# All of it cancels where words are made and read in one program.
 
 
-@functools.partial(jax.jit, inline=True)
-def _to_words(ids: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _wrapped(ids: jax.Array, row_ndim: int, wrap: Any) -> jax.Array:
     if ids.dtype.itemsize < 4:
         ids = ids.astype(_widened(ids.dtype))
-    words = lax.bitcast_convert_type(ids, np.uint32)
-    if words.ndim == ids.ndim:
-        words = lax.expand_dims(words, [words.ndim])
-    return ~words
+    words = lax.bitcast_convert_type(~(ids + np.ones((), ids.dtype)), np.uint32)
+    axes = row_ndim + (words.ndim == ids.ndim)  # 64 bits are two words already
+    # Outside of `jit`, `wrap` would keep the sharding of the words, whose rank is more.
+    return wrap(lax.expand_dims(words, range(ids.ndim, ids.ndim + axes)))
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=1)
-def _from_words(words: jax.Array, ints: np.dtype) -> jax.Array:
-    words = ~words
-    if ints.itemsize == 8:
-        return lax.bitcast_convert_type(words, ints)
-    ids = lax.bitcast_convert_type(lax.squeeze(words, [-1]), _widened(ints))
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _from_words(words: jax.Array, ints: np.dtype, row_ndim: int) -> jax.Array:
+    wide = ints if ints.itemsize == 8 else _widened(ints)
+    if ints.itemsize < 8:
+        row_ndim += 1
+    ids = lax.bitcast_convert_type(words, wide)
+    ids = lax.squeeze(ids, range(ids.ndim - row_ndim, ids.ndim))
+    ids = ~ids - np.ones((), wide)
+    if ints.kind == "u" and ints != wide:  # an empty slot must not wrap to a row
+        ids = lax.min(ids, np.array(np.iinfo(ints).max, wide))
     return ids.astype(ints)
 
 
@@ -134,7 +165,8 @@ def _label(ints: np.dtype) -> str:
     """Returns the name of the dtype. JAX's errors show it, so it names the ways out."""
     return (
         f"row_ids[{ints}] of a SelectedRows; use g1 + g2, g.map(f), "
-        "sparsejax.parallel.psum, sparsejax.optim.global_norm, sparsejax.optim.lazy(tx)"
+        "sparsejax.parallel.psum, sparsejax.optim.global_norm, "
+        "sparsejax.optim.lazy(optax.chain(...))"
     )
 
 

@@ -21,6 +21,7 @@ optax transformations inside `sparsejax.optim.lazy`, not around it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -50,12 +51,34 @@ _NO_DIVISION_BY_ROWS = (
     "rows only, or .to_dense()."
 )
 
+_WAYS_OUT = (
+    "jax.tree.map calls its function with the row ids, [n, 1, ...], and with the "
+    "values, [n, ...]. Use SelectedRows.map to change the values, .to_dense() for an "
+    "array, or is_leaf=lambda x: isinstance(x, sparsejax.SelectedRows) in jax.tree.map."
+)
+
 Rows = TypeVar("Rows", bound="SelectedRows")
+
+
+class _InErrors(type):
+    """The metaclass of SelectedRows: errors of JAX that name its type say what to do.
+
+    They are raised between the parts of a chain, so no function of ours can. JAX
+    formats the type. Its `repr` is as usual.
+    """
+
+    def __format__(cls, spec: str) -> str:
+        return (
+            f"{cls!r}, the rows of a gradient or an update of a table (in an optimizer "
+            "write sparsejax.optim.lazy(optax.chain(...)), with all transformations of "
+            "optax inside of lazy, and sparsejax.optim.accumulate(lazy(tx), k, "
+            "capacity) instead of optax.MultiSteps)"
+        )
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows:
+class SelectedRows(metaclass=_InErrors):
     """Rows of a `[height, ...]` array, by id.
 
     Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
@@ -65,7 +88,7 @@ class SelectedRows:
 
     - `to_dense()`, `from_dense(x)`: convert to and from an array.
     - `coalesce()`: merges duplicates; ids ascend.
-    - `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
+    - `g[ids]`, `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
     - `map(f)`, `astype(dtype)`: change only the values.
     - `a + b`, `a - b` (with an array, the result is an array), `a * 2`, `a / 2`,
       `a * b`.
@@ -110,6 +133,8 @@ class SelectedRows:
     values: jax.Array
     height: int
     stack: tuple[int, ...] = ()
+    _row_ndim: int = 1  # the number of axes of a row
+    _is_computed: bool = False  # a function of trees put integers in place of the ids
 
     # `array + selected_rows` must call our __radd__, not NumPy's loop over objects.
     __array_ufunc__ = None
@@ -143,7 +168,8 @@ class SelectedRows:
         wide = _arguments.index_dtype(height, rows.dtype)
         if wide != rows.dtype and not isinstance(rows, jax.ShapeDtypeStruct):
             rows = jnp.asarray(rows).astype(wide)
-        vars(self).update(_ids=rows, values=values, height=height)
+        row_ndim = len(values.shape) - 1
+        vars(self).update(_ids=rows, values=values, height=height, _row_ndim=row_ndim)
         if stack != ():
             vars(self).update(stack=_check_stack(stack, height))
 
@@ -157,19 +183,21 @@ class SelectedRows:
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The children; the first one is a leaf of `row_ids`."""
-        static = (self.height, self.stack) if self.stack else self.height
-        return (row_ids.seal(self._ids), self.values), static
+        ids = self._ids
+        if not self._is_computed:
+            ids = row_ids.seal(ids, self._row_ndim)
+        return (ids, self.values), (self.height, self.stack, self._row_ndim)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
         ids, values = children
-        if isinstance(static, tuple):
-            static, stack = static
-            vars(self).update(stack=stack)
-        ids = row_ids.from_words(ids, values)
-        vars(self).update(_ids=ids, values=values, height=static)
+        fields = dict(zip(("height", "stack", "_row_ndim"), static))
+        ids = row_ids.from_words(ids, values, fields["_row_ndim"])
+        vars(self).update(_ids=ids, values=values, **fields)
+        if isinstance(ids, jax.Array) and jnp.issubdtype(ids.dtype, jnp.integer):
+            vars(self).update(_is_computed=True)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,8 +209,26 @@ class SelectedRows:
     @property
     def rows(self) -> jax.Array:
         """The id of each slot, integers `[n]`."""
+        ids, values = self._ids, getattr(self.values, "shape", None)
+        if self._is_computed:
+            raise _arguments.wrong_type(
+                "SelectedRows",
+                "rows",
+                "the row ids",
+                f"{_arguments.show_spec(ids)} that a function of its leaves computed",
+                _WAYS_OUT,
+            )
+        if row_ids.is_sealed(ids) and values is not None:
+            slots = len(ids.shape) - self._row_ndim
+            want = (*values[:slots], *(1,) * self._row_ndim) if slots >= 0 else None
+            if ids.shape != want:
+                raise ValueError(
+                    "SelectedRows: a function of its leaves changed their shapes so "
+                    f"that they do not fit: row ids {ids.shape}, values {values}. "
+                    f"{_WAYS_OUT}"
+                )
         # Not kept: a tracer that is kept can outlive the function that it belongs to.
-        return row_ids.unseal(self._ids)
+        return row_ids.unseal(ids, self._row_ndim)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,6 +241,7 @@ class SelectedRows:
     @property
     def row_shape(self) -> tuple[int, ...]:
         """The leading axes of the dense array: `(height,)`, or (K, V) for a stack."""
+        self._check_no_batch()
         return (*self.stack, self.height // math.prod(self.stack))
 
     @property
@@ -205,19 +252,37 @@ class SelectedRows:
     @property
     def ndim(self) -> int:
         """Rank of the dense array."""
+        self._check_no_batch()
         return len(self.stack) + len(self.values.shape)
 
     @property
     def capacity(self) -> int:
         """Number of slots, filled or empty; static."""
+        self._check_no_batch()
         return self.values.shape[0]
 
     def num_rows(self) -> jax.Array:
         """Number of filled slots, each duplicate included, as an int32 scalar."""
-        return jnp.sum(self.filled(), dtype=jnp.int32)
+        return jnp.sum(self.filled(), axis=-1, dtype=jnp.int32)
+
+    def _check_no_batch(self) -> None:
+        """Raises a ValueError for a batch, whose ids have more than one axis."""
+        ids = self._ids
+        axes = getattr(self, "_row_ndim", 0) if row_ids.is_sealed(ids) else 0
+        if len(getattr(ids, "shape", ())) - axes > 1:
+            raise ValueError(
+                "SelectedRows: this is a batch of them, as jax.vmap and jax.lax.scan "
+                f"return, with rows {_arguments.show_spec(self.rows)} and values "
+                f"{_arguments.show_spec(self.values)}. Use jax.vmap(f)(batch), take "
+                "one by jax.tree.map(lambda x: x[0], batch), or sum them: "
+                "SelectedRows(batch.rows.ravel(), jnp.concatenate(batch.values), "
+                "batch.height)."
+            )
 
     def __repr__(self) -> str:
-        ids, values = self.rows, _arguments.show_spec(self.values)
+        ids, values = self._ids, _arguments.show_spec(self.values)
+        with contextlib.suppress(TypeError, ValueError):  # leaves that do not fit
+            ids = self.rows
         known = _arguments.is_concrete(ids) and ids.ndim == 1
         if not known or not jnp.issubdtype(ids.dtype, jnp.integer):
             rows = _arguments.show_spec(ids)
@@ -290,6 +355,7 @@ class SelectedRows:
           >>> sj.SelectedRows(jnp.array([1, 1]), jnp.array([2.0, 3.0]), 3).to_dense()
           Array([0., 5., 0.], dtype=float32)
         """
+        self._check_no_batch()
         shape = (self.height, *self.values.shape[1:])
         zeros = jnp.zeros(shape, indexing.accumulator_dtype(self.dtype))
         values = self.values.astype(zeros.dtype)
@@ -305,6 +371,22 @@ class SelectedRows:
         )
 
     # -- rows --------------------------------------------------------------------
+
+    def __getitem__(self, ids: ArrayLike) -> jax.Array:
+        """Rows by id as `to_dense()[ids]` reads them; see `get` for other ids."""
+        call = "SelectedRows[ids]"
+        way_out = "Use .get(ids), .rows and .values, or .to_dense()."
+        if self.stack:
+            raise TypeError(
+                f"{call}: rows of a stack of tables, of shape {self.shape}, have the "
+                "ids k * V + v. Use .get(ids), or .to_dense()."
+            )
+        ids = _arguments.as_indices(call, ids, self.height, way_out)
+        return self._find(call, ids)[0]
+
+    # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
+    __iter__ = None
+    __contains__ = None
 
     @overload
     def coalesce(self, capacity: int | None = None) -> SelectedRows: ...
@@ -416,6 +498,7 @@ class SelectedRows:
         References:
           MXNet, `sparse.retain`.
         """
+        self._check_no_batch()
         ids = _arguments.as_ids("SelectedRows.retain", ids, self.height).reshape(-1)
         rows = self.rows
         _, keep = merge.find_slots(jnp.sort(ids), rows, self.height)
@@ -441,7 +524,7 @@ class SelectedRows:
         """
         values = _array_or_spec(f(self.values), "values")
         if not row_ids.is_sealed(self._ids):
-            _check_rows("SelectedRows.map", self._ids)
+            _check_rows("SelectedRows.map", self.rows)
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
                 f"SelectedRows.map: f must keep the number of slots (the first axis), "
@@ -449,7 +532,8 @@ class SelectedRows:
             )
         new = object.__new__(SelectedRows)
         kept = {k: x for k, x in vars(self).items() if k in _ALL_BUT_VALUES}
-        vars(new).update(kept, values=values)
+        row_ndim = self._row_ndim + len(values.shape) - len(self.values.shape)
+        vars(new).update(kept, values=values, _row_ndim=row_ndim)
         return new
 
     def astype(self, dtype: jax.typing.DTypeLike) -> SelectedRows:
@@ -469,6 +553,7 @@ class SelectedRows:
           >>> g.shape, g.unstacked().shape
           ((3, 4, 2), (12, 2))
         """
+        self._check_no_batch()
         if not self.stack:
             return self
         return SelectedRows(self.rows, self.values, self.height)
@@ -557,6 +642,18 @@ class SelectedRows:
         if not _is_arraylike(other):
             return NotImplemented
         return self.map(lambda v: _scale(operator.truediv, "/", v, other))
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "SelectedRows @ array: use .map(lambda v: v @ w) for the product of the "
+            "stored rows, or .to_dense()."
+        )
+
+    def __rmatmul__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "array @ SelectedRows: the product has all columns of the dense array. Use "
+            ".to_dense(), or w[:, g.rows] @ g.values if all ids are in range."
+        )
 
     def __pow__(self, other: Any) -> NoReturn:
         raise TypeError(
@@ -678,6 +775,13 @@ def with_slots(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
     return SelectedRows(rows, values, like.height, like.stack)
 
 
+def with_leaves(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
+    """`with_slots` without checks, for tracers of the same shapes."""
+    out = object.__new__(SelectedRows)
+    vars(out).update(vars(like), _ids=rows, values=values)
+    return out
+
+
 def flat_rows(like: SelectedRows, array: Any) -> Any:
     """Reshapes `[K, V, ...]` to `[K * V, ...]` if `like` is a stack of tables."""
     if not like.stack:
@@ -751,12 +855,13 @@ def _array_or_spec(x: Any, name: str) -> jax.Array | jax.ShapeDtypeStruct:
 
 def _check_rows(call: str, rows: Any) -> None:
     """Raises a TypeError unless `rows` are integers."""
-    if not jnp.issubdtype(rows.dtype, jnp.integer):
+    dtype = getattr(rows, "dtype", None)  # a filter of leaves puts None there
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise _arguments.wrong_type(
             call,
             "rows",
             "integers (row ids)",
-            f"{rows.dtype}",
+            f"{dtype}",
             "jax.grad returns no ids, and code that rebuilds trees can change them. "
             "Use sparsejax.value_and_grad, SelectedRows.map to change the values, and "
             "sparsejax.optim.lazy(...) around optax transformations.",

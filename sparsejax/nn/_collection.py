@@ -46,7 +46,7 @@ class EmbeddingCollection:
         `(name, table, combiner)`.
       stacked: False keeps each table as a separate array, under its own name. A stack
         has one gradient, sparse or dense: the reads of all its tables are compared with
-        a quarter of all its rows.
+        half of all its rows.
 
     Raises:
       TypeError, ValueError: tables or features have the wrong type, or no feature reads

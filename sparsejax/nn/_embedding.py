@@ -156,7 +156,7 @@ class Embedding(TableLayer):
     """A table with one row per id.
 
     `out[i] = embedding[ids[i]]`, as in `sparsejax.lookup`. Under `sparsejax.grad` the
-    table's gradient is a SelectedRows of the rows read if they are at most a quarter of
+    table's gradient is a SelectedRows of the rows read if they are at most half of
     the table; `tables=sparsejax.nn.tables(layer)` requires a SelectedRows in any case.
 
     Args:
@@ -300,7 +300,7 @@ class EmbeddingBag(TableLayer):
 
     `out[b]` is the sum (or mean, ...) of `embedding[ids[i]]` over the i in bag b, as in
     `sparsejax.embedding_bag`. Under `sparsejax.grad` the table's gradient is a
-    SelectedRows with a slot per id if there are at most a quarter as many ids as rows;
+    SelectedRows with a slot per id if there are at most half as many ids as rows;
     `tables=sparsejax.nn.tables(layer)` requires a SelectedRows in any case.
 
     Args:

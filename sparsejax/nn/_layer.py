@@ -31,7 +31,7 @@ def tables(layers: PyTree) -> Any:
     """Marks which parameters are tables, for `tables=` of `sparsejax.value_and_grad`.
 
     Without `tables=`, `sparsejax.grad` decides for each table: the gradient is dense if
-    a batch reads more than a quarter of the table, or uses it other than by rows. With
+    a batch reads more than half of the table, or uses it other than by rows. With
     it, every table of a layer with `sparse_grad=True` gets a SelectedRows gradient, or
     an error.
 

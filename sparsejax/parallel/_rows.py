@@ -65,17 +65,20 @@ class ShardedRows(SelectedRows):
         cls, rows: ArrayLike, values: ArrayLike, owners: Owners, slots: int | None
     ) -> Any:
         """Builds it from its parts, without checks."""
-        return cls.tree_unflatten((owners.height, owners, slots), (rows, values))
+        self = object.__new__(cls)
+        fields = {"height": owners.height, "_row_ndim": np.ndim(values) - 1}
+        vars(self).update(fields, _ids=rows, values=values, owners=owners, slots=slots)
+        return self
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Children with their keys."""
-        children, height = super().tree_flatten_with_keys()
-        return children, (height, self.owners, self.slots)
+        children, static = super().tree_flatten_with_keys()
+        return children, (static, self.owners, self.slots)
 
     def tree_flatten(self) -> tuple[Any, Any]:
         """The children."""
-        children, height = super().tree_flatten()
-        return children, (height, self.owners, self.slots)
+        children, static = super().tree_flatten()
+        return children, (static, self.owners, self.slots)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,13 @@ class KVStore:
             for name, table in self._tables.items()
         )
         return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{_CALL}: a store cannot be copied or pickled, because it has a thread "
+            "and may have open files. Save its tables with store.save(path), and load "
+            "them into another store."
+        )
 
     # -- tables -----------------------------------------------------------------------
 

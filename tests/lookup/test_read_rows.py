@@ -1,5 +1,7 @@
 """Reading rows: every lowering equals the reference, in every transform."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,16 @@ def test_equals_the_reference(ids, dtype):
     want = xla.read_rows(table, ids)
     for read in (read_rows, jax.jit(read_rows), cpu.read_rows, jax.jit(cpu.read_rows)):
         _same(read(table, ids), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ids", IDS)
+def test_equals_the_reference_with_a_fill(ids, dtype):
+    table, ids = _table(dtype), jnp.asarray(ids, jnp.int32)
+    fill = np.array(5, dtype)[()]
+    want = xla.read_rows(table, ids, fill=fill)
+    for read in (read_rows, cpu.read_rows):
+        _same(jax.jit(partial(read, fill=fill))(table, ids), want)
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 3)])

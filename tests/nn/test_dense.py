@@ -258,7 +258,7 @@ def test_a_click_model_trains_with_one_compilation():
             losses = optax.sigmoid_binary_cross_entropy(logits, y.astype(jnp.float32))
             return jnp.mean(losses)
 
-        # 196 of 211 rows: a quarter is exceeded, so `tables=` is needed.
+        # 196 of 211 rows: half is exceeded, so `tables=` is needed.
         value, grads = sj.value_and_grad(loss, tables=_required(layer))(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value

@@ -235,7 +235,7 @@ def test_required_sparse_gradients():
 
     rows = lambda g: [isinstance(g[k], sj.SelectedRows) for k in ("embedding",)]
     g = jax.eval_shape(sj.grad(loss), params)
-    assert rows(g["a"]) == [False]  # 9 of 20 rows are more than a quarter
+    assert rows(g["a"]) == [False]  # 9 of 20 rows are more than half
     g = jax.eval_shape(sj.grad(loss, tables=tables), params)
     assert rows(g["a"]) == rows(g["b"][0]) == [True] and rows(g["d"]) == [False]
 

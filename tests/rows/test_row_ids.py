@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import operator
+import pathlib
 import pickle
 import re
 from typing import Any
@@ -21,7 +22,9 @@ import optax
 import pytest
 from jax import lax
 
+import fuzz_trees
 import sparsejax as sj
+from fuzz import search
 from helpers import assert_trees_close
 from sparsejax._compat import enable_x64
 
@@ -175,6 +178,7 @@ def test_no_function_of_jax_computes_with_ids():
     ids = jax.tree.leaves(G)[0]
     # Queries about an array, and calls that XLA refuses only in compilation.
     about = "lexsort ndim shape size nonzero flatnonzero shape_as_value".split()
+    about += "tril_indices_from triu_indices_from".split()
     late = "argmax argmin argsort nanargmax nanargmin top_k rng_bit_generator".split()
     wrong = []
     for module in (jnp, lax):
@@ -209,9 +213,9 @@ REFUSED_LEAF = {
     "clip": lambda g: jnp.clip(ids_of(g), 0, 1),
     "convert_element_type": lambda g: lax.convert_element_type(ids_of(g), jnp.int32),
     "dynamic_update_slice": lambda g: lax.dynamic_update_slice(
-        ids_of(g), jnp.array([3]), (0,)
+        ids_of(g), jnp.array([[3]]), (0, 0)
     ),
-    "float": lambda g: float(ids_of(g)[0]),
+    "float": lambda g: float(ids_of(g)[0, 0]),
     "global_norm": lambda g: optax.tree.norm(g),
     "less": lambda g: ids_of(g) < 5,
     "jnp.int32": lambda g: jnp.int32(ids_of(g)),
@@ -221,28 +225,13 @@ REFUSED_LEAF = {
     "psum": lambda g: jax.vmap(
         lambda x: lax.psum(ids_of(x), "x"), axis_name="x", axis_size=2, in_axes=None
     )(g),
-    "random bits": lambda g: jax.random.bits(ids_of(g)[0]),
+    "random bits": lambda g: jax.random.bits(ids_of(g)[0, 0]),
     "ravel_pytree": lambda g: jax.flatten_util.ravel_pytree(g)[0],
     "sum": lambda g: jnp.sum(ids_of(g)),
     "vdot": lambda g: jnp.vdot(ids_of(g), ids_of(g)),
     "view": lambda g: ids_of(g).view(jnp.int32),
     "where with a number": lambda g: jnp.where(True, ids_of(g), 0),
 }
-PASSED_LEAF = {
-    "at[].set of an id": lambda g: ids_of(g).at[0].set(ids_of(g)[0]),
-    "concatenate": lambda g: jnp.concatenate([ids_of(g), ids_of(g)])[: g.capacity],
-    "equal": lambda g: jnp.where(ids_of(g) == ids_of(g), ids_of(g), ids_of(g)[::-1]),
-    "indices": lambda g: ids_of(g)[jnp.arange(g.capacity)],
-    "repeat": lambda g: jnp.repeat(ids_of(g), 2, axis=0)[::2],
-    "reshape": lambda g: ids_of(g).reshape(1, -1)[0],
-    "reverse": lambda g: ids_of(g)[::-1][::-1],
-    "roll": lambda g: jnp.roll(jnp.roll(ids_of(g), 1, axis=0), -1, axis=0),
-    "split": lambda g: jnp.concatenate(jnp.split(ids_of(g), g.capacity)),
-    "stack": lambda g: jnp.stack([ids_of(g), ids_of(g)])[1],
-    "where": lambda g: jnp.where(jnp.array(True), ids_of(g), ids_of(g)[::-1]),
-}
-
-
 # Outside of programs some of JAX's errors do not name the dtype. The last of these is
 # the compiler's, when only the shape of the words does not fit.
 REFUSAL = (
@@ -274,15 +263,116 @@ def test_refused(name):
             assert is_bare or re.search(REFUSAL, str(caught.value))
 
 
+# Functions of `fuzz_trees.py` that work.
+PASSED_LEAF = (
+    "where at_set flip_last concatenate roll_rows cond index repeat_rows expand_first "
+    "reverse_last split stack_and_index stack_last slice_last zeros_like where_mask"
+).split()
+
+
 @pytest.mark.window
 @pytest.mark.parametrize("name", PASSED_LEAF)
 def test_passed(name):
-    f = PASSED_LEAF[name]
-    for g in gradients().values():
-        for got in f(g), jax.jit(f)(g):
-            rows = jax.tree.unflatten(jax.tree.structure(g), [got, g.values]).rows
-            assert rows.dtype == jnp.int32
-            np.testing.assert_array_equal(rows, g.rows)
+    for tree in "gradient", "sharded":
+        for how in "eager", "jitted":
+            assert fuzz_trees.check((tree, (name,), "none"), how) != "refused"
+
+
+# What was silently wrong: a tree, functions, arithmetic.
+WERE_WRONG = [
+    ("gradient", ("flip_last",), "none"),
+    ("gradient", ("roll_last",), "none"),
+    ("gradient", ("take",), "none"),
+    ("gradient", ("take_beyond",), "none"),
+    ("gradient", ("get_beyond",), "none"),
+    ("gradient", ("zeros_of_int",), "none"),
+    ("gradient", ("randint",), "none"),
+    ("numbers", ("zeros_of_int",), "none"),
+    ("numbers", ("equal",), "twice"),
+    ("gradient", ("equal",), "twice"),
+    ("gradient", ("isfinite",), "twice"),
+    ("square", ("transpose",), "none"),
+    ("square", ("vmap_to_last",), "none"),
+    ("one_column", ("delete",), "none"),
+    ("one_column", ("append",), "none"),
+    ("one_column", ("repeat",), "none"),
+]
+
+
+@pytest.mark.parametrize("case", WERE_WRONG, ids=str)
+def test_functions_that_were_silently_wrong(case):
+    for how in "eager", "jitted":
+        fuzz_trees.check(case, how)
+
+
+def test_functions_mapped_over_trees():
+    counts, failure = search("trees", seed=0, examples=12)
+    assert not failure and counts.total() >= 12
+
+
+def test_functions_that_are_not_noticed():
+    """The page that explains gradients names them."""
+    text = pathlib.Path(__file__, "../../../docs/explain/gradient.md").resolve()
+    for name, f in fuzz_trees.UNNOTICED.items():
+        jax.tree.map(f, G, H).to_dense()
+        assert f"`jnp.{name}`" in text.read_text()
+    for make in jnp.ones_like, functools.partial(jnp.full_like, fill_value=jnp.inf):
+        assert not jax.tree.map(make, G).num_rows()
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_leaves_that_do_not_fit():
+    """The error says what happened and what to write instead."""
+    leaves = jax.tree.leaves(G)
+    for f, error in (
+        (lambda x: x.T, ValueError),
+        (lambda x: x[..., 0], ValueError),
+        (lambda x: jnp.tile(x, 2), ValueError),
+        (lambda x: jnp.zeros(x.shape, int), TypeError),
+        (lambda x: 2 * (x == x), TypeError),
+    ):
+        for got in jax.tree.map(f, G), jax.jit(lambda g, f=f: jax.tree.map(f, g))(G):
+            assert "SelectedRows" in repr(got)
+            for use in (
+                lambda g: g.rows,
+                lambda g: g.to_dense(),
+                lambda g: g + g,
+                lambda g: g.coalesce(),
+                lambda g: jnp.ones(g.shape) + g,
+            ):
+                with pytest.raises(error, match=r"jax\.tree\.map.*\.to_dense\(\)"):
+                    use(got)
+    nothing = jax.tree.unflatten(jax.tree.structure(G), [None, leaves[1]])
+    with pytest.raises(TypeError, match="got None"):
+        nothing.to_dense()
+
+
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adagrad"])
+def test_a_step_with_zeros_like_moves_no_row(name):
+    """A way to skip a step, also of row 0, and from inside a program."""
+    tx = {
+        "sgd": sj.optim.lazy(optax.sgd(0.1)),
+        "momentum": sj.optim.lazy(optax.sgd(0.1, momentum=0.9)),
+        "adam": LAZY,
+        "adagrad": sj.optim.adagrad(0.1),
+    }[name]
+    updates, state = tx.update({"t": G}, tx.init(PARAMS), PARAMS)
+    params = optax.apply_updates(PARAMS, updates)
+
+    def step(skip, params, state, grads):
+        zeros = jax.tree.map(jnp.zeros_like, grads)
+        grads = jax.tree.map(functools.partial(jnp.where, skip), zeros, grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates)["t"]
+
+    for run in step, jax.jit(step):
+        got = run(jnp.array(True), params, state, {"t": G})
+        np.testing.assert_array_equal(got, params["t"])
+        moved = run(jnp.array(False), params, state, {"t": G}) != params["t"]
+        assert np.flatnonzero(moved.any(1)).tolist() == IDS
+    zeros = optax.tree.zeros_like({"t": G})["t"]
+    assert not zeros.num_rows() and not zeros.to_dense().any()
 
 
 INTS = {
@@ -302,6 +392,8 @@ INTS = {
 def test_every_integer_dtype(name, x64):
     """Heights beyond 2**31; zeros are empty slots; no id is lost."""
     height = INTS[name]
+    if name in ("uint32", "uint64"):
+        height -= 1  # two ids are empty slots
     ids = np.array([0, 5, height - 1, height], name)
     g = sj.SelectedRows(jnp.asarray(ids), jnp.ones((4, 2)), height)
     step = jax.jit(lambda g: sj.SelectedRows(g.rows, g.values, g.height))
@@ -318,7 +410,7 @@ def test_every_integer_dtype(name, x64):
 def test_compiled_programs_do_not_convert_ids():
     step = jax.jit(lambda g: sj.SelectedRows(g.rows, g.values, g.height))
     text = str(step.lower(G).compile().as_text())
-    assert " not(" not in text and "bitcast-convert" not in text
+    assert not re.search(r" (not|add|subtract|bitcast-convert)\(", text)
     loop = lambda g: lax.scan(lambda c, _: (c * 2.0, None), g, length=3)[0]
     assert " not(" not in str(jax.jit(loop).lower(G).compile().as_text())
 
@@ -465,7 +557,7 @@ def test_moves_out_of_programs_and_back():
         jax.jit(lambda g: g, donate_argnums=0)(jax.tree.map(jnp.copy, G)),
     ):
         assert_same(got)
-    assert [x.shape for x in leaves] == [(3,), (3, 2)]
+    assert [x.shape for x in leaves] == [(3, 1), (3, 2)]
     zeros = jax.jit(lambda g: jax.tree.map(jnp.zeros_like, g))(G)
     assert not zeros.to_dense().any() and zeros.num_rows() == 0
     assert not jax.tree.map(jnp.zeros_like, G).to_dense().any()
@@ -532,3 +624,19 @@ def test_moves_between_devices(kind):
     assert_same(over(gather, out_specs=P(), check_vma=False)(put), g)
     with pytest.raises((TypeError, ValueError), match="row_ids"):
         over(lambda g: lax.psum(g, "x"), out_specs=P())(put)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_leaf_has_the_sharding_of_its_ids(devices):
+    """Outside of `jit` too: checkpoints restore a leaf by its sharding."""
+    if jax.device_count() < devices:
+        pytest.skip(f"needs {devices} devices")
+    explicit = (jax.sharding.AxisType.Explicit,)
+    own = jax.devices()[:devices]
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=explicit, devices=own)
+    place = jax.NamedSharding(mesh, jax.P("x"))
+    ids, values = jnp.array([4, 0]), jnp.ones((2, 3))
+    with jax.set_mesh(mesh):
+        rows = sj.SelectedRows(*jax.device_put((ids, values), place), height=9)
+        leaf, _ = jax.tree.leaves(rows)
+        assert leaf.sharding.spec == jax.P("x")

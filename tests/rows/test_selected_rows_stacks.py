@@ -84,10 +84,6 @@ def test_trees_tell_a_stack_from_a_table():
     assert structure(_stack()) == structure(_stack().coalesce(4))
     other = sj.SelectedRows(ROWS, VALUES, K * V, stack=(V,))
     assert structure(_stack()) != structure(other)
-    # As it was before there were stacks.
-    plain = sj.SelectedRows(ROWS, VALUES, K * V)
-    assert plain.tree_flatten()[1] == K * V
-    assert set(vars(plain)) == {"_ids", "values", "height"}
 
 
 def test_gradient_with_respect_to_a_stack():

@@ -99,6 +99,12 @@ halved.to_dense()
 
 halved.coalesce()
 
+jax.tree.map(jnp.transpose, rows).to_dense()
+
+jax.tree.map(lambda x: jnp.zeros(x.shape, int), rows).to_dense()
+
+jax.tree.unflatten(jax.tree.structure(rows), [None, rows.values]).to_dense()
+
 sj.concatenate([])
 
 sj.concatenate(rows)
@@ -622,6 +628,12 @@ def loss_fn(params, ids):
 
 def tied(params, ids):
     return jnp.sum(params["table"] @ params["bias"])
+
+
+def train_step(params, ids):
+    loss, grads = sj.value_and_grad(loss_fn)(params, ids)
+    updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
+    return optax.apply_updates(params, updates), loss
 """,
         """
 sj.value_and_grad(tied, tables={"table": True, "bias": False})(params, ids)
@@ -659,6 +671,12 @@ sj.value_and_grad(lambda table: jnp.sum(table), has_aux=True)(params["table"])
 sj.value_and_grad(lambda table: ids[0])(params["table"])
 
 sj.explain(loss_fn)(params, ids)["table"]
+
+sj.explain(lambda params, ids: (params, loss_fn(params, ids)))(params, ids)
+
+sj.explain(jax.jit(train_step))(params, ids)
+
+sj.explain(jax.jit(sj.value_and_grad(loss_fn)))(params, ids)["bias"]
 """,
     ),
     _section(
@@ -724,6 +742,12 @@ sj.optim.lazy(optax.lamb(1e-3)).init(params)
 parts = optax.scale_by_yogi(), optax.scale_by_sign(), optax.normalize_by_update_norm()
 sj.optim.lazy(optax.chain(*parts)).init(params)
 
+mask = lambda params: jax.tree.map(lambda x: bool(jnp.any(x > 0)), params)
+sj.optim.lazy(optax.masked(optax.sgd(0.1), mask)).init(params)
+
+halve = optax.stateless_with_tree_map(lambda g, p: g / 2 if len(g) > 9 else g)
+sj.optim.lazy(halve).init(params)
+
 parts = {"lazy": optax.sgd(0.1), "dense": optax.lamb(0.1)}
 tx = sj.optim.lazy(optax.partition(parts, {"table": "lazy", "kernel": "dense"}))
 tx.update({"table": rows, "kernel": rows}, tx.init(tables), tables)
@@ -745,6 +769,17 @@ jax.tree.map(jnp.add, grads, grads)
 jax.jit(lambda g: jax.tree.map(jnp.add, g, g))(grads)
 
 optax.adam(0.1).update(grads, optax.adam(0.1).init(params), params)
+
+sj.optim.lazy(sj.optim.accumulate(optax.sgd(0.1), 2, 9)).init(params)
+
+tx = optax.MultiSteps(sj.optim.lazy(optax.sgd(0.1)), 2)
+tx.update(grads, tx.init(params), params)
+
+tx = optax.chain(sj.optim.lazy(optax.sgd(0.1)), optax.add_decayed_weights(0.1))
+tx.update(grads, tx.init(params), params)
+
+tx = optax.chain(sj.optim.lazy(optax.sgd(0.1)), optax.scale(0.5))
+tx.update(grads, tx.init(params), params)
 
 tx.update(jax.tree.map(lambda g: optax.MaskedNode(), grads), state, params)
 
@@ -821,6 +856,9 @@ stack = jnp.ones((5, 20, 2))
 tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
 
 tx.update({**grads, "bias": sj.SelectedRows([1], [1.0], 2)}, tx.init(params), params)
+
+tx = sj.optim.exact(optax.sgd(0.1, momentum=0.9))
+tx.update(grads, tx.init(params), params)
 
 sj.optim.exact_value_and_grad(two_hops, optax.sgd(0.1))
 
@@ -907,6 +945,8 @@ sj.optim.flush_weight_decay(params, lazy.init(params))
 
 state = sj.optim.weight_decay(0.1).init(params)
 sj.optim.flush_weight_decay(params["table"], state)
+
+sj.optim.ema_params({**params, "head": jnp.ones(2)}, sj.optim.ema(0.9).init(params))
 """,
     ),
     _section(
@@ -1022,6 +1062,33 @@ sj.viz.rows_touched([], 9)
 sj.viz.rows_touched([{"ids": ids}], 9)
 
 sj.viz.rows_touched([sj.SelectedRows([1], [1.0], 8)], 9)
+""",
+    ),
+    _section(
+        "Testing",
+        """
+params = {"table": jnp.ones((100, 2)), "w": jnp.ones(2)}
+loss_fn = lambda params, ids: jnp.sum(params["table"][ids] @ params["w"])
+tx, ids = optax.adagrad(0.1), jnp.array([3, 7])
+pulled = {"table": sj.SelectedRows(ids, jnp.ones((2, 2)), 100)}
+check = sj.testing.assert_equals_dense
+""",
+        """
+check(loss_fn, optax.adagrad, params, [ids])
+
+check(loss_fn, sj.optim.exact(tx), params, [ids], exact=True)
+
+check(loss_fn(params, ids), tx, params, [ids])
+
+check(loss_fn, tx, params, [ids], exact=1)
+
+check(loss_fn, tx, pulled, [ids])
+
+check(loss_fn, tx, jax.eval_shape(lambda: params), [ids])
+
+check(loss_fn, tx, params, [])
+
+check(lambda params, ids: jnp.sum(params["w"]), tx, params, [ids])
 """,
     ),
 ]

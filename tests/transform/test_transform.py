@@ -250,17 +250,17 @@ def test_branch_not_taken_leaves_empty_slots():
     np.testing.assert_array_equal(sj.grad(fun)(TABLE, 1).rows, [0, 1, 2])
 
 
-def test_auto_mode_stops_at_a_quarter():
+def test_auto_mode_stops_at_half():
     fun = lambda t, ids: t[ids].sum()
-    ten, eleven = np.arange(10, dtype=np.int32), np.arange(11, dtype=np.int32)
+    twenty, more = np.arange(20, dtype=np.int32), np.arange(21, dtype=np.int32)
     auto, forced = sj.grad(fun), sj.grad(fun, tables=True)
     few, many, g = jax.jit(
         lambda t, few, many: (auto(t, few), auto(t, many), forced(t, many))
-    )(TABLE, ten, eleven)
+    )(TABLE, twenty, more)
     assert isinstance(few, sj.SelectedRows)
     assert isinstance(many, jax.Array)
-    assert isinstance(g, sj.SelectedRows) and g.capacity == 11
-    assert "quarter" in sj.explain(fun)(TABLE, eleven).leaves[0].reason
+    assert isinstance(g, sj.SelectedRows) and g.capacity == 21
+    assert "half" in sj.explain(fun)(TABLE, more).leaves[0].reason
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,10 @@ _MAX_PIECE, _MAX_PIECE_OF_CODES = 8, 32  # elements of a piece of a segmented ba
 # ------------------------------------------------------------------ read_rows
 
 
-def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns `table[ids]` for flat ids; an id out of range reads the nearest row.
+def read_rows(
+    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+) -> jax.Array:
+    """Returns `table[ids]`, see `sparsejax._lookup.read_rows`.
 
     The rows are multiplied by a factor that is always one, so that the gather is fused
     with arithmetic. Left alone, XLA would move the multiplication into the users of the
@@ -40,7 +42,7 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     5 if fresh pages are touched (two cores, November 2026).
     """
     if ids.size == 0 or not jnp.issubdtype(table.dtype, jnp.floating):
-        return xla.read_rows(table, ids)
+        return xla.read_rows(table, ids, fill=fill)
 
     # The caller replaces ids below -1 by -1, so no id is the least integer.
     def read(table, ids):
@@ -48,7 +50,11 @@ def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
             always_true(ids), jnp.ones((), table.dtype), 2 * jnp.ones((), table.dtype)
         )
         rows = xla.read_rows(table, ids)
-        return rows * indexing.append_axes(one, rows.ndim)
+        rows *= indexing.append_axes(one, rows.ndim)
+        if fill is None:
+            return rows
+        keep = indexing.in_range(ids, table.shape[0])
+        return jnp.where(indexing.append_axes(keep, rows.ndim), rows, fill)
 
     def never(table, ids):
         return jnp.zeros(ids.shape + table.shape[1:], table.dtype)

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparsejax._rows import indexing, quantized
@@ -43,9 +44,12 @@ class BagSpec:
         return rest[-1] if self.weighted else None
 
 
-def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns `table[ids]` for flat ids; an id out of range reads the nearest row."""
-    return table.at[ids].get(mode="clip", wrap_negative_indices=False)
+def read_rows(
+    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+) -> jax.Array:
+    """Returns `table[ids]`, see `sparsejax._lookup.read_rows`."""
+    mode = "clip" if fill is None else "fill"
+    return table.at[ids].get(mode=mode, fill_value=fill, wrap_negative_indices=False)
 
 
 def bag_sum(

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsejax import _compat
-from sparsejax._rows import SelectedRows, is_selected_rows
 
 
 def update_if(
@@ -54,7 +53,10 @@ def update_if(
 
     def skip(state, params):
         del params
-        return jax.tree.map(_zero, spec, is_leaf=is_selected_rows), state
+        # Strong types, as after a step, so that the caller is compiled once.
+        state = jax.tree.map(_strong, state)
+        # Row ids of zeros are empty slots.
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec), state
 
     def with_axes(branch):
         """Makes the results of both branches vary over the same `shard_map` axes."""
@@ -75,9 +77,6 @@ def _keep_dtype(old: Any, new: Any) -> jax.Array:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
-def _zero(spec: Any) -> Any:
-    if not isinstance(spec, SelectedRows):
-        return jnp.zeros(spec.shape, spec.dtype)
-    rows = jnp.full(spec.rows.shape, spec.height, spec.rows.dtype)
-    # Through the tree structure, because a subclass has more static fields.
-    return jax.tree.structure(spec).unflatten([rows, _zero(spec.values)])
+def _strong(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype) if x.weak_type else x

@@ -63,9 +63,17 @@ def _gather_rule(
     batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
     others = [(d, k) for d, k in batched.items() if d not in axes]
     drop = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    fill = None
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        fill = indexing.fill_value(ref.dtype) if fill_value is None else fill_value
+        fill = np.array(fill, ref.dtype)[()]
     if ids.size == math.prod(batch) and not others:
         # Most gathers: a row for each id, [*batch, *content], with no axis to move.
-        rows = ctx.read(ref, indexing.reshape(ids, batch), valid, drop)
+        ids, of_read = indexing.reshape(ids, batch), None
+        if fill is not None and not ref.steps and ref.has_all_rows:
+            # XLA fuses this fill with the read, and a fill after it often with nothing.
+            drop, of_read, fill = True, fill, None
+        rows = ctx.read(ref, ids, valid, drop, of_read)
     else:
         mask = valid
         if valid is not None:
@@ -80,9 +88,7 @@ def _gather_rule(
     kept = [d for d in range(ref.ndim) if d not in gone]
     shape = batch + tuple(slice_sizes[d] for d in kept)
     rows = indexing.reshape(rows, shape)
-    if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        fill = indexing.fill_value(rows.dtype) if fill_value is None else fill_value
-        fill = np.array(fill, rows.dtype)
+    if fill is not None:
         assert valid is not None  # in this mode
         rows = _fill_unless(valid, rows, fill)
     batch_axes, kept_axes = iter(range(len(batch))), iter(range(len(batch), rows.ndim))
@@ -138,11 +144,13 @@ def _slice_rule(
 
 
 @register_rule(read_rows_p)
-def _read_rows_rule(ctx: RuleContext, ref: Any, ids: Any) -> Any:
+def _read_rows_rule(ctx: RuleContext, ref: Any, ids: Any, *, fill: Any) -> Any:
     # In the trace of a function that itself takes a gradient by sparsejax.
     if not isinstance(ref, TableRef) or ref.row_axes != (0,):
         return NotImplemented
-    return ctx.read(ref, ctx.dense(ids, live=False))
+    if fill is not None and (ref.steps or not ref.has_all_rows):
+        return NotImplemented
+    return ctx.read(ref, ctx.dense(ids, live=False), fill=fill)
 
 
 _MODES = (
