@@ -1043,6 +1043,8 @@ wide.find(jnp.array([3]))
 
 index.insert([3], 0.5)
 
+index.insert([3], 2**63)
+
 index.insert([3], 0, where=[1])
 
 index.owners([3], 0)
