@@ -1,5 +1,7 @@
 """A check for your tests: a model trained by sparsejax against plain JAX and optax."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -224,7 +226,7 @@ def _rows_read(grads: Any) -> dict[int, np.ndarray]:
 
 
 def _check_lazy_step(
-    compare: "_Comparison", tx: Any, before: Any, after: Any, grads: Any, found: Any
+    compare: _Comparison, tx: Any, before: Any, after: Any, grads: Any, found: Any
 ) -> None:
     """Raises unless `found` is `after`, with the rows that were not read as `before`.
 
