@@ -40,13 +40,13 @@ def assert_equals_dense(
       loss, gradients    sparsejax.value_and_grad    with jax.value_and_grad
       params, state      sparsejax.optim.lazy(tx)    with tx on the dense gradients
 
-    Both sides are jitted. Equal means, with `lazy`, that rows that the batch read are
-    as after the dense step, and that all others keep their bits, in the table and in
-    the state that follows it. This is dense training itself if `is_lazy_exact(tx)`. A
-    norm after moments, as in `chain(adam, clip_by_global_norm)`, is reported as a
-    difference, because `lazy` takes it over the rows read only. Each step starts on
-    both sides from what `lazy` returned, and `tx` gets sparsejax's gradients as arrays,
-    so rounding does not add up.
+    Both sides are jitted. With `lazy`, the rows that the batch read must be as after the
+    dense step; all other rows must keep their bits, in the table and in the state that
+    follows it. If `is_lazy_exact(tx)`, this is dense training itself. Each step starts
+    on both sides from what `lazy` returned, and `tx` gets sparsejax's gradients as
+    arrays, so rounding does not add up. A norm after moments, as in
+    `chain(adam, clip_by_global_norm)`, is reported as a difference, because `lazy`
+    takes it over the rows read only.
 
     With `exact=True` it compares `exact_value_and_grad` and `exact(tx)` instead: all
     rows, flushed, must be as in dense training from the start.
