@@ -403,7 +403,7 @@ def test_explain_groups_what_is_no_table():
     assert groups == [
         "13 parameters are not tables: dot_general (the largest is params['head'], "
         "float32[4,50])",
-        "6 parameters are not tables: mul (the largest is "
+        "6 parameters are not tables: has one row (the largest is "
         "params['layers'][0]['scale'], float32[1,9])",
     ]
 
