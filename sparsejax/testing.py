@@ -40,11 +40,11 @@ def assert_equals_dense(
       loss, gradients    sparsejax.value_and_grad    with jax.value_and_grad
       params, state      sparsejax.optim.lazy(tx)    with tx on the dense gradients
 
-    Both sides are jitted. With `lazy`, the rows that the batch read must be as after the
-    dense step; all other rows must keep their bits, in the table and in the state that
-    follows it. If `is_lazy_exact(tx)`, this is dense training itself. Each step starts
-    on both sides from what `lazy` returned, and `tx` gets sparsejax's gradients as
-    arrays, so rounding does not add up. A norm after moments, as in
+    Both sides are jitted. With `lazy`, the rows that the batch read must be as after
+    the dense step; all other rows must keep their bits, in the table and in the state
+    that follows it. If `is_lazy_exact(tx)`, this is dense training itself. Each step
+    starts on both sides from what `lazy` returned, and `tx` gets sparsejax's gradients
+    as arrays, so rounding does not add up. A norm after moments, as in
     `chain(adam, clip_by_global_norm)`, is reported as a difference, because `lazy`
     takes it over the rows read only.
 

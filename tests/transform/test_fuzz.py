@@ -3,6 +3,7 @@
 import pytest
 
 import fuzz_chains
+import fuzz_models
 import sparsejax as sj
 from fuzz import search
 from fuzz_programs import arguments, check, loss_of
@@ -111,6 +112,14 @@ def test_chains_that_failed(name):
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed):
     _search("programs", seed, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_models_that_failed(dtype):
+    """The fill of the read had another type than the table."""
+    model = "node", ((23, (3,), dtype),), ((0, "lookup_zero", ("few", "int32"), ()),)
+    assert fuzz_models.check(model) == "compared"
 
 
 @pytest.mark.slow
