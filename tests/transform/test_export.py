@@ -137,7 +137,7 @@ def things():
         "`QuantizedTable`": [sj.quantize(jnp.asarray(TABLE), bits=b) for b in (8, 2)],
         "`HashIndex`": {"default": index, "with a sketch": numbered(wide)},
         "`NegativeSampler`, its samples": {
-            "samplers": samplers,
+            "of": samplers,
             "drawn": draw(sampler),
         },
         SHARDED: sharded,
@@ -150,9 +150,7 @@ USES = {
     STATES: lambda states: step_with("exact")(things()[PARAMS], states["exact"]),
     ACCUMULATED: lambda state: step_with("accumulate")(things()[PARAMS], state),
     "`SelectedRows`": lambda g: g["stack"].to_dense()[1] - g["gradient"],
-    "rows of `KVStore.pull`, `PulledTables`": lambda x: sj.lookup(
-        x["tables"]["t"], [7]
-    ),
+    "rows of `KVStore.pull`, `PulledTables`": lambda x: x["tables"]["t"].get([7]),
     "`SegmentTensor`": lambda x: x["unsorted"].lengths,
     "`QuantizedTable`": lambda tables: [sj.lookup(t, IDS["a"]) for t in tables],
     "`HashIndex`": lambda x: x["default"].find(jnp.array(KEYS)),
