@@ -20,7 +20,7 @@ from sparsejax._rows import (
 )
 from sparsejax.optim._exact import catch_up
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import checks, state_leaves, state_sharding, trees
+from sparsejax.optim._lazy import callables, checks, state_leaves, state_sharding, trees
 from sparsejax.optim._optimizers.weight_decay import WeightDecayState
 from sparsejax.optim._wrappers.accumulate import AccumulateState, as_rows
 
@@ -104,6 +104,7 @@ def reset_rows(
     # Tables of the new rows alone. What `init` makes of the others is not used.
     small = [fresh.get(i, leaf) for i, leaf in enumerate(leaves)]
     specs = tuple(map(trees.to_spec, leaves))
+    tx = callables.resolve(tx, treedef, specs)
     init = lambda params: _without_rows(tx.init(params))
     follows = state_leaves.find(init, treedef, specs, tuple(ids))
     for i, (why, _) in follows.blocked.items():

@@ -156,6 +156,12 @@ small.astype(int)
 
 jnp.asarray(small)
 
+small.requantize(table[:2])
+
+small.average("table")
+
+small.average(table, jnp.ones(3))
+
 sj.QuantizedTable.from_fused(small.codes.astype(int))
 
 sj.QuantizedTable.from_fused(small.codes)
@@ -622,6 +628,12 @@ def loss_fn(params, ids):
 
 def tied(params, ids):
     return jnp.sum(params["table"] @ params["bias"])
+
+
+def train_step(params, ids):
+    loss, grads = sj.value_and_grad(loss_fn)(params, ids)
+    updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
+    return optax.apply_updates(params, updates), loss
 """,
         """
 sj.value_and_grad(tied, tables={"table": True, "bias": False})(params, ids)
@@ -659,6 +671,12 @@ sj.value_and_grad(lambda table: jnp.sum(table), has_aux=True)(params["table"])
 sj.value_and_grad(lambda table: ids[0])(params["table"])
 
 sj.explain(loss_fn)(params, ids)["table"]
+
+sj.explain(lambda params, ids: (params, loss_fn(params, ids)))(params, ids)
+
+sj.explain(jax.jit(train_step))(params, ids)
+
+sj.explain(jax.jit(sj.value_and_grad(loss_fn)))(params, ids)["bias"]
 """,
     ),
     _section(
@@ -723,6 +741,12 @@ sj.optim.lazy(optax.lamb(1e-3)).init(params)
 
 parts = optax.scale_by_yogi(), optax.scale_by_sign(), optax.normalize_by_update_norm()
 sj.optim.lazy(optax.chain(*parts)).init(params)
+
+mask = lambda params: jax.tree.map(lambda x: bool(jnp.any(x > 0)), params)
+sj.optim.lazy(optax.masked(optax.sgd(0.1), mask)).init(params)
+
+halve = optax.stateless_with_tree_map(lambda g, p: g / 2 if len(g) > 9 else g)
+sj.optim.lazy(halve).init(params)
 
 parts = {"lazy": optax.sgd(0.1), "dense": optax.lamb(0.1)}
 tx = sj.optim.lazy(optax.partition(parts, {"table": "lazy", "kernel": "dense"}))
@@ -1036,6 +1060,33 @@ sj.viz.rows_touched([], 9)
 sj.viz.rows_touched([{"ids": ids}], 9)
 
 sj.viz.rows_touched([sj.SelectedRows([1], [1.0], 8)], 9)
+""",
+    ),
+    _section(
+        "Testing",
+        """
+params = {"table": jnp.ones((100, 2)), "w": jnp.ones(2)}
+loss_fn = lambda params, ids: jnp.sum(params["table"][ids] @ params["w"])
+tx, ids = optax.adagrad(0.1), jnp.array([3, 7])
+pulled = {"table": sj.SelectedRows(ids, jnp.ones((2, 2)), 100)}
+check = sj.testing.assert_equals_dense
+""",
+        """
+check(loss_fn, optax.adagrad, params, [ids])
+
+check(loss_fn, sj.optim.exact(tx), params, [ids], exact=True)
+
+check(loss_fn(params, ids), tx, params, [ids])
+
+check(loss_fn, tx, params, [ids], exact=1)
+
+check(loss_fn, tx, pulled, [ids])
+
+check(loss_fn, tx, jax.eval_shape(lambda: params), [ids])
+
+check(loss_fn, tx, params, [])
+
+check(lambda params, ids: jnp.sum(params["w"]), tx, params, [ids])
 """,
     ),
 ]

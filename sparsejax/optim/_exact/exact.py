@@ -31,8 +31,9 @@ from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
-from sparsejax.optim._exact.plan import Plan, Planner
+from sparsejax.optim._exact.plan import Plan, Planner, not_exact
 from sparsejax.optim._lazy import (
+    callables,
     checks,
     gather_scatter,
     judge,
@@ -121,6 +122,9 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     row that gets a gradient, `update` catches this row up, but its gradient was
     taken at old weights. `state.stale` counts such rows.
 
+    Masks and labels that are functions of the parameters are called once, with arrays
+    of the full shapes, as under `lazy`.
+
     Args:
       tx: an optax transformation. On a row without a gradient it must multiply
         each moment by a constant and move the weights linearly in the moments,
@@ -172,8 +176,12 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     """
     checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
     planned = Planner(tx, tables)
-    find = trees.remember(functools.partial(state_leaves.find, tx.init))
-    inner_update = optax.with_extra_args_support(tx).update
+    depends_on_rows = trees.remember(functools.partial(judge.depends_on_rows, tx))
+    find = trees.remember(
+        lambda treedef, specs, tables: state_leaves.find(
+            callables.resolve(tx, treedef, specs).init, treedef, specs, tables
+        )
+    )
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
@@ -259,10 +267,14 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in sparse}
         specs = tuple(map(trees.to_spec, weights))
         owners = find(treedef, specs, tuple(merged)).owners
+        num_rows = tuple(rows.capacity for rows in merged.values())
+        reason = depends_on_rows(treedef, specs, tuple(merged), num_rows)
+        if reason is not None:
+            raise not_exact("this optimizer", reason)
         row_shapes = {i: rows.row_shape for i, rows in merged.items()}
         checks.check_state_rows(CALL, state.inner, owners, row_shapes)
         rows_grads, rows_state, rows_weights = gather_scatter.gather(
-            tx.init, treedef, leaves, weights, state.inner, owners, merged
+            plan.tx.init, treedef, leaves, weights, state.inner, owners, merged
         )
         moments, state_treedef = jax.tree.flatten(rows_state)
         rows_weights = treedef.flatten_up_to(rows_weights)
@@ -278,7 +290,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
                 corrections[i] = current.correction
                 rows_weights[i] = _add(rows_weights[i], current.correction)
 
-        updates, new = inner_update(
+        updates, new = optax.with_extra_args_support(plan.tx).update(
             rows_grads,
             state_treedef.unflatten(moments),
             treedef.unflatten(rows_weights),

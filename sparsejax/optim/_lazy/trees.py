@@ -35,13 +35,14 @@ def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:
     try:
         return flatten(grads)[1].flatten_up_to(params)
     except ValueError:
-        grads, params = (
-            _arguments.show_tree(tree, is_selected_rows) for tree in (grads, params)
-        )
-        raise ValueError(
-            f"{call}: gradients and params must have the same tree structure, got "
-            f"{grads} and {params}. In the gradients, one SelectedRows takes the place "
-            "of each table."
+        shown = (_arguments.show_tree(t, is_selected_rows) for t in (grads, params))
+        raise _arguments.wrong(
+            call,
+            "gradients and params",
+            "of the same tree structure",
+            " and ".join(shown),
+            "In the gradients, one SelectedRows takes the place of each table. "
+            f"{_arguments.show_mismatch(grads, params, is_leaf)}".strip(),
         ) from None
 
 
@@ -71,21 +72,6 @@ def without_variables(tree: Any) -> Any:
 def in_structure_of(tree: Any, new: Any) -> Any:
     """The leaves of `new` in the structure of `tree`, with its variables."""
     return jax.tree.structure(tree).unflatten(jax.tree.leaves(new))
-
-
-def difference(names: tuple[str, str], a: Any, b: Any) -> str | None:
-    """The first difference of two structures, for messages; None if they are equal."""
-    if jax.tree.structure(a, is_leaf=is_leaf) == jax.tree.structure(b, is_leaf=is_leaf):
-        return None
-    paths = leaf_paths(a, ""), leaf_paths(b, "")
-    for k, name in enumerate(names):
-        for path in paths[k]:
-            if path not in paths[1 - k]:
-                return f"{name}{path} is not in {names[1 - k]}"
-    shown = (
-        f"{n} is {_arguments.show_tree(x, is_leaf)}" for n, x in zip(names, (a, b))
-    )
-    return " and ".join(shown)
 
 
 def ids_by_leaf(call: str, name: str, params: Any, ids: Any) -> dict[int, Any]:

@@ -226,10 +226,14 @@ def find_states(call: str, state: Any, kind: type, maker: str) -> tuple[list[Any
 
 def check_same_tree(call: str, params: Any, tree: Any) -> None:
     """Raises a ValueError unless `params` have the structure of `tree`."""
-    found = trees.difference(("params", "the state"), params, tree)
-    if found:
-        raise ValueError(
-            f"{call}: params must be all parameters that the optimizer trains, in the "
-            f"tree that its init got, but {found}. For flax.nnx pass nnx.state(model, "
-            "nnx.Param), for equinox eqx.filter(model, eqx.is_array)."
+    structures = (jax.tree.structure(x, is_leaf=trees.is_leaf) for x in (params, tree))
+    if len(set(structures)) > 1:
+        raise _arguments.wrong(
+            call,
+            "params",
+            f"all parameters that the optimizer trains, {_arguments.show_tree(tree)}",
+            _arguments.show_tree(params),
+            f"{_arguments.show_mismatch(params, tree, trees.is_leaf)} For flax.nnx "
+            "pass nnx.state(model, nnx.Param), for equinox eqx.filter(model, "
+            "eqx.is_array).".strip(),
         )

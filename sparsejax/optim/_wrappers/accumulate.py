@@ -289,11 +289,13 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
     """The number of slots of each leaf of `params`; None if its sum is an array."""
     by_subtree = _prefix(capacity, params)
     if by_subtree is None:
-        raise ValueError(
-            f"{CALL}: capacity must be an int or a prefix of the params tree, with "
-            "None for leaves with a dense gradient, got "
-            f"{_arguments.show_tree(capacity, _is_none)} for params "
-            f"{_arguments.show_tree(params)}."
+        raise _arguments.wrong(
+            CALL,
+            "capacity",
+            "an int or a prefix of the params tree, with None for leaves with a dense "
+            "gradient",
+            _arguments.show_tree(capacity, _is_none),
+            _arguments.show_mismatch(capacity, params),
         )
     slots = []
     for number, subtree in by_subtree:
@@ -315,10 +317,12 @@ def _row_axes(params: Any, stacked: Any) -> list[int]:
     if by_subtree is None or not all(
         mark is None or isinstance(mark, bool) for mark, _ in by_subtree
     ):
-        raise ValueError(
-            f"{CALL}: stacked must be True, False or a prefix of the params tree with "
-            f"these at its leaves, got {_arguments.show_tree(stacked, _is_none)} for "
-            f"params {_arguments.show_tree(params)}."
+        raise _arguments.wrong(
+            CALL,
+            "stacked",
+            "True, False or a prefix of the params tree with these at its leaves",
+            _arguments.show_tree(stacked, _is_none),
+            _arguments.show_mismatch(stacked, params),
         )
     return [
         2 if mark and np.ndim(leaf) > 2 else 1
