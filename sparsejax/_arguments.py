@@ -131,7 +131,7 @@ def _has_words(x: Any) -> bool:
     """Returns True for strings or bytes, or an array or nested list of them."""
     try:
         x = np.asarray(x)
-    except ValueError:  # lists of different lengths
+    except (TypeError, ValueError):  # not an array, or lists of different lengths
         return False
     some = x.flat[0] if x.size and x.dtype == object else None
     return x.dtype.kind in "UST" or isinstance(some, (str, bytes))

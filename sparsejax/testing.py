@@ -10,7 +10,7 @@ import optax
 
 from sparsejax import _arguments, _rows, optim, transform
 from sparsejax.optim._exact import exact as _exact
-from sparsejax.optim._lazy import checks, stacks, state_leaves, trees
+from sparsejax.optim._lazy import callables, checks, stacks, state_leaves, trees
 
 
 _CALL = "sparsejax.testing.assert_equals_dense"
@@ -246,7 +246,8 @@ def _unread(
     gradients = trees.flatten(grads)[0]
     stacked = {i: gradients[i] for i in rows if gradients[i].stack}
     specs = stacks.specs(stacked, tuple(map(trees.to_spec, leaves)))
-    owners = state_leaves.find(tx.init, treedef, specs, tuple(rows)).owners
+    init = callables.resolve(tx, treedef, specs).init
+    owners = state_leaves.find(init, treedef, specs, tuple(rows)).owners
     at = lambda i: ~rows[i] if i in rows else None
     arrays = [at(i) for i, leaf in enumerate(leaves) if leaf is not None]
     return arrays, [at(owner) for owner in owners]

@@ -194,7 +194,7 @@ _INTEGERS = {dtype: ints for ints, (dtype, _) in _OPAQUE.items()}
 
 def seal_pairs(pairs: Any) -> Any:
     """Returns pairs of floats `[..., 2]` as a leaf `[..., 1]`; others pass through."""
-    floats = getattr(pairs, "dtype", None)
+    floats: Any = getattr(pairs, "dtype", None)
     if floats not in _OPAQUE_PAIRS:
         return pairs
     if isinstance(pairs, np.ndarray):

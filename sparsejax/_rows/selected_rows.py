@@ -266,10 +266,8 @@ class SelectedRows(metaclass=_InErrors):
         return jnp.sum(self.filled(), axis=-1, dtype=jnp.int32)
 
     def _check_no_batch(self) -> None:
-        """Raises a ValueError for a batch, whose ids have more than one axis."""
-        ids = self._ids
-        axes = getattr(self, "_row_ndim", 0) if row_ids.is_sealed(ids) else 0
-        if len(getattr(ids, "shape", ())) - axes > 1:
+        """Raises a ValueError for a batch, which has more than one axis of slots."""
+        if len(self.values.shape) - self._row_ndim > 1:
             raise ValueError(
                 "SelectedRows: this is a batch of them, as jax.vmap and jax.lax.scan "
                 f"return, with rows {_arguments.show_spec(self.rows)} and values "
@@ -651,8 +649,8 @@ class SelectedRows(metaclass=_InErrors):
 
     def __rmatmul__(self, other: Any) -> NoReturn:
         raise TypeError(
-            "array @ SelectedRows: the product has all columns of the dense array. Use "
-            ".to_dense(), or w[:, g.rows] @ g.values if all ids are in range."
+            "array @ SelectedRows: the product sums over all rows of the dense array. "
+            "Use .to_dense()."
         )
 
     def __pow__(self, other: Any) -> NoReturn:

@@ -61,9 +61,7 @@ class ShardedRows(SelectedRows):
     slots: int | None
 
     @classmethod
-    def make(
-        cls, rows: ArrayLike, values: ArrayLike, owners: Owners, slots: int | None
-    ) -> Any:
+    def make(cls, rows: Any, values: Any, owners: Owners, slots: int | None) -> Any:
         """Builds it from its parts, without checks."""
         self = object.__new__(cls)
         fields = {"height": owners.height, "_row_ndim": np.ndim(values) - 1}

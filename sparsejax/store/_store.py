@@ -288,8 +288,8 @@ class KVStore:
           name: of the table.
           keys: NumPy integers of any shape, or strings, but not both. The key of a
             string is its hash of 64 bits.
-          step: int, the number of the training step. Keys that were used at the same
-            step are not evicted.
+          step: int below 2^63, the number of the training step. Keys that were used at
+            the same step are not evicted.
           where: booleans of the shape of `keys`, False for padding.
 
         Returns:
@@ -325,6 +325,8 @@ class KVStore:
         found = as_keys(call, keys)
         mask = as_where(call, where, found.shape)
         step = _arguments.static_int(call, "step", step)
+        if step >= 2**63:
+            raise _arguments.wrong(call, "step", "below 2^63", f"{step}")
 
         def work():
             table.check_usable()

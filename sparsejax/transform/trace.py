@@ -175,7 +175,8 @@ def trace_call(
     # Arrays that are not differentiated are constants of the program, not inputs: a
     # derivative rule of the user's may close over them, and JAX calls the rule after
     # this trace has ended. `explain` accepts shapes in place of arrays.
-    rest = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in rest]
+    as_jax = lambda x: jnp.asarray(_arguments.saturate(x))
+    rest = [as_jax(x) if isinstance(x, np.ndarray) else x for x in rest]
     is_input = [isinstance(x, jax.ShapeDtypeStruct) for x in rest]
     first = len(inputs)
     inputs += [x for x, is_shape in zip(rest, is_input) if is_shape]

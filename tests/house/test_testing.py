@@ -145,6 +145,13 @@ def test_models_with_moments(make):
     _check(tx, make())
 
 
+def test_labels_by_the_number_of_rows():
+    """Only the table has a state; the dense side asks on its own shapes."""
+    name = lambda x: "table" if x.shape == (V, D) else "other"
+    parts = {"table": optax.sgd(0.1, momentum=0.9), "other": optax.sgd(0.1)}
+    _check(optax.partition(parts, lambda p: jax.tree.map(name, p)), _dict())
+
+
 def test_exact():
     _check(optax.sgd(0.1, momentum=0.9), _constants_in_the_tree(), exact=True)
 

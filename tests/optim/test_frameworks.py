@@ -419,7 +419,7 @@ def test_a_whole_model():
         assert whole.activation is model.activation
         assert_trees_close(eqx.eqx.filter(whole, eqx.eqx.is_array), trained)
         nnx = NnxOptimizer(_weights(), tx)
-        with pytest.raises(ValueError, match=r"but params.* is not in .*nnx\.state"):
+        with pytest.raises(ValueError, match=r"has a Model for a State\. .*nnx\.state"):
             call(nnx.model, nnx.state)
 
 

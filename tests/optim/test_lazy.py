@@ -293,3 +293,14 @@ def test_int64_ids(x64):
     updates, state = jax.jit(ADAM.update)({"table": rows}, state, params)
     assert updates["table"].rows.dtype == jnp.int64
     assert updates["table"].dtype == state[0].mu["table"].dtype == jnp.float32
+
+
+def test_unsigned_row_ids():
+    tx, table = lazy(optax.adam(0.1)), jnp.ones((9, 2))
+    updated = []
+    for rows in (np.array([4, 2**32 - 1, 0], np.uint32), np.array([4, -1, 0])):
+        grad = sj.SelectedRows(rows, jnp.ones((3, 2)), 9)
+        updates, _ = jax.jit(tx.update)(grad, tx.init(table), table)
+        updated.append(optax.apply_updates(table, updates))
+    np.testing.assert_array_equal(*updated)
+    assert (updated[0] != 1).any(axis=1).tolist() == [k in (0, 4) for k in range(9)]

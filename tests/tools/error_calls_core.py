@@ -67,6 +67,18 @@ sj.SelectedRows.from_dense(table, capacity=-3)
 
 jax.jit(sj.SelectedRows.from_dense)(table, 3)
 
+rows[1:]
+
+rows[1, 2]
+
+rows @ table.T
+
+table.T @ rows
+
+list(rows)
+
+jax.tree.map(lambda x: jnp.stack([x, x]), rows).to_dense()
+
 rows.coalesce(capacity=1)
 
 jax.jit(lambda rows: rows.coalesce(1))(counts)
@@ -149,6 +161,10 @@ sj.quantize(table.at[2, 1].set(jnp.nan))
 sj.quantize(-1e5 * table, 4)
 
 small.get("first")
+
+small[None]
+
+small @ table.T
 
 small.pull([0.5])
 
@@ -346,6 +362,10 @@ sj.lookup(table, ids, mode="wrap")
 sj.lookup(table[:0], ids, mode="clip")
 
 sj.lookup(table, jnp.array([1, 9, -1]), mode="error")
+
+jax.jit(lambda ids: sj.lookup(table, ids, mode="raise"))(ids)
+
+sj.lookup(table, ["tea", "jam"])
 
 sj.lookup(pulled, ids, mode="error")
 
@@ -630,6 +650,13 @@ def tied(params, ids):
     return jnp.sum(params["table"] @ params["bias"])
 
 
+def closing_over(params, ids):
+    scale = 2.0 * params["bias"][0]
+    doubled = jax.custom_vjp(lambda x: x)
+    doubled.defvjp(lambda x: (scale * x, None), lambda _, g: (scale * g,))
+    return jnp.sum(doubled(params["table"][ids]))
+
+
 def train_step(params, ids):
     loss, grads = sj.value_and_grad(loss_fn)(params, ids)
     updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
@@ -642,7 +669,11 @@ sj.value_and_grad(loss_fn, tables=True)({**params, "bias": 1.0}, ids)
 
 sj.value_and_grad(loss_fn, tables={"table": True})(params, ids)
 
+sj.value_and_grad(loss_fn, tables={"tabel": True, "bias": None})(params, ids)
+
 sj.value_and_grad(loss_fn, tables="table")(params, ids)
+
+sj.value_and_grad(closing_over)(params, ids)
 
 sj.value_and_grad(loss_fn, params, ids)(params, ids)
 
@@ -1011,6 +1042,8 @@ with sj._compat.enable_x64(True):
 wide.find(jnp.array([3]))
 
 index.insert([3], 0.5)
+
+index.insert([3], 2**63)
 
 index.insert([3], 0, where=[1])
 

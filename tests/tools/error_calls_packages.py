@@ -547,6 +547,7 @@ new.init('user', (2, 2), tx, keys=keys)
         "new.insert('user', ['a', 3], 0)",
         "new.find('user', ['a', ['b', 'c']])",
         "new.insert('user', np.array([7]), -1)",
+        "new.insert('user', np.array([7]), 2**63)",
         "new.insert('user', np.array([7]), 0, where=[1])",
         "steps = iter([0, 5])\n"
         "ids_of = lambda step: new.insert('user', np.array([7]), step)[0]\n"

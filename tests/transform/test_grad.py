@@ -130,6 +130,14 @@ def test_argnums(argnums):
     _assert_same(got, want)
 
 
+def test_numpy_ids_beyond_32_bits():
+    """JAX would cut them to 32 bits, to ids in range."""
+    loss = lambda table, ids: jnp.sum(sj.lookup(table, ids, mode="zero"))
+    ids = np.array([2**32 + 1, 3, -(2**32) + 2, 3])
+    value, got = sj.value_and_grad(loss)(jnp.ones((40, 2)), ids)
+    assert value == 4 and got.coalesce().num_rows() == 1 and got.get(3)[0] == 2
+
+
 def test_has_aux():
     fun = lambda t: (jnp.sum(t[IDS]), (t[IDS], "text", None, 3))
     (value, aux), g = sj.value_and_grad(fun, has_aux=True)(jnp.ones((40, 2)))
@@ -403,7 +411,7 @@ def test_explain_groups_what_is_no_table():
     assert groups == [
         "13 parameters are not tables: dot_general (the largest is params['head'], "
         "float32[4,50])",
-        "6 parameters are not tables: mul (the largest is "
+        "6 parameters are not tables: has one row (the largest is "
         "params['layers'][0]['scale'], float32[1,9])",
     ]
 

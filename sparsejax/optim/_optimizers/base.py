@@ -228,12 +228,13 @@ def check_same_tree(call: str, params: Any, tree: Any) -> None:
     """Raises a ValueError unless `params` have the structure of `tree`."""
     structures = (jax.tree.structure(x, is_leaf=trees.is_leaf) for x in (params, tree))
     if len(set(structures)) > 1:
+        hint = _arguments.show_mismatch(params, tree, trees.is_leaf)
+        if not isinstance(tree, (dict, list, tuple)):
+            hint += " With flax.nnx pass nnx.state(model, nnx.Param)."
         raise _arguments.wrong(
             call,
             "params",
             f"all parameters that the optimizer trains, {_arguments.show_tree(tree)}",
             _arguments.show_tree(params),
-            f"{_arguments.show_mismatch(params, tree, trees.is_leaf)} For flax.nnx "
-            "pass nnx.state(model, nnx.Param), for equinox eqx.filter(model, "
-            "eqx.is_array).".strip(),
+            hint.strip(),
         )
