@@ -312,17 +312,22 @@ def _parquet_table(call: str, path: str, text: Text, report: Report) -> Table:
         wanted = sorted({*words, *numbers})
         with open(path, "rb") as raw:
             file = _damaged(call, path, lambda: parquet.ParquetFile(raw, **options))
-            rows, size = max(file.metadata.num_rows, 1), os.path.getsize(path)
+            rows, size = file.metadata.num_rows, os.path.getsize(path)
             batches = file.iter_batches(_BATCH_ROWS, columns=wanted, use_threads=False)
             done = 0
             while True:
                 batch = _damaged(call, path, lambda: _next_batch(batches))
                 if batch is None:
-                    return
+                    break
                 done += batch.num_rows
-                report(min(size * done // rows, size))
+                report(min(size * done // max(rows, 1), size))
                 if batch.num_rows:
                     yield {name: batch.column(name) for name in wanted}
+        if done != rows:  # pyarrow skips pages whose headers it takes for others
+            raise OSError(
+                f"{call}: {path} cannot be read to its end: {done} rows were found of "
+                f"the {rows} in its footer. It is damaged or incomplete."
+            )
 
     return Table(path, _damaged(call, path, columns), read)
 

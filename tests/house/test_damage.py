@@ -38,6 +38,17 @@ def test_numbers_into_a_dictionary_that_is_gone(tmp_path):
             bench.run("read_ids, Parquet", {"": data})
 
 
+def test_pages_that_are_moved_are_not_skipped(tmp_path):
+    """pyarrow took a page for one of another kind, and read no rows."""
+    name = "read_ids, Parquet"
+    bench = damage.Bench(tmp_path, [name])
+    for good, value in zip(bench.good[name], bench.values[name], strict=True):
+        for at in (4, 97, 98, 99):
+            with contextlib.suppress(*damage.ALLOWED):
+                found = bench.run(name, {"": good[""][:at] + good[""][at + 2 :]})
+                damage._check_same(found, value)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of orbax, whose errors are raised here
 @pytest.mark.parametrize("name", damage.READERS)
