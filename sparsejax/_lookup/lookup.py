@@ -210,10 +210,8 @@ def read(
         # The gather fills by itself; a mask of ours could cost another pass over rows.
         if is_quantized(table):
             return quantized.read(table, wanted, np.nan)
-        fill = indexing.fill_value(table.dtype)
-        return table.at[wanted].get(
-            mode=mode, fill_value=fill, wrap_negative_indices=False
-        )
+        # JAX's own fill value; one of NaN in the call would compile again each time.
+        return table.at[wanted].get(mode=mode, wrap_negative_indices=False)
     if is_pulled:
         rows, found = table.find(wanted)
     else:

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, xla
@@ -17,15 +16,15 @@ read_rows_p = _compat.linear_primitive(
 
 
 def read_rows(
-    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+    table: jax.Array, ids: jax.Array, *, fill: bytes | None = None
 ) -> jax.Array:
     """Returns `table[ids]` for flat ids.
 
     Args:
       table: `[V, ...]`.
       ids: integers `[n]`.
-      fill: what an id out of range reads, of the table's dtype; if None, it reads the
-        nearest row.
+      fill: the bytes of the number, of the table's dtype, that an id out of range
+        reads; if None, it reads the nearest row.
 
     Returns:
       `[n, ...]`, of the table's dtype.

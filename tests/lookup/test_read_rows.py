@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+import sparsejax as sj
+from helpers import eqns_of
 from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._lookup.read_rows import read_rows
 
@@ -46,10 +48,26 @@ def test_equals_the_reference(ids, dtype):
 @pytest.mark.parametrize("ids", IDS)
 def test_equals_the_reference_with_a_fill(ids, dtype):
     table, ids = _table(dtype), jnp.asarray(ids, jnp.int32)
-    fill = np.array(5, dtype)[()]
+    fill = np.array(5, dtype).tobytes()
     want = xla.read_rows(table, ids, fill=fill)
     for read in (read_rows, cpu.read_rows):
         _same(jax.jit(partial(read, fill=fill))(table, ids), want)
+
+
+def test_a_fill_is_a_key_of_a_compiled_program():
+    """NaN equals itself there, and a zero no zero of another type."""
+    ids = jnp.array([1, 9])
+
+    def programs():
+        loss = lambda t: jnp.nansum(jnp.take(t, ids, axis=0))
+        eqns = eqns_of(sj.grad(loss), jnp.ones((7, 2)))
+        return [e.params["fill"] for e in eqns if e.primitive.name == "read_rows"]
+
+    assert programs() == programs() and programs()[0]
+    for dtype in (jnp.float16, jnp.bfloat16):
+        read = lambda t: jnp.sum(sj.lookup(t, ids, mode="zero").astype(float))
+        g = sj.grad(read)(jnp.ones((7, 2), dtype))
+        assert g.dtype == dtype and g.capacity == 2
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 3)])

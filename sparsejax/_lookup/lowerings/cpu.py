@@ -30,7 +30,7 @@ _MAX_PIECE, _MAX_PIECE_OF_CODES = 8, 32  # elements of a piece of a segmented ba
 
 
 def read_rows(
-    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+    table: jax.Array, ids: jax.Array, *, fill: bytes | None = None
 ) -> jax.Array:
     """Returns `table[ids]`, see `sparsejax._lookup.read_rows`.
 
@@ -54,7 +54,8 @@ def read_rows(
         if fill is None:
             return rows
         keep = indexing.in_range(ids, table.shape[0])
-        return jnp.where(indexing.append_axes(keep, rows.ndim), rows, fill)
+        value = np.frombuffer(fill, table.dtype)[0]
+        return jnp.where(indexing.append_axes(keep, rows.ndim), rows, value)
 
     def never(table, ids):
         return jnp.zeros(ids.shape + table.shape[1:], table.dtype)

@@ -45,11 +45,12 @@ class BagSpec:
 
 
 def read_rows(
-    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+    table: jax.Array, ids: jax.Array, *, fill: bytes | None = None
 ) -> jax.Array:
     """Returns `table[ids]`, see `sparsejax._lookup.read_rows`."""
     mode = "clip" if fill is None else "fill"
-    return table.at[ids].get(mode=mode, fill_value=fill, wrap_negative_indices=False)
+    value = None if fill is None else np.frombuffer(fill, table.dtype)[0]
+    return table.at[ids].get(mode=mode, fill_value=value, wrap_negative_indices=False)
 
 
 def bag_sum(

@@ -72,7 +72,9 @@ def _gather_rule(
         ids, of_read = indexing.reshape(ids, batch), None
         if fill is not None and not ref.steps and ref.has_all_rows:
             # XLA fuses this fill with the read, and a fill after it often with nothing.
-            drop, of_read, fill = True, fill, None
+            # As bytes: NaN equals nothing, so that each call would compile again, and
+            # zero of float16 equals zero of bfloat16.
+            drop, of_read, fill = True, fill.tobytes(), None
         rows = ctx.read(ref, ids, valid, drop, of_read)
     else:
         mask = valid
