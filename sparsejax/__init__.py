@@ -58,6 +58,7 @@ Packages, each with its own help, such as `help(sj.optim)`
 - `viz`: plots of the rows touched, and of programs.
 - `cpu`: memory settings of the process that speed up steps on a CPU.
 - `extend`: rules for your own primitives.
+- `testing`: `assert_equals_dense`, your model against plain JAX and optax.
 
 A block of `nn` raises `NotPulledError` for a table that it did not declare.
 """
@@ -74,6 +75,7 @@ from sparsejax import (
     optim as optim,
     parallel as parallel,
     store as store,
+    testing as testing,
     viz as viz,
 )
 from sparsejax._export import register_all as _register_all

@@ -4,6 +4,7 @@ One rule for ids in all modules: an id outside `[0, height)` is out of range. It
 wraps, and is clamped only in mode "clip".
 """
 
+import functools
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -102,21 +103,38 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarra
             ids = np.asarray(ids)
         except (TypeError, ValueError):
             way_out = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
+            way_out = _WORDS if _has_words(ids) else f"Pass {way_out}."
             raise wrong_type(
-                call, name, "an array of integers", kind_of(ids), f"Pass {way_out}."
+                call, name, "an array of integers", kind_of(ids), way_out
             ) from None
     if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
         ids = ids.astype(jnp.int32)  # [] is float32
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         way_out = "Cast them with .astype(jnp.int32)."
-        if ids.dtype == object:
-            way_out = "Ids must fit in 64 bits."
+        if _has_words(ids):
+            way_out = _WORDS
+        elif ids.dtype == object:
+            fits = all(isinstance(x, (int, np.integer)) for x in ids.flat)
+            way_out = f"{'Ids must fit in 64 bits' if fits else 'Pass an int32 array'}."
         elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
             way_out = "For a mask use jnp.flatnonzero(mask)."
         raise wrong_type(
             call, name, "integers", f"{ids.dtype} of shape {ids.shape}", way_out
         )
     return ids
+
+
+_WORDS = "sparsejax.data.HashIds and sparsejax.data.Vocabulary turn words into ids."
+
+
+def _has_words(x: Any) -> bool:
+    """Returns True for strings or bytes, or an array or nested list of them."""
+    try:
+        x = np.asarray(x)
+    except (TypeError, ValueError):  # not an array, or lists of different lengths
+        return False
+    some = x.flat[0] if x.size and x.dtype == object else None
+    return x.dtype.kind in "UST" or isinstance(some, (str, bytes))
 
 
 def saturate(ids: Any) -> Any:
@@ -139,6 +157,27 @@ def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
     elif jnp.iinfo(ids.dtype).bits > jnp.iinfo(wide).bits:
         ids = jnp.clip(ids, scalar(-1, ids), scalar(height, ids))
     return ids.astype(wide)
+
+
+def as_indices(call: str, ids: Any, height: int, way_out: str) -> jax.Array:
+    """Returns ids as `array[ids]` reads them, in `[0, height)`.
+
+    An id below 0 counts from the end. Any other id out of range reads the nearest row.
+    Slices, masks and indices of several axes raise a TypeError that ends in `way_out`.
+    """
+    if ids is None or ids is ... or isinstance(ids, (slice, tuple, bool, np.bool_)):
+        found = "..." if ids is ... else show(ids)
+        raise wrong_type(call, "ids", "an int or an array of integers", found, way_out)
+    ids = jnp.asarray(saturate(as_integers(call, ids)))
+    ids = ids.astype(index_dtype(height, ids.dtype))
+    return _in_range(ids, scalar(height, ids), scalar(max(height - 1, 0), ids))
+
+
+# Jitted so that JAX traces it once for tables of all heights.
+@functools.partial(jax.jit, inline=True)
+def _in_range(ids: jax.Array, height: Any, last: Any) -> jax.Array:
+    zero = jnp.zeros((), ids.dtype)
+    return jnp.clip(ids + jnp.where(ids < 0, height, zero), zero, last)
 
 
 def as_array(x: Any) -> Any:
@@ -236,6 +275,42 @@ def show_tree(tree: Any, is_leaf: Any = None) -> str:
     if "CustomNode" in text:
         return kind_of(tree)
     return _shortened(text.removeprefix("PyTreeDef(").removesuffix(")"))
+
+
+def show_mismatch(
+    prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None, at: str = ""
+) -> str:
+    """Returns a sentence for an error: where `prefix` is not a prefix of `tree`.
+
+    Empty if there is no such place, or if only static fields of a container differ.
+    None is a leaf of `prefix`.
+    """
+    mine, theirs = _children(prefix, is_leaf), _children(tree, is_leaf)
+    if prefix is None or mine is None:
+        return ""
+    where = f"At {at or 'the top'}"
+    if theirs is None or type(prefix) is not type(tree):
+        return f"{where} it has {kind_of(prefix)} for {kind_of(tree)}."
+    extra = [key for key in mine if key not in theirs]
+    missing = [key for key in theirs if key not in mine]
+    some = lambda keys: f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
+    parts = [f"it has no {some(missing)}"] * bool(missing)
+    parts += [f"the tree has no {some(extra)}"] * bool(extra)
+    if parts:
+        return f"{where} {' and '.join(parts)}."
+    differences = (
+        show_mismatch(mine[key], theirs[key], is_leaf, at + key) for key in mine
+    )
+    return next(filter(None, differences), "")
+
+
+def _children(x: Any, is_leaf: Callable[[Any], bool] | None) -> dict[str, Any] | None:
+    """The children of a container by key, as `['table']`; None for a leaf."""
+    stop = lambda y: y is not x or (is_leaf is not None and is_leaf(y))
+    pairs, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=stop)
+    if pairs and not pairs[0][0]:
+        return None
+    return {jax.tree_util.keystr(path): child for path, child in pairs}
 
 
 def _shortened(text: str) -> str:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax import experimental as _experimental, lax
 from jax._src import (
+    checkify as _checkify,
     core as _core,
     dispatch as _dispatch,
     source_info_util as _source_info,
@@ -66,6 +67,12 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """
     consts = getattr(jaxpr, "consts", None)
     return getattr(jaxpr, "jaxpr", jaxpr), list(consts or ())
+
+
+def arg_names(jaxpr: Any) -> list[str]:
+    """The names of the inputs of a jitted function: `params['table']`."""
+    names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
+    return [name or "" for name in names]
 
 
 def is_ref_type(aval: Any) -> bool:
@@ -485,6 +492,29 @@ def _on_one_device(own: Any, otherwise: Any) -> Any:
     return rule
 
 
+def _compiled_without_checkify(ctx: Any, *args: Any, message: str) -> Any:
+    del ctx, args
+    raise ValueError(message)
+
+
+# The identity. A program that contains it compiles only through `checkify.checkify`,
+# which removes it. JAX's own error does not say whose check it is.
+_needs_checkify_p = Primitive("needs_checkify")
+_needs_checkify_p.def_impl(lambda x, message: x)
+_needs_checkify_p.def_abstract_eval(lambda x, message: x)
+_mlir.register_lowering(_needs_checkify_p, _compiled_without_checkify)
+_batching.primitive_batchers[_needs_checkify_p] = lambda args, dims, message: (
+    _needs_checkify_p.bind(*args, message=message),
+    dims[0],
+)
+_checkify.error_checks[_needs_checkify_p] = lambda error, _, x, message: (error, x)
+
+
+def needs_checkify(x: jax.Array, message: str) -> jax.Array:
+    """`x`, which compiles only under `checkify.checkify`; else `message` is raised."""
+    return _needs_checkify_p.bind(x, message=message)
+
+
 # ------------------------------------------------------------------ opaque integers
 
 
@@ -531,6 +561,6 @@ def _draw(*args: Any) -> Any:
     """Stands for each function of a generator. A module's function can be pickled."""
     del args
     raise TypeError(
-        "jax.random: a random key is needed, got the row ids of a SelectedRows. Pass a "
-        "key of jax.random.key."
+        "jax.random: a random key is needed, got the row ids of a SelectedRows or the "
+        "scales of a QuantizedTable. Pass a key of jax.random.key."
     )

@@ -22,18 +22,26 @@ import jax.export
 import optax
 
 from sparsejax import optim
+from sparsejax._index.hash_index import HashIndex
 from sparsejax._rows import QuantizedTable, SelectedRows
 from sparsejax._segments import SegmentTensor
 from sparsejax.losses import NegativeSampler, _negatives
+from sparsejax.nn import PulledTables
+from sparsejax.nn._matrix import Elements
+from sparsejax.parallel import ShardedRows, ShardedTable
 
 
 def register_all() -> None:
     """Registers our types, and the states of optax and `sj.optim`."""
-    for kind in (SelectedRows, QuantizedTable, SegmentTensor, NegativeSampler):
+    for kind, to_bytes in {
+        **dict.fromkeys((SelectedRows, QuantizedTable, SegmentTensor), _to_json),
+        **dict.fromkeys((HashIndex, NegativeSampler, PulledTables, Elements), _to_json),
+        **dict.fromkeys((ShardedTable, ShardedRows), _refuse),
+    }.items():
         jax.export.register_pytree_node_serialization(
             kind,
             serialized_name=f"sparsejax.{kind.__name__}",
-            serialize_auxdata=_to_json,
+            serialize_auxdata=to_bytes,
             deserialize_auxdata=_from_json,
         )
     for name, module in (
@@ -69,6 +77,16 @@ def _named_tuples(package: types.ModuleType) -> list[type]:
 
 def _to_json(static: object) -> bytes:
     return json.dumps(static).encode()
+
+
+def _refuse(static: object) -> bytes:
+    del static
+    raise TypeError(
+        "jax.export: a ShardedTable or its gradient is an argument or a result of the "
+        "function, and its mesh names devices of this process. Export a function of "
+        "table.values that calls dataclasses.replace(table, values=values), and return "
+        "arrays; or a function of table.to_dense()."
+    )
 
 
 def _from_json(data: bytes) -> object:

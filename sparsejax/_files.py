@@ -109,7 +109,8 @@ def read_npz(
       call: for messages.
       path: the file.
       what: the expected content, for messages: "a file that ... wrote".
-      schema: by name, or by a regular expression of names. Other arrays are ignored.
+      schema: by name, or by a regular expression of names. Other names are refused:
+        zip has no checksum of names, and one that is damaged would be missed.
 
     Raises:
       OSError: the file cannot be opened.
@@ -144,10 +145,10 @@ def _find_members(
         if name in names:
             raise ValueError(f"it has two arrays named {name!r}")
         names.append(name)
-        for form, spec in schema.items():
-            if re.fullmatch(form, name):
-                found[name] = member, spec
-                break
+        spec = next((x for form, x in schema.items() if re.fullmatch(form, name)), None)
+        if spec is None:
+            raise ValueError(f"it has an array of an unknown name, {name!r:.100}")
+        found[name] = member, spec
     required = [form for form, spec in schema.items() if spec.required]
     if not set(required) <= found.keys():
         raise ValueError(

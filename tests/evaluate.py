@@ -75,6 +75,9 @@ def _scan(args, **params):
         out = evaluate(params["jaxpr"], [*consts, *carry, *(x[k] for x in xs)])
         carry = out[:num_carry]
         outs.append(out[num_carry:])
+    if not outs:
+        avals = params["jaxpr"].out_avals[num_carry:]
+        return [*carry, *(np.zeros((0, *x.shape), x.dtype) for x in avals)]
     ys = zip(*(outs[::-1] if params["reverse"] else outs))
     return [*carry, *(np.stack(y) for y in ys)]
 
@@ -141,6 +144,11 @@ def _broadcast(aval, x, *, shape, broadcast_dimensions, **_):
     return np.broadcast_to(x.reshape(wide), shape)
 
 
+def _convert(aval, x, **_):
+    is_cut = x.dtype.kind == "c" and aval.dtype.kind != "c"
+    return (x.real if is_cut else x).astype(aval.dtype)
+
+
 def _slice(aval, x, *, start_indices, limit_indices, strides):
     strides = strides or (1,) * x.ndim
     return x[tuple(map(slice, start_indices, limit_indices, strides))]
@@ -149,7 +157,7 @@ def _slice(aval, x, *, start_indices, limit_indices, strides):
 SHAPES = {
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda aval, *xs, dimension: np.concatenate(xs, dimension),
-    "convert_element_type": lambda aval, x, **_: x.astype(aval.dtype),
+    "convert_element_type": _convert,
     "integer_pow": lambda aval, x, y: x**y,
     "reduce_max": lambda aval, x, axes, **_: np.max(x, tuple(axes)),
     "reduce_min": lambda aval, x, axes, **_: np.min(x, tuple(axes)),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
+from sparsejax import testing
 from sparsejax._rows import row_ids
 
 
@@ -22,8 +23,8 @@ _TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-
 
 
 def as_numpy(leaf):
-    """A leaf of a tree as NumPy has it; the row ids of a SelectedRows as integers."""
-    return np.asarray(row_ids.unseal(leaf, 0))
+    """A leaf of a tree as NumPy has it; row ids as integers, scales as floats."""
+    return np.asarray(row_ids.unseal_pairs(row_ids.unseal(leaf, 0)))
 
 
 def with_ids_as(dtype, tree):
@@ -166,6 +167,23 @@ def make_rows(rows, height, row_shape=(3,), dtype=np.float32, seed=0, garbage=np
     if jnp.issubdtype(dtype, jnp.floating):
         values[~in_range(rows, height)] = garbage
     return sj.SelectedRows(rows, jnp.asarray(values), height), values
+
+
+def assert_lazy_step(tx, dense_step, before, grads, found, rtol=1e-5):
+    """Asserts that a lazy step is the dense step, with the rows not read put back.
+
+    Those rows must have the same bits.
+
+    Args:
+      tx: the transformation that is lifted.
+      dense_step: `(params, state, grads) -> (params, state)` by `tx`.
+      before, found: (params, state), before and after the lazy step.
+      grads: its gradients.
+      rtol: see `sparsejax.testing.assert_equals_dense`.
+    """
+    after = dense_step(*before, to_dense(grads))
+    compare = testing._Comparison(0, rtol, 0.0, 1)
+    testing._check_lazy_step(compare, tx, before, after, grads, found)
 
 
 # ------------------------------------------------------------------ programs

@@ -97,8 +97,10 @@ class HashIndex:
       slots: uint32 `[S, words + 1]`, the hash table: the words of a key, then its row.
       slot_of_row: int32 `[capacity]`, the slot of each row's key.
       counts: int32 `[capacity]`, the number of calls of `insert` with the row's key.
-      last_step: int32 `[capacity]`, the step of the latest such call.
-      sketch: uint32 `[4, W]`, sightings of keys that have no row.
+      last_step: uint32 `[capacity, 2]`, the step of the latest such call, as two words;
+        `join_keys(last_step)` are the steps.
+      sketch: uint32 `[4, W]`, sightings of keys that have no row; None if
+        `admit_after` is 1.
       num_seen: uint32, the number of sightings that the sketch has counted.
       hand: int32, the first row of the next window.
       num_keys: int32, the number of rows in use, which are the first rows.
@@ -128,7 +130,7 @@ class HashIndex:
     slot_of_row: jax.Array
     counts: jax.Array
     last_step: jax.Array
-    sketch: jax.Array  # the generation << 8 | count, see _count_sightings
+    sketch: jax.Array | None  # the generation << 8 | count, see _count_sightings
     num_seen: jax.Array
     hand: jax.Array
     num_keys: jax.Array
@@ -221,18 +223,19 @@ class HashIndex:
         seed = _arguments.static_int(call, "seed", seed)
 
         num_buckets = _arguments.next_power_of_two(2 * capacity) // _LANES or 1
-        width = (
-            _arguments.next_power_of_two(max(1024, capacity)) if admit_after > 1 else 0
-        )
         zero = lambda dtype: jnp.zeros((), dtype)
         empty = jnp.full((num_buckets * _LANES, 1), _EMPTY)
         keys = jnp.zeros((num_buckets * _LANES, key_bits // 32), jnp.uint32)
+        sketch = None
+        if admit_after > 1:
+            width = _arguments.next_power_of_two(max(1024, capacity))
+            sketch = jnp.zeros((_DEPTH, width), jnp.uint32)
         return cls(
             slots=jnp.concatenate([keys, empty], axis=1),
             slot_of_row=jnp.zeros((capacity,), jnp.int32),
             counts=jnp.zeros((capacity,), jnp.int32),
-            last_step=jnp.zeros((capacity,), jnp.int32),
-            sketch=jnp.zeros((_DEPTH, width), jnp.uint32),
+            last_step=jnp.zeros((capacity, 2), jnp.uint32),
+            sketch=sketch,
             num_seen=zero(jnp.uint32),
             hand=zero(jnp.int32),
             num_keys=zero(jnp.int32),
@@ -393,8 +396,11 @@ class HashIndex:
 
         Args:
           keys: as for `find`.
-          step: int32, the number of the training step. Keys that were used at the same
-            step, in this call or an earlier one, are not evicted.
+          step: one integer of up to 64 bits, the number of the training step, or a time
+            in any unit. Keys that were used at the same step, in this call or an
+            earlier one, are not evicted. JAX truncates int64 to int32 where `jit` is
+            called without `jax_enable_x64`: pass a step beyond 32 bits as the words
+            that `split_keys` makes.
           where: booleans of the shape of `keys`, False for padding. Padding is not
             inserted and gets the row `capacity`.
 
@@ -422,15 +428,7 @@ class HashIndex:
         """
         call = f"{_CALL}.insert"
         words, shape = self._words(call, keys)
-        step = _arguments.to_array(call, step, "step", "a whole number")
-        if step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
-            raise _arguments.wrong_type(
-                call,
-                "step",
-                "one int32, the number of the training step",
-                _arguments.kind_of(step),
-            )
-        step = step.astype(jnp.int32)
+        step = _step_words(call, step)
         if where is None:
             mask = jnp.ones(words[0].shape, bool)
         else:
@@ -544,6 +542,22 @@ def _as_integers(call: str, keys: Any) -> Any:
         except ValueError:
             pass  # lists of different lengths: as_integers raises the error
     return _arguments.as_integers(call, keys, "keys")
+
+
+def _step_words(call: str, step: Any) -> jax.Array:
+    """Returns a step as two words, uint32 `[2]`, low word first."""
+    want = "one integer below 2^63, the number of the training step"
+    if isinstance(step, (int, np.integer)) and not isinstance(step, bool):
+        if not -(2**63) <= step < 2**63:
+            raise _arguments.wrong(call, "step", want, _arguments.show(step))
+        step = np.array(step, np.int64)  # JAX would cut it to 32 bits
+    found = _arguments.to_array(call, step, "step", want)
+    if found.dtype == jnp.uint32 and found.shape == (2,):
+        return found
+    if found.shape != () or not jnp.issubdtype(found.dtype, jnp.integer):
+        found = _arguments.kind_of(found)
+        raise _arguments.wrong_type(call, "step", want, found)
+    return jnp.asarray(HashIndex.split_keys(step))
 
 
 def _word(keys: Any) -> jax.Array:
@@ -782,13 +796,13 @@ def _claim_slots(
     padded = -(-n // chunk) * chunk
     words = tuple(jnp.pad(word, (0, padded - n)) for word in words)
     lanes = lax.iota(jnp.int32, chunk)
-    generation = _generation(index)
 
     def turn(state):
         begin, slots, sketch, claims = state
         keys = tuple(lax.dynamic_slice(word, (begin,), (chunk,)) for word in words)
         tries = begin + lanes < num_new
-        if index.admit_after > 1:
+        if sketch is not None:
+            generation = _generation(sketch, index.num_seen)
             seen, sketch = _count_sightings(sketch, keys, tries, generation, index.seed)
             tries &= seen >= np.uint32(index.admit_after)
         rank = jnp.cumsum(tries, dtype=jnp.int32)
@@ -930,8 +944,9 @@ def _evictable(index: HashIndex, step: jax.Array, most: int) -> Any:
     """Returns the rows of the window, their last steps, and which may be evicted."""
     begin, length = _window(index, most)
     rows = begin + lax.iota(jnp.int32, length)
-    last_step = lax.dynamic_slice(index.last_step, (begin,), (length,))
-    return rows, last_step, (last_step != step) & (rows < index.num_keys)
+    last_step = lax.dynamic_slice_in_dim(index.last_step, begin, length)
+    other = (last_step[:, 0] != step[0]) | (last_step[:, 1] != step[1])
+    return rows, last_step, other & (rows < index.num_keys)
 
 
 def _count_evictable(index: HashIndex, step: jax.Array, most: int) -> jax.Array:
@@ -949,10 +964,12 @@ def _choose_victims(
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses `count` rows to evict, ascending, padded to `most`; moves the hand."""
     rows, last_step, left = _evictable(index, step, most)
-    length, orders = rows.shape[0], [last_step]
+    # As unsigned numbers in the same order, the one that counts most first.
+    length, orders = rows.shape[0], [last_step[:, 1] ^ np.uint32(1 << 31)]
+    orders += [last_step[:, 0]]
     if index.policy == "lfu":
         counts = lax.dynamic_slice(index.counts, (rows[0],), (length,))
-        orders = [counts, last_step]
+        orders = [counts.astype(jnp.uint32), *orders]
     chosen, _ = indexing.positions(_smallest(left, orders, count), most)
     victims = jnp.where(chosen < length, rows[0] + chosen, np.int32(index.capacity))
     hand = rows[-1] + 1
@@ -967,13 +984,11 @@ def _smallest(among: jax.Array, orders: list[jax.Array], count: jax.Array) -> ja
 
     Args:
       among: booleans `[n]`, the elements to choose from.
-      orders: int32 `[n]` each, the first one counts most.
+      orders: uint32 `[n]` each, the first one counts most.
       count: int32.
     """
     chosen = jnp.zeros_like(among)
     for order in orders:
-        # As unsigned numbers in the same order.
-        order = lax.bitcast_convert_type(order, jnp.uint32) ^ np.uint32(1 << 31)
 
         def halve(limits, order=order, among=among, count=count):
             low, high = limits
@@ -1015,10 +1030,9 @@ def _first(mask: jax.Array, count: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------ the sketch
 
 
-def _generation(index: HashIndex) -> jax.Array:
+def _generation(sketch: jax.Array, num_seen: jax.Array) -> jax.Array:
     """Returns the generation. It increases each `columns / 2` sightings."""
-    length = max(index.sketch.shape[1] // 2, 1)
-    return (index.num_seen // np.uint32(length)) & np.uint32(0xFFFFFF)
+    return (num_seen // np.uint32(sketch.shape[1] // 2)) & np.uint32(0xFFFFFF)
 
 
 def _count_sightings(

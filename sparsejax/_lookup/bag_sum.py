@@ -22,7 +22,6 @@ import numpy as np
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, cuda, xla
 from sparsejax._lookup.lowerings.xla import BagSpec
-from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing, quantized
 from sparsejax._rows.quantized import QuantizedTable
 
@@ -53,7 +52,8 @@ def bag_sum(
 
     Returns:
       `[B or num_bags, ...]`, in the accumulator's dtype: float32 for narrower floats.
-      For codes, the sums of each plane, float32 `[..., 8 // bits, bytes]`.
+      For codes, the sums of each plane, `[..., 8 // bits, bytes]`, in the dtype of the
+      weights.
     """
     spec = BagSpec(
         segmented=segment_ids is not None,
@@ -83,17 +83,16 @@ def quantized_bag_sum(
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """Returns `bag_sum` of a quantized table, float32.
+    """Returns `bag_sum` of a quantized table, in the accumulator's dtype.
 
     `sum w (scale codes + bias) = sum (w scale) codes + sum w bias`: a sum of codes with
     other weights, plus one number for each bag.
     """
-    height = table.codes.shape[0]
+    height, wide = table.codes.shape[0], indexing.accumulator_dtype(table.dtype)
     if not height:  # JAX cannot gather from an empty axis
         count = ids.shape[0] if num_bags is None else num_bags
-        return jnp.zeros((count, *table.row_shape), jnp.float32)
-    pair = read_rows(table.scale_bias, ids.reshape(-1)).reshape(*ids.shape, 2)
-    pair = xla.in_range_only(pair.astype(jnp.float32), ids, height)
+        return jnp.zeros((count, *table.row_shape), wide)
+    pair = quantized.read_pairs(table, ids, fill=0).astype(wide)
     if weights is not None:
         weights = xla.in_range_only(weights.astype(pair.dtype), ids, height)
         pair = pair * weights[..., None]

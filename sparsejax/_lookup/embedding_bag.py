@@ -132,9 +132,8 @@ def embedding_bag(
     max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
     combiner = _check_combiner(combiner, weights, table)
 
-    def reduce(ids: Any, segments: Segments | None) -> jax.Array:
+    def reduce(ids: Any, segments: Segments | None, skip: Any = None) -> jax.Array:
         w = None if weights is None else _as_weights(weights, ids, table.dtype)
-        skip = lookup.padding_mask(_CALL, ids, padding_id)
         ids = _arguments.as_ids(_CALL, ids, table.shape[0])
         if segments is not None:
             skip = ~segments.inside if skip is None else skip | ~segments.inside
@@ -167,23 +166,33 @@ def embedding_bag(
                 "pass embedding_bag(table, st.values), which has one bag per inner "
                 "segment.",
             )
-    else:
-        if isinstance(ids, (list, tuple)):
-            lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
-            if len(lengths) > 1:
-                raise _arguments.wrong_type(
-                    _CALL,
-                    "ids",
-                    "an array",
-                    "lists of different lengths",
-                    "Convert them: embedding_bag(table, "
-                    "SegmentTensor.from_lists(ids)).",
-                )
-        ids = _arguments.as_integers(_CALL, ids)
+    elif isinstance(ids, (list, tuple)):
+        lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
+        if len(lengths) > 1:
+            raise _arguments.wrong_type(
+                _CALL,
+                "ids",
+                "an array",
+                "lists of different lengths",
+                "Convert them: embedding_bag(table, SegmentTensor.from_lists(ids)).",
+            )
+    given = ids.values if isinstance(ids, SegmentTensor) else ids
+    given = _arguments.as_integers(_CALL, given)
+    padding = lookup.padding_mask(_CALL, given, padding_id)
+    masks = [] if padding is None else [padding]
+    if not isinstance(ids, SegmentTensor):
+        ids = _arguments.saturate(given)
         if segment_ids is None or ids.ndim != 1:
-            return _padded(ids, segment_ids, num_segments, table, reduce)
+            return _padded(ids, masks, segment_ids, num_segments, table, reduce)
     return over_segments(
-        _CALL, ids, segment_ids, num_segments, indices_are_sorted, reduce, name="ids"
+        _CALL,
+        ids,
+        segment_ids,
+        num_segments,
+        indices_are_sorted,
+        reduce,
+        *masks,
+        name="ids",
     )
 
 
@@ -215,7 +224,7 @@ class _Bags:
         return self.segments.sum(x)
 
 
-def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
+def _padded(ids, masks, segment_ids, num_segments, table, reduce) -> jax.Array:
     """Returns `reduce` of padded ids, one bag per row."""
     for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
         if given is not None and ids.ndim > 1:
@@ -230,7 +239,8 @@ def _padded(ids, segment_ids, num_segments, table, reduce) -> jax.Array:
             "Pass segment_ids and num_segments, a SegmentTensor, or ids padded to "
             "[B, L], one bag per row."
         )
-    out = reduce(indexing.merge_axes(ids, ids.ndim - 1), None)
+    flat = lambda x: indexing.merge_axes(x, ids.ndim - 1)
+    out = reduce(flat(ids), None, *map(flat, masks))
     lead = ids.shape if out.ndim > table.ndim else ids.shape[:-1]
     return out.reshape(*lead, *table.shape[1:])
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import (
     RowTable,
@@ -65,9 +65,8 @@ def lookup(
         fill value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1. (If a
         SelectedRows does not store that row, the result is as with `"fill"`.)
         `"zero"`: zeros. `"raise"` or `"error"`, two words for one mode: raises through
-        `jax.experimental.checkify`, immediately outside of `jit`. Inside `jit`,
-        functionalize with `checkify.checkify`; otherwise JAX raises its own error. The
-        result is as with `"fill"`.
+        `jax.experimental.checkify`, immediately outside of `jit`. A jitted function
+        must go through `checkify.checkify`. The result is as with `"fill"`.
       padding_id: int, an id that reads zeros and gets no gradient in any mode. It can
         be any int (-1, V, the id of a row) and is compared with `ids` before any
         conversion.
@@ -84,7 +83,7 @@ def lookup(
         not a static int, `max_norm` is not a static number, or `max_norm` is passed
         with a table that is not floating point.
       ValueError: `table` is a scalar, `mode` is unknown, or `max_norm` is not
-        positive.
+        positive; or a program with mode `"raise"` is compiled without `checkify`.
       checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside of
         `jit`.
 
@@ -258,8 +257,14 @@ def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
             "{first} and the table has {height} rows. Correct the ids, pass a "
             "padding_id, or use another mode."
         )
-    checkify.check(
+    ok = _compat.needs_checkify(
         ~jnp.any(bad),
+        f"{call}: inside jit, scan and the like, mode='raise' needs "
+        "jax.experimental.checkify: error, out = jax.jit(checkify.checkify(f))(...), "
+        "then error.throw(). Or use another mode.",
+    )
+    checkify.check(
+        ok,
         message,
         bad=jnp.sum(bad, dtype=jnp.int32),
         total=np.array(ids.size, _arguments.index_dtype(ids.size)),

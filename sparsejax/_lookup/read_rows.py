@@ -30,7 +30,8 @@ def read_rows(
     Returns:
       `[n, ...]`, of the table's dtype.
     """
-    table, ids = jnp.asarray(table), jnp.asarray(ids)
+    table = jnp.asarray(table)
+    ids = _arguments.as_ids("read_rows", ids, table.shape[0])
     # If the types of these arrays have a mesh, XLA's gather propagates it.
     if _compat.has_mesh(table) or _compat.has_mesh(ids):
         return xla.read_rows(table, ids, fill=fill)

@@ -20,7 +20,8 @@ MUTED = "opacity:0.65"
 
 def rows(x: Any) -> str:
     """Returns HTML for a SelectedRows: a strip of row positions, and the first rows."""
-    if not (_arguments.is_concrete(x.rows) and _arguments.is_concrete(x.values)):
+    concrete = _arguments.is_concrete(x.rows) and _arguments.is_concrete(x.values)
+    if not concrete or x.rows.ndim > 1:
         return text(repr(x))
     ids = np.asarray(x.rows)
     filled = (ids >= 0) & (ids < x.height)

@@ -5,6 +5,11 @@ bits. Codes of 4 and 2 bits are packed, the first code in the lowest bits of a b
 padded with zeros to whole bytes. Rows are dequantized when they are read, so no program
 holds the table as floats unless it calls `dequantize`.
 
+`jax.tree.map(lambda a, b: (a + b) / 2, table1, table2)` must not average codes. So a
+table shows its scales and biases to trees as an array that JAX moves but does not
+compute with (see `row_ids.seal_pairs`). Codes stay plain bytes: a function of all
+leaves is refused at the other leaf.
+
 The results are equal to those of Caffe2 and FBGEMM, bit for bit: the search for a
 range, the operations that round, and the scale (0 or 1) of a row of equal numbers.
 """
@@ -15,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +29,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments
-from sparsejax._arguments import ArrayLike, KeyLike
-from sparsejax._rows import indexing, merge
+from sparsejax._arguments import ArrayLike, KeyLike, Scalar
+from sparsejax._rows import indexing, merge, row_ids
 from sparsejax._rows.selected_rows import SelectedRows
 
 
@@ -43,7 +48,7 @@ _FLOAT32 = 2.0**-24
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class QuantizedTable:
     """A table with 8, 4 or 2 bits per number, and a scale and a bias for each row.
 
@@ -56,14 +61,19 @@ class QuantizedTable:
     - `shape`, `ndim`, `dtype`: of the represented array; `nbytes`: the stored size.
     - `codes`, `scale`, `bias`, `bits`, `scale_dtype`: its parts.
     - `get(ids)`: rows by id; `pull(ids)`: the same as a SelectedRows, for training.
-    - `dequantize()`: the whole array.
+    - `dequantize()`: the whole array; `requantize(array)`: the inverse, in the same
+      form.
+    - `average(other, weight)`: the weighted mean of two tables.
     - `astype(dtype)`: changes the dtype of reads.
     - `unpack()`: the same numbers with one code per byte, which is faster to read.
     - `to_fused()`, `from_fused(...)`: to and from one array of bytes.
 
-    A pytree with two leaves, integers and scales. It has no gradient: pass it to a
-    function as an argument that is not differentiated. Training in 8 bits
-    differentiates the rows that are read: see `pull` and `sparsejax.optim.rounding`.
+    A pytree with two leaves, codes and scales. Arithmetic through a tree
+    (`jax.tree.map`, `optax.incremental_update`, `optax.global_norm`) raises an error;
+    moving the leaves works. The attributes `scale_bias`, `scale` and `bias` are plain
+    arrays. It has no gradient: pass it to a function as an argument that is not
+    differentiated. Training in 8 bits differentiates the rows that are read: see
+    `pull` and `sparsejax.optim.rounding`.
 
     Args:
       codes: uint8 `[V, bytes]`, the codes of a row, packed.
@@ -89,13 +99,27 @@ class QuantizedTable:
     """
 
     codes: jax.Array
-    scale_bias: jax.Array
+    _pairs: Any  # a leaf of `row_ids.seal_pairs`, or what a tree was rebuilt with
     bits: int
     row_shape: tuple[int, ...]
     dtype: np.dtype
 
     # `array + table` must not become NumPy's loop over objects.
     __array_ufunc__ = None
+
+    def __init__(
+        self,
+        codes: jax.Array,
+        scale_bias: jax.Array,
+        bits: int,
+        row_shape: tuple[int, ...],
+        dtype: np.dtype,
+    ):
+        # Sealed at once: a leaf that is made at each call of a function would be a
+        # copy of all scales.
+        pairs = row_ids.seal_pairs(scale_bias)
+        vars(self).update(codes=codes, _pairs=pairs, bits=bits)
+        vars(self).update(row_shape=row_shape, dtype=dtype)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The children with their keys."""
@@ -106,7 +130,7 @@ class QuantizedTable:
     def tree_flatten(self) -> tuple[Any, Any]:
         """The children; the static part can be JSON, for exports."""
         static = self.bits, self.row_shape, jnp.dtype(self.dtype).name
-        return (self.codes, self.scale_bias), static
+        return (self.codes, self._pairs), static
 
     @classmethod
     def tree_unflatten(
@@ -114,8 +138,21 @@ class QuantizedTable:
     ) -> QuantizedTable:
         """Rebuilds without checks: children may be anything JAX puts there."""
         bits, row_shape, dtype = static
-        codes, scale_bias = children
-        return cls(codes, scale_bias, bits, row_shape, jnp.dtype(dtype))
+        codes, pairs = children
+        self = object.__new__(cls)
+        pairs = row_ids.pairs_from_words(pairs)
+        vars(self).update(codes=codes, _pairs=pairs, bits=bits)
+        vars(self).update(row_shape=row_shape, dtype=jnp.dtype(dtype))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For pickle and copy. Plain scales do not depend on JAX's keys.
+        state = {**vars(self), "scale_bias": self.scale_bias}
+        del state["_pairs"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,6 +163,11 @@ class QuantizedTable:
     def ndim(self) -> int:
         """Rank of the array that the table represents."""
         return len(self.shape)
+
+    @property
+    def scale_bias(self) -> jax.Array:
+        """The scale and the bias of each row, `[V, 2]`."""
+        return row_ids.unseal_pairs(self._pairs)
 
     @property
     def scale(self) -> jax.Array:
@@ -140,16 +182,16 @@ class QuantizedTable:
     @property
     def scale_dtype(self) -> Any:
         """The dtype of scales and biases."""
-        return self.scale_bias.dtype
+        return row_ids.dtype_of_pairs(self._pairs)
 
     @property
     def nbytes(self) -> int:
         """Size in bytes of codes, scales and biases."""
-        pair = math.prod(self.scale_bias.shape) * self.scale_dtype.itemsize
-        return math.prod(self.codes.shape) + pair
+        pairs = 2 * math.prod(self.codes.shape[:-1]) * self.scale_dtype.itemsize
+        return math.prod(self.codes.shape) + pairs
 
     def __repr__(self) -> str:
-        leaves = self.codes, self.scale_bias
+        leaves = self.codes, row_ids.unseal_pairs(self._pairs)
         if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
             codes, pair = map(_arguments.show_spec, leaves)  # in a tree of something
             return f"QuantizedTable(codes={codes}, scale_bias={pair})"
@@ -167,6 +209,24 @@ class QuantizedTable:
         )
 
     # -- reading -----------------------------------------------------------------
+
+    def __getitem__(self, ids: ArrayLike) -> jax.Array:
+        """Rows by id as `dequantize()[ids]` reads them; see `get` for other ids."""
+        way_out = "Use sparsejax.lookup(table, ids), .get(ids), or .dequantize()."
+        call = "QuantizedTable[ids]"
+        return read(self, _arguments.as_indices(call, ids, self.shape[0], way_out), 0)
+
+    # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
+    __iter__ = None
+    __contains__ = None
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "QuantizedTable @ array: use sparsejax.lookup(table, ids) @ w for the rows "
+            "that are read, or .dequantize() for the whole array."
+        )
+
+    __rmatmul__ = __matmul__
 
     def get(self, ids: ArrayLike) -> jax.Array:
         """Rows by id; zeros for an id out of range, as `SelectedRows.get`.
@@ -229,6 +289,99 @@ class QuantizedTable:
         """
         return _dequantize(self, self.codes, self.scale_bias)
 
+    def requantize(self, array: ArrayLike, key: KeyLike | None = None) -> Self:
+        """Quantizes other rows in the form of this table: the inverse of `dequantize`.
+
+        The form is `bits`, `scale_dtype`, and the `dtype` of reads. Every row gets the
+        range of its numbers, as in `sparsejax.quantize`.
+
+        Args:
+          array: floats of the shape of the table.
+          key: a PRNG key or an int, to round up or down at random.
+
+        Returns:
+          QuantizedTable.
+
+        Raises:
+          TypeError, ValueError: as for `sparsejax.quantize`; or `array` has another
+            shape.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> table = sj.quantize(jnp.array([[1.0, 2.0]]))
+          >>> table.requantize(2 * table.dequantize()).dequantize()
+          Array([[2., 4.]], dtype=float32)
+        """
+        return self._requantize("QuantizedTable.requantize", array, key)
+
+    def average(
+        self,
+        other: QuantizedTable | ArrayLike,
+        weight: Scalar = 0.5,
+        key: KeyLike | None = None,
+    ) -> Self:
+        """The weighted mean with another table, in the form of this one.
+
+          (1 - weight) * self + weight * other
+
+        It is computed in floats and quantized again, so it makes the whole arrays of
+        floats. A moving average with a small `weight` needs a key: rounded to the
+        nearest code, most numbers would not move.
+
+        Args:
+          other: a QuantizedTable in any form, or an array, of the shape of the table.
+          weight: scalar, of `other`.
+          key: a PRNG key or an int, to round up or down at random.
+
+        Returns:
+          QuantizedTable.
+
+        Raises:
+          TypeError, ValueError: as for `requantize`.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> a, b = (sj.quantize(x * jnp.array([[1.0, 2.0]])) for x in (1, 3))
+          >>> a.average(b).dequantize()
+          Array([[2., 4.]], dtype=float32)
+
+        References:
+          `optax.incremental_update`.
+        """
+        call, mine = "QuantizedTable.average", self.dequantize()
+        theirs = other.dequantize() if is_quantized(other) else other
+        theirs = self._check_like(call, "other", theirs)
+        wide = indexing.accumulator_dtype(indexing.promote(mine.dtype, theirs.dtype))
+        weight = _arguments.to_array(call, weight, "weight", "a number").astype(wide)
+        if weight.ndim:
+            found = _arguments.kind_of(weight)
+            raise _arguments.wrong(call, "weight", "a scalar", found)
+        mean = (1 - weight) * mine.astype(wide) + weight * theirs.astype(wide)
+        return self._requantize(call, mean, key)
+
+    def _requantize(self, call: str, array: Any, key: Any) -> Self:
+        array = self._check_like(call, "array", array)
+        # A stack of tables is quantized as one table.
+        rows = array.reshape(math.prod(self.codes.shape[:-1]), *self.row_shape)
+        new = quantize(rows, self.bits, scale_dtype=self.scale_dtype, key=key)
+        old, treedef = jax.tree.flatten(self)
+        return treedef.unflatten(
+            x.reshape(like.shape) for x, like in zip(jax.tree.leaves(new), old)
+        )
+
+    def _check_like(self, call: str, name: str, x: Any) -> jax.Array:
+        """Returns `x` as an array of floats of the table's shape, or raises."""
+        x = _arguments.as_floats(call, x, name)
+        if x.shape != self.shape:
+            raise _arguments.wrong(
+                call,
+                name,
+                f"of the shape of the table, {self.shape}",
+                _arguments.kind_of(x),
+                "Use sparsejax.quantize for a table of another shape.",
+            )
+        return x
+
     # -- other forms -------------------------------------------------------------
 
     def astype(self, dtype: DTypeLike) -> QuantizedTable:
@@ -240,7 +393,7 @@ class QuantizedTable:
           Array([1, 1], dtype=bfloat16)
         """
         kind = _float_dtype("QuantizedTable.astype", "dtype", dtype)
-        return dataclasses.replace(self, dtype=kind)
+        return QuantizedTable(self.codes, self._pairs, self.bits, self.row_shape, kind)
 
     def unpack(self) -> QuantizedTable:
         """The same numbers in codes of 8 bits, with float32 scales and biases.
@@ -405,7 +558,8 @@ def read(table: QuantizedTable, ids: jax.Array, fill: float) -> jax.Array:
         return jnp.full((*ids.shape, *table.row_shape), fill, table.dtype)
     # Scale and bias of an id out of range are `fill`, 0 or NaN, so its row is `fill`
     # whatever its codes are.
-    return _dequantize(table, read_codes(table, ids), scales(table, ids, fill))
+    pairs = read_pairs(table, ids, fill)
+    return _dequantize(table, read_codes(table, ids), pairs)
 
 
 def read_codes(table: QuantizedTable, ids: jax.Array) -> jax.Array:
@@ -414,23 +568,26 @@ def read_codes(table: QuantizedTable, ids: jax.Array) -> jax.Array:
     return codes.at[ids].get(mode="clip", wrap_negative_indices=False)
 
 
-def read_pairs(table: QuantizedTable, ids: jax.Array) -> jax.Array:
-    """Reads scale and bias by id, `[*ids.shape, 2]`; ids out of range are clipped."""
-    pair = jnp.asarray(table.scale_bias)
-    return pair.at[ids].get(mode="clip", wrap_negative_indices=False)
+def read_pairs(table: QuantizedTable, ids: jax.Array, fill: Any = None) -> jax.Array:
+    """Reads scale and bias by id, `[*ids.shape, 2]`.
 
-
-def scales(table: QuantizedTable, ids: jax.Array, fill: float = 0.0) -> jax.Array:
-    """Reads scale and bias by id, float32 `[*ids.shape, 2]`; `fill` out of range."""
-    pair = jnp.asarray(table.scale_bias)
-    pair = pair.at[ids].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
-    return pair.astype(jnp.float32)
+    Ids out of range are clipped, or read `fill`.
+    """
+    words, how = row_ids.words_of_leaf(row_ids.seal_pairs(table._pairs)), {}
+    if fill is not None:  # words of both dtypes that are two or one times this number
+        pair = np.full(4 // table.scale_dtype.itemsize, fill, table.scale_dtype)
+        how = dict(fill_value=pair.view(np.uint32)[0])
+    words = words.at[ids].get(
+        mode="fill" if how else "clip", wrap_negative_indices=False, **how
+    )
+    return row_ids.pairs_of_words(words)
 
 
 def _dequantize(table: QuantizedTable, packed: jax.Array, pair: jax.Array) -> jax.Array:
     """Dequantizes packed codes with their scales and biases."""
-    pair = pair.astype(jnp.float32)[..., None, None]
-    x = planes(packed, table.bits).astype(jnp.float32)
+    wide = indexing.accumulator_dtype(table.dtype)
+    pair = pair.astype(wide)[..., None, None]
+    x = planes(packed, table.bits).astype(wide)
     x = x * pair[..., 0, :, :] + pair[..., 1, :, :]
     x = join_planes(x, math.prod(table.row_shape))
     return x.reshape(*packed.shape[:-1], *table.row_shape).astype(table.dtype)

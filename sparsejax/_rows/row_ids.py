@@ -21,6 +21,8 @@ Sharp edges:
 - On jax 0.7.2 `jnp.take(leaf, ...)` is refused. Index the leaf.
 - `jax.lax.all_gather` of the leaf needs `tiled=True`.
 - Host callbacks receive the words, which `from_words` recognizes.
+
+The scales and biases of a QuantizedTable are such a leaf too, see `seal_pairs`.
 """
 
 import contextlib
@@ -51,7 +53,7 @@ def seal(ids: Any, row_ndim: int) -> Any:
     dtype, wrap = _OPAQUE[ids.dtype]
     if isinstance(ids, jax.Array):
         with _computing(ids, ids.dtype):
-            return wrap(_to_words(ids, row_ndim))
+            return _wrapped(ids, row_ndim, wrap)
     if isinstance(ids, jax.ShapeDtypeStruct):
         shape = (*ids.shape, *(1,) * row_ndim)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=ids.sharding)
@@ -131,13 +133,14 @@ def _computing(ids: Any, ints: np.dtype):
 # All of it cancels where words are made and read in one program.
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=1)
-def _to_words(ids: jax.Array, row_ndim: int) -> jax.Array:
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _wrapped(ids: jax.Array, row_ndim: int, wrap: Any) -> jax.Array:
     if ids.dtype.itemsize < 4:
         ids = ids.astype(_widened(ids.dtype))
     words = lax.bitcast_convert_type(~(ids + np.ones((), ids.dtype)), np.uint32)
     axes = row_ndim + (words.ndim == ids.ndim)  # 64 bits are two words already
-    return lax.expand_dims(words, range(ids.ndim, ids.ndim + axes))
+    # Outside of `jit`, `wrap` would keep the sharding of the words, whose rank is more.
+    return wrap(lax.expand_dims(words, range(ids.ndim, ids.ndim + axes)))
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
@@ -162,7 +165,8 @@ def _label(ints: np.dtype) -> str:
     """Returns the name of the dtype. JAX's errors show it, so it names the ways out."""
     return (
         f"row_ids[{ints}] of a SelectedRows; use g1 + g2, g.map(f), "
-        "sparsejax.parallel.psum, sparsejax.optim.global_norm, sparsejax.optim.lazy(tx)"
+        "sparsejax.parallel.psum, sparsejax.optim.global_norm, "
+        "sparsejax.optim.lazy(optax.chain(...))"
     )
 
 
@@ -179,3 +183,108 @@ _OPAQUE = {
     for number, ints in enumerate(map(np.dtype, "bhilBHIL"), start=100)
 }
 _INTEGERS = {dtype: ints for ints, (dtype, _) in _OPAQUE.items()}
+
+
+# ------------------------------------------------------------------ pairs
+
+# The scale and bias of a row are one element of the leaf `[V, 1]`, and one or two
+# words: float16 pairs take no more memory than before. The last axis is there so that
+# a sharding of a matrix fits.
+
+
+def seal_pairs(pairs: Any) -> Any:
+    """Returns pairs of floats `[..., 2]` as a leaf `[..., 1]`; others pass through."""
+    floats: Any = getattr(pairs, "dtype", None)
+    if floats not in _OPAQUE_PAIRS:
+        return pairs
+    if isinstance(pairs, np.ndarray):
+        pairs = jnp.asarray(pairs)
+    if isinstance(pairs, jax.Array):
+        with _computing(pairs, floats):
+            return seal_words(words_of_pairs(pairs))
+    if isinstance(pairs, jax.ShapeDtypeStruct):
+        shape, (dtype, _) = (*pairs.shape[:-1], 1), _OPAQUE_PAIRS[floats]
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=pairs.sharding)
+    return pairs
+
+
+def unseal_pairs(leaf: Any) -> Any:
+    """Returns the floats of a leaf of `seal_pairs`; anything else passes through."""
+    floats = _FLOATS.get(getattr(leaf, "dtype", None))
+    if floats is None:
+        return leaf
+    if isinstance(leaf, jax.Array):
+        with _computing(leaf, floats):
+            return pairs_of_words(words_of_leaf(leaf))
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        shape = (*leaf.shape[:-1], 2)
+        return jax.ShapeDtypeStruct(shape, floats, sharding=leaf.sharding)
+    return leaf
+
+
+def pairs_from_words(leaf: Any) -> Any:
+    """Returns the floats if `leaf` holds the words of a leaf, see `from_words`."""
+    is_words = isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype == np.uint32
+    if not is_words or isinstance(leaf, Tracer):
+        return leaf
+    floats = _FLOATS_OF_WORDS[leaf.shape[-1]]
+    return np.ascontiguousarray(np.asarray(leaf)).view(floats)[..., 0, :]
+
+
+def is_sealed_pairs(x: Any) -> bool:
+    """Returns True if `x` is a leaf that `seal_pairs` made."""
+    return getattr(x, "dtype", None) in _FLOATS
+
+
+def dtype_of_pairs(leaf: Any) -> Any:
+    """Returns the dtype of the floats of a leaf of `seal_pairs`, or its own dtype."""
+    return _FLOATS.get(leaf.dtype, leaf.dtype)
+
+
+def words_of_leaf(leaf: Any) -> jax.Array:
+    """Returns the words of a leaf of `seal_pairs`, uint32 `[..., 1 or 2]`.
+
+    Code that reads or writes some rows works on the words: a compiled program then has
+    no other array of the height of the table.
+    """
+    return lax.squeeze(jax.random.key_data(leaf), [leaf.ndim - 1])
+
+
+def seal_words(words: jax.Array) -> Any:
+    """The inverse of `words_of_leaf`."""
+    _, wrap = _OPAQUE_PAIRS[_FLOATS_OF_WORDS[words.shape[-1]]]
+    return wrap(lax.expand_dims(words, [words.ndim - 1]))
+
+
+@functools.partial(jax.jit, inline=True)
+def words_of_pairs(pairs: jax.Array) -> jax.Array:
+    """The inverse of `pairs_of_words`."""
+    if pairs.dtype.itemsize == 4:
+        return lax.bitcast_convert_type(pairs, np.uint32)
+    halves = lax.bitcast_convert_type(pairs, np.uint16).astype(np.uint32)
+    return halves[..., :1] | (halves[..., 1:] << np.uint32(16))
+
+
+@functools.partial(jax.jit, inline=True)
+def pairs_of_words(words: jax.Array) -> jax.Array:
+    """Returns the pairs of floats `[..., 2]` of words `[..., 1 or 2]`."""
+    if words.shape[-1] == 1:
+        # A bitcast of one word to two halves cannot be exported for any size of batch.
+        shifts = np.array([0, 16], np.uint32).reshape((1,) * (words.ndim - 1) + (2,))
+        words = lax.shift_right_logical(*jnp.broadcast_arrays(words, shifts))
+        return lax.bitcast_convert_type(words.astype(np.uint16), np.float16)
+    return lax.bitcast_convert_type(words, np.float32)
+
+
+_OPAQUE_PAIRS = {
+    floats: _compat.define_opaque(
+        f"sparsejax.scale_bias[{floats}]",
+        f"scale_bias[{floats}] of a QuantizedTable; use table.average(other), "
+        "table.dequantize(), table.requantize(array)",
+        words=floats.itemsize // 2,
+        number=number,
+    )
+    for number, floats in enumerate(map(np.dtype, "fe"), start=110)
+}
+_FLOATS = {dtype: floats for floats, (dtype, _) in _OPAQUE_PAIRS.items()}
+_FLOATS_OF_WORDS = {floats.itemsize // 2: floats for floats in _OPAQUE_PAIRS}

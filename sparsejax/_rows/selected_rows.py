@@ -60,9 +60,25 @@ _WAYS_OUT = (
 Rows = TypeVar("Rows", bound="SelectedRows")
 
 
+class _InErrors(type):
+    """The metaclass of SelectedRows: errors of JAX that name its type say what to do.
+
+    They are raised between the parts of a chain, so no function of ours can. JAX
+    formats the type. Its `repr` is as usual.
+    """
+
+    def __format__(cls, spec: str) -> str:
+        return (
+            f"{cls!r}, the rows of a gradient or an update of a table (in an optimizer "
+            "write sparsejax.optim.lazy(optax.chain(...)), with all transformations of "
+            "optax inside of lazy, and sparsejax.optim.accumulate(lazy(tx), k, "
+            "capacity) instead of optax.MultiSteps)"
+        )
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows:
+class SelectedRows(metaclass=_InErrors):
     """Rows of a `[height, ...]` array, by id.
 
     Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
@@ -72,7 +88,7 @@ class SelectedRows:
 
     - `to_dense()`, `from_dense(x)`: convert to and from an array.
     - `coalesce()`: merges duplicates; ids ascend.
-    - `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
+    - `g[ids]`, `get(ids)`, `find(ids)`, `retain(ids)`: rows by id.
     - `map(f)`, `astype(dtype)`: change only the values.
     - `a + b`, `a - b` (with an array, the result is an array), `a * 2`, `a / 2`,
       `a * b`.
@@ -225,6 +241,7 @@ class SelectedRows:
     @property
     def row_shape(self) -> tuple[int, ...]:
         """The leading axes of the dense array: `(height,)`, or (K, V) for a stack."""
+        self._check_no_batch()
         return (*self.stack, self.height // math.prod(self.stack))
 
     @property
@@ -235,16 +252,30 @@ class SelectedRows:
     @property
     def ndim(self) -> int:
         """Rank of the dense array."""
+        self._check_no_batch()
         return len(self.stack) + len(self.values.shape)
 
     @property
     def capacity(self) -> int:
         """Number of slots, filled or empty; static."""
+        self._check_no_batch()
         return self.values.shape[0]
 
     def num_rows(self) -> jax.Array:
         """Number of filled slots, each duplicate included, as an int32 scalar."""
-        return jnp.sum(self.filled(), dtype=jnp.int32)
+        return jnp.sum(self.filled(), axis=-1, dtype=jnp.int32)
+
+    def _check_no_batch(self) -> None:
+        """Raises a ValueError for a batch, which has more than one axis of slots."""
+        if len(self.values.shape) - self._row_ndim > 1:
+            raise ValueError(
+                "SelectedRows: this is a batch of them, as jax.vmap and jax.lax.scan "
+                f"return, with rows {_arguments.show_spec(self.rows)} and values "
+                f"{_arguments.show_spec(self.values)}. Use jax.vmap(f)(batch), take "
+                "one by jax.tree.map(lambda x: x[0], batch), or sum them: "
+                "SelectedRows(batch.rows.ravel(), jnp.concatenate(batch.values), "
+                "batch.height)."
+            )
 
     def __repr__(self) -> str:
         ids, values = self._ids, _arguments.show_spec(self.values)
@@ -322,6 +353,7 @@ class SelectedRows:
           >>> sj.SelectedRows(jnp.array([1, 1]), jnp.array([2.0, 3.0]), 3).to_dense()
           Array([0., 5., 0.], dtype=float32)
         """
+        self._check_no_batch()
         shape = (self.height, *self.values.shape[1:])
         zeros = jnp.zeros(shape, indexing.accumulator_dtype(self.dtype))
         values = self.values.astype(zeros.dtype)
@@ -337,6 +369,22 @@ class SelectedRows:
         )
 
     # -- rows --------------------------------------------------------------------
+
+    def __getitem__(self, ids: ArrayLike) -> jax.Array:
+        """Rows by id as `to_dense()[ids]` reads them; see `get` for other ids."""
+        call = "SelectedRows[ids]"
+        way_out = "Use .get(ids), .rows and .values, or .to_dense()."
+        if self.stack:
+            raise TypeError(
+                f"{call}: rows of a stack of tables, of shape {self.shape}, have the "
+                "ids k * V + v. Use .get(ids), or .to_dense()."
+            )
+        ids = _arguments.as_indices(call, ids, self.height, way_out)
+        return self._find(call, ids)[0]
+
+    # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
+    __iter__ = None
+    __contains__ = None
 
     @overload
     def coalesce(self, capacity: int | None = None) -> SelectedRows: ...
@@ -448,6 +496,7 @@ class SelectedRows:
         References:
           MXNet, `sparse.retain`.
         """
+        self._check_no_batch()
         ids = _arguments.as_ids("SelectedRows.retain", ids, self.height).reshape(-1)
         rows = self.rows
         _, keep = merge.find_slots(jnp.sort(ids), rows, self.height)
@@ -502,6 +551,7 @@ class SelectedRows:
           >>> g.shape, g.unstacked().shape
           ((3, 4, 2), (12, 2))
         """
+        self._check_no_batch()
         if not self.stack:
             return self
         return SelectedRows(self.rows, self.values, self.height)
@@ -524,6 +574,13 @@ class SelectedRows:
         if not _is_arraylike(other):
             return NotImplemented
         if np.ndim(other):
+            if row_ids.is_sealed_pairs(other) and _arguments.is_concrete(other):
+                raise TypeError(
+                    "SelectedRows + scale_bias of a QuantizedTable: outside of jit "
+                    "JAX does not convert the sum as optax.apply_updates wants it. "
+                    "Call jax.jit(optax.apply_updates)(params, updates), or jit the "
+                    "whole step."
+                )
             known = known_sum(self, other)
             return _add_to_array(other, self) if known is None else known
         if isinstance(other, (int, float)) and other == 0:
@@ -583,6 +640,18 @@ class SelectedRows:
         if not _is_arraylike(other):
             return NotImplemented
         return self.map(lambda v: _scale(operator.truediv, "/", v, other))
+
+    def __matmul__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "SelectedRows @ array: use .map(lambda v: v @ w) for the product of the "
+            "stored rows, or .to_dense()."
+        )
+
+    def __rmatmul__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "array @ SelectedRows: the product sums over all rows of the dense array. "
+            "Use .to_dense()."
+        )
 
     def __pow__(self, other: Any) -> NoReturn:
         raise TypeError(
@@ -824,6 +893,9 @@ def _scale(op, symbol: str, values: jax.Array, by: Any) -> jax.Array:
 
 def _add_to_array(array: Any, rows: Any) -> jax.Array:
     """Scatter-adds in the array's dtype, as `array.at[...].add` does."""
+    if row_ids.is_sealed_pairs(array):
+        words = row_ids.words_of_leaf(array)  # see `optim.rounding`
+        return row_ids.seal_words(_add_to_array(words, rows))
     array = jnp.asarray(array)
     if array.shape != rows.shape:
         raise ValueError(

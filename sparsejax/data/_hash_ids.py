@@ -7,6 +7,7 @@ as a matrix of bytes.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,17 +56,22 @@ class HashIds:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for size in np.atleast_1d(np.asarray(self.num_buckets, object)):
-            whole = isinstance(size, (int, np.integer))
-            if not whole or not 2 <= size <= np.iinfo(np.int32).max:
-                raise _arguments.wrong(
-                    "sparsejax.data.HashIds",
-                    "num_buckets",
-                    "an int from 2 to 2147483647, or one for each column",
-                    repr(self.num_buckets),
-                    "Id 0 is for missing words, and ids are int32.",
-                )
-        _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
+        several = np.ndim(self.num_buckets) > 0
+        given: Any = self.num_buckets if several else (self.num_buckets,)
+        try:
+            sizes = tuple(map(operator.index, given))
+        except TypeError:
+            sizes = (0,)
+        if not all(2 <= size <= np.iinfo(np.int32).max for size in sizes):
+            raise _arguments.wrong(
+                "sparsejax.data.HashIds",
+                "num_buckets",
+                "an int from 2 to 2147483647, or one for each column",
+                repr(self.num_buckets),
+                "Id 0 is for missing words, and ids are int32.",
+            )
+        seed = _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
+        vars(self).update(num_buckets=sizes if several else sizes[0], seed=seed)
 
     def sizes(self, num_columns: int) -> list[int]:
         """Returns the number of ids of each column, the rows of its table.
@@ -76,9 +82,9 @@ class HashIds:
         Raises:
           ValueError: `num_buckets` is a list of another length.
         """
-        if isinstance(self.num_buckets, (int, np.integer)):
-            return [int(self.num_buckets)] * num_columns
-        found = [int(size) for size in self.num_buckets]
+        if isinstance(self.num_buckets, int):
+            return [self.num_buckets] * num_columns
+        found = list(self.num_buckets)
         if len(found) != num_columns:
             raise ValueError(
                 f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, but "
@@ -107,7 +113,7 @@ class HashIds:
             hint=" HashIds has no names of columns: pass the position.",
         )
         sizes = self.num_buckets
-        if not isinstance(sizes, (int, np.integer)) and column >= len(sizes):
+        if not isinstance(sizes, int) and column >= len(sizes):
             raise IndexError(
                 f"{call}: column {column} is out of range for {len(sizes)} columns."
             )
@@ -115,9 +121,9 @@ class HashIds:
 
     def _ids_of(self, column: int, words: _arrow.Column) -> np.ndarray:
         sizes = self.num_buckets
-        size = sizes if isinstance(sizes, (int, np.integer)) else sizes[column]
+        size = sizes if isinstance(sizes, int) else sizes[column]
         salt = _mix_int(_mix_int(self.seed + 1) + column)
-        return _hash(words.words, salt, int(size))[words.rows]
+        return _hash(words.words, salt, size)[words.rows]
 
 
 # ------------------------------------------------------------------ private

@@ -376,8 +376,8 @@ class Vocabulary:
             id 0 is an error by default.
 
         Returns:
-          An array of the shape of `ids`, of `str` or int64 (uint64 for words that int64
-          cannot hold).
+          An array of the shape of `ids`, of `str` or int64. For words that int64 cannot
+          hold it is uint64, or Python ints (dtype object) if uint64 cannot either.
 
         Raises:
           IndexError: an id is out of range.
@@ -394,11 +394,11 @@ class Vocabulary:
         call = "sparsejax.data.Vocabulary.decode"
         place = self._place("decode", column)
         is_integer = bool(self.integers) and bool(self.integers[place])
-        kind = int if is_integer else str
-        if missing is not None and not isinstance(missing, kind):
+        kinds = (int, np.integer) if is_integer else (str,)
+        if missing is not None and not isinstance(missing, kinds):
             raise TypeError(
-                f"{call}: missing must be {_arguments.kind_of(kind())}, like the words "
-                f"of the column, got {_arguments.show(missing)}."
+                f"{call}: missing must be {_arguments.kind_of(kinds[0]())}, like the "
+                f"words of the column, got {_arguments.show(missing)}."
             )
         ids = np.asarray(_arguments.as_integers(call, ids))
         size = len(self.words[place]) + 1
@@ -418,9 +418,11 @@ class Vocabulary:
         if is_integer:
             other = int(missing or 0)
             numbers = [int(word) if word else other for word in words.tolist()]
-            # Hashed ids may be above 2^63.
-            is_wide = max(numbers, default=0) > np.iinfo(np.int64).max
-            found = np.array(numbers, np.uint64 if is_wide else np.int64)
+            # Hashed ids may be above 2^63, next to negative ones.
+            lowest, highest = min(numbers, default=0), max(numbers, default=0)
+            limits = map(np.iinfo, (np.int64, np.uint64))
+            fits = (x.dtype for x in limits if x.min <= lowest and highest <= x.max)
+            found = np.array(numbers, next(fits, object))
         else:
             found = _arrow.decode(words)
             if missing:
@@ -673,14 +675,14 @@ def _per_group(
     groups: list[list[int]],
 ) -> list[Any]:
     """Returns for each group the value of an argument, an int or a dict by column."""
-    own = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    own = dict(given if isinstance(given, Mapping) else dict.fromkeys(names, given))
     for name, limit in own.items():
         if name not in names:
             raise ValueError(
                 f"{call}: {argument} must have only columns of {names}, got {name!r}."
             )
         if limit is not None or default is not None:
-            _arguments.static_int(call, argument, limit, 1)
+            own[name] = _arguments.static_int(call, argument, limit, 1)
     found = []
     for group in groups:
         limits = {own[names[k]] for k in group if names[k] in own}

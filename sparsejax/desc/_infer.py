@@ -13,6 +13,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.desc._var_desc import BARE, VarDesc, describe
 from sparsejax.transform import grad
+from sparsejax.transform.trace import check_fun
 
 
 class Inferred(NamedTuple):
@@ -103,10 +104,10 @@ def infer(
         return Inferred(outputs, [])
     found = _eval_shape(grad(fun, argnums, has_aux, tables=tables), specs)
     found = found[0] if has_aux else found
-    several = not isinstance(argnums, int)
-    positions = tuple(argnums) if several else (argnums,)
+    numbers = check_fun("sparsejax.desc.infer", fun, argnums, has_aux)
+    several = isinstance(numbers, tuple)
     gradients = []
-    for position, tree in zip(positions, found if several else (found,)):
+    for position, tree in zip(numbers, found) if several else [(numbers, found)]:
         # A leaf of a tree is named by its path, a bare array by its argument.
         prefix = _argument(fun, position) if several or hasattr(tree, "dtype") else ""
         gradients += describe(tree, lambda path, p=prefix: _join(p, path) + "@GRAD")

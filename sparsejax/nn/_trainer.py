@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,13 @@ class Trainer:
         self._run_step = jax.jit(step, donate_argnums=() if checked else (1, 2))
         forward = checkify.checkify(self._forward) if checked else self._forward
         self._run_forward = jax.jit(forward)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{_CALL}: a trainer cannot be copied or pickled, because its store has a "
+            "thread. Save trainer.store with its save(path), and trainer.params, "
+            "trainer.opt_state and trainer.steps with any tool."
+        )
 
     # -- training -----------------------------------------------------------------
 

@@ -1,14 +1,24 @@
 """`Layer(layer)`: a layer of `sparsejax.nn` as a module of flax.linen.
 
-For flax.nnx see `sparsejax.nn.nnx`.
+For flax.nnx see `sparsejax.nn.nnx`. Importing this module registers our types with
+`flax.serialization`, so that `to_bytes` and `from_bytes` accept them.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
-from flax import linen
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, serialization
 
+from sparsejax._index import HashIndex
+from sparsejax._rows import QuantizedTable, SelectedRows
+from sparsejax._segments import SegmentTensor
+from sparsejax.losses import NegativeSampler
+from sparsejax.nn._block import PulledTables
 from sparsejax.nn._layer import check_layer, init_for
+from sparsejax.nn._matrix import Elements
+from sparsejax.parallel import ShardedTable
 
 
 _CALL = "sparsejax.nn.flax.Layer"
@@ -60,3 +70,55 @@ class Layer(linen.Module):
 
     def _params(self) -> dict[str, Any]:
         return {name: self.get_variable("params", name) for name in self._names()}
+
+
+# ------------------------------------------------------------------ to_bytes
+
+
+def _to_state(tree: Any) -> dict[str, Any]:
+    """The leaves under their paths; row ids, which msgpack cannot hold, as words."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path): jax.random.key_data(x) if _is_opaque(x) else x
+        for path, x in found
+    }
+
+
+def _from_state(target: Any, state: dict[str, Any]) -> Any:
+    """A tree like `target` with the leaves of `state`."""
+    wanted = _to_state(target)
+    kinds = [{k: (np.shape(x), x.dtype) for k, x in t.items()} for t in (wanted, state)]
+    if kinds[0] != kinds[1]:
+        name = type(target).__name__
+        raise ValueError(
+            f"flax.serialization: the saved {name} has other leaves than the target. "
+            f"Saved: {kinds[1]}; target: {kinds[0]}. Make the target as the saved "
+            f"{name} was made."
+        )
+    leaves, treedef = jax.tree.flatten(target)
+    found = [state[name] for name in wanted]
+    return treedef.unflatten(
+        jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
+        if _is_opaque(like)
+        else x
+        for like, x in zip(leaves, found, strict=True)
+    )
+
+
+def _is_opaque(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _refuse(table: ShardedTable, *state: Any) -> NoReturn:
+    del state
+    raise TypeError(
+        f"flax.serialization: a ShardedTable of shape {table.shape} cannot be "
+        "serialized, because its rows are on several devices. Save it with "
+        "sparsejax.parallel.save, or serialize table.to_dense()."
+    )
+
+
+_TYPES = SelectedRows, SegmentTensor, QuantizedTable, HashIndex, NegativeSampler
+for _type in (*_TYPES, PulledTables, Elements):
+    serialization.register_serialization_state(_type, _to_state, _from_state)
+serialization.register_serialization_state(ShardedTable, _refuse, _refuse)

@@ -20,9 +20,9 @@ from sparsejax._rows import (
 )
 from sparsejax.optim._exact import catch_up
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import checks, state_leaves, state_sharding, trees
+from sparsejax.optim._lazy import callables, checks, state_leaves, state_sharding, trees
 from sparsejax.optim._optimizers.weight_decay import WeightDecayState
-from sparsejax.optim._wrappers.accumulate import AccumulateState
+from sparsejax.optim._wrappers.accumulate import AccumulateState, as_rows
 
 
 CALL = "sparsejax.optim.reset_rows"
@@ -88,12 +88,14 @@ def reset_rows(
     """
     checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
     state_sharding.check_not_sharded(CALL, params)
+    given = params, state
+    params, state, rows = map(trees.without_variables, (params, state, rows))
     leaves, treedef = trees.flatten(params)
-    given = trees.ids_by_leaf(CALL, "rows", params, rows)
-    ids = {i: _ids(params, leaves[i], i, x) for i, x in given.items()}
+    by_leaf = trees.ids_by_leaf(CALL, "rows", params, rows)
+    ids = {i: _ids(params, leaves[i], i, x) for i, x in by_leaf.items()}
     ids = {i: x for i, x in ids.items() if x.size}
     if not ids:
-        return params, state
+        return given
 
     fresh = {}
     for i, x in ids.items():
@@ -102,6 +104,7 @@ def reset_rows(
     # Tables of the new rows alone. What `init` makes of the others is not used.
     small = [fresh.get(i, leaf) for i, leaf in enumerate(leaves)]
     specs = tuple(map(trees.to_spec, leaves))
+    tx = callables.resolve(tx, treedef, specs)
     init = lambda params: _without_rows(tx.init(params))
     follows = state_leaves.find(init, treedef, specs, tuple(ids))
     for i, (why, _) in follows.blocked.items():
@@ -111,10 +114,10 @@ def reset_rows(
             "optax.partition."
         )
     heights = {i: leaves[i].shape[:1] for i in ids}
+    state = _drop_held(state, treedef, leaves, ids)
     checks.check_state_rows(CALL, _without_rows(state), follows.owners, heights)
     new = _at_this_step(init(treedef.unflatten(small)), _without_rows(state))
 
-    state = _drop_held(state, treedef, ids)
     nodes, state_treedef = jax.tree.flatten(state, is_leaf=is_selected_rows)
     owners, values = iter(follows.owners), iter(jax.tree.leaves(new))
     for k, node in enumerate(nodes):
@@ -126,7 +129,8 @@ def reset_rows(
     weights = [
         _write(x, ids[i], fresh[i]) if i in ids else x for i, x in enumerate(leaves)
     ]
-    return treedef.unflatten(weights), state_treedef.unflatten(nodes)
+    new = treedef.unflatten(weights), state_treedef.unflatten(nodes)
+    return trees.in_structure_of(given, new)
 
 
 # ------------------------------------------------------------------ private
@@ -187,14 +191,14 @@ def _at_this_step(new: Any, state: Any) -> Any:
     return treedef.unflatten(nodes)
 
 
-def _drop_held(state: Any, treedef: Any, ids: dict[int, jax.Array]) -> Any:
+def _drop_held(state: Any, treedef: Any, leaves: Any, ids: dict[int, jax.Array]) -> Any:
     """`state` without the gradients that `accumulate` holds for these rows."""
     is_ours = lambda x: isinstance(x, AccumulateState)
 
     def drop(node):
         if not is_ours(node):
             return node
-        held = treedef.flatten_up_to(node.acc_grads)
+        held = list(map(as_rows, treedef.flatten_up_to(node.acc_grads), leaves))
         for i, x in ids.items():
             if isinstance(held[i], SelectedRows):
                 held[i] = _zeroed(held[i], x)

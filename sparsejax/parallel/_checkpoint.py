@@ -9,7 +9,8 @@ and orbax alone can read it.
 
 Orbax does the rest: directories, asynchronous writes, the rename of a step once it is
 complete, old steps, several processes. Orbax also stores, as custom metadata, the shape
-and the type of each leaf, which `restore` compares before it reads.
+and the type of each leaf, which `restore` compares before it reads, and a checksum of
+its values, which `restore` compares after. Each device sums its own part.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ if TYPE_CHECKING:
 
 _SAVE, _RESTORE = "sparsejax.parallel.save", "sparsejax.parallel.restore"
 _LEAVES = "sparsejax"  # the key of the leaves' shapes and types in the metadata
+_SUMS = "sparsejax_checksums"  # and of their checksums
 _SCALARS = bool | int | float | complex
+_PACKED = "int2", "int4", "uint2", "uint4"  # several elements are in one byte
+_PART = 1 << 20  # words on the host that are summed at once
 
 
 def save(
@@ -127,8 +131,11 @@ def save(
             )
         if not manager.should_save(step):
             return False
-    args = orbax.args.PyTreeSave(jax.tree.map(_to_save, tree, is_leaf=_is_table))
-    metadata = {**(custom_metadata or {}), _LEAVES: leaves}
+    found, treedef = jax.tree.flatten(tree, is_leaf=_is_table)
+    found = [_to_save(x) for x in found]
+    args = orbax.args.PyTreeSave(treedef.unflatten(found))
+    sums = _checksums(tree, found)
+    metadata = {**(custom_metadata or {}), _LEAVES: leaves, _SUMS: sums}
     if is_manager:
         return manager.save(step, args=args, custom_metadata=metadata)
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
@@ -146,9 +153,8 @@ def restore(
     """Restores a tree that `save` saved, sharded as `like`.
 
     Each device reads the rows that it owns in the order of ids, and sends them to the
-    devices that own them in the layout of `like`. Orbax detects truncated and missing
-    files. It does not detect changed bytes, for values have no checksum: keep
-    checkpoints on storage that verifies its data.
+    devices that own them in the layout of `like`. Values are compared with the
+    checksums that `save` stored.
 
     Args:
       path_or_manager: an `orbax.checkpoint.CheckpointManager`, or the path of a
@@ -170,7 +176,7 @@ def restore(
       ImportError: orbax is not installed.
       TypeError: `path_or_manager` has the wrong type.
       ValueError: trees, heights, shapes or dtypes differ (the message says which), or
-        the checkpoint is damaged: files are truncated or missing.
+        the checkpoint is damaged: bytes are changed, or files truncated or missing.
 
     Example:
       >>> import jax.numpy as jnp, tempfile, sparsejax as sj
@@ -204,8 +210,9 @@ def restore(
                 "that was interrupted leaves no checkpoint."
             )
         with _reading(place):
-            saved = (metadata().custom_metadata or {}).get(_LEAVES)
-        if not isinstance(saved, Mapping):
+            found = metadata().custom_metadata or {}
+            saved, sums = found.get(_LEAVES), found.get(_SUMS)
+        if not isinstance(saved, Mapping) or not isinstance(sums, Mapping):
             raise ValueError(
                 f"{_RESTORE}: {place} was not saved by sparsejax.parallel.save, or its "
                 "metadata is damaged. Restore it with orbax itself."
@@ -223,7 +230,7 @@ def restore(
         with _reading(place):
             # Orbax refuses a tree without arrays.
             found = read(args=args) if jax.tree.leaves(is_stored) else is_stored
-            return _as_tree(like, found)
+            return _as_tree(like, found, sums)
 
 
 @contextlib.contextmanager
@@ -394,13 +401,16 @@ def _restore_args(orbax: Any, x: Any) -> Any:
     )
 
 
-def _as_tree(like: Any, found: Any) -> Any:
+def _as_tree(like: Any, found: Any, sums: Mapping[str, int]) -> Any:
     """The restored tree with the structure and the leaf types of `like`."""
-    is_none = lambda x: x is None
     leaves, treedef = jax.tree.flatten(
-        like, is_leaf=lambda x: _is_table(x) or is_none(x)
+        like, is_leaf=lambda x: _is_table(x) or _is_none(x)
     )
-    pairs = zip(leaves, jax.tree.leaves(found, is_leaf=is_none), strict=True)
+    found = jax.tree.leaves(found, is_leaf=_is_none)
+    pairs = list(zip(leaves, found, strict=True))
+    for name, sum_ in _checksums(like, [b for a, b in pairs if a is not None]).items():
+        if sums.get(name) != sum_:
+            raise ValueError(f"the values of {name} are not those that were saved")
     return treedef.unflatten(a if a is None else _as_leaf(a, b) for a, b in pairs)
 
 
@@ -438,6 +448,63 @@ def _sharding(x: Any) -> Any:
     # Shardings from eval_shape over Explicit axes have no devices.
     placed = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
     return sharding if placed and getattr(x, "committed", True) else None
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+# ------------------------------------------------------------------ checksums
+
+
+def _checksums(tree: Any, found: list[Any]) -> dict[str, int]:
+    """By path in `tree`, the checksum of each leaf as orbax stores it.
+
+    The sum of the array's words, each times an odd number that depends on its place,
+    modulo 2^32. So a change of one word is always found, zeros behind the rows of a
+    table add nothing, and neither devices nor layouts matter.
+    """
+    sums = {}
+    for (name, _), x in zip(_named_leaves(tree), found, strict=True):
+        x = jax.random.key_data(x) if _is_key(x) else x
+        if isinstance(x, jax.Array):
+            sums[name] = int(_sum_on_devices(x))
+        elif x is not None:
+            sums[name] = _sum_on_host(np.asarray(x))
+    return sums
+
+
+@jax.jit
+def _sum_on_devices(x: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if x.dtype == bool or x.dtype.name in _PACKED:
+        x = x.astype(jnp.int8)
+    size = min(x.dtype.itemsize, 4)
+    words = jax.lax.bitcast_convert_type(x, f"uint{8 * size}").astype(jnp.uint32)
+    place, stride = jnp.zeros((), jnp.uint32), 1
+    for axis in reversed(range(words.ndim)):
+        step = np.uint32(stride % 2**32)
+        place = place + step * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        stride *= words.shape[axis]
+    return jnp.sum(_weighed(words, place), dtype=jnp.uint32)
+
+
+def _sum_on_host(x: np.ndarray) -> int:
+    if x.dtype.name in _PACKED:
+        x = x.astype(np.int8)
+    words = np.ascontiguousarray(x).reshape(-1).view(f"u{min(x.dtype.itemsize, 4)}")
+    total = 0
+    for begin in range(0, words.size, _PART):  # in parts, which need little memory
+        part = words[begin : begin + _PART].astype(np.uint32)
+        place = np.arange(begin, begin + part.size).astype(np.uint32)
+        total += int(np.sum(_weighed(part, place), dtype=np.uint32))
+    return total % 2**32
+
+
+def _weighed(words: Any, place: Any) -> Any:
+    mixed = place * np.uint32(0x9E3779B1)
+    return words * (mixed ^ (mixed >> 16) | np.uint32(1))
 
 
 # ------------------------------------------------------------------ order of ids

@@ -14,6 +14,7 @@ result of the primitive `sharded_table`. Programs that will be walked may contai
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import operator
@@ -132,6 +133,19 @@ class ShardedTable(RowTable):
         """Rebuilds without checks, since JAX may pass any object as the child."""
         return cls(*children, *static)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"sparsejax: a ShardedTable of shape {self.shape} cannot be pickled, "
+            "because its mesh names devices of this process. Save it with "
+            "sparsejax.parallel.save, or pickle table.to_dense()."
+        )
+
+    def __copy__(self) -> Self:
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return jax.tree.map(lambda x: copy.deepcopy(x, memo), self)
+
     # -- properties --------------------------------------------------------------
 
     @property
@@ -210,12 +224,14 @@ class ShardedTable(RowTable):
         if is_array and AxisType.Explicit in self.mesh.axis_types:
             # JAX's gather cannot derive the sharding of rows read at sharded ids.
             call = "sparsejax.parallel.ShardedTable[ids]"
-            ids = _arguments.as_ids(call, ids, self.height)
-            height = _arguments.scalar(self.height, ids)
-            ids = jnp.where(ids < 0, ids + height, ids)
+            ids = _arguments.as_indices(call, ids, self.height, "Use .to_dense().")
             return read_row_table(self, call, ids, None, "clip")
         read = lambda table, ids: jnp.asarray(table)[ids]
         return (read if makes_views.value else forward(read))(self, ids)
+
+    # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
+    __iter__ = None
+    __contains__ = None
 
     def __matmul__(self, other: Any) -> Any:
         return jnp.asarray(self) @ other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +231,12 @@ class CachedTable:
     def __repr__(self) -> str:
         array = f"{self._table.dtype.name}{[self._num_slots, *self._table.shape[1:]]}"
         return f"CachedTable({self._table.name!r}, {array.replace(' ', '')})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{_CALL}: a cache cannot be copied or pickled, because its rows belong to "
+            "a store. Call cache.flush(params, opt_state) and store.save(path)."
+        )
 
     # -- the array in the parameters --------------------------------------------------
 

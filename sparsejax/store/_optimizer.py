@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import state_leaves, trees
+from sparsejax.optim._lazy import callables, state_leaves, trees
 from sparsejax.optim._lazy.lazy import lazy
 
 
@@ -50,10 +50,10 @@ class Optimizer:
     """
 
     def __init__(self, tx: Any, shape: tuple[int, ...], dtype: Any):
-        spec = jax.ShapeDtypeStruct(shape, dtype)
+        spec, leaf = jax.ShapeDtypeStruct(shape, dtype), jax.tree.structure(0)
+        tx = callables.resolve(tx, leaf, (spec,))
         self._programs = _programs(tx)
         self._programs.check(spec)
-        leaf = jax.tree.structure(0)
         following = state_leaves.find(tx.init, leaf, (spec,), (0,))
         paths, tree = jax.tree_util.tree_flatten_with_path(following.state)
         self.specs = [spec for _, spec in paths]

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,13 @@ class KVStore:
             for name, table in self._tables.items()
         )
         return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{_CALL}: a store cannot be copied or pickled, because it has a thread "
+            "and may have open files. Save its tables with store.save(path), and load "
+            "them into another store."
+        )
 
     # -- tables -----------------------------------------------------------------------
 
@@ -281,8 +288,8 @@ class KVStore:
           name: of the table.
           keys: NumPy integers of any shape, or strings, but not both. The key of a
             string is its hash of 64 bits.
-          step: int, the number of the training step. Keys that were used at the same
-            step are not evicted.
+          step: int below 2^63, the number of the training step. Keys that were used at
+            the same step are not evicted.
           where: booleans of the shape of `keys`, False for padding.
 
         Returns:
@@ -318,6 +325,8 @@ class KVStore:
         found = as_keys(call, keys)
         mask = as_where(call, where, found.shape)
         step = _arguments.static_int(call, "step", step)
+        if step >= 2**63:
+            raise _arguments.wrong(call, "step", "below 2^63", f"{step}")
 
         def work():
             table.check_usable()

@@ -17,7 +17,7 @@ from sparsejax._rows.order_after import order_after
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
 from sparsejax.transform.table import replicate
-from sparsejax.transform.trace import Leaf, check_fun, trace_call
+from sparsejax.transform.trace import Leaf, check_fun, observer, trace_call
 
 
 P = ParamSpec("P")
@@ -90,8 +90,8 @@ def value_and_grad(
 
     Args:
       fun: a function with a scalar float output, or `(scalar, aux)`. It is
-        traced as under `jit`: array arguments are tracers, everything else
-        (ints, strings, functions) is passed through unchanged.
+        traced as under `jit`: differentiated arrays are tracers. All other arguments
+        are passed through unchanged, but NumPy arrays as JAX arrays.
       argnums: int or tuple of ints, the arguments to differentiate; these are
         passed by position.
       has_aux: True if `fun` returns `(loss, aux)`; aux is any tree, and is not
@@ -172,12 +172,15 @@ def transform(
 ) -> Callable[..., Any]:
     """`value_and_grad`; without `stacks` no leaf is taken for a stack of tables."""
     caller = "sparsejax.value_and_grad"
-    check_fun(caller, fun, argnums, has_aux)
+    numbers = check_fun(caller, fun, argnums, has_aux)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        call = trace_call(fun, argnums, has_aux, tables, args, kwargs, caller)
-        loss, aux, grads = _differentiate(make_plan(call, stacks=stacks))
+        call = trace_call(fun, numbers, has_aux, tables, args, kwargs, caller)
+        plan = make_plan(call, stacks=stacks)
+        if observer.value is not None:
+            observer.value(call.leaves)
+        loss, aux, grads = _differentiate(plan)
         grads = jax.tree_util.tree_unflatten(call.tree, grads)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -270,9 +273,17 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
 
     deltas = plan.zero_deltas()
     values = [call.inputs[leaf.position] for leaf in dense]
-    (loss, (aux, ids)), (dense_grads, cotangents) = jax.value_and_grad(
-        planted, argnums=(0, 1), has_aux=True
-    )(values, deltas)
+    run = jax.value_and_grad(planted, argnums=(0, 1), has_aux=True)
+    try:
+        (loss, (aux, ids)), (dense_grads, cotangents) = run(values, deltas)
+    except jax.errors.UnexpectedTracerError as error:
+        raise jax.errors.UnexpectedTracerError(
+            "sparsejax.value_and_grad: a custom_vjp or custom_jvp function closes over "
+            "a value that the loss computed. JAX calls its derivative rule when the "
+            "loss is no longer traced. Pass the value to the function as an argument "
+            "(jax.closure_convert finds such values), or compute it before the loss "
+            "and pass it to the loss."
+        ) from error
     # Order loss and aux before the cotangents. An update in place may follow the
     # cotangents, and XLA copies the table if anything else reads it later.
     if cotangents:

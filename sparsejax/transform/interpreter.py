@@ -29,6 +29,9 @@ Sharp edges:
 - Control flow walks its body separately, with its own `Reads`. Their sites are stored
   by the `path` of the equation, since the planting walk must know how many deltas to
   pass into the body before it walks it.
+- At most one of the tables that meet in an equation stays a table: the one that is
+  read or, in arithmetic, the one with the most rows (`ctx.one_table`). The others are
+  dense uses.
 - Only reads that the loss is differentiated through count (`ctx.live`). A dense use
   that is not differentiated gets the plain array; the table stays sparse.
 - The interpreter itself contains no primitives: see `rules/`, and
@@ -301,7 +304,7 @@ class RuleContext:
         ids: jax.Array,
         valid: jax.Array | None = None,
         drop: bool = True,
-        fill: Any = None,
+        fill: np.generic | None = None,
     ) -> jax.Array:
         """The view's rows at `ids`, recorded as a read.
 
@@ -470,6 +473,23 @@ class RuleContext:
                 self.run.dense.append(use)
         return x.materialize()
 
+    def one_table(self, *inputs: Any) -> list[Any]:
+        """The inputs of which at most one table is left.
+
+        If several tables meet, the one with the most rows stays, the first of equals.
+        The others are arrays: a parameter `[1, D]` that is broadcast against a table is
+        an ordinary parameter.
+        """
+        refs = [x for x in inputs if isinstance(x, TableRef)]
+        if not refs:
+            return list(inputs)
+        kept = max(refs, key=lambda ref: ref.height).index
+        why = "combines it with all rows of a table"
+        return [
+            self.dense(x, why) if isinstance(x, TableRef) and x.index != kept else x
+            for x in inputs
+        ]
+
     def producer(self, position: int) -> tuple[Any, list[Any]] | None:
         """The equation that computed input number `position`, with its input values.
 
@@ -595,6 +615,14 @@ def _has_rule_of_arrays(run: Run, eqn: Any) -> bool:
     return found
 
 
+def _whole(ctx: RuleContext, x: Any) -> Any:
+    """An input of an equation as an array; a table of one row is read."""
+    if isinstance(x, TableRef) and x.height == 1 and x.array.ndim <= 2:
+        row = jnp.zeros((1,), _arguments.index_dtype(1))
+        return ctx.read(x, row, drop=False).reshape(x.shape)
+    return ctx.dense(x)
+
+
 def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
     """The outputs of an equation by the latest rule that does not decline."""
     eqn = ctx.eqn
@@ -610,7 +638,7 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
                 "NotImplemented. Return NotImplemented before the first ctx.read."
             )
     else:
-        return _compat.bind(eqn, [ctx.dense(x) for x in inputs])
+        return _compat.bind(eqn, [_whole(ctx, x) for x in inputs])
     if not eqn.primitive.multiple_results:
         outputs = [outputs]
     # A user's rule may be wrong. An error here names the rule; three equations later an

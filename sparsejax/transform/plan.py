@@ -256,6 +256,8 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
         leaf.reason = "tables= says so"
     elif leaf.required is None and len(shape) < 2:
         leaf.reason = "rank below 2"
+    elif leaf.required is None and len(shape) == 2 and shape[0] == 1:
+        leaf.reason = "has one row"
     return not leaf.reason
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from sparsejax.transform.interpreter import Site
 # True while a program is traced that will be walked. Then a table that is not an array
 # may stand for one. JAX keeps programs traced under different values apart.
 makes_views: Any = jax.make_user_context(False)
+
+# A function that is told the leaves of each call of `value_and_grad`, while `explain`
+# traces a step.
+observer: Any = jax.make_user_context(None)
 
 
 @dataclasses.dataclass
@@ -68,6 +73,43 @@ class Leaf:
         """Number of rows read, duplicates counted: the capacity of the gradient."""
         return sum(site.num_rows for site in self.sites)
 
+    def explanation(self) -> "LeafExplanation":
+        """What `explain` says of the leaf."""
+        return LeafExplanation(
+            self.name,
+            tuple(jnp.shape(self.value)),
+            jnp.result_type(self.value).name,
+            self.sparse,
+            self.rows_read,
+            tuple((site.num_rows, site.where) for site in self.sites),
+            self.reason,
+            self.height,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafExplanation:
+    """One leaf as `explain` describes it, without arrays.
+
+    Args:
+      name: the leaf as the user would write it, e.g. `params['table']`.
+      shape, dtype: of the leaf.
+      sparse: True if its gradient is a SelectedRows.
+      rows_read: number of rows read, duplicates counted; the gradient's capacity.
+      reads: `(number of rows, "file:line")` of each read.
+      reason: why it is not sparse; empty if it is.
+      height: number of rows; of a stack of tables, of all of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sparse: bool
+    rows_read: int
+    reads: tuple[tuple[int, str], ...]
+    reason: str
+    height: int
+
 
 @dataclasses.dataclass
 class Call:
@@ -91,24 +133,28 @@ class Call:
 
 def trace_call(
     fun: Callable[..., Any],
-    argnums: int | Sequence[int],
+    argnums: int | tuple[int, ...],
     has_aux: bool,
     tables: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     caller: str,
 ) -> Call:
-    """Traces `fun(*args, **kwargs)`; arrays are inputs, the rest stays as it is."""
+    """Traces `fun(*args, **kwargs)`; the differentiated leaves are its inputs.
+
+    `argnums` are as `check_fun` returns them.
+    """
     numbers = _check_argnums(caller, argnums, len(args))
+    several = isinstance(argnums, tuple)
     chosen = tuple(args[i] for i in numbers)
-    if isinstance(argnums, int):
+    if not several:
         (chosen,) = chosen
     paths, tree = jax.tree_util.tree_flatten_with_path(chosen, is_leaf=is_selected_rows)
     names = _argument_names(fun, numbers)
     name_of = lambda path: (
-        names[0] + jax.tree_util.keystr(path)
-        if isinstance(argnums, int)
-        else names[path[0].idx] + jax.tree_util.keystr(path[1:])
+        names[path[0].idx] + jax.tree_util.keystr(path[1:])
+        if several
+        else names[0] + jax.tree_util.keystr(path)
     )
     _check_not_quantized(caller, chosen, name_of)
     inputs: list[Any] = []
@@ -126,11 +172,14 @@ def trace_call(
             inputs.append(value)
     others = [None if i in numbers else arg for i, arg in enumerate(args)]
     rest, rest_tree = jax.tree_util.tree_flatten((others, kwargs))
-    # `explain` accepts shapes in place of arrays.
-    kinds = jax.Array, np.ndarray, jax.ShapeDtypeStruct
-    is_input = [isinstance(x, kinds) for x in rest]
+    # Arrays that are not differentiated are constants of the program, not inputs: a
+    # derivative rule of the user's may close over them, and JAX calls the rule after
+    # this trace has ended. `explain` accepts shapes in place of arrays.
+    as_jax = lambda x: jnp.asarray(_arguments.saturate(x))
+    rest = [as_jax(x) if isinstance(x, np.ndarray) else x for x in rest]
+    is_input = [isinstance(x, jax.ShapeDtypeStruct) for x in rest]
     first = len(inputs)
-    inputs += [x for x, dynamic in zip(rest, is_input) if dynamic]
+    inputs += [x for x, is_shape in zip(rest, is_input) if is_shape]
     inputs = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in inputs]
     aux_tree: Any = None
     aux_leaves: list[Any] = []  # None in place of each array
@@ -148,7 +197,7 @@ def trace_call(
             rest_tree, [next(arrays) if d else x for x, d in zip(rest, is_input)]
         )
         new = jax.tree_util.tree_unflatten(tree, values)
-        for i, arg in zip(numbers, (new,) if isinstance(argnums, int) else new):
+        for i, arg in zip(numbers, new if several else (new,)):
             others[i] = arg
         loss, aux = _split_aux(caller, fun(*others, **kw), has_aux)
         found, aux_tree = jax.tree_util.tree_flatten(aux)
@@ -170,8 +219,13 @@ def trace_call(
 # -- arguments -------------------------------------------------------------------------
 
 
-def check_fun(caller: str, fun: Any, argnums: Any = 0, has_aux: Any = False) -> None:
-    """Raises if the arguments do not describe a function, before it is called."""
+def check_fun(
+    caller: str, fun: Any, argnums: Any = 0, has_aux: Any = False
+) -> int | tuple[int, ...]:
+    """Returns `argnums` as an int or a tuple of ints, or raises.
+
+    Raises if the arguments do not describe a function, before it is called.
+    """
     right = f"Write {caller}(loss_fn)(params, batch)"
     if not callable(fun):
         raise _arguments.wrong_type(
@@ -182,21 +236,32 @@ def check_fun(caller: str, fun: Any, argnums: Any = 0, has_aux: Any = False) -> 
             f"{right}, with the function itself first, and its arguments in a second "
             "call.",
         )
-    for i in argnums if isinstance(argnums, (tuple, list)) else (argnums,):
-        if isinstance(i, bool) or not isinstance(i, (int, np.integer)):
-            raise _arguments.wrong_type(
-                caller,
-                "argnums",
-                "an int or a tuple of ints",
-                _arguments.show(argnums),
-                f"{right} if these are arguments of the function: they come in a "
-                "second call.",
-            )
+    several = isinstance(argnums, (tuple, list, range))
+    try:
+        numbers = tuple(map(_as_number, argnums if several else (argnums,)))
+    except TypeError:
+        raise _arguments.wrong_type(
+            caller,
+            "argnums",
+            "an int or a tuple of ints",
+            _arguments.show(argnums),
+            f"{right} if these are arguments of the function: they come in a second "
+            "call.",
+        ) from None
     _arguments.check_bool(caller, "has_aux", has_aux)
+    return numbers if several else numbers[0]
 
 
-def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
-    numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+def _as_number(x: Any) -> int:
+    if isinstance(x, (bool, np.bool_)):
+        raise TypeError
+    return operator.index(x)
+
+
+def _check_argnums(
+    caller: str, argnums: int | tuple[int, ...], count: int
+) -> tuple[int, ...]:
+    numbers = argnums if isinstance(argnums, tuple) else (argnums,)
     for i in numbers:
         if not -count <= i < count:
             error = TypeError if i >= 0 else ValueError  # as JAX
@@ -205,7 +270,7 @@ def _check_argnums(caller: str, argnums: Any, count: int) -> tuple[int, ...]:
                 f"{i + 1 if i >= 0 else -i} positional argument(s), got {count}. "
                 "Differentiated arguments must be passed by position."
             )
-    numbers = tuple(int(i) % count for i in numbers)
+    numbers = tuple(i % count for i in numbers)
     if len(set(numbers)) < len(numbers):
         raise ValueError(
             f"{caller}: argnums={argnums!r} names an argument more than once, of "
@@ -248,10 +313,10 @@ def _required(
         raise _arguments.wrong(
             caller,
             "tables=",
-            "a prefix of the differentiated argument's tree, "
-            f"{_arguments.show_tree(chosen, is_selected_rows)}, with True, False or "
-            "None at its leaves",
+            "a prefix of the differentiated argument's tree, with True, False or None "
+            "at its leaves",
             _arguments.show_tree(tables, is_none),
+            _arguments.show_mismatch(tables, chosen, is_selected_rows),
         ) from None
     for value in required:
         if value is not None and not isinstance(value, (bool, np.bool_)):

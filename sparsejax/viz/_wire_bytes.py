@@ -19,12 +19,12 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _hlo
 
 
 _CALL = "sparsejax.viz.wire_bytes"
@@ -157,8 +157,8 @@ def wire_bytes(
             _arguments.kind_of(compiled),
             "Pass jax.jit(f).lower(*args).compile(), or its .as_text().",
         )
-    entries, computations = _parse(text)
-    if not entries:
+    module = _hlo.parse(text)
+    if not module.entries:
         raise _arguments.wrong(
             _CALL,
             "compiled",
@@ -169,108 +169,42 @@ def wire_bytes(
                 "has no collectives yet."
             ),
         )
-    walk = _Walk(computations, _num_devices(text), loop_trips, branch)
+    walk = _Walk(module, loop_trips, branch)
     counted: collections.Counter[Collective] = collections.Counter()
-    for entry in entries:
+    for entry in module.entries:
         for record in walk.run(entry):
             counted[dataclasses.replace(record, times=1)] += record.times
     found = [dataclasses.replace(c, times=n) for c, n in counted.items() if n]
     return WireBytes(tuple(sorted(found, key=lambda c: -c.total)))
 
 
-# ------------------------------------------------------------------ reading HLO
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    """One line of HLO: a collective, or a call of a computation."""
-
-    opcode: str
-    shape: str
-    rest: str
-
-
-_NAME = r"%?([\w.\-]+)"
-_HEADER = re.compile(rf"^\s*(ENTRY\s+)?{_NAME}\s*(?:\(.*)?\{{\s*$")
-_LINE = re.compile(rf"^\s*(?:ROOT\s+)?{_NAME} = (.*)$")
-_CALLED = re.compile(
-    r"\b(to_apply|calls|body|condition|true_computation|false_computation|"
-    r"branch_computations|called_computations)=(\{[^{}]*\}|%?[\w.\-]+)"
-)
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
-
-
-def _parse(text: str) -> tuple[list[str], dict[str, list[_Instruction]]]:
-    """Names of the entry computations, and the instructions of each computation."""
-    entries: list[str] = []
-    computations: dict[str, list[_Instruction]] = {}
-    inside: list[_Instruction] = []
-    for line in text.splitlines():
-        if match := _LINE.match(line):
-            instruction = _instruction(match[2])
-            if instruction is not None:
-                inside.append(instruction)
-        elif match := _HEADER.match(line):
-            inside = computations.setdefault(match[2], [])
-            if match[1]:
-                entries.append(match[2])
-    return entries, computations
-
-
-def _instruction(text: str) -> _Instruction | None:
-    """Parses `shape opcode(operands), attributes`; None if it cannot send anything."""
-    if text.startswith("("):  # a tuple, and layouts may hold parentheses too
-        depth = 0
-        for end, letter in enumerate(text):
-            depth += (letter == "(") - (letter == ")")
-            if depth == 0:
-                break
-        shape, rest = text[: end + 1], text[end + 1 :]
-    else:
-        shape, _, rest = text.partition(" ")
-    opcode, _, rest = rest.strip().partition("(")
-    moves = opcode in _KINDS or opcode.removesuffix("-start") in _KINDS
-    return _Instruction(opcode, shape, rest) if moves or "=" in rest else None
-
-
-def _called(rest: str) -> Iterator[tuple[str, str]]:
-    """`(attribute, computation)` for each computation that an instruction refers to."""
-    for attribute, names in _CALLED.findall(rest):
-        for name in names.strip("{}").split(","):
-            yield attribute, name.strip().lstrip("%")
-
-
-def _num_devices(text: str) -> int:
-    """Replicas times partitions: the group size of a collective without groups."""
-    counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text)
-    return math.prod(map(int, counts[:2]))
+# ------------------------------------------------------------------ counting
 
 
 @dataclasses.dataclass(frozen=True)
 class _Walk:
     """Follows a program through its loops, branches and calls."""
 
-    computations: Mapping[str, Sequence[_Instruction]]
-    num_devices: int
+    module: _hlo.Module
     loop_trips: int
     branch: Callable[[Sequence[int]], int]
 
     def run(self, name: str) -> list[Collective]:
         """The collectives in one run of a computation."""
         found: list[Collective] = []
-        for instruction in self.computations.get(name, ()):
+        for instruction in self.module.computations.get(name, ()):
             found += self._one(instruction)
         return found
 
-    def _one(self, instruction: _Instruction) -> list[Collective]:
+    def _one(self, instruction: _hlo.Instruction) -> list[Collective]:
         opcode, rest = instruction.opcode, instruction.rest
         if opcode.endswith(("-done", "-update")):  # counted at its start
             return []
-        called = list(_called(rest))
+        called = list(instruction.called())
         kind = opcode.removesuffix("-start")
         wrapped = opcode != kind and any(a == "calls" for a, _ in called)
         if kind in _KINDS and not wrapped:
-            return [_collective(kind, instruction, self.num_devices)]
+            return [_collective(kind, instruction, self.module.num_devices)]
         if opcode == "while":
             known = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
             turns = int(known[1]) if known else self.loop_trips
@@ -288,12 +222,14 @@ class _Walk:
         return [c for run in runs for c in run]
 
 
-def _collective(kind: str, instruction: _Instruction, num_devices: int) -> Collective:
+def _collective(
+    kind: str, instruction: _hlo.Instruction, num_devices: int
+) -> Collective:
     shape = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", instruction.shape)  # layouts, comments
     started = instruction.opcode.endswith("-start") and kind != "all-reduce"
     if started and shape.startswith("("):
-        shape = _split_tuple(shape)[1]  # (operand, result, ...)
-    size = sum(_array_bytes(*match) for match in _ARRAY.findall(shape))
+        shape = _hlo.split_tuple(shape)[1]  # (operand, result, ...)
+    size = _hlo.num_bytes(shape)
     g = _group_size(instruction.rest, num_devices)
     if kind == "all-reduce":
         sent = -(-2 * size * (g - 1) // g)
@@ -303,35 +239,15 @@ def _collective(kind: str, instruction: _Instruction, num_devices: int) -> Colle
         sent = size
     else:
         sent = -(-size * (g - 1) // g)
-    made_by = re.search(r'op_name="([^"]*)"', instruction.rest)
-    return Collective(kind, _short(shape), g, sent, 1, made_by[1] if made_by else "")
-
-
-def _split_tuple(shape: str) -> list[str]:
-    """The members of a tuple shape."""
-    parts, depth = [""], 0
-    for letter in shape[1:-1]:
-        depth += (letter in "([") - (letter in ")]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
+    return Collective(kind, _short(shape), g, sent, 1, instruction.op_name())
 
 
 def _short(shape: str) -> str:
     """Equal arrays in a tuple as `4 x f32[8]`, different ones as `f32[8] + f32[3]`."""
     counts = collections.Counter(
-        f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(shape)
+        f"{dtype}[{dims}]" for dtype, dims in _hlo.arrays(shape)
     )
     return " + ".join(f"{n} x {s}" if n > 1 else s for s, n in counts.items())
-
-
-def _array_bytes(dtype: str, dims: str) -> int:
-    bits = re.match(r"[a-z]+(\d+)", dtype)
-    width = 8 if dtype == "pred" else int(bits[1]) if bits else 0
-    count = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
-    return -(-count * width // 8)
 
 
 def _group_size(rest: str, num_devices: int) -> int:

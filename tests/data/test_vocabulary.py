@@ -342,6 +342,24 @@ def test_many_words_in_a_file(tmp_path, width):
 # ------------------------------------------------------------------ ids to words
 
 
+@pytest.mark.parametrize(
+    "words, missing, dtype",
+    [
+        ([3, -(2**63)], 2**63 - 1, np.int64),
+        ([3, 2**64 - 1], 0, np.uint64),
+        ([3, 2**63], -1, object),
+        ([3, -1], np.uint64(2**63), object),
+        ([3, 4], 10**30, object),
+        ([-3, 2**63], 0, object),
+    ],
+)
+def test_decode_of_integers_that_share_no_dtype(words, missing, dtype):
+    found = sj.data.Vocabulary.build({"a": words[:1], "b": words[1:]}, shared=True)
+    ids = np.append(found.encode("a", words), 0)
+    got = found.decode("b", ids, missing=missing)
+    assert got.dtype == dtype and got.tolist() == [*words, missing]
+
+
 def test_decode_is_the_inverse_of_encode(tmp_path):
     big = np.array([2**63 + 1, 5, 5], np.uint64)
     columns = {"user": USERS, "item": ITEMS, "hash": big, "raw": [b"\xff", b"\xff", 7]}

@@ -192,6 +192,8 @@ def _step(tx):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, ids):
         loss = lambda params: jnp.sum(params["table"][ids] @ params["w"])
+        if hasattr(tx, "catch_up"):
+            params, state = tx.catch_up(params, state, {"table": ids})
         grads = sj.grad(loss)(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state

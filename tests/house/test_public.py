@@ -77,6 +77,7 @@ NAMES = {
     "optim",
     "parallel",
     "store",
+    "testing",
     "viz",
 }
 
@@ -242,6 +243,35 @@ def test_both_words_for_the_mode_that_raises(word):
         store.pull("t", ids, mode=word)
     assert sj.nn.Embedding(5, 2, mode=word) == sj.nn.Embedding(5, 2, mode="error")
     assert sj.nn.SparseEmbedding(5, 2, mode=word).mode == "error"
+
+
+_STATIC_INTS: dict[str, Any] = {
+    "argnums": lambda n: sj.grad(lambda t, i: t[i[0]].sum(), n(0))(_TABLE, _IDS),
+    "explain": lambda n: sj.explain(lambda t, i: t[i[0]].sum(), n(0))(_TABLE, _IDS),
+    "infer": lambda n: sj.desc.infer(lambda t: t.sum(), _TABLE, argnums=n(0)),
+    "height": lambda n: sj.SelectedRows(_IDS, _TABLE[:4], n(20), stack=(n(2),)),
+    "num_segments": lambda n: sj.segment_max(_TABLE[:4], _IDS, n(5)),
+    "padding_id": lambda n: sj.lookup(_TABLE, _IDS, padding_id=n(3)),
+    "capacity": lambda n: sj.SegmentTensor.from_lists([[1], [2]], capacity=n(8)),
+    "filler": lambda n: sj.SegmentTensor.from_padded([[1, -1]], filler=n(-1)),
+    "total": lambda n: sj.lengths_to_segment_ids(_IDS, n(9)),
+    "bits": lambda n: sj.quantize(_TABLE, bits=n(8)),
+    "index": lambda n: sj.HashIndex.create(n(16), key_bits=n(64), admit_after=n(2)),
+    "sampler": lambda n: sj.losses.NegativeSampler(n(10)),
+    "HashIds": lambda n: sj.data.HashIds(n(100), seed=n(1)).encode(n(0), ["tea"]),
+    "num_columns": lambda n: sj.data.HashIds([n(9), n(8)]).sizes(n(2)),
+    "min_count": lambda n: sj.data.Vocabulary.build(_WORDS, min_count=n(1)).sizes(n(1)),
+    "column": lambda n: sj.data.Vocabulary.build(_WORDS).decode(n(0), n(1)),
+}
+_TABLE, _IDS = jnp.ones((20, 4)), jnp.array([1, 2, 3, 3])
+_WORDS = {"w": ["tea", "jam", "tea"]}
+
+
+@pytest.mark.parametrize("name", _STATIC_INTS)
+def test_static_integers_of_any_type(name):
+    """An int of NumPy, or an array of rank 0, is as good as a Python int."""
+    f = _STATIC_INTS[name]
+    assert repr(f(np.int8)) == repr(f(np.array)) == repr(f(int))
 
 
 def test_arguments_have_types():

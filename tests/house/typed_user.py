@@ -135,12 +135,11 @@ def transformations(params: Params, batch: Batch, has_aux: bool) -> None:
     assert_type(sj.grad(of_params)(params), Any)
     assert_type(jit(sj.grad(of_params))(params), Any)
 
-    # `explain` also takes shapes for arrays, so its arguments are any.
+    # `explain` also takes shapes for arrays, so its arguments are any. The type of its
+    # result depends on whether the function is a jitted step.
     shapes = jax.eval_shape(lambda: (params, batch))
     found = sj.explain(loss_fn)(*shapes)
-    print(found)
-    assert_type(found["params['users']"].sparse, bool)
-    assert_type(found["params['users']"].rows_read, int)
+    print(found, found["params['users']"].sparse)
 
 
 def mistakes(params: Params, batch: Batch) -> None:

@@ -182,7 +182,8 @@ def test_where_leaves_padding_out():
     assert index.items()[0].tolist() == [5, 6]
     # Known keys that are masked were not used.
     index, rows, _ = index.insert(keys, 3, where=~mask)
-    assert index.last_step[:3].tolist() == [0, 0, 3] and index.find(keys)[0, 0] == 0
+    assert index.last_step[:3].tolist() == [[0, 0], [0, 0], [3, 0]]
+    assert index.find(keys)[0, 0] == 0
 
 
 def test_a_key_of_this_step_stays():
@@ -195,6 +196,33 @@ def test_a_key_of_this_step_stays():
     assert sj.lookup(table, rows, mode="zero")[:, 0].tolist() == [0, 0, 1, 1]
     index, rows, evicted = index.insert([9, 9, 1, 1], 6)
     assert rows.tolist() == [1, 1, 0, 0] and evicted.tolist() == [1, 8, 8, 8]
+
+
+NOW = 1_764_000_000_000  # a time in ms
+
+
+@pytest.mark.parametrize(
+    "first", [0, -1, 2**31 - 1, 2**32 - 1, NOW, 2**40 - 1, 2**63 - 3, -(2**63)]
+)
+def test_steps_of_any_size(first):
+    """The least recently used key goes, however the steps are given."""
+    ways = [lambda s: s, np.int64, np.asarray, sj.HashIndex.split_keys]
+    if 0 <= first < 2**32 - 3:
+        ways += [np.uint32, jnp.uint32]
+    for way in ways:
+        index = sj.HashIndex.create(2)
+        for key, more in (7, 0), (9, 1), (7, 2), (4, 2):
+            index, _, evicted = index.insert(jnp.array([key]), way(first + more))
+        assert evicted.tolist() == [1] and index.find([7, 9]).tolist() == [0, 2]
+        steps = sj.HashIndex.join_keys(index.last_step)
+        assert steps.tolist() == [first + 2, first + 2]
+
+
+def test_steps_of_64_bits_under_x64(x64):
+    index = sj.HashIndex.create(2)
+    for keys, step in ([7, 9], np.int64(NOW)), ([7], NOW + 2**32), ([4], NOW + 2**33):
+        index, _, evicted = insert(index, jnp.array(keys, jnp.int32), step)
+    assert evicted.tolist() == [1]
 
 
 def test_no_keys_at_all():
@@ -222,13 +250,13 @@ def test_max_evictions_and_window():
 
 
 @pytest.mark.parametrize("n", [1, 127, 129, 3_000])
-@pytest.mark.parametrize("largest", [0, 3, 2**31 - 1])
+@pytest.mark.parametrize("largest", [0, 7, 2**32 - 1])
 def test_the_smallest_by_two_orders_and_position(n, largest):
     """As NumPy sorts them, with many equal ones and the extreme numbers."""
     rng = np.random.default_rng(n)
     smallest = jax.jit(hash_index._smallest)
-    first, second = rng.integers(-largest - 1, largest + 1, (2, n), np.int32)
-    first[rng.random(n) < 0.1] = np.iinfo(np.int32).max
+    first, second = rng.integers(0, largest, (2, n), np.uint32, endpoint=True)
+    first[rng.random(n) < 0.1] = np.iinfo(np.uint32).max
     among = rng.random(n) < 0.8
     ranks = np.lexsort((np.arange(n), second, first))
     ranks = ranks[among[ranks]]
@@ -455,7 +483,10 @@ def test_wrong_arguments():
         (lambda: index.find([[1], [2, 3]]), TypeError, "find: keys must be an array"),
         (lambda: index.find([1 << 33]), ValueError, "32-bit keys, got int64 from"),
         (lambda: wide.find(jnp.array([1])), TypeError, "64-bit keys, got int32 of"),
-        (lambda: index.insert([1], 0.5), TypeError, "insert: step must be one int32"),
+        (lambda: index.insert([1], 0.5), TypeError, "insert: step must be one integer"),
+        (lambda: index.insert([1], True), TypeError, "one integer below 2.63"),
+        (lambda: index.insert([1], 2**63), ValueError, "integer below 2.63, .*, got 9"),
+        (lambda: index.insert([1], [1, 2]), TypeError, "one integer below 2.63"),
         (lambda: index.insert([1], 0, where=[1]), ValueError, "where must be booleans"),
         (lambda: index.owners([1], 0), ValueError, "num_owners must be a positive"),
         (lambda: index.keys_of([0.5]), TypeError, "keys_of: rows must be integers"),

@@ -688,3 +688,20 @@ def test_bag_sum_of_a_laid_out_table_is_plain():
         table = jax.device_put(jnp.ones((6, 2)), jax.NamedSharding(mesh, spec()))
         names = {e.primitive.name for e in eqns_of(bag_sum, table, ids)}
     assert "bag_sum" not in names
+
+
+@pytest.mark.parametrize("combiner", ["sum", "max", "none"])
+def test_numpy_ids_beyond_32_bits(combiner):
+    """JAX would cut them to 32 bits, to ids in range."""
+    table = jnp.arange(6.0).reshape(3, 2)
+    ids = np.array([2**32 + 1, 1, 2**40, -(2**32) + 2])
+    near, bags = np.array([3, 1, -1, -1]), np.arange(4)
+    bag = functools.partial(sj.embedding_bag, table, combiner=combiner, mode="zero")
+    want = bag(near, bags, 4)
+    np.testing.assert_array_equal(bag(ids, bags, 4), want)
+    np.testing.assert_array_equal(bag(ids[:, None]).reshape(4, 2), want)
+    # The padding id is compared with the ids as they were given.
+    padded = functools.partial(bag, mode="fill", padding_id=2**40)
+    want = padded(near, bags, 4, padding_id=-1).at[3].set(np.nan)
+    for got in padded(ids, bags, 4), padded(ids[:, None]).reshape(4, 2):
+        np.testing.assert_array_equal(got, want)

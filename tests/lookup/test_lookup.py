@@ -395,16 +395,24 @@ def test_error_mode_under_grad_vmap_and_scan():
     assert "the first is 9" in str(error.get())
 
 
+def test_error_mode_without_checkify_names_it():
+    table, ids = table_of(V), jnp.array([4, 6])
+    read = functools.partial(sj.lookup, table, mode="raise")
+    bag = lambda ids: sj.embedding_bag(table, ids[None], mode="raise")
+    scan = lambda ids: jax.lax.scan(lambda c, i: (c, read(i)), 0, ids)
+    grad = jax.jit(sj.grad(lambda t: jnp.sum(sj.lookup(t, ids, mode="raise"))))
+    for name, f in ("lookup", jax.jit(read)), ("embedding_bag", jax.jit(bag)):
+        with pytest.raises(ValueError, match=f"{name}: .*jax.jit.checkify.checkify.f"):
+            f(ids)
+    for f in (scan, jax.jit(jax.vmap(read)), lambda ids: grad(table)):
+        with pytest.raises(ValueError, match="lookup: .* needs jax.experimental.check"):
+            f(ids)
+
+
 def test_error_mode_raises_at_once_outside_jit():
     with pytest.raises(checkify.JaxRuntimeError, match="1 of 1 ids .* first is -3"):
         sj.lookup(table_of(V), -3, mode="error")
     assert sj.lookup(table_of(V), [[6]], mode="error").shape == (1, 1, D)
-
-
-def test_error_mode_that_was_not_functionalized():
-    f = jax.jit(functools.partial(sj.lookup, mode="error"))
-    with pytest.raises(ValueError, match="check which was not functionalized"):
-        f(table_of(V), jnp.array([1]))
 
 
 # ------------------------------------------------------------------ SelectedRows
@@ -505,3 +513,18 @@ def test_a_variable_of_a_framework():
     nnx = pytest.importorskip("flax.nnx")
     table = table_of(V)
     assert_same_bits(sj.lookup(nnx.Param(table), [1, 2]), table[1:3])
+
+
+@pytest.mark.parametrize(
+    "ids",
+    ["tea", ["tea", "jam"], [b"tea"], np.array(["tea"], object), [["tea"], ["jam"]]],
+)
+def test_words_in_place_of_ids(ids):
+    table, index = table_of(V), sj.HashIndex.create(8)
+    for call in (lambda: sj.lookup(table, ids), lambda: index.find(ids)):
+        with pytest.raises(
+            TypeError, match="data.HashIds and sparsejax.data.Vocabular"
+        ):
+            call()
+    with pytest.raises(TypeError, match="Pass an int32 array"):
+        index.find(np.array([1, None]))

@@ -18,9 +18,10 @@ from optax import contrib
 
 import optax_table
 from optimizers import REFUSED, SEPARABLE
-from sparsejax.optim import exact
+from sparsejax.optim import accumulate, exact
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import checks, judge, parts
+from sparsejax.optim._lazy import callables, checks, judge, parts
+from sparsejax.optim._wrappers.accumulate import AccumulateState
 
 
 FILES = "sparsejax/optim/_lazy/judge.py and parts.py"
@@ -107,6 +108,7 @@ NOT_LIFTED = {
     contrib.DoGState: contrib.dog,
     contrib.DoWGState: contrib.dowg,
     ExactState: lambda: exact(SGD),
+    AccumulateState: lambda: accumulate(SGD, 2, 9),
 }
 
 
@@ -156,3 +158,23 @@ def test_masked_nodes():
         f"optax {optax.__version__}: masked leaves are no longer MaskedNode; "
         "sparsejax/optim/_lazy/trees.py uses it in is_none_or_masked"
     )
+
+
+@pytest.mark.parametrize("name", ["masked", "partition", "inject_hyperparams"])
+def test_functions_of_the_parameters(name):
+    """The variables by which the functions that a transformation holds are found."""
+    every = lambda params: jax.tree.map(lambda x: True, params)
+    tx, variable = {
+        "masked": (optax.masked(ADAM, every), "mask"),
+        "partition": (optax.partition({True: ADAM}, every), "param_labels"),
+        "inject_hyperparams": (
+            optax.inject_hyperparams(optax.sgd)(0.1),
+            "inner_factory",
+        ),
+    }[name]
+    assert variable in callables.OF_PARAMS | callables.FACTORIES
+    for function in (tx.init, tx.update):
+        assert variable in function.__code__.co_freevars, (
+            f"optax {optax.__version__}: {variable} of {name} is gone; "
+            "sparsejax/optim/_lazy/callables.py reads it"
+        )

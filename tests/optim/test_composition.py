@@ -51,8 +51,10 @@ def test_chains_of_lazies():
         lambda tx: optax.masked(tx, True),
         lambda tx: lazy(tx),
         lambda tx: optax.inject_hyperparams(lambda lr: lazy(optax.adam(lr)))(LR),
+        lambda tx: optax.conditionally_transform(tx, lambda step, **_: step < 1),
+        lambda tx: optax.conditionally_mask(tx, lambda step, **_: step < 1),
     ],
-    ids=["chain", "apply_if_finite", "partition", "masked", "lazy", "inject"],
+    ids="chain apply_if_finite partition masked lazy inject if_step mask_if".split(),
 )
 def test_lazy_inside_of_other_transformations(outer):
     outside, inside = outer(lazy(optax.adam(LR))), outer(optax.adam(LR))
@@ -67,6 +69,46 @@ def test_lazy_inside_of_other_transformations(outer):
         got = updates[name].to_dense() if is_rows(updates[name]) else updates[name]
         assert_trees_close(got, expected[name])
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
+
+
+OUTSIDE = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "apply_every": lambda tx: optax.chain(tx, optax.apply_every(2)),
+    "decay_after": lambda tx: optax.chain(tx, optax.add_decayed_weights(0.1)),
+    "decay_before": lambda tx: optax.chain(optax.add_decayed_weights(0.1), tx),
+    "named": lambda tx: optax.named_chain(("a", tx), ("b", optax.trace(0.9))),
+    "adam_after": lambda tx: optax.chain(tx, optax.scale_by_adam()),
+    "lamb_after": lambda tx: optax.chain(tx, optax.scale_by_trust_ratio()),
+    "scale_after": lambda tx: optax.chain(tx, optax.scale(-1.0)),
+    "clip_after": lambda tx: optax.chain(tx, optax.clip(1.0)),
+    "clip_before": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "schedule": lambda tx: optax.chain(tx, optax.scale_by_schedule(lambda _: 1.0)),
+    "noise": lambda tx: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), tx),
+    "non_negative": lambda tx: optax.chain(tx, optax.keep_params_nonnegative()),
+    "accumulate": lambda tx: sj.optim.accumulate(
+        optax.chain(tx, optax.trace(0.9)), 2, 9
+    ),
+    "another": lambda tx: optax.partition(
+        {"a": tx, "b": optax.adam(LR)}, {"bias": "a", "table": "b"}
+    ),
+    "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+}
+
+
+@pytest.mark.parametrize("outer", OUTSIDE.values(), ids=OUTSIDE)
+def test_errors_of_transformations_outside_of_lazy_say_what_to_write(outer):
+    """JAX raises them, in the middle of optax."""
+    tx, params = outer(lazy(optax.sgd(LR))), make_params()
+    grads = {name: g for name, g in make_grads(0).items() if name in params}
+    if "lookahead" in str(tx.update):
+        params = optax.LookaheadParams.init_synced(params)
+    state = tx.init(params)
+    write = r"sparsejax\.optim\.lazy\(optax\.chain\(\.\.\.\)"
+    if isinstance(tx, optax.MultiSteps):
+        write += r".*sparsejax\.optim\.accumulate\(lazy\(tx\), k, capacity\)"
+    with pytest.raises((TypeError, ValueError), match=write):
+        tx.update(grads, state, params)
+    assert "optim" not in repr(sj.SelectedRows)
 
 
 def test_partition_runs_tables_and_dense_leaves_differently():

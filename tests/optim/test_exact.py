@@ -313,11 +313,103 @@ def test_flush_in_between_and_dense_gradients():
 def test_rows_not_caught_up_are_counted_and_put_right():
     # These gradients do not depend on the weights, so the result is dense training's.
     steps = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
-    steps += [(gradient([3, 3, 5, 9, V]), None), (gradient([3]), [3])]
+    steps += [(gradient([3, 3, 5, 9, V]), []), (gradient([3]), [3])]
     params, state, dense = run_both(steps)
     assert int(state.stale) == 2  # rows 3 and 9; 5 had been updated the step before
     flushed, _ = FLUSH(params, state)
     assert relative(flushed["table"], dense["table"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "around",
+    [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit],
+    ids=["eager", "jit"],
+)
+def test_a_step_without_catch_up_is_refused(around):
+    tx, params, ids = (
+        exact(optax.sgd(0.5, momentum=0.5)),
+        make_params(),
+        make_batches(1),
+    )
+    batch = jax.tree.map(lambda x: x[0], ids)
+    find = exact_value_and_grad(loss_fn, tx)
+
+    def apply(grads, params, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @around
+    def plain(params, state):
+        return apply(sj.grad(loss_fn, tables=SPARSE)(params, *batch), params, state)
+
+    @around
+    def right(params, state):
+        (_, grads), params, state = find(params, state, *batch)
+        return apply(grads, params, state)
+
+    @around
+    def skip_some(params, state):
+        (_, grads), params, state = find(params, state, *batch)
+        new = apply(grads, params, state)
+        pick = lambda x, y: jnp.where(state.step > 0, x, y)
+        state = jax.lax.cond(state.step > 0, lambda: new[1], lambda: state)
+        return jax.tree.map(pick, new[0], params), state
+
+    state = tx.init(params)
+    after_one = right(params, state)
+    missing = "grads\\['table'\\] .*catch_up was not called.*exact_value_and_grad"
+    for step in (
+        lambda: plain(params, state),  # the first step
+        lambda: plain(*after_one),
+        lambda: plain(*tx.flush(*after_one)),
+        lambda: jax.lax.scan(lambda c, _: (plain(*c), None), after_one, None, length=2),
+    ):
+        with pytest.raises(ValueError, match=missing):
+            step()
+    caught = around(tx.catch_up)(*after_one, {"table": batch[0]})
+    assert relative(plain(*caught)[0]["table"], right(*after_one)[0]["table"]) == 0
+    # The mark is carried by a scan, and a step may be skipped.
+    both = lambda c, _: (skip_some(*right(*c)), None)
+    (_, state), _ = jax.lax.scan(both, (params, state), None, length=2)
+    assert int(state.step) == 4 and int(state.stale) == 0
+
+
+WRAPPERS = {
+    "inner_opt_state": (
+        lambda tx: sj.optim.accumulate(tx, 2, 8),
+        lambda tx: optax.MultiSteps(tx, 2),
+    ),
+    "inner_state": (lambda tx: sj.optim.dynamic_loss_scale(tx, 1.0), lambda tx: tx),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", WRAPPERS)
+def test_inside_of_our_wrappers(field):
+    wrap, wrap_dense = WRAPPERS[field]
+    inner = optax.sgd(0.5, momentum=0.5)
+    tx, dense_tx, batches = wrap(MOMENTUM), wrap_dense(inner), zip(*make_batches(6))
+    params = dense = make_params()
+    state, dense_state = tx.init(params), dense_tx.init(dense)
+
+    @jit
+    def step(params, state, *batch):
+        found = exact_value_and_grad(loss_fn, MOMENTUM, tables=SPARSE)(
+            params, getattr(state, field), *batch
+        )
+        (_, grads), params, exact_state = found
+        state = state._replace(**{field: exact_state})
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for batch in batches:
+        params, state = step(params, state, *batch)
+        grads = jax.grad(loss_fn)(dense, *batch)
+        updates, dense_state = dense_tx.update(grads, dense_state, dense)
+        dense = optax.apply_updates(dense, updates)
+    assert step._cache_size() == 1
+    params, _ = MOMENTUM.flush(params, getattr(state, field))
+    assert relative(params["table"], dense["table"]) < 1e-5
 
 
 @pytest.mark.slow
@@ -333,6 +425,7 @@ def test_hyperparameters_set_by_hand():
             dense_state.hyperparams["learning_rate"] = jnp.asarray(0.01)
             params, state = flush(params, state)
         grads = gradient([number % 3, number])
+        params, state = tx.catch_up(params, state, {})
         params, state = apply(params, state, grads)
         dense, dense_state = apply_dense(dense, dense_state, to_dense(grads))
     params, _ = flush(params, state)
@@ -359,6 +452,7 @@ def test_another_optimizer_for_each_leaf():
         grads = gradient(rows)
         other = np.asarray(grads["table"].rows) + 1, grads["table"].values[:, :2]
         grads["other"] = sj.SelectedRows(*other, V)
+        params, state = tx.catch_up(params, state, {})
         params, state = apply(params, state, grads)
         dense, dense_state = apply_dense(dense, dense_state, to_dense(grads))
     params, _ = tx.flush(params, state)
@@ -448,6 +542,14 @@ def test_what_is_wrong_is_said():
         TypeError, match="must be one that this transformation returned"
     ):
         MOMENTUM.catch_up(params, state.inner, {"table": jnp.array([1])})
+    for tx in sj.optim.lazy(optax.adam(0.1)), optax.chain(MOMENTUM):
+        with pytest.raises(TypeError, match=r"exact\(optax\.chain\(\.\.\.\)\)"):
+            exact_value_and_grad(loss_fn, tx)
+    lazy = sj.optim.lazy(optax.sgd(0.5, momentum=0.5))
+    with pytest.raises(ValueError, match="does not match these gradients"):
+        lazy.update(gradient([3]), state, params)
+    with pytest.raises(TypeError, match="must be one that this transformation"):
+        MOMENTUM.update(gradient([3]), lazy.init(params), params)
 
 
 # ------------------------------------------------------------------ the cost
@@ -516,7 +618,7 @@ def test_step_is_by_rows_and_in_place(name):
 
 def test_ids_are_read_from_the_trace():
     tx = MOMENTUM
-    params, state, _ = run_both([(gradient([*range(5)]), None)] * 2)
+    params, state, _ = run_both([(gradient([*range(5)]), [])] * 2)
     behind = np.asarray(state.last_updates[0])[:, 1]
 
     def loss(params, ids, scale):
@@ -545,7 +647,7 @@ def test_ids_are_read_from_the_trace():
 
 
 def test_ids_made_of_rows_are_refused():
-    params, state, _ = run_both([(gradient([3]), None)])
+    params, state, _ = run_both([(gradient([3]), [])])
 
     def hops(params, ids):
         best = jnp.argmax(params["table"][ids], axis=-1)
@@ -559,7 +661,7 @@ def test_ids_made_of_rows_are_refused():
 
 
 def test_a_table_used_as_a_whole_is_brought_up_to_date():
-    steps = [(gradient([3, 5]), None), (gradient([5]), [5])]
+    steps = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
     params, state, dense = run_both(steps)
     loss = lambda params: jnp.sum(params["table"] ** 2)
     (value, _), params, _ = exact_value_and_grad(loss, MOMENTUM)(params, state)
@@ -568,7 +670,7 @@ def test_a_table_used_as_a_whole_is_brought_up_to_date():
 
 
 def test_own_code_promotes_nothing():
-    params, state, _ = run_both([(gradient([3, 5]), None), (gradient([5]), [5])])
+    params, state, _ = run_both([(gradient([3, 5]), [3, 5]), (gradient([5]), [5])])
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
 
         @jit

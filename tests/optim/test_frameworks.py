@@ -1,8 +1,15 @@
-"""lazy inside flax's and equinox's training loops, unmodified."""
+"""sj.optim with flax's and equinox's trees and training loops, unmodified.
+
+The table: for each framework and each part of `sj.optim`, a few steps of a model of the
+framework equal plain JAX with dense gradients.
+"""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,46 +18,416 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_trees_close
+from helpers import assert_trees_close, slow_but
 from optimizers import LR
+from sparsejax import optim
 from sparsejax.optim import lazy
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 23, 5
-INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(LR))
-TX = lazy(INNER)
 
 
-def _rows(table):
-    values = jnp.arange(4.0 * D).reshape(4, D)
-    return sj.SelectedRows(jnp.array([3, 1, 3, V]), values, table.shape[0])
+def _weights(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return {
+        "table": draw(V, D).astype(dtype),
+        "kernel": draw(D, 2),
+        "bias": draw(2),
+    }
 
 
-def _check(old, new, expected):
-    assert_trees_close(new, expected)
-    others = np.delete(np.arange(V), [1, 3])
-    assert_same_bits(np.asarray(new)[others], np.asarray(old)[others])
+def _loss(apply, ids):
+    x = apply(ids).astype(jnp.float32)
+    return jnp.mean(jnp.sin(x) * jnp.arange(1.0, 1 + x.size).reshape(x.shape))
 
 
-def _nnx_model():
-    nnx = pytest.importorskip("flax.nnx")
+# ------------------------------------------------------------------ frameworks
 
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(V, D, rngs=rngs)
-            self.dense = nnx.Linear(D, 2, rngs=rngs)
+# Each has `params` and `state`, its own trees, `apply(params, ids)`, and `update`.
+# `make` rebuilds a tree of parameters from {"table", "kernel", "bias"}.
 
-    return nnx, Model(nnx.Rngs(0))
+
+class Haiku:
+    """Parameters in two levels of dicts, as haiku and plain JAX have them."""
+
+    def __init__(self, weights, tx):
+        self.tx, self.params = tx, self.make(**weights)
+        self.state = tx.init(self.params)
+
+    def make(self, table=None, kernel=None, bias=None):
+        return {"embed": {"embeddings": table}, "linear": {"w": kernel, "b": bias}}
+
+    def apply(self, params, ids):
+        rows = params["embed"]["embeddings"][ids]
+        return rows @ params["linear"]["w"] + params["linear"]["b"]
+
+    def update(self, grads):
+        updates, self.state = self.tx.update(grads, self.state, self.params)
+        self.params = optax.apply_updates(self.params, updates)
+
+
+class TrainState:
+    """flax.linen."""
+
+    def __init__(self, weights, tx):
+        linen = pytest.importorskip("flax.linen")
+        train_state = pytest.importorskip("flax.training.train_state")
+        dtype = weights["table"].dtype
+
+        class Model(linen.Module):
+            @linen.compact
+            def __call__(self, ids):
+                rows = linen.Embed(V, D, param_dtype=dtype, name="embed")(ids)
+                return linen.Dense(2, name="dense")(rows)
+
+        params = self.make(**weights)
+        self.tx = tx
+        self.train_state = train_state.TrainState.create(
+            apply_fn=Model().apply, params=params, tx=tx
+        )
+
+    def make(self, table=None, kernel=None, bias=None):
+        return {
+            "params": {
+                "embed": {"embedding": table},
+                "dense": {"kernel": kernel, "bias": bias},
+            }
+        }
+
+    params = property(
+        lambda self: self.train_state.params, lambda self, x: self._replace(params=x)
+    )
+    state = property(
+        lambda self: self.train_state.opt_state,
+        lambda self, x: self._replace(opt_state=x),
+    )
+
+    def _replace(self, **changes):
+        self.train_state = self.train_state.replace(**changes)
+
+    def apply(self, params, ids):
+        return self.train_state.apply_fn(params, ids)
+
+    def update(self, grads):
+        self.train_state = self.train_state.apply_gradients(grads=grads)
+
+
+class NnxOptimizer:
+    """flax.nnx: variables in a State, other ones in the optimizer's."""
+
+    def __init__(self, weights, tx):
+        nnx = self.nnx = pytest.importorskip("flax.nnx")
+
+        class Model(nnx.Module):
+            def __init__(self):
+                rngs, dtype = nnx.Rngs(0), weights["table"].dtype
+                self.embed = nnx.Embed(V, D, param_dtype=dtype, rngs=rngs)
+                self.dense = nnx.Linear(D, 2, rngs=rngs)
+
+        self.model = Model()
+        nnx.update(self.model, self.make(**weights))
+        self.graph, _ = nnx.split(self.model)
+        self._start(tx)
+
+    def _start(self, tx):
+        self.tx = tx
+        self.optimizer = self.nnx.Optimizer(self.model, tx, wrt=self.nnx.Param)
+
+    def make(self, table=None, kernel=None, bias=None):
+        tree: dict[str, Any] = {
+            "embed": {"embedding": table},
+            "dense": {"kernel": kernel, "bias": bias},
+        }
+        # Only leaves that are given, as nnx.State has no None.
+        given = {
+            k: {n: x for n, x in v.items() if x is not None} for k, v in tree.items()
+        }
+        return self.nnx.State({k: v for k, v in given.items() if v})
+
+    params = property(
+        lambda self: self.nnx.state(self.model, self.nnx.Param),
+        lambda self, x: self.nnx.update(self.model, x),
+    )
+    state = property(
+        lambda self: self.optimizer.opt_state,
+        lambda self, x: self.nnx.update(self.optimizer.opt_state, self.nnx.state(x)),
+    )
+
+    def apply(self, params, ids):
+        model = self.nnx.merge(self.graph, params)
+        return model.dense(model.embed(ids))
+
+    def update(self, grads):
+        self.optimizer.update(self.model, grads)
+
+
+class NnxState(NnxOptimizer):
+    """flax.nnx with optax's own calls."""
+
+    state: Any = None
+
+    def _start(self, tx):
+        self.tx, self.state = tx, tx.init(self.params)
+
+    update: Any = Haiku.update
+
+
+class Equinox(Haiku):
+    def __init__(self, weights, tx):
+        eqx = self.eqx = pytest.importorskip("equinox")
+        key = jax.random.key(0)
+
+        class Model(eqx.Module):
+            embed: Any
+            kernel: Any
+            bias: Any
+            activation: Any = jnp.asarray  # a leaf, and no array
+
+            def __call__(self, ids):
+                rows = jax.vmap(self.embed)(ids.reshape(-1)).reshape(*ids.shape, D)
+                return self.activation(rows) @ self.kernel + self.bias
+
+        zeros = jnp.zeros
+        self.model = Model(eqx.nn.Embedding(V, D, key=key), zeros((D, 2)), zeros(2))
+        super().__init__(weights, tx)
+
+    def make(self, table=None, kernel=None, bias=None):
+        return self.eqx.tree_at(
+            lambda m: (m.embed.weight, m.kernel, m.bias),
+            self.eqx.filter(self.model, self.eqx.is_array),
+            (table, kernel, bias),
+            is_leaf=lambda x: x is None,
+        )
+
+    def apply(self, params, ids):
+        _, static = self.eqx.partition(self.model, self.eqx.is_array)
+        return self.eqx.combine(params, static)(ids)
+
+
+FRAMEWORKS = {
+    "haiku": Haiku,
+    "train_state": TrainState,
+    "nnx_optimizer": NnxOptimizer,
+    "nnx_state": NnxState,
+    "equinox": Equinox,
+}
+
+
+# ------------------------------------------------------------------ parts of sj.optim
+
+SOME = [jnp.array([[3, 1], [3, 20]]), jnp.array([[1, 7], [9, 9]])]
+ALL = [jnp.concatenate([jnp.arange(V)[::-1], ids.reshape(-1)]) for ids in SOME]
+
+
+class Part(NamedTuple):
+    """A part of sj.optim.
+
+    Args:
+      tx: the transformation.
+      dense: one that trains alike on dense gradients.
+      batches: ids of the steps.
+      before: called with the step and the framework before each step.
+      dense_before: the same for the dense run, `(step, params, state) -> both`.
+      result: of the framework, the parameters to compare.
+      dense_result: of all parameters of the dense run, from the start to the end.
+      scale: of the loss.
+      dtype: of the table.
+    """
+
+    tx: Any
+    dense: Any
+    batches: Any = SOME
+    before: Any = lambda step, model: None
+    dense_before: Any = lambda step, params, state: (params, state)
+    result: Any = lambda model: model.params
+    dense_result: Any = lambda history: history[-1]
+    scale: float = 1.0
+    dtype: Any = jnp.float32
+
+
+def _reset(step, model):
+    if step == 1:
+        rows = model.make(table=jnp.array([3, V]))
+        new = optim.reset_rows(model.tx, model.state, model.params, rows)
+        model.params, model.state = new
+
+
+def _dense_reset(step, params, state):
+    """Zeros for row 3 of the table, of its momentum and of its accumulated gradient."""
+    reset = lambda x: x.at[3].set(0.0) if x.shape == (V, D) else x
+    return jax.tree.map(reset, (params, state)) if step == 1 else (params, state)
+
+
+def _flush(step, model):
+    model.params, model.state = optim.flush_weight_decay(model.params, model.state)
+
+
+def _average(history):
+    """The bias-corrected average of the parameters after each step."""
+    tx = optax.ema(0.5)
+    state = tx.init(history[0])
+    for params in history[1:]:
+        average, state = tx.update(params, state)
+    return average
+
+
+SGD, ADAGRAD = optax.sgd(LR), optax.adagrad(LR)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAGRAD)
+MOMENTUM = optax.sgd(LR, momentum=0.9)
+EXACT = optim.exact(MOMENTUM)
+PARTS = {
+    "lazy": Part(lazy(CLIPPED), CLIPPED),
+    "exact": Part(
+        EXACT,
+        MOMENTUM,
+        result=lambda model: EXACT.flush(model.params, model.state)[0],
+    ),
+    "accumulate": Part(
+        optim.accumulate(lazy(ADAGRAD), 2, 8), optax.MultiSteps(ADAGRAD, 2)
+    ),
+    "ema": Part(
+        lazy(optax.chain(SGD, optim.ema(0.5))),
+        SGD,
+        result=lambda model: optim.ema_params(model.params, model.state),
+        dense_result=_average,
+    ),
+    "reset_rows": Part(lazy(MOMENTUM), MOMENTUM, ALL, _reset, _dense_reset),
+    "reset_accumulated": Part(
+        optim.accumulate(lazy(SGD), 2, 8),
+        optax.MultiSteps(SGD, 2),
+        before=_reset,
+        dense_before=_dense_reset,
+    ),
+    "weight_decay": Part(
+        lazy(optax.chain(SGD, optim.weight_decay(0.1, LR))),
+        optax.chain(optax.add_decayed_weights(0.1), SGD),
+        before=_flush,
+        result=lambda model: optim.flush_weight_decay(model.params, model.state)[0],
+    ),
+    "rounding": Part(
+        optim.rounding(lazy(ADAGRAD), master=True),
+        optim.rounding(ADAGRAD, master=True),
+        dtype=jnp.bfloat16,
+    ),
+    "dynamic_loss_scale": Part(
+        optim.dynamic_loss_scale(lazy(ADAGRAD), 2.0**10), ADAGRAD, scale=2.0**10
+    ),
+    "adagrad": Part(optim.adagrad(LR), optim.adagrad(LR)),
+    "rowwise_adagrad": Part(optim.rowwise_adagrad(LR), optim.rowwise_adagrad(LR)),
+    "group_adagrad": Part(optim.group_adagrad(LR), optim.group_adagrad(LR)),
+    "ftrl": Part(optim.ftrl(LR), optim.ftrl(LR), ALL),
+    "rowwise_adam": Part(optim.rowwise_adam(LR), optim.rowwise_adam(LR), ALL),
+    "row_count_adam": Part(optim.row_count_adam(LR), optim.row_count_adam(LR), ALL),
+}
+
+
+IS_TABLE = lambda path, x: x.shape == (V, D)  # noqa: E731
+
+
+def _train(model, part):
+    for step, ids in enumerate(part.batches):
+        part.before(step, model)
+        loss = lambda params, ids: (
+            part.scale * _loss(functools.partial(model.apply, params), ids)
+        )
+        if part.tx is EXACT:
+            find = optim.exact_value_and_grad(loss, EXACT, tables=IS_TABLE)
+            (_, grads), model.params, model.state = find(model.params, model.state, ids)
+        else:
+            grads = sj.grad(loss, tables=IS_TABLE)(model.params, ids)
+        model.update(grads)
+    return part.result(model)
+
+
+@functools.cache
+def _dense_run(name):
+    part = PARTS[name]
+    model = Haiku(_weights(part.dtype), optax.identity())
+    loss = lambda params, ids: _loss(
+        lambda i: model.apply(model.make(**params), i), ids
+    )
+    params = _weights(part.dtype)
+    state, history = part.dense.init(params), [params]
+    for step, ids in enumerate(part.batches):
+        params, state = part.dense_before(step, params, state)
+        updates, state = part.dense.update(jax.grad(loss)(params, ids), state, params)
+        params = optax.apply_updates(params, updates)
+        history.append(params)
+    return part.dense_result(history)
+
+
+QUICK = [
+    ("nnx_optimizer", "ema"),
+    ("nnx_optimizer", "weight_decay"),
+    ("nnx_optimizer", "reset_accumulated"),
+    ("nnx_optimizer", "exact"),
+    ("nnx_state", "reset_rows"),
+    ("train_state", "weight_decay"),
+    ("equinox", "reset_rows"),
+    ("haiku", "lazy"),
+]
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    slow_but([(f, n) for n in PARTS for f in FRAMEWORKS], *QUICK),
+)
+def test_equals_plain_jax_with_dense_gradients(framework, name):
+    part = PARTS[name]
+    model = FRAMEWORKS[framework](_weights(part.dtype), part.tx)
+    result = _train(model, part)
+    expected = model.make(**_dense_run(name))
+    tolerance = 1e-2 if part.dtype == jnp.bfloat16 else None
+    assert_trees_close(*map(jax.tree.leaves, (result, expected)), rtol=tolerance)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_questions(framework):
+    model = FRAMEWORKS[framework](_weights(), SGD)
+    loss = lambda params: _loss(functools.partial(model.apply, params), SOME[0])
+    sparse, dense = (grad(loss)(model.params) for grad in (sj.grad, jax.grad))
+    assert_trees_close(optim.global_norm(sparse), optax.tree.norm(dense))
+    assert optim.is_row_separable(optax.adam(LR), model.params)
+    assert not optim.is_row_separable(optax.lamb(LR), model.params)
+    assert not optim.is_lazy_exact(optax.adam(LR), model.params)
+
+
+@pytest.mark.parametrize(
+    ("framework", "tx"),
+    [
+        ("haiku", optax.chain(EXACT)),
+        pytest.param("nnx_optimizer", EXACT, marks=pytest.mark.slow),
+    ],
+)
+def test_exact_without_catch_up_is_refused(framework, tx):
+    model = FRAMEWORKS[framework](_weights(), tx)
+    with pytest.raises(ValueError, match="exact_value_and_grad"):
+        _train(model, Part(None, None))
+
+
+def test_a_whole_model():
+    """With leaves that are not trained: right for equinox, refused for nnx."""
+    tx = lazy(optax.chain(SGD, optim.ema(0.5), optim.weight_decay(0.1)))
+    for call in optim.ema_params, lambda *both: optim.flush_weight_decay(*both)[0]:
+        eqx = Equinox(_weights(), tx)
+        _train(eqx, Part(tx, None))
+        model = eqx.eqx.combine(eqx.params, eqx.model)
+        whole, trained = call(model, eqx.state), call(eqx.params, eqx.state)
+        assert whole.activation is model.activation
+        assert_trees_close(eqx.eqx.filter(whole, eqx.eqx.is_array), trained)
+        nnx = NnxOptimizer(_weights(), tx)
+        with pytest.raises(ValueError, match=r"has a Model for a State\. .*nnx\.state"):
+            call(nnx.model, nnx.state)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jitted", [False, True])
-def test_nnx_optimizer_accumulates(jitted):
-    """Its state is of nnx's kind after the first step, and that after the second."""
-    nnx, model = _nnx_model()
-    _, dense_model = _nnx_model()
+def test_nnx_jit():
+    """The state of an `nnx.Optimizer` has other types after the first step."""
+    nnx = pytest.importorskip("flax.nnx")
+    model, dense_model = (NnxState(_weights(), SGD).model for _ in range(2))
     accumulated = sj.optim.accumulate(lazy(optax.sgd(LR)), 2, capacity=8)
     optimizer = nnx.Optimizer(model, accumulated, wrt=nnx.Param)
     dense = nnx.Optimizer(
@@ -66,38 +443,14 @@ def test_nnx_optimizer_accumulates(jitted):
     def step(grad, model, optimizer, scale):
         optimizer.update(model, grad(loss)(nnx.state(model, nnx.Param), scale))
 
-    sparse_step, dense_step = (
-        (nnx.jit(step, static_argnums=0) if jitted else step) for _ in range(2)
-    )
-    sparse_grad = lambda f: sj.grad(f, tables=lambda path, x: x.shape == (V, D))
+    sparse_step, dense_step = (nnx.jit(step, static_argnums=0) for _ in range(2))
+    sparse_grad = lambda f: sj.grad(f, tables=IS_TABLE)
     for k in range(4):
         sparse_step(sparse_grad, model, optimizer, k + 1.0)
         dense_step(jax.grad, dense_model, dense, k + 1.0)
     assert_trees_close(
         nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(dense_model))
     )
-
-
-def test_equinox_module():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.Embedding(V, D, key=jax.random.key(0))
-    rows = _rows(model.weight)
-    grads = eqx.tree_at(lambda m: m.weight, model, rows)
-    params = eqx.filter(model, eqx.is_array)
-    state = TX.init(params)
-    assert_trees_close(state, INNER.init(params))
-
-    @eqx.filter_jit
-    def step(model, state, grads):
-        params = eqx.filter(model, eqx.is_array)
-        updates, state = TX.update(grads, state, params)
-        return optax.apply_updates(model, updates), state
-
-    new, state = step(model, state, grads)
-    expected, _ = INNER.update(
-        eqx.tree_at(lambda m: m.weight, model, rows.to_dense()), INNER.init(params)
-    )
-    _check(model.weight, new.weight, model.weight + expected.weight)
 
 
 @pytest.mark.slow

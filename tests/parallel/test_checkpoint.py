@@ -6,6 +6,7 @@
 import functools
 import itertools
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -366,6 +367,52 @@ def test_a_checkpoint_cut_short_is_named(tmp_path):
             for like in (tree, other):
                 with pytest.raises(ValueError, match=f"step {step} in .* damaged"):
                     sj.parallel.restore(manager, like, step=step)
+
+
+def test_other_values_are_refused(tmp_path):
+    """Well formed files, of a tree that differs in one number."""
+    for layout, name in itertools.product(LAYOUTS, ("t", "w", "rows")):
+        rows = sj.SelectedRows(jnp.array([2, 5]), jnp.ones((2, 3)), height=9)
+        tree = {"t": sharded(table_of(), 2, layout), "w": np.ones(3), "rows": rows}
+        change = lambda x: x.map(lambda v: v.at[1, 1].add(1))
+        changed = {"t": change(tree["t"]), "w": np.arange(3.0), "rows": change(rows)}
+        paths = [tmp_path / f"{layout} {name} {k}" for k in range(2)]
+        for path, x in zip(paths, (tree, {**tree, name: changed[name]})):
+            sj.parallel.save(path, x)
+        metadata = (path / "_CHECKPOINT_METADATA" for path in paths)
+        shutil.copy(*metadata)
+        for like in (tree, {**tree, "t": abstract(table_of(), 3, "block")}):
+            with pytest.raises(ValueError, match=rf"\['{name}'\].* not those .* saved"):
+                sj.parallel.restore(paths[1], like)
+
+
+def test_a_checksum_finds_a_changed_number():
+    """Of each width, summed on devices and on the host."""
+    widths = "bool", "int4", "int8", "bfloat16", "float32", "complex64", "uint32"
+    tree = {
+        name: np.tile(np.arange(2), (3, 100)).astype(jnp.dtype(name)) for name in widths
+    }
+    tree = {name: jnp.asarray(x) for name, x in tree.items()}
+    tree |= {"table": sharded(table_of(), 4, "mod"), "host": np.arange(9.0)}
+    tree["scalar"], tree["number"], tree["key"] = jnp.float32(2), 7, jax.random.key(3)
+    names = dict(_checkpoint._named_leaves(tree)).keys()
+    found = [
+        _checkpoint._to_save(x)
+        for x in jax.tree.leaves(tree, is_leaf=_checkpoint._is_table)
+    ]
+    sums = _checkpoint._checksums(tree, found)
+    assert sums.keys() == names
+    rng = np.random.default_rng(0)
+    for k, name in enumerate(names):
+        x = jax.random.key_data(found[k]) if name == "['key']" else found[k]
+        host = np.array(x)
+        assert _checkpoint._sum_on_host(host) == sums[name]  # as on the devices
+        for _ in range(20):
+            changed = host.copy()
+            flat = changed.reshape(-1)
+            at = rng.integers(flat.size)
+            flat[at] = not flat[at] if host.dtype == bool else flat[at] + 1
+            assert _checkpoint._sum_on_host(changed) != sums[name]
 
 
 def test_errors_say_what_differs(tmp_path):

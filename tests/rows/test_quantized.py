@@ -8,6 +8,8 @@ arithmetic, one number at a time, for more rows than are recorded.
 # pyright: reportArgumentType=false
 
 import functools
+import operator
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -284,6 +286,8 @@ def test_nothing_has_the_tables_size(bits):
     assert f"u8[{height},{width * bits // 8}]" in text
     for kind in ("f32", "s32", "f16"):
         assert f"{kind}[{height},{width}]" not in text
+    for kind in ("f32", "f16"):  # of the scales: only the words of the argument
+        assert f"{kind}[{height},2]" not in text
     assert memory.temp_size_in_bytes < rows.nbytes / 4
 
 
@@ -306,6 +310,8 @@ def test_a_tree_of_two_leaves():
     assert_same_bits(scanned[1], table.get(3))
     moved = jax.device_put(table, jax.devices()[-1])
     assert_same_bits(moved.to_fused(), table.to_fused())
+    again = pickle.loads(pickle.dumps(table))
+    assert_same_bits(again.to_fused(), table.to_fused())
     assert hash(jax.tree.structure(table)) == hash(jax.tree.structure(moved))
     assert "ShapeDtypeStruct" not in repr(jax.eval_shape(lambda: table))
     repr(jax.tree.map(lambda _: None, table))
@@ -371,6 +377,144 @@ def test_layers_take_one():
     assert isinstance(table, sj.QuantizedTable) and table.shape == (7, 4)
 
 
+# ------------------------------------------------------------------ trees
+
+each = lambda f: lambda *tables: jax.tree.map(f, *tables)
+COMPUTE = {
+    "abs": lambda a, b: each(jnp.abs)(a),
+    "add": each(operator.add),
+    "astype": lambda a, b: each(lambda x: x.astype(jnp.float32))(a),
+    "average": each(lambda x, y: (x + y) / 2),
+    "global_norm": lambda a, b: optax.tree.norm(a),
+    "incremental_update": lambda a, b: optax.incremental_update(a, b, 0.1),
+    "jnp.add": each(jnp.add),
+    "jnp.mean of a stack": each(lambda *xs: jnp.mean(jnp.stack(xs), 0)),
+    "maximum": each(jnp.maximum),
+    "negative": lambda a, b: each(operator.neg)(a),
+    "scale": lambda a, b: each(lambda x: x * 2)(a),
+    "sgd": lambda a, b: optax.sgd(0.1).update(a, optax.sgd(0.1).init(a), a),
+    "subtract": each(operator.sub),
+    "sum": lambda a, b: each(jnp.sum)(a),
+    "tree.add": optax.tree.add,
+    "tree.scale": lambda a, b: optax.tree.scale(0.5, a),
+    "tree.vdot": optax.tree.vdot,
+    "where with a number": lambda a, b: each(lambda x: jnp.where(True, x, 0))(a),
+}
+
+
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("name", COMPUTE)
+def test_arithmetic_through_trees_is_refused(name):
+    """In all forms, eagerly and traced; the error names the methods to call."""
+    f = COMPUTE[name]
+    for bits, scale_dtype in KINDS:
+        a, b = (
+            sj.quantize(make_rows(8, seed=k), bits, scale_dtype=scale_dtype)
+            for k in (0, 1)
+        )
+        # Outside of programs JAX refuses methods before it sees the dtype.
+        with pytest.raises(
+            (TypeError, ValueError, NotImplementedError, AssertionError),
+            match=r"table\.average|Cannot call abstract method",
+        ):
+            f(a, b)
+        with pytest.raises(
+            (TypeError, ValueError, AssertionError), match=r"table\.average\(other\)"
+        ):
+            jax.jit(f).lower(a, b)
+
+
+MOVES = {
+    "copy": lambda a, b: each(jnp.copy)(a),
+    "filter by dtype": each(
+        lambda x, y: x + y if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    ),
+    "reverse": lambda a, b: each(lambda x: x[::-1][::-1])(a),
+    "roll": lambda a, b: each(lambda x: jnp.roll(jnp.roll(x, 1, axis=0), -1, axis=0))(
+        a
+    ),
+    "split": lambda a, b: each(lambda x: jnp.concatenate(jnp.split(x, 2)))(a),
+    "stack": lambda a, b: each(lambda *xs: jnp.stack(xs)[0])(a, b),
+    "where": each(lambda x, y: jnp.where(jnp.array(True), x, y)),
+    "zeros": lambda a, b: jax.lax.cond(
+        a.bits > 0, lambda: a, lambda: each(jnp.zeros_like)(a)
+    ),
+}
+
+
+@all_kinds
+def test_moves_through_trees(bits, scale_dtype):
+    a, b = (
+        sj.quantize(make_rows(seed=k), bits, scale_dtype=scale_dtype) for k in (0, 1)
+    )
+    moves = lambda a, b: [f(a, b) for f in MOVES.values()]
+    for results in moves(a, b), jax.jit(moves)(a, b):
+        for name, got in zip(MOVES, results, strict=True):
+            assert repr(got) == repr(a), name
+            assert_same_bits(got.to_fused(), a.to_fused())
+    assert not each(jnp.zeros_like)(a).dequantize().any()
+    seen = []
+    jax.jit(functools.partial(jax.debug.callback, seen.append))(a)
+    jax.effects_barrier()
+    assert_same_bits(seen[0].scale_bias, a.scale_bias)
+
+
+@all_kinds
+def test_requantize_and_average(bits, scale_dtype):
+    x, y = (make_rows(seed=k) for k in (6, 7))
+    a, b = (sj.quantize(t, bits, scale_dtype=scale_dtype) for t in (x, y))
+    assert_same_bits(a.requantize(x).to_fused(), a.to_fused())
+    want = 0.75 * a.dequantize() + 0.25 * b.dequantize()
+    whole = b.dequantize()
+    average = lambda a, b: a.average(b, 0.25)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, a)
+    for got in (
+        average(a, b),
+        jax.jit(average)(a, b),
+        a.average(whole, jnp.float32(0.25)),
+        jax.tree.map(lambda x: x[1], stacked.average(jnp.stack([whole] * 2), 0.25)),
+    ):
+        assert repr(got) == repr(a)
+        # Half a scale, and the rounding of a float16 bias and scale.
+        slack = np.abs(want).max(1) * (2e-3 if scale_dtype is F16 else 1e-5)
+        slack += (1 << bits) * 2.0**-24 * (scale_dtype is F16)
+        off = np.abs(got.dequantize() - want).max(1)
+        assert np.all(off <= 0.5 * np.asarray(got.scale, F32) + slack)
+    # With a key, a step much smaller than a code takes effect in expectation.
+    keys = jax.random.split(jax.random.key(0), 256)
+    moved = jax.vmap(lambda k: a.average(whole, 0.01, k).dequantize())(keys).mean(0)
+    want = 0.99 * a.dequantize() + 0.01 * whole
+    gap = np.asarray(a.average(whole, 0.01).scale, F32)[:, None]
+    slack = np.abs(want) * (2e-3 if scale_dtype is F16 else 1e-5) + 1e-4
+    assert np.all(np.abs(moved - want) <= 0.2 * gap + slack)
+
+
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_reads_of_float64_are_summed_in_float64(bits, x64):
+    """A float32 sum would lose the small numbers beside the large one."""
+    x = np.array([[1e8, 1e8 + 255], [1.0, 2.0]]).repeat(4, axis=1)
+    table = sj.quantize(x, bits, scale_dtype=F32)
+    assert table.dtype == np.float64
+    codes = np.asarray(table.unpack().codes, np.float64)
+    scale, bias = np.asarray(table.scale_bias, np.float64).T[..., None]
+    want = scale * codes + bias
+    ids = np.array([[0, 1, 1, 1] * 8])
+    weights = np.where(ids, 1 / 3, 1.0)
+    total = np.einsum("bl,bld->bd", weights, want[ids])
+    bag = functools.partial(sj.embedding_bag, table)
+    csr = sj.SegmentTensor({"index": ids[0], "value": weights[0]}, np.zeros(32, int), 1)
+    assert_same_bits(table.dequantize(), want)
+    assert_same_bits(jax.jit(table.get)(ids), want[ids])
+
+    @jax.jit
+    def sums():
+        ragged = bag(ids[0], ids[0] * 0, 1, weights=weights[0])
+        return bag(ids, weights=weights), ragged, sj.dot(csr, table)
+
+    for got in (*sums(), bag(ids, weights=weights)):
+        np.testing.assert_allclose(got, total, rtol=1e-14)
+
+
 # ------------------------------------------------------------------ derivatives
 
 
@@ -402,28 +546,24 @@ def test_a_table_of_integers_has_no_gradient():
         sj.value_and_grad(loss)(params)
     with pytest.raises(TypeError, match="uint8"):
         jax.grad(loss)(params)
-    grads = jax.grad(loss, allow_int=True)(params)  # of scales, that is of two numbers
-    dense = jax.grad(lambda t: jnp.sum(sj.lookup(t, IDS, mode="zero")))(
-        params["item"].dequantize()
-    )
-    np.testing.assert_allclose(grads["item"].bias, dense.sum(1), rtol=1e-5)
-    codes = np.asarray(params["item"].codes, F32)
-    np.testing.assert_allclose(grads["item"].scale, (dense * codes).sum(1), rtol=1e-5)
 
 
 # ------------------------------------------------------------------ training
 
 
-def step(tx, params, state, ids, target):
-    """One step of a table on pulled rows; the loss is their distance from a target."""
+def gradients(params, ids, target):
+    """Of the pulled rows; the loss is their distance from a target."""
 
     def loss(params):
         rows = sj.lookup(params["t"], ids, mode="zero")
         return jnp.sum((rows - target) ** 2)
 
-    pulled = {**params, "t": params["t"].pull(ids)}
-    grads = sj.grad(loss)(pulled)
-    updates, state = tx.update(grads, state, params)
+    return sj.grad(loss)({**params, "t": params["t"].pull(ids)})
+
+
+def step(tx, params, state, ids, target):
+    """One step of a table."""
+    updates, state = tx.update(gradients(params, ids, target), state, params)
     return optax.apply_updates(params, updates), state
 
 
@@ -461,9 +601,9 @@ def test_a_step_in_8_bits_touches_the_rows_read():
     tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
     ids, target = jnp.array([7, 3, 7, 99]), 100 * jnp.ones((4, 8))
     train = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
-    before = jax.tree.map(np.asarray, params)["t"]
+    before = jax.tree.map(jnp.copy, params)["t"]
     after, state = train(params, tx.init(params), ids, target)
-    after = jax.tree.map(np.asarray, after)["t"]
+    after = after["t"]
     others = np.delete(np.arange(40), [3, 7])
     assert_same_bits(after.codes[others], before.codes[others])
     assert_same_bits(after.scale_bias[others], before.scale_bias[others])
@@ -485,6 +625,22 @@ def test_a_step_in_8_bits_of_a_table_without_rows():
     )
     assert jax.tree.structure(after) == jax.tree.structure(params)
     assert after["t"].codes.shape == params["t"].codes.shape
+
+
+@pytest.mark.parametrize("scale_dtype", [F32, F16])
+def test_updates_that_another_program_applies(scale_dtype):
+    """The sum with the scales is then computed, not known."""
+    params = {"t": sj.quantize(make_rows(40, 8, 6), scale_dtype=scale_dtype)}
+    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
+    ids, target = jnp.array([7, 3, 7, 99]), 100 * jnp.ones((4, 8))
+    state = tx.init(params)
+    want, _ = jax.jit(functools.partial(step, tx))(params, state, ids, target)
+    update = lambda p: tx.update(gradients(p, ids, target), state, p)[0]
+    updates = jax.jit(update)(params)
+    got = jax.jit(optax.apply_updates)(params, updates)
+    assert_same_bits(got["t"].to_fused(), want["t"].to_fused())
+    with pytest.raises(TypeError, match=r"jax\.jit\(optax\.apply_updates\)"):
+        optax.apply_updates(params, updates)
 
 
 @pytest.mark.slow
@@ -554,5 +710,6 @@ def test_a_step_in_8_bits_is_in_place():
     text, memory = str(compiled.as_text()), compiled.memory_analysis()
     assert memory is not None
     assert f"f32[{height},{width}]" not in text
+    assert f"f32[{height},2]" not in text
     assert memory.alias_size_in_bytes >= params["t"].nbytes
     assert memory.temp_size_in_bytes < params["t"].nbytes / 10

@@ -702,3 +702,20 @@ def test_moves_between_devices(kind):
     assert_same(over(gather, out_specs=P(), check_vma=False)(put), g)
     with pytest.raises((TypeError, ValueError), match="row_ids"):
         over(lambda g: lax.psum(g, "x"), out_specs=P())(put)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_leaf_has_the_sharding_of_its_ids(devices):
+    """Outside of `jit` too: checkpoints restore a leaf by its sharding."""
+    if jax.device_count() < devices:
+        pytest.skip(f"needs {devices} devices")
+    explicit = (jax.sharding.AxisType.Explicit,)
+    own = jax.devices()[:devices]
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=explicit, devices=own)
+    place = jax.NamedSharding(mesh, jax.P("x"))
+    ids, values = jnp.array([4, 0]), jnp.ones((2, 3))
+    with jax.set_mesh(mesh):
+        rows = sj.SelectedRows(*jax.device_put((ids, values), place), height=9)
+        leaf, _ = jax.tree.leaves(rows)
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
+        assert len(leaf.sharding.spec) <= leaf.ndim

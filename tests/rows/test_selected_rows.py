@@ -22,6 +22,7 @@ from helpers import (
     in_range,
     make_rows,
 )
+from sparsejax import _compat
 
 
 V = 7
@@ -609,13 +610,61 @@ def test_nothing_densifies_silently():
             refused = (ValueError, "row_ids") if is_old else (TypeError, said)
             with pytest.raises(refused[0], match=refused[1]):
                 f(a)
-    for f in (jnp.sum, jnp.sin, np.sin, lambda a: np.ones((V, 3)) @ a, operator.abs):
+    for f in (jnp.sum, jnp.sin, np.sin, operator.abs, list, lambda a: 4 in a):
         with pytest.raises(TypeError):
             f(a)
-    with pytest.raises(TypeError):
-        a[0]
-    with pytest.raises(TypeError):
-        list(a)
+    for w in (np.ones((3, V)), jnp.ones((3, V))):
+        with pytest.raises(TypeError, match=r"map\(lambda v: v @ w\).*to_dense\(\)"):
+            a @ w
+        with pytest.raises(TypeError, match=r"array @ SelectedRows.*to_dense\(\)"):
+            w @ a
+
+
+_INDICES = [
+    *(4, -3, 99, -99, np.int64(2**32 + 4), np.int64(-(2**32) - 3), np.uint8(255)),
+    np.array([[4, -3], [V, -V - 1]]),
+    np.array([-3, 4, 127, -128], np.int8),
+    np.array([255, 4, 0, 6], np.uint8),
+    np.array([2**32 - 1, 4, 2**31, 0], np.uint32),
+    np.array([-3, 2**32 + 4, -(2**32), 2**31]),
+    np.array([2**63 + 4, 4, 2**32 + 1, 0], np.uint64),
+    np.zeros(0, int),
+]
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "x64"])
+def test_index(wide):
+    """They are read as the arrays that they stand for."""
+    with _compat.enable_x64(wide):
+        a, _ = make_rows([4, 0, 4, V, V - 1], V)
+        quantized = sj.quantize(a.to_dense())
+        for table, array in (a, a.to_dense()), (quantized, quantized.dequantize()):
+            read, array = jax.jit(type(table).__getitem__), np.asarray(array)
+            for ids in _INDICES:
+                given = np.asarray(ids, object)
+                want = array[np.clip(given + V * (given < 0), 0, V - 1).astype(int)]
+                # Without x64, jit itself cuts ids to 32 bits.
+                got = (read if wide else operator.getitem)(table, ids)
+                np.testing.assert_array_equal(got, want)
+
+
+def test_index_refuses():
+    a: Any = make_rows([4, 0], V)[0]
+    q: Any = sj.quantize(a.to_dense())
+    for key in (slice(1, 3), (1, 2), None, ..., True, np.array([True]), 1.5, "tea"):
+        for table in (a, q):
+            with pytest.raises(
+                TypeError, match=rf"^{type(table).__name__}\[ids\]: ids"
+            ):
+                table[key]
+    for w in (np.ones((3, V)), jnp.ones((3, V))):
+        for f in (operator.matmul, lambda q, w: w @ q):
+            with pytest.raises(TypeError, match=r"lookup\(table, ids\) @ w"):
+                f(q, w)
+    with pytest.raises(TypeError, match="not iterable"):
+        list(q)
+    with pytest.raises(TypeError, match=r"ids k \* V \+ v. Use .get\(ids\)"):
+        sj.SelectedRows([7], ones(1, 2), 12, stack=(3,))[7]
 
 
 def test_repr():

@@ -1,8 +1,9 @@
-"""SelectedRows as a pytree: under JAX's transformations and in other libraries."""
+"""SelectedRows as a pytree: under JAX's transformations and in other libraries.
 
-import copy
+Files and copies are in `tests/transform/test_export.py`, for all types.
+"""
+
 import operator
-import pickle
 from typing import Any
 
 import jax
@@ -63,6 +64,63 @@ def test_vmap():
     # Overflow in one of a batch is that one's.
     short = jax.vmap(lambda a: a.coalesce(capacity=1))(batch)
     assert np.isnan(short.values[0]).all() and np.isfinite(short.values[1]).all()
+
+
+_OF_A_BATCH = {
+    "rows": lambda g, a: g.rows,
+    "filled": lambda g, a: g.filled(),
+    "safe_rows": lambda g, a: g.safe_rows(),
+    "num_rows": lambda g, a: g.num_rows(),
+    "map": lambda g, a: g.map(jnp.sin),
+    "astype": lambda g, a: g.astype(jnp.float16),
+    "scale": lambda g, a: -(2 * g) / 4,
+    "shape": lambda g, a: a.reshape(g.shape),
+    "ndim": lambda g, a: g.ndim * a,
+    "capacity": lambda g, a: g.capacity * a,
+    "to_dense": lambda g, a: g.to_dense(),
+    "coalesce": lambda g, a: g.coalesce(),
+    "get": lambda g, a: g.get([4, 9]),
+    "find": lambda g, a: g.find(4),
+    "index": lambda g, a: g[np.array([4, -1])],
+    "retain": lambda g, a: g.retain([4]),
+    "unstacked": lambda g, a: g.unstacked().to_dense(),
+    "add": lambda g, a: g + g,
+    "subtract": lambda g, a: g - g,
+    "multiply": lambda g, a: g * g,
+    "add to array": lambda g, a: a + g,
+    "apply_updates": lambda g, a: optax.apply_updates({"t": a}, {"t": g}),
+    "concatenate": lambda g, a: sj.concatenate([g, g]),
+    "lookup": lambda g, a: sj.lookup(g, np.array([4, 2])),
+    "bag": lambda g, a: sj.embedding_bag(g, np.array([[4, 2]])),
+    "norm": lambda g, a: sj.optim.global_norm(g),
+    "lazy": lambda g, a: sj.optim.lazy(optax.sgd(0.1)).update(g, optax.EmptyState(), a),
+}
+
+
+@pytest.mark.parametrize("name", _OF_A_BATCH)
+def test_a_batch_outside_of_vmap(name):
+    """Equal to the function under vmap, or an error that names it; never else."""
+    make = lambda rows: make_rows(rows, V)[0]
+    parts = make([4, 0, 4]), make([V, 1, 1])
+    batch, array = jax.tree.map(lambda *x: jnp.stack(x), *parts), jnp.ones((V, 3))
+    f = _OF_A_BATCH[name]
+    try:
+        got = f(batch, array)
+    except Exception as error:
+        assert "this is a batch" in str(error) and "jax.vmap(f)(batch)" in str(error)
+    else:
+        assert_trees_close(got, jax.vmap(f, (0, None))(batch, array))
+
+
+def test_what_the_error_of_a_batch_names():
+    parts = make_rows([4, 0, 4], V)[0], make_rows([V, 1, 1], V, seed=1)[0]
+    batch = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    total = sj.SelectedRows(
+        batch.rows.ravel(), jnp.concatenate(batch.values), batch.height
+    )
+    assert_trees_close(total.to_dense(), sum(parts).to_dense())
+    assert_trees_close(jax.tree.map(lambda x: x[0], batch), parts[0])
+    assert "int32[2,3]" in repr(batch) and "int32[2,3]" in batch._repr_html_()
 
 
 @pytest.mark.parametrize("reduce", [jax.lax.psum, jax.lax.pmean])
@@ -153,14 +211,6 @@ def test_it_is_frozen():
         a.height = 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_pickle_and_copy():
-    a, _ = make_rows([4, V, 4], V)
-    for b in (pickle.loads(pickle.dumps(a)), copy.copy(a), copy.deepcopy(a)):
-        assert isinstance(b, sj.SelectedRows)
-        assert_trees_close(b, a)
-        assert (b.height, b.shape) == (a.height, a.shape)
-
-
 # ------------------------------------------------------------------ size and place
 
 BIG = 1009
@@ -222,7 +272,7 @@ def test_in_a_flax_struct():
     assert state.step == 1
     want = 2 * dense([4, 0, 4], values, V)
     np.testing.assert_array_equal(state.pulled.to_dense(), want)
-    # To flax's serialization it is a leaf, that goes through unharmed.
+    # A leaf for flax, or a dict of its leaves once `sj.nn.flax` is imported.
     saved = serialization.to_state_dict(state)
     restored = serialization.from_state_dict(State(0, a), saved)
     assert_trees_close(restored.pulled, state.pulled)
@@ -248,23 +298,6 @@ def test_in_an_equinox_module():
     assert grads.pulled.values.tolist() == [[1.0] * 3] * 3
     moved = eqx.tree_at(lambda m: m.pulled.values, model, jnp.zeros((3, 3)))
     assert not moved.pulled.to_dense().any()
-
-
-@pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.filterwarnings("ignore")  # the warnings of orbax are not ours
-def test_orbax_round_trip(tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
-    a, _ = make_rows([4, V, 4], V, garbage=0)
-    tree = {"grads": a, "step": jnp.int32(3)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", tree)
-        checkpointer.wait_until_finished()
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-        )
-        restored = checkpointer.restore(tmp_path / "state", like)
-    assert_trees_close(restored, tree)
-    assert restored["grads"].height == V
 
 
 def test_any_tree_of_leaves_has_a_repr():

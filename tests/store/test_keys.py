@@ -409,6 +409,16 @@ def test_a_cached_table_may_get_keys_but_lose_none():
     assert index_of(store).last_step.tolist() == [0, 0, 0]
 
 
+def test_steps_of_any_size():
+    for first in (2**31 - 1, 1_764_000_000_000, 2**63 - 3):
+        store = store_of(2, optax.sgd(1.0))
+        for key, more in (7, 0), (9, 1), (7, 2), (4, 2):
+            _, evicted = insert(store, [key], first + more)
+        assert evicted == [1] and index_of(store).last_step.tolist() == [first + 2] * 2
+    with pytest.raises(ValueError, match="insert: step must be below 2.63, got 9"):
+        insert(store, [7], 2**63)
+
+
 @pytest.mark.parametrize("mixed", [["a", 3], [[3, 4], ["a", "b"]], ["a", None]])
 def test_keys_of_two_kinds_are_refused(mixed):
     """NumPy makes strings of both; an array of objects keeps their types."""

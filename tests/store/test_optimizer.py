@@ -96,3 +96,16 @@ def test_rows_that_were_handed_out_are_not_written_to():
         assert_same_bits(values, copy)
         assert_same_bits(values, expected)
         expected = expected - 1
+
+
+@pytest.mark.parametrize("lift", [lambda tx: tx, sj.optim.lazy])
+def test_a_mask_by_shape_is_of_the_whole_table(lift):
+    is_whole: Any = lambda table: table.shape == (V, D)
+    tx = optax.masked(optax.sgd(1.0, momentum=0.9), is_whole)
+    optimizer = Optimizer(lift(tx), (V, D), np.float32)
+    rows = np.ones((8, D), np.float32)
+    trace = optimizer.init_rows(rows)
+    assert optimizer.by_row == (True,)
+    positions, values = np.zeros(1, np.int32), np.ones((1, D), np.float32)
+    weights, _, _ = optimizer.update(rows, trace, [], 1, positions, values)
+    assert np.all(weights[0] == 0) and np.all(weights[1:] == 1)

@@ -1,7 +1,7 @@
 """Damaged files for every reader: nothing but ValueError or OSError may come out.
 
     python -m tests.tools.damage --seconds 60         all readers, for a minute
-    python -m tests.tools.damage --count 1000         that many files
+    python -m tests.tools.damage --count 100000 --seconds 9000    in ten core-minutes
     python -m tests.tools.damage --seed 3 --case 512  one file again, its traceback
 
 A case is one reader, one good file, and what is done to it: bytes are changed, cut,
@@ -10,7 +10,9 @@ what the file says and make its checksums right again: the JSON of a header, the
 of a store, the headers within an `.npz` archive, the text under a compression.
 
 A reader that accepts a file has to give something that can be used: ids that are read,
-words that are looked up, a batch that is trained on.
+words that are looked up, a batch that is trained on. If its format has checksums, and
+bytes were changed without making them right again, it has to give what the good file
+gives.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import contextlib
 import gzip
 import io
 import json
+import logging
 import os
 import pathlib
 import random
@@ -63,11 +66,14 @@ class Reader(NamedTuple):
       changes: changes that keep checksums right; every reader also gets changes of
         bytes.
       share: the weight in the draw of readers.
+      checked: the format has checksums of all that is read. Then `read` returns it: a
+        tree of arrays and other values.
     """
 
     make: Callable[[pathlib.Path], tuple[list[Files], Callable[[pathlib.Path], Any]]]
     changes: tuple[Change, ...] = ()
     share: float = 1.0
+    checked: bool = False
 
 
 class Hangs(BaseException):
@@ -354,6 +360,8 @@ def _vocabulary(folder):
             assert ids.dtype == np.int32 and 0 <= ids.min() <= ids.max() < size
             found.decode(column, np.arange(1, size))
             assert found.frequencies == () or found.counts(column).sum() >= 0
+        kept = found.words, found.ids, found.frequencies, found.integers
+        return kept, found.names
 
     return good, read
 
@@ -379,6 +387,7 @@ def _store(folder):
             raise
         kept = np.array(table.weights)
         assert store.pull_all("t").shape == (V, D)
+        return kept, store.stats()["t"].touched_rows
 
     return good, read
 
@@ -483,10 +492,17 @@ def _parquet(folder):
     items = pyarrow.array(["ann", None, "b\u00e9", "ann", ""])
     table: Any = {"user": users, "item": items, "rating": [5, 2.5, 1, 4, 3]}
     good = []
-    for codec in ("none", "gzip", "zstd"):
-        for form in (items, items.dictionary_encode()):
+    plain: Any = dict(row_group_size=2, write_page_checksum=True)
+    delta = {"user": "DELTA_BINARY_PACKED", "item": "DELTA_BYTE_ARRAY"}
+    delta: Any = dict(use_dictionary=False, column_encoding=delta)
+    for codec in ("none", "gzip", "zstd", "snappy"):
+        for form, options in (
+            (items, plain),
+            (items, plain | dict(data_page_version="2.0", data_page_size=1)),
+            (items, plain | delta),
+            (items.dictionary_encode(), plain),
+        ):
             made = pyarrow.table(table | {"item": form})
-            options: Any = dict(row_group_size=2, write_page_checksum=True)
             parquet.write_table(made, path, compression=codec, **options)
             good.append(_files(path))
     columns: Any = {"ids": ["user", "item"], "label": "rating"}
@@ -494,8 +510,11 @@ def _parquet(folder):
     def read(path):
         found = sj.data.read_ids(path, 50, columns, missing=0)
         assert 0 <= found["ids"].min(initial=0) <= found["ids"].max(initial=0) < 50
+        parts = sj.data.iter_ids(path, 50, columns, missing=0, chunk_rows=2)
+        assert sum(len(part["ids"]) for part in parts) == len(found["ids"])
         known = sj.data.Vocabulary.build(path, columns)
         assert len(known.sizes()) == 2
+        return found, known.words
 
     return good, read
 
@@ -522,23 +541,68 @@ def _checkpoint(folder):
     like = tree | {"t": np.ones((5, 2), np.float32)}
 
     def read(path):
-        for given in (tree, like):
-            found = sj.parallel.restore(path, given)
-            jax.tree.map(lambda a, b: np.shape(a) == np.shape(b), found, given)
+        found = sj.parallel.restore(path, tree)
+        other = sj.parallel.restore(path, like)
+        return found, other
+
+    return [_files(folder / "run")], read
+
+
+def _manager(folder):
+    """A step of a CheckpointManager: a model, its state and a gradient."""
+    import orbax.checkpoint as ocp
+
+    rows = sj.SelectedRows(jnp.array([3, 7]), jnp.ones((2, D)), height=V)
+    params = {"t": jnp.arange(V * D, dtype=jnp.float32).reshape(V, D)}
+    tree = {"params": params, "state": sj.optim.lazy(_TX).init(params), "rows": rows}
+    tree["half"] = jnp.arange(3, dtype=jnp.bfloat16)
+    with ocp.CheckpointManager(folder / "run") as manager:
+        sj.parallel.save(manager, tree, step=3, custom_metadata={"batch": 7})
+
+    def read(path):
+        with ocp.CheckpointManager(path) as manager:
+            return sj.parallel.restore(manager, tree)
+
+    return [_files(folder / "run")], read
+
+
+def _trainer(folder):
+    """What the page on checkpoints saves of a Trainer, and a step after it."""
+    block = sj.nn.SparseEmbedding(V, D, name="t")
+    loss = lambda rows, _: jnp.sum((rows - 1) ** 2)
+    params = {"w": jnp.arange(3.0)}
+    trainer = sj.nn.Trainer(block, sj.store.KVStore(), loss, _TX, params=params)
+    batch = jnp.array([3, 7])
+    trainer.step(batch)
+    dense = lambda: (trainer.params, trainer.opt_state, trainer.steps)
+    (folder / "run").mkdir()
+    trainer.store.save(folder / "run" / "tables")
+    sj.parallel.save(folder / "run" / "dense", dense())
+    copied = lambda x: np.asarray(x) if isinstance(x, jax.Array) else x
+    like = jax.tree.map(copied, dense())
+
+    def read(path):
+        restored = sj.parallel.restore(path / "dense", like)
+        trainer.store.load(path / "tables")
+        trainer.params, trainer.opt_state, trainer.steps = restored
+        loss = trainer.step(batch)
+        return loss, dense(), trainer.store.pull_all("t")
 
     return [_files(folder / "run")], read
 
 
 READERS = {
-    "Vocabulary.load": Reader(_vocabulary, (change_archive,)),
-    "KVStore.load": Reader(_store, (change_header, change_arrays)),
+    "Vocabulary.load": Reader(_vocabulary, (change_archive,), checked=True),
+    "KVStore.load": Reader(_store, (change_header, change_arrays), checked=True),
     "KVStore.init": Reader(_mapped, (change_header,)),
     "KVStore.init, journal": Reader(_journal),
     "read_ids, CSV": Reader(_csv, (change_packed_text,)),
-    "read_ids, Parquet": Reader(_parquet),
+    "read_ids, Parquet": Reader(_parquet, checked=True),
     "from_bytes": Reader(_var_desc, share=0.3),
-    # This reads a folder of 20 files with orbax, which takes a hundred times as long.
-    "parallel.restore": Reader(_checkpoint, (change_record,), share=0.02),
+    # These read folders of 20 files with orbax, which takes 20 times as long.
+    "parallel.restore": Reader(_checkpoint, (change_record,), 0.2, checked=True),
+    "CheckpointManager": Reader(_manager, (change_record,), 0.2, checked=True),
+    "nn.Trainer": Reader(_trainer, (change_record,), 0.2, checked=True),
 }
 
 
@@ -550,26 +614,27 @@ class Bench:
 
     def __init__(self, folder: pathlib.Path, names: Any = READERS):
         self.folder, self.names = folder, list(names)
-        self.good, self.read = {}, {}
+        self.good, self.read, self.values = {}, {}, {}
         for k, name in enumerate(self.names):
             own = folder / f"good {k}"
             own.mkdir()
             self.good[name], self.read[name] = READERS[name].make(own)
-            for files in self.good[name]:
-                self.run(name, files)  # a good file is read
+            # A good file is read.
+            self.values[name] = [self.run(name, files) for files in self.good[name]]
 
-    def damaged(self, seed: int, case: int) -> tuple[str, Files]:
-        """The reader and the files of a case."""
+    def damaged(self, seed: int, case: int) -> tuple[str, Files, Any]:
+        """The reader, the files of a case, and what must be read; None for anything."""
         rng = random.Random(f"{seed} {case}")
         shares = [READERS[name].share for name in self.names]
         (name,) = rng.choices(self.names, shares)
-        files, changes = rng.choice(self.good[name]), READERS[name].changes
-        change = change_bytes
+        good, changes = rng.randrange(len(self.good[name])), READERS[name].changes
+        files = self.good[name][good]
         if changes and rng.random() < 0.5:
-            change = rng.choice(changes)
-        return name, change(rng, files)
+            return name, rng.choice(changes)(rng, files), None
+        value = self.values[name][good] if READERS[name].checked else None
+        return name, change_bytes(rng, files), value
 
-    def run(self, name: str, files: Files) -> None:
+    def run(self, name: str, files: Files) -> Any:
         """Writes the files, and reads them."""
         path = self.folder / "damaged"
         for file, data in files.items():
@@ -577,7 +642,7 @@ class Bench:
             where.parent.mkdir(parents=True, exist_ok=True)
             where.write_bytes(data)
         try:
-            self.read[name](path)
+            return self.read[name](path)
         finally:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -586,7 +651,7 @@ class Bench:
 
     def try_case(self, seed: int, case: int) -> tuple[str, str]:
         """The reader, and "read", "refused" or another outcome."""
-        name, files = self.damaged(seed, case)
+        name, files, value = self.damaged(seed, case)
         previous = signal.signal(signal.SIGALRM, _raise_hangs)
         signal.alarm(MOST_SECONDS)
         try:
@@ -594,7 +659,9 @@ class Bench:
                 warnings.simplefilter("error")
                 # Of orbax and its threads, when a file of theirs is missing.
                 warnings.simplefilter("ignore", ResourceWarning)
-                self.run(name, files)
+                found = self.run(name, files)
+                if value is not None:
+                    _check_same(found, value)
         except ALLOWED:
             return name, "refused"
         except (Exception, Hangs) as error:
@@ -603,6 +670,19 @@ class Bench:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, previous)
         return name, "read"
+
+
+def _check_same(found: Any, value: Any) -> None:
+    """Raises an AssertionError unless both trees have the same values."""
+    assert jax.tree.structure(found) == jax.tree.structure(value)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(value), strict=True):
+        if jnp.issubdtype(getattr(x, "dtype", np.object_), jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), (
+            x,
+            y,
+        )
 
 
 def _raise_hangs(*_: Any) -> None:
@@ -619,7 +699,12 @@ def main() -> int:
     given = parser.parse_args()
     tally = {name: {"read": 0, "refused": 0} for name in READERS}
     failures = 0
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if given.case is None:  # orbax and its threads write pages about each file
+            logging.disable(logging.CRITICAL)
+            quiet = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stderr(quiet))
         bench = Bench(pathlib.Path(folder))
         _limit_memory(given.gigabytes)
         first = 0 if given.case is None else given.case

@@ -67,6 +67,18 @@ sj.SelectedRows.from_dense(table, capacity=-3)
 
 jax.jit(sj.SelectedRows.from_dense)(table, 3)
 
+rows[1:]
+
+rows[1, 2]
+
+rows @ table.T
+
+table.T @ rows
+
+list(rows)
+
+jax.tree.map(lambda x: jnp.stack([x, x]), rows).to_dense()
+
 rows.coalesce(capacity=1)
 
 jax.jit(lambda rows: rows.coalesce(1))(counts)
@@ -150,11 +162,21 @@ sj.quantize(-1e5 * table, 4)
 
 small.get("first")
 
+small[None]
+
+small @ table.T
+
 small.pull([0.5])
 
 small.astype(int)
 
 jnp.asarray(small)
+
+small.requantize(table[:2])
+
+small.average("table")
+
+small.average(table, jnp.ones(3))
 
 sj.QuantizedTable.from_fused(small.codes.astype(int))
 
@@ -340,6 +362,10 @@ sj.lookup(table, ids, mode="wrap")
 sj.lookup(table[:0], ids, mode="clip")
 
 sj.lookup(table, jnp.array([1, 9, -1]), mode="error")
+
+jax.jit(lambda ids: sj.lookup(table, ids, mode="raise"))(ids)
+
+sj.lookup(table, ["tea", "jam"])
 
 sj.lookup(pulled, ids, mode="error")
 
@@ -622,6 +648,19 @@ def loss_fn(params, ids):
 
 def tied(params, ids):
     return jnp.sum(params["table"] @ params["bias"])
+
+
+def closing_over(params, ids):
+    scale = 2.0 * params["bias"][0]
+    doubled = jax.custom_vjp(lambda x: x)
+    doubled.defvjp(lambda x: (scale * x, None), lambda _, g: (scale * g,))
+    return jnp.sum(doubled(params["table"][ids]))
+
+
+def train_step(params, ids):
+    loss, grads = sj.value_and_grad(loss_fn)(params, ids)
+    updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
+    return optax.apply_updates(params, updates), loss
 """,
         """
 sj.value_and_grad(tied, tables={"table": True, "bias": False})(params, ids)
@@ -630,7 +669,11 @@ sj.value_and_grad(loss_fn, tables=True)({**params, "bias": 1.0}, ids)
 
 sj.value_and_grad(loss_fn, tables={"table": True})(params, ids)
 
+sj.value_and_grad(loss_fn, tables={"tabel": True, "bias": None})(params, ids)
+
 sj.value_and_grad(loss_fn, tables="table")(params, ids)
+
+sj.value_and_grad(closing_over)(params, ids)
 
 sj.value_and_grad(loss_fn, params, ids)(params, ids)
 
@@ -659,6 +702,12 @@ sj.value_and_grad(lambda table: jnp.sum(table), has_aux=True)(params["table"])
 sj.value_and_grad(lambda table: ids[0])(params["table"])
 
 sj.explain(loss_fn)(params, ids)["table"]
+
+sj.explain(lambda params, ids: (params, loss_fn(params, ids)))(params, ids)
+
+sj.explain(jax.jit(train_step))(params, ids)
+
+sj.explain(jax.jit(sj.value_and_grad(loss_fn)))(params, ids)["bias"]
 """,
     ),
     _section(
@@ -724,6 +773,12 @@ sj.optim.lazy(optax.lamb(1e-3)).init(params)
 parts = optax.scale_by_yogi(), optax.scale_by_sign(), optax.normalize_by_update_norm()
 sj.optim.lazy(optax.chain(*parts)).init(params)
 
+mask = lambda params: jax.tree.map(lambda x: bool(jnp.any(x > 0)), params)
+sj.optim.lazy(optax.masked(optax.sgd(0.1), mask)).init(params)
+
+halve = optax.stateless_with_tree_map(lambda g, p: g / 2 if len(g) > 9 else g)
+sj.optim.lazy(halve).init(params)
+
 parts = {"lazy": optax.sgd(0.1), "dense": optax.lamb(0.1)}
 tx = sj.optim.lazy(optax.partition(parts, {"table": "lazy", "kernel": "dense"}))
 tx.update({"table": rows, "kernel": rows}, tx.init(tables), tables)
@@ -745,6 +800,17 @@ jax.tree.map(jnp.add, grads, grads)
 jax.jit(lambda g: jax.tree.map(jnp.add, g, g))(grads)
 
 optax.adam(0.1).update(grads, optax.adam(0.1).init(params), params)
+
+sj.optim.lazy(sj.optim.accumulate(optax.sgd(0.1), 2, 9)).init(params)
+
+tx = optax.MultiSteps(sj.optim.lazy(optax.sgd(0.1)), 2)
+tx.update(grads, tx.init(params), params)
+
+tx = optax.chain(sj.optim.lazy(optax.sgd(0.1)), optax.add_decayed_weights(0.1))
+tx.update(grads, tx.init(params), params)
+
+tx = optax.chain(sj.optim.lazy(optax.sgd(0.1)), optax.scale(0.5))
+tx.update(grads, tx.init(params), params)
 
 tx.update(jax.tree.map(lambda g: optax.MaskedNode(), grads), state, params)
 
@@ -821,6 +887,9 @@ stack = jnp.ones((5, 20, 2))
 tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
 
 tx.update({**grads, "bias": sj.SelectedRows([1], [1.0], 2)}, tx.init(params), params)
+
+tx = sj.optim.exact(optax.sgd(0.1, momentum=0.9))
+tx.update(grads, tx.init(params), params)
 
 sj.optim.exact_value_and_grad(two_hops, optax.sgd(0.1))
 
@@ -907,6 +976,8 @@ sj.optim.flush_weight_decay(params, lazy.init(params))
 
 state = sj.optim.weight_decay(0.1).init(params)
 sj.optim.flush_weight_decay(params["table"], state)
+
+sj.optim.ema_params({**params, "head": jnp.ones(2)}, sj.optim.ema(0.9).init(params))
 """,
     ),
     _section(
@@ -972,6 +1043,8 @@ wide.find(jnp.array([3]))
 
 index.insert([3], 0.5)
 
+index.insert([3], 2**63)
+
 index.insert([3], 0, where=[1])
 
 index.owners([3], 0)
@@ -1020,6 +1093,33 @@ sj.viz.rows_touched([], 9)
 sj.viz.rows_touched([{"ids": ids}], 9)
 
 sj.viz.rows_touched([sj.SelectedRows([1], [1.0], 8)], 9)
+""",
+    ),
+    _section(
+        "Testing",
+        """
+params = {"table": jnp.ones((100, 2)), "w": jnp.ones(2)}
+loss_fn = lambda params, ids: jnp.sum(params["table"][ids] @ params["w"])
+tx, ids = optax.adagrad(0.1), jnp.array([3, 7])
+pulled = {"table": sj.SelectedRows(ids, jnp.ones((2, 2)), 100)}
+check = sj.testing.assert_equals_dense
+""",
+        """
+check(loss_fn, optax.adagrad, params, [ids])
+
+check(loss_fn, sj.optim.exact(tx), params, [ids], exact=True)
+
+check(loss_fn(params, ids), tx, params, [ids])
+
+check(loss_fn, tx, params, [ids], exact=1)
+
+check(loss_fn, tx, pulled, [ids])
+
+check(loss_fn, tx, jax.eval_shape(lambda: params), [ids])
+
+check(loss_fn, tx, params, [])
+
+check(lambda params, ids: jnp.sum(params["w"]), tx, params, [ids])
 """,
     ),
 ]

@@ -59,6 +59,9 @@ bag = sj.nn.EmbeddingBag(5, 2)
         "sj.nn.tables(params)",
         "sj.nn.tables(sj.nn.Embedding)",
         "sj.nn.flax.Layer(3).init(key)",
+        "from flax.serialization import from_bytes, to_bytes\n"
+        "sj.nn.flax\n"
+        "from_bytes(bags, to_bytes(bags.map(lambda ids: jnp.ones((3, 2)))))",
         "sj.nn.equinox.Layer(sj.nn.Embedding, key=key)",
         "sj.nn.nnx.Layer(layer, rngs=0)",
         "sj.nn.Linear",
@@ -207,6 +210,7 @@ class Named(sj.nn.SparseBlock):
         return tables["item"]
 """,
     [
+        "import copy\ncopy.copy(Trainer(item, store, loss, tx))",
         "Trainer(sj.nn.SparseEmbedding, store, loss, tx)",
         "Trainer(sj.nn.Embedding(5, 2), store, loss, tx)",
         "Trainer(item, sj.store.KVStore, loss, tx)",
@@ -471,6 +475,7 @@ array = np.ones((5, 2), np.float32)
         "store.init('item', (5, 2), tx)",
         "new.init(3, (5, 2), tx)",
         "sj.store.KVStore('x')",
+        "import pickle\npickle.dumps(store)",
         "new.init('t', 5, tx)",
         "new.init('t', (5.0, 2), tx)",
         "new.init('t', (), tx)",
@@ -542,6 +547,7 @@ new.init('user', (2, 2), tx, keys=keys)
         "new.insert('user', ['a', 3], 0)",
         "new.find('user', ['a', ['b', 'c']])",
         "new.insert('user', np.array([7]), -1)",
+        "new.insert('user', np.array([7]), 2**63)",
         "new.insert('user', np.array([7]), 0, where=[1])",
         "steps = iter([0, 5])\n"
         "ids_of = lambda step: new.insert('user', np.array([7]), step)[0]\n"
@@ -578,6 +584,7 @@ def trained(path):
 """,
     [
         "sj.store.CachedTable('item', store, 2)",
+        "import copy\ncopy.deepcopy(cache)",
         "sj.store.CachedTable(store, 'user', 2)",
         "sj.store.CachedTable(store, 'item', 2.5)",
         "sj.store.CachedTable(store, 'item', 6)",
@@ -704,6 +711,9 @@ def inside(f, *args):
 """,
     [
         "shard_rows([[1.0]], mesh, 'x')",
+        "import pickle\npickle.dumps(table)",
+        "from flax.serialization import to_bytes\nsj.nn.flax\nto_bytes(table)",
+        "jax.export.export(jax.jit(lambda t: t[ids]))(table).serialize()",
         "shard_rows(jnp.array(1.0), mesh, 'x')",
         "shard_rows(np.array(['a']), mesh, 'x')",
         "shard_rows(array, 'x', mesh)",
@@ -835,6 +845,11 @@ abstract = sj.parallel.shard_rows(spec, mesh.abstract_mesh, "x")
         "restore('one', {'w': abstract})",
         "restore(manager, tree)",
         "restore('one', tree)",
+        "save('one', {'w': jnp.zeros((4, 2))})\n"
+        "save('two', tree)\n"
+        "name = '_CHECKPOINT_METADATA'\n"
+        "pathlib.Path('one', name).replace(pathlib.Path('two', name))\n"
+        "restore('two', tree)",
         "save('one', tree)\nrestore('one', {'w': jnp.ones((4, 3))})",
         "save('one', tree)\nrestore('one', {'v': jnp.ones((4, 2))})",
         "with ocp.StandardCheckpointer() as checkpointer:\n"

@@ -1,6 +1,7 @@
 """Random programs and optimizers: `python -m tests.tools.fuzz --seconds 60 --seed 0`.
 
     python -m tests.tools.fuzz programs --seconds 60    gradients, see fuzz_programs.py
+    python -m tests.tools.fuzz models --seconds 60      containers, types, sizes
     python -m tests.tools.fuzz products --seconds 60    products of rows
     python -m tests.tools.fuzz chains --seconds 60      optimizers, see fuzz_chains.py
     python -m tests.tools.fuzz trees --seconds 60       jax.tree.map, see fuzz_trees.py
@@ -29,7 +30,7 @@ import jax
 
 
 # How many cases a seed stands for.
-KINDS = {"programs": 50, "products": 50, "chains": 10, "trees": 50}
+KINDS = {"programs": 50, "models": 50, "products": 50, "chains": 10, "trees": 50}
 MOST_BYTES = 3 << 30  # of compiled programs
 
 

@@ -12,12 +12,16 @@ and a failure is one line, which `tests/transform/test_fuzz.py` keeps.
 
 `lazy` must accept a chain that works row by row, and `exact` a chain that its page
 lists. An accepted chain must be equal in parameters and state.
+
+Masks and labels are trees or functions of the parameters, which decide by shape, dtype
+or path. On the side of optax they are trees (`with_trees`).
 """
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -61,6 +65,7 @@ class Part(NamedTuple):
       refused: True if it depends on rows without a gradient.
       hides: True if it can undo a refused part in its body.
       narrow: True if it computes in float32, as schedules do.
+      chooses: True if it has a mask or labels.
       acts: for a wrapper `(k, body) -> [(chain, names of leaves)]`.
       exact: its place in a chain that `exact` must accept: "g" before
         moments (only clips and scales), "m" makes moments, "w" decays weights, "l" is a
@@ -75,6 +80,7 @@ class Part(NamedTuple):
     refused: bool = False
     hides: bool = False
     narrow: bool = False
+    chooses: bool = False
     acts: Callable[..., Any] | None = None
     exact: str = ""
 
@@ -95,8 +101,74 @@ def _rate(k):
     )
 
 
-def _has_columns(params):
-    return jax.tree.map(lambda p: p.ndim > 1, params)
+# -- masks and labels ------------------------------------------------------------------
+
+# By k, first the rule and then the form, so that `k % len(RULES)` has the first form.
+RULES = (
+    lambda x: True,
+    lambda x: x.ndim > 1,
+    lambda x: x.shape[0] >= 10,
+    lambda x: x.shape == (V, D),
+    lambda x: x.size % 2 == 1,
+    lambda x: len(x) in (OTHER, D),
+    lambda x: x.dtype == jnp.float32,
+    lambda x: np.shape(x)[0] <= OTHER and isinstance(x, ARRAYS),
+)
+ARRAYS = jax.Array, jax.ShapeDtypeStruct
+
+
+class _Object:
+    def __init__(self, rule):
+        self.rule = rule
+
+    def __call__(self, tree):
+        return jax.tree.map(self.rule, tree)
+
+
+def _by_path(names, params):
+    is_one = lambda path, x: path[0].key in names
+    return jax.tree_util.tree_map_with_path(is_one, params)
+
+
+FORMS = (
+    lambda rule, names: {name: name in names for name in SHAPES},
+    lambda rule, names: lambda params: jax.tree.map(rule, params),
+    lambda rule, names: functools.partial(jax.tree.map, rule),
+    lambda rule, names: _Object(rule),
+    lambda rule, names: lambda params: {name: name in names for name in params},
+    lambda rule, names: functools.partial(_by_path, names),
+)
+
+
+def _names(k):
+    """The leaves that a rule chooses."""
+    rule = RULES[k % len(RULES)]
+    specs = {k: jax.ShapeDtypeStruct(s, jnp.float64) for k, s in SHAPES.items()}
+    return frozenset(name for name, spec in specs.items() if rule(spec))
+
+
+def _mask(k):
+    """A mask that is true at the leaves `_names(k)`."""
+    form = FORMS[k // len(RULES) % len(FORMS)]
+    return form(RULES[k % len(RULES)], _names(k))
+
+
+def _labels(k):
+    """The labels "in" and "out" for a mask."""
+    mask = _mask(k)
+    name = lambda mask: jax.tree.map(lambda m: "in" if m else "out", mask)
+    return (lambda params: name(mask(params))) if callable(mask) else name(mask)
+
+
+def with_trees(chain):
+    """The chain with a tree in place of each function of the parameters."""
+    return tuple(
+        (name, k % len(RULES) if PARTS[name].chooses else k, *map(with_trees, body))
+        for name, k, *body in chain
+    )
+
+
+# -- plain parts -----------------------------------------------------------------------
 
 
 def _make(maker, *args, **options):
@@ -153,9 +225,10 @@ MOVING = {
     "scale_by_rss": Part(lambda k: optax.scale_by_rss(_one_of(k, 0.1, 0.5)), exact="m"),
     "add_decayed_weights": Part(
         lambda k: optax.add_decayed_weights(
-            _one_of(k, 0.1, 0.01), mask=_one_of(k, None, _has_columns)
+            _one_of(k, 0.1, 0.01), mask=_mask(k) if k % len(RULES) else None
         ),
         exact="w",
+        chooses=True,
     ),
     "ema": Part(lambda k: optax.ema(_one_of(k, 0.9, 0.5), debias=k % 2 == 0)),
     "bfloat16_mu": Part(_make(optax.scale_by_adam, mu_dtype=jnp.bfloat16)),
@@ -218,32 +291,38 @@ REFUSED_PARTS = {
 }
 
 
+# A rule that nothing can replace: it differs for one row and for all.
+REFUSED_PARTS["hidden_rule"] = Part(
+    _make(optax.stateless_with_tree_map, lambda g, p: -g if len(g) > 4 else g),
+    refused=True,
+)
+
+
 # -- wrappers --------------------------------------------------------------------------
 
 
-LEAVES = ALL, DENSE, frozenset(HEIGHTS), frozenset({"table", "bias"})
-
-
-def _only(names, as_tree):
-    """A mask that is true at these leaves, as a tree or as a function."""
-    choose = lambda params: {name: name in names for name in params}
-    return choose(SHAPES) if as_tree else choose
-
-
 def _masked(k, body):
-    return optax.masked(build(body), _only(_one_of(k, *LEAVES), k % 3))
+    return optax.masked(build(body), _mask(k))
+
+
+def _masked_by_user(k, body):
+    """A wrapper of a user that calls the function itself; an object is refused."""
+    inner, mask = build(body), _mask(k)
+    mask = mask.__call__ if isinstance(mask, _Object) else mask
+    of = lambda tree: optax.masked(inner, mask(tree) if callable(mask) else mask)
+
+    def update(updates, state, params=None, **extra_args):
+        return of(updates).update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(lambda p: of(p).init(p), update)
 
 
 def _partition(k, body):
-    names = _one_of(k, *LEAVES)
-    labels = {name: "in" if name in names else "out" for name in SHAPES}
-    parts = {"in": build(body), "out": build(body[1:])}
-    return optax.partition(parts, labels if k % 3 else lambda params: labels)
+    return optax.partition({"in": build(body), "out": build(body[1:])}, _labels(k))
 
 
 def _split(k, body):
-    names = _one_of(k, *LEAVES)
-    return [(body, names), (body[1:], ALL - names)]
+    return [(body, _names(k)), (body[1:], ALL - _names(k))]
 
 
 def _injected(k, body):
@@ -266,8 +345,11 @@ WRAPPERS = {
         exact="s",
     ),
     "inject_hyperparams": Part(_injected, narrow=True, exact="l"),
-    "masked": Part(_masked, acts=lambda k, body: _split(k, body)[:1]),
-    "partition": Part(_partition, acts=_split),
+    "masked": Part(_masked, chooses=True, acts=lambda k, body: _split(k, body)[:1]),
+    "masked_by_user": Part(
+        _masked_by_user, chooses=True, acts=lambda k, body: _split(k, body)[:1]
+    ),
+    "partition": Part(_partition, chooses=True, acts=_split),
     "apply_if_finite": Part(lambda k, body: optax.apply_if_finite(build(body), 1)),
     "conditionally_transform": Part(
         lambda k, body: optax.conditionally_transform(build(body), _at_even_steps)
@@ -513,8 +595,7 @@ def _accepts(chain, init):
 
 
 def _lazy(chain, jit, is_finite):
-    tx = build(chain)
-    lifted = sj.optim.lazy(tx)
+    tx, lifted = build(with_trees(chain)), sj.optim.lazy(build(chain))
     params = parameters()
     state = tx.init(params)
     sparse, _ = gradients(0)
@@ -568,8 +649,7 @@ def eager(chain):
 @mode
 def accumulated(chain):
     """One step for two gradients."""
-    tx = build(chain)
-    lifted = sj.optim.lazy(tx)
+    tx, lifted = build(with_trees(chain)), sj.optim.lazy(build(chain))
     ours = sj.optim.accumulate(lifted, 2, {k: HEIGHTS.get(k) for k in SHAPES})
     params = parameters()
     sparse, _ = gradients(0)
@@ -614,8 +694,8 @@ def accumulated(chain):
 @mode
 def exact(chain):
     """As dense training, at every step; one table has dense gradients."""
-    tx = build(chain)
-    ours = sj.optim.exact(tx, tables={k: k == "table" for k in SHAPES})
+    tx, tables = build(with_trees(chain)), {k: k == "table" for k in SHAPES}
+    ours = sj.optim.exact(build(chain), tables=tables)
     params = dense_params = parameters()
     dense_state = tx.init(params)
     try:
@@ -648,10 +728,10 @@ def exact(chain):
 @mode
 def judged(chain):
     """The judge, which reads the program, and the oracle, which runs it, agree."""
-    tx = build(chain)
     leaves, treedef = trees.flatten(parameters())
     specs, table = tuple(map(trees.to_spec, leaves)), sorted(SHAPES).index("table")
-    refused = judge.Verdicts(tx)(treedef, specs, (table,)).refused
+    refused = judge.Verdicts(build(chain))(treedef, specs, (table,)).refused
+    tx = build(with_trees(chain))
     by_table, shared = probe.failures(tx, treedef, specs, (table,))
     differs = shared or by_table.get(table)
     may_be_refused = (
@@ -674,9 +754,10 @@ def check(chain, how="jitted"):
     """
     with _compat.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         try:
-            tx, params = build(chain), parameters()
-            dense = gradients(0)[1]
-            jax.eval_shape(lambda p: _optax_step(tx, p, tx.init(p), dense), params)
+            params, dense = parameters(), gradients(0)[1]
+            for tx in (build(chain), build(with_trees(chain))):
+                step = lambda p, tx=tx: _optax_step(tx, p, tx.init(p), dense)
+                jax.eval_shape(step, params)
         except Exception:
             return "skipped"
         return MODES[how](chain)
@@ -684,7 +765,7 @@ def check(chain, how="jitted"):
 
 # -- hypothesis ------------------------------------------------------------------------
 
-_k = st.integers(0, 11)
+_k = st.integers(0, len(RULES) * len(FORMS) - 1)
 
 
 def _parts(names):

@@ -81,7 +81,9 @@ def words(keys, key_bits):
 def check_step(index, model, keys, step):
     """One insert by both; the new index."""
     given = words(keys, index.key_bits)
-    index, rows, evicted = insert(index, given, np.int32(step))
+    is_narrow = -(2**31) <= step < 2**31
+    words_of_step = np.int32(step) if is_narrow else sj.HashIndex.split_keys(step)
+    index, rows, evicted = insert(index, given, words_of_step)
     want, gone = model.insert(keys, step)
     np.testing.assert_array_equal(rows, want)
     evicted = np.asarray(evicted)
@@ -97,9 +99,8 @@ def check_state(index, model, others):
     by_row = sorted(model.rows, key=model.rows.get)
     used = len(by_row)
     assert np.asarray(index.counts)[:used].tolist() == [model.counts[k] for k in by_row]
-    assert np.asarray(index.last_step)[:used].tolist() == [
-        model.last[k] for k in by_row
-    ]
+    last = sj.HashIndex.join_keys(index.last_step)[:used].tolist()
+    assert last == [model.last[k] for k in by_row]
     assert int(index.num_keys) == used
     totals = index.num_evicted, index.num_refused, index.num_waiting
     assert tuple(map(int, totals)) == (model.evicted, model.refused, model.waiting)
@@ -126,10 +127,12 @@ def compare(seed, num_steps, size=256, capacity=1_000):
         capacity, key_bits=key_bits, policy=policy, max_evictions=most, seed=seed
     )
     model = Model(capacity, policy, max_evictions=most)
+    # Steps that pass from negative to positive, from 31 to 32 bits and to 33.
+    first = (2**31 - 20, -20, 2**32 - 20)[seed % 3]
     keys = []
-    for step, keys in enumerate(stream(rng, num_steps, size, key_bits)):
+    for step, keys in enumerate(stream(rng, num_steps, size, key_bits), first):
         index = check_step(index, model, keys, step)
-        if step % 50 == 0:
+        if (step - first) % 50 == 0:
             check_state(index, model, rng.permutation(keys).tolist())
     check_state(index, model, keys)
     return num_steps * size

@@ -1,12 +1,21 @@
-"""A training step, exported for every platform, and run without the model's code."""
+"""Our types through export, files and copies; a training step that runs elsewhere.
+
+`docs/howto/checkpoint_and_resume.md` has the table of types by ways. Each of its cells
+is run here.
+"""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportIndexIssue=false
 # pyright: reportUnusedExpression=false
 
+import copy
+import dataclasses
+import functools
 import os
 import pathlib
+import pickle
+import re
 import textwrap
 from typing import Any
 
@@ -18,10 +27,327 @@ import pytest
 from jax import export
 
 import sparsejax as sj
-from helpers import assert_same_bits, run_python
+from helpers import ROOT, assert_same_bits, run_python, slow_but
 
 
 pytestmark = pytest.mark.window
+
+
+# ------------------------------------------------------------------ types by ways
+
+ADAM = optax.adam(0.1)
+OPTIMIZERS = {
+    "lazy": sj.optim.lazy(ADAM),
+    "ema": sj.optim.lazy(optax.chain(ADAM, sj.optim.ema(0.9))),
+    "rounding": sj.optim.rounding(sj.optim.lazy(ADAM), master=True),
+    "dynamic_loss_scale": sj.optim.dynamic_loss_scale(sj.optim.lazy(ADAM)),
+    "ftrl": sj.optim.lazy(sj.optim.ftrl(0.1)),
+    "adagrad": sj.optim.lazy(sj.optim.adagrad(0.1)),
+    "rowwise_adagrad": sj.optim.lazy(sj.optim.rowwise_adagrad(0.1)),
+    "rowwise_adam": sj.optim.lazy(sj.optim.rowwise_adam(0.1)),
+    "row_count_adam": sj.optim.lazy(sj.optim.row_count_adam(0.1)),
+    "weight_decay": sj.optim.lazy(optax.chain(ADAM, sj.optim.weight_decay(0.1))),
+    "accumulate": sj.optim.accumulate(sj.optim.lazy(ADAM), 2, 3),
+    "exact": sj.optim.exact(ADAM),
+}
+STEPPED = "exact", "accumulate"  # the others are only compared: to step takes longer
+COLLECTION = sj.nn.EmbeddingCollection({"a": (50, 4), "b": (70, 4)})
+IDS = {"a": np.array([3, 1, 3], np.int32), "b": np.array([6, 0, 1], np.int32)}
+TABLE = np.arange(160, dtype=np.float32).reshape(40, 4)
+KEYS = np.array([70, 50, 70, 10, 20])
+
+PARAMS = "parameters of layers, modules and `EmbeddingCollection`"
+STATES = "states of `sj.optim`"
+ACCUMULATED = "state of `sj.optim.accumulate`"
+SHARDED, SHARDED_GRADIENT = "`ShardedTable`", "gradient of a `ShardedTable`"
+
+
+def squares(params):
+    return sum(jnp.sum(x**2) for x in COLLECTION(params, IDS).values())
+
+
+@functools.cache
+def step_with(name):
+    """A jitted step of an optimizer: parameters and state, before and after."""
+    tx = OPTIMIZERS[name]
+
+    def step(params, state):
+        grads = sj.grad(squares)(params)
+        if name == "exact":
+            see = sj.optim.exact_value_and_grad(squares, tx)
+            (_, grads), params, state = see(params, state)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step)
+
+
+def numbered(tree):
+    """Other numbers in each leaf, so that leaves cannot be taken for each other."""
+    fill = lambda k, x: jnp.full_like(x, k) if k else x
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(fill(k % 100, x) for k, x in enumerate(leaves))
+
+
+@jax.jit
+def draw(sampler):
+    return sampler.sample(jax.random.key(0), 2)
+
+
+@functools.cache
+def things():
+    """By row of the table in the docs, a tree of that type."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=auto, devices=jax.devices()[:2])
+    params = COLLECTION.init(jax.random.key(0))
+    states = numbered({name: tx.init(TABLE[:4]) for name, tx in OPTIMIZERS.items()})
+    for name in STEPPED:
+        _, states[name] = step_with(name)(params, OPTIMIZERS[name].init(params))
+    accumulated = states.pop("accumulate")  # in the middle of two batches
+
+    loss = lambda t: jnp.sum(sj.lookup(t, IDS["b"]) ** 2)
+    store = sj.store.KVStore()
+    store.init("t", TABLE, ADAM)
+    pulled = store.pull("t", [3, 7])
+    index, _, _ = sj.HashIndex.create(3).insert(jnp.array(KEYS), step=7)
+    wide = sj.HashIndex.create(3, key_bits=64, policy="lfu", admit_after=2)
+    sampler = sj.losses.NegativeSampler.from_counts([8, 0, 1, 1])
+    samplers = [sampler, sj.losses.NegativeSampler.log_uniform(9)]
+    sharded = sj.parallel.shard_rows(TABLE, mesh, "x")
+    lists: Any = [[[10, 11], [101]], [[11]]]
+    return {
+        PARAMS: params,
+        STATES: states,
+        ACCUMULATED: accumulated,
+        "`SelectedRows`": {
+            "gradient": sj.grad(loss, tables=True)(jnp.asarray(TABLE)),
+            "stack": sj.grad(lambda t: loss(t[1]))(jnp.stack([TABLE, TABLE])),
+            "empty slots": sj.SelectedRows(
+                jnp.array([4, 2**20]), jnp.array([[1.0], [jnp.nan]]), 2**20
+            ),
+        },
+        "rows of `KVStore.pull`, `PulledTables`": {
+            "pulled": pulled,
+            "tables": sj.nn.PulledTables({"t": pulled}, owner="Model"),
+        },
+        "`SegmentTensor`": {
+            "nested": sj.SegmentTensor.from_lists(lists),
+            "unsorted": sj.SegmentTensor(jnp.arange(3), jnp.array([1, 0, 1]), 2, False),
+        },
+        "`QuantizedTable`": [sj.quantize(jnp.asarray(TABLE), bits=b) for b in (8, 2)],
+        "`HashIndex`": {"default": index, "with a sketch": numbered(wide)},
+        "`NegativeSampler`, its samples": {
+            "of": samplers,
+            "drawn": draw(sampler),
+        },
+        SHARDED: sharded,
+        SHARDED_GRADIENT: sj.grad(loss, tables=True)(sharded),
+    }
+
+
+# By row of the table: what a user does next. The other trees are only compared.
+USES = {
+    STATES: lambda states: step_with("exact")(things()[PARAMS], states["exact"]),
+    ACCUMULATED: lambda state: step_with("accumulate")(things()[PARAMS], state),
+    "`SelectedRows`": lambda g: g["stack"].to_dense()[1] - g["gradient"],
+    "rows of `KVStore.pull`, `PulledTables`": lambda x: x["tables"]["t"].get([7]),
+    "`SegmentTensor`": lambda x: x["unsorted"].lengths,
+    "`QuantizedTable`": lambda tables: [sj.lookup(t, IDS["a"]) for t in tables],
+    "`HashIndex`": lambda x: x["default"].find(jnp.array(KEYS)),
+    "`NegativeSampler`, its samples": lambda x: draw(x["of"][0]),
+    SHARDED: lambda table: table[IDS["a"]],
+    SHARDED_GRADIENT: lambda grad: optax.apply_updates(things()[SHARDED], grad),
+}
+
+
+def used(trees):
+    return {row: USES[row](tree) for row, tree in trees.items() if row in USES}
+
+
+def specs(tree):
+    kind = jax.ShapeDtypeStruct
+    return jax.tree.map(lambda x: kind(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def through_orbax(tree, folder):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "orbax", tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "orbax", specs(tree))
+
+
+def through_nnx(tree, folder):
+    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+
+    class Module(nnx.Module):
+        def __init__(self):
+            self.held = nnx.Variable(tree)
+
+    graph, state = nnx.split(Module())
+    held: Any = nnx.merge(graph, through_orbax(state, folder / "nnx")).held
+    # As in `sj.nn.nnx`: flax 0.11 has no get_value.
+    return held.get_value() if hasattr(held, "get_value") else held.value
+
+
+def through_parallel(tree, folder):
+    pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    sj.parallel.save(folder / "sparsejax", tree)
+    return sj.parallel.restore(folder / "sparsejax", tree)
+
+
+def through_pickle(tree, folder):
+    return pickle.loads(pickle.dumps(tree))
+
+
+def through_deepcopy(tree, folder):
+    is_ours = lambda x: not isinstance(x, (dict, list))
+    return copy.deepcopy(jax.tree.map(copy.copy, tree, is_leaf=is_ours))
+
+
+def through_device_put(tree, folder):
+    return jax.device_put(jax.device_get(tree))
+
+
+def through_numpy(tree, folder):
+    leaves, treedef = jax.tree.flatten(tree)
+    np.savez(folder / "leaves.npz", *map(np.asarray, leaves))
+    with np.load(folder / "leaves.npz") as file:
+        return treedef.unflatten(jnp.asarray(file[name]) for name in file.files)
+
+
+def through_export(tree, folder):
+    exported = export.export(jax.jit(lambda tree: tree))(tree)
+    return export.deserialize(exported.serialize()).call(tree)
+
+
+def through_equinox(tree, folder):
+    eqx = pytest.importorskip("equinox")
+    eqx.tree_serialise_leaves(folder / "tree.eqx", tree)
+    return eqx.tree_deserialise_leaves(folder / "tree.eqx", tree)
+
+
+def through_flax(tree, folder):
+    serialization = pytest.importorskip("flax.serialization")
+    assert sj.nn.flax.Layer  # imports the module, which registers our types
+    return serialization.from_bytes(tree, serialization.to_bytes(tree))
+
+
+# By column of the table: the ways, and what their errors say.
+WAYS = {
+    "orbax, `sj.parallel.save`": ([through_orbax, through_nnx, through_parallel], ""),
+    "`pickle`": ([through_pickle], r"parallel\.save, or pickle table\.to_dense\(\)"),
+    "`copy.deepcopy`, `jax.device_put`": ([through_deepcopy, through_device_put], ""),
+    "leaves by NumPy": ([through_numpy], "key_data|PRNG"),
+    "`jax.export`": ([through_export], r"a function of table\.to_dense\(\)"),
+    "equinox": ([through_equinox], "key_data|PRNG"),
+    "flax": ([through_flax], r"parallel\.save, or serialize table\.to_dense\(\)"),
+}
+
+
+@functools.cache
+def documented():
+    """The table in the docs: by column and row, "yes" or "no"."""
+    text = (ROOT / "docs/howto/checkpoint_and_resume.md").read_text()
+    (table,) = text.split("| type |")[1:]
+    lines = ("type |" + table).split("\n\n")[0].splitlines()
+    head, _, *rows = [
+        [c.strip() for c in line.strip("| ").split("|")] for line in lines
+    ]
+    return {
+        column: {row: cells[k] for row, *cells in rows}
+        for k, column in enumerate(head[1:])
+    }
+
+
+def assert_same(actual, expected):
+    """The same trees of the same types, and the same bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        assert_same_bits(*map(as_words, (x, y)))
+
+
+def as_words(x):
+    is_opaque = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_opaque else x
+
+
+@pytest.mark.usefixtures("loose_promotion", "eight_devices")
+def test_the_table_in_the_docs_has_every_type_and_way():
+    assert list(documented()) == list(WAYS)
+    for cells in documented().values():
+        assert list(cells) == list(things()) and {*cells.values()} <= {"yes", "no"}
+
+
+@pytest.mark.usefixtures("loose_promotion", "eight_devices")
+@pytest.mark.filterwarnings("ignore")  # the warnings of orbax are not ours
+@pytest.mark.parametrize("column", slow_but(WAYS, *list(WAYS)[1:]))
+def test_each_type_by_each_way(column, tmp_path):
+    ways, refusal = WAYS[column]
+    cells = documented()[column]
+    accepted = {row: tree for row, tree in things().items() if cells[row] == "yes"}
+    for way in ways:
+        after = way(accepted, tmp_path)
+        assert_same(after, accepted)
+        assert_same(used(after), used(accepted))
+        for row in cells.keys() - accepted.keys():
+            with pytest.raises(Exception) as caught:
+                way(things()[row], tmp_path)
+            error, said = caught.value, []
+            while error is not None:
+                said.append(str(error))
+                error = error.__cause__ or error.__context__
+            assert re.search(refusal, "\n".join(said)), row
+
+
+@pytest.mark.usefixtures("loose_promotion", "eight_devices")
+@pytest.mark.parametrize("way", [through_numpy, through_equinox])
+def test_what_refuses_row_ids_accepts_their_words(way, tmp_path):
+    """As the page writes them."""
+    leaves, treedef = jax.tree.flatten(things())
+    found = way([as_words(x) for x in leaves], tmp_path)
+    is_opaque = [as_words(x) is not x for x in leaves]
+    assert any(is_opaque)
+    found = [
+        jax.random.wrap_key_data(x, impl=jax.random.key_impl(like)) if opaque else x
+        for x, like, opaque in zip(found, leaves, is_opaque, strict=True)
+    ]
+    assert_same(treedef.unflatten(found), things())
+
+
+def test_flax_refuses_a_target_of_another_kind():
+    serialization = pytest.importorskip("flax.serialization")
+    assert sj.nn.flax.Layer
+    saved = serialization.to_bytes(sj.HashIndex.create(5))
+    with pytest.raises(ValueError, match="saved HashIndex has other leaves"):
+        serialization.from_bytes(sj.HashIndex.create(6), saved)
+
+
+@pytest.mark.usefixtures("loose_promotion", "eight_devices")
+def test_a_sharded_table_is_exported_by_its_values():
+    """As the refusal says."""
+    table = things()[SHARDED]
+    fun = lambda values: dataclasses.replace(table, values=values)[IDS["a"]]
+    exported = export.export(jax.jit(fun))(table.values)
+    again = export.deserialize(exported.serialize())
+    assert_same_bits(again.call(table.values), TABLE[IDS["a"]])
+
+
+def test_what_holds_threads_and_files_is_not_copied():
+    store = sj.store.KVStore()
+    store.init("t", TABLE, ADAM)
+    cache = sj.store.CachedTable(store, "t", 4)
+    block = sj.nn.SparseEmbedding(9, 2, name="rows")
+    loss = lambda rows, _: jnp.sum(rows)
+    trainer = sj.nn.Trainer(block, sj.store.KVStore(), loss, ADAM)
+    for x in (store, cache, trainer):
+        for way in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save"):
+                way(x)
+
+
+# ------------------------------------------------------------------ a whole step
 
 
 TX = sj.optim.lazy(
@@ -105,46 +431,6 @@ def _environment():
     """This process's, with sparsejax but without the tests on the path."""
     root = pathlib.Path(sj.__file__).parent.parent
     return {**os.environ, "PYTHONPATH": str(root)}
-
-
-def test_types_survive_serialization(getkey):
-    """Structures with their static fields: heights, sortedness, nesting."""
-    nested = sj.SegmentTensor.from_lists([[[10, 11], [101]], [[11]]])
-    rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), height=2**20)
-    unsorted = sj.SegmentTensor(jnp.arange(3), jnp.array([1, 0, 1]), 2)
-    sampler = sj.losses.NegativeSampler.from_counts([1, 2])
-    drawn = sampler.sample(getkey(), 2)
-    tree = {"a": nested, "b": [rows, unsorted], "c": (sampler, drawn)}
-    fun = jax.jit(lambda tree: (tree["b"], tree["a"], tree["c"]))
-    again = export.deserialize(export.export(fun)(tree).serialize())
-    out: Any = again.call(tree)
-    assert jax.tree.structure(out) == jax.tree.structure(fun(tree))
-    assert out[0][0].height == 2**20 and not out[0][1].is_sorted
-    assert out[1].to_lists() == [[[10, 11], [101]], [[11]]]
-
-
-@pytest.mark.usefixtures("loose_promotion")
-def test_states_of_all_optimizers_survive_serialization():
-    optim, sgd = sj.optim, optax.sgd(0.1, momentum=0.9)
-    states = [
-        tx.init(jnp.ones((4, 2)))
-        for tx in (
-            optim.lazy(optax.adam(0.1)),
-            optim.ftrl(0.1),
-            optim.adagrad(0.1),
-            optim.rowwise_adagrad(0.1),
-            optim.rowwise_adam(0.1),
-            optim.row_count_adam(0.1),
-            optim.weight_decay(0.1),
-            optim.accumulate(optim.lazy(sgd), 2, 3),
-            optim.rounding(optim.lazy(sgd), master=True),
-            optim.dynamic_loss_scale(optim.lazy(sgd)),
-            optim.exact(sgd),
-        )
-    ]
-    exported = export.export(jax.jit(lambda x: x))(states)
-    again = export.deserialize(exported.serialize())
-    assert again.in_tree == jax.tree.structure(((states,), {}))
 
 
 EXPORTED = {

@@ -100,6 +100,12 @@ def test_random_programs(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_random_models(seed):
+    _search("models", seed, 20)
+
+
+@pytest.mark.slow
 def test_random_products():
     _search("products", 0, 30)
 

@@ -43,23 +43,67 @@ def _assert_same(sparse, dense):
 # -- arguments -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [jnp.multiply, jnp.subtract, jnp.maximum])
-@pytest.mark.parametrize("first", [True, False])
-def test_a_parameter_of_one_row_meets_a_table(op, first):
-    """It could be a second table, but then neither would be one."""
+_MEET = {  # t [60, 4], w [1, 4] and u [60, 4] meet in one equation
+    "left": lambda t, w, u: jnp.subtract(t, w),
+    "right": lambda t, w, u: jnp.maximum(w, t),
+    "broadcast": lambda t, w, u: t * jnp.broadcast_to(w, t.shape),
+    "a view": lambda t, w, u: jnp.broadcast_to(jnp.exp(w), t.shape) / t,
+    "two tables": lambda t, w, u: t * u + w,
+    "rows of both": lambda t, w, u: t + u[jnp.array([5, 3])][:1],
+}
+
+
+@pytest.mark.parametrize("name", _MEET)
+def test_parameters_that_meet_a_table(name):
     rng = np.random.default_rng(0)
-    params = {"t": rng.normal(size=(60, 4)), "w": rng.normal(size=(1, 4))}
-    params = jax.tree.map(jnp.asarray, params)
+    shapes = {"t": (60, 4), "w": (1, 4), "u": (60, 4)}
+    params = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
     ids = jnp.array([3, 3, 7])
+    loss = lambda p: jnp.sum(jnp.sin(_MEET[name](**p)[ids]))
+    got, want = sj.grad(loss)(params), jax.jit(jax.grad(loss))(params)
+    sparse = {k for k, g in got.items() if isinstance(g, sj.SelectedRows)}
+    expected = {"two tables": set(), "rows of both": {"t", "u"}}
+    assert sparse == expected.get(name, {"t"})
+    _assert_same(got, want)
 
-    def loss(p):
-        pair = (p["t"], p["w"]) if first else (p["w"], p["t"])
-        return jnp.sum(jnp.sin(op(*pair)[ids]))
 
-    got, want = sj.grad(loss)(params), jax.grad(loss)(params)
-    assert isinstance(got["t"], sj.SelectedRows)
-    np.testing.assert_allclose(got["t"].to_dense(), want["t"], rtol=1e-6)
-    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-6)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t, i: t[0],
+        lambda t, i: t[i],
+        lambda t, i: t[i[None]],
+        lambda t, i: jnp.squeeze(2 * t),
+        lambda t, i: t.T.reshape(-1),
+        lambda t, i: sj.lookup(t, i)[None],
+        lambda t, i: t[None].ravel(),
+        lambda t, i: jax.lax.cond(i > 0, lambda: t[:1].sum(), lambda: t[i].sum()),
+    ],
+)
+@pytest.mark.parametrize("shape", [(1, 3), (1,), (1, 1)])
+def test_a_table_of_one_row(read, shape):
+    table = 1.0 + jnp.arange(float(np.prod(shape))).reshape(shape)
+    for loss in (
+        lambda t, i: jnp.sum(read(t, i) ** 2),
+        lambda t, i: jnp.sum(read(t, i) ** 2 * jnp.sum(read(t, i))),
+    ):
+        got = jax.jit(sj.grad(loss, tables=True))(table, 0)
+        assert isinstance(got, sj.SelectedRows)
+        _assert_same(got, jax.jit(jax.grad(loss))(table, 0))
+        assert not isinstance(jax.eval_shape(sj.grad(loss), table, 0), sj.SelectedRows)
+
+
+@pytest.mark.parametrize("tables", [(True, None), (None, True), (True, True)])
+def test_two_tables_of_one_row_meet(tables):
+    w, ids = jnp.ones((1, 4)), jnp.array([0])
+    grad = sj.grad(lambda v, w: jnp.sum((v * w)[ids] ** 2), (0, 1), tables=tables)
+    if all(tables):
+        with pytest.raises(sj.DensifyError, match="for w .*combines it with all rows"):
+            grad(w, 2 * w)
+        return
+    got = grad(w, 2 * w)
+    assert [isinstance(g, sj.SelectedRows) for g in got] == [bool(t) for t in tables]
+    _assert_same(got, (8 * w, 4 * w))
 
 
 def test_tree_of_parameters():
@@ -70,7 +114,11 @@ def test_tree_of_parameters():
     _assert_same(g, want)
 
 
-@pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (0, 2), (2, 0), [1, 2], (-1, 0)])
+@pytest.mark.parametrize(
+    "argnums",
+    [0, 1, -1, (0,), (0, 2), (2, 0), [1, 2], (-1, 0)]
+    + [np.int64(0), np.uint8(1), np.array(2), jnp.int32(-1), (np.int64(1),), range(2)],
+)
 def test_argnums(argnums):
     def fun(table, w, other):
         return jnp.sum(table[IDS] * w[None, :]) + jnp.sum(other[IDS[:1]] ** 2)
@@ -80,6 +128,14 @@ def test_argnums(argnums):
     want = jax.grad(fun, argnums)(*args)
     assert isinstance(got, tuple) == isinstance(want, tuple)
     _assert_same(got, want)
+
+
+def test_numpy_ids_beyond_32_bits():
+    """JAX would cut them to 32 bits, to ids in range."""
+    loss = lambda table, ids: jnp.sum(sj.lookup(table, ids, mode="zero"))
+    ids = np.array([2**32 + 1, 3, -(2**32) + 2, 3])
+    value, got = sj.value_and_grad(loss)(jnp.ones((40, 2)), ids)
+    assert value == 4 and got.coalesce().num_rows() == 1 and got.get(3)[0] == 2
 
 
 def test_has_aux():
@@ -191,6 +247,38 @@ def test_tables_that_cannot_be():
         sj.grad(_loss, tables={"tble": True})(params, IDS)
 
 
+_NO_PREFIX = [
+    (
+        {"tble": True, "layers": None},
+        r"the top it has no \['table'\] and the tree has ",
+    ),
+    ({"table": True}, r"At the top it has no \['layers'\]\.$"),
+    ({"table": True, "layers": [None]}, r"At \['layers'\] it has no \[1\]\.$"),
+    (
+        {"table": {"x": True}, "layers": None},
+        r"\['table'\] it has a dict for a float32",
+    ),
+    ({"table": None, "layers": [None, {"v": 1}]}, r"At \['layers'\]\[1\] .*no \['v'\]"),
+    ([True, None], "At the top it has a list for a dict"),
+]
+
+
+@pytest.mark.parametrize("tables, words", _NO_PREFIX)
+def test_tables_that_are_no_prefix(tables, words):
+    params = {"table": jnp.ones((40, 2)), "layers": [{"w": jnp.ones(2)}] * 2}
+    loss = lambda params: jnp.sum(params["table"][IDS])
+    with pytest.raises(ValueError, match=words):
+        sj.grad(loss, tables=tables)(params)
+    for make in (sj.optim.accumulate, sj.optim.exact):
+        if make is sj.optim.accumulate:
+            marks = jax.tree.map(lambda x: x and 4, tables)
+            init = make(sj.optim.lazy(optax.sgd(0.1)), 2, capacity=marks).init
+        else:
+            init = make(optax.sgd(0.1), tables=tables).init
+        with pytest.raises(ValueError, match=words):
+            init(params)
+
+
 def test_densify_error_says_what_and_where():
     def loss(params, ids):
         logits = params["emb"]["table"][ids] @ params["emb"]["table"].T
@@ -296,6 +384,36 @@ def test_explain_sparse_tied_and_tiny():
     assert "dense" in line and f"test_grad.py:{first + 2}" in line
     with pytest.raises(KeyError, match="no leaf"):
         found["params['other']"]
+
+
+def test_explain_groups_what_is_no_table():
+    """So that the line of the table is seen among those of a transformer."""
+
+    def transformer(params, ids):
+        x = params["items"][ids] + params["positions"][: ids.size]
+        for layer in params["layers"]:
+            x = x @ layer["in"] * layer["scale"] @ layer["out"]
+        return jnp.sum(x @ params["head"])
+
+    layer = {"in": jnp.ones((4, 9)), "out": jnp.ones((9, 4)), "scale": jnp.ones((1, 9))}
+    params = {
+        "head": jnp.ones((4, 50)),
+        "items": jnp.ones((50, 4)),
+        "layers": [layer] * 6,
+        "positions": jnp.ones((4, 4)),
+    }
+    found = sj.explain(transformer)(params, IDS)
+    assert len(found.leaves) == 21
+    _, _, items, positions, *groups = str(found).splitlines()
+    assert items.split()[:4] == ["params['items']", "float32[50,4]", "sparse", "3"]
+    assert "params['positions']" in positions and "reads 3 of 4 rows" in positions
+    groups = [line for line in groups if "reads 3 at" not in line]
+    assert groups == [
+        "13 parameters are not tables: dot_general (the largest is params['head'], "
+        "float32[4,50])",
+        "6 parameters are not tables: has one row (the largest is "
+        "params['layers'][0]['scale'], float32[1,9])",
+    ]
 
 
 def test_explain_agrees_with_grad_and_never_raises_for_tables():

@@ -169,6 +169,49 @@ def test_no_tracer_leaks():
     assert got[1, 0] == 3
 
 
+def _fixed(fun, x):
+    """`fun(x)` by a rule that calls `fun`, as an implicit derivative does."""
+    wrapped = jax.custom_vjp(lambda fun, x: fun(x), nondiff_argnums=(0,))
+    bwd = lambda fun, x, ct: jax.vjp(fun, x)[1](3 * ct)
+    wrapped.defvjp(lambda fun, x: (fun(x), x), bwd)
+    return wrapped(fun, x)
+
+
+def _vjp_over_arrays(table, ids, w, c):
+    scaled = jax.custom_vjp(lambda x: x)
+    scaled.defvjp(lambda x: (x * c, None), lambda _, ct: (ct * w + c,))
+    return scaled(table[ids])
+
+
+def _jvp_over_arrays(table, ids, w, c):
+    scaled = jax.custom_jvp(lambda x: x)
+    scaled.defjvp(lambda x, dx: (x[0], dx[0] * w + c * dx[0]))
+    return scaled(table[ids])
+
+
+_OVER_ARRAYS = {
+    "rows": lambda table, ids, w, c: _fixed(lambda x: x * w + c, table[ids]),
+    "table": lambda table, ids, w, c: _fixed(lambda x: x[ids] * c, table),
+    "vjp": _vjp_over_arrays,
+    "jvp": _jvp_over_arrays,
+}
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("kind", _OVER_ARRAYS)
+def test_derivative_rules_close_over_arguments(kind, jit):
+    args = jnp.arange(80.0).reshape(40, 2), jnp.array([5, 2]), jnp.array([[3.0, 7.0]])
+    given = lambda *args: jnp.sum(_OVER_ARRAYS[kind](*args) ** 2)
+    computed = lambda table, ids, w: given(table, ids, w, w[0, 1])
+    got = jit(sj.grad(given))(*args, args[-1][0, 1])
+    got = got.to_dense() if isinstance(got, sj.SelectedRows) else got
+    np.testing.assert_array_equal(got, jax.jit(jax.grad(computed))(*args))
+    # Inside jit the error is JAX's own, when the whole program is compiled.
+    words = "traced" if jit is jax.jit else "custom_vjp or custom_jvp"
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=words):
+        jit(sj.grad(computed))(*args)
+
+
 def _read_split(table, ids):
     return table.at[ids].get(out_sharding=P("data"))
 

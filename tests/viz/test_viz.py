@@ -70,5 +70,5 @@ def test_compare_counts_arrays_as_large_as_the_table():
     page = diff._repr_html_()
     assert page.count("<span") == len(made) and "bf16[1000,8]" in page
 
-    dense = sj.viz.compare(loss, params | {"table": spec(8, 8)}, ids)
+    dense = sj.viz.compare(loss, params | {"table": spec(7, 8)}, ids)
     assert dense.tables == () and "there is none" in dense.summary()

@@ -139,7 +139,7 @@ def _sum_fixed_codes(
     """
     ids = jnp.maximum(ids, _arguments.scalar(-1, ids))
     add = functools.partial(_add_blocks, xla.weighted_rows_in_range, bits)
-    never = lambda table, ids, _: _add_columns(None, bits, table, ids[:, :0])
+    never = lambda table, ids, w: _add_columns(None, bits, table, ids[:, :0], w)
     return lax.cond(always_true(ids[0, 0]), add, never, table, ids, scales)
 
 
@@ -167,7 +167,7 @@ def _add_columns(read, bits, table, ids, weights=None, *, total=None) -> jax.Arr
         rows = read(table, ids[:, j], w, bits)
         total = rows if total is None else total + rows
     if total is None:
-        shape, dtype = xla.row_type(table, bits)
+        shape, dtype = xla.row_type(table, weights, bits)
         return jnp.zeros((ids.shape[0], *shape), dtype)
     return total
 

@@ -162,7 +162,8 @@ def weighted_rows_in_range(
     if bits is None:
         rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
     else:
-        rows = quantized.planes(rows, *_as_planes(bits)).astype(jnp.float32)
+        assert weights is not None  # codes always have weights
+        rows = quantized.planes(rows, *_as_planes(bits)).astype(weights.dtype)
     if weights is None:
         return rows
     return rows * indexing.append_axes(weights, rows.ndim)
@@ -175,12 +176,14 @@ def in_range_only(weights: Any, ids: jax.Array, height: int) -> jax.Array:
     return jnp.where(indexing.append_axes(inside, weights.ndim), weights, 0)
 
 
-def row_type(table: jax.Array, bits: Codes | None) -> tuple[tuple[int, ...], Any]:
+def row_type(
+    table: jax.Array, weights: jax.Array | None, bits: Codes | None
+) -> tuple[tuple[int, ...], Any]:
     """Returns the shape and dtype of a weighted row."""
-    if bits is None:
+    if bits is None or weights is None:
         return table.shape[1:], indexing.accumulator_dtype(table.dtype)
     bits, only = _as_planes(bits)
-    return (8 // bits if only is None else 1, table.shape[1]), jnp.float32
+    return (8 // bits if only is None else 1, table.shape[1]), weights.dtype
 
 
 def _as_planes(bits: Codes) -> tuple[int, int | None]:

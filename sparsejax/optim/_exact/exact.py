@@ -31,8 +31,9 @@ from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
-from sparsejax.optim._exact.plan import Plan, Planner
+from sparsejax.optim._exact.plan import Plan, Planner, not_exact
 from sparsejax.optim._lazy import (
+    callables,
     checks,
     gather_scatter,
     judge,
@@ -46,7 +47,7 @@ CALL = "sparsejax.optim.exact"
 
 
 class ExactState(NamedTuple):
-    """State of `exact`. The last two fields have an entry for each table, in order.
+    """State of `exact`. `last_updates` and `now` have an entry for each table.
 
     Args:
       inner: the state of the optimizer, as `tx.init` gives it.
@@ -55,6 +56,9 @@ class ExactState(NamedTuple):
       last_updates: `[V, 4 + columns]`: for each row the step of its
         weights, the step of its moments (two numbers each), and F at the former.
       now: `[columns]`, F at the present step.
+      caught_up: integer, 1 if `catch_up` was called since the last update. Then it has
+        a weak type, which tells `update` at trace time. Unlike a static field, it can
+        be carried by scan, and chosen by cond and where.
     """
 
     inner: Any
@@ -62,6 +66,7 @@ class ExactState(NamedTuple):
     stale: jax.Array
     last_updates: tuple[jax.Array, ...]
     now: tuple[jax.Array, ...]
+    caught_up: jax.Array
 
 
 judge.NOT_LIFTED[ExactState] = (
@@ -112,9 +117,13 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
 
     `exact_value_and_grad` does the first two lines and finds the ids itself.
     Call `flush`, which catches all rows up, before the whole table is
-    evaluated, exported or used by another program. A row that gets a gradient
-    without having been caught up is caught up by `update`, but its gradient was
+    evaluated, exported or used by another program. `update` raises an error if
+    `catch_up` was not called since the last update. If it was, but without some
+    row that gets a gradient, `update` catches this row up, but its gradient was
     taken at old weights. `state.stale` counts such rows.
+
+    Masks and labels that are functions of the parameters are called once, with arrays
+    of the full shapes, as under `lazy`.
 
     Args:
       tx: an optax transformation. On a row without a gradient it must multiply
@@ -143,7 +152,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
       TypeError: `tx` is not an optax transformation, or the state is not from `exact`.
       ValueError: at init, `tx` treats rows without a gradient differently (the message
         says which part, and why), or there is no table; at update, a SelectedRows is
-        the gradient of a leaf that is not a table.
+        the gradient of a leaf that is not a table, or `catch_up` was not called since
+        the last update.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -166,8 +176,12 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     """
     checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
     planned = Planner(tx, tables)
-    find = trees.remember(functools.partial(state_leaves.find, tx.init))
-    inner_update = optax.with_extra_args_support(tx).update
+    depends_on_rows = trees.remember(functools.partial(judge.depends_on_rows, tx))
+    find = trees.remember(
+        lambda treedef, specs, tables: state_leaves.find(
+            callables.resolve(tx, treedef, specs).init, treedef, specs, tables
+        )
+    )
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
@@ -179,9 +193,11 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         now = tuple(jax.jit(lambda inner: plan.displacement(inner, None))(inner))
         heights = [leaves[i].shape[0] for i in plan.recurrences]
         records = tuple(map(_catch_up.new_records, heights, now))
-        return ExactState(inner, step, stale, records, now)
+        return ExactState(inner, step, stale, records, now, _not_caught_up())
 
     def catch_up(params, state, ids):
+        given = params, state
+        params, state, ids = map(trees.without_variables, (params, state, ids))
         leaves, treedef, plan = planned(params)
         tables = _tables(plan, leaves, state)
         for i, ids_of_leaf in trees.ids_by_leaf(CALL, "ids", params, ids).items():
@@ -193,7 +209,9 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             call, height = f"{CALL}.catch_up", leaves[i].shape[0]
             rows = _arguments.as_ids(call, ids_of_leaf, height).reshape(-1)
             tables[i] = _catch_up.catch_up(tables[i], rows, state.step)
-        return _with_tables(treedef, leaves, state, tables)
+        state = state._replace(caught_up=jnp.asarray(1))
+        new = _with_tables(treedef, leaves, state, tables)
+        return trees.in_structure_of(given, new)
 
     def update(updates, state, params=None, **extra_args):
         grads = updates
@@ -224,6 +242,16 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
                     "with tables=False for it, which gives an array; or keep the "
                     "parameter as one table [K * V, ...], reshaped in the loss."
                 )
+            moves = tables[i].recurrence.num_coefficients > 0
+            if moves and not getattr(state.caught_up, "weak_type", False):
+                raise ValueError(
+                    f"{CALL}: {trees.leaf_paths(grads, 'grads')[i]} is a SelectedRows, "
+                    "but tx.catch_up was not called since the last update, so the "
+                    "gradient may be of old weights. Use (loss, grads), params, state "
+                    "= sparsejax.optim.exact_value_and_grad(loss_fn, tx)(params, "
+                    "state, batch) instead of sparsejax.value_and_grad, or call "
+                    "params, state = tx.catch_up(params, state, ids) before it."
+                )
 
         # A dense gradient of a table: all rows are updated, so all are caught up.
         step, corrections = state.step, {}
@@ -239,10 +267,14 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in sparse}
         specs = tuple(map(trees.to_spec, weights))
         owners = find(treedef, specs, tuple(merged)).owners
+        num_rows = tuple(rows.capacity for rows in merged.values())
+        reason = depends_on_rows(treedef, specs, tuple(merged), num_rows)
+        if reason is not None:
+            raise not_exact("this optimizer", reason)
         row_shapes = {i: rows.row_shape for i, rows in merged.items()}
         checks.check_state_rows(CALL, state.inner, owners, row_shapes)
         rows_grads, rows_state, rows_weights = gather_scatter.gather(
-            tx.init, treedef, leaves, weights, state.inner, owners, merged
+            plan.tx.init, treedef, leaves, weights, state.inner, owners, merged
         )
         moments, state_treedef = jax.tree.flatten(rows_state)
         rows_weights = treedef.flatten_up_to(rows_weights)
@@ -258,7 +290,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
                 corrections[i] = current.correction
                 rows_weights[i] = _add(rows_weights[i], current.correction)
 
-        updates, new = inner_update(
+        updates, new = optax.with_extra_args_support(plan.tx).update(
             rows_grads,
             state_treedef.unflatten(moments),
             treedef.unflatten(rows_weights),
@@ -281,9 +313,12 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
                 tables[i] = _catch_up.record_update_of_all(table, now, step)
             else:
                 tables[i] = table._replace(now=now)
-        return treedef.unflatten(updates), _state(new, step, stale, tables)
+        state = _state(new, step, stale, tables, _not_caught_up())
+        return treedef.unflatten(updates), state
 
     def flush(params, state):
+        given = params, state
+        params, state = map(trees.without_variables, given)
         leaves, treedef, plan = planned(params)
         tables = _tables(plan, leaves, state)
         tables = {i: _catch_up.catch_up_all(t, state.step) for i, t in tables.items()}
@@ -292,7 +327,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         fresh = plan.displacement(state.inner, None)
         for (i, table), now in zip(tables.items(), fresh):
             tables[i] = _catch_up.record_update_of_all(table, now, state.step)
-        return params, _state(state.inner, state.step, state.stale, tables)
+        state = _state(*state[:3], tables, state.caught_up)
+        return trees.in_structure_of(given, (params, state))
 
     return Exact(init, update, catch_up, flush)
 
@@ -331,14 +367,21 @@ def _with_tables(
         leaves[i] = table.weights
         for k, m in zip(table.recurrence.leaves, table.moments):
             inner[k] = m
-    state = _state(inner_treedef.unflatten(inner), state.step, state.stale, tables)
+    inner = inner_treedef.unflatten(inner)
+    state = _state(inner, state.step, state.stale, tables, state.caught_up)
     return treedef.unflatten(leaves), state
 
 
-def _state(inner: Any, step: Any, stale: Any, tables: dict[int, Table]) -> ExactState:
+def _state(
+    inner: Any, step: Any, stale: Any, tables: dict[int, Table], caught_up: Any
+) -> ExactState:
     records = tuple(table.records for table in tables.values())
     now = tuple(table.now for table in tables.values())
-    return ExactState(inner, step, stale, records, now)
+    return ExactState(inner, step, stale, records, now, caught_up)
+
+
+def _not_caught_up() -> jax.Array:
+    return jnp.zeros((), jnp.asarray(0).dtype)  # with a dtype, so its type is strong
 
 
 # ------------------------------------------------------------------ helpers

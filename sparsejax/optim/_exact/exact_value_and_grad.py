@@ -105,7 +105,8 @@ def exact_value_and_grad(
     if not isinstance(tx, Exact):
         raise TypeError(
             f"{CALL}: tx must be what sparsejax.optim.exact(...) returned, got "
-            f"{_arguments.kind_of(tx)}. For other optimizers use "
+            f"{_arguments.kind_of(tx)}. Put other transformations inside of exact: "
+            "exact(optax.chain(...)). For other optimizers use "
             "sparsejax.value_and_grad."
         )
     both = transform(fun, 0, has_aux, tables, stacks=False)

@@ -10,7 +10,7 @@ from sparsejax import _arguments
 from sparsejax.optim._exact import closed_form, identify
 from sparsejax.optim._exact.closed_form import Recurrence
 from sparsejax.optim._exact.shadow_model import ShadowModel
-from sparsejax.optim._lazy import judge, state_leaves, trees
+from sparsejax.optim._lazy import callables, judge, state_leaves, trees
 
 
 class Plan(NamedTuple):
@@ -20,11 +20,13 @@ class Plan(NamedTuple):
       recurrences: by table, in the order of the leaves.
       refused: by leaf, why it is not a table, if `tx` is the reason.
       shadow: runs `tx` on probes of all tables.
+      tx: the transformation for these parameters, see `callables.resolve`.
     """
 
     recurrences: dict[int, Recurrence]
     refused: dict[int, str]
     shadow: ShadowModel
+    tx: Any
 
     def displacement(self, state: Any, now: Sequence[Any] | None) -> list[jax.Array]:
         """F of every table after `state`; `now` is F of the step before, or None."""
@@ -49,14 +51,19 @@ class Plan(NamedTuple):
                 "(by default all real float leaves of rank 2 or more are tables), or "
                 "pass its gradient as an array."
             )
-        return ValueError(
-            f"sparsejax.optim.exact: {where} cannot be kept exact, because of "
-            f"{self.refused[leaf]}. Supported are sgd, momentum, nesterov, adam, "
-            "nadam, adamw, rmsprop, adagrad and similar, with schedules, decoupled "
-            "weight decay and gradient clipping. For other optimizers use "
-            "sparsejax.optim.lazy(tx), which leaves rows without a gradient "
-            "unchanged."
-        )
+        return not_exact(where, self.refused[leaf])
+
+
+def not_exact(name: str, reason: Any) -> ValueError:
+    """The error for a transformation that cannot be kept exact."""
+    return ValueError(
+        f"sparsejax.optim.exact: {name} cannot be kept exact, because of "
+        f"{reason}. Supported are sgd, momentum, nesterov, adam, "
+        "nadam, adamw, rmsprop, adagrad and similar, with schedules, decoupled "
+        "weight decay and gradient clipping. For other optimizers use "
+        "sparsejax.optim.lazy(tx), which leaves rows without a gradient "
+        "unchanged."
+    )
 
 
 class Planner:
@@ -111,10 +118,12 @@ class Planner:
             except ValueError:
                 requested, are_bools = [], False
             if not are_bools:
-                raise ValueError(
-                    "sparsejax.optim.exact: tables= must be a prefix of the parameter "
-                    f"tree, {_arguments.show_tree(params, is_leaf)}, with True or "
-                    f"False at its leaves, got {_arguments.show(self._tables)}."
+                raise _arguments.wrong(
+                    "sparsejax.optim.exact",
+                    "tables=",
+                    "a prefix of the parameter tree, with True or False at its leaves",
+                    _arguments.show(self._tables),
+                    _arguments.show_mismatch(self._tables, params, is_leaf),
                 )
         for i, request in enumerate(requested):
             if request and not _has_rows(specs[i]):
@@ -128,7 +137,8 @@ class Planner:
     def _make_plan(self, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:
         found = self._verdicts(treedef, specs, tables).refused
         refused = {i: str(reason) for i, reason in found.items()}
-        owners = state_leaves.find(self._tx.init, treedef, specs, tables).owners
+        tx = callables.resolve(self._tx, treedef, specs)
+        owners = state_leaves.find(tx.init, treedef, specs, tables).owners
         kept = [i for i in tables if i not in refused]
         programs = judge.programs(self._tx, treedef, specs, kept)
         recurrences: dict[int, Recurrence] = {}
@@ -137,9 +147,7 @@ class Planner:
             program = programs[i]
             if program.key not in known:
                 try:
-                    known[program.key] = identify.find_recurrence(
-                        self._tx, treedef, specs, i
-                    )
+                    known[program.key] = identify.find_recurrence(tx, treedef, specs, i)
                 except identify.NotExactError as error:
                     known[program.key] = error
             recurrence = known[program.key]
@@ -149,8 +157,8 @@ class Planner:
                 own = tuple(k for k, owner in enumerate(owners) if owner == i)
                 recurrences[i] = recurrence._replace(leaves=own)
         moments = {i: r.leaves for i, r in recurrences.items()}
-        shadow = ShadowModel(self._tx, treedef, specs, moments)
-        return Plan(recurrences, refused, shadow)
+        shadow = ShadowModel(tx, treedef, specs, moments)
+        return Plan(recurrences, refused, shadow, tx)
 
 
 def _has_rows(spec: Any) -> bool:

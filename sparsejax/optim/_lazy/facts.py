@@ -26,10 +26,6 @@ from sparsejax.optim._lazy.parts import Part, Reason
 from sparsejax.optim._lazy.primitives import REDUCTIONS, row_params
 
 
-# The axes of rows of a table and of a stack of tables in the second trace.
-TABLE, STACK = (2,), (2, 3)
-
-
 class Same(NamedTuple):
     """The value that a leaf of the state had before the step."""
 
@@ -97,11 +93,90 @@ class RefusedForAll(Exception):
 
 # ------------------------------------------------------------------ the program
 
+DEPENDS = (
+    "what it computes depends on the number of rows; in place of a function that "
+    "decides by shape, pass the tree that it returns"
+)
+
+
+def difference(
+    tx: Any,
+    a: Any,
+    b: Any,
+    numbers: bool = False,
+    part: tuple[Part, ...] = (),
+    line: str = "",
+) -> Reason | None:
+    """Why two programs differ in more than their sizes, or None.
+
+    Args:
+      tx: the transformation.
+      a, b: programs of the same arguments, as `(open jaxpr, consts)`.
+      numbers: True compares the numbers in them too, except integers, which may be
+        sizes.
+      part: the part of the transformation that calls them.
+      line: of the call, for equations without one.
+    """
+
+    def depends(part, line):
+        return parts.reason(DEPENDS, part or (parts.innermost((), tx),), line)
+
+    (a, _), (b, _) = a, b
+    same = dict(zip((*a.constvars, *a.invars), (*b.constvars, *b.invars)))
+
+    def is_same(v, w):
+        if not isinstance(v, _compat.Literal):
+            return same.get(v) is w
+        if not isinstance(w, _compat.Literal):
+            return False
+        is_size = type(np.asarray(v.val).item()) is int
+        return not numbers or is_size or _equal(v.val, w.val)
+
+    def are_same(vs, ws):
+        return len(vs) == len(ws) and all(map(is_same, vs, ws))
+
+    longer = max(a, b, key=lambda j: len(j.eqns)).eqns
+    for k, eqn in enumerate(longer):
+        own, where = parts.of_equation(eqn, part), parts.line_of(eqn, part, line)
+        if k >= min(len(a.eqns), len(b.eqns)):
+            return depends(own, where)
+        x, y = a.eqns[k], b.eqns[k]
+        inner, others = _bodies(x), _bodies(y)
+        if (
+            x.primitive.name != y.primitive.name
+            or len(x.outvars) != len(y.outvars)
+            or len(inner) != len(others)
+            or not are_same(x.invars, y.invars)
+        ):
+            return depends(own, where)
+        for body, other in zip(inner, others):
+            found = difference(tx, body, other, numbers, own, where)
+            if found is not None:
+                return found
+        same.update(zip(x.outvars, y.outvars))
+    if not are_same(a.outvars, b.outvars):
+        return depends(part, line)
+    return None
+
+
+def _bodies(eqn: Any) -> list[tuple[Any, list[Any]]]:
+    """The programs among the parameters of an equation."""
+    found = []
+    for value in eqn.params.values():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        found += [_compat.open_jaxpr(x) for x in values if hasattr(x, "eqns")]
+    return found
+
 
 class Walk:
-    """Walks both traces of a program at once."""
+    """Walks both traces of a program at once.
 
-    def __init__(self):
+    Args:
+      rows: the axes of rows of tables in the second trace.
+    """
+
+    def __init__(self, rows: frozenset[tuple[int, ...]]):
+        self.rows = rows
         self.refused: dict[int, Reason] = {}
 
     def program(
@@ -113,6 +188,8 @@ class Walk:
         line: str = "",
     ) -> list[Fact]:
         """Facts about the outputs of a program, from those about its arguments.
+
+        Both traces have the same equations, see `difference`.
 
         Args:
           one: the program for one row, as `(open jaxpr, consts)`.
@@ -136,32 +213,20 @@ class Walk:
             env.update(
                 zip(a.outvars, self._step(a, b, [*map(read, a.invars)], part, line))
             )
-        if len(jaxpr.eqns) != len(other.eqns):
-            longer = max(jaxpr, other, key=lambda j: len(j.eqns))
-            self._differs(
-                longer.eqns[min(len(jaxpr.eqns), len(other.eqns))], part, line
-            )
         return [read(v) for v in jaxpr.outvars]
-
-    def _differs(self, eqn: Any, part: tuple[Part, ...], line: str):
-        why = "what it computes depends on the number of rows"
-        part = parts.of_equation(eqn, part)
-        raise RefusedForAll(parts.reason(why, part, parts.line_of(eqn, part, line)))
 
     def _step(self, a, b, ins, part, line):
         """Facts about the outputs of an equation."""
         part = parts.of_equation(a, part)
         line = parts.line_of(a, part, line)
         name = a.primitive.name
-        if name != b.primitive.name or len(a.outvars) != len(b.outvars):
-            self._differs(a, part, line)
         body = _primitives.called(a)
         if body is not None:
             return self.program(body, _primitives.called(b), ins, part, line)
         try:
             if name == "cond":
                 return self._cond(a, b, ins, part, line)
-            return _fact(a, b, ins, part)
+            return _fact(a, b, ins, part, self.rows)
         except _Refused as refused:
             reason = parts.reason(refused.why, part, line, refused.is_proved)
             own = frozenset(f.table for f in ins if f.rows and f.table is not None)
@@ -214,17 +279,15 @@ def _union(sets: Any) -> frozenset:
     return frozenset().union(*sets)
 
 
-def _fact(a, b, ins, part) -> list[Fact]:
+def _fact(a, b, ins, part, axes) -> list[Fact]:
     """Facts about the outputs of an equation without a program in it."""
     primitive = a.primitive.name
     for v, w in zip(a.invars, b.invars):
-        if isinstance(v, _compat.Literal) != isinstance(w, _compat.Literal) or (
-            isinstance(v, _compat.Literal) and not _equal(v.val, w.val)
-        ):
+        if isinstance(v, _compat.Literal) and not _equal(v.val, w.val):
             raise _Refused(
                 f"{primitive} by a number that depends on the number of rows"
             )
-    shapes = [_rows_of(v, w) for v, w in _outs(a, b)]
+    shapes = [_rows_of(v, w, axes) for v, w in _outs(a, b)]
     count = max(shapes, default=0)
     partial, tables = _union(f.partial for f in ins), _union(f.tables for f in ins)
     if not count and not any(f.rows for f in ins):
@@ -277,12 +340,12 @@ def _fact(a, b, ins, part) -> list[Fact]:
     ] * len(a.outvars)
 
 
-def _rows_of(v: Any, w: Any) -> int:
+def _rows_of(v: Any, w: Any, axes: frozenset[tuple[int, ...]]) -> int:
     """The number of axes that run over rows, from a value's types in both traces."""
     a, b = v.aval.shape, w.aval.shape
     if a == b:
         return 0
-    for first in (TABLE, STACK):
+    for first in axes:
         if a[:1] == (1,) and b == (*first, *a[1:]):
             return len(first)
     raise _Refused("rows in another axis than the first")

@@ -1,10 +1,10 @@
 """Decides from the traced program whether a transformation can be lifted to rows.
 
-`tx.update` is traced twice: with one row in every table, and with two (for a stack of
-tables, with two tables of three rows). `tx` treats rows alike if both programs are
-equal up to the axes of rows: the same equations, each of which computes an entry of a
-row from that row's entries (`primitives.row_params`), or reduces over all rows. A
-constant that differs is a mean over rows, and random bits differ in their number.
+`tx.update` is traced twice: with one row in every table, and with as many as it has.
+`tx` treats rows alike if both programs are equal up to the axes of rows: the same
+equations, each of which computes an entry of a row from that row's entries
+(`primitives.row_params`), or reduces over all rows. A constant that differs is a mean
+over rows, and random bits differ in their number.
 
 A reduction over rows is correct if rows that are not read add nothing to it: with a
 zero gradient, and any weights and state, its operand is the neutral element, as for the
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ import optax
 
 from sparsejax import _compat
 from sparsejax._arguments import PyTree
-from sparsejax.optim._lazy import checks, facts, parts, state_leaves, trees
+from sparsejax.optim._lazy import callables, checks, facts, parts, state_leaves, trees
 from sparsejax.optim._lazy.facts import (
     Fact,
     RefusedForAll,
@@ -52,8 +53,9 @@ from sparsejax.optim._lazy.facts import (
 from sparsejax.optim._lazy.parts import Part, Reason
 
 
-# Enough rows for the state of optimizers that factor matrices of 128 rows and columns.
-ROWS = 160
+# Of the table that a transformation is judged on without parameters. Enough rows and
+# columns for the state of optimizers that factor matrices of 128 rows and columns.
+ROWS, COLUMNS = 160, 130
 MAX_ALONE = 8  # tables judged one by one at init: each traces the update twice
 MAX_REMEMBERED = 32  # trees of parameters cached for one transformation
 
@@ -63,8 +65,8 @@ _HOLDS_BACK = (
 )
 _OF_MOMENTUM = "its step depends on the momentum of all rows, even those not read"
 _OF_DISTANCE = "its step size depends on sums over all rows, even those not read"
-# Transformations that are refused by the type of their state: (name, why). `exact`
-# adds its own.
+# Transformations that are refused by the type of their state: (name, why). `exact` and
+# `accumulate` add their own.
 NOT_LIFTED: dict[type, tuple[str, str]] = {
     optax.MultiStepsState: ("MultiSteps", _HOLDS_BACK),
     optax.ApplyEvery: ("apply_every", _HOLDS_BACK),
@@ -144,7 +146,7 @@ def is_float_array(spec: Any) -> bool:
 @trees.remember
 def of_one_table(tx: Any) -> Verdict:
     """The verdict on a transformation of a single table."""
-    table = jax.ShapeDtypeStruct((ROWS, 130), jnp.float32)
+    table = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
     return Verdicts(tx)(jax.tree.structure(0), (table,), (0,))
 
 
@@ -291,9 +293,39 @@ def _judge_together(
         if refused:
             return Verdict(refused, {})
         args = tree.arguments()
-        one, many = tree.trace_update(tree.one_row), tree.trace_update(tree.many_rows)
-        walk = Walk()
+        many = tree.trace_update(tree.many_rows)
+        one = tree.trace_fewer(tree.one_row)
+        found = facts.difference(tx, one, many)
+        if found is not None:
+            raise RefusedForAll(found)
+        walk = tree.walk()
         return _verdict(tree, walk, walk.program(one, many, args))
+
+
+def depends_on_rows(
+    tx: Any,
+    treedef: Any,
+    specs: Sequence[Any],
+    tables: Sequence[int],
+    num_rows: Sequence[int],
+) -> Reason | None:
+    """Why `tx` computes something else on so many rows of tables than on all, or None.
+
+    None also if it cannot be traced, which `lazy(tx, check=False)` allows.
+    """
+    with jax_defaults():
+        try:
+            tree = _Tree(tx, treedef, specs, tables)
+            many = tree.trace_update(tree.many_rows)
+        except RefusedForAll:
+            return None
+        rows = {t: (n,) for t, n in zip(tables, num_rows)}
+        try:
+            few = tree.trace_fewer(rows)
+            reason = facts.difference(tx, few, many, numbers=True)
+        except RefusedForAll as error:
+            reason = error.reason
+        return reason and reason._replace(can_be_wrong=False)
 
 
 class _Tree:
@@ -301,19 +333,20 @@ class _Tree:
 
     Attributes:
       one_row: for each table, the axes of rows in the first trace.
-      many_rows: the same, in the second trace.
+      many_rows: the same, in the second trace: those of the table, or a few more.
     """
 
     def __init__(self, tx, treedef, specs, tables):
-        self.tx, self.treedef, self.tables = tx, treedef, tuple(tables)
-        stacks = {t: trees.row_axes(specs[t]) > 1 for t in tables}
-        self.one_row = dict.fromkeys(tables, (1,))
-        self.many_rows = {t: facts.STACK if stacks[t] else facts.TABLE for t in tables}
+        self.tx = tx = callables.resolve(tx, treedef, specs)
+        self.treedef, self.tables = treedef, tuple(tables)
+        self.one_row, self.many_rows = dict.fromkeys(tables, (1,)), {}
         self.specs = list(specs)
         for t in tables:
-            rows = (2, ROWS) if stacks[t] else (ROWS,)
-            shape = (*rows, *specs[t].shape[len(rows) :])
-            self.specs[t] = trees.reshaped(specs[t], shape)
+            shape, count = specs[t].shape, trees.row_axes(specs[t])
+            # At least two, so that an axis of rows is seen.
+            rows = shape[:count] if math.prod(shape[:count]) > 1 else (2, 3)[:count]
+            self.many_rows[t] = rows
+            self.specs[t] = trees.reshaped(specs[t], (*rows, *shape[count:]))
         arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
         try:
             self.found = state_leaves.find(tx.init, treedef, self.specs, self.tables)
@@ -321,6 +354,8 @@ class _Tree:
             self.of_leaf = state_leaves.depends_on_shapes(
                 tx.init, treedef, self.specs, arrays
             )
+        except callables.NeedsNumbersError:
+            raise
         except Exception as error:
             raise RefusedForAll(_cannot_run(tx, error)) from None
         paths, self.state_treedef = jax.tree_util.tree_flatten_with_path(
@@ -329,6 +364,9 @@ class _Tree:
         self.paths = [jax.tree_util.keystr(path) for path, _ in paths]
         self.state = [leaf for _, leaf in paths]
         self.fresh, self.init_refused = self._walk_init()
+
+    def walk(self) -> Walk:
+        return Walk(frozenset(self.many_rows.values()))
 
     def refused_by_state(self) -> dict[int, Reason]:
         """Tables whose state has no rows, or is of a type in `NOT_LIFTED`."""
@@ -373,9 +411,11 @@ class _Tree:
 
     def _walk_init(self) -> tuple[list[Fact], dict[int, Reason]]:
         """Facts about new state, and reasons from `init`, which may mix rows."""
-        walk, args = Walk(), self._of_leaves("weights", None, 0)
+        walk, args = self.walk(), self._of_leaves("weights", None, 0)
         try:
             one, many = self.trace_init(self.one_row), self.trace_init(self.many_rows)
+            if facts.difference(self.tx, one, many) is not None:
+                return [Fact()] * len(self.state), walk.refused
             return walk.program(one, many, args), walk.refused
         except Exception:  # then nothing is known of new state
             return [Fact()] * len(self.state), walk.refused
@@ -430,8 +470,18 @@ class _Tree:
                 if missing <= extra_args.keys():
                     raise RefusedForAll(_cannot_run(self.tx, error)) from None
                 extra_args |= dict.fromkeys(missing, np.float32(1))
+            except callables.NeedsNumbersError:
+                raise
             except Exception as error:
                 raise RefusedForAll(_cannot_run(self.tx, error)) from None
+
+    def trace_fewer(self, rows: Mapping[int, tuple[int, ...]]) -> Any:
+        """`trace_update`, if all rows of the tables can be traced."""
+        try:
+            return self.trace_update(rows)
+        except RefusedForAll as error:
+            why = f"{error.reason.why}; {facts.DEPENDS}"
+            raise RefusedForAll(error.reason._replace(why=why)) from None
 
     def _unflatten(self, leaves: Sequence[Any]) -> Any:
         present = iter(leaves)
@@ -449,7 +499,9 @@ def refused_by_type(found: state_leaves.StateLeaves) -> dict[int, Reason]:
         if is_known(node):
             part, why = NOT_LIFTED[type(node)]
             owners = {o for o in found.owners[first:last] if o is not None}
-            refused |= dict.fromkeys(owners, Reason(why, part, False))
+            # Without owners, the structure of the state depends on the rows.
+            tables = owners or found.blocked
+            refused |= dict.fromkeys(tables, Reason(why, part, False))
         first = last
     return refused
 

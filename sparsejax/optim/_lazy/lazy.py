@@ -12,8 +12,7 @@ jitted step that donates its state, XLA scatters in place.
 
 Sharp edges. Empty slots look like rows that were never touched: zero gradient and
 weights, and the initial state of `tx.init`. Their results are dropped. Masks and labels
-that are functions of the parameters see n rows instead of V, so they must decide by
-names, types or ranks, not by the number of rows.
+that are functions of the parameters answer as on all V rows, see `callables`.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import optax
 
 from sparsejax._rows import is_selected_rows
 from sparsejax.optim._lazy import (
+    callables,
     checks,
     gather_scatter,
     judge,
@@ -64,6 +64,10 @@ def lazy(
     `optax.apply_updates` adds to the table. A table with a dense gradient is updated
     densely. Under `jax.jit`, donate parameters and state to update both in place.
 
+    Masks and labels that are functions of the parameters (`optax.masked`,
+    `optax.partition`, `adamw(mask=)`) are called once, with arrays of the full shapes.
+    They may decide by path, shape and dtype, not by numbers.
+
     State that follows a table keeps its dtype at a sparse gradient, even if optax
     would promote it, as the moments of a float16 table at float32 gradients.
 
@@ -78,8 +82,9 @@ def lazy(
       check: True refuses `tx` unless its traced program proves that it is
         row-separable. Pass False for a row-separable transformation of your own that
         is refused, for example because of a loop over rows, or because its extra
-        arguments are not numbers. Then nothing is checked: if a row's step does depend
-        on other rows, training is wrong.
+        arguments are not numbers. Then it is only checked that `tx` runs the same
+        operations on few rows as on all: if a row's step does depend on other rows,
+        training is wrong.
 
     Returns:
       `optax.GradientTransformationExtraArgs`.
@@ -93,8 +98,9 @@ def lazy(
       TypeError: `tx` is not a transformation; a parameter is itself a SelectedRows; at
         update, the ids of a SelectedRows are not integers.
       ValueError: at init, no leaf can be lifted, because `tx` is not row-separable or
-        contains `exact` (the message names the part and its line); at update, the leaf
-        of a SelectedRows cannot be lifted, or its shape is not the table's.
+        contains `exact` (the message names the part and its line), or a mask computes
+        with numbers; at update, the leaf of a SelectedRows cannot be lifted, or its
+        shape is not the table's.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -123,10 +129,15 @@ def lazy(
         " lazy wraps the optimizer; sparsejax.value_and_grad wraps the loss. (To "
         "sparsify a function is something else: jax.experimental.sparse.sparsify.)",
     )
-    inner = optax.with_extra_args_support(tx)
-    # Both depend only on shapes, and cache their answers.
+    # All depend only on shapes, and cache their answers.
     verdicts = judge.Verdicts(tx)
-    find = trees.remember(functools.partial(state_leaves.find, tx.init))
+    depends_on_rows = trees.remember(functools.partial(judge.depends_on_rows, tx))
+    resolve = trees.remember(functools.partial(callables.resolve, tx))
+    find = trees.remember(
+        lambda treedef, specs, tables: state_leaves.find(
+            resolve(treedef, specs).init, treedef, specs, tables
+        )
+    )
 
     def init(params):
         checks.check_not_quantized(CALL, params)
@@ -138,7 +149,7 @@ def lazy(
         refused = verdicts.refusal(treedef, specs) if check else None
         if refused is not None:
             raise _not_separable("this optimizer", refused[1])
-        return state_sharding.init(tx.init, params)
+        return state_sharding.init(resolve(treedef, specs).init, params)
 
     def update(updates, state, params=None, **extra_args):
         leaves, treedef = trees.flatten(updates)
@@ -147,6 +158,7 @@ def lazy(
         tables = tuple(i for i, g in enumerate(leaves) if is_selected_rows(g))
         if not tables:
             checks.check_order(CALL, params)
+            inner = optax.with_extra_args_support(tx)
             return inner.update(grads, state, params, **extra_args)
         weights = trees.flatten_params(CALL, grads, params)
         checks.check_gradients(CALL, grads, weights)
@@ -154,6 +166,8 @@ def lazy(
         specs = tuple(map(trees.to_spec, weights or leaves))
         stacked = {i: leaves[i] for i in tables if leaves[i].stack}
         specs = stacks.specs(stacked, specs)
+        own = resolve(treedef, specs)
+        inner = optax.with_extra_args_support(own)
         if check:
             refused = verdicts(treedef, specs, tables).refused
         else:  # check=False cannot help if the state has no rows to gather
@@ -184,8 +198,12 @@ def lazy(
             updates, new_state = passes
         else:
             merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in tables}
+            num_rows = tuple(merged[i].capacity for i in tables)
+            reason = depends_on_rows(treedef, specs, tables, num_rows)
+            if reason is not None:
+                raise _not_separable("this optimizer", reason)
             rows = gather_scatter.gather(
-                tx.init, treedef, leaves, weights, state, owners, merged
+                own.init, treedef, leaves, weights, state, owners, merged
             )
             updates, new_state = inner.update(*rows, **extra_args)
             updates = treedef.flatten_up_to(updates)
@@ -204,17 +222,19 @@ def lazy(
 def _not_separable(
     name: str, reason: parts.Reason, is_stack: bool = False
 ) -> ValueError:
-    message = (
-        f"{CALL}: {name} cannot be lifted to rows, because of {reason}. Use an "
-        "optimizer that works row by row (adam, adagrad, rmsprop, sgd, lion, ...), or "
-        'keep this one for the dense leaves: lazy(optax.partition({"table": '
-        'optax.adam(1e-3), "dense": tx}, labels)). sparsejax.optim.is_row_separable '
-        "tells which optimizers work."
-    )
     if is_stack:
-        message += (
-            " Or keep the parameter as one table [K * V, ...], reshaped in the loss."
+        advice = (
+            "Keep the parameter as one table [K * V, ...], and reshape it inside the "
+            "loss: table.reshape(K, V, ...)."
         )
+    else:
+        advice = (
+            "Use an optimizer that works row by row (adam, adagrad, rmsprop, sgd, "
+            "lion, ...), or keep this one for the dense leaves: "
+            'lazy(optax.partition({"table": optax.adam(1e-3), "dense": tx}, labels)). '
+            "sparsejax.optim.is_row_separable tells which optimizers work."
+        )
+    message = f"{CALL}: {name} cannot be lifted to rows, because of {reason}. {advice}"
     if reason.can_be_wrong:
         message += (
             " If you know that each row's step depends only on that row, skip this "

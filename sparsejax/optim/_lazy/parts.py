@@ -23,9 +23,9 @@ def _folder(file: str | None) -> str:
 
 
 _OURS = _folder(__file__)
-_OPTAX = _folder(optax.__file__)
-_JAX = _folder(jax.__file__), _folder(jaxlib.__file__)
-_LIBRARIES = _OPTAX, _folder(os.path.dirname(_OURS))  # optax, sparsejax.optim
+OPTAX = _folder(optax.__file__)
+JAX = _folder(jax.__file__), _folder(jaxlib.__file__)
+LIBRARIES = OPTAX, _folder(os.path.dirname(_OURS))  # optax, sparsejax.optim
 
 # The names that users know, shown in parentheses.
 KNOWN_AS = {
@@ -56,7 +56,7 @@ class Part(NamedTuple):
     @property
     def is_optax(self) -> bool:
         """True if it is one of optax's own."""
-        return self.file.startswith(_OPTAX)
+        return self.file.startswith(OPTAX)
 
 
 class Reason(NamedTuple):
@@ -119,12 +119,12 @@ def _among(frames: Sequence[tuple[str, str, int]]) -> tuple[Part, ...]:
     was_library = True
     ours = [k for k, f in enumerate(frames) if f[0] in _TRACERS]
     for file, qualified, _ in frames[max(ours, default=-1) + 1 :]:
-        if file.startswith(_JAX):
+        if file.startswith(JAX) or file == _CALLS_FUNCTIONS:
             continue
-        is_library = file.startswith(_LIBRARIES)
+        is_library = file.startswith(LIBRARIES)
         last = qualified.split(".")[-1]
         if is_library:
-            if "." in qualified and _UPDATE.fullmatch(last):
+            if "." in qualified and is_update(last):
                 parts.append(Part(_name(qualified), file))
         elif was_library:
             parts.append(Part(_name(qualified), file))
@@ -134,13 +134,22 @@ def _among(frames: Sequence[tuple[str, str, int]]) -> tuple[Part, ...]:
 
 # The functions of a transformation, as optax calls them.
 _UPDATE = re.compile(r"(\w+_)?(update|init)(_fn)?(_kwargs|_with_arg|_without_arg)?")
+
+
+def is_update(name: str) -> bool:
+    """Returns True for the name of a function `init` or `update`."""
+    return bool(_UPDATE.fullmatch(name))
+
+
+# Calls functions of the transformation, which are in the part that calls it.
+_CALLS_FUNCTIONS = _OURS + "callables.py"
 # Frames of the user who called `lazy` come before the frames of these files.
 _TRACERS = frozenset(_OURS + name for name in ("judge.py", "state_leaves.py"))
 
 
 def line_of(eqn: Any, part: tuple[Part, ...], enclosing: str) -> str:
     """`file:line` in the part, of the innermost function that is in its file."""
-    frames = [f for f in _compat.frames(eqn) if not f[0].startswith(_JAX)]
+    frames = [f for f in _compat.frames(eqn) if not f[0].startswith(JAX)]
     own = [f for f in frames if part and f[0] == part[-1].file]
     for file, _, line in own or frames:
         return f"{file.replace(os.sep, '/').split('/site-packages/')[-1]}:{line}"

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from sparsejax import _arguments
-from sparsejax._rows import is_selected_rows
+from sparsejax._rows import RowTable, is_selected_rows
 
 
 def is_none_or_masked(x: Any) -> bool:
@@ -35,13 +35,14 @@ def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:
     try:
         return flatten(grads)[1].flatten_up_to(params)
     except ValueError:
-        grads, params = (
-            _arguments.show_tree(tree, is_selected_rows) for tree in (grads, params)
-        )
-        raise ValueError(
-            f"{call}: gradients and params must have the same tree structure, got "
-            f"{grads} and {params}. In the gradients, one SelectedRows takes the place "
-            "of each table."
+        shown = (_arguments.show_tree(t, is_selected_rows) for t in (grads, params))
+        raise _arguments.wrong(
+            call,
+            "gradients and params",
+            "of the same tree structure",
+            " and ".join(shown),
+            "In the gradients, one SelectedRows takes the place of each table. "
+            f"{_arguments.show_mismatch(grads, params, is_leaf)}".strip(),
         ) from None
 
 
@@ -49,6 +50,28 @@ def leaf_paths(tree: Any, name: str) -> list[str]:
     """Paths of the leaves for messages: `grads['table']`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [name + jax.tree_util.keystr(path) for path, _ in paths]
+
+
+def without_variables(tree: Any) -> Any:
+    """`tree` with the values of variables, such as `flax.nnx.Param`, in their places.
+
+    A variable is a node with one child. The parameters and the state of an
+    `nnx.Optimizer` have variables of different types, so their structures differ.
+    """
+
+    def is_variable(x):
+        return hasattr(type(x), "__jax_array__") and not isinstance(x, RowTable)
+
+    def value(x):
+        children = jax.tree.leaves(x, is_leaf=lambda y: y is not x)
+        return children[0] if is_variable(x) and len(children) == 1 else x
+
+    return jax.tree.map(value, tree, is_leaf=is_variable)
+
+
+def in_structure_of(tree: Any, new: Any) -> Any:
+    """The leaves of `new` in the structure of `tree`, with its variables."""
+    return jax.tree.structure(tree).unflatten(jax.tree.leaves(new))
 
 
 def ids_by_leaf(call: str, name: str, params: Any, ids: Any) -> dict[int, Any]:

@@ -226,11 +226,15 @@ def find_states(call: str, state: Any, kind: type, maker: str) -> tuple[list[Any
 
 def check_same_tree(call: str, params: Any, tree: Any) -> None:
     """Raises a ValueError unless `params` have the structure of `tree`."""
-    structures = (
-        jax.tree.structure(x, is_leaf=trees.is_none_or_masked) for x in (params, tree)
-    )
+    structures = (jax.tree.structure(x, is_leaf=trees.is_leaf) for x in (params, tree))
     if len(set(structures)) > 1:
-        raise ValueError(
-            f"{call}: params must be all parameters that the optimizer trains, "
-            f"{_arguments.show_tree(tree)}, got {_arguments.show_tree(params)}."
+        hint = _arguments.show_mismatch(params, tree, trees.is_leaf)
+        if not isinstance(tree, (dict, list, tuple)):
+            hint += " With flax.nnx pass nnx.state(model, nnx.Param)."
+        raise _arguments.wrong(
+            call,
+            "params",
+            f"all parameters that the optimizer trains, {_arguments.show_tree(tree)}",
+            _arguments.show_tree(params),
+            hint.strip(),
         )

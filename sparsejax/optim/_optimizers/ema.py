@@ -175,6 +175,8 @@ def ema_params(params: PyTree, state: PyTree) -> Any:
     References:
       TensorFlow, `ExponentialMovingAverage.average`; `optax.ema`.
     """
+    given = params
+    params, state = map(trees.without_variables, (params, state))
     nodes, _ = base.find_states(READ, state, EmaState, "ema")
     weights, treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
     result, averaged = list(weights), set()
@@ -195,7 +197,7 @@ def ema_params(params: PyTree, state: PyTree) -> Any:
             w = jnp.asarray(w)
             mean = _after(average, last, node.count, w, node.log_decay, node.debias)
             result[i] = mean.astype(w.dtype)
-    return treedef.unflatten(result)
+    return trees.in_structure_of(given, treedef.unflatten(result))
 
 
 def _after(

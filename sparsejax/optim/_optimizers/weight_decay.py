@@ -168,6 +168,8 @@ def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:
     References:
       FBGEMM, `flush`.
     """
+    given = params, state
+    params, state = map(trees.without_variables, given)
     nodes, treedef = base.find_states(FLUSH, state, WeightDecayState, "weight_decay")
     weights, params_treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
     for k, node in enumerate(nodes):
@@ -183,7 +185,8 @@ def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:
             weights[i] = (wide + lost).astype(w.dtype)
             decayed[i] = jnp.broadcast_to(node.log_decay, rows.shape)
         nodes[k] = node._replace(decayed=params_treedef.unflatten(decayed))
-    return params_treedef.unflatten(weights), treedef.unflatten(nodes)
+    new = params_treedef.unflatten(weights), treedef.unflatten(nodes)
+    return trees.in_structure_of(given, new)
 
 
 def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.Array:

@@ -34,7 +34,7 @@ from sparsejax._rows import (
     stacked_rows,
     with_slots,
 )
-from sparsejax.optim._lazy import checks, state_sharding, trees
+from sparsejax.optim._lazy import checks, judge, state_sharding, trees
 from sparsejax.optim._wrappers.update_if import update_if
 
 
@@ -59,6 +59,13 @@ class AccumulateState(NamedTuple):
     inner_opt_state: Any
     acc_grads: Any
     overflow: jax.Array
+
+
+judge.NOT_LIFTED[AccumulateState] = (
+    CALL,
+    "it goes around lazy, not inside of it: sparsejax.optim.accumulate(lazy(tx), k, "
+    "capacity)",
+)
 
 
 def accumulate(
@@ -157,7 +164,7 @@ def accumulate(
         trees.flatten_params(CALL, updates, params)
         # A state from a checkpoint may contain NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
-        sums = [_as_rows(*pair) for pair in zip(sums, grads)]
+        sums = list(map(as_rows, sums, grads))
         overflow = jnp.asarray(state.overflow)
         for i, grad in enumerate(grads):
             if not trees.is_none_or_masked(grad):
@@ -206,11 +213,16 @@ def _empty(leaf: Any, slots: int | None, row_axes: int) -> Any:
     return SelectedRows(rows, values, height, tuple(stack))
 
 
-def _as_rows(held: Any, grad: Any) -> Any:
-    """A buffer as it was made: `nnx.Optimizer` keeps the fields of a SelectedRows."""
+def as_rows(held: Any, leaf: Any) -> Any:
+    """A buffer as it was made: `nnx.Optimizer` keeps the fields of a SelectedRows.
+
+    Args:
+      held: the buffer.
+      leaf: its parameter, or a gradient of it.
+    """
     if not isinstance(held, Mapping) or set(held) != {"rows", "values"}:
         return held
-    shape, values = trees.to_spec(grad).shape, held["values"]
+    shape, values = trees.to_spec(leaf).shape, held["values"]
     *stack, _ = row_shape = shape[: len(shape) + 1 - np.ndim(values)]
     height = math.prod(row_shape)
     static = height, tuple(stack), np.ndim(values) - 1
@@ -277,11 +289,13 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
     """The number of slots of each leaf of `params`; None if its sum is an array."""
     by_subtree = _prefix(capacity, params)
     if by_subtree is None:
-        raise ValueError(
-            f"{CALL}: capacity must be an int or a prefix of the params tree, with "
-            "None for leaves with a dense gradient, got "
-            f"{_arguments.show_tree(capacity, _is_none)} for params "
-            f"{_arguments.show_tree(params)}."
+        raise _arguments.wrong(
+            CALL,
+            "capacity",
+            "an int or a prefix of the params tree, with None for leaves with a dense "
+            "gradient",
+            _arguments.show_tree(capacity, _is_none),
+            _arguments.show_mismatch(capacity, params),
         )
     slots = []
     for number, subtree in by_subtree:
@@ -303,10 +317,12 @@ def _row_axes(params: Any, stacked: Any) -> list[int]:
     if by_subtree is None or not all(
         mark is None or isinstance(mark, bool) for mark, _ in by_subtree
     ):
-        raise ValueError(
-            f"{CALL}: stacked must be True, False or a prefix of the params tree with "
-            f"these at its leaves, got {_arguments.show_tree(stacked, _is_none)} for "
-            f"params {_arguments.show_tree(params)}."
+        raise _arguments.wrong(
+            CALL,
+            "stacked",
+            "True, False or a prefix of the params tree with these at its leaves",
+            _arguments.show_tree(stacked, _is_none),
+            _arguments.show_mismatch(stacked, params),
         )
     return [
         2 if mark and np.ndim(leaf) > 2 else 1

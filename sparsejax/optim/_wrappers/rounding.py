@@ -19,7 +19,7 @@ once (by `SelectedRows.__radd__`, and by `optax.apply_updates` for arrays):
 
 The rows of a QuantizedTable are dequantized, updated and quantized again. Its update is
 a QuantizedTable of two SelectedRows, of codes and of scales. Codes are added modulo
-256, so their sum is exact.
+256, and scales as words modulo 2^32, so their sums are exact.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from sparsejax._rows import (
     is_quantized,
     is_selected_rows,
     quantized,
+    row_ids,
     stacked_rows,
     with_known_sum,
     with_slots,
@@ -234,8 +235,11 @@ def _apply_to_quantized(
     """`_apply` for a QuantizedTable: an update of the codes, and one of the scales."""
     update = update.astype(jnp.float32).coalesce()
     rows, height = update.rows, update.height
-    if not height:
-        return jax.tree.map(jnp.zeros_like, table), copy
+    (codes, pairs), treedef = jax.tree.flatten(table)
+    if not height:  # JAX cannot gather from an empty axis
+        zeros = map(jnp.zeros_like, (codes, row_ids.words_of_leaf(pairs)))
+        none = (SelectedRows(rows[:0], x, 0) for x in zeros)
+        return treedef.unflatten(none), copy
     is_master = not is_quantized(copy)
     old = read_rows(copy, rows) if is_master else copy.astype(jnp.float32).get(rows)
     new = old + update.values
@@ -243,15 +247,17 @@ def _apply_to_quantized(
         copy = indexing.set_rows(copy, rows, new)
     old = quantized.read_codes(table, rows), quantized.read_pairs(table, rows)
     new = new.reshape(len(rows), math.prod(table.row_shape))
-    parts = quantized.requantize(new, old[1], key, table.bits)
+    new = quantized.requantize(new, old[1], key, table.bits)
+    seal, as_words = row_ids.seal_words, row_ids.words_of_pairs
 
-    def change(array, old, new):
+    def change(array, old, new, leaf, seal=lambda x: x):
         change = indexing.zero_unless(update.filled(), new - old)
-        total = indexing.set_rows(array, rows, new)
-        return with_known_sum(SelectedRows(rows, change, height), array, total)
+        total = seal(indexing.set_rows(array, rows, new))
+        return with_known_sum(SelectedRows(rows, change, height), leaf, total)
 
-    leaves, treedef = jax.tree.flatten(table)
-    return treedef.unflatten(map(change, leaves, old, parts)), copy
+    of_codes = change(codes, old[0], new[0], codes)
+    pairs = row_ids.words_of_leaf(pairs), as_words(old[1]), as_words(new[1]), pairs
+    return treedef.unflatten([of_codes, change(*pairs, seal)]), copy
 
 
 def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:

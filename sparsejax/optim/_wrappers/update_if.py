@@ -53,6 +53,8 @@ def update_if(
 
     def skip(state, params):
         del params
+        # Strong types, as after a step, so that the caller is compiled once.
+        state = jax.tree.map(_strong, state)
         # Row ids of zeros are empty slots.
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec), state
 
@@ -73,3 +75,8 @@ def update_if(
 def _keep_dtype(old: Any, new: Any) -> jax.Array:
     old, new = jnp.asarray(old), jnp.asarray(new)  # one may be a number of Python's
     return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _strong(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype) if x.weak_type else x

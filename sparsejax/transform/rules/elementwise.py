@@ -87,12 +87,7 @@ def _pvary_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
 
 @register_rule(*_primitives.ARITHMETIC)
 def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
-    if isinstance(x, TableRef) and isinstance(y, TableRef) and x.index != y.index:
-        # A [1, D] parameter broadcast against a table is an ordinary parameter.
-        why = "combines it with all rows of a table"
-        x, y = (ctx.dense(z, why) if _is_one_row(z) else z for z in (x, y))
-        if not isinstance(x, TableRef) and not isinstance(y, TableRef):
-            return ctx.eqn.primitive.bind(x, y, **params)
+    x, y = ctx.one_table(x, y)
     left = isinstance(x, TableRef)
     ref, other, position = (x, y, 1) if left else (y, x, 0)
     out, axes = ctx.eqn.outvars[0].aval, ref.row_axes
@@ -128,10 +123,6 @@ def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
     return NotImplemented if other is None else ref.then(bind, other, **changes)
 
 
-def _is_one_row(ref: TableRef) -> bool:
-    return ref.reader is None and all(ref.shape[axis] == 1 for axis in ref.row_axes)
-
-
 def _same_for_all_rows(
     ctx: RuleContext, ref: TableRef, other: Any, position: int
 ) -> jax.Array | None:
@@ -145,9 +136,7 @@ def _same_for_all_rows(
         return None
     eqn, (source, *_) = producer
     along = [int(d) for d in eqn.params["broadcast_dimensions"]]
-    if isinstance(source, TableRef):
-        return None
-    source, shape = jnp.asarray(source), [1] * ref.ndim
+    source, shape = jnp.asarray(ctx.dense(source, live=False)), [1] * ref.ndim
     if source.ndim == 0:
         return source
     for size, d in zip(source.shape, along):

@@ -1,0 +1,351 @@
+"""Masks and labels that are functions of the parameters, under lazy and exact.
+
+The oracle is optax on the same trees with dense gradients. Each step reads the same
+rows, so the rows read are equal under `lazy` as well as under `exact`.
+"""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_trees_close, slow_but, to_dense
+from sparsejax.optim import exact, lazy
+from sparsejax.optim._lazy import callables, trees
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion")
+
+V, D, ROWS = 40, 3, (3, 1)
+SHAPES = {"bias": (D,), "in": {"large": (V, D), "small": (9, D)}, "vector": (V,)}
+IS_SHAPE = lambda x: isinstance(x, tuple)
+
+
+def _params():
+    fill = lambda shape: jnp.linspace(-1, 1, np.prod(shape)).reshape(shape)
+    params = jax.tree.map(fill, SHAPES, is_leaf=IS_SHAPE)
+    params["vector"] = params["vector"].astype(jnp.bfloat16)
+    return params
+
+
+def _grads():
+    """The large and the small table are read at two rows, with duplicates."""
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 0.25), _params())
+    for name, table in grads["in"].items():
+        rows = jnp.array([*ROWS, ROWS[0]], jnp.int32)
+        values = 0.1 + jnp.arange(3.0 * D).reshape(3, D)
+        grads["in"][name] = sj.SelectedRows(rows, values, len(table))
+    return grads
+
+
+def _train(tx, grads, jit, steps=2):
+    params = _params()
+
+    def step(params, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, step = tx.init(params), jax.jit(step) if jit else step
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params
+
+
+def _assert_as_dense(tx, lift=lazy, jit=True):
+    found = _train(lift(tx), _grads(), jit)
+    wanted = _train(tx, to_dense(_grads()), jit=True)
+    for tree in (found, wanted):
+        tree["in"] = jax.tree.map(lambda t: t[np.array(ROWS)], tree["in"])
+    assert_trees_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ rules
+
+RULES = {
+    "by rows": lambda x: x.shape[0] > 20,
+    "this shape": lambda x: x.shape == (V, D),
+    "odd": lambda x: x.shape[0] % 2 == 1,
+    "by size": lambda x: x.size >= 9 * D,
+    "by len": lambda x: len(x) == 9,
+    "by rank": lambda x: x.ndim > 1,
+    "by jnp": lambda x: jnp.ndim(x) == 1 or np.shape(x)[0] > 20,
+    "by dtype": lambda x: jnp.issubdtype(x.dtype, jnp.bfloat16),
+    "by type": lambda x: isinstance(x, jax.Array) and x.shape[0] > 20,
+    "constant": lambda x: True,
+}
+
+
+def _mask(rule):
+    return lambda tree: jax.tree.map(rule, tree)
+
+
+def _labels(rule, a="a", b="b"):
+    return lambda tree: jax.tree.map(lambda x: a if rule(x) else b, tree)
+
+
+def _by_path(tree):
+    is_large = lambda path, x: "large" in jax.tree_util.keystr(path)
+    return jax.tree_util.tree_map_with_path(is_large, tree)
+
+
+def _prefix(tree):
+    return {"bias": True, "in": tree["in"]["large"].shape[0] == V, "vector": False}
+
+
+FUNCTIONS = {
+    **{name: _mask(rule) for name, rule in RULES.items()},
+    "by path": _by_path,
+    "prefix of the tree": _prefix,
+    "partial": functools.partial(jax.tree.map, RULES["by rows"]),
+}
+SGD, ADAM = optax.sgd(1.0), optax.adam(0.1)
+MOMENTUM = optax.sgd(0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize("lift, jit", [(lazy, True), (lazy, False), (exact, True)])
+def test_rules(lift, jit):
+    """Each rule scales the leaves that it chooses by another number."""
+    chain = [MOMENTUM]
+    for k, function in enumerate(FUNCTIONS.values()):
+        scale = optax.scale(1 + 1 / (3 + 2 * k))
+        labels = lambda p, f=function: jax.tree.map(lambda m: "ab"[m], f(p))
+        parts = {"a": optax.identity(), "b": scale}
+        chain += [optax.masked(scale, function), optax.partition(parts, labels)]
+    _assert_as_dense(optax.chain(*chain), lift, jit)
+
+
+# ------------------------------------------------------------------ where they are
+
+LARGE = _mask(RULES["this shape"])
+LARGE_OR = functools.partial(_labels, RULES["this shape"])
+
+
+class OfAClass:
+    """A transformation that is an object with a function."""
+
+    def __init__(self, inner, function):
+        self.inner, self.function = inner, function
+
+    def init(self, params):
+        return self.inner.init(params)
+
+    def update(self, updates, state, params=None):
+        new, state = self.inner.update(updates, state, params)
+        choose = lambda mask, a, b: a if mask else b
+        return jax.tree.map(choose, self.function(updates), new, updates), state
+
+
+class Callable:
+    """A mask that is an object."""
+
+    def __init__(self, least):
+        self.least = least
+
+    def __call__(self, tree):
+        return jax.tree.map(lambda x: x.shape[0] >= self.least, tree)
+
+
+def _of_a_user(inner, function):
+    """A wrapper that makes its mask inside of its functions."""
+
+    def masked(tree):
+        return optax.masked(inner, function(tree))
+
+    init = lambda params: masked(params).init(params)
+    update = lambda updates, state, params=None: masked(updates).update(
+        updates, state, params
+    )
+    return optax.GradientTransformation(init, update)
+
+
+_frozen = lambda trained: optax.partition(
+    {"a": trained, "b": optax.set_to_zero()}, LARGE_OR("b", "a")
+)
+PLACES = {
+    "masked": lambda: optax.masked(ADAM, LARGE),
+    "adamw": lambda: optax.adamw(0.1, weight_decay=0.5, mask=LARGE),
+    "decay": lambda: optax.chain(optax.add_decayed_weights(0.5, LARGE), SGD),
+    "freeze": lambda: optax.chain(SGD, optax.freeze(LARGE)),
+    "selective": lambda: optax.selective_transform(
+        MOMENTUM, freeze_mask=LARGE(_params())
+    ),
+    "frozen": lambda: _frozen(ADAM),
+    "two": lambda: optax.partition({"a": ADAM, "b": MOMENTUM}, LARGE_OR()),
+    "chain": lambda: optax.chain(
+        optax.clip_by_global_norm(2.0), optax.masked(optax.trace(0.9), LARGE), SGD
+    ),
+    "named chain": lambda: optax.named_chain(("a", optax.masked(ADAM, LARGE))),
+    "masked twice": lambda: optax.masked(
+        optax.partition({"a": ADAM, "b": MOMENTUM}, LARGE_OR()), _mask(lambda x: True)
+    ),
+    "partition in partition": lambda: optax.partition(
+        {"a": _frozen(MOMENTUM), "b": ADAM}, _labels(RULES["by rank"])
+    ),
+    "a subtree is masked": lambda: optax.masked(
+        optax.partition({"a": ADAM, "b": MOMENTUM}, lambda p: {**LARGE_OR()(p)}),
+        {"bias": True, "in": True, "vector": False},
+    ),
+    "injected": lambda: optax.inject_hyperparams(optax.adamw, static_args="mask")(
+        0.1, weight_decay=0.5, mask=LARGE
+    ),
+    "injected factory": lambda: optax.inject_hyperparams(
+        lambda learning_rate: optax.partition(
+            {"a": optax.sgd(learning_rate), "b": MOMENTUM}, LARGE_OR()
+        )
+    )(0.1),
+    "object": lambda: optax.masked(ADAM, Callable(20)),
+    "of a class": lambda: OfAClass(SGD, LARGE),
+    "method": lambda: optax.masked(ADAM, Callable(20).__call__),
+    "of a user": lambda: _of_a_user(ADAM, LARGE),
+    "in another": lambda: optax.apply_if_finite(optax.masked(ADAM, LARGE), 2),
+    "our own": lambda: optax.chain(
+        SGD, optax.masked(sj.optim.weight_decay(0.5, 1.0), LARGE)
+    ),
+}
+# exact refuses two of these parts, and optax's state of bfloat16 turns to float32.
+NOT_EXACT = {"in another", "our own", "injected"}
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(PLACES, "two", "injected factory", "masked twice", "of a class")
+)
+def test_places(name):
+    _assert_as_dense(PLACES[name](), lazy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACES)
+def test_places_eagerly_and_exact(name):
+    _assert_as_dense(PLACES[name](), lazy, jit=False)
+    if name not in NOT_EXACT:
+        _assert_as_dense(PLACES[name](), exact)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("lift", [lazy, exact])
+def test_a_frozen_table_stays(lift, jit):
+    tx = optax.partition(
+        {"t": optax.set_to_zero(), "d": optax.sgd(1.0)},
+        lambda p: jax.tree.map(lambda x: "t" if x.shape[0] >= 1000 else "d", p),
+    )
+    params = {"table": jnp.ones((5000, D)), "bias": jnp.ones(D)}
+    grads = jax.tree.map(jnp.ones_like, params)
+    grads["table"] = sj.SelectedRows([3], jnp.ones((1, D)), 5000)
+    tx = lift(tx)
+    update = jax.jit(tx.update) if jit else tx.update
+    updates, _ = update(grads, tx.init(params), params)
+    assert not np.any(updates["table"].to_dense())
+    assert np.all(updates["bias"] == -1)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_stacks(jit):
+    params = {"stack": jnp.ones((2, 7, D)), "w": jnp.ones(D)}
+    loss = lambda p: jnp.sum(jax.vmap(lambda t: t[jnp.array([1, 4])])(p["stack"]))
+    for rule in (lambda x: x.ndim == 3, lambda x: x.shape[:2] == (2, 7)):
+        tx = optax.partition({"a": ADAM, "b": optax.set_to_zero()}, _labels(rule))
+        grads, lifted = sj.grad(loss)(params), lazy(tx)
+        update = jax.jit(lifted.update) if jit else lifted.update
+        updates, _ = update(grads, lifted.init(params), params)
+        wanted, _ = tx.update(to_dense(grads), tx.init(params), params)
+        assert_trees_close(to_dense(updates), wanted)
+
+
+@pytest.mark.parametrize("rule", ["by rows", "this shape"])
+def test_reset_rows(rule):
+    tx = optax.partition({"a": ADAM, "b": MOMENTUM}, _labels(RULES[rule]))
+    params = _params()
+    _, state = tx.update(to_dense(_grads()), tx.init(params), params)
+    rows = {"in": {"large": jnp.array(ROWS)}}
+    _, state = sj.optim.reset_rows(tx, state, params, rows)
+    mu = optax.tree.get(state.inner_states["a"], "mu")["in"]["large"]
+    assert not np.any(mu[np.array(ROWS)])
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("lift", [lazy, functools.partial(lazy, check=False), exact])
+@pytest.mark.parametrize(
+    "rule", [lambda x: bool(jnp.any(x != 0)), lambda x: jnp.any(x != 0)]
+)
+def test_functions_of_numbers(rule, lift):
+    tx = lift(optax.masked(SGD, _mask(rule)))
+    with pytest.raises(ValueError, match="test_callables.py:.*pass the tree"):
+        tx.update(_grads(), tx.init(_params()), _params())
+
+
+def _hidden(rule, inner=SGD):
+    """A rule inside of an update function, where nothing can replace it."""
+
+    def update(updates, state, params=None):
+        new, state = inner.update(updates, state, params)
+        return jax.tree.map(lambda a, b: a if rule(b) else b, new, updates), state
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+HIDDEN = {
+    "by rows": lambda: _hidden(RULES["by rows"]),
+    "made in update": lambda: optax.GradientTransformation(
+        lambda p: optax.masked(ADAM, LARGE).init(p),
+        lambda g, s, p=None: optax.masked(
+            ADAM, lambda tree: jax.tree.map(lambda x: x.shape == (V, D), tree)
+        ).update(g, s, p),
+    ),
+    "a number": lambda: optax.chain(
+        optax.stateless_with_tree_map(lambda g, p: g * (2.0 if len(g) > 20 else 1.0)),
+        SGD,
+    ),
+}
+UNCHECKED = functools.partial(lazy, check=False)
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("lift", [lazy, UNCHECKED, exact])
+def test_hidden_rules_are_refused(name, lift):
+    message = "depends on the number of rows"
+    for jit in (True, False):
+        with pytest.raises(ValueError, match=f"sparsejax.optim.*{message}"):
+            _train(lift(HIDDEN[name]()), _grads(), jit, steps=1)
+
+
+@pytest.mark.parametrize("lift", [lazy, UNCHECKED, exact])
+def test_a_rule_that_is_true_only_for_the_rows_read(lift):
+    """`exact`, and `lazy` outside of jit, run on as many rows as a gradient has."""
+    tx = _hidden(lambda x: x.shape[0] == 3)
+    with pytest.raises(ValueError, match="number of rows; in place of a function"):
+        _train(lift(tx), _grads(), False, steps=1)
+    _assert_as_dense(tx)  # inside of jit it runs on one row
+
+
+# ------------------------------------------------------------------ resolve
+
+
+def test_what_holds_no_function_stays_as_it_is():
+    leaves, treedef = trees.flatten(_params())
+    specs = tuple(map(trees.to_spec, leaves))
+    for tx in (ADAM, optax.chain(optax.clip(1.0), optax.masked(SGD, {"bias": True}))):
+        assert callables.resolve(tx, treedef, specs) is tx
+    seen = []
+
+    def mask(tree):
+        seen.append(jax.tree.map(jnp.shape, tree))
+        return LARGE(tree)
+
+    tx = optax.masked(SGD, mask)
+    own = callables.resolve(tx, treedef, specs)
+    rows = jax.tree.map(lambda p: p[:1], _params())
+    for _ in range(3):
+        own.init(rows)
+    assert seen == [SHAPES]  # once, on the full shapes
+    tx.init(rows)
+    assert seen[1] == jax.tree.map(jnp.shape, rows)

@@ -1,0 +1,767 @@
+"""Random models that hold tables: `python -m tests.tools.fuzz models`.
+
+A model is data: `(holder, tables, uses)`. The tables `(rows, row, dtype)` are held in a
+dict, a dataclass, a module of flax or equinox and so on. A use `(table, read, ids,
+wrappers)` reads one of them by ids `(kind, dtype)`, inside of wrappers: loops,
+branches, rules of one's own, derivatives. `fuzz_programs` has programs of many steps on
+float64; this has every type, size, mode of ids and container.
+
+`check` runs a model by sparsejax and by JAX: what JAX accepts is accepted, with equal
+values, shapes and dtypes; what JAX refuses is refused.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from hypothesis import strategies as st
+from jax import lax
+
+import sparsejax as sj
+from fuzz_programs import interpret
+from helpers import to_dense
+from sparsejax import _compat
+
+
+# -- what holds the tables -------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    others: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tables"], meta_fields=["name"]
+)
+@dataclasses.dataclass
+class Data:
+    tables: Any
+    name: str = "data"
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    """A node without keys, whose leaves have no names."""
+
+    def __init__(self, tables):
+        self.tables = tables
+
+    def tree_flatten(self):
+        return self.tables[::-1], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(list(leaves)[::-1])
+
+
+class Equinox(eqx.Module):
+    tables: list
+    name: str = eqx.field(static=True, default="model")
+
+
+class Nnx(nnx.Module):
+    def __init__(self, tables):
+        for k, table in enumerate(tables):
+            setattr(self, f"t{k}", nnx.Param(table))
+
+    def tables(self, count):
+        variables = [getattr(self, f"t{k}") for k in range(count)]
+        get = lambda x: x.get_value() if hasattr(x, "get_value") else x.value
+        return [get(x) for x in variables]
+
+
+def _nnx(tables):
+    graph, state = nnx.split(Nnx(tables))
+    return state, lambda state: nnx.merge(graph, state).tables(len(tables))
+
+
+def _nnx_pure(tables):
+    graph, state = nnx.split(Nnx(tables))
+    pure = nnx.to_pure_dict(state)
+
+    def get(pure):
+        new = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(pure))
+        return nnx.merge(graph, new).tables(len(tables))
+
+    return pure, get
+
+
+def _named(tables):
+    return {f"t{k}": table for k, table in enumerate(tables)}
+
+
+# By name: from tables to parameters, and the function from these to the tables.
+HOLDERS = {
+    "dict": lambda t: (_named(t), lambda p: [p[k] for k in sorted(p)]),
+    "list": lambda t: (list(t), list),
+    "tuple": lambda t: (tuple(t), list),
+    "namedtuple": lambda t: (Pair(t[0], t[1:]), lambda p: [p.first, *p.others]),
+    "dataclass": lambda t: (Data(list(t)), lambda p: p.tables),
+    "node": lambda t: (Node(list(t)), lambda p: p.tables),
+    "nested": lambda t: (
+        {"b": (t[0], None), "a": [{"c": x} for x in t[1:]]},
+        lambda p: [p["b"][0], *(x["c"] for x in p["a"])],
+    ),
+    "equinox": lambda t: (Equinox(list(t)), lambda p: p.tables),
+    "nnx": _nnx,
+    "nnx_pure": _nnx_pure,
+    "one": lambda t: (t[0], lambda p: [p]),  # the table itself
+}
+
+
+# -- tables ----------------------------------------------------------------------------
+
+ROWS = 101, 101, 101, 23, 23, 23, 7, 2, 1, 0
+SHAPES = (3,), (3,), (2, 3), (), (1,), (0,)
+DTYPES = (
+    *["float64"] * 9, *["float32"] * 3, "float16", "float16", "bfloat16", "bfloat16",
+    "complex64", "complex128", "int32",
+)  # fmt: skip
+
+
+def _table(k, rows, shape, dtype):
+    rng = np.random.default_rng(k)
+    x = rng.standard_normal((rows, *shape))
+    if dtype.startswith("complex"):
+        x = x + 1j * rng.standard_normal((rows, *shape))
+    return jnp.asarray(x).astype(dtype)
+
+
+# -- ids -------------------------------------------------------------------------------
+
+KINDS: dict[str, Any] = {
+    "few": [1, 0, 1],
+    "many": [4, 1, 6, 1, 0, 4, 5, 2],
+    "none": np.zeros(0),
+    "no_lists": np.zeros((2, 0)),
+    "scalar": 1,
+    "square": [[0, 2], [2, 1]],
+    "negative": [-1, 0, -3],
+    "far": [10, 0, 100, -50],
+    "extreme": [2**70, 0, -(2**70)],
+}
+SAFE = "few", "many", "none", "no_lists", "scalar", "square"
+IDS = (
+    *["int32"] * 8, *["int64"] * 4, *["int8", "int16", "uint8", "uint16", "uint32"] * 2,
+    *["uint64"] * 2, "bool", "float32",
+)  # fmt: skip
+
+
+def _ids(kind, dtype, shift=0):
+    x = np.asarray(np.asarray(KINDS[kind], object) + shift, object)
+    if np.issubdtype(dtype, np.integer):  # bool and float32 are refused
+        if kind == "extreme":
+            info = np.iinfo(dtype)
+            x = np.clip(x, info.min, info.max)
+        else:
+            x = x.astype(np.int64)  # a negative id becomes a large unsigned one
+    return np.asarray(x).astype(dtype)
+
+
+# -- reads -----------------------------------------------------------------------------
+
+ROWS_READ = _compat.linear_primitive(
+    "fuzz_rows", lambda table, ids: 2 * table.at[ids].get(mode="clip"), {}
+)
+DOUBLED = _compat.linear_primitive("fuzz_doubled", lambda x: x + x, {})
+
+
+@sj.extend.register_rule(ROWS_READ)
+def _rows_rule(ctx, table, ids):
+    if table.row_axis != 0 or not table.shape[0]:
+        return NotImplemented
+    return 2 * ctx.read(table, jnp.clip(ids, 0, table.shape[0] - 1))
+
+
+@sj.extend.register_rule(DOUBLED)
+def _doubled_rule(ctx, table):
+    return table.then(DOUBLED.bind)
+
+
+@functools.cache
+def _nnx_embed(rows, features, dtype):
+    embed = nnx.Embed(rows, features, param_dtype=dtype, dtype=dtype, rngs=nnx.Rngs(0))
+    return nnx.split(embed)
+
+
+def _as_matrix(t):
+    return t if t.ndim == 2 else t.reshape(t.shape[0], -1)
+
+
+def _by_nnx(t, ids):
+    t = _as_matrix(t)
+    graph, state = _nnx_embed(*t.shape, t.dtype)
+    return nnx.merge(graph, jax.tree.map(lambda _: t, state))(ids)
+
+
+def _by_linen(t, ids):
+    t = _as_matrix(t)
+    embed = linen.Embed(*t.shape, dtype=t.dtype, param_dtype=t.dtype)
+    return embed.apply({"params": {"embedding": t}}, ids)
+
+
+def _by_equinox(t, ids):
+    t = _as_matrix(t)
+    embed = eqx.nn.Embedding(weight=t)
+    return jnp.vectorize(embed, signature=f"()->({t.shape[1]})")(ids)
+
+
+def _sum_of_bags(t, ids, **options):
+    return sj.embedding_bag(t, jnp.atleast_2d(ids), **options)
+
+
+def _matrix(ids):
+    """A CSR matrix of two rows; the first has an element if there is one."""
+    ids = ids.reshape(-1)
+    first = min(ids.size, 1)
+    values = {"index": ids, "value": jnp.cos(jnp.arange(ids.size * 1.0))}
+    return sj.SegmentTensor.from_lengths(values, [first, ids.size - first])
+
+
+def _one_by_one(t, ids):
+    return jnp.stack([t[i] for i in ids.reshape(-1)])
+
+
+READS = {
+    "index": lambda t, ids: t[ids],
+    "index_row": lambda t, ids: t[ids, ...],
+    "index_new_axis": lambda t, ids: t[ids, None],
+    "index_columns": lambda t, ids: t[ids, :1],
+    "index_both": lambda t, ids: t[ids, ids],
+    "index_last": lambda t, ids: t[..., ids],
+    "constant_list": lambda t, ids: t[jnp.array([0, 1])] * jnp.sum(ids > 0),
+    "python_int": lambda t, ids: t[-1] * jnp.sum(ids > 0),
+    "slice": lambda t, ids: t[1:4:2] * jnp.sum(ids > 0),
+    "one_by_one": _one_by_one,
+    "fill": lambda t, ids: t.at[ids].get(mode="fill", fill_value=0.5),
+    "drop": lambda t, ids: t.at[ids].get(mode="drop", fill_value=0.25),
+    "clip": lambda t, ids: t.at[ids].get(mode="clip"),
+    "no_wrap": lambda t, ids: t.at[ids].get(
+        mode="fill", fill_value=0.5, wrap_negative_indices=False
+    ),
+    "promised": lambda t, ids: t.at[ids % max(t.shape[0], 1)].get(
+        mode="promise_in_bounds"
+    ),
+    "take": lambda t, ids: jnp.take(t, ids, axis=0),
+    "take_clip": lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
+    "take_wrap": lambda t, ids: jnp.take(t, ids, axis=0, mode="wrap"),
+    "take_fill": lambda t, ids: t.take(ids, axis=0, fill_value=0.5),
+    "take_last": lambda t, ids: jnp.take(t.T, ids, axis=-1, mode="clip"),
+    "take_along": lambda t, ids: jnp.take_along_axis(
+        t, ids.reshape(-1, *[1] * (t.ndim - 1)), axis=0, mode="clip"
+    ),
+    "take_flat": lambda t, ids: jnp.take(t, ids, mode="clip"),
+    "dynamic_slice": lambda t, ids: lax.dynamic_slice_in_dim(
+        t, ids.reshape(-1)[0], min(2, t.shape[0])
+    ),
+    "dynamic_index": lambda t, ids: lax.dynamic_index_in_dim(t, ids.reshape(-1)[0]),
+    "vmapped": lambda t, ids: jax.vmap(lambda i: t[i])(jnp.atleast_1d(ids)),
+    "vmapped_twice": lambda t, ids: jax.vmap(jax.vmap(lambda i: t[i], 0, -1))(
+        jnp.atleast_2d(ids)
+    ),
+    "one_hot": lambda t, ids: jax.nn.one_hot(ids, t.shape[0], dtype=t.dtype) @ t,
+    "lookup": lambda t, ids: sj.lookup(t, ids),
+    "lookup_zero": lambda t, ids: sj.lookup(t, ids, mode="zero"),
+    "lookup_clip": lambda t, ids: sj.lookup(t, ids, mode="clip", padding_id=1),
+    "lookup_norm": lambda t, ids: sj.lookup(t, ids, mode="zero", max_norm=0.7),
+    "bag_sum": lambda t, ids: _sum_of_bags(t, ids, mode="zero"),
+    "bag_mean": lambda t, ids: _sum_of_bags(
+        t, ids, mode="clip", combiner="mean", padding_id=0
+    ),
+    "bag_max": lambda t, ids: _sum_of_bags(t, ids, mode="zero", combiner="max"),
+    "dot": lambda t, ids: sj.dot(_matrix(ids), t, num_columns=t.shape[0]),
+    "custom_rule": ROWS_READ.bind,
+    "nnx": _by_nnx,
+    "linen": _by_linen,
+    "equinox": _by_equinox,
+}
+
+
+# -- wrappers of a function (table, ids) -> array --------------------------------------
+
+WRAPPERS: dict[str, Any] = {}
+
+
+def wrapper(fun):
+    WRAPPERS[fun.__name__] = lambda f: functools.partial(fun, f)
+    return fun
+
+
+def _by_row(t, x):
+    return x.astype(t.dtype).reshape(-1, *[1] * (t.ndim - 1))
+
+
+for _name, _view in {
+    "doubled": lambda t: 2 * t,
+    "doubled_by_rule": DOUBLED.bind,
+    "tanh": jnp.tanh,
+    "as_float32": lambda t: t.astype(jnp.float32),
+    "as_bfloat16": lambda t: t.astype(jnp.bfloat16),
+    "as_complex": lambda t: t + 0j,
+    "transposed_twice": lambda t: t.T.T,
+    "transposed": lambda t: t.T,
+    "flat": lambda t: t.reshape(t.shape[0], -1),
+    "new_axis": lambda t: t[:, None],
+    "stacked": lambda t: jnp.stack([t, t]),
+    "twice": lambda t: jnp.concatenate([t, t]),
+    "upper_rows": lambda t: t[1:],
+    "reversed": lambda t: t[::-1],
+    "barrier": lax.optimization_barrier,
+    "stopped": lax.stop_gradient,
+    "real": lambda t: t.real,
+    "masked": lambda t: jnp.where(t > 0, t, 0),
+    "of_padded": lambda t: jnp.pad(t, [(0, 1), *[(0, 0)] * (t.ndim - 1)]),
+    "set": lambda t: t.at[0].set(0.5),
+    "rolled": lambda t: jnp.roll(t, 1, 0),
+    "tiled": lambda t: jnp.tile(t, (2, *[1] * (t.ndim - 1))),
+    "repeated": lambda t: jnp.repeat(t, 2, axis=0),
+    "half": lambda t: jnp.split(t, [t.shape[0] // 2])[0],
+    "odd_rows": lambda t: t * _by_row(t, jnp.arange(t.shape[0]) % 2),
+    "scaled_rows": lambda t: t * _by_row(t, jnp.linspace(0.5, 1, t.shape[0])),
+    "normalized": lambda t: t / (1 + jnp.linalg.norm(t, axis=-1, keepdims=True)),
+    "projected": lambda t: t @ jnp.cos(jnp.arange(t.shape[-1] * 2.0)).reshape(-1, 2),
+    "summed": lambda t: jnp.cumsum(t, 0),
+    "sorted": lambda t: jnp.sort(t, 0),
+    "rounded": lambda t: lax.reduce_precision(t, 5, 10),
+    "named": jax.named_call(lambda t: t * 1),
+    "moved": lambda t: jnp.moveaxis(t[None], 0, -1),
+}.items():
+    WRAPPERS[_name] = lambda f, view=_view: lambda t, ids: f(view(t), ids)
+
+
+@wrapper
+def jitted(f, t, ids):
+    return jax.jit(f)(t, ids)
+
+
+@wrapper
+def jitted_closure(f, t, ids):
+    return jax.jit(lambda ids: f(t, ids))(ids)
+
+
+@wrapper
+def rematerialized(f, t, ids):
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)(t, ids)
+
+
+@wrapper
+def rematerialized_closure(f, t, ids):
+    return jax.checkpoint(lambda ids: f(t, ids))(ids)
+
+
+@wrapper
+def custom_vjp(f, t, ids):
+    """A rule that is not the derivative, of what reads the table."""
+
+    @jax.custom_vjp
+    def g(t, ids):
+        return f(t, ids)
+
+    def backward(kept, cotangent):
+        t, ids = kept
+        (out,) = jax.vjp(lambda t: f(t, ids), t)[1](cotangent)
+        return 3 * out, np.zeros(ids.shape, jax.dtypes.float0)
+
+    g.defvjp(lambda t, ids: (f(t, ids), (t, ids)), backward)
+    return g(t, ids)
+
+
+@wrapper
+def custom_vjp_of_rows(f, t, ids):
+    @jax.custom_vjp
+    def g(rows):
+        return rows * rows
+
+    g.defvjp(lambda rows: (g(rows), rows), lambda rows, ct: (3 * rows * ct,))
+    return g(f(t, ids))
+
+
+@wrapper
+def custom_jvp(f, t, ids):
+    @jax.custom_jvp
+    def g(t, ids):
+        return f(t, ids)
+
+    @g.defjvp
+    def tangent(primals, tangents):
+        (t, ids), (moved, _) = primals, tangents
+        out, moved = jax.jvp(lambda t: f(t, ids), (t,), (moved,))
+        return out, 3 * moved
+
+    return g(t, ids)
+
+
+@wrapper
+def custom_jvp_of_rows(f, t, ids):
+    @jax.custom_jvp
+    def g(rows):
+        return rows * rows
+
+    g.defjvps(lambda moved, out, rows: 3 * moved * rows)
+    return g(f(t, ids))
+
+
+@wrapper
+def scan(f, t, ids):
+    return lax.scan(lambda c, i: (c, f(t, i)), 0, jnp.atleast_1d(ids))[1]
+
+
+@wrapper
+def scan_carries_the_table(f, t, ids):
+    ids = jnp.atleast_1d(ids)
+    return lax.scan(lambda t, i: (t, f(t, i)), t, ids, reverse=True)[1]
+
+
+@wrapper
+def scan_changes_the_table(f, t, ids):
+    return lax.scan(lambda t, i: (jnp.sin(t), f(t, i)), t, jnp.atleast_1d(ids))[1]
+
+
+@wrapper
+def scan_of_state(f, t, ids):
+    """The rows of a step go through the next, as in a recurrent network."""
+    total = jnp.zeros((), jnp.float64)
+    step = lambda h, i: (jnp.tanh(h + total_of(f(t, i))), h)
+    return lax.scan(step, total, jnp.atleast_1d(ids), unroll=2)[1]
+
+
+@wrapper
+def scan_over_the_rows(f, t, ids):
+    return lax.scan(lambda c, row: (c, jnp.sum(row)), 0, t)[1][ids] + jnp.sum(f(t, ids))
+
+
+@wrapper
+def mapped(f, t, ids):
+    return lax.map(lambda i: f(t, i), jnp.atleast_1d(ids))
+
+
+@wrapper
+def mapped_in_batches(f, t, ids):
+    return lax.map(lambda i: f(t, i), jnp.atleast_1d(ids), batch_size=2)
+
+
+@wrapper
+def fori_loop(f, t, ids):
+    start = jnp.zeros_like(f(t, ids))
+    return lax.fori_loop(0, 3, lambda k, x: jnp.sin(x) + f(t, ids), start)
+
+
+@wrapper
+def fori_loop_by_step(f, t, ids):
+    """Each step reads by its own number."""
+    one = lambda k: f(t, (ids + k).astype(ids.dtype))
+    return lax.fori_loop(0, 2, lambda k, x: x + one(k), jnp.zeros_like(one(0)))
+
+
+@wrapper
+def while_loop(f, t, ids):
+    """JAX has no reverse mode for it."""
+    start = jnp.zeros_like(f(t, ids))
+    step = lambda c: (c[0] + 1, c[1] + f(t, ids))
+    return lax.while_loop(lambda c: c[0] < 2, step, (0, start))[1]
+
+
+@wrapper
+def while_loop_of_constants(f, t, ids):
+    """Of rows that are not differentiated."""
+    kept = lax.stop_gradient(f(t, ids))
+    step = lambda c: (c[0] + 1, 0.5 * c[1] + lax.stop_gradient(f(t, ids)))
+    return f(t, ids) * lax.while_loop(lambda c: c[0] < 2, step, (0, kept))[1]
+
+
+@wrapper
+def cond(f, t, ids):
+    branches = f, lambda t, ids: 2 * f(t, ids)
+    return lax.cond(jnp.sum(ids) > 2, *branches, t, ids)
+
+
+@wrapper
+def cond_closure(f, t, ids):
+    found = jax.eval_shape(f, t, ids)
+    zeros = lambda: jnp.zeros(found.shape, found.dtype)
+    return lax.cond(jnp.sum(ids) < 5, lambda: f(t, ids), zeros)
+
+
+@wrapper
+def switch(f, t, ids):
+    part = lambda t: f(t, ids)
+    branches = [part, lambda t: part(2 * t), lambda t: part(lax.stop_gradient(t))]
+    return lax.switch(jnp.sum(ids) % 3, branches, t)
+
+
+@wrapper
+def vmapped_ids(f, t, ids):
+    return jax.vmap(lambda i: f(t, i), out_axes=-1)(jnp.stack([ids, jnp.flip(ids)]))
+
+
+@wrapper
+def vmapped_tables(f, t, ids):
+    return jax.vmap(f, (0, None))(jnp.stack([t, 2 * t]), ids)
+
+
+@wrapper
+def vmapped_with_an_axis_name(f, t, ids):
+    one = lambda i: lax.psum(f(t, i), "i")
+    return jax.vmap(one, axis_name="i")(jnp.stack([ids, ids]))
+
+
+@wrapper
+def vmapped_branch(f, t, ids):
+    """Its predicate differs in the batch: JAX computes both branches."""
+    branches = lambda i: f(t, i), lambda i: 2 * f(t, i)
+    one = lambda i: lax.cond(jnp.sum(i) > 2, *branches, i)
+    return jax.vmap(one)(jnp.stack([ids, ids]))
+
+
+@wrapper
+def vmapped_loop(f, t, ids):
+    """Both the table and the ids have a batch axis, inside a loop."""
+    one = lambda t, ids: scan(f, t, ids)
+    return jax.vmap(one)(jnp.stack([t, 2 * t]), jnp.stack([ids, jnp.flip(ids)]))
+
+
+@wrapper
+def custom_gradient(f, t, ids):
+    @jax.custom_gradient
+    def g(rows):
+        return jnp.sin(rows), lambda ct: 3 * ct
+
+    return g(f(t, ids))
+
+
+@wrapper
+def debugged(f, t, ids):
+    rows = f(t, ids)
+    jax.debug.callback(lambda rows, ids: None, rows, ids)
+    return rows
+
+
+@wrapper
+def by_platform(f, t, ids):
+    return lax.platform_dependent(t, ids, cpu=f, default=f)
+
+
+@wrapper
+def associative_scan(f, t, ids):
+    return lax.associative_scan(jnp.add, jnp.atleast_1d(f(t, ids)))
+
+
+@wrapper
+def shard_mapped(f, t, ids):
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    part = jax.sharding.PartitionSpec()
+    return jax.shard_map(f, mesh=mesh, in_specs=(part, part), out_specs=part)(t, ids)
+
+
+@wrapper
+def gradient_of_a_scale(f, t, ids):
+    return jax.grad(lambda s: total_of(s * f(t, ids)))(0.5)
+
+
+@wrapper
+def gradient_of_the_table(f, t, ids):
+    return f(jax.grad(lambda t: total_of(f(t, ids)))(t), ids)
+
+
+@wrapper
+def sparse_gradient_of_the_table(f, t, ids):
+    g = sj.grad(lambda t: total_of(f(t, ids)))(t)
+    return f(to_dense(g), ids)
+
+
+@wrapper
+def tangent_of_the_table(f, t, ids):
+    return jax.jvp(lambda t: jnp.sin(f(t, ids)), (t,), (jnp.cos(t),))[1]
+
+
+@wrapper
+def linearized(f, t, ids):
+    out, tangent = jax.linearize(lambda t: jnp.sin(f(t, ids)), t)
+    return out + tangent(t)
+
+
+def total_of(x):
+    """A real scalar of an array of any type."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return total_of(x.real) + 0.5 * total_of(x.imag)
+    return jnp.sum(jnp.sin(jnp.nan_to_num(x.astype(jnp.float64))))
+
+
+# -- models ----------------------------------------------------------------------------
+
+
+def build(model, safe=False):
+    """The loss of a model, its parameters, and two batches of ids.
+
+    With `safe`, no ids are out of range: there JAX's second derivatives contradict each
+    other, see `fuzz_programs.check`.
+    """
+    holder, tables, uses = model
+    count = 1 if holder == "one" else len(tables)
+    params, get = HOLDERS[holder](
+        [_table(k, *table) for k, table in enumerate(tables[:count])]
+    )
+    batches = [], []
+    for *_, (kind, dtype), _ in uses:
+        if safe and kind not in SAFE:
+            kind = "few"
+        for shift, batch in enumerate(batches):
+            batch.append(jnp.asarray(_ids(kind, dtype, shift)))
+
+    def loss(params, batch):
+        held, total = get(params), jnp.zeros((), jnp.float64)
+        for k, ((which, read, _, wrappers), ids) in enumerate(zip(uses, batch)):
+            if safe:
+                ids = ids % max(min(rows for rows, *_ in tables), 1)
+            f = READS[read]
+            for name in wrappers:
+                f = WRAPPERS[name](f)
+            total = jnp.tanh(total) + (1 + k) * total_of(f(held[which % count], ids))
+        return total
+
+    return loss, params, batches
+
+
+# -- how a gradient is taken -----------------------------------------------------------
+
+MODES: dict[str, Any] = {}
+
+
+def mode(fun):
+    MODES[fun.__name__] = fun
+    return fun
+
+
+@mode
+def traced(first, params, batches):
+    return interpret(first, params, batches[0])
+
+
+@mode
+def eager(first, params, batches):
+    return first(params, batches[0])
+
+
+@mode
+def compiled(first, params, batches):
+    return jax.jit(first)(params, batches[0])
+
+
+@mode
+def vmapped(first, params, batches):
+    both = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
+    return interpret(jax.vmap(first, (None, 0)), params, both)
+
+
+@mode
+def scanned(first, params, batches):
+    both = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
+    step = lambda c, batch: (c, first(params, batch))
+    return interpret(lambda both: lax.scan(step, 0, both)[1], both)
+
+
+@mode
+def hvp(first, params, batches):
+    run = lambda p: first(p, batches[0])
+    return interpret(lambda p: jax.jvp(run, (p,), (jax.tree.map(jnp.cos, p),)), params)
+
+
+def _norm(first, batch):
+    leaves = lambda p: jax.tree.leaves(first(p, batch)[1])
+    return lambda p: sum(map(total_of, leaves(p)), jnp.zeros((), jnp.float64))
+
+
+@mode
+def second_order(first, params, batches):
+    return interpret(jax.grad(_norm(first, batches[0])), params)
+
+
+@mode
+def jacobian(first, params, batches):
+    return interpret(jax.jacrev(lambda p: first(p, batches[0])[1]), params)
+
+
+SECOND = "hvp", "second_order", "jacobian"
+TOLERANCE = {"bf16": 0.1, "bfloat16": 0.1, "f16": 0.02, "f32": 1e-4, "c64": 1e-4}
+
+
+def check(model, how="traced"):
+    """Raises if sparsejax and JAX differ on a model.
+
+    Returns:
+      "compared", or "refused", if both refuse it.
+    """
+    required = how == "required"
+    run = MODES["traced" if required else how]
+    with _compat.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        loss, params, batches = build(model, how in SECOND)
+
+        def first(value_and_grad, **options):
+            both = value_and_grad(loss, **options)
+            return lambda params, batch: to_dense(both(params, batch))
+
+        try:
+            program = str(jax.make_jaxpr(first(jax.value_and_grad))(params, batches[0]))
+            want = run(first(jax.value_and_grad), params, batches)
+        except Exception as error:
+            refusal = error
+        else:
+            refusal = None
+        if refusal is not None:
+            try:
+                run(first(sj.value_and_grad), params, batches)
+            except (type(refusal), TypeError, ValueError):
+                return "refused"
+            raise AssertionError(f"JAX refused: {refusal}")
+        if required:
+            try:
+                found = run(first(sj.value_and_grad, tables=True), params, batches)
+            except sj.DensifyError:
+                return "dense"
+        else:
+            found = run(first(sj.value_and_grad), params, batches)
+        narrow = [t for name, t in TOLERANCE.items() if f"{name}[" in program]
+        _assert_equal(found, want, max([1e-9, *narrow]))
+    return "compared"
+
+
+def _assert_equal(found, want, tolerance):
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want))
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    for (path, a), b in pairs:
+        a, b, where = np.asarray(a), np.asarray(b), jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), where
+        wide = np.complex128 if a.dtype.kind == "c" else np.float64
+        a, b = a.astype(wide), b.astype(wide)
+        scale = np.max(np.abs(b), initial=1e-3, where=np.isfinite(b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=where)
+
+
+# -- hypothesis ------------------------------------------------------------------------
+
+_tables = st.lists(
+    st.tuples(st.sampled_from(ROWS), st.sampled_from(SHAPES), st.sampled_from(DTYPES)),
+    min_size=1,
+    max_size=2,
+).map(tuple)
+_kinds = st.tuples(st.sampled_from(["few", "few", *KINDS]), st.sampled_from(IDS))
+_wrappers = st.lists(st.sampled_from(sorted(WRAPPERS)), max_size=3).map(tuple)
+_uses = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sampled_from(["index", "lookup_zero", *sorted(READS)]),
+        _kinds,
+        _wrappers,
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+models = st.tuples(st.sampled_from(sorted(HOLDERS)), _tables, _uses)
+modes = st.sampled_from(["traced"] * 10 + ["required"] * 4 + sorted(MODES))
+cases = st.tuples(models, modes)
