@@ -180,13 +180,14 @@ def embedding_bag(
     given = _arguments.as_integers(_CALL, given)
     padding = lookup.padding_mask(_CALL, given, padding_id)
     masks = [] if padding is None else [padding]
+    data: Any = ids
     if not isinstance(ids, SegmentTensor):
-        ids = _arguments.saturate(given)
-        if segment_ids is None or ids.ndim != 1:
-            return _padded(ids, masks, segment_ids, num_segments, table, reduce)
+        data = _arguments.saturate(given)
+        if segment_ids is None or given.ndim != 1:
+            return _padded(data, masks, segment_ids, num_segments, table, reduce)
     return over_segments(
         _CALL,
-        ids,
+        data,
         segment_ids,
         num_segments,
         indices_are_sorted,

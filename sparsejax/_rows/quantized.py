@@ -130,7 +130,7 @@ class QuantizedTable:
     def tree_flatten(self) -> tuple[Any, Any]:
         """The children; the static part can be JSON, for exports."""
         static = self.bits, self.row_shape, jnp.dtype(self.dtype).name
-        return (self.codes, self._pairs), static
+        return (self.codes, row_ids.seal_pairs(self._pairs)), static
 
     @classmethod
     def tree_unflatten(

@@ -201,7 +201,7 @@ def seal_pairs(pairs: Any) -> Any:
         pairs = jnp.asarray(pairs)
     if isinstance(pairs, jax.Array):
         with _computing(pairs, floats):
-            return seal_words(words_of_pairs(pairs))
+            return _sealed_pairs(pairs)
     if isinstance(pairs, jax.ShapeDtypeStruct):
         shape, (dtype, _) = (*pairs.shape[:-1], 1), _OPAQUE_PAIRS[floats]
         return jax.ShapeDtypeStruct(shape, dtype, sharding=pairs.sharding)
@@ -254,6 +254,12 @@ def seal_words(words: jax.Array) -> Any:
     """The inverse of `words_of_leaf`."""
     _, wrap = _OPAQUE_PAIRS[_FLOATS_OF_WORDS[words.shape[-1]]]
     return wrap(lax.expand_dims(words, [words.ndim - 1]))
+
+
+@functools.partial(jax.jit, inline=True)
+def _sealed_pairs(pairs: jax.Array) -> jax.Array:
+    # Outside of `jit`, JAX would keep the sharding of the words, whose rank is more.
+    return seal_words(words_of_pairs(pairs))
 
 
 @functools.partial(jax.jit, inline=True)

@@ -15,7 +15,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import IN_PLACE, assert_no_dense, compile_as_users_do
-from sparsejax.optim import dynamic_loss_scale, lazy
+from sparsejax.optim import dynamic_loss_scale, lazy, weight_decay
 from sparsejax.optim._exact import identify
 from sparsejax.optim._lazy import gather_scatter
 from sparsejax.optim._optimizers import base
@@ -63,6 +63,15 @@ def test_in_place(name):
     # All tables, of weights and of state, are the buffers that were passed in.
     tables = sum(x.shape == (V, D) for x in jax.tree.leaves(args))
     assert memory.alias_size_in_bytes >= tables * table_bytes
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_state_that_does_not_depend_on_old_state_is_in_place():
+    """`weight_decay` writes the same two numbers into each row that is read."""
+    step, args = _program(optax.chain(optax.adam(0.1), weight_decay(0.01)))
+    text = step.lower(*args).compile().as_text()
+    assert f"f32[{V},2]" in text
+    assert not re.findall(rf"= f32\[{V},\d+\]\S* copy\(", text)
 
 
 @pytest.mark.usefixtures("loose_promotion")

@@ -256,3 +256,13 @@ def test_ids_on_other_devices():
         ):
             split = NamedSharding(_mesh(shards=2), P("x"))
             here(jax.device_put(ids, split))
+
+
+def test_index_and_iteration(x64):
+    table = sj.parallel.shard_rows(TABLE, _mesh(AxisType.Explicit), "x")
+    ids = np.array([3, -3, 2**32 + 3, -(2**32) - 3, len(TABLE)])
+    nearest = np.clip(ids + len(TABLE) * (ids < 0), 0, len(TABLE) - 1)
+    np.testing.assert_array_equal(table[ids], np.asarray(TABLE)[nearest])
+    for f in (list, lambda table: 3 in table):  # without an end, once
+        with pytest.raises(TypeError, match="not iterable|not a container"):
+            f(table)

@@ -58,6 +58,20 @@ CHAINS = {
         "exact",
         "refused",
     ),
+    "labels_by_the_number_of_rows": (
+        (
+            ("partition", 13, (("scale", 7), ("scale", 34))),
+            ("sj.adagrad", 8),
+            ("trace", 32),
+        ),
+        "jitted",
+        "compared",
+    ),
+    "a_mask_made_by_a_wrapper_of_a_user": (
+        (("masked_by_user", 26, (("masked", 18, (("trace", 5),)), ("scale", 4))),),
+        "eager",
+        "compared",
+    ),
     "coordinates_mixed_before_moments": (
         (("centralize", 0), ("trace", 0)),
         "exact",

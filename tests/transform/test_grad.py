@@ -138,6 +138,23 @@ def test_numpy_ids_beyond_32_bits():
     assert value == 4 and got.coalesce().num_rows() == 1 and got.get(3)[0] == 2
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t, ids: t[ids],
+        lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
+        lambda t, ids: t.at[ids].get(mode="fill", fill_value=0),
+    ],
+)
+def test_ids_beyond_32_bits_read_what_jax_reads(read, x64):
+    """JAX itself cuts the ids of `table[ids]` to 32 bits."""
+    table = jnp.arange(80.0).reshape(40, 2)
+    ids = jnp.array([3, 2**31, 2**32 + 3, -(2**32) + 5, -3, -(2**31) - 1, 2**63 - 1])
+    loss = lambda t, ids: jnp.sum(read(t, ids) ** 2)
+    got = jax.jit(sj.value_and_grad(loss, tables=True))(table, ids)
+    _assert_same(got, jax.jit(jax.value_and_grad(loss))(table, ids))
+
+
 def test_has_aux():
     fun = lambda t: (jnp.sum(t[IDS]), (t[IDS], "text", None, 3))
     (value, aux), g = sj.value_and_grad(fun, has_aux=True)(jnp.ones((40, 2)))

@@ -27,6 +27,7 @@ from jax import lax
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._rows import SelectedRows, indexing, merge, merge_cuda
+from sparsejax._rows.order_after import order_after
 
 
 # Elements of one array in a block: several blocks of this size stay in a core's cache.
@@ -67,6 +68,14 @@ class Program:
     def has_branches(self) -> bool:
         """Returns True if it has conditionals."""
         return any(eqn.primitive.name == "cond" for eqn in self.jaxpr.eqns)
+
+    def depends(self, result: int, argument: int) -> bool:
+        """Returns True if a result is computed from an argument, by their numbers."""
+        found = {v for v in self.jaxpr.outvars[result : result + 1] if _is_variable(v)}
+        for eqn in reversed(self.jaxpr.eqns):
+            if found.intersection(eqn.outvars):
+                found.update(filter(_is_variable, eqn.invars))
+        return self.jaxpr.invars[argument] in found
 
     @property
     def outputs(self) -> list[Any]:
@@ -209,6 +218,7 @@ def _update_by_blocks(rows, at, values, count, *rest, program, num_tables, write
     at = _pad(at, block, np.int32(n))
     function = program.on_rows(num_tables + 1)
     kept = {k: tables[k] for k in range(num_tables) if k not in writes}
+    is_free = [not program.depends(i, 1 + j) for i, j in enumerate(writes)]
 
     spec = program.outputs[-1]
     updates = jnp.zeros((rows.shape[0], *spec.shape[1:]), spec.dtype)
@@ -221,6 +231,11 @@ def _update_by_blocks(rows, at, values, count, *rest, program, num_tables, write
         now = {**kept, **dict(zip(writes, written))}
         read = [cpu.read_rows(now[j], here) for j in range(num_tables)]
         *new, update = function(gradient, *read, *others)
+        # Rows that are written before the old ones are read would make XLA copy tables.
+        new = [
+            order_after(x, [read[j]]) if free else x
+            for x, j, free in zip(new, writes, is_free)
+        ]
         written = [indexing.set_distinct_rows(t, here, x) for t, x in zip(written, new)]
         update = indexing.zero_unless(indexing.in_range(here, height), update)
         return written, lax.dynamic_update_slice_in_dim(updates, update, start, 0)
@@ -230,6 +245,10 @@ def _update_by_blocks(rows, at, values, count, *rest, program, num_tables, write
         np.int32(0), _turns(count, block), turn, (written, updates)
     )
     return *written, updates[:n]
+
+
+def _is_variable(v: Any) -> bool:
+    return not isinstance(v, _compat.Literal)
 
 
 # ------------------------------------------------------------------ reduce_rows
