@@ -1,5 +1,7 @@
 """read_rows: rows of a table by flat ids, a primitive with a lowering per platform."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ read_rows_p = _compat.linear_primitive(
 
 
 def read_rows(
-    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+    table: jax.Array, ids: jax.Array, *, fill: np.number[Any] | np.bool_ | None = None
 ) -> jax.Array:
     """Returns `table[ids]` for flat ids.
 

@@ -304,7 +304,7 @@ class RuleContext:
         ids: jax.Array,
         valid: jax.Array | None = None,
         drop: bool = True,
-        fill: np.generic | None = None,
+        fill: np.number[Any] | np.bool_ | None = None,
     ) -> jax.Array:
         """The view's rows at `ids`, recorded as a read.
 

@@ -46,7 +46,7 @@ def test_equals_the_reference(ids, dtype):
 @pytest.mark.parametrize("ids", IDS)
 def test_equals_the_reference_with_a_fill(ids, dtype):
     table, ids = _table(dtype), jnp.asarray(ids, jnp.int32)
-    fill = np.array(5, dtype)[()]
+    fill = np.dtype(dtype).type(5)
     want = xla.read_rows(table, ids, fill=fill)
     for read in (read_rows, cpu.read_rows):
         _same(jax.jit(partial(read, fill=fill))(table, ids), want)

@@ -30,7 +30,7 @@ _MAX_PIECE, _MAX_PIECE_OF_CODES = 8, 32  # elements of a piece of a segmented ba
 
 
 def read_rows(
-    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+    table: jax.Array, ids: jax.Array, *, fill: np.number[Any] | np.bool_ | None = None
 ) -> jax.Array:
     """Returns `table[ids]`, see `sparsejax._lookup.read_rows`.
 

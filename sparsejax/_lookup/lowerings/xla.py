@@ -45,7 +45,7 @@ class BagSpec:
 
 
 def read_rows(
-    table: jax.Array, ids: jax.Array, *, fill: np.generic | None = None
+    table: jax.Array, ids: jax.Array, *, fill: np.number[Any] | np.bool_ | None = None
 ) -> jax.Array:
     """Returns `table[ids]`, see `sparsejax._lookup.read_rows`."""
     mode = "clip" if fill is None else "fill"
