@@ -263,6 +263,7 @@ def test_index_and_iteration(x64):
     ids = np.array([3, -3, 2**32 + 3, -(2**32) - 3, len(TABLE)])
     nearest = np.clip(ids + len(TABLE) * (ids < 0), 0, len(TABLE) - 1)
     np.testing.assert_array_equal(table[ids], np.asarray(TABLE)[nearest])
+    as_any: Any = table
     for f in (list, lambda table: 3 in table):  # without an end, once
         with pytest.raises(TypeError, match="not iterable|not a container"):
-            f(table)
+            f(as_any)

@@ -172,6 +172,84 @@ def test_numpy_functions_are_refused():
         jax.tree.map(np.sum, G)
 
 
+def through(tx):
+    return lambda g, h: tx.update(g, tx.init(g), h)[0]
+
+
+def filtered(g, h):
+    """The values scaled by a filter of equinox."""
+    eqx = pytest.importorskip("equinox")
+    moving, fixed = eqx.partition(g, eqx.is_inexact_array)
+    return eqx.combine(jax.tree.map(lambda x: 2 * x, moving), fixed)
+
+
+KEY = jax.random.key(0)
+IDIOMS = {
+    "add_scale": lambda g, h: optax.tree.add_scale(g, 2.0, h),
+    "allclose": optax.tree.allclose,
+    "bias_correction": lambda g, h: optax.tree.bias_correction(g, 0.9, 2),
+    "clip": lambda g, h: optax.tree.clip(g, -1.0, 1.0),
+    "conj": lambda g, h: optax.tree.conj(g),
+    "div": optax.tree.div,
+    "max": lambda g, h: optax.tree.max(g),
+    "random_like": lambda g, h: optax.tree.random_like(KEY, g),
+    "random_like of floats": lambda g, h: optax.tree.random_like(
+        KEY, g, dtype=jnp.float32
+    ),
+    "real": lambda g, h: optax.tree.real(g),
+    "update_infinity_moment": lambda g, h: optax.tree.update_infinity_moment(
+        g, h, 0.9, 1e-8
+    ),
+    "update_moment": lambda g, h: optax.tree.update_moment(g, h, 0.9, 2),
+    "vdot": optax.tree.vdot,
+    "where": lambda g, h: optax.tree.where(jnp.array(False), g, h),
+    "zeros_like": lambda g, h: optax.tree.zeros_like(g),
+    "zeros_like of floats": lambda g, h: optax.tree.zeros_like(g, dtype=jnp.float32),
+    "zeros_like of ints": lambda g, h: optax.tree.zeros_like(g, dtype=jnp.int32),
+    "add_noise": through(optax.add_noise(0.1, 0.5, KEY)),
+    "apply_if_finite": through(optax.apply_if_finite(optax.identity(), 3)),
+    "centralize": through(optax.centralize()),
+    "ema of updates": through(optax.ema(0.9)),
+    "set_to_zero": through(optax.set_to_zero()),
+    "trace": through(optax.trace(0.9)),
+    "zero_nans": through(optax.zero_nans()),
+    "apply_updates": lambda g, h: optax.apply_updates(jnp.ones((V, 2)), g),
+    "equinox.partition": filtered,
+    "microbatches": lambda g, h: jax.tree.map(
+        lambda x, y: jnp.mean(jnp.stack([x, y]), 0), g, h
+    ),
+    "sum of leaves": lambda g, h: sum(jnp.sum(x**2) for x in jax.tree.leaves(g)),
+    "all finite": lambda g, h: jax.tree.reduce(
+        jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), g), True
+    ),
+    "only finite": lambda g, h: jax.tree.map(
+        lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), g
+    ),
+    "vdot of leaves": lambda g, h: sum(
+        map(jnp.vdot, jax.tree.leaves(g), jax.tree.leaves(h))
+    ),
+    "unravel": lambda g, h: (lambda flat: flat[1](flat[0]))(
+        jax.flatten_util.ravel_pytree(g)
+    ),
+}
+
+
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idioms_are_right_or_refused(name):
+    """The result is that of the dense arrays; or there is an error."""
+    f = IDIOMS[name]
+    is_rows = lambda x: isinstance(x, sj.SelectedRows)
+    dense = lambda x: x.to_dense() if is_rows(x) else x
+    for run in f, jax.jit(f):
+        try:
+            found = jax.tree.map(dense, run(G, H), is_leaf=is_rows)
+        except (*REFUSED, AssertionError) as error:  # an assert in `lax.dot_general`
+            assert re.search(f"{REFUSAL}|integers|computed", str(error))
+            continue
+        assert_trees_close(found, run(G.to_dense(), H.to_dense()))
+
+
 @pytest.mark.slow
 def test_no_function_of_jax_computes_with_ids():
     """All of jax.numpy and lax, on ids, on ids with ids, and on ids with a number."""

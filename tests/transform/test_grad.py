@@ -286,14 +286,13 @@ def test_tables_that_are_no_prefix(tables, words):
     loss = lambda params: jnp.sum(params["table"][IDS])
     with pytest.raises(ValueError, match=words):
         sj.grad(loss, tables=tables)(params)
-    for make in (sj.optim.accumulate, sj.optim.exact):
-        if make is sj.optim.accumulate:
-            marks = jax.tree.map(lambda x: x and 4, tables)
-            init = make(sj.optim.lazy(optax.sgd(0.1)), 2, capacity=marks).init
-        else:
-            init = make(optax.sgd(0.1), tables=tables).init
+    capacity = jax.tree.map(lambda x: x and 4, tables)
+    for tx in (
+        sj.optim.accumulate(sj.optim.lazy(optax.sgd(0.1)), 2, capacity=capacity),
+        sj.optim.exact(optax.sgd(0.1), tables=tables),
+    ):
         with pytest.raises(ValueError, match=words):
-            init(params)
+            tx.init(params)
 
 
 def test_densify_error_says_what_and_where():

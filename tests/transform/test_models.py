@@ -88,8 +88,8 @@ def test_an_equinox_model_that_can_be_called():
     g = sj.grad(loss, tables=tables)(params)
     assert is_rows(g.embed.weight) and callable(g)
 
-    loss = lambda model, ids: _total(jax.vmap(model)(ids))
-    sj.testing.assert_equals_dense(loss, optax.adagrad(0.1), model, [EACH, EACH + 1])
+    total = lambda model, ids: _total(jax.vmap(model)(ids))
+    sj.testing.assert_equals_dense(total, optax.adagrad(0.1), model, [EACH, EACH + 1])
 
 
 def test_an_ensemble_in_equinox():

@@ -63,7 +63,7 @@ def _gather_rule(
     batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
     others = [(d, k) for d, k in batched.items() if d not in axes]
     drop = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    fill = None
+    fill: Any = None
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = indexing.fill_value(ref.dtype) if fill_value is None else fill_value
         fill = np.array(fill, ref.dtype)[()]
