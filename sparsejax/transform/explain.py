@@ -386,10 +386,11 @@ def _advice(
         )
         return
     for leaf in [x.gradient for x in tables if x.gradient and not x.is_sparse]:
-        do = "If most batches read fewer, ask for a sparse one with tables=."
-        if "` at " in leaf.reason:
-            do = "Read rows there, with table[ids] or sparsejax.lookup."
-        yield f"The gradient of {leaf.name} is dense: {leaf.reason}. {do}"
+        if "` at " in leaf.reason:  # else a batch reads so many rows that it is cheaper
+            yield (
+                f"The gradient of {leaf.name} is dense: {leaf.reason}. Read rows there, "
+                "with table[ids] or sparsejax.lookup."
+            )
     sparse = [x for x in changed if x.is_sparse]
     walked = [x for x in sparse if x.update == "walked"]
     if walked:
