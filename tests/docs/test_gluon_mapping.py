@@ -754,8 +754,10 @@ def test_optimizers(key):
     """One step from a table of ones; test_peers.py has the recorded ones."""
     hyper = dict(lr=0.1, momentum=0.9, beta=1.0, lamda1=0.01, clip=0.5)
     tx, table = run(key, **hyper), jnp.ones((4, 3))
-    g = sj.SelectedRows(jnp.array([2, 2]), jnp.full((2, 3), 0.5), 4)
-    updates, _ = tx.update(g, tx.init(table), table)
+    g, state = sj.SelectedRows([2, 2], jnp.full((2, 3), 0.5), 4), tx.init(table)
+    if hasattr(tx, "catch_up"):
+        table, state = tx.catch_up(table, state, g.rows)
+    updates, _ = tx.update(g, state, table)
     row = {
         "sparse.adam_update": 0.9,
         "sparse.adagrad_update": 0.9,

@@ -587,8 +587,8 @@ def check_who_says():
 @checks("small tables")
 def check_small():
     loss = lambda t: jnp.sum(sj.lookup(t, jnp.array([3, 4])))
-    assert isinstance(sj.grad(loss)(jnp.zeros((8, 2))), sj.SelectedRows)
-    assert isinstance(sj.grad(loss)(jnp.zeros((7, 2))), jax.Array)
+    assert isinstance(sj.grad(loss)(jnp.zeros((4, 2))), sj.SelectedRows)
+    assert isinstance(sj.grad(loss)(jnp.zeros((3, 2))), jax.Array)
 
 
 @checks("`padding_idx` of a row that is not zero")
