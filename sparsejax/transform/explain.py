@@ -388,8 +388,8 @@ def _advice(
     for leaf in [x.gradient for x in tables if x.gradient and not x.is_sparse]:
         if "` at " in leaf.reason:  # else a batch reads so many rows that it is cheaper
             yield (
-                f"The gradient of {leaf.name} is dense: {leaf.reason}. Read rows there, "
-                "with table[ids] or sparsejax.lookup."
+                f"The gradient of {leaf.name} is dense: {leaf.reason}. Read rows "
+                "there, with table[ids] or sparsejax.lookup."
             )
     sparse = [x for x in changed if x.is_sparse]
     walked = [x for x in sparse if x.update == "walked"]
