@@ -507,7 +507,8 @@ _batching.primitive_batchers[_needs_checkify_p] = lambda args, dims, message: (
     _needs_checkify_p.bind(*args, message=message),
     dims[0],
 )
-_checkify.error_checks[_needs_checkify_p] = lambda error, _, x, message: (error, x)
+# The rule gets (error, enabled errors, x), since jax 0.12 after a context.
+_checkify.error_checks[_needs_checkify_p] = lambda *args, message: (args[-3], args[-1])
 
 
 def needs_checkify(x: jax.Array, message: str) -> jax.Array:
