@@ -91,8 +91,7 @@ READS = {
 
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("keeps_rows", [False, True])
-@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("name, keeps_rows", [("sgd", False), ("adam", True)])
 def test_the_rows_read_and_their_cotangents_share_memory(name, keeps_rows, read):
     """Unless the gradient of the loss needs the rows, however they are read."""
     tx = lazy({"sgd": optax.sgd, "adam": optax.adam}[name](0.1))
