@@ -156,7 +156,7 @@ class Argument:
     Args:
       name: as JAX calls it, `params['table']`.
       shape: of its part on one device.
-      donated: True if its buffer may be that of a result.
+      donated: True if a result may take over its buffer.
       uses: "read" (some of it), "write" (some of it, in place), "copy", and "walk" (an
         operation on all of it).
       swapped: True if its buffer gets the new value of another argument.

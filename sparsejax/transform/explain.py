@@ -122,7 +122,7 @@ def _spec(x: Any) -> str:
 
 
 def _lines(x: Any, leaf: LeafExplanation | None) -> list[tuple[str, ...]]:
-    """The lines of an array in the table, whose gradient is that of `leaf`."""
+    """The lines of an array in the table, whose gradient `leaf` describes."""
     if leaf is None:
         return [(x.name, _spec(x), "dense", "-", "not by sparsejax.value_and_grad")]
     notes = [f"{rows} at {where}" for rows, where in leaf.reads]

@@ -8,9 +8,10 @@ arrays of the full shapes, and its answer is what the transformation gets.
 
 A transformation is made of closures, so it is copied with other values in their cells;
 the original is unchanged. In the functions of optax the cells are known by name. In
-those of a user, a function is replaced if it is called with a tree like the parameters
-and returns no arrays. What cannot be found in this way, like a rule inside an update
-function, runs on rows; `judge` refuses it if its answer depends on the number of rows.
+functions of a user, a function is replaced if it is called with a tree like the
+parameters and returns no arrays. What cannot be found in this way, like a rule inside
+an update function, runs on rows; `judge` refuses it if its answer depends on the number
+of rows.
 """
 
 from __future__ import annotations

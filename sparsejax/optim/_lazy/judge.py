@@ -309,7 +309,7 @@ def depends_on_rows(
     tables: Sequence[int],
     num_rows: Sequence[int],
 ) -> Reason | None:
-    """Why `tx` computes something else on so many rows of tables than on all, or None.
+    """Why `tx` computes something else on `num_rows` rows than on all, or None.
 
     None also if it cannot be traced, which `lazy(tx, check=False)` allows.
     """
@@ -333,7 +333,7 @@ class _Tree:
 
     Attributes:
       one_row: for each table, the axes of rows in the first trace.
-      many_rows: the same, in the second trace: those of the table, or a few more.
+      many_rows: the same, in the second trace: all rows of the table, or a few more.
     """
 
     def __init__(self, tx, treedef, specs, tables):
