@@ -9,6 +9,7 @@ ValueError, and a damaged file an OSError.
 import contextlib
 import csv
 import io
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -209,6 +210,28 @@ def _opened(path: str) -> Iterator[tuple[Any, Any]]:
         yield raw, pa.CompressedInputStream(raw, codec) if codec else raw
 
 
+class _WholeLineEnds(io.RawIOBase):
+    r"""A stream whose reads never end between "\r" and "\n".
+
+    pyarrow takes a "\n" at the start of a block for the rest of a line end, and drops
+    it, also inside quotes. So a text that has "\r\n" there would become another word.
+    """
+
+    def __init__(self, stream: Any):
+        super().__init__()
+        self._stream = stream
+        self._held = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        found = self._held + self._stream.read(max(size - len(self._held), 1))
+        is_cut = len(found) > 1 and found.endswith(b"\r")
+        self._held = found[-1:] if is_cut else b""
+        return found[:-1] if is_cut else found
+
+
 def _csv_table(call: str, path: str, text: Text, report: Report) -> Table:
     def first_bytes() -> bytes:
         with _opened(path) as (_, stream):
@@ -230,7 +253,7 @@ def _csv_table(call: str, path: str, text: Text, report: Report) -> Table:
                 call,
                 path,
                 lambda: arrow_csv.open_csv(
-                    stream,
+                    _WholeLineEnds(stream) if text.quotes else stream,
                     arrow_csv.ReadOptions(
                         use_threads=False,  # else errors lack the row number
                         block_size=BLOCK,
@@ -313,7 +336,14 @@ def _parquet_table(call: str, path: str, text: Text, report: Report) -> Table:
         with open(path, "rb") as raw:
             file = _damaged(call, path, lambda: parquet.ParquetFile(raw, **options))
             rows, size = file.metadata.num_rows, os.path.getsize(path)
-            batches = file.iter_batches(_BATCH_ROWS, columns=wanted, use_threads=False)
+            # One group of rows at a time: a page whose header is damaged would else move
+            # the values of the groups behind it.
+            batches = itertools.chain.from_iterable(
+                file.iter_batches(
+                    _BATCH_ROWS, row_groups=[k], columns=wanted, use_threads=False
+                )
+                for k in range(file.num_row_groups)
+            )
             done = 0
             while True:
                 batch = _damaged(call, path, lambda: _next_batch(batches))

@@ -313,6 +313,30 @@ def test_columns_that_are_refused(tmp_path, form, columns, message):
         sj.data.read_ids(source, 9, columns)
 
 
+def test_a_damaged_page_does_not_move_other_rows(tmp_path):
+    """Headers of pages have no checksum. A wrong one may say that a page has more rows."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "items.parquet"
+    table = pa.table({"item": [1, None, 3, 4, 5, None]})
+    options: Any = dict(row_group_size=2, data_page_version="2.0", use_dictionary=False)
+    parquet.write_table(table, path, write_page_checksum=True, **options)
+    good, were_read = path.read_bytes(), 0
+    expected = sj.data.read_ids(path, 9, {"ids": ["item"]}, missing=0)["ids"]
+    expected = expected[2:].ravel().tolist()
+    for place in range(5, 64):  # the header of the first page
+        data = bytearray(good)
+        data[place] ^= 2
+        path.write_bytes(data)
+        try:
+            ids = sj.data.read_ids(path, 9, {"ids": ["item"]}, missing=0)["ids"]
+        except OSError:
+            continue
+        were_read += 1
+        assert ids[2:].ravel().tolist() == expected, place
+    assert were_read > 0
+
+
 # ------------------------------------------------------------------ CSV
 
 
@@ -371,6 +395,15 @@ def test_quotes(tmp_path, monkeypatch, line, fields, block):
     path = tmp_path / "rows.csv"
     path.write_text(f"{line}\n{line}", newline="")
     assert _words(path, range(len(fields)), separator=",") == [fields] * 2
+
+
+def test_quoted_line_ends_at_the_end_of_a_block(tmp_path, monkeypatch):
+    """pyarrow drops the "\n" of a "\r\n" that two blocks share."""
+    path = tmp_path / "rows.csv"
+    path.write_text('"a\r\n\r\nb",c\r\n' * 3, newline="")
+    for block in range(27, 36):
+        monkeypatch.setattr(_sources, "BLOCK", block)
+        assert _words(path, (0, 1)) == [["a\r\n\r\nb", "c"]] * 3
 
 
 @pytest.mark.parametrize(
