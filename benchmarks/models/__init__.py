@@ -20,6 +20,8 @@ import sparsejax as sj
 
 
 NAMES = ("skip_gram", "factorization", "dlrm", "bags", "knowledge_graph")
+# 12 GiB and more: for a GPU, not timed unless they are named.
+LARGE = ("ten_tables", "ten_tables_sgd")
 
 # Every way of reading rows that the README names for plain JAX.
 READS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {

@@ -3,6 +3,7 @@
     python -m benchmarks models
     python -m benchmarks models --names dlrm bags --reads index --sides ours ours+pages
     python -m benchmarks models --trees OLD_CHECKOUT . --sides ours+pages
+    pip install torch && python -m benchmarks models --sides ours dense torch
 
 Sides:
 
@@ -10,11 +11,14 @@ Sides:
     ours+pages   after sj.cpu.keep_freed_pages()
     dense        plain jax.value_and_grad and optax
     dense+pages  the same, after sj.cpu.keep_freed_pages()
+    torch        the model's file in PyTorch, NAME_torch.py
+    torch+pages  the same, after sj.cpu.keep_freed_pages()
 
-A process compiles its step and then waits. In each round every process runs some steps,
-each on other ids, and reports their times; what counts is the median over all rounds.
+All run on the GPU if there is one. A process compiles its step and then waits. In each round every process runs some steps,
+each on other ids, and reports their times; what counts is the median over all rounds. The
+losses of the first batch must agree.
 With `--trees` the same models are timed with the sparsejax of several checkouts, a line
-for each; the column `ratio` compares each with the first.
+for each. The column `ratio` compares each line with the first.
 """
 
 import argparse
@@ -34,10 +38,10 @@ import numpy as np
 import optax
 
 import sparsejax as sj
-from benchmarks.models import NAMES, READS
+from benchmarks.models import LARGE, NAMES, READS
 
 
-SIDES = ("ours", "ours+pages", "dense", "dense+pages")
+SIDES = ("ours", "ours+pages", "dense", "dense+pages", "torch", "torch+pages")
 _ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
@@ -50,6 +54,25 @@ def serve(name: str, read: str, side: str) -> None:
         raise SystemExit("the allocator is not glibc's: it cannot keep freed pages")
 
     model = importlib.import_module(f"benchmarks.models.{name}")
+    rng = np.random.default_rng(0)
+    params = model.make(rng)
+    make_step = _torch_step if side.startswith("torch") else _jax_step
+    step, put, about = make_step(model, name, params, model.batches(rng), read, side)
+    about["loss"] = float(step(put(model.batches(rng))))
+    print(json.dumps(about), flush=True)
+    for line in sys.stdin:
+        times = []
+        for _ in range(int(line) + 2):
+            batch = put(model.batches(rng))
+            start = time.perf_counter()
+            step(batch)
+            times.append(time.perf_counter() - start)
+        # The first steps of a round bring the caches back that other processes used.
+        print(json.dumps([1e3 * t for t in times[2:]]), flush=True)
+
+
+def _jax_step(model, name, params, first, read, side):
+    """A step `batch -> loss` that ends when its results are ready; `put`; facts."""
     tx, differentiate = model.optimizer(), jax.value_and_grad
     if side.startswith("ours"):
         tx, differentiate = sj.optim.lazy(tx), sj.value_and_grad
@@ -57,33 +80,36 @@ def serve(name: str, read: str, side: str) -> None:
     def loss(params, batch):
         return model.loss(params, batch, READS[read])
 
-    def step(params, state, batch):
+    def train_step(params, state, batch):
         value, grads = differentiate(loss)(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    rng = np.random.default_rng(0)
-    params = jax.device_put(model.make(rng))
+    def put(batch):
+        return jax.block_until_ready(jax.device_put(batch))
+
+    def step(batch):
+        nonlocal params, state
+        params, state, value = jax.block_until_ready(compiled(params, state, batch))
+        return value
+
+    params = jax.device_put(params)
     state = jax.jit(tx.init)(params)
-    first = jax.device_put(model.batches(rng))
     start = time.perf_counter()
-    compiled = (
-        jax.jit(step, donate_argnums=(0, 1)).lower(params, state, first).compile()
-    )
+    jitted = jax.jit(train_step, donate_argnums=(0, 1))
+    compiled = jitted.lower(params, state, put(first)).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     temporary = getattr(memory, "temp_size_in_bytes", 0)
-    print(json.dumps({"compile_s": seconds, "temporary_bytes": temporary}), flush=True)
-    for line in sys.stdin:
-        times = []
-        for _ in range(int(line) + 2):
-            batch = jax.block_until_ready(jax.device_put(model.batches(rng)))
-            start = time.perf_counter()
-            params, state, value = compiled(params, state, batch)
-            jax.block_until_ready((params, state, value))
-            times.append(time.perf_counter() - start)
-        # The first steps of a round bring the caches back that other processes used.
-        print(json.dumps([1e3 * t for t in times[2:]]), flush=True)
+    return step, put, {"compile_s": seconds, "temporary_bytes": temporary}
+
+
+def _torch_step(model, name, params, first, read, side):
+    """The same of the model in PyTorch."""
+    from benchmarks.models import torch_side
+
+    step, put = torch_side.make_step(name, params)
+    return step, put, {"compile_s": 0.0, "temporary_bytes": 0}
 
 
 class _Process:
@@ -102,8 +128,12 @@ class _Process:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.about = self._read()
+        self.about: dict[str, Any] = {}
         self.times: list[float] = []
+
+    def wait(self) -> None:
+        """Returns once the step is compiled."""
+        self.about = self.about or self._read()
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -132,8 +162,14 @@ class _Process:
 def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, Any]]:
     """A record for each tree and side: the median step and the ratio to the first."""
     sides = [(tree, side) for side in args.sides for tree in args.trees]
-    processes = {(t, s): _Process(t, name, read, s) for t, s in sides}
+    processes: dict[tuple[str, str], _Process] = {}
     try:
+        for tree, side in sides:
+            processes[tree, side] = process = _Process(tree, name, read, side)
+            if not args.together:  # compiling is timed too
+                process.wait()
+        for process in processes.values():
+            process.wait()
         for number in range(args.rounds):
             order = list(processes.values())
             random.Random(number).shuffle(order)
@@ -142,6 +178,9 @@ def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, An
     finally:
         for process in processes.values():
             process.close()
+    losses = {k: p.about["loss"] for k, p in processes.items()}
+    if max(losses.values()) - min(losses.values()) > 1e-3:
+        raise SystemExit(f"{name}: the losses of the first batch differ: {losses}")
     medians = {k: statistics.median(p.times) for k, p in processes.items()}
     return [
         {
@@ -150,7 +189,7 @@ def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, An
             "side": side,
             "tree": tree,
             "ms": round(medians[tree, side], 2),
-            "ratio": round(medians[tree, side] / medians[args.trees[0], side], 3),
+            "ratio": round(medians[tree, side] / medians[sides[0]], 3),
             **processes[tree, side].about,
         }
         for tree, side in sides
@@ -164,12 +203,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--names", nargs="+", choices=[*NAMES, *LARGE], default=NAMES)
     parser.add_argument("--reads", nargs="+", choices=[*READS], default=[*READS])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--trees", nargs="+", default=["."], help="checkouts")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="of each round")
+    parser.add_argument("--together", action="store_true", help="compile side by side")
     parser.add_argument("--json", help="append each record to this file")
     args = parser.parse_args(argv)
     print(f"{'model':16}{'read':8}{'side':13}{'ms':>8}{'ratio':>8}{'MiB':>7}  tree")
