@@ -14,9 +14,9 @@ Sides:
     torch        the model's file in PyTorch, NAME_torch.py
     torch+pages  the same, after sj.cpu.keep_freed_pages()
 
-All run on the GPU if there is one. A process compiles its step and then waits. In each round every process runs some steps,
-each on other ids, and reports their times; what counts is the median over all rounds. The
-losses of the first batch must agree.
+All run on the GPU if there is one. A process compiles its step and then waits. In each
+round every process runs some steps, each on other ids, and reports their times; what
+counts is the median over all rounds. The losses of the first batch must agree.
 With `--trees` the same models are timed with the sparsejax of several checkouts, a line
 for each. The column `ratio` compares each line with the first.
 """

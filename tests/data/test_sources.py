@@ -314,7 +314,7 @@ def test_columns_that_are_refused(tmp_path, form, columns, message):
 
 
 def test_a_damaged_page_does_not_move_other_rows(tmp_path):
-    """Headers of pages have no checksum. A wrong one may say that a page has more rows."""
+    """Headers of pages have no checksum. A wrong one may claim more rows."""
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "items.parquet"
