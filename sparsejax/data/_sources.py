@@ -336,8 +336,8 @@ def _parquet_table(call: str, path: str, text: Text, report: Report) -> Table:
         with open(path, "rb") as raw:
             file = _damaged(call, path, lambda: parquet.ParquetFile(raw, **options))
             rows, size = file.metadata.num_rows, os.path.getsize(path)
-            # One group of rows at a time. Otherwise a damaged header of a page moves the
-            # values of later groups.
+            # One group of rows at a time. Otherwise a damaged header of a page moves
+            # the values of later groups.
             batches = itertools.chain.from_iterable(
                 file.iter_batches(
                     _BATCH_ROWS, row_groups=[k], columns=wanted, use_threads=False
